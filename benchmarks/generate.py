@@ -16,7 +16,7 @@ from mplug.model.decoding import sample
 from mplug.model.memory import initialize
 from mplug.model.model import Model
 from mplug.model.sampling import Sampling, sample_key
-from mplug.model.token_steps import Replays, replays_for
+from mplug.model.token_steps import Replays, compiled_step, replays_for
 from mplug.run.run import Decoding, Run
 from mplug.testing.harness import tiny_run
 
@@ -34,6 +34,7 @@ def built(asked: argparse.Namespace, length: int) -> tuple[Run, Model]:
     fields = {**SHAPES[asked.shape], "ffn_hidden_size": WIDTHS[asked.shape], "init_std": 0.02}
     settings = {"model.name": "llama", **{f"model.{name}": value for name, value in fields.items()}}
     settings |= {"trainer.precision": asked.precision, "trainer.device": asked.device, "trainer.seq_length": length}
+    settings |= {"trainer.compile": "inductor" if asked.compile else "never", "trainer.tune_kernels": asked.tune}
     if asked.kernels:
         settings |= {"kernels.default": asked.kernels, "kernels.attention": "sdpa"}
     run = tiny_run(settings)
@@ -109,6 +110,8 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--kernels", help="the default kernel plugin, beside sdpa for attention")
+    parser.add_argument("--compile", action="store_true", help="compile the step of a token")
+    parser.add_argument("--tune", action="store_true", help="with --compile: tune the kernels (trainer.tune_kernels)")
     parser.add_argument("--prompt", type=int, default=8, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=512, help="tokens to sample")
     parser.add_argument("--temperature", type=float, default=0.8)
@@ -120,16 +123,20 @@ def main() -> None:
     if asked.threads:
         torch.set_num_threads(asked.threads)
     run, model = built(asked, asked.prompt + asked.tokens)
-    recorded, reasons = replays_for(run, model)
+    compiled, reason = compiled_step(run, model)
+    if asked.compile and not compiled:
+        raise SystemExit(f"the step of a token is not compiled, because {reason}")
+    recorded, reasons = replays_for(run, model, compiled)
     if asked.device == "cuda" and reasons:
         print(f"no graph replays the step of a token, because {listed(reasons)}", flush=True)
     found = {}
     for way in ("growing caches", "static caches", "a CUDA graph"):
         if (way == "static caches" and model.growing) or (way == "a CUDA graph" and recorded.make is None):
             continue
-        replays, reason = recorded if way == "a CUDA graph" else Replays(), model.growing
+        replays, reason = recorded if way == "a CUDA graph" else Replays(compiled=recorded.compiled), model.growing
         model.growing = reason or ("they are measured" if way == "growing caches" else "")
-        Measured(model, asked, replays, 6)  # kernels compile, and the step is recorded
+        warmup = 6 if way == "growing caches" else asked.tokens  # as many tokens have the same recording
+        Measured(model, asked, replays, warmup)  # kernels compile, and the step is recorded
         found[way] = Measured(model, asked, replays, asked.tokens)
         model.growing = reason
         print(f"with {way}: {found[way]}", flush=True)

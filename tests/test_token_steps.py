@@ -15,11 +15,12 @@ from mplug.cli.generate_prompts import Prompt
 from mplug.errors import RunError
 from mplug.model import token_steps
 from mplug.model.caching import choose_static_caches
+from mplug.model.compilation import compiled_graphs
 from mplug.model.decoding import sample
 from mplug.model.graphs import sampling_obstacles
 from mplug.model.sampling import Sampling
 from mplug.model.selection import Selection
-from mplug.model.token_steps import Replays, TokenSteps, replays_for
+from mplug.model.token_steps import Replays, TokenSteps, compiled_step, replays_for
 from mplug.nn.static_cache import static_keys
 from mplug.testing.harness import TinySettings
 from mplug.testing.recording import Operations
@@ -174,19 +175,69 @@ def test_a_plugin_that_does_not_state_it_is_not_recorded(monkeypatch: pytest.Mon
     assert obstacles({**FAMILIES["llama"], "kernels.default": "reference"}) == []
 
 
-def test_without_the_setting_a_gpu_has_growing_caches_and_no_message() -> None:
+def test_without_the_setting_no_step_is_recorded_and_no_message_says_so() -> None:
     run, model = built(FAMILIES["llama"], graphs=True)
     assert replays_for(run, model)[1] == ["the run is on the CPU"]
     run, model = built(FAMILIES["llama"])
     replays, reasons = replays_for(run, model)
-    assert (replays.make, reasons, model.growing) == (None, [], "")
-    run.device = "cuda"
-    choose_static_caches(run, model, Selection())
-    assert model.growing == "the run samples without CUDA graphs"
+    assert (replays.make, reasons) == (None, [])
+    for device in ("cpu", "cuda"):
+        run.device = device
+        choose_static_caches(run, model, Selection())
+        assert model.growing == ""
 
 
-@pytest.mark.parametrize(("options", "graphs"), [([], False), (["--graphs", "auto"], True)])
-def test_the_command_replays_steps_on_request(options: list[str], graphs: bool) -> None:
+# Compiled steps.
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("family", SOME)
+def test_a_compiled_step_gives_the_tokens_of_eager_steps(family: str) -> None:
+    """One graph for each kind of unit: no step compiles again, also not those of a second batch."""
+    run, model = built({**FAMILIES[family], "trainer.compile": "aot_eager"})
+    compiled, reason = compiled_step(run, model)
+    assert (list(compiled), reason) == (["embedding", "blocks.0", "blocks.1", "head"], "")
+    kinds = 3 + (family in ("gemma", "gpt-oss", "deepseek"))  # these have blocks of two kinds
+    before, replays = compiled_graphs(), Replays(compiled=compiled)
+    for prompts in (PROMPTS[:3], PROMPTS[3:6]):
+        found = texts(model, prompts, sampling=HOT, replays=replays)
+        assert compiled_graphs() == before + kinds
+        assert found == texts(model, prompts, sampling=HOT)
+
+
+@pytest.mark.wide("compile")
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_that_inductor_compiles_gives_the_tokens_of_eager_steps() -> None:
+    run, model = built({**FAMILIES["llama"], "trainer.compile": "inductor"})
+    found = texts(model, PROMPTS[:3], sampling=HOT, replays=Replays(compiled=compiled_step(run, model)[0]))
+    assert found == texts(model, PROMPTS[:3], sampling=HOT)
+
+
+NOT_COMPILED: dict[str, tuple[TinySettings, str]] = {
+    "never": ({"trainer.compile": "never"}, ""),
+    "auto": ({"trainer.compile": "auto"}, "trainer.compile=auto compiles nothing on this machine's CPU"),
+    "flex": (
+        {"trainer.compile": "aot_eager", "kernels.attention": "flex"},
+        "its caches grow, because kernels/flex does not offer 'static keys' for Attention.core of 'blocks.*.attn'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_COMPILED)
+def test_a_step_that_is_not_compiled_has_a_reason(name: str) -> None:
+    settings, reason = NOT_COMPILED[name]
+    run, model = built({**FAMILIES["llama"], **settings}, padded=False)
+    assert compiled_step(run, model) == ({}, reason)
+
+
+@pytest.mark.parametrize(("options", "graphs"), [([], True), (["--graphs", "never"], False)])
+def test_the_command_replays_steps_unless_it_must_not(options: list[str], graphs: bool) -> None:
     context = command.make_context("generate", options)
     wanted = Asked(**context.params).wanted([Prompt("--prompt", "a")], [[1]], 8, None)
     assert wanted.graphs is graphs
+
+
+@pytest.mark.parametrize(("options", "compiler"), [([], "never"), (["--compile", "auto"], "auto")])
+def test_the_command_compiles_steps_on_request(options: list[str], compiler: str) -> None:
+    settings = Asked(**command.make_context("generate", options).params).settings(world=None)
+    assert settings["trainer", "compile"].value == compiler

@@ -64,10 +64,17 @@ if TYPE_CHECKING:
 @click.option("--device", default="auto", type=click.Choice(["auto", "cpu", "cuda"]), help="Device to compute on.")
 @click.option(
     "--graphs",
-    default="never",
+    default="auto",
     show_default=True,
     type=click.Choice(["auto", "never"]),
     help="auto: on a GPU, replay the step of a token as a CUDA graph if all parts of the run state that they can.",
+)
+@click.option(
+    "--compile",
+    default="never",
+    show_default=True,
+    type=click.Choice(["auto", "never"]),
+    help="auto: on a GPU, compile the step of a token: a later first token, and faster ones.",
 )
 @click.option(
     "--pretrained",
@@ -130,6 +137,7 @@ class Asked:
     seed: int
     device: str
     graphs: str
+    compile: str
     pretrained: Path | None
     chat: bool
     precision: str | None
@@ -174,6 +182,8 @@ class Asked:
         fixed = [
             f"trainer.device={self.device}",
             "trainer.graphs=false",
+            f"trainer.compile={self.compile}",
+            "trainer.tune_kernels=false",
             f"parallel.layout={self.parallel or ''}",
             *own,
         ]

@@ -89,7 +89,7 @@ def work(job: Job, send: Callable[..., None] | None = None) -> None:
     """Sample as one process; the first one prints and writes."""
     from mplug.distributed.world import launched
     from mplug.model.decoding import Ranks, refuse_undivided
-    from mplug.model.token_steps import replays_for
+    from mplug.model.token_steps import compiled_step, replays_for
     from mplug.training.job import among
 
     world = launched()
@@ -101,7 +101,10 @@ def work(job: Job, send: Callable[..., None] | None = None) -> None:
         if run.rank == 0:
             for message in model.replaced:
                 click.echo(f"mplug: {message}", err=True)
-        replays, reasons = replays_for(run, model)
+        compiled, reason = compiled_step(run, model)
+        if run.rank == 0 and reason:
+            click.echo(f"mplug: the step of a token is not compiled, because {reason}", err=True)
+        replays, reasons = replays_for(run, model, compiled)
         if run.rank == 0 and reasons and run.device.startswith("cuda"):
             click.echo(f"mplug: no CUDA graph replays the step of a token, because {listed(reasons)}", err=True)
         _sample(run, model, job, ranks, replays)

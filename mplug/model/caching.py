@@ -146,8 +146,6 @@ def choose_static_caches(run: Run, model: Model, selection: Selection) -> None:
 
 
 def _reason_against_static(run: Run, model: Model, selection: Selection) -> str:
-    if run.device.startswith("cuda") and run.decoding is not None and not run.decoding.graphs:
-        return "the run samples without CUDA graphs"
     if len(model.stages.units) > 1:
         return "the model is divided into the chunks of a pipeline"
     for module in cached_modules(model):

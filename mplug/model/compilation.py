@@ -2,12 +2,13 @@
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.fx import GraphModule
 
 from mplug.errors import UsageError
+from mplug.layout.plan import Unit
 from mplug.model.compiler_cache import repair_libraries
 from mplug.model.model import Model
 from mplug.model.tracer import prepare_compiler
@@ -47,8 +48,16 @@ def compile_units(model: Model, backend: str | None, tune_kernels: bool = False)
     Module hooks around a unit's call stay outside of the graph, and eager. The first call of a graph raises
     RuntimeError if an operator returns memory of its arguments.
     """
+    for unit, run in compiled_units(model, model.own_units, backend, tune_kernels).items():
+        setattr(model.module.get_submodule(unit.name), unit.method, run)
+
+
+def compiled_units(
+    model: Model, units: Iterable[Unit], backend: str | None, tune_kernels: bool = False
+) -> dict[Unit, Callable[..., Any]]:
+    """The units as compiled functions, which are compiled when they are first called; none without a backend."""
     if backend is None:
-        return
+        return {}
     import torch
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
@@ -59,11 +68,9 @@ def compile_units(model: Model, backend: str | None, tune_kernels: bool = False)
     inductor.coordinate_descent_tuning = tune_kernels
     dynamo.recompile_limit = max(dynamo.recompile_limit, SHAPES)
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)  # precision fp32 is deliberate
-    compiled = _recomputing(backend)
-    for unit in model.own_units:
-        part = model.module.get_submodule(unit.name)
-        run = torch.compile(getattr(part, unit.method), backend=compiled, fullgraph=True, dynamic=False)
-        setattr(part, unit.method, run)
+    named: dict[str, Any] = {"backend": _recomputing(backend), "fullgraph": True, "dynamic": False}
+    own = ((unit, getattr(model.module.get_submodule(unit.name), unit.method)) for unit in units)
+    return {unit: torch.compile(run, **named) for unit, run in own}
 
 
 def _recomputing(name: str) -> Callable[..., Any]:

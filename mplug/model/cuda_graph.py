@@ -37,7 +37,8 @@ def use_own_stream() -> None:
 class CudaGraph:
     """A CUDA graph of work on the current stream.
 
-    Recordings with the same `pool` use the same memory, so a result of one is valid only until another is replayed.
+    Recordings with the same `pool` use the same memory, so a result of one is valid only until another is replayed. The
+    pool ends with its last recording; None: a pool of its own.
     `remedy` ends the error for work that cannot be replayed.
     """
 

@@ -7,6 +7,7 @@ without any passes on what it receives.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -25,10 +26,18 @@ Choose = Callable[[Tensor], Tensor]
 """The logits [b, V / R] of the last position -> tokens [b]."""
 
 
-def run_last(model: Model, units: Sequence[Unit], entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Run some inference units of a model whose modules have caches; the last unit computes the last position only."""
+def run_last(
+    model: Model,
+    units: Sequence[Unit],
+    entries: Mapping[str, Tensor],
+    instead: Mapping[str, Callable[..., object]] = MappingProxyType({}),
+) -> dict[str, Tensor]:
+    """Run some inference units of a model whose modules have caches; the last unit computes the last position only.
+
+    `instead` is as in `run_units`.
+    """
     *_, head = model.plan.inference
-    values = run_units(model.module, [unit for unit in units if unit is not head], entries)
+    values = run_units(model.module, [unit for unit in units if unit is not head], entries, instead=instead)
     if head not in units:
         return values
     activations = model.plan.activations
@@ -36,7 +45,7 @@ def run_last(model: Model, units: Sequence[Unit], entries: Mapping[str, Tensor])
         if "sequence" in activations.get(name, ()):
             dim = activations[name].index("sequence")
             values[name] = values[name].narrow(dim, values[name].shape[dim] - 1, 1).contiguous()
-    return run_units(model.module, [head], values)
+    return run_units(model.module, [head], values, instead=instead)
 
 
 @dataclass(frozen=True)

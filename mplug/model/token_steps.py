@@ -6,6 +6,7 @@ of the previous one, and a CUDA graph can replay a step.
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from mplug.errors import RunError, UsageError
 from mplug.model.caching import cached_modules
+from mplug.model.compilation import compiled_units, compiler_of
 from mplug.model.cuda_graph import CudaGraph, Recording, use_own_stream
 from mplug.model.graphs import sampling_obstacles
 from mplug.model.model import Model
@@ -95,7 +97,8 @@ class TokenSteps:
         self.clock.tick()
         entries = {"tokens": self.tokens[:, None], "positions": self.clock.positions[:, None]}
         with shared_rotations():
-            logits = _last_logits(self.model, {**entries, "sample_ids": self.zeros, "keys": self.zeros})
+            given = {**entries, "sample_ids": self.zeros, "keys": self.zeros}
+            logits = _last_logits(self.model, given, self.replays.compiled)
         self._draw(logits)
 
     def _draw(self, logits: Tensor) -> None:
@@ -104,6 +107,7 @@ class TokenSteps:
 
     def _grow(self, capacity: int) -> None:
         self.capacity, self._recording = capacity, None
+        self.clock.forget()
         for cache in self.caches:
             cache.grow(capacity)
 
@@ -112,11 +116,17 @@ class Replays:
     """Token steps of one model that batches of about equal size share, so that their steps are recorded once.
 
     `make` makes a recording; None: all steps run eagerly, and no batch shares its caches. The weights of the model do
-    not change meanwhile. `describe` puts an exception on one line.
+    not change meanwhile. `describe` puts an exception on one line. `compiled` are functions that run instead of units,
+    by the names of the units.
     """
 
-    def __init__(self, make: Make | None = None, describe: Callable[[Exception], str] = cause_of) -> None:
-        self.make, self.describe = make, describe
+    def __init__(
+        self,
+        make: Make | None = None,
+        describe: Callable[[Exception], str] = cause_of,
+        compiled: Mapping[str, Callable[..., object]] = MappingProxyType({}),
+    ) -> None:
+        self.make, self.describe, self.compiled = make, describe, compiled
         self.num_recorded = 0
         self._steps: TokenSteps | None = None
         self._of: tuple[Any, ...] = ()
@@ -148,19 +158,38 @@ class Replays:
         return recording
 
 
-def replays_for(run: Run, model: Model) -> tuple[Replays, list[str]]:
+def replays_for(
+    run: Run, model: Model, compiled: Mapping[str, Callable[..., object]] = MappingProxyType({})
+) -> tuple[Replays, list[str]]:
     """(the replays of a run that samples, the reasons why none is recorded).
 
     The list is empty if the run records steps, or if it has switched graphs off. Call it before the first sample:
     the work on a GPU then moves to a stream that can be recorded.
     """
     if run.decoding is None or not run.decoding.graphs:
-        return Replays(), []
+        return Replays(compiled=compiled), []
     reasons = sampling_obstacles(run, model)
     if reasons:
-        return Replays(), reasons
+        return Replays(compiled=compiled), reasons
     use_own_stream()
-    return Replays(partial(CudaGraph, torch.cuda.graph_pool_handle(), OFF), partial(failed_part, run.hooks)), []
+    return Replays(partial(CudaGraph, None, OFF), partial(failed_part, run.hooks), compiled), []
+
+
+def compiled_step(run: Run, model: Model) -> tuple[dict[str, Callable[..., object]], str]:
+    """(the inference units as compiled functions, by their names; why there are none although the run asks for them).
+
+    Every token of a cache that grows has other shapes, so its steps are not compiled.
+    """
+    trainer = run.config.trainer
+    if trainer.compile == "never":
+        return {}, ""
+    if model.growing:
+        return {}, f"its caches grow, because {model.growing}"
+    backend = compiler_of(run)
+    if backend is None:
+        return {}, f"trainer.compile={trainer.compile} compiles nothing on this machine's {run.device.upper()}"
+    found = compiled_units(model, model.plan.inference, backend, trainer.tune_kernels)
+    return {unit.name: compiled for unit, compiled in found.items()}, ""
 
 
 def rounded(positions: int) -> int:
@@ -168,6 +197,8 @@ def rounded(positions: int) -> int:
     return -(-positions // MULTIPLE) * MULTIPLE
 
 
-def _last_logits(model: Model, entries: Mapping[str, Tensor]) -> Tensor:
-    """The logits [b, V / R] of the last position of a micro batch."""
-    return run_last(model, model.plan.inference, entries)["logits"][:, -1]
+def _last_logits(
+    model: Model, entries: Mapping[str, Tensor], instead: Mapping[str, Callable[..., object]] = MappingProxyType({})
+) -> Tensor:
+    """The logits [b, V / R] of the last position of a micro batch; `instead` is as in `run_units`."""
+    return run_last(model, model.plan.inference, entries, instead)["logits"][:, -1]

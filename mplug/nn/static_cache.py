@@ -42,16 +42,23 @@ class Clock:
         """The next call brings the next position of each sample."""
         self.positions.add_(1)
         self.padding, self.reads_prompts = None, False
+        self._keys = {rows: self._new_keys(rows) for rows in self._keys}
+
+    def forget(self) -> None:
+        """The caches have other numbers of rows from now on."""
         self._keys.clear()
 
     def keys(self, rows: int) -> tuple[StaticKeys, Tensor]:
         """(what cores need to know about caches of this many rows, the rows [B] of the new positions).
 
-        All caches of a size share them, so a step computes them once.
+        All caches of a size share them, so a step computes them once: `tick` does, outside of compiled code.
         """
         if rows not in self._keys:
-            self._keys[rows] = static_keys(self.positions, rows), self.positions.remainder(rows)
+            self._keys[rows] = self._new_keys(rows)
         return self._keys[rows]
+
+    def _new_keys(self, rows: int) -> tuple[StaticKeys, Tensor]:
+        return static_keys(self.positions, rows), self.positions.remainder(rows)
 
     def cache(self, size: CacheSize, reach: int | None) -> "StaticCache":
         """An empty cache of these samples."""
@@ -96,6 +103,7 @@ class StaticCache(Cache):
     def grow(self, positions: int) -> None:
         """Make room for more positions; the rows move to new buffers. Call it while no row has been overwritten."""
         self.size = CacheSize(positions)
+        self.clock.keys(self.rows)  # `tick` computes those of the next positions
         if self._buffers and self.rows > self._buffers[0].shape[1]:
             self._buffers = [_longer(buffer, self.rows) for buffer in self._buffers]
 

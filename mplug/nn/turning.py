@@ -19,16 +19,18 @@ Turning = float | Turns
 WIDE_NORM = "wide QK-norm"
 
 
-@operator("mplug::rotations")
-def rotations(positions: Tensor, half: int, theta: float, dtype: torch.dtype) -> Tensor:
+def _rotations(positions: Tensor, half: int, theta: float, dtype: torch.dtype) -> Tensor:
     """The cosine and sine of each pair's angle at each position: positions [1 or B, S] -> [2, 1 or B, S, half].
 
-    This is a torch operator so that a compiler keeps the small table. Otherwise it would recompute every angle for
-    every head of queries and keys, in forward and in backward.
+    As the operator `rotations`, a compiler keeps the small table. Otherwise it would recompute every angle for every
+    head of queries and keys, in forward and in backward.
     """
     frequencies = theta ** (-torch.arange(half, device=positions.device, dtype=dtype) / half)
     angles = positions[..., None].to(dtype) * frequencies
     return torch.stack((angles.cos(), angles.sin()))
+
+
+rotations = operator("mplug::rotations")(_rotations)
 
 
 @fake("mplug::rotations")
@@ -36,11 +38,13 @@ def _(positions: Tensor, half: int, theta: float, dtype: torch.dtype) -> Tensor:
     return torch.empty((2, *positions.shape, half), device=positions.device, dtype=dtype)
 
 
-@operator("mplug::scaled_rotations")
-def scaled_rotations(positions: Tensor, frequencies: list[float], factor: float, dtype: torch.dtype) -> Tensor:
+def _scaled_rotations(positions: Tensor, frequencies: list[float], factor: float, dtype: torch.dtype) -> Tensor:
     """`rotations` by the frequencies of the pairs, times a factor: positions [1 or B, S] -> [2, 1 or B, S, half]."""
     angles = positions[..., None].to(dtype) * _on(positions.device, tuple(frequencies), dtype)
     return torch.stack((angles.cos(), angles.sin())) * factor
+
+
+scaled_rotations = operator("mplug::scaled_rotations")(_scaled_rotations)
 
 
 @cache
@@ -83,7 +87,7 @@ def shared_rotations() -> Iterator[None]:
 
 def _shared(make: Callable[..., Tensor], positions: Tensor, *arguments: Hashable) -> Tensor:
     """make(positions, *arguments), once for each combination of arguments inside `shared_rotations`."""
-    if _tables is None:
+    if _tables is None or torch.compiler.is_compiling():
         return make(positions, *arguments)
     key = (make, id(positions), *arguments)
     if key not in _tables:
@@ -101,10 +105,15 @@ def table_of_rotations(positions: Tensor, head_dim: int, theta: Turning, dtype: 
 
 def _table(positions: Tensor, head_dim: int, theta: Turning, dtype: torch.dtype) -> Tensor:
     if not isinstance(theta, Turns):
-        plain: Tensor = rotations(positions, head_dim // 2, theta, dtype)
-        return plain
-    table: Tensor = scaled_rotations(positions, list(theta.frequencies), theta.factor, dtype)
-    return table
+        plain = _rotations if _within_a_kernel(positions) else rotations
+        return plain(positions, head_dim // 2, theta, dtype)
+    scaled = _scaled_rotations if _within_a_kernel(positions) else scaled_rotations
+    return scaled(positions, list(theta.frequencies), theta.factor, dtype)
+
+
+def _within_a_kernel(positions: Tensor) -> bool:
+    """Whether a compiler computes the table where it is used: a kernel costs more time than the angles of a token."""
+    return torch.compiler.is_compiling() and not torch.is_grad_enabled() and positions.shape[1] == 1
 
 
 def _cosines_and_sines(positions: Tensor, head_dim: int, theta: Turning, dtype: torch.dtype) -> Tensor:

@@ -59,6 +59,8 @@ def multiply_groups(
     if not groups:
         return y
     width, left, right = rows.shape[1], [], []
+    if not blocks:
+        of_weight, of_rows = _apart(of_weight), _apart(of_rows)
     for group in groups:
         inverses = of_weight[group.number] if blocks else _one(of_weight, group)
         left.append(operand(weight[group.number], inverses, weight_format, blocks))
@@ -114,6 +116,7 @@ def add_multiplied_groups(
     groups = groups_of(counts, BLOCK if blocks else ALIGNED)
 
     def columns(x: Tensor, inverses: Tensor, width: int, format_name: str) -> list[Any]:
+        inverses = inverses if blocks else _apart(inverses)
         of_groups = [inverses[blocks_of(group)] if blocks else _one(inverses, group) for group in groups]
         pairs = zip(groups, of_groups, strict=True)
         return [operand(part_of(x, group, width), one, format_name, False) for group, one in pairs]
@@ -153,8 +156,15 @@ def add_half_groups(total: Tensor, stale: Tensor, x: Tensor, grad_y: Tensor, cou
     _add(total, stale, groups, left, right, layout="NT")
 
 
-def _one(inverses: Tensor, group: Group) -> Tensor:
-    return inverses[group.number : group.number + 1]
+def _apart(inverses: Tensor) -> Tensor:
+    """inverses [e] -> [e, 4] with the inverses in the first column: cuBLAS needs addresses of multiples of 16 bytes."""
+    apart = inverses.new_empty((len(inverses), 4))
+    apart[:, 0] = inverses
+    return apart
+
+
+def _one(apart: Tensor, group: Group) -> Tensor:
+    return apart[group.number, :1]
 
 
 def _multiply(left: list[Any], right: list[Any], out: list[Tensor], **named: Any) -> None:

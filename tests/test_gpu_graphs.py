@@ -82,7 +82,10 @@ KERNELS: dict[str, tuple[str, TinySettings]] = {  # the package that it needs, a
     "fp8 fused": ("torch", {**OF_FP8, **DELAYED, **dict.fromkeys(FUSED_PRODUCTS, "fp8")}),
     "fp8 experts": ("torch", {**OF_EXPERTS, "kernels.linear": "fp8", "kernels.experts": "fp8"}),
     "fp8 compiled": ("torch", {**OF_FP8, **DELAYED, "kernels.linear": "fp8", "trainer.compile": "inductor"}),
-    "te": ("transformer_engine", {**OF_FP8, "kernels.linear": "te", "kernels.attention": "te", "kernels.norm": "te"}),
+    "te": (
+        "transformer_engine",
+        {**OF_FP8, "kernels.linear": "te", "kernels.attention": "te", "kernels.norm": "te", "trainer.seq_length": 128},
+    ),
     "te delayed": ("transformer_engine", {**OF_FP8, **DELAYED, "kernels.linear": "te"}),
     "te blockwise": (
         "transformer_engine",

@@ -1,5 +1,6 @@
 """What only GPUs can show: DeepSpeed's streams, compiled units in every stage, states in the host's memory."""
 
+import warnings
 from importlib.util import find_spec
 from typing import Any
 
@@ -48,6 +49,7 @@ def trained_in_turn(every: list[dict[str, Any]]) -> list[tuple[list[float], list
     from mplug.training.schedule import learning_rate
 
     with_nccl()
+    warnings.simplefilter("ignore")  # the compiler's own
     figures = []
     for settings in every:
         run = tiny_run({**BASE, **settings})

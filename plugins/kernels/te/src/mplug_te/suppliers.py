@@ -44,7 +44,7 @@ def not_replayed(supplied: Iterable[tuple[str, Any]], recipe: "Recipe | None") -
 
 
 def offers(run: "Run") -> list[Offer]:
-    """All offers. Experts and fused activations need a config that names them: they have not run on a GPU yet."""
+    """All offers. Experts and fused activations need a config that names them: no benchmark has compared them yet."""
     named = run.config.kernels.kinds
     half: list[Offer] = [Offer({"Linear.product": HalfProduct()}, supports_half)]
     if "experts" in named:

@@ -28,6 +28,7 @@ from mplug.nn.norm import Norm
 from mplug.nn.normal import NORMAL_TAIL, NORMAL_TAIL_END, NORMAL_TAIL_SLOPE
 from mplug.nn.norms import NormFunction
 from mplug.nn.operator import fake, operator
+from mplug.nn.packed_heads import PackedHeads, packed_heads_of, passing_through, with_packed_heads
 from mplug.nn.parts import AttentionParts, Part, parts_of, with_parts
 from mplug.nn.pipeline import Arrival, Pipeline, Produce, Rows, pipeline_named
 from mplug.nn.product import Boundary, Narrow, Product
@@ -84,6 +85,7 @@ __all__ = [
     "Norm",
     "NormFunction",
     "Operand",
+    "PackedHeads",
     "Part",
     "Pipeline",
     "Produce",
@@ -116,13 +118,16 @@ __all__ = [
     "keep_max_in_backward",
     "normed",
     "operator",
+    "packed_heads_of",
     "parts_of",
+    "passing_through",
     "pipeline_named",
     "scaled_dot_product",
     "states",
     "static_keys",
     "weight_gradient",
     "weights_per_token",
+    "with_packed_heads",
     "with_parts",
     "within_capacity",
     "zero_if_stale",

@@ -16,6 +16,7 @@ from mplug.nn.cache import Cache, CacheSize
 from mplug.nn.inits import ONES, TOKENS, ZEROS, Entries, Inits
 from mplug.nn.linear import Linear
 from mplug.nn.norms import offset
+from mplug.nn.packed_heads import PackedHeads, packed_heads_of, passes_through
 from mplug.nn.parts import PLAIN_PARTS, with_parts
 from mplug.nn.prologue import Projected
 from mplug.nn.random import mix, uniform
@@ -50,7 +51,8 @@ def scaled_dot_product(
     that it does not know.
 
     A supplier that offers 'log-sum-exp' has an attribute `parts` (`mplug.nn.AttentionParts`). Wraps that compute
-    attention part by part (context parallelism) call it.
+    attention part by part (context parallelism) call it. A supplier that can also compute attention from the packed
+    projection, and write one packed gradient, is marked by `mplug.nn.with_packed_heads` (docs/kernels.md).
     """
     heads, groups, length = q.shape[2], k.shape[2], (q.shape[1], k.shape[1])
     if spec.static_keys:  # a cache is much larger than its query, so no head of it is repeated
@@ -233,13 +235,20 @@ class DotProductAttention(nn.Module):
 
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, document_lengths: Tensor | None) -> Tensor:
         """The core's output [B, S, H, V]."""
-        dropout = self.spec.dropout if self.training else 0.0
+        spec = self._spec(document_lengths)
+        return self.core(q, k, v, spec, self._inputs(spec, keys, document_lengths))
+
+    def _spec(self, document_lengths: Tensor | None) -> AttentionSpec:
+        """What a call computes."""
+        is_static = self.cache is not None and self.cache.static_keys is not None
+        masks: dict[str, Any] = {"documents": document_lengths is not None, "static_keys": is_static}
+        return replace(self.spec, dropout=self.spec.dropout if self.training else 0.0, **masks)
+
+    def _inputs(self, spec: AttentionSpec, keys: Tensor, document_lengths: Tensor | None) -> AttentionInputs:
+        """The tensors of a call."""
         static = None if self.cache is None else self.cache.static_keys
-        masks: dict[str, Any] = {"documents": document_lengths is not None, "static_keys": static is not None}
-        spec = replace(self.spec, dropout=dropout, **masks)
-        drawn = mix(keys ^ self.site) if dropout else None
-        inputs = AttentionInputs(drawn, document_lengths, self.sinks, num_heads=self.num_heads, static=static)
-        return self.core(q, k, v, spec, inputs)
+        drawn = mix(keys ^ self.site) if spec.dropout else None
+        return AttentionInputs(drawn, document_lengths, self.sinks, num_heads=self.num_heads, static=static)
 
 
 def refuse_documents(document_lengths: Tensor | None) -> None:
@@ -318,8 +327,22 @@ class Attention(DotProductAttention):
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [B, S, H + 2G, K]
         num_heads = self.out.weight.shape[1] // self.head_dim  # this rank's heads, from its shard of the weights
         num_kv_heads = (heads.shape[2] - num_heads) // 2
-        q, k, v = self.prepare_qkv(
-            heads, num_heads, num_kv_heads, positions, *self.scales_of_norm, self.eps, self.theta, self.prepare_qk
-        )
-        y: Tensor = self.out(self._mixed(q, k, v, keys, document_lengths).flatten(-2))
+        packed = self._packed_heads
+        if packed is not None and packed.serves(spec := self._spec(document_lengths)):
+            inputs = self._inputs(spec, keys, document_lengths)
+            mixed = packed.attend(heads, num_heads, num_kv_heads, spec, inputs)
+        else:
+            q, k, v = self.prepare_qkv(
+                heads, num_heads, num_kv_heads, positions, *self.scales_of_norm, self.eps, self.theta, self.prepare_qk
+            )
+            mixed = self._mixed(q, k, v, keys, document_lengths)
+        y: Tensor = self.out(mixed.flatten(-2))
         return y
+
+    @property
+    def _packed_heads(self) -> PackedHeads | None:
+        """What attends from packed heads; None if something may stand between the projection and the core."""
+        packed = packed_heads_of(self.core)
+        if packed is None or self.theta is not None or self.cache is not None or self.scales_of_norm[0] is not None:
+            return None
+        return packed if passes_through(self.prepare_qkv) and passes_through(self.prepare_qk) else None

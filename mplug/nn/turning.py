@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mplug.nn.operator import fake, operator
+from mplug.nn.packed_heads import passing_through
 from mplug.rotary import ROTARY_NEEDS, Turns
 
 Turning = float | Turns
@@ -140,6 +141,7 @@ def _normalised(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 
+@passing_through
 def prepare_qk(
     q: Tensor,
     k: Tensor,
@@ -167,6 +169,7 @@ def prepare_qk(
 prepare_qk.offers = ROTARY_NEEDS | {WIDE_NORM}  # type: ignore[attr-defined]
 
 
+@passing_through
 def prepare_qkv(
     heads: Tensor,
     num_heads: int,
@@ -183,6 +186,9 @@ def prepare_qkv(
     heads [B, S, H + 2G, K], queries first and values last -> q [B, S, H, K], k and v [B, S, G, K]. `prepare_qk` is the
     callable in the narrower slot `Attention.prepare_qk`; it takes the remaining arguments. A supplier that fuses its
     work does not call it. v is the values' part of `heads`, as a view if possible.
+
+    If there are neither weights nor `theta` and the core attends from packed heads, `mplug.nn.Attention` omits the call
+    of a supplier that is marked by `mplug.nn.passing_through`. It calls any other supplier.
     """
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
     q, k = prepare_qk(q, k, positions, q_weight, k_weight, eps, theta)

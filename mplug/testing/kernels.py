@@ -22,6 +22,7 @@ from mplug.model.offers import Filled, Offer, Site
 from mplug.slot_kinds import PRODUCTS
 from mplug.testing.harness import difference, run_tolerance, tiny_run, train_steps
 from mplug.testing.kernel_buffers import BufferChecks, answer_of, declared_by, sites_of
+from mplug.testing.kernel_packed_heads import PackedHeadsChecks
 from mplug.testing.suite import Fault, PluginSuite, naming_failures, refusals, require, smoke
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 UNKNOWN = "a capability that does not exist"
 
 
-class KernelSuite(BufferChecks, PluginSuite):
+class KernelSuite(BufferChecks, PackedHeadsChecks, PluginSuite):
     """Compares every slot that a kernel supplies, over a grid of cases, with the composition of `mplug.nn` in fp64.
 
     `dtypes` are the values of `trainer.precision` to try; products follow the recipe of a precision that has one. The

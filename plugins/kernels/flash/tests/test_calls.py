@@ -13,10 +13,10 @@ from warnings import catch_warnings
 import pytest
 import torch
 from mplug_flash.attention import core
-from mplug_flash.fourth import backward, forward
+from mplug_flash.fourth import backward, forward, packed_backward
 from torch import Tensor
 
-from mplug.nn import AttentionInputs, AttentionSpec
+from mplug.nn import AttentionInputs, AttentionSpec, packed_heads_of
 from mplug.nn.attention import scaled_dot_product
 from mplug.nn.parts import PLAIN_PARTS, parts_of
 from mplug.testing.capabilities import Setting, core_fault, parts_fault
@@ -108,6 +108,14 @@ def test_the_fourth_version_is_an_operator_as_torch_wants_one() -> None:
         torch.library.opcheck(backward, (drawn(2, 5, 4, 8), q, k, v, output, sums, 0.3, True))
 
 
+@pytest.mark.usefixtures("fake")
+def test_the_backward_of_packed_heads_is_an_operator_as_torch_wants_one() -> None:
+    heads = drawn(2, 5, 8, 8)
+    output, sums = forward(*heads.split((4, 2, 2), dim=2), 0.3, False)
+    with catch_warnings(action="ignore"):
+        torch.library.opcheck(packed_backward, (drawn(2, 5, 4, 8), heads, output, sums, 4, 0.3, True))
+
+
 class FakeOfStretches(Fake):
     """The same functions, full or causal, of stretches of a long row of tokens, too."""
 
@@ -122,6 +130,7 @@ class FakeOfStretches(Fake):
     def _flash_attn_bwd(self, q: Tensor, k: Tensor, v: Tensor, *others: Tensor, **named: Any) -> tuple[Tensor, ...]:
         output, gradient, sums = others
         into = [named[name] for name in ("dq", "dk", "dv")]
+        self.memory = {place.untyped_storage().data_ptr() for place in into}
         how = {"scale": named["softmax_scale"], "causal": named["causal"]}
         if "cu_seqlens_q" not in named:
             found = PLAIN_PARTS.backward(gradient, q, k, v, output, sums, **how)
@@ -159,6 +168,40 @@ def test_the_fourth_version_keeps_to_documents_and_computes_parts(heads: tuple[i
         assert core_fault(call, setting, causal=False) == ""
         assert core_fault(call, setting, documents=True) == ""
     assert parts_fault(parts_of(call), setting, packed=True) == ""
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("asked", [{}, {"causal": False}, {"documents": True}], ids=["causal", "full", "documents"])
+def test_the_fourth_version_writes_the_gradient_of_packed_heads_into_one_tensor(
+    fake_of_stretches: FakeOfStretches, asked: dict[str, bool], compiled: bool
+) -> None:
+    call, packed = core(4, False), packed_heads_of(core(4, False))
+    assert packed is not None
+    spec, lengths = replace(SPEC, **asked), torch.tensor([[2, 7, 0], [1, 5, 3]]) if asked.get("documents") else None
+    assert packed.serves(spec)
+    inputs, leaf, gradient = AttentionInputs(None, lengths), drawn(2, 9, 8, 8).requires_grad_(), drawn(2, 9, 4, 8)
+    attend = packed.attend
+    if compiled:
+        torch.compiler.reset()
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    with catch_warnings(action="ignore"):
+        output = attend(leaf, 4, 2, spec, inputs)
+        (found,) = torch.autograd.grad(output, leaf, gradient)
+    assert fake_of_stretches.memory == {found.untyped_storage().data_ptr()}
+    plain = call(*leaf.split((4, 2, 2), dim=2), spec, inputs)
+    assert torch.equal(output, plain)
+    assert torch.equal(found, torch.autograd.grad(plain, leaf, gradient)[0])
+    assert len(fake_of_stretches.memory) == 3
+
+
+def test_packed_heads_are_for_the_fourth_version_and_for_rows_whose_beginnings_are_aligned() -> None:
+    assert packed_heads_of(core(3, False)) is packed_heads_of(core(2, True)) is None
+    packed = packed_heads_of(core(4, True))
+    assert packed is not None
+    for asked in ({"window": 4}, {"dropout": 0.1}, {"sinks": True}, {"own_key_length": True}, {"bias": "alibi"}):
+        named: dict[str, Any] = dict(asked)
+        assert not packed.serves(replace(SPEC, **named))
+    assert not packed.serves(AttentionSpec(0.3, 12, 12))
 
 
 @pytest.mark.parametrize(("version", "module"), [(3, "flash_attn_interface"), (2, "flash_attn")])

@@ -8,12 +8,14 @@ import torch
 from click.testing import CliRunner
 from mplug_flash import Flash
 from mplug_flash.attention import core
+from mplug_flash.fourth import FourthPacked
 from mplug_flash.versions import VERSIONS, Version
+from torch import Tensor
 
 from mplug import Offer, Site
 from mplug.cli import main
 from mplug.model.offers import Filled
-from mplug.nn import AttentionInputs, AttentionSpec
+from mplug.nn import AttentionInputs, AttentionSpec, packed_heads_of
 from mplug.nn.parts import parts_of
 from mplug.testing import KernelSuite, precision_named
 from mplug.testing.capabilities import Setting, core_fault, parts_fault
@@ -242,6 +244,58 @@ def test_a_deterministic_backward_gives_the_same_bits(version: int) -> None:
 @pytest.mark.gpu
 @on_a_gpu
 @quiet
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize(
+    ("heads", "asked"),
+    [
+        (Heads(2, 512, 8, 8, 64), {}),
+        (Heads(2, 512, 8, 2, 128), {}),
+        (Heads(2, 131, 4, 1, 64), {"causal": False}),
+        (Heads(2, 131, 6, 6, 72), {}),
+        (Heads(2, 512, 8, 8, 64), {"documents": True}),
+        (Heads(2, 131, 8, 2, 128), {"documents": True}),
+    ],
+    ids=["64 wide", "grouped", "full, one KV head", "72 wide", "documents", "documents, grouped"],
+)
+def test_packed_heads_give_the_bits_of_the_core(
+    heads: Heads, asked: dict[str, bool], deterministic: bool, compiler: str
+) -> None:
+    served(4, heads.k)
+    torch.manual_seed(0)
+    drawn, gradient = heads.drawn("cuda", torch.bfloat16)
+    lengths = torch.tensor([[100, heads.s - 100, 0], [1, 30, heads.s - 31]], device="cuda")
+    spec = AttentionSpec(heads.k**-0.5, heads.k, heads.k, **asked)
+    inputs = AttentionInputs(document_lengths=lengths if spec.documents else None)
+    packed = packed_heads_of(core(4, deterministic))
+    assert packed is not None
+    assert packed.serves(spec)
+
+    def by_core(x: Tensor) -> Tensor:
+        return core(4, deterministic)(*x.split((heads.h, heads.g, heads.g), dim=2), spec, inputs)
+
+    def by_packed_heads(x: Tensor) -> Tensor:
+        return packed.attend(x, heads.h, heads.g, spec, inputs)
+
+    found = []
+    for attend in (by_core, by_packed_heads):
+        torch.compiler.reset()
+        call = torch.compile(attend, backend=compiler, fullgraph=True, dynamic=False) if compiler != "eager" else attend
+        leaf = drawn.clone().requires_grad_()
+        output = call(leaf)
+        output.backward(gradient)
+        assert leaf.grad is not None
+        found.append((output.detach(), *leaf.grad.split((heads.h, heads.g, heads.g), dim=2)))
+    for name, expected, ours in zip(("output", "dq", "dk", "dv"), *found, strict=True):
+        if deterministic or name == "output":
+            assert torch.equal(ours, expected), name
+        else:  # atomic additions in fp32 round in any order; bf16 has 8 bits
+            torch.testing.assert_close(ours, expected, rtol=2**-7, atol=2**-7 * float(expected.abs().max()), msg=name)
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@quiet
 @pytest.mark.parametrize("heads", [(8, 8, 64), (8, 2, 128)], ids=["64 wide", "grouped"])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 def test_parts_and_documents_on_a_gpu_are_those_of_the_composition_in_fp64(
@@ -263,6 +317,25 @@ def test_a_run_by_it_has_the_losses_of_plain_torch(compiler: str) -> None:
     served(next((number for number, version in VERSIONS.items() if version.installed), 4), 64)
     found = train_steps({**settings, "kernels.attention": "flash"})
     plain = train_steps({**settings, "kernels.default": None})
+    assert found.losses == pytest.approx(plain.losses, rel=1e-2)
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@quiet
+def test_a_run_without_rotary_positions_attends_from_packed_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    served(4, 64)
+    calls, attend = [], FourthPacked.attend
+
+    def counted(self: FourthPacked, *given: Any) -> Tensor:
+        calls.append(1)
+        return attend(self, *given)
+
+    monkeypatch.setattr(FourthPacked, "attend", counted)
+    settings = {**TestFlash.settings, "trainer.precision": "bf16", "model.position": "learned"}
+    found = train_steps({**settings, "kernels.attention": "flash"})
+    plain = train_steps({**settings, "kernels.default": None})
+    assert calls
     assert found.losses == pytest.approx(plain.losses, rel=1e-2)
 
 

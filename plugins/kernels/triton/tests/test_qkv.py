@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from mplug.nn import Linear
 from mplug.nn.attention import prepare_qk
 from mplug.nn.attention import prepare_qkv as composition
+from mplug.nn.packed_heads import passes_through
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 on_device = pytest.mark.usefixtures("kernels_run")
@@ -63,6 +64,7 @@ def test_with_neither_norm_nor_positions_it_splits() -> None:
     parts = prepare_qkv(heads, H, G, torch.arange(S)[None], None, None, 1e-5, None, prepare_qk)
     assert [part.data_ptr() for part in parts] == [heads[:, :, n].data_ptr() for n in (0, H, H + G)]
     assert [part.shape[2] for part in parts] == [H, G, G]
+    assert passes_through(prepare_qkv)
 
 
 ARRANGED: dict[str, Callable[[Tensor], Tensor]] = {

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from mplug_tp.pipelines import name_for
 from mplug_tp.product import OVERLAPPED
+from mplug_tp.suppliers import _with_global_heads
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -16,7 +17,18 @@ from mplug.config.defaults import default_settings
 from mplug.config.sources import read_assignments
 from mplug.distributed.groups import Groups
 from mplug.model.build import build_model
-from mplug.nn import AttentionInputs, AttentionSpec, Boundary, Dropout, Gemm, Narrow, Operand
+from mplug.nn import (
+    AttentionInputs,
+    AttentionSpec,
+    Boundary,
+    Dropout,
+    Gemm,
+    Narrow,
+    Operand,
+    PackedHeads,
+    packed_heads_of,
+    with_packed_heads,
+)
 from mplug.nn.attention import attention
 from mplug.nn.random import sample_keys
 from mplug.registry.entry_points import Registry
@@ -116,6 +128,27 @@ def test_every_attention_core_knows_its_heads_in_the_whole_model(choice: str) ->
     model = build_model(prepared(choice))
     wrapped = {f.site.name: [wrap.plugin for wrap in f.wraps] for f in model.slots if f.wraps}
     assert wrapped == {f"blocks.{number}.attn": [TP] for number in range(2)}
+
+
+class Listening(PackedHeads):
+    """Packed heads that say which heads they compute."""
+
+    dropout = True
+
+    def attend(self, heads: Tensor, num_heads: int, num_kv_heads: int, spec: AttentionSpec, inputs: Any) -> Tensor:
+        return torch.full((), inputs.first_head)
+
+
+def test_packed_heads_know_their_numbers_in_the_whole_model_too() -> None:
+    def core(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
+        raise AssertionError("it is called")
+
+    assert packed_heads_of(_with_global_heads(1, core)) is None
+    packed = packed_heads_of(_with_global_heads(1, with_packed_heads(core, Listening())))
+    assert packed is not None
+    assert packed.attend(torch.zeros(1, 1, 8, 2), 4, 2, AttentionSpec(1.0, 2, 2), AttentionInputs()) == 4
+    assert packed.serves(AttentionSpec(1.0, 2, 2, dropout=0.5))
+    assert not packed.serves(AttentionSpec(1.0, 2, 2, causal=False))
 
 
 @pytest.mark.parametrize("stage", range(2))

@@ -10,10 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from mplug.nn import AttentionInputs, AttentionSpec
-from mplug.nn.parts import with_parts
+from mplug.nn import AttentionInputs, AttentionSpec, with_packed_heads, with_parts
 from mplug_flash import fourth
-from mplug_flash.fourth import FourthParts, begins
+from mplug_flash.fourth import FourthPacked, FourthParts, begins
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,9 @@ def core(version: int, deterministic: bool) -> Callable[..., Tensor]:
         how = How(spec.scale, spec.dropout, deterministic, spec.causal, inputs.document_lengths)
         return compute(q, k, v, how)
 
-    return with_parts(attention, FourthParts(deterministic)) if version == 4 else attention
+    if version != 4:
+        return attention
+    return with_packed_heads(with_parts(attention, FourthParts(deterministic)), FourthPacked(deterministic))
 
 
 def _fourth(q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:

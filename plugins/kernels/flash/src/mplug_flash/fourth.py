@@ -12,8 +12,12 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from mplug.nn import fake, operator
-from mplug.nn.parts import AttentionParts, Lengths, Part
+from mplug.nn import AttentionInputs, AttentionParts, AttentionSpec, PackedHeads, Part, fake, operator
+from mplug.nn.parts import Lengths
+from mplug.nn.specification import DOCUMENTS, FULL
+
+Parts = tuple[Tensor, Tensor, Tensor]
+"""Of queries, keys and values."""
 
 # torch reads an operator's schema from its annotated arguments, so `forward` and `backward` list them one by one.
 
@@ -85,6 +89,76 @@ class _Attention(torch.autograd.Function):
         return *of_inputs, None, None, None, None
 
 
+@operator("mplug_flash::packed_backward")
+def packed_backward(
+    gradient: Tensor,
+    heads: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    num_heads: int,
+    scale: float,
+    deterministic: bool,
+    causal: bool = True,
+    document_lengths: Optional[Tensor] = None,  # noqa: UP045 (torch reads it)
+) -> Tensor:
+    """The gradient of the output [B, S, H, K] -> the gradient of heads [B, S, H + 2G, K], contiguous."""
+    lengths = None if document_lengths is None else (document_lengths, document_lengths)
+    packed = heads.new_empty(heads.shape)
+    part = Part(*_split(heads, num_heads), scale, causal, lengths)
+    _differentiate_into(_split(packed, num_heads), part, gradient, output, sums, deterministic)
+    return packed
+
+
+@fake("mplug_flash::packed_backward")
+def _(gradient: Tensor, heads: Tensor, *_: Any) -> Tensor:
+    return heads.new_empty(heads.shape)
+
+
+class _PackedAttention(torch.autograd.Function):
+    """heads [B, S, H + 2G, K] -> output [B, S, H, K]; grad_output -> the gradient of heads, written in place.
+
+    The split is made inside this function, because autograd's own split would concatenate the three gradients.
+    """
+
+    @staticmethod
+    def forward(ctx, heads, num_heads, scale, deterministic, causal, document_lengths):  # type: ignore[no-untyped-def]
+        output, sums = forward(*_split(heads, num_heads), scale, deterministic, causal, document_lengths)
+        ctx.save_for_backward(heads, output, sums, document_lengths)
+        ctx.options = num_heads, scale, deterministic, causal
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        *saved, document_lengths = ctx.saved_tensors
+        of_heads = packed_backward(gradient, *saved, *ctx.options, document_lengths)
+        return of_heads, None, None, None, None, None
+
+
+class FourthPacked(PackedHeads):
+    """Attention from packed heads; its backward writes the parts of one gradient.
+
+    The kernels take gradients of any strides if every row begins at a multiple of 16 bytes. They do not check this.
+    """
+
+    offers = frozenset({DOCUMENTS, FULL})
+
+    def __init__(self, deterministic: bool) -> None:
+        self.deterministic = deterministic
+
+    def serves(self, spec: AttentionSpec) -> bool:
+        """Whether the kernels serve a specification, in formats of 16 bits."""
+        return super().serves(spec) and spec.key_width % 8 == 0
+
+    def attend(
+        self, heads: Tensor, num_heads: int, num_kv_heads: int, spec: AttentionSpec, inputs: AttentionInputs
+    ) -> Tensor:
+        """heads [B, S, H + 2G, K] -> [B, S, H, K]."""
+        output: Tensor = _PackedAttention.apply(  # type: ignore[no-untyped-call]
+            heads, num_heads, spec.scale, self.deterministic, spec.causal, inputs.document_lengths
+        )
+        return output
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -118,18 +192,34 @@ def differentiate(
     part: Part, gradient: Tensor, output: Tensor, sums: Tensor, deterministic: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q [B, S, H, K], k and v [B, T, G, K], given the output and log-sum-exp over all parts."""
+    dq, dk, dv = (x.new_empty(x.shape) for x in (part.q, part.k, part.v))
+    _differentiate_into((dq, dk, dv), part, gradient, output, sums, deterministic)
+    return dq, dk, dv
+
+
+def _differentiate_into(
+    gradients: Parts, part: Part, gradient: Tensor, output: Tensor, sums: Tensor, deterministic: bool
+) -> None:
+    """Write the gradients of q, k and v: tensors of their shapes, or parts of one contiguous tensor of packed heads."""
     from flash_attn.cute.interface import _flash_attn_bwd
 
     q, k, v, scale, causal, lengths = part
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    dq, dk, dv = gradients
     named = {"softmax_scale": scale, "causal": causal, "deterministic": deterministic}
     if lengths is None:
         _flash_attn_bwd(q, k, v, output, gradient, sums.contiguous(), **named, dq=dq, dk=dk, dv=dv)
-        return dq, dk, dv
-    named |= {"dq": dq.flatten(0, 1), "dk": dk.flatten(0, 1), "dv": dv.flatten(0, 1), **_stretches(q, k, lengths)}
+        return
+    dq, dk, dv = (x.view(x.shape[0] * x.shape[1], *x.shape[2:]) for x in gradients)  # never copies
+    named |= {"dq": dq, "dk": dk, "dv": dv, **_stretches(q, k, lengths)}
     rows = _rows(q, k, v, output.contiguous(), gradient.contiguous())
     _flash_attn_bwd(*rows, sums.transpose(0, 1).flatten(1).contiguous(), **named)
-    return dq, dk, dv
+
+
+def _split(heads: Tensor, num_heads: int) -> Parts:
+    """heads [B, S, H + 2G, K] -> views [B, S, H, K] and twice [B, S, G, K]."""
+    num_kv_heads = (heads.shape[2] - num_heads) // 2
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
+    return q, k, v
 
 
 def _rows(*xs: Tensor) -> list[Tensor]:

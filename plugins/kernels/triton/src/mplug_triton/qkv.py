@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mplug.nn import fake, operator
+from mplug.nn import fake, operator, passing_through
 from mplug.nn.turning import Turning, table_of_rotations
 
 
+@passing_through
 def prepare_qkv(
     heads: Tensor,
     num_heads: int,

@@ -19,7 +19,7 @@ from functools import partial
 from torch import Tensor
 
 from mplug import Model, Offer, Run, Site, Wrap, ops
-from mplug.nn import AttentionInputs, AttentionSpec
+from mplug.nn import AttentionInputs, AttentionSpec, PackedHeads, packed_heads_of, with_packed_heads
 from mplug.nn.embedding import lookup
 from mplug.nn.loss import CAPPED
 from mplug.nn.specification import KNOWN
@@ -115,4 +115,23 @@ def _with_global_heads(index: int, inner: Callable[..., Tensor]) -> Callable[...
             )
         return inner(q, k, v, spec, inputs._replace(first_head=index * q.shape[2]))
 
-    return core
+    packed = packed_heads_of(inner)
+    return core if packed is None else with_packed_heads(core, _GlobalPackedHeads(index, packed))
+
+
+class _GlobalPackedHeads(PackedHeads):
+    """The packed heads of the core inside, numbered globally."""
+
+    def __init__(self, index: int, inner: PackedHeads) -> None:
+        self.index, self.inner = index, inner
+
+    def serves(self, spec: AttentionSpec) -> bool:
+        """What the core inside serves."""
+        return self.inner.serves(spec)
+
+    def attend(
+        self, heads: Tensor, num_heads: int, num_kv_heads: int, spec: AttentionSpec, inputs: AttentionInputs
+    ) -> Tensor:
+        """heads [B, S, H + 2G, K] of this rank -> [B, S, H, K]."""
+        inputs = inputs._replace(first_head=self.index * num_heads)
+        return self.inner.attend(heads, num_heads, num_kv_heads, spec, inputs)

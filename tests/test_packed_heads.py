@@ -1,0 +1,451 @@
+"""Attention from packed heads: when a module uses it, what it computes, and what its backward no longer does.
+
+B batch, S sequence, H query heads, G KV heads, K head dim, D embed.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import wraps
+from typing import Any, Optional
+from unittest import SkipTest
+from warnings import catch_warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import checkpoint
+
+from mplug import Offer, Site
+from mplug.model.fill import _wrapped
+from mplug.model.offers import Filled
+from mplug.model.tracer import prepare_compiler
+from mplug.nn import (
+    Attention,
+    AttentionInputs,
+    AttentionSpec,
+    PackedHeads,
+    Part,
+    fake,
+    operator,
+    packed_heads_of,
+    passing_through,
+    with_packed_heads,
+)
+from mplug.nn.arguments import by_either
+from mplug.nn.attention import prepare_qk, prepare_qkv, scaled_dot_product
+from mplug.nn.cache import CacheSize
+from mplug.nn.parts import PLAIN_PARTS
+from mplug.nn.specification import KNOWN
+from mplug.testing import Fault
+from mplug.testing.kernel_cases.attention import attention_cases
+from mplug.testing.kernel_packed_heads import PackedHeadsChecks
+from mplug.testing.trials import Trial
+
+B, S, H, G, K, D = 2, 7, 4, 2, 8, 24
+
+
+# A third party's supplier: plain torch in fp64 behind two operators, of which one writes the packed gradient.
+
+
+def parts_of_heads(
+    heads: Tensor, num_heads: int, scale: float, causal: bool, lengths: Tensor | None
+) -> tuple[Part, list[int]]:
+    groups = (heads.shape[2] - num_heads) // 2
+    sizes = [num_heads, groups, groups]
+    of_both = None if lengths is None else (lengths, lengths)
+    return Part(*heads.double().split(sizes, dim=2), scale, causal, of_both), sizes
+
+
+@operator("acme_packed::forward")
+def forward(
+    heads: Tensor,
+    num_heads: int,
+    scale: float,
+    causal: bool,
+    lengths: Optional[Tensor],  # noqa: UP045 (torch reads it)
+) -> tuple[Tensor, Tensor]:
+    output, sums = PLAIN_PARTS.attend(parts_of_heads(heads, num_heads, scale, causal, lengths)[0])
+    return output.to(heads.dtype).contiguous(), sums.contiguous()
+
+
+@fake("acme_packed::forward")
+def _(heads: Tensor, num_heads: int, *_: Any) -> tuple[Tensor, Tensor]:
+    b, s, _, k = heads.shape
+    return heads.new_empty(b, s, num_heads, k), heads.new_empty(b, num_heads, s, dtype=torch.float64)
+
+
+@operator("acme_packed::backward")
+def backward(
+    grad: Tensor,
+    heads: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    num_heads: int,
+    scale: float,
+    causal: bool,
+    lengths: Optional[Tensor],  # noqa: UP045 (torch reads it)
+) -> Tensor:
+    part, sizes = parts_of_heads(heads, num_heads, scale, causal, lengths)
+    packed = heads.new_empty(heads.shape)
+    for place, found in zip(
+        packed.split(sizes, dim=2), PLAIN_PARTS.differentiate(part, grad, output, sums), strict=True
+    ):
+        place.copy_(found)
+    return packed
+
+
+@fake("acme_packed::backward")
+def _(grad: Tensor, heads: Tensor, *_: Any) -> Tensor:
+    return heads.new_empty(heads.shape)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, heads, *rest):  # type: ignore[no-untyped-def]
+        output, sums = forward(heads, *rest)
+        *ctx.rest, lengths = rest
+        ctx.save_for_backward(heads, output, sums, lengths)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        *saved, lengths = ctx.saved_tensors
+        return backward(grad, *saved, *ctx.rest, lengths), None, None, None, None
+
+
+class AcmePacked(PackedHeads):
+    offers = frozenset({"document_lengths", "full attention"})
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def attend(
+        self, heads: Tensor, num_heads: int, num_kv_heads: int, spec: AttentionSpec, inputs: AttentionInputs
+    ) -> Tensor:
+        self.calls += 1
+        y: Tensor = _Attention.apply(heads, num_heads, spec.scale, spec.causal, inputs.document_lengths)  # type: ignore[no-untyped-call]
+        return y
+
+
+def acme() -> tuple[Callable[..., Tensor], AcmePacked]:
+    """A supplier of `Attention.core`, and what it computes packed heads with."""
+
+    def core(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
+        return scaled_dot_product(q, k, v, spec, inputs)
+
+    packed = AcmePacked()
+    return with_packed_heads(core, packed), packed
+
+
+def attention(core: Callable[..., Tensor] = scaled_dot_product, made: type[Attention] = Attention, **named: Any) -> Any:
+    options: dict[str, Any] = {"bias": True, "qk_norm": False, "theta": None, **named}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = made(D, H, G, K, **options).double()
+        for parameter in module.parameters():
+            nn.init.normal_(parameter, std=0.3)
+    module.core = core
+    return module
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+POSITIONS, KEYS = torch.arange(S)[None], torch.arange(B)
+LENGTHS = torch.tensor([[3, 4, 0], [7, 0, 0]])
+
+
+def outcome(
+    module: Attention, lengths: Tensor | None = None, call: Callable[..., Tensor] | None = None
+) -> list[Tensor]:
+    """The output, and the gradients of the input and of all parameters."""
+    x = drawn(B, S, D, seed=1).requires_grad_()
+    with catch_warnings(action="ignore"):  # what torch's tracer warns of
+        y = (module if call is None else call)(x, POSITIONS, KEYS, lengths)
+        return [y.detach(), *torch.autograd.grad(y, [x, *module.parameters()], drawn(*y.shape, seed=2))]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    prepare_compiler()
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+# What it computes.
+
+COMPILERS = ["never", "aot_eager", pytest.param("inductor", marks=pytest.mark.wide("compile"))]
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["one document", "documents"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_the_output_and_all_gradients_are_those_of_the_plain_path(
+    causal: bool, lengths: Tensor | None, compiler: str
+) -> None:
+    core, packed = acme()
+    module = attention(core, causal=causal)
+    call = module if compiler == "never" else torch.compile(module, backend=compiler, fullgraph=True)
+    found = outcome(module, lengths, call)
+    assert packed.calls == 1
+    assert_same(found, outcome(attention(causal=causal), lengths))
+
+
+def test_a_recomputed_forward_pass_gives_the_same_gradients() -> None:
+    core, packed = acme()
+    module = attention(core)
+    found = outcome(module, call=lambda *given: checkpoint(module, *given, use_reentrant=False))
+    assert packed.calls == 2
+    assert_same(found, outcome(attention()))
+
+
+def operators_of_backward(module: Attention) -> list[str]:
+    names: list[str] = []
+
+    def recorded(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        names.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    backend = aot_autograd(fw_compiler=lambda graph, _: graph.forward, bw_compiler=recorded)
+    outcome(module, call=torch.compile(module, backend=backend, fullgraph=True))
+    return names
+
+
+def test_no_concatenation_is_in_the_compiled_backward() -> None:
+    plain, ours = operators_of_backward(attention()), operators_of_backward(attention(acme()[0]))
+    assert plain.count("aten.cat.default") == 1, "there is something to save"
+    assert ours.count("acme_packed.backward.default") == 1
+    assert "aten.cat.default" not in ours
+
+
+# When a module uses it.
+
+
+def stranger(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """A supplier of `prepare_qkv` that says nothing of itself."""
+    q, k, v = prepare_qkv(*given)
+    return q, 2 * k, v
+
+
+@wraps(prepare_qkv)
+def wrapped_qkv(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """A wrap that copies the attributes of what it wraps."""
+    return stranger(*given)
+
+
+@wraps(prepare_qk)
+def wrapped_qk(*given: Any) -> tuple[Tensor, Tensor]:
+    q, k = prepare_qk(*given)
+    return q, 2 * k
+
+
+def changed(core: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A wrap around a core that copies the attributes of the core."""
+
+    @wraps(core)
+    def twice(*given: Any) -> Tensor:
+        return 2 * core(*given)
+
+    return twice
+
+
+def in_place_of(slot: str, content: Callable[..., Any]) -> Callable[[Attention], None]:
+    return lambda module: setattr(module, slot, content)
+
+
+AROUND: dict[str, Callable[[Attention], None]] = {
+    "a stranger's prepare_qkv": in_place_of("prepare_qkv", stranger),
+    "a wrap around prepare_qkv": in_place_of("prepare_qkv", wrapped_qkv),
+    "a wrap around prepare_qk": in_place_of("prepare_qk", wrapped_qk),
+    "a wrap around the core": lambda module: setattr(module, "core", changed(module.core)),
+    "an adapter around the core": lambda module: setattr(module, "core", by_either(module.core)),
+}
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+def test_what_may_change_queries_keys_values_or_the_result_is_called(around: Callable[[Attention], None]) -> None:
+    core, packed = acme()
+    ours, plain = attention(core), attention()
+    for module in (ours, plain):
+        around(module)
+    assert_same(outcome(ours), outcome(plain))
+    assert packed.calls == 0
+
+
+OTHER: dict[str, dict[str, Any]] = {
+    "rotary positions": {"theta": 1e4},
+    "QK-norm": {"qk_norm": True},
+    "QK-norm by an offset": {"qk_norm": True, "qk_norm_offset": True},
+    "a window": {"window": 3},
+    "attention sinks": {"sinks": True},
+    "a soft cap": {"soft_cap": 2.0},
+    "ALiBi": {"attention_bias": "alibi"},
+    "dropout": {"dropout": 0.5},
+}
+
+
+@pytest.mark.parametrize("named", OTHER.values(), ids=OTHER)
+def test_what_it_does_not_serve_takes_the_plain_path(named: dict[str, Any]) -> None:
+    core, packed = acme()
+    assert_same(outcome(attention(core, **named)), outcome(attention(**named)))
+    assert packed.calls == 0
+
+
+def test_without_training_there_is_no_dropout_that_it_must_serve() -> None:
+    core, packed = acme()
+    assert_same(outcome(attention(core, dropout=0.5).eval()), outcome(attention(dropout=0.5).eval()))
+    assert packed.calls == 1
+
+
+def test_a_module_with_a_cache_adds_to_it() -> None:
+    core, packed = acme()
+    packed.offers = KNOWN
+    module = attention(core)
+    expected = module(drawn(B, S, D), POSITIONS, KEYS)
+    assert packed.calls == 1
+    module.serve_cache()
+    module.cache = module.new_cache(CacheSize(S))
+    with torch.no_grad():
+        found = module(drawn(B, S, D), POSITIONS, KEYS)
+    assert packed.calls == 1
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_supplier_of_prepare_qkv_that_says_it_passes_through_is_not_called() -> None:
+    @passing_through
+    def prepare(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        raise AssertionError("it is called")
+
+    core, packed = acme()
+    module = attention(core)
+    module.prepare_qkv = prepare
+    assert_same(outcome(module), outcome(attention()))
+    assert packed.calls == 1
+
+
+def test_the_host_puts_the_marked_core_into_its_own_blocks_only() -> None:
+    class Own(Attention):
+        """May call its core in another way."""
+
+    core, packed = acme()
+    found = {}
+    for kind in (Attention, Own):
+        site = Site("blocks.*.attn", "Attention.core", attention(made=kind), "blocks.0.attn")
+        found[kind] = packed_heads_of(_wrapped(Filled(site, Offer({"Attention.core": core})), core))
+    assert found == {Attention: packed, Own: None}
+
+
+def test_it_serves_only_needs_that_it_offers() -> None:
+    packed = PackedHeads()
+    plain = AttentionSpec(1.0, K, K)
+    assert packed.serves(plain)
+    for more in ({"causal": False}, {"window": 2}, {"bias": "unheard of"}, {"own_key_length": True}, {"dropout": 0.1}):
+        named: dict[str, Any] = dict(more)
+        assert not packed.serves(AttentionSpec(1.0, K, K, **named))
+    assert packed_heads_of(scaled_dot_product) is None
+
+
+# What the suite of kernels says of it.
+
+
+class Splitting(PackedHeads):
+    """Packed heads by plain torch; subclasses have a fault."""
+
+    offers = AcmePacked.offers
+
+    def attend(
+        self, heads: Tensor, num_heads: int, num_kv_heads: int, spec: AttentionSpec, inputs: AttentionInputs
+    ) -> Tensor:
+        return scaled_dot_product(*heads.split((num_heads, num_kv_heads, num_kv_heads), dim=2), spec, inputs)
+
+
+class WithoutGradientOfValues(Splitting):
+    def attend(self, heads: Tensor, num_heads: int, num_kv_heads: int, *rest: Any) -> Tensor:
+        q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
+        return scaled_dot_product(q, k, v.detach(), *rest)
+
+
+class WithoutDocuments(Splitting):
+    def attend(self, *given: Any) -> Tensor:
+        return super().attend(*given[:-1], AttentionInputs())
+
+
+class Overwriting(Splitting):
+    def attend(self, heads: Tensor, *rest: Any) -> Tensor:
+        y = super().attend(heads.clone(), *rest)
+        heads.detach().zero_()
+        return y
+
+
+class ForContiguousHeads(Splitting):
+    def attend(self, heads: Tensor, *rest: Any) -> Tensor:
+        return super().attend(heads.as_strided(heads.shape, heads.new_empty(heads.shape).stride()), *rest)
+
+
+class Sure(Splitting):
+    def serves(self, spec: AttentionSpec) -> bool:
+        return True
+
+
+class OfMoreKeys(Splitting):
+    offers = KNOWN
+    dropout = True
+
+
+PACKED_FAULTS: dict[str, tuple[PackedHeads, str]] = {
+    "a third party's": (AcmePacked(), ""),
+    "plain torch": (Splitting(), ""),
+    "values have no gradient": (WithoutGradientOfValues(), "from packed heads: the gradient of v has an error of"),
+    "documents are ignored": (WithoutDocuments(), "documents, from packed heads: the output has an error of"),
+    "heads are overwritten": (Overwriting(), "it changes its input 'packed heads' in place"),
+    "heads are taken for contiguous": (ForContiguousHeads(), "from packed heads: the output has an error of"),
+    "every bias is served": (Sure(), "`serves` returns True for 'a bias that does not exist'"),
+    "any number of keys is served": (OfMoreKeys(), "queries, keys and values have different shapes"),
+}
+
+
+class TrialsOf(PackedHeadsChecks):
+    """The suite's check of one supplier."""
+
+    plugin = "acme"
+
+    def __init__(self, core: Callable[..., Tensor]) -> None:
+        self.core = core
+
+    def _offered(self, dtype: str | None = None) -> Any:
+        return None, [Offer({"Attention.core": self.core})]
+
+    def _trials(self, dtype: str, only: str | None = None) -> list[Trial]:
+        suppliers = {"Attention.core": self.core}
+        return [
+            Trial(case, suppliers, torch.float32, "cpu", case.name) for case in attention_cases() if only in case.slots
+        ]
+
+
+@pytest.mark.parametrize(("packed", "words"), PACKED_FAULTS.values(), ids=PACKED_FAULTS)
+def test_the_suite_says_what_is_wrong_with_packed_heads(packed: PackedHeads, words: str) -> None:
+    checks = TrialsOf(with_packed_heads(lambda *given: scaled_dot_product(*given), packed))
+    with pytest.raises(Fault) if words else nullcontext() as raised, catch_warnings(action="ignore"):
+        checks.test_attention_from_packed_heads_is_that_of_plain_torch("fp32")
+    assert raised is None or words in str(raised.value)
+
+
+def test_the_suite_skips_a_core_without_packed_heads_and_refuses_those_that_serve_nothing() -> None:
+    with pytest.raises(SkipTest, match="'acme' computes no attention from packed heads"):
+        TrialsOf(scaled_dot_product).test_attention_from_packed_heads_is_that_of_plain_torch("fp32")
+
+    class Idle(PackedHeads):
+        def serves(self, spec: AttentionSpec) -> bool:
+            return False
+
+    idle = TrialsOf(with_packed_heads(lambda *given: scaled_dot_product(*given), Idle()))
+    with pytest.raises(Fault, match="serve none of the cases"):
+        idle.test_attention_from_packed_heads_is_that_of_plain_torch("fp32")

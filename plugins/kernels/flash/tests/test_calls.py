@@ -175,7 +175,7 @@ def test_the_fourth_version_keeps_to_documents_and_computes_parts(heads: tuple[i
 def test_the_fourth_version_writes_the_gradient_of_packed_heads_into_one_tensor(
     fake_of_stretches: FakeOfStretches, asked: dict[str, bool], compiled: bool
 ) -> None:
-    call, packed = core(4, False), packed_heads_of(core(4, False))
+    call, packed = core(4, False), packed_heads_of(core(4, False, packed_heads=True))
     assert packed is not None
     spec, lengths = replace(SPEC, **asked), torch.tensor([[2, 7, 0], [1, 5, 3]]) if asked.get("documents") else None
     assert packed.serves(spec)
@@ -195,8 +195,8 @@ def test_the_fourth_version_writes_the_gradient_of_packed_heads_into_one_tensor(
 
 
 def test_packed_heads_are_for_the_fourth_version_and_for_rows_whose_beginnings_are_aligned() -> None:
-    assert packed_heads_of(core(3, False)) is packed_heads_of(core(2, True)) is None
-    packed = packed_heads_of(core(4, True))
+    assert packed_heads_of(core(3, False)) is packed_heads_of(core(2, True)) is packed_heads_of(core(4, True)) is None
+    packed = packed_heads_of(core(4, True, packed_heads=True))
     assert packed is not None
     for asked in ({"window": 4}, {"dropout": 0.1}, {"sinks": True}, {"own_key_length": True}, {"bias": "alibi"}):
         named: dict[str, Any] = dict(asked)

@@ -172,7 +172,7 @@ def test_all_sites_share_one_callable_of_a_version() -> None:
 @quiet
 class TestFlash(KernelSuite):
     plugin = "flash"
-    settings = {"trainer.device": "cuda", **HEADS_OF_64}
+    settings = {"trainer.device": "cuda", "kernels.flash.packed_heads": True, **HEADS_OF_64}
     dtypes = ("bf16",)
     deterministic = False
 
@@ -267,7 +267,7 @@ def test_packed_heads_give_the_bits_of_the_core(
     lengths = torch.tensor([[100, heads.s - 100, 0], [1, 30, heads.s - 31]], device="cuda")
     spec = AttentionSpec(heads.k**-0.5, heads.k, heads.k, **asked)
     inputs = AttentionInputs(document_lengths=lengths if spec.documents else None)
-    packed = packed_heads_of(core(4, deterministic))
+    packed = packed_heads_of(core(4, deterministic, packed_heads=True))
     assert packed is not None
     assert packed.serves(spec)
 
@@ -333,6 +333,7 @@ def test_a_run_without_rotary_positions_attends_from_packed_heads(monkeypatch: p
 
     monkeypatch.setattr(FourthPacked, "attend", counted)
     settings = {**TestFlash.settings, "trainer.precision": "bf16", "model.position": "learned"}
+    settings |= {"kernels.flash.packed_heads": True}
     found = train_steps({**settings, "kernels.attention": "flash"})
     plain = train_steps({**settings, "kernels.default": None})
     assert calls
@@ -345,4 +346,8 @@ def test_a_cuda_graph_replays_the_version_that_a_gpu_has_replayed() -> None:
         (offer,) = offers(version)
         model: Any = SimpleNamespace(slots=[Filled(site(), offer), Filled(site())])
         answers.append(Flash(Flash.Config()).captures(run(), model))
+    settings = Flash.Config(packed_heads=True)
+    (offer,) = (one for one in Flash(settings).offer(run()) if packed_heads_of(one.suppliers["Attention.core"]))
+    model = SimpleNamespace(slots=[Filled(site(), offer)])
+    assert Flash(settings).captures(run(), model) == "has not been tested in a CUDA graph with packed heads"
     assert answers == [True, *(f"has not been tested in a CUDA graph with flash-attn {version}" for version in (3, 2))]

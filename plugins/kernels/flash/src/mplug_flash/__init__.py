@@ -22,6 +22,11 @@ class Flash:
         version: Annotated[Literal["auto", 4, 3, 2], MAY_CHANGE] = Field(
             "auto", description="auto: the newest installed flash-attn that supports the run; 4, 3, 2: this version"
         )
+        packed_heads: Annotated[bool, MAY_CHANGE] = Field(
+            False,
+            description="version 4, without rotary positions and QK-norm: write the gradients of queries, keys and "
+            "values into one tensor; no GPU has run this yet",
+        )
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -34,7 +39,7 @@ class Flash:
         deterministic = run.config.trainer.deterministic
         return [
             Offer(
-                {"Attention.core": core(version, deterministic)},
+                {"Attention.core": core(version, deterministic, packed_heads=self.config.packed_heads)},
                 partial(self._supports, version),
                 varies,
                 note=partial(_note, version),
@@ -50,9 +55,11 @@ class Flash:
         slot = "Attention.core"
         filled = [one.offer for one in model.slots if one.offer is not None and one.site.slot == slot]
         used = {one.suppliers[slot] for one in filled}
-        for version in (3, 2):
-            if core(version, run.config.trainer.deterministic) in used:
-                return f"has not been tested in a CUDA graph with flash-attn {version}"
+        deterministic = run.config.trainer.deterministic
+        untested = {core(number, deterministic): f"flash-attn {number}" for number in (3, 2)}
+        untested[core(4, deterministic, packed_heads=True)] = "packed heads"
+        for supplier in used & untested.keys():
+            return f"has not been tested in a CUDA graph with {untested[supplier]}"
         return True
 
     @property

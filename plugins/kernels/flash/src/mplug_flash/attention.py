@@ -30,9 +30,16 @@ Compute = Callable[[Tensor, Tensor, Tensor, How], Tensor]
 """(q [B, S, H, K], k and v [B, S, G, K], how) -> [B, S, H, K]."""
 
 
+def core(version: int, deterministic: bool, *, packed_heads: bool = False) -> Callable[..., Tensor]:
+    """The supplier of a version; with `deterministic`, its backward is bitwise reproducible.
+
+    With `packed_heads`, version 4 also attends from packed heads.
+    """
+    return _core(version, deterministic, packed_heads and version == 4)
+
+
 @cache
-def core(version: int, deterministic: bool) -> Callable[..., Tensor]:
-    """The supplier of a version; with `deterministic`, its backward is bitwise reproducible."""
+def _core(version: int, deterministic: bool, packed_heads: bool) -> Callable[..., Tensor]:
     compute = COMPUTES[version]
 
     def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
@@ -45,7 +52,8 @@ def core(version: int, deterministic: bool) -> Callable[..., Tensor]:
 
     if version != 4:
         return attention
-    return with_packed_heads(with_parts(attention, FourthParts(deterministic)), FourthPacked(deterministic))
+    with_parts(attention, FourthParts(deterministic))
+    return with_packed_heads(attention, FourthPacked(deterministic)) if packed_heads else attention
 
 
 def _fourth(q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:

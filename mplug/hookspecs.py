@@ -166,7 +166,7 @@ def offer(run: "Run", model: "Model") -> "list[Offer | Wrap]":
 
 @all_plugins
 def captures(run: "Run", model: "Model") -> "bool | str | None":
-    """Whether a CUDA graph can replay this plugin's part of a step (`trainer.graphs`, `generate --graphs auto`). Pure.
+    """Whether a CUDA graph can replay this plugin's part of a step (`trainer.graphs`, `mplug generate` on a GPU). Pure.
 
     A graph records the kernels of a step once, with their arguments and addresses, and replays them in every further
     step. No Python code of the step runs then. Return True if all of this holds for the part:

@@ -12,11 +12,12 @@ import torch
 
 from mplug.errors import listed
 from mplug.model.build import allocate_parts, build_model
+from mplug.model.compilation import compiled_step
 from mplug.model.decoding import sample
 from mplug.model.memory import initialize
 from mplug.model.model import Model
 from mplug.model.sampling import Sampling, sample_key
-from mplug.model.token_steps import Replays, compiled_step, replays_for
+from mplug.model.token_steps import Replays, replays_for
 from mplug.run.run import Decoding, Run
 from mplug.testing.harness import tiny_run
 

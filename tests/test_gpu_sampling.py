@@ -7,8 +7,9 @@ import torch
 from sampled import FAMILIES, PROMPTS, built, texts
 
 from mplug.model import token_steps
+from mplug.model.compilation import compiled_step
 from mplug.model.sampling import Sampling
-from mplug.model.token_steps import Replays, compiled_step, replays_for
+from mplug.model.token_steps import Replays, replays_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")]
 

@@ -15,12 +15,12 @@ from mplug.cli.generate_prompts import Prompt
 from mplug.errors import RunError
 from mplug.model import token_steps
 from mplug.model.caching import choose_static_caches
-from mplug.model.compilation import compiled_graphs
+from mplug.model.compilation import compiled_graphs, compiled_step
 from mplug.model.decoding import sample
 from mplug.model.graphs import sampling_obstacles
 from mplug.model.sampling import Sampling
 from mplug.model.selection import Selection
-from mplug.model.token_steps import Replays, TokenSteps, compiled_step, replays_for
+from mplug.model.token_steps import Replays, TokenSteps, replays_for
 from mplug.nn.static_cache import static_keys
 from mplug.testing.harness import TinySettings
 from mplug.testing.recording import Operations
@@ -211,6 +211,17 @@ def test_a_step_that_inductor_compiles_gives_the_tokens_of_eager_steps() -> None
     run, model = built({**FAMILIES["llama"], "trainer.compile": "inductor"})
     found = texts(model, PROMPTS[:3], sampling=HOT, replays=Replays(compiled=compiled_step(run, model)[0]))
     assert found == texts(model, PROMPTS[:3], sampling=HOT)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_unit_with_hooks_stays_eager() -> None:
+    run, model = built({**FAMILIES["llama"], "trainer.compile": "aot_eager"})
+    calls: list[int] = []
+    model.module.get_submodule("blocks.1").register_forward_pre_hook(lambda *_: calls.append(1))
+    compiled, _ = compiled_step(run, model)
+    assert list(compiled) == ["embedding", "blocks.0", "head"]
+    texts(model, PROMPTS[:1], num_tokens=4, replays=Replays(compiled=compiled))
+    assert len(calls) == 4
 
 
 NOT_COMPILED: dict[str, tuple[TinySettings, str]] = {

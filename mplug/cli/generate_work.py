@@ -88,8 +88,9 @@ def start(job: Job, run: "Run", world: "World | None") -> None:
 def work(job: Job, send: Callable[..., None] | None = None) -> None:
     """Sample as one process; the first one prints and writes."""
     from mplug.distributed.world import launched
+    from mplug.model.compilation import compiled_step
     from mplug.model.decoding import Ranks, refuse_undivided
-    from mplug.model.token_steps import compiled_step, replays_for
+    from mplug.model.token_steps import replays_for
     from mplug.training.job import among
 
     world = launched()

@@ -7,7 +7,6 @@ without any passes on what it receives.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from mplug.errors import UsageError
 from mplug.layout.names import modules_around
 from mplug.layout.plan import Unit
 from mplug.model.model import Model
-from mplug.model.units import run_units
+from mplug.model.units import AS_THEY_ARE, Instead, run_units
 from mplug.run.run import Run
 
 RunUnits = Callable[[Sequence[Unit], Mapping[str, Tensor]], Mapping[str, Tensor]]
@@ -27,15 +26,9 @@ Choose = Callable[[Tensor], Tensor]
 
 
 def run_last(
-    model: Model,
-    units: Sequence[Unit],
-    entries: Mapping[str, Tensor],
-    instead: Mapping[str, Callable[..., object]] = MappingProxyType({}),
+    model: Model, units: Sequence[Unit], entries: Mapping[str, Tensor], instead: Instead = AS_THEY_ARE
 ) -> dict[str, Tensor]:
-    """Run some inference units of a model whose modules have caches; the last unit computes the last position only.
-
-    `instead` is as in `run_units`.
-    """
+    """Run some inference units of a model whose modules have caches; the last unit computes the last position only."""
     *_, head = model.plan.inference
     values = run_units(model.module, [unit for unit in units if unit is not head], entries, instead=instead)
     if head not in units:

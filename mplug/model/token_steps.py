@@ -6,7 +6,6 @@ of the previous one, and a CUDA graph can replay a step.
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,12 +13,12 @@ from torch import Tensor
 
 from mplug.errors import RunError, UsageError
 from mplug.model.caching import cached_modules
-from mplug.model.compilation import compiled_units, compiler_of
 from mplug.model.cuda_graph import CudaGraph, Recording, use_own_stream
 from mplug.model.graphs import sampling_obstacles
 from mplug.model.model import Model
 from mplug.model.relayed import run_last
 from mplug.model.sampling import Sampling, choose, draws
+from mplug.model.units import AS_THEY_ARE, Instead
 from mplug.nn.cache import CacheSize
 from mplug.nn.static_cache import Clock
 from mplug.nn.turning import shared_rotations
@@ -116,15 +115,14 @@ class Replays:
     """Token steps of one model that batches of about equal size share, so that their steps are recorded once.
 
     `make` makes a recording; None: all steps run eagerly, and no batch shares its caches. The weights of the model do
-    not change meanwhile. `describe` puts an exception on one line. `compiled` are functions that run instead of units,
-    by the names of the units.
+    not change meanwhile. `describe` puts an exception on one line. `compiled` are units as compiled functions.
     """
 
     def __init__(
         self,
         make: Make | None = None,
         describe: Callable[[Exception], str] = cause_of,
-        compiled: Mapping[str, Callable[..., object]] = MappingProxyType({}),
+        compiled: Instead = AS_THEY_ARE,
     ) -> None:
         self.make, self.describe, self.compiled = make, describe, compiled
         self.num_recorded = 0
@@ -158,9 +156,7 @@ class Replays:
         return recording
 
 
-def replays_for(
-    run: Run, model: Model, compiled: Mapping[str, Callable[..., object]] = MappingProxyType({})
-) -> tuple[Replays, list[str]]:
+def replays_for(run: Run, model: Model, compiled: Instead = AS_THEY_ARE) -> tuple[Replays, list[str]]:
     """(the replays of a run that samples, the reasons why none is recorded).
 
     The list is empty if the run records steps, or if it has switched graphs off. Call it before the first sample:
@@ -175,30 +171,11 @@ def replays_for(
     return Replays(partial(CudaGraph, None, OFF), partial(failed_part, run.hooks), compiled), []
 
 
-def compiled_step(run: Run, model: Model) -> tuple[dict[str, Callable[..., object]], str]:
-    """(the inference units as compiled functions, by their names; why there are none although the run asks for them).
-
-    Every token of a cache that grows has other shapes, so its steps are not compiled.
-    """
-    trainer = run.config.trainer
-    if trainer.compile == "never":
-        return {}, ""
-    if model.growing:
-        return {}, f"its caches grow, because {model.growing}"
-    backend = compiler_of(run)
-    if backend is None:
-        return {}, f"trainer.compile={trainer.compile} compiles nothing on this machine's {run.device.upper()}"
-    found = compiled_units(model, model.plan.inference, backend, trainer.tune_kernels)
-    return {unit.name: compiled for unit, compiled in found.items()}, ""
-
-
 def rounded(positions: int) -> int:
     """The number of positions, rounded up to a multiple of `MULTIPLE`."""
     return -(-positions // MULTIPLE) * MULTIPLE
 
 
-def _last_logits(
-    model: Model, entries: Mapping[str, Tensor], instead: Mapping[str, Callable[..., object]] = MappingProxyType({})
-) -> Tensor:
-    """The logits [b, V / R] of the last position of a micro batch; `instead` is as in `run_units`."""
-    return run_last(model, model.plan.inference, entries, instead)["logits"][:, -1]
+def _last_logits(model: Model, entries: Mapping[str, Tensor], compiled: Instead = AS_THEY_ARE) -> Tensor:
+    """The logits [b, V / R] of the last position of a micro batch."""
+    return run_last(model, model.plan.inference, entries, compiled)["logits"][:, -1]

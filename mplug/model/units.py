@@ -7,17 +7,21 @@ from torch import Tensor, nn
 
 from mplug.layout.plan import Unit
 
+Instead = Mapping[str, Callable[..., object]]
+"""Functions that run instead of some units, by the names of the units."""
+AS_THEY_ARE: Instead = MappingProxyType({})
+
 
 def run_units(
     module: nn.Module,
     units: Iterable[Unit],
     batch: Mapping[str, Tensor],
     before: Callable[[Unit], None] | None = None,
-    instead: Mapping[str, Callable[..., object]] = MappingProxyType({}),
+    instead: Instead = AS_THEY_ARE,
 ) -> dict[str, Tensor]:
     """Run units in order on a micro batch's entries; returns the entries and all activations.
 
-    `before` is called before each unit. `instead` has the functions that run instead of some units, by their names.
+    `before` is called before each unit.
     """
     values = dict(batch)
     for unit in units:

@@ -1,9 +1,12 @@
 """Runs of DeepSpeed's engine against one process of mplug: losses, gradient norms and weights of 20 steps."""
 
+import json
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mplug.testing import run_workers
 from mplug.testing.harness import logical, owned_values, tiny_run, with_ragged_labels
@@ -47,11 +50,29 @@ def trained(settings: dict[str, Any]) -> dict[str, Any]:
         found["skipped"].append(float(result.skipped))
         found["scales"].append(float(result.figures.get("loss_scale", 1)))
     assert [(piece.master.data_ptr(), piece.gradient.data_ptr()) for piece in parts.pieces] == addresses
+    found["in_files"] = [is_in_a_file(one) for one in memory_of(parts)]
     found["shapes"] = {name: placement.shape for name, placement in parts.model.placements.items()}
     found["weights"] = owned_values(run, parts)
     found["val_loss"] = float(evaluate(run, parts))
     run.hooks.observe("run_finished", run=run)
     return found
+
+
+def memory_of(parts: Any) -> list[torch.Tensor]:
+    """The masters, gradients and optimizer states of this rank's pieces."""
+    found = [tensor for piece in parts.pieces for tensor in (piece.master, piece.gradient)]
+    states = [state for piece in parts.pieces for state in parts.optimizer.state(piece).values()]
+    return [*found, *(state for state in states if state.dim())]
+
+
+def is_in_a_file(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor is a map of a file that has no name any more."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "/mplug-" in line and line.endswith("(deleted)"):
+            begin, end = (int(word, 16) for word in line.split()[0].split("-"))
+            if begin <= tensor.data_ptr() < end:
+                return True
+    return False
 
 
 def trained_in_turn(every: list[dict[str, Any]]) -> list[Any]:
@@ -97,9 +118,20 @@ def alone() -> Any:
 
 
 @pytest.fixture(scope="module")
-def together() -> list[list[Any]]:
-    """The runs of each stage."""
-    return of_ranks(2, "deepspeed2", STAGES)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for what is offloaded to files."""
+    return tmp_path_factory.mktemp("disk")
+
+
+def in_files(folder: Path) -> dict[str, Any]:
+    """Settings that offload everything to files of a folder."""
+    return {**OFFLOADED[-1], "parallel.deepspeed.nvme_path": str(folder)}
+
+
+@pytest.fixture(scope="module")
+def together(folder: Path) -> list[list[Any]]:
+    """The runs of each stage, and one with everything in files."""
+    return of_ranks(2, "deepspeed2", [*STAGES, in_files(folder)])
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +143,15 @@ def in_low_precision() -> list[list[Any]]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_each_stage_gives_20_steps_of_one_process(alone: Any, together: list[Any], stage: int) -> None:
     require_close(together[stage - 1], alone)
+
+
+def test_states_and_weights_in_files_give_20_steps_of_one_process_and_leave_nothing(
+    alone: Any, together: list[Any], folder: Path
+) -> None:
+    require_close(together[3], alone)
+    assert all(all(own["in_files"]) for own in together[3])
+    assert not any(any(own["in_files"]) for own in together[2])
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.wide("precision")
@@ -161,10 +202,24 @@ def test_one_rank_gives_20_steps_of_a_process_without_deepspeed(alone: Any) -> N
 
 
 @pytest.mark.wide("layouts")
+def test_files_beside_tensor_parallelism_sub_groups_and_bf16(alone: Any, folder: Path, tmp_path: Path) -> None:
+    """A file of DeepSpeed names the folders; several sub-groups have several files."""
+    offload = {"device": "nvme", "nvme_path": str(folder), "pin_memory": True, "buffer_count": 4}
+    zero = {"stage": 3, "sub_group_size": 2000, "offload_optimizer": offload, "offload_param": offload}
+    (tmp_path / "file.json").write_text(json.dumps({"zero_optimization": zero}))
+    settings = {"parallel.deepspeed.config": str(tmp_path / "file.json")}
+    (found,) = of_ranks(4, "tp2deepspeed2", [settings])
+    require_close(found, alone)
+    assert all(all(own["in_files"]) for own in found)
+    low = {"trainer.precision": "bf16"}
+    files, memory = of_ranks(2, "deepspeed2", [{**settings, **low}, {**OFFLOADED[-1], **low}])
+    assert files[0]["losses"] == memory[0]["losses"]
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.wide("layouts")
 def test_options_of_a_file_give_20_steps_of_one_process(alone: Any, tmp_path: Any) -> None:
     """Sub-groups, no reduce-scatter, overlap, small buckets, accumulation in fp32."""
-    import json
-
     cases = []
     for number, zero in enumerate(
         (

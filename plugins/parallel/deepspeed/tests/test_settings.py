@@ -118,7 +118,12 @@ def test_values_that_equal_those_of_the_run_are_no_contradiction(tmp_path: Path)
     assert effective(tmp_path, file)["zero_optimization"]["stage"] == 2
 
 
-NVME = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}}
+def of_nvme(stage: int = 3, **values: Any) -> dict[str, Any]:
+    """A file that offloads states to files."""
+    return {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "nvme", **values}}}
+
+
+OFFLOAD = {"parallel.deepspeed.stage": 3, "parallel.deepspeed.offload_optimizer": True}
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "pipeline": ({"parallel.layout": "pp2deepspeed2"}, "parallel/pp runs parts of the model in a schedule"),
     "fsdp": ({"parallel.layout": "fsdp2deepspeed2"}, "both shard the optimizer state"),
@@ -141,7 +146,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no JSON": ({"file": "{,"}, "is not valid JSON"),
     "twice": ({"file": '{"bf16": {}, "bf16": {}}'}, "the key 'bf16' appears twice"),
     "stage 0": ({"file": '{"zero_optimization": {"stage": 0}}'}, "zero_optimization.stage=0 is not supported"),
-    "NVMe": ({"file": json.dumps(NVME)}, 'offload_optimizer.device="nvme" is not supported'),
+    "NVMe": ({"file": json.dumps(of_nvme())}, 'offload_optimizer.device="nvme" needs a folder: nvme_path'),
+    "NVMe in stage 2": ({"file": json.dumps(of_nvme(2, nvme_path="."))}, "needs stage 3, and the stage is 2"),
+    "no folder": ({**OFFLOAD, "parallel.deepspeed.nvme_path": "nowhere"}, "'nowhere': this is no folder in which"),
+    "two folders": (
+        {**OFFLOAD, "parallel.deepspeed.nvme_path": "..", "file": json.dumps(of_nvme(nvme_path="."))},
+        'nvme_path="." in the file, and parallel.deepspeed.nvme_path=.. in the run',
+    ),
+    "nothing to offload": ({"parallel.deepspeed.nvme_path": "."}, "nvme_path needs something to offload"),
     "1-bit Adam": ({"file": '{"optimizer": {"type": "OneBitAdam"}}'}, 'optimizer.type="OneBitAdam" in the file'),
     "a schedule": ({"file": '{"scheduler": {"type": "OneCycle"}}'}, 'scheduler.type="OneCycle" in the file'),
     "a misspelt field": (
@@ -160,7 +172,8 @@ def test_a_bad_config_is_refused_before_a_process_starts(
     monkeypatch.chdir(tmp_path)
     if text := settings.get("file"):
         Path("file.json").write_text(text)
-        settings = {"parallel.deepspeed.config": "file.json"}
+        others = {name: value for name, value in settings.items() if name != "file"}
+        settings = {**others, "parallel.deepspeed.config": "file.json"}
     with pytest.raises(UsageError) as refused:
         build_model(run_of(settings))
     assert re.search(re.escape(words), str(refused.value)), refused.value
@@ -236,3 +249,26 @@ def test_the_engine_of_a_strategy_is_refused_without_a_stepper_or_with_a_missing
         monkeypatch.setattr(mplug_deepspeed, "DeepSpeed", cls)
         with pytest.raises(UsageError, match=words):
             build_model(run_of({}))
+
+
+def test_files_are_the_hosts_memory_for_deepspeed(tmp_path: Path) -> None:
+    """What a file says of DeepSpeed's own reads has no effect."""
+    section = {"device": "nvme", "nvme_path": str(tmp_path), "pin_memory": True, "buffer_count": 7}
+    zero = {"stage": 3, "offload_optimizer": section, "offload_param": section}
+    found = effective(tmp_path, {"zero_optimization": zero})["zero_optimization"]
+    assert found["offload_optimizer"] == found["offload_param"]
+    assert found["offload_param"] == {"device": "cpu", "pin_memory": False, "buffer_count": 7}
+
+
+def test_explain_says_what_is_in_files(tmp_path: Path) -> None:
+    model = build_model(run_of({**OFFLOAD, "parallel.deepspeed.nvme_path": str(tmp_path)}))
+    assert model.sharding is not None
+    assert model.sharding.engine is not None
+    names = set(model.sharding.engine.num_bytes)
+    assert names == {
+        "weights",
+        "masters, in files",
+        "gradients",
+        "gradients of an update, in files",
+        "buffers of gradient sums",
+    }

@@ -25,6 +25,11 @@ class DeepSpeedConfig(BaseModel):
     offload_param: Annotated[bool | None, MAY_CHANGE] = Field(
         None, description="keep weights in the host's memory between their uses (stage 3 only); null: as in the file"
     )
+    nvme_path: Annotated[str | None, MAY_CHANGE] = Field(
+        None,
+        description="a folder on a local disk: what is offloaded is in files there instead of in the host's memory "
+        "(stage 3 only); null: as in the file",
+    )
     config: Annotated[str | None, MAY_CHANGE] = Field(
         None,
         description="a config file of DeepSpeed (JSON). Values that the run's own settings determine are 'auto' or "

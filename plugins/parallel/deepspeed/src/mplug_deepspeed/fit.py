@@ -80,8 +80,8 @@ def _num_bytes(run: "Run", buckets: tuple[Bucket, ...], ranks: int, settings: "S
     width = 4 if run.precision.weights == "float32" else 2
     elements = sum(bucket.length for bucket in buckets)
     own, numel = elements // ranks, sum(sum(bucket.sizes) for bucket in buckets)
-    on_host = ", in the host's memory" if settings.offload_optimizer else ""
-    weights_on_host = ", in the host's memory" if settings.offload_param else ""
+    words = {"none": "", "cpu": ", in the host's memory", "nvme": ", in files"}
+    on_host, weights_on_host = words[settings.device("offload_optimizer")], words[settings.device("offload_param")]
     staged = settings.accumulates_in(run.precision.weights)
     found = {f"weights{weights_on_host}": (own if settings.stage == 3 else elements) * width}
     found[f"masters{on_host}"] = own * 4

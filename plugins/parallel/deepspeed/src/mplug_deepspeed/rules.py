@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 AXIS = "deepspeed"
 LAYOUT = "it changes where DeepSpeed keeps a parameter, and checkpoints would not find it"
 OWN = "mplug does this itself"
-MOVED = "the plugin supports memory of the device and of the host only"
+MOVED = "the plugin supports memory of the device and of the host, and files"
 OFF: tuple[Any, ...] = (False, None, 0)
 
 UNSUPPORTED: tuple[tuple[tuple[str, ...], tuple[Any, ...], str], ...] = (
@@ -25,10 +25,10 @@ UNSUPPORTED: tuple[tuple[tuple[str, ...], tuple[Any, ...], str], ...] = (
     (("zero_optimization", "legacy_stage1"), OFF, "DeepSpeed has removed it"),
     (("zero_optimization", "cpu_offload"), OFF, "DeepSpeed deprecates it; use offload_optimizer"),
     (("zero_optimization", "cpu_offload_param"), OFF, "DeepSpeed deprecates it; use offload_param"),
-    (("zero_optimization", "offload_optimizer", "device"), ("none", "cpu"), MOVED),
+    (("zero_optimization", "offload_optimizer", "device"), ("none", "cpu", "nvme"), MOVED),
     (("zero_optimization", "offload_optimizer", "ratio"), (1, 1.0), "all states are in one memory"),
     (("zero_optimization", "offload_optimizer", "super_offload"), OFF, LAYOUT),
-    (("zero_optimization", "offload_param", "device"), ("none", "cpu"), MOVED),
+    (("zero_optimization", "offload_param", "device"), ("none", "cpu", "nvme"), MOVED),
     (("bf16", "bf16_master_weights_and_grads"), OFF, "masters are fp32"),
     (("bf16", "bf16_optimizer_states"), OFF, "the run's optimizer chooses the format of its states"),
     (("fp16", "fp16_master_weights_and_grads"), OFF, "masters are fp32"),

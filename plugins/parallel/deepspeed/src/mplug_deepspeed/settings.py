@@ -1,6 +1,7 @@
 """The config that DeepSpeed receives: a user's file, completed by the run's settings. Imports no torch."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import log2, prod
@@ -18,6 +19,7 @@ REDUCE_BUCKET = 500_000_000
 """DeepSpeed's default for the elements of a bucket of gradient sums."""
 WORDS = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "half": "fp16"}
 """DeepSpeed's words for formats of communication -> the words of mplug."""
+SECTIONS = ("offload_optimizer", "offload_param")
 Path_ = tuple[str, ...]
 
 
@@ -74,6 +76,19 @@ class Settings:
     def _offloads(self, name: str, own: bool | None) -> bool:
         device = self.value(("zero_optimization", name, "device"))
         return own if own is not None else device not in (None, "none", "auto")
+
+    def device(self, name: str) -> str:
+        """Where the memory of the section `name` is: 'none' (on the run's device), 'cpu' or 'nvme'."""
+        is_on = {"offload_optimizer": self.offload_optimizer, "offload_param": self.offload_param}[name]
+        given = self.value(("zero_optimization", name, "device"))
+        return "none" if not is_on else "nvme" if self.config.nvme_path is not None or given == "nvme" else "cpu"
+
+    def folder(self, name: str) -> Path | None:
+        """The folder for what the section `name` offloads to files; None if it offloads to none."""
+        if self.device(name) != "nvme":
+            return None
+        given = self.config.nvme_path or self.value(("zero_optimization", name, "nvme_path"))
+        return None if given in (None, "auto") else Path(str(given)).expanduser()
 
     @property
     def overlap_comm(self) -> bool:
@@ -133,6 +148,7 @@ class Settings:
                 f"parallel.{AXIS}.offload_param=true needs stage 3, and the stage is {self.stage}: only stage 3 shards "
                 f"weights"
             )
+        problems += self._problems_of_folders()
         if problems:
             file = f" and '{self.config.config}'" if self.config.config else ""
             head = f"parallel.{AXIS}{file} cannot be used with this run:"
@@ -156,6 +172,21 @@ class Settings:
             yield f"communication_data_type={json.dumps(word)} is no format of gradient sums (fp32, bf16, fp16)"
         if self.stage == 1 and self.value(("data_types", "grad_accum_dtype")) == "fp32" and self._enabled("bf16"):
             yield 'data_types.grad_accum_dtype="fp32" in stage 1 with bf16 uses an optimizer without ZeRO\'s partitions'
+
+    def _problems_of_folders(self) -> Iterator[str]:
+        """What is wrong with the folders for offload."""
+        if self.config.nvme_path is not None and not (self.offload_optimizer or self.offload_param):
+            yield f"parallel.{AXIS}.nvme_path needs something to offload (offload_optimizer, offload_param)"
+        for name in SECTIONS:
+            if self.device(name) != "nvme":
+                continue
+            folder = self.folder(name)
+            if folder is None:
+                yield f'zero_optimization.{name}.device="nvme" needs a folder: nvme_path, in the file or in the run'
+            elif self.stage != 3:
+                yield f"{name} to files of '{folder}' needs stage 3, and the stage is {self.stage}"
+            elif not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+                yield f"{name} to files of '{folder}': this is no folder in which the run may write; make it first"
 
     def _enabled(self, name: str) -> bool:
         return self.value((name, "enabled")) is True
@@ -198,15 +229,14 @@ class Settings:
                 ),
                 Owned(("fp16", "min_loss_scale"), scale.smallest, f"trainer.loss_scale.smallest={scale.smallest:g}"),
             ]
-        for name, own in (
-            ("offload_optimizer", self.config.offload_optimizer),
-            ("offload_param", self.config.offload_param),
-        ):
+        for name, own in zip(SECTIONS, (self.config.offload_optimizer, self.config.offload_param), strict=True):
+            path, section = self.config.nvme_path, ("zero_optimization", name)
             if own is not None:
-                device = "cpu" if own else "none"
-                found.append(
-                    Owned(("zero_optimization", name, "device"), device, f"parallel.{AXIS}.{name}={str(own).lower()}")
-                )
+                setting = f"parallel.{AXIS}.{name}={str(own).lower()}"
+                found.append(Owned((*section, "device"), self.device(name), setting))
+            if path is not None and self.device(name) == "nvme":
+                setting = f"parallel.{AXIS}.nvme_path={path}"
+                found += [Owned((*section, "device"), "nvme", setting), Owned((*section, "nvme_path"), path, setting)]
         return [*found, *optimizer_words(config, self.raw), *schedule_words(config, self.raw)]
 
     def effective(self, run: "Run", ranks: int) -> dict[str, Any]:
@@ -226,6 +256,10 @@ class Settings:
             if owned.path[0] not in ("optimizer", "scheduler", "bfloat16"):
                 _set(filled, owned.path, owned.value)
         filled.pop("bfloat16", None)
+        for name in SECTIONS:
+            if self.device(name) == "nvme":
+                zero[name] |= {"device": "cpu", "pin_memory": False}  # until `mplug_deepspeed.files` moves it
+                del zero[name]["nvme_path"]
         passes = filled["gradient_accumulation_steps"]
         filled["train_batch_size"] = prod((filled["train_micro_batch_size_per_gpu"], passes, ranks))
         filled["gradient_clipping"] = 0.0  # the update clips in the optimizer's own pass over memory

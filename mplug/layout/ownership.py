@@ -7,7 +7,8 @@ placements of the pieces, which describe a flat range of a tensor as boxes, like
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
@@ -101,10 +102,12 @@ class Engine:
     """The memory of an engine of another framework that keeps masters, optimizer states and gradients of a run itself.
 
     `num_bytes` are the bytes on a rank by kind ("masters"), without those of the optimizer's states. For
-    `mplug explain`, the host adds the states.
+    `mplug explain`, the host adds the states. The host builds the optimizer inside of the context `making_states()`, with
+    which an engine can choose where new states are.
     """
 
     num_bytes: Mapping[str, int]
+    making_states: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """From a prepared run to the objects that train: every build hook, in order."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import combinations
@@ -74,7 +75,8 @@ def build(run: Run) -> Parts:
     initialize({one.name: one.values for one in held}, placements, run.rank, trainer.seed)
     write_weights(pieces)
     model.weights_written()
-    optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
+    with nullcontext() if model.engine is None else model.engine.making_states():
+        optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
     refuse_unsavable(run, optimizer, pieces)
     default = DefaultStepper(run, model, pieces, optimizer)
     stepper: Stepper | None = run.hooks.call.build_stepper(run=run, model=model, default=default)

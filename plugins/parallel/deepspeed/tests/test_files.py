@@ -1,10 +1,9 @@
-"""Tensors in files: values, full disks, and optimizers whose states cannot be moved."""
+"""Tensors in files: values, which tensors, and full disks."""
 
 import errno
 import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,8 @@ from torch import Tensor
 
 pytest.importorskip("mplug_deepspeed")
 
-from mplug_deepspeed.files import in_file, move, move_states
+from mplug_deepspeed import files
+from mplug_deepspeed.files import LEAST, StatesInFiles, in_file
 
 from mplug import RunError
 
@@ -31,12 +31,20 @@ def test_a_tensor_in_a_file_has_the_values_and_can_be_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_moved_tensor_stays_the_same_object(tmp_path: Path) -> None:
-    x = torch.randn(4, requires_grad=True)
-    before, address = x.detach().clone(), x.data_ptr()
-    move(x, tmp_path)
-    assert x.data_ptr() != address
-    assert torch.equal(x, before)
+def test_large_new_states_are_in_files_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Tensor] = []
+    monkeypatch.setattr(files, "in_file", lambda x, folder: found.append(x) or in_file(x, folder))
+    many, parameter = LEAST // 4, torch.nn.Parameter(torch.ones(LEAST))
+    with StatesInFiles(tmp_path):
+        kept = [torch.zeros(many), parameter.detach().clone(), torch.zeros_like(parameter), parameter.double().float()]
+        assert len(found) == 4
+        torch.zeros(many - 1), torch.zeros(many, dtype=torch.bfloat16), torch.zeros(many, 2).t().clone()
+        before = len(found)  # the zeros before the transposition are large, contiguous and new
+        kept[0].add_(1), kept[0][1:], kept[0].view(2, -1), parameter.detach()
+        assert len(found) == before == 5
+    assert float(kept[0].sum()) == many
+    assert torch.equal(kept[1], parameter)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,17 +56,3 @@ def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path: Path, monk
     with pytest.raises(RunError, match=re.escape(words)):
         in_file(torch.zeros(1 << 20), tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-class Anew:
-    """An optimizer that makes its states anew when it is asked."""
-
-    def state(self, piece: Any) -> dict[str, Tensor]:
-        return {"momentum": torch.zeros_like(piece.master)}
-
-
-def test_states_that_an_optimizer_makes_anew_cannot_be_moved(tmp_path: Path) -> None:
-    piece: Any = SimpleNamespace(name="head.weight", master=torch.ones(4))
-    optimizer: Any = Anew()
-    with pytest.raises(RunError, match=r"makes the state 'momentum' of 'head.weight' anew"):
-        move_states(optimizer, [piece], tmp_path)

@@ -21,6 +21,7 @@ BASE: dict[str, Any] = {
     "trainer.precision": "fp32",
     "trainer.steps": STEPS,
     "model.num_layers": 2,
+    "model.hidden_size": 128,
     "schedule.name": "cosine",
     "schedule.warmup_steps": 4,
     "trainer.max_grad_norm": 1.0,
@@ -59,10 +60,12 @@ def trained(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def memory_of(parts: Any) -> list[torch.Tensor]:
-    """The masters, gradients and optimizer states of this rank's pieces."""
+    """The masters and gradients of this rank's pieces, and their optimizer states that are large."""
     found = [tensor for piece in parts.pieces for tensor in (piece.master, piece.gradient)]
     states = [state for piece in parts.pieces for state in parts.optimizer.state(piece).values()]
-    return [*found, *(state for state in states if state.dim())]
+    large = [state for state in states if state.nbytes >= 1 << 16]
+    assert large
+    return [*found, *large]
 
 
 def is_in_a_file(tensor: torch.Tensor) -> bool:

@@ -3,16 +3,16 @@
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mplug_deepspeed.files import move_weights
+from mplug_deepspeed.files import StatesInFiles, move_weights
 from mplug_deepspeed.partitions import Partitions
 
 if TYPE_CHECKING:
@@ -69,8 +69,6 @@ class Running:
     ranks: int
     """The number of data-parallel ranks, by which DeepSpeed divides gradients."""
     own_world: bool
-    folder: Path | None
-    """The folder for the states of the optimizer; None if they are in memory."""
 
     def close(self) -> None:
         """Remove DeepSpeed's hooks and groups."""
@@ -131,13 +129,14 @@ def start(run: "Run", model: "Model", settings: "Settings") -> Running:
     units, update = Units(model), Update(trained, run.config.optimizer.lr)
     inner = _inside_units(model)
     _set_environment(run)
-    engine = _initialize(units, update, groups, settings.effective(run, ranks))
+    folder = settings.folder("offload_optimizer")
+    with nullcontext() if folder is None else StatesInFiles(folder):
+        engine = _initialize(units, update, groups, settings.effective(run, ranks))
     if settings.stage == 3:
         _gather_by_units(model, inner)
     if (folder := settings.folder("offload_param")) is not None:
         move_weights(engine.optimizer, folder)
-    of_states = settings.folder("offload_optimizer")
-    partitions = Partitions(run, model, engine.optimizer, settings.stage, of_states)
+    partitions = Partitions(run, model, engine.optimizer, settings.stage)
     model.supply(partitions.pieces)
     model.sinks.reduced_over.update(axes)
     model.when_written.append(partitions.write_weights)
@@ -148,7 +147,7 @@ def start(run: "Run", model: "Model", settings: "Settings") -> Running:
         return units.values
 
     model.run = run_units  # type: ignore[method-assign,assignment]
-    return Running(engine, units, update, partitions, ranks, own_world, of_states)
+    return Running(engine, units, update, partitions, ranks, own_world)
 
 
 def _initialize(units: Units, update: Update, groups: Groups, config: dict[str, Any]) -> Any:

@@ -10,15 +10,16 @@ all pieces.
 import os
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mplug import RunError
 
-if TYPE_CHECKING:
-    from mplug import Optimizer, Piece
+LEAST = 1 << 16
+"""Smaller tensors stay in memory."""
 
 
 def in_file(x: Tensor, folder: Path) -> Tensor:
@@ -37,9 +38,23 @@ def in_file(x: Tensor, folder: Path) -> Tensor:
     return mapped.view(x.shape)
 
 
-def move(x: Tensor, folder: Path) -> None:
-    """Move the values of a tensor to a file. The tensor stays the same object."""
-    x.data = in_file(x, folder)
+class StatesInFiles(TorchDispatchMode):
+    """While it is active, new fp32 tensors on the CPU of `LEAST` bytes or more are in files of a folder.
+
+    So masters, gradients and optimizer states are never all in memory at once, also while they are made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The result of an operator, in a file if it is such a tensor and shares no memory with an argument."""
+        found = func(*args, **(kwargs or {}))
+        if not isinstance(found, Tensor) or any(one.alias_info is not None for one in func._schema.returns):
+            return found
+        is_state = found.dtype == torch.float32 and found.device.type == "cpu" and found.is_contiguous()
+        return in_file(found, self.folder) if is_state and found.nbytes >= LEAST else found
 
 
 def move_weights(zero: Any, folder: Path) -> None:
@@ -51,18 +66,3 @@ def move_weights(zero: Any, folder: Path) -> None:
             if flat.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
                 flats[group] = mapped.narrow(0, flat.storage_offset(), flat.numel())
                 zero._unflatten_partitioned_parameters(group)
-
-
-def move_states(optimizer: "Optimizer", pieces: "list[Piece]", folder: Path) -> None:
-    """Move the states of pieces to files; RunError if the optimizer does not compute with the tensors that it names."""
-    for piece in pieces:
-        states = {name: state for name, state in optimizer.state(piece).items() if state.shape == piece.master.shape}
-        for state in states.values():
-            move(state, folder)
-        for name, state in states.items():
-            if optimizer.state(piece)[name].data_ptr() != state.data_ptr():
-                raise RunError(
-                    f"parallel.deepspeed.offload_optimizer with nvme_path: the optimizer makes the state '{name}' of "
-                    f"'{piece.name}' anew in every call of `state`, so it cannot be moved to a file; use another "
-                    f"optimizer, or offload to the host's memory"
-                )

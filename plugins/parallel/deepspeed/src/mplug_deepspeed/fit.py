@@ -1,5 +1,7 @@
 """DeepSpeed's partitions as a `Sharding`, and refusals of what its engine cannot do. Without torch and DeepSpeed."""
 
+from contextlib import nullcontext
+from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING
@@ -7,6 +9,8 @@ from typing import TYPE_CHECKING
 from mplug import Bucket, Engine, Sharding, UsageError
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from mplug import Model, Run, RunConfig
     from mplug_deepspeed.settings import Settings
 
@@ -72,7 +76,18 @@ def sharding_of(run: "Run", model: "Model", needs: str, settings: "Settings") ->
         *starts, end = accumulate(sizes.values(), initial=0)
         length = -(-end // (ALIGNED * ranks)) * ALIGNED * ranks
         buckets = (Bucket(tuple(sizes), tuple(starts), tuple(sizes.values()), length, axes, num_owners=ranks),)
-    return Sharding(buckets, engine=Engine(_num_bytes(run, buckets, ranks, settings)))
+    num_bytes = _num_bytes(run, buckets, ranks, settings)
+    return Sharding(buckets, engine=Engine(num_bytes, partial(_states_of, settings)))
+
+
+def _states_of(settings: "Settings") -> "AbstractContextManager[object]":
+    """The context in which the optimizer makes its states."""
+    folder = settings.folder("offload_optimizer")
+    if folder is None:
+        return nullcontext()
+    from mplug_deepspeed.files import StatesInFiles  # imports torch
+
+    return StatesInFiles(folder)
 
 
 def _num_bytes(run: "Run", buckets: tuple[Bucket, ...], ranks: int, settings: "Settings") -> dict[str, int]:

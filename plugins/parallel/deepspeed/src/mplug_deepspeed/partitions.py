@@ -13,27 +13,19 @@ import torch
 from torch import Tensor
 
 from mplug import Piece
-from mplug_deepspeed.files import move
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from mplug import Model, Run
 
 
 class Partitions:
     """The masters of this rank in DeepSpeed's memory, their gradients, and the pieces that are views of both."""
 
-    def __init__(self, run: "Run", model: "Model", zero: Any, stage: int, folder: "Path | None" = None) -> None:
-        """`folder`: move masters and gradients to files in it."""
+    def __init__(self, run: "Run", model: "Model", zero: Any, stage: int) -> None:
         self.zero, self.stage = zero, stage
         self.flats: list[Tensor] = (
             zero.fp32_partitioned_groups_flat if stage == 3 else zero.single_partition_of_fp32_groups
         )
-        for flat in self.flats if folder is not None else ():
-            move(flat, folder)
-            if flat.grad is not None:
-                move(flat.grad, folder)
         self.gradients = [
             flat.grad if flat.grad is not None else torch.zeros_like(flat.detach()) for flat in self.flats
         ]

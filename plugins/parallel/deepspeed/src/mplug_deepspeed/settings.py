@@ -258,14 +258,15 @@ class Settings:
         filled.pop("bfloat16", None)
         for name in SECTIONS:
             if self.device(name) == "nvme":
-                zero[name] |= {"device": "cpu", "pin_memory": False}  # until `mplug_deepspeed.files` moves it
+                zero[name] |= {"device": "cpu", "pin_memory": False}  # its tensors are maps (`mplug_deepspeed.files`)
                 del zero[name]["nvme_path"]
         passes = filled["gradient_accumulation_steps"]
         filled["train_batch_size"] = prod((filled["train_micro_batch_size_per_gpu"], passes, ranks))
         filled["gradient_clipping"] = 0.0  # the update clips in the optimizer's own pass over memory
         filled["zero_allow_untested_optimizer"], filled["zero_force_ds_cpu_optimizer"] = True, False
         filled.setdefault("timers", {"throughput": {"enabled": False}})  # it waits for the device in every step
-        zero.setdefault("sub_group_size", 10**12)  # the update is one pass over all pieces
+        if self.device("offload_optimizer") != "nvme":  # where DeepSpeed makes one sub-group after the other
+            zero.setdefault("sub_group_size", 10**12)  # the update is one pass over all pieces
         return filled
 
     def _fills(self, run: "Run") -> dict[str, int]:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from mplug import DefaultStepper, MicroBatch, StepResult
 from mplug_deepspeed.engine import Running
-from mplug_deepspeed.files import move_states
 from mplug_deepspeed.scaler import EngineScale
 
 if TYPE_CHECKING:
@@ -30,8 +29,6 @@ class EngineStepper:
     def __init__(self, run: "Run", model: "Model", default: DefaultStepper, running: Running) -> None:
         self.run, self.model, self.default, self.running = run, model, default, running
         self.engine, self.partitions = running.engine, running.partitions
-        if running.folder is not None:
-            move_states(default.optimizer, default.pieces, running.folder)
         trainer = run.config.trainer
         self.tokens = trainer.global_batch_size * trainer.seq_length
         self.seed = running.ranks / self.tokens

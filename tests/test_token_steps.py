@@ -1,12 +1,14 @@
 """Steps of sampling with static caches: a recording gives the tokens of eager steps, and says why if there is none."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from sampled import FAMILIES, PROMPTS, built, texts
 from torch import Tensor
+from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,6 +24,8 @@ from mplug.model.sampling import Sampling
 from mplug.model.selection import Selection
 from mplug.model.token_steps import Replays, TokenSteps, replays_for
 from mplug.nn.static_cache import static_keys
+from mplug.nn.turning import Turning, table_of_rotations
+from mplug.rotary import Turns
 from mplug.testing.harness import TinySettings
 from mplug.testing.recording import Operations
 
@@ -203,6 +207,29 @@ def test_a_compiled_step_gives_the_tokens_of_eager_steps(family: str) -> None:
         found = texts(model, prompts, sampling=HOT, replays=replays)
         assert compiled_graphs() == before + kinds
         assert found == texts(model, prompts, sampling=HOT)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+@pytest.mark.parametrize("turning", [1e4, Turns((1.0, 0.25), 1.5, False, frozenset())], ids=["plain", "scaled"])
+def test_a_compiler_computes_plain_angles_of_a_token_where_they_are_used(turning: Turning, length: int) -> None:
+    """Given frequencies would be a constant on the CPU, which a recorded step cannot copy to a GPU."""
+    targets: list[str] = []
+
+    def keep(graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        targets.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    def table(positions: Tensor) -> Tensor:
+        return table_of_rotations(positions, 4, turning, torch.float32)
+
+    torch.compiler.reset()
+    positions = torch.arange(5, 5 + length)[None]
+    with torch.no_grad():
+        found = torch.compile(table, backend=keep, fullgraph=True, dynamic=False)(positions)
+    torch.testing.assert_close(found, table(positions))
+    operators = {"mplug.rotations.default", "mplug.scaled_rotations.default"} & set(targets)
+    own = "mplug.rotations.default" if isinstance(turning, float) else "mplug.scaled_rotations.default"
+    assert operators == (set() if length == 1 and isinstance(turning, float) else {own})
 
 
 @pytest.mark.wide("compile")

@@ -39,13 +39,11 @@ def _(positions: Tensor, half: int, theta: float, dtype: torch.dtype) -> Tensor:
     return torch.empty((2, *positions.shape, half), device=positions.device, dtype=dtype)
 
 
-def _scaled_rotations(positions: Tensor, frequencies: list[float], factor: float, dtype: torch.dtype) -> Tensor:
+@operator("mplug::scaled_rotations")
+def scaled_rotations(positions: Tensor, frequencies: list[float], factor: float, dtype: torch.dtype) -> Tensor:
     """`rotations` by the frequencies of the pairs, times a factor: positions [1 or B, S] -> [2, 1 or B, S, half]."""
     angles = positions[..., None].to(dtype) * _on(positions.device, tuple(frequencies), dtype)
     return torch.stack((angles.cos(), angles.sin())) * factor
-
-
-scaled_rotations = operator("mplug::scaled_rotations")(_scaled_rotations)
 
 
 @cache
@@ -106,15 +104,12 @@ def table_of_rotations(positions: Tensor, head_dim: int, theta: Turning, dtype: 
 
 def _table(positions: Tensor, head_dim: int, theta: Turning, dtype: torch.dtype) -> Tensor:
     if not isinstance(theta, Turns):
-        plain = _rotations if _within_a_kernel(positions) else rotations
-        return plain(positions, head_dim // 2, theta, dtype)
-    scaled = _scaled_rotations if _within_a_kernel(positions) else scaled_rotations
-    return scaled(positions, list(theta.frequencies), theta.factor, dtype)
-
-
-def _within_a_kernel(positions: Tensor) -> bool:
-    """Whether a compiler computes the table where it is used: a kernel costs more time than the angles of a token."""
-    return torch.compiler.is_compiling() and not torch.is_grad_enabled() and positions.shape[1] == 1
+        of_one_token = positions.shape[1] == 1 and not torch.is_grad_enabled()
+        # For one token, a kernel of its own costs more than the angles: a compiler computes them where they are used.
+        make = _rotations if torch.compiler.is_compiling() and of_one_token else rotations
+        return make(positions, head_dim // 2, theta, dtype)
+    table: Tensor = scaled_rotations(positions, list(theta.frequencies), theta.factor, dtype)
+    return table
 
 
 def _cosines_and_sines(positions: Tensor, head_dim: int, theta: Turning, dtype: torch.dtype) -> Tensor:

@@ -17,6 +17,7 @@ CUDA: dict[str, Any] = {"trainer.device": "cuda", "trainer.precision": "bf16", "
 FUSED: dict[str, Any] = {"kernels.default": "triton", "kernels.attention": "sdpa"}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {**FAMILIES["llama"], **FUSED, "model.hidden_size": 256},
+    "scaled rotary": {**FAMILIES["llama"], "model.rope_scaling": {"type": "linear", "factor": 2.0}},
     "qwen": FAMILIES["qwen"],
     "gpt": FAMILIES["gpt"],
     "gpt-oss": {**FAMILIES["gpt-oss"], "model.ffn_hidden_size": 32},

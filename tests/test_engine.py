@@ -29,7 +29,8 @@ class Flat:
         sizes = {name: parameter.numel() for name, parameter in model.parameters().items()}
         *starts, end = accumulate(sizes.values(), initial=0)
         bucket = Bucket(tuple(sizes), tuple(starts), tuple(sizes.values()), end, (), num_owners=1)
-        return Sharding((bucket,), engine=Engine({"masters": 8 * end, "parts of the engine": 12}))
+        num_bytes = {"masters": 8 * end, "gradients, elsewhere": 3, "parts of the engine": 12}
+        return Sharding((bucket,), engine=Engine(num_bytes))
 
     @hookimpl
     def wrap_model(self, run: Run, model: Any) -> None:
@@ -108,6 +109,7 @@ def test_the_bytes_of_an_engine_are_those_that_it_states_and_the_optimizers() ->
     measured = measure_bytes(run, model)
     assert measured["masters"] == 8 * elements
     assert measured["parts of the engine"] == 12
+    assert {kind for kind in measured if kind.startswith("gradients")} == {"gradients, elsewhere"}
     assert measured["optimizer state"] == pytest.approx(16 * elements, rel=0.01)
 
 

@@ -274,7 +274,9 @@ def measure_bytes(run: Run, model: Model) -> dict[str, int]:
             "buffers of suppliers": [buffer for one in model.slot_buffers for buffer in one.tensors().values()],
         }
         measured = {kind: _nbytes(tensors) for kind, tensors in kinds.items() if tensors}
-    return measured if model.engine is None else {**measured, **model.engine.num_bytes}
+    of_engine = {} if model.engine is None else model.engine.num_bytes
+    stated = {kind.partition(",")[0] for kind in of_engine}
+    return {**{kind: size for kind, size in measured.items() if kind not in stated}, **of_engine}
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -102,8 +102,9 @@ class Engine:
     """The memory of an engine of another framework that keeps masters, optimizer states and gradients of a run itself.
 
     `num_bytes` are the bytes on a rank by kind ("masters"; "masters, in files" if they are elsewhere), without those of
-    the optimizer's states. For `mplug explain`, the host adds the states and the kinds that are not among them. The host
-    builds the optimizer inside of the context `making_states()`, with which an engine can choose where new states are.
+    the optimizer's states. For `mplug explain`, the host adds the states and the kinds that are not among them.
+    `making_states()` is a context in which the host builds the optimizer; with it, an engine can choose where new states
+    are.
     """
 
     num_bytes: Mapping[str, int]

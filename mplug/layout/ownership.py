@@ -103,7 +103,7 @@ class Engine:
 
     `num_bytes` are the bytes on a rank by kind ("masters"; "masters, in files" if they are elsewhere), without those of
     the optimizer's states. For `mplug explain`, the host adds the states and the kinds that are not among them.
-    `making_states()` is a context in which the host builds the optimizer; with it, an engine can choose where new states
+    `making_states()` is a context in which the host builds the optimizer: an engine can choose there where new states
     are.
     """
 

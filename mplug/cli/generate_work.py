@@ -113,7 +113,7 @@ def work(job: Job, send: Callable[..., None] | None = None) -> None:
 def _prepared(job: Job) -> "Run":
     """The run, which samples instead of training."""
     from mplug.model.build import choose_device
-    from mplug.model.decoding import multiple_of_positions
+    from mplug.model.caching import multiple_of_positions
     from mplug.registry.entry_points import Registry
     from mplug.registry.resolve import resolve
     from mplug.run.prepare import prepare

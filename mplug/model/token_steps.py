@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mplug.errors import RunError, UsageError
-from mplug.model.caching import cached_modules
+from mplug.model.caching import cached_modules, without_static_caches
 from mplug.model.compilation import compiled_units, compiler_of
 from mplug.model.cuda_graph import CudaGraph, Recording, use_own_stream
 from mplug.model.graphs import sampling_obstacles
@@ -183,8 +183,8 @@ def compiled_step(run: Run, model: Model) -> tuple[dict[str, Callable[..., objec
     trainer = run.config.trainer
     if trainer.compile == "never":
         return {}, ""
-    if model.growing:
-        return {}, f"its caches grow, because {model.growing}"
+    if growing := without_static_caches(model):
+        return {}, growing
     backend = compiler_of(run)
     if backend is None:
         return {}, f"trainer.compile={trainer.compile} compiles nothing on this machine's {run.device.upper()}"

@@ -48,8 +48,9 @@ def refuse_file(cli: Cli, folder: Path, text: str, *words: str) -> None:
         (("--kernels", "norm=referense"), ("kernels.norm (--kernels)", "did you mean 'reference'?", "sdpa")),
         (("--kernels", "nrm=reference"), ("kernels.nrm (--kernels)", "did you mean 'norm'?")),
         (("--set", "extensions.xyzzy={}"), ("extensions.xyzzy (--set)", "'xyzzy'", "installed: ")),
+        (("--set", "parallel.xyzzy.stage=1"), ("parallel.xyzzy (--set)", "installed plugins: ", "install the package")),
         (("--set", "parallel.data=xyzzy"), ("parallel.data (--set)", "'xyzzy'", "installed: ")),
-        (("--parallel", "xyzzy2"), ("parallel.layout (--parallel)", "unknown strategy 'xyzzy'", "installed: ")),
+        (("--parallel", "xyzzy2"), ("parallel.layout (--parallel)", "unknown strategy 'xyzzy'", "; use one of them")),
         (("--parallel", "8"), ("parallel.layout (--parallel)", "'8'", "strategy's name", "tp4pp2")),
         (("--set", "model.name="), ("model.name (--set)", "is required", "the name of a plugin", "gpt")),
     ],
@@ -99,6 +100,7 @@ def test_a_preset_that_the_model_does_not_have_is_refused_with_those_that_it_has
         ("kernels.sdpa=3", ("not 3",)),
         # of plugins that the run does not use
         ("kernels.flash.fast=true", ("unknown field",)),
+        ("adapters.lora.targets=[]", ("must have at least 1 entry, not []",)),
         ("parallel.tp.sequence=maybe", ("unknown field", "did you mean 'sequence_parallel'?")),
         ("parallel.tp.sequence_parallel=perhaps", ("boolean", "'perhaps'")),
         ("parallel.tp=2", ("not 2", "--parallel tp2")),
@@ -110,6 +112,12 @@ def test_a_misspelt_or_mistyped_field_is_refused_with_its_path_and_source(
 ) -> None:
     field = assignment.partition("=")[0].removesuffix(".x")
     assert_refused(cli_here("config", "show", "--set", assignment), f"{field} (--set): ", *words)
+
+
+def test_a_list_of_wrong_entries_is_not_also_too_short(cli_here: Cli) -> None:
+    result = cli_here("config", "show", "--set", "adapters.lora.targets=[1, '']")
+    assert_refused(result, "adapters.lora.targets.0 (--set): must be a valid string", "targets.1 (--set): must have")
+    assert "targets (--set)" not in result.stderr
 
 
 @pytest.mark.parametrize(("layout", "end"), [("pp2", "to set the degree, use --parallel pp2tp2"), ("tp4", "not 2")])

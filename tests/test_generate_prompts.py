@@ -98,12 +98,23 @@ def test_a_file_has_a_prompt_per_line_or_json(tmp_path: Path) -> None:
         ("a.jsonl", b'{"prompt": 3}', "has no text in the field 'prompt'"),
         ("a.jsonl", b'{"messages": [{"role": "user"}]}', "'messages' must be a list of objects"),
         ("a.jsonl", b'{"messages": []}', "'messages' must be a list of objects"),
+        ("a.jsonl", b'{"prompt": "a", "id": NaN}', "line 1 is no JSON"),
+        ("a.jsonl", b'{"prompt": "a", "id": 1e999}', "line 1 is no JSON"),
+        ("a.jsonl", b'{"prompt": "a", "prompt": "b"}', "the field 'prompt' stands there twice"),
+        ("a.jsonl", rb'{"prompt": "a", "id": ["\ud800"]}', r"has '\\ud800', which is half a character"),
+        ("a.jsonl", rb'{"messages": [{"role": "user", "content": "\udfff"}]}', r"'\\udfff', which is half a character"),
     ],
 )
 def test_a_line_that_is_no_prompt_is_named(name: str, content: bytes, sentence: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match=sentence):
         read_prompts(tmp_path / name, chat=True)
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.txt", b"a\n"), ("a.jsonl", b'{"prompt": "a"}\n')])
+def test_a_byte_order_mark_is_no_part_of_the_first_prompt(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
+    assert [prompt.text for prompt in read_prompts(tmp_path / name, chat=False)] == ["a"]
 
 
 def test_equal_prompts_are_numbered() -> None:

@@ -9,7 +9,8 @@ from sampled import CONTEXT, FAMILIES, PROMPTS, SHAPE, TOKENS, built, texts
 
 from mplug.errors import UsageError
 from mplug.model.build import allocate_parts, build_model
-from mplug.model.decoding import Ranks, multiple_of_positions, refuse_undivided, sample
+from mplug.model.caching import multiple_of_positions
+from mplug.model.decoding import Ranks, refuse_undivided, sample
 from mplug.model.memory import initialize
 from mplug.model.model import Model
 from mplug.model.sampling import Sampling, sample_key

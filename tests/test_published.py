@@ -359,7 +359,11 @@ def test_many_prompts_give_the_texts_that_each_gives_alone(models: Made, tmp_pat
         (("--prompts", "some.txt", "--output", "none/o"), "cannot write --output 'none/o'"),
         (("--prompts", "long.txt"), "'long.txt', line 2 has 101 tokens, and the model supports 96"),
         (("--stop", ""), "--stop is empty"),
+        (("--prompt", "a\udcff"), "--prompt has bytes that are no characters in UTF-8"),
+        (("--stop", "\udcff"), "--stop has bytes that are no characters in UTF-8"),
         (("--parallel", "cp2"), "divides the sequence of a sample (cp=2)"),
+        (("--prompts", "some.txt", "--output", "earlier", "--parallel", "cp2"), "divides the sequence of a sample"),
+        (("--prompts", "some.txt", "--output", "new", "--parallel", "cp2"), "divides the sequence of a sample"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_before_weights_are_read(
@@ -369,10 +373,13 @@ def test_options_that_do_not_fit_are_refused_before_weights_are_read(
     with_tokenizer(tmp_path / "folder")
     (tmp_path / "some.txt").write_text("Why?\n")
     (tmp_path / "long.txt").write_text("a\n" + "x" * 100)
+    (tmp_path / "earlier").write_text("texts of another command")
     refused = cli_here("generate", "--pretrained", "folder", *words)
     assert refused.returncode == 2, refused.stdout + refused.stderr
     assert sentence in refused.stderr
     assert len(refused.stderr.splitlines()) == 1, refused.stderr
+    assert (tmp_path / "earlier").read_text() == "texts of another command"
+    assert not (tmp_path / "new").exists()
     assert (tmp_path / "some.txt").read_text() == "Why?\n"
 
 

@@ -258,6 +258,14 @@ NOT_COMPILED: dict[str, tuple[TinySettings, str]] = {
         {"trainer.compile": "aot_eager", "kernels.attention": "flex"},
         "its caches grow, because kernels/flex does not offer 'static keys' for Attention.core of 'blocks.*.attn'",
     ),
+    "sequence parallelism": (
+        {"trainer.compile": "aot_eager", "parallel.layout": "tp2"},
+        "its caches grow, because the layout divides the positions of a call among 2 ranks",
+    ),
+    "no cache": (
+        {**FAMILIES["mixtral"], "trainer.compile": "aot_eager", "model.capacity_factor": 1.0},
+        "the model has no cache, because 'blocks.*.moe' (MixtureOfExperts) mixes the batch and sequence",
+    ),
 }
 
 

@@ -115,7 +115,7 @@ def command(**options: Any) -> None:
     asked.refuse_contradictions()
     job, run = _published(asked, world) if asked.pretrained is not None else _of_run(asked, world)
     if asked.output is not None and (world is None or world.rank == 0):
-        _empty(asked.output)
+        _refuse_unwritable(asked.output)
     start(job, run, world)
 
 
@@ -146,7 +146,8 @@ class Asked:
     assignments: tuple[str, ...]
 
     def refuse_contradictions(self) -> None:
-        """Raise UsageError for options that contradict each other."""
+        """Raise UsageError for options that contradict each other, or that are no texts."""
+        from mplug.cli.generate_prompts import is_text
         from mplug.errors import UsageError
 
         if self.pretrained is not None and (self.name is not None or self.step is not None):
@@ -164,6 +165,9 @@ class Asked:
             raise UsageError(f"--prompts and --output both name '{self.output}'; write to another file")
         if "" in self.stops:
             raise UsageError("--stop is empty; give a word that ends the text")
+        for option, text in (("--prompt", self.prompt or ""), *(("--stop", stop) for stop in self.stops)):
+            if not is_text(text):
+                raise UsageError(f"{option} has bytes that are no characters in UTF-8; give a text")
 
     def read(self) -> "list[Prompt]":
         """The prompts, before they are encoded."""
@@ -224,12 +228,18 @@ def _is_same(one: Path, other: Path) -> bool:
     return other.exists() and one.samefile(other)
 
 
-def _empty(output: Path) -> None:
-    """Empty the file for the texts, before a long computation; UsageError if it cannot be written."""
+def _refuse_unwritable(output: Path) -> None:
+    """Raise UsageError, before a long computation, if a file cannot be written. What it holds stays until a batch ends.
+
+    A refusal of the run, or a failure before its first texts, then loses no earlier texts.
+    """
     from mplug.errors import UsageError
 
+    is_new = not output.exists()
     try:
-        output.write_text("")
+        output.open("a").close()
+        if is_new:
+            output.unlink()
     except OSError as error:
         raise UsageError(f"cannot write --output '{output}': {error.strerror}; use another file") from None
 

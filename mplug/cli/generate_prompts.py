@@ -36,13 +36,23 @@ class Prompt:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
+def is_text(text: str) -> bool:
+    """Whether a text of the command line or of JSON consists of characters: UTF-8 has no form for half of one."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def read_prompts(path: Path, *, chat: bool) -> list[Prompt]:
     """The prompts of a file: JSON lines if its name ends in '.jsonl', else a text of one prompt per line.
 
-    Raises UsageError that names the first line which is no prompt.
+    A byte order mark at the beginning of the file is no part of a prompt. Raises UsageError that names the first line
+    which is no prompt.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"cannot read --prompts '{path}': {reason}") from None
@@ -62,7 +72,11 @@ def _text_line(line: str, where: str, chat: bool) -> Prompt:
 
 def _json_line(line: str, where: str, chat: bool) -> Prompt:
     try:
-        value = json.loads(line)
+        value = json.loads(line, object_pairs_hook=_once)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # the output repeats it
+    except UnicodeEncodeError as error:
+        part = error.object[error.start].encode("ascii", "backslashreplace").decode()
+        raise UsageError(f"{where} has '{part}', which is half a character; write the whole character") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{where} is no JSON: {error}; a line is an object with the field 'prompt'") from None
     fields = {"prompt": value} if isinstance(value, str) else value
@@ -77,6 +91,15 @@ def _json_line(line: str, where: str, chat: bool) -> Prompt:
         also = " or 'messages'" if chat else ""
         raise UsageError(f"{where} has no text in the field 'prompt'; every line needs 'prompt'{also}")
     return Prompt(where, text, fields=fields)
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The object; ValueError if a field stands in it twice, of which JSON would keep the last one."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the field '{next(name for name in names if names.count(name) > 1)}' stands there twice")
+    return fields
 
 
 def _messages(value: Any, where: str) -> tuple[Mapping[str, str], ...]:

@@ -114,7 +114,7 @@ def work(job: Job, send: Callable[..., None] | None = None) -> None:
 def _prepared(job: Job) -> "Run":
     """The run, which samples instead of training."""
     from mplug.model.build import choose_device
-    from mplug.model.decoding import multiple_of_positions
+    from mplug.model.caching import multiple_of_positions
     from mplug.registry.entry_points import Registry
     from mplug.registry.resolve import resolve
     from mplug.run.prepare import prepare
@@ -183,7 +183,8 @@ def _sample(run: "Run", model: "Model", job: Job, ranks: "Alone", replays: "Repl
             text.finish()
         show.finish()
         if run.rank == 0 and wanted.lines:
-            _write(wanted.output, [output_line(*one) for one in zip(wanted.prompts[batch], texts, strict=True)])
+            lines = [output_line(*one) for one in zip(wanted.prompts[batch], texts, strict=True)]
+            _write(wanted.output, lines, is_first=batch.start == 0)
 
 
 class _Terminal:
@@ -207,13 +208,14 @@ class _Terminal:
             click.echo(self.text.shown(is_last=True))
 
 
-def _write(output: Path | None, lines: Sequence[str]) -> None:
+def _write(output: Path | None, lines: Sequence[str], *, is_first: bool) -> None:
+    """Print lines, or write them to a file; the first ones replace what the file holds."""
     if output is None:
         for line in lines:
             click.echo(line)
         return
     try:
-        with output.open("a", encoding="utf-8") as file:
+        with output.open("w" if is_first else "a", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in lines)
     except OSError as error:
         raise RunError(f"cannot write --output '{output}': {error.strerror}") from None

@@ -34,6 +34,8 @@ TYPES = {
     "bool_parsing": "must be a valid boolean",
 }
 """Messages for types of errors about which pydantic's own messages use Python's terms."""
+LENGTHS = {"too_short": ("at least", "min_length"), "too_long": ("at most", "max_length")}
+"""Types of errors about the length of a list: the words of the message, and where pydantic has the bound."""
 MESSAGE_OF_AUTHOR = ("value_error", "assertion_error")
 """Types of errors whose message the author of the section wrote. It states the requirement on the value."""
 
@@ -65,6 +67,7 @@ class _Located:
 def problems_of(error: ValidationError, model: type[BaseModel], values: Mapping[str, Any]) -> list[Problem]:
     """Every problem of a section with these values."""
     located = [_Located(details, _steps(details, values)) for details in error.errors(include_url=False)]
+    located = [one for one in located if not _only_misses_wrong_entries(one, located)]
     problems = [Problem(_field_of(error), _message(error, model)) for error in _join_unions(located, 0)]
     return list(dict.fromkeys(problems))
 
@@ -87,6 +90,15 @@ def booleans_as_numbers(raw: Any, bound: Any) -> Iterator[tuple[tuple[str, ...],
     for name, raw_inner, bound_inner in pairs:
         for path, message in booleans_as_numbers(raw_inner, bound_inner):
             yield (str(name), *path), message
+
+
+def _only_misses_wrong_entries(error: _Located, others: Iterable[_Located]) -> bool:
+    """Whether a list is too short only because pydantic does not count its wrong entries, which have errors too."""
+    path, actual = error.path, error.details["input"]
+    if error.details["type"] != "too_short" or not hasattr(actual, "__len__"):
+        return False
+    within = any(len(one.path) > len(path) and one.path[: len(path)] == path for one in others)
+    return within and len(actual) >= error.details["ctx"]["min_length"]
 
 
 def _steps(details: Any, values: Any) -> tuple[tuple[Any, bool], ...]:
@@ -185,6 +197,10 @@ def _requirement(error: _Located) -> str:
     kind, message = error.details["type"], str(error.details["msg"])
     if kind in MESSAGE_OF_AUTHOR:
         return message.removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    if kind in LENGTHS:
+        word, bound = LENGTHS[kind]
+        number = error.details["ctx"][bound]
+        return f"must have {word} {number} {'entry' if number == 1 else 'entries'}"
     text = TYPES.get(kind) or message.replace("Input should be", "must be").replace("String should", "must")
     return " ".join(text.split())
 

@@ -17,9 +17,11 @@ The caches are static (`mplug.nn.static_cache`) if all modules with this slot al
 
       static_cache: ClassVar[bool] = True
 
-and if all their cores offer 'static keys'. Otherwise the rows that a core receives grow with every token.
+if all their cores offer 'static keys', if no pipeline divides the model, and if no ranks divide the positions of a call
+among themselves. Otherwise the rows that a core receives grow with every token.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -27,6 +29,7 @@ from typing import Any
 from torch import nn
 
 from mplug.errors import UsageError, listed
+from mplug.layout.mesh import Mesh
 from mplug.layout.names import modules_around
 from mplug.model.mixing import covers, statements
 from mplug.model.model import Model
@@ -68,6 +71,16 @@ def refuse_to_sample(run: Run, model: Model) -> None:
                 f"pass, and sampling gathers no weights; use a layout that divides the computation (tensor or expert "
                 f"parallelism)"
             )
+
+
+def multiple_of_positions(mesh: Mesh) -> int:
+    """The number that must divide the positions of a call, because ranks divide these among themselves.
+
+    They do so inside the model (sequence parallelism), or before experts in a mesh view of their own.
+    """
+    inside = [axis for axis in mesh.views["attention"] if not axis.entries]
+    divided = any(axis.divides("sequence") for axis in inside) or len(mesh.views) > 1
+    return math.prod(axis.size for axis in inside) if divided else 1
 
 
 def find_uncached(model: Model) -> None:
@@ -145,9 +158,18 @@ def choose_static_caches(run: Run, model: Model, selection: Selection) -> None:
     model.growing = model.uncached or _reason_against_static(run, model, selection)
 
 
+def without_static_caches(model: Model) -> str:
+    """Why no step of a token repeats the shapes of the one before, as a clause; empty if the caches are static."""
+    if model.uncached:
+        return f"the model has no cache, because {model.uncached}"
+    return f"its caches grow, because {model.growing}" if model.growing else ""
+
+
 def _reason_against_static(run: Run, model: Model, selection: Selection) -> str:
     if len(model.stages.units) > 1:
         return "the model is divided into the chunks of a pipeline"
+    if (multiple := multiple_of_positions(run.mesh)) > 1:
+        return f"the layout divides the positions of a call among {multiple} ranks"
     for module in cached_modules(model):
         if not covers(type(module), STATIC) or getattr(module, STATIC) is not True:
             return f"'{type(module).__name__}' does not declare that it serves a static cache (`{STATIC}`)"

@@ -3,7 +3,6 @@
 B prompts of a batch, b of them on this rank, S positions of a call, V vocabulary.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -11,8 +10,7 @@ import torch
 from torch import Tensor
 
 from mplug.errors import UsageError
-from mplug.layout.mesh import Mesh
-from mplug.model.caching import cached_modules
+from mplug.model.caching import cached_modules, multiple_of_positions
 from mplug.model.model import Model
 from mplug.model.relayed import Choose, Relayed, RunUnits, relayed, run_last
 from mplug.model.sampling import Sampling, choose, draws
@@ -77,16 +75,6 @@ class Ranks(Alone):
 
 
 ALONE = Alone()
-
-
-def multiple_of_positions(mesh: Mesh) -> int:
-    """The number that must divide the positions of a call, because ranks divide these among themselves.
-
-    They do so inside the model (sequence parallelism), or before experts in a mesh view of their own.
-    """
-    inside = [axis for axis in mesh.views["attention"] if not axis.entries]
-    divided = any(axis.divides("sequence") for axis in inside) or len(mesh.views) > 1
-    return math.prod(axis.size for axis in inside) if divided else 1
 
 
 def refuse_undivided(model: Model, ranks: Alone) -> None:
@@ -212,7 +200,7 @@ class _Batch:
     def _tokens(self, num_tokens: int, sampling: Sampling) -> Iterator[list[int]]:
         """The next tokens of all texts, again and again; the caller adds them to `texts`."""
         longest, first = max(map(len, self.texts)), 0
-        if not self.model.growing and self.ranks.multiple == 1 and longest <= self.context:
+        if not self.model.growing and longest <= self.context:
             first = min(num_tokens, self.context - longest + 1)
             yield from self._with_static_caches(first, sampling)
         window = None

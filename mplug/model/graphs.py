@@ -9,6 +9,7 @@ from mplug.config.binding import RunConfig
 from mplug.config.sources import source_of
 from mplug.contracts import Optimizer
 from mplug.errors import UsageError, listed
+from mplug.model.caching import without_static_caches
 from mplug.model.draws import drawing_plugin
 from mplug.model.model import Model
 from mplug.run.run import Run
@@ -58,8 +59,8 @@ def sampling_obstacles(run: Run, model: Model) -> list[str]:
     """The reasons, as clauses, why no graph can replay the steps of sampling; empty if one can."""
     if not run.device.startswith("cuda"):
         return ["the run is on the CPU"]
-    if model.growing:
-        return [f"its caches grow, because {model.growing}"]
+    if growing := without_static_caches(model):
+        return [*_of_exchanges(run), growing]
     return [*_of_exchanges(run), *_of_plugins(run, model, IN_SAMPLING), *_of_modules(run, model)]
 
 

@@ -235,7 +235,8 @@ class _Resolver:
         done = {*bound, *(chosen.section for chosen in self.chosen)}
         for name in raw:
             if name not in installed and section not in FREE_SECTIONS:
-                self._problem((section, name), f"unknown field or plugin{suggest(name, [*fields, *installed])}")
+                plugins = {e.name for e in self.registry.entries(section)}
+                self._problem((section, name), _unknown(name, fields, plugins, [*fields, *installed]))
             elif name in installed and (section, name) not in done:
                 entry = self._plugin(section, name, (section, name))
                 if entry:
@@ -266,6 +267,17 @@ class _Resolver:
         if other is not None and other != entry:
             self._problem(key, f"{other.origin} and {entry.origin} both provide {entry.label}; use only one of them")
         return other is not None
+
+
+def _unknown(name: str, fields: Iterable[str], plugins: Iterable[str], words: Iterable[str]) -> str:
+    """The message about a key of a section that is neither a field nor the section of an installed plugin."""
+    if similar := suggest(name, words):
+        return f"unknown field or plugin{similar}"
+    of_fields = f"fields: {listed(sorted(fields))}; " if set(fields) else ""
+    return (
+        f"unknown field or plugin ({of_fields}installed plugins: {listed(sorted(plugins))}); remove it, or install the "
+        f"package that supplies the plugin '{name}'"
+    )
 
 
 def _path_hint(key: Key, word: str) -> str:

@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from mplug.errors import UsageError
 from mplug.layout.plan import Unit
+from mplug.model.caching import without_static_caches
 from mplug.model.compiler_cache import repair_libraries
 from mplug.model.model import Model
 from mplug.model.tracer import prepare_compiler
@@ -84,8 +85,8 @@ def compiled_step(run: Run, model: Model) -> tuple[Instead, str]:
     trainer = run.config.trainer
     if trainer.compile == "never":
         return AS_THEY_ARE, ""
-    if model.growing:
-        return AS_THEY_ARE, f"its caches grow, because {model.growing}"
+    if growing := without_static_caches(model):
+        return AS_THEY_ARE, growing
     backend = compiler_of(run)
     if backend is None:
         return AS_THEY_ARE, f"trainer.compile={trainer.compile} compiles nothing on this machine's {run.device.upper()}"

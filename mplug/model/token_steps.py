@@ -12,12 +12,7 @@ import torch
 from torch import Tensor
 
 from mplug.errors import RunError, UsageError
-<<<<<<< HEAD
 from mplug.model.caching import cached_modules
-=======
-from mplug.model.caching import cached_modules, without_static_caches
-from mplug.model.compilation import compiled_units, compiler_of
->>>>>>> a13ed7ee963633f0b7b723e17cdc6dc56ac68851
 from mplug.model.cuda_graph import CudaGraph, Recording, use_own_stream
 from mplug.model.graphs import sampling_obstacles
 from mplug.model.model import Model
@@ -176,26 +171,6 @@ def replays_for(run: Run, model: Model, compiled: Instead = AS_THEY_ARE) -> tupl
     return Replays(partial(CudaGraph, None, OFF), partial(failed_part, run.hooks), compiled), []
 
 
-<<<<<<< HEAD
-=======
-def compiled_step(run: Run, model: Model) -> tuple[dict[str, Callable[..., object]], str]:
-    """(the inference units as compiled functions, by their names; why there are none although the run asks for them).
-
-    Every token of a cache that grows has other shapes, so its steps are not compiled.
-    """
-    trainer = run.config.trainer
-    if trainer.compile == "never":
-        return {}, ""
-    if growing := without_static_caches(model):
-        return {}, growing
-    backend = compiler_of(run)
-    if backend is None:
-        return {}, f"trainer.compile={trainer.compile} compiles nothing on this machine's {run.device.upper()}"
-    found = compiled_units(model, model.plan.inference, backend, trainer.tune_kernels)
-    return {unit.name: compiled for unit, compiled in found.items()}, ""
-
-
->>>>>>> a13ed7ee963633f0b7b723e17cdc6dc56ac68851
 def rounded(positions: int) -> int:
     """The number of positions, rounded up to a multiple of `MULTIPLE`."""
     return -(-positions // MULTIPLE) * MULTIPLE

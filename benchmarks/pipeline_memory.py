@@ -30,7 +30,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -44,7 +44,7 @@ from mplug_pp.wire import Arrival, Layout
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mplug import MicroBatch, Run, Shape, Table, proven_table
-from mplug.commands import Registry, Settings, build, choose_device, merge, prepare, read_assignments, resolve, table
+from mplug.commands import Registry, Settings, build, choose_device, prepare, read_assignments, resolve, table
 from mplug.distributed.groups import Groups
 from mplug.layout.actions import Kind
 from mplug.layout.table_check import peak
@@ -106,13 +106,14 @@ def random_tensors(layouts: Any, device: torch.device) -> list[torch.Tensor]:
 
 
 class Rank:
-    """One rank of a pipeline, built in this process, and what it has measured."""
+    """One rank of a pipeline, built in this process (`in_a_world`), and what it has measured."""
 
     def __init__(self, rank: int, settings: Settings, meter: "Meter") -> None:
+        from mplug_bench.measure import bench_settings
+
         self.meter = meter
-        run = prepare(resolve(Registry(), settings, {}))
+        run = prepare(resolve(Registry(), bench_settings(), settings))
         run.device = choose_device(run.config)
-        dist.init_process_group("fake", rank=rank, world_size=run.mesh.world_size, store=FakeStore())
         run.rank, run.groups = rank, Groups(rank)
         self.run: Run = run
         self.parts = build(run)
@@ -172,10 +173,19 @@ class Rank:
         tensors = [*self.model.module.parameters(), self.model.sinks.arena, *states]
         for tensor in tensors:
             tensor.untyped_storage().resize_(0)
-        dist.destroy_process_group()
         gc.collect()
         if self.run.device.startswith("cuda"):
             torch.cuda.empty_cache()
+
+
+@contextmanager
+def in_a_world(rank: int, size: int) -> Iterator[None]:
+    """Be one rank of a world whose collectives do nothing."""
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 class Promised:
@@ -289,11 +299,12 @@ def measure(stages: int, built_for: Built, options: argparse.Namespace, meter: M
     measured: dict[tuple[str, int], int] = {}
     for rank in range(stages):
         start = time.perf_counter()
-        one = Rank(rank, settings_of(stages, built_for, options), meter)
-        built = time.perf_counter() - start
-        figures |= one.chunk_figures(options.repeats)
-        measured |= {(name, rank): one.peak_of_step(tables[name]) for name in schedules}
-        one.close()
+        with in_a_world(rank, stages):
+            one = Rank(rank, settings_of(stages, built_for, options), meter)
+            built = time.perf_counter() - start
+            figures |= one.chunk_figures(options.repeats)
+            measured |= {(name, rank): one.peak_of_step(tables[name]) for name in schedules}
+            one.close()
         took = time.perf_counter() - start
         print(
             f"pp{stages}, {len(one.own)} chunks per rank, rank {rank}: {took:.1f} s, {built:.1f} s to build", flush=True
@@ -345,16 +356,14 @@ def table_of(name: str, stages: int, number: int) -> Table:
 
 
 def settings_of(stages: int, built_for: Built, options: argparse.Namespace) -> Settings:
-    """The settings of a run with micro batches of one sample."""
-    from mplug_bench.measure import bench_settings
-
+    """The settings, over those of `mplug bench`, of a run with micro batches of one sample."""
     schedule, chunks = built_for
     given = [f"parallel.layout=pp{stages}", f"parallel.pp.schedule={schedule}", f"parallel.pp.chunks={chunks}"]
     given += [f"trainer.precision={options.precision}"]
     given += [f"model.preset={options.preset}"] if options.preset else []
     given += [f"trainer.seq_length={options.seq_length}", "trainer.micro_batch_size=1"]
     given += [f"trainer.global_batch_size={options.measured}"]
-    return merge(bench_settings(), read_assignments([*given, *options.assignments], "--set"))
+    return read_assignments([*given, *options.assignments], "--set")
 
 
 def gib(number: float) -> str:

@@ -1,9 +1,11 @@
 """Evaluation follows the forward half of each schedule's table, and a step sends the bytes that `explain` predicts."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
+from mplug_pp.wire import Wire
 
 from mplug import Kind, Shape, forward_half, proven_table
 from mplug.layout.table_check import check
@@ -42,11 +44,12 @@ def _ran(schedule: str, settings: Settings, build: Any, evaluate: Any) -> Found:
     run = tiny_run({**settings, "parallel.pp.schedule": schedule})
     parts, sent, order = build(run), list[int](), list[tuple[int, int]]()
     stepper: Any = parts.stepper
-    isend, forward = torch.distributed.isend, stepper.do[Kind.FORWARD]
+    send, forward = Wire.send, stepper.do[Kind.FORWARD]
 
-    def counting(tensor: Any, *arguments: Any, **named: Any) -> Any:
-        sent.append(tensor.nbytes)
-        return isend(tensor, *arguments, **named)
+    def counting(wire: Wire, tensors: Iterable[torch.Tensor]) -> None:
+        tensors = list(tensors)
+        sent.extend(tensor.nbytes for tensor in tensors)
+        send(wire, tensors)
 
     def recording(chunk: int, number: int, peer: int | None) -> None:
         order.append((chunk, number))
@@ -56,7 +59,7 @@ def _ran(schedule: str, settings: Settings, build: Any, evaluate: Any) -> Found:
         run.step = step
         with pytest.MonkeyPatch.context() as patch:
             sent.clear()
-            patch.setattr("torch.distributed.isend", counting)
+            patch.setattr(Wire, "send", counting)
             stepper.forward_backward(parts.train_loader.take(run.config.trainer.global_batch_size), step)
     stepper.do[Kind.FORWARD] = recording
     (number,) = run.micro_batch_counts()

@@ -55,17 +55,18 @@ class Chunk:
 
         Returns detached outputs by name; those of the last chunk are `loss` and `num_targets`.
         """
+        trains = torch.is_grad_enabled()  # without gradients, a compiler would trace the first unit once more
         inputs = [
-            tensor.requires_grad_(learns and _has_gradient(tensor))
+            tensor.requires_grad_(trains and learns and _has_gradient(tensor))
             for tensor, learns in zip(taken, self.returned, strict=True)
         ]
         entries = {**batch, **dict(zip(self.takes, inputs, strict=True))}
-        with torch.set_grad_enabled(self.learns and torch.is_grad_enabled()):
+        with torch.set_grad_enabled(self.learns and trains):
             later = self._later.postponing(entries) if split and self._later is not None else nullcontext()
             with later as postponed:
                 values = self.model.run(entries, *self._which)
         ends = [values[name] for name in self.gives or ("loss",)]
-        if torch.is_grad_enabled():
+        if trains:
             loss = ends[0].detach() if self.is_last else None
             self._passes[micro_batch] = _Pass(inputs, self._roots(ends), loss, postponed)
         names = self.gives or ("loss", "num_targets")

@@ -51,16 +51,16 @@ def compile_units(model: Model, backend: str | None, tune_kernels: bool = False)
     Module hooks around a unit's call stay outside of the graph, and eager. The first call of a graph raises
     RuntimeError if an operator returns memory of its arguments.
     """
-    for unit, run in compiled_units(model, model.own_units, backend, tune_kernels).items():
+    for unit, run in compiled_units(model, model.own_units, backend, tune_kernels):
         setattr(model.module.get_submodule(unit.name), unit.method, run)
 
 
 def compiled_units(
     model: Model, units: Iterable[Unit], backend: str | None, tune_kernels: bool = False
-) -> dict[Unit, Callable[..., Any]]:
-    """The units as compiled functions, which are compiled when they are first called; none without a backend."""
+) -> list[tuple[Unit, Callable[..., Any]]]:
+    """The units with compiled functions, which are compiled when they are first called; none without a backend."""
     if backend is None:
-        return {}
+        return []
     import torch
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
@@ -73,7 +73,7 @@ def compiled_units(
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)  # precision fp32 is deliberate
     named: dict[str, Any] = {"backend": _recomputing(backend), "fullgraph": True, "dynamic": False}
     own = ((unit, getattr(model.module.get_submodule(unit.name), unit.method)) for unit in units)
-    return {unit: torch.compile(run, **named) for unit, run in own}
+    return [(unit, torch.compile(run, **named)) for unit, run in own]
 
 
 def compiled_step(run: Run, model: Model) -> tuple[Instead, str]:
@@ -92,7 +92,7 @@ def compiled_step(run: Run, model: Model) -> tuple[Instead, str]:
         return AS_THEY_ARE, f"trainer.compile={trainer.compile} compiles nothing on this machine's {run.device.upper()}"
     units = [unit for unit in model.plan.inference if not _has_hooks(model.module.get_submodule(unit.name))]
     found = compiled_units(model, units, backend, trainer.tune_kernels)
-    return {unit.name: compiled for unit, compiled in found.items()}, ""
+    return {unit.name: compiled for unit, compiled in found}, ""
 
 
 def _has_hooks(module: nn.Module) -> bool:

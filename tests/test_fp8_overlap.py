@@ -166,12 +166,14 @@ def found(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
 
 
 def test_overlap_changes_no_number_in_fp8_and_sums_are_rounded_as_in_bf16(found: list[dict[Any, Any]]) -> None:
+    """A result in bf16 may have another last bit: on a CPU, the order of a product's sums depends on its shapes."""
     ranks = len(found)
     for of_rank in found:
         for (_, _, column, _), case in of_rank.items():
-            errors = dict(case["errors"])
-            assert errors.pop("grad_x" if column else "y") < ranks * ROUNDING
-            assert max(errors.values()) < 2.0**-20
+            summed, other = ("grad_x", "y") if column else ("y", "grad_x")
+            assert case["errors"][summed] < ranks * ROUNDING
+            assert case["errors"][other] < ROUNDING
+            assert case["errors"]["grad_w"] < 2.0**-20
             assert case["same"]
 
 

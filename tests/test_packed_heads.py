@@ -45,7 +45,7 @@ from mplug.testing.trials import Trial
 B, S, H, G, K, D = 2, 7, 4, 2, 8, 24
 
 
-# A third party's supplier: plain torch in fp64 behind two operators, of which one writes the packed gradient.
+# A third party's supplier, in plain torch and fp64. It has two operators: forward, and the packed gradient.
 
 
 def parts_of_heads(

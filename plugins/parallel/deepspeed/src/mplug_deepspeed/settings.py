@@ -79,7 +79,7 @@ class Settings:
 
     def device(self, name: str) -> str:
         """Where the memory of the section `name` is: 'none' (on the run's device), 'cpu' or 'nvme'."""
-        is_on = {"offload_optimizer": self.offload_optimizer, "offload_param": self.offload_param}[name]
+        is_on = self._offloads(name, getattr(self.config, name))
         given = self.value(("zero_optimization", name, "device"))
         return "none" if not is_on else "nvme" if self.config.nvme_path is not None or given == "nvme" else "cpu"
 
@@ -229,7 +229,8 @@ class Settings:
                 ),
                 Owned(("fp16", "min_loss_scale"), scale.smallest, f"trainer.loss_scale.smallest={scale.smallest:g}"),
             ]
-        for name, own in zip(SECTIONS, (self.config.offload_optimizer, self.config.offload_param), strict=True):
+        for name in SECTIONS:
+            own = getattr(self.config, name)
             path, section = self.config.nvme_path, ("zero_optimization", name)
             if own is not None:
                 setting = f"parallel.{AXIS}.{name}={str(own).lower()}"

@@ -1,9 +1,9 @@
 """Silent errors that Megatron-LM's issue 7452 and issues like it report, as cases of ours.
 
-Issue 7452 (open, 2026-09-17, Megatron-LM at 7a9e59de) lists eleven findings. A test's docstring names the finding. What
-we know of each comes from the parts of the issue that we could read: a table with the findings 1 to 4, the sections of
-2, 7 and 8, and the names and docstrings of the reproductions of 1, 3 to 8, 10 and 11. **We could not read finding 9.**
-Other tests name their own issue; we chose them because they are of the same kinds.
+Issue 7452 (open, 2026-09-17, Megatron-LM at 7a9e59de) lists eleven findings. A test's docstring names the finding. We
+could read parts of the issue: the table's rows 1 to 4; the sections of findings 2, 7 and 8; the docstrings of the
+reproductions of 1, 3, 4, 7, 8, 10, 11 and of B1 (in Megatron-Bridge); the file names of the reproductions of 5 and 6.
+**We could not read finding 9.** Other tests name their own issue; we chose them because they are of the same kinds.
 
 docs/conformance.md has the table.
 """
@@ -36,6 +36,7 @@ from mplug.testing import run_workers
 from mplug.testing.harness import EXACT, Trace, tiny_config, tiny_run, train_steps, unevenly
 from mplug.testing.parity import trained_once
 
+WIDE = pytest.mark.wide("layouts")
 RELATIVE = 1e-9
 """The bound of an error relative to one parameter's own gradient, which may be much smaller than the global norm."""
 
@@ -54,7 +55,8 @@ def loss_of(logits: Tensor, label: int, gathered: bool) -> tuple[float, list[flo
     vocabulary = VocabularyParallel(group, len(logits))
     total, count = vocabulary.cross_entropy(torch.zeros(1, 1, 1), lambda _: own[None, None], torch.tensor([[label]]))
     total.backward()
-    assert int(count) == 1 and own.grad is not None
+    assert int(count) == 1
+    assert own.grad is not None
     return total.item(), own.grad.tolist()
 
 
@@ -209,8 +211,11 @@ def test_finding_7_embeddings_are_scattered_over_the_group_of_the_layout() -> No
 
 SINKS_ONLY: Settings = {
     **GPT_OSS,
-    "model.frozen": ["embedding", "head", *(f"blocks.*.{part}" for part in ("norm1", "norm2", "moe"))]
-    + ["blocks.*.attn.qkv", "blocks.*.attn.out"],
+    "model.frozen": [
+        "embedding",
+        "head",
+        *(f"blocks.*.{part}" for part in ("norm1", "norm2", "moe", "attn.qkv", "attn.out")),
+    ],
     "trainer.max_grad_norm": 1e-4,
     "optimizer.name": "sgd",
     "optimizer.lr": 1.0,
@@ -270,6 +275,16 @@ def test_finding_11_weights_for_all_heads_have_whole_gradients_without_sequence_
     require_equal(traces, reference)
 
 
+def test_finding_b1_the_gradient_of_a_gathered_sequence_is_counted_once() -> None:
+    """B1, in Megatron-Bridge: Wan gathers a divided sequence at its end, and the backward pass sums over ranks.
+
+    Every rank has the whole gradient of what was gathered, so the sum doubles all gradients of the decoder. In mplug
+    the head's product gathers the sequence under sequence parallelism: gradients before it are those of one process.
+    """
+    traces, reference = ranks_of("tp2", DEEPSEEK), alone(DEEPSEEK)
+    assert error_of(traces, reference, "blocks.*") < RELATIVE
+
+
 # Issues of the same kinds, which we chose.
 
 
@@ -284,7 +299,8 @@ def test_issue_1699_the_rotary_key_that_heads_share_has_a_whole_gradient() -> No
     rows = DEEPSEEK["model.kv_lora_rank"], DEEPSEEK["model.qk_rope_head_dim"]
     (found,) = gradients(traces, reference, "blocks.0.attn.kv_down.weight").values()
     (right,) = gradients([reference], reference, "blocks.0.attn.kv_down.weight").values()
-    assert found.shape[0] == sum(rows) and bool(right[rows[0] :].any())
+    assert found.shape[0] == sum(rows)
+    assert bool(right[rows[0] :].any())
     torch.testing.assert_close(found[rows[0] :], right[rows[0] :], rtol=RELATIVE, atol=1e-15)
 
 
@@ -296,8 +312,7 @@ def test_issue_1446_the_last_norm_has_the_same_gradient_on_all_ranks() -> None:
 
 EXPERTS_ONLY: Settings = {
     **EXPERTS,
-    "model.frozen": ["embedding", "head"]
-    + [f"blocks.*.{part}" for part in ("attn", "norm1", "norm2", "moe.router")],
+    "model.frozen": ["embedding", "head"] + [f"blocks.*.{part}" for part in ("attn", "norm1", "norm2", "moe.router")],
     "trainer.max_grad_norm": 1e-3,
     "optimizer.name": "sgd",
     "optimizer.lr": 1.0,
@@ -317,7 +332,7 @@ def test_issue_5916_the_experts_of_every_rank_are_in_the_clipping_norm() -> None
     require_equal(traces, reference)
 
 
-@pytest.mark.parametrize("balance", ["sequence", "global_batch"])
+@pytest.mark.parametrize("balance", [pytest.param("sequence", marks=WIDE), "global_batch"])
 def test_issue_7213_the_balancing_loss_does_not_depend_on_micro_batches(balance: str) -> None:
     """Issue 7213 (open): the loss's denominator supposes that every earlier micro batch had as many tokens as this one.
 
@@ -331,7 +346,7 @@ def test_issue_7213_the_balancing_loss_does_not_depend_on_micro_batches(balance:
     require_equal(trained_once({**settings, "trainer.micro_batch_size": 4}, unevenly), reference)
 
 
-@pytest.mark.parametrize("layout", ["cp2", pytest.param("dp2tp2cp2", marks=pytest.mark.wide("layouts"))])
+@pytest.mark.parametrize("layout", ["cp2", pytest.param("dp2tp2cp2", marks=WIDE)])
 def test_issue_3672_the_balancing_loss_has_one_weight_under_every_layout(layout: str) -> None:
     """Issues 3672 (pull requests 3768, 5007) and 5047: the weight of the balancing loss and the z-loss changes.
 

@@ -57,6 +57,7 @@ WIDE = {
     "kills": "more points at which workers are killed, damaged and crafted checkpoints",
     "layouts": "more layouts, products of strategies, methods and options, and all shapes of the model gpt",
     "machines": "torchrun and mpirun on two machines, which are network namespaces",
+    "pairs": "every pair of values of all features, and the product of some, compared with one process in fp64",
     "precision": "more layouts and methods in bf16, fp16 and FP8",
     "reshard": "more pairs of layouts between which checkpoints go",
     "scaffold": "every kind of package that `plugins new` writes: installed, tested and used",

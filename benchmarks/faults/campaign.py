@@ -8,11 +8,11 @@
     python benchmarks/faults/campaign.py again --jobs 2
 
 `mutants.py` makes the mutants of the tree that this file belongs to. `record` runs the quick tests once and writes
-which tests execute which lines of the mutated files. `run` plants each mutant in a copy of the tree and runs the tests that
-execute the mutated statement, until one fails: first those that have killed other mutants of the function and of the
-file, then the quickest. A test that fails without the mutant, too, does not count. Each mutant appends a line of JSON;
-`run` goes on where it was stopped. `table` counts, `keep` writes the killers to `killers.jsonl`, and `again` runs each
-killer for its mutant.
+which tests execute which lines of the mutated files. `run` plants each mutant in a copy of the tree and runs the tests
+that execute the mutated statement, until one fails: first those that have killed other mutants of the function and of
+the file, then the quickest. A test that fails without the mutant, too, does not count. Each mutant appends a line of
+JSON; `run` goes on where it was stopped. `table` counts, `keep` writes the killers to `killers.jsonl`, and `again` runs
+each killer for its mutant.
 
 `record` and `run` need no environment in the tree: `--python` names an interpreter with torch, pytest and pytest-xdist
 that finds the metadata of mplug and its plugins. Linux only.
@@ -31,13 +31,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 from mutants import Mutant, mutants_of
 from run import BETWEEN, map_of
-from slots import Slot, Stopped, copied, environment_of
+from slots import Slot, Stopped, copied, environment_of, verify
 from workspace import HERE, Outcome, digest, function_lines, outcome_of, whole_lines
 
 TREE = HERE.parent.parent
@@ -72,10 +73,17 @@ class Coverage:
         found = {number for line in mutant.lines for number in lines.get(str(line), ())}
         if found and not self._tests(found):
             found = {number for line in function_lines(source) for number in lines.get(str(line), ())}
-        return sorted(self._tests(found))
+        return sorted(self._beside(self._tests(found)))
 
     def _tests(self, numbers: Iterable[int]) -> set[int]:
         return {one for one in numbers if self.tests[one] != BETWEEN and self.tests[one] not in self.failed}
+
+    def _beside(self, numbers: set[int]) -> set[int]:
+        """These tests, and where tests of a file share what the first of them computes, all tests of the file."""
+        files = {self.tests[number].partition("::")[0] for number in numbers}
+        sharing = {file for file in files if _shares(TREE / file)}
+        tests = (number for number, test in enumerate(self.tests) if test.partition("::")[0] in sharing)
+        return numbers | self._tests(tests)
 
     def ordered(self, numbers: Iterable[int], kills: "Kills", mutant: Mutant) -> list[int]:
         """Tests in the order in which they are tried.
@@ -105,6 +113,15 @@ class Coverage:
                 batch, total, bound = [], 0.0, next(bounds, bound)
         if batch:
             yield batch
+
+
+@cache
+def _shares(file: Path) -> bool:
+    """Whether a file of tests keeps results for further tests."""
+    text = file.read_text() if file.is_file() else ""
+    return any(
+        word in text for word in ("@cache", "@lru_cache", 'scope="module"', 'scope="session"', "@functools.cache")
+    )
 
 
 class Kills:
@@ -154,6 +171,7 @@ def record(options: argparse.Namespace) -> None:
         copy, lines, boot = copied(TREE, folder), folder / "lines", folder / "boot"
         lines.mkdir()
         boot.mkdir()
+        verify(options.python, copy)
         for source in ("plugin", "recorder"):
             (boot / f"mplug_faults_{source}.py").write_bytes((HERE / f"{source}.py").read_bytes())
         start = "import os\nif 'MPLUG_RECORD' in os.environ:\n    __import__('mplug_faults_recorder').boot()\n"
@@ -221,6 +239,7 @@ def run(options: argparse.Namespace) -> None:
             sys.exit(f"'{file}' has changed since '{options.map}' was recorded; record again")
     campaign = Campaign(options, mutants, coverage)
     with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
+        verify(options.python, copied(TREE, Path(folder).resolve()))
         threads = [
             threading.Thread(target=_drive, args=(campaign, Path(folder).resolve() / f"slot{number}", stop_at))
             for number in range(options.jobs)
@@ -537,7 +556,7 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--names", type=Path, metavar="FILE", help="only the mutants that the file names")
     added.add_argument("--equivalent", action="store_true", help="also those that equivalent.yaml lists")
     added.add_argument("--limit", type=float, default=120.0, help="seconds for a mutant (default: 120)")
-    added.add_argument("--grace", type=float, default=20.0, help="seconds after which a test hangs, and beyond:")
+    added.add_argument("--grace", type=float, default=15.0, help="seconds after which a test hangs, and beyond:")
     added.add_argument("--patience", type=float, default=5.0, help="multiple of its recorded seconds (default: 5)")
     for function in (table, keep):
         command(function).add_argument("results", type=Path, nargs="+")

@@ -266,9 +266,9 @@ def _shift_index(node: ast.AST, scope: Scope) -> Iterator[Change]:
         elif not (isinstance(node.args[0], ast.Constant) and len(node.args) == 3):
             yield "shift-index", node.args[0], f"{scope.text(node.args[0])} + 1"
             yield "shift-index", node.args[1], f"{scope.text(node.args[1])} - 1"
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
-        if isinstance(node.right, ast.Constant) and node.right.value == 1:
-            yield "shift-index", node, scope.text(node.left)
+    by_one = isinstance(node, ast.BinOp) and isinstance(node.right, ast.Constant) and node.right.value == 1
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub) and by_one:
+        yield "shift-index", node, scope.text(node.left)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and not isinstance(node.left, ast.Constant):
         yield "shift-index", node, scope.text(node.left)
     if isinstance(node, ast.keyword) and node.arg == "by":

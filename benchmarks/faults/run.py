@@ -193,7 +193,8 @@ def map_of(
 ) -> dict[str, Any]:
     """Which tests execute which lines of `files`, from the lines that were recorded in a folder."""
     names = {str(recorded_tree / file): file for file in files}
-    tests, found = dict[str, int](), dict[str, dict[int, set[int]]]()
+    tests = {test: number for number, test in enumerate(sorted(seconds))}
+    found = dict[str, dict[int, set[int]]]()
     for path in sorted(folder.glob("*.jsonl")):
         for entry in whole_lines(path):
             test = tests.setdefault(entry["test"] or BETWEEN, len(tests))

@@ -47,6 +47,24 @@ def copied(tree: Path, folder: Path) -> Path:
     return Path(shutil.copytree(tree, folder / "tree", symlinks=True, ignore=left_out(tree)))
 
 
+def verify(python: str, copy: Path) -> None:
+    """Exit with a message unless an interpreter finds mplug's metadata, and imports every package from the copy."""
+    packages = ["mplug", *(path.name for path in copy.glob("plugins/*/*/src/*") if path.is_dir())]
+    script = (
+        "import importlib.metadata, importlib.util, json, sys\n"
+        "importlib.metadata.version('mplug')\n"
+        "found = [importlib.util.find_spec(name) for name in json.loads(sys.argv[1])]\n"
+        "print(json.dumps([spec and spec.origin for spec in found]))"
+    )
+    command = [python, "-c", script, json.dumps(packages)]
+    done = subprocess.run(command, cwd="/", env=environment_of(copy), capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"'{python}' does not find mplug and its metadata:\n{done.stderr[-2000:]}")
+    for name, origin in zip(packages, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        if origin is None or not origin.startswith(f"{copy}/"):
+            sys.exit(f"'{name}' would be imported from '{origin}', not from the copy '{copy}'")
+
+
 class Slot:
     """A copy of `tree` in `folder`, in which one mutant at a time is planted and tested."""
 

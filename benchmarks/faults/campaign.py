@@ -47,6 +47,8 @@ BATCHES = (12.0, 30.0, 60.0)
 """Predicted seconds of tests in the first pytest sessions of a mutant; further sessions are like the last of these."""
 SETTLED = ("killed", "survived", "not executed")
 SEED = 38
+NOT_FOUND = 4
+"""pytest's exit status if a named test does not exist."""
 
 
 @dataclass(frozen=True)
@@ -435,12 +437,13 @@ def table(options: argparse.Namespace) -> None:
 
 
 def keep(options: argparse.Namespace) -> None:
-    """Write the tests that kill the mutants of this tree to `killers.jsonl`."""
+    """Write the tests that kill the mutants of this tree, and the mutants that survive, to `killers.jsonl`."""
     kept = {entry["mutant"]: entry for entry in read_results(KILLERS)}
     for path in options.results:
         for result in read_results(path):
-            if result.get("outcome") == "killed" and "::" in result["by"]:
-                kept[result["mutant"]] = {key: result[key] for key in ("mutant", "change", "how", "by")}
+            if result.get("outcome") in ("killed", "survived"):
+                facts = {"how": "survives", "by": ""} | result
+                kept[result["mutant"]] = {key: facts[key] for key in ("mutant", "change", "how", "by")}
     changes = {mutant.name: mutant.change for mutant in mutants_of(TREE)}
     lines = [json.dumps(entry) for name, entry in sorted(kept.items()) if changes.get(name) == entry["change"]]
     KILLERS.write_text("".join(f"{line}\n" for line in lines))
@@ -455,11 +458,14 @@ def again(options: argparse.Namespace) -> None:
     current, stale = recorded()
     chosen = sample(current, options.sample) if options.sample is not None else current
     chosen = [(mutant, entry) for mutant, entry in chosen if all(word in mutant.name for word in options.only)]
-    alive = survivors(chosen, options.python, options.jobs, options.pytest)
-    for name, why in sorted(alive.items()):
+    surviving, missing = survivors(chosen, options.python, options.jobs, options.pytest)
+    for name, why in sorted(surviving.items()):
         print(f"survives: {name}: {why}")
-    print(f"{len(chosen)} mutants, {len(alive)} of them survive; {len(stale)} recorded mutants are stale")
-    sys.exit(1 if alive else 0)
+    for name in sorted(missing):
+        print(f"its recorded test does not exist: {name}")
+    print(f"{len(chosen)} mutants: {len(surviving)} survive, of {len(missing)} the recorded test does not exist")
+    print(f"{len(stale)} recorded mutants do not exist")
+    sys.exit(1 if surviving else 0)
 
 
 Entry = tuple[Mutant, dict[str, Any]]
@@ -470,12 +476,21 @@ def recorded() -> tuple[list[Entry], list[str]]:
     mutants = {mutant.name: mutant for mutant in mutants_of(TREE)}
     current, stale = list[Entry](), list[str]()
     for entry in read_results(KILLERS):
+        if entry["how"] == "survives":
+            continue
         mutant = mutants.get(entry["mutant"])
         if mutant is not None and mutant.change == entry["change"]:
             current.append((mutant, entry))
         else:
             stale.append(entry["mutant"])
     return current, stale
+
+
+def alive() -> set[str]:
+    """The names of the mutants of this tree that survive and are not known to change no result."""
+    changes = {mutant.name: mutant.change for mutant in mutants_of(TREE)}
+    entries = (entry for entry in read_results(KILLERS) if entry["how"] == "survives")
+    return {entry["mutant"] for entry in entries if changes.get(entry["mutant"]) == entry["change"]} - equivalents()
 
 
 def sample(entries: list[Entry], number: int) -> list[Entry]:
@@ -492,12 +507,12 @@ def sample(entries: list[Entry], number: int) -> list[Entry]:
 
 def survivors(
     entries: Sequence[Entry], python: str, jobs: int, arguments: Sequence[str] = (), patience: float = 60.0
-) -> dict[str, str]:
-    """The mutants that their recorded killers do not kill, with what happened instead."""
+) -> tuple[dict[str, str], set[str]]:
+    """(mutants that their recorded tests do not kill, with what happened; those whose recorded test does not exist)."""
     waiting: queue.SimpleQueue[Entry] = queue.SimpleQueue()
     for entry in entries:
         waiting.put(entry)
-    found: dict[str, str] = {}
+    surviving, missing = dict[str, str](), set[str]()
 
     def drive(folder: Path) -> None:
         slot = Slot(TREE, folder, python)
@@ -508,8 +523,10 @@ def survivors(
                 slot.put(mutant.file, mutant.applied(source))
                 outcome = slot.pytest("-x", "-q", *arguments, entry["by"], patience=patience)
                 slot.put(mutant.file, source)
-                if caught(outcome)[0] not in ("failure", "time-out", "exit"):
-                    found[mutant.name] = f"'{entry['by']}' does not fail: {outcome.output[-300:]}"
+                if outcome.status == NOT_FOUND:
+                    missing.add(mutant.name)
+                elif caught(outcome)[1] is None:
+                    surviving[mutant.name] = f"'{entry['by']}' passes"
         except queue.Empty:
             return
         finally:
@@ -524,7 +541,7 @@ def survivors(
             thread.join()
     if not waiting.empty():
         raise RuntimeError("a slot ended before its mutants did")
-    return found
+    return surviving, missing
 
 
 # The command line.

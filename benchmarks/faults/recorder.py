@@ -1,9 +1,11 @@
 """Records which lines of a tree each test executes, in every process that the tests start.
 
-`run.py record` installs this module and a `.pth` file that calls `boot` into the copy of an environment. coverage.py's
-C tracer then runs in the pytest processes, in the forkserver's children and in command-line subprocesses. Each process
-appends lines `{"test": ..., "lines": {file: [line numbers]}}` to FOLDER/PID.jsonl. The pytest plugin (`plugin.py`)
-writes the name of the running test to a file, which the other processes read.
+`run.py record` installs this module and a `.pth` file that calls `boot` into the copy of an environment;
+`campaign.py record` puts a `sitecustomize.py` on PYTHONPATH that calls it. Lines are then recorded in the pytest
+processes, in the forkserver's children and in command-line subprocesses: by `sys.monitoring` from Python 3.12 on, which
+hears of each line once a test and costs little; by coverage.py's C tracer before. Each process appends lines
+`{"test": ..., "lines": {file: [line numbers]}}` to FOLDER/PID.jsonl. The pytest plugin (`plugin.py`) writes the name of
+the running test to a file, which the other processes read.
 """
 
 import atexit
@@ -14,11 +16,13 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 FOLDER, TREE, NOW = "MPLUG_RECORD", "MPLUG_RECORD_TREE", "MPLUG_RECORD_NOW"
 """Environment variables: where lines are written, whose lines are recorded, the file that names the running test."""
+TRACED = "MPLUG_RECORD_TRACED" in os.environ
+"""Whether coverage.py records, from Python 3.12 on too."""
 BETWEEN = "collection"
 """The name of what a process executes while no test runs."""
 WORKER_JOBS = {"mplug.testing.workers": ("_called",)}
@@ -29,8 +33,73 @@ asks for the test's name before each job and writes the lines before the result 
 """
 
 
+class _Monitored:
+    """The lines that run, by `sys.monitoring`. Only code of the tree hears of its lines, each once after `start`."""
+
+    TOOL = 4
+    """A number that neither a debugger nor coverage.py nor a profiler uses."""
+
+    def __init__(self, tree: str) -> None:
+        self.roots = (f"{tree}/mplug/", f"{tree}/plugins/")
+        self.lines: dict[str, set[int]] = {}
+
+    def start(self) -> None:
+        monitoring = sys.monitoring  # type: ignore[attr-defined]
+        events = monitoring.events
+        if monitoring.get_tool(self.TOOL) is None:
+            monitoring.use_tool_id(self.TOOL, "mplug faults")
+        monitoring.register_callback(self.TOOL, events.PY_START, self._began)
+        monitoring.register_callback(self.TOOL, events.LINE, self._ran)
+        monitoring.set_events(self.TOOL, events.PY_START)
+        monitoring.restart_events()
+
+    def stop(self) -> None:
+        monitoring = sys.monitoring  # type: ignore[attr-defined]
+        monitoring.set_events(self.TOOL, 0)
+        monitoring.register_callback(self.TOOL, monitoring.events.PY_START, None)
+        monitoring.register_callback(self.TOOL, monitoring.events.LINE, None)
+
+    def _began(self, code: CodeType, offset: int) -> Any:
+        monitoring = sys.monitoring  # type: ignore[attr-defined]
+        if code.co_filename.startswith(self.roots):
+            monitoring.set_local_events(self.TOOL, code, monitoring.events.LINE)
+        return monitoring.DISABLE
+
+    def _ran(self, code: CodeType, line: int) -> Any:
+        if code.co_filename.startswith(self.roots):
+            self.lines.setdefault(code.co_filename, set()).add(line)
+        return sys.monitoring.DISABLE  # type: ignore[attr-defined]
+
+    def found(self) -> dict[str, list[int]]:
+        """File -> the lines that ran."""
+        return {file: sorted(numbers) for file, numbers in self.lines.items()}
+
+
+class _Traced:
+    """The lines that run, by coverage.py."""
+
+    def __init__(self, tree: str) -> None:
+        import coverage  # once mplug's path is set up
+
+        self.coverage = coverage.Coverage(
+            data_file=None,
+            config_file=False,
+            check_preimported=False,
+            include=[f"{tree}/mplug/*", f"{tree}/plugins/*/*/src/*"],
+            messages=False,
+        )
+        self.coverage._warn_no_data = False
+        self.start, self.stop = self.coverage.start, self.coverage.stop
+
+    def found(self) -> dict[str, list[int]]:
+        """File -> the lines that ran."""
+        data = self.coverage.get_data()
+        lines = {file: sorted(data.lines(file) or ()) for file in data.measured_files()}
+        return {file: numbers for file, numbers in lines.items() if numbers}
+
+
 class _State:
-    coverage: Any = None
+    recording: _Monitored | _Traced | None = None
     test = BETWEEN
     busy = False
 
@@ -54,14 +123,11 @@ def boot() -> None:
 
 def write(following: str | None = None) -> None:
     """Write the lines since the last call under the current test's name; then record for the `following` test."""
-    if _State.coverage is None or _State.busy:
+    if _State.recording is None or _State.busy:
         return
     _State.busy = True
     try:
-        data = _State.coverage.get_data()
-        lines = {file: sorted(data.lines(file) or ()) for file in data.measured_files()}
-        lines = {file: numbers for file, numbers in lines.items() if numbers}
-        if lines:
+        if lines := _State.recording.found():
             with open(os.path.join(os.environ[FOLDER], f"{os.getpid()}.jsonl"), "a") as out:
                 out.write(json.dumps({"test": _State.test, "lines": lines}) + "\n")
         _begin(_State.test if following is None else following)
@@ -72,26 +138,17 @@ def write(following: str | None = None) -> None:
 def _finish() -> None:
     """Write for the last time. An interpreter that shuts down must not be traced: coverage.py's modules go first."""
     write()
-    if _State.coverage is not None:
-        _State.coverage.stop()
-        _State.coverage = None
+    if _State.recording is not None:
+        _State.recording.stop()
+        _State.recording = None
 
 
 def _begin(test: str) -> None:
-    import coverage  # once mplug's path is set up
-
-    if _State.coverage is not None:
-        _State.coverage.stop()
+    if _State.recording is not None:
+        _State.recording.stop()
     tree = os.environ[TREE]
-    _State.coverage = coverage.Coverage(
-        data_file=None,
-        config_file=False,
-        check_preimported=False,
-        include=[f"{tree}/mplug/*", f"{tree}/plugins/*/*/src/*"],
-        messages=False,
-    )
-    _State.coverage._warn_no_data = False
-    _State.coverage.start()
+    _State.recording = _Monitored(tree) if sys.version_info >= (3, 12) and not TRACED else _Traced(tree)
+    _State.recording.start()
     _State.test = test
 
 

@@ -178,8 +178,23 @@ def _write_map(
     seconds: dict[str, float],
     failed: Iterable[str],
 ) -> None:
+    held = map_of(folder, recorded_tree, sources, files, seconds, failed)
+    options.out.write_text(json.dumps(held, separators=(",", ":")) + "\n")
+    print(f"{len(held['tests'])} tests execute lines of {len(held['files'])} files -> {options.out}")
+
+
+def map_of(
+    folder: Path,
+    recorded_tree: Path,
+    sources: Path,
+    files: list[str],
+    seconds: dict[str, float],
+    failed: Iterable[str],
+) -> dict[str, Any]:
+    """Which tests execute which lines of `files`, from the lines that were recorded in a folder."""
     names = {str(recorded_tree / file): file for file in files}
-    tests, found = dict[str, int](), dict[str, dict[int, set[int]]]()
+    tests = {test: number for number, test in enumerate(sorted(seconds))}
+    found = dict[str, dict[int, set[int]]]()
     for path in sorted(folder.glob("*.jsonl")):
         for entry in whole_lines(path):
             test = tests.setdefault(entry["test"] or BETWEEN, len(tests))
@@ -188,7 +203,7 @@ def _write_map(
                     of_file = found.setdefault(names[name], {})
                     for line in lines:
                         of_file.setdefault(line, set()).add(test)
-    held = {
+    return {
         "tests": list(tests),
         "seconds": [round(seconds.get(test, UNKNOWN_SECONDS), 3) for test in tests],
         "failed": sorted(set(failed)),
@@ -201,8 +216,6 @@ def _write_map(
             if (sources / file).is_file()
         },
     }
-    options.out.write_text(json.dumps(held, separators=(",", ":")) + "\n")
-    print(f"{len(tests)} tests execute {sum(map(len, found.values()))} lines of {len(found)} files -> {options.out}")
 
 
 # run

@@ -53,7 +53,7 @@ class Workspace:
         self.tree, self.copy, self.folder = tree, folder / "tree", folder
         self.token = secrets.token_hex(8)
         self._clock = itertools.count(int(time.time()), 2)
-        shutil.copytree(tree, self.copy, symlinks=True, ignore=_left_out(tree))
+        shutil.copytree(tree, self.copy, symlinks=True, ignore=left_out(tree))
         self._copy_environment()
         _link(HERE / "plugin.py", self.site / "mplug_faults_plugin.py")
         if recorded:
@@ -168,7 +168,7 @@ class Workspace:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 self._end_left_behind()
-        return _outcome(status, report, output.read_text(errors="replace"))
+        return outcome_of(status, report, output.read_text(errors="replace"))
 
     def _end_left_behind(self) -> None:
         """End processes that tests have started in sessions of their own: their environment holds this copy's mark."""
@@ -245,7 +245,8 @@ def _waited(process: "subprocess.Popen[bytes]", report: Path, patience: float) -
     return None
 
 
-def _outcome(status: int | None, report: Path, output: str) -> Outcome:
+def outcome_of(status: int | None, report: Path, output: str) -> Outcome:
+    """The outcome of a session with an exit status, from the report of its tests and its output."""
     facts = list(whole_lines(report)) if report.exists() else []
     seconds = dict[str, float]()
     for fact in facts:
@@ -270,7 +271,9 @@ def _link(path: Path, target: Path) -> None:
     target.symlink_to(path.resolve())
 
 
-def _left_out(tree: Path) -> Any:
+def left_out(tree: Path) -> Any:
+    """For `shutil.copytree`: what a copy of a tree does not need."""
+
     def names(folder: str, inside: list[str]) -> set[str]:
         top = Path(folder) == tree
         return {name for name in inside if name == "__pycache__" or (top and name in OUTSIDE)}

@@ -1,0 +1,155 @@
+"""Mutants of what ranks exchange: made from the code, under names that last, and killed by the recorded tests."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FAULTS = ROOT / "benchmarks" / "faults"
+SMALL = 6
+"""Number of mutants that the quick tests plant: about half a minute."""
+CURRENT = 0.9
+"""The part of the mutants that must have a recorded test, and of the records that must name a mutant and a test."""
+SOURCE = '''
+"""A file."""
+import torch
+import torch.distributed as dist
+
+
+def summed(x, group):
+    """The sum of the ranks' x, divided by their number."""
+    dist.all_reduce(x, group=group)
+    return x / group.size()
+
+
+def ring(x, group, rank):
+    if rank < group.size():
+        raise ValueError(f"rank {rank + 1}")
+    return torch.cat([x[rank], x[(rank - 1) % group.size()]])
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def backward(ctx, grad):
+        return summed(grad, ctx.group), None
+'''
+WORLD = "__import__('torch').distributed.group.WORLD"
+EXPECTED = {
+    ("summed", "remove-collective", 0): "dist.all_reduce(x, group=group) -> None",
+    ("summed", "replace-group", 0): f"group -> {WORLD}",
+    ("summed", "reduction", 0): "dist.all_reduce(x, group=group) -> "
+    "dist.all_reduce(x, group=group, op=__import__('torch').distributed.ReduceOp.MAX)",
+    ("summed", "drop-scale", 0): "x / group.size() -> x",
+    ("ring", "shift-index", 0): "rank < group.size() -> (rank <= group.size())",
+    ("ring", "reverse-order", 0): "[x[rank], x[(rank - 1) % group.size()]] -> "
+    "list([x[rank], x[(rank - 1) % group.size()]])[::-1]",
+    ("ring", "shift-index", 1): "rank -> rank - 1",
+    ("ring", "shift-index", 2): "(rank - 1) % group.size() -> ((rank - 1) % group.size()) - 1",
+    ("ring", "shift-index", 3): "(rank - 1) % group.size() -> (rank - 1)",
+    ("ring", "shift-index", 4): "rank - 1 -> rank",
+    ("Doubled.backward", "backward", 0): "summed(grad, ctx.group) -> grad",
+    ("Doubled.backward", "backward", 1): "summed(grad, ctx.group) -> "
+    "(lambda x: None if x is None else x * 0)(summed(grad, ctx.group))",
+    ("Doubled.backward", "remove-collective", 0): "summed(grad, ctx.group) -> grad",
+    ("Doubled.backward", "replace-group", 0): f"ctx.group -> {WORLD}",
+}
+
+
+@pytest.fixture(scope="module")
+def campaign() -> Iterator[ModuleType]:
+    """The tool, whose modules import each other by plain names."""
+    before = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FAULTS))
+        import campaign
+
+        yield campaign
+        for name in ("campaign", "mutants", "operators", "run", "slots", "workspace"):
+            if name not in before:
+                sys.modules.pop(name, None)
+
+
+def small_tree(folder: Path, source: str) -> Path:
+    file = folder / "mplug" / "ops" / "small.py"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(source)
+    return folder
+
+
+def test_every_operator_makes_the_mutants_that_are_worked_out_by_hand(campaign: ModuleType, tmp_path: Path) -> None:
+    found = campaign.mutants_of(small_tree(tmp_path, SOURCE))
+    changes = {tuple(mutant.name.split("::")[1:]): mutant.change for mutant in found}
+    expected = {(function, operator, str(number)): text for (function, operator, number), text in EXPECTED.items()}
+    expected.pop(("Doubled.backward", "remove-collective", "0"))  # the same change as the first of `backward`
+    assert changes == expected
+
+
+def test_a_name_outlives_edits_of_other_functions_and_of_the_lines_above(campaign: ModuleType, tmp_path: Path) -> None:
+    edited = SOURCE.replace('"""A file."""', '"""A file.\n\nWith more words.\n"""').replace(
+        "rank < group", "rank + 7 < group"
+    )
+    one, other = (
+        campaign.mutants_of(small_tree(tmp_path / name, text)) for name, text in (("a", SOURCE), ("b", edited))
+    )
+    before, after = ({mutant.name: mutant.change for mutant in found} for found in (one, other))
+    lasting = {name for name in before if "::ring::" not in name}
+    assert len(lasting) == 7
+    assert {name: after[name] for name in lasting} == {name: before[name] for name in lasting}
+
+
+def test_mutants_are_python_and_differ_from_the_code(campaign: ModuleType) -> None:
+    mutants = campaign.mutants_of(ROOT)
+    assert len({mutant.name for mutant in mutants}) == len(mutants) >= 500
+    for mutant in mutants[::20]:
+        source = (ROOT / mutant.file).read_bytes()
+        assert compile(mutant.applied(source), mutant.file, "exec") != compile(source, mutant.file, "exec")
+
+
+def test_of_a_hundred_mutants_that_change_a_result_the_quick_tests_kill_at_least_ninety_nine(
+    campaign: ModuleType,
+) -> None:
+    """What was measured when the records were made; mutants of code that was edited since have no record."""
+    current, stale = campaign.recorded()
+    names = {mutant.name for mutant in campaign.mutants_of(ROOT)}
+    equivalent = campaign.equivalents()
+    alive = campaign.alive()
+    killed = {mutant.name for mutant, _ in current}
+    assert not killed & equivalent
+    assert len(killed) >= 500
+    assert len(killed) >= 0.99 * len(killed | alive)
+    assert len(stale) <= (1 - CURRENT) * (len(current) + len(stale)), "make the records again: docs/faults.md says how"
+    assert len(killed) >= CURRENT * len(names - equivalent), "make the records again: docs/faults.md says how"
+
+
+def test_the_recorded_tests_kill_a_sample_of_the_mutants_and_pass_without_one(campaign: ModuleType) -> None:
+    """The mutant that `survives` replaces a name by an equal one, so that its test passes: the tool must say so."""
+    current, _ = campaign.recorded()
+    quick = [(mutant, entry) for mutant, entry in current if entry["how"] == "failure"]
+    chosen = campaign.sample(quick, SMALL)
+    assert len({mutant.operator for mutant, _ in chosen}) >= 4
+    mutant, entry = next(one for one in chosen if one[0].operator in ("shift-index", "drop-scale", "replace-group"))
+    survives = campaign.Mutant("survives", mutant.file, mutant.start, mutant.stop, mutant.old, f"({mutant.old})", ())
+    alive, missing = campaign.survivors([*chosen, (survives, entry)], sys.executable, 1)
+    assert set(alive) == {"survives"}
+    assert len(missing) <= SMALL // 2
+
+
+@pytest.mark.wide("mutants")
+def test_the_recorded_tests_kill_every_mutant(campaign: ModuleType) -> None:
+    current, _ = campaign.recorded()
+    alive, missing = campaign.survivors(current, sys.executable, 2)
+    assert alive == {}
+    assert len(missing) <= (1 - CURRENT) * len(current)
+
+
+@pytest.mark.wide("mutants")
+def test_every_mutant_is_python(campaign: ModuleType) -> None:
+    found = Counter[str]()
+    for mutant in campaign.mutants_of(ROOT):
+        compile(mutant.applied((ROOT / mutant.file).read_bytes()), mutant.name, "exec")
+        found[mutant.operator] += 1
+    assert len(found) == 8

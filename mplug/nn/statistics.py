@@ -8,7 +8,7 @@ backward, and those for backward passes have names of their own.
 import torch
 from torch import Tensor
 
-from mplug.nn.operator import operator
+from mplug.nn.operator import fake, operator
 
 
 @operator("mplug::count", mutates_args=("total",))
@@ -37,6 +37,24 @@ def keep_max_in_backward(largest: Tensor, values: Tensor) -> None:
     torch.maximum(largest, values.to(largest.dtype), out=largest)
 
 
+@operator("mplug::in_backward")
+def in_backward(value: Tensor, upstream: Tensor) -> Tensor:
+    """A copy of value [...], for a gradient that begins in the backward pass of a `torch.autograd.Function`.
+
+    `upstream` is the gradient that backward receives; its values are not read. A compiler divides a unit's passes by
+    what depends on the upstream gradient, and moves everything else of backward into the forward pass. There, additions
+    to a sink would begin with the sink's values before backward, and overwrite what other units add in the meantime.
+    So a backward that returns a gradient which does not depend on its upstream gradient returns it through this
+    operator.
+    """
+    return value.clone()
+
+
+@fake("mplug::in_backward")
+def _(value: Tensor, upstream: Tensor) -> Tensor:
+    return torch.empty_like(value)
+
+
 class _Auxiliary(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, loss, scale):  # type: ignore[no-untyped-def]  # noqa: ARG004
@@ -46,7 +64,7 @@ class _Auxiliary(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         (scale,) = ctx.saved_tensors
-        return grad, scale.clone(), None
+        return grad, in_backward(scale, grad), None
 
 
 def add_auxiliary(x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:

@@ -70,10 +70,11 @@ class _Auxiliary(torch.autograd.Function):
 def add_auxiliary(x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
     """Return x [...]; in backward, `loss` [] has the gradient that it would have as a term of the model's loss.
 
-    `loss` must be a sum over tokens, like the model's loss; the host divides both by one global token count. The loss
-    stays on the rank that computes it: its value does not travel to the last unit. `scale` [] is the factor by which
-    the model's loss is multiplied before backward. It is a buffer of the module named `loss_scale`, which the host
-    fills.
+    `loss` must be a sum over tokens, like the model's loss; the host divides both by the global number of targets. The
+    loss stays on the rank that computes it: its value does not travel to the last unit. `scale` [] is a buffer of the
+    module, which the host fills: `loss_scale` is the factor by which the model's loss is multiplied before backward.
+    `token_scale` is this factor times targets / tokens of the global batch, for a loss that is a mean over all tokens,
+    with or without a target.
     """
     result: Tensor = _Auxiliary.apply(x, loss, scale.to(loss.dtype))  # type: ignore[no-untyped-call]
     return result

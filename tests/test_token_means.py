@@ -16,7 +16,7 @@ from mplug.training.stepper import DefaultStepper
 
 Settings = dict[str, Any]
 BALANCE, Z = 0.7, 0.3
-E, K, S, BATCH = 4, 2, 16, 8
+E, K, S, BATCH = 4, 2, 20, 8  # targets / tokens is no binary fraction
 MODEL: Settings = {
     "model.name": "mixtral",
     "model.num_layers": 1,
@@ -32,13 +32,14 @@ MODEL: Settings = {
     "model.aux_loss_coefficient": BALANCE,
     "model.z_loss_coefficient": Z,
     "trainer.precision": "fp64",
+    "trainer.seq_length": S,
 }
 WITHOUT: Settings = {**MODEL, "model.aux_loss_coefficient": 0.0, "model.z_loss_coefficient": 0.0}
 ROUTER, LOSSES = "blocks.0.moe.router.weight", "blocks.0.moe.router.losses"
 
 
 def answers(batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-    """Conversations, of which few tokens have a target: two of 16, and none in every fourth sample."""
+    """Conversations, of which few tokens have a target: two of 20, and none in every fourth sample."""
     for batch in batches:
         labels = torch.full_like(batch["labels"], -100)
         taught = (batch["sample_ids"] % 4 != 0).nonzero().flatten()

@@ -224,7 +224,8 @@ class Router(nn.Module):
     def _uneven(self, scores: Tensor, counts: Tensor) -> Tensor:
         """E sum_n sum_i f_i p_ni; equal to the number of tokens if all experts are chosen equally often."""
         probabilities = self.choice.probabilities(scores)
-        return (self._shares(counts)[:, None] * probabilities).sum() * self.choice.num_experts
+        shares = self._shares(counts).to(probabilities.dtype)
+        return (shares[:, None] * probabilities).sum() * self.choice.num_experts
 
     def _counts(self, chosen: Tensor) -> Tensor:
         """How often each expert was chosen in each sample [B, E], in the positions of this rank."""
@@ -234,14 +235,14 @@ class Router(nn.Module):
         return zeros.scatter_add(0, places.flatten(), torch.ones_like(places).flatten()).view(samples, experts)
 
     def _shares(self, counts: Tensor) -> Tensor:
-        """f, each expert's share in the choices that the loss covers: [B or 1, E]."""
+        """f, each expert's share in the choices that the loss covers: [B or 1, E], fp64."""
         if self.balance == "global_batch":
             assert self.last_load is not None
             known = self.last_load + (self.last_load.sum() == 0)
-            return (known / known.sum()).float()[None]
+            return (known / known.sum())[None]
         counts = self.summed(counts, ("sequence",))
         counts = counts if self.balance == "sequence" else counts.sum(dim=0, keepdim=True)
-        return counts / counts.sum(dim=-1, keepdim=True)
+        return counts.double() / counts.sum(dim=-1, keepdim=True)
 
     @torch.no_grad()
     def step_ended(self, skip: Tensor) -> None:

@@ -33,7 +33,7 @@ class TokenScale:
         self._parts = [part for part in module.modules() if BUFFER in part._buffers]
         self._is_needed = any(run.gathered(bool(self._parts)))
         self.is_missing = self._is_needed
-        self.scale = torch.ones((), device=run.device)
+        self.scale = torch.ones((), dtype=run.precision.master_dtype, device=run.device)
         for part in self._parts:
             part._buffers[BUFFER] = self.scale  # one tensor for all of them
 

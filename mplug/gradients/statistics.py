@@ -89,7 +89,7 @@ class Statistics:
         for name in maxima.keys() & self.own.keys():
             self.own[name].fill_(maxima[name])
 
-    def finish(self, num_targets: Tensor) -> dict[str, Tensor]:
+    def finish(self, num_targets: Tensor, num_tokens: Tensor) -> dict[str, Tensor]:
         """Replace this rank's buffers by the values over all ranks; returns the statistics of all stages, as reported.
 
         The values are those of all micro batches, of forward and backward.
@@ -97,7 +97,7 @@ class Statistics:
         totals = self._reduced("sum", self.run.summed) | self._reduced("max", self.run.largest)
         self._write(totals)
         return {
-            name: totals[name] / num_targets if one.per_target else totals[name]
+            name: totals[name] / (num_targets if one.per_target else num_tokens if one.per_token else 1)
             for name, one in self.described.items()
             if one.reported
         }

@@ -249,11 +249,11 @@ def test_finding_10_the_balancing_loss_has_one_gradient_under_tensor_parallelism
 
     The balancing loss is then multiplied by the global count where the local one is meant, and its gradient doubles.
     Here the routers' gradients under tp2 are those of one process, whether the ranks divide the sequence or not. A
-    large part of these gradients is the balancing loss's.
+    large part of these gradients is that of the routers' own losses.
     """
     traces, reference = ranks_of("tp2", DEEPSEEK, options), alone(DEEPSEEK)
     assert error_of(traces, reference, "*.moe.router.weight") < RELATIVE
-    without = alone({**DEEPSEEK, "model.aux_loss_coefficient": 0.0})
+    without = alone({**DEEPSEEK, "model.aux_loss_coefficient": 0.0, "model.z_loss_coefficient": 0.0})
     (plain,) = gradients([without], without, "blocks.1.moe.router.weight").values()
     (whole,) = gradients([reference], reference, "blocks.1.moe.router.weight").values()
     assert float((whole - plain).norm()) > 0.01 * float(whole.norm())
@@ -346,15 +346,16 @@ def test_issue_7213_the_balancing_loss_does_not_depend_on_micro_batches(balance:
     require_equal(trained_once({**settings, "trainer.micro_batch_size": 4}, unevenly), reference)
 
 
-@pytest.mark.parametrize("layout", ["cp2", pytest.param("dp2tp2cp2", marks=WIDE)])
+@pytest.mark.parametrize("layout", ["dp2cp2", pytest.param("dp2tp2cp2", marks=WIDE)])
 def test_issue_3672_the_balancing_loss_has_one_weight_under_every_layout(layout: str) -> None:
     """Issues 3672 (pull requests 3768, 5007) and 5047: the weight of the balancing loss and the z-loss changes.
 
-    It depends on the degrees of tensor and context parallelism, and on whether losses are divided by tokens.
+    It depends on the degrees of tensor and context parallelism, and on whether losses are divided by tokens. Here both
+    losses are on, micro batches have unequal numbers of targets, and the routers' gradients are those of one process.
     """
-    settings = {**EXPERTS, "model.aux_loss_coefficient": 0.5, "model.moe_balance": "sequence"}
-    settings |= {"model.z_loss_coefficient": 0.1}
-    require_equal(ranks_of(layout, settings), alone(settings))
+    traces, reference = ranks_of(layout, DEEPSEEK), alone(DEEPSEEK)
+    assert error_of(traces, reference, "*.moe.router.weight") < RELATIVE
+    require_equal(traces, reference)
 
 
 def test_issue_1647_tokens_ahead_stay_in_their_document_under_context_parallelism() -> None:

@@ -108,6 +108,28 @@ def voting_on_each(folder: Path, layout: str, rank: int) -> tuple[Ending, int]:
     return stopped(folder, layout, rank, {})
 
 
+@pytest.mark.parametrize("samples", [2, 10])
+def test_a_stage_passes_on_what_it_owes_before_it_waits_for_votes(tmp_path: Path, samples: int) -> None:
+    """A middle stage receives before it sends. The evaluation ends in the middle of a table of 4 micro batches."""
+    (alone,) = run_workers(1, evaluated, tmp_path / "alone", "", samples)
+    assert alone is not None
+    assert run_workers(3, evaluated, tmp_path / "pp3", "pp3", samples, timeout=60) == [pytest.approx(alone)] * 3
+
+
+def test_middle_stages_leave_an_evaluation_too(tmp_path: Path) -> None:
+    endings, taken = zip(*run_workers(3, voting_on_each, tmp_path, "pp3", 0, timeout=60), strict=True)
+    assert endings == (Ending(None, signal.SIGTERM),) * 3
+    assert len(set(taken)) == 1
+    assert_saved_without_result(tmp_path, 2)
+
+
+def evaluated(folder: Path, layout: str, samples: int) -> float | None:
+    """The validation loss of a run that ends with an evaluation of that many samples, with a vote on each."""
+    evaluation.PAUSE = 0.0
+    changes = {"trainer.steps": 1, "trainer.eval_every": 1, "trainer.eval_samples": samples, "parallel.layout": layout}
+    return train(as_rank(prepare(tiny_config(changes), {}, folder))).val_loss
+
+
 # Votes.
 
 
@@ -122,6 +144,7 @@ def leave(asking: int, at: int, stages: int, pause: float) -> tuple[list[int], b
         given.append(number)
         run.stop_requested = rank == asking and number >= at
         time.sleep(0.002 * rank)  # stages are at different micro batches
+    found.finish()
     return given, found.stop, found.left  # type: ignore[return-value]
 
 

@@ -5,7 +5,7 @@ memory finds out once for each shape of micro batches.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +36,13 @@ class Postponed:
 
     def __init__(self, taps: list[tuple[Site, Taps]]) -> None:
         self._taps = taps
+
+    def again(self) -> AbstractContextManager[None]:
+        """A context for the pass's backward: what it recomputes runs as the forward pass ran, with the same taps.
+
+        A module may compute in another way if its weight gradient is postponed.
+        """
+        return _later([(site, taps.later) for site, taps in self._taps])
 
     @torch.no_grad()
     def compute(self) -> None:
@@ -71,7 +78,7 @@ class WeightGradients:
     def postponing(self, entries: Mapping[str, Tensor]) -> Iterator[Postponed]:
         """Within this context, `model.run(entries)`, of the chunk, is a pass whose weight gradients are postponed.
 
-        After the pass's backward, `compute` of the yielded object computes them.
+        Run the pass's backward within `again` of the yielded object. Then its `compute` computes them.
         """
         key = tuple((name, tuple(entry.shape), entry.dtype) for name, entry in entries.items() if _is_tensor(entry))
         if key not in self._operands:

@@ -51,6 +51,7 @@ def evaluate_unless_stopped(run: Run, parts: Parts, due: Callable[[float], bool]
     beginning = parts.validation_loader.state_dict()
     batches = UntilStopped(_micro_batches(run, parts.validation_loader), run, len(parts.model.stages.units), due)
     loss = parts.stepper.evaluate(batches)
+    batches.finish()
     if batches.left:
         return Evaluation(None, stop=True)
     parts.validation_loader.load_state_dict(beginning)
@@ -66,8 +67,8 @@ class UntilStopped:
 
     Every rank takes the same number. Ranks vote before a micro batch, and read that vote before a later one: pipeline
     stages are at different micro batches at the same time. With as many micro batches between vote and reading as there
-    are stages, no stage waits for another. Votes also carry the duration of micro batches; if these are short, ranks
-    vote less often.
+    are stages, no stage waits for another; `finish` reads the last votes. Votes also carry the duration of micro
+    batches; if these are short, ranks vote less often.
     """
 
     def __init__(self, batches: Iterable[MicroBatch], run: Run, stages: int, due: Callable[[float], bool]) -> None:
@@ -88,11 +89,18 @@ class UntilStopped:
             self.left = True
         batch = next(self._batches, None) if not self.left else None
         if batch is None:
-            while self._votes:
-                self._read()
             raise StopIteration
         self._number += 1
         return batch
+
+    def finish(self) -> None:
+        """Read the votes that are left. Call it after the evaluation.
+
+        A stage that learns that there are no more micro batches may still owe the next stage the last one. If it waited
+        for that stage's vote first, both would wait forever.
+        """
+        while self._votes:
+            self._read()
 
     def _vote(self) -> None:
         seconds = (time.monotonic() - self._began) / self._number

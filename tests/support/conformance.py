@@ -45,6 +45,7 @@ DEEPSEEK: Settings = {
     "model.moe_router_num_groups": 4,
     "model.moe_router_top_groups": 2,
     "model.aux_loss_coefficient": 0.5,
+    "model.z_loss_coefficient": 0.1,
     "model.num_mtp_layers": 2,
     "data.documents": 4,
 }

@@ -78,6 +78,21 @@ def test_a_layout_gives_the_run_of_one_process(layout: str) -> None:
     require_parity(SMALL, layout)
 
 
+ZB_V = pytest.param("zb-v", marks=pytest.mark.wide("layouts"))
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", ZB_V])
+def test_what_is_recomputed_in_a_backward_of_two_halves_is_what_ran(schedule: str) -> None:
+    """An adapter whose weight gradients are postponed computes in another way than one whose are not."""
+    layout = f"pp2 parallel.pp.schedule={schedule} memory.recompute.mode=full"
+    require_parity(SMALL, layout)
+
+
+def test_an_mlp_without_a_gate_has_adapters_in_a_family_whose_public_form_has_one() -> None:
+    """The public form of a gated MLP has two tensors for the up projection, and this MLP's has one part."""
+    require_parity({**SMALL, "model.activation": "relu2"}, "tp2")
+
+
 @pytest.mark.wide("layouts")
 @pytest.mark.parametrize("layout", ["tp2", "tp2 parallel.tp.sequence_parallel=false", "fsdp2", "tp2pp2", "zero2"])
 def test_dora_under_a_layout_is_that_of_one_process(layout: str) -> None:

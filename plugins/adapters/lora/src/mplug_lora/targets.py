@@ -135,10 +135,13 @@ def _target(
 
 
 def _pairs(model: "Model", weight: str, length: int, rows: Dim) -> tuple[Pair, ...]:
-    """The pairs of a weight: one for each public module that has a part of it; without a public form, per segment."""
+    """The pairs of a weight: one for each public module that has a part of it; without a public form, per segment.
+
+    A public form with another number of parts is that of another MLP (with a gate, where this one has none).
+    """
     external = model.plan.external.of(weight) if model.plan.external is not None else None
     segments = rows if isinstance(rows, tuple) else (rows,)
-    if isinstance(external, Fused):
+    if isinstance(external, Fused) and len(external.sources) == len(segments):
         named = zip(segments, external.sources, strict=True)
         return tuple(_public(segment, _length(segment, length), source) for segment, source in named)
     if isinstance(external, str | Transposed):

@@ -17,6 +17,10 @@ LAYERS, BATCH, LENGTH, VOCABULARY = 3, 8, 16, 67
 BASE: Settings = {
     "model.num_layers": LAYERS,
     "model.vocab_size": VOCABULARY,
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.init_std": 0.06,
     "trainer.precision": "fp64",
     "trainer.seq_length": LENGTH,
     "trainer.global_batch_size": BATCH,
@@ -49,6 +53,7 @@ FAMILIES: dict[str, Settings] = {
     "gemma": {
         **DENSE,
         "model.name": "gemma",
+        "model.qk_norm": True,
         "model.logit_soft_cap": 3.0,
         "model.window_rope_theta": 100.0,
     },

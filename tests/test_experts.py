@@ -71,8 +71,8 @@ def watched(settings: Settings, mutation: str | None = None) -> Seen:
             MUTATIONS[mutation]()
         finish, tell = Statistics.finish, Statistics.tell
 
-        def finish_and_note(self: Statistics, num_targets: Tensor) -> dict[str, Tensor]:
-            counted.append(finish(self, num_targets))
+        def finish_and_note(self: Statistics, num_targets: Tensor, num_tokens: Tensor) -> dict[str, Tensor]:
+            counted.append(finish(self, num_targets, num_tokens))
             return counted[-1]
 
         def tell_and_note(self: Statistics, skip: Tensor) -> None:
@@ -129,9 +129,9 @@ def shares_of_own_tokens_only() -> None:
 def bias_from_local_counts() -> None:
     original = Statistics.finish
 
-    def finish(self: Statistics, num_targets: Tensor) -> dict[str, Tensor]:
+    def finish(self: Statistics, num_targets: Tensor, num_tokens: Tensor) -> dict[str, Tensor]:
         local = {name: buffer.clone() for name, buffer in self.own.items()}
-        told = original(self, num_targets)
+        told = original(self, num_targets, num_tokens)
         for name, buffer in self.own.items():
             buffer.copy_(local[name])
         return told

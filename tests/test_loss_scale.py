@@ -145,12 +145,12 @@ def _poison(parts: Parts) -> None:
 def norm_of_own_gradients_only() -> None:
     original = Run.summed
     Run.summed = lambda self, values: (  # type: ignore[method-assign]
-        original(self, values) if values.dim() == 0 or len(values) != 4 else _with_own(original(self, values), values)
+        original(self, values) if values.dim() == 0 or len(values) != 5 else _with_own(original(self, values), values)
     )
 
 
 def _with_own(total: Tensor, own: Tensor) -> Tensor:
-    return torch.stack((total[0], total[1], own[2], total[3]))
+    return torch.stack((*total[:2], own[2], *total[3:]))
 
 
 MUTATIONS: dict[str, Callable[[], None]] = {"an overflow is known to its rank only": norm_of_own_gradients_only}

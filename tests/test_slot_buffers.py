@@ -311,7 +311,7 @@ def test_a_maximum_of_a_model_begins_at_its_value_and_metrics_report_it() -> Non
     statistics.begin_step()
     for values in ([-5.0, 1.0], [-4.0, 0.5]):
         keep_max(module.get_buffer("largest"), torch.tensor(values))
-    assert statistics.finish(torch.tensor(1.0))["largest"].tolist() == [-3.0, 1.0]
+    assert statistics.finish(torch.tensor(1.0), torch.tensor(1.0))["largest"].tolist() == [-3.0, 1.0]
 
 
 # Checkpoints.

@@ -98,21 +98,27 @@ class Buffer:
     (a maximum to `value`). Each rank adds what it sees of the axes `over`, or keeps the maximum of it, in forward and
     in backward. At the end the host replaces it by the sum or maximum over all ranks and micro batches, and calls the
     module's method `step_ended` if it has one. Metrics report a statistic that is `reported`, divided by the step's
-    number of targets if `per_target` is set.
+    number of targets if `per_target` is set, and by its number of tokens (all positions of the global batch, with or
+    without a target) if `per_token` is set.
     """
 
     dims: tuple[str | Segment | tuple[Segment, ...], ...]
     value: float = 0.0
     over: tuple[str, ...] = ()
     per_target: bool = False
+    per_token: bool = False
     reduction: Literal["sum", "max"] = "sum"
     reported: bool = True
 
     def __post_init__(self) -> None:
         if self.reduction not in ("sum", "max"):
             raise ValueError(f"the reduction of a buffer is 'sum' or 'max', not {self.reduction!r}")
-        if self.reduction == "max" and (self.per_target or not self.over):
-            raise ValueError("a buffer with reduction 'max' is a statistic: it needs `over`, and no `per_target`")
+        if self.per_target and self.per_token:
+            raise ValueError("a statistic is divided by the number of targets or by that of tokens, not by both")
+        if self.reduction == "max" and (self.per_target or self.per_token or not self.over):
+            raise ValueError(
+                "a buffer with reduction 'max' is a statistic: it needs `over`, and no `per_target` or `per_token`"
+            )
 
     @property
     def axes(self) -> frozenset[str]:

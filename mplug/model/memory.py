@@ -59,11 +59,11 @@ def allocate(
 
 
 def _first_value(model: Model, name: str, buffer: Tensor, rank: int, device: torch.device, seed: int) -> Tensor:
-    """A buffer with its initial value: `site` and `loss_scale` are the host's; the plan describes all others."""
+    """A buffer with its initial value: the plan describes all but `site`, `loss_scale` and `token_scale`."""
     module, _, attribute = name.rpartition(".")
     if attribute == "site":
         return torch.tensor(key_of(seed, "site", module), device=device)
-    if attribute == "loss_scale":
+    if attribute in ("loss_scale", "token_scale"):
         return torch.ones((), device=device)
     if name not in model.buffer_placements:
         raise ValueError(f"buffer '{name}' has no initial value; describe it in the plan's buffers")

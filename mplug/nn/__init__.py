@@ -39,7 +39,7 @@ from mplug.nn.scores import RouterScore
 from mplug.nn.sink import Operand, Sink, Weights, add_product, add_rows, zero_if_stale
 from mplug.nn.specification import AttentionInputs, AttentionSpec, StaticKeys
 from mplug.nn.static_cache import static_keys
-from mplug.nn.statistics import add_auxiliary, count, count_in_backward, keep_max, keep_max_in_backward
+from mplug.nn.statistics import add_auxiliary, count, count_in_backward, in_backward, keep_max, keep_max_in_backward
 
 __all__ = [
     "ADAPTERS",
@@ -114,6 +114,7 @@ __all__ = [
     "flops_of",
     "fusible_norm",
     "grouped_linear",
+    "in_backward",
     "keep_max",
     "keep_max_in_backward",
     "normed",

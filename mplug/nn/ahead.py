@@ -49,7 +49,9 @@ class TokensAhead(nn.Module):
     Depth k = 1 ... K takes the normalised output of depth k - 1 (of the last block at first) and the embeddings of the
     tokens that are k positions ahead. Its loss is the cross-entropy of the labels k positions ahead, by the head's
     projection. The losses are sums over tokens, like the model's loss; `coefficient` / K times their sum enters
-    backward, and the host divides it by the same global number of targets. The embedding table, the head's norm and the
+    backward, and the host divides it by the same global number of targets. This is the paper's mean (equations 24 and
+    25): it divides every depth by T, the length of the sequence, although depth k has k targets fewer. With masked
+    labels, T is the number of targets of the model's loss. The embedding table, the head's norm and the
     head's projection are those of the model: tied parameters.
 
     The entries 'tokens_k' and 'labels_k' are shifted over whole sequences, before a strategy divides them. Evaluation

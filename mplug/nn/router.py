@@ -103,17 +103,22 @@ WIDE = Gemm(
 class Router(nn.Module):
     """Chooses each token's experts. Auxiliary losses and a bias keep the experts' load even.
 
-    The balancing loss (arXiv 2101.03961, section 2.2) is E sum_i f_i P_i. Here it is a sum over tokens n, like the
-    model's loss: `balance_coefficient` * E sum_n sum_i f_i p_ni. p_n are the token's scores, normalised to sum 1. f_i
-    is the share of expert i in the choices of all tokens that the loss covers; it carries no gradient. `balance`
-    selects these tokens:
+    The balancing loss (arXiv 2101.03961, equations 4 to 6) is `balance_coefficient` * E sum_i f_i P_i, where P_i is the
+    mean of p_ni over the tokens n, and p_n are the token's scores, normalised to sum 1. The tokens are all positions of
+    the global batch: with or without a target, and padding too, because all of them are routed and computed. f_i is the
+    share of expert i in the choices of all tokens that the loss covers; it carries no gradient. `balance` selects these
+    tokens:
 
         sequence      the tokens of the same sequence, whole under any layout       (arXiv 2412.19437, section 2.1.2)
         micro_batch   the tokens of a micro batch: whole sequences of one data-parallel rank. Depends on its size
         global_batch  the tokens of the previous step's global batch, because the shares of a step are known only
                       at its end. In the first step, the shares are even
 
-    The z-loss (arXiv 2202.08906), `z_coefficient` * sum_n (log sum_i exp z_ni)², depends only on the token itself.
+    The z-loss (arXiv 2202.08906, equation 5), `z_coefficient` times the mean over the same tokens of
+    (log sum_i exp z_ni)², depends only on the token itself.
+
+    A micro batch adds its sums over tokens. The model's loss is divided by the number of targets at the end of a step,
+    and these sums with it; so they have the factor targets / tokens of the global batch (`token_scale`).
 
     With `logit_bias`, a trained bias is added to the logits.
 
@@ -122,7 +127,8 @@ class Router(nn.Module):
     falls by `bias_rate` for those above the mean. It does not change if the router is frozen.
 
     Buffers, which a model's plan describes. Statistics: `load` [E], how often each expert was chosen in a step;
-    `losses` [2], the step's sums of E sum_i f_i p_ni and of the z-loss, both without their coefficients. States: `bias`
+    `losses` [2], the step's sums of E sum_i f_i p_ni and of the z-loss, both without their coefficients, reported per
+    token. States: `bias`
     [E] (if `choice_bias`, or if that is None and `bias_rate` > 0) and `last_load` [E] (if `balance` is 'global_batch').
     """
 
@@ -130,6 +136,7 @@ class Router(nn.Module):
     load: Tensor
     losses: Tensor
     loss_scale: Tensor
+    token_scale: Tensor
     bias: Tensor | None
     last_load: Tensor | None
 
@@ -157,7 +164,10 @@ class Router(nn.Module):
         self.summed: Callable[[Tensor, tuple[str, ...]], Tensor] = summed
         self.register_buffer("load", torch.zeros(experts, dtype=torch.float64), persistent=False)
         self.register_buffer("losses", torch.zeros(2, dtype=torch.float64), persistent=False)
-        self.register_buffer("loss_scale", torch.ones(()), persistent=False)
+        self.adds_loss = bool(z_coefficient or (balance != "none" and balance_coefficient))
+        if self.adds_loss:
+            self.register_buffer("loss_scale", torch.ones(()), persistent=False)
+            self.register_buffer("token_scale", torch.ones(()), persistent=False)
         biased = bias_rate > 0 if choice_bias is None else choice_bias
         self.register_buffer("bias", torch.zeros(experts) if biased else None)
         last_load = torch.zeros(experts, dtype=torch.float64) if balance == "global_batch" else None
@@ -170,7 +180,7 @@ class Router(nn.Module):
             "weight": Parameter((ALL_EXPERTS, "embed"), inits.weight),
             **({} if self.logit_bias is None else {"logit_bias": Parameter((ALL_EXPERTS,), ZEROS)}),
             "load": Buffer((ALL_EXPERTS,), over=TOKENS),
-            "losses": Buffer(("loss",), over=TOKENS, per_target=True),
+            "losses": Buffer(("loss",), over=TOKENS, per_token=True),
             **({} if self.bias is None else {"bias": state}),
             **({} if self.last_load is None else {"last_load": state}),
         }
@@ -209,12 +219,13 @@ class Router(nn.Module):
         count(self.load, counts.sum(dim=0))
         count(self.losses, torch.stack((uneven, z_loss)).detach().to(self.losses.dtype))
         loss = self.balance_coefficient * uneven + self.z_coefficient * z_loss
-        return add_auxiliary(gates, loss, self.loss_scale) if loss.requires_grad else gates
+        return add_auxiliary(gates, loss, self.token_scale) if self.adds_loss and loss.requires_grad else gates
 
     def _uneven(self, scores: Tensor, counts: Tensor) -> Tensor:
         """E sum_n sum_i f_i p_ni; equal to the number of tokens if all experts are chosen equally often."""
         probabilities = self.choice.probabilities(scores)
-        return (self._shares(counts)[:, None] * probabilities).sum() * self.choice.num_experts
+        shares = self._shares(counts).to(probabilities.dtype)
+        return (shares[:, None] * probabilities).sum() * self.choice.num_experts
 
     def _counts(self, chosen: Tensor) -> Tensor:
         """How often each expert was chosen in each sample [B, E], in the positions of this rank."""
@@ -224,14 +235,14 @@ class Router(nn.Module):
         return zeros.scatter_add(0, places.flatten(), torch.ones_like(places).flatten()).view(samples, experts)
 
     def _shares(self, counts: Tensor) -> Tensor:
-        """f, each expert's share in the choices that the loss covers: [B or 1, E]."""
+        """f, each expert's share in the choices that the loss covers: [B or 1, E], fp64."""
         if self.balance == "global_batch":
             assert self.last_load is not None
             known = self.last_load + (self.last_load.sum() == 0)
-            return (known / known.sum()).float()[None]
+            return (known / known.sum())[None]
         counts = self.summed(counts, ("sequence",))
         counts = counts if self.balance == "sequence" else counts.sum(dim=0, keepdim=True)
-        return counts / counts.sum(dim=-1, keepdim=True)
+        return counts.double() / counts.sum(dim=-1, keepdim=True)
 
     @torch.no_grad()
     def step_ended(self, skip: Tensor) -> None:

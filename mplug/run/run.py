@@ -115,6 +115,12 @@ class Run:
             if not axis.entries and "units" not in axis.activations
         )
 
+    @property
+    def counts_samples(self) -> bool:
+        """Whether the host counts this rank's samples. Of ranks that read the same ones, it counts only the first."""
+        own = self.mesh.coordinates(self.rank)
+        return all(own[axis.name] == 0 for axis in self.mesh.views["attention"] if "batch" not in axis.entries)
+
     def summed(self, values: "Tensor") -> "Tensor":
         """The sum of a small tensor over all ranks."""
         if self.groups is None:

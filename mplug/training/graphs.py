@@ -148,7 +148,7 @@ class GraphedStepper:
         default = self.default
         self.model.weights_written()
         default.begin_step(0)
-        default.accumulate(shape.batches, partial(default.keyed, key=self._key))
+        default.accumulate(default.read(shape.batches), partial(default.keyed, key=self._key))
         result = default.apply(self._values, _nothing)
         self.model.weights_settled()  # a unit that does not run has not waited for its weights
         return result

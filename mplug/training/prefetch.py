@@ -1,7 +1,8 @@
 """Move micro batches from loaders to the device, asynchronously: the copies overlap with computation.
 
 A micro batch is read on request, never ahead. The stepper requests the next one while the device still runs the last
-kernels that it launched, so reading and copying cost no device time.
+kernels that it launched, so reading and copying cost no device time. A step with a loss that is a mean over tokens
+requests all of its micro batches when it begins (`mplug.training.token_scale`).
 """
 
 import time

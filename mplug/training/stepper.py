@@ -24,14 +24,16 @@ from mplug.nn.random import keys_of_samples, step_key
 from mplug.run.run import Run
 from mplug.training.batch_parts import own_entries, with_shifted
 from mplug.training.step_values import StepValues
+from mplug.training.token_scale import TokenScale
 
 
 class DefaultStepper:
     """Runs micro batches in order through all units, then one update.
 
     A strategy with a stepper of its own calls the methods `begin_step`, `entries`, `loss_gradient`, `finish_step` and
-    `update` of this one. A stepper of another framework, whose engine keeps gradients itself (`Sharding.engine`), calls
-    `begin_step`, `entries` and `count`, and in the update `reduction.finish` and `apply`. It sets `gradient_scale`, the
+    `update` of this one, and takes the step's micro batches from `read`. A stepper of another framework, whose engine
+    keeps gradients itself (`Sharding.engine`), calls `begin_step`, `read`, `entries` and `count`, and in the update
+    `reduction.finish` and `apply`. It sets `gradient_scale`, the
     factor that the gradients of pieces then have, and `loss_scale` if its engine has a loss scale of its own. It calls
     `scale_added` with the factor that the loss has when backward starts.
     """
@@ -48,18 +50,28 @@ class DefaultStepper:
         updates = slot_updates(model.slot_buffers)
         self.statistics = Statistics(run, model.module, model.plan, model.buffer_placements, updates)
         self.loss_scale: LossScale | None = LossScale.of(run, model.module)
+        self.token_scale = TokenScale(run, model.module)
         self.gradient_scale: Tensor | float | None = None
         self.sums = torch.zeros(2, dtype=self.wide, device=run.device)
         self.stop_at_nonfinite = run.config.trainer.nonfinite == "stop"
         self.halted = torch.zeros((), device=run.device)
-        self.micro_batches = 0
+        self.micro_batches = self.positions = 0
 
     def begin_step(self, step: int) -> None:
         """Set training mode, mark gradients as stale, and set statistics to zero."""
         self.model.module.train()
-        self.micro_batches = 0
+        self.micro_batches = self.positions = 0
+        self.token_scale.begin_step()
         self.sinks.begin_step()
         self.statistics.begin_step()
+
+    def read(self, micro_batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
+        """The step's micro batches, after `begin_step`.
+
+        They are read on request, unless a loss inside of blocks is a mean over tokens (`TokenScale`): then all are read
+        here. Collective.
+        """
+        return self.token_scale.read(micro_batches)
 
     def entries(self, batch: MicroBatch, step: int) -> MicroBatch:
         """The entries of a micro batch for this rank's units: its part of each entry, and this step's random keys.
@@ -74,13 +86,14 @@ class DefaultStepper:
 
     def keyed(self, batch: MicroBatch, key: Tensor | int) -> MicroBatch:
         """This rank's part of each entry, and the samples' keys in the step with this key."""
+        self.positions += batch["labels"].numel() if "labels" in batch else 0
         own = own_entries(with_shifted(batch, self.model.plan), self.model.plan.context, self.run.mesh, self.run.rank)
         return {**own, "keys": keys_of_samples(key, batch["sample_ids"])}
 
     def forward_backward(self, micro_batches: Iterable[MicroBatch], step: int) -> None:
         """Sum the gradients of a step's micro batches into the sinks, and sum their losses and target counts."""
         self.begin_step(step)
-        self.accumulate(micro_batches, partial(self.entries, step=step))
+        self.accumulate(self.read(micro_batches), partial(self.entries, step=step))
 
     def accumulate(self, micro_batches: Iterable[MicroBatch], entries: Callable[[MicroBatch], MicroBatch]) -> None:
         """Run forward and backward of every micro batch; `entries` returns what the units receive of one."""
@@ -139,9 +152,15 @@ class DefaultStepper:
 
         `norm_of_rank` replaces the norm of this rank's gradients.
         """
+        if self.token_scale.is_missing:
+            raise RuntimeError(
+                "a loss inside of the model's blocks is a mean over tokens, and its factor is not set: the stepper "
+                "must take the step's micro batches from default.read(micro_batches)"
+            )
         squares = (norm_of_rank or self.norm)().square().to(self.run.device)
-        sums = self.run.summed(torch.stack([*self.sums, squares, values.stop]))
-        loss_sum, num_targets, squares, stop = sums.unbind()
+        tokens = torch.full_like(squares, float(self.positions if self.run.counts_samples else 0))
+        sums = self.run.summed(torch.stack([*self.sums, squares, values.stop, tokens]))
+        loss_sum, num_targets, squares, stop, num_tokens = sums.unbind()
         counted = num_targets * self._scale_of_gradients()
         loss, norm, scale = loss_sum / num_targets, squares.sqrt() / counted, 1 / counted
         if self.max_norm > 0:
@@ -151,7 +170,7 @@ class DefaultStepper:
         if not self.one_pass:
             write_weights(self.pieces)
         written()
-        statistics = self.statistics.finish(num_targets)
+        statistics = self.statistics.finish(num_targets, num_tokens)
         self.statistics.tell(skip)
         return StepResult(loss, norm, num_targets, skip, stop, statistics, failed, figures)
 

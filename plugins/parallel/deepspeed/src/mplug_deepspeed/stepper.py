@@ -50,7 +50,7 @@ class EngineStepper:
         default.begin_step(step)
         if self.scale is not None:
             self.added.fill_(self.seed * self.scale.begin_step())
-        losses, batches = [], iter(micro_batches)
+        losses, batches = [], iter(default.read(micro_batches))
         following: MicroBatch | None = next(batches)
         while following is not None:
             batch, following = following, next(batches, None)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mplug import GatheredCopies, GatheredPlacement, gathered_copies, rounding_of_sums
+from mplug import GatheredCopies, GatheredPlacement, gathered_copies, ops, rounding_of_sums
 from mplug_fsdp.copies import Place, Rows
 from mplug_fsdp.gathered import Formats, Gathered, Lane
 
@@ -35,9 +35,12 @@ def shard_units(run: "Run", model: "Model", group: "ProcessGroup", config: "FSDP
     copies = gathered_copies(run, model)
     names = {id(parameter): name for name, parameter in model.parameters().items()}
     held = {unit.name: _gathered_in(model, unit.name, names) for unit in model.own_units}
+    last = model.plan.units[-1].name
+    elsewhere = {name for unit, own in held.items() if unit != last for name in own}
     for together in _joined(held.values()):
-        rows = [_rows(run, model, name, places, copies.get(name)) for name in together]
-        is_last_alone = together == held.get(model.plan.units[-1].name)
+        items = ops.in_order((ops.Item(name, ()) for name in together), model.placements)
+        rows = [_rows(run, model, one.name, places, copies.get(one.name)) for one in items]
+        is_last_alone = elsewhere.isdisjoint(together)
         of |= dict.fromkeys(together, Gathered(rows, group, lane, _formats(run, config, is_last_alone), device))
     order = {unit: of[own[0]] for unit, own in held.items() if own}
     schedule = Schedule([*order.values()], config.prefetch, config.reshard_after_forward, _last(model, [*order]))

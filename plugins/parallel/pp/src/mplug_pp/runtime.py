@@ -53,7 +53,7 @@ class PipelineStepper:
     def forward_backward(self, micro_batches: Iterable[MicroBatch], step: int) -> None:
         """Run this rank's actions of the table for the step's number of micro batches."""
         self.default.begin_step(step)
-        self.batches = Batches(micro_batches, partial(self.default.entries, step=step))
+        self.batches = Batches(self.default.read(micro_batches), partial(self.default.entries, step=step))
         table = self._table(self.batches.number)
         row = table.rows[self.rank]
         self.split = {(one.chunk, one.micro_batch) for one in row if one.kind is Kind.INPUT_GRADIENT}

@@ -1,0 +1,85 @@
+"""Compiled units put into the sinks what eager ones do, also where a gradient begins inside of a unit.
+
+The loss of multi-token prediction, and those of a router, never reach the model's loss: their gradients begin in the
+backward pass of their unit. A compiler divides a unit's passes by what depends on the upstream gradient. Everything
+else in backward it moves into the forward pass, and with it additions to sinks that other units add to.
+"""
+
+import warnings
+from typing import Any
+
+import pytest
+
+from mplug.testing import run_workers
+from mplug.testing.harness import Trace, difference, train_steps
+
+Settings = dict[str, Any]
+SHAPE: Settings = {
+    "model.num_layers": 2,
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.ffn_hidden_size": 40,
+    "model.vocab_size": 259,
+    "model.init_std": 0.06,
+    "model.num_mtp_layers": 1,
+    "model.mtp_loss_coefficient": 0.5,
+}
+LATENT: Settings = {
+    "model.q_lora_rank": 12,
+    "model.kv_lora_rank": 16,
+    "model.qk_nope_head_dim": 8,
+    "model.qk_rope_head_dim": 4,
+    "model.v_head_dim": 8,
+    "model.num_experts": 4,
+    "model.num_experts_per_token": 2,
+    "model.moe_ffn_hidden_size": 16,
+    "model.num_dense_layers": 1,
+    "model.moe_router_num_groups": 1,
+    "model.moe_router_top_groups": 1,
+    "model.moe_balance": "sequence",
+    "model.aux_loss_coefficient": 0.5,
+}
+MODELS: dict[str, Settings] = {
+    "llama": {**SHAPE, "model.name": "llama", "model.num_kv_heads": 2},
+    "llama, tied": {**SHAPE, "model.name": "llama", "model.num_kv_heads": 2, "model.tie_embeddings": True},
+    "deepseek": {**SHAPE, **LATENT, "model.name": "deepseek"},
+    "deepseek, tied": {**SHAPE, **LATENT, "model.name": "deepseek", "model.tie_embeddings": True},
+}
+
+
+def trained(runs: list[Settings]) -> list[Trace]:
+    """Be one rank of several runs, one after the other."""
+    warnings.simplefilter("ignore")  # the compiler's own
+    return [train_steps(settings) for settings in runs]
+
+
+def eager_and_compiled(name: str, size: int, layout: str, compiler: str) -> tuple[Trace, list[Trace]]:
+    """The eager run of one process, and the compiled run of all ranks."""
+    own = {**MODELS[name], "trainer.compile": compiler, "parallel.layout": layout}
+    if size == 1:
+        ((eager, compiled),) = run_workers(1, trained, [MODELS[name], own])
+        return eager, [compiled]
+    return run_workers(1, trained, [MODELS[name]])[0][0], [one for (one,) in run_workers(size, trained, [own])]
+
+
+WIDE = pytest.mark.wide("compile")
+OTHERS = [(1, ""), (2, "zero2"), (2, "fsdp2"), (2, "pp2"), (2, "tp2")]
+CASES = [
+    ("llama", 1, "", "aot_eager"),
+    ("deepseek, tied", 1, "", "aot_eager"),
+    *(
+        pytest.param(name, *other, compiler, marks=WIDE)
+        for name in MODELS
+        for other in OTHERS
+        for compiler in ("aot_eager", "inductor")
+        if (name, other, compiler) not in {("llama", (1, ""), "aot_eager"), ("deepseek, tied", (1, ""), "aot_eager")}
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "size", "layout", "compiler"), CASES)
+def test_sinks_of_a_compiled_run_hold_the_gradients_of_an_eager_one(
+    name: str, size: int, layout: str, compiler: str
+) -> None:
+    eager, compiled = eager_and_compiled(name, size, layout, compiler)
+    assert difference(compiled, eager) == ""

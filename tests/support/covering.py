@@ -6,10 +6,11 @@ the empty string. A refused case is reduced to the fewest values that are refuse
 and no later case contains these values together.
 
 The generator is greedy and deterministic (compare AETG, Cohen et al. 1997): a case begins with an uncovered pair; each
-further feature, in random order, gets the value that covers most of the pairs that are still uncovered.
+further feature, in random order, gets the value that covers most of the pairs that are still uncovered. Of several such
+values, a feature whose values are `costly` takes its default.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 from random import Random
@@ -60,9 +61,15 @@ class Generator:
     """Makes an array; `allowed` says whether a case (perhaps of some features only) is small enough to run."""
 
     def __init__(
-        self, features: Features, probe: Callable[[Case], str], allowed: Callable[[Case], bool], seed: int = 0
+        self,
+        features: Features,
+        probe: Callable[[Case], str],
+        allowed: Callable[[Case], bool],
+        costly: Collection[str] = (),
+        seed: int = 0,
     ) -> None:
-        self.features, self.probe, self.allowed, self.random = features, probe, allowed, Random(seed)
+        self.features, self.probe, self.allowed, self.costly = features, probe, allowed, costly
+        self.random = Random(seed)
         self.array = Array()
         self._answers: dict[Values, str] = {}
 
@@ -140,6 +147,6 @@ class Generator:
             gains = {
                 value: sum(frozenset((item, (name, value))) in uncovered for item in case.items()) for value in fitting
             }
-            best = max(gains.values())
-            case[name] = self.random.choice([value for value in fitting if gains[value] == best])
+            best = [value for value in fitting if gains[value] == max(gains.values())]
+            case[name] = best[0] if name in self.costly else self.random.choice(best)
         return case

@@ -17,6 +17,10 @@ LAYERS, BATCH, LENGTH, VOCABULARY = 3, 8, 16, 67
 BASE: Settings = {
     "model.num_layers": LAYERS,
     "model.vocab_size": VOCABULARY,
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.init_std": 0.06,
     "trainer.precision": "fp64",
     "trainer.seq_length": LENGTH,
     "trainer.global_batch_size": BATCH,
@@ -49,6 +53,7 @@ FAMILIES: dict[str, Settings] = {
     "gemma": {
         **DENSE,
         "model.name": "gemma",
+        "model.qk_norm": True,
         "model.logit_soft_cap": 3.0,
         "model.window_rope_theta": 100.0,
     },
@@ -162,6 +167,8 @@ FEATURES: dict[str, tuple[str, ...]] = {
     **{name: tuple(values) for name, values in SIMPLE.items()},
     "resume": ("same layout", "from one process", "as dp"),
 }
+COSTLY = ("compile",)
+"""Features whose other values cost more than everything else of a case."""
 PRODUCT = {
     "pipeline": FEATURES["pipeline"][1:],
     "ahead": ("0", "2"),
@@ -199,14 +206,20 @@ def small_enough(case: Case) -> bool:
 
 
 def few_with_every_value(cases: Sequence[Case]) -> list[int]:
-    """The numbers of few cases in which every value occurs: each is the case with the most new values."""
+    """The numbers of few cases in which every value occurs: each is the one with the most new values for its cost."""
     missing = {item for case in cases for item in case.items()}
     chosen: list[int] = []
     while missing:
-        gains = [len(missing & case.items()) for case in cases]
+        gains = [len(missing & case.items()) / _cost(case) for case in cases]
         chosen.append(gains.index(max(gains)))
         missing -= cases[chosen[-1]].items()
     return sorted(chosen)
+
+
+def _cost(case: Case) -> float:
+    """CPU seconds of a case, roughly: compiled units cost the most."""
+    strategies = sum(case[name] != "none" for name in STRATEGIES)
+    return float(2**strategies * (0.5 if case["compile"] == "never" else 8 + 4 * (case["ahead"] != "0")))
 
 
 def settings_of(case: Case) -> Settings:

@@ -41,7 +41,7 @@ def main() -> None:
     print(json.dumps({"ready": threading.active_count()}), file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        pid = os.fork()
+        pid = _forked()
         if pid == 0:
             answers.close()
             _session(request)
@@ -95,9 +95,16 @@ class _ForkedServer:
             util.spawnv_passfds = spawn
 
 
+def _forked() -> int:
+    """Fork. Python 3.12 warns of threads, which libraries keep for computations that none of the forks continues."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return os.fork()
+
+
 def _fork(path: bytes, arguments: list[str], passed: list[int]) -> int:
     """Like `spawnv_passfds`, but a fork, which begins to work when someone connects to the first passed file."""
-    pid = os.fork()
+    pid = _forked()
     if pid:
         return pid
     try:

@@ -22,6 +22,7 @@ from warm import forking_modules
 from mplug.testing.workers import PRELOAD
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch
+os.environ.setdefault("MPLUG_CHECK_EXCHANGES", "1")  # ranks compare what they exchange as flat buffers
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 settings.register_profile(
@@ -56,6 +57,7 @@ WIDE = {
     "kills": "more points at which workers are killed, damaged and crafted checkpoints",
     "layouts": "more layouts, products of strategies, methods and options, and all shapes of the model gpt",
     "machines": "torchrun and mpirun on two machines, which are network namespaces",
+    "pairs": "every pair of values of all features, and the product of some, compared with one process in fp64",
     "mutants": "every recorded mutant of what ranks exchange, made from the code, with the test that kills it",
     "precision": "more layouts and methods in bf16, fp16 and FP8",
     "reshard": "more pairs of layouts between which checkpoints go",

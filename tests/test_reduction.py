@@ -34,7 +34,7 @@ def sums(placements: list[Placement], pieces: list[Placement], *reduced_over: st
     gradients = [torch.zeros(one.local_shape(0)) for one in pieces]
     made = [Piece(one.name, g, g, None, one.parameter, one) for one, g in zip(pieces, gradients, strict=True)]
     reduction = Reduction(run, {one.name: one for one in placements}, reduced_over, made)
-    return [(group, len(views)) for group, views in reduction.sums]
+    return [(exchange.group, len(views)) for exchange, views in reduction.sums]
 
 
 def test_parameters_that_differ_only_in_who_shards_them_are_all_summed() -> None:

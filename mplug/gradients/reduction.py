@@ -17,6 +17,7 @@ from mplug.gradients.precision import wide
 from mplug.gradients.region import region
 from mplug.layout.placement import Placement
 from mplug.layout.ranks import Ranks
+from mplug.ops.exchanges import Exchange, Item, in_order
 from mplug.run.run import Run
 
 IN_PLACE = 1 << 18
@@ -24,30 +25,36 @@ IN_PLACE = 1 << 18
 
 
 class Reduction:
-    """Sums gradients over groups of ranks: large ones in place, the small ones of a group as one flat tensor."""
+    """Sums gradients over groups of ranks: large ones in place, the small ones of a group as one flat tensor.
+
+    The gradients of a group have the order of `placements`, on every rank: two pipeline stages may hold the parameters
+    that they share in different orders. `sums` are the groups with the gradients of this rank.
+    """
 
     def __init__(
         self, run: Run, placements: Mapping[str, Placement], reduced_over: Collection[str], pieces: list[Piece]
     ) -> None:
         self.run = run
-        self.sums: list[tuple[dist.ProcessGroup | None, list[Tensor]]] = []
+        self.sums: list[tuple[Exchange, list[Tensor]]] = []
         if run.groups is None:
             return
         trained = [placement for placement in placements.values() if placement.parameter.trainable]
         # Blocks are alike: their placements differ in the name only.
         different = {(one.parameter, one.shape, one.stages, one.apart, one.partial_axes): one for one in trained}
         left = [part.partial for one in different.values() for part in one.after_summing(reduced_over).regions]
-        views = defaultdict[Ranks, list[Tensor]](list)
+        views = defaultdict[Ranks, dict[Item, Tensor]](dict)
         for piece in pieces:
             placement = piece.placement.after_summing(reduced_over)
             _refuse_apart_and_partial(placement)
             for box in placement.boxes(run.rank):
-                views[box.partial].append(region(piece.gradient, box))
+                views[box.partial][Item(piece.name, box.shape, box.start)] = region(piece.gradient, box)
         different_groups = {grouping.leader: grouping for grouping in left if grouping.size > 1}
         for grouping in different_groups.values():  # in the order of the plan, on every rank
             group, own = run.groups.of(grouping), grouping.of(run.rank)
             if len(own) > 1 and own in views:
-                self.sums.append((group, views.pop(own)))
+                held = views.pop(own)
+                items = in_order(held, placements)
+                self.sums.append((Exchange("gradients by placement", group, items), [held[one] for one in items]))
         for ranks in views:
             if len(ranks) > 1:
                 raise ValueError(
@@ -57,7 +64,9 @@ class Reduction:
 
     def finish(self) -> None:
         """Sum the gradients that are still partial, and wait for the sums."""
-        for group, views in self.sums:
+        for exchange, views in self.sums:
+            exchange.check()
+            group = exchange.group
             alone = [view for view in views if self._goes_in_place(view)]
             under_way = [dist.all_reduce(view, group=group, async_op=True) for view in alone]
             others = [view for view in views if not self._goes_in_place(view)]

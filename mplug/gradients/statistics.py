@@ -11,6 +11,7 @@ from mplug.errors import UsageError
 from mplug.gradients.region import region
 from mplug.layout.placement import Box, Placement
 from mplug.layout.plan import Plan
+from mplug.ops.exchanges import Exchange, Item
 from mplug.run.run import Run
 
 NEUTRAL = {"sum": 0.0, "max": float("-inf")}
@@ -41,6 +42,11 @@ class Statistics:
         self.own = {name: buffer for name, buffer in module.named_buffers() if name in self.described}
         self.counted = {name for name in self.own if self._counts(name)}
         self.shapes = self._shapes_of_all_ranks()
+        everyone = None if run.groups is None else run.groups.of(run.mesh.everyone)
+        self._exchanges = {
+            reduction: Exchange(f"statistics ({reduction})", everyone, (Item(*one) for one in shapes.items()))
+            for reduction, shapes in self.shapes.items()
+        }
         self.learners: list[Any] = [part for part in module.modules() if hasattr(part, "step_ended")]
 
     def _counts(self, name: str) -> bool:
@@ -108,6 +114,7 @@ class Statistics:
             self._own_part(name, nothing[:size].view(shape)) if name in self.counted else nothing[:size]
             for (name, shape), size in zip(shapes.items(), sizes, strict=True)
         ]
+        self._exchanges[reduction].check()
         totals = reduce(torch.cat(parts).double()).split(sizes)
         return {name: total.view(shape) for (name, shape), total in zip(shapes.items(), totals, strict=True)}
 

@@ -20,6 +20,7 @@ from mplug.model.draws import Draws
 from mplug.model.offers import Filled
 from mplug.model.units import run_units
 from mplug.nn.description import weights_per_token
+from mplug.ops.exchanges import Item, in_order
 from mplug.precision import Recipe
 
 if TYPE_CHECKING:
@@ -163,9 +164,15 @@ class Model:
         return {name: groups[placement.data_axes] for name, placement in self.placements.items()}
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Every parameter of this rank once; a tied one has the first of its names in the whole model."""
+        """Every parameter of this rank once; a tied one has the first of its names in the whole model.
+
+        They have the order of the placements, which is that of the whole model's modules, on every rank.
+        """
         first = {name: names[0] for names in self.plan.tied for name in names}
-        return {first.get(name, name): parameter for name, parameter in self.module.named_parameters()}
+        found = {first.get(name, name): parameter for name, parameter in self.module.named_parameters()}
+        if not self.placements:
+            return found
+        return {item.name: found[item.name] for item in in_order((Item(name, ()) for name in found), self.placements)}
 
     def buffers(self) -> dict[str, Tensor]:
         """This rank's buffers that the plan describes, by name."""

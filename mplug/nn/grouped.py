@@ -155,14 +155,15 @@ def _(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
 
 @operator("mplug::add_grouped_product", mutates_args=("total", "stale"))
 def add_grouped_product(total: Tensor, stale: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> None:
-    """total [e, O, I] += aᵀ b of each group, with a [M, O] and b [M, I], accumulated in total's dtype.
+    """total [e, O, I] += aᵀ b of each group, with a [M, O] and b [M, I], as `mplug.nn.add_product` adds each.
 
     If `stale` (a boolean on the CPU) is true, the products overwrite total, and `stale` becomes false. A GPU kernel
     without a wider output rounds the products of one micro batch to the dtype of a and b. Their sum over micro batches
     is not rounded.
     """
     if _has_kernel(a, b):
-        a, b, wide = a.contiguous(), b.contiguous(), total.dtype if _widens(a.device, a.dtype) else None
+        is_wider = total.dtype != a.dtype and _widens(a.device, a.dtype)
+        a, b, wide = a.contiguous(), b.contiguous(), torch.float32 if is_wider else None
         products = torch._grouped_mm(a.t(), b, offs=ends, out_dtype=wide)
         total.copy_(products) if stale else total.add_(products)
         stale.fill_(False)

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from mplug.nn.operator import operator
 
+HALVES = (torch.bfloat16, torch.float16)
+"""The dtypes of operands whose product torch can write as fp32 (`out_dtype`), on a GPU. It offers no other pair."""
+
 
 class Operand(NamedTuple):
     """A weight [O, I] or experts [e, O, I], and the copies that a product's `cast` returns.
@@ -59,19 +62,24 @@ def zero_if_stale(total: Tensor, stale: Tensor) -> None:
 
 @operator("mplug::add_product", mutates_args=("total", "stale"))
 def add_product(total: Tensor, stale: Tensor, a: Tensor, b: Tensor) -> None:
-    """total [O, I] += a [O, N] b [N, I], accumulated and kept in total's dtype, whatever the dtype of a and b.
+    """total [O, I] += a [O, N] b [N, I], in the dtype that can hold all three; rounded to total's dtype once.
 
-    If `stale` is true, total becomes the product. On a GPU the product and the addition are one operation: the product
-    is never rounded, and no second pass over memory is needed.
+    If `stale` is true, total becomes the product. Any floating-point dtypes may meet: a router multiplies in fp32, and
+    a gradient that nothing is added to has the weights' dtype. On a GPU, products of bf16 or fp16 operands are added to
+    an fp32 total in one operation, without a copy of the operands. Only a total that is narrower than the operands
+    needs a second pass over memory.
     """
     beta = 0 if stale else 1
     stale.fill_(False)
-    if a.dtype == total.dtype:
-        total.addmm_(a, b, beta=beta)
-    elif a.is_cuda:
+    operands = torch.promote_types(a.dtype, b.dtype)
+    common = torch.promote_types(operands, total.dtype)
+    if a.is_cuda and a.dtype == b.dtype and a.dtype in HALVES and total.dtype == torch.float32:
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
+    elif common == total.dtype:
+        total.addmm_(a.to(common), b.to(common), beta=beta)
     else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
+        product = a.to(common) @ b.to(common)
+        total.copy_(product.add_(total) if beta else product)
 
 
 @operator("mplug::add_rows", mutates_args=("total", "stale"))

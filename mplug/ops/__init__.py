@@ -15,10 +15,14 @@ from mplug.ops.collectives import (
     scatter,
     split,
 )
+from mplug.ops.exchanges import CHECK, Exchange, Item, in_order
 from mplug.ops.rows import Meeting, give_back, meet, send
 
 __all__ = [
+    "CHECK",
+    "Exchange",
     "Group",
+    "Item",
     "Meeting",
     "all_gather",
     "all_reduce",
@@ -27,6 +31,7 @@ __all__ = [
     "exchange",
     "gather",
     "give_back",
+    "in_order",
     "join",
     "meet",
     "own_part",

@@ -144,8 +144,14 @@ def test_an_activation_that_differs_from_its_announcement_is_an_error_before_it_
 
 
 def test_a_tensor_with_too_many_dimensions_for_a_header_is_refused() -> None:
-    with pytest.raises(RunError, match="'hidden' has 100 dimensions, too many to cross pipeline stages"):
+    with pytest.raises(RunError, match=r"'hidden' cannot cross pipeline stages: .* its 100 dimensions"):
         Crossing(NAMES).send(wire(), activations(torch.float32, *[1] * 100), key(2, 8))
+
+
+def test_an_activation_with_another_name_than_the_receiver_expects_is_refused(network: Network) -> None:
+    Crossing(NAMES).send(wire(), activations(torch.float32, 2, 8, 5), key(2, 8))
+    with pytest.raises(RunError, match="sends the activation 'hidden', and this stage expects 'other'"):
+        Crossing(("other",) * len(NAMES)).receive(wire(), key(2, 8))
 
 
 # Micro batches.

@@ -12,14 +12,14 @@ from mplug import GradientSink, Sinks, ops
 
 @dataclass
 class Bucket:
-    """A contiguous part of the gradient arena, and the group of ranks that sum it.
+    """A contiguous part of the gradient arena, which the ranks of `exchange.group` sum.
 
     `num_sinks` counts its sinks, and `num_missing` those that are not final yet in this step. `last` is the position,
     in the expected order of backward, of the sink that becomes final last.
     """
 
     gradients: Tensor
-    group: ops.Group
+    exchange: ops.Exchange
     num_sinks: int
     num_missing: int
     last: int
@@ -41,7 +41,9 @@ class Queue:
             group = groups.get(held[0].name)
             if group is None:
                 continue
-            bucket = Bucket(gradients, group, len(held), len(held), max(places[sink.name] for sink in held))
+            items = (ops.Item(sink.name, tuple(sink.buffer.shape)) for sink in held)
+            exchange = ops.Exchange("a bucket of gradients", group, items)
+            bucket = Bucket(gradients, exchange, len(held), len(held), max(places[sink.name] for sink in held))
             self.buckets.append(bucket)
             for sink in held:
                 sink.listeners.append(lambda sink, bucket=bucket: self._hear(sink, bucket))
@@ -52,7 +54,9 @@ class Queue:
         for following in self.buckets[len(self.under_way) :]:
             if following.num_missing > 0:
                 break
-            self.under_way.append(dist.all_reduce(following.gradients, group=following.group, async_op=True))
+            following.exchange.check()
+            group = following.exchange.group
+            self.under_way.append(dist.all_reduce(following.gradients, group=group, async_op=True))
 
     def wait(self) -> None:
         """Wait (on a GPU, let the stream wait) for all sums, and reset the buckets for the next step."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mplug import GatheredCopies, GradientSink
+from mplug import GatheredCopies, GradientSink, ops
 from mplug.ops.transfers import join_each
 from mplug_fsdp.memory import Format
 
@@ -62,6 +62,8 @@ class UnitCopies:
         self._dtype, self._group, self._device = dtype, group, device
         self._rows = [(one, one.copies) for one in rows if one.copies is not None]
         self._largest: list[Tensor] | None = None
+        items = (ops.Item(one.name, one.shape) for one, _ in self._rows)
+        self._exchange = ops.Exchange("largest values of rows", group, items)
         gathered, self._own, self._held = iter(whole), list[list[Tensor]](), list[tuple[Tensor, ...]]()
         for _, copies in self._rows:
             own = [
@@ -115,6 +117,7 @@ class UnitCopies:
         flat = torch.cat([one.flatten() for one in own])
         if not flat.numel():
             return own
+        self._exchange.check()
         found = flat.new_empty(self._group.size(), flat.numel())
         join_each([found], [flat], self._group)
         parts = found.amax(dim=0).split([one.numel() for one in own])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mplug import GradientSink
+from mplug import GradientSink, ops
 from mplug.ops.transfers import join_each, sum_each
 from mplug_fsdp.copies import Rows, UnitCopies, formats_of
 from mplug_fsdp.memory import Format, Padded
@@ -99,6 +99,10 @@ class Gathered:
             for (one, new), gradient in zip(trained, self._gradients.whole, strict=True)
         ]
         self._totals = [one.sink for one in rows if one.sink is not None]
+        self._exchanges = [
+            ops.Exchange("weights of a unit", group, (ops.Item(one.name, one.shape) for one in rows)),
+            ops.Exchange("gradients of a unit", group, (ops.Item(one.name, one.shape) for one, _ in trained)),
+        ]
         for sink in self._totals:
             sink.listeners.append(self._overwritten)
         self._is_rounded = self.collects = False
@@ -112,6 +116,7 @@ class Gathered:
         """Start gathering the weights, unless they are here: round this rank's rows, and send them to all ranks."""
         if self._weights.is_allocated:
             return
+        self._exchanges[0].check()
         self._weights.allocate()
         self._put(self._parameters)
         if self._copies is not None:
@@ -194,6 +199,7 @@ class Gathered:
     @torch.no_grad()
     def sum(self) -> None:
         """Start to sum the gradients over the ranks, onto the sinks of this rank's rows."""
+        self._exchanges[1].check()
         self.collects = self._is_rounded = False
         for sink in self._sinks:
             if sink.stale:  # the pass has not used this parameter

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mplug import GatheredCopies, GatheredPlacement, gathered_copies, rounding_of_sums
+from mplug import GatheredCopies, GatheredPlacement, gathered_copies, ops, rounding_of_sums
 from mplug_fsdp.copies import Place, Rows
 from mplug_fsdp.gathered import Formats, Gathered, Lane
 
@@ -62,7 +62,8 @@ def _formats(run: "Run", config: "FSDPConfig", is_last_alone: bool) -> Formats:
 
 def _gathered_in(model: "Model", unit: str, names: dict[int, str]) -> list[str]:
     own = [names[id(parameter)] for parameter in model.module.get_submodule(unit).parameters()]
-    return [name for name in own if isinstance(model.placements[name], GatheredPlacement)]
+    gathered = (ops.Item(name, ()) for name in own if isinstance(model.placements[name], GatheredPlacement))
+    return [item.name for item in ops.in_order(gathered, model.placements)]
 
 
 def _joined(held: Iterable[list[str]]) -> list[list[str]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from mplug import MicroBatch, Model, Run, RunError
 
 HEADER = 256
-"""Bytes of an announcement: a tensor's dtype and shape as JSON, padded with spaces."""
+"""Bytes of an announcement: an activation's name, dtype and shape as JSON, padded with spaces."""
 
 Layout = tuple[torch.dtype, tuple[int, ...]]
 """The dtype and the shape of a tensor."""
@@ -86,8 +86,8 @@ def wires_of(run: Run, model: Model) -> dict[int, Wire]:
 class Crossing:
     """The activations that cross from one chunk to the next one on another rank.
 
-    The sender announces their dtypes and shapes with the first micro batch whose entries have new shapes, and raises
-    RunError if those of a later one differ: the receiver would wait for other messages than the sender sends.
+    The sender announces their names, dtypes and shapes with the first micro batch whose entries have new shapes. It
+    raises RunError if those of a later one differ: the receiver would wait for other messages than the sender sends.
     """
 
     def __init__(self, names: tuple[str, ...]) -> None:
@@ -114,7 +114,7 @@ class Crossing:
         """Start to receive the activations of a micro batch; the result waits for them."""
         if key not in self.announced:
             headers = wire.receive([(torch.uint8, (HEADER,))] * len(self.names)).wait()
-            self.announced[key] = [_layout(header) for header in headers]
+            self.announced[key] = [_layout(name, header) for name, header in zip(self.names, headers, strict=True)]
         return wire.receive(self.announced[key]).wait
 
 
@@ -125,15 +125,21 @@ def key_of(batch: MicroBatch) -> Key:
 
 
 def _header(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    text = json.dumps([str(dtype).removeprefix("torch."), *shape]).encode()
+    text = json.dumps([name, str(dtype).removeprefix("torch."), *shape]).encode()
     if len(text) > HEADER:
-        raise RunError(f"the activation '{name}' has {len(shape)} dimensions, too many to cross pipeline stages")
+        raise RunError(
+            f"the activation '{name}' cannot cross pipeline stages: its name and its {len(shape)} dimensions take more "
+            f"than {HEADER} bytes"
+        )
     return torch.frombuffer(bytearray(text.ljust(HEADER)), dtype=torch.uint8)
 
 
-def _layout(header: Tensor) -> Layout:
-    name, *shape = json.loads(bytes(header.tolist()))
-    return getattr(torch, name), tuple(shape)
+def _layout(name: str, header: Tensor) -> Layout:
+    """The announced layout; RunError if another activation arrives than the one that this rank waits for."""
+    sent, dtype, *shape = json.loads(bytes(header.tolist()))
+    if sent != name:
+        raise RunError(f"the stage before this one sends the activation '{sent}', and this stage expects '{name}'")
+    return getattr(torch, dtype), tuple(shape)
 
 
 def _words(layout: Layout) -> str:

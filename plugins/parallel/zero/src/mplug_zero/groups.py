@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from mplug import Bucket, Model, Run, ops
+from mplug import Bucket, Model, Run, Shard, ops
 from mplug_zero.layout import owning_axes
 
 Axes = tuple[str, ...]
@@ -32,3 +32,10 @@ def groups_of(run: Run, model: Model) -> dict[tuple[Axes, Axes], Pair]:
 def group_of(groups: Mapping[tuple[Axes, Axes], Pair], bucket: Bucket) -> Pair:
     """The groups of a bucket."""
     return groups[bucket.axes, bucket.copied]
+
+
+def exchange_of(what: str, shard: Shard, group: ops.Group) -> ops.Exchange:
+    """The exchange of a whole bucket."""
+    bucket = shard.bucket
+    parts = zip(bucket.names, bucket.sizes, bucket.starts, strict=True)
+    return ops.Exchange(what, group, (ops.Item(name, (size,), (start,)) for name, size, start in parts))

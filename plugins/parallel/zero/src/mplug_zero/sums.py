@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mplug import GradientSink, Shard
+from mplug import GradientSink, Shard, ops
 from mplug.ops.transfers import summing_all, summing_onto, summing_parts
-from mplug_zero.groups import Pair
+from mplug_zero.groups import Pair, exchange_of
 
 
 @dataclass
@@ -30,8 +30,15 @@ class Lane:
     num_missing: int = 0
     num_sums: int = 0
     owned: list[Tensor] = field(default_factory=list)
+    exchanges: list[ops.Exchange] = field(default_factory=list)
+    """Those of the sum over the owners and of the sum over the ranks with copies."""
 
     def __post_init__(self) -> None:
+        parts = [ops.Item(str(self.shard.bucket.names), (one.length,), (one.start,)) for one, _ in self.shard.owned]
+        self.exchanges = [
+            exchange_of("gradients onto their owners", self.shard, self.groups.owners),
+            ops.Exchange("gradients that ranks own", self.groups.copies, parts),
+        ]
         self.num_missing = len(self.sinks)
         self.owned = [self.shard.owned_gradient(stretch, at) for stretch, at in self.shard.owned]
 
@@ -89,6 +96,7 @@ def _journey(lane: Lane, dtype: torch.dtype, last: bool) -> Iterator[list[Any]]:
     """
     shard, group = lane.shard, lane.groups.owners
     assert group is not None
+    lane.exchanges[0].check()
     flat = shard.gradients.to(dtype)  # no copy if it has that dtype
     if shard.bucket.is_even(group.size()):
         yield [summing_parts(flat, group)]
@@ -99,6 +107,7 @@ def _journey(lane: Lane, dtype: torch.dtype, last: bool) -> Iterator[list[Any]]:
         if own.data_ptr() != arrived.data_ptr():
             _ = own.copy_(arrived) if lane.num_sums == 1 or not shard.transient else own.add_(arrived)
     if last and lane.groups.copies is not None:
+        lane.exchanges[1].check()
         totals = [own.to(dtype) for own in lane.owned]
         yield [summing_all(total, lane.groups.copies) for total in totals]
         for own, total in zip(lane.owned, totals, strict=True):

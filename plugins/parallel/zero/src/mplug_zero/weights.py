@@ -5,7 +5,7 @@ from typing import Any
 
 from mplug import Model, Shard
 from mplug.ops.transfers import copying_from, joining_parts
-from mplug_zero.groups import Axes, Pair, group_of
+from mplug_zero.groups import Axes, Pair, exchange_of, group_of
 
 
 class Weights:
@@ -14,6 +14,9 @@ class Weights:
     def __init__(self, model: Model, groups: Mapping[tuple[Axes, Axes], Pair], overlap: bool) -> None:
         assert model.shards is not None
         self.shards, self.groups, self.overlap = model.shards.all, groups, overlap
+        self.exchanges = [
+            exchange_of("weights from their owners", one, group_of(groups, one.bucket).owners) for one in self.shards
+        ]
         self.under_way: dict[int, list[Any]] = {}
         self.at_once: tuple[int, ...] = ()
         model.when_written.append(self.gather)
@@ -25,6 +28,7 @@ class Weights:
         """Start gathering the weights that the owners have updated; without overlap, wait for all of them."""
         self.wait(*self.under_way)
         for number in reversed(range(len(self.shards))):
+            self.exchanges[number].check()
             self.under_way[number] = self._begin(self.shards[number])
         self.wait(*(self.at_once if self.overlap else tuple(self.under_way)))
 

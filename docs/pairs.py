@@ -1,0 +1,137 @@
+"""Write docs/pairs.md and tests/data/pairs.json: cases in which all features occur in pairs, and what is refused.
+
+python docs/pairs.py           makes the cases, about half a minute on one core; `pytest --wide pairs` runs them
+"""
+
+import json
+import sys
+from collections import Counter
+from itertools import product
+from pathlib import Path
+from random import Random
+from time import monotonic
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+from covering import Array, Case, Generator, all_pairs, default_case  # noqa: E402
+from pair_features import FEATURES, GENERAL, MEANING, PRODUCT, few_with_every_value, small_enough  # noqa: E402
+from pair_probe import refusal_of, world_size_of  # noqa: E402
+
+PAGE, DATA = ROOT / "docs" / "pairs.md", ROOT / "tests" / "data" / "pairs.json"
+SEED = 38
+TEXT = """# Pairs of features
+
+<!-- Written by `python docs/pairs.py`: do not edit. -->
+
+Read this page to find out which combinations of features are tested together, and which ones mplug refuses. A defect in
+the combination of two features does not show in a test of either feature. So a generated list of cases contains every
+pair of values of the features below, unless mplug refuses the pair.
+
+A case is a run of two steps of a tiny model under the case's layout, and its resume after the first step. It is
+compared with one process in fp64, in plain torch, with one micro batch and without a compiler, recomputation or
+strategy. The bound is 1e-10, relative, for the losses, the gradient norms, the statistics, the gradients that the sinks
+hold (each copy on each rank), the movement of the master weights, and the loss of an evaluation.
+
+| | |
+|---|---|
+| features | {features} |
+| values | {values} |
+| pairs of values | {pairs} |
+| of these refused | {refused} |
+| cases that contain all others | {cases} |
+| ranks of a case | {ranks} |
+| cases of the product of {product} | {product_cases} |
+| cases that the quick tests run | {quick} |
+
+In the quick tests every value occurs. `pytest --wide pairs` runs the other cases. With `MPLUG_PAIRS=FILE` each case
+appends a line of JSON with its largest errors to the file.
+
+A case has at most two parallel strategies, so at most four ranks. Not in the list:
+
+- lower precisions: tests of their own bound their differences from fp64 (the wide set `precision`);
+- the backend `inductor`, which compiles the same graphs as `aot_eager` (the wide set `compile`);
+- `deepspeed`, which does not compute in fp64;
+- the optimizer `lion`: its sign turns the rounding of a gradient that is zero into a whole update.
+
+## Features
+
+The first value is the default.
+
+{table}
+
+## Refused
+
+Each line is a smallest set of values that mplug refuses before any process starts, with every other feature at its
+default. The list is not written by hand: the generator tries cases, and reduces what is refused.
+
+{reasons}
+"""
+
+
+def main() -> None:
+    """Make the cases, and write both files."""
+    began = monotonic()
+    array = Generator(FEATURES, refusal_of, small_enough, SEED).make()
+    if array.uncovered:
+        sys.exit(f"no accepted case contains the pairs {[sorted(pair) for pair in array.uncovered]}")
+    second = product_cases(array)
+    refused = sorted(array.refused.items(), key=lambda item: (len(item[0]), sorted(item[0])))
+    entries = [{"values": dict(sorted(values)), "reason": reason} for values, reason in refused]
+    data = {"pairs": array.cases, "product": second, "refused": entries}
+    lists = [f'"{name}": [\n' + ",\n".join(map(json.dumps, entries)) + "\n]" for name, entries in data.items()]
+    DATA.write_text("{\n" + ",\n".join(lists) + "\n}\n")
+    PAGE.write_text(page(array, second))
+    print(f"{len(array.cases)} cases of pairs and {len(second)} of the product in {monotonic() - began:.0f} s")
+
+
+def product_cases(array: Array) -> list[Case]:
+    """Every combination of the values of `PRODUCT`, each in a family that has them all; the rest is the default."""
+    random, cases = Random(SEED), []
+    for values in product(*PRODUCT.values()):
+        own = dict(zip(PRODUCT, values, strict=True))
+        case = {**default_case(FEATURES), **own, "family": random.choice(sorted(GENERAL))}
+        case["micro batches"] = random.choice(FEATURES["micro batches"][1:])
+        case["resume"] = random.choice(FEATURES["resume"])
+        reason = refusal_of(case)
+        if reason:
+            sys.exit(f"{case} is refused: {reason}")
+        cases.append(case)
+    return cases
+
+
+def page(array: Array, second: list[Case]) -> str:
+    """The page as Markdown."""
+    pairs = all_pairs(FEATURES)
+    refused = [pair for pair in pairs if any(values <= pair for values in array.refused)]
+    ranks = Counter(map(world_size_of, array.cases))
+    return TEXT.format(
+        features=len(FEATURES),
+        values=sum(map(len, FEATURES.values())),
+        pairs=len(pairs),
+        refused=len(refused),
+        cases=len(array.cases),
+        ranks=", ".join(f"{count} cases on {number}" for number, count in sorted(ranks.items())),
+        product=" × ".join(PRODUCT),
+        product_cases=len(second),
+        quick=len(few_with_every_value(array.cases)),
+        table="\n".join(
+            ["| feature | meaning | values |", "|---|---|---|"]
+            + [f"| {name} | {MEANING[name]} | {', '.join(values)} |" for name, values in FEATURES.items()]
+        ),
+        reasons="\n".join(lines_of(array)),
+    )
+
+
+def lines_of(array: Array) -> list[str]:
+    """The refused sets with their reasons; sets with one reason and one feature in common share a line."""
+    lines = ["| values | reason |", "|---|---|"]
+    for values, reason in sorted(array.refused.items(), key=lambda item: (len(item[0]), sorted(item[0]))):
+        words = " + ".join(f"{name} `{value}`" for name, value in sorted(values))
+        first = reason.splitlines()[0].partition(" (fields: ")[0]
+        lines.append(f"| {words} | {first} |")
+    return lines
+
+
+if __name__ == "__main__":
+    main()

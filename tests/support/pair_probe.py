@@ -1,0 +1,28 @@
+"""Whether mplug refuses a case before it starts any process, and why."""
+
+from unittest.mock import patch
+
+from covering import Case
+from pair_features import settings_of
+
+from mplug.errors import UsageError
+from mplug.model.build import build_model
+from mplug.testing.harness import tiny_run
+
+
+def refusal_of(case: Case) -> str:
+    """The refusal of a case's run; empty if mplug accepts it.
+
+    The refusal does not name other kernels that would serve it: to try them takes a process for each.
+    """
+    with patch("mplug.model.build.kernels_that_would_do", return_value=""):
+        try:
+            build_model(tiny_run(settings_of(case)))
+        except UsageError as error:
+            return str(error)
+    return ""
+
+
+def world_size_of(case: Case) -> int:
+    """The number of ranks of an accepted case."""
+    return tiny_run(settings_of(case)).mesh.world_size

@@ -1,0 +1,191 @@
+"""Every family trains on one GPU, in bf16 and in FP8, with one and with several micro batches a step.
+
+The reference is the same run in fp32 on the CPU, eager. All of it takes less than five minutes.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mplug import hookimpl
+from mplug.config.defaults import default_settings
+from mplug.config.sources import from_mapping, merge
+from mplug.registry.resolve import resolve
+from mplug.run.prepare import prepare
+from mplug.testing.harness import installed_plugins
+from mplug.training.loop import train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here"),
+    pytest.mark.filterwarnings("ignore"),  # the compiler's own
+]
+
+Settings = Mapping[str, Any]
+Step = tuple[float, float]
+"""The loss and the norm of the gradient."""
+
+STEPS, BATCH = 3, 8
+SHAPE: Settings = {
+    "num_layers": 2,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_hidden_size": 192,
+    "vocab_size": 256,
+    "init_std": 0.06,
+}
+EXPERTS: Settings = {
+    "num_experts": 4,
+    "num_experts_per_token": 2,
+    "moe_ffn_hidden_size": 64,
+    "aux_loss_coefficient": 0.01,
+    "z_loss_coefficient": 0.001,
+}
+LATENT: Settings = {
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
+YARN: Settings = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+def without(settings: Settings, *names: str) -> Settings:
+    return {name: value for name, value in settings.items() if name not in names}
+
+
+FAMILIES: dict[str, Settings] = {
+    "gpt": {**SHAPE, "qk_norm": True},
+    "llama": {**SHAPE, "num_mtp_layers": 1},
+    "qwen": {**SHAPE, "qk_norm": True, "tie_embeddings": True},
+    "qwen, experts": {**SHAPE, **EXPERTS, "qk_norm": True, "feed_forward_types": ["mlp", "experts"]},
+    "gemma": {**SHAPE, "qk_norm": True, "window": 16, "attention_types": ["window", "full"], "logit_soft_cap": 30.0},
+    "gpt-oss": {**without(SHAPE, "ffn_hidden_size"), **EXPERTS, "head_dim": 32, "window": 16, "rope_scaling": YARN},
+    "deepseek": {
+        **without(SHAPE, "num_kv_heads"),
+        **EXPERTS,
+        **LATENT,
+        "num_dense_layers": 1,
+        "moe_router_num_groups": 2,
+        "moe_router_top_groups": 1,
+        "num_mtp_layers": 1,
+    },
+    "mixtral": {"preset": "tiny", "num_layers": 2, "aux_loss_coefficient": 0.01, "z_loss_coefficient": 0.001},
+}
+PRECISIONS: dict[str, Settings] = {
+    "fp32": {},
+    "bf16": {},
+    "fp8": {"trainer.base_modules": ["head"], "kernels.linear": "fp8"},
+    "fp8, experts": {
+        "trainer.base_modules": ["head"],
+        "kernels.linear": "fp8",
+        "kernels.experts": "fp8",
+        "precisions.fp8.scaling": "rowwise",
+    },
+}
+SINKS: dict[str, Settings] = {
+    "": {},
+    "cpu": {"kernels.attention": "reference"},
+    "cuda": {"kernels.attention": "flex"},
+}
+"""Who computes attention with attention sinks, by device."""
+BOUNDS: dict[str, Step] = {"bf16": (0.005, 0.04), "fp8": (0.02, 0.12)}
+"""Largest relative errors of losses and of gradient norms. On a CPU, with emulated FP8, they are at most 0.0017 and
+0.017 in bf16, and 0.01 and 0.07 in FP8. A lost or doubled part of a gradient changes its norm by more.
+"""
+
+
+class Watch:
+    """The losses and gradient norms of a run."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+
+    @hookimpl
+    def step_finished(self, record: dict[str, Any]) -> None:
+        self.steps.append((record["loss"], record["grad_norm"]))
+
+
+def trained(folder: Path, changes: Settings) -> list[Step]:
+    """Train as `mplug train` does, in this process: the default run with changes."""
+    settings = default_settings()
+    for name, value in {"trainer.steps": STEPS, "trainer.eval_every": 0, **changes}.items():
+        settings = merge(settings, from_mapping(value, "the test", tuple(name.split("."))))
+    watch = Watch()
+    train(prepare(resolve(installed_plugins(), settings, {}), {"host/watch": watch}, folder))
+    return watch.steps
+
+
+def family(name: str, micro_batches: int, precision: str, device: str, compiler: str = "never") -> Settings:
+    """A run of a family: the default run's text, optimizer and kernels."""
+    model = FAMILIES[name]
+    has_experts = precision == "fp8" and "z_loss_coefficient" in model
+    return {
+        "model.name": name.partition(",")[0],
+        "model.preset": None,
+        **{f"model.{field}": value for field, value in model.items()},
+        "trainer.seq_length": 64,
+        "trainer.global_batch_size": BATCH,
+        "trainer.micro_batch_size": BATCH // micro_batches,
+        "trainer.precision": precision,
+        "trainer.device": device,
+        "trainer.compile": compiler,
+        "schedule.warmup_steps": 2,
+        **SINKS[device if name == "gpt-oss" else ""],
+        **PRECISIONS["fp8, experts" if has_experts else precision],
+    }
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], list[Step]]:
+    """The steps of a family in fp32 on the CPU. The balance of experts may cover a micro batch."""
+
+    @cache
+    def found(name: str, micro_batches: int) -> list[Step]:
+        return trained(tmp_path_factory.mktemp("reference"), family(name, micro_batches, "fp32", "cpu"))
+
+    return found
+
+
+def check(found: list[Step], expected: list[Step], bounds: Step) -> None:
+    assert len(found) == STEPS
+    assert all(math.isfinite(figure) for step in found for figure in step)
+    for figure, bound in enumerate(bounds):
+        own, right = ([step[figure] for step in steps] for steps in (found, expected))
+        assert own == pytest.approx(right, rel=bound), ("loss", "gradient norm")[figure]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("precision", BOUNDS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_trains_as_in_fp32(
+    tmp_path: Path, reference: Callable[[str, int], list[Step]], name: str, precision: str, micro_batches: int
+) -> None:
+    found = trained(tmp_path, family(name, micro_batches, precision, "cuda"))
+    check(found, reference(name, micro_batches), BOUNDS[precision])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_trains_compiled_as_in_fp32(
+    tmp_path: Path, reference: Callable[[str, int], list[Step]], name: str
+) -> None:
+    """`trainer.compile=auto` is the default: inductor on a GPU."""
+    found = trained(tmp_path, family(name, 1, "bf16", "cuda", "auto"))
+    check(found, reference(name, 1), BOUNDS["bf16"])
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_default_command_trains_experts(tmp_path: Path, micro_batches: int) -> None:
+    """`mplug train --model mixtral --preset tiny --precision bf16 --set trainer.device=cuda`, and two micro batches."""
+    command: Settings = {"model.name": "mixtral", "model.preset": "tiny"}
+    halves: Settings = {} if micro_batches == 1 else {"trainer.micro_batch_size": BATCH // micro_batches}
+    own = {**command, **halves, "trainer.device": "cuda", "trainer.precision": "bf16"}
+    exact = {**command, **halves, "trainer.device": "cpu", "trainer.precision": "fp32", "trainer.compile": "never"}
+    check(trained(tmp_path / "gpu", own), trained(tmp_path / "cpu", exact), BOUNDS["bf16"])

@@ -1,0 +1,112 @@
+"""Features in pairs: every pair of values that mplug accepts occurs in a run that equals one process in fp64.
+
+`python docs/pairs.py` generates the cases (`tests/data/pairs.json`) and writes docs/pairs.md. The quick tests run a
+part in which every value occurs; the wide set `pairs` runs the rest. With MPLUG_PAIRS=FILE each case appends a line of
+JSON with its largest errors to the file.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from covering import Case, all_pairs, default_case, pairs_of
+from pair_features import FEATURES, PRODUCT, few_with_every_value, reference_of, resumed_settings, settings_of
+from pair_probe import refusal_of, world_size_of
+from pair_runs import Trace, checkpoint_of, errors, failures, follow, run_case, worst
+
+from mplug.testing import run_workers
+from mplug.testing.workers import WorkerFailed
+
+FILE = Path(__file__).parent / "data" / "pairs.json"
+DATA: dict[str, Any] = json.loads(FILE.read_text())
+PAIRS: list[Case] = DATA["pairs"]
+CASES: dict[str, Case] = {f"pair-{number:03}": case for number, case in enumerate(PAIRS)}
+CASES |= {f"product-{number:03}": case for number, case in enumerate(DATA["product"])}
+QUICK = {f"pair-{number:03}" for number in few_with_every_value(PAIRS)}
+RESULTS = os.environ.get("MPLUG_PAIRS")
+
+REFERENCES: dict[str, tuple[Trace, Path]] = {}
+
+
+def reference(case: Case, factory: pytest.TempPathFactory) -> tuple[Trace, Path]:
+    """The run of one process, and its checkpoint after the first step; cases of the same mathematics share it."""
+    settings = reference_of(case)
+    key = json.dumps(settings, sort_keys=True)
+    if key not in REFERENCES:
+        folder = factory.mktemp("reference")
+        REFERENCES[key] = follow(settings, folder), checkpoint_of(folder)
+    return REFERENCES[key]
+
+
+def shown(case: Case) -> dict[str, str]:
+    """The values of a case that are not defaults."""
+    defaults = default_case(FEATURES)
+    return {name: value for name, value in case.items() if value != defaults[name]}
+
+
+def found_in(case: Case, factory: pytest.TempPathFactory, folder: Path) -> dict[str, Any]:
+    """Run a case; returns the largest error of each kind of figure, the failures, and the CPU seconds."""
+    expected, checkpoint = reference(case, factory)
+    world_size, given = world_size_of(case), None
+    if case["resume"] == "from one process":
+        given = str(checkpoint)
+    runs = settings_of(case), resumed_settings(case, world_size)
+    began = time.monotonic()
+    try:
+        ranks = run_workers(world_size, run_case, *runs, str(folder), given, timeout=240)
+    except (WorkerFailed, TimeoutError) as error:
+        return {"ranks": world_size, "failures": [str(error)], "errors": {}}
+    largest: dict[str, float] = {}
+    sentences: list[str] = []
+    for number, name in enumerate(("", "resumed: ")):
+        found = worst(errors([rank[number] for rank in ranks], expected))
+        largest |= {name + kind: error for kind, (error, _) in found.items()}
+        sentences += [name + sentence for sentence in failures(found)]
+    seconds = {"seconds": round(time.monotonic() - began, 2), "cpu": round(sum(rank[2] for rank in ranks), 2)}
+    return {"ranks": world_size, **seconds, "failures": sentences, "errors": largest}
+
+
+def recorded(name: str, case: Case, found: dict[str, Any]) -> None:
+    """Append the result of a case to the file of results, if there is one."""
+    if RESULTS:
+        line = json.dumps({"case": name, "values": shown(case), **found})
+        with Path(RESULTS).open("a") as file:
+            file.write(f"{line}\n")
+
+
+MARKED = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.wide("pairs")) for name in CASES]
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_the_features_of_a_case_give_the_run_of_one_process_and_resume_as_it(
+    name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    found = found_in(CASES[name], tmp_path_factory, tmp_path)
+    recorded(name, CASES[name], found)
+    assert not found["failures"], f"{shown(CASES[name])}: {'; '.join(found['failures'])}"
+
+
+def test_every_pair_of_values_is_in_a_case_or_is_refused() -> None:
+    """A refused set of more than two values leaves its pairs to other cases."""
+    covered = {pair for case in PAIRS for pair in pairs_of(case)}
+    refused = [frozenset(entry["values"].items()) for entry in DATA["refused"]]
+    missing = [
+        sorted(pair) for pair in all_pairs(FEATURES) if pair not in covered and not any(one <= pair for one in refused)
+    ]
+    assert missing == []
+
+
+def test_the_product_has_every_combination_of_its_values() -> None:
+    wanted = 1
+    for name in PRODUCT:
+        wanted *= len(PRODUCT[name])
+    assert len({tuple(case[name] for name in PRODUCT) for case in DATA["product"]}) == wanted
+
+
+def test_what_the_page_lists_as_refused_is_refused_and_no_case_is() -> None:
+    for entry in DATA["refused"]:
+        assert refusal_of({**default_case(FEATURES), **entry["values"]}) == entry["reason"]
+    assert [name for name, case in CASES.items() if refusal_of(case)] == []

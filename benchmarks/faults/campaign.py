@@ -99,7 +99,7 @@ class Coverage:
             function = self.tests[number].partition("[")[0]
             cases[function] += 1
             cost[number] = (self.seconds[number] + 0.02) * cases[function]
-        best = [number for number in kills.best(mutant, self.tests) if number in cost]
+        best = [number for number in kills.best(mutant, self.tests) if number in cost][:6]
         rest = sorted(cost.keys() - set(best), key=lambda number: (cost[number], number))
         return [*best, *rest]
 
@@ -138,13 +138,13 @@ class Kills:
     def count(self, name: str, test: str) -> None:
         """Count a kill."""
         file, function, *_ = name.split("::")
-        for place in (file, f"{file}::{function}"):
+        for place in ("", file, f"{file}::{function}"):
             self._of.setdefault(place, Counter())[test] += 1
 
     def best(self, mutant: Mutant, tests: Sequence[str]) -> list[int]:
-        """The numbers of up to five tests: the best of the function, then the best of the file."""
+        """The numbers of some tests: the best of the function, then the best of the file and of all files."""
         file, function, *_ = mutant.name.split("::")
-        places = ((f"{file}::{function}", 3), (file, 2))
+        places = ((f"{file}::{function}", 3), (file, 2), ("", 40))
         names = [test for place, many in places for test, _ in self._of.get(place, Counter()).most_common(many)]
         numbers = {test: number for number, test in enumerate(tests)}
         return [numbers[name] for name in dict.fromkeys(names) if name in numbers]

@@ -8,6 +8,7 @@ Tests start workers from a forkserver of multiprocessing, which would import tor
 forkserver from itself before it imports any test; that one imports nothing until its first worker is needed.
 """
 
+import faulthandler
 import importlib
 import json
 import os
@@ -41,7 +42,7 @@ def main() -> None:
     print(json.dumps({"ready": threading.active_count()}), file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        pid = os.fork()
+        pid = _forked()
         if pid == 0:
             answers.close()
             _session(request)
@@ -77,6 +78,19 @@ def _session(request: dict[str, Any]) -> None:
         os._exit(status)
 
 
+def _silence(kept: set[int]) -> None:
+    """Let all files but the kept ones be /dev/null. Closed, their numbers would be those of files opened later.
+
+    pytest's capture and handlers of loggers still write to them.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            os.fstat(int(name))  # the one that listed the folder is closed
+            if int(name) > 2 and int(name) not in kept | {nothing}:
+                os.dup2(nothing, int(name))
+
+
 class _ForkedServer:
     """Forks multiprocessing's forkserver when a session begins, after its conftest.py is imported."""
 
@@ -95,19 +109,25 @@ class _ForkedServer:
             util.spawnv_passfds = spawn
 
 
+def _forked() -> int:
+    """Fork. Python 3.12 warns of threads, which libraries keep for computations that none of the forks continues."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return os.fork()
+
+
 def _fork(path: bytes, arguments: list[str], passed: list[int]) -> int:
     """Like `spawnv_passfds`, but a fork, which begins to work when someone connects to the first passed file."""
-    pid = os.fork()
+    pid = _forked()
     if pid:
         return pid
     try:
         from multiprocessing import forkserver, resource_tracker
 
-        begin = 3
-        for number in sorted(passed):
-            os.closerange(begin, number)
-            begin = number + 1
-        os.closerange(begin, os.sysconf("SC_OPEN_MAX"))
+        _silence(set(passed))
+        for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):  # pytest's capture has replaced them
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
+        faulthandler.disable()  # it would write to a file that is closed
         listener, alive = passed[:2]
         ready, _, _ = select.select([listener, alive], [], [])
         if listener in ready:

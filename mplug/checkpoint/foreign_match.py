@@ -153,7 +153,8 @@ def _by_public_names(model: Model, checkpoint: ForeignCheckpoint) -> Iterator[Ma
     if prefix and not any(name.startswith(prefix) for name in checkpoint.tensors):
         names = {f"{prefix}{name}": name for name in checkpoint.tensors if name not in made.public}
     back = {stored: public for public, stored in names.items()}
-    unneeded = {name for name in checkpoint.tensors if made.ignores(back.get(name, name))}
+    present = {back.get(name, name) for name in checkpoint.tensors}
+    unneeded = {name for name in checkpoint.tensors if made.ignores(back.get(name, name), present)}
     yield Match(checkpoint, made.links, names, frozenset(unneeded))
 
 

@@ -1,8 +1,8 @@
 """Random config.json files of the families that mplug reads, over the fields of transformers' own config classes.
 
-A case has a tiny shape. Its other fields are absent, or have a value of three kinds: one that published folders have,
-one that is rare or unsupported, or null. Fields of transformers' classes that this file does not name get values by their
-types, so a field that a new version of transformers adds occurs without a change here.
+A case has a tiny shape. Each other field is absent, or has a value that published folders have, or one that is rare or
+unsupported, or null. A field of transformers' classes that this file does not name gets values by its type, so a field
+that a new version of transformers adds occurs without a change here.
 """
 
 import dataclasses
@@ -192,12 +192,15 @@ def case_of(kind: str, seed: int) -> Case:
     defaults = defaults_of(kind)
     if "layer_types" in defaults and draw.random() < 0.5:
         fields["layer_types"] = _layer_types(draw, fields["num_hidden_layers"])
+        if "sliding_attention" in fields["layer_types"] and draw.random() < 0.95:
+            fields["sliding_window"] = draw.choice((3, 6, 4096))
+            fields |= {"use_sliding_window": True} if "use_sliding_window" in defaults else {}
     for name in draw.sample(sorted(defaults), draw.choice((0, 2, 4, 8))):
         if name not in fields:
             _put(fields, name, _usual(draw, name, defaults[name]))
     for name in draw.sample(sorted(NEUTRAL), draw.choice((0, 0, 2))):
         fields[name] = NEUTRAL[name]
-    if draw.random() < 0.45:
+    if draw.random() < 0.35:
         for _ in range(draw.choice((1, 1, 2))):
             _strange(draw, fields, defaults)
     return Case(fields, seed)
@@ -285,7 +288,7 @@ def _shape(draw: Random, kind: str) -> Fields:
         "intermediate_size": draw.choice((8, 24, 40, 64)),
         "vocab_size": draw.choice((31, 64, 77)),
     }
-    if draw.random() < 0.15:
+    if draw.random() < 0.15 and kind in ("llama", "deepseek_v2", "deepseek_v3"):  # elsewhere the default is a number
         del fields["num_key_value_heads"]
     if draw.random() < 0.6 or kind in ("qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss"):
         fields["head_dim"] = draw.choice((4, 8, 10, 16))
@@ -348,9 +351,9 @@ SHAPES: dict[str, Callable[[Random, str], Fields]] = {
 
 
 def _layer_types(draw: Random, layers: int) -> list[str]:
-    if draw.random() < 0.1:
+    if draw.random() < 0.05:
         return [draw.choice(("chunked_attention", "attention", "full_attention", "linear_attention"))] * layers
-    length = layers if draw.random() < 0.95 else layers + 1
+    length = layers if draw.random() < 0.97 else layers + 1
     return [draw.choice(("full_attention", "sliding_attention")) for _ in range(length)]
 
 

@@ -29,6 +29,7 @@ def settings_of(config: PublicConfig) -> PublicSettings:
         "ffn_hidden_size": config.number("intermediate_size"),
         "num_experts": config.number("num_local_experts", 8),
         "num_experts_per_token": config.number("num_experts_per_tok", 2),
+        "moe_router_normalize": True,
         "rope_theta": rope["rope_theta"],
         "norm_eps": config.take("rms_norm_eps", 1e-5),
     }

@@ -14,8 +14,16 @@ if TYPE_CHECKING:
     from mplug.checkpoint.foreign import ForeignTensor as ForeignTensor
     from mplug.checkpoint.weight_decoders import WeightDecoder as WeightDecoder
     from mplug.config.binding import RunConfig as RunConfig
-    from mplug.config.public import PublicConfig as PublicConfig
-    from mplug.config.public import PublicSettings as PublicSettings
+    from mplug.config.public_fields import SHARED_FIELDS as SHARED_FIELDS
+    from mplug.config.public_fields import unused as unused
+    from mplug.config.public_form import FixedField as FixedField
+    from mplug.config.public_form import PublicField as PublicField
+    from mplug.config.public_form import PublicForm as PublicForm
+    from mplug.config.public_form import PublicSettings as PublicSettings
+    from mplug.config.public_form import ReadField as ReadField
+    from mplug.config.public_form import SumField as SumField
+    from mplug.config.public_form import UnusedField as UnusedField
+    from mplug.config.public_form import Values as Values
     from mplug.config.sum_format import SumFormat as SumFormat
     from mplug.contracts import MAY_CHANGE as MAY_CHANGE
     from mplug.contracts import MAY_MOVE as MAY_MOVE
@@ -145,9 +153,19 @@ publish(
         ),
         "mplug.checkpoint.weight_decoders": ("WeightDecoder",),
         "mplug.config.binding": ("RunConfig",),
-        "mplug.config.public": (
-            "PublicConfig",
+        "mplug.config.public_fields": (
+            "SHARED_FIELDS",
+            "unused",
+        ),
+        "mplug.config.public_form": (
+            "FixedField",
+            "PublicField",
+            "PublicForm",
             "PublicSettings",
+            "ReadField",
+            "SumField",
+            "UnusedField",
+            "Values",
         ),
         "mplug.config.sum_format": ("SumFormat",),
         "mplug.contracts": (

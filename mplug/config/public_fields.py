@@ -53,9 +53,7 @@ _RUNNING = {
     ),
 }
 _OTHER_TASKS = {
-    **unused(
-        "a field of classifiers", "id2label label2id num_labels problem_type finetuning_task classifier_dropout"
-    ),
+    **unused("a field of classifiers", "id2label label2id num_labels problem_type finetuning_task classifier_dropout"),
     **unused("a field of models with an encoder", "is_decoder tie_encoder_decoder prefix"),
 }
 _OTHER_MODELS: dict[str, PublicField] = {

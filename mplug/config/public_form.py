@@ -12,6 +12,7 @@ from typing import Any
 
 from mplug.errors import brief, listed, suggest
 
+
 @dataclass(frozen=True)
 class Values:
     """Which values of a field are supported, and how an error describes them: 'an integer of at least 1'."""
@@ -91,7 +92,7 @@ class ReadField:
 
     `default` is what the transformers library takes if the field is absent. Null is a value of its own: only `values`
     that accept it (`or_null`) allow it. `settings` are the fields of the family's Config that receive the value, after
-    `ours` has translated it; a field without `settings` is read by `PublicForm.settings`. With `training`, only training
+    `ours` has translated it; `PublicForm.settings` reads a field without `settings`. With `training`, only training
     uses the value, so a user may set another one. With `required`, the library computes nothing with its default.
     """
 
@@ -110,7 +111,7 @@ class ReadField:
             return f"its field '{name}' is {shown(value)}, but must be {self.values.text}"
         return f"its field '{name}' is {shown(value)}, but the family supports {self.values.text} only"
 
-    def written(self, config: Any) -> Any:
+    def written(self, name: str, config: Any) -> Any:
         """The value that a config of the family has for this field. Raises ValueError if there is none."""
         found = getattr(config, self.settings[0])
         if self.ours is None:
@@ -118,7 +119,7 @@ class ReadField:
         for theirs, ours in self.ours.items():
             if same_value(ours, found):
                 return theirs
-        raise ValueError(f"it has no value for {self.settings[0]}={found!r}")
+        raise ValueError(f"no value of '{name}' means model.{self.settings[0]}={found!r}")
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,10 @@ class FixedField:
 
 @dataclass(frozen=True)
 class SumField:
-    """A field that repeats other fields: it must be the sum of their values. With `or_null`, it may be null, too."""
+    """A field that repeats other fields: it must be the sum of their values. With `or_null`, it may be null, too.
+
+    A `default` of None means that the field may be absent.
+    """
 
     default: Any
     names: tuple[str, ...]
@@ -221,7 +225,7 @@ class PublicForm:
             elif isinstance(row, FixedField):
                 problem = row.check(name, given.get(name, row.default))
                 if problem is not None:
-                    raise ValueError(problem if name in given else f"it lacks the field '{name}'; without it, {problem}")
+                    raise ValueError(problem if name in given else f"it lacks the field '{name}': {problem}")
         for name, row in self.fields.items():
             if isinstance(row, SumField):
                 self._check_sum(row, name, given, found)
@@ -245,7 +249,7 @@ class PublicForm:
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
-            **{name: row.written(config) for name, row in rows.items()},
+            **{name: row.written(name, config) for name, row in rows.items()},
             **self.write(config),
         }
 
@@ -286,7 +290,7 @@ class PublicForm:
 
     def _check_sum(self, row: SumField, name: str, given: Mapping[str, Any], found: Mapping[str, Any]) -> None:
         value = given.get(name, row.default)
-        if value is None and row.or_null:
+        if value is None and (row.or_null or name not in given):
             return
         total = sum(found[one] for one in row.names)
         if not same_value(value, total):

@@ -1,4 +1,4 @@
-"""Rows of a config.json that many families of decoders share, and what several of its fields decide together. No torch."""
+"""Rows of a config.json that many decoders share, and what several of its fields decide together. No torch."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ SIZES = {
     "max_position_embeddings": (),
 }
 """Field with a size -> our settings."""
-TRAINING = {
+EXPERTS_TRAINING = {
     "z_loss_coefficient": 0.0,
     "moe_balance": "sequence",
     "moe_router_jitter": 0.0,
@@ -26,7 +26,7 @@ TRAINING = {
     "aux_loss_coefficient": 0.0,
 }
 """Settings of experts that only training uses."""
-ALTERING = {"capacity_factor": None, "expert_bias_rate": 0.0}
+EXPERTS_ALTERING = {"capacity_factor": None, "expert_bias_rate": 0.0}
 """Settings of experts that a user may choose, and that no config.json expresses."""
 
 
@@ -59,18 +59,18 @@ def heads_fields(kv_heads: int | None, head_dim: int | None, *, null: tuple[str,
     }
 
 
-def tied(default: bool) -> dict[str, PublicField]:
+def tied_fields(default: bool) -> dict[str, PublicField]:
     """The row of an embedding table that is the output projection too."""
     return {"tie_word_embeddings": ReadField(default, Values.flag(), ("tie_embeddings",))}
 
 
-UNTIED: dict[str, PublicField] = {"tie_word_embeddings": FixedField(False, (False,))}
+UNTIED_FIELDS: dict[str, PublicField] = {"tie_word_embeddings": FixedField(False, (False,))}
 """The row of a family whose output projection is never the embedding table."""
-SLICES: dict[str, PublicField] = {
+SLICES_FIELDS: dict[str, PublicField] = {
     "pretraining_tp": UnusedField("older releases computed the same products in this number of slices")
 }
 """The row of older configs of Llama and DeepSeek."""
-ROUTER_LOSS: dict[str, PublicField] = {
+ROUTER_LOSS_FIELDS: dict[str, PublicField] = {
     "router_aux_loss_coef": ReadField(0.001, Values.not_negative(), ("aux_loss_coefficient",), training=True),
     "output_router_logits": UnusedField("the library adds the balancing loss by it; mplug always does"),
 }
@@ -184,9 +184,7 @@ def _of_library(kind: str, found: dict[str, Any], longest: int) -> dict[str, Any
         found["truncate"] = False
     zero_is_none = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     return {
-        name: value
-        for name, value in found.items()
-        if value is not None and not (value == 0 and name in zero_is_none)
+        name: value for name, value in found.items() if value is not None and not (value == 0 and name in zero_is_none)
     }
 
 
@@ -205,7 +203,7 @@ def written_rotary(config: GeneralDecoderConfig) -> dict[str, Any]:
 # Types of attention
 
 
-TYPES_FIELD: dict[str, PublicField] = {"layer_types": ReadField(None, Values.names().or_null)}
+LAYER_TYPES_FIELDS: dict[str, PublicField] = {"layer_types": ReadField(None, Values.names().or_null)}
 """The row of the types of the blocks' attention."""
 
 

@@ -27,7 +27,7 @@ def public_config_of(config: RunConfig) -> dict[str, Any]:
             fields = form.written(chosen.config)
             other = differences(chosen, form, fields)
         except ValueError as error:
-            problems.append((1, f"as a config.json of {form.architecture}, {brief_reason(error)}"))
+            problems.append((1, f"a config.json of {form.architecture} cannot express it: {brief_reason(error)}"))
             continue
         if not other:
             return fields
@@ -59,7 +59,7 @@ def _training(own: Any, found: PublicSettings) -> dict[str, Any]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two configs describe the same model; a list may be spelled in two ways (`DecoderConfig.computes_like`)."""
+    """Whether two configs describe the same model, also if they spell it differently."""
     alike = getattr(one, "computes_like", None)
     return bool(alike(other)) if callable(alike) else bool(one == other)
 

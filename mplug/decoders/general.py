@@ -84,8 +84,13 @@ class GeneralDecoderConfig(SparseDecoderConfig):
             raise ValueError("attention_types has blocks with windows; set window")
         if "experts" in (self.feed_forward_types or ()) and not self.num_experts:
             raise ValueError("feed_forward_types has blocks with experts, and num_experts is 0")
-        self.rotary()
+        self.rotary().turns(self.rotary_width)  # raises ValueError for options that cannot be computed with
         return self
+
+    @property
+    def rotary_width(self) -> int:
+        """Width of the part of a head that `rotary` turns, or a share of it."""
+        return self.head_width
 
     def entry(self, name: str, number: int) -> str:
         """The entry of a list for block `number`."""

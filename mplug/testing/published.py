@@ -10,7 +10,8 @@ from mplug.checkpoint.public_weights import conversion
 from mplug.checkpoint.transfer import Read, fill_ours, fill_theirs
 from mplug.errors import UsageError
 from mplug.layout.mesh import Mesh
-from mplug.registry.public import READ, public_config_of
+from mplug.registry.public import FORMS, forms_of
+from mplug.registry.public_export import public_config_of
 from mplug.run.run import Run
 from mplug.testing.suite import Fault, require
 
@@ -25,7 +26,7 @@ def require_published(run: Run, model: "Model") -> None:
     """
     plugin = next(one for one in run.config.chosen if one.section == ("model",)).plugin
     if model.plan.external is None:
-        require(not hasattr(plugin, READ), f"it has '{READ}', but its plan has no external names (Plan.external)")
+        require(not forms_of(plugin), f"it has '{FORMS}', but its plan has no external names (Plan.external)")
         raise SkipTest("its plan has no external names, so it has no published form")
     try:
         public_config_of(run.config)

@@ -19,11 +19,13 @@ class Values:
 
     accepts: Callable[[Any], bool]
     text: str
+    samples: tuple[Any, ...] = ()
+    """Supported values that take different paths through a form's function; the suite for families tries them."""
 
     @property
     def or_null(self) -> "Values":
         """The same values, and null."""
-        return Values(lambda value: value is None or self.accepts(value), f"{self.text}, or null")
+        return Values(lambda value: value is None or self.accepts(value), f"{self.text}, or null", self.samples)
 
     @staticmethod
     def integer(least: int = 1) -> "Values":
@@ -48,13 +50,13 @@ class Values:
     @staticmethod
     def flag() -> "Values":
         """true and false."""
-        return Values(lambda value: isinstance(value, bool), "true or false")
+        return Values(lambda value: isinstance(value, bool), "true or false", (True, False))
 
     @staticmethod
     def one_of(*allowed: Any) -> "Values":
         """These values."""
         words = " or ".join(json.dumps(one) for one in allowed)
-        return Values(lambda value: any(same_value(value, one) for one in allowed), words)
+        return Values(lambda value: any(same_value(value, one) for one in allowed), words, allowed)
 
     @staticmethod
     def mapping() -> "Values":
@@ -233,7 +235,10 @@ class PublicForm:
 
     def read(self, given: Mapping[str, Any]) -> PublicSettings:
         """The settings that a config.json describes. Raises ValueError with one sentence."""
-        values = self.values(given)
+        return self.settings_of(self.values(given))
+
+    def settings_of(self, values: Mapping[str, Any]) -> PublicSettings:
+        """The settings that the values of all fields describe. Raises ValueError if they do not fit together."""
         fixed, free = {**self.implied}, {**self.training}
         for name, row in self.fields.items():
             if isinstance(row, ReadField) and row.settings:

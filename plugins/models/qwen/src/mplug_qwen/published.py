@@ -21,6 +21,7 @@ from mplug import (
     rotary_settings,
     shortest,
     tied_fields,
+    written_decoder,
     written_rotary,
 )
 
@@ -94,9 +95,9 @@ def _sparse(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _written_windows(config: "QwenConfig") -> dict[str, Any]:
-    """The fields of rotary positions and of windows."""
+    """The fields of heads, rotary positions and windows."""
     return {
-        "rope_parameters": written_rotary(config),
+        **written_decoder(config, written_rotary(config)),
         "use_sliding_window": config.window is not None,
         "sliding_window": config.window,
     }

@@ -30,7 +30,8 @@ def _rotary(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _written(config: "MixtralConfig") -> dict[str, Any]:
-    return written_decoder(config, {"rope_type": "default", "rope_theta": config.rope_theta})
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    return {**written_decoder(config, rope), "intermediate_size": config.expert_width}
 
 
 MIXTRAL = PublicForm(

@@ -472,11 +472,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "its field 'n_embd' is '32', but must be an integer of at least 1",
     ),
     "a size that does not fit": (lambda f: edited(f, n_head=5), "num_attention_heads=5 does not divide"),
-    "a missing size": (lambda f: edited(f, n_layer=None), "it lacks the field 'n_layer'"),
+    "a size that is null": (
+        lambda f: edited(f, n_layer=None),
+        "its field 'n_layer' is null, but must be an integer of at least 1",
+    ),
     "another size than the tensors": (lambda f: edited(f, n_layer=5), "it lacks 'transformer.h.4."),
     "a field with an unsupported value": (
         lambda f: edited(f, scale_attn_weights=False),
-        "its field 'scale_attn_weights' is False, but the family supports true only",
+        "its field 'scale_attn_weights' is false, but the family supports true only",
     ),
     "a field that nobody knows": (
         lambda f: edited(f, sparse_attention=4),

@@ -12,6 +12,9 @@ from typing import Any
 
 from mplug.errors import brief, listed, suggest
 
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Fields with numbers of tokens, which the tokenizer's files state."""
+
 
 @dataclass(frozen=True)
 class Values:
@@ -19,11 +22,13 @@ class Values:
 
     accepts: Callable[[Any], bool]
     text: str
+    samples: tuple[Any, ...] = ()
+    """Supported values that take different paths through a form's function; the suite for families tries them."""
 
     @property
     def or_null(self) -> "Values":
         """The same values, and null."""
-        return Values(lambda value: value is None or self.accepts(value), f"{self.text}, or null")
+        return Values(lambda value: value is None or self.accepts(value), f"{self.text}, or null", self.samples)
 
     @staticmethod
     def integer(least: int = 1) -> "Values":
@@ -48,13 +53,13 @@ class Values:
     @staticmethod
     def flag() -> "Values":
         """true and false."""
-        return Values(lambda value: isinstance(value, bool), "true or false")
+        return Values(lambda value: isinstance(value, bool), "true or false", (True, False))
 
     @staticmethod
     def one_of(*allowed: Any) -> "Values":
         """These values."""
         words = " or ".join(json.dumps(one) for one in allowed)
-        return Values(lambda value: any(same_value(value, one) for one in allowed), words)
+        return Values(lambda value: any(same_value(value, one) for one in allowed), words, allowed)
 
     @staticmethod
     def mapping() -> "Values":
@@ -113,13 +118,13 @@ class ReadField:
 
     def written(self, name: str, config: Any) -> Any:
         """The value that a config of the family has for this field. Raises ValueError if there is none."""
-        found = getattr(config, self.settings[0])
-        if self.ours is None:
-            return found
-        for theirs, ours in self.ours.items():
-            if same_value(ours, found):
+        found = [getattr(config, setting) for setting in self.settings]
+        pairs = [(found[0], found[0])] if self.ours is None else list(self.ours.items())
+        for theirs, ours in pairs:
+            if all(same_value(ours, one) for one in found) and self.values.accepts(theirs):
                 return theirs
-        raise ValueError(f"no value of '{name}' means model.{self.settings[0]}={found!r}")
+        settings = listed(f"model.{one}={value!r}" for one, value in zip(self.settings, found, strict=True))
+        raise ValueError(f"no value of '{name}' means {settings}")
 
 
 @dataclass(frozen=True)
@@ -193,10 +198,11 @@ class PublicForm:
 
     `fields` has every field of the library's configuration class, of older and of newer releases; a field that is not
     in it is refused. `aliases` are other names of fields: {'num_experts': 'num_local_experts'}. `settings` computes
-    what several fields decide together, from the values of all fields that are read. `write` is its inverse: the fields
-    that no setting decides alone, from the family's Config. `implied` are settings that the form does not state.
-    `training` and `altering` are settings without a field (see `PublicSettings`), with the values that the form
-    implies. `longest` is the field with the length of the longest sequence.
+    what several fields decide together, from the values of all fields that are read. `write` is its inverse: from the
+    family's Config, the fields that no setting decides alone; it may also write one that a setting decides. `implied`
+    are settings that the form does not state. `training` and `altering` are settings without a field (see
+    `PublicSettings`), with the values that the form implies. `longest` is the field with the length of the longest
+    sequence.
 
     An export reads what `write` returns through the same table. If this gives another model, the form cannot express
     the config, and the export is refused. So `write` cannot lose a setting, and needs no checks of its own.
@@ -233,7 +239,10 @@ class PublicForm:
 
     def read(self, given: Mapping[str, Any]) -> PublicSettings:
         """The settings that a config.json describes. Raises ValueError with one sentence."""
-        values = self.values(given)
+        return self.settings_of(self.values(given))
+
+    def settings_of(self, values: Mapping[str, Any]) -> PublicSettings:
+        """The settings that the values of all fields describe. Raises ValueError if they do not fit together."""
         fixed, free = {**self.implied}, {**self.training}
         for name, row in self.fields.items():
             if isinstance(row, ReadField) and row.settings:
@@ -245,12 +254,14 @@ class PublicForm:
 
     def written(self, config: Any) -> dict[str, Any]:
         """The config.json of a family's Config; the host checks that it reads as the same model."""
+        own = self.write(config)
         rows = {name: row for name, row in self.fields.items() if isinstance(row, ReadField) and row.settings}
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
-            **{name: row.written(name, config) for name, row in rows.items()},
-            **self.write(config),
+            **{name: None for name in TOKENS if name in self.fields},  # the library's defaults are of other tokenizers
+            **{name: row.written(name, config) for name, row in rows.items() if name not in own},
+            **own,
         }
 
     def with_fields(self, **rows: PublicField) -> "PublicForm":

@@ -6,6 +6,7 @@ from typing import Any
 from mplug.config.public_fields import SHARED_FIELDS
 from mplug.config.public_form import FixedField, PublicField, ReadField, UnusedField, Values
 from mplug.decoders.general import GeneralDecoderConfig
+from mplug.decoders.sparse import SparseDecoderConfig
 
 TYPES = {"full_attention": "full", "sliding_attention": "window"}
 """Entry of `layer_types` -> entry of `attention_types`."""
@@ -192,6 +193,11 @@ def _refuse(name: str, value: Any, values: Values) -> None:
     problem = ReadField(None, values).check(name, value)
     if problem is not None:
         raise ValueError(problem)
+
+
+def written_decoder(config: SparseDecoderConfig, rope: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that most families write: heads, their width, and rotary positions (`rope_parameters`)."""
+    return {"num_key_value_heads": config.kv_heads, "head_dim": config.head_width, "rope_parameters": dict(rope)}
 
 
 def written_rotary(config: GeneralDecoderConfig) -> dict[str, Any]:

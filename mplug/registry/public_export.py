@@ -1,12 +1,13 @@
 """Whether a run's model has a published form, and its config.json: what it says is read back and compared."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mplug.config.binding import Chosen, RunConfig
+from pydantic import BaseModel
+
+from mplug.config.binding import RunConfig
 from mplug.config.public import read_json
-from mplug.config.public_form import PublicForm, PublicSettings, form_of
+from mplug.config.public_form import PublicSettings
 from mplug.errors import UsageError, listed, quoted
 from mplug.registry.bind_section import bind
 from mplug.registry.public import brief_reason, forms_of, model_of, read_public_config
@@ -21,35 +22,40 @@ def public_config_of(config: RunConfig) -> dict[str, Any]:
     chosen = model_of(config)
     if not forms_of(chosen.plugin):
         raise UsageError(f"{chosen.label} ({chosen.entry.origin}) writes no published checkpoints")
+    try:
+        return written(chosen.plugin, chosen.config)
+    except ValueError as error:
+        raise UsageError(f"the model of {chosen.label} has no published form: {brief_reason(error)}") from None
+
+
+def written(plugin: Any, config: Any) -> dict[str, Any]:
+    """The config.json of a family's Config, in the first form that expresses it. Raises ValueError if none does."""
     problems: list[tuple[int, str]] = []
-    for form in forms_of(chosen.plugin):
+    for form in forms_of(plugin):
         try:
-            fields = form.written(chosen.config)
-            other = differences(chosen, form, fields)
+            fields = form.written(config)
+            other = differences(type(config), config, form.read(fields))
         except ValueError as error:
-            problems.append((1, f"a config.json of {form.architecture} cannot express it: {brief_reason(error)}"))
+            problems.append((1, f"a config.json of {form.architecture} cannot express it: {error}"))
             continue
         if not other:
             return fields
         problems.append((len(other), f"a config.json of {form.architecture} cannot express {listed(other)}"))
     fewest = min(number for number, _ in problems)
-    reasons = "; ".join(reason for number, reason in problems if number == fewest)
-    raise UsageError(f"the model of {chosen.label} has no published form: {reasons}")
+    raise ValueError("; ".join(reason for number, reason in problems if number == fewest))
 
 
-def differences(chosen: Chosen, form: PublicForm, fields: Mapping[str, Any]) -> list[str]:
+def differences(model: type[BaseModel], own: Any, found: PublicSettings) -> list[str]:
     """The settings of a family's config that a config.json describes otherwise ('model.position=rotary').
 
-    Choices that only training uses, such as dropout, may differ. Raises ValueError for a config.json that the form
-    cannot read.
+    Choices that only training uses, such as dropout, may differ. Raises ValueError for settings that do not fit.
     """
-    own, found = chosen.config, form.read(fields)
-    described, problems = bind(chosen.plugin.Config, {**found.altering, **found.fixed, **_training(own, found)})
+    described, problems = bind(model, {**found.altering, **found.fixed, **_training(own, found)})
     if problems:
         raise ValueError(f"{'.'.join(problems[0].path)}: {problems[0].message}")
     if _equal(own, described):
         return []
-    names = [name for name in type(own).model_fields if getattr(own, name) != getattr(described, name)]
+    names = [name for name in model.model_fields if getattr(own, name) != getattr(described, name)]
     blamed = [name for name in names if _matters(own, described, name)] or names
     return [f"model.{name}={quoted(getattr(own, name))}" for name in blamed]
 
@@ -74,9 +80,9 @@ def _matters(own: Any, described: Any, name: str) -> bool:
 
 def describes(config: RunConfig, path: Path) -> bool:
     """Whether a config.json describes the model of a run."""
-    chosen, fields = model_of(config), read_json(path)
-    read_public_config(chosen.entry, chosen.plugin, path, fields)  # raises UsageError
-    return not differences(chosen, form_of(forms_of(chosen.plugin), fields), fields)
+    chosen = model_of(config)
+    found = read_public_config(chosen.entry, chosen.plugin, path, read_json(path))  # raises UsageError
+    return not differences(type(chosen.config), chosen.config, found)
 
 
 def why_not_published(config: RunConfig) -> str | None:

@@ -44,7 +44,11 @@ TINY: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**ROWS, **LATENT, "n_group": 4, "topk_group": 2},
 }
 """By `model_type`, the fields of a tiny model; all others are absent."""
-TINY["gpt2"] |= {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+SILENT: dict[str, dict[str, Any]] = {
+    "gpt2": {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0},
+    "mixtral": {"router_jitter_noise": 0.0},
+}
+"""What a comparison in training mode needs: no random numbers."""
 
 
 @cache
@@ -74,9 +78,11 @@ def read(given: dict[str, Any]) -> PublicSettings:
     return form.read(given)
 
 
-def described(given: dict[str, Any]) -> Any:
-    """The family's Config that a config.json describes."""
-    return plugin_of(given["model_type"]).Config(**read(given).fixed)
+def described(given: dict[str, Any], like: Any = None) -> Any:
+    """The family's Config that a config.json describes, with the choices of training of another Config."""
+    found = read(given)
+    free = {name: getattr(like, name) if like is not None else value for name, value in found.free.items()}
+    return plugin_of(given["model_type"]).Config(**{**found.altering, **free, **found.fixed})
 
 
 @cache
@@ -94,8 +100,11 @@ def library_config(given: dict[str, Any]) -> Any:
     return AutoConfig.for_model(given["model_type"], **fields)
 
 
-def distance(given: dict[str, Any]) -> float:
-    """The largest difference of logits and gradients, in fp64, of the library's and our model of a config.json."""
+def distance(given: dict[str, Any], ours: Any = None) -> float:
+    """The largest difference of logits and gradients, in fp64, of the library's and our model of a config.json.
+
+    `ours` is the family's Config; None: that which the config.json describes.
+    """
     from transformers import AutoModelForCausalLM
 
     kind = given["model_type"]
@@ -103,11 +112,14 @@ def distance(given: dict[str, Any]) -> float:
     importlib.import_module(f"transformers.models.{module}.modeling_{module}")
     family, form = forms()[kind]
     found = form.read(given)
-    settings = {**found.altering, **found.free, **found.fixed, "init_std": 0.02}
-    settings |= {name: 0.0 for name in ("aux_loss_coefficient", "dropout", "attention_dropout") if name in settings}
+    settings = {**found.altering, **found.free, **found.fixed} if ours is None else ours.model_dump()
+    quiet = ("aux_loss_coefficient", "z_loss_coefficient", "dropout", "attention_dropout", "moe_router_jitter")
+    settings |= {name: 0.0 for name in quiet if name in settings}
     with wide(module):
         library: torch.nn.Module = AutoModelForCausalLM.from_config(
-            library_config(given), attn_implementation="eager", experts_implementation="eager"
+            library_config({**given, **SILENT.get(kind, {})}),
+            attn_implementation="eager",
+            experts_implementation="eager",
         )
         reference = drawn(library)
         with torch.no_grad():

@@ -20,6 +20,7 @@ from mplug import (
     rotary_fields,
     rotary_settings,
     tied_fields,
+    written_decoder,
     written_rotary,
 )
 
@@ -118,13 +119,13 @@ def _written(config: "GemmaConfig") -> dict[str, Any]:
 
 
 def _written_second(config: "GemmaConfig") -> dict[str, Any]:
-    return {**_written(config), "rope_parameters": written_rotary(config)}
+    return {**_written(config), **written_decoder(config, written_rotary(config))}
 
 
 def _written_third(config: "GemmaConfig") -> dict[str, Any]:
     local = {"rope_type": "default", "rope_theta": config.window_rope_theta or config.rope_theta}
     types = {"full_attention": written_rotary(config), "sliding_attention": local}
-    return {**_written(config), "rope_parameters": types}
+    return {**_written(config), **written_decoder(config, types)}
 
 
 GEMMA2 = PublicForm(

@@ -21,6 +21,7 @@ from mplug import (
     layer_types,
     rotary_fields,
     rotary_settings,
+    written_decoder,
     written_rotary,
 )
 
@@ -44,7 +45,7 @@ def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _written(config: "GptOssConfig") -> dict[str, Any]:
-    return {"rope_parameters": written_rotary(config), "layer_types": layer_types(config)}
+    return {**written_decoder(config, written_rotary(config)), "layer_types": layer_types(config)}
 
 
 GPT_OSS = PublicForm(

@@ -14,6 +14,7 @@ from mplug import (
     rotary_fields,
     rotary_settings,
     tied_fields,
+    written_decoder,
     written_rotary,
 )
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def _written(config: "LlamaConfig") -> dict[str, Any]:
-    return {"rope_parameters": written_rotary(config)}
+    return written_decoder(config, written_rotary(config))
 
 
 LLAMA = PublicForm(

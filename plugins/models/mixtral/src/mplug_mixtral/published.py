@@ -14,6 +14,7 @@ from mplug import (
     heads_fields,
     rotary_fields,
     rotary_settings,
+    written_decoder,
 )
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ def _rotary(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _written(config: "MixtralConfig") -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta}}
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    return {**written_decoder(config, rope), "intermediate_size": config.expert_width}
 
 
 MIXTRAL = PublicForm(

@@ -21,6 +21,7 @@ from mplug import (
     rotary_settings,
     shortest,
     tied_fields,
+    written_decoder,
     written_rotary,
 )
 
@@ -92,11 +93,12 @@ def _sparse(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _written_windows(config: "QwenConfig") -> dict[str, Any]:
-    """The fields of rotary positions and of windows."""
+    """The fields of heads, rotary positions and windows."""
+    has_windows = "sliding_attention" in layer_types(config)
     return {
-        "rope_parameters": written_rotary(config),
-        "use_sliding_window": config.window is not None,
-        "sliding_window": config.window,
+        **written_decoder(config, written_rotary(config)),
+        "use_sliding_window": has_windows,
+        "sliding_window": config.window if has_windows else None,
     }
 
 
@@ -106,7 +108,12 @@ def _written_dense(config: "QwenConfig") -> dict[str, Any]:
 
 def _written_sparse(config: "QwenConfig") -> dict[str, Any]:
     dense = [number for number in range(config.num_layers) if not config.has_experts(number)]
-    return {**_written_windows(config), "decoder_sparse_step": 1, "mlp_only_layers": dense}
+    return {
+        **_written_windows(config),
+        "moe_intermediate_size": config.expert_width,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": dense,
+    }
 
 
 QWEN2 = PublicForm(

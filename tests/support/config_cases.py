@@ -57,6 +57,7 @@ USUAL: dict[str, Pool] = {
     "max_position_embeddings": (64, 131072),
     "output_router_logits": (False, True),
     "pretraining_tp": (1,),
+    "problem_type": (None, "regression"),
     "query_pre_attn_scalar": (256, 24, 7),
     "rope_interleave": (True, False),
     "router_aux_loss_coef": (0.001, 0.0, 0.9),
@@ -119,7 +120,7 @@ NEUTRAL: Fields = {
     "chunk_size_feed_forward": 0,
     "is_encoder_decoder": False,
     "tie_encoder_decoder": False,
-    "problem_type": None,
+    "problem_type": "regression",
     "tokenizer_class": "PreTrainedTokenizerFast",
     "gradient_checkpointing": True,
 }
@@ -200,7 +201,11 @@ def case_of(kind: str, seed: int) -> Case:
             _put(fields, name, _usual(draw, name, defaults[name]))
     for name in draw.sample(sorted(NEUTRAL), draw.choice((0, 0, 2))):
         fields[name] = NEUTRAL[name]
-    if draw.random() < 0.35:
+    if seed % 10 == 3:  # every field in turn, with another value than its default
+        names = sorted({*defaults, *aliases_of(kind)})
+        name = names[seed // 10 % len(names)]
+        fields[name] = _other(draw, name, defaults.get(name, 1))
+    elif draw.random() < 0.35:
         for _ in range(draw.choice((1, 1, 2))):
             _strange(draw, fields, defaults)
     return Case(fields, seed)
@@ -234,6 +239,12 @@ def _usual(draw: Random, name: str, default: Any) -> Any:
     if isinstance(default, bool) or default is None or isinstance(default, str):
         return default
     return ABSENT
+
+
+def _other(draw: Random, name: str, default: Any) -> Any:
+    """Another value than the default of a field."""
+    named = [value for value in (*USUAL.get(name, ()), *RARE.get(name, ())) if value != default]
+    return draw.choice(named) if named else _of_type(draw, default)
 
 
 def _strange(draw: Random, fields: Fields, defaults: Fields) -> None:
@@ -331,7 +342,7 @@ def _latent_shape(draw: Random, kind: str) -> Fields:
         "num_experts_per_tok": draw.randint(1, top * each),
         "n_group": groups,
         "topk_group": top,
-        "first_k_dense_replace": draw.randint(0, layers),
+        "first_k_dense_replace": draw.randint(0, layers - 1) if draw.random() < 0.95 else layers,
         "num_key_value_heads": draw.choice((fields["num_attention_heads"], None)),
     }
     if kind == "deepseek_v2" and draw.random() < 0.5:

@@ -30,7 +30,7 @@ from mplug.errors import UsageError
 from mplug.model.build import allocate_parts, build_model
 from mplug.model.model import Model
 from mplug.nn.random import sample_keys
-from mplug.registry.entry_points import Registry
+from mplug.registry.entry_points import BrokenPlugin, Registry
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.training.batch_parts import with_shifted
@@ -68,7 +68,8 @@ def outcome_of(case: Case, folder: Path) -> Outcome:
     try:
         model = read(folder, kind)
     except UsageError as refused:
-        return Outcome("refused", reason_of(str(refused), folder))
+        what = "failed" if isinstance(refused, BrokenPlugin) else "refused"
+        return Outcome(what, reason_of(str(refused), folder))
     except Exception as error:
         return Outcome("failed", f"{type(error).__name__} while mplug reads it: {error}")
     return _compared(reference, model)
@@ -83,8 +84,9 @@ def _rejected(folder: Path, why: str) -> Outcome:
     """transformers has no such model; mplug must not fail with anything but a refusal. It may accept the config."""
     try:
         settings_of(folder)
-    except UsageError:
-        return Outcome("rejected", why)
+    except UsageError as error:
+        if isinstance(error, BrokenPlugin):
+            return Outcome("failed", str(error))
     except Exception as error:
         return Outcome("failed", f"{type(error).__name__} while mplug reads what transformers rejects: {error}")
     return Outcome("rejected", why)
@@ -299,3 +301,28 @@ def smallest(case: Case, folder: Path) -> tuple[Case, Outcome]:
         if shorter.what == "failed":
             case, outcome = fewer, shorter
     return case, outcome
+
+
+def has_no_effect(case: Case, reason: str, folder: Path) -> bool:
+    """Whether transformers computes the same, to the bit, without the fields that a refusal names."""
+    named = {word.partition(".")[0] for word in re.findall(r"'([\w.]+)'", reason)} & set(case.fields)
+    named -= {"architectures", "model_type"}
+    fewer = Case({name: value for name, value in case.fields.items() if name not in named}, case.seed)
+    module = case.fields["model_type"].removesuffix("_text")
+    found = []
+    for one in (case, fewer):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        write_config(folder, one.fields)
+        try:
+            with wide(module):
+                found.append(Reference(one, folder))
+        except Exception:
+            return False
+    (one, other), gradients = found, [dict(x.library.named_parameters()) for x in found]
+    same = torch.equal(one.logits, other.logits) and gradients[0].keys() == gradients[1].keys()
+    return same and all(torch.equal(_gradient(x), _gradient(gradients[1][name])) for name, x in gradients[0].items())
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -158,15 +158,16 @@ def test_the_comparison_finds_a_difference_of_one_field(tmp_path: Path, monkeypa
     case = Case({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES, "rms_norm_eps": 1e-6}, 1)
     read = config_parity.read
 
-    def other(folder: Path, kind: str) -> Any:
+    def other(folder: Path, config: Any) -> Any:
+        del config
         config_parity.write_config(folder, {**case.fields, "rms_norm_eps": 1.1e-6})
-        return read(folder, kind)
+        return read(folder, config_parity.settings_of(folder, "llama"))
 
     monkeypatch.setattr(config_parity, "read", other)
     assert outcome_of(case, tmp_path / "one").what == "failed"
 
-    def frozen(folder: Path, kind: str) -> Any:
-        model = read(folder, kind)
+    def frozen(folder: Path, config: Any) -> Any:
+        model = read(folder, config)
         model.parameters()["blocks.1.norm2.weight"].requires_grad_(False)
         return model
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest import mock
 
 import torch
 from config_cases import Case, Fields
@@ -30,6 +31,7 @@ from mplug.errors import UsageError
 from mplug.model.build import allocate_parts, build_model
 from mplug.model.model import Model
 from mplug.nn.random import sample_keys
+from mplug.registry import precisions
 from mplug.registry.entry_points import BrokenPlugin, Registry
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
@@ -58,20 +60,22 @@ def outcome_of(case: Case, folder: Path) -> Outcome:
     write_config(folder, case.fields)
     module = kind.removesuffix("_text")
     importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+    config, outcome = _config_or_refusal(folder, kind)
     with wide(module):
         try:
             reference = Reference(case, folder)
         except Exception as error:
-            return _rejected(folder, f"{type(error).__name__}: {' '.join(str(error).split())}")
+            rejected = Outcome("rejected", f"{type(error).__name__}: {' '.join(str(error).split())}")
+            return outcome if outcome is not None and outcome.what == "failed" else rejected
+    if config is None:
+        assert outcome is not None
+        return outcome
     reference.save(folder)
     write_config(folder, case.fields)
     try:
-        model = read(folder, kind)
-    except UsageError as refused:
-        what = "failed" if isinstance(refused, BrokenPlugin) else "refused"
-        return Outcome(what, reason_of(str(refused), folder))
-    except Exception as error:
-        return Outcome("failed", f"{type(error).__name__} while mplug reads it: {error}")
+        model = read(folder, config)
+    except Exception as error:  # mplug has accepted the config, so the tensors must fit
+        return Outcome("failed", f"{type(error).__name__} while mplug reads the tensors: {error}")
     return _compared(reference, model)
 
 
@@ -80,24 +84,24 @@ def write_config(folder: Path, fields: Fields) -> None:
     (folder / "config.json").write_text(json.dumps(fields))
 
 
-def _rejected(folder: Path, why: str) -> Outcome:
-    """transformers has no such model; mplug must not fail with anything but a refusal. It may accept the config."""
-    try:
-        settings_of(folder)
-    except UsageError as error:
-        if isinstance(error, BrokenPlugin):
-            return Outcome("failed", str(error))
-    except Exception as error:
-        return Outcome("failed", f"{type(error).__name__} while mplug reads what transformers rejects: {error}")
-    return Outcome("rejected", why)
-
-
 # mplug.
 
-REGISTRY = Registry()
+REGISTRY, DEFAULTS = Registry(), default_settings()
 
 
-def settings_of(folder: Path, kind: str = "") -> Any:
+def _config_or_refusal(folder: Path, kind: str) -> tuple[Any, Outcome | None]:
+    """(the resolved config of a run that begins with a folder, None), or (None, the refusal or the failure)."""
+    try:
+        return settings_of(folder, kind), None
+    except BrokenPlugin as error:
+        return None, Outcome("failed", f"mplug fails to read it: {error}")
+    except UsageError as refused:
+        return None, Outcome("refused", reason_of(str(refused), folder))
+    except Exception as error:
+        return None, Outcome("failed", f"{type(error).__name__} while mplug reads it: {error}")
+
+
+def settings_of(folder: Path, kind: str) -> Any:
     """The resolved config of a run that begins with a folder."""
     given: Fields = {
         "trainer.device": "cpu",
@@ -111,13 +115,16 @@ def settings_of(folder: Path, kind: str = "") -> Any:
     overrides: Any = {}
     for name, value in given.items():
         overrides = merge(overrides, from_mapping(value, "the test", tuple(name.split("."))))
-    return resolve(REGISTRY, default_settings(), overrides)
+    return resolve(REGISTRY, dict(DEFAULTS), overrides)
 
 
-def read(folder: Path, kind: str) -> Model:
+def read(folder: Path, config: Any) -> Model:
     """The model of a folder, with its weights, in fp64."""
-    run = prepare(settings_of(folder, kind))
-    model = build_model(run)
+    with mock.patch.object(
+        precisions, "Registry", return_value=REGISTRY
+    ):  # one scan of the installed plugins for all cases
+        run = prepare(config)
+        model = build_model(run)
     allocate_parts(run, model)
     fill_from(open_public(folder), run, model, weights_of(model))
     model.module.eval()

@@ -60,13 +60,23 @@ RULES = (
     ),
     Rule(
         "a value that the library ignores",
-        "the library ignores",
+        "the library ignores|the library never|the library has no such field",
         "the author of the folder meant something with it, and another release may compute it",
     ),
     Rule(
         "a DeepSeek-V3 with a field of V2 or of its first release",
         "deepseek_v3: .*'(mlp_bias|topk_method|moe_layer_freq|scoring_func)' is",
         "the library ignores it; the code that came with such a folder computes it",
+    ),
+    Rule(
+        "another scale of attention in a GPT-2",
+        "gpt2: .*'(scale_attn_weights|scale_attn_by_inverse_layer_idx)' is",
+        "a single block, or heads of width 1, have the same scale",
+    ),
+    Rule(
+        "another bound of gpt-oss' activation",
+        "gpt_oss: .*'(swiglu_limit|swiglu_alpha)' is",
+        "values within both bounds are the same",
     ),
     Rule(
         "a model of another kind",
@@ -111,8 +121,16 @@ RULES = (
         "must be |is not a ",
         "the library does not look at it in this config",
     ),
-    Rule("a size without which there is no model", "it lacks the field"),
-    Rule("sizes that fit no model", "describes no model"),
+    Rule(
+        "a size without which there is no model",
+        "it lacks the field",
+        "the library does not look at it in this config",
+    ),
+    Rule(
+        "sizes that fit no model",
+        "describes no model",
+        "the library does not look at them in this config",
+    ),
 )
 """The first rule that matches counts."""
 

@@ -120,9 +120,13 @@ def conversion_of(
         raise ValueError(f"no parameter or state matches '{min(unused)}' of the external names")
     for tensor, repeated in names.copies.items():
         name = aliases.get(repeated, repeated)
+        if name not in links:
+            raise ValueError(f"'{tensor}' is declared as a copy of '{repeated}', which has no public tensor")
         copies[name] = (*copies.get(name, ()), *_links(name, placements[name], tensor, ()))
     conversion = Conversion(names, links, frozenset(absent), copies)
     _refuse_uncovered(conversion)
+    if both := sorted(conversion.public.keys() & conversion.duplicates.keys()):
+        raise ValueError(f"'{both[0]}' is a public tensor and a copy of one")
     return conversion
 
 

@@ -96,7 +96,8 @@ class _Noted(dict[str, Any]):
 def _require_used(form: PublicForm) -> None:
     """The form's function reads every field that decides no setting directly."""
     rows = {name: row for name, row in form.fields.items() if isinstance(row, ReadField)}
-    seen = {name for name, row in rows.items() if row.settings} | {form.longest}
+    seen = {name for name, row in rows.items() if row.settings}
+    seen |= {form.longest} if form.longest is not None else set()
     for values in _variants(rows):
         try:
             form.settings(_Noted(values, seen))

@@ -13,9 +13,10 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from config_cases import ARCHITECTURES, Case, Fields, aliases_of, case_of, defaults_of
+from config_cases import ARCHITECTURES, Case, aliases_of, case_of, defaults_of
 from config_parity import Outcome, has_no_effect, outcome_of, smallest
 from config_refusals import rule_of
+from config_values import Fields
 
 EACH, FEW = 1000, 5
 """Cases of each `model_type` in the wide set, and in the quick tests."""

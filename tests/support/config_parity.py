@@ -19,7 +19,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from config_cases import Case, Fields
+from config_cases import Case
+from config_values import Fields
 from library_models import decoder, gpt2, summed_loss, wide
 from torch import Tensor
 

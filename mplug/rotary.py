@@ -117,6 +117,7 @@ def llama3(
         "llama3",
         factor=factor,
         low_freq_factor=low_freq_factor,
+        high_freq_factor=high_freq_factor,
         original_max_position_embeddings=original_max_position_embeddings,
     )
     if not high_freq_factor > low_freq_factor:

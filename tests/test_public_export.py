@@ -152,6 +152,13 @@ def test_what_is_written_is_the_librarys_model_with_each_setting(kind: str) -> N
     assert compared > 10
 
 
+def test_the_usual_factor_of_scores_is_exported_however_it_is_spelled() -> None:
+    gemma = described(tiny("gemma2"))
+    for scale in (None, gemma.head_dim**-0.5):
+        config = type(gemma)(**{**gemma.model_dump(), "attention_scale": scale})
+        assert written(plugin_of("gemma2"), config)["query_pre_attn_scalar"] == gemma.head_dim
+
+
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a share of rotated coordinates": ("llama", {"rope_fraction": 0.5}, "LlamaForCausalLM cannot express model.rope_f"),
     "the same in Qwen": ("qwen3", {"rope_fraction": 0.5}, "cannot express model.rope_fraction=0.5"),

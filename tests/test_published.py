@@ -471,7 +471,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: edited(f, n_embd="32"),
         "its field 'n_embd' is '32', but must be an integer of at least 1",
     ),
-    "a size that does not fit": (lambda f: edited(f, n_head=5), "num_attention_heads=5 does not divide"),
+    "a size that does not fit": (
+        lambda f: edited(f, n_head=5),
+        "describes no model of models/gpt: num_attention_heads=5 does not divide",
+    ),
     "a size that is null": (
         lambda f: edited(f, n_layer=None),
         "its field 'n_layer' is null, but must be an integer of at least 1",

@@ -283,7 +283,8 @@ class PublicForm:
 
     def _unknown(self, names: list[str]) -> str:
         several = len(names) > 1
-        near = "" if several else suggest(names[0], self.fields)
+        own = [name for name, row in self.fields.items() if not isinstance(row, UnusedField)]
+        near = "" if several else suggest(names[0], own)
         return (
             f"its {'fields' if several else 'field'} {listed(repr(brief(name)) for name in names[:8])} "
             f"{'are' if several else 'is'} unknown to the family, and could change what the model computes{near}"

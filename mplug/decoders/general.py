@@ -139,6 +139,7 @@ class GeneralDecoderConfig(SparseDecoderConfig):
         if self.entry("position_types", number) == "none":
             rotary = None
         attention: AttentionConfig = self.attention_config()
+        scale = None if self.attention_scale == self.head_width**-0.5 else self.attention_scale  # None is that factor
         return replace(
             attention,
             theta=rotary,
@@ -147,7 +148,7 @@ class GeneralDecoderConfig(SparseDecoderConfig):
             window=self.window if windowed else None,
             soft_cap=self.attention_soft_cap,
             sinks=self.attention_sinks,
-            scale=self.attention_scale,
+            scale=scale,
             qk_norm_offset=self.norm.startswith("offset_"),
         )
 

@@ -151,8 +151,7 @@ def _refuse_contradictions(entry: Entry, plugin: Any, path: Path, found: PublicS
     """Raise UsageError for settings of the user that give a field, other than the free ones, another value."""
     needed, problems = bind(plugin.Config, {**found.choices, **found.fixed})
     if problems:
-        problem = problems[0]
-        raise UsageError(f"'{path}' describes no model of {entry.label}: {'.'.join(problem.path)}: {problem.message}")
+        raise UsageError(f"'{path}' describes no model of {entry.label}: {problems[0].sentence}")
     given = {name: value for name, value in nested(own).get("model", {}).items() if name in plugin.Config.model_fields}
     wanted, problems = bind(plugin.Config, {**found.choices, **found.fixed, **given})
     if problems:  # the resolver reports them, with those of other sections

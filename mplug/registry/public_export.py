@@ -52,7 +52,7 @@ def differences(model: type[BaseModel], own: Any, found: PublicSettings) -> list
     """
     described, problems = bind(model, {**found.altering, **found.fixed, **_training(own, found)})
     if problems:
-        raise ValueError(f"{'.'.join(problems[0].path)}: {problems[0].message}")
+        raise ValueError(problems[0].sentence)
     if _equal(own, described):
         return []
     names = [name for name in model.model_fields if getattr(own, name) != getattr(described, name)]

@@ -11,6 +11,7 @@ from mplug import (
     PublicField,
     PublicForm,
     ReadField,
+    SumField,
     Values,
     attention_types,
     decoder_fields,
@@ -137,6 +138,7 @@ GEMMA2 = PublicForm(
         **rotary_fields(),
         "attn_logit_softcapping": ReadField(50.0, CAP, ("attention_soft_cap",)),
         "final_logit_softcapping": ReadField(30.0, CAP, ("logit_soft_cap",)),
+        "sliding_window_size": SumField(None, ("sliding_window",)),  # of older releases
     },
     settings=_second,
     write=_written_second,

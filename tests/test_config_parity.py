@@ -73,7 +73,7 @@ def test_a_thousand_configs_compute_what_the_library_computes_or_are_refused(
     outcomes = compared(kind, range(EACH), tmp_path / "folder")
     with capsys.disabled():
         print(f"\n{summary(kind, outcomes)}")
-    assert sum(one.what == "equal" for one in outcomes) > EACH / 4
+    assert sum(one.what == "equal" for one in outcomes) > EACH / 5
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)

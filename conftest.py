@@ -50,6 +50,7 @@ PRELOAD.extend(modules_of_plugins())
 
 WIDE = {
     "compile": "longer tests of compiled units, and the yardstick of `mplug bench`",
+    "configs": "1,000 generated config.json files of each architecture, computed beside the transformers library",
     "experts": "every way of routing, balancing and dispatching experts under every layout",
     "families": "more families: greedy text, logits and round trips, beside the transformers library",
     "fuzz": "broken configs, checkpoints, files of runs and indices: 10,000 in one process, 50 in processes; "

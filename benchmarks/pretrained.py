@@ -23,7 +23,7 @@ from mplug.config.defaults import default_settings
 from mplug.config.sources import from_mapping
 from mplug.model.build import allocate_parts, build_model
 from mplug.registry.entry_points import Registry
-from mplug.registry.public import public_config_of
+from mplug.registry.public_export import public_config_of
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.run.run import Run

@@ -14,8 +14,16 @@ if TYPE_CHECKING:
     from mplug.checkpoint.foreign import ForeignTensor as ForeignTensor
     from mplug.checkpoint.weight_decoders import WeightDecoder as WeightDecoder
     from mplug.config.binding import RunConfig as RunConfig
-    from mplug.config.public import PublicConfig as PublicConfig
-    from mplug.config.public import PublicSettings as PublicSettings
+    from mplug.config.public_fields import SHARED_FIELDS as SHARED_FIELDS
+    from mplug.config.public_fields import unused as unused
+    from mplug.config.public_form import FixedField as FixedField
+    from mplug.config.public_form import PublicField as PublicField
+    from mplug.config.public_form import PublicForm as PublicForm
+    from mplug.config.public_form import PublicSettings as PublicSettings
+    from mplug.config.public_form import ReadField as ReadField
+    from mplug.config.public_form import SumField as SumField
+    from mplug.config.public_form import UnusedField as UnusedField
+    from mplug.config.public_form import Values as Values
     from mplug.config.sum_format import SumFormat as SumFormat
     from mplug.contracts import MAY_CHANGE as MAY_CHANGE
     from mplug.contracts import MAY_MOVE as MAY_MOVE
@@ -49,13 +57,24 @@ if TYPE_CHECKING:
     from mplug.decoders.parts import NormName as NormName
     from mplug.decoders.parts import PartConfig as PartConfig
     from mplug.decoders.parts import ScoreName as ScoreName
-    from mplug.decoders.published import attention_types as attention_types
-    from mplug.decoders.published import layer_types as layer_types
-    from mplug.decoders.published import published_config as published_config
+    from mplug.decoders.public_fields import EXPERTS_ALTERING as EXPERTS_ALTERING
+    from mplug.decoders.public_fields import EXPERTS_TRAINING as EXPERTS_TRAINING
+    from mplug.decoders.public_fields import LAYER_TYPES_FIELDS as LAYER_TYPES_FIELDS
+    from mplug.decoders.public_fields import ROUTER_LOSS_FIELDS as ROUTER_LOSS_FIELDS
+    from mplug.decoders.public_fields import SLICES_FIELDS as SLICES_FIELDS
+    from mplug.decoders.public_fields import UNTIED_FIELDS as UNTIED_FIELDS
+    from mplug.decoders.public_fields import attention_types as attention_types
+    from mplug.decoders.public_fields import decoder_fields as decoder_fields
+    from mplug.decoders.public_fields import heads_fields as heads_fields
+    from mplug.decoders.public_fields import layer_types as layer_types
+    from mplug.decoders.public_fields import read_rotary as read_rotary
+    from mplug.decoders.public_fields import rotary_fields as rotary_fields
+    from mplug.decoders.public_fields import rotary_settings as rotary_settings
+    from mplug.decoders.public_fields import shortest as shortest
+    from mplug.decoders.public_fields import tied_fields as tied_fields
+    from mplug.decoders.public_fields import written_decoder as written_decoder
+    from mplug.decoders.public_fields import written_rotary as written_rotary
     from mplug.decoders.published import published_names as published_names
-    from mplug.decoders.published import published_settings as published_settings
-    from mplug.decoders.published import rotary_settings as rotary_settings
-    from mplug.decoders.published import training_choices as training_choices
     from mplug.decoders.sparse import SparseDecoderConfig as SparseDecoderConfig
     from mplug.errors import RunError as RunError
     from mplug.errors import UsageError as UsageError
@@ -145,9 +164,19 @@ publish(
         ),
         "mplug.checkpoint.weight_decoders": ("WeightDecoder",),
         "mplug.config.binding": ("RunConfig",),
-        "mplug.config.public": (
-            "PublicConfig",
+        "mplug.config.public_fields": (
+            "SHARED_FIELDS",
+            "unused",
+        ),
+        "mplug.config.public_form": (
+            "FixedField",
+            "PublicField",
+            "PublicForm",
             "PublicSettings",
+            "ReadField",
+            "SumField",
+            "UnusedField",
+            "Values",
         ),
         "mplug.config.sum_format": ("SumFormat",),
         "mplug.contracts": (
@@ -188,15 +217,26 @@ publish(
             "PartConfig",
             "ScoreName",
         ),
-        "mplug.decoders.published": (
+        "mplug.decoders.public_fields": (
+            "EXPERTS_ALTERING",
+            "EXPERTS_TRAINING",
+            "LAYER_TYPES_FIELDS",
+            "ROUTER_LOSS_FIELDS",
+            "SLICES_FIELDS",
+            "UNTIED_FIELDS",
             "attention_types",
+            "decoder_fields",
+            "heads_fields",
             "layer_types",
-            "published_config",
-            "published_names",
-            "published_settings",
+            "read_rotary",
+            "rotary_fields",
             "rotary_settings",
-            "training_choices",
+            "shortest",
+            "tied_fields",
+            "written_decoder",
+            "written_rotary",
         ),
+        "mplug.decoders.published": ("published_names",),
         "mplug.decoders.sparse": ("SparseDecoderConfig",),
         "mplug.errors": (
             "RunError",

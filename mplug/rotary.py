@@ -36,7 +36,7 @@ class Rotary:
     def __post_init__(self) -> None:
         if self.scaling:
             check_scaling(self.scaling, dict(self.options))
-        if self.width is not None and self.width % 2:
+        if self.width is not None and (self.width < 2 or self.width % 2):
             raise ValueError(f"rotary positions turn pairs of coordinates, so their width cannot be {self.width}")
 
     @property
@@ -50,10 +50,13 @@ class Rotary:
         if not self.scaling and not self.interleaved and self.width in (None, head_dim):
             return self.theta
         half = (self.width or head_dim) // 2
-        plain = tuple(self.theta ** (-pair / half) for pair in range(half))
-        frequencies, factor = plain, 1.0
-        if self.scaling:
-            frequencies, factor = SCALINGS.load(self.scaling)(plain, self.theta, **dict(self.options))
+        try:
+            plain = tuple(self.theta ** (-pair / half) for pair in range(half))
+            frequencies, factor = plain, 1.0
+            if self.scaling:
+                frequencies, factor = SCALINGS.load(self.scaling)(plain, self.theta, **dict(self.options))
+        except OverflowError:
+            raise ValueError(f"rope_theta={self.theta} gives frequencies that are no finite numbers") from None
         if len(frequencies) != half:
             raise ValueError(f"the scaling '{self.scaling}' returns {len(frequencies)} frequencies for {half} pairs")
         needs = {SCALED: bool(self.scaling), PARTIAL: 2 * half < head_dim, INTERLEAVED: self.interleaved}
@@ -96,6 +99,7 @@ def check_scaling(name: str, options: dict[str, Any]) -> None:
 
 def linear(frequencies: tuple[float, ...], theta: float, *, factor: float) -> Scaled:
     """Positions divided by `factor` (arXiv 2306.15595)."""
+    _require_positive("linear", factor=factor)
     return tuple(frequency / factor for frequency in frequencies), 1.0
 
 
@@ -109,6 +113,17 @@ def llama3(
     original_max_position_embeddings: int,
 ) -> Scaled:
     """Wavelengths near or above the original length are divided by `factor` (Llama 3.1)."""
+    _require_positive(
+        "llama3",
+        factor=factor,
+        low_freq_factor=low_freq_factor,
+        high_freq_factor=high_freq_factor,
+        original_max_position_embeddings=original_max_position_embeddings,
+    )
+    if not high_freq_factor > low_freq_factor:
+        raise ValueError(
+            f"the scaling 'llama3' needs high_freq_factor={high_freq_factor} above low_freq_factor={low_freq_factor}"
+        )
     found = []
     for frequency in frequencies:
         turns = original_max_position_embeddings * frequency / (2 * math.pi)
@@ -135,6 +150,18 @@ def yarn(
 
     `attention_factor` None: 0.1 ln(factor) + 1, or with both mscales the quotient of `attention_scale` for the two.
     """
+    _require_positive(
+        "yarn",
+        factor=factor,
+        original_max_position_embeddings=original_max_position_embeddings,
+        beta_fast=beta_fast,
+        beta_slow=beta_slow,
+    )
+    for name, value in (("attention_factor", attention_factor), ("mscale", mscale), ("mscale_all_dim", mscale_all_dim)):
+        if value:
+            _require_positive("yarn", **{name: value})
+    if theta == 1:
+        raise ValueError("the scaling 'yarn' needs another rope_theta than 1, of which it takes the logarithm")
     half = len(frequencies)
     if attention_factor is None:
         attention_factor = attention_scale(factor, 1.0)
@@ -152,6 +179,13 @@ def yarn(
     shares = (min(max((pair - low) / (high - low), 0.0), 1.0) for pair in range(half))
     scaled = zip(frequencies, shares, strict=True)
     return tuple(frequency / factor * share + frequency * (1 - share) for frequency, share in scaled), attention_factor
+
+
+def _require_positive(scaling: str, **options: Any) -> None:
+    """Raise ValueError for an option that is no finite number above 0."""
+    for name, value in options.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(f"the scaling '{scaling}' needs a number above 0 as '{name}', not {value!r}")
 
 
 def attention_scale(factor: float, mscale: float) -> float:

@@ -30,17 +30,20 @@ from mplug import (
 )
 from mplug.model.units import run_units
 from mplug.nn import MLP, Attention, Choice, Embedding, Entries, Inits, Linear, MixtureOfExperts, Norm, Router, describe
+from mplug.registry.public_export import written
+from mplug.testing.published import require_tables
 
 PAGE = Path(__file__).parent.parent / "docs" / "writing-a-model.md"
 INITS = Inits(Init("normal", std=2.0), Init("normal", std=1.0))
 SMALL: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "vocab_size": 11}
 
 
-def shown(name: str) -> dict[str, Any]:
-    """What a block of code of the page defines."""
+def shown(name: str, **given: Any) -> dict[str, Any]:
+    """What a block of code of the page defines, with names of earlier blocks."""
     found = re.search(rf"<!-- {name} -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert found is not None
     module = ModuleType(f"shown_{name}")
+    vars(module).update(given)
     sys.modules[module.__name__] = module  # dataclasses and pydantic look annotations up there
     try:
         exec(found[1], vars(module))
@@ -82,6 +85,17 @@ def test_the_family_of_the_page_has_the_blocks_that_the_page_says() -> None:
     names = dict(model.module.named_parameters())
     assert model.plan.match(names)["blocks.1.moe.experts.up"].dims[0] == "expert"
     assert "blocks.*.moe.experts.up" in model.plan.parameters
+
+
+def test_the_form_of_the_page_reads_and_writes_the_family_of_the_page() -> None:
+    ripple = shown("family")["RippleConfig"]
+    plugin = shown("form", RippleConfig=ripple)["PublishedRipple"]
+    require_tables(plugin)
+    assert written(plugin, ripple(window=64, num_layers=3))["sliding_window"] == 64
+    with pytest.raises(ValueError, match=r"cannot express model\.qk_norm=True"):
+        written(plugin, ripple(qk_norm=True))
+    with pytest.raises(ValueError, match=r"Ripple does not scale rotary positions"):
+        plugin.public_forms[0].read({"model_type": "ripple", "rope_scaling": {"type": "yarn"}})
 
 
 def test_the_part_of_the_page_computes_and_describes_itself(monkeypatch: pytest.MonkeyPatch) -> None:

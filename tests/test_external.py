@@ -235,10 +235,33 @@ def test_a_tied_parameter_has_one_public_tensor_and_duplicates() -> None:
         [("down", "head")],
     )
     assert list(made.public) == ["table"]
-    assert made.ignores("lm_head")
-    assert made.ignores("mask.3")
-    assert made.ignores("mask.3.x")
-    assert not made.ignores("mask")
+    assert list(made.duplicates) == ["lm_head"]
+    assert made.shape("lm_head") == made.shape("table")
+    assert made.ignores("lm_head", ())
+    assert made.ignores("mask.3", ())
+    assert made.ignores("mask.3.x", ())
+    assert not made.ignores("mask", ())
+
+
+@pytest.mark.parametrize(
+    ("copies", "reason"),
+    [
+        ({"again": "up"}, "'again' is declared as a copy of 'up', which has no public tensor"),
+        ({"table": "down"}, "'table' is a public tensor and a copy of one"),
+    ],
+)
+def test_wrong_copies_are_refused(copies: dict[str, str], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        conversion_of(ExternalNames({"down": "table"}, copies=copies), {"down": placed("down")})
+
+
+def test_an_optional_module_is_ignored_where_its_tensor_is_present() -> None:
+    names = ExternalNames({"down": "table"}, optional={"layers.4": "layers.4.merge"}, copies={"layers.4.table": "down"})
+    made = conversion_of(names, {"down": placed("down")})
+    assert made.ignores("layers.4.up", {"layers.4.merge"})
+    assert not made.ignores("layers.4.up", {"layers.4.up"})
+    assert not made.ignores("layers.5.up", {"layers.4.merge"})
+    assert made.shape("layers.4.table") == placed("down").shape
 
 
 def test_what_is_absent_has_no_links() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mplug import Factor, ForeignCheckpoint, ForeignTensor, Link, Part, UsageError
 from mplug.checkpoint.folder import read_valid
+from mplug.checkpoint.foreign_import import NewTensor, _read
 from mplug.checkpoint.foreign_match import match
 from mplug.checkpoint.public_weights import conversion
 from mplug.checkpoint.transfer import fill_ours, fill_theirs
@@ -123,6 +124,28 @@ def test_a_tied_parameter_may_have_any_of_its_names() -> None:
     both = {**ours, others[0]: ours[first]}
     for values in (ours, renamed, both):
         require_equal(read_back(model, Held(values)), ours)
+
+
+def read_embedding(model: Model, values: Mapping[str, Tensor]) -> Tensor:
+    """What an import writes of the embedding."""
+    name = "embedding.token.weight"
+    return _read(NewTensor(name, "weight", "float32", model.placements[name].shape), match(model, Held(values)))
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_a_head_beside_a_tied_embedding_must_be_equal_to_it(prefix: str) -> None:
+    """Under both of our names, and under the published names with and without the prefix."""
+    model = model_of({**LLAMA, "model.tie_embeddings": True})
+    ours = own_names(model)
+    ((first, second),) = model.plan.tied
+    public = {name.removeprefix(prefix): one for name, one in public_names(model, ours).items()}
+    for names, key in ((ours, second), (public, "lm_head.weight")):
+        values = {**names, key: ours[first]}
+        assert torch.equal(read_embedding(model, values), ours[first])
+        with pytest.raises(UsageError, match=f"'{key}' and '.*' have different values"):
+            read_embedding(model, {**values, key: ours[first] * 2})
+        with pytest.raises(UsageError, match=f"'{key}' has shape"):
+            read_embedding(model, {**values, key: ours[first][:-1]})
 
 
 def test_parts_of_tensor_parallel_ranks_are_joined_where_the_plan_knows_how() -> None:

@@ -112,6 +112,10 @@ def test_an_entry_that_a_layout_would_change_is_refused(
     assert message in fault_of(names, entry, install)
 
 
+YARN: dict[str, Any] = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3: dict[str, Any] = {**YARN, "type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -126,6 +130,21 @@ def test_an_entry_that_a_layout_would_change_is_refused(
         ({"attention_types": ("full",) * 13}, "attention_types has 13 entries, and num_layers is 12"),
         ({"feed_forward_types": ("experts",)}, "has blocks with experts, and num_experts is 0"),
         ({"rope_fraction": 0.5, "head_dim": 10}, "their width cannot be 5"),
+        ({"rope_fraction": 0.01, "head_dim": 16}, "their width cannot be 0"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.0}}, "'linear' needs a number above 0 as 'factor', not 0.0"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": "two"}},
+            "a number above 0 as 'factor', not 'two'",
+        ),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "needs high_freq_factor=1.0 above low_freq_factor=1.0"),
+        ({"rope_scaling": {**YARN, "beta_slow": 0.0}}, "'yarn' needs a number above 0 as 'beta_slow', not 0.0"),
+        (
+            {"rope_scaling": {**YARN, "original_max_position_embeddings": 0}},
+            "'yarn' needs a number above 0 as 'original_max_position_embeddings', not 0",
+        ),
+        ({"rope_scaling": {**YARN, "mscale": "x"}}, "'yarn' needs a number above 0 as 'mscale', not 'x'"),
+        ({"rope_scaling": YARN, "rope_theta": 1.0}, "the scaling 'yarn' needs another rope_theta than 1"),
+        ({"rope_theta": 1e-320, "rope_scaling": YARN}, "gives frequencies that are no finite numbers"),
     ],
 )
 def test_a_wrong_name_or_list_is_refused_with_the_remedy(fields: dict[str, Any], message: str) -> None:

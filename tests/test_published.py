@@ -10,19 +10,31 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
-from published import FAMILIES, VOCAB, Reads, at, loaded, logits, run_of, save  # noqa: E402
+from published import (  # noqa: E402
+    FAMILIES,
+    VOCAB,
+    Made,
+    Reads,
+    at,
+    edited,
+    loaded,
+    logits,
+    require_fitting,
+    rewritten,
+    run_of,
+    save,
+    tensors,
+)
 
-from mplug.checkpoint.pretrained import refuse_another_model  # noqa: E402
 from mplug.checkpoint.public_folder import open_public  # noqa: E402
 from mplug.checkpoint.weight_decoders import weight_decoder  # noqa: E402
 from mplug.errors import UsageError  # noqa: E402
 from mplug.gradients.region import region  # noqa: E402
-from mplug.model.build import build_model  # noqa: E402
 from mplug.training.loop import train  # noqa: E402
 
 Cli = Callable[..., CompletedProcess[str]]
@@ -43,29 +55,9 @@ def quick(*names: str) -> list[Any]:
     return [name if name in names else pytest.param(name, marks=wide) for name in FAMILIES]
 
 
-class Made(dict[str, tuple[Path, Any]]):
-    """By family, a folder with three files and the model of the transformers library that wrote it."""
-
-    def __init__(self, parent: Path) -> None:
-        super().__init__()
-        self.parent = parent
-
-    def __missing__(self, family: str) -> tuple[Path, Any]:
-        folder = self.parent / family.replace(", ", "-").replace(" ", "-")
-        folder.mkdir()
-        self[family] = folder, save(FAMILIES[family](), folder)
-        return self[family]
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(tmp_path_factory.mktemp("families"))
-
-
-def tensors(folder: Path) -> dict[str, tuple[str, Tensor]]:
-    """Every tensor of a folder with its file."""
-    files = sorted(folder.glob("*.safetensors"))
-    return {name: (file.name, tensor) for file in files for name, tensor in load_file(file).items()}
 
 
 def require_equal(found: Path, expected: Path) -> None:
@@ -424,20 +416,6 @@ def test_what_cannot_be_generated_is_refused(models: Made, tmp_path: Path, cli_h
 # Folders that do not fit.
 
 
-def edited(folder: Path, **fields: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-
-
-def rewritten(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
-    """The folder with one file, after a change of its tensors."""
-    found = {name: tensor for name, (_, tensor) in tensors(folder).items()}
-    for file in [*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"]:
-        file.unlink()
-    change(found)
-    save_file(found, folder / "model.safetensors")
-
-
 def pickled(folder: Path) -> None:
     for file in [*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"]:
         file.unlink()
@@ -493,12 +471,18 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: edited(f, n_embd="32"),
         "its field 'n_embd' is '32', but must be an integer of at least 1",
     ),
-    "a size that does not fit": (lambda f: edited(f, n_head=5), "num_attention_heads=5 does not divide"),
-    "a missing size": (lambda f: edited(f, n_layer=None), "it lacks the field 'n_layer'"),
+    "a size that does not fit": (
+        lambda f: edited(f, n_head=5),
+        "describes no model of models/gpt: num_attention_heads=5 does not divide",
+    ),
+    "a size that is null": (
+        lambda f: edited(f, n_layer=None),
+        "its field 'n_layer' is null, but must be an integer of at least 1",
+    ),
     "another size than the tensors": (lambda f: edited(f, n_layer=5), "it lacks 'transformer.h.4."),
     "a field with an unsupported value": (
         lambda f: edited(f, scale_attn_weights=False),
-        "its field 'scale_attn_weights' is False, but the family supports true only",
+        "its field 'scale_attn_weights' is false, but the family supports true only",
     ),
     "a field that nobody knows": (
         lambda f: edited(f, sparse_attention=4),
@@ -509,12 +493,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "no decoder of quantised weights is named 'gptq' (known: fp8 and mxfp4)",
     ),
 }
-
-
-def require_fitting(folder: Path) -> None:
-    """What the command checks before it starts a run."""
-    run = run_of(folder)
-    refuse_another_model(folder, build_model(run), run.config.checkpoint.pretrained)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -140,7 +140,22 @@ def _read(one: NewTensor, found: Match) -> Tensor:
             f"'{found.checkpoint.path}' has NaN, or no values at all, for some elements of '{one.key}'; import a "
             f"checkpoint that was saved before its run diverged"
         )
+    if one.state == WEIGHT:
+        _refuse_other_copies(one, found, values)
     return values
+
+
+def _refuse_other_copies(one: NewTensor, found: Match, values: Tensor) -> None:
+    """Raise UsageError unless the tensors that repeat a parameter are equal to it."""
+    for link in found.present_copies(one.parameter):
+        other = values.clone()  # the copy may be of a part of the parameter
+        fill_ours((link,), (0,) * len(one.shape), other, found.reader())
+        if not torch.equal(other, values):
+            copy, repeated = found.name(link.public(0)), found.sources(one.parameter)[0]
+            raise UsageError(
+                f"'{found.checkpoint.path}': '{copy}' and '{repeated}' have different values, but the model has one "
+                f"parameter ('{one.parameter}') for both; import a checkpoint in which they are equal"
+            )
 
 
 def _table(tensors: list[NewTensor]) -> TensorTable:

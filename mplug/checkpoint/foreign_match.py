@@ -30,6 +30,8 @@ class Match:
     links: Mapping[str, Sequence[Link]]
     names: Mapping[str, str] = field(default_factory=dict)
     unneeded: frozenset[str] = frozenset()
+    copies: Mapping[str, Sequence[Link]] = field(default_factory=dict)
+    """The links of tensors that repeat a parameter. They must be equal to it where the checkpoint has them."""
 
     def name(self, tensor: str) -> str:
         """The name of a link's tensor in the checkpoint."""
@@ -40,12 +42,21 @@ class Match:
         links = self.links.get(name, ())
         return list(dict.fromkeys(self.name(link.public(index)) for link in links for index in link.fanned))
 
+    def present_copies(self, name: str) -> list[Link]:
+        """The links of tensors in the checkpoint that repeat a parameter."""
+        tensors = self.checkpoint.tensors
+        return [
+            link
+            for link in self.copies.get(name, ())
+            if all(self.name(link.public(index)) in tensors for index in link.fanned)
+        ]
+
     @cached_property
     def shapes(self) -> dict[str, Shape]:
         """The shapes that the model needs, by the names in the checkpoint."""
         return {
             self.name(link.public(index)): link.theirs.shape
-            for links in self.links.values()
+            for links in (*self.copies.values(), *self.links.values())
             for link in links
             for index in link.fanned
         }
@@ -131,6 +142,7 @@ def _by_own_names(model: Model, checkpoint: ForeignCheckpoint, needed: Mapping[s
     """The tensors have the names of the model's own parameters; a tied parameter may have any of its names."""
     aliases = {alias: group for group in model.plan.tied for alias in group}
     links, names, unneeded = dict[str, list[Link]](), dict[str, str](), set[str]()
+    copies: dict[str, list[Link]] = {}
     for name, placement in needed.items():
         dims = tuple((Factor(str(dim), size),) for dim, size in enumerate(placement.shape))
         links[name] = [Link(Part(name, dims), Part(name, dims))]
@@ -138,7 +150,8 @@ def _by_own_names(model: Model, checkpoint: ForeignCheckpoint, needed: Mapping[s
         present = [alias for alias in group if alias in checkpoint.tensors]
         names[name] = present[0] if present else name
         unneeded |= set(present[1:])
-    return Match(checkpoint, links, names, frozenset(unneeded))
+        copies[name] = [Link(Part(name, dims), Part(alias, dims)) for alias in present[1:]]
+    return Match(checkpoint, links, names, frozenset(unneeded), copies)
 
 
 def _by_public_names(model: Model, checkpoint: ForeignCheckpoint) -> Iterator[Match]:
@@ -151,10 +164,12 @@ def _by_public_names(model: Model, checkpoint: ForeignCheckpoint) -> Iterator[Ma
         return
     prefix, names = made.names.prefix, dict[str, str]()
     if prefix and not any(name.startswith(prefix) for name in checkpoint.tensors):
-        names = {f"{prefix}{name}": name for name in checkpoint.tensors if name not in made.public}
+        known = {*made.public, *made.duplicates}
+        names = {f"{prefix}{name}": name for name in checkpoint.tensors if name not in known}
     back = {stored: public for public, stored in names.items()}
-    unneeded = {name for name in checkpoint.tensors if made.ignores(back.get(name, name))}
-    yield Match(checkpoint, made.links, names, frozenset(unneeded))
+    present = {back.get(name, name) for name in checkpoint.tensors}
+    unneeded = {name for name in checkpoint.tensors if made.ignores(back.get(name, name), present)}
+    yield Match(checkpoint, made.links, names, frozenset(unneeded), made.copies)
 
 
 def _refuse_other_model(found: Match, needed: Mapping[str, Placement]) -> None:
@@ -178,7 +193,8 @@ def _refuse_other_model(found: Match, needed: Mapping[str, Placement]) -> None:
 
 
 def _wrong_shapes(found: Match, name: str) -> Iterator[str]:
-    for tensor in found.sources(name):
+    copies = (found.name(link.public(index)) for link in found.present_copies(name) for index in link.fanned)
+    for tensor in (*found.sources(name), *copies):
         try:
             found.cut_dim(tensor)
         except ValueError as error:

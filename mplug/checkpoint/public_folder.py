@@ -1,19 +1,24 @@
 """The folder of a published checkpoint: its files, and the shape and type of every tensor. Imports no torch."""
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mplug.checkpoint.reading import read_header
+from mplug.checkpoint.reading import read_whole_header
 from mplug.config.public import CONFIG, read_json
 from mplug.errors import UsageError, brief, counted, listed
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 SUFFIX = ".safetensors"
+PART = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+"""The names of the files that hold a whole model, or a part of one."""
+FRAMEWORKS = (None, "pt", "np", "mlx")
+"""The field 'format' of a file's metadata: the libraries whose tensors have the layout of PyTorch."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 """Suffixes of files that run code when they are read."""
 
@@ -69,14 +74,25 @@ def open_public(path: Path) -> PublicFolder:
 
 def _placed(path: Path) -> dict[str, str]:
     """The file of each tensor, by the index; empty if the folder has a single file. UsageError for other folders."""
+    names = sorted(os.listdir(path))
+    parts = {name for name in names if PART.fullmatch(name)}
     if (path / INDEX).is_file():
         found = read_json(path / INDEX).get("weight_map")
         if not isinstance(found, dict) or not all(_is_name(file) for file in found.values()) or not found:
             raise UsageError(f"'{path / INDEX}' has no valid 'weight_map'; download the file again")
+        if others := parts - {*found.values()}:
+            raise UsageError(
+                f"'{path}' has {some(others)}, which '{INDEX}' does not name, so it could hold two models; remove the "
+                f"index or the files that do not belong to the model"
+            )
         return found
     if (path / WHOLE).is_file():
+        if others := parts - {WHOLE}:
+            raise UsageError(
+                f"'{path}' has '{WHOLE}' and {some(others)} without an index, so it could hold two models; remove the "
+                f"files that do not belong to the model, or download '{INDEX}'"
+            )
         return {}
-    names = sorted(os.listdir(path))
     if any(name.endswith(SUFFIX) for name in names):
         raise UsageError(f"'{path}' has neither '{INDEX}' nor '{WHOLE}'; download the folder again")
     if pickles := [name for name in names if name.endswith(PICKLES)]:
@@ -95,7 +111,10 @@ def read_tensors(path: Path, file: str) -> dict[str, tuple[str, tuple[int, ...]]
     """The tensors of a file. The file may be a link: caches of downloads consist of links."""
     try:
         with (path / file).open("rb") as opened:
-            return read_header(opened, file, os.fstat(opened.fileno()).st_size)
+            metadata, tensors = read_whole_header(opened, file, os.fstat(opened.fileno()).st_size)
+            if metadata.get("format") not in FRAMEWORKS:
+                raise ValueError(f"its tensors are those of '{brief(str(metadata['format']))}', not of PyTorch")
+            return tensors
     except FileNotFoundError:
         raise UsageError(f"'{path}' lacks '{file}', which '{INDEX}' names; download the file again") from None
     except (OSError, ValueError) as error:

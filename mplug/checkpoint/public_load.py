@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from mplug.checkpoint.copies import refuse_other_copies
 from mplug.checkpoint.public_folder import PublicFolder, open_public
 from mplug.checkpoint.public_weights import PublicWeights, conversion
 from mplug.checkpoint.published import keep_published
@@ -13,6 +14,7 @@ from mplug.checkpoint.together import from_rank, raise_alike
 from mplug.checkpoint.transfer import fill_ours
 from mplug.checkpoint.wanted import FIELD, Wanted, wanted_of
 from mplug.config.host_sections import Pretrained
+from mplug.config.public import CONFIG
 from mplug.contracts import Piece
 from mplug.errors import RunError, UsageError
 from mplug.gradients.region import region
@@ -20,6 +22,9 @@ from mplug.layout.placement import Placement
 from mplug.model.model import Model
 from mplug.model.pieces import Held, held_values, write_weights
 from mplug.run.run import Run
+
+ADAPTERS = "adapter_config.json"
+"""The file of PEFT that says that a folder has adapters."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,16 @@ class Begun:
         keep_published(self.path, self.weights.kept(), directory)
 
 
+def _refuse_adapters(path: Path, model: Model) -> None:
+    """Raise UsageError if a folder has adapters that the run would not apply."""
+    own = model.adapters.path if model.adapters is not None else None
+    if (path / ADAPTERS).exists() and (own is None or own.resolve() != path.resolve()):
+        raise UsageError(
+            f"{FIELD} '{path}' has '{ADAPTERS}' beside {CONFIG}: adapters, which would not be applied to the model; "
+            f"move them to a folder of their own, and name it in the settings of the plugin that reads adapters"
+        )
+
+
 def _checked(folder: PublicFolder, model: Model, section: Pretrained | None) -> tuple[PublicWeights, Wanted]:
     made = conversion(model)
     weights = PublicWeights(folder, made)
@@ -48,7 +63,11 @@ def _checked(folder: PublicFolder, model: Model, section: Pretrained | None) -> 
 
 
 def refuse_other_model(path: Path, model: Model, section: Pretrained | None) -> None:
-    """Raise UsageError unless a folder fits the whole model. Reads headers only."""
+    """Raise UsageError unless a folder fits the whole model. Reads headers only.
+
+    The values of tensors that must be equal are compared while they are read (`load_public`).
+    """
+    _refuse_adapters(path, model)
     _checked(open_public(path), model, section)
 
 
@@ -102,6 +121,8 @@ def fill_from(folder: PublicFolder, run: Run, model: Model, held: Iterable[Held]
     with weights:
         for name, tensor, placement in [*values, *states]:
             links = weights.conversion.links.get(name, ()) if name in wanted.names else ()
+            copies = weights.copies(name, wanted)
             for box in placement.boxes(run.rank) if links else ():
                 fill_ours(links, box.start, region(tensor, box), weights.read)
+                refuse_other_copies(f"{FIELD} '{folder.path}'", weights, name, copies, box)
     return weights

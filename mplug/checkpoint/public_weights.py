@@ -6,14 +6,16 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import safetensors
+import torch
 from torch import Tensor
 
 from mplug.checkpoint.public_folder import PublicFolder, Stored, some
 from mplug.checkpoint.published import Kept
 from mplug.checkpoint.weight_decoders import WeightDecoder, weight_decoder
 from mplug.dtypes import FORMATS
-from mplug.errors import RunError, UsageError
+from mplug.errors import RunError, UsageError, listed
 from mplug.layout.conversion import Conversion, conversion_of
+from mplug.layout.external import Link
 
 if TYPE_CHECKING:
     from mplug.checkpoint.wanted import Wanted
@@ -34,6 +36,10 @@ def conversion(model: "Model") -> Conversion:
         return conversion_of(model.plan.external, model.placements | states, model.plan.tied)
     except ValueError as error:
         raise UsageError(f"this model has no published form: {error}") from None
+
+
+def _tensors_of(link: Link) -> list[str]:
+    return [link.public(index) for index in link.fanned]
 
 
 class PublicWeights:
@@ -70,8 +76,22 @@ class PublicWeights:
         prefix, tensors = self.conversion.names.prefix, self.folder.tensors
         if not prefix or any(name.startswith(prefix) for name in tensors):
             return tensors
-        public = self.conversion.public
+        public = {*self.conversion.public, *self.conversion.duplicates}
         return {name if name in public else f"{prefix}{name}": stored for name, stored in tensors.items()}
+
+    @property
+    def widest(self) -> torch.dtype:
+        """A type that holds all values of the folder exactly; decoded values are in fp32."""
+        wide = any(stored.code == FORMATS["float64"].code for stored in self.stored.values())
+        return torch.float64 if wide else torch.float32
+
+    def copies(self, name: str, wanted: "Wanted") -> tuple[Link, ...]:
+        """The links of tensors in the folder that repeat a parameter; the user may exclude them."""
+        links = self.conversion.copies.get(name, ()) if name in wanted.names else ()
+        return tuple(link for link in links if any(self._is_copy(tensor, wanted) for tensor in _tensors_of(link)))
+
+    def _is_copy(self, tensor: str, wanted: "Wanted") -> bool:
+        return any(part in self.stored for part in self.parts(tensor)) and not wanted.allows(tensor)
 
     def parts(self, tensor: str) -> Mapping[str, Shape]:
         """The names and shapes of the stored tensors that a public tensor consists of."""
@@ -87,11 +107,15 @@ class PublicWeights:
             known |= parts.keys()
             if any(target.link.ours.tensor in wanted.names for target in targets):
                 needed |= parts
+        for name in self.conversion.copies:
+            for tensor in (tensor for link in self.copies(name, wanted) for tensor in _tensors_of(link)):
+                needed |= self.parts(tensor)
+        known |= {part for tensor in self.conversion.duplicates for part in self.parts(tensor)}
         missing = [name for name in needed if name not in self.stored]
         unused = [
             name
             for name in self.stored
-            if name not in known and not self.conversion.ignores(name) and not wanted.allows(name)
+            if name not in known and not self.conversion.ignores(name, self.stored) and not wanted.allows(name)
         ]
         problems = [f"it lacks {some(missing)}"] if missing else []
         problems += [f"the model does not use {some(unused)}"] if unused else []
@@ -102,15 +126,26 @@ class PublicWeights:
 
     def _wrong(self, needed: Mapping[str, Shape]) -> list[str]:
         """The first tensor whose shape or type is wrong."""
+        encoded = self._encoded()
         for name, shape in needed.items():
             stored = self.stored.get(name)
             if stored is None:
                 continue
             if stored.shape != shape:
                 return [f"'{name}' has shape {stored.shape}, but the model has {shape}"]
-            if name in self.conversion.public and stored.code not in PLAIN and len(self.parts(name)) == 1:
+            if name in encoded and NAMES[stored.code] not in encoded[name]:
+                return [f"'{name}' has the type {stored.code}, but the quantised form has {listed(encoded[name])}"]
+            if name not in encoded and stored.code not in PLAIN:
                 return [f"'{name}' has the type {stored.code} without factors that decode it"]
         return []
+
+    def _encoded(self) -> dict[str, tuple[str, ...]]:
+        """The tensors that hold quantised values, and the types that they may have."""
+        if self.decoder is None:
+            return {}
+        tensors = [*self.conversion.public, *self.conversion.duplicates]
+        stored = (self.decoder.stored(tensor, self.conversion.shape(tensor), self.stored) for tensor in tensors)
+        return {part: self.decoder.dtypes(part) for parts in stored for part in parts}
 
     def kept(self) -> dict[str, Kept]:
         """The tensors of the folder that hold a public tensor as it is, by public name."""

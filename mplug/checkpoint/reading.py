@@ -125,13 +125,20 @@ def checksum_of(file: BinaryIO) -> int:
 
 def read_header(file: BinaryIO, name: str, size: int) -> dict[str, tuple[str, tuple[int, ...]]]:
     """The dtype code and shape of every tensor in a safetensors file. The data must fill the file without a gap."""
+    return read_whole_header(file, name, size)[1]
+
+
+def read_whole_header(
+    file: BinaryIO, name: str, size: int
+) -> tuple[Mapping[str, Any], dict[str, tuple[str, tuple[int, ...]]]]:
+    """(the metadata of a safetensors file, the dtype code and shape of every tensor as `read_header` returns them)."""
     length = int.from_bytes(file.read(8), "little")
     if length > min(LARGEST_HEADER, size - 8):
         raise ValueError(f"the header of '{name}' does not fit into the file")
     header = parse_json(file.read(length), f"{name}: header")
     if not isinstance(header, dict):
         raise ValueError(f"the header of '{name}' is not a mapping")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     tensors, spans = {}, [(0, 0)]
     for tensor, entry in header.items():
         match entry:
@@ -148,4 +155,4 @@ def read_header(file: BinaryIO, name: str, size: int) -> dict[str, tuple[str, tu
     spans.sort()
     if any(high != low for (_, high), (low, _) in pairwise(spans)) or spans[-1][1] != size - 8 - length:
         raise ValueError(f"the tensors of '{name}' overlap, leave gaps, or exceed the file")
-    return tensors
+    return metadata if isinstance(metadata, Mapping) else {}, tensors

@@ -31,6 +31,9 @@ class WeightDecoder(Protocol):
         `present` are the names of the folder's tensors.
         """
 
+    def dtypes(self, part: str) -> tuple[str, ...]:
+        """The types that one of these tensors may have, by torch's names ('uint8')."""
+
     def boxes(self, tensor: str, start: Shape, shape: Shape) -> Mapping[str, Box]:
         """The boxes of the stored tensors, by their names, that decode a box of the public tensor."""
 
@@ -44,14 +47,33 @@ def weight_decoder(config: Mapping[str, Any]) -> WeightDecoder:
     return found
 
 
+def _refuse_unknown(config: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """Raise ValueError for a field of `quantization_config` that could change the format."""
+    if unknown := sorted(name for name, value in config.items() if value is not None and name not in known):
+        method = config["quant_method"]
+        raise ValueError(f"the field '{unknown[0]}' of its quantization_config is unknown for '{method}'")
+
+
 def _up(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
+COMMON = ("quant_method", "modules_to_not_convert", "dequantize")
+"""Fields of `quantization_config` that say what the names of the tensors say too, or how others decode."""
+
+
 class BlockwiseFP8:
-    """e4m3 weights [out, in] with one fp32 factor for each block, 'NAME_scale_inv' (arXiv 2412.19437, section 3.3)."""
+    """e4m3 weights [out, in] with one fp32 factor for each block, 'NAME_scale_inv' (arXiv 2412.19437, section 3.3).
+
+    The activations are not quantised. `scale_fmt` says how factors were rounded: they are read as they are.
+    """
+
+    KNOWN = (*COMMON, "fmt", "weight_block_size", "activation_scheme", "scale_fmt")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
+        _refuse_unknown(config, self.KNOWN)
+        if config.get("activation_scheme", "dynamic") != "dynamic":
+            raise ValueError("its fp8 weights are for an 'activation_scheme' other than 'dynamic'")
         block = config.get("weight_block_size")
         if config.get("fmt", "e4m3") != "e4m3" or not isinstance(block, list) or len(block) != 2:
             raise ValueError("its fp8 weights are not in e4m3 with a 'weight_block_size' of two numbers")
@@ -65,6 +87,10 @@ class BlockwiseFP8:
         if factors not in present or len(shape) != 2:
             return {}
         return {tensor: shape, factors: tuple(_up(n, size) for n, size in zip(shape, self.block, strict=True))}
+
+    def dtypes(self, part: str) -> tuple[str, ...]:
+        """e4m3; factors are plain numbers."""
+        return ("float32", "bfloat16") if part.endswith("_scale_inv") else ("float8_e4m3fn",)
 
     def boxes(self, tensor: str, start: Shape, shape: Shape) -> Mapping[str, Box]:
         """The same box of the weight, and the factors of the blocks that it touches."""
@@ -94,7 +120,7 @@ class MXFP4:
     """  # noqa: E501
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        del config  # the method has no options that change the format
+        _refuse_unknown(config, COMMON)  # the method has no options that change the format
 
     def stored(self, tensor: str, shape: Shape, present: Container[str]) -> Mapping[str, Shape]:
         """Blocks and exponents, if the folder has them."""
@@ -102,6 +128,10 @@ class MXFP4:
             return {}
         groups = (shape[0], shape[2], shape[1] // 32)
         return {f"{tensor}_blocks": (*groups, 16), f"{tensor}_scales": groups}
+
+    def dtypes(self, part: str) -> tuple[str, ...]:
+        """Bytes."""
+        return ("uint8",)
 
     def boxes(self, tensor: str, start: Shape, shape: Shape) -> Mapping[str, Box]:
         """The groups of 32 values that the box touches."""

@@ -88,19 +88,36 @@ def changes_of(run: "Run", readable: "Choice | None", allowed: tuple[str, ...]) 
 def about_weights(run: "Run", model: "Model", pretrained: Path | None) -> list[str]:
     """Lines about the settings of the model that differ from those of the run whose weights the run begins with.
 
-    UsageError if the run would load adapters that compute something else in it.
+    A run that begins with a published model also states if it cannot be published again. UsageError if the run would
+    load adapters that compute something else in it.
     """
     from mplug.checkpoint.folder import read_manifest
     from mplug.checkpoint.pretrained import has_adapters
+    from mplug.checkpoint.published import PUBLISHED
     from mplug.config.public import is_public
     from mplug.training.begun import other_model_settings, refuse_other_adapters
 
-    if pretrained is None or is_public(pretrained):
+    if pretrained is None:
         return []
+    if is_public(pretrained):
+        return about_export(run)
     manifest = read_manifest(pretrained)
     if has_adapters(pretrained, model, run.config.checkpoint.pretrained):
         refuse_other_adapters(pretrained, manifest, run.config)
-    return [f"the run of the weights had other settings: {line}" for line in other_model_settings(manifest, run.config)]
+    other = other_model_settings(manifest, run.config)
+    was_published = (pretrained.parent.parent / PUBLISHED).is_dir()
+    return [
+        *(f"the run of the weights had other settings: {line}" for line in other),
+        *(about_export(run) if was_published else []),
+    ]
+
+
+def about_export(run: "Run") -> list[str]:
+    """A line that says why the run's model cannot be published; none if it can, or if its family publishes nothing."""
+    from mplug.registry.public_export import why_not_published
+
+    reason = why_not_published(run.config)
+    return [] if reason is None else [f"'mplug checkpoint export --to hf' will refuse this run: {reason}"]
 
 
 def saved_since(run: "Run", before: "Choice | None") -> int:

@@ -215,7 +215,7 @@ def saved_run(directory: Path) -> "Run":
 
 def _config_json(run: "Run", original: "Published | None") -> dict[str, Any]:
     """The config.json of the export, without a quantisation: the original one if it describes the run's model."""
-    from mplug.registry.public import describes, public_config_of
+    from mplug.registry.public_export import describes, public_config_of
 
     if original is not None and describes(run.config, original.files / "config.json"):
         return {name: value for name, value in original.config.items() if name != "quantization_config"}

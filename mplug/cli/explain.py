@@ -33,8 +33,9 @@ def command(rank: int, schedule: bool, svg: "Path | None", **options: Any) -> No
 
     Prints the mesh, the number formats, the units, the supplier of each slot and the buffers that it keeps, the modules
     that mix tokens outside of slots, the placement of each parameter, what ranks gather for each pass, the frozen
-    parameters, whether a CUDA graph can replay a step, the FLOPs of a step, the bytes that a rank holds, and everything
-    in this run that depends on the layout. A module that does not declare what it mixes is listed as "not known".
+    parameters, whether a CUDA graph can replay a step, the FLOPs of a step, whether the model can be exported as a
+    published checkpoint, the bytes that a rank holds, and everything in this run that depends on the layout. A module
+    that does not declare what it mixes is listed as "not known".
     """
     from mplug.errors import UsageError
     from mplug.model.build import build_model
@@ -64,10 +65,24 @@ def command(rank: int, schedule: bool, svg: "Path | None", **options: Any) -> No
         *([("Gathered for each pass", gathered)] if (gathered := _gathered(run, model)) else []),
         *([(f"Sharded over ranks, with the part of rank {rank}", _shards(run, model))] if model.sharding else []),
         ("A step", _step(run, model)),
+        *([("Published form", published)] if (published := _published(run)) else []),
         (f"Bytes of rank {rank}", _bytes(run, model)),
         ("Depends on the layout", _variance(run, model)),
     ):
         click.echo(f"{title}\n" + "\n".join(f"  {line}" for line in text.splitlines()) + "\n")
+
+
+def _published(run: "Run") -> str:
+    """What 'mplug checkpoint export --to hf' writes, or why it refuses this model; empty if the family has no form."""
+    from mplug.registry.public import forms_of, model_of
+    from mplug.registry.public_export import public_config_of, why_not_published
+
+    if not forms_of(model_of(run.config).plugin):
+        return ""
+    reason = why_not_published(run.config)
+    if reason is not None:
+        return f"'mplug checkpoint export --to hf' refuses this run: {reason}"
+    return f"'mplug checkpoint export --to hf' writes {public_config_of(run.config)['architectures'][0]}"
 
 
 def _schedule(run: "Run", model: "Model", svg: "Path | None") -> None:

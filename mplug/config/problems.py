@@ -51,6 +51,11 @@ class Problem:
     message: str
     is_fault: bool = False
 
+    @property
+    def sentence(self) -> str:
+        """The field and the message; the message alone if it is about several fields."""
+        return f"{'.'.join(self.path)}: {self.message}" if self.path else self.message
+
 
 @dataclass(frozen=True)
 class _Located:

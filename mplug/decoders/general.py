@@ -84,8 +84,13 @@ class GeneralDecoderConfig(SparseDecoderConfig):
             raise ValueError("attention_types has blocks with windows; set window")
         if "experts" in (self.feed_forward_types or ()) and not self.num_experts:
             raise ValueError("feed_forward_types has blocks with experts, and num_experts is 0")
-        self.rotary()
+        self.rotary().turns(self.rotary_width)  # raises ValueError for options that cannot be computed with
         return self
+
+    @property
+    def rotary_width(self) -> int:
+        """Width of the part of a head that `rotary` turns, or a share of it."""
+        return self.head_width
 
     def entry(self, name: str, number: int) -> str:
         """The entry of a list for block `number`."""
@@ -134,6 +139,7 @@ class GeneralDecoderConfig(SparseDecoderConfig):
         if self.entry("position_types", number) == "none":
             rotary = None
         attention: AttentionConfig = self.attention_config()
+        scale = None if self.attention_scale == self.head_width**-0.5 else self.attention_scale  # None is that factor
         return replace(
             attention,
             theta=rotary,
@@ -142,7 +148,7 @@ class GeneralDecoderConfig(SparseDecoderConfig):
             window=self.window if windowed else None,
             soft_cap=self.attention_soft_cap,
             sinks=self.attention_sinks,
-            scale=self.attention_scale,
+            scale=scale,
             qk_norm_offset=self.norm.startswith("offset_"),
         )
 

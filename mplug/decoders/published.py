@@ -1,9 +1,5 @@
-"""The published form that most families share: names of tensors, and the common fields of a config.json. No torch."""
+"""The names of tensors that most families share. No torch."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from mplug.config.public import PublicConfig
 from mplug.decoders.general import GeneralDecoderConfig
 from mplug.layout.external import External, ExternalNames, Fused
 
@@ -17,8 +13,6 @@ SANDWICH = {
     "post_norm2": "post_feedforward_layernorm",
 }
 """Our norms of a block -> the published ones, without and with norms of the outputs of its parts."""
-TYPES = {"full_attention": "full", "sliding_attention": "window"}
-"""Entry of `layer_types` -> entry of `attention_types`."""
 Names = dict[str, External]
 
 
@@ -91,105 +85,3 @@ def expert_names(config: GeneralDecoderConfig) -> Names:
 
 def _states(config: GeneralDecoderConfig) -> Names:
     return {"moe.router.last_load": None} if config.moe_balance == "global_batch" else {}
-
-
-# config.json
-
-
-def published_settings(
-    config: PublicConfig, *, theta: float = 10000.0, rope: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """The settings that most families share: sizes, heads, norms, rotary positions.
-
-    `theta` is the family's default. `rope` replaces the config's rotary positions, in the form of `PublicConfig.rope`.
-    """
-    config.expect("attention_dropout", 0.0, 0)
-    heads = config.number("num_attention_heads")
-    return {
-        "hidden_size": config.number("hidden_size"),
-        "num_layers": config.number("num_hidden_layers"),
-        "num_attention_heads": heads,
-        "num_kv_heads": config.number("num_key_value_heads", heads),
-        "head_dim": config.take("head_dim", None),
-        "vocab_size": config.number("vocab_size"),
-        "ffn_hidden_size": config.number("intermediate_size"),
-        "norm_eps": config.take("rms_norm_eps", 1e-6),
-        **rotary_settings(config.rope(theta) if rope is None else rope),
-    }
-
-
-def rotary_settings(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_theta`, `rope_scaling` and `rope_fraction` of rotary positions in the form of `PublicConfig.rope`."""
-    options = {name: value for name, value in rope.items() if value is not None}
-    kind, theta = options.pop("rope_type"), options.pop("rope_theta")
-    fraction = options.pop("partial_rotary_factor", 1.0)
-    scaling = None if kind == "default" else {"type": kind, **options}
-    return {"rope_theta": theta, "rope_scaling": scaling, "rope_fraction": fraction}
-
-
-def training_choices(config: PublicConfig) -> dict[str, Any]:
-    """The settings that a user may change although the weights are published."""
-    return {
-        "init_std": config.take("initializer_range", 0.02),
-        "aux_loss_coefficient": config.take("router_aux_loss_coef", 0.0),
-        "z_loss_coefficient": 0.0,
-        "moe_balance": "sequence",
-        "moe_router_jitter": 0.0,
-        "expert_bias_rate": 0.0,
-        "capacity_factor": None,
-        "capacity_dropping": "probability",
-    }
-
-
-def attention_types(config: PublicConfig, num_layers: int, otherwise: Sequence[str]) -> tuple[str, ...]:
-    """The types of the blocks' attention, by `layer_types`, or else `otherwise`; as a list that repeats."""
-    found = config.take("layer_types", None)
-    if found is None:
-        return shortest(list(otherwise))
-    if not isinstance(found, list) or len(found) != num_layers or not all(one in TYPES for one in found):
-        raise ValueError(f"its field 'layer_types' is not a list of {num_layers} of {', '.join(TYPES)}")
-    return shortest([TYPES[one] for one in found])
-
-
-def shortest(types: Sequence[str]) -> tuple[str, ...]:
-    """The shortest beginning of a list that repeats to the whole list."""
-    lengths = range(1, len(types) + 1)
-    length = next(n for n in lengths if all(one == types[place % n] for place, one in enumerate(types)))
-    return tuple(types[:length])
-
-
-def published_config(config: GeneralDecoderConfig, architecture: str, model_type: str) -> dict[str, Any]:
-    """The fields of a config.json that most families share."""
-    found: dict[str, Any] = {
-        "architectures": [architecture],
-        "model_type": model_type,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_width,
-        "vocab_size": config.vocab_size,
-        "intermediate_size": config.ffn_hidden_size,
-        "rms_norm_eps": config.norm_eps,
-        "hidden_act": "silu",
-        "attention_bias": config.qkv_bias,
-        "attention_dropout": 0.0,
-        "initializer_range": config.init_std,
-        "tie_word_embeddings": config.tie_embeddings,
-        "rope_parameters": rope_of(config),
-    }
-    return found
-
-
-def rope_of(config: GeneralDecoderConfig) -> dict[str, Any]:
-    """The field `rope_parameters` for the blocks without windows."""
-    options: dict[str, Any] = dict(config.rope_scaling or {"type": "default"})
-    kind = options.pop("type")
-    partial = {"partial_rotary_factor": config.rope_fraction} if config.rope_fraction != 1 else {}
-    return {"rope_type": kind, "rope_theta": config.rope_theta, **options, **partial}
-
-
-def layer_types(config: GeneralDecoderConfig) -> list[str]:
-    """The field `layer_types`: an entry per block."""
-    named = {ours: theirs for theirs, ours in TYPES.items()}
-    return [named[config.entry("attention_types", number)] for number in range(config.num_layers)]

@@ -26,7 +26,9 @@ class SparseDecoderConfig(DecoderConfig):
     moe_router_top_groups: PositiveInt = Field(1, description="groups that a token may choose from")
     moe_router_group_best: PositiveInt = Field(2, description="best scores of a group whose sum is the group's score")
     moe_router_bias: bool = Field(False, description="a trained bias of the router's logits")
-    moe_router_normalize: bool = Field(True, description="a token's gates sum to moe_router_scale")
+    moe_router_normalize: bool | None = Field(
+        None, description="a token's gates sum to moe_router_scale; null: if it chooses more than one expert"
+    )
     moe_router_scale: PositiveFloat = Field(1.0, description="what gates are multiplied by")
     moe_router_jitter: float = Field(0.0, ge=0, lt=1, description="uniform noise on the router's input: 1 +- jitter")
     moe_balance: Literal["none", "micro_batch", "sequence", "global_batch"] = Field(
@@ -50,6 +52,8 @@ class SparseDecoderConfig(DecoderConfig):
 
     @model_validator(mode="after")
     def _experts_fit(self) -> Self:
+        if self.moe_router_normalize is None:  # equal models have equal fields, so the rule ends here
+            object.__setattr__(self, "moe_router_normalize", self.num_experts_per_token > 1)
         experts, groups, chosen = self.num_experts, self.moe_router_num_groups, self.num_experts_per_token
         if not experts:
             return self
@@ -93,7 +97,7 @@ class SparseDecoderConfig(DecoderConfig):
             score=self.moe_router_score,
             num_groups=self.moe_router_num_groups,
             top_groups=self.moe_router_top_groups,
-            normalize=self.moe_router_normalize,
+            normalize=bool(self.moe_router_normalize),
             scale=self.moe_router_scale,
             balance=self.moe_balance,
             balance_coefficient=self.aux_loss_coefficient,

@@ -1,7 +1,7 @@
 """From a plan's external names to one link for each pair of regions, for all parameters of a model."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import combinations, product
@@ -40,13 +40,14 @@ class Conversion:
     """The published form of a whole model.
 
     `links` has the links of each parameter and state, by our names, and `absent` those that published checkpoints do
-    not have. `duplicates` are public names of tied parameters beyond the first.
+    not have. `copies` has the links of further public tensors that repeat a parameter: those of a tied parameter's
+    later names, and those that the family declares as copies.
     """
 
     names: ExternalNames
     links: Mapping[str, tuple[Link, ...]]
     absent: frozenset[str]
-    duplicates: frozenset[str]
+    copies: Mapping[str, tuple[Link, ...]]
 
     @cached_property
     def public(self) -> dict[str, tuple[Target, ...]]:
@@ -58,17 +59,28 @@ class Conversion:
                     found.setdefault(link.public(index), []).append(Target(link, index))
         return {name: tuple(targets) for name, targets in found.items()}
 
+    @cached_property
+    def duplicates(self) -> dict[str, Link]:
+        """The link of every public tensor that repeats a parameter."""
+        links = [link for group in self.copies.values() for link in group]
+        return {link.public(index): link for link in links for index in link.fanned}
+
     def shape(self, tensor: str) -> tuple[int, ...]:
         """The shape of a public tensor."""
-        return self.public[tensor][0].link.theirs.shape
+        link = self.public[tensor][0].link if tensor in self.public else self.duplicates[tensor]
+        return link.theirs.shape
 
-    def ignores(self, tensor: str) -> bool:
-        """Whether a public tensor is one that the model does not need."""
-        return tensor in self.duplicates or any(regex.fullmatch(tensor) for regex in self._ignored)
+    def ignores(self, tensor: str, present: Container[str]) -> bool:
+        """Whether the model does not need a public tensor of a folder with the tensors `present`."""
+        return tensor in self.duplicates or any(
+            regex.fullmatch(tensor) and (sign is None or sign in present) for regex, sign in self._ignored
+        )
 
     @cached_property
-    def _ignored(self) -> list[re.Pattern[str]]:
-        return [within(pattern) for pattern in self.names.ignored]
+    def _ignored(self) -> list[tuple[re.Pattern[str], str | None]]:
+        """Patterns, and the tensor that must be present for them."""
+        always = [(within(pattern), None) for pattern in self.names.ignored]
+        return [*always, *((within(pattern), sign) for pattern, sign in self.names.optional.items())]
 
 
 def conversion_of(
@@ -81,7 +93,8 @@ def conversion_of(
     """
     aliases = {alias: group[0] for group in tied for alias in group[1:]}
     regexes = {pattern: starred(pattern) for pattern in names.tensors}
-    links, absent, duplicates, unused = dict[str, tuple[Link, ...]](), set[str](), set[str](), set(regexes)
+    links, absent, unused = dict[str, tuple[Link, ...]](), set[str](), set(regexes)
+    copies: dict[str, tuple[Link, ...]] = {}
     for name in [*placements, *aliases]:
         hits = [(pattern, hit) for pattern, regex in regexes.items() if (hit := regex.fullmatch(name))]
         if len(hits) > 1:
@@ -97,7 +110,7 @@ def conversion_of(
         unused.discard(pattern)
         found = tuple(_links(name, placements[aliases.get(name, name)], names.tensors[pattern], hit.groups()))
         if name in aliases:
-            duplicates |= {link.public(index) for link in found for index in link.fanned}
+            copies[aliases[name]] = (*copies.get(aliases[name], ()), *found)
         elif found:
             _refuse_gaps(name, placements[name].numel, found)
             links[name] = found
@@ -105,8 +118,15 @@ def conversion_of(
             absent.add(name)
     if unused:
         raise ValueError(f"no parameter or state matches '{min(unused)}' of the external names")
-    conversion = Conversion(names, links, frozenset(absent), frozenset(duplicates))
+    for tensor, repeated in names.copies.items():
+        name = aliases.get(repeated, repeated)
+        if name not in links:
+            raise ValueError(f"'{tensor}' is declared as a copy of '{repeated}', which has no public tensor")
+        copies[name] = (*copies.get(name, ()), *_links(name, placements[name], tensor, ()))
+    conversion = Conversion(names, links, frozenset(absent), copies)
     _refuse_uncovered(conversion)
+    if both := sorted(conversion.public.keys() & conversion.duplicates.keys()):
+        raise ValueError(f"'{both[0]}' is a public tensor and a copy of one")
     return conversion
 
 

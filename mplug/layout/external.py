@@ -5,7 +5,7 @@ for each pair of regions, and `mplug.layout.moves` computes what any rank reads.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
@@ -96,16 +96,22 @@ class ExternalNames:
 
     `tensors` maps patterns of our parameters and of the states of modules to the public tensors. The k-th '*' of a
     public name stands for the text that the k-th '*' of the pattern matches. Exactly one pattern matches each parameter
-    and each state, and each pattern matches one. If a parameter is tied, the public tensors of its later names are
-    duplicates: they may be in a folder, are not read, and are not exported.
+    and each state, and each pattern matches one.
+
+    If a parameter is tied, the public tensors of its later names are copies. `copies` maps further public tensors to
+    the parameter whose values they repeat. Copies may be in a folder, must then be equal to what they repeat, and are
+    not exported.
 
     Folders that were saved from the model without its head lack `prefix` in all names. `ignored` are patterns of public
-    tensors, or of modules, that the model does not need ('*' matches one component).
+    tensors, or of modules, that the model does not need ('*' matches one component). `optional` maps patterns of public
+    modules that the model does not need to a tensor; they are ignored only in folders that have this tensor.
     """
 
     tensors: Mapping[str, External]
     prefix: str = ""
     ignored: tuple[str, ...] = ()
+    copies: Mapping[str, str] = field(default_factory=dict)
+    optional: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, name: str) -> External:
         """The public tensors of one parameter, with the stars of their names filled in; None if there are none."""

@@ -42,7 +42,7 @@ class Choice:
     `score` turns logits into scores. The `top_k` experts with the highest scores are chosen. With `num_groups` > 1,
     only the experts of the `top_groups` best groups compete; a group's score is the sum of its `group_best` best scores
     (2: arXiv 2412.19437, section 2.1.2; 1: arXiv 2405.04434, section 2.2.2). Gates are the scores of the chosen experts
-    times `scale`. If `normalize` is true and `top_k` > 1, the scores are first divided by their sum.
+    times `scale`. If `normalize` is true, the scores are first divided by their sum; a single gate is then `scale`.
     """
 
     num_experts: int
@@ -75,7 +75,7 @@ class Choice:
     def gates(self, scores: Tensor, chosen: Tensor) -> Tensor:
         """The gates [..., k] of the chosen experts."""
         gates = SCORES[self.score].gates(scores.gather(-1, chosen))
-        if self.normalize and self.top_k > 1:
+        if self.normalize:
             gates = gates / (gates.sum(dim=-1, keepdim=True) + 1e-20)
         return gates * self.scale
 

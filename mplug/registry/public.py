@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from mplug.config.binding import Chosen, RunConfig
 from mplug.config.entry import Entry
-from mplug.config.public import CONFIG, PublicConfig, PublicSettings, architectures_of, is_public, read_json
+from mplug.config.public import CONFIG, architectures_of, is_public, read_json
+from mplug.config.public_form import PublicForm, PublicSettings, form_of
 from mplug.config.sources import Settings, from_mapping, merge, nested, source_of
 from mplug.errors import UsageError, brief, listed, quoted
 from mplug.registry.bind_section import bind
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 
 DATA = "folder_settings"
 """A static method of a data plugin: from the folder of a published checkpoint to settings of its section."""
-READ, WRITE = "public_settings", "public_config"
-"""Static methods of a family: from a config.json to settings, and from the family's Config to a config.json."""
+FORMS = "public_forms"
+"""An attribute of a family: the tables of the config.json's that it reads and writes (`PublicForm`)."""
 
 
 def public_folder(settings: Settings) -> Path | None:
@@ -53,7 +54,7 @@ def with_public_settings(registry: Registry, base: Settings, overrides: Settings
         del overrides["model", "preset"]
     own = {key: setting for key, setting in overrides.items() if key[0] == "model" and key not in name}
     _refuse_contradictions(entry, plugin, path, found, own)
-    described = from_mapping({"name": word, **found.free, **found.fixed}, str(path), ("model",))
+    described = from_mapping({"name": word, **found.choices, **found.fixed}, str(path), ("model",))
     base = {key: setting for key, setting in base.items() if key[0] != "model"}
     described = merge(described, _data_settings(registry, folder, base, overrides))
     return base, merge(merge({}, described), overrides)
@@ -80,14 +81,17 @@ def _data_settings(registry: Registry, folder: Path, base: Settings, overrides: 
     return from_mapping(found, str(folder), ("data",))
 
 
+def forms_of(plugin: Any) -> tuple[PublicForm, ...]:
+    """The forms of config.json that a family states; empty if it has none."""
+    return tuple(getattr(plugin, FORMS, ()))
+
+
 def read_public_config(entry: Entry, plugin: Any, path: Path, fields: Mapping[str, Any]) -> PublicSettings:
     """A config.json as a family reads it. Raises UsageError for content that the family does not support."""
-    if not callable(getattr(plugin, READ, None)):
+    if not forms_of(plugin):
         raise UsageError(f"{entry.label} ({entry.origin}) reads no published checkpoints; use another --model")
-    config = PublicConfig(fields)
     try:
-        found: PublicSettings = getattr(plugin, READ)(config)
-        config.finish()
+        found = form_of(forms_of(plugin), fields).read(fields)
     except ValueError as error:
         raise UsageError(
             f"{entry.label} cannot read '{path}': {brief_reason(error)}; use a checkpoint that it supports"
@@ -100,8 +104,8 @@ def read_public_config(entry: Entry, plugin: Any, path: Path, fields: Mapping[st
             f"authors of {entry.distribution}"
         ) from error
     known = set(plugin.Config.model_fields)
-    if wrong := sorted({*found.fixed, *found.free} - known):
-        raise BrokenPlugin(f"{entry.label} ({entry.origin}): '{READ}' sets {listed(wrong)}, which its Config lacks")
+    if wrong := sorted({*found.fixed, *found.choices} - known):
+        raise BrokenPlugin(f"{entry.label} ({entry.origin}): '{FORMS}' sets {listed(wrong)}, which its Config lacks")
     return found
 
 
@@ -145,79 +149,32 @@ def _family(registry: Registry, path: Path, fields: Mapping[str, Any], word: str
 
 def _refuse_contradictions(entry: Entry, plugin: Any, path: Path, found: PublicSettings, own: Settings) -> None:
     """Raise UsageError for settings of the user that give a field, other than the free ones, another value."""
-    needed, problems = bind(plugin.Config, {**found.free, **found.fixed})
+    needed, problems = bind(plugin.Config, {**found.choices, **found.fixed})
     if problems:
-        problem = problems[0]
-        raise UsageError(f"'{path}' describes no model of {entry.label}: {'.'.join(problem.path)}: {problem.message}")
+        raise UsageError(f"'{path}' describes no model of {entry.label}: {problems[0].sentence}")
     given = {name: value for name, value in nested(own).get("model", {}).items() if name in plugin.Config.model_fields}
-    wanted, problems = bind(plugin.Config, {**found.free, **found.fixed, **given})
+    wanted, problems = bind(plugin.Config, {**found.choices, **found.fixed, **given})
     if problems:  # the resolver reports them, with those of other sections
         return
     contradictions = [
         f"  model.{name} ({source_of(own, ('model', name))}): {quoted(getattr(wanted, name))}, "
         f"but the weights need {quoted(getattr(needed, name))}"
         for name in given
-        if name not in found.free and getattr(wanted, name) != getattr(needed, name)
+        if name not in found.choices and getattr(wanted, name) != getattr(needed, name)
     ]
     if contradictions:
         lines = "\n".join(contradictions)
         raise UsageError(f"settings contradict '{path}'; remove them:\n{lines}")
 
 
-def public_config_of(config: RunConfig) -> dict[str, Any]:
-    """The config.json of a run's model. Raises UsageError if its family has no published form for it."""
-    chosen = _model_of(config)
-    if not callable(getattr(chosen.plugin, WRITE, None)):
-        raise UsageError(f"{chosen.label} ({chosen.entry.origin}) writes no published checkpoints")
-    try:
-        found: dict[str, Any] = getattr(chosen.plugin, WRITE)(chosen.config)
-        other = differences(config, found)
-    except ValueError as error:
-        raise UsageError(f"the model of {chosen.label} has no published form: {brief_reason(error)}") from None
-    if other:
-        raise UsageError(
-            f"the model of {chosen.label} has no published form: a config.json of {architectures_of(found)[0]} cannot "
-            f"express {listed(other)}"
-        )
-    return found
-
-
-def differences(config: RunConfig, fields: Mapping[str, Any]) -> list[str]:
-    """The fields of the run's model that a config.json describes otherwise ('model.position=rotary').
-
-    Choices of training, such as dropout, may differ. Raises ValueError for a config.json that the family cannot read.
-    """
-    chosen = _model_of(config)
-    public = PublicConfig(fields)
-    found: PublicSettings = getattr(chosen.plugin, READ)(public)
-    public.finish()
-    own = chosen.config
-    chosen_for_training = {name: getattr(own, name) for name in found.free}
-    described, problems = bind(chosen.plugin.Config, {**found.fixed, **chosen_for_training})
-    if problems:
-        raise ValueError(f"{'.'.join(problems[0].path)}: {problems[0].message}")
-    if callable(getattr(own, "computes_like", None)) and own.computes_like(described):
-        return []
-    names = type(own).model_fields
-    return [
-        f"model.{name}={quoted(getattr(own, name))}" for name in names if getattr(own, name) != getattr(described, name)
-    ]
-
-
-def describes(config: RunConfig, path: Path) -> bool:
-    """Whether a config.json describes the model of a run."""
-    chosen = _model_of(config)
-    read_public_config(chosen.entry, chosen.plugin, path, read_json(path))  # raises UsageError
-    return not differences(config, read_json(path))
-
-
-def _model_of(config: RunConfig) -> Chosen:
+def model_of(config: RunConfig) -> Chosen:
+    """The family of a run."""
     return next(one for one in config.chosen if one.section == ("model",))
 
 
 def longest_sequence(config: RunConfig, folder: Path) -> int | None:
     """The length of the longest sequence that the model of a folder was made for; None if its family does not know."""
-    chosen = _model_of(config)
+    chosen = model_of(config)
     return read_public_config(chosen.entry, chosen.plugin, folder / CONFIG, read_json(folder / CONFIG)).longest
 
 

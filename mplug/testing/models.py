@@ -108,6 +108,13 @@ class ModelSuite(PluginSuite):
 
         require_published(tiny_run(self.tiny()), self.on_meta())
 
+    @smoke
+    def test_its_published_forms_are_tables(self) -> None:
+        """If it has `public_forms`, every setting in them exists and is decided once, and every field is used."""
+        from mplug.testing.published import require_tables
+
+        require_tables(installed_plugins().load(self.entry()))
+
     # With memory, in one process.
 
     def trial(self, **changes: Any) -> "Trial":

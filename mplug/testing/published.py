@@ -1,6 +1,7 @@
 """Whether a family's external names and config.json say the same as its plan."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 from unittest import SkipTest
 
 import torch
@@ -8,9 +9,11 @@ from torch import Tensor
 
 from mplug.checkpoint.public_weights import conversion
 from mplug.checkpoint.transfer import Read, fill_ours, fill_theirs
+from mplug.config.public_form import PublicForm, ReadField
 from mplug.errors import UsageError
 from mplug.layout.mesh import Mesh
-from mplug.registry.public import READ, public_config_of
+from mplug.registry.public import FORMS, forms_of
+from mplug.registry.public_export import public_config_of
 from mplug.run.run import Run
 from mplug.testing.suite import Fault, require
 
@@ -25,7 +28,7 @@ def require_published(run: Run, model: "Model") -> None:
     """
     plugin = next(one for one in run.config.chosen if one.section == ("model",)).plugin
     if model.plan.external is None:
-        require(not hasattr(plugin, READ), f"it has '{READ}', but its plan has no external names (Plan.external)")
+        require(not forms_of(plugin), f"it has '{FORMS}', but its plan has no external names (Plan.external)")
         raise SkipTest("its plan has no external names, so it has no published form")
     try:
         public_config_of(run.config)
@@ -52,6 +55,64 @@ def require_published(run: Run, model: "Model") -> None:
         found = torch.full_like(original, -1.0)
         fill_theirs(made.public[tensor], found, _reader(ours))
         require(torch.equal(found, original), f"its external names give elements of '{tensor}' to several parameters")
+
+
+def require_tables(plugin: Any) -> None:
+    """Raise Fault unless the forms of a family are tables whose fields all have an effect. SkipTest without forms."""
+    if not forms_of(plugin):
+        raise SkipTest(f"it has no '{FORMS}', so it has no published form")
+    for form in forms_of(plugin):
+        _require_settings(plugin, form)
+        _require_used(form)
+
+
+def _require_settings(plugin: Any, form: PublicForm) -> None:
+    """Every setting of a form is one of the family's Config, and the form decides it once."""
+    decided = [*form.implied, *form.altering]
+    decided += [name for row in form.fields.values() if isinstance(row, ReadField) for name in row.settings]
+    decided += [name for name in form.training if name not in decided]
+    unknown = sorted(set(decided) - set(plugin.Config.model_fields))
+    require(not unknown, f"its form of {form.architecture} sets {unknown}, which its Config lacks")
+    twice = sorted({name for name in decided if decided.count(name) > 1})
+    require(not twice, f"its form of {form.architecture} decides {twice} in two places")
+    aliased = sorted(set(form.aliases) & set(form.fields))
+    require(not aliased, f"its form of {form.architecture} has {aliased} both as fields and as aliases")
+    lost = sorted(set(form.aliases.values()) - set(form.fields))
+    require(not lost, f"its form of {form.architecture} has aliases of {lost}, which it has no rows for")
+
+
+class _Noted(dict[str, Any]):
+    """Values that note which of them are read."""
+
+    def __init__(self, values: dict[str, Any], seen: set[str]) -> None:
+        super().__init__(values)
+        self.seen = seen
+
+    def __getitem__(self, name: str) -> Any:
+        self.seen.add(name)
+        return super().__getitem__(name)
+
+
+def _require_used(form: PublicForm) -> None:
+    """The form's function reads every field that decides no setting directly."""
+    rows = {name: row for name, row in form.fields.items() if isinstance(row, ReadField)}
+    seen = {name for name, row in rows.items() if row.settings}
+    seen |= {form.longest} if form.longest is not None else set()
+    for values in _variants(rows):
+        try:
+            form.settings(_Noted(values, seen))
+        except ValueError:  # the values do not fit together
+            continue
+    unread = sorted(set(rows) - seen)
+    require(not unread, f"its form of {form.architecture} declares {unread} as read, but nothing reads them")
+
+
+def _variants(rows: dict[str, ReadField]) -> Iterator[dict[str, Any]]:
+    """The defaults of all fields, and these with one other value."""
+    defaults = {name: row.default for name, row in rows.items()}
+    yield defaults
+    for name, row in rows.items():
+        yield from ({**defaults, name: sample} for sample in row.values.samples)
 
 
 def _reader(tensors: dict[str, Tensor]) -> Read:

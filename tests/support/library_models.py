@@ -234,7 +234,7 @@ def _transposed_experts(own: Tensors) -> Tensors:
 
 def gpt2(library: Tensors) -> Tensors:
     """GPT-2, whose matrices are transposed."""
-    names = {"wte": "embedding.token", "wpe": "embedding.position", "ln_f": "head.norm"}
+    names = {"wte": "embedding.token", "wpe": "embedding.position", "ln_f": "head.norm", "lm_head": "head.project"}
     parts = {"ln_1": "norm1", "ln_2": "norm2", "attn.c_attn": "attn.qkv", "attn.c_proj": "attn.out"}
     parts |= {"mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
     found = {}

@@ -1,12 +1,15 @@
 """Published checkpoints of tiny random models, made by the transformers library, and models of ours that read them."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mplug.checkpoint.pretrained import refuse_another_model
 from mplug.checkpoint.public_folder import open_public
 from mplug.checkpoint.public_load import fill_from, weights_of
 from mplug.checkpoint.public_weights import PublicWeights
@@ -149,6 +152,47 @@ def logits(model: Model, tokens: Tensor) -> Tensor:
     batch = {"tokens": tokens, "positions": torch.arange(tokens.shape[1])[None], "sample_ids": zeros, "keys": zeros}
     with torch.no_grad():
         return model.logits(batch)
+
+
+def require_fitting(folder: Path) -> None:
+    """What the command checks before it starts a run."""
+    run = run_of(folder)
+    refuse_another_model(folder, build_model(run), run.config.checkpoint.pretrained)
+
+
+class Made(dict[str, tuple[Path, Any]]):
+    """By family, a folder with three files and the model of the transformers library that wrote it."""
+
+    def __init__(self, parent: Path) -> None:
+        super().__init__()
+        self.parent = parent
+
+    def __missing__(self, family: str) -> tuple[Path, Any]:
+        folder = self.parent / family.replace(", ", "-").replace(" ", "-")
+        folder.mkdir()
+        self[family] = folder, save(FAMILIES[family](), folder)
+        return self[family]
+
+
+def tensors(folder: Path) -> dict[str, tuple[str, Tensor]]:
+    """Every tensor of a folder with its file."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: (file.name, tensor) for file in files for name, tensor in load_file(file).items()}
+
+
+def edited(folder: Path, **fields: Any) -> None:
+    """Change fields of config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """The folder with one file, after a change of its tensors."""
+    found = {name: tensor for name, (_, tensor) in tensors(folder).items()}
+    for file in [*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"]:
+        file.unlink(missing_ok=True)
+    change(found)
+    save_file(found, folder / "model.safetensors")
 
 
 def at(whole: Tensor, box: Box) -> Tensor:

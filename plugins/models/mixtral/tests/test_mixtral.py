@@ -186,7 +186,7 @@ def mixture(x: Tensor, w: Weights, name: str, c: Any, bias: Tensor | None) -> Te
         allowed = [e for e in range(c.num_experts) if c.moe_router_num_groups == 1 or e // size in kept]
         chosen = sorted(allowed, key=lambda e, judged=judged: -float(judged[e]))[: c.num_experts_per_token]
         gates = scores[chosen]
-        if c.moe_router_normalize and len(chosen) > 1:
+        if c.moe_router_normalize:
             gates = gates / gates.sum()
         experts = [
             swiglu(token, w[f"{name}.experts.up"][e], w[f"{name}.experts.down"][e]) * gate * c.moe_router_scale

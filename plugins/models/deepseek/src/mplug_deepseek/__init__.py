@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from mplug import hookimpl
 from mplug_deepseek.config import DeepseekConfig
 from mplug_deepseek.presets import PRESETS
-from mplug_deepseek.published import config_of, settings_of
+from mplug_deepseek.published import FORMS
 
 if TYPE_CHECKING:
     from mplug import Model
@@ -17,7 +17,7 @@ class Deepseek:
     presets = PRESETS
 
     Config = DeepseekConfig
-    public_settings, public_config = staticmethod(settings_of), staticmethod(config_of)
+    public_forms = FORMS
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -57,6 +57,11 @@ class DeepseekConfig(GeneralDecoderConfig):
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
+    def rotary_width(self) -> int:
+        """Width of the part of a key with rotary positions."""
+        return self.qk_rope_head_dim
+
+    @property
     def scale(self) -> float:
         """The factor of attention scores; YaRN multiplies it (arXiv 2405.04434, section 3.1.4)."""
         return self.attention_scale or float(self.head_width**-0.5 * self.rotary().score_factor)

@@ -18,7 +18,10 @@ LATENT = {
 
 
 def names(config: GeneralDecoderConfig, *, latent_queries: bool) -> ExternalNames:
-    """The names of a dequantised folder. Layers after the last one are those of multi-token prediction."""
+    """The names of a dequantised folder. Layers after the last one are those of multi-token prediction.
+
+    Such a layer is known by its projection `eh_proj`; its embedding and its head repeat those of the model.
+    """
     others = {ours: theirs for ours, theirs in LATENT.items() if not ours.startswith("q_")}
     modules = LATENT if latent_queries else {"q": "q_proj", **others}
     at = "model.layers.*.self_attn"
@@ -28,9 +31,12 @@ def names(config: GeneralDecoderConfig, *, latent_queries: bool) -> ExternalName
     tensors, layers = dict(found.tensors), config.num_layers
     for depth in range(config.num_mtp_layers):
         tensors |= _ahead(found, depth, layers + depth)
-    unused = () if config.num_mtp_layers else (f"model.layers.{layers}",)
-    shared = ("model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight")
-    return replace(found, tensors=tensors, ignored=(*found.ignored, *unused, *shared))
+    unused = {} if config.num_mtp_layers else {f"model.layers.{layers}": f"model.layers.{layers}.eh_proj.weight"}
+    copies: dict[str, str] = {}
+    for layer in range(layers, layers + config.num_mtp_layers):
+        copies[f"model.layers.{layer}.embed_tokens.weight"] = "embedding.token.weight"
+        copies[f"model.layers.{layer}.shared_head.head.weight"] = "head.project.weight"
+    return replace(found, tensors=tensors, copies=copies, optional=unused)
 
 
 def _ahead(found: ExternalNames, depth: int, layer: int) -> dict[str, Any]:

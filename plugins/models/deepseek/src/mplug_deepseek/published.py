@@ -1,99 +1,188 @@
-"""The published form of DeepSeek-V2 and V3: latent attention, groups of experts, a layer for multi-token prediction."""
+"""The config.json of DeepSeek-V2 and V3: latent attention, groups of experts, a layer for multi-token prediction."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mplug import (
-    PublicConfig,
-    PublicSettings,
-    published_config,
-    published_settings,
-    training_choices,
+    EXPERTS_ALTERING,
+    EXPERTS_TRAINING,
+    ROUTER_LOSS_FIELDS,
+    SLICES_FIELDS,
+    UNTIED_FIELDS,
+    FixedField,
+    PublicField,
+    PublicForm,
+    ReadField,
+    SumField,
+    Values,
+    decoder_fields,
+    rotary_fields,
+    rotary_settings,
+    unused,
+    written_rotary,
 )
 
 if TYPE_CHECKING:
     from mplug_deepseek.config import DeepseekConfig
 
-WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+LATENT: dict[str, PublicField] = {
+    "q_lora_rank": ReadField(1536, Values.integer().or_null, ("q_lora_rank",)),
+    "kv_lora_rank": ReadField(512, Values.integer(), ("kv_lora_rank",)),
+    "qk_nope_head_dim": ReadField(128, Values.integer(), ("qk_nope_head_dim",)),
+    "qk_rope_head_dim": ReadField(64, Values.integer(), ("qk_rope_head_dim",)),
+    "v_head_dim": ReadField(128, Values.integer(), ("v_head_dim",)),
+    "qk_head_dim": SumField(None, ("qk_nope_head_dim", "qk_rope_head_dim")),
+    "attention_bias": FixedField(False, (False,)),
+    "mlp_bias": FixedField(False, (False,)),
+}
+"""Latent attention. It has as many keys as queries, and widths of its own."""
+EXPERTS: dict[str, PublicField] = {
+    **ROUTER_LOSS_FIELDS,
+    "router_aux_loss_coef": ReadField(0.0, Values.not_negative(), ("aux_loss_coefficient",), training=True),
+    "num_experts_per_tok": ReadField(8, Values.integer(), ("num_experts_per_token",)),
+    "moe_layer_freq": FixedField(1, (1,)),
+    **unused("the balancing loss of older releases", "seq_aux aux_loss_alpha"),
+    **unused("the number of ranks of older releases", "ep_size"),
+}
+GROUPED = "group_limited_greedy"
+TRUTH = {True: True, False: False, None: False}
+"""A flag of the library that may be null, which means false."""
 
 
-def settings_of(config: PublicConfig) -> PublicSettings:
-    """The settings of a DeepSeek-V2 or V3."""
-    third = config.expect("model_type", "deepseek_v3", "deepseek_v2") == "deepseek_v3"
-    for name in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
-        config.expect(name, False)
-    config.expect("hidden_act", "silu")
-    config.expect("moe_layer_freq", 1)
-    config.ignore("num_key_value_heads", "head_dim", "qk_head_dim", "num_nextn_predict_layers", "num_mtp_layers")
-    config.ignore("ep_size", "pretraining_tp", "seq_aux", "aux_loss_alpha")
-    shared = published_settings(config)
-    for name in ("num_kv_heads", "head_dim"):  # latent attention has widths of its own
-        del shared[name]
-    fixed = {
-        **shared,
-        **{name: config.number(name) for name in WIDTHS},
-        "q_lora_rank": config.take("q_lora_rank", None),
-        "rope_interleaved": config.expect("rope_interleave", True, False),
-        "moe_ffn_hidden_size": config.number("moe_intermediate_size"),
-        "num_dense_layers": config.number("first_k_dense_replace", 0, least=0),
-        "num_experts": config.number("n_routed_experts"),
-        "num_experts_per_token": config.number("num_experts_per_tok"),
-        "num_shared_experts": config.number("n_shared_experts", 0, least=0),
-        "moe_router_scale": config.take("routed_scaling_factor", 1.0),
-        **(_third(config) if third else _second(config)),
-    }
-    free = {**training_choices(config), "num_mtp_layers": 0, "mtp_loss_coefficient": 0.3}
-    return PublicSettings(fixed, free, config.number("max_position_embeddings", 4096))
-
-
-def _third(config: PublicConfig) -> dict[str, Any]:
-    """Sigmoid scores; a bias of each expert for the choice."""
-    config.expect("topk_method", "noaux_tc")
+def _experts(routed: int, shared: int, width: int, first: int, scale: float) -> dict[str, PublicField]:
+    """Rows of experts, with the library's defaults."""
     return {
-        "moe_router_score": config.expect("scoring_func", "sigmoid"),
-        "moe_router_normalize": config.expect("norm_topk_prob", True, False),
-        "moe_router_num_groups": config.number("n_group", 1),
-        "moe_router_top_groups": config.number("topk_group", 1),
-        "expert_bias": True,
+        "n_routed_experts": ReadField(routed, Values.integer(), ("num_experts",)),
+        "n_shared_experts": ReadField(shared, Values.integer(), ("num_shared_experts",)),
+        "moe_intermediate_size": ReadField(width, Values.integer(), ("moe_ffn_hidden_size",)),
+        "first_k_dense_replace": ReadField(first, Values.integer(0), ("num_dense_layers",)),
+        "routed_scaling_factor": ReadField(scale, Values.positive(), ("moe_router_scale",)),
     }
 
 
-def _second(config: PublicConfig) -> dict[str, Any]:
-    """Softmax scores; the score of a group is that of its best expert."""
-    grouped = config.expect("topk_method", "greedy", "group_limited_greedy") != "greedy"
-    groups, top = config.number("n_group", 1), config.number("topk_group", 1)
-    return {
-        "moe_router_score": config.expect("scoring_func", "softmax"),
-        "moe_router_normalize": config.expect("norm_topk_prob", False),
-        "moe_router_num_groups": groups if grouped else 1,
-        "moe_router_top_groups": top if grouped else 1,
-        "moe_router_group_best": 1,
-    }
+def _rotary(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary positions; the scale of attention needs YaRN's factor."""
+    for name in ("rope_scaling", "rope_parameters"):
+        given = values[name] or {}
+        if given.get("mscale_all_dim") and given.get("factor", 1) is None:
+            raise ValueError(f"its field '{name}.factor' is null, but 'mscale_all_dim' needs it")
+    return rotary_settings(values)
 
 
-def config_of(config: "DeepseekConfig") -> dict[str, Any]:
-    """The config.json of a model: V3 with sigmoid scores, else V2."""
-    third = config.moe_router_score == "sigmoid"
-    names = ("DeepseekV3ForCausalLM", "deepseek_v3") if third else ("DeepseekV2ForCausalLM", "deepseek_v2")
-    found = published_config(config, *names)
-    method = "noaux_tc" if third else "greedy" if config.moe_router_num_groups == 1 else "group_limited_greedy"
+def _second(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The score of a group is that of its best expert; the method 'greedy' has no groups."""
+    if values["topk_method"] != GROUPED:
+        return {**_rotary(values), "moe_router_num_groups": 1, "moe_router_top_groups": 1}
+    groups, top = values["n_group"], values["topk_group"]
+    if groups is None or top is None:
+        raise ValueError(f"its field 'topk_method' is \"{GROUPED}\", which needs 'n_group' and 'topk_group'")
+    return {**_rotary(values), "moe_router_num_groups": groups, "moe_router_top_groups": top}
+
+
+def _third(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The score of a group is the sum of its two best experts."""
+    if values["n_routed_experts"] < 2 * values["n_group"]:
+        raise ValueError("its field 'n_group' leaves a group fewer than 2 experts, whose scores make that of a group")
+    return _rotary(values)
+
+
+def _written(config: "DeepseekConfig") -> dict[str, Any]:
     return {
-        **found,
-        **{name: getattr(config, name) for name in (*WIDTHS, "q_lora_rank")},
+        "rope_parameters": written_rotary(config),
+        "moe_intermediate_size": config.expert_width,
         "head_dim": config.qk_rope_head_dim,
         "num_key_value_heads": config.num_attention_heads,
-        "moe_intermediate_size": config.expert_width,
-        "first_k_dense_replace": config.num_dense_layers,
-        "n_routed_experts": config.num_experts,
-        "num_experts_per_tok": config.num_experts_per_token,
-        "n_shared_experts": config.num_shared_experts,
-        "routed_scaling_factor": config.moe_router_scale,
-        "norm_topk_prob": config.moe_router_normalize,
-        "n_group": config.moe_router_num_groups,
-        "topk_group": config.moe_router_top_groups,
-        "topk_method": method,
-        **(
-            {"rope_interleave": config.rope_interleaved, "num_nextn_predict_layers": config.num_mtp_layers}
-            if third
-            else {}
-        ),
     }
+
+
+def _written_second(config: "DeepseekConfig") -> dict[str, Any]:
+    groups, top = config.moe_router_num_groups, config.moe_router_top_groups
+    method = "greedy" if groups == 1 else GROUPED
+    return {**_written(config), "topk_method": method, "n_group": groups, "topk_group": top}
+
+
+def _written_third(config: "DeepseekConfig") -> dict[str, Any]:
+    return {**_written(config), "num_nextn_predict_layers": config.num_mtp_layers}
+
+
+V2 = PublicForm(
+    architecture="DeepseekV2ForCausalLM",
+    model_type="deepseek_v2",
+    fields={
+        **decoder_fields(
+            vocab_size=102400,
+            hidden_size=4096,
+            intermediate_size=11008,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            max_position_embeddings=2048,
+        ),
+        **rotary_fields(),
+        **UNTIED_FIELDS,
+        **SLICES_FIELDS,
+        **LATENT,
+        **EXPERTS,
+        **_experts(routed=64, shared=2, width=1407, first=0, scale=1.0),
+        "num_key_value_heads": SumField(None, ("num_attention_heads",), or_null=True),
+        "head_dim": SumField(None, ("qk_rope_head_dim",), or_null=True),
+        "num_experts_per_tok": ReadField(None, Values.integer(), ("num_experts_per_token",), required=True),
+        "scoring_func": FixedField("softmax", ("softmax",)),
+        "topk_method": ReadField("greedy", Values.one_of("greedy", GROUPED)),
+        "n_group": ReadField(None, Values.integer().or_null),
+        "topk_group": ReadField(None, Values.integer().or_null),
+        "norm_topk_prob": FixedField(False, (False, None), "the library never normalises the gates of DeepSeek-V2"),
+        "rope_interleave": FixedField(True, (True,), "the library has no such field for DeepSeek-V2"),
+    },
+    aliases={"num_experts": "n_routed_experts"},
+    settings=_second,
+    write=_written_second,
+    implied={
+        "rope_interleaved": True,
+        "moe_router_score": "softmax",
+        "moe_router_normalize": False,
+        "moe_router_group_best": 1,
+    },
+    training={**EXPERTS_TRAINING, "mtp_loss_coefficient": 0.3},
+    altering={**EXPERTS_ALTERING, "num_mtp_layers": 0},
+    longest="max_position_embeddings",
+)
+V3 = PublicForm(
+    architecture="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    fields={
+        **decoder_fields(
+            vocab_size=129280,
+            hidden_size=7168,
+            intermediate_size=18432,
+            num_hidden_layers=61,
+            num_attention_heads=128,
+            max_position_embeddings=4096,
+        ),
+        **rotary_fields(),
+        **UNTIED_FIELDS,
+        **SLICES_FIELDS,
+        **LATENT,
+        **EXPERTS,
+        **_experts(routed=256, shared=1, width=2048, first=3, scale=2.5),
+        "num_key_value_heads": SumField(128, ("num_attention_heads",), or_null=True),
+        "head_dim": SumField(None, ("qk_rope_head_dim",)),
+        "scoring_func": FixedField("sigmoid", ("sigmoid",)),
+        "topk_method": FixedField("noaux_tc", ("noaux_tc",)),
+        "n_group": ReadField(8, Values.integer(), ("moe_router_num_groups",)),
+        "topk_group": ReadField(4, Values.integer(), ("moe_router_top_groups",)),
+        "norm_topk_prob": ReadField(True, Values.flag().or_null, ("moe_router_normalize",), TRUTH),
+        "rope_interleave": ReadField(True, Values.flag().or_null, ("rope_interleaved",), TRUTH),
+        **unused(
+            "these layers predict further tokens in training; they are loaded with model.num_mtp_layers",
+            "num_nextn_predict_layers num_mtp_layers",
+        ),
+    },
+    aliases={"num_local_experts": "n_routed_experts"},
+    settings=_third,
+    write=_written_third,
+    implied={"moe_router_score": "sigmoid", "moe_router_group_best": 2, "expert_bias": True},
+    training={**EXPERTS_TRAINING, "expert_bias_rate": 0.0, "num_mtp_layers": 0, "mtp_loss_coefficient": 0.3},
+    altering={"capacity_factor": None},
+    longest="max_position_embeddings",
+)
+FORMS = (V3, V2)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from mplug import hookimpl
 from mplug_gemma.config import GemmaConfig
 from mplug_gemma.presets import PRESETS
-from mplug_gemma.published import config_of, settings_of
+from mplug_gemma.published import FORMS
 
 if TYPE_CHECKING:
     from mplug import Model
@@ -17,7 +17,7 @@ class Gemma:
     presets = PRESETS
 
     Config = GemmaConfig
-    public_settings, public_config = staticmethod(settings_of), staticmethod(config_of)
+    public_forms = FORMS
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -1,77 +1,171 @@
 """The config.json of Gemma 2 and 3 (text alone)."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mplug import (
-    PublicConfig,
-    PublicSettings,
+    EXPERTS_ALTERING,
+    EXPERTS_TRAINING,
+    LAYER_TYPES_FIELDS,
+    FixedField,
+    PublicField,
+    PublicForm,
+    ReadField,
+    SumField,
+    Values,
     attention_types,
+    decoder_fields,
+    heads_fields,
     layer_types,
-    published_config,
-    published_settings,
-    training_choices,
+    read_rotary,
+    rotary_fields,
+    rotary_settings,
+    tied_fields,
+    written_decoder,
+    written_rotary,
 )
 
 if TYPE_CHECKING:
     from mplug_gemma.config import GemmaConfig
 
-GELU = "gelu_pytorch_tanh"
+GELU = FixedField("gelu_pytorch_tanh", ("gelu_pytorch_tanh",))
+CAP = Values.positive().or_null
+SIZES = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+}
+SHARED: dict[str, PublicField] = {
+    **heads_fields(4, 256, null=()),
+    **tied_fields(True),
+    **LAYER_TYPES_FIELDS,
+    "hidden_activation": GELU,
+    "hidden_act": GELU,  # of older releases
+    "attention_bias": ReadField(False, Values.flag(), ("qkv_bias", "attention_out_bias")),
+    "query_pre_attn_scalar": ReadField(256, Values.positive()),
+    "sliding_window": ReadField(4096, Values.integer(), ("window",)),
+    "use_bidirectional_attention": FixedField(None, (None, False)),
+}
+"""What Gemma 2 and 3 have."""
 
 
-def settings_of(config: PublicConfig) -> PublicSettings:
-    """The settings of a Gemma."""
-    is_third = config.expect("model_type", "gemma2", "gemma3_text") == "gemma3_text"
-    config.expect("hidden_activation", GELU)
-    config.expect("hidden_act", GELU)
-    config.expect("attention_bias", False)
-    config.expect("use_bidirectional_attention", False)
-    caps = (None, None) if is_third else (50.0, 30.0)
-    rope, local = _third_rotary(config) if is_third else (config.rope(), None)
-    shared = published_settings(config, rope=rope)
-    pattern = config.number("sliding_window_pattern", config.number("_sliding_window_pattern", 6)) if is_third else 2
-    types = ["window" if (number + 1) % pattern else "full" for number in range(shared["num_layers"])]
-    fixed = {
-        **shared,
-        "window_rope_theta": local,
-        "head_dim": config.take("head_dim", 256),
-        "tie_embeddings": config.expect("tie_word_embeddings", True, False),
-        "qk_norm": is_third,
-        "attention_scale": config.take("query_pre_attn_scalar", 256) ** -0.5,
-        "attention_soft_cap": config.get("attn_logit_softcapping", caps[0]),
-        "logit_soft_cap": config.get("final_logit_softcapping", caps[1]),
-        "window": config.number("sliding_window", 4096),
-        "attention_types": attention_types(config, shared["num_layers"], types),
+def _second(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Every second block has windows."""
+    types = ["full" if number % 2 else "window" for number in range(values["num_hidden_layers"])]
+    return {
+        **rotary_settings(values),
+        "window_rope_theta": None,
+        "attention_scale": _scale(values),
+        "attention_types": attention_types(values, types),
     }
-    return PublicSettings(fixed, training_choices(config), config.number("max_position_embeddings", 8192))
 
 
-def _third_rotary(config: PublicConfig) -> tuple[dict[str, Any], float]:
-    """The rotary positions of blocks without windows, and the base of those with windows, which have no scaling."""
-    found = config.take("rope_parameters", {})
-    if "full_attention" not in found:
-        return config.rope(1e6), config.take("rope_local_base_freq", 1e4)
-    full, local = found["full_attention"], found.get("sliding_attention", {})
-    if local.get("rope_type", "default") != "default":
+def _third(values: Mapping[str, Any]) -> dict[str, Any]:
+    """All blocks except every n-th have windows; they have rotary positions of their own."""
+    pattern, saved = values["sliding_window_pattern"], values["_sliding_window_pattern"]
+    if values["layer_types"] is None and saved not in (None, pattern):
+        raise ValueError(
+            f"its field '_sliding_window_pattern' is {saved}, which the library ignores; state 'layer_types', or "
+            f"'sliding_window_pattern'"
+        )
+    types = ["window" if (number + 1) % pattern else "full" for number in range(values["num_hidden_layers"])]
+    full, local = _rotary_of_types(values)
+    if local["rope_scaling"] is not None:
         raise ValueError("it scales the rotary positions of blocks with windows, which the family does not support")
-    return {"rope_theta": 1e6, **full}, local.get("rope_theta", 1e4)
+    return {
+        **full,
+        "window_rope_theta": local["rope_theta"],
+        "attention_scale": _scale(values),
+        "attention_types": attention_types(values, types),
+    }
 
 
-def config_of(config: "GemmaConfig") -> dict[str, Any]:
-    """The config.json of a model: Gemma 3 with a norm of queries and keys, else Gemma 2."""
-    third = config.qk_norm
-    names = ("Gemma3ForCausalLM", "gemma3_text") if third else ("Gemma2ForCausalLM", "gemma2")
-    found = published_config(config, *names)
+def _rotary_of_types(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The rotary positions of blocks without windows, and of those with windows."""
+    older, newer = values["rope_scaling"], values["rope_parameters"]
+    if older is not None and newer is not None:
+        raise ValueError("it has both 'rope_parameters' and 'rope_scaling'; remove one of them")
+    if older and "rope_type" not in older:
+        raise ValueError("its field 'rope_scaling' lacks 'rope_type', without which the library ignores it")
+    types = {"full_attention": older or {}} if newer is None else newer
+    for name in types:
+        if name not in ("full_attention", "sliding_attention"):
+            raise ValueError(f"its field 'rope_parameters.{name}' is unknown; it has the blocks' types of attention")
+        if not isinstance(types[name], dict | None):
+            raise ValueError(f"its field 'rope_parameters.{name}' is {types[name]!r}, but must be a mapping, or null")
+    where = "rope_scaling" if newer is None else "rope_parameters.full_attention"
+    full = types.get("full_attention") or {}
+    if full.get("truncate", True) is not True:  # the library looks for it beside the types
+        raise ValueError(f"its field '{where}.truncate' is {full['truncate']!r}, which the library ignores")
+    local = types.get("sliding_attention") or {}
+    return (
+        read_rotary(where, full, values),
+        read_rotary("rope_parameters.sliding_attention", local, values, "rope_local_base_freq"),
+    )
+
+
+def _scale(values: Mapping[str, Any]) -> float:
+    scale: float = values["query_pre_attn_scalar"] ** -0.5
+    return scale
+
+
+def _written(config: "GemmaConfig") -> dict[str, Any]:
     scale = config.attention_scale or config.head_width**-0.5
-    del found["hidden_act"]
-    found |= {
-        "hidden_activation": GELU,
+    return {
         "query_pre_attn_scalar": round(scale**-2),
-        "attn_logit_softcapping": config.attention_soft_cap,
-        "final_logit_softcapping": config.logit_soft_cap,
         "sliding_window": config.window or 4096,
         "layer_types": layer_types(config),
     }
-    if third:
-        local = {"rope_type": "default", "rope_theta": config.window_rope_theta or config.rope_theta}
-        found["rope_parameters"] = {"full_attention": found["rope_parameters"], "sliding_attention": local}
-    return found
+
+
+def _written_second(config: "GemmaConfig") -> dict[str, Any]:
+    return {**_written(config), **written_decoder(config, written_rotary(config))}
+
+
+def _written_third(config: "GemmaConfig") -> dict[str, Any]:
+    local = {"rope_type": "default", "rope_theta": config.window_rope_theta or config.rope_theta}
+    types = {"full_attention": written_rotary(config), "sliding_attention": local}
+    return {**_written(config), **written_decoder(config, types)}
+
+
+GEMMA2 = PublicForm(
+    architecture="Gemma2ForCausalLM",
+    model_type="gemma2",
+    fields={
+        **decoder_fields(**SIZES, vocab_size=256000, max_position_embeddings=8192),
+        **SHARED,
+        **rotary_fields(),
+        "attn_logit_softcapping": ReadField(50.0, CAP, ("attention_soft_cap",)),
+        "final_logit_softcapping": ReadField(30.0, CAP, ("logit_soft_cap",)),
+        "sliding_window_size": SumField(None, ("sliding_window",)),  # of older releases
+    },
+    settings=_second,
+    write=_written_second,
+    implied={"qk_norm": False},
+    training=EXPERTS_TRAINING,
+    altering=EXPERTS_ALTERING,
+    longest="max_position_embeddings",
+)
+GEMMA3 = PublicForm(
+    architecture="Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    fields={
+        **decoder_fields(**SIZES, vocab_size=262208, max_position_embeddings=131072),
+        **SHARED,
+        **rotary_fields(1e6),
+        "rope_local_base_freq": ReadField(1e4, Values.positive()),
+        "attn_logit_softcapping": FixedField(None, (None,), "the library ignores other values for Gemma 3"),
+        "final_logit_softcapping": ReadField(None, CAP, ("logit_soft_cap",)),
+        "use_bidirectional_attention": FixedField(False, (None, False)),
+        "sliding_window_pattern": ReadField(6, Values.integer()),
+        "_sliding_window_pattern": ReadField(None, Values.integer().or_null),
+    },
+    settings=_third,
+    write=_written_third,
+    implied={"qk_norm": True},
+    training=EXPERTS_TRAINING,
+    altering=EXPERTS_ALTERING,
+    longest="max_position_embeddings",
+)
+FORMS = (GEMMA3, GEMMA2)

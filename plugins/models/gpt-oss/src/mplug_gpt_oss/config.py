@@ -41,7 +41,7 @@ class GptOssConfig(GeneralDecoderConfig):
     num_experts: int = Field(32, ge=0, description="experts of a block; 0: every block has an MLP")
     num_experts_per_token: PositiveInt = Field(4, description="experts that each token chooses")
     moe_router_score: ScoreName = Field("softmax_of_chosen", description="logits to scores, over experts")
-    moe_router_normalize: bool = Field(False, description="a token's gates sum to moe_router_scale")
+    moe_router_normalize: bool | None = Field(False, description="a token's gates sum to moe_router_scale")
     moe_router_bias: bool = Field(True, description="a trained bias of the router's logits")
 
     def external_names(self) -> ExternalNames | None:

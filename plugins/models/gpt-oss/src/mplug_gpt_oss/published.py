@@ -1,15 +1,28 @@
-"""The published form of gpt-oss: transposed experts with interleaved gate and up projections."""
+"""The config.json of gpt-oss."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mplug import (
-    PublicConfig,
-    PublicSettings,
+    EXPERTS_ALTERING,
+    EXPERTS_TRAINING,
+    LAYER_TYPES_FIELDS,
+    ROUTER_LOSS_FIELDS,
+    UNTIED_FIELDS,
+    FixedField,
+    PublicForm,
+    ReadField,
+    SumField,
+    UnusedField,
+    Values,
     attention_types,
+    decoder_fields,
+    heads_fields,
     layer_types,
-    published_config,
-    published_settings,
-    training_choices,
+    rotary_fields,
+    rotary_settings,
+    written_decoder,
+    written_rotary,
 )
 
 if TYPE_CHECKING:
@@ -23,41 +36,50 @@ YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""What the library takes if a config.json does not state it."""
+"""What the library takes if a config.json states no rotary positions at all."""
 
 
-def settings_of(config: PublicConfig) -> PublicSettings:
-    """The settings of a gpt-oss."""
-    config.expect("hidden_act", "silu")
-    config.expect("tie_word_embeddings", False)
-    config.expect("swiglu_limit", 7.0)
-    config.expect("swiglu_alpha", 1.702)
-    config.ignore("initial_context_length")
-    rope = config.rope(150000.0)
-    shared = published_settings(config, rope=rope if rope["rope_type"] != "default" else {**rope, **YARN})
-    bias, layers = config.expect("attention_bias", True, False), shared["num_layers"]
-    types = ["full" if number % 2 else "window" for number in range(layers)]
-    chosen = config.take("experts_per_token", None)
-    fixed = {
-        **shared,
-        "qkv_bias": bias,
-        "attention_out_bias": bias,
-        "window": config.number("sliding_window", 128),
-        "attention_types": attention_types(config, layers, types),
-        "num_experts": config.number("num_local_experts", 128),
-        "num_experts_per_token": config.number("num_experts_per_tok", 4 if chosen is None else chosen),
-    }
-    return PublicSettings(fixed, training_choices(config), config.number("max_position_embeddings", 131072))
+def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    types = ["full" if number % 2 else "window" for number in range(values["num_hidden_layers"])]
+    return {**rotary_settings(values, YARN), "attention_types": attention_types(values, types)}
 
 
-def config_of(config: "GptOssConfig") -> dict[str, Any]:
-    """The config.json of a model."""
-    return {
-        **published_config(config, "GptOssForCausalLM", "gpt_oss"),
-        "sliding_window": config.window,
-        "layer_types": layer_types(config),
-        "num_local_experts": config.num_experts,
-        "num_experts_per_tok": config.num_experts_per_token,
-        "swiglu_limit": 7.0,
-        "router_aux_loss_coef": config.aux_loss_coefficient,
-    }
+def _written(config: "GptOssConfig") -> dict[str, Any]:
+    return {**written_decoder(config, written_rotary(config)), "layer_types": layer_types(config)}
+
+
+GPT_OSS = PublicForm(
+    architecture="GptOssForCausalLM",
+    model_type="gpt_oss",
+    fields={
+        **decoder_fields(
+            vocab_size=201088,
+            hidden_size=2880,
+            intermediate_size=2880,
+            num_hidden_layers=36,
+            num_attention_heads=64,
+            max_position_embeddings=131072,
+        ),
+        **heads_fields(8, 64, null=()),
+        **rotary_fields(150000.0),
+        **UNTIED_FIELDS,
+        **LAYER_TYPES_FIELDS,
+        **ROUTER_LOSS_FIELDS,
+        "rms_norm_eps": ReadField(1e-5, Values.positive(), ("norm_eps",)),
+        "attention_bias": ReadField(True, Values.flag(), ("qkv_bias", "attention_out_bias")),
+        "sliding_window": ReadField(128, Values.integer(), ("window",)),
+        "num_local_experts": ReadField(128, Values.integer(), ("num_experts",)),
+        "num_experts_per_tok": ReadField(4, Values.integer(), ("num_experts_per_token",)),
+        "experts_per_token": SumField(None, ("num_experts_per_tok",)),  # the library ignores it
+        "swiglu_limit": FixedField(7.0, (7.0,)),
+        "swiglu_alpha": FixedField(1.702, (1.702,)),
+        "initial_context_length": UnusedField("the scaling of rotary positions states this length itself"),
+    },
+    aliases={"num_experts": "num_local_experts"},
+    settings=_settings,
+    write=_written,
+    training=EXPERTS_TRAINING,
+    altering=EXPERTS_ALTERING,
+    longest="max_position_embeddings",
+)
+FORMS = (GPT_OSS,)

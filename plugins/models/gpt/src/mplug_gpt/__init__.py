@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from mplug import RunConfig, UsageError, hookimpl
 from mplug_gpt.config import GPTConfig
 from mplug_gpt.presets import PRESETS
-from mplug_gpt.published import config_of, settings_of
+from mplug_gpt.published import FORMS
 
 if TYPE_CHECKING:
     from mplug import Model
@@ -17,7 +17,7 @@ class GPT:
     presets = PRESETS
 
     Config = GPTConfig
-    public_settings, public_config = staticmethod(settings_of), staticmethod(config_of)
+    public_forms = FORMS
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from mplug import hookimpl
 from mplug_llama.config import LlamaConfig
 from mplug_llama.presets import PRESETS
-from mplug_llama.published import config_of, settings_of
+from mplug_llama.published import FORMS
 
 if TYPE_CHECKING:
     from mplug import Model
@@ -17,7 +17,7 @@ class Llama:
     presets = PRESETS
 
     Config = LlamaConfig
-    public_settings, public_config = staticmethod(settings_of), staticmethod(config_of)
+    public_forms = FORMS
 
     def __init__(self, config: Config) -> None:
         self.config = config

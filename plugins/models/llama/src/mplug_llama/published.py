@@ -2,27 +2,54 @@
 
 from typing import TYPE_CHECKING, Any
 
-from mplug import PublicConfig, PublicSettings, published_config, published_settings, training_choices
+from mplug import (
+    EXPERTS_ALTERING,
+    EXPERTS_TRAINING,
+    SLICES_FIELDS,
+    PublicForm,
+    ReadField,
+    Values,
+    decoder_fields,
+    heads_fields,
+    rotary_fields,
+    rotary_settings,
+    tied_fields,
+    written_decoder,
+    written_rotary,
+)
 
 if TYPE_CHECKING:
     from mplug_llama.config import LlamaConfig
 
 
-def settings_of(config: PublicConfig) -> PublicSettings:
-    """The settings of a Llama."""
-    config.expect("hidden_act", "silu")
-    config.ignore("pretraining_tp")
-    bias = config.expect("attention_bias", False, True)
-    fixed = {
-        **published_settings(config),
-        "tie_embeddings": config.expect("tie_word_embeddings", False, True),
-        "qkv_bias": bias,
-        "attention_out_bias": bias,
-        "mlp_bias": config.expect("mlp_bias", False, True),
-    }
-    return PublicSettings(fixed, training_choices(config), config.number("max_position_embeddings", 2048))
+def _written(config: "LlamaConfig") -> dict[str, Any]:
+    return written_decoder(config, written_rotary(config))
 
 
-def config_of(config: "LlamaConfig") -> dict[str, Any]:
-    """The config.json of a model."""
-    return {**published_config(config, "LlamaForCausalLM", "llama"), "mlp_bias": config.mlp_bias}
+LLAMA = PublicForm(
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    fields={
+        **decoder_fields(
+            vocab_size=32000,
+            hidden_size=4096,
+            intermediate_size=11008,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            max_position_embeddings=2048,
+        ),
+        **heads_fields(None, None, null=("num_key_value_heads", "head_dim")),
+        **rotary_fields(),
+        **tied_fields(False),
+        **SLICES_FIELDS,
+        "attention_bias": ReadField(False, Values.flag(), ("qkv_bias", "attention_out_bias")),
+        "mlp_bias": ReadField(False, Values.flag(), ("mlp_bias",)),
+    },
+    settings=rotary_settings,
+    write=_written,
+    training=EXPERTS_TRAINING,
+    altering=EXPERTS_ALTERING,
+    longest="max_position_embeddings",
+)
+"""Llama 2 and 3."""
+FORMS = (LLAMA,)

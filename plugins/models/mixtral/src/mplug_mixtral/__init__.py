@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from mplug import hookimpl
 from mplug_mixtral.config import MixtralConfig
 from mplug_mixtral.presets import PRESETS
-from mplug_mixtral.published import config_of, settings_of
+from mplug_mixtral.published import FORMS
 
 if TYPE_CHECKING:
     from mplug import Model
@@ -17,7 +17,7 @@ class Mixtral:
     presets = PRESETS
 
     Config = MixtralConfig
-    public_settings, public_config = staticmethod(settings_of), staticmethod(config_of)
+    public_forms = FORMS
 
     def __init__(self, config: Config) -> None:
         self.config = config

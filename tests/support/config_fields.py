@@ -1,0 +1,129 @@
+"""Tiny config.json's, as the transformers library and as a bundled family read them."""
+
+import copy
+import importlib
+from functools import cache
+from typing import Any
+
+import torch
+from library_models import V, built, decoder, difference, drawn, gpt2, wide
+
+from mplug.config.public_form import PublicForm, PublicSettings
+from mplug.registry.entry_points import Registry
+from mplug.registry.public import forms_of
+
+FAMILIES = ("gpt", "llama", "qwen", "mixtral", "gemma", "gpt-oss", "deepseek")
+ROWS: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
+LATENT = {"kv_lora_rank": 12, "q_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+LATENT |= {**EXPERTS, "n_routed_experts": 8, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+# the library keeps the square root of Gemma's hidden_size in fp32, so it is an integer here
+GEMMA = {"hidden_size": 16, "head_dim": 8, "sliding_window": 4}
+TINY: dict[str, dict[str, Any]] = {
+    "gpt2": {"vocab_size": V, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "n_inner": 40},
+    "llama": ROWS,
+    "qwen2": ROWS,
+    "qwen3": {**ROWS, "head_dim": 16},
+    "qwen3_moe": {**ROWS, **EXPERTS, "num_experts": 6},
+    "mixtral": {**ROWS, "num_local_experts": 4},
+    "gemma2": {**ROWS, **GEMMA},
+    "gemma3_text": {**ROWS, **GEMMA},
+    "gpt_oss": {**ROWS, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 4},
+    "deepseek_v2": {**ROWS, **LATENT},
+    "deepseek_v3": {**ROWS, **LATENT, "n_group": 4, "topk_group": 2},
+}
+"""By `model_type`, the fields of a tiny model; all others are absent."""
+SILENT: dict[str, dict[str, Any]] = {
+    "gpt2": {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0},
+    "mixtral": {"router_jitter_noise": 0.0},
+}
+"""What a comparison in training mode needs: no random numbers."""
+
+
+@cache
+def forms() -> dict[str, tuple[str, PublicForm]]:
+    """By `model_type`, the family that reads it, and its form."""
+    registry = Registry()
+    return {
+        form.model_type: (family, form)
+        for family in FAMILIES
+        for form in forms_of(registry.load(registry.find("models", family)))
+    }
+
+
+def tiny(kind: str, **fields: Any) -> dict[str, Any]:
+    """The config.json of a tiny model with further fields."""
+    return {"model_type": kind, **TINY[kind], **fields}
+
+
+def without(kind: str, *names: str, **fields: Any) -> dict[str, Any]:
+    """The config.json of a tiny model that lacks some fields."""
+    return {name: value for name, value in tiny(kind, **fields).items() if name not in names}
+
+
+def read(given: dict[str, Any]) -> PublicSettings:
+    """What the family reads in a config.json."""
+    _, form = forms()[given["model_type"]]
+    return form.read(given)
+
+
+def described(given: dict[str, Any], like: Any = None) -> Any:
+    """The family's Config that a config.json describes, with the choices of training of another Config."""
+    found = read(given)
+    free = {name: getattr(like, name) if like is not None else value for name, value in found.free.items()}
+    return plugin_of(given["model_type"]).Config(**{**found.altering, **free, **found.fixed})
+
+
+@cache
+def plugin_of(kind: str) -> Any:
+    """The family that reads a `model_type`."""
+    registry = Registry()
+    return registry.load(registry.find("models", forms()[kind][0]))
+
+
+def library_config(given: dict[str, Any]) -> Any:
+    """The library's config of a config.json."""
+    from transformers import AutoConfig
+
+    fields = copy.deepcopy({name: value for name, value in given.items() if name != "model_type"})
+    return AutoConfig.for_model(given["model_type"], **fields)
+
+
+def distance(given: dict[str, Any], ours: Any = None) -> float:
+    """The largest difference of logits and gradients, in fp64, of the library's and our model of a config.json.
+
+    `ours` is the family's Config; None: that which the config.json describes.
+    """
+    from transformers import AutoModelForCausalLM
+
+    kind = given["model_type"]
+    module = kind.removesuffix("_text")
+    importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+    family, form = forms()[kind]
+    found = form.read(given)
+    settings = {**found.altering, **found.free, **found.fixed} if ours is None else ours.model_dump()
+    quiet = ("aux_loss_coefficient", "z_loss_coefficient", "dropout", "attention_dropout", "moe_router_jitter")
+    settings |= {name: 0.0 for name in quiet if name in settings}
+    with wide(module):
+        library: torch.nn.Module = AutoModelForCausalLM.from_config(
+            library_config({**given, **SILENT.get(kind, {})}),
+            attn_implementation="eager",
+            experts_implementation="eager",
+        )
+        reference = drawn(library)
+        with torch.no_grad():
+            for name, buffer in reference.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.copy_(torch.linspace(-1, 1, len(buffer)).roll(3))
+        return difference(reference, built(family, settings), gpt2 if kind == "gpt2" else decoder)

@@ -10,6 +10,7 @@ Its tests build the loaders of every rank in one process, as `build_loader` woul
 """
 
 import copy
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,8 +19,8 @@ from unittest import SkipTest
 
 from mplug.errors import UsageError, counted
 from mplug.registry.hooks import implemented
-from mplug.run.prepare import prepare
-from mplug.testing.harness import installed_plugins
+from mplug.run.prepare import check_data, prepare
+from mplug.testing.harness import installed_plugins, tiny_config
 from mplug.testing.leftovers import nothing_left
 from mplug.testing.missing_data import accepted_missing_data
 from mplug.testing.samples import (
@@ -132,6 +133,23 @@ class DataSuite(PluginSuite):
         """A new loader of a run with one rank, which reads the whole global order."""
         (loader,) = cls.loaders(cls.layout(1, **changes), split)
         return loader
+
+    @classmethod
+    def evidence(cls, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """The samples of both splits, what the loader states about itself, and the tokens of the plugin's tokenizer."""
+        from mplug.model.build import choose_device
+        from mplug.testing.fields import digest
+
+        run = prepare(tiny_config(settings))
+        check_data(run)
+        run.device = choose_device(run.config)
+        for split in ("train", "validation"):
+            loader = cls.loader(run, split)
+            epoch = getattr(loader, "samples_per_epoch", None)
+            yield f"sizes of the {split} split", (loader.vocab_size, epoch)
+            yield f"{split} samples", digest([dict(sample.rows) for sample in read(loader, LOOK)])
+        tokenizer = run.hooks.call.build_tokenizer(run=run)
+        yield "tokens", [list(tokenizer.encode(text)) for text in TEXTS] if tokenizer is not None else []
 
     def _epoch(self, loader: "Loader") -> int | None:
         """The number of samples of an epoch; None if the loader does not state it or it is too large to read."""

@@ -12,7 +12,8 @@ Its tests train a tiny model for a few steps in a temporary folder, through the 
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import chdir
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from mplug.testing.runs import Witness
     from mplug.testing.watch import Watch
 
+_FINISHED: "dict[tuple[type[ExtensionSuite], Any], tuple[Witness, Watch]]" = {}
 STEPS = 4
 """Number of steps of the runs in these tests."""
 
@@ -68,6 +70,16 @@ class ExtensionSuite(PluginSuite):
         return {name: value for name, value in cls.tiny().items() if name != own and not name.startswith(f"{own}.")}
 
     @classmethod
+    def finished(cls) -> "tuple[Witness, Watch]":
+        """A whole run with the plugin, and the record of its hooks; tests that look for different faults share it."""
+        key = cls, cls.entry().source
+        if key not in _FINISHED:
+            _FINISHED.clear()
+            with TemporaryDirectory(prefix="mplug-run-") as folder:
+                _FINISHED[key] = cls.watched(Path(folder) / "finished")
+        return _FINISHED[key]
+
+    @classmethod
     def watched(
         cls, directory: Path, steps: int = STEPS, resume_from: Path | None = None, fails_at: int | None = None
     ) -> "tuple[Witness, Watch]":
@@ -83,6 +95,33 @@ class ExtensionSuite(PluginSuite):
             refuse(*watch.changed, *watch.raised, f"a run with it raises {type(error).__name__}: {error}")
             raise
 
+    @classmethod
+    def evidence(cls, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """The files that two equal runs write: their names without numbers, and the contents that both have."""
+        from mplug.testing.runs import trained
+
+        with TemporaryDirectory(prefix="mplug-run-") as folder:
+            roots = [Path(folder) / name for name in ("first", "second")]
+            for root in roots:
+                (root / "elsewhere").mkdir(parents=True)
+                with chdir(root / "elsewhere"):
+                    trained(short(settings), root / "run")
+            yield "files", sorted({re.sub(r"\d+", "#", path.as_posix()) for root in roots for path in cls._written(root)})
+            yield "contents", [contents_of(*files) for files in zip(*map(cls._written_whole, roots), strict=False)]
+
+    @classmethod
+    def _written(cls, root: Path) -> list[Path]:
+        """The files below a root that `files` names, or that lie outside of the run's folder; relative to the root."""
+        return sorted(
+            path
+            for path in files_of(root)
+            if path.parts[0] == "elsewhere" or any(fnmatch(path.relative_to("run").as_posix(), one) for one in cls.files)
+        )
+
+    @classmethod
+    def _written_whole(cls, root: Path) -> list[Path]:
+        return [root / path for path in cls._written(root)]
+
     # Its hooks.
 
     def test_it_implements_a_hook(self) -> None:
@@ -93,8 +132,8 @@ class ExtensionSuite(PluginSuite):
     def test_its_hooks_are_called_in_the_order_of_a_run(self) -> None:
         """The start, every step, the end; a failing run calls `run_failed` once."""
         hooks = implemented(installed_plugins().load(self.entry()))
+        witness, watch = self.finished()
         with TemporaryDirectory(prefix="mplug-run-") as folder:
-            witness, watch = self.watched(Path(folder) / "finished")
             _, failed = self.watched(Path(folder) / "failed", fails_at=3)
         expected = {"run_started": 1, "step_started": STEPS, "step_finished": STEPS, "run_finished": 1, "run_failed": 0}
         refuse(miscounted(watch.calls, hooks, {**expected, "checkpoint_saved": len(witness.saved)}, "a run"))
@@ -103,21 +142,20 @@ class ExtensionSuite(PluginSuite):
 
     def test_no_hook_of_it_raises(self, fails_at: int | None) -> None:
         """The run would continue without the observer, which would then report nothing."""
+        if fails_at is None:
+            refuse(*self.finished()[1].raised)
+            return
         with TemporaryDirectory(prefix="mplug-run-") as folder:
             _, watch = self.watched(Path(folder), fails_at=fails_at)
         refuse(*watch.raised)
 
     def test_it_leaves_the_record_as_it_is(self) -> None:
         """All observers get the same record."""
-        with TemporaryDirectory(prefix="mplug-run-") as folder:
-            _, watch = self.watched(Path(folder))
-        refuse(*watch.changed)
+        refuse(*self.finished()[1].changed)
 
     def test_it_draws_no_random_numbers(self) -> None:
         """It must not use the global generators. A generator of its own is allowed."""
-        with TemporaryDirectory(prefix="mplug-run-") as folder:
-            _, watch = self.watched(Path(folder))
-        refuse(*watch.drawn)
+        refuse(*self.finished()[1].drawn)
 
     # The run.
 
@@ -127,8 +165,7 @@ class ExtensionSuite(PluginSuite):
 
         with TemporaryDirectory(prefix="mplug-run-") as folder:
             plain = trained(short(self.without()), Path(folder) / "without")
-            found, _ = self.watched(Path(folder) / "with")
-        refuse(difference_of(found, plain))
+        refuse(difference_of(self.finished()[0], plain))
 
     def test_it_survives_a_resume(self) -> None:
         """In the same directory, from the middle of the run: its files exist already, and some steps repeat."""
@@ -308,6 +345,13 @@ def words_of(path: Path) -> set[str]:
         return set(re.findall(r"[\w.+-]+", path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError):
         return set()
+
+
+def contents_of(one: Path, other: Path) -> Any:
+    """The words that the files of two equal runs both have, and their number of lines; the size of binary files."""
+    words, lines = words_of(one) & words_of(other), [path.read_bytes().count(b"\n") for path in (one, other)]
+    sizes = [path.stat().st_size for path in (one, other)]
+    return sorted(words), *(pair[0] if pair[0] == pair[1] else None for pair in (lines, sizes))
 
 
 def files_of(directory: Path) -> set[Path]:

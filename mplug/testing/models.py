@@ -1,6 +1,6 @@
 """The suite for model families."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import SkipTest
@@ -48,6 +48,22 @@ class ModelSuite(PluginSuite):
         if "layout" in metafunc.fixturenames:
             layouts = self.layouts if self.layouts is not None else tuple(layouts_of_installed_strategies())
             metafunc.parametrize("layout", layouts, ids=[layout or "one_rank" for layout in layouts])
+
+    @classmethod
+    def evidence(cls, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """The plan without its FLOPs; loss and gradients of a micro batch in fp64; and two steps of training."""
+        from mplug.testing import blueprint
+        from mplug.testing.fields import digest
+        from mplug.testing.harness import train_steps
+        from mplug.testing.trial import Trial
+
+        yield "plans", blueprint.described(blueprint.on_meta(tiny_run(settings)))
+        trial = Trial.of({"trainer.precision": "fp64", **settings})
+        trial.shake()
+        gradients = trial.gradients(trial.batches[:1])
+        yield "losses and gradients", digest(trial.loss(trial.batches[0]), gradients)
+        trace = train_steps({"kernels.default": None, **settings})
+        yield "training steps", digest(trace.losses, trace.norms, trace.weights)
 
     # Without memory.
 

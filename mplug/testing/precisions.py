@@ -10,7 +10,7 @@
 Its tests compare tiny runs in the precision with the same runs in fp64.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -62,6 +62,19 @@ class PrecisionSuite(PluginSuite):
         """One test for each layout."""
         if "layout" in metafunc.fixturenames:
             metafunc.parametrize("layout", self.layouts)
+
+    @classmethod
+    def evidence(cls, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Formats; loss and gradients of a micro batch; and two steps of training. Options of the recipe do not count."""
+        from mplug.testing.fields import digest
+        from mplug.testing.trial import Trial
+
+        precision = tiny_run(settings).precision
+        yield "formats", {name: value for name, value in precision.as_mapping().items() if name != "recipe"}
+        trial = Trial.of(settings)
+        yield "losses and gradients", digest(trial.loss(trial.batches[0]), trial.gradients(trial.batches[:1]))
+        trace = train_steps(settings)
+        yield "training steps", digest(trace.losses, trace.norms, trace.weights)
 
     def _bound(self) -> float:
         return run_tolerance(self.precision().activations) if self.tolerance is None else self.tolerance

@@ -107,7 +107,8 @@ class ExtensionSuite(PluginSuite):
                 with chdir(root / "elsewhere"):
                     trained(short(settings), root / "run")
             yield "files", sorted({re.sub(r"\d+", "#", path.as_posix()) for root in roots for path in cls._written(root)})
-            yield "contents", [contents_of(*files) for files in zip(*map(cls._written_whole, roots), strict=False)]
+            pairs = zip(*([root / path for path in cls._written(root)] for root in roots), strict=False)
+            yield "contents", [sorted(set(cls.contents(one)) & set(cls.contents(other))) for one, other in pairs]
 
     @classmethod
     def _written(cls, root: Path) -> list[Path]:
@@ -119,8 +120,9 @@ class ExtensionSuite(PluginSuite):
         )
 
     @classmethod
-    def _written_whole(cls, root: Path) -> list[Path]:
-        return [root / path for path in cls._written(root)]
+    def contents(cls, path: Path) -> Sequence[str]:
+        """What a file says, in words that equal runs share; override this for files that are no text."""
+        return words_without_chance(path)
 
     # Its hooks.
 
@@ -307,6 +309,8 @@ def misordered(calls: Calls, hooks: Iterable[str]) -> str:
     return ""
 
 
+LONG_NUMBER = 6
+"""Number of digits from which two runs do not share a measured number, such as a duration, by chance."""
 OBSERVING = ("run_started", "step_started", "step_finished", "checkpoint_saved", "run_failed", "run_finished")
 NAMES_ANOTHER = "does its @hookimpl name another hook?"
 
@@ -347,11 +351,10 @@ def words_of(path: Path) -> set[str]:
         return set()
 
 
-def contents_of(one: Path, other: Path) -> Any:
-    """The words that the files of two equal runs both have, and their number of lines; the size of binary files."""
-    words, lines = words_of(one) & words_of(other), [path.read_bytes().count(b"\n") for path in (one, other)]
-    sizes = [path.stat().st_size for path in (one, other)]
-    return sorted(words), *(pair[0] if pair[0] == pair[1] else None for pair in (lines, sizes))
+def words_without_chance(path: Path) -> list[str]:
+    """The words of a text file, without numbers that two equal runs may share by chance: those of few digits."""
+    found = words_of(path)
+    return sorted(word for word in found if not re.search(r"\d", word) or len(re.findall(r"\d", word)) >= LONG_NUMBER)
 
 
 def files_of(directory: Path) -> set[Path]:

@@ -90,7 +90,7 @@ class _Checker:
 
     def require_effect(self, field: str, described: Any) -> None:
         """Raise Fault unless another value of the field changes what the suite sees, or is refused as the author says."""
-        suite, given = self.suite, self.suite.examples.get(field)
+        suite, given = self.suite, self.suite.values_for(field)
         own, current, values = self._values(field, described)
         accepted, refused = list[Any](), list[str]()
         for value in values:
@@ -117,7 +117,7 @@ class _Checker:
     def _values(self, field: str, described: Any) -> tuple[Settings, Any, Sequence[Any]]:
         """(the settings beside the field, its own value with them, other values to try)."""
         own = self.suite.with_fields({}, self.suite.beside.get(field, {}))
-        current, given = _current(self.suite, own, field), self.suite.examples.get(field)
+        current, given = _current(self.suite, own, field), self.suite.values_for(field)
         if given is not None:
             return own, current, given
         return own, current, list(other_values(described.annotation, described.metadata, current))

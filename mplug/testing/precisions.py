@@ -37,6 +37,8 @@ class PrecisionSuite(PluginSuite):
     """
 
     kind = "precisions"
+    exact: ClassVar[Mapping[str, str]] = {}
+    """Operands of linear layers that the recipe does not round -> the reason; names as in `rounding.OPERANDS`."""
     layouts: ClassVar[tuple[str, ...]] = ()
     tolerance: ClassVar[float | None] = None
 
@@ -122,6 +124,34 @@ class PrecisionSuite(PluginSuite):
             f"a run with the recipe '{precision.recipe.name}' has the same bits as a run without it, so its suppliers "
             f"ignore it",
         )
+
+    def test_every_operand_of_its_products_is_rounded(self) -> None:
+        """Forward and both gradients of linear layers: the product with a matrix that selects differs from its operand.
+
+        Operands that the recipe leaves as they are stand in `exact`, with the reason.
+        """
+        from mplug.testing import rounding
+        from mplug.testing.trial import Trial
+
+        for operand in self.exact:
+            require(operand in rounding.OPERANDS, f"`exact` names '{operand}'; operands are {listed(rounding.OPERANDS)}")
+        if self.precision().recipe is None:
+            raise SkipTest(f"'{self.plugin}' has no recipe, so products compute in its formats")
+        trial = Trial.of(self.tiny())
+        found = rounding.sites_of_recipe(trial)
+        if not found:
+            raise SkipTest(f"no supplier of {listed(rounding.SLOTS)} follows the recipe, and others cannot be called alone")
+        for filled in found:
+            as_they_are = set(rounding.exact_operands(trial, filled))
+            for operand in rounding.OPERANDS:
+                is_exact = operand in as_they_are
+                require(
+                    is_exact == (operand in self.exact),
+                    f"{filled.supplier} does not round the {operand} at '{filled.site.name}'; the recipe rounds all "
+                    f"operands, or the suite gives the reason in `exact`"
+                    if is_exact
+                    else f"the suite's `exact` names the {operand}, and {filled.supplier} rounds it",
+                )
 
     def test_equal_runs_have_equal_bits(self) -> None:
         """Two runs of the same config have the same losses and norms."""

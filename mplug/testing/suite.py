@@ -162,6 +162,11 @@ class PluginSuite:
         return next(one.config for one in tiny_config(settings).chosen if one.entry == cls.entry())
 
     @classmethod
+    def values_for(cls, field: str) -> Sequence[Any] | None:
+        """Other values of a field; None if they are derived from its type."""
+        return cls.examples.get(field)
+
+    @classmethod
     def evidence(cls, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """What the suite sees of a run with these settings: (what it is, a plain value), the cheapest first.
 

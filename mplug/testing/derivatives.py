@@ -103,7 +103,7 @@ class _Differences:
     def require(self, leaves: Tensors, gradients: Tensors, what: str) -> None:
         """Raise Fault unless the gradients agree with the differences along a direction that moves every tensor."""
         direction = {name: self._direction(gradients[name]) for name in leaves}
-        expected = sum(float((gradients[name] * one).sum()) for name, one in direction.items())
+        expected = sum(float((gradients[name].detach() * one).sum()) for name, one in direction.items())
         scale = sum(float(gradients[name].norm() * one.norm()) for name, one in direction.items())
         require(scale > 0, f"{what} is zero")
         found = []
@@ -142,7 +142,7 @@ class _Differences:
             for buffer, before in self.buffers:
                 buffer.copy_(before)
         with auxiliary_losses() as auxiliary:
-            own = float(self.function())
+            own = float(self.function().detach())
         return own + sum(float(loss) for loss in auxiliary)
 
 

@@ -111,6 +111,9 @@ class PluginSuite:
     without_effect: ClassVar[Mapping[str, str]] = {}
     """Field of the Config -> the reason why the suite cannot see an effect of it."""
 
+    checks_fields: ClassVar[bool] = True
+    """Whether this suite tests the fields of the Config; False in a further suite of the same plugin."""
+
     @classmethod
     def naming(cls) -> dict[str, Any]:
         """The settings that name the plugin in a run."""
@@ -182,6 +185,8 @@ class PluginSuite:
         """Another value changes what the suite sees; `without_effect` lists the other fields with their reasons."""
         from mplug.testing.fields import require_effects
 
+        if not self.checks_fields:
+            raise SkipTest("the suite sets checks_fields = False: another suite of the plugin tests its fields")
         if getattr(type(self).evidence, "__func__", None) is PluginSuite.evidence.__func__:  # type: ignore[attr-defined]
             raise SkipTest(f"{type(self).__name__} defines no `evidence`, so it sees no effect of a field")
         require_effects(self)

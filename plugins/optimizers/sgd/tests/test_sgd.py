@@ -16,6 +16,7 @@ from mplug.training.assembly import build
 class TestSGD(OptimizerSuite):
     plugin = "sgd"
     layouts = ("pp2", "fsdp2")
+    beside = {"decoupled_weight_decay": {"optimizer.weight_decay": 0.5}}
 
     def reference(self, weight: Tensor, steps: list[DenseStep], parameter: Parameter, config: SGD.Config) -> Tensor:
         dense = torch.nn.Parameter(weight.clone())

@@ -65,6 +65,7 @@ class TestEpochByEpoch(DataSuite):
     other_data = {"data.path": [TWO, ONE]}
     examples = {"split": ["8,2"], "max_documents": [1]}
     beside = {
+        "samples": {"data.path": ONE},
         "eod_token": {**ENDS, "data.eod_mask_loss": True},
         "eod_mask_loss": ENDS,
         "reset_positions": ENDS,

@@ -1,8 +1,13 @@
 """gpt-oss keeps the contract of models, and its presets have the published sizes."""
 
+from typing import Any
+
 import pytest
+from decoder_fields import examples_of, of_a_family
+from library_reference import library_logits
 from mplug_gpt_oss import GptOss
 from tiny_models import DECODER, billions
+from torch import Tensor
 
 from mplug.testing import ModelSuite
 
@@ -24,10 +29,18 @@ class TestGptOss(ModelSuite):
         },
     }
     layouts = ("tp2ep2",)
+    positions = "relative"
+    examples = examples_of(GptOss.Config.model_fields)
+    beside = of_a_family(GptOss.Config.model_fields)
+
+    def reference(self, weights: Any, batch: Any, config: Any) -> Tensor:
+        return library_logits(self, weights, batch["tokens"])
+
 
 
 @pytest.mark.wide("layouts")
 class TestGptOssUnderLayouts(TestGptOss):
+    checks_fields = False
     layouts = (
         "tp2",
         "pp2",

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import chdir
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -97,18 +98,26 @@ class ExtensionSuite(PluginSuite):
 
     @classmethod
     def evidence(cls, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """The files that two equal runs write: their names without numbers, and the contents that both have."""
+        """The files that there are after each hook, without numbers in their names; what both of two equal runs say."""
         from mplug.testing.runs import trained
+        from mplug.testing.watch import Watch
 
+        seen: list[list[tuple[str, int | None, list[str]]]] = []
         with TemporaryDirectory(prefix="mplug-run-") as folder:
             roots = [Path(folder) / name for name in ("first", "second")]
             for root in roots:
                 (root / "elsewhere").mkdir(parents=True)
+                seen.append([])
+                watch = Watch(cls.entry().label, after=partial(cls._look, root, seen[-1]))
                 with chdir(root / "elsewhere"):
-                    trained(short(settings), root / "run")
-            yield "files", sorted({re.sub(r"\d+", "#", path.as_posix()) for root in roots for path in cls._written(root)})
+                    trained(watch.over(short(settings)), root / "run")
+            yield "files", seen[0]
             pairs = zip(*([root / path for path in cls._written(root)] for root in roots), strict=False)
             yield "contents", [sorted(set(cls.contents(one)) & set(cls.contents(other))) for one, other in pairs]
+
+    @classmethod
+    def _look(cls, root: Path, seen: list[Any], hook: str, step: int | None) -> None:
+        seen.append((hook, step, sorted({re.sub(r"\d+", "#", path.as_posix()) for path in cls._written(root)})))
 
     @classmethod
     def _written(cls, root: Path) -> list[Path]:

@@ -76,7 +76,8 @@ def require_effects(suite: "PluginSuite") -> None:
             f"`without_effect` gives no reason for the field '{field}'; say in a few words why no test can see it",
         )
     visible = {field: described for field, described in fields.items() if field not in suite.without_effect}
-    suite.foresee(checker.foreseen(visible))
+    if suite.trains_ahead:
+        suite.foresee(checker.foreseen(visible))
     for field, described in visible.items():
         checker.require_effect(field, described)
 
@@ -85,7 +86,7 @@ class _Checker:
     """Compares runs with other values of a field with the run with its own value."""
 
     def __init__(self, suite: "PluginSuite") -> None:
-        self.suite, self._base = suite, dict[str, _Evidence]()
+        self.suite, self._base, self._configs = suite, dict[str, _Evidence](), dict[str, Any]()
         self._twin: tuple[_Evidence, _Evidence] | None = None
 
     def require_effect(self, field: str, described: Any) -> None:
@@ -117,7 +118,10 @@ class _Checker:
     def _values(self, field: str, described: Any) -> tuple[Settings, Any, Sequence[Any]]:
         """(the settings beside the field, its own value with them, other values to try)."""
         own = self.suite.with_fields({}, self.suite.beside.get(field, {}))
-        current, given = _current(self.suite, own, field), self.suite.values_for(field)
+        key = _key(own)
+        if key not in self._configs:
+            self._configs[key] = _config(self.suite, own, field)
+        current, given = getattr(self._configs[key], field), self.suite.values_for(field)
         if given is not None:
             return own, current, given
         return own, current, list(other_values(described.annotation, described.metadata, current))
@@ -139,7 +143,7 @@ class _Checker:
         return runs
 
     def _differs(self, own: Settings, changed: Settings, where: str) -> bool:
-        key = json.dumps(dict(own), sort_keys=True, default=str)
+        key = _key(own)
         if key not in self._base:
             self._base[key] = _Evidence(self.suite, own, OWN)
         base, other = self._base[key], _Evidence(self.suite, changed, where)
@@ -165,9 +169,13 @@ class _Checker:
             raise Fault(f"the suite's own settings are refused: {reason}") from None
 
 
-def _current(suite: "PluginSuite", settings: Settings, field: str) -> Any:
+def _key(settings: Settings) -> str:
+    return json.dumps(dict(settings), sort_keys=True, default=str)
+
+
+def _config(suite: "PluginSuite", settings: Settings, field: str) -> Any:
     try:
-        return getattr(suite.config_of(settings), field)
+        return suite.config_of(settings)
     except UsageError as error:
         raise Fault(
             f"with the settings in `beside` for the field '{field}', the config is refused: {error}"

@@ -116,6 +116,8 @@ class ParallelSuite(PluginSuite):
 
     # Fields of its Config.
 
+    trains_ahead = True
+
     @classmethod
     def with_fields(cls, fields: TinySettings, beside: TinySettings) -> dict[str, Any]:
         """The first layout, unless the settings beside the fields name another."""

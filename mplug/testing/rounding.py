@@ -50,10 +50,12 @@ def _copied_by_a_product(trial: Trial, linear: Linear, operand: str) -> tuple[Te
     """An operand, and the copy that the product makes of it."""
     name, _, product = operand.partition(" of ")
     outputs, inputs = linear.weight.shape
-    size, dtype = min(outputs, inputs), linear.weight.dtype
-    drawn = torch.randn(size, size, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(dtype)
-    chosen = torch.eye(size, dtype=dtype)
-    x, weight, grad_y = (torch.zeros(*shape, dtype=dtype) for shape in ((size, inputs), (outputs, inputs), (size, outputs)))
+    size, like = min(outputs, inputs), linear.weight.detach()
+    generator = torch.Generator().manual_seed(7)
+    drawn = torch.randn(size, size, generator=generator, dtype=torch.float64, device="cpu").to(like)
+    chosen = torch.eye(size).to(like)
+    shapes = ((size, inputs), (outputs, inputs), (size, outputs))
+    x, weight, grad_y = (like.new_zeros(shape) for shape in shapes)
     used = {"forward": {"x": x, "weight": weight}, "dgrad": {"grad_y": grad_y, "weight": weight}}
     operands = {**used, "wgrad": {"grad_y": grad_y, "x": x}}[product]
     for one, tensor in operands.items():

@@ -111,6 +111,8 @@ class PluginSuite:
     without_effect: ClassVar[Mapping[str, str]] = {}
     """Field of the Config -> the reason why the suite cannot see an effect of it."""
 
+    uses_torch: ClassVar[bool] = True
+    """Whether the tests compute with torch in this process."""
     checks_fields: ClassVar[bool] = True
     """Whether this suite tests the fields of the Config; False in a further suite of the same plugin."""
 
@@ -146,6 +148,21 @@ class PluginSuite:
         """The config of the plugin's tiny run."""
         return tiny_config(cls.tiny(**changes))
 
+    def setup_method(self) -> None:
+        """Before each test: tensors of a tiny run are small, and threads that share them cost more than they compute."""
+        if self.uses_torch:
+            import torch
+
+            self._threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+
+    def teardown_method(self) -> None:
+        """After each test: the number of threads as before."""
+        if self.uses_torch:
+            import torch
+
+            torch.set_num_threads(self._threads)
+
     # Fields of its Config.
 
     @classmethod
@@ -176,6 +193,9 @@ class PluginSuite:
         Equal runs have equal evidence.
         """
         raise NotImplementedError(f"{cls.__name__} must define `evidence`: what it sees of a run")
+
+    trains_ahead: ClassVar[bool] = False
+    """Whether `foresee` does something."""
 
     @classmethod
     def foresee(cls, runs: Sequence[Mapping[str, Any]]) -> None:

@@ -32,6 +32,7 @@ CHARACTERS = "ü世🌍é½—"
 class VocabularyChecks(PluginSuite):
     """Every token is below `vocab_size`; broken bytes are kept; matches are the claimed ones; errors name files."""
 
+    uses_torch = False
     num_tokens: ClassVar[int | None] = None
     """The size of the vocabulary that the suite's files declare, with the end of a document, counted by hand."""
     longest_match: ClassVar[bool] = False

@@ -69,6 +69,8 @@ class TestLoRA(AdapterSuite):
     settings = SMALL
     models = {"experts": {**EXPERTS, **ALL}, "dora": DORA}
     layouts = ("tp2",)
+    examples = {"experts": ["shared"], "path": ["no-such-folder"], "targets": [["attention"], ["qkv"]]}
+    beside = {"experts": {**EXPERTS, "adapters.lora.targets": ["experts"]}}
     test_replayed_steps_are_steps = pytest.mark.wide("suites")(AdapterSuite.test_replayed_steps_are_steps)
 
 

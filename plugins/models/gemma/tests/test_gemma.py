@@ -12,6 +12,10 @@ from torch import Tensor
 from mplug.testing import ModelSuite
 
 
+WIDE = pytest.mark.wide("suites")
+"""The suites of llama and deepseek test the fields that all decoders share in the quick set."""
+
+
 class TestGemma(ModelSuite):
     plugin = "gemma"
     settings = {
@@ -28,6 +32,7 @@ class TestGemma(ModelSuite):
         "model.rope_scaling": {"type": "linear", "factor": 8.0},
     }
     layouts = ("tp2",)
+    test_every_field_of_its_config_has_an_effect = WIDE(ModelSuite.test_every_field_of_its_config_has_an_effect)
     positions = "relative"
     examples = examples_of(Gemma.Config.model_fields)
     beside = of_a_family(Gemma.Config.model_fields)

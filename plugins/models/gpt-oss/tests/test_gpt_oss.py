@@ -12,6 +12,10 @@ from torch import Tensor
 from mplug.testing import ModelSuite
 
 
+WIDE = pytest.mark.wide("suites")
+"""The suites of llama and deepseek test the fields that all decoders share in the quick set."""
+
+
 class TestGptOss(ModelSuite):
     plugin = "gpt-oss"
     settings = {
@@ -29,6 +33,7 @@ class TestGptOss(ModelSuite):
         },
     }
     layouts = ("tp2ep2",)
+    test_every_field_of_its_config_has_an_effect = WIDE(ModelSuite.test_every_field_of_its_config_has_an_effect)
     positions = "relative"
     examples = examples_of(GptOss.Config.model_fields)
     beside = of_a_family(GptOss.Config.model_fields)

@@ -100,12 +100,17 @@ NO_EXPERTS = ("deepspeed",)
 OTHERS = [name for name in Registry().names("parallel") if name not in (*DIVIDE_EXPERTS, *NO_EXPERTS)]
 
 
+WIDE = pytest.mark.wide("suites")
+"""The suites of llama and deepseek test the fields that all decoders share in the quick set."""
+
+
 class TestMixtral(ModelSuite):
     """Each strategy once together with one that divides experts; the wide set has every pair."""
 
     plugin = "mixtral"
     settings = {**TINY, "model.moe_router_jitter": 0.1, "model.z_loss_coefficient": 1e-3}
     layouts = ("ep2etp2", *(f"{other}2{DIVIDE_EXPERTS[n % 2]}2" for n, other in enumerate(OTHERS)))
+    test_every_field_of_its_config_has_an_effect = WIDE(ModelSuite.test_every_field_of_its_config_has_an_effect)
     positions = "relative"
     examples = examples_of(Mixtral.Config.model_fields)
     beside = of_a_family(Mixtral.Config.model_fields)

@@ -14,6 +14,10 @@ from mplug.testing import ModelSuite
 LAYOUTS = ("tp2", "pp2", "cp2", "tp2pp2", "zero2", "fsdp2")
 
 
+WIDE = pytest.mark.wide("suites")
+"""The suites of llama and deepseek test the fields that all decoders share in the quick set."""
+
+
 class TestQwenOfExperts(ModelSuite):
     """Qwen3-MoE, with an MLP in every second block."""
 
@@ -25,9 +29,10 @@ class TestQwenOfExperts(ModelSuite):
         "model.feed_forward_types": ["mlp", "experts"],
     }
     layouts = ("ep2",)
+    test_every_field_of_its_config_has_an_effect = WIDE(ModelSuite.test_every_field_of_its_config_has_an_effect)
     positions = "relative"
     examples = examples_of(Qwen.Config.model_fields)
-    beside = of_a_family(Qwen.Config.model_fields)
+    beside = of_a_family(Qwen.Config.model_fields, {"num_dense_layers": {"model.feed_forward_types": None}})
 
     def reference(self, weights: Any, batch: Any, config: Any) -> Tensor:
         return library_logits(self, weights, batch["tokens"])

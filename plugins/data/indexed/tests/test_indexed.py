@@ -62,7 +62,7 @@ ONE, TWO = (str(write(FOLDER / f"corpus{seed}", random_documents(seed))) for see
 class TestEpochByEpoch(DataSuite):
     plugin = "indexed"
     settings = {"data.path": [ONE, TWO], "data.split": "9,1", "data.samples": "epoch"}
-    other_data = {"data.path": [TWO, ONE]}
+    other_data = {"data.path": ONE}
     examples = {"split": ["8,2"], "max_documents": [1]}
     beside = {
         "samples": {"data.path": ONE},

@@ -35,9 +35,10 @@ class TestPacked(DataSuite):
         "tokenizer": ["no-such-tokenizer"],
         "tokenizer_options": [{"no_such_option": 1}],
         "template": ["llama3"],
-        "template_variables": [{"bos_token": "<s>"}],  # a built-in template has no variables
+        "template_variables": [{"bos_token": "<s>"}],
         "special_tokens": [["<|im_start|>"]],
     }
+    beside = {"template_variables": {"data.template": str(CHATS.with_name("variable.jinja"))}}
 
 
 def written(path: Path, *conversations: list[tuple[str, str]]) -> Path:

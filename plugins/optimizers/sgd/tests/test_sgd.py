@@ -36,6 +36,7 @@ class TestSGDUnderEveryStrategy(TestSGD):
 
 
 class TestWithNesterov(TestSGD):
+    checks_fields = False
     settings = {"optimizer.nesterov": True, "optimizer.momentum": 0.95}
     layouts = ()
 
@@ -46,6 +47,7 @@ class TestWithDecoupledDecay(TestSGD):
 
 
 class TestWithoutMomentum(TestSGD):
+    checks_fields = False
     settings = {"optimizer.momentum": 0.0}
     layouts = ()
 

@@ -27,15 +27,16 @@ GPT_2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 class TestTiktoken(TokenizerSuite):
     plugin = "tiktoken"
     num_tokens = 256 + len(MERGES) + 1
-    examples = {"pattern": ["(?s:.)"], "eod": ["<end>"]}
+    examples = {"pattern": ["(?s:.)"], "eod": ["<end>"], "eod_id": [400]}
 
     def reference(self, text: str) -> list[int]:
-        """Byte pairs (arXiv 1508.07909): in each piece, merge the pair of the lowest rank until there is none."""
+        """Byte pairs (arXiv 1508.07909): a piece that is a token, or else merge the pair of the lowest rank again."""
         import regex
 
         ranks, tokens = {token: rank for rank, token in enumerate(BYTES + MERGES)}, list[int]()
         for piece in regex.findall(GPT_2, text):
-            parts = [bytes([byte]) for byte in piece.encode()]
+            whole = piece.encode()
+            parts = [whole] if whole in ranks else [bytes([byte]) for byte in whole]
             while True:
                 pairs = [ranks.get(one + other, 1 << 30) for one, other in pairwise(parts)]
                 if not pairs or min(pairs) == 1 << 30:

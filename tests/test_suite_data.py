@@ -7,7 +7,7 @@ import pytest
 
 from mplug.testing import DataSuite, Fault
 
-JOTTER = Path(__file__).parent / "third_party" / "nova-jotter"
+JOTTER, TABLE = (Path(__file__).parent / "third_party" / name for name in ("nova-jotter", "nova-table"))
 
 
 class Jotter(DataSuite):
@@ -19,9 +19,22 @@ class Buffered(Jotter):
     settings = {**Jotter.settings, "data.shuffle_buffer": 30}
 
 
+class Table(DataSuite):
+    plugin = "table"
+    settings = {"data.path": str(TABLE / "tests" / "notes.csv")}
+    examples = {"column": ["title"], "delimiter": [";"]}
+
+
+class WithoutExamples(Table):
+    """Of an author who says nothing about the fields."""
+
+    examples = {}
+
+
 @pytest.mark.wide("suites")
-def test_a_sound_loader_passes(own_tests: Callable[..., str]) -> None:
-    assert "failed" not in own_tests("nova-jotter")
+@pytest.mark.parametrize("package", ["nova-jotter", "nova-table"])
+def test_a_sound_loader_passes(own_tests: Callable[..., str], package: str) -> None:
+    assert "failed" not in own_tests(package)
 
 
 LABELS = '"labels": tokens[:, 1:].contiguous()'
@@ -275,3 +288,56 @@ def test_the_suite_catches_a_loader_of_which(fault: str, plant: Callable[..., No
     with pytest.raises(Fault) as caught:
         check()
     assert words in str(caught.value)
+
+
+FIELDS = "test_every_field_of_its_config_has_an_effect"
+FINGERPRINT = "test_its_fingerprint_is_that_of_its_samples"
+
+OF_A_TABLE = {
+    "the delimiter is ignored": (
+        "delimiter=delimiter",
+        'delimiter=","',
+        FIELDS,
+        "the field 'delimiter' of 'table' has no effect: with ';' the suite sees what it sees with ','; use the field",
+    ),
+    "the column is ignored": (
+        "yield row[column]",
+        'yield row["text"]',
+        FIELDS,
+        "the field 'column' of 'table' has no effect: with 'title' the suite sees what it sees with 'text'",
+    ),
+    "the fingerprint is that of the path": (
+        "hashlib.sha256(stream)",
+        "hashlib.sha256(config.path.encode())",
+        FINGERPRINT,
+        "a copy of the data in another place has another fingerprint",
+    ),
+    "the fingerprint is that of the name": (
+        "hashlib.sha256(stream)",
+        "hashlib.sha256(Path(config.path).name.encode())",
+        FINGERPRINT,
+        "data with other samples (the same lines in another order) has the same fingerprint",
+    ),
+    "the fingerprint is that of the size": (
+        "hashlib.sha256(stream)",
+        "hashlib.sha256(str(Path(config.path).stat().st_size).encode())",
+        FINGERPRINT,
+        "data with other samples (the same lines in another order) has the same fingerprint",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", OF_A_TABLE)
+def test_the_suite_catches_a_loader_of_tables_of_which(fault: str, plant: Callable[..., None]) -> None:
+    old, new, test, words = OF_A_TABLE[fault]
+    plant("nova-table", old, new)
+    with pytest.raises(Fault) as caught:
+        getattr(Table(), test)()
+    assert words in str(caught.value)
+
+
+def test_a_field_for_which_no_value_is_known_makes_the_suite_ask_for_one(plant: Callable[..., None]) -> None:
+    plant("nova-table")
+    getattr(Table(), FIELDS)()
+    with pytest.raises(Fault, match=r"no other value can be derived from its type .*examples = \{'column': \[\.\.\.\]\}"):
+        getattr(WithoutExamples(), FIELDS)()

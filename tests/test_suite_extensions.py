@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from mplug.testing import ExtensionSuite, Fault
 
@@ -11,6 +12,18 @@ class Plotter(ExtensionSuite):
     plugin = "plotter"
     settings = {"extensions.plotter.every": 2}
     files = ("loss.svg",)
+
+
+def test_a_suite_computes_with_one_thread_however_many_there_are() -> None:
+    """Threads that wait for each other made a suite of observers take minutes on two busy cores."""
+    before, suite = torch.get_num_threads(), Plotter()
+    torch.set_num_threads(2)
+    suite.setup_method()
+    within = torch.get_num_threads()
+    suite.teardown_method()
+    after = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert (within, after) == (1, 2)
 
 
 @pytest.mark.wide("suites")
@@ -55,6 +68,12 @@ FAULTS = {
         "    @hookimpl(specname='run_started')\n    def run_failed(self)",
         lambda: Plotter().test_its_hooks_are_called_in_the_order_of_a_run(),
         "'run_failed' is called 1 time in a run of 4 steps, not 0; does its @hookimpl name another hook?",
+    ),
+    "a field is ignored": (
+        "% self.config.every == 0",
+        "% 2 == 0",
+        lambda: Plotter().test_every_field_of_its_config_has_an_effect(),
+        "the field 'every' of 'plotter' has no effect",
     ),
     "a hook raises": (
         POINT,

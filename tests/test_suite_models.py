@@ -18,14 +18,16 @@ WHOLE_STREAM = "tp2 parallel.tp.sequence_parallel=false"
 PEREGRINE = Path(__file__).parent / "third_party" / "nova-peregrine"
 
 
-def suite() -> Any:
+def suite(package: str = "nova-peregrine") -> Any:
     """The suite of the third party's own test module, for the package that is planted."""
-    spec = importlib.util.spec_from_file_location("tests_of_peregrine", PEREGRINE / "tests" / "test_peregrine.py")
+    name = package.partition("-")[2]
+    path = PEREGRINE.with_name(package) / "tests" / f"test_{name}.py"
+    spec = importlib.util.spec_from_file_location(f"tests_of_{name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.TestPeregrine()
+    return getattr(module, f"Test{name.capitalize()}")()
 
 
 @pytest.mark.wide("suites")
@@ -75,6 +77,7 @@ class Planted:
     test: str
     words: str
     layout: str | None = None
+    package: str = "nova-peregrine"
 
 
 ON_META, COVERED = "test_it_is_built_on_the_meta_device", "test_its_plan_covers_exactly_its_parameters"
@@ -310,6 +313,44 @@ FAULTS = {
         SUM,
         "the loss must be a sum over targets, not a mean, and no sample may change the loss of another",
     ),
+    "positions that are ignored": Planted(
+        "q, k, v, positions, keys, document_lengths",
+        "q, k, v, torch.zeros_like(positions), keys, document_lengths",
+        "test_it_reads_positions_as_it_declares",
+        "units of the plan take 'positions', and the losses do not depend on them",
+    ),
+    "positions that do not begin with the document": Planted(
+        "q, k, v, positions, keys, document_lengths",
+        "q, k, v, positions.square(), keys, document_lengths",
+        "test_it_reads_positions_as_it_declares",
+        "the suite declares positions = 'relative', and positions that begin at 1 instead of 0 change the losses",
+    ),
+    "documents of a packed sample that are ignored": Planted(
+        "positions, keys, document_lengths).flatten(-2)",
+        "positions, keys).flatten(-2)",
+        "test_documents_of_a_packed_sample_are_apart",
+        "no token may read another document: pass 'document_lengths' to the attention",
+    ),
+    "an MLP that reads the residual stream": Planted(
+        "mixed = self",
+        "gate_up = self.enter(x).split(self._widths(), dim=-1)[-1]\n        mixed = self",
+        "test_it_computes_what_its_reference_computes",
+        "its logits differ from those of the suite's reference",
+    ),
+    "a recurrent state that carries no gradient": Planted(
+        "state = a * state + (1 - a) * v",
+        "state = a * state.detach() + (1 - a) * v",
+        "test_its_gradients_are_differences_of_its_loss",
+        "is not the derivative of the loss: along a direction the loss changes by",
+        package="nova-lento",
+    ),
+    "a field that is ignored": Planted(
+        "theta=config.rope_theta",
+        "theta=10000.0",
+        "test_every_field_of_its_config_has_an_effect",
+        "the field 'rope_theta' of 'peregrine' has no effect: with 20000.0, 5000.0, 0.5 and 0.25 the suite sees what it "
+        "sees with 10000.0",
+    ),
     "a unit that reaches for the weights of another": Planted(
         "self.readout = Readout(config)",
         "self.readout = Readout(config)\n"
@@ -324,8 +365,8 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_suite_catches(fault: str, plant: Callable[..., None]) -> None:
     planted = FAULTS[fault]
-    plant("nova-peregrine", planted.old, planted.new)
-    test = getattr(suite(), planted.test)
+    plant(planted.package, planted.old, planted.new)
+    test = getattr(suite(planted.package), planted.test)
     with pytest.raises(Fault) as caught:
         test(*([planted.layout] if planted.layout else []))
     assert planted.words in str(caught.value)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from unittest import SkipTest
 
 import pytest
 
@@ -13,6 +14,14 @@ GLYPH = Path(__file__).parent / "third_party" / "nova-glyph"
 class Glyph(TokenizerSuite):
     plugin = "glyph"
     settings = {"path": str(GLYPH / "tests" / "words.txt")}
+    num_tokens = 265
+    longest_match = True
+
+
+class WithoutNumbers(Glyph):
+    """Of an author who states nothing about the vocabulary."""
+
+    num_tokens = None
 
 
 @pytest.mark.wide("suites")
@@ -54,7 +63,49 @@ FAULTS = {
         "self.vocab_size = END + 1 + len(self.words)",
         "self.vocab_size = END + len(self.words) - 1",
         lambda: Glyph().test_tokens_are_below_its_vocabulary(),
-        "gives token 262; vocab_size is 262",
+        "gives token 263; vocab_size is 263",
+    ),
+    "the last word is beyond the vocabulary, and no usual text has it": (
+        "self.vocab_size = END + 1 + len(self.words)",
+        "self.vocab_size = END + len(self.words)",
+        lambda: WithoutNumbers().test_its_vocabulary_has_every_token_and_no_more(),
+        "encoding 'and then', which its vocabulary has, gives token 264; vocab_size is 264 and must count every token",
+    ),
+    "the vocabulary is larger than the file's": (
+        "self.vocab_size = END + 1 + len(self.words)",
+        "self.vocab_size = END + 2 + len(self.words)",
+        lambda: Glyph().test_its_vocabulary_has_every_token_and_no_more(),
+        "its vocab_size is 266, and the suite's files declare 265 tokens",
+    ),
+    "a number of the vocabulary does not decode": (
+        "self.vocab_size = END + 1 + len(self.words)",
+        "self.vocab_size = END + 2 + len(self.words)",
+        lambda: WithoutNumbers().test_its_vocabulary_has_every_token_and_no_more(),
+        "decoding token 265, which is below its vocab_size of 266,: it raises IndexError",
+    ),
+    "an error does not name the file": (
+        "path '{self.config.path}' is no list of words: {error}; name a text file",
+        "this is no list of words; name a text file",
+        lambda: Glyph().test_errors_name_the_file(),
+        "that does not exist does not name it: this is no list of words",
+    ),
+    "only the error of a missing file names it": (
+        "except (OSError, ValueError) as error",
+        "except OSError as error",
+        lambda: Glyph().test_errors_name_the_file(),
+        "that is no text raises UnicodeDecodeError",
+    ),
+    "broken bytes are dropped": (
+        DECODED,
+        'decode(errors="ignore")',
+        lambda: Glyph().test_parts_of_a_character_are_kept(),
+        "decode to an empty text; bytes that are not UTF-8 must become U+FFFD",
+    ),
+    "the shortest word that matches is a token": (
+        "sorted(self.words, key=len, reverse=True)",
+        "sorted(self.words, key=len)",
+        lambda: Glyph().test_tokens_are_the_longest_matches(),
+        "has the token 'and' at character 7, and the vocabulary has 'and then', which is longer",
     ),
     "tokens are text": (
         "return tokens\n",
@@ -136,6 +187,12 @@ FAULTS = {
         "'build_tokens' is not a hook; did you mean 'build_tokenizer'?",
     ),
 }
+
+
+def test_without_a_reference_the_suite_says_that_it_needs_one(plant: Callable[..., None]) -> None:
+    plant("nova-glyph")
+    with pytest.raises(SkipTest, match=r"^needs a reference: override `reference` with the tokens of a text"):
+        Glyph().test_its_tokens_are_those_of_its_reference()
 
 
 @pytest.mark.parametrize("fault", FAULTS)

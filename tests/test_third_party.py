@@ -17,7 +17,7 @@ from warm import run_module
 HERE = Path(__file__).parent
 SOURCES = sorted(path.parent for path in HERE.glob("third_party/*/pyproject.toml"))
 FROZEN = sorted(HERE.glob("frozen/*.whl"))
-LATER = {"nova-lento", "nova-linear", "nova-tinto"}
+LATER = {"nova-lento", "nova-linear", "nova-table", "nova-tinto"}
 """Packages that use what an earlier host did not have, and were never built for it."""
 
 Mplug = Callable[..., subprocess.CompletedProcess[str]]

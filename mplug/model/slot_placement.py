@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from mplug.errors import UsageError, listed, suggest
-from mplug.gradients.precision import DTYPES, wide
+from mplug.gradients.precision import wide
 from mplug.layout.mesh import Axis
 from mplug.layout.names import role_of
 from mplug.layout.placement import Placement
@@ -27,7 +27,7 @@ from mplug.slot_kinds import WHOLE_PRODUCTS
 
 def add_slot_buffers(model: Model, run: Run, contents: Iterable[Filled]) -> None:
     """Register, describe and place the buffers of all sites; UsageError if an offer declares impossible ones."""
-    dtype, axes = wide(DTYPES[run.config.trainer.precision]), named_axes(model)
+    dtype, axes = wide(run.precision.weight_dtype), named_axes(model)
     described: dict[str, Buffer] = {}
     for filled in contents:
         declared = _declared(filled)

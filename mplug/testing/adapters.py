@@ -8,7 +8,7 @@ class TestRingo(AdapterSuite):
     layouts = ("tp2", "fsdp2")
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 from unittest import SkipTest
 
@@ -64,6 +64,22 @@ class AdapterSuite(PluginSuite):
         """The same run without the plugin."""
         section = f"adapters.{cls.plugin}"
         return {name: v for name, v in settings.items() if name != section and not name.startswith(f"{section}.")}
+
+    @classmethod
+    def evidence(cls, settings: TinySettings) -> Iterator[tuple[str, Any]]:
+        """Which parameters there are, and which are trained; loss, gradients and logits; and two steps of training."""
+        from mplug.model.build import build_model
+        from mplug.testing.fields import digest
+        from mplug.testing.harness import train_steps
+        from mplug.testing.trial import Trial
+
+        placements = build_model(tiny_run(settings)).placements
+        yield "parameters", sorted((name, one.shape, repr(one.parameter)) for name, one in placements.items())
+        trial = Trial.of({"trainer.precision": "fp64", **settings})
+        trial.shake()
+        yield "losses and gradients", digest(trial.loss(trial.batches[0]), trial.gradients(trial.batches[:1]))
+        trace = train_steps({"kernels.default": None, **settings})
+        yield "training steps", digest(trace.initial, trace.losses, trace.weights)
 
     def test_it_adapts_models(self) -> None:
         """Otherwise naming the plugin has no effect."""

@@ -35,6 +35,15 @@ def on_meta(run: Run) -> Model:
     return model
 
 
+def described(model: Model) -> str:
+    """What a plan and its module state about what is computed, without FLOPs and names in published checkpoints."""
+    plan, module = model.plan, model.module
+    tensors = chain(module.named_parameters(), module.named_buffers())
+    shapes = sorted((name, tuple(tensor.shape)) for name, tensor in tensors)
+    stated = (plan.units, plan.inference, plan.parameters, plan.buffers, plan.context, plan.activations, plan.tied)
+    return repr((stated, shapes))
+
+
 def units_with_parameters(model: Model) -> list[str]:
     """The names of the units that have parameters, in order; a config can freeze these units."""
     names = [name for name, _ in model.module.named_parameters(remove_duplicate=False)]

@@ -10,6 +10,7 @@ Its tests build the loaders of every rank in one process, as `build_loader` woul
 """
 
 import copy
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,10 +19,11 @@ from unittest import SkipTest
 
 from mplug.errors import UsageError, counted
 from mplug.registry.hooks import implemented
-from mplug.run.prepare import prepare
-from mplug.testing.harness import installed_plugins
+from mplug.run.prepare import check_data, prepare
+from mplug.testing.fingerprints import FingerprintChecks
+from mplug.testing.harness import installed_plugins, tiny_config
 from mplug.testing.leftovers import nothing_left
-from mplug.testing.missing_data import accepted_missing_data
+from mplug.testing.missing_data import PATH, accepted_missing_data
 from mplug.testing.samples import (
     difference,
     first_samples,
@@ -40,7 +42,7 @@ from mplug.testing.samples import (
     unfair,
     unpacked,
 )
-from mplug.testing.suite import Fault, PluginSuite, naming_failures, require, smoke
+from mplug.testing.suite import Fault, naming_failures, require, smoke
 from mplug.training.micro_batch_checks import out_of_range
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ LARGEST_STATE = 1 << 20
 TEXTS = ("", "plain text: 1 + 2 = 3\n\tdone.", "Grüße, 世界 🌍", "".join(map(chr, range(32, 127))))
 
 
-class DataSuite(PluginSuite):
+class DataSuite(FingerprintChecks):
     """The requirements for a data plugin: one global order of samples under any layout, and exact resume.
 
     Give data in `settings` with short epochs (some hundred samples of `trainer.seq_length` tokens) and without repeated
@@ -132,6 +134,28 @@ class DataSuite(PluginSuite):
         """A new loader of a run with one rank, which reads the whole global order."""
         (loader,) = cls.loaders(cls.layout(1, **changes), split)
         return loader
+
+    @classmethod
+    def values_for(cls, field: str) -> Sequence[Any] | None:
+        """A path that does not exist, for the field `path`: the plugin refuses it."""
+        return super().values_for(field) or ([PATH] if field == "path" else None)
+
+    @classmethod
+    def evidence(cls, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """The samples of both splits, what the loader states about itself, and the tokens of the plugin's tokenizer."""
+        from mplug.model.build import choose_device
+        from mplug.testing.fields import digest
+
+        run = prepare(tiny_config(settings))
+        check_data(run)
+        run.device = choose_device(run.config)
+        for split in ("train", "validation"):
+            loader = cls.loader(run, split)
+            epoch = getattr(loader, "samples_per_epoch", None)
+            yield f"sizes of the {split} split", (loader.vocab_size, epoch)
+            yield f"{split} samples", digest([dict(sample.rows) for sample in read(loader, LOOK)])
+        tokenizer = run.hooks.call.build_tokenizer(run=run)
+        yield "tokens", [list(tokenizer.encode(text)) for text in TEXTS] if tokenizer is not None else []
 
     def _epoch(self, loader: "Loader") -> int | None:
         """The number of samples of an epoch; None if the loader does not state it or it is too large to read."""

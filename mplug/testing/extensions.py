@@ -12,9 +12,11 @@ Its tests train a tiny model for a few steps in a temporary folder, through the 
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import chdir
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from mplug.testing.runs import Witness
     from mplug.testing.watch import Watch
 
+_FINISHED: "dict[tuple[type[ExtensionSuite], Any], tuple[Witness, Watch]]" = {}
 STEPS = 4
 """Number of steps of the runs in these tests."""
 
@@ -68,6 +71,16 @@ class ExtensionSuite(PluginSuite):
         return {name: value for name, value in cls.tiny().items() if name != own and not name.startswith(f"{own}.")}
 
     @classmethod
+    def finished(cls) -> "tuple[Witness, Watch]":
+        """A whole run with the plugin, and the record of its hooks; tests that look for different faults share it."""
+        key = cls, cls.entry().source
+        if key not in _FINISHED:
+            _FINISHED.clear()
+            with TemporaryDirectory(prefix="mplug-run-") as folder:
+                _FINISHED[key] = cls.watched(Path(folder) / "finished")
+        return _FINISHED[key]
+
+    @classmethod
     def watched(
         cls, directory: Path, steps: int = STEPS, resume_from: Path | None = None, fails_at: int | None = None
     ) -> "tuple[Witness, Watch]":
@@ -83,6 +96,43 @@ class ExtensionSuite(PluginSuite):
             refuse(*watch.changed, *watch.raised, f"a run with it raises {type(error).__name__}: {error}")
             raise
 
+    @classmethod
+    def evidence(cls, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """The files that there are after each hook, without numbers in their names; what both of two equal runs say."""
+        from mplug.testing.runs import trained
+        from mplug.testing.watch import Watch
+
+        seen: list[list[tuple[str, int | None, list[str]]]] = []
+        with TemporaryDirectory(prefix="mplug-run-") as folder:
+            roots = [Path(folder) / name for name in ("first", "second")]
+            for root in roots:
+                (root / "elsewhere").mkdir(parents=True)
+                seen.append([])
+                watch = Watch(cls.entry().label, after=partial(cls._look, root, seen[-1]))
+                with chdir(root / "elsewhere"):
+                    trained(watch.over(short(settings)), root / "run")
+            yield "files", seen[0]
+            pairs = zip(*([root / path for path in cls._written(root)] for root in roots), strict=False)
+            yield "contents", [sorted(set(cls.contents(one)) & set(cls.contents(other))) for one, other in pairs]
+
+    @classmethod
+    def _look(cls, root: Path, seen: list[Any], hook: str, step: int | None) -> None:
+        seen.append((hook, step, sorted({re.sub(r"\d+", "#", path.as_posix()) for path in cls._written(root)})))
+
+    @classmethod
+    def _written(cls, root: Path) -> list[Path]:
+        """The files below a root that `files` names, or that lie outside of the run's folder; relative to the root."""
+        return sorted(
+            path
+            for path in files_of(root)
+            if path.parts[0] == "elsewhere" or any(fnmatch(path.relative_to("run").as_posix(), one) for one in cls.files)
+        )
+
+    @classmethod
+    def contents(cls, path: Path) -> Sequence[str]:
+        """What a file says, in words that equal runs share; override this for files that are no text."""
+        return words_without_chance(path)
+
     # Its hooks.
 
     def test_it_implements_a_hook(self) -> None:
@@ -93,8 +143,8 @@ class ExtensionSuite(PluginSuite):
     def test_its_hooks_are_called_in_the_order_of_a_run(self) -> None:
         """The start, every step, the end; a failing run calls `run_failed` once."""
         hooks = implemented(installed_plugins().load(self.entry()))
+        witness, watch = self.finished()
         with TemporaryDirectory(prefix="mplug-run-") as folder:
-            witness, watch = self.watched(Path(folder) / "finished")
             _, failed = self.watched(Path(folder) / "failed", fails_at=3)
         expected = {"run_started": 1, "step_started": STEPS, "step_finished": STEPS, "run_finished": 1, "run_failed": 0}
         refuse(miscounted(watch.calls, hooks, {**expected, "checkpoint_saved": len(witness.saved)}, "a run"))
@@ -103,21 +153,20 @@ class ExtensionSuite(PluginSuite):
 
     def test_no_hook_of_it_raises(self, fails_at: int | None) -> None:
         """The run would continue without the observer, which would then report nothing."""
+        if fails_at is None:
+            refuse(*self.finished()[1].raised)
+            return
         with TemporaryDirectory(prefix="mplug-run-") as folder:
             _, watch = self.watched(Path(folder), fails_at=fails_at)
         refuse(*watch.raised)
 
     def test_it_leaves_the_record_as_it_is(self) -> None:
         """All observers get the same record."""
-        with TemporaryDirectory(prefix="mplug-run-") as folder:
-            _, watch = self.watched(Path(folder))
-        refuse(*watch.changed)
+        refuse(*self.finished()[1].changed)
 
     def test_it_draws_no_random_numbers(self) -> None:
         """It must not use the global generators. A generator of its own is allowed."""
-        with TemporaryDirectory(prefix="mplug-run-") as folder:
-            _, watch = self.watched(Path(folder))
-        refuse(*watch.drawn)
+        refuse(*self.finished()[1].drawn)
 
     # The run.
 
@@ -127,8 +176,7 @@ class ExtensionSuite(PluginSuite):
 
         with TemporaryDirectory(prefix="mplug-run-") as folder:
             plain = trained(short(self.without()), Path(folder) / "without")
-            found, _ = self.watched(Path(folder) / "with")
-        refuse(difference_of(found, plain))
+        refuse(difference_of(self.finished()[0], plain))
 
     def test_it_survives_a_resume(self) -> None:
         """In the same directory, from the middle of the run: its files exist already, and some steps repeat."""
@@ -270,6 +318,8 @@ def misordered(calls: Calls, hooks: Iterable[str]) -> str:
     return ""
 
 
+LONG_NUMBER = 6
+"""Number of digits from which two runs do not share a measured number, such as a duration, by chance."""
 OBSERVING = ("run_started", "step_started", "step_finished", "checkpoint_saved", "run_failed", "run_finished")
 NAMES_ANOTHER = "does its @hookimpl name another hook?"
 
@@ -308,6 +358,12 @@ def words_of(path: Path) -> set[str]:
         return set(re.findall(r"[\w.+-]+", path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError):
         return set()
+
+
+def words_without_chance(path: Path) -> list[str]:
+    """The words of a text file, without numbers that two equal runs may share by chance: those of few digits."""
+    found = words_of(path)
+    return sorted(word for word in found if not re.search(r"\d", word) or len(re.findall(r"\d", word)) >= LONG_NUMBER)
 
 
 def files_of(directory: Path) -> set[Path]:

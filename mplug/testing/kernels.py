@@ -11,7 +11,7 @@ A kernel's author subclasses it in a test module:
 The cases are in `kernel_cases`, the checks that run on each case in `trials.py`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain, product
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -108,6 +108,25 @@ class KernelSuite(BufferChecks, PackedHeadsChecks, PluginSuite):
         run, _ = self._offered()
         heads = (site.module.num_heads, site.module.num_kv_heads, site.module.head_dim)
         return Setting(*heads, run.precision.activation_dtype, run.device)
+
+    @classmethod
+    def evidence(cls, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """The slots that it fills and what it says of them; the operations of a step, and its loss and gradients."""
+        import torch
+
+        from mplug.model.build import build_model, choose_device
+
+        run = tiny_run({"trainer.precision": cls.dtypes[0], **settings})
+        with refusals("the device of this suite's runs", named_by_author=False):
+            device = choose_device(run.config)
+        filled = [one for one in build_model(run).slots if one.supplier == cls.entry().label]
+        yield "slots", [(one.site.name, one.site.slot, one.supplier_label(run)) for one in filled]
+        if device == "cpu" or torch.cuda.is_available():
+            from mplug.testing.operations import step_seen
+
+            operations, numbers = step_seen({"trainer.precision": cls.dtypes[0], **settings})
+            yield "operations", operations
+            yield "gradients", numbers
 
     # What it offers.
 

@@ -71,6 +71,16 @@ class MemorySuite(PluginSuite):
         plain = {name: value for name, value in {**rest, **named}.items() if name not in plugins}
         return {**plain, **plugins}, plain
 
+    @classmethod
+    def evidence(cls, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """The bytes that backward keeps on the device, and the operations of a step."""
+        from mplug.testing.operations import step_seen
+        from mplug.training.assembly import build
+
+        run = tiny_run(settings)
+        yield "kept bytes", kept_bytes(run, build(run))
+        yield "operations", step_seen(settings)[0]
+
     def test_it_implements_a_hook(self) -> None:
         """Otherwise naming the plugin has no effect."""
         hooks = set(implemented(installed_plugins().load(self.entry()))) - {"configure"}

@@ -1,8 +1,8 @@
 """The suite for model families."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from unittest import SkipTest
 
 from mplug.config.defaults import default_settings
@@ -14,6 +14,8 @@ from mplug.testing.harness import installed_plugins, tiny_run
 from mplug.testing.suite import Fault, PluginSuite, smoke
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from mplug.layout.plan import Flops
     from mplug.model.model import Model
     from mplug.testing.trial import Trial
@@ -32,6 +34,14 @@ class ModelSuite(PluginSuite):
 
     kind = "models"
     layouts: ClassVar[tuple[str, ...] | None] = None
+    positions: ClassVar[Literal["relative", "absolute", "ignored"] | None] = None
+    """What the entry 'positions' means to the model.
+
+    'relative': positions that are all shifted by one number give the same losses. 'absolute': they give others.
+    'ignored': the units take the entry, and no loss depends on it. None: it is not tested which of the first two.
+    """
+    smooth: ClassVar[bool] = True
+    """Gradients are the derivatives of the loss. False for a model that rounds on purpose."""
 
     @classmethod
     def naming(cls) -> dict[str, Any]:
@@ -48,6 +58,22 @@ class ModelSuite(PluginSuite):
         if "layout" in metafunc.fixturenames:
             layouts = self.layouts if self.layouts is not None else tuple(layouts_of_installed_strategies())
             metafunc.parametrize("layout", layouts, ids=[layout or "one_rank" for layout in layouts])
+
+    @classmethod
+    def evidence(cls, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """The plan without its FLOPs; loss and gradients of a micro batch in fp64; and two steps of training."""
+        from mplug.testing import blueprint
+        from mplug.testing.fields import digest
+        from mplug.testing.harness import train_steps
+        from mplug.testing.trial import Trial
+
+        yield "plans", blueprint.described(blueprint.on_meta(tiny_run(settings)))
+        trial = Trial.of({"trainer.precision": "fp64", **settings})
+        trial.shake()
+        gradients = trial.gradients(trial.batches[:1])
+        yield "losses and gradients", digest(trial.loss(trial.batches[0]), gradients)
+        trace = train_steps({"kernels.default": None, **settings})
+        yield "training steps", digest(trace.losses, trace.norms, trace.weights)
 
     # Without memory.
 
@@ -155,6 +181,44 @@ class ModelSuite(PluginSuite):
         expected = whole.gradients(whole.batches[:1])
         for frozen in (names[::2], names[1::2]):
             self.trial(model__frozen=frozen).require_gradients_of(expected, frozen)
+
+    def test_its_gradients_are_differences_of_its_loss(self) -> None:
+        """Along directions in the parameters of every unit, and in the inputs of one unit of every role, in fp64."""
+        from mplug.testing import derivatives
+
+        if not self.smooth:
+            raise SkipTest("the suite sets smooth = False")
+        derivatives.require_gradients_of_the_loss(self.trial(trainer__precision="fp64"))
+        derivatives.require_gradients_of_inputs(self.trial(trainer__precision="fp64"))
+
+    def test_it_computes_what_its_reference_computes(self) -> None:
+        """Logits, and gradients of the loss: only the author knows which tensor each block should read."""
+        if type(self).reference is ModelSuite.reference:
+            raise SkipTest(
+                "needs a reference: override `reference` with the model's logits in plain torch; without it the suite "
+                "cannot see whether each block reads the right tensor"
+            )
+        self.trial(trainer__precision="fp64").require_reference(self.reference)
+
+    def reference(self, weights: "Mapping[str, Tensor]", batch: "Mapping[str, Tensor]", config: Any) -> "Tensor":
+        """The logits [B, S, V] in fp64, written as plainly as possible; `config` is the family's config.
+
+        `weights` are the parameters and the saved buffers by name, `batch` the entries of a micro batch. If the result
+        is differentiable, the suite compares the gradients, too. Dropout does not apply.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no `reference`: the logits in plain torch")
+
+    def test_it_reads_positions_as_it_declares(self) -> None:
+        """Positions in the reverse order, and shifted ones, change the losses, or do not, as `positions` declares."""
+        from mplug.testing.cutting import require_positions
+
+        require_positions(self.trial(trainer__precision="fp64"), self.positions)
+
+    def test_documents_of_a_packed_sample_are_apart(self) -> None:
+        """Cut out of the sample, each document has the losses that it has in the sample."""
+        from mplug.testing.cutting import require_documents_apart
+
+        require_documents_apart(self.tiny(trainer__precision="fp64"))
 
     def test_gradients_of_two_micro_batches_add_up_in_the_sinks(self) -> None:
         """The model keeps no state of one micro batch for the next."""

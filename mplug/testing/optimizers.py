@@ -15,6 +15,7 @@ An optimizer's author subclasses it in a test module, and writes a reference of 
 `dense.py` makes the pieces. `weights.py` checks who writes low-precision weights.
 """
 
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from unittest import SkipTest
 
@@ -79,6 +80,19 @@ class OptimizerSuite(WeightSuite):
         raise NotImplementedError(
             f"{type(self).__name__} must define `reference`: the update, written as plainly as possible"
         )
+
+    @classmethod
+    def evidence(cls, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Weights and states of artificial pieces after steps with the config's own rate and decay."""
+        from mplug.testing import dense
+        from mplug.testing.fields import digest
+
+        run = cls.run_of(settings)
+        bench, config = dense.Bench(run, dense.make_pieces(run.device)), run.config.optimizer
+        for number in range(len(SCHEDULE)):
+            bench.step(number, lr=config.lr, weight_decay=config.weight_decay)
+        yield "weights", digest(bench.masters())
+        yield "states", digest(bench.snapshot())
 
     # Its declarations.
 

@@ -1,7 +1,8 @@
 """The suite for parallel strategies."""
 
+import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -32,14 +33,21 @@ from mplug.testing.harness import (
     weights_off,
 )
 from mplug.testing.layouts import Ranks
+from mplug.testing.operations import step_seen, steps_seen
 from mplug.testing.parity import trained_once
 from mplug.testing.suite import Fault, PluginSuite, refusals, require, smoke
-from mplug.testing.workers import WorkerFailed
+from mplug.testing.workers import WorkerFailed, run_workers
 
 T = TypeVar("T")
 
+_STEPS: dict[str, list[tuple[str, str]]] = {}
+"""What `steps_seen` returned on every rank, by the settings of the run."""
 UNFIT_DEGREE = 3
 """A degree that divides neither the tiny run's heads nor its batch, sequence, layers or widths."""
+
+
+def _key(settings: TinySettings) -> str:
+    return json.dumps(dict(settings), sort_keys=True, default=str)
 
 
 class ParallelSuite(PluginSuite):
@@ -105,6 +113,49 @@ class ParallelSuite(PluginSuite):
         for argument, values in choices.items():
             if argument in metafunc.fixturenames:
                 metafunc.parametrize(argument, list(values()))
+
+    # Fields of its Config.
+
+    trains_ahead = True
+
+    @classmethod
+    def with_fields(cls, fields: TinySettings, beside: TinySettings) -> dict[str, Any]:
+        """The first layout, unless the settings beside the fields name another."""
+        own = {".".join((*cls.section(), field)): value for field, value in fields.items()}
+        return {**cls.tiny(), "parallel.layout": cls.tried()[0], **beside, **own}
+
+    @classmethod
+    def foresee(cls, runs: Sequence[TinySettings]) -> None:
+        """Train one step of each run; runs of as many ranks train in the same processes."""
+        by_size: dict[int, list[TinySettings]] = {}
+        for settings in runs:
+            try:
+                size = layouts.ranks_of(settings)[0][0].mesh.world_size
+            except (UsageError, Fault):  # `evidence` reports it
+                continue
+            by_size.setdefault(size, []).append(settings)
+        for size, equal in by_size.items():
+            try:
+                seen = run_workers(size, steps_seen, equal)
+            except (WorkerFailed, TimeoutError):  # `evidence` finds the run that fails
+                continue
+            _STEPS.update({_key(one): [rank[n] for rank in seen] for n, one in enumerate(equal)})
+
+    @classmethod
+    def evidence(cls, settings: TinySettings) -> Iterator[tuple[str, Any]]:
+        """What all ranks hold, what it offers; the operations of a step on every rank, and its loss and gradients."""
+        ranks, label = layouts.ranks_of(settings), cls.entry().label
+        yield "placements", [repr(model.placements) for _, model in ranks]
+        yield "slots", [
+            [(one.site.name, one.site.slot, one.supplier, [wrap.plugin for wrap in one.wraps]) for one in model.slots]
+            for _, model in ranks
+        ]
+        seen = _STEPS.pop(_key(settings), None)
+        if seen is None:
+            with refusals(f"'{label}' on a rank", named_by_author=False):
+                seen = run_workers(len(ranks), step_seen, dict(settings))
+        yield "operations", [operations for operations, _ in seen]
+        yield "gradients", [numbers for _, numbers in seen]
 
     # Axes.
 

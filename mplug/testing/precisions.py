@@ -10,7 +10,7 @@
 Its tests compare tiny runs in the precision with the same runs in fp64.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -37,6 +37,8 @@ class PrecisionSuite(PluginSuite):
     """
 
     kind = "precisions"
+    exact: ClassVar[Mapping[str, str]] = {}
+    """Operands of linear layers that the recipe does not round -> the reason; names as in `rounding.OPERANDS`."""
     layouts: ClassVar[tuple[str, ...]] = ()
     tolerance: ClassVar[float | None] = None
 
@@ -62,6 +64,20 @@ class PrecisionSuite(PluginSuite):
         """One test for each layout."""
         if "layout" in metafunc.fixturenames:
             metafunc.parametrize("layout", self.layouts)
+
+    @classmethod
+    def evidence(cls, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Formats; loss and gradients of a micro batch; and two steps of training. Options of the recipe do not count."""
+        from mplug.testing.fields import digest
+        from mplug.testing.trial import Trial
+
+        precision = tiny_run(settings).precision
+        yield "formats", {name: value for name, value in precision.as_mapping().items() if name != "recipe"}
+        if tiny_run(settings).config.trainer.device == "cpu":
+            trial = Trial.of(settings)
+            yield "losses and gradients", digest(trial.loss(trial.batches[0]), trial.gradients(trial.batches[:1]))
+        trace = train_steps(settings)
+        yield "training steps", digest(trace.losses, trace.norms, trace.weights)
 
     def _bound(self) -> float:
         return run_tolerance(self.precision().activations) if self.tolerance is None else self.tolerance
@@ -109,6 +125,34 @@ class PrecisionSuite(PluginSuite):
             f"a run with the recipe '{precision.recipe.name}' has the same bits as a run without it, so its suppliers "
             f"ignore it",
         )
+
+    def test_every_operand_of_its_products_is_rounded(self) -> None:
+        """Forward and both gradients of linear layers: the product with a matrix that selects differs from its operand.
+
+        Operands that the recipe leaves as they are stand in `exact`, with the reason.
+        """
+        from mplug.testing import rounding
+        from mplug.testing.trial import Trial
+
+        for operand in self.exact:
+            require(operand in rounding.OPERANDS, f"`exact` names '{operand}'; operands are {listed(rounding.OPERANDS)}")
+        if self.precision().recipe is None:
+            raise SkipTest(f"'{self.plugin}' has no recipe, so products compute in its formats")
+        trial = Trial.of(self.tiny())
+        found = rounding.sites_of_recipe(trial)
+        if not found:
+            raise SkipTest(f"no supplier of {listed(rounding.SLOTS)} follows the recipe, and others cannot be called alone")
+        for filled in found:
+            as_they_are = set(rounding.exact_operands(trial, filled))
+            for operand in rounding.OPERANDS:
+                is_exact = operand in as_they_are
+                require(
+                    is_exact == (operand in self.exact),
+                    f"{filled.supplier} does not round the {operand} at '{filled.site.name}'; the recipe rounds all "
+                    f"operands, or the suite gives the reason in `exact`"
+                    if is_exact
+                    else f"the suite's `exact` names the {operand}, and {filled.supplier} rounds it",
+                )
 
     def test_equal_runs_have_equal_bits(self) -> None:
         """Two runs of the same config have the same losses and norms."""

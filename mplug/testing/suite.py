@@ -14,7 +14,7 @@ need neither pytest nor other processes; `mplug plugins check` runs them too.
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 from unittest import SkipTest
@@ -101,6 +101,20 @@ class PluginSuite:
     kind: ClassVar[str]
     plugin: ClassVar[str]
     settings: ClassVar[Mapping[str, Any]] = {}
+    examples: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    """Field of the Config -> other valid values, if none can be derived from the field's type or those have no effect.
+
+    If a run refuses all of them, the refusal is the field's effect.
+    """
+    beside: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Field of the Config -> further settings under which it has an effect, as {"section.field": value}."""
+    without_effect: ClassVar[Mapping[str, str]] = {}
+    """Field of the Config -> the reason why the suite cannot see an effect of it."""
+
+    uses_torch: ClassVar[bool] = True
+    """Whether the tests compute with torch in this process."""
+    checks_fields: ClassVar[bool] = True
+    """Whether this suite tests the fields of the Config; False in a further suite of the same plugin."""
 
     @classmethod
     def naming(cls) -> dict[str, Any]:
@@ -133,6 +147,69 @@ class PluginSuite:
     def config(cls, **changes: Any) -> RunConfig:
         """The config of the plugin's tiny run."""
         return tiny_config(cls.tiny(**changes))
+
+    def setup_method(self) -> None:
+        """Before each test: tensors of a tiny run are small, and threads that share them cost more than they compute."""
+        if self.uses_torch:
+            import torch
+
+            self._threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+
+    def teardown_method(self) -> None:
+        """After each test: the number of threads as before."""
+        if self.uses_torch:
+            import torch
+
+            torch.set_num_threads(self._threads)
+
+    # Fields of its Config.
+
+    @classmethod
+    def with_fields(cls, fields: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of the tiny run with other values of fields, and with the settings `beside` them."""
+        own = {".".join((*cls.section(), field)): value for field, value in fields.items()}
+        return {**cls.tiny(), **beside, **own}
+
+    @classmethod
+    def accept(cls, settings: Mapping[str, Any]) -> None:
+        """UsageError if a Config refuses the settings. What hooks refuse later counts as an effect of a field."""
+        tiny_config(settings)
+
+    @classmethod
+    def config_of(cls, settings: Mapping[str, Any]) -> Any:
+        """The plugin's own Config object in a run with these settings."""
+        return next(one.config for one in tiny_config(settings).chosen if one.entry == cls.entry())
+
+    @classmethod
+    def values_for(cls, field: str) -> Sequence[Any] | None:
+        """Other values of a field; None if they are derived from its type."""
+        return cls.examples.get(field)
+
+    @classmethod
+    def evidence(cls, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """What the suite sees of a run with these settings: (what it is, a plain value), the cheapest first.
+
+        Equal runs have equal evidence.
+        """
+        raise NotImplementedError(f"{cls.__name__} must define `evidence`: what it sees of a run")
+
+    trains_ahead: ClassVar[bool] = False
+    """Whether `foresee` does something."""
+
+    @classmethod
+    def foresee(cls, runs: Sequence[Mapping[str, Any]]) -> None:
+        """Called before `evidence`, with the settings of runs of which it is probably asked."""
+
+    def test_every_field_of_its_config_has_an_effect(self) -> None:
+        """Another value changes what the suite sees; `without_effect` lists the other fields with their reasons."""
+        from mplug.testing.fields import require_effects
+
+        if not self.checks_fields:
+            raise SkipTest("the suite sets checks_fields = False: another suite of the plugin tests its fields")
+        if getattr(type(self).evidence, "__func__", None) is PluginSuite.evidence.__func__:  # type: ignore[attr-defined]
+            raise SkipTest(f"{type(self).__name__} defines no `evidence`, so it sees no effect of a field")
+        require_effects(self)
 
     @smoke
     def test_it_is_installed_and_says_which_mplug_it_speaks(self) -> None:

@@ -20,7 +20,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mplug.errors import UsageError
-from mplug.testing.suite import PluginSuite, naming_failures, require, smoke
+from mplug.testing.suite import naming_failures, require, smoke
+from mplug.testing.vocabulary import VocabularyChecks
 
 if TYPE_CHECKING:
     from mplug.contracts import CorpusTokenizer
@@ -41,8 +42,12 @@ LOOK = 2000
 """Number of sequences of random tokens that the suite decodes."""
 
 
-class TokenizerSuite(PluginSuite):
-    """The requirements for a tokenizer: decoding restores text, `eod` occurs in no text, a batch equals its texts."""
+class TokenizerSuite(VocabularyChecks):
+    """The requirements for a tokenizer: decoding restores text, `eod` occurs in no text, a batch equals its texts.
+
+    Override `reference` with the tokens of a text by a plain implementation. `num_tokens` and `longest_match` are in
+    `vocabulary.py`.
+    """
 
     kind = "tokenizers"
     lossless: ClassVar[bool] = True

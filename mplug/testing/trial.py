@@ -22,7 +22,7 @@ from mplug.nn.loss import IGNORED
 from mplug.nn.random import sample_keys
 from mplug.run.run import Run
 from mplug.testing.blueprint import other_functions
-from mplug.testing.harness import TinySettings, tiny_run, with_ragged_labels
+from mplug.testing.harness import EXACT, TinySettings, tiny_run, with_ragged_labels
 from mplug.testing.suite import Fault, require
 from mplug.training.assembly import build
 from mplug.training.batch_parts import with_shifted
@@ -206,6 +206,48 @@ class Trial:
         sinks.finish()
         return {name: sink.buffer.clone() for name, sink in sinks.items()}
 
+    def require_reference(self, reference: Callable[[Gradients, MicroBatch, Any], Tensor]) -> None:
+        """The logits and the gradients of the loss are those of a reference in plain torch, in fp64."""
+        self.shake()
+        self.model.module.eval()
+        batch, own = self.batches[0], {**self.model.states(), **self.model.parameters()}
+        weights = {
+            name: x.detach().clone().requires_grad_(x.requires_grad and x.is_floating_point()) for name, x in own.items()
+        }
+        expected = reference(weights, batch, self.run.config.model)
+        found = self.logits(batch)
+        require(
+            expected.shape == found.shape,
+            f"the suite's reference returns logits of shape {tuple(expected.shape)}, and the model {tuple(found.shape)}",
+        )
+        exact = expected.detach()
+        error = float((found - exact).abs().max() / exact.abs().max())
+        require(
+            error <= EXACT,
+            f"its logits differ from those of the suite's reference (relative difference {error:.1e} in fp64); does a "
+            f"block read another tensor than the reference does?",
+        )
+        if expected.requires_grad:
+            self._require_reference_gradients(weights, expected, batch)
+
+    def _require_reference_gradients(self, weights: Gradients, logits: Tensor, batch: MicroBatch) -> None:
+        labels = batch["labels"].flatten()
+        F.cross_entropy(logits.flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum").backward()
+        sinks = self.model.sinks
+        sinks.begin_step()
+        sinks.expect_last()
+        self.loss(batch)[0].backward()
+        sinks.finish()
+        for name, sink in sinks.items():
+            expected = weights[name].grad
+            if expected is not None:
+                error = float((sink.buffer - expected).norm() / expected.norm().clamp(min=1e-30))
+                require(
+                    error <= 100 * EXACT,
+                    f"the gradient of '{name}' differs from that of the suite's reference (relative difference "
+                    f"{error:.1e} in fp64)",
+                )
+
     def require_gradients(self) -> None:
         """Every trained parameter gets a gradient that is finite and not zero."""
         self.shake()
@@ -351,7 +393,7 @@ class Trial:
         """
         stated, length = self.model.plan.flops, self.batches[0]["tokens"].shape[1]
         part = length // 2
-        whole, less = (Fraction(3 * count, SAMPLES) for count in (counted, self._products(self._shortened(part))))
+        whole, less = (Fraction(3 * count, SAMPLES) for count in (counted, self._products(self.shortened(self.batches[0], part))))
         squared = max(Fraction(), (whole / length - less / part) / (length - part))
         per_token = whole / length - squared * length if squared else (whole - less) / (length - part)
         how = f"in forward passes of {part} and {length} tokens per sample, torch counts"
@@ -367,12 +409,12 @@ class Trial:
             f"backward, and a causal mask leaves half of them; {hint}",
         )
 
-    def _shortened(self, length: int) -> MicroBatch:
-        """The first `length` tokens of each sample of the first micro batch."""
+    def shortened(self, batch: MicroBatch, length: int) -> MicroBatch:
+        """The first `length` tokens of each sample of a micro batch."""
         context = self.model.plan.context
         _, sequence = context["tokens"]
         cut = {name: axes.index(sequence) for name, axes in context.items() if sequence in axes}
-        return {name: x.narrow(cut[name], 0, length) if name in cut else x for name, x in self.batches[0].items()}
+        return {name: x.narrow(cut[name], 0, length) if name in cut else x for name, x in batch.items()}
 
 
 def _noting(calls: list[tuple[str, tuple[Any, ...]]], other: str) -> Callable[..., Tensor]:

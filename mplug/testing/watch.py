@@ -23,7 +23,7 @@ class Watch:
     """The effects of the hooks of the plugin `label` in a run, as sentences 'hook does what', each at most once.
 
     `calls` are (hook, step of the record that it receives). `written` are the files that its hooks write; `audit` must
-    be called to fill it.
+    be called to fill it. `after` is called with the hook and the step after each call of a hook.
     """
 
     label: str
@@ -32,6 +32,7 @@ class Watch:
     changed: list[str] = field(default_factory=list)
     drawn: list[str] = field(default_factory=list)
     written: set[Path] = field(default_factory=set)
+    after: Callable[[str, int | None], None] = lambda *_: None
     _inside: bool = False
 
     def over(self, config: "RunConfig") -> "RunConfig":
@@ -63,6 +64,7 @@ class Watch:
             finally:
                 self._inside = False
                 self._compare(hook, given, record, states)
+                self.after(*self.calls[-1])
 
         return watched
 

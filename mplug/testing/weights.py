@@ -1,6 +1,7 @@
 """Tests of the optimizer suite for low-precision weights: the host or the optimizer writes them after a step."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 from unittest import SkipTest
 
 from mplug.testing.harness import tiny_run
@@ -73,9 +74,14 @@ class WeightSuite(PluginSuite):
     # Shared by the tests.
 
     def _run(self) -> "Run":
+        return self.run_of(self.tiny())
+
+    @classmethod
+    def run_of(cls, settings: Mapping[str, Any]) -> "Run":
+        """A prepared run on its device; SkipTest if this machine lacks the device."""
         from mplug.model.build import choose_device
 
-        run = tiny_run(self.tiny())
+        run = tiny_run(settings)
         with refusals("the device of this suite's runs", named_by_author=False):  # skips if this machine lacks it
             run.device = choose_device(run.config)
         return run

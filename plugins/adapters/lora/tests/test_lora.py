@@ -69,6 +69,9 @@ class TestLoRA(AdapterSuite):
     settings = SMALL
     models = {"experts": {**EXPERTS, **ALL}, "dora": DORA}
     layouts = ("tp2",)
+    examples = {"experts": ["shared"], "targets": [["attention"], ["qkv"]]}
+    beside = {"experts": {**EXPERTS, "adapters.lora.targets": ["experts"]}}
+    without_effect = {"path": "a run loads the folder before its first step (tests/test_adapting.py begins with one)"}
     test_replayed_steps_are_steps = pytest.mark.wide("suites")(AdapterSuite.test_replayed_steps_are_steps)
 
 

@@ -35,6 +35,20 @@ IMAGES = {"data.task_encoder": "mplug_energon.encoders:ImageText"}
 class TestEnergon(DataSuite):
     plugin = "energon"
     settings = TINY
+    examples = {
+        "train_part": ["no-such-part"],
+        "validation_part": ["no-such-part"],
+        "task_encoder": ["no_such_module:Encoder"],
+        "task_encoder_options": [{"no_such_option": 1}],
+        "entries": [["no_such_entry"]],
+        "tokenizer": ["no-such-tokenizer"],
+        "tokenizer_options": [{"no_such_option": 1}],
+        "max_samples_per_sequence": [1, 5],
+    }
+    without_effect = {
+        "num_workers": "workers read the samples that the main process would read (tests below resume with some)",
+        "on_error": "every sample of this set can be read (tests below have a broken one)",
+    }
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod

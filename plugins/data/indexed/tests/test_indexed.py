@@ -53,16 +53,33 @@ def random_documents(seed: int, number: int = 300, longest: int = 25, vocab_size
     ]
 
 
+ENDS = {"data.eod_token": EOD}
+FIM_TOKENS = {"fim_prefix_token": 251, "fim_middle_token": 252, "fim_suffix_token": 253}
+FIM = {**ENDS, "data.vocab_size": 256, **{f"data.{name}": token for name, token in FIM_TOKENS.items()}}
 ONE, TWO = (str(write(FOLDER / f"corpus{seed}", random_documents(seed))) for seed in (1, 2))
 
 
 class TestEpochByEpoch(DataSuite):
     plugin = "indexed"
     settings = {"data.path": [ONE, TWO], "data.split": "9,1", "data.samples": "epoch"}
+    other_data = {"data.path": ONE}
+    examples = {"split": ["8,2"], "max_documents": [1]}
+    beside = {
+        "samples": {"data.path": ONE},
+        "eod_token": {**ENDS, "data.eod_mask_loss": True},
+        "eod_mask_loss": ENDS,
+        "reset_positions": ENDS,
+        "reset_attention": ENDS,
+        "max_documents": {**ENDS, "data.reset_attention": True},
+        **dict.fromkeys(("fim_rate", "fim_spm_rate", *FIM_TOKENS), {**FIM, "data.fim_rate": 0.9}),
+    }
+    without_effect = {"cache": "it says where the order is kept, and changes no sample (test_cache.py reads the files)"}
 
 
 class TestDocumentsOfABlend(DataSuite):
     plugin = "indexed"
+    checks_fields = False
+    other_data = {"data.path": {ONE: 1, TWO: 1}}
     settings = {
         "data.path": {ONE: 0.3, TWO: 7},
         "data.split": "8,2",

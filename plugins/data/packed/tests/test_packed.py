@@ -30,6 +30,15 @@ IGNORED = -100
 class TestPacked(DataSuite):
     plugin = "packed"
     settings = {**TINY, "data.path": str(CHATS)}
+    examples = {
+        "validation_path": [str(CHATS)],
+        "tokenizer": ["no-such-tokenizer"],
+        "tokenizer_options": [{"no_such_option": 1}],
+        "template": ["llama3"],
+        "template_variables": [{"bos_token": "<s>"}],
+        "special_tokens": [["<|im_start|>"]],
+    }
+    beside = {"template_variables": {"data.template": str(CHATS.with_name("variable.jinja"))}}
 
 
 def written(path: Path, *conversations: list[tuple[str, str]]) -> Path:

@@ -23,6 +23,12 @@ S = 8
 class TestText(DataSuite):
     plugin = "text"
     settings = {"data.path": str(Path(__file__).with_name("pi.txt"))}
+    examples = {"pattern": ["a*"], "tokenizer": ["no-such-tokenizer"], "tokenizer_options": [{"no_such_option": 1}]}
+    beside = {
+        "pattern": {"data.path": str(Path(__file__).with_name("short"))},
+        "tokenizer_options": {"data.tokenizer": "bytes"},
+    }
+    other_data = {"data.path": str(Path(__file__).with_name("short"))}
 
 
 def loader(path: Path, split: str = "train") -> MapLoader:

@@ -19,6 +19,15 @@ from mplug.testing import ExtensionSuite
 class TestTensorBoard(ExtensionSuite):
     plugin = "tensorboard"
     files = ("tensorboard/events.out.tfevents.*",)
+    examples = {"folder": ["all"]}
+    without_effect = {"flush_seconds": "it decides when the file is written, and not what it holds"}
+
+    @classmethod
+    def contents(cls, path: Path) -> list[str]:
+        """The names of the scalars, each with its steps."""
+        found = EventAccumulator(str(path), size_guidance={"scalars": 0})
+        found.Reload()
+        return [f"{tag} {[one.step for one in found.Scalars(tag)]}" for tag in found.Tags()["scalars"]]
 
 
 def run_at(folder: Path, step: int = 0, rank: int = 0) -> Any:

@@ -61,13 +61,16 @@ class TestDelayed(PrecisionSuite):
         "precisions.te-fp8.recipe": "delayed",
     }
     tolerance = 0.3  # E5M2 keeps 2 bits, and this run sums over few tokens
+    without_effect = {"history": "it counts steps, and the tiny run has two (test_linear.py looks at more)"}
 
 
 class TestTensorwise(TestDelayed):
+    checks_fields = False
     settings = {**TestDelayed.settings, "precisions.te-fp8.recipe": "tensorwise"}
 
 
 class TestBlockwise(TestDelayed):
+    checks_fields = False
     settings = {**TestDelayed.settings, "precisions.te-fp8.recipe": "blockwise"}
 
 

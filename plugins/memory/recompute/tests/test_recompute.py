@@ -36,6 +36,8 @@ class TestFull(MemorySuite):
     plugin = "recompute"
     settings = DROPOUT
     layouts = ("tp2", "fsdp2")
+    examples = {"slots": [["activation"]], "offload_from": [0]}
+    beside = {"slots": {"memory.recompute.mode": "selective"}, "offload_from": {"memory.recompute.offload": True}}
 
 
 class TestFullOfExperts(MemorySuite):
@@ -43,6 +45,7 @@ class TestFullOfExperts(MemorySuite):
     settings = EXPERTS
     compilers = ()
     layouts = ()
+    checks_fields = False
 
 
 def test_a_loss_in_the_middle_of_the_model_is_recomputed() -> None:
@@ -56,6 +59,7 @@ def test_a_loss_in_the_middle_of_the_model_is_recomputed() -> None:
 
 @pytest.mark.wide("layouts")
 class TestFullUnderEveryLayout(TestFull):
+    checks_fields = False
     models = {"experts": EXPERTS}
     layouts = (CP, *EVERY_LAYOUT)
 
@@ -64,6 +68,7 @@ class TestSelective(MemorySuite):
     plugin = "recompute"
     settings = {**DROPOUT, "memory.recompute.mode": "selective", "memory.recompute.slots": ["attention", "activation"]}
     compilers = ()
+    checks_fields = False
     layouts = ()
 
 
@@ -75,6 +80,7 @@ class TestSelectiveUnderEveryLayout(TestSelective):
 
 class TestSelectiveOfExperts(MemorySuite):
     plugin = "recompute"
+    checks_fields = False
     compilers = ()
     settings = {**EXPERTS, "memory.recompute.mode": "selective", "memory.recompute.slots": ["norm", "experts"]}
     layouts = ("ep2",)
@@ -91,6 +97,7 @@ class TestOffload(MemorySuite):
     settings = {**DROPOUT, "memory.recompute.mode": "none", "memory.recompute.offload": True}
     settings |= {"memory.recompute.offload_from": 0}
     compilers = ()
+    checks_fields = False
     layouts = ()
 
 
@@ -102,6 +109,7 @@ class TestOffloadUnderEveryLayout(TestOffload):
 
 class TestOffloadOfInputs(MemorySuite):
     plugin = "recompute"
+    checks_fields = False
     compilers = ()
     precisions = ("bf16",)
     settings = {**EXPERTS, "memory.recompute.offload": True, "memory.recompute.offload_from": 0}

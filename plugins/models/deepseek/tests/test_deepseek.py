@@ -1,10 +1,25 @@
 """DeepSeek keeps the contract of models, and its presets have the published sizes."""
 
+from typing import Any
+
 import pytest
+from decoder_fields import examples_of, of_a_family
+from library_reference import library_logits
 from mplug_deepseek import Deepseek
 from tiny_models import billions
+from torch import Tensor
 
 from mplug.testing import ModelSuite
+
+
+REFUSED_BY_LATENT_ATTENTION: dict[str, list[Any]] = {
+    "num_kv_heads": [2],
+    "head_dim": [8],
+    "qk_norm": [True],
+    "qkv_bias": [True],
+    "attention_out_bias": [True],
+    "window_rope_theta": [100.0],
+}
 
 
 class TestDeepseek(ModelSuite):
@@ -39,10 +54,18 @@ class TestDeepseek(ModelSuite):
         },
     }
     layouts = ("tp2pp2", "cp2")
+    positions = "relative"
+    examples = examples_of(Deepseek.Config.model_fields, REFUSED_BY_LATENT_ATTENTION)
+    beside = of_a_family(Deepseek.Config.model_fields, {"window_rope_theta": {}})
+
+    def reference(self, weights: Any, batch: Any, config: Any) -> Tensor:
+        return library_logits(self, weights, batch["tokens"])
+
 
 
 @pytest.mark.wide("layouts")
 class TestDeepseekUnderLayouts(TestDeepseek):
+    checks_fields = False
     layouts = (
         "cp2",
         "tp2",

@@ -1,10 +1,19 @@
 """Gemma keeps the contract of models, and its presets have the published sizes."""
 
+from typing import Any
+
 import pytest
+from decoder_fields import examples_of, of_a_family
+from library_reference import library_logits
 from mplug_gemma import Gemma
 from tiny_models import DECODER, billions
+from torch import Tensor
 
 from mplug.testing import ModelSuite
+
+
+WIDE = pytest.mark.wide("suites")
+"""The suites of llama and deepseek test the fields that all decoders share in the quick set."""
 
 
 class TestGemma(ModelSuite):
@@ -23,10 +32,27 @@ class TestGemma(ModelSuite):
         "model.rope_scaling": {"type": "linear", "factor": 8.0},
     }
     layouts = ("tp2",)
+    test_every_field_of_its_config_has_an_effect = WIDE(ModelSuite.test_every_field_of_its_config_has_an_effect)
+    positions = "relative"
+    examples = examples_of(Gemma.Config.model_fields)
+    beside = of_a_family(Gemma.Config.model_fields)
+
+
+class TestGemma3(TestGemma):
+    """Without the soft caps of Gemma 2, which the library's Gemma 3 does not have."""
+
+    settings = {name: value for name, value in TestGemma.settings.items() if "soft_cap" not in name}
+    settings |= {"model.hidden_size": 16}  # the library keeps its square root in fp32
+    layouts = ()
+    checks_fields = False
+
+    def reference(self, weights: Any, batch: Any, config: Any) -> Tensor:
+        return library_logits(self, weights, batch["tokens"])
 
 
 @pytest.mark.wide("layouts")
 class TestGemmaUnderLayouts(TestGemma):
+    checks_fields = False
     layouts = (
         "tp2",
         "pp2",

@@ -1,10 +1,19 @@
 """gpt-oss keeps the contract of models, and its presets have the published sizes."""
 
+from typing import Any
+
 import pytest
+from decoder_fields import examples_of, of_a_family
+from library_reference import library_logits
 from mplug_gpt_oss import GptOss
 from tiny_models import DECODER, billions
+from torch import Tensor
 
 from mplug.testing import ModelSuite
+
+
+WIDE = pytest.mark.wide("suites")
+"""The suites of llama and deepseek test the fields that all decoders share in the quick set."""
 
 
 class TestGptOss(ModelSuite):
@@ -24,10 +33,19 @@ class TestGptOss(ModelSuite):
         },
     }
     layouts = ("tp2ep2",)
+    test_every_field_of_its_config_has_an_effect = WIDE(ModelSuite.test_every_field_of_its_config_has_an_effect)
+    positions = "relative"
+    examples = examples_of(GptOss.Config.model_fields)
+    beside = of_a_family(GptOss.Config.model_fields)
+
+    def reference(self, weights: Any, batch: Any, config: Any) -> Tensor:
+        return library_logits(self, weights, batch["tokens"])
+
 
 
 @pytest.mark.wide("layouts")
 class TestGptOssUnderLayouts(TestGptOss):
+    checks_fields = False
     layouts = (
         "tp2",
         "pp2",

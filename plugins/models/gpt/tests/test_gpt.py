@@ -114,22 +114,31 @@ class TestGPT(ModelSuite):
     plugin = "gpt"
     settings = {"model.dropout": 0.1}
     layouts = ("", *PAIRS[::2])
+    positions = "relative"
+    beside = {"max_position_embeddings": {"model.position": "learned"}}
+
+    def reference(self, weights: Any, batch: Any, config: Any) -> Tensor:
+        return decode(weights, config, batch["tokens"], batch["positions"])
 
 
 @pytest.mark.wide("layouts")
 class TestGPTUnderEveryPair(TestGPT):
     """Every pair that does not divide experts; mixtral's suite has the pairs that do."""
 
+    checks_fields = False
+
     layouts = ("", *PAIRS)
 
 
 @pytest.mark.wide("layouts")
 class TestGPTUnderAllLayouts(TestGPT):
+    checks_fields = False
     layouts = None
 
 
-class TestGPTWithEverything(ModelSuite):
-    plugin = "gpt"
+class TestGPTWithEverything(TestGPT):
+    checks_fields = False
+    positions = "absolute"
     settings = {
         "model.position": "learned",
         "model.max_position_embeddings": 16,
@@ -162,7 +171,7 @@ def affine(x: Tensor, w: Weights, name: str) -> Tensor:
 def turned(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     """Rotary positions (arXiv 2104.09864): coordinates i and i + K/2 are a plane, turned by position theta^(-2i/K)."""
     half = x.shape[-1] // 2
-    angles = positions[0, :, None].double() * torch.tensor([theta ** (-i / half) for i in range(half)]).double()
+    angles = positions[0, :, None].double() * torch.tensor([theta ** (-i / half) for i in range(half)], dtype=torch.float64)
     cos, sin = torch.cos(angles)[None, :, None], torch.sin(angles)[None, :, None]
     a, b = x[..., :half], x[..., half:]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
@@ -170,8 +179,9 @@ def turned(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 def attention(x: Tensor, w: Weights, name: str, c: Any, positions: Tensor) -> Tensor:
     """Causal attention with grouped heads (arXiv 1706.03762, 2305.13245) and QK-norm (arXiv 2010.04245)."""
-    heads, groups, width = c.num_attention_heads, c.num_kv_heads or c.num_attention_heads, c.head_dim or 4
-    rows = affine(x, w, f"{name}.qkv").reshape(B, S, heads + 2 * groups, width)
+    heads, groups, length = c.num_attention_heads, c.num_kv_heads or c.num_attention_heads, x.shape[1]
+    rows = affine(x, w, f"{name}.qkv").unflatten(-1, (heads + 2 * groups, -1))
+    width = rows.shape[-1]
     q, k, v = rows[:, :, :heads], rows[:, :, heads : heads + groups], rows[:, :, heads + groups :]
     if c.qk_norm:
         q, k = (
@@ -180,15 +190,15 @@ def attention(x: Tensor, w: Weights, name: str, c: Any, positions: Tensor) -> Te
         )
     if c.position == "rotary":
         q, k = turned(q, positions, c.rope_theta), turned(k, positions, c.rope_theta)
-    q = q.reshape(B, S, groups, heads // groups, width)
+    q = q.unflatten(2, (groups, heads // groups))
     scores = torch.einsum("bsgjk,btgk->bgjst", q, k) / math.sqrt(width)
     if c.position == "alibi":  # arXiv 2108.12409: head n of 4 has the slope 4^-n
-        distances = (torch.arange(S)[:, None] - torch.arange(S)).abs().double()
+        distances = (torch.arange(length)[:, None] - torch.arange(length)).abs().double()
         slopes = 4.0 ** -torch.arange(1, heads + 1).double()
         scores = scores - slopes.reshape(groups, heads // groups, 1, 1) * distances
-    scores = scores - 1e30 * torch.ones(S, S).double().triu(1)
+    scores = scores - 1e30 * torch.ones(length, length).double().triu(1)
     mixed = torch.einsum("bgjst,btgk->bsgjk", torch.softmax(scores, -1), v)
-    return affine(mixed.reshape(B, S, heads * width), w, f"{name}.out")
+    return affine(mixed.flatten(2), w, f"{name}.out")
 
 
 def feed_forward(x: Tensor, w: Weights, name: str, c: Any) -> Tensor:

@@ -1,8 +1,13 @@
 """Llama keeps the contract of models, and its presets have the published sizes."""
 
+from typing import Any
+
 import pytest
+from decoder_fields import examples_of, of_a_family
+from library_reference import library_logits
 from mplug_llama import Llama
 from tiny_models import DECODER, billions
+from torch import Tensor
 
 from mplug.testing import ModelSuite
 
@@ -23,10 +28,18 @@ class TestLlama(ModelSuite):
         },
     }
     layouts = ("tp2pp2",)
+    positions = "relative"
+    examples = examples_of(Llama.Config.model_fields)
+    beside = of_a_family(Llama.Config.model_fields)
+
+    def reference(self, weights: Any, batch: Any, config: Any) -> Tensor:
+        return library_logits(self, weights, batch["tokens"])
+
 
 
 @pytest.mark.wide("layouts")
 class TestLlamaUnderLayouts(TestLlama):
+    checks_fields = False
     layouts = LAYOUTS
 
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from decoder_fields import examples_of, of_a_family
+from library_reference import library_logits
 from mplug_mixtral import Mixtral
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -98,17 +100,31 @@ NO_EXPERTS = ("deepspeed",)
 OTHERS = [name for name in Registry().names("parallel") if name not in (*DIVIDE_EXPERTS, *NO_EXPERTS)]
 
 
+WIDE = pytest.mark.wide("suites")
+"""The suites of llama and deepseek test the fields that all decoders share in the quick set."""
+
+
 class TestMixtral(ModelSuite):
     """Each strategy once together with one that divides experts; the wide set has every pair."""
 
     plugin = "mixtral"
     settings = {**TINY, "model.moe_router_jitter": 0.1, "model.z_loss_coefficient": 1e-3}
     layouts = ("ep2etp2", *(f"{other}2{DIVIDE_EXPERTS[n % 2]}2" for n, other in enumerate(OTHERS)))
+    test_every_field_of_its_config_has_an_effect = WIDE(ModelSuite.test_every_field_of_its_config_has_an_effect)
+    positions = "relative"
+    examples = examples_of(Mixtral.Config.model_fields)
+    beside = of_a_family(Mixtral.Config.model_fields)
+
+    def reference(self, weights: Any, batch: Any, config: Any) -> Tensor:
+        return library_logits(self, weights, batch["tokens"])
+
 
 
 @pytest.mark.wide("layouts")
 class TestMixtralUnderEveryPair(TestMixtral):
     """Every pair that divides experts; gpt's suite has the pairs that do not."""
+
+    checks_fields = False
 
     layouts = ("dp2", "ep2etp2", *(f"{other}2{own}2" for other in OTHERS for own in DIVIDE_EXPERTS))
 
@@ -131,6 +147,11 @@ class TestMixtralOfFineGrainedExperts(ModelSuite):
         "model.qk_norm": True,
     }
     layouts = ("pp2tp2",)
+    positions = "relative"
+    checks_fields = False
+
+    def reference(self, weights: Any, batch: Any, config: Any) -> Tensor:
+        return decode(weights, weights, config, batch["tokens"])
 
 
 # An independent implementation, from the papers.
@@ -146,7 +167,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def turned(x: Tensor, theta: float) -> Tensor:
     """Rotary positions (arXiv 2104.09864): coordinates i and i + K/2 are a plane, turned by position theta^(-2i/K)."""
     half = x.shape[-1] // 2
-    angles = torch.arange(S)[:, None].double() * torch.tensor([theta ** (-i / half) for i in range(half)]).double()
+    angles = torch.arange(x.shape[1])[:, None].double() * torch.tensor([theta ** (-i / half) for i in range(half)], dtype=torch.float64)
     cos, sin = torch.cos(angles)[None, :, None], torch.sin(angles)[None, :, None]
     a, b = x[..., :half], x[..., half:]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
@@ -154,16 +175,17 @@ def turned(x: Tensor, theta: float) -> Tensor:
 
 def attention(x: Tensor, w: Weights, name: str, c: Any) -> Tensor:
     """Causal attention with grouped heads (arXiv 2305.13245) and QK-norm (arXiv 2010.04245)."""
-    heads, groups, width = c.num_attention_heads, c.num_kv_heads, 4
-    rows = (x @ w[f"{name}.qkv.weight"].T).reshape(B, S, heads + 2 * groups, width)
+    heads, groups, length = c.num_attention_heads, c.num_kv_heads, x.shape[1]
+    rows = (x @ w[f"{name}.qkv.weight"].T).unflatten(-1, (heads + 2 * groups, -1))
+    width = rows.shape[-1]
     q, k, v = rows[:, :, :heads], rows[:, :, heads : heads + groups], rows[:, :, heads + groups :]
     if c.qk_norm:
         q, k = (norm(t, w[f"{name}.{which}_norm"], c.norm_eps) for t, which in ((q, "q"), (k, "k")))
     q, k = turned(q, c.rope_theta), turned(k, c.rope_theta)
-    q = q.reshape(B, S, groups, heads // groups, width)
+    q = q.unflatten(2, (groups, heads // groups))
     scores = torch.einsum("bsgjk,btgk->bgjst", q, k) / math.sqrt(width)
-    weights = torch.softmax(scores - 1e30 * torch.ones(S, S).double().triu(1), -1)
-    mixed = torch.einsum("bgjst,btgk->bsgjk", weights, v).reshape(B, S, heads * width)
+    weights = torch.softmax(scores - 1e30 * torch.ones(length, length).double().triu(1), -1)
+    mixed = torch.einsum("bgjst,btgk->bsgjk", weights, v).flatten(2)
     return mixed @ w[f"{name}.out.weight"].T
 
 

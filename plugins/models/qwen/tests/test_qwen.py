@@ -1,12 +1,21 @@
 """Qwen keeps the contract of models, and its presets have the published sizes."""
 
+from typing import Any
+
 import pytest
+from decoder_fields import examples_of, of_a_family
+from library_reference import library_logits
 from mplug_qwen import Qwen
 from tiny_models import DECODER, billions
+from torch import Tensor
 
 from mplug.testing import ModelSuite
 
 LAYOUTS = ("tp2", "pp2", "cp2", "tp2pp2", "zero2", "fsdp2")
+
+
+WIDE = pytest.mark.wide("suites")
+"""The suites of llama and deepseek test the fields that all decoders share in the quick set."""
 
 
 class TestQwenOfExperts(ModelSuite):
@@ -20,10 +29,19 @@ class TestQwenOfExperts(ModelSuite):
         "model.feed_forward_types": ["mlp", "experts"],
     }
     layouts = ("ep2",)
+    test_every_field_of_its_config_has_an_effect = WIDE(ModelSuite.test_every_field_of_its_config_has_an_effect)
+    positions = "relative"
+    examples = examples_of(Qwen.Config.model_fields)
+    beside = of_a_family(Qwen.Config.model_fields, {"num_dense_layers": {"model.feed_forward_types": None}})
+
+    def reference(self, weights: Any, batch: Any, config: Any) -> Tensor:
+        return library_logits(self, weights, batch["tokens"])
+
 
 
 @pytest.mark.wide("layouts")
 class TestQwenOfExpertsUnderLayouts(TestQwenOfExperts):
+    checks_fields = False
     layouts = (*LAYOUTS, "ep2", "tp2ep2")
 
 
@@ -32,6 +50,7 @@ class TestQwen2(ModelSuite):
     """Qwen2.5."""
 
     plugin = "qwen"
+    checks_fields = False
     settings = {**DECODER, "model.qkv_bias": True, "model.qk_norm": False, "model.tie_embeddings": True}
     layouts = LAYOUTS
 

@@ -21,6 +21,7 @@ HIDDEN = {"matrix", "wide matrix", "fused matrices", "matrix that does not decay
 class TestMuon(OptimizerSuite):
     plugin = "muon"
     layouts = ("pp2", "zero2")
+    examples = {"tables": [[]]}
 
     def reference(self, weight: Tensor, steps: list[DenseStep], parameter: Parameter, config: Muon.Config) -> Tensor:
         is_hidden = weight.dim() == 2 and "vocab" not in parameter.axes

@@ -36,6 +36,7 @@ class TestContextParallel(ParallelSuite):
         "cp3": ("cp=3", "16", "6 chunks"),
         "cp16": ("cp=16", "32 chunks", "16"),
     }
+    beside = {"ulysses_degree": {**HIERARCHICAL, "parallel.layout": "cp4"}}
 
 
 Settings = dict[str, Any]

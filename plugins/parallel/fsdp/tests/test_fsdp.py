@@ -38,10 +38,12 @@ class TestFullyShardedDataParallel(ParallelSuite):
         "offloaded": {"parallel.fsdp.cpu_offload": True, "parallel.fsdp.prefetch": 0},
     }
     refused = {"fsdp8": ("trainer.global_batch_size", "8", "2", "8 data-parallel ranks", "a multiple of 16")}
+    examples = {"gather": ["copies"], "reduce_dtype": ["bf16"]}  # copies are refused without FP8
 
 
 @pytest.mark.wide("layouts")
 class TestFullyShardedDataParallelBesideOthers(TestFullyShardedDataParallel):
+    checks_fields = False
     layouts = ("fsdp4", "fsdp2tp2", "fsdp2pp2", "cp2fsdp2", "dp2fsdp2tp2", "dp2fsdp2pp2", "fsdp2tp2pp2")
     variants = {}
     refused = {}

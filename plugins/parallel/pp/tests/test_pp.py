@@ -16,10 +16,17 @@ class TestPipelineParallel(ParallelSuite):
         "zb-v": {SCHEDULE: "zb-v", **ParallelSuite.variants["dropout"]},
     }
     refused = {"pp6": ("pp=6", "5 units", "use pp=5 or less")}
+    examples = {"schedule": ["gpipe"]}
+    beside = {
+        "chunks": {SCHEDULE: "interleaved"},
+        "group": {SCHEDULE: "interleaved", "trainer.micro_batch_size": 1},
+        "limit": {SCHEDULE: "zb-limited", "trainer.micro_batch_size": 1},
+    }
 
 
 @pytest.mark.wide("layouts")
 class TestOtherDivisions(TestPipelineParallel):
+    checks_fields = False
     variants = {
         "gpipe": {SCHEDULE: "gpipe"},
         "three-layers": {"model.num_layers": 3},

@@ -7,6 +7,10 @@ from mplug.testing import TokenizerSuite
 
 class TestBytes(TokenizerSuite):
     plugin = "bytes"
+    num_tokens = 257
+
+    def reference(self, text: str) -> list[int]:
+        return list(text.encode())
 
 
 def test_tokens_are_the_bytes_of_utf_8_and_one_more_ends_a_document() -> None:

@@ -1,6 +1,8 @@
 """Files tokenizer.json: mplug's suite on byte-level BPE and on word pieces, and which token ends a document."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,8 +36,22 @@ def trained(path: Path, *special: str, size: int = 400) -> Path:
     return path
 
 
+def by_the_library(settings: Mapping[str, Any], text: str) -> list[int]:
+    """The tokens of the library alone, which would add special tokens, cut and fill up, and find special tokens."""
+    tokenizer = Tokenizer.from_file(settings["path"])
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    found: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return found
+
+
 class TestHuggingFace(TokenizerSuite):
     plugin = "huggingface"
+    examples = {"eod": ["</s>"]}
+
+    def reference(self, text: str) -> list[int]:
+        return by_the_library(self.settings, text)
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
@@ -50,6 +66,10 @@ class TestWordPieces(TokenizerSuite):
 
     plugin = "huggingface"
     lossless = False
+    examples = {"eod": ["no-such-token"]}
+
+    def reference(self, text: str) -> list[int]:
+        return by_the_library(self.settings, text)
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod

@@ -28,6 +28,11 @@ class TestSentencePiece(TokenizerSuite):
     """As llama's: bytes where no piece is, and no normalization."""
 
     plugin = "sentencepiece"
+    examples = {"eod": ["no-such-piece"]}
+
+    def reference(self, text: str) -> list[int]:
+        found: list[int] = sentencepiece.SentencePieceProcessor(model_file=self.settings["path"]).encode(text)
+        return found
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
@@ -36,10 +41,9 @@ class TestSentencePiece(TokenizerSuite):
         cls.settings = {"path": str(trained(tmp_path_factory.mktemp("pieces") / "same.model", **same))}
 
 
-class TestNormalizing(TokenizerSuite):
+class TestNormalizing(TestSentencePiece):
     """With the library's defaults, which change spaces and characters."""
 
-    plugin = "sentencepiece"
     lossless = False
 
     @pytest.fixture(autouse=True, scope="class")

@@ -2,6 +2,7 @@
 
 import base64
 import socket
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from mplug_tiktoken import Tiktoken
 from mplug import UsageError
 from mplug.testing import TokenizerSuite
 
+BYTES = [bytes([byte]) for byte in range(256)]
 MERGES = [b"th", b"the", b" the", b"in", b"er", b"  ", "ü".encode(), "世".encode(), b"lo", b"ng", b"long", b" long"]
 
 
@@ -19,11 +21,30 @@ def write(path: Path, tokens: list[bytes]) -> Path:
     return path
 
 
-BYTES = [bytes([byte]) for byte in range(256)]
+GPT_2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
 
 class TestTiktoken(TokenizerSuite):
     plugin = "tiktoken"
+    num_tokens = 256 + len(MERGES) + 1
+    examples = {"pattern": ["(?s:.)"], "eod": ["<end>"], "eod_id": [400]}
+
+    def reference(self, text: str) -> list[int]:
+        """Byte pairs (arXiv 1508.07909): a piece that is a token, or else merge the pair of the lowest rank again."""
+        import regex
+
+        ranks, tokens = {token: rank for rank, token in enumerate(BYTES + MERGES)}, list[int]()
+        for piece in regex.findall(GPT_2, text):
+            whole = piece.encode()
+            parts = [whole] if whole in ranks else [bytes([byte]) for byte in whole]
+            while True:
+                pairs = [ranks.get(one + other, 1 << 30) for one, other in pairwise(parts)]
+                if not pairs or min(pairs) == 1 << 30:
+                    break
+                at = pairs.index(min(pairs))
+                parts[at : at + 2] = [parts[at] + parts[at + 1]]
+            tokens += [ranks[part] for part in parts]
+        return tokens
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod

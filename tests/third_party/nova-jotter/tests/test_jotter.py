@@ -22,10 +22,10 @@ S = 4
 class TestJotter(DataSuite):
     plugin = "jotter"
     settings = {"data.path": str(NOTES)}
+    examples = {"field": ["title"]}  # which the file does not have
 
 
-class TestJotterWithABuffer(DataSuite):
-    plugin = "jotter"
+class TestJotterWithABuffer(TestJotter):
     settings = {"data.path": str(NOTES), "data.shuffle_buffer": 30}
 
 

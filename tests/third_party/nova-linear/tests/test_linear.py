@@ -24,6 +24,19 @@ class TestLinearTransformer(ModelSuite):
     plugin = "linear"
     settings = {**TINY, "kernels.default": None}
     layouts = ("", "dp2", "pp2", "fsdp2")
+    positions = "absolute"
+
+    def reference(self, weights: Any, batch: Any, config: Any) -> Tensor:
+        """Pre-norm blocks (GPT-2, section 2.3) with the paper's recurrence."""
+        heads, x = config.num_attention_heads, weights["embedding.token.weight"][batch["tokens"]]
+        x = x + weights["embedding.position.weight"][batch["positions"]]
+        for n in range(config.num_layers):
+            w = {name.removeprefix(f"blocks.{n}."): one for name, one in weights.items() if f"blocks.{n}." in name}
+            qkv = (layer_norm(x, w["norm1.weight"]) @ w["attn.qkv.weight"].T).unflatten(-1, (3, heads, -1))
+            x = x + recurrent(*qkv.unbind(2)).flatten(2) @ w["attn.out.weight"].T
+            h = layer_norm(x, w["norm2.weight"]) @ w["mlp.up.weight"].T
+            x = x + (h * (1 + torch.erf(h / 2**0.5)) / 2) @ w["mlp.down.weight"].T
+        return layer_norm(x, weights["head.norm.weight"]) @ weights["head.project.weight"].T
 
     def core_flops(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Any:
         from nova_linear.plan import core_flops
@@ -44,6 +57,11 @@ class TestChunked(KernelSuite):
         past = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()[:, :, None]  # [S, S, 1]
         weights = (q[:, :, None] * k[:, None]).sum(-1).where(past, 0.0)[..., None]  # [B, S, S, H, 1]
         return (weights * v[:, None]).sum(2) / weights.sum(2)
+
+
+def layer_norm(x: Tensor, weight: Tensor) -> Tensor:
+    x = x - x.mean(-1, keepdim=True)
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * weight
 
 
 def drawn(length: int, heads: int, width: int, seed: int) -> Tensor:

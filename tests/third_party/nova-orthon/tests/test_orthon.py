@@ -11,6 +11,7 @@ from mplug.testing import DenseStep, OptimizerSuite
 
 class TestOrthon(OptimizerSuite):
     plugin = "orthon"
+    examples = {"tables": [[]]}
 
     def reference(self, weight: Tensor, steps: list[DenseStep], parameter: Parameter, config: Any) -> Tensor:
         matrix = weight.dim() == 2 and "vocab" not in parameter.axes

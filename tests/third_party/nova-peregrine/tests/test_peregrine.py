@@ -28,10 +28,13 @@ TINY = {f"model.{field}": value for field, value in SHAPE.items()}
 class TestPeregrine(ModelSuite):
     plugin = "peregrine"
     settings = {**TINY, "model.tie_embeddings": False}
+    positions = "relative"
+
+    def reference(self, weights: Any, batch: Any, config: Any) -> Tensor:
+        return decode(weights, batch["tokens"], config.num_kv_heads, config.tie_embeddings)
 
 
-class TestPeregrineWithTiedEmbeddingsAndOneKVHead(ModelSuite):
-    plugin = "peregrine"
+class TestPeregrineWithTiedEmbeddingsAndOneKVHead(TestPeregrine):
     settings = {**TINY, "model.num_kv_heads": 1}
     layouts = tuple(f"{word} parallel.tp.sequence_parallel=false" for word in ("tp2", "tp4", "pp2tp2"))
 

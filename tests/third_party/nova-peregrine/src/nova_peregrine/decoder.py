@@ -34,12 +34,12 @@ class ParallelBlock(nn.Module):
         self.mlp = Activation("swiglu")
         self.leave = Linear(inner, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
-        """x [B, S, D], positions [1 or B, S], keys [B] -> [B, S, D]."""
+    def forward(self, x: Tensor, positions: Tensor, keys: Tensor, document_lengths: Tensor | None = None) -> Tensor:
+        """x [B, S, D], positions [1 or B, S], keys [B], document_lengths [B, M] -> [B, S, D]."""
         h, x = self.norm(x)
         *qkv, gate_up = self.enter(h).split(self._widths(), dim=-1)  # [B, S, HK], twice [B, S, GK], [B, S, 2F]
         q, k, v = (part.unflatten(-1, (-1, self.attn.head_dim)) for part in qkv)
-        mixed = self.attn.attend(q, k, v, positions, keys).flatten(-2)  # [B, S, HK]
+        mixed = self.attn.attend(q, k, v, positions, keys, document_lengths).flatten(-2)  # [B, S, HK]
         y: Tensor = self.leave(torch.cat((mixed, self.mlp.activate(gate_up)), dim=-1))
         return x + y
 

@@ -12,7 +12,8 @@ ONES = Init("constant", value=1.0)
 
 def make_plan(config: "Peregrine.Config") -> Plan:
     """The plan of a decoder."""
-    layers = [Unit(f"layers.{n}", ("hidden", "positions", "keys"), ("hidden",)) for n in range(config.num_layers)]
+    inputs, packed = ("hidden", "positions", "keys"), ("document_lengths",)
+    layers = [Unit(f"layers.{n}", inputs, ("hidden",), optional=packed) for n in range(config.num_layers)]
     body = (Unit("embedding", ("tokens",), ("hidden",)), *layers)
     return Plan(
         units=(*body, Unit("readout", ("hidden", "labels"), ("loss", "num_targets"))),
@@ -24,6 +25,7 @@ def make_plan(config: "Peregrine.Config") -> Plan:
             "positions": ("batch", "sequence"),
             "sample_ids": ("batch",),
             "keys": ("batch",),
+            "document_lengths": ("batch", "documents"),
         },
         activations={
             "hidden": ("batch", "sequence", "embed"),

@@ -37,6 +37,12 @@ class LoRA:
             min_length=1,
             description="folder of PEFT with the adapters that a new run begins with; null: new ones",
         )
+        base: Annotated[str | None, OF_TRAINING] = Field(
+            None,
+            min_length=1,
+            description="name of the base model in folders of PEFT, NAME or NAME@REVISION: a folder `path` may have "
+            "it, and an export writes it; null: the folder of checkpoint.pretrained",
+        )
         targets: Annotated[tuple[Word, ...], AfterValidator(distinct), OF_TRAINING] = Field(
             ("linear",),
             min_length=1,

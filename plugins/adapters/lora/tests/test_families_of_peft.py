@@ -21,14 +21,23 @@ from peft_models import exact, off, published, run_of  # noqa: E402
 from published import FAMILIES, VOCAB, save  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from mplug.checkpoint.adapter_files import adapter_conversion, adapters_of, load_adapters, unpublished  # noqa: E402
+from mplug.checkpoint.adapter_files import (  # noqa: E402
+    adapter_conversion,
+    adapters_of,
+    load_adapters,
+    refuse_other_adapters,
+    unpublished,
+)
 from mplug.checkpoint.public_folder import open_public  # noqa: E402
 from mplug.checkpoint.public_load import fill_from, weights_of  # noqa: E402
+from mplug.errors import UsageError  # noqa: E402
 from mplug.model.build import allocate_parts, build_model  # noqa: E402
 from mplug.model.model import Model  # noqa: E402
 from mplug.model.pieces import make_pieces  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::UserWarning:peft", "ignore::RuntimeWarning:peft"
+)
 LINEAR, BOTH = ("linear",), ("linear", "experts")
 ONE_LAYER = ("blocks.1.attn", "blocks.1.mlp.down")
 EXPERTS = ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v3")
@@ -131,6 +140,24 @@ def test_the_written_fields_are_fields_of_peft_and_the_others_have_its_defaults(
         assert (theirs["base_model_name_or_path"], theirs["revision"]) == (name, revision)
         others = {n: one for n, one in theirs.items() if n not in written and n != "peft_version"}
         assert others == {n: FIELDS[n].default for n in others}
+
+
+def test_a_folder_whose_dense_layers_peft_takes_for_experts_is_refused(tmp_path: Path) -> None:
+    save(FAMILIES["deepseek-v3"](), tmp_path / "base")
+    settings = {"checkpoint.pretrained.path": str(tmp_path / "base"), "adapters.lora.rank": 2}
+    settings["adapters.lora.path"] = str(tmp_path / "adapters")
+    model = build_model(run_of(settings))
+    folder_of(model, tmp_path / "adapters")
+    refuse_other_adapters(model)
+    config = dict(adapters_of(model).config)
+    config["target_modules"] += [name.removesuffix(".weight") for name in config.pop("target_parameters")]
+    (tmp_path / "adapters" / FILE).write_text(json.dumps(config))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    found = {name for name, _ in peft.PeftModel.from_pretrained(theirs, tmp_path / "adapters").named_modules()}
+    assert "base_model.model.model.layers.0.mlp.gate_proj" in found
+    assert "base_model.model.model.layers.0.mlp.gate_proj.lora_A" not in found
+    with pytest.raises(UsageError, match=r"adapt 'model\.layers\.0\.mlp\.down_proj' by target_modules"):
+        refuse_other_adapters(model)
 
 
 @pytest.mark.parametrize(

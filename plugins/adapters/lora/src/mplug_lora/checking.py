@@ -14,6 +14,10 @@ SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/([^/]+)$")
 """The end of a path in the cache of the Hugging Face Hub."""
 
 
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""Names of the projections of experts that PEFT rewrites."""
+
+
 @dataclass(frozen=True)
 class Layers:
     """Layers of the base model, by their names in the transformers library.
@@ -26,6 +30,14 @@ class Layers:
     linears: frozenset[str]
     experts: frozenset[str]
     chosen: frozenset[str]
+
+    def is_taken_for_experts(self, name: str) -> bool:
+        """Whether PEFT takes a linear, a dense layer or that of a shared expert, for a projection of experts.
+
+        PEFT rewrites `target_modules` for the library's stacked experts by the last part of each name alone. It does
+        not rewrite `target_parameters`.
+        """
+        return bool(self.experts) and name in self.linears and name.rpartition(".")[2] in PROJECTIONS
 
 
 def checker(layers: Layers, config: Any, base: str | None, prefix: str) -> Callable[..., None]:
@@ -63,6 +75,11 @@ def adapted(fields: Mapping[str, Any], layers: Layers) -> dict[str, str]:
             f"version of PEFT; write the names of the adapted modules into the file"
         )
     found = {name: name for name in matched_modules(fields, layers.modules, layers.linears)}
+    for name in filter(layers.is_taken_for_experts, sorted(found)):
+        raise ValueError(
+            f"adapt '{name}' by target_modules in {FILE}, which PEFT takes for a projection of experts, so it would "
+            f"ignore its tensors; write '{name}.weight' into target_parameters instead"
+        )
     weights = {f"{name}.weight": name for name in layers.modules}
     for parameter in matched_parameters(fields, [*layers.experts, *weights]):
         found[weights.get(parameter, parameter)] = parameter

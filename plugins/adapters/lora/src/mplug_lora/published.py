@@ -58,18 +58,6 @@ def _outside(other: Target, target: Target) -> bool:
     return (target.name, other.name) == (target.name, f"{target.name.rpartition('.')[0]}.down") and other != target
 
 
-RENAMED = ("gate_proj", "up_proj", "down_proj")
-"""Linears that PEFT reads as projections of experts, if the model has experts with these names.
-
-It rewrites `target_modules` for the library's stacked experts by the last part of each name alone. So dense layers
-and shared experts must be in `target_parameters`, which PEFT does not rewrite.
-"""
-
-
-def _is_renamed(public: str, layers: Layers) -> bool:
-    return bool(layers.experts) and public.rpartition(".")[2] in RENAMED
-
-
 def unpublished(targets: Iterable[Target], layers: Layers, config: Any) -> str:
     """Why PEFT has no form of the adapters; empty if it has one."""
     if config.experts == "shared":
@@ -79,7 +67,7 @@ def unpublished(targets: Iterable[Target], layers: Layers, config: Any) -> str:
             public = target.pairs[number].public
             if public is None:
                 return f"PEFT has no module for '{target.name}'; leave it out of adapters.lora.targets"
-            if (config.dropout or config.dora) and not target.is_experts and _is_renamed(public, layers):
+            if (config.dropout or config.dora) and not target.is_experts and layers.is_taken_for_experts(public):
                 wrong = "dropout" if config.dropout else "dora"
                 return (
                     f"PEFT takes '{public}' for a projection of experts, unless target_parameters names its weight, "
@@ -125,7 +113,7 @@ def config_of(targets: Iterable[Target], layers: Layers, config: Any, base: str 
     linears = [target for target in targets if not target.is_experts]
     pairs = [target.pairs[number] for target in linears for number in target.chosen]
     modules = sorted({pair.public for pair in pairs if pair.public is not None})
-    parameters = [f"{name}.weight" for name in modules if _is_renamed(name, layers)]
+    parameters = [f"{name}.weight" for name in modules if layers.is_taken_for_experts(name)]
     parameters += [str(target.pairs[0].public) for target in targets if target.is_experts]
     name, revision = _base_of(config, base)
     return {
@@ -142,7 +130,7 @@ def config_of(targets: Iterable[Target], layers: Layers, config: Any, base: str 
         "fan_in_fan_out": any(pair.transposed for pair in pairs),
         "inference_mode": True,
         "init_lora_weights": True,
-        "target_modules": [name for name in modules if not _is_renamed(name, layers)],
+        "target_modules": [name for name in modules if not layers.is_taken_for_experts(name)],
         "target_parameters": sorted(parameters) or None,
     }
 

@@ -14,7 +14,10 @@ FIELD = "adapters.lora.targets"
 Dim = str | Segment | tuple[Segment, ...]
 """The meaning of a dimension in a plan."""
 WORDS = ("linear", "attention", "mlp", "experts")
-STACKED = {"up": {("gate_proj", "up_proj"), ("w1", "w3")}, "down": {("down_proj",), ("w2",)}}
+STACKED: dict[str, set[tuple[str, ...]]] = {
+    "up": {("gate_proj", "up_proj"), ("w1", "w3")},
+    "down": {("down_proj",), ("w2",)},
+}
 """By our parameter of experts, the tensors of an expert that the transformers library stacks, in this order."""
 
 

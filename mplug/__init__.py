@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from mplug.contracts import StepScalars as StepScalars
     from mplug.contracts import Tokenizer as Tokenizer
     from mplug.contracts import Variance as Variance
+    from mplug.contracts import distinct as distinct
     from mplug.decoders.build import build_decoder as build_decoder
     from mplug.decoders.config import DecoderConfig as DecoderConfig
     from mplug.decoders.general import GeneralDecoderConfig as GeneralDecoderConfig
@@ -197,6 +198,7 @@ publish(
             "Stepper",
             "Tokenizer",
             "Variance",
+            "distinct",
         ),
         "mplug.decoders.build": ("build_decoder",),
         "mplug.decoders.config": ("DecoderConfig",),

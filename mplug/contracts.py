@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from mplug.errors import quoted
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
@@ -39,6 +41,17 @@ MAY_MOVE = Mark("may change while the data stays the same")
 """The field of a data plugin may differ when a run resumes, provided that the loader's `fingerprint` is the same."""
 OF_TRAINING = Mark("decides training only")
 """The field of an adapter plugin may differ in a new run that begins with adapters: they compute the same with it."""
+
+
+def distinct(names: Sequence[Any] | None) -> Any:
+    """The names of a list in a Config: ValueError if an entry occurs twice, because one of the two has no effect.
+
+    For a field whose entries are names: `Annotated[tuple[str, ...], AfterValidator(distinct)]`.
+    """
+    for number, name in enumerate(names or ()):
+        if name in (names or ())[:number]:
+            raise ValueError(f"must have each name once, but has {quoted(name)} twice")
+    return names
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,20 @@
 """The hook adapt_model: what a plugin may change of a model, and that every way of computing calls the adapters."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from mplug import Init, Model, Parameter, UsageError
+from mplug import Adapters, ExternalNames, Init, Mesh, Model, Parameter, UsageError
+from mplug.checkpoint.adapter_files import refuse_other_adapters, unpublished
+from mplug.model.adapting import adapt
 from mplug.model.build import build_model
 from mplug.model.fill import sites
 from mplug.nn import ADAPTERS, Entries, Inits, Linear
@@ -50,6 +56,55 @@ def test_an_attached_module_is_part_of_the_plan_and_of_the_placements() -> None:
     assert placement.parameter.trainable
     assert placement.shape == (32,)
     assert [name for name, one in model.placements.items() if one.parameter.trainable] == [placement.name]
+
+
+def publishing(name: str) -> Callable[..., None]:
+    """An adapt_model that trains a vector of one layer and states how PEFT would name it."""
+
+    def adapt_model(run: Any, model: Model) -> None:
+        model.attach({f"{name}.adapter": Shift(32)})
+        model.adapters = Adapters(ExternalNames({f"{name}.adapter.shift": f"{name}.shift"}), {"peft_type": "SHIFT"})
+
+    return adapt_model
+
+
+def together(*parts: Callable[..., None], trained: str = "") -> Model:
+    """The tiny model as several plugins adapt it, one after the other."""
+    model = build_model(tiny_run({"model.num_layers": 2}))
+    model.freeze([name for name in model.parameters() if name != trained])
+    hooks = SimpleNamespace(layered=lambda _: [(f"adapters/{n}", part) for n, part in enumerate(parts)])
+    adapt(SimpleNamespace(hooks=hooks), model)  # type: ignore[arg-type]
+    model.place(Mesh.of([], 1), None)
+    return model
+
+
+def test_two_plugins_that_state_the_published_form_are_refused() -> None:
+    assert unpublished(together(publishing("blocks.0.attn.out"))) == ""
+    with pytest.raises(UsageError, match="adapters/0 and adapters/1 both state the published form"):
+        together(publishing("blocks.0.attn.out"), publishing("blocks.1.attn.out"))
+
+
+def test_a_published_form_without_all_that_is_trained_is_refused() -> None:
+    def more(run: Any, model: Model) -> None:
+        model.attach({"blocks.1.attn.out.adapter": Shift(32)})
+
+    model = together(publishing("blocks.0.attn.out"), more)
+    assert "the external names lack 'blocks.1.attn.out.adapter.shift'" in unpublished(model)
+
+    model = together(publishing("blocks.0.attn.out"), trained="head.norm.weight")
+    assert "the run also trains 'head.norm.weight' of the model itself" in unpublished(model)
+
+
+def test_without_a_check_of_the_plugin_every_field_of_a_folder_must_be_that_of_the_run(tmp_path: Path) -> None:
+    model = together(publishing("blocks.0.attn.out"))
+    assert model.adapters is not None
+    model.adapters = replace(model.adapters, path=tmp_path)
+    save_file({"blocks.0.attn.out.shift": torch.zeros(32)}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "SHIFT", "r": null}')
+    refuse_other_adapters(model)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "SHIFT", "r": 1}')
+    with pytest.raises(UsageError, match=r"have r=1 in adapter_config\.json, and those of the run have None; use the"):
+        refuse_other_adapters(model)
 
 
 def renamed(model: Model) -> None:

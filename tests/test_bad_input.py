@@ -120,6 +120,40 @@ def test_a_list_of_wrong_entries_is_not_also_too_short(cli_here: Cli) -> None:
     assert "targets (--set)" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--adapt lora --adapt lora", "--adapt lora is given twice"),
+        (
+            "--adapt lora --set adapters.mplug-lora/lora.rank=2",
+            "adapters.mplug-lora/lora (--set): is the plugin 'lora', which the config also names",
+        ),
+        ("--kernels triton --kernels sdpa", "--kernels NAME is given twice"),
+        ("--kernels norm=triton --kernels norm=quack", "--kernels norm=NAME is given twice"),
+        ("--attention sdpa --kernels attention=flash", "--attention (--kernels attention=NAME) is given twice"),
+        ("--parallel tp2pp2tp2", "layout 'tp2pp2tp2' names 'tp' twice"),
+        ("--set adapters.lora.targets=[q,v,q]", "adapters.lora.targets (--set): must have each name once, but has 'q'"),
+        ("--set model.frozen=[a,a]", "model.frozen (--set): must have each name once, but has 'a' twice"),
+        ("--set trainer.base_modules=[a,a]", "trainer.base_modules (--set): must have each name once"),
+        (
+            "--set checkpoint.pretrained.path=x --set checkpoint.pretrained.except=[a,a]",
+            "checkpoint.pretrained.except (--set): must have each name once",
+        ),
+        ("--set memory.recompute.slots=[attention,attention]", "memory.recompute.slots (--set): must have each name"),
+        ("--optimizer muon --set optimizer.tables=[vocab,vocab]", "optimizer.tables (--set): must have each name once"),
+    ],
+)
+def test_a_name_that_is_given_twice_is_refused(cli_here: Cli, words: str, said: str) -> None:
+    assert_refused(cli_here("config", "show", *words.split()), said)
+
+
+@pytest.mark.parametrize(
+    "words", ["--kernels triton --kernels mlp=quack", "--kernels norm=triton --kernels mlp=triton"]
+)
+def test_a_supplier_for_all_kinds_and_one_for_a_kind_are_not_one_name_twice(cli_here: Cli, words: str) -> None:
+    assert cli_here("config", "show", *words.split()).returncode == 0
+
+
 @pytest.mark.parametrize(("layout", "end"), [("pp2", "to set the degree, use --parallel pp2tp2"), ("tp4", "not 2")])
 def test_a_degree_in_the_place_of_a_section_is_refused_beside_a_layout(cli_here: Cli, layout: str, end: str) -> None:
     result = cli_here("config", "show", "--parallel", layout, "--set", "parallel.tp=2")

@@ -3,9 +3,10 @@
 adapter_config.json · adapter_model.safetensors
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from mplug.run.run import Run
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-COMPARED = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "use_rslora": False, "use_dora": False}
-"""The fields of adapter_config.json that must agree with those of the run, with PEFT's defaults."""
+PICKLE = "adapter_model.bin"
+UNPUBLISHED = "the adapters of this run have no form that PEFT reads:"
 
 
 def adapters_of(model: "Model") -> Adapters:
@@ -38,7 +39,7 @@ def adapters_of(model: "Model") -> Adapters:
             "model"
         )
     if model.adapters.names is None:
-        raise UsageError(f"the adapters of this run have no form that PEFT reads: {model.adapters.reason}")
+        raise UsageError(f"{UNPUBLISHED} {model.adapters.reason}")
     return model.adapters
 
 
@@ -48,12 +49,34 @@ def adapter_conversion(model: "Model") -> Conversion:
     assert adapters.names is not None
     prefixes = tuple(f"{name}." for name in model.attached)
     placements = {name: one for name, one in model.placements.items() if name.startswith(prefixes)}
-    return conversion_of(adapters.names, placements)
+    others = [n for n, one in model.placements.items() if one.parameter.trainable and not n.startswith(prefixes)]
+    if others:
+        raise UsageError(f"{UNPUBLISHED} the run also trains {some(others)} of the model itself")
+    try:
+        return conversion_of(adapters.names, placements)
+    except ValueError as error:  # a module of another plugin, for example
+        raise UsageError(f"{UNPUBLISHED} {error}") from None
+
+
+def unpublished(model: "Model") -> str:
+    """Why the adapters alone cannot be exported; empty if they can, and for a model without adapters."""
+    try:
+        if model.attached and model.adapters is not None:
+            adapter_conversion(model)
+    except UsageError as error:
+        return str(error).removeprefix(f"{UNPUBLISHED} ")
+    return ""
 
 
 def open_adapters(path: Path) -> PublicFolder:
     """Read adapter_config.json and the header of the tensors. Raises UsageError for a folder that is not of PEFT."""
     config = read_json(path / CONFIG)
+    if not (path / WEIGHTS).is_file():
+        pickled = f"has its tensors in '{PICKLE}', a pickle, which can run code when it is read"
+        raise UsageError(
+            f"'{path}' {pickled if (path / PICKLE).is_file() else f'has a {CONFIG} and no {WEIGHTS}'}; save the "
+            f"adapters with PEFT's save_pretrained, or download '{WEIGHTS}'"
+        )
     tensors = {name: Stored(WEIGHTS, code, shape) for name, (code, shape) in read_tensors(path, WEIGHTS).items()}
     return PublicFolder(path, config, tensors)
 
@@ -68,15 +91,10 @@ def refuse_other_adapters(model: "Model") -> None:
 def _checked(folder: PublicFolder, model: "Model") -> PublicWeights:
     adapters, conversion = adapters_of(model), adapter_conversion(model)
     label = f"the adapters in '{folder.path}'"
-    for name, default in COMPARED.items():
-        own, found = adapters.config.get(name, default), folder.config.get(name, default)
-        if own != found:
-            raise UsageError(
-                f"{label} have {name}={found!r} in {CONFIG}, and the run has {own!r}; use the settings of the folder"
-            )
-    for name in ("alpha_pattern", "rank_pattern", "modules_to_save", "bias"):
-        if folder.config.get(name) not in (None, "none", {}, []):
-            raise UsageError(f"{label} use '{name}' in {CONFIG}, which mplug does not support; use adapters without it")
+    try:
+        (adapters.check or partial(_refuse_other_fields, adapters.config))(folder.config, folder.tensors.keys())
+    except ValueError as error:
+        raise UsageError(f"{label} {error}") from None
     missing = [name for name in conversion.public if name not in folder.tensors]
     unused = [name for name in folder.tensors if name not in conversion.public]
     wrong = [
@@ -92,6 +110,16 @@ def _checked(folder: PublicFolder, model: "Model") -> PublicWeights:
             f"the base model and the layers (adapters.*.targets) of the folder"
         )
     return PublicWeights(folder, conversion)
+
+
+def _refuse_other_fields(own: "Mapping[str, Any]", fields: "Mapping[str, Any]", _tensors: "Collection[str]") -> None:
+    """Raise ValueError for the first field of a folder that differs from the run's; an absent one is null."""
+    for name in sorted({*own, *fields}):
+        if own.get(name) != fields.get(name):
+            raise ValueError(
+                f"have {name}={fields.get(name)!r} in {CONFIG}, and those of the run have {own.get(name)!r}; use the "
+                f"settings of the folder"
+            )
 
 
 def load_adapters(run: "Run", model: "Model", pieces: "Iterable[Piece]") -> None:

@@ -34,8 +34,8 @@ def command(rank: int, schedule: bool, svg: "Path | None", **options: Any) -> No
     Prints the mesh, the number formats, the units, the supplier of each slot and the buffers that it keeps, the modules
     that mix tokens outside of slots, the placement of each parameter, what ranks gather for each pass, the frozen
     parameters, whether a CUDA graph can replay a step, the FLOPs of a step, whether the model can be exported as a
-    published checkpoint, the bytes that a rank holds, and everything in this run that depends on the layout. A module
-    that does not declare what it mixes is listed as "not known".
+    published checkpoint, or its adapters alone, the bytes that a rank holds, and everything in this run that depends on
+    the layout. A module that does not declare what it mixes is listed as "not known".
     """
     from mplug.errors import UsageError
     from mplug.model.build import build_model
@@ -60,6 +60,7 @@ def command(rank: int, schedule: bool, svg: "Path | None", **options: Any) -> No
         ("Units", _units(run, model)),
         ("Slots", _slots(run, model)),
         *([("Buffers of suppliers", _slot_buffers(model, rank))] if model.slot_buffers else []),
+        *([("Adapters alone", _adapters(model))] if model.adapters is not None else []),
         ("Mixed outside of slots", _mixing(model)),
         (f"Parameters of rank {rank}", _placements(model, rank)),
         *([("Gathered for each pass", gathered)] if (gathered := _gathered(run, model)) else []),
@@ -333,6 +334,17 @@ def _bytes(run: "Run", model: "Model") -> str:
     measured = measure_bytes(run, model)
     rows = [(label, human_bytes(count), f"{count:,}") for label, count in measured.items()]
     return table(("WHAT", "SIZE", "BYTES"), rows)
+
+
+def _adapters(model: "Model") -> str:
+    """Whether the adapters have a form of their own."""
+    from mplug.checkpoint.adapter_files import adapter_conversion, unpublished
+    from mplug.errors import counted
+
+    command = "'mplug checkpoint export --to peft'"
+    if reason := unpublished(model):
+        return f"{command} refuses this run: {reason}"
+    return f"{command} writes {counted(len(adapter_conversion(model).public), 'tensor')}"
 
 
 def _variance(run: "Run", model: "Model") -> str:

@@ -1,7 +1,7 @@
 """Options that several commands share, and their conversion to settings of the config."""
 
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -10,6 +10,7 @@ from click.shell_completion import CompletionItem
 
 from mplug.cli.hints import assignment_hint
 from mplug.config.entry import Entry
+from mplug.errors import UsageError, brief
 from mplug.registry.entry_points import Registry
 
 if TYPE_CHECKING:
@@ -120,10 +121,16 @@ HOST_OPTIONS = [
     ),
     click.option("--config", "file", type=click.Path(path_type=Path), help="YAML file with settings."),
     click.option(
-        "--set", "assignments", metavar="FIELD=VALUE", multiple=True, help="Set any field: trainer.steps=100."
+        "--set",
+        "assignments",
+        metavar="FIELD=VALUE",
+        multiple=True,
+        help="Set any field: trainer.steps=100. The last value of a field stands.",
     ),
 ]
 """The host's own options of `config_options`."""
+ATTENTION = "--attention (--kernels attention=NAME)"
+"""The two options that choose the supplier of attention."""
 HOST_NAMES = (*FLAGS, "kernels", "adapt", "file", "assignments", "config", "set")
 """Names that a plugin's flag must not have."""
 
@@ -145,12 +152,29 @@ def overrides(
     for flag, value in flags.items():
         if value is not None:
             settings = merge(settings, read_assignments([f"{fields[flag]}={value}"], f"--{flag.replace('_', '-')}"))
-    for value in kernels:
-        kind, _, name = value.rpartition("=")
+    suppliers = [value.rpartition("=") for value in kernels]
+    attention = [ATTENTION] if flags.get("attention") is not None else []
+    _refuse_repeated([*attention, *(_kernel_option(kind) for kind, _, _ in suppliers)])
+    _refuse_repeated([f"--adapt {name}" for name in adapt])
+    for kind, _, name in suppliers:
         settings = merge(settings, read_assignments([f"kernels.{kind or 'default'}={name}"], "--kernels"))
     for name in adapt:
         settings = merge(settings, read_assignments([f"adapters.{name}={{}}"], "--adapt"))
     return merge(settings, read_assignments(assignments))
+
+
+def _kernel_option(kind: str) -> str:
+    """The option that chooses the supplier of a kind of slots."""
+    return ATTENTION if kind == "attention" else f"--kernels {kind}=NAME" if kind else "--kernels NAME"
+
+
+def _refuse_repeated(options: Sequence[str]) -> None:
+    """Raise UsageError if an option that may be repeated occurs twice for one field: the later would replace it."""
+    for number, option in enumerate(options):
+        if option in options[:number]:
+            raise UsageError(
+                f"{brief(option)} is given twice, and only one of the two could have an effect; remove one of them"
+            )
 
 
 def resolved(options: dict[str, Any]) -> "RunConfig":

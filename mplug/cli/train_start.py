@@ -161,7 +161,7 @@ def _refuse_model(
 
     Returns the folder of pretrained weights, and lines about them.
     """
-    from mplug.checkpoint.adapter_files import refuse_other_adapters
+    from mplug.checkpoint.adapter_files import refuse_other_adapters, unpublished
     from mplug.checkpoint.pretrained import pretrained_of, refuse_another_model
     from mplug.checkpoint.states import refuse_unsavable_states  # imports torch: refused configs end before
     from mplug.model.build import build_model
@@ -177,4 +177,7 @@ def _refuse_model(
         refuse_another_model(pretrained, model, run.config.checkpoint.pretrained)
     if not resume_from:
         refuse_other_adapters(model)
-    return pretrained, about_weights(run, model, pretrained)
+    lines = about_weights(run, model, pretrained)
+    if lost := unpublished(model):
+        lines.append(f"'mplug checkpoint export --to peft' will refuse this run: {lost}")
+    return pretrained, lines

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from mplug.contracts import MAY_CHANGE
+from mplug.contracts import MAY_CHANGE, distinct
 
 LEAST_TIMEOUT = 3.0
 """Minimum watchdog timeout in seconds: a process sends three heartbeats in this time."""
@@ -43,6 +43,8 @@ def _power_of_two(value: float) -> float:
 
 PowerOfTwo = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_power_of_two)]
 Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], AfterValidator(distinct)]
+"""Names or patterns, each once."""
 
 # Bounds above any real run: they stop a typing error before it costs hours of waiting or all of the memory.
 Size = Annotated[int, Field(gt=0, le=10**9)]
@@ -80,7 +82,7 @@ class Trainer(Section):
         description="the number formats of the run: the name of an installed precision, such as fp32 or bf16 "
         "('mplug plugins list --kind precisions'); its options are in the section `precisions`"
     )
-    base_modules: tuple[Annotated[str, Field(min_length=1)], ...] | None = Field(
+    base_modules: Names | None = Field(
         description="modules whose matrix products ignore the recipe of the precision (fp8, for example), as patterns "
         "of names ('*' matches one part of a name); null: those of the precision, by default the embedding, the head, "
         "and the first and last block; []: none"
@@ -154,9 +156,6 @@ class Schedule(Section):
     batch_rampup: BatchRampup = Field(description="schedule of the global batch size")
 
 
-Patterns = tuple[Annotated[str, Field(min_length=1)], ...]
-
-
 class Pretrained(Section):
     """The weights that a new run starts with. A path alone stands for the whole section."""
 
@@ -164,7 +163,7 @@ class Pretrained(Section):
         min_length=1,
         description="a checkpoint, a run's folder, or a folder with a config.json and safetensors files",
     )
-    only: Patterns | None = Field(
+    only: Names | None = Field(
         None, description="patterns of the parameters or modules to load; null: all. The others keep initial values"
     )
 
@@ -177,7 +176,7 @@ class Pretrained(Section):
 
 _EXCEPT: Any = {
     "except": (
-        Patterns,
+        Names,
         Field(
             (),
             description="patterns of the parameters or modules that keep their initial values, and of tensors of a "
@@ -250,7 +249,7 @@ class Watchdog(Section):
 class Model(Section):
     """The host's own fields in the section 'model'. The model family owns all other fields."""
 
-    frozen: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+    frozen: Names = Field(
         (),
         description="parameters that are not trained, as patterns of the names of parameters or modules: 'embedding', "
         "'blocks.0' or 'blocks.*.attn.qkv.weight' ('*' matches one part of a name)",

@@ -1,6 +1,6 @@
 """The published form of a model's adapters, and how they are merged into weights."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,11 @@ class Adapters:
     `names` maps the adapters' parameters to the tensors of adapter_model.safetensors; None, with a `reason`, if there
     is no such form. `config` is adapter_config.json. A parameter in `offsets` is published as its sum with these norms
     (the magnitudes of DoRA). A new run begins with the adapters of the folder `path`.
+
+    `check` compares such a folder with the run: check(the fields of its adapter_config.json, the names of its tensors)
+    raises ValueError, with a clause ('have r=4, and the run has 8; use the settings of the folder'), unless PEFT
+    computes with the folder what the run computes. Without it, all fields must be those of `config`. The host compares
+    the names and shapes of the tensors.
     """
 
     names: ExternalNames | None
@@ -60,3 +65,4 @@ class Adapters:
     offsets: Mapping[str, RowNorms] = field(default_factory=dict)
     path: Path | None = None
     reason: str = ""
+    check: Callable[[Mapping[str, Any], Collection[str]], None] | None = None

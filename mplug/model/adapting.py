@@ -15,10 +15,17 @@ def adapt(run: "Run", model: "Model") -> None:
 
     Raises UsageError, with the plugin's label, if a plugin changes a parameter of the model that it got.
     """
+    publisher = ""
     for label, adapt_model in run.hooks.layered("adapt_model"):
-        before = _described(model)
+        before, published = _described(model), model.adapters
         adapt_model(run=run, model=model)
         _refuse_changes(label, before, _described(model))
+        if published is not None and model.adapters is not published:
+            raise UsageError(
+                f"{publisher} and {label} both state the published form of the run's adapters, and an export would "
+                f"lose those of {publisher}; use one of them"
+            )
+        publisher = publisher or (label if model.adapters is not None else "")
 
 
 def _described(model: "Model") -> "dict[str, tuple[tuple[int, ...], Parameter]]":

@@ -227,6 +227,7 @@ class _Resolver:
 
         `bound` lists the keys of sections that are bound already.
         """
+        self._refuse_two_names(section, raw)
         for word in words:
             entry = self._plugin(section, word, (section, word))
             if entry and not self._is_chosen(entry, (section, word)):
@@ -241,6 +242,15 @@ class _Resolver:
                 entry = self._plugin(section, name, (section, name))
                 if entry:
                     self._bound(entry, *self._sub_section(section, entry, name, raw))
+
+    def _refuse_two_names(self, section: str, raw: dict[str, Any]) -> None:
+        """Note a problem for a plugin with two sub-sections: its name, and its name after that of its distribution."""
+        entries = self.registry.entries(section)
+        names = [entry.name for entry in entries]
+        for entry in entries:
+            full = f"{entry.distribution}/{entry.name}"
+            if names.count(entry.name) == 1 and entry.name in raw and full in raw:
+                self._problem((section, full), f"is the plugin '{entry.name}', which the config also names; keep one")
 
     def _sub_section(self, section: str, entry: Entry, word: str, raw: dict[str, Any]) -> tuple[Key, dict[str, Any]]:
         """(key, fields) of the sub-section of a plugin that the config names by `word`."""

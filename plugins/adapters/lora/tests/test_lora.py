@@ -225,6 +225,22 @@ def test_a_folder_without_adapters_is_refused_before_training(tmp_path: Path, mo
     assert not (tmp_path / "runs").exists()
 
 
+def test_explain_and_the_start_of_a_run_say_that_peft_cannot_express_its_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = {**SHARED, "trainer.seq_length": 16, "trainer.steps": 1, "trainer.device": "cpu", "data.name": "mock"}
+    words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+    reason = "refuse this run: PEFT has an A and a B for each expert, and adapters.lora.experts=shared has one for all"
+    for command, said in (("explain", reason.replace("refuse", "refuses")), ("train", f"will {reason}")):
+        done = CliRunner().invoke(main, [command, *words])
+        assert done.exit_code == 0, done.output
+        assert f"'mplug checkpoint export --to peft' {said}" in done.output
+    plain = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]
+    explained = CliRunner().invoke(main, ["explain", *plain]).output
+    assert "'mplug checkpoint export --to peft' writes 28 tensors" in explained
+
+
 def test_beside_fp8_products_of_the_model_follow_the_recipe_and_those_of_adapters_do_not() -> None:
     settings = {"trainer.precision": "fp8", "kernels.linear": "fp8", "adapters.lora.rank": 3}
     model = build_model(tiny_run(settings))

@@ -275,6 +275,8 @@ def test_a_learnt_tokenizer_knows_the_texts_words_and_any_other(tmp_path: Path) 
         train(find_sources([str(texts)], None, None), tmp_path / "b", 300, ("<e>",), "text", None, overwrite=False)
     with pytest.raises(UsageError, match="--special '' is too short to be distinguished from text"):
         train(find_sources([str(texts)], None, None), tmp_path / "b", 300, ("",), "text", None, overwrite=False)
+    with pytest.raises(UsageError, match="--special '<e>' is given twice; name each special token once"):
+        train(find_sources([str(texts)], None, None), tmp_path / "b", 300, ("<e>",) * 2, "text", None, overwrite=False)
     with pytest.raises(UsageError, match=r"cannot write '.*empty\.jsonl/b': File exists"):
         train(find_sources([path], "text", None), texts / "b", 300, ("<e>",), "text", None, overwrite=False)
     with pytest.raises(UsageError, match="--vocab-size 256 is too small for bytes and special tokens; use 257"):

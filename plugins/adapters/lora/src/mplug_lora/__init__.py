@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
-from mplug import OF_TRAINING, hookimpl
+from mplug import OF_TRAINING, distinct, hookimpl
 
 if TYPE_CHECKING:
     from mplug import Model, Offer, Run, Wrap
@@ -37,7 +37,13 @@ class LoRA:
             min_length=1,
             description="folder of PEFT with the adapters that a new run begins with; null: new ones",
         )
-        targets: Annotated[tuple[Word, ...], OF_TRAINING] = Field(
+        base: Annotated[str | None, OF_TRAINING] = Field(
+            None,
+            min_length=1,
+            description="name of the base model in folders of PEFT, NAME or NAME@REVISION: a folder `path` may have "
+            "it, and an export writes it; null: the folder of checkpoint.pretrained",
+        )
+        targets: Annotated[tuple[Word, ...], AfterValidator(distinct), OF_TRAINING] = Field(
             ("linear",),
             min_length=1,
             description="layers with adapters: kinds (linear: all linears of the blocks; attention, mlp, experts), "

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mplug import Adapters, Model, Run, UsageError
+from mplug_lora.checking import checker
 from mplug_lora.merging import merge_of, norms_of
 from mplug_lora.modules import ExpertsLowRank, LowRank
-from mplug_lora.published import config_of, names_of
-from mplug_lora.targets import Target, chosen_targets
+from mplug_lora.published import PREFIX, config_of, layers_of, names_of, unpublished
+from mplug_lora.targets import Target, candidates_of, chosen_targets
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,7 +21,8 @@ def adapt(model: Model, config: Any, scale: float, base: str | None) -> None:
 
     Raises UsageError for targets that the model does not have, and for a rank above the width of a target.
     """
-    targets = chosen_targets(model, config.targets)
+    candidates = candidates_of(model)
+    targets = chosen_targets(candidates, config.targets)
     if config.experts == "shared" and not any(target.is_experts for target in targets):
         raise UsageError(
             "adapters.lora.experts=shared: adapters.lora.targets names no experts of this model; add 'experts' to "
@@ -41,26 +43,21 @@ def adapt(model: Model, config: Any, scale: float, base: str | None) -> None:
     roles = dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in modules)
     model.plan = replace(model.plan, base_modules=(*model.plan.base_modules, *roles))
     model.merges |= {one.weight: merge_of(one, config.rank, scale, config.dora) for one in targets}
-    names = None if config.experts == "shared" else names_of(targets, config.rank, config.dora)
+    layers = layers_of(model, candidates, targets)
+    reason = unpublished(targets, layers, config)
     offsets = {
         f"{_place(one)}.magnitude{number}": norms_of(one, number)
         for one in targets
         for number in (one.chosen if config.dora else ())
     }
     model.adapters = Adapters(
-        names,
-        config_of(targets, config, base),
+        None if reason else names_of(targets, config.rank, config.dora),
+        config_of(targets, layers, config, base),
         offsets,
         None if config.path is None else Path(config.path).expanduser(),
-        "" if names else _unpublished(config),
+        reason,
+        checker(layers, config, base, PREFIX),
     )
-
-
-def _unpublished(config: Any) -> str:
-    """Why PEFT has no form of the adapters."""
-    if config.experts == "shared":
-        return "PEFT has an A and a B for each expert, and adapters.lora.experts=shared has one for all experts"
-    return "PEFT has no module for one of the adapted layers"
 
 
 def _refuse_wide_rank(target: Target, rank: int) -> None:

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mplug import Fused, Segment, Transposed, UsageError
+from mplug import Fused, Interleaved, Segment, Transposed, UsageError
 
 if TYPE_CHECKING:
     from mplug import Model
@@ -14,6 +14,11 @@ FIELD = "adapters.lora.targets"
 Dim = str | Segment | tuple[Segment, ...]
 """The meaning of a dimension in a plan."""
 WORDS = ("linear", "attention", "mlp", "experts")
+STACKED: dict[str, set[tuple[str, ...]]] = {
+    "up": {("gate_proj", "up_proj"), ("w1", "w3")},
+    "down": {("down_proj",), ("w2",)},
+}
+"""By our parameter of experts, the tensors of an expert that the transformers library stacks, in this order."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +26,15 @@ class Pair:
     """A range of a linear's outputs that has an A and a B of its own: `rows` is its part of the dimension.
 
     `public` is the module of published checkpoints that computes it; None if there is none, or if the module orders its
-    rows in another way. `transposed` says that the module stores its weight as [in, out].
+    rows in another way. `transposed` says that the module stores its weight as [in, out]. `interleaved` says that the
+    parameter of experts stores the rows of gate and up in turns.
     """
 
     rows: Dim
     length: int
     public: str | None = None
     transposed: bool = False
+    interleaved: bool = False
 
     @property
     def leaf(self) -> str:
@@ -53,12 +60,11 @@ class Target:
         return "experts" in self.kinds
 
 
-def chosen_targets(model: "Model", words: Iterable[str]) -> list[Target]:
-    """The targets that the words name, with the chosen pairs.
+def chosen_targets(candidates: list[Target], words: Iterable[str]) -> list[Target]:
+    """The candidates that the words name, with the chosen pairs.
 
     Raises UsageError if a word names nothing.
     """
-    candidates = list(_candidates(model))
     chosen: dict[str, set[int]] = {}
     for word in words:
         hits = [(target.name, number) for target in candidates for number in _named(word, target)]
@@ -98,8 +104,12 @@ def _matches(pattern: "re.Pattern[str]", pair: Pair) -> bool:
     return pair.public is not None and pattern.fullmatch(pair.public) is not None
 
 
-def _candidates(model: "Model") -> Iterator[Target]:
+def candidates_of(model: "Model") -> list[Target]:
     """Every linear and every projection of experts in the numbered units of a model, in order."""
+    return list(_candidates(model))
+
+
+def _candidates(model: "Model") -> Iterator[Target]:
     from mplug.nn import MLP, DotProductAttention, Experts, Linear
 
     shapes = {name: tuple(one.shape) for name, one in model.parameters().items()}
@@ -119,7 +129,9 @@ def _candidates(model: "Model") -> Iterator[Target]:
             for own in ("up", "down"):
                 weight = f"{name}.{own}"
                 dims = entries[weight].dims
-                pair = Pair(dims[1], shapes[weight][1], _public_experts(model, weight, own))
+                external = model.plan.external.of(weight) if model.plan.external is not None else None
+                interleaved = isinstance(external, Interleaved)
+                pair = Pair(dims[1], shapes[weight][1], _public_experts(external, own), interleaved=interleaved)
                 yield Target(weight, weight, shapes[weight], dims, (pair,), frozenset({"experts"}))
 
 
@@ -151,21 +163,24 @@ def _pairs(model: "Model", weight: str, length: int, rows: Dim) -> tuple[Pair, .
     return tuple(Pair(segment, _length(segment, length)) for segment in segments)
 
 
-def _public_experts(model: "Model", weight: str, own: str) -> str | None:
+def _public_experts(external: Any, own: str) -> str | None:
     """The parameter of the transformers library with the stacked weights of experts; None for other folders.
 
-    Folders have a tensor per expert ('...experts.3.gate_proj.weight'). The library stacks them, gate before up.
+    Folders have a tensor per expert ('...experts.3.gate_proj.weight'). The library stacks them, gate before up. It has
+    the experts of Mixtral ('block_sparse_moe' in folders) in the module 'mlp'. Folders of gpt-oss have the parameter
+    itself, transposed, with the rows of gate and up in turns.
     """
-    external = model.plan.external.of(weight) if model.plan.external is not None else None
+    stacked = "gate_up_proj" if own == "up" else "down_proj"
+    whole = external.source if isinstance(external, Interleaved) and own == "up" else external
+    if isinstance(whole, Transposed):
+        return whole.tensor if whole.tensor.endswith(f".experts.{stacked}") else None
     sources = external.sources if isinstance(external, Fused) else (external,)
-    leaves = ("gate_proj", "up_proj") if own == "up" else ("down_proj",)
-    ends = [f".experts.{{}}.{leaf}.weight" for leaf in leaves]
-    if len(sources) != len(ends) or not all(
-        isinstance(source, str) and source.endswith(end) for source, end in zip(sources, ends, strict=True)
-    ):
+    pattern = r"(.+)\.experts\.\{\}\.(\w+)\.weight"
+    hits = [re.fullmatch(pattern, source) if isinstance(source, str) else None for source in sources]
+    leaves = tuple(hit[2] for hit in hits if hit)
+    if len(leaves) != len(hits) or leaves not in STACKED[own] or hits[0] is None:
         return None
-    module = str(sources[0]).removesuffix(ends[0])
-    return f"{module}.experts.{'gate_up_proj' if own == 'up' else 'down_proj'}"
+    return f"{hits[0][1].replace('.block_sparse_moe', '.mlp')}.experts.{stacked}"
 
 
 def _public(rows: Dim, length: int, source: str | Transposed) -> Pair:

@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from mplug import MAY_CHANGE
+from mplug import MAY_CHANGE, distinct
 
 
 class EnergonConfig(BaseModel):
@@ -22,7 +22,7 @@ class EnergonConfig(BaseModel):
         "mplug_energon.encoders:Text", pattern=r"^[\w.]+:\w+$", description="module:Class of the task encoder"
     )
     task_encoder_options: dict[str, Any] = Field(default_factory=dict, description="arguments of the task encoder")
-    entries: tuple[str, ...] = Field(
+    entries: Annotated[tuple[str, ...], AfterValidator(distinct)] = Field(
         (),
         description="entries of the task encoder in addition to tokens, labels and positions, for models that accept "
         "them",

@@ -56,7 +56,9 @@ def train(
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
     )
-    for token in special:
+    for number, token in enumerate(special):
+        if token in special[:number]:
+            raise UsageError(f"--special '{token}' is given twice; name each special token once")
         if len(token) < 2:  # a token of one character may stand for a byte
             raise UsageError(
                 f"--special '{token}' is too short to be distinguished from text; use a word such as <|endoftext|>"

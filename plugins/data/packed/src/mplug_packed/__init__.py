@@ -4,7 +4,7 @@ import logging
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from mplug import (
     MAY_MOVE,
@@ -13,6 +13,7 @@ from mplug import (
     TokenizerRecord,
     UsageError,
     describe_tokenizer,
+    distinct,
     hookimpl,
     load_tokenizer,
 )
@@ -60,7 +61,7 @@ class Packed:
             default_factory=dict,
             description="variables of a template file in addition to the messages, such as bos_token: '<s>'",
         )
-        special_tokens: list[str] | None = Field(
+        special_tokens: Annotated[list[str], AfterValidator(distinct)] | None = Field(
             None,
             description="texts that are encoded as one token each; null: those of the built-in template, of the JSON "
             "file, or of template_variables",

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
-from mplug import MAY_CHANGE, UNIT, Site, UsageError, Wrap, hookimpl, slots_named
+from mplug import MAY_CHANGE, UNIT, Site, UsageError, Wrap, distinct, hookimpl, slots_named
 
 if TYPE_CHECKING:
     from mplug import Model, Run, RunConfig
@@ -38,7 +38,7 @@ class Recompute:
         first: Annotated[PositiveInt | None, MAY_CHANGE] = Field(
             None, description="choose only among the first n units of a stage; null: among all units"
         )
-        slots: Annotated[tuple[str, ...], MAY_CHANGE] = Field(
+        slots: Annotated[tuple[str, ...], AfterValidator(distinct), MAY_CHANGE] = Field(
             ("attention",), description="slots, or kinds of slots, that 'selective' recomputes: [attention, activation]"
         )
         offload: Annotated[bool, MAY_CHANGE] = Field(

@@ -1,8 +1,10 @@
 """The config of Muon."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from mplug import distinct
 
 
 class MuonConfig(BaseModel):
@@ -26,7 +28,7 @@ class MuonConfig(BaseModel):
         "0.2 sqrt(max(rows, columns)), which fits the learning rates and decays of AdamW",
     )
     num_iterations: int = Field(5, ge=1, le=20, description="Newton-Schulz iterations")
-    tables: tuple[str, ...] = Field(
+    tables: Annotated[tuple[str, ...], AfterValidator(distinct)] = Field(
         ("vocab", "positions"),
         description="named axes of look-up tables and output heads; AdamW updates the parameters with these axes",
     )

@@ -90,15 +90,15 @@ PRECISIONS: dict[str, Settings] = {
         "precisions.fp8.scaling": "rowwise",
     },
 }
-SINKS: dict[str, Settings] = {
-    "": {},
-    "cpu": {"kernels.attention": "reference"},
-    "cuda": {"kernels.attention": "flex"},
+SINKS: dict[str, Settings] = {"gpt-oss": {"kernels.attention": "reference"}}
+"""Attention with attention sinks: the fused core that serves them compiles for minutes (its own tests run it)."""
+BOUNDS: dict[str, tuple[float, tuple[float, ...]]] = {
+    "bf16": (0.005, (0.04,) * STEPS),
+    "fp8": (0.02, (0.05, 0.12, 0.25)),
 }
-"""Who computes attention with attention sinks, by device."""
-BOUNDS: dict[str, Step] = {"bf16": (0.005, 0.04), "fp8": (0.02, 0.12)}
-"""Largest relative errors of losses and of gradient norms. On a CPU, with emulated FP8, they are at most 0.0017 and
-0.017 in bf16, and 0.01 and 0.07 in FP8. A lost or doubled part of a gradient changes its norm by more.
+"""Largest relative errors of losses, and of the gradient norm of each step. A lost or doubled part of a gradient changes
+the norm of the first step by more. Later steps differ more, because each update amplifies the rounding of FP8: on an
+H100, the norms of Gemma are off by 0.011, 0.032 and 0.128.
 """
 
 
@@ -138,7 +138,7 @@ def family(name: str, micro_batches: int, precision: str, device: str, compiler:
         "trainer.device": device,
         "trainer.compile": compiler,
         "schedule.warmup_steps": 2,
-        **SINKS[device if name == "gpt-oss" else ""],
+        **SINKS.get(name, {}),
         **PRECISIONS["fp8, experts" if has_experts else precision],
     }
 
@@ -154,12 +154,13 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], 
     return found
 
 
-def check(found: list[Step], expected: list[Step], bounds: Step) -> None:
+def check(found: list[Step], expected: list[Step], precision: str) -> None:
+    of_loss, of_norm = BOUNDS[precision]
     assert len(found) == STEPS
     assert all(math.isfinite(figure) for step in found for figure in step)
-    for figure, bound in enumerate(bounds):
-        own, right = ([step[figure] for step in steps] for steps in (found, expected))
-        assert own == pytest.approx(right, rel=bound), ("loss", "gradient norm")[figure]
+    for number, (own, right) in enumerate(zip(found, expected, strict=True)):
+        assert own[0] == pytest.approx(right[0], rel=of_loss), f"the loss of step {number + 1}"
+        assert own[1] == pytest.approx(right[1], rel=of_norm[number]), f"the gradient norm of step {number + 1}"
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -169,7 +170,7 @@ def test_a_family_trains_as_in_fp32(
     tmp_path: Path, reference: Callable[[str, int], list[Step]], name: str, precision: str, micro_batches: int
 ) -> None:
     found = trained(tmp_path, family(name, micro_batches, precision, "cuda"))
-    check(found, reference(name, micro_batches), BOUNDS[precision])
+    check(found, reference(name, micro_batches), precision)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -178,7 +179,7 @@ def test_a_family_trains_compiled_as_in_fp32(
 ) -> None:
     """`trainer.compile=auto` is the default: inductor on a GPU."""
     found = trained(tmp_path, family(name, 1, "bf16", "cuda", "auto"))
-    check(found, reference(name, 1), BOUNDS["bf16"])
+    check(found, reference(name, 1), "bf16")
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -188,4 +189,4 @@ def test_the_default_command_trains_experts(tmp_path: Path, micro_batches: int) 
     halves: Settings = {} if micro_batches == 1 else {"trainer.micro_batch_size": BATCH // micro_batches}
     own = {**command, **halves, "trainer.device": "cuda", "trainer.precision": "bf16"}
     exact = {**command, **halves, "trainer.device": "cpu", "trainer.precision": "fp32", "trainer.compile": "never"}
-    check(trained(tmp_path / "gpu", own), trained(tmp_path / "cpu", exact), BOUNDS["bf16"])
+    check(trained(tmp_path / "gpu", own), trained(tmp_path / "cpu", exact), "bf16")

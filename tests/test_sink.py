@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mplug.model.build import build_model as model_of
 from mplug.model.build import measure_bytes
-from mplug.nn import Embedding, add_rows
+from mplug.nn import Embedding, add_rows, aligned
 from mplug.nn import sink as module
 from mplug.testing.harness import tiny_run, train_steps
 from mplug.training.assembly import build
@@ -46,7 +46,7 @@ def test_rows_for_one_index_are_summed(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("indices", [INDICES, torch.tensor([4]), torch.zeros(20, dtype=torch.int64)])
 def test_indices_that_come_once_have_the_sums_of_those_that_come_often(indices: Tensor) -> None:
     rows = torch.randn(len(indices), D)
-    once, sums = module._unique(indices, rows, V)
+    once, sums = module._unique(indices, rows, V, torch.float32)
     assert len(once) == len(indices)
     torch.testing.assert_close(exact(once, sums), exact(indices, rows), rtol=1e-6, atol=1e-6)
     assert int(sums.any(dim=1).sum()) == len(indices.unique())
@@ -133,3 +133,14 @@ def test_a_run_with_rounded_gradients_stays_beside_the_one_with_whole_ones() -> 
         assert mine == pytest.approx(theirs, rel=1e-3)
     for mine, theirs in zip(rounded.norms, whole.norms, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-2)
+
+
+def test_what_a_library_writes_to_is_contiguous_and_begins_at_a_multiple_of_16_bytes() -> None:
+    arena = torch.arange(64, dtype=torch.bfloat16)
+    for sink in (arena[8:32].view(4, 6), arena[4:28].view(4, 6), arena[8:32].view(6, 4).t()):
+        suits = sink.is_contiguous() and sink.storage_offset() % 8 == 0
+        found = aligned(sink)
+        assert (found is sink) == suits
+        assert torch.equal(found, sink)
+        assert found.is_contiguous()
+        assert found.data_ptr() % 16 == 0

@@ -36,7 +36,7 @@ from mplug.nn.prologue import FusedProduct, Inputs, Projected, Prologue
 from mplug.nn.random import Dropout, Jitter
 from mplug.nn.router import Choice, Router
 from mplug.nn.scores import RouterScore
-from mplug.nn.sink import Operand, Sink, Weights, add_product, add_rows, zero_if_stale
+from mplug.nn.sink import Operand, Sink, Weights, add_product, add_rows, aligned, zero_if_stale
 from mplug.nn.specification import AttentionInputs, AttentionSpec, StaticKeys
 from mplug.nn.static_cache import static_keys
 from mplug.nn.statistics import add_auxiliary, count, count_in_backward, in_backward, keep_max, keep_max_in_backward
@@ -105,6 +105,7 @@ __all__ = [
     "add_auxiliary",
     "add_product",
     "add_rows",
+    "aligned",
     "boundary_of",
     "count",
     "count_in_backward",

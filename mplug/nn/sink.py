@@ -13,6 +13,8 @@ from mplug.nn.operator import operator
 
 HALVES = (torch.bfloat16, torch.float16)
 """The dtypes of operands whose product torch can write as fp32 (`out_dtype`), on a GPU. It offers no other pair."""
+ALIGNMENT = 16
+"""Bytes: libraries of matrix products write to addresses that are multiples of it."""
 
 
 class Operand(NamedTuple):
@@ -60,6 +62,17 @@ def zero_if_stale(total: Tensor, stale: Tensor) -> None:
         stale.fill_(False)
 
 
+def aligned(total: Tensor) -> Tensor:
+    """`total`, or a copy of it if it is not contiguous or does not begin at a multiple of 16 bytes.
+
+    Sinks are parts of one tensor: after a parameter of 3 elements, the next one begins at an odd address. cuBLAS has no
+    FP8 product that writes to such an address. A supplier that lets a library write to a sink writes to this tensor,
+    and copies it to the sink if it is another one.
+    """
+    suits = total.is_contiguous() and total.data_ptr() % ALIGNMENT == 0
+    return total if suits else total.clone(memory_format=torch.contiguous_format)
+
+
 @operator("mplug::add_product", mutates_args=("total", "stale"))
 def add_product(total: Tensor, stale: Tensor, a: Tensor, b: Tensor) -> None:
     """total [O, I] += a [O, N] b [N, I], in the dtype that can hold all three; rounded to total's dtype once.
@@ -86,16 +99,19 @@ def add_product(total: Tensor, stale: Tensor, a: Tensor, b: Tensor) -> None:
 def add_rows(total: Tensor, stale: Tensor, indices: Tensor, rows: Tensor) -> None:
     """total [V, D] [indices [N]] += rows [N, D], bitwise deterministic; several rows may have the same index.
 
-    On a GPU, rows with the same index are first summed in at least fp32, and the sum is rounded to total's dtype once.
+    On a GPU, rows with the same index are first summed in the dtype that can hold rows and total, at least fp32. The sum
+    is rounded to total's dtype once.
     """
     zero_if_stale(total, stale)
     if total.is_cuda:
-        indices, rows = _unique(indices, rows, len(total))
+        indices, rows = _unique(indices, rows, len(total), total.dtype)
     total.index_add_(0, indices, rows.to(total.dtype))
 
 
-def _unique(indices: Tensor, rows: Tensor, below: int) -> tuple[Tensor, Tensor]:
-    """(indices, rows [N, D] in at least fp32) such that each index `below` has one row of sums; spare rows are zero.
+def _unique(indices: Tensor, rows: Tensor, below: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(indices, rows [N, D]) such that each index `below` has one row of sums; spare rows are zero.
+
+    The sums have the dtype that can hold the rows and `dtype`, and at least fp32.
 
     Parallel additions to a table happen in any order. So rows with the same index are summed before, over sorted
     indices. No size here depends on the indices, because that would make the CPU wait for the device.
@@ -105,7 +121,7 @@ def _unique(indices: Tensor, rows: Tensor, below: int) -> tuple[Tensor, Tensor]:
     begins[1:] = ordered[1:] != ordered[:-1]
     number = begins.cumsum(0) - 1  # [N]: each sorted index's number among the distinct ones
     which = torch.empty_like(number).scatter_(0, order, number)
-    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    wide = rows.to(torch.promote_types(torch.promote_types(rows.dtype, dtype), torch.float32))
     sums = torch.ops.aten.embedding_dense_backward(wide, which, len(indices), -1, False)
     anywhere = torch.arange(len(indices), device=indices.device) % below
     return anywhere.scatter_(0, number, ordered), sums

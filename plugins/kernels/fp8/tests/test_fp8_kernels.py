@@ -212,7 +212,8 @@ class TestProductsOnAGPU:
             assert grad_x is not None
             assert not stale
             first = total.clone()
-            half = torch.zeros((o, i), device=device, dtype=torch.bfloat16)
+            # A sink may begin at any address; here it is no multiple of 16 bytes.
+            half = torch.zeros(4 + o * i, device=device, dtype=torch.bfloat16)[4:].view(o, i)
             operands = supplier.dgrad(grad_y.to(device), operand, saved, Narrow(), buffers, False)[1]
             supplier.wgrad(operands, Sink(half, torch.ones((), dtype=torch.bool)), Narrow(), buffers)
             supplier.wgrad(operands, sink, Narrow(), buffers)

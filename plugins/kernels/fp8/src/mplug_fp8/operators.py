@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, pad
 from torch.utils.flop_counter import register_flop_formula
 
-from mplug.nn import fake, operator
+from mplug.nn import aligned, fake, operator
 from mplug_fp8 import emulation
 from mplug_fp8.emulation import BLOCK, E4M3, E5M2, padded
 
@@ -284,20 +284,16 @@ def add_multiplied(
     torch has no fp8 product that adds to its result. So the second and later micro batches of a step make the product
     in the dtype of the total, and add it.
     """
-    kinds = (scaling, scaling)
     if not a.is_cuda:
         product = emulation.multiply(a, b, a_inverse, b_inverse)
-    elif stale and total.is_contiguous():
-        multiply_into(total, a, b, a_inverse, b_inverse, kinds, False)
-        stale.fill_(False)
-        return
     else:
-        product = multiply_into(torch.empty_like(total), a, b, a_inverse, b_inverse, kinds, False)
-    if stale:
-        total.copy_(product)
-        stale.fill_(False)
-    else:
+        place = aligned(total) if stale else torch.empty_like(total)
+        product = multiply_into(place, a, b, a_inverse, b_inverse, (scaling, scaling), False)
+    if not stale:
         total.add_(product)
+    elif product is not total:
+        total.copy_(product)
+    stale.fill_(False)
 
 
 def multiply_into(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mplug import DelayedScaling
-from mplug.nn import GroupedProduct, Operand, Sink, fake, keep_max, keep_max_in_backward, operator
+from mplug.nn import GroupedProduct, Operand, Sink, aligned, fake, keep_max, keep_max_in_backward, operator
 from mplug_te.casts import ALIGNED, BLOCK
 from mplug_te.groups import (
     Group,
@@ -176,7 +176,7 @@ def _multiply(left: list[Any], right: list[Any], out: list[Tensor], **named: Any
 def _add(
     total: Tensor, stale: Tensor, groups: Sequence[Group], left: list[Any], right: list[Any], **named: Any
 ) -> None:
-    own = total if total.is_contiguous() else total.contiguous()
+    own = aligned(total)
     accumulate = not bool(stale)
     stale.fill_(False)
     if not accumulate and len(groups) < len(own):

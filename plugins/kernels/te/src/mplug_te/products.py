@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mplug.nn import Sink, fake, operator
+from mplug.nn import Sink, aligned, fake, operator
 from mplug_te.library import library, number_of
 
 
@@ -136,7 +136,7 @@ def add_half_gradient(total: Tensor, stale: Tensor, x: Tensor, grad_y: Tensor) -
 
 
 def _add(total: Tensor, stale: Tensor, a: Any, b: Any, **named: Any) -> None:
-    own = total if total.is_contiguous() else total.contiguous()
+    own = aligned(total)
     accumulate = not bool(stale)
     stale.fill_(False)
     library().extensions.general_gemm(a, b, out_dtype=total.dtype, out=own, accumulate=accumulate, **named)

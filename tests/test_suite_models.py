@@ -348,8 +348,8 @@ FAULTS = {
         "theta=config.rope_theta",
         "theta=10000.0",
         "test_every_field_of_its_config_has_an_effect",
-        "the field 'rope_theta' of 'peregrine' has no effect: with 20000.0, 5000.0, 0.5 and 0.25 the suite sees what it "
-        "sees with 10000.0",
+        "the field 'rope_theta' of 'peregrine' has no effect: with 20000.0, 5000.0, 0.5 and 0.25 the suite sees what "
+        "it sees with 10000.0",
     ),
     "a unit that reaches for the weights of another": Planted(
         "self.readout = Readout(config)",

@@ -69,7 +69,7 @@ def require_positions(trial: Trial, declared: Positions | None) -> None:
     else:
         require(
             moved,
-            "the suite declares positions = 'absolute', and positions that begin at 1 instead of 0 give the same losses",
+            "the suite declares positions = 'absolute', and positions that begin at 1 instead of 0 give equal losses",
         )
 
 
@@ -97,8 +97,8 @@ def _require_documents_of(trial: Trial, sample: MicroBatch) -> None:
         found = packed[start : start + length]
         if _differ(found, alone):
             raise Fault(
-                f"document {number} of a packed sample has the losses {_shown(found)} in the sample, and {_shown(alone)} "
-                f"alone; no token may read another document: pass '{LENGTHS}' to the attention, and let a recurrence "
+                f"document {number} of a packed sample has the losses {_shown(found)} in the sample, and alone "
+                f"{_shown(alone)}; no token may read another document: pass '{LENGTHS}' to the attention, and let a recurrence "
                 f"begin anew at every document"
             )
         start += length

@@ -58,7 +58,7 @@ def require_gradients_of_the_loss(trial: Trial) -> None:
 
 
 def require_gradients_of_inputs(trial: Trial) -> None:
-    """Raise Fault unless each unit's backward gives its inputs the differences of its outputs; one unit of each role."""
+    """Raise Fault unless backward gives a unit's inputs the differences of its outputs; for one unit of each role."""
     trial.shake()
     trial.model.module.train()
     values, seen = dict(trial.batches[0]), set[str]()

@@ -125,7 +125,8 @@ class ExtensionSuite(PluginSuite):
         return sorted(
             path
             for path in files_of(root)
-            if path.parts[0] == "elsewhere" or any(fnmatch(path.relative_to("run").as_posix(), one) for one in cls.files)
+            if path.parts[0] == "elsewhere"
+            or any(fnmatch(path.relative_to("run").as_posix(), one) for one in cls.files)
         )
 
     @classmethod

@@ -63,7 +63,11 @@ def _reraise_refusal(fault: Fault) -> None:
 def require_effects(suite: "PluginSuite") -> None:
     """Raise Fault for the first field whose other values change nothing that the suite sees."""
     fields, checker = suite.fields(), _Checker(suite)
-    for name, table in (("examples", suite.examples), ("beside", suite.beside), ("without_effect", suite.without_effect)):
+    for name, table in (
+        ("examples", suite.examples),
+        ("beside", suite.beside),
+        ("without_effect", suite.without_effect),
+    ):
         for field in table:
             require(
                 field in fields,
@@ -90,7 +94,7 @@ class _Checker:
         self._twin: tuple[_Evidence, _Evidence] | None = None
 
     def require_effect(self, field: str, described: Any) -> None:
-        """Raise Fault unless another value of the field changes what the suite sees, or is refused as the author says."""
+        """Raise Fault unless another value of the field changes what the suite sees, or the author's value is refused."""
         suite, given = self.suite, self.suite.values_for(field)
         own, current, values = self._values(field, described)
         accepted, refused = list[Any](), list[str]()
@@ -127,7 +131,7 @@ class _Checker:
         return own, current, list(other_values(described.annotation, described.metadata, current))
 
     def foreseen(self, fields: Mapping[str, Any]) -> list[Settings]:
-        """The runs that `require_effect` looks at for each of these fields if the first accepted value has an effect."""
+        """The runs that `require_effect` looks at for these fields if the first accepted value has an effect."""
         runs = [self.suite.with_fields({}, {})]
         for field, described in fields.items():
             own, _, values = self._values(field, described)
@@ -177,15 +181,13 @@ def _config(suite: "PluginSuite", settings: Settings, field: str) -> Any:
     try:
         return suite.config_of(settings)
     except UsageError as error:
-        raise Fault(
-            f"with the settings in `beside` for the field '{field}', the config is refused: {error}"
-        ) from None
+        raise Fault(f"with the settings in `beside` for the field '{field}', the config is refused: {error}") from None
 
 
 def _sentence(suite: "PluginSuite", field: str, current: Any, accepted: Sequence[Any]) -> str:
     return (
-        f"the field '{field}' of '{suite.plugin}' has no effect: with {listed(map(repr, accepted))} the suite sees what "
-        f"it sees with {current!r}; use the field, or say in the suite with which values it has an effect "
+        f"the field '{field}' of '{suite.plugin}' has no effect: with {listed(map(repr, accepted))} the suite sees "
+        f"what it sees with {current!r}; use the field, or say in the suite with which values it has an effect "
         f"(`examples`), with which other settings (`beside`), or why no test can see it (`without_effect`)"
     )
 
@@ -195,8 +197,8 @@ def _asking(suite: "PluginSuite", field: str, described: Any, refused: list[str]
     if refused:
         reason = f"every value that its type allows is refused ({refused[0]})"
     return (
-        f"the suite cannot see whether the field '{field}' of '{suite.plugin}' has an effect: {reason}; give other valid "
-        f"values in `examples = {{'{field}': [...]}}`, further settings in `beside`, or the reason in `without_effect`"
+        f"the suite cannot see whether the field '{field}' of '{suite.plugin}' has an effect: {reason}; give other "
+        f"valid values in `examples = {{'{field}': [...]}}`, further settings in `beside`, or the reason in `without_effect`"
     )
 
 

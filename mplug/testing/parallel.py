@@ -146,10 +146,16 @@ class ParallelSuite(PluginSuite):
         """What all ranks hold, what it offers; the operations of a step on every rank, and its loss and gradients."""
         ranks, label = layouts.ranks_of(settings), cls.entry().label
         yield "placements", [repr(model.placements) for _, model in ranks]
-        yield "slots", [
-            [(one.site.name, one.site.slot, one.supplier, [wrap.plugin for wrap in one.wraps]) for one in model.slots]
-            for _, model in ranks
-        ]
+        yield (
+            "slots",
+            [
+                [
+                    (one.site.name, one.site.slot, one.supplier, [wrap.plugin for wrap in one.wraps])
+                    for one in model.slots
+                ]
+                for _, model in ranks
+            ],
+        )
         seen = _STEPS.pop(_key(settings), None)
         if seen is None:
             with refusals(f"'{label}' on a rank", named_by_author=False):

@@ -67,7 +67,7 @@ class PrecisionSuite(PluginSuite):
 
     @classmethod
     def evidence(cls, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """Formats; loss and gradients of a micro batch; and two steps of training. Options of the recipe do not count."""
+        """Formats, without the options of the recipe; loss and gradients of a micro batch; and two steps of training."""
         from mplug.testing.fields import digest
         from mplug.testing.trial import Trial
 
@@ -135,13 +135,17 @@ class PrecisionSuite(PluginSuite):
         from mplug.testing.trial import Trial
 
         for operand in self.exact:
-            require(operand in rounding.OPERANDS, f"`exact` names '{operand}'; operands are {listed(rounding.OPERANDS)}")
+            require(
+                operand in rounding.OPERANDS, f"`exact` names '{operand}'; operands are {listed(rounding.OPERANDS)}"
+            )
         if self.precision().recipe is None:
             raise SkipTest(f"'{self.plugin}' has no recipe, so products compute in its formats")
         trial = Trial.of(self.tiny())
         found = rounding.sites_of_recipe(trial)
         if not found:
-            raise SkipTest(f"no supplier of {listed(rounding.SLOTS)} follows the recipe, and others cannot be called alone")
+            raise SkipTest(
+                f"no supplier of {listed(rounding.SLOTS)} follows the recipe, and others cannot be called alone"
+            )
         for filled in found:
             as_they_are = set(rounding.exact_operands(trial, filled))
             for operand in rounding.OPERANDS:

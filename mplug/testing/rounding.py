@@ -1,7 +1,7 @@
 """Whether the products of a precision round their operands: each operand of each product, with the other one exact.
 
-The other operand selects: its rows have a single 1. So the product is a copy of the tested operand, and it shows whether
-the operand was rounded. I input, O output, N rows.
+The other operand selects: its rows have a single 1. So the product is a copy of the tested operand, and shows whether
+it was rounded. I input, O output, N rows.
 """
 
 from collections.abc import Iterator

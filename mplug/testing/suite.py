@@ -149,7 +149,7 @@ class PluginSuite:
         return tiny_config(cls.tiny(**changes))
 
     def setup_method(self) -> None:
-        """Before each test: tensors of a tiny run are small, and threads that share them cost more than they compute."""
+        """Before each test: one thread. Tensors of a tiny run are small, so more threads would only wait for each other."""
         if self.uses_torch:
             import torch
 

@@ -212,13 +212,15 @@ class Trial:
         self.model.module.eval()
         batch, own = self.batches[0], {**self.model.states(), **self.model.parameters()}
         weights = {
-            name: x.detach().clone().requires_grad_(x.requires_grad and x.is_floating_point()) for name, x in own.items()
+            name: x.detach().clone().requires_grad_(x.requires_grad and x.is_floating_point())
+            for name, x in own.items()
         }
         expected = reference(weights, batch, self.run.config.model)
         found = self.logits(batch)
         require(
             expected.shape == found.shape,
-            f"the suite's reference returns logits of shape {tuple(expected.shape)}, and the model {tuple(found.shape)}",
+            f"the reference of the suite returns logits of shape {tuple(expected.shape)}, and the model "
+            f"{tuple(found.shape)}",
         )
         exact = expected.detach()
         error = float((found - exact).abs().max() / exact.abs().max())
@@ -393,7 +395,9 @@ class Trial:
         """
         stated, length = self.model.plan.flops, self.batches[0]["tokens"].shape[1]
         part = length // 2
-        whole, less = (Fraction(3 * count, SAMPLES) for count in (counted, self._products(self.shortened(self.batches[0], part))))
+        whole, less = (
+            Fraction(3 * count, SAMPLES) for count in (counted, self._products(self.shortened(self.batches[0], part)))
+        )
         squared = max(Fraction(), (whole / length - less / part) / (length - part))
         per_token = whole / length - squared * length if squared else (whole - less) / (length - part)
         how = f"in forward passes of {part} and {length} tokens per sample, torch counts"

@@ -62,8 +62,8 @@ class VocabularyChecks(PluginSuite):
             outside = [token for token in tokenizer.encode(text) if not 0 <= token < size]
             require(
                 not outside,
-                f"encoding {text[:50]!r}, which its vocabulary has, gives token {outside and outside[0]}; vocab_size is "
-                f"{size} and must count every token",
+                f"encoding {text[:50]!r}, which its vocabulary has, gives token {outside and outside[0]}; vocab_size "
+                f"is {size} and must count every token",
             )
 
     def _texts_beyond(self, tokenizer: "CorpusTokenizer") -> Iterator[str]:
@@ -101,8 +101,8 @@ class VocabularyChecks(PluginSuite):
                 first, rest = tokenizer.decode(tokens[:cut]), tokenizer.decode(tokens[cut:])
                 require(
                     first != "" or rest == character,
-                    f"{character!r} has the tokens {tokens}, and {tokens[:cut]} decode to an empty text; bytes that are "
-                    f"not UTF-8 must become U+FFFD (errors='replace')",
+                    f"{character!r} has the tokens {tokens}, and {tokens[:cut]} decode to an empty text; bytes that "
+                    f"are not UTF-8 must become U+FFFD (errors='replace')",
                 )
                 require(
                     BROKEN in first + rest or first + rest == character,
@@ -162,10 +162,12 @@ class VocabularyChecks(PluginSuite):
     # Files.
 
     def test_errors_name_the_file(self) -> None:
-        """A file that is missing, empty, cut in half or no text is refused by a UsageError with its path, or is read."""
+        """A file that is missing, empty, cut in half or no text is read, or refused by a UsageError with its path."""
         files = self._files()
         if not files:
-            raise SkipTest(f"the settings of the suite name no file of '{self.plugin}' (its class lists them in `files`)")
+            raise SkipTest(
+                f"the settings of the suite name no file of '{self.plugin}' (its class lists them in `files`)"
+            )
         for option, path in files.items():
             self._require_named(option, MISSING, "does not exist", may_be_read=False)
             with TemporaryDirectory(prefix="mplug-tokenizer-") as folder:
@@ -183,9 +185,7 @@ class VocabularyChecks(PluginSuite):
         except BrokenPlugin:
             raise
         except UsageError as error:
-            require(
-                path in str(error), f"the error about {where} does not name it: {error}; a user has several files"
-            )
+            require(path in str(error), f"the error about {where} does not name it: {error}; a user has several files")
         except Exception as error:
             raise Fault(
                 f"{where} raises {type(error).__name__}: {error}; raise a UsageError that names the file"

@@ -1,4 +1,4 @@
-"""The logits of the transformers library for the weights of a bundled family, as the reference of the family's suite."""
+"""The logits of the transformers library for the weights of a bundled family: the reference of the family's suite."""
 
 import importlib
 from collections.abc import Mapping
@@ -59,7 +59,7 @@ def _load(library: Any, weights: Mapping[str, Tensor]) -> None:
     import transformers
 
     merged = dict(weights)
-    own = {name: tensor for name, tensor in library.state_dict().items()}
+    own = dict(library.state_dict())
     for name in [name for name in own if name not in merged]:
         prefix = name.rpartition(".")[0]
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
@@ -75,9 +75,9 @@ def _load(library: Any, weights: Mapping[str, Tensor]) -> None:
 
 def _stacked(weights: Mapping[str, Tensor], prefix: str, name: str, count: int) -> Tensor:
     parts = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}[name]
-    for prefix in (prefix, prefix.replace(".mlp.", ".block_sparse_moe.")):
+    for place in (prefix, prefix.replace(".mlp.", ".block_sparse_moe.")):
         for words in parts:
-            names = [[f"{prefix}.{n}.{word}.weight" for word in words] for n in range(count)]
+            names = [[f"{place}.{n}.{word}.weight" for word in words] for n in range(count)]
             if all(one in weights for row in names for one in row):
                 return torch.stack([torch.cat([weights[one] for one in row]) for row in names])
     raise KeyError(f"{prefix}.{name}")

@@ -44,6 +44,7 @@ class TestEnergon(DataSuite):
         "tokenizer": ["no-such-tokenizer"],
         "tokenizer_options": [{"no_such_option": 1}],
         "max_samples_per_sequence": [1, 5],
+        "packing_buffer_size": [2],  # which this encoder, without packing, refuses
     }
     without_effect = {
         "num_workers": "workers read the samples that the main process would read (tests below resume with some)",

@@ -71,7 +71,7 @@ class TestEpochByEpoch(DataSuite):
         "reset_positions": ENDS,
         "reset_attention": ENDS,
         "max_documents": {**ENDS, "data.reset_attention": True},
-        **dict.fromkeys(("fim_rate", "fim_spm_rate", *FIM_TOKENS), {**FIM, "data.fim_rate": 0.9}),
+        **{field: {**FIM, "data.fim_rate": 0.9} for field in ("fim_rate", "fim_spm_rate", *FIM_TOKENS)},
     }
     without_effect = {"cache": "it says where the order is kept, and changes no sample (test_cache.py reads the files)"}
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from mplug.testing import ModelSuite
 
-
 REFUSED_BY_LATENT_ATTENTION: dict[str, list[Any]] = {
     "num_kv_heads": [2],
     "head_dim": [8],
@@ -60,7 +59,6 @@ class TestDeepseek(ModelSuite):
 
     def reference(self, weights: Any, batch: Any, config: Any) -> Tensor:
         return library_logits(self, weights, batch["tokens"])
-
 
 
 @pytest.mark.wide("layouts")

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from mplug.testing import ModelSuite
 
-
 WIDE = pytest.mark.wide("suites")
 """The suites of llama and deepseek test the fields that all decoders share in the quick set."""
 

@@ -171,7 +171,9 @@ def affine(x: Tensor, w: Weights, name: str) -> Tensor:
 def turned(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     """Rotary positions (arXiv 2104.09864): coordinates i and i + K/2 are a plane, turned by position theta^(-2i/K)."""
     half = x.shape[-1] // 2
-    angles = positions[0, :, None].double() * torch.tensor([theta ** (-i / half) for i in range(half)], dtype=torch.float64)
+    angles = positions[0, :, None].double() * torch.tensor(
+        [theta ** (-i / half) for i in range(half)], dtype=torch.float64
+    )
     cos, sin = torch.cos(angles)[None, :, None], torch.sin(angles)[None, :, None]
     a, b = x[..., :half], x[..., half:]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)

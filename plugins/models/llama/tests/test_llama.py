@@ -36,7 +36,6 @@ class TestLlama(ModelSuite):
         return library_logits(self, weights, batch["tokens"])
 
 
-
 @pytest.mark.wide("layouts")
 class TestLlamaUnderLayouts(TestLlama):
     checks_fields = False

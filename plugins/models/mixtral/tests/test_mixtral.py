@@ -119,7 +119,6 @@ class TestMixtral(ModelSuite):
         return library_logits(self, weights, batch["tokens"])
 
 
-
 @pytest.mark.wide("layouts")
 class TestMixtralUnderEveryPair(TestMixtral):
     """Every pair that divides experts; gpt's suite has the pairs that do not."""
@@ -167,7 +166,9 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def turned(x: Tensor, theta: float) -> Tensor:
     """Rotary positions (arXiv 2104.09864): coordinates i and i + K/2 are a plane, turned by position theta^(-2i/K)."""
     half = x.shape[-1] // 2
-    angles = torch.arange(x.shape[1])[:, None].double() * torch.tensor([theta ** (-i / half) for i in range(half)], dtype=torch.float64)
+    angles = torch.arange(x.shape[1])[:, None].double() * torch.tensor(
+        [theta ** (-i / half) for i in range(half)], dtype=torch.float64
+    )
     cos, sin = torch.cos(angles)[None, :, None], torch.sin(angles)[None, :, None]
     a, b = x[..., :half], x[..., half:]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)

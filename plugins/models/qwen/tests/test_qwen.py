@@ -38,7 +38,6 @@ class TestQwenOfExperts(ModelSuite):
         return library_logits(self, weights, batch["tokens"])
 
 
-
 @pytest.mark.wide("layouts")
 class TestQwenOfExpertsUnderLayouts(TestQwenOfExperts):
     checks_fields = False

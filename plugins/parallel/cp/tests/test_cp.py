@@ -24,6 +24,9 @@ DROPOUT = ParallelSuite.variants["dropout"]
 
 
 class TestContextParallel(ParallelSuite):
+    test_every_field_of_its_config_has_an_effect = pytest.mark.wide("suites")(
+        ParallelSuite.test_every_field_of_its_config_has_an_effect
+    )
     plugin = "cp"
     layouts = ("cp2", "cp4")
     variants = {

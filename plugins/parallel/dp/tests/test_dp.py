@@ -1,9 +1,14 @@
 """Data parallelism passes the suite of strategies, with large and small buckets."""
 
+import pytest
+
 from mplug.testing import ParallelSuite
 
 
 class TestDataParallel(ParallelSuite):
+    test_every_field_of_its_config_has_an_effect = pytest.mark.wide("suites")(
+        ParallelSuite.test_every_field_of_its_config_has_an_effect
+    )
     plugin = "dp"
     layouts = ("dp2", "dp4")
     variants = {

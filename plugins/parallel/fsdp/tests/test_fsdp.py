@@ -30,6 +30,9 @@ UNEVEN = {"model.vocab_size": 257, "data.vocab_size": 257, "model.hidden_size": 
 
 
 class TestFullyShardedDataParallel(ParallelSuite):
+    test_every_field_of_its_config_has_an_effect = pytest.mark.wide("suites")(
+        ParallelSuite.test_every_field_of_its_config_has_an_effect
+    )
     plugin = "fsdp"
     layouts = ("fsdp2", "dp2fsdp2")
     variants = {

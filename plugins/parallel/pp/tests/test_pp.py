@@ -8,6 +8,9 @@ SCHEDULE = "parallel.pp.schedule"
 
 
 class TestPipelineParallel(ParallelSuite):
+    test_every_field_of_its_config_has_an_effect = pytest.mark.wide("suites")(
+        ParallelSuite.test_every_field_of_its_config_has_an_effect
+    )
     plugin = "pp"
     layouts = ("pp2", "pp4")
     variants = {
@@ -16,7 +19,7 @@ class TestPipelineParallel(ParallelSuite):
         "zb-v": {SCHEDULE: "zb-v", **ParallelSuite.variants["dropout"]},
     }
     refused = {"pp6": ("pp=6", "5 units", "use pp=5 or less")}
-    examples = {"schedule": ["gpipe"]}
+    examples = {"schedule": ["gpipe"], "chunks": [3]}
     beside = {
         "chunks": {SCHEDULE: "interleaved"},
         "group": {SCHEDULE: "interleaved", "trainer.micro_batch_size": 1},

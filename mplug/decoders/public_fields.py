@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mplug.config.public_fields import SHARED_FIELDS
-from mplug.config.public_form import FixedField, PublicField, ReadField, UnusedField, Values
+from mplug.config.public_form import FixedField, PublicField, ReadField, UnusedField, Values, shown
 from mplug.decoders.general import GeneralDecoderConfig
 from mplug.decoders.sparse import SparseDecoderConfig
 
+LAYERS = Values.integer(most=10_000)  # lists of blocks are made before the settings are checked
 TYPES = {"full_attention": "full", "sliding_attention": "window"}
 """Entry of `layer_types` -> entry of `attention_types`."""
 SIZES = {
@@ -39,6 +40,7 @@ def decoder_fields(**defaults: int) -> dict[str, PublicField]:
     return {
         **SHARED_FIELDS,
         **{name: ReadField(defaults[name], Values.integer(), SIZES[name]) for name in SIZES},
+        "num_hidden_layers": ReadField(defaults["num_hidden_layers"], LAYERS, SIZES["num_hidden_layers"]),
         "rms_norm_eps": ReadField(1e-6, Values.positive(), ("norm_eps",)),
         "initializer_range": ReadField(0.02, Values.not_negative(), ("init_std",), training=True),
         "attention_dropout": FixedField(0.0, (0.0,), "the family has no dropout of attention weights"),
@@ -137,8 +139,8 @@ def read_rotary(
     `theta` is the field with the base for a mapping that does not state one.
     """
     kind = given.get("rope_type", given.get("type", "default"))
-    if given.get("type", kind) != kind:
-        raise ValueError(f"its field '{where}' has two types, {kind!r} and {given['type']!r}")
+    if "rope_type" in given and "type" in given and given["type"] != kind:
+        raise ValueError(f"its field '{where}' has two types, {shown(kind)} and {shown(given['type'])}")
     if not isinstance(kind, str) or kind not in _OPTIONS:
         known = Values.one_of(*_OPTIONS)
         raise ValueError(ReadField(None, known).check(f"{where}.rope_type", kind))

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from mplug.decoders.public_fields import rotary_settings as rotary_settings
     from mplug.decoders.public_fields import shortest as shortest
     from mplug.decoders.public_fields import tied_fields as tied_fields
-    from mplug.decoders.public_fields import written_decoder as written_decoder
+    from mplug.decoders.public_fields import written_heads as written_heads
     from mplug.decoders.public_fields import written_rotary as written_rotary
     from mplug.decoders.published import published_names as published_names
     from mplug.decoders.sparse import SparseDecoderConfig as SparseDecoderConfig
@@ -233,7 +233,7 @@ publish(
             "rotary_settings",
             "shortest",
             "tied_fields",
-            "written_decoder",
+            "written_heads",
             "written_rotary",
         ),
         "mplug.decoders.published": ("published_names",),

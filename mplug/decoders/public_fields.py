@@ -197,15 +197,16 @@ def _refuse(name: str, value: Any, values: Values) -> None:
         raise ValueError(problem)
 
 
-def written_decoder(config: SparseDecoderConfig, rope: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that most families write: heads, their width, and rotary positions (`rope_parameters`)."""
-    return {"num_key_value_heads": config.kv_heads, "head_dim": config.head_width, "rope_parameters": dict(rope)}
+def written_heads(config: SparseDecoderConfig) -> dict[str, Any]:
+    """The fields of heads and of their width."""
+    return {"num_key_value_heads": config.kv_heads, "head_dim": config.head_width}
 
 
-def written_rotary(config: GeneralDecoderConfig) -> dict[str, Any]:
-    """The field `rope_parameters` for the blocks without windows."""
-    options: dict[str, Any] = dict(config.rope_scaling or {"type": "default"})
-    return {"rope_type": options.pop("type"), "rope_theta": config.rope_theta, **options}
+def written_rotary(theta: float, scaling: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The fields of rotary positions, in the older and the newer form, so that older releases read the same."""
+    options = dict(scaling or {"type": "default"})
+    rope = {"rope_type": options.pop("type"), "rope_theta": theta, **options}
+    return {"rope_theta": theta, "rope_scaling": rope if scaling else None, "rope_parameters": rope}
 
 
 # Types of attention

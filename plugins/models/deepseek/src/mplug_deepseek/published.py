@@ -88,7 +88,7 @@ def _third(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _written(config: "DeepseekConfig") -> dict[str, Any]:
     return {
-        "rope_parameters": written_rotary(config),
+        **written_rotary(config.rope_theta, config.rope_scaling),
         "moe_intermediate_size": config.expert_width,
         "head_dim": config.qk_rope_head_dim,
         "num_key_value_heads": config.num_attention_heads,

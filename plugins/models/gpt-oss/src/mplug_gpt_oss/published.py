@@ -21,7 +21,7 @@ from mplug import (
     layer_types,
     rotary_fields,
     rotary_settings,
-    written_decoder,
+    written_heads,
     written_rotary,
 )
 
@@ -45,7 +45,11 @@ def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _written(config: "GptOssConfig") -> dict[str, Any]:
-    return {**written_decoder(config, written_rotary(config)), "layer_types": layer_types(config)}
+    return {
+        **written_heads(config),
+        **written_rotary(config.rope_theta, config.rope_scaling),
+        "layer_types": layer_types(config),
+    }
 
 
 GPT_OSS = PublicForm(

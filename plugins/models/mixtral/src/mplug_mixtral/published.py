@@ -14,7 +14,8 @@ from mplug import (
     heads_fields,
     rotary_fields,
     rotary_settings,
-    written_decoder,
+    written_heads,
+    written_rotary,
 )
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ def _rotary(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _written(config: "MixtralConfig") -> dict[str, Any]:
-    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
-    return {**written_decoder(config, rope), "intermediate_size": config.expert_width}
+    rope = written_rotary(config.rope_theta, None)
+    return {**written_heads(config), **rope, "intermediate_size": config.expert_width}
 
 
 MIXTRAL = PublicForm(

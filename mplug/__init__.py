@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from mplug.decoders.public_fields import ROUTER_LOSS_FIELDS as ROUTER_LOSS_FIELDS
     from mplug.decoders.public_fields import SLICES_FIELDS as SLICES_FIELDS
     from mplug.decoders.public_fields import UNTIED_FIELDS as UNTIED_FIELDS
+    from mplug.decoders.public_fields import activation_field as activation_field
     from mplug.decoders.public_fields import attention_types as attention_types
     from mplug.decoders.public_fields import decoder_fields as decoder_fields
     from mplug.decoders.public_fields import heads_fields as heads_fields
@@ -224,6 +225,7 @@ publish(
             "ROUTER_LOSS_FIELDS",
             "SLICES_FIELDS",
             "UNTIED_FIELDS",
+            "activation_field",
             "attention_types",
             "decoder_fields",
             "heads_fields",

@@ -8,6 +8,14 @@ from mplug.config.public_form import FixedField, PublicField, ReadField, UnusedF
 from mplug.decoders.general import GeneralDecoderConfig
 from mplug.decoders.sparse import SparseDecoderConfig
 
+ACTIVATIONS = {
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "gelu": "geglu",
+    "gelu_pytorch_tanh": "geglu_tanh",
+    "gelu_new": "geglu_tanh",
+}
+"""The library's activation of a gate -> model.activation."""
 LAYERS = Values.integer(most=10_000)  # lists of blocks are made before the settings are checked
 TYPES = {"full_attention": "full", "sliding_attention": "window"}
 """Entry of `layer_types` -> entry of `attention_types`."""
@@ -35,7 +43,8 @@ EXPERTS_ALTERING = {"capacity_factor": None, "expert_bias_rate": 0.0}
 def decoder_fields(**defaults: int) -> dict[str, PublicField]:
     """The rows of most families, with the library's default of each size (`SIZES`) of one of them.
 
-    They are the sizes, the norms' epsilon, the standard deviation of initial weights, and `SHARED_FIELDS`.
+    They are the sizes, the activation, the norms' epsilon, the standard deviation of initial weights, and
+    `SHARED_FIELDS`.
     """
     return {
         **SHARED_FIELDS,
@@ -44,8 +53,13 @@ def decoder_fields(**defaults: int) -> dict[str, PublicField]:
         "rms_norm_eps": ReadField(1e-6, Values.positive(), ("norm_eps",)),
         "initializer_range": ReadField(0.02, Values.not_negative(), ("init_std",), training=True),
         "attention_dropout": FixedField(0.0, (0.0,), "the family has no dropout of attention weights"),
-        "hidden_act": FixedField("silu", ("silu",)),
+        **activation_field("hidden_act", "silu"),
     }
+
+
+def activation_field(name: str, default: str) -> dict[str, PublicField]:
+    """The row of the activation of gated MLPs and experts, with the library's default."""
+    return {name: ReadField(default, Values.one_of(*ACTIVATIONS), ("activation",), ACTIVATIONS)}
 
 
 def heads_fields(kv_heads: int | None, head_dim: int | None, *, null: tuple[str, ...]) -> dict[str, PublicField]:

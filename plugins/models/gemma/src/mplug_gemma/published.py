@@ -13,6 +13,7 @@ from mplug import (
     ReadField,
     SumField,
     Values,
+    activation_field,
     attention_types,
     decoder_fields,
     heads_fields,
@@ -28,7 +29,6 @@ from mplug import (
 if TYPE_CHECKING:
     from mplug_gemma.config import GemmaConfig
 
-GELU = FixedField("gelu_pytorch_tanh", ("gelu_pytorch_tanh",))
 CAP = Values.positive().or_null
 SIZES = {
     "hidden_size": 2304,
@@ -40,8 +40,8 @@ SHARED: dict[str, PublicField] = {
     **heads_fields(4, 256, null=()),
     **tied_fields(True),
     **LAYER_TYPES_FIELDS,
-    "hidden_activation": GELU,
-    "hidden_act": GELU,  # of older releases
+    **activation_field("hidden_activation", "gelu_pytorch_tanh"),
+    "hidden_act": FixedField("gelu_pytorch_tanh", ("gelu_pytorch_tanh",), "the library ignores it for Gemma"),
     "attention_bias": ReadField(False, Values.flag(), ("qkv_bias", "attention_out_bias")),
     "query_pre_attn_scalar": ReadField(256, Values.positive()),
     "sliding_window": ReadField(4096, Values.integer(), ("window",)),

@@ -52,6 +52,7 @@ MIXTRAL = PublicForm(
         **UNTIED_FIELDS,
         **ROUTER_LOSS_FIELDS,
         "rms_norm_eps": ReadField(1e-5, Values.positive(), ("norm_eps",)),
+        "hidden_act": FixedField("silu", ("silu", "swish")),
         "sliding_window": FixedField(None, (None,), "the family has no windows"),
         "num_local_experts": ReadField(8, Values.integer(), ("num_experts",)),
         "num_experts_per_tok": ReadField(2, Values.integer(), ("num_experts_per_token",)),

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from mplug.decoders.public_fields import ROUTER_LOSS_FIELDS as ROUTER_LOSS_FIELDS
     from mplug.decoders.public_fields import SLICES_FIELDS as SLICES_FIELDS
     from mplug.decoders.public_fields import UNTIED_FIELDS as UNTIED_FIELDS
+    from mplug.decoders.public_fields import activation_field as activation_field
     from mplug.decoders.public_fields import attention_types as attention_types
     from mplug.decoders.public_fields import decoder_fields as decoder_fields
     from mplug.decoders.public_fields import heads_fields as heads_fields
@@ -72,7 +73,7 @@ if TYPE_CHECKING:
     from mplug.decoders.public_fields import rotary_settings as rotary_settings
     from mplug.decoders.public_fields import shortest as shortest
     from mplug.decoders.public_fields import tied_fields as tied_fields
-    from mplug.decoders.public_fields import written_decoder as written_decoder
+    from mplug.decoders.public_fields import written_heads as written_heads
     from mplug.decoders.public_fields import written_rotary as written_rotary
     from mplug.decoders.published import published_names as published_names
     from mplug.decoders.sparse import SparseDecoderConfig as SparseDecoderConfig
@@ -224,6 +225,7 @@ publish(
             "ROUTER_LOSS_FIELDS",
             "SLICES_FIELDS",
             "UNTIED_FIELDS",
+            "activation_field",
             "attention_types",
             "decoder_fields",
             "heads_fields",
@@ -233,7 +235,7 @@ publish(
             "rotary_settings",
             "shortest",
             "tied_fields",
-            "written_decoder",
+            "written_heads",
             "written_rotary",
         ),
         "mplug.decoders.published": ("published_names",),

@@ -84,6 +84,7 @@ READ: dict[str, dict[str, Any]] = {
     ),
     "llama, yarn's mscales": tiny("llama", rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}),
     "llama, an empty rope_scaling": tiny("llama", rope_scaling={}, rope_theta=50.0),
+    "llama, another gate": tiny("llama", hidden_act="gelu"),
     "qwen2, max_window_layers is 28": tiny("qwen2", **WINDOWS, num_hidden_layers=30),
     "qwen2, max_window_layers is 1": tiny("qwen2", **WINDOWS, max_window_layers=1),
     "qwen2, a window of 0 blocks": tiny("qwen2", use_sliding_window=True, sliding_window=None, max_window_layers=0),
@@ -96,11 +97,14 @@ READ: dict[str, dict[str, Any]] = {
     "qwen3_moe, dense blocks": tiny("qwen3_moe", mlp_only_layers=[0], decoder_sparse_step=2),
     "qwen3_moe, no experts": tiny("qwen3_moe", num_experts=0),
     "qwen3_moe, the alias of num_experts": without("qwen3_moe", "num_experts", num_local_experts=6),
+    "qwen3_moe, another gate": tiny("qwen3_moe", hidden_act="gelu_new", mlp_only_layers=[0]),
     "mixtral, kv heads are absent": without("mixtral", "num_key_value_heads", num_attention_heads=16),
     "mixtral, an older base": tiny("mixtral", rope_theta=100.0),
     "mixtral, null head_dim": tiny("mixtral", head_dim=None),
     "gemma2, caps are null": tiny("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None),
     "gemma2, biases": tiny("gemma2", attention_bias=True, query_pre_attn_scalar=24),
+    "gemma2, another gate": tiny("gemma2", hidden_activation="gelu"),
+    "gemma3, another gate": tiny("gemma3_text", hidden_activation="silu"),
     "gemma2, scaled": tiny("gemma2", rope_parameters=LINEAR, layer_types=TYPES),
     "gemma3, the older form": tiny("gemma3_text", **BASES, rope_scaling={"rope_type": "linear", "factor": 8.0}),
     "gemma3, sliding_attention alone": tiny("gemma3_text", rope_parameters={"sliding_attention": {"rope_theta": 50.0}}),
@@ -124,6 +128,9 @@ READ: dict[str, dict[str, Any]] = {
     "deepseek-v2, kv heads are absent": without("deepseek_v2", "num_key_value_heads"),
     "deepseek-v2, shared experts are absent": tiny("deepseek_v2", norm_topk_prob=None),
     "deepseek-v2, scaled": tiny("deepseek_v2", rope_scaling={**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}),
+    "deepseek-v2, no experts": tiny("deepseek_v2", first_k_dense_replace=3),
+    "deepseek-v3, no experts": tiny("deepseek_v3", first_k_dense_replace=7),
+    "deepseek-v3, another gate": tiny("deepseek_v3", hidden_act="gelu_pytorch_tanh"),
     "deepseek-v3, groups and scale are absent": without(
         "deepseek_v3", "n_group", "topk_group", n_routed_experts=16, num_experts_per_tok=5
     ),
@@ -247,6 +254,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no window in Gemma": (tiny("gemma2", sliding_window=None), "'sliding_window' is null, but must be an integer"),
     "bidirectional attention": (tiny("gemma2", use_bidirectional_attention=True), "'use_bidirectional_attention' is"),
     # gpt-oss
+    "a gate that the library ignores": (tiny("gpt_oss", hidden_act="gelu"), "only (the library ignores other values"),
     "a limit of its own": (tiny("gpt_oss", swiglu_limit=5.0), "'swiglu_limit' is 5.0, but the family supports 7.0"),
     "another name of the choices": (
         tiny("gpt_oss", experts_per_token=4),

@@ -152,6 +152,23 @@ def test_what_is_written_is_the_librarys_model_with_each_setting(kind: str) -> N
     assert compared > 10
 
 
+@pytest.mark.parametrize("kind", [kind for kind in FORMS if kind != "gpt2"])
+def test_releases_without_rope_parameters_read_the_same_rotary_positions(kind: str) -> None:
+    """They ignore this field, and would take their default base without scaling."""
+    base = described(tiny(kind))
+    scalings = (None,) if kind == "mixtral" else (None, YARN, {"type": "linear", "factor": 3.0})
+    for scaling in scalings:
+        changes = {"rope_theta": 321.0} if scaling is None else {"rope_theta": 321.0, "rope_scaling": scaling}
+        changes |= {"rope_scaling": None} if kind == "gpt_oss" and scaling is None else {}
+        config = type(base)(**{**base.model_dump(), **changes})
+        fields = written(plugin_of(kind), config)
+        older = {name: value for name, value in fields.items() if name != "rope_parameters"}
+        if kind == "gpt_oss" and scaling is None:  # without the field, the library of the tests takes its YaRN
+            assert older["rope_scaling"] is None
+            continue
+        assert described(older, config).computes_like(config)
+
+
 def test_the_usual_factor_of_scores_is_exported_however_it_is_spelled() -> None:
     gemma = described(tiny("gemma2"))
     for scale in (None, gemma.head_dim**-0.5):

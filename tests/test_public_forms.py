@@ -4,9 +4,11 @@ import re
 from typing import Any
 
 import pytest
+from config_fields import forms, plugin_of, tiny
 from pydantic import BaseModel, ConfigDict, Field
 
 from mplug import SHARED_FIELDS, FixedField, PublicForm, ReadField, SumField, UnusedField, Values
+from mplug.registry.bind_section import bind
 from mplug.registry.public_export import written
 from mplug.testing.published import require_tables
 from mplug.testing.suite import Fault
@@ -120,3 +122,39 @@ def test_the_suite_finds_a_table_that_overlooks_something(changes: dict[str, Any
     require_tables(family(form()))
     with pytest.raises(Fault, match=fault):
         require_tables(family(form(**changes)))
+
+
+STRANGE: list[Any] = [None, True, 0, -1, 7, 1.5, -0.0, 1e-320, 1e308, float("nan"), float("inf"), 1 << 70, 10**400]
+STRANGE += ["", "silu", "yarn", [], [1], ["full_attention"], {}, {"a": {}}, {"rope_type": "yarn"}, {"rope_type": []}]
+OPTIONS = ("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "beta_slow", "truncate")
+OPTIONS = (*OPTIONS, "mscale_all_dim", "low_freq_factor", "partial_rotary_factor", "full_attention", "short_factor")
+
+
+@pytest.mark.parametrize("kind", forms())
+def test_any_value_of_any_field_is_read_or_refused_in_one_sentence(kind: str) -> None:
+    """ValueError is a refusal; another exception would be a traceback of the family."""
+    table, model = forms()[kind][1], plugin_of(kind).Config
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    changes: list[dict[str, Any]] = [
+        {name: value} for name, row in table.fields.items() if not isinstance(row, UnusedField) for value in STRANGE
+    ]
+    if "rope_parameters" in table.fields:
+        for option in OPTIONS:
+            for value in STRANGE:
+                options = {**yarn, option: value}
+                changes += [{"rope_parameters": options}, {"rope_scaling": options}]
+                changes += [{"rope_parameters": {"full_attention": options, "sliding_attention": value}}]
+    refusals = [refusal(table, model, tiny(kind, **change)) for change in changes]
+    assert all(len(one.splitlines()) <= 1 and len(one) < 500 for one in refusals)
+    assert sum(map(bool, refusals)) > len(changes) / 2
+
+
+def refusal(table: PublicForm, model: type[BaseModel], given: dict[str, Any]) -> str:
+    """Why a config.json is refused; empty if it describes a model."""
+    try:
+        found = table.read(given)
+    except ValueError as error:
+        return str(error)
+    _, problems = bind(model, {**found.choices, **found.fixed})
+    assert not any(one.is_fault for one in problems), (given, problems)
+    return problems[0].sentence if problems else ""

@@ -15,6 +15,9 @@ from mplug.errors import brief, listed, suggest
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Fields with numbers of tokens, which the tokenizer's files state."""
 
+LARGEST = (1 << 63) - 1
+"""The largest integer of a field that is read."""
+
 
 @dataclass(frozen=True)
 class Values:
@@ -31,9 +34,11 @@ class Values:
         return Values(lambda value: value is None or self.accepts(value), f"{self.text}, or null", self.samples)
 
     @staticmethod
-    def integer(least: int = 1) -> "Values":
-        """Integers of at least `least`."""
-        return Values(lambda value: type(value) is int and value >= least, f"an integer of at least {least}")
+    def integer(least: int = 1, most: int | None = None) -> "Values":
+        """Integers of at least `least`, and of at most `most` if there is a limit."""
+        text = f"an integer of at least {least}" + (f" and at most {most}" if most is not None else "")
+        limit = LARGEST if most is None else most
+        return Values(lambda value: type(value) is int and least <= value <= limit, text)
 
     @staticmethod
     def positive() -> "Values":
@@ -83,7 +88,7 @@ class Values:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return abs(value) <= LARGEST if type(value) is int else type(value) is float and math.isfinite(value)
 
 
 def same_value(one: Any, other: Any) -> bool:
@@ -112,6 +117,8 @@ class ReadField:
         """What is wrong with a value; None if it is supported."""
         if self.values.accepts(value):
             return None
+        if type(value) is int and abs(value) > LARGEST:
+            return f"its field '{name}' is an integer of {value.bit_length()} bits, which is too large"
         if self.values.text.startswith(("a ", "an ")):
             return f"its field '{name}' is {shown(value)}, but must be {self.values.text}"
         return f"its field '{name}' is {shown(value)}, but the family supports {self.values.text} only"

@@ -4,10 +4,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mplug.config.public_fields import SHARED_FIELDS
-from mplug.config.public_form import FixedField, PublicField, ReadField, UnusedField, Values
+from mplug.config.public_form import FixedField, PublicField, ReadField, UnusedField, Values, shown
 from mplug.decoders.general import GeneralDecoderConfig
 from mplug.decoders.sparse import SparseDecoderConfig
 
+ACTIVATIONS = {
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "gelu": "geglu",
+    "gelu_pytorch_tanh": "geglu_tanh",
+    "gelu_new": "geglu_tanh",
+}
+"""The library's activation of a gate -> model.activation."""
+LAYERS = Values.integer(most=10_000)  # lists of blocks are made before the settings are checked
 TYPES = {"full_attention": "full", "sliding_attention": "window"}
 """Entry of `layer_types` -> entry of `attention_types`."""
 SIZES = {
@@ -34,16 +43,23 @@ EXPERTS_ALTERING = {"capacity_factor": None, "expert_bias_rate": 0.0}
 def decoder_fields(**defaults: int) -> dict[str, PublicField]:
     """The rows of most families, with the library's default of each size (`SIZES`) of one of them.
 
-    They are the sizes, the norms' epsilon, the standard deviation of initial weights, and `SHARED_FIELDS`.
+    They are the sizes, the activation, the norms' epsilon, the standard deviation of initial weights, and
+    `SHARED_FIELDS`.
     """
     return {
         **SHARED_FIELDS,
         **{name: ReadField(defaults[name], Values.integer(), SIZES[name]) for name in SIZES},
+        "num_hidden_layers": ReadField(defaults["num_hidden_layers"], LAYERS, SIZES["num_hidden_layers"]),
         "rms_norm_eps": ReadField(1e-6, Values.positive(), ("norm_eps",)),
         "initializer_range": ReadField(0.02, Values.not_negative(), ("init_std",), training=True),
         "attention_dropout": FixedField(0.0, (0.0,), "the family has no dropout of attention weights"),
-        "hidden_act": FixedField("silu", ("silu",)),
+        **activation_field("hidden_act", "silu"),
     }
+
+
+def activation_field(name: str, default: str) -> dict[str, PublicField]:
+    """The row of the activation of gated MLPs and experts, with the library's default."""
+    return {name: ReadField(default, Values.one_of(*ACTIVATIONS), ("activation",), ACTIVATIONS)}
 
 
 def heads_fields(kv_heads: int | None, head_dim: int | None, *, null: tuple[str, ...]) -> dict[str, PublicField]:
@@ -137,8 +153,8 @@ def read_rotary(
     `theta` is the field with the base for a mapping that does not state one.
     """
     kind = given.get("rope_type", given.get("type", "default"))
-    if given.get("type", kind) != kind:
-        raise ValueError(f"its field '{where}' has two types, {kind!r} and {given['type']!r}")
+    if "rope_type" in given and "type" in given and given["type"] != kind:
+        raise ValueError(f"its field '{where}' has two types, {shown(kind)} and {shown(given['type'])}")
     if not isinstance(kind, str) or kind not in _OPTIONS:
         known = Values.one_of(*_OPTIONS)
         raise ValueError(ReadField(None, known).check(f"{where}.rope_type", kind))
@@ -195,15 +211,16 @@ def _refuse(name: str, value: Any, values: Values) -> None:
         raise ValueError(problem)
 
 
-def written_decoder(config: SparseDecoderConfig, rope: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that most families write: heads, their width, and rotary positions (`rope_parameters`)."""
-    return {"num_key_value_heads": config.kv_heads, "head_dim": config.head_width, "rope_parameters": dict(rope)}
+def written_heads(config: SparseDecoderConfig) -> dict[str, Any]:
+    """The fields of heads and of their width."""
+    return {"num_key_value_heads": config.kv_heads, "head_dim": config.head_width}
 
 
-def written_rotary(config: GeneralDecoderConfig) -> dict[str, Any]:
-    """The field `rope_parameters` for the blocks without windows."""
-    options: dict[str, Any] = dict(config.rope_scaling or {"type": "default"})
-    return {"rope_type": options.pop("type"), "rope_theta": config.rope_theta, **options}
+def written_rotary(theta: float, scaling: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The fields of rotary positions, in the older and the newer form, so that older releases read the same."""
+    options = dict(scaling or {"type": "default"})
+    rope = {"rope_type": options.pop("type"), "rope_theta": theta, **options}
+    return {"rope_theta": theta, "rope_scaling": rope if scaling else None, "rope_parameters": rope}
 
 
 # Types of attention

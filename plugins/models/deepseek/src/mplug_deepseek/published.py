@@ -60,35 +60,36 @@ def _experts(routed: int, shared: int, width: int, first: int, scale: float) -> 
     }
 
 
-def _rotary(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary positions; the scale of attention needs YaRN's factor."""
+def _common(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary positions; the scale of attention needs YaRN's factor. No experts if all blocks are dense."""
     for name in ("rope_scaling", "rope_parameters"):
         given = values[name] or {}
         if given.get("mscale_all_dim") and given.get("factor", 1) is None:
             raise ValueError(f"its field '{name}.factor' is null, but 'mscale_all_dim' needs it")
-    return rotary_settings(values)
+    dense = values["first_k_dense_replace"] >= values["num_hidden_layers"]
+    return {**rotary_settings(values), **({"num_experts": 0, "num_dense_layers": 0} if dense else {})}
 
 
 def _second(values: Mapping[str, Any]) -> dict[str, Any]:
     """The score of a group is that of its best expert; the method 'greedy' has no groups."""
     if values["topk_method"] != GROUPED:
-        return {**_rotary(values), "moe_router_num_groups": 1, "moe_router_top_groups": 1}
+        return {**_common(values), "moe_router_num_groups": 1, "moe_router_top_groups": 1}
     groups, top = values["n_group"], values["topk_group"]
     if groups is None or top is None:
         raise ValueError(f"its field 'topk_method' is \"{GROUPED}\", which needs 'n_group' and 'topk_group'")
-    return {**_rotary(values), "moe_router_num_groups": groups, "moe_router_top_groups": top}
+    return {**_common(values), "moe_router_num_groups": groups, "moe_router_top_groups": top}
 
 
 def _third(values: Mapping[str, Any]) -> dict[str, Any]:
     """The score of a group is the sum of its two best experts."""
     if values["n_routed_experts"] < 2 * values["n_group"]:
         raise ValueError("its field 'n_group' leaves a group fewer than 2 experts, whose scores make that of a group")
-    return _rotary(values)
+    return _common(values)
 
 
 def _written(config: "DeepseekConfig") -> dict[str, Any]:
     return {
-        "rope_parameters": written_rotary(config),
+        **written_rotary(config.rope_theta, config.rope_scaling),
         "moe_intermediate_size": config.expert_width,
         "head_dim": config.qk_rope_head_dim,
         "num_key_value_heads": config.num_attention_heads,

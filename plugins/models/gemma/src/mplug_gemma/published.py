@@ -13,6 +13,7 @@ from mplug import (
     ReadField,
     SumField,
     Values,
+    activation_field,
     attention_types,
     decoder_fields,
     heads_fields,
@@ -21,14 +22,13 @@ from mplug import (
     rotary_fields,
     rotary_settings,
     tied_fields,
-    written_decoder,
+    written_heads,
     written_rotary,
 )
 
 if TYPE_CHECKING:
     from mplug_gemma.config import GemmaConfig
 
-GELU = FixedField("gelu_pytorch_tanh", ("gelu_pytorch_tanh",))
 CAP = Values.positive().or_null
 SIZES = {
     "hidden_size": 2304,
@@ -40,8 +40,8 @@ SHARED: dict[str, PublicField] = {
     **heads_fields(4, 256, null=()),
     **tied_fields(True),
     **LAYER_TYPES_FIELDS,
-    "hidden_activation": GELU,
-    "hidden_act": GELU,  # of older releases
+    **activation_field("hidden_activation", "gelu_pytorch_tanh"),
+    "hidden_act": FixedField("gelu_pytorch_tanh", ("gelu_pytorch_tanh",), "the library ignores it for Gemma"),
     "attention_bias": ReadField(False, Values.flag(), ("qkv_bias", "attention_out_bias")),
     "query_pre_attn_scalar": ReadField(256, Values.positive()),
     "sliding_window": ReadField(4096, Values.integer(), ("window",)),
@@ -84,8 +84,8 @@ def _third(values: Mapping[str, Any]) -> dict[str, Any]:
 def _rotary_of_types(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The rotary positions of blocks without windows, and of those with windows."""
     older, newer = values["rope_scaling"], values["rope_parameters"]
-    if older is not None and newer is not None:
-        raise ValueError("it has both 'rope_parameters' and 'rope_scaling'; remove one of them")
+    if older is not None and newer is not None and newer.get("full_attention") != older:
+        raise ValueError("its fields 'rope_parameters' and 'rope_scaling' contradict each other")
     if older and "rope_type" not in older:
         raise ValueError("its field 'rope_scaling' lacks 'rope_type', without which the library ignores it")
     types = {"full_attention": older or {}} if newer is None else newer
@@ -113,6 +113,7 @@ def _scale(values: Mapping[str, Any]) -> float:
 def _written(config: "GemmaConfig") -> dict[str, Any]:
     scale = config.attention_scale or config.head_width**-0.5
     return {
+        **written_heads(config),
         "query_pre_attn_scalar": round(scale**-2),
         "sliding_window": config.window or 4096,
         "layer_types": layer_types(config),
@@ -120,13 +121,15 @@ def _written(config: "GemmaConfig") -> dict[str, Any]:
 
 
 def _written_second(config: "GemmaConfig") -> dict[str, Any]:
-    return {**_written(config), **written_decoder(config, written_rotary(config))}
+    return {**_written(config), **written_rotary(config.rope_theta, config.rope_scaling)}
 
 
 def _written_third(config: "GemmaConfig") -> dict[str, Any]:
-    local = {"rope_type": "default", "rope_theta": config.window_rope_theta or config.rope_theta}
-    types = {"full_attention": written_rotary(config), "sliding_attention": local}
-    return {**_written(config), **written_decoder(config, types)}
+    base = config.window_rope_theta or config.rope_theta
+    full = written_rotary(config.rope_theta, config.rope_scaling)
+    local = written_rotary(base, None)
+    types = {"full_attention": full["rope_parameters"], "sliding_attention": local["rope_parameters"]}
+    return {**_written(config), **full, "rope_local_base_freq": base, "rope_parameters": types}
 
 
 GEMMA2 = PublicForm(

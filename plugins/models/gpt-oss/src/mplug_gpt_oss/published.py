@@ -21,7 +21,7 @@ from mplug import (
     layer_types,
     rotary_fields,
     rotary_settings,
-    written_decoder,
+    written_heads,
     written_rotary,
 )
 
@@ -45,7 +45,11 @@ def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _written(config: "GptOssConfig") -> dict[str, Any]:
-    return {**written_decoder(config, written_rotary(config)), "layer_types": layer_types(config)}
+    return {
+        **written_heads(config),
+        **written_rotary(config.rope_theta, config.rope_scaling),
+        "layer_types": layer_types(config),
+    }
 
 
 GPT_OSS = PublicForm(
@@ -71,6 +75,7 @@ GPT_OSS = PublicForm(
         "num_local_experts": ReadField(128, Values.integer(), ("num_experts",)),
         "num_experts_per_tok": ReadField(4, Values.integer(), ("num_experts_per_token",)),
         "experts_per_token": SumField(None, ("num_experts_per_tok",)),  # the library ignores it
+        "hidden_act": FixedField("silu", ("silu",), "the library ignores other values for gpt-oss"),
         "swiglu_limit": FixedField(7.0, (7.0,)),
         "swiglu_alpha": FixedField(1.702, (1.702,)),
         "initial_context_length": UnusedField("the scaling of rotary positions states this length itself"),

@@ -14,7 +14,7 @@ from mplug import (
     rotary_fields,
     rotary_settings,
     tied_fields,
-    written_decoder,
+    written_heads,
     written_rotary,
 )
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def _written(config: "LlamaConfig") -> dict[str, Any]:
-    return written_decoder(config, written_rotary(config))
+    return {**written_heads(config), **written_rotary(config.rope_theta, config.rope_scaling)}
 
 
 LLAMA = PublicForm(

@@ -14,7 +14,8 @@ from mplug import (
     heads_fields,
     rotary_fields,
     rotary_settings,
-    written_decoder,
+    written_heads,
+    written_rotary,
 )
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ def _rotary(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _written(config: "MixtralConfig") -> dict[str, Any]:
-    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
-    return {**written_decoder(config, rope), "intermediate_size": config.expert_width}
+    rope = written_rotary(config.rope_theta, None)
+    return {**written_heads(config), **rope, "intermediate_size": config.expert_width}
 
 
 MIXTRAL = PublicForm(
@@ -51,6 +52,7 @@ MIXTRAL = PublicForm(
         **UNTIED_FIELDS,
         **ROUTER_LOSS_FIELDS,
         "rms_norm_eps": ReadField(1e-5, Values.positive(), ("norm_eps",)),
+        "hidden_act": FixedField("silu", ("silu", "swish")),
         "sliding_window": FixedField(None, (None,), "the family has no windows"),
         "num_local_experts": ReadField(8, Values.integer(), ("num_experts",)),
         "num_experts_per_tok": ReadField(2, Values.integer(), ("num_experts_per_token",)),

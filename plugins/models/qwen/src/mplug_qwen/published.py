@@ -21,7 +21,7 @@ from mplug import (
     rotary_settings,
     shortest,
     tied_fields,
-    written_decoder,
+    written_heads,
     written_rotary,
 )
 
@@ -96,7 +96,8 @@ def _written_windows(config: "QwenConfig") -> dict[str, Any]:
     """The fields of heads, rotary positions and windows."""
     has_windows = "sliding_attention" in layer_types(config)
     return {
-        **written_decoder(config, written_rotary(config)),
+        **written_heads(config),
+        **written_rotary(config.rope_theta, config.rope_scaling),
         "use_sliding_window": has_windows,
         "sliding_window": config.window if has_windows else None,
     }

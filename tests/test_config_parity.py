@@ -138,6 +138,8 @@ NOTED: dict[str, tuple[str, Fields]] = {
         {**SIZES, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
     ),
     "windows of two bases": ("gemma3_text", {**SIZES, "sliding_window": 3, "sliding_window_pattern": 2}),
+    "another gate": ("llama", {**SIZES, "hidden_act": "gelu"}),
+    "dense blocks alone": ("deepseek_v3", {**LATENT, "first_k_dense_replace": 2}),
     "soft caps": ("gemma2", {**SIZES, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
 }
 """Configs that were read wrongly once, or that few generated cases have: accepted, and equal."""

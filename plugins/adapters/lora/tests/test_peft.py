@@ -31,6 +31,8 @@ from mplug.registry.public import with_public_settings  # noqa: E402
 from mplug.registry.resolve import resolve  # noqa: E402
 from mplug.run.prepare import prepare  # noqa: E402
 from mplug.run.run import Run  # noqa: E402
+from mplug.testing import run_workers  # noqa: E402
+from mplug.testing.harness import as_rank  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::UserWarning:peft"
@@ -292,6 +294,33 @@ def test_files_of_peft_return_bit_by_bit_and_peft_loads_ours(
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     with torch.no_grad():
         assert off(merged(tokens).logits, pair.model.eval()(tokens).logits) < 1e-5
+
+
+def off_on_a_rank(settings: dict[str, Any], expected: dict[str, Tensor]) -> float:
+    """Be a rank: the largest error of its parts of the adapters that are loaded from a folder."""
+    run = as_rank(run_of(settings))
+    model = build_model(run)
+    allocate_parts(run, model)
+    fill_from(open_public(Path(settings["checkpoint.pretrained.path"])), run, model, weights_of(model))
+    model.listen()
+    load_adapters(run, model, make_pieces(model))
+    found, errors = model.parameters(), []
+    for name, whole in expected.items():
+        for part in model.placements[name].boxes(run.rank):
+            values = box(found[name].detach(), part.offset, part.shape)
+            errors.append(float((values - box(whole, part.start, part.shape)).abs().max()))
+    return max(errors)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2"])
+def test_every_rank_loads_its_part_of_the_adapters(pairs: Any, layout: str) -> None:
+    """DoRA stores a magnitude less the norm of its row, to which every rank that divides the row contributes."""
+    pair = pairs("llama dora")
+    _, model = loaded(pair)
+    expected = {n: p.detach() for n, p in model.parameters().items() if p.requires_grad}
+    assert any("magnitude" in name for name in expected), sorted(expected)
+    for error in run_workers(2, off_on_a_rank, {**pair.settings, "parallel.layout": layout}, expected):
+        assert error < 1e-5
 
 
 @pytest.mark.parametrize(

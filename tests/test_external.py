@@ -70,6 +70,30 @@ RESHAPED = (
 )
 
 
+CROSSED = (
+    ExternalMap(
+        ((Factor("a", 2), Factor("b", 3)), (Factor("c", 4), Factor("e", 2))),
+        "x",
+        ((Factor("b", 3), Factor("a", 2)), (Factor("e", 2), Factor("c", 4))),
+    ),
+)
+"""In both dimensions of both tensors two factors."""
+DEALT = tuple(
+    ExternalMap(((Factor("n", D, place, D // 2, 2),), (Factor("f", F),)), f"{name}.{{n}}", ((Factor("f", F),),))
+    for place, name in enumerate(("even", "odd"))
+)
+"""Every row has a public tensor of its own; even and odd rows have other names."""
+BESIDE = tuple(
+    ExternalMap(
+        ((Factor("s", 2, place, 1), Factor("f", F)), (Factor("d", D),)),
+        "x",
+        ((Factor("f", F),), (Factor("d", D),), (Factor("which", 2, place, 1),)),
+    )
+    for place in range(2)
+)
+"""The last dimension of theirs says which segment of ours."""
+
+
 def grouped() -> tuple[ExternalMap, ...]:
     """Megatron's order: for each group its R queries, a key and a value; ours has all queries, all keys, all values."""
     starts = [*((number, R) for number in range(R)), (G * R, 1), (G * (R + 1), 1)]
@@ -111,6 +135,13 @@ CASES: dict[str, tuple[str, Any, Any]] = {
     ),
     "pairs to halves": ("q", HALVES, lambda t: t["q"].view(G * R, K // 2, 2, D).transpose(1, 2).reshape(-1, D)),
     "grouped": ("qkv", grouped(), lambda t: ungrouped(t["fused"])),
+    "crossed": ("down", CROSSED, lambda t: t["x"].view(3, 2, 2, 4).permute(1, 0, 3, 2).reshape(D, F)),
+    "dealt": (
+        "down",
+        DEALT,
+        lambda t: torch.stack([t[f"{('even', 'odd')[n % 2]}.{n}"] for n in range(D)]),
+    ),
+    "beside each other": ("up", BESIDE, lambda t: torch.cat([t["x"][..., 0], t["x"][..., 1]])),
     "reshaped": ("down", RESHAPED, lambda t: t["x"].permute(2, 1, 0).reshape(D, F)),
 }
 

@@ -360,6 +360,49 @@ def test_a_number_that_is_not_finite_on_one_rank_makes_the_scale_of_all_ranks_na
     assert all(scale != scale for scale in run_workers(2, infinite))
 
 
+SHAPES = {"a": (2, 3), "b": (4, 2)}
+"""The rows of each of two ranks."""
+
+
+def rows_of(name: str, rank: int) -> Tensor:
+    rows, width = SHAPES[name]
+    return torch.arange(1, rows * width + 1, dtype=torch.float32).view(rows, width) * (rank + 1 + 10 * (name == "b"))
+
+
+def cast_in_pairs() -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """Be one of four ranks in two groups: what is sent of each of two weights, and what is not."""
+    rank = dist.get_rank()
+    group = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
+    form = GatheredForm(
+        lambda rows, largest, _: (rows / largest, largest.clone(), 3 * largest),
+        (True, False, False),
+        lambda rows, _: rows.amax().view(1),
+    )
+    layers, own = list[Linear](), list[Rows]()
+    for name, (rows, width) in SHAPES.items():
+        layer = Linear(width, 2 * rows, bias=False)
+        layer.weight = nn.Parameter(rows_of(name, rank))
+        like = form.cast(torch.zeros(2 * rows, width), torch.ones(1), {})
+        copies = GatheredCopies(layer, "Linear.product", "casts", form, "kernels/fp8", like, 0)
+        layers.append(layer)
+        place = Place(layer._parameters, "weight")
+        own.append(Rows(name, layer.weight, (2 * rows, width), None, [place], copies))
+    whole = [torch.zeros(2 * rows, width) for rows, width in SHAPES.values()]
+    unit = UnitCopies(own, whole, torch.float32, group, torch.device("cpu"))
+    sent = unit.cast()
+    unit.show()
+    return {name: (one, *layer.casts[1:]) for name, one, layer in zip(SHAPES, sent, layers, strict=True)}
+
+
+def test_every_weight_is_cast_with_the_largest_value_of_its_own_rows_on_the_ranks_of_its_group() -> None:
+    found = run_workers(4, cast_in_pairs)
+    for rank, weights in enumerate(found):
+        for name, (sent, largest, thrice) in weights.items():
+            expected = max(float(rows_of(name, one).max()) for one in (rank % 2, rank % 2 + 2))
+            assert torch.equal(sent, (rows_of(name, rank) / expected).flatten())
+            assert (largest.tolist(), thrice.tolist()) == ([expected], [3 * expected])
+
+
 def gathered_once(device: str, recipe: Settings) -> None:
     """Be the only rank: a unit's copies before, during and after a pass, for two versions of the weight."""
     if device == "cuda":

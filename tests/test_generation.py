@@ -56,7 +56,7 @@ STAGED = [("gpt", "1f1b"), ("llama", "interleaved"), ("gpt", "zb-v"), ("llama", 
 LAYOUTS = [
     ("tp2", "gpt", {}),
     *(pytest.param("pp2", name, {**STAGES, SCHEDULE: one}, marks=WIDE) for name, one in STAGED),
-    pytest.param("tp2pp2", "gpt", {}, marks=WIDE),
+    ("tp2pp2", "gpt", {}),
     pytest.param("tp2pp2", "llama", {**STAGES, SCHEDULE: "interleaved"}, marks=WIDE),
     pytest.param("dp2pp2", "qwen", {}, marks=WIDE),
     pytest.param("pp3", "gemma", {**STAGES, SCHEDULE: "dualpipe-v", "model.num_layers": 6}, marks=WIDE),

@@ -96,7 +96,7 @@ BOUNDS: dict[str, tuple[float, tuple[float, ...]]] = {
     "bf16": (0.005, (0.04,) * STEPS),
     "fp8": (0.02, (0.05, 0.12, 0.25)),
 }
-"""Largest relative errors of losses, and of the gradient norm of each step. A lost or doubled part of a gradient changes
+"""Largest relative errors of losses, and of each step's gradient norm. A lost or doubled part of a gradient changes
 the norm of the first step by more. Later steps differ more, because each update amplifies the rounding of FP8: on an
 H100, the norms of Gemma are off by 0.011, 0.032 and 0.128.
 """

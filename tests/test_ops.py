@@ -291,3 +291,27 @@ def test_a_pair_around_two_parallel_linears_gives_what_the_whole_linears_give(fu
         close(output, part(y.detach(), rank))
         close(grad_x, part(x.grad, rank))
         close(grad_up, up.grad.chunk(size, 0)[rank])
+
+
+def from_the_end() -> list[tuple[Case, bool, bool]]:
+    """Of each case with dimensions: whether negative ones give the same output and the same gradient."""
+    group, found = dist.group.WORLD, []
+    assert group is not None
+    for name, dims in CASES:
+        if not dims:
+            continue
+        results = []
+        for chosen in (dims, tuple(dim - len(SHAPE) for dim in dims)):
+            x = input_of(name, group.rank()).requires_grad_()
+            y = getattr(ops, name)(x, group, *chosen)
+            y.backward(upstream_of(name, dims, group.size(), group.rank()))
+            results.append((y.detach(), x.grad))
+        (y, gradient), (other, other_gradient) = results
+        found.append(((name, dims), torch.equal(y, other), torch.equal(gradient, other_gradient)))
+    return found
+
+
+def test_a_negative_dimension_counts_from_the_end() -> None:
+    for found in run_workers(2, from_the_end):
+        assert len(found) == 18
+        assert [case for case, *same in found if not all(same)] == []

@@ -8,11 +8,13 @@ Tests start workers from a forkserver of multiprocessing, which would import tor
 forkserver from itself before it imports any test; that one imports nothing until its first worker is needed.
 """
 
+import ctypes
 import faulthandler
 import importlib
 import json
 import os
 import select
+import signal
 import sys
 import threading
 import types
@@ -28,10 +30,12 @@ PRELOADED = (
 )
 """Modules of other projects that sessions find imported; those that are not installed are skipped."""
 ANSWERS = 1
+PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """Serve until standard input ends."""
+    _end_with_parent()
     answers = os.fdopen(os.dup(ANSWERS), "w")
     os.dup2(2, ANSWERS)  # what imports print
     with warnings.catch_warnings():
@@ -51,9 +55,15 @@ def main() -> None:
         print(json.dumps({"status": os.waitstatus_to_exitcode(status)}), file=answers, flush=True)
 
 
+def _end_with_parent() -> None:
+    """Be killed when the process (on Linux, the thread) that started this one ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _session(request: dict[str, Any]) -> None:
     """Run pytest in this process, which leads a session of its own, and leave."""
     os.setsid()
+    _end_with_parent()
     nothing = os.open(os.devnull, os.O_RDONLY)
     output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for number, file in ((0, nothing), (1, output), (2, output)):

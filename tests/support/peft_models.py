@@ -27,6 +27,7 @@ from mplug.registry.public import with_public_settings
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
+from mplug.testing.harness import as_rank
 
 VOCAB = 64
 EXACT = 1e-10
@@ -148,10 +149,15 @@ def run_of(settings: dict[str, Any]) -> Run:
 
 
 def loaded(pair: Pair) -> tuple[Run, Model]:
-    run = run_of(pair.settings)
+    return loaded_here(pair.settings, pair.base)
+
+
+def loaded_here(settings: dict[str, Any], base: Path) -> tuple[Run, Model]:
+    """The base model and its adapters; this rank's part of them if there is a process group."""
+    run = as_rank(run_of(settings))
     model = build_model(run)
     allocate_parts(run, model)
-    fill_from(open_public(pair.base), run, model, weights_of(model))
+    fill_from(open_public(base), run, model, weights_of(model))
     model.listen(model.master_dtype)
     load_adapters(run, model, make_pieces(model))
     return run, model

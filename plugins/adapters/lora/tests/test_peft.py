@@ -20,6 +20,7 @@ from peft_models import (  # noqa: E402
     box,
     exact,
     loaded,
+    loaded_here,
     off,
     published,
     run_of,
@@ -32,6 +33,7 @@ from mplug.checkpoint.transfer import fill_theirs  # noqa: E402
 from mplug.cli import main  # noqa: E402
 from mplug.errors import UsageError  # noqa: E402
 from mplug.model.build import build_model  # noqa: E402
+from mplug.testing import run_workers  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::UserWarning:peft"
@@ -165,6 +167,28 @@ def test_files_of_peft_return_bit_by_bit_and_peft_loads_ours(
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     with torch.no_grad():
         assert off(merged(tokens).logits, pair.model.eval()(tokens).logits) < 1e-5
+
+
+def off_on_a_rank(settings: dict[str, Any], base: Path, expected: dict[str, Tensor]) -> float:
+    """Be a rank: the largest error of its parts of the adapters that are loaded from a folder."""
+    run, model = loaded_here(settings, base)
+    found, errors = model.parameters(), []
+    for name, whole in expected.items():
+        for part in model.placements[name].boxes(run.rank):
+            values = box(found[name].detach(), part.offset, part.shape)
+            errors.append(float((values - box(whole, part.start, part.shape)).abs().max()))
+    return max(errors)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2"])
+def test_every_rank_loads_its_part_of_the_adapters(pairs: Any, layout: str) -> None:
+    """DoRA stores a magnitude less the norm of its row, to which every rank that divides the row contributes."""
+    pair = pairs("llama dora")
+    _, model = loaded(pair)
+    expected = {n: p.detach() for n, p in model.parameters().items() if p.requires_grad}
+    assert any("magnitude" in name for name in expected), sorted(expected)
+    for error in run_workers(2, off_on_a_rank, {**pair.settings, "parallel.layout": layout}, pair.base, expected):
+        assert error < EXACT
 
 
 @pytest.mark.parametrize(

@@ -160,3 +160,23 @@ def test_the_cases_have_documents_over_borders_of_every_kind() -> None:
         assert sum(lengths) == S
         assert borders - ends, "a document on both sides of a border"
     assert any(length % 2 for lengths in LENGTHS for length in lengths)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "copies"), [(4, 1, 2, 2), (6, 3, 2, 2), (8, 2, 2, 1), (12, 4, 6, 3)]
+)
+@pytest.mark.parametrize("length", [3, 8])
+def test_kv_heads_are_copied_as_often_as_their_query_heads_need_whatever_the_length(
+    heads: int, kv_heads: int, size: int, copies: int, length: int
+) -> None:
+    """Worked out by hand: of 6 heads, 3 a rank, and 3 KV heads, each has 2 query heads, and the second is cut."""
+    seen = []
+
+    def inner(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
+        seen.append((q.shape[2], k.shape[2], v.shape[2]))
+        return q
+
+    core = exchanged(None, size, 0, inner)  # without a group, an exchange returns what it gets
+    q, kv = torch.zeros(1, length, heads, K), torch.zeros(1, length, kv_heads, K)
+    core(q, kv, kv, AttentionSpec(1.0, K, K, causal=True), AttentionInputs())
+    assert seen == [(heads, kv_heads * copies, kv_heads * copies)]

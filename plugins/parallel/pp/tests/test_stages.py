@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mplug_gpt import GPT
 from mplug_pp import PipelineParallel
-from mplug_pp.stages import divide, lightest
+from mplug_pp.stages import _times, divide, lightest
 
 from mplug import Mesh, Model, Stages, UsageError
 from mplug.config.defaults import default_settings
@@ -117,6 +117,14 @@ def test_an_embedding_costs_nothing_and_shares_a_stage_and_a_head_costs_its_proj
         ("blocks.3",),
         ("head",),
     )
+
+
+def test_predicted_times_are_those_worked_out_by_hand() -> None:
+    """Of a block 6 x 3072 for its weights, and 6 S D = 6 x 128 x 16 for causal attention: 2 x 2 S D, thrice, halved.
+
+    Of the head 6 V D, and 200 FLOPs for each of 16 V bytes.
+    """
+    assert _times(small(), 128) == [0, *[6 * 3072 + 6 * 128 * 16] * 4, 6 * 192 * 16 + 200 * 16 * 192]
 
 
 @pytest.mark.parametrize("tie_embeddings", [False, True])

@@ -130,6 +130,26 @@ def test_1f1b_of_two_ranks_and_three_micro_batches_is_the_one_drawn_by_hand() ->
     assert text(computations(last)) == "F0 B0 F1 B1 F2 B2"
 
 
+ZB_V = {
+    3: (
+        "F0.0 F1.0 F2.0 F0.3 I0.3 W0.3 F1.3 I1.3 W1.3 I0.0 W0.0 F2.3 I2.3 W2.3 I1.0 W1.0 I2.0 W2.0",
+        "F0.1 F0.2 F1.1 F1.2 I0.2 W0.2 F2.1 I0.1 W0.1 F2.2 I1.2 W1.2 I1.1 I2.2 I2.1 W1.1 W2.2 W2.1",
+    ),
+    2: (
+        "F0.0 F1.0 F0.3 I0.3 W0.3 F1.3 I1.3 W1.3 I0.0 W0.0 I1.0 W1.0",
+        "F0.1 F0.2 F1.1 F1.2 I0.2 W0.2 I0.1 W0.1 I1.2 W1.2 I1.1 W1.1",
+    ),
+}
+"""ZB-V of two ranks by number of micro batches: that of 2 is that of 3 = 2p - 1 without the third one."""
+
+
+@pytest.mark.parametrize("num_micro_batches", ZB_V)
+def test_zb_v_of_two_ranks_and_few_micro_batches_is_the_one_drawn_by_hand(num_micro_batches: int) -> None:
+    found = zb_v(Shape(2, num_micro_batches))
+    for number, drawn in enumerate(ZB_V[num_micro_batches]):
+        assert computations(found.rows[number]) == row(drawn, number, found.ranks)
+
+
 def test_a_hand_over_between_two_chunks_of_one_rank_is_no_transfer() -> None:
     """In the shape of a V, the last rank has two consecutive chunks."""
     assert {a.peer for row in zb_v(Shape(2, 4)).rows for a in row} == {None, 0, 1}

@@ -103,6 +103,22 @@ def _rest(named: dict[str, tuple[int, ...]], ranks: int) -> int:
     return max((sum(one) for one in named.values() if len(one) > ranks), default=0)
 
 
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ({"a": (4, 4), "b": (4, 4)}, {"a": [(0, 8, 0)], "b": [(0, 8, 1)]}),
+        ({"a": (3, 3, 3), "b": (5,)}, {"a": [(0, 6, 0), (6, 9, 1)], "b": [(0, 5, 1)]}),
+        ({"a": (1, 1), "b": (6, 6), "c": (2,)}, {"b": [(0, 6, 0), (6, 12, 1)], "a": [(0, 2, 0)], "c": [(0, 2, 1)]}),
+    ],
+)
+def test_owners_that_are_found_by_hand(
+    parts: dict[str, tuple[int, ...]], expected: dict[str, list[tuple[int, int, int]]]
+) -> None:
+    """The averages are 8, 7 and 8: an owner takes parts of a tensor up to it, and the least loaded one comes next."""
+    found = owners(parts, 2)
+    assert {name: [(s.start, s.stop, s.owner) for s in one] for name, one in found.items()} == expected
+
+
 def test_alike_matrices_are_divided_evenly() -> None:
     given_to = owners({f"p{number}": (100, 50, 50) for number in range(8)}, 4)
     loads = Counter[int]()

@@ -37,6 +37,16 @@ class Postponed:
     def __init__(self, taps: list[tuple[Site, Taps]]) -> None:
         self._taps = taps
 
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Run the pass's backward within this context: what it recomputes must take the path of the forward pass.
+
+        A module may compute in another way, with other saved tensors, if the gradient of its weight comes later
+        (`Linear.is_bare`).
+        """
+        with _later([(site, taps.later) for site, taps in self._taps]):
+            yield
+
     @torch.no_grad()
     def compute(self) -> None:
         """Compute them, from the last product to the first, and free their operands."""
@@ -71,7 +81,7 @@ class WeightGradients:
     def postponing(self, entries: Mapping[str, Tensor]) -> Iterator[Postponed]:
         """Within this context, `model.run(entries)`, of the chunk, is a pass whose weight gradients are postponed.
 
-        After the pass's backward, `compute` of the yielded object computes them.
+        Run the pass's backward within `backward` of the yielded object. After it, `compute` computes the gradients.
         """
         key = tuple((name, tuple(entry.shape), entry.dtype) for name, entry in entries.items() if _is_tensor(entry))
         if key not in self._operands:

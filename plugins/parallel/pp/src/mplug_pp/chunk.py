@@ -96,7 +96,8 @@ class Chunk:
         starts = [(edge, grad) for (edge, _), grad in zip(one.roots, gradients, strict=True) if edge is not None]
         if starts:
             edges, upstream = zip(*starts, strict=True)
-            torch.autograd.backward(edges, upstream)
+            with nullcontext() if one.postponed is None else one.postponed.backward():
+                torch.autograd.backward(edges, upstream)
         if one.postponed is not None:
             self._postponed[micro_batch] = one.postponed
         inputs = [tensor for tensor in one.inputs if tensor.requires_grad]

@@ -37,10 +37,11 @@ class Postponed:
     def __init__(self, taps: list[tuple[Site, Taps]]) -> None:
         self._taps = taps
 
-    def again(self) -> AbstractContextManager[None]:
-        """A context for the pass's backward: what it recomputes runs as the forward pass ran, with the same taps.
+    def backward(self) -> AbstractContextManager[None]:
+        """The context of the pass's backward: what it recomputes must take the path of the forward pass.
 
-        A module may compute in another way if its weight gradient is postponed.
+        A module may compute in another way, with other saved tensors, if the gradient of its weight comes later
+        (`Linear.is_bare`).
         """
         return _later([(site, taps.later) for site, taps in self._taps])
 
@@ -78,7 +79,7 @@ class WeightGradients:
     def postponing(self, entries: Mapping[str, Tensor]) -> Iterator[Postponed]:
         """Within this context, `model.run(entries)`, of the chunk, is a pass whose weight gradients are postponed.
 
-        Run the pass's backward within `again` of the yielded object. Then its `compute` computes them.
+        Run the pass's backward within `backward` of the yielded object. After it, `compute` computes the gradients.
         """
         key = tuple((name, tuple(entry.shape), entry.dtype) for name, entry in entries.items() if _is_tensor(entry))
         if key not in self._operands:

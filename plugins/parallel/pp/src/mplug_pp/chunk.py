@@ -96,7 +96,7 @@ class Chunk:
         starts = [(edge, grad) for (edge, _), grad in zip(one.roots, gradients, strict=True) if edge is not None]
         if starts:
             edges, upstream = zip(*starts, strict=True)
-            with nullcontext() if one.postponed is None else one.postponed.again():
+            with nullcontext() if one.postponed is None else one.postponed.backward():
                 torch.autograd.backward(edges, upstream)
         if one.postponed is not None:
             self._postponed[micro_batch] = one.postponed

@@ -59,9 +59,9 @@ RULES = (
         "the author of the folder meant something with it, and another release may compute it",
     ),
     Rule(
-        "a DeepSeek-V3 with a field of V2 or of its first release",
-        "deepseek_v3: .*'(mlp_bias|topk_method|moe_layer_freq|scoring_func)' is",
-        "the library ignores it; the code that came with such a folder computes it",
+        "a DeepSeek with a field of another version or of its first release",
+        "deepseek_v[23]: .*'(mlp_bias|topk_method|moe_layer_freq|scoring_func)' is",
+        "the library ignores it, always or without experts; the code that came with such a folder computes it",
     ),
     Rule(
         "another scale of attention in a GPT-2",

@@ -98,8 +98,8 @@ def _require_documents_of(trial: Trial, sample: MicroBatch) -> None:
         if _differ(found, alone):
             raise Fault(
                 f"document {number} of a packed sample has the losses {_shown(found)} in the sample, and alone "
-                f"{_shown(alone)}; no token may read another document: pass '{LENGTHS}' to the attention, and let a recurrence "
-                f"begin anew at every document"
+                f"{_shown(alone)}; no token may read another document: pass '{LENGTHS}' to the attention, and let a "
+                f"recurrence begin anew at every document"
             )
         start += length
 

@@ -94,7 +94,7 @@ class _Checker:
         self._twin: tuple[_Evidence, _Evidence] | None = None
 
     def require_effect(self, field: str, described: Any) -> None:
-        """Raise Fault unless another value of the field changes what the suite sees, or the author's value is refused."""
+        """Raise Fault unless another value changes what the suite sees, or the author's values are refused."""
         suite, given = self.suite, self.suite.values_for(field)
         own, current, values = self._values(field, described)
         accepted, refused = list[Any](), list[str]()
@@ -132,7 +132,7 @@ class _Checker:
 
     def foreseen(self, fields: Mapping[str, Any]) -> list[Settings]:
         """The runs that `require_effect` looks at for these fields if the first accepted value has an effect."""
-        runs = [self.suite.with_fields({}, {})]
+        runs: list[Settings] = [self.suite.with_fields({}, {})]
         for field, described in fields.items():
             own, _, values = self._values(field, described)
             runs.append(own)
@@ -198,7 +198,8 @@ def _asking(suite: "PluginSuite", field: str, described: Any, refused: list[str]
         reason = f"every value that its type allows is refused ({refused[0]})"
     return (
         f"the suite cannot see whether the field '{field}' of '{suite.plugin}' has an effect: {reason}; give other "
-        f"valid values in `examples = {{'{field}': [...]}}`, further settings in `beside`, or the reason in `without_effect`"
+        f"valid values in `examples = {{'{field}': [...]}}`, further settings in `beside`, or the reason in "
+        f"`without_effect`"
     )
 
 

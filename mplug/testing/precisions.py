@@ -67,7 +67,7 @@ class PrecisionSuite(PluginSuite):
 
     @classmethod
     def evidence(cls, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """Formats, without the options of the recipe; loss and gradients of a micro batch; and two steps of training."""
+        """Formats without the recipe's options; loss and gradients of a micro batch; and two steps of training."""
         from mplug.testing.fields import digest
         from mplug.testing.trial import Trial
 

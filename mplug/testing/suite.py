@@ -149,7 +149,7 @@ class PluginSuite:
         return tiny_config(cls.tiny(**changes))
 
     def setup_method(self) -> None:
-        """Before each test: one thread. Tensors of a tiny run are small, so more threads would only wait for each other."""
+        """Before each test: one thread. Tensors of a tiny run are small, and more threads would wait for each other."""
         if self.uses_torch:
             import torch
 
@@ -207,7 +207,7 @@ class PluginSuite:
 
         if not self.checks_fields:
             raise SkipTest("the suite sets checks_fields = False: another suite of the plugin tests its fields")
-        if getattr(type(self).evidence, "__func__", None) is PluginSuite.evidence.__func__:  # type: ignore[attr-defined]
+        if type(self).evidence.__func__ is PluginSuite.evidence.__func__:  # type: ignore[attr-defined]
             raise SkipTest(f"{type(self).__name__} defines no `evidence`, so it sees no effect of a field")
         require_effects(self)
 

@@ -99,8 +99,8 @@ def add_product(total: Tensor, stale: Tensor, a: Tensor, b: Tensor) -> None:
 def add_rows(total: Tensor, stale: Tensor, indices: Tensor, rows: Tensor) -> None:
     """total [V, D] [indices [N]] += rows [N, D], bitwise deterministic; several rows may have the same index.
 
-    On a GPU, rows with the same index are first summed in the dtype that can hold rows and total, at least fp32. The sum
-    is rounded to total's dtype once.
+    On a GPU, rows with the same index are first summed in the dtype that can hold rows and total (at least fp32). The
+    sum is rounded to total's dtype once.
     """
     zero_if_stale(total, stale)
     if total.is_cuda:

@@ -121,7 +121,8 @@ class _Differences:
     def _direction(self, gradient: Tensor) -> Tensor:
         """Half along the gradient, which shows a missing part best, and half at random."""
         drawn = torch.randn(gradient.shape, generator=self.generator, dtype=torch.float64)
-        return gradient / gradient.norm().clamp(min=1e-30) + drawn / drawn.norm().clamp(min=1e-30)
+        direction: Tensor = gradient / gradient.norm().clamp(min=1e-30) + drawn / drawn.norm().clamp(min=1e-30)
+        return direction
 
     def _difference(self, leaves: Tensors, direction: Tensors, step: float) -> float:
         values = {name: leaf.detach().clone() for name, leaf in leaves.items()}

@@ -517,12 +517,12 @@ def sample(entries: list[Entry], number: int) -> list[Entry]:
 
 
 def survivors(
-    entries: Sequence[Entry], python: str, jobs: int, arguments: Sequence[str] = (), patience: float = 60.0
+    entries: Sequence[Entry], python: str, jobs: int, arguments: Sequence[str] = (), patience: float = 30.0
 ) -> tuple[dict[str, str], set[str]]:
     """(mutants that their recorded tests do not kill, with what happened; those whose recorded test does not exist)."""
     waiting: queue.SimpleQueue[Entry] = queue.SimpleQueue()
-    for entry in entries:
-        waiting.put(entry)
+    for chosen in sorted(entries, key=lambda one: one[1]["how"] == "time-out"):
+        waiting.put(chosen)
     surviving, missing = dict[str, str](), set[str]()
 
     def drive(folder: Path) -> None:
@@ -538,6 +538,8 @@ def survivors(
                     missing.add(mutant.name)
                 elif caught(outcome)[1] is None:
                     surviving[mutant.name] = f"'{entry['by']}' passes"
+                known = "survives" if mutant.name in surviving else "missing" if mutant.name in missing else "killed"
+                print(f"{known:9} {mutant.name}", flush=True)
         except queue.Empty:
             return
         finally:

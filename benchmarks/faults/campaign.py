@@ -327,16 +327,12 @@ class Trial:
         while left:
             tests = [self.coverage.tests[number] for number in left]
             slowest = max(self.coverage.seconds[number] for number in left)
-            self.slot.put(self.mutant.file, self.mutant.applied(self.source))
-            try:
-                outcome = self._session(tests, slowest)
-            finally:
-                self.slot.put(self.mutant.file, self.source)
+            outcome = self._with_mutant(tests, slowest)
             how, by = caught(outcome)
             if by is None:
                 self.passed += left
                 return False
-            if self._stands_without(by, tests):
+            if self._stands_without(by, tests) and self._fails_alone(how, by, tests):
                 said = _last_words(outcome) if how != "time-out" else ""
                 self._write("killed", how=how, by=by, said=said)
                 return True
@@ -346,6 +342,21 @@ class Trial:
             self.passed += [number for number in done if self.coverage.tests[number] != by]
             left = [number for number in left if number not in done]
         return False
+
+    def _with_mutant(self, tests: Sequence[str], slowest: float) -> Outcome:
+        self.slot.put(self.mutant.file, self.mutant.applied(self.source))
+        try:
+            return self._session(tests, slowest)
+        finally:
+            self.slot.put(self.mutant.file, self.source)
+
+    def _fails_alone(self, how: str, by: str, tests: Sequence[str]) -> bool:
+        """Whether a test that has failed after others fails with the mutant alone, too: others may disturb it."""
+        if how != "failure" or "::" not in by or by == tests[0]:
+            return True
+        number = self.coverage.tests.index(by) if by in self.coverage.tests else None
+        seconds = 30.0 if number is None else self.coverage.seconds[number]
+        return caught(self._with_mutant([by], seconds))[1] is not None
 
     def _session(self, tests: Sequence[str], slowest: float) -> Outcome:
         listed = self.slot.folder / "arguments.txt"
@@ -506,12 +517,12 @@ def sample(entries: list[Entry], number: int) -> list[Entry]:
 
 
 def survivors(
-    entries: Sequence[Entry], python: str, jobs: int, arguments: Sequence[str] = (), patience: float = 60.0
+    entries: Sequence[Entry], python: str, jobs: int, arguments: Sequence[str] = (), patience: float = 30.0
 ) -> tuple[dict[str, str], set[str]]:
     """(mutants that their recorded tests do not kill, with what happened; those whose recorded test does not exist)."""
     waiting: queue.SimpleQueue[Entry] = queue.SimpleQueue()
-    for entry in entries:
-        waiting.put(entry)
+    for chosen in sorted(entries, key=lambda one: one[1]["how"] == "time-out"):
+        waiting.put(chosen)
     surviving, missing = dict[str, str](), set[str]()
 
     def drive(folder: Path) -> None:
@@ -527,6 +538,8 @@ def survivors(
                     missing.add(mutant.name)
                 elif caught(outcome)[1] is None:
                     surviving[mutant.name] = f"'{entry['by']}' passes"
+                known = "survives" if mutant.name in surviving else "missing" if mutant.name in missing else "killed"
+                print(f"{known:9} {mutant.name}", flush=True)
         except queue.Empty:
             return
         finally:

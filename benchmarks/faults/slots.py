@@ -76,16 +76,17 @@ class Slot:
         shutil.copy(HERE / "plugin.py", boot / "mplug_faults_plugin.py")
         self.token = secrets.token_hex(8)
         self._clock = itertools.count(int(time.time()), 2)
-        self._server = subprocess.Popen(
-            [python, str(HERE / "warm_server.py")],
-            cwd=self.copy,
-            env=environment_of(self.copy, [str(boot)]) | {MARK: self.token},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=(folder / "server.txt").open("w"),
-            text=True,
-            start_new_session=True,
-        )
+        with (folder / "server.txt").open("w") as errors:
+            self._server = subprocess.Popen(
+                [python, str(HERE / "warm_server.py")],
+                cwd=self.copy,
+                env=environment_of(self.copy, [str(boot)]) | {MARK: self.token},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
         self._answer()
 
     def _answer(self) -> dict[str, Any]:
@@ -163,10 +164,12 @@ class Slot:
     def close(self) -> None:
         """End the warm process and all that is left of its sessions."""
         assert self._server.stdin is not None
+        assert self._server.stdout is not None
         with suppress(BrokenPipeError):
             self._server.stdin.close()
         with suppress(ProcessLookupError):
             os.killpg(self._server.pid, signal.SIGKILL)
         self._server.wait()
+        self._server.stdout.close()
         self._end_left_behind()
         shutil.rmtree(self.folder, ignore_errors=True)

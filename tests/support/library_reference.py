@@ -12,7 +12,7 @@ from torch import Tensor
 from mplug.checkpoint.public_weights import conversion
 from mplug.checkpoint.transfer import fill_theirs
 from mplug.layout.mesh import Mesh
-from mplug.registry.public import public_config_of
+from mplug.registry.public_export import public_config_of
 from mplug.testing import ModelSuite
 from mplug.testing.blueprint import on_meta
 from mplug.testing.harness import tiny_run

@@ -182,7 +182,17 @@ def hooked(hook: Any) -> Any:
     return change
 
 
+def test_a_kernel_that_draws_from_torchs_generator_is_found() -> None:
+    def draw(module: Any, inputs: Any, output: Any) -> None:
+        torch.rand(2, device="cuda")
+
+    with pytest.raises(RunError, match="a kernel of the step draws random numbers from torch's generator"):
+        trained(FUSED, True, hooked(draw))
+
+
 def test_a_step_that_makes_the_cpu_wait_ends_the_run_in_a_sentence() -> None:
+    """The last test of this file: torch's generator draws nothing more in a process in which a recording failed."""
+
     def wait(module: Any, inputs: Any, output: Any) -> None:
         torch.zeros((), device="cuda").item()
 
@@ -190,11 +200,3 @@ def test_a_step_that_makes_the_cpu_wait_ends_the_run_in_a_sentence() -> None:
         trained(FUSED, True, hooked(wait))
     torch.cuda.synchronize()
     assert float(torch.ones(3, device="cuda").sum()) == 3.0, "the GPU still works"
-
-
-def test_a_kernel_that_draws_from_torchs_generator_is_found() -> None:
-    def draw(module: Any, inputs: Any, output: Any) -> None:
-        torch.rand(2, device="cuda")
-
-    with pytest.raises(RunError, match="a kernel of the step draws random numbers from torch's generator"):
-        trained(FUSED, True, hooked(draw))

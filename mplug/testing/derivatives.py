@@ -37,7 +37,7 @@ def auxiliary_losses() -> Iterator[list[Tensor]]:
         return original(x, loss, scale)
 
     with ExitStack() as stack:
-        for module in [one for one in sys.modules.values() if getattr(one, "add_auxiliary", None) is original]:
+        for module in [one for one in list(sys.modules.values()) if vars(one).get("add_auxiliary") is original]:
             stack.enter_context(mock.patch.object(module, "add_auxiliary", noted))
         yield seen
 
@@ -121,7 +121,8 @@ class _Differences:
     def _direction(self, gradient: Tensor) -> Tensor:
         """Half along the gradient, which shows a missing part best, and half at random."""
         drawn = torch.randn(gradient.shape, generator=self.generator, dtype=torch.float64)
-        return gradient / gradient.norm().clamp(min=1e-30) + drawn / drawn.norm().clamp(min=1e-30)
+        direction: Tensor = gradient / gradient.norm().clamp(min=1e-30) + drawn / drawn.norm().clamp(min=1e-30)
+        return direction
 
     def _difference(self, leaves: Tensors, direction: Tensors, step: float) -> float:
         values = {name: leaf.detach().clone() for name, leaf in leaves.items()}

@@ -44,6 +44,7 @@ def test_the_package_as_it_is_passes_its_own_tests(own_tests: Callable[..., str]
         "no whole product",
         "declares no buffers",
         "computes no attention from packed heads",
+        "has no copies of weights",
         "is refused",
         "has no external names",
         "is sampled from without a cache",

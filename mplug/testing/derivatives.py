@@ -37,7 +37,7 @@ def auxiliary_losses() -> Iterator[list[Tensor]]:
         return original(x, loss, scale)
 
     with ExitStack() as stack:
-        for module in [one for one in sys.modules.values() if getattr(one, "add_auxiliary", None) is original]:
+        for module in [one for one in list(sys.modules.values()) if vars(one).get("add_auxiliary") is original]:
             stack.enter_context(mock.patch.object(module, "add_auxiliary", noted))
         yield seen
 

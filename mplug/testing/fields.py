@@ -8,21 +8,49 @@ that has an effect only together with other settings names them in `beside`. A f
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from mplug.errors import UsageError, listed, suggest
 from mplug.registry.entry_points import BrokenPlugin
-from mplug.testing.suite import Fault, naming_failures, require
+from mplug.testing.faults import Fault, naming_failures, require
 from mplug.testing.values import other_values
-
-if TYPE_CHECKING:
-    from mplug.testing.suite import PluginSuite
 
 OWN = "with the suite's own settings"
 TRIED = 4
 """Maximum number of accepted values of a field that are tried."""
 
 Settings = Mapping[str, Any]
+
+
+class Watching(Protocol):
+    """What a suite has for these tests (`PluginSuite`)."""
+
+    plugin: str
+    examples: Mapping[str, Sequence[Any]]
+    beside: Mapping[str, Settings]
+    without_effect: Mapping[str, str]
+    trains_ahead: bool
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of the plugin's `Config`."""
+
+    def with_fields(self, fields: Settings, beside: Settings) -> dict[str, Any]:
+        """The settings of the tiny run with other values of fields, and with the settings `beside` them."""
+
+    def accept(self, settings: Settings) -> None:
+        """UsageError if a Config refuses the settings."""
+
+    def config_of(self, settings: Settings) -> Any:
+        """The plugin's own Config object."""
+
+    def values_for(self, field: str) -> Sequence[Any] | None:
+        """Other values of a field; None if they are derived from its type."""
+
+    def evidence(self, settings: Settings) -> Iterator[tuple[str, Any]]:
+        """What the suite sees of a run."""
+
+    def foresee(self, runs: Sequence[Settings]) -> None:
+        """Called before `evidence`."""
 
 
 class _Refused(Exception):
@@ -32,7 +60,7 @@ class _Refused(Exception):
 class _Evidence:
     """What a suite sees of one run, stage by stage; a stage is computed when it is first read."""
 
-    def __init__(self, suite: "PluginSuite", settings: Settings, where: str) -> None:
+    def __init__(self, suite: Watching, settings: Settings, where: str) -> None:
         self.settings, self._where = settings, where
         self._stages, self._seen = suite.evidence(settings), list[tuple[str, Any]]()
 
@@ -60,7 +88,7 @@ def _reraise_refusal(fault: Fault) -> None:
         cause = cause.__cause__
 
 
-def require_effects(suite: "PluginSuite") -> None:
+def require_effects(suite: Watching) -> None:
     """Raise Fault for the first field whose other values change nothing that the suite sees."""
     fields, checker = suite.fields(), _Checker(suite)
     for name, table in (
@@ -89,7 +117,7 @@ def require_effects(suite: "PluginSuite") -> None:
 class _Checker:
     """Compares runs with other values of a field with the run with its own value."""
 
-    def __init__(self, suite: "PluginSuite") -> None:
+    def __init__(self, suite: Watching) -> None:
         self.suite, self._base, self._configs = suite, dict[str, _Evidence](), dict[str, Any]()
         self._twin: tuple[_Evidence, _Evidence] | None = None
 
@@ -177,14 +205,14 @@ def _key(settings: Settings) -> str:
     return json.dumps(dict(settings), sort_keys=True, default=str)
 
 
-def _config(suite: "PluginSuite", settings: Settings, field: str) -> Any:
+def _config(suite: Watching, settings: Settings, field: str) -> Any:
     try:
         return suite.config_of(settings)
     except UsageError as error:
         raise Fault(f"with the settings in `beside` for the field '{field}', the config is refused: {error}") from None
 
 
-def _sentence(suite: "PluginSuite", field: str, current: Any, accepted: Sequence[Any]) -> str:
+def _sentence(suite: Watching, field: str, current: Any, accepted: Sequence[Any]) -> str:
     return (
         f"the field '{field}' of '{suite.plugin}' has no effect: with {listed(map(repr, accepted))} the suite sees "
         f"what it sees with {current!r}; use the field, or say in the suite with which values it has an effect "
@@ -192,7 +220,7 @@ def _sentence(suite: "PluginSuite", field: str, current: Any, accepted: Sequence
     )
 
 
-def _asking(suite: "PluginSuite", field: str, described: Any, refused: list[str]) -> str:
+def _asking(suite: Watching, field: str, described: Any, refused: list[str]) -> str:
     reason = f"no other value can be derived from its type ({described.annotation})"
     if refused:
         reason = f"every value that its type allows is refused ({refused[0]})"

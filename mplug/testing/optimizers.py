@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from unittest import SkipTest
 
-from mplug.testing.harness import STEPS, Trace, difference, installed_plugins, logical, tiny_run, train_steps
+from mplug.testing.harness import STEPS, Trace, difference, in_fp64, installed_plugins, logical, tiny_run, train_steps
 from mplug.testing.parity import trained_once
 from mplug.testing.suite import Fault, naming_failures, refusals, require, smoke
 from mplug.testing.waiting import never_waiting
@@ -364,7 +364,7 @@ class OptimizerSuite(WeightSuite):
         """
         from mplug.model.build import build_model
 
-        settings = self.tiny(parallel__layout=layout)
+        settings = in_fp64(self.tiny(parallel__layout=layout))
         with refusals(f"layout '{layout}'", named_by_author=self.layouts is not None):
             run = tiny_run(settings)
             build_model(run)

@@ -23,6 +23,9 @@ from mplug.config.binding import RunConfig
 from mplug.config.entry import Entry
 from mplug.errors import UsageError
 from mplug.registry.entry_points import BrokenPlugin
+from mplug.testing.faults import Fault as Fault
+from mplug.testing.faults import naming_failures as naming_failures
+from mplug.testing.faults import require as require
 from mplug.testing.harness import installed_plugins, tiny_config
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -43,27 +46,6 @@ sys.exit({_CONFIGURED} if "torch" in sys.modules else 0)
 
 Its exit status tells which step imported torch: importing the plugin, or checking the config and the data.
 """
-
-
-class Fault(AssertionError):
-    """A plugin violates its contract. The message states how."""
-
-
-def require(condition: object, message: str) -> None:
-    """Raise Fault unless the condition holds."""
-    if not condition:
-        raise Fault(message)
-
-
-@contextmanager
-def naming_failures(where: str) -> Iterator[None]:
-    """Turn any exception of a plugin in the block into a Fault whose message begins with `where`."""
-    try:
-        yield
-    except (Fault, SkipTest):
-        raise
-    except Exception as error:
-        raise Fault(f"{where}: it raises {type(error).__name__}: {error}") from error
 
 
 @contextmanager

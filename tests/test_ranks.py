@@ -91,3 +91,12 @@ def test_a_million_ranks_cost_no_more_than_eight() -> None:
     ranks = many.of(3)
     assert (len(ranks), ranks.first, ranks[-1]) == (1 << 14, 3, (1 << 20) - 5)
     assert ((1 << 20) - 5 in ranks, 1 << 19 in ranks, -1 in ranks, "3" in ranks) == (True, False, False, False)
+
+
+def test_groups_of_some_indices_along_two_axes_are_those_found_by_hand() -> None:
+    """Of 4 x 3 ranks, those with index 2 or 3 along the first axis and 1 or 2 along the second: 7, 8, 10 and 11."""
+    grouping = Grouping(("slow", "fast"), (4, 3), ((2, 3), (1, 2)))
+    assert tuple(grouping.leader) == (7, 8, 10, 11)
+    assert [tuple(ranks) for ranks in grouping.all()] == [(7, 8, 10, 11)]
+    assert [tuple(grouping.of(rank)) for rank in (7, 11, 0, 9)] == [(7, 8, 10, 11), (7, 8, 10, 11), (0,), (9,)]
+    assert grouping.size == 4

@@ -1,15 +1,33 @@
 """The host sums every gradient that is still partial, or refuses a strategy whose gradients it cannot sum."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from mplug import Axis, Bucket, GatheredPlacement, Init, Mesh, Parameter, Piece, Placement, Ranks, Sharding, contiguous
+from mplug import (
+    Axis,
+    Bucket,
+    GatheredPlacement,
+    Init,
+    Mesh,
+    Parameter,
+    Piece,
+    Placement,
+    Ranks,
+    Run,
+    Sharding,
+    contiguous,
+    ops,
+)
+from mplug.gradients import reduction
 from mplug.gradients.reduction import Reduction
 from mplug.layout.ranks import Grouping
 from mplug.run.prepare import prepare
+from mplug.testing import run_workers
 from mplug.testing.harness import tiny_config
 
 ROWS = Axis("rows", 2, entries={"batch": contiguous})
@@ -33,8 +51,8 @@ def sums(placements: list[Placement], pieces: list[Placement], *reduced_over: st
     run = replace(prepare(tiny_config({})), mesh=MESH, groups=cast(Any, NamedGroups()))
     gradients = [torch.zeros(one.local_shape(0)) for one in pieces]
     made = [Piece(one.name, g, g, None, one.parameter, one) for one, g in zip(pieces, gradients, strict=True)]
-    reduction = Reduction(run, {one.name: one for one in placements}, reduced_over, made)
-    return [(exchange.group, len(views)) for exchange, views in reduction.sums]
+    made_sums = Reduction(run, {one.name: one for one in placements}, reduced_over, made).sums
+    return [(exchange.group, len(views)) for exchange, views in made_sums]
 
 
 def test_parameters_that_differ_only_in_who_shards_them_are_all_summed() -> None:
@@ -95,3 +113,24 @@ def test_a_piece_that_contradicts_the_placement_of_its_parameter_is_refused() ->
     summed = replace(weight("a"), summed=("rows", "copies"))
     with pytest.raises(ValueError, match=r"partial over 4 ranks from rank 0 on, and no placement of the model states"):
         sums([summed], [weight("a")])
+
+
+def summed_in_pairs(least: int) -> list[list[float]]:
+    """Be one of four ranks in two groups: two gradients after their sum, in place if they have `least` elements."""
+    rank = dist.get_rank()
+    group = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
+    views = [torch.full((3,), 10.0**rank), torch.full((2,), -(2.0**rank))]
+    held = object.__new__(Reduction)
+    held.run = cast(Run, SimpleNamespace(device="cpu"))
+    items = [ops.Item(name, tuple(view.shape)) for name, view in zip("ab", views, strict=True)]
+    held.sums = [(ops.Exchange("gradients", group, items), views)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reduction, "IN_PLACE", least)
+        held.finish()
+    return [view.tolist() for view in views]
+
+
+@pytest.mark.parametrize("least", [1, 3, 1000], ids=["in place", "one in place", "as one"])
+def test_gradients_are_summed_over_the_ranks_of_their_group_alone(least: int) -> None:
+    even, odd = [[101.0] * 3, [-5.0] * 2], [[1010.0] * 3, [-10.0] * 2]
+    assert run_workers(4, summed_in_pairs, least) == [even, odd, even, odd]

@@ -20,6 +20,9 @@ class TestDelayed(KernelSuite):
     plugin = "delayed"
     dtypes = ("fp32",)
     settings = {"kernels.delayed.bits": 30, "kernels.delayed.margin": 16.0}
+    examples = {"bits": [6]}
+    beside = {"margin": {"kernels.delayed.bits": 6}}
+    without_effect = {"history": "it counts steps, and the suite looks at one"}
 
     @pytest.fixture(autouse=True)
     def planted(self, plant: Plant) -> None:

@@ -21,7 +21,7 @@ class OwnAttention(ModelSuite):
     }
 
 
-ATTEND = "        mixed = self.attn.attend(q, k, v, positions, keys).flatten(-2)  # [B, S, HK]\n"
+ATTEND = "        mixed = self.attn.attend(q, k, v, positions, keys, document_lengths).flatten(-2)  # [B, S, HK]\n"
 GROUPS = "        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))\n"
 DENSE = f"""{GROUPS}
         scores = torch.einsum("bshk,bthk->bhst", q, k).tril() - torch.full((k.shape[1],) * 2, torch.inf).triu(1)

@@ -8,7 +8,7 @@ that has an effect only together with other settings names them in `beside`. A f
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from mplug.errors import UsageError, listed, suggest
 from mplug.registry.entry_points import BrokenPlugin
@@ -25,11 +25,11 @@ Settings = Mapping[str, Any]
 class Watching(Protocol):
     """What a suite has for these tests (`PluginSuite`)."""
 
-    plugin: str
-    examples: Mapping[str, Sequence[Any]]
-    beside: Mapping[str, Settings]
-    without_effect: Mapping[str, str]
-    trains_ahead: bool
+    plugin: ClassVar[str]
+    examples: ClassVar[Mapping[str, Sequence[Any]]]
+    beside: ClassVar[Mapping[str, Settings]]
+    without_effect: ClassVar[Mapping[str, str]]
+    trains_ahead: ClassVar[bool]
 
     def fields(self) -> dict[str, Any]:
         """The fields of the plugin's `Config`."""

@@ -111,7 +111,7 @@ class KernelSuite(BufferChecks, PackedHeadsChecks, PluginSuite):
 
     @classmethod
     def evidence(cls, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """The slots that it fills and what it says of them; the operations of a step, and its loss and gradients."""
+        """The slots that it fills; the operations of a step, its loss and gradients; and two steps of training."""
         import torch
 
         from mplug.model.build import build_model, choose_device
@@ -127,6 +127,8 @@ class KernelSuite(BufferChecks, PackedHeadsChecks, PluginSuite):
             operations, numbers = step_seen({"trainer.precision": cls.dtypes[0], **settings})
             yield "operations", operations
             yield "gradients", numbers
+            trace = train_steps({"trainer.precision": cls.dtypes[0], **settings})
+            yield "training steps", (trace.losses, trace.norms)
 
     # What it offers.
 

@@ -31,10 +31,13 @@ class TestGemma(ModelSuite):
         "model.rope_scaling": {"type": "linear", "factor": 8.0},
     }
     layouts = ("tp2",)
-    test_every_field_of_its_config_has_an_effect = WIDE(ModelSuite.test_every_field_of_its_config_has_an_effect)
     positions = "relative"
     examples = examples_of(Gemma.Config.model_fields)
     beside = of_a_family(Gemma.Config.model_fields)
+
+    @WIDE
+    def test_every_field_of_its_config_has_an_effect(self) -> None:
+        super().test_every_field_of_its_config_has_an_effect()
 
 
 class TestGemma3(TestGemma):

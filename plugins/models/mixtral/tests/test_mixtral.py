@@ -110,13 +110,16 @@ class TestMixtral(ModelSuite):
     plugin = "mixtral"
     settings = {**TINY, "model.moe_router_jitter": 0.1, "model.z_loss_coefficient": 1e-3}
     layouts = ("ep2etp2", *(f"{other}2{DIVIDE_EXPERTS[n % 2]}2" for n, other in enumerate(OTHERS)))
-    test_every_field_of_its_config_has_an_effect = WIDE(ModelSuite.test_every_field_of_its_config_has_an_effect)
     positions = "relative"
     examples = examples_of(Mixtral.Config.model_fields)
     beside = of_a_family(Mixtral.Config.model_fields)
 
     def reference(self, weights: Any, batch: Any, config: Any) -> Tensor:
         return library_logits(self, weights, batch["tokens"])
+
+    @WIDE
+    def test_every_field_of_its_config_has_an_effect(self) -> None:
+        super().test_every_field_of_its_config_has_an_effect()
 
 
 @pytest.mark.wide("layouts")

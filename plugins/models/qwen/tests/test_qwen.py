@@ -29,13 +29,16 @@ class TestQwenOfExperts(ModelSuite):
         "model.feed_forward_types": ["mlp", "experts"],
     }
     layouts = ("ep2",)
-    test_every_field_of_its_config_has_an_effect = WIDE(ModelSuite.test_every_field_of_its_config_has_an_effect)
     positions = "relative"
     examples = examples_of(Qwen.Config.model_fields)
     beside = of_a_family(Qwen.Config.model_fields, {"num_dense_layers": {"model.feed_forward_types": None}})
 
     def reference(self, weights: Any, batch: Any, config: Any) -> Tensor:
         return library_logits(self, weights, batch["tokens"])
+
+    @WIDE
+    def test_every_field_of_its_config_has_an_effect(self) -> None:
+        super().test_every_field_of_its_config_has_an_effect()
 
 
 @pytest.mark.wide("layouts")

@@ -24,9 +24,6 @@ DROPOUT = ParallelSuite.variants["dropout"]
 
 
 class TestContextParallel(ParallelSuite):
-    test_every_field_of_its_config_has_an_effect = pytest.mark.wide("suites")(
-        ParallelSuite.test_every_field_of_its_config_has_an_effect
-    )
     plugin = "cp"
     layouts = ("cp2", "cp4")
     variants = {
@@ -40,6 +37,10 @@ class TestContextParallel(ParallelSuite):
         "cp16": ("cp=16", "32 chunks", "16"),
     }
     beside = {"ulysses_degree": {**HIERARCHICAL, "parallel.layout": "cp4"}}
+
+    @pytest.mark.wide("suites")
+    def test_every_field_of_its_config_has_an_effect(self) -> None:
+        super().test_every_field_of_its_config_has_an_effect()
 
 
 Settings = dict[str, Any]

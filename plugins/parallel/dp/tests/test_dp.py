@@ -6,9 +6,6 @@ from mplug.testing import ParallelSuite
 
 
 class TestDataParallel(ParallelSuite):
-    test_every_field_of_its_config_has_an_effect = pytest.mark.wide("suites")(
-        ParallelSuite.test_every_field_of_its_config_has_an_effect
-    )
     plugin = "dp"
     layouts = ("dp2", "dp4")
     variants = {
@@ -16,3 +13,7 @@ class TestDataParallel(ParallelSuite):
         "small-buckets": {"parallel.dp.bucket_mib": 0.01},
     }
     refused = {"dp8": ("trainer.global_batch_size", "8", "2", "8 data-parallel ranks", "a multiple of 16")}
+
+    @pytest.mark.wide("suites")
+    def test_every_field_of_its_config_has_an_effect(self) -> None:
+        super().test_every_field_of_its_config_has_an_effect()

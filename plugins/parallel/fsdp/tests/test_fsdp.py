@@ -30,9 +30,6 @@ UNEVEN = {"model.vocab_size": 257, "data.vocab_size": 257, "model.hidden_size": 
 
 
 class TestFullyShardedDataParallel(ParallelSuite):
-    test_every_field_of_its_config_has_an_effect = pytest.mark.wide("suites")(
-        ParallelSuite.test_every_field_of_its_config_has_an_effect
-    )
     plugin = "fsdp"
     layouts = ("fsdp2", "dp2fsdp2")
     variants = {
@@ -42,6 +39,10 @@ class TestFullyShardedDataParallel(ParallelSuite):
     }
     refused = {"fsdp8": ("trainer.global_batch_size", "8", "2", "8 data-parallel ranks", "a multiple of 16")}
     examples = {"gather": ["copies"], "reduce_dtype": ["bf16"]}  # copies are refused without FP8
+
+    @pytest.mark.wide("suites")
+    def test_every_field_of_its_config_has_an_effect(self) -> None:
+        super().test_every_field_of_its_config_has_an_effect()
 
 
 @pytest.mark.wide("layouts")

@@ -8,9 +8,6 @@ SCHEDULE = "parallel.pp.schedule"
 
 
 class TestPipelineParallel(ParallelSuite):
-    test_every_field_of_its_config_has_an_effect = pytest.mark.wide("suites")(
-        ParallelSuite.test_every_field_of_its_config_has_an_effect
-    )
     plugin = "pp"
     layouts = ("pp2", "pp4")
     variants = {
@@ -25,6 +22,10 @@ class TestPipelineParallel(ParallelSuite):
         "group": {SCHEDULE: "interleaved", "trainer.micro_batch_size": 1},
         "limit": {SCHEDULE: "zb-limited", "trainer.micro_batch_size": 1},
     }
+
+    @pytest.mark.wide("suites")
+    def test_every_field_of_its_config_has_an_effect(self) -> None:
+        super().test_every_field_of_its_config_has_an_effect()
 
 
 @pytest.mark.wide("layouts")

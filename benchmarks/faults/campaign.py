@@ -75,15 +75,18 @@ class Coverage:
         found = {number for line in mutant.lines for number in lines.get(str(line), ())}
         if found and not self._tests(found):
             found = {number for line in function_lines(source) for number in lines.get(str(line), ())}
-        return sorted(self._beside(self._tests(found)))
+        return sorted(self._beside(self._tests(found), "@cache\n" in source))
 
     def _tests(self, numbers: Iterable[int]) -> set[int]:
         return {one for one in numbers if self.tests[one] != BETWEEN and self.tests[one] not in self.failed}
 
-    def _beside(self, numbers: set[int]) -> set[int]:
-        """These tests, and where tests of a file share what the first of them computes, all tests of the file."""
+    def _beside(self, numbers: set[int], keeps: bool) -> set[int]:
+        """These tests, and where tests of a file share what the first of them computes, all tests of the file.
+
+        They do so if the file's tests keep results, or if the mutated file `keeps` those of functions.
+        """
         files = {self.tests[number].partition("::")[0] for number in numbers}
-        sharing = {file for file in files if _shares(TREE / file)}
+        sharing = {file for file in files if keeps or _shares(TREE / file)}
         tests = (number for number, test in enumerate(self.tests) if test.partition("::")[0] in sharing)
         return numbers | self._tests(tests)
 
@@ -200,7 +203,7 @@ def record(options: argparse.Namespace) -> None:
 class Campaign:
     """The mutants still to try, shared by the threads that drive the slots."""
 
-    def __init__(self, options: argparse.Namespace, mutants: list[Mutant], coverage: Coverage) -> None:
+    def __init__(self, options: argparse.Namespace, mutants: Sequence[Mutant], coverage: Coverage) -> None:
         self.options, self.coverage = options, coverage
         results = read_results(options.out)
         self.last = {result["mutant"]: result for result in results if "mutant" in result}
@@ -253,7 +256,7 @@ def run(options: argparse.Namespace) -> None:
     print(counts(read_results(options.out), mutants))
 
 
-def _chosen(options: argparse.Namespace) -> list[Mutant]:
+def _chosen(options: argparse.Namespace) -> Sequence[Mutant]:
     listed = set() if options.equivalent else equivalents()
     mutants = [mutant for mutant in mutants_of(TREE) if mutant.name not in listed]
     if options.names:
@@ -454,7 +457,7 @@ def keep(options: argparse.Namespace) -> None:
         for result in read_results(path):
             if result.get("outcome") in ("killed", "survived"):
                 facts = {"how": "survives", "by": ""} | result
-                kept[result["mutant"]] = {key: facts[key] for key in ("mutant", "change", "how", "by")}
+                kept[result["mutant"]] = {key: facts[key] for key in ("mutant", "change", "how", "by", "seconds")}
     changes = {mutant.name: mutant.change for mutant in mutants_of(TREE)}
     lines = [json.dumps(entry) for name, entry in sorted(kept.items()) if changes.get(name) == entry["change"]]
     KILLERS.write_text("".join(f"{line}\n" for line in lines))

@@ -8,6 +8,7 @@ import ast
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 
@@ -88,17 +89,18 @@ class Mutant:
         return source[: self.start] + self.new.encode() + source[self.stop :]
 
 
-def mutants_of(tree: Path) -> list[Mutant]:
+@cache
+def mutants_of(tree: Path) -> tuple[Mutant, ...]:
     """All mutants of a tree, by file and place."""
     outside = {path for pattern in OUTSIDE for path in tree.glob(pattern)}
     whole = {path for pattern in WHOLE for path in tree.glob(pattern)} - outside
     exchanges = {path for pattern in EXCHANGES for path in tree.glob(pattern)} - outside - whole
     names = _names(tree)
-    return [
+    return tuple(
         mutant
         for path in sorted(whole | exchanges)
         for mutant in _mutants_in(path.read_bytes(), str(path.relative_to(tree)), names, path in whole)
-    ]
+    )
 
 
 def _names(tree: Path) -> Names:

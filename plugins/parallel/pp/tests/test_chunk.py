@@ -67,6 +67,30 @@ def test_an_integer_that_a_trained_unit_returns_crosses_without_a_gradient() -> 
     assert sinks.passes == [("weight",)]
 
 
+class Two(Middle):
+    """Takes and gives two activations; a third, `fixed`, depends on no trained parameter."""
+
+    def crossing(self, chunk: int) -> tuple[str, ...]:
+        return ("fixed", "left", "right") if chunk else ()
+
+    def learning(self, chunk: int) -> frozenset[str]:
+        return frozenset({"left", "right"})
+
+    def run(self, entries: dict[str, Tensor]) -> dict[str, Tensor]:
+        assert [entries[name].requires_grad for name in self.crossing(1)] == [False, True, True]
+        return {**entries, "left": 3 * entries["left"], "right": 5 * entries["right"] + entries["fixed"]}
+
+
+def test_every_activation_gets_its_own_gradient_and_a_fixed_one_gets_none() -> None:
+    model, default = Two(), SimpleNamespace(sinks=Sinks(), loss_gradient=lambda _: None)
+    found: Any = model
+    chunk = Chunk(found, default, 1)  # type: ignore[arg-type]
+    outputs = chunk.forward(0, {}, [torch.ones(2), torch.ones(2), torch.ones(3)[:2]], split=False)
+    assert {name: one.tolist() for name, one in outputs.items()} == {"fixed": [1, 1], "left": [3, 3], "right": [6, 6]}
+    left, right = chunk.backward(0, [torch.full((2,), 1.0), torch.full((2,), 10.0)])
+    assert (left.tolist(), right.tolist()) == ([3, 3], [50, 50])
+
+
 def test_an_output_is_not_kept_for_the_backward_pass() -> None:
     """Its backward pass starts from the graph, so the memory of the output is free as soon as it has been sent."""
     chunk, model, _ = middle()

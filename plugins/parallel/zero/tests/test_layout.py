@@ -16,7 +16,7 @@ from mplug_zero.layout import ALIGNED, Item, in_buckets, in_matrices, in_ranges,
 
 from mplug import Piece, Run, UsageError, hookimpl
 from mplug.gradients.region import region
-from mplug.layout.ownership import ShardedPlacement, Stretch
+from mplug.layout.ownership import Bucket, ShardedPlacement, Stretch
 from mplug.layout.placement import Placement
 from mplug.model.build import build_model
 from mplug.registry.hooks import Hooks
@@ -117,6 +117,22 @@ def test_owners_that_are_found_by_hand(
     """The averages are 8, 7 and 8: an owner takes parts of a tensor up to it, and the least loaded one comes next."""
     found = owners(parts, 2)
     assert {name: [(s.start, s.stop, s.owner) for s in one] for name, one in found.items()} == expected
+
+
+@pytest.mark.parametrize(
+    ("stretches", "even"),
+    [
+        ([(0, 4, 0), (4, 8, 1), (8, 12, 2)], True),
+        ([(0, 4, 0), (4, 8, 2), (8, 12, 1)], False),
+        ([(0, 5, 0), (5, 8, 1), (8, 12, 2)], False),
+        ([(0, 4, 0), (4, 8, 1)], False),
+    ],
+)
+def test_stretches_are_even_if_owners_in_order_have_equal_ones(
+    stretches: list[tuple[int, int, int]], even: bool
+) -> None:
+    bucket = Bucket(("a",), (0,), (12,), 12, ("zero",), tuple(Stretch(*one) for one in stretches))
+    assert bucket.is_even(3) == even
 
 
 def test_alike_matrices_are_divided_evenly() -> None:

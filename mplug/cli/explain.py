@@ -62,7 +62,7 @@ def command(rank: int, schedule: bool, svg: "Path | None", **options: Any) -> No
         ("Mixed outside of slots", _mixing(model)),
         (f"Parameters of rank {rank}", _placements(model, rank)),
         *([("Gathered for each pass", gathered)] if (gathered := _gathered(run, model)) else []),
-        *([(f"Sharded over ranks, with the part of rank {rank}", _shards(run, model))] if model.sharding else []),
+        *([(f"Sharded over ranks, with the part of rank {rank}", _shards(run, model))] if _is_sharded(model) else []),
         ("A step", _step(run, model)),
         (f"Bytes of rank {rank}", _bytes(run, model)),
         ("Depends on the layout", _variance(run, model)),
@@ -292,6 +292,11 @@ def _gathered(run: "Run", model: "Model") -> str:
     rows = [(key[0], n, *key[1:3], f"{sent[key]:,}", key[3]) for key, n in groups.items()]
     header = ("PARAMETER", "COUNT", "ALONG", "AS", "BYTES SENT BY A RANK", "WHY NOT AS COPIES")
     return table(header, rows) if rows else ""
+
+
+def _is_sharded(model: "Model") -> bool:
+    """Whether this rank has buckets; a frozen stage has none."""
+    return model.sharding is not None and bool(model.sharding.buckets)
 
 
 def _shards(run: "Run", model: "Model") -> str:

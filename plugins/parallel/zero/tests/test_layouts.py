@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import tiny_models
 
+from mplug import UsageError
+from mplug.model.build import build_model
+from mplug.testing.harness import tiny_run
 from mplug.testing.parity import require_parity
 
 EXPERTS: dict[str, Any] = {**tiny_models.EXPERTS, "model.vocab_size": 320}
@@ -49,3 +52,18 @@ SMALL = {"parallel.zero.bucket_mib": 0.02}
 @pytest.mark.parametrize(("layout", "changes"), ALL, ids=str)
 def test_zero_beside_others_gives_the_run_of_one_process(layout: str, changes: dict[str, Any]) -> None:
     require_parity({**SMALL, **changes}, layout)
+
+
+FROZEN_STAGE = {"model.num_layers": 4, "model.frozen": ["embedding", "blocks.0", "blocks.1"]}
+
+
+def test_stage_2_under_a_schedule_that_splits_backward_is_refused_by_the_ranks_of_a_frozen_stage_too() -> None:
+    """The host checks rank 0 before launch; the rank has no bucket here."""
+    changes = {**FROZEN_STAGE, "parallel.pp.schedule": "zb-h1", "parallel.zero.stage": 2}
+    with pytest.raises(UsageError, match=r"parallel/zero sums all gradients .* computes weight gradients later"):
+        build_model(tiny_run({**changes, "parallel.layout": "zero2pp2"}))
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.wide("layouts"))])
+def test_a_frozen_stage_has_no_buckets_and_the_run_is_that_of_one_process(stage: int) -> None:
+    require_parity({**FROZEN_STAGE, "parallel.zero.stage": stage}, "zero2pp2")

@@ -54,7 +54,7 @@ class ZeRO:
 
         groups = groups_of(run, model)  # collective: the ranks of a frozen stage take part too
         model.sinks.reduced_over.update(axis for family in groups for axes in family for axis in axes)
-        if model.shards is None:
+        if model.shards is None or not model.shards.all:
             return
         sum_onto_owners(run, model, groups, self.config)
         self._weights = Weights(model, groups, overlap=self.config.overlap)

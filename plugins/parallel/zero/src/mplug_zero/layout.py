@@ -44,7 +44,7 @@ class Item:
 
 
 def sharding_of(run: "Run", model: "Model", needs: str, config: "ZeROConfig") -> Sharding | None:
-    """The buckets of this rank's parameters; None where no rank shares anything."""
+    """The buckets of this rank's parameters (none in a frozen stage); None where no rank shares anything."""
     if run.mesh.axes["zero"].size == 1:
         return None
     if needs not in ("elements", "matrices"):
@@ -55,7 +55,7 @@ def sharding_of(run: "Run", model: "Model", needs: str, config: "ZeROConfig") ->
         )
     names = [name for name, parameter in model.parameters().items() if parameter.requires_grad]
     items = [item for name in reversed(names) if (item := _item(run, model, model.placements[name], needs)) is not None]
-    if not items:
+    if not any(one.parameter.trainable and owning_axes(run.mesh, one) for one in model.placements.values()):
         return None
     buckets = list(in_buckets(items, int(config.bucket_mib * 2**18)))
     sizes = {axes: prod(run.mesh.axes[axis].size for axis in axes) for axes in {bucket.axes for bucket in buckets}}

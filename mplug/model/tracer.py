@@ -1,4 +1,6 @@
-"""Corrections of torch's tracer (dynamo). Before 2.13, it compiles some autograd functions to wrong gradients.
+"""Corrections of torch's partitioner (`_save_parts`) and of its tracer (dynamo).
+
+Before 2.13, the tracer compiles some autograd functions to wrong gradients.
 
 Three faults concern any `torch.autograd.Function` in a compiled unit. Torch reports none of them:
 

@@ -71,7 +71,7 @@ Failures of the first runs of the list. Each is corrected, and has a test of its
 | features | failure |
 |---|---|
 | multi-token prediction + `aot_eager` | the head lost the gradient of the main loss (relative error 0.98) |
-| multi-token prediction + tied + stages that share the table | ranks added gradients of different parameters (error 1.6) |
+| multi-token prediction + tied + stages that share the table | ranks added gradients of other parameters (error 1.6) |
 | LoRA + full recomputation + a schedule that splits backward | recomputed adapters took another path; the run ended |
 | LoRA + selective recomputation + `aot_eager` | torch's partitioner failed; the run ended |
 | frozen first stage + ZeRO stage 2 + `zb-v` | refused after the launch, by another rank than the first |

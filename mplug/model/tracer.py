@@ -48,6 +48,7 @@ def _save_parts() -> None:
     region, and the partitioner fails: it can neither recompute the operation nor save its result, which is no tensor.
     """
     from torch._functorch import partitioners
+    from torch.utils.checkpoint import CheckpointPolicy
 
     torchs: Any = partitioners
     clean = torchs.cleanup_recompute_tags
@@ -56,7 +57,8 @@ def _save_parts() -> None:
         for node in joint.graph.nodes:
             is_part = node.target is getitem and torchs.must_recompute(node)
             if is_part and not torchs.must_recompute(node.args[0]):
-                del node.meta["recompute"]
+                for mark in [key for key, value in node.meta.items() if isinstance(value, CheckpointPolicy)]:
+                    del node.meta[mark]
         return clean(joint, *arguments, **named)
 
     torchs.cleanup_recompute_tags = without_parts

@@ -5,27 +5,36 @@ part in which every value occurs; the wide set `pairs` runs the rest. With MPLUG
 JSON with its largest errors to the file.
 """
 
+import importlib
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from covering import Case, all_pairs, default_case, pairs_of
-from pair_features import FEATURES, PRODUCT, few_with_every_value, reference_of, resumed_settings, settings_of
+from covering import Case, Generator, all_pairs, default_case, pairs_of
+from pair_features import (
+    FEATURES,
+    PRODUCT,
+    few_with_every_value,
+    named_cases,
+    reference_of,
+    resumed_settings,
+    settings_of,
+)
 from pair_probe import refusal_of, world_size_of
 from pair_runs import Trace, checkpoint_of, errors, failures, follow, run_case, worst
 
 from mplug.testing import run_workers
 from mplug.testing.workers import WorkerFailed
 
-FILE = Path(__file__).parent / "data" / "pairs.json"
-DATA: dict[str, Any] = json.loads(FILE.read_text())
+DOCS = Path(__file__).parent.parent / "docs"
+DATA: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "pairs.json").read_text())
 PAIRS: list[Case] = DATA["pairs"]
-CASES: dict[str, Case] = {f"pair-{number:03}": case for number, case in enumerate(PAIRS)}
-CASES |= {f"product-{number:03}": case for number, case in enumerate(DATA["product"])}
-QUICK = {f"pair-{number:03}" for number in few_with_every_value(PAIRS)}
+CASES = named_cases(DATA)
+QUICK = few_with_every_value(CASES)
 RESULTS = os.environ.get("MPLUG_PAIRS")
 
 REFERENCES: dict[str, tuple[Trace, Path]] = {}
@@ -106,7 +115,62 @@ def test_the_product_has_every_combination_of_its_values() -> None:
     assert len({tuple(case[name] for name in PRODUCT) for case in DATA["product"]}) == wanted
 
 
-def test_what_the_page_lists_as_refused_is_refused_and_no_case_is() -> None:
+def test_what_the_page_lists_as_refused_is_refused() -> None:
     for entry in DATA["refused"]:
         assert refusal_of({**default_case(FEATURES), **entry["values"]}) == entry["reason"]
+
+
+@pytest.mark.wide("pairs")
+def test_no_case_is_refused() -> None:
     assert [name for name, case in CASES.items() if refusal_of(case)] == []
+
+
+def test_the_page_is_that_of_the_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS)
+    pairs = importlib.import_module("pairs")
+    assert (DOCS / "pairs.md").read_text() == pairs.page(DATA)
+    sys.modules.pop("pairs")
+
+
+# The generator, on features whose answers are known.
+
+SMALL = {"a": ("1", "2", "3"), "b": ("1", "2"), "c": ("1", "2"), "d": ("1", "2", "3")}
+
+
+def accepting(_: Case) -> str:
+    return ""
+
+
+def every_size(_: Case) -> bool:
+    return True
+
+
+def refusing(case: Case) -> str:
+    """Refuses a pair, and a set of three values."""
+    if case["a"] == "2" and case["d"] == "3":
+        return "a 2 and d 3"
+    return "a 3, b 2 and c 2" if (case["a"], case["b"], case["c"]) == ("3", "2", "2") else ""
+
+
+def test_the_generator_covers_every_pair_that_is_not_refused_and_finds_the_smallest_refused_sets() -> None:
+    array = Generator(SMALL, refusing, every_size).make()
+    pair, triple = frozenset({("a", "2"), ("d", "3")}), frozenset({("a", "3"), ("b", "2"), ("c", "2")})
+    assert array.uncovered == []
+    assert pair in array.refused
+    assert set(array.refused) <= {pair, triple}
+    assert {one for case in array.cases for one in pairs_of(case)} == set(all_pairs(SMALL)) - {pair}
+    assert not any(map(refusing, array.cases))
+    assert len(array.cases) < 18, "half of all combinations"
+
+
+def test_cases_that_are_kept_stay_first_unless_they_are_refused_now() -> None:
+    before = Generator(SMALL, accepting, every_size).make().cases
+    after = Generator(SMALL, refusing, every_size).make(before)
+    fitting = [case for case in before if not refusing(case)]
+    assert after.cases[: len(fitting)] == fitting
+    assert len(fitting) < len(before)
+
+
+def test_a_pair_that_no_allowed_case_contains_is_reported() -> None:
+    array = Generator(SMALL, accepting, lambda case: case.get("a") != "3" or case.get("b") != "2").make()
+    assert array.uncovered == [frozenset({("a", "3"), ("b", "2")})]

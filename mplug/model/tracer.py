@@ -1,4 +1,6 @@
-"""Corrections of torch's tracer (dynamo). Before 2.13, it compiles some autograd functions to wrong gradients.
+"""Corrections of torch's partitioner (`_save_parts`) and of its tracer (dynamo).
+
+Before 2.13, the tracer compiles some autograd functions to wrong gradients.
 
 Three faults concern any `torch.autograd.Function` in a compiled unit. Torch reports none of them:
 
@@ -15,6 +17,7 @@ and compiles the third correctly. Functions import torch's tracer themselves, be
 """
 
 from functools import cache
+from operator import getitem
 from typing import Any, NoReturn
 
 import torch
@@ -30,11 +33,35 @@ def prepare_compiler() -> None:
     from torch._functorch import config
 
     config.error_on_custom_op_aliasing = True
+    _save_parts()
     if torch.__version__ < "2.12":
         _separate_aliases()
     if torch.__version__ < "2.13":
         _refuse_equal_arguments()
         _refuse_dirty_arguments()
+
+
+def _save_parts() -> None:
+    """Let the partitioner save a part of a result (`q, k, v = heads.split(...)`) whose operation is not recomputed.
+
+    Tracing may create the part where it is used first. If that is in a recomputed region, the part gets the mark of the
+    region, and the partitioner fails: it can neither recompute the operation nor save its result, which is no tensor.
+    """
+    from torch._functorch import partitioners
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    torchs: Any = partitioners
+    clean = torchs.cleanup_recompute_tags
+
+    def without_parts(joint: Any, *arguments: Any, **named: Any) -> Any:
+        for node in joint.graph.nodes:
+            is_part = node.target is getitem and torchs.must_recompute(node)
+            if is_part and not torchs.must_recompute(node.args[0]):
+                for mark in [key for key, value in node.meta.items() if isinstance(value, CheckpointPolicy)]:
+                    del node.meta[mark]
+        return clean(joint, *arguments, **named)
+
+    torchs.cleanup_recompute_tags = without_parts
 
 
 def _separate_aliases() -> None:

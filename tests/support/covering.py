@@ -73,12 +73,14 @@ class Generator:
         self.array = Array()
         self._answers: dict[Values, str] = {}
 
-    def make(self, wanted: Iterable[Values] | None = None) -> Array:
-        """The array that covers the `wanted` pairs (None: all)."""
+    def make(self, kept: Iterable[Case] = ()) -> Array:
+        """The array that covers all pairs. It begins with those of the `kept` cases that are still accepted."""
         for name, values in self.features.items():
             for value in values:
                 self.accepted({**default_case(self.features), name: value})
-        uncovered = dict.fromkeys(all_pairs(self.features) if wanted is None else wanted)
+        uncovered = dict.fromkeys(all_pairs(self.features))
+        for case in filter(self._still_fits, kept):
+            self._add(case, uncovered)
         while True:
             open_pairs = [pair for pair in uncovered if not self._is_refused(pair)]
             if not open_pairs:
@@ -91,9 +93,17 @@ class Generator:
                 self.array.uncovered.append(pair)
                 del uncovered[pair]
                 continue
-            self.array.cases.append(case)
-            for covered in pairs_of(case):
-                uncovered.pop(covered, None)
+            self._add(case, uncovered)
+
+    def _add(self, case: Case, uncovered: dict[Values, None]) -> None:
+        self.array.cases.append(case)
+        for covered in pairs_of(case):
+            uncovered.pop(covered, None)
+
+    def _still_fits(self, case: Case) -> bool:
+        """Whether a case has a value of every feature, is small enough, and is accepted."""
+        is_whole = case.keys() == self.features.keys() and all(case[name] in self.features[name] for name in case)
+        return is_whole and self.allowed(case) and self.accepted(case)
 
     def accepted(self, case: Case) -> bool:
         """Whether a case is accepted; if not, the smallest refused part of it is recorded."""

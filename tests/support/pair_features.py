@@ -4,7 +4,7 @@ The features of `MATHEMATICS` decide what a run computes. All others decide only
 case has their defaults, in one process.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from covering import Case
@@ -205,21 +205,28 @@ def small_enough(case: Case) -> bool:
     return sum(case.get(name, "none") != "none" for name in STRATEGIES) <= 2
 
 
-def few_with_every_value(cases: Sequence[Case]) -> list[int]:
-    """The numbers of few cases in which every value occurs: each is the one with the most new values for its cost."""
-    missing = {item for case in cases for item in case.items()}
-    chosen: list[int] = []
+def named_cases(data: Mapping[str, Any]) -> dict[str, Case]:
+    """All cases of the file by name: `pair-007`, `product-012`."""
+    lists = {"pair": data["pairs"], "product": data["product"]}
+    return {f"{name}-{number:03}": case for name, cases in lists.items() for number, case in enumerate(cases)}
+
+
+def few_with_every_value(cases: Mapping[str, Case]) -> set[str]:
+    """The names of few cases in which every value occurs: each is the one with the most new values for its cost."""
+    missing = {item for case in cases.values() for item in case.items()}
+    chosen: set[str] = set()
     while missing:
-        gains = [len(missing & case.items()) / _cost(case) for case in cases]
-        chosen.append(gains.index(max(gains)))
-        missing -= cases[chosen[-1]].items()
-    return sorted(chosen)
+        best = max(cases, key=lambda name: len(missing & cases[name].items()) / _cost(cases[name]))
+        chosen.add(best)
+        missing -= cases[best].items()
+    return chosen
 
 
 def _cost(case: Case) -> float:
-    """CPU seconds of a case, roughly: compiled units cost the most."""
+    """CPU seconds of a case, roughly: compiled units cost the most, and the more, the larger their graphs are."""
     strategies = sum(case[name] != "none" for name in STRATEGIES)
-    return float(2**strategies * (0.5 if case["compile"] == "never" else 8 + 4 * (case["ahead"] != "0")))
+    larger = sum(case[name] != FEATURES[name][0] for name in ("ahead", "adapter", "recompute", "packed"))
+    return float(2**strategies * (0.5 if case["compile"] == "never" else 8 + 4 * larger))
 
 
 def settings_of(case: Case) -> Settings:

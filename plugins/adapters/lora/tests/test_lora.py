@@ -17,7 +17,7 @@ from mplug.checkpoint.adapter_files import adapters_of
 from mplug.cli import main
 from mplug.model.build import build_model, measure_bytes
 from mplug.testing import AdapterSuite
-from mplug.testing.harness import tiny_run
+from mplug.testing.harness import difference, tiny_run, train_ranks
 from mplug.testing.parity import require_parity
 
 EXPERTS: dict[str, Any] = {
@@ -130,6 +130,15 @@ def test_dropout_under_a_layout_is_that_of_one_process(layout: str, settings: di
 def test_dora_with_dropout_of_whole_inputs_under_tp_is_that_of_one_process(layout: str) -> None:
     whole = {"adapters.lora.targets": ["qkv", "up"], "adapters.lora.dropout": 0.2}
     require_parity({**DORA, **whole}, layout)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_recomputed_attention_of_adapted_projections_compiles_to_the_eager_run() -> None:
+    """Tracing creates the values, a part of the adapted projection, in the recomputed region."""
+    settings = {**SMALL, "model.num_layers": 1, "memory.recompute.mode": "selective"}
+    (eager,), (compiled,) = (train_ranks(1, {**settings, "trainer.compile": one}) for one in ("never", "aot_eager"))
+    assert difference([compiled], eager) == ""
 
 
 def test_only_adapters_have_gradients_masters_and_optimizer_states() -> None:

@@ -33,6 +33,11 @@ def test_every_rank_gets_what_is_meant_for_it() -> None:
     assert run_workers(3, exchanged) == expected
 
 
+def test_a_process_without_a_group_gets_its_own_value() -> None:
+    run = cast(Run, SimpleNamespace(rank=0, groups=None))
+    assert (at_first(run, "own"), from_rank(run, 0, "own"), divided(run, ["own"])) == (["own"], "own", "own")
+
+
 def raised(errors: list[tuple[type[Exception], str] | None]) -> tuple[str, str]:
     """Be a rank with an error, or with none: the error that is raised on it."""
     run = run_of_rank()

@@ -376,13 +376,13 @@ def cast_in_pairs() -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     form = GatheredForm(
         lambda rows, largest, _: (rows / largest, largest.clone(), 3 * largest),
         (True, False, False),
-        lambda rows, _: rows.amax().view(1),
+        lambda rows, _: rows.amax(dim=0),
     )
     layers, own = list[Linear](), list[Rows]()
     for name, (rows, width) in SHAPES.items():
         layer = Linear(width, 2 * rows, bias=False)
         layer.weight = nn.Parameter(rows_of(name, rank))
-        like = form.cast(torch.zeros(2 * rows, width), torch.ones(1), {})
+        like = form.cast(torch.zeros(2 * rows, width), torch.ones(width), {})
         copies = GatheredCopies(layer, "Linear.product", "casts", form, "kernels/fp8", like, 0)
         layers.append(layer)
         place = Place(layer._parameters, "weight")
@@ -398,9 +398,10 @@ def test_every_weight_is_cast_with_the_largest_value_of_its_own_rows_on_the_rank
     found = run_workers(4, cast_in_pairs)
     for rank, weights in enumerate(found):
         for name, (sent, largest, thrice) in weights.items():
-            expected = max(float(rows_of(name, one).max()) for one in (rank % 2, rank % 2 + 2))
+            expected = torch.maximum(*(rows_of(name, one).amax(dim=0) for one in (rank % 2, rank % 2 + 2)))
             assert torch.equal(sent, (rows_of(name, rank) / expected).flatten())
-            assert (largest.tolist(), thrice.tolist()) == ([expected], [3 * expected])
+            assert torch.equal(largest, expected)
+            assert torch.equal(thrice, 3 * expected)
 
 
 def gathered_once(device: str, recipe: Settings) -> None:

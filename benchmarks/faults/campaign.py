@@ -28,129 +28,30 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
 from mutants import Mutant, mutants_of
-from run import BETWEEN, map_of
+from records import (
+    KILLERS,
+    SEED,
+    SESSION,
+    TREE,
+    caught,
+    equivalents,
+    read_results,
+    recorded,
+    sample,
+    survivors,
+)
+from run import map_of
+from selection import Coverage, Kills
 from slots import Slot, Stopped, copied, environment_of, verify
-from workspace import HERE, Outcome, digest, function_lines, outcome_of, whole_lines
+from workspace import HERE, Outcome, digest, outcome_of
 
-TREE = HERE.parent.parent
-KILLERS, EQUIVALENT = HERE / "killers.jsonl", HERE / "equivalent.yaml"
-BATCHES = (12.0, 30.0, 60.0)
-"""Predicted seconds of tests in the first pytest sessions of a mutant; further sessions are like the last of these."""
 SETTLED = ("killed", "survived", "not executed")
-SEED = 38
-NOT_FOUND = 4
-"""pytest's exit status if a named test does not exist."""
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """Which tests execute which lines of the mutated files, as `record` has written it."""
-
-    tests: list[str]
-    seconds: list[float]
-    failed: frozenset[str]
-    files: dict[str, Any]
-
-    @classmethod
-    def read(cls, path: Path) -> "Coverage":
-        """From a file."""
-        held = json.loads(path.read_text())
-        return cls(held["tests"], held["seconds"], frozenset(held["failed"]), held["files"])
-
-    def executing(self, mutant: Mutant, source: str) -> list[int]:
-        """The numbers of the tests that execute the mutated statement.
-
-        If it runs only while no test does (at an import, in a fixture of a session), those that execute the file.
-        """
-        lines = self.files.get(mutant.file, {"lines": {}})["lines"]
-        found = {number for line in mutant.lines for number in lines.get(str(line), ())}
-        if found and not self._tests(found):
-            found = {number for line in function_lines(source) for number in lines.get(str(line), ())}
-        return sorted(self._beside(self._tests(found), "@cache\n" in source))
-
-    def _tests(self, numbers: Iterable[int]) -> set[int]:
-        return {one for one in numbers if self.tests[one] != BETWEEN and self.tests[one] not in self.failed}
-
-    def _beside(self, numbers: set[int], keeps: bool) -> set[int]:
-        """These tests, and where tests of a file share what the first of them computes, all tests of the file.
-
-        They do so if the file's tests keep results, or if the mutated file `keeps` those of functions.
-        """
-        files = {self.tests[number].partition("::")[0] for number in numbers}
-        sharing = {file for file in files if keeps or _shares(TREE / file)}
-        tests = (number for number, test in enumerate(self.tests) if test.partition("::")[0] in sharing)
-        return numbers | self._tests(tests)
-
-    def ordered(self, numbers: Iterable[int], kills: "Kills", mutant: Mutant) -> list[int]:
-        """Tests in the order in which they are tried.
-
-        The best killers of the function's and of the file's mutants come first. Then cheap tests, but of the cases of
-        one parametrized test each further one counts as dearer: they mostly fail together.
-        """
-        numbers = sorted(numbers, key=lambda number: (self.seconds[number], number))
-        cases, cost = Counter[str](), dict[int, float]()
-        for number in numbers:
-            function = self.tests[number].partition("[")[0]
-            cases[function] += 1
-            cost[number] = (self.seconds[number] + 0.02) * cases[function]
-        best = [number for number in kills.best(mutant, self.tests) if number in cost][:6]
-        rest = sorted(cost.keys() - set(best), key=lambda number: (cost[number], number))
-        return [*best, *rest]
-
-    def batches(self, numbers: Sequence[int]) -> Iterator[list[int]]:
-        """The tests of each pytest session."""
-        bounds, batch, total = iter(BATCHES), list[int](), 0.0
-        bound = next(bounds)
-        for number in numbers:
-            batch.append(number)
-            total += self.seconds[number]
-            if total >= bound or len(batch) >= 150:
-                yield batch
-                batch, total, bound = [], 0.0, next(bounds, bound)
-        if batch:
-            yield batch
-
-
-@cache
-def _shares(file: Path) -> bool:
-    """Whether a file of tests keeps results for further tests."""
-    text = file.read_text() if file.is_file() else ""
-    return any(
-        word in text for word in ("@cache", "@lru_cache", 'scope="module"', 'scope="session"', "@functools.cache")
-    )
-
-
-class Kills:
-    """Which tests have killed mutants of a function and of a file so far."""
-
-    def __init__(self, results: Iterable[dict[str, Any]]) -> None:
-        self._of = dict[str, Counter[str]]()
-        for result in results:
-            if result.get("how") == "failure":
-                self.count(result["mutant"], result["by"])
-
-    def count(self, name: str, test: str) -> None:
-        """Count a kill."""
-        file, function, *_ = name.split("::")
-        for place in ("", file, f"{file}::{function}"):
-            self._of.setdefault(place, Counter())[test] += 1
-
-    def best(self, mutant: Mutant, tests: Sequence[str]) -> list[int]:
-        """The numbers of some tests: the best of the function, then the best of the file and of all files."""
-        file, function, *_ = mutant.name.split("::")
-        places = ((f"{file}::{function}", 3), (file, 2), ("", 40))
-        names = [test for place, many in places for test, _ in self._of.get(place, Counter()).most_common(many)]
-        numbers = {test: number for number, test in enumerate(tests)}
-        return [numbers[name] for name in dict.fromkeys(names) if name in numbers]
 
 
 # list
@@ -388,35 +289,9 @@ class Trial:
         )
 
 
-SESSION = "the session"
-"""What kills a mutant with which pytest ends before any test does."""
-
-
-def caught(outcome: Outcome) -> tuple[str, str | None]:
-    """(how, the test) of a session that kills a mutant; the test is None where it does not."""
-    if outcome.failed:
-        return "failure", outcome.failed[0]
-    if outcome.status is None:
-        return "time-out", next(iter(outcome.unfinished), SESSION)
-    if outcome.status in (0, 5):
-        return "", None
-    return ("exit", outcome.unfinished[0]) if outcome.unfinished else ("error", SESSION)
-
-
 def _last_words(outcome: Outcome) -> str:
     errors = [line[1:].strip() for line in outcome.output.splitlines() if line.startswith("E  ")]
     return errors[0][:160] if errors else outcome.output[-160:]
-
-
-def read_results(path: Path) -> list[dict[str, Any]]:
-    """The lines that a file holds so far."""
-    return list(whole_lines(path)) if path.exists() else []
-
-
-def equivalents() -> set[str]:
-    """The names of the mutants that change no result."""
-    listed = yaml.safe_load(EQUIVALENT.read_text()) if EQUIVALENT.exists() else []
-    return {name for entry in listed or [] for name in entry["mutants"]}
 
 
 # table and keep
@@ -480,84 +355,6 @@ def again(options: argparse.Namespace) -> None:
     print(f"{len(chosen)} mutants: {len(surviving)} survive, of {len(missing)} the recorded test does not exist")
     print(f"{len(stale)} recorded mutants do not exist")
     sys.exit(1 if surviving else 0)
-
-
-Entry = tuple[Mutant, dict[str, Any]]
-
-
-def recorded() -> tuple[list[Entry], list[str]]:
-    """(mutants of this tree with their records, the names of recorded mutants that the code no longer has)."""
-    mutants = {mutant.name: mutant for mutant in mutants_of(TREE)}
-    current, stale = list[Entry](), list[str]()
-    for entry in read_results(KILLERS):
-        if entry["how"] == "survives":
-            continue
-        mutant = mutants.get(entry["mutant"])
-        if mutant is not None and mutant.change == entry["change"]:
-            current.append((mutant, entry))
-        else:
-            stale.append(entry["mutant"])
-    return current, stale
-
-
-def alive() -> set[str]:
-    """The names of the mutants of this tree that survive and are not known to change no result."""
-    changes = {mutant.name: mutant.change for mutant in mutants_of(TREE)}
-    entries = (entry for entry in read_results(KILLERS) if entry["how"] == "survives")
-    return {entry["mutant"] for entry in entries if changes.get(entry["mutant"]) == entry["change"]} - equivalents()
-
-
-def sample(entries: list[Entry], number: int) -> list[Entry]:
-    """The same mutants in every run, of different operators and files as far as possible."""
-    shuffled = random.Random(SEED).sample(entries, len(entries))
-    seen = Counter[str]()
-    ranked = []
-    for mutant, entry in shuffled:
-        seen.update((mutant.operator, mutant.file, entry["by"]))
-        ranked.append((seen[mutant.operator] + seen[mutant.file] + seen[entry["by"]], mutant, entry))
-    ranked.sort(key=lambda one: one[0])
-    return [(mutant, entry) for _, mutant, entry in ranked[:number]]
-
-
-def survivors(
-    entries: Sequence[Entry], python: str, jobs: int, arguments: Sequence[str] = (), patience: float = 30.0
-) -> tuple[dict[str, str], set[str]]:
-    """(mutants that their recorded tests do not kill, with what happened; those whose recorded test does not exist)."""
-    waiting: queue.SimpleQueue[Entry] = queue.SimpleQueue()
-    for chosen in sorted(entries, key=lambda one: one[1]["how"] == "time-out"):
-        waiting.put(chosen)
-    surviving, missing = dict[str, str](), set[str]()
-
-    def drive(folder: Path) -> None:
-        slot = Slot(TREE, folder, python)
-        try:
-            while True:
-                mutant, entry = waiting.get_nowait()
-                source = (TREE / mutant.file).read_bytes()
-                slot.put(mutant.file, mutant.applied(source))
-                outcome = slot.pytest("-x", "-q", *arguments, entry["by"], patience=patience)
-                slot.put(mutant.file, source)
-                if outcome.status == NOT_FOUND:
-                    missing.add(mutant.name)
-                elif caught(outcome)[1] is None:
-                    surviving[mutant.name] = f"'{entry['by']}' passes"
-                known = "survives" if mutant.name in surviving else "missing" if mutant.name in missing else "killed"
-                print(f"{known:9} {mutant.name}", flush=True)
-        except queue.Empty:
-            return
-        finally:
-            slot.close()
-
-    with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
-        names = [Path(folder).resolve() / f"slot{number}" for number in range(min(jobs, len(entries)))]
-        threads = [threading.Thread(target=drive, args=(name,)) for name in names]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    if not waiting.empty():
-        raise RuntimeError("a slot ended before its mutants did")
-    return surviving, missing
 
 
 # The command line.

@@ -5,7 +5,9 @@ from typing import Any, cast
 
 import pytest
 import torch
-from mplug_tp.regions import _Divided, _entries
+from mplug_tp.regions import REMEDY, _Divided, _entries, whole_sequences
+
+from mplug.testing.harness import tiny_run
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,16 @@ def test_a_sequence_is_halved_to_512_positions_a_rank_as_long_as_halves_are_even
     model = SimpleNamespace(plan=SimpleNamespace(units=units, context=context))
     found = _entries(cast(Any, run), cast(Any, model))
     assert {name: tuple(entry.shape) for name, entry in found.items()} == {"tokens": (2, expected)}
+
+
+def test_modules_between_the_two_products_of_a_pair_see_the_whole_sequence() -> None:
+    """The residual stream is divided; behind a column-parallel product the sequence is whole, attention included."""
+    run = tiny_run({"parallel.layout": "tp2"})
+    with torch.device("meta"):
+        model = run.hooks.call.build_model(run=run)
+    model.place(run.mesh, None)
+    found = whole_sequences(run, model, ["blocks.0.attn.qkv", "blocks.0.attn.out", "blocks.1.mlp.up"])
+    assert found == {"blocks.0.attn.qkv": REMEDY, "blocks.0.attn.out": True, "blocks.1.mlp.up": REMEDY}
 
 
 def test_what_an_operator_without_a_result_writes_from_a_divided_tensor_is_divided() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mplug_zero.layout import ALIGNED, Item, in_buckets, in_matrices, in_ranges, owners
 
-from mplug import Piece, Run, UsageError, hookimpl
+from mplug import Axis, Init, Mesh, Parameter, Piece, Run, Sharding, UsageError, contiguous, hookimpl
 from mplug.gradients.region import region
 from mplug.layout.ownership import Bucket, ShardedPlacement, Stretch
 from mplug.layout.placement import Placement
@@ -133,6 +133,16 @@ def test_stretches_are_even_if_owners_in_order_have_equal_ones(
 ) -> None:
     bucket = Bucket(("a",), (0,), (12,), 12, ("zero",), tuple(Stretch(*one) for one in stretches))
     assert bucket.is_even(3) == even
+
+
+def test_the_second_half_of_the_rows_is_kept_from_the_first_row_of_its_owner_on() -> None:
+    """[4, 3] in two stretches of two rows each."""
+    mesh = Mesh.of([Axis("zero", 2, entries={"batch": contiguous})], 2)
+    whole = Placement("a", Parameter(("mlp", "embed"), Init("constant")), (4, 3), mesh)
+    bucket = Bucket(("a",), (0,), (12,), 12, ("zero",), (Stretch(0, 6, 0), Stretch(6, 12, 1)))
+    placed = Sharding((bucket,), matrices=True).placed(whole)
+    boxes = [[(box.start, box.shape, box.offset) for box in placed.boxes(rank)] for rank in range(2)]
+    assert boxes == [[((0, 0), (2, 3), (0, 0))], [((2, 0), (2, 3), (0, 0))]]
 
 
 def test_alike_matrices_are_divided_evenly() -> None:

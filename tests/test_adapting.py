@@ -72,6 +72,7 @@ def together(*parts: Callable[..., None], trained: str = "") -> Model:
     """The tiny model as several plugins adapt it, one after the other."""
     model = build_model(tiny_run({"model.num_layers": 2}))
     model.freeze([name for name in model.parameters() if name != trained])
+    model.placements = {}  # plugins adapt a model before it is placed
     hooks = SimpleNamespace(layered=lambda _: [(f"adapters/{n}", part) for n, part in enumerate(parts)])
     adapt(SimpleNamespace(hooks=hooks), model)  # type: ignore[arg-type]
     model.place(Mesh.of([], 1), None)

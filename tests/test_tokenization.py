@@ -35,7 +35,7 @@ def test_data_stays_readable_where_it_is_moved_and_the_first_file_is_gone(kept: 
     moved = kept.parent.rename(tmp_path / "elsewhere") / "corpus"
     tokenizer = load_tokenizer(read(moved))
     assert tokenizer.decode(tokenizer.encode("the plain text")) == "the plain text"
-    assert (tokenizer.vocab_size, tokenizer.eod) == (264, 256)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (265, 256)
 
 
 def test_the_fingerprint_is_of_contents_and_options_and_not_of_places(kept: Path, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_release_that_makes_another_vocabulary_is_refused(kept: Path, plant: C
     plant("nova-glyph", "self.vocab_size = END + 1 + len(self.words)", "self.vocab_size = END + 2 + len(self.words)")
     with pytest.raises(
         UsageError,
-        match=r"with vocab_size=264 and eod=256, but the installed nova-glyph 1\.0\.0 has vocab_size=265 and",
+        match=r"with vocab_size=265 and eod=256, but the installed nova-glyph 1\.0\.0 has vocab_size=266 and",
     ):
         load_tokenizer(read(kept))
 

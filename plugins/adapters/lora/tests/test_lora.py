@@ -71,7 +71,10 @@ class TestLoRA(AdapterSuite):
     layouts = ("tp2",)
     examples = {"experts": ["shared"], "targets": [["attention"], ["qkv"]]}
     beside = {"experts": {**EXPERTS, "adapters.lora.targets": ["experts"]}}
-    without_effect = {"path": "a run loads the folder before its first step (tests/test_adapting.py begins with one)"}
+    without_effect = {
+        "path": "a run loads the folder before its first step (tests/test_adapting.py begins with one)",
+        "base": "a name in folders of PEFT (test_fields.py reads and writes it)",
+    }
     test_replayed_steps_are_steps = pytest.mark.wide("suites")(AdapterSuite.test_replayed_steps_are_steps)
 
 

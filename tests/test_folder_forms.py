@@ -262,7 +262,7 @@ def test_tensors_of_another_library_are_refused(folder: Folder) -> None:
         if is_read:
             require_fitting(path)
         else:
-            assert f"its tensors are those of '{library}', not of PyTorch" in refusal(path)
+            assert f"its tensors are those of '{library}', not of PyTorch; use a folder that was" in refusal(path)
 
 
 def test_adapters_beside_the_model_are_refused(folder: Folder) -> None:

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mplug import MicroBatch, UsageError
+from mplug import MicroBatch, Run, UsageError
 from mplug.testing.harness import Trace, difference, tiny_run, train_ranks, train_steps
 from mplug.training.assembly import Parts, build
 from mplug.training.stepper import DefaultStepper
+from mplug.training.token_scale import TokenScale
 
 Settings = dict[str, Any]
 BALANCE, Z = 0.7, 0.3
@@ -126,9 +127,32 @@ def test_a_stepper_that_does_not_read_in_advance_is_an_error(monkeypatch: pytest
     train_steps(WITHOUT)  # which needs no factor, and reads on request
 
 
-def test_micro_batches_without_labels_are_refused() -> None:
+@pytest.mark.parametrize("counts", [True, False])
+def test_micro_batches_without_labels_are_refused_by_every_rank(counts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Run, "counts_samples", counts)
     run = tiny_run(MODEL)
     stepper = build(run).stepper
     assert isinstance(stepper, DefaultStepper)
     with pytest.raises(UsageError, match="no entry 'labels' whose targets could be counted"):
         stepper.read([{"tokens": torch.zeros(1, S, dtype=torch.int64)}])
+
+
+class Mean(nn.Module):
+    """A block of another package with a loss that is a mean over tokens, and no loss of any other kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("token_scale", torch.ones(()))
+
+
+def test_the_factor_has_the_loss_scale_for_a_module_without_a_buffer_of_it() -> None:
+    run, part, loss_scale = tiny_run({"trainer.precision": "fp32"}), Mean(), torch.tensor(64.0)
+    run.device = "cpu"
+    scale = TokenScale(run, part, loss_scale)
+    labels = torch.tensor([[1, 2, -100, -100, -100, -100, -100, -100]])
+    assert scale.read([{"labels": labels}]) is not None
+    assert float(part.get_buffer("token_scale")) == 64 * 2 / 8
+    loss_scale.fill_(32)
+    scale.begin_step()
+    scale.read([{"labels": labels}])
+    assert float(part.get_buffer("token_scale")) == 32 * 2 / 8

@@ -112,14 +112,17 @@ def read_tensors(path: Path, file: str) -> dict[str, tuple[str, tuple[int, ...]]
     try:
         with (path / file).open("rb") as opened:
             metadata, tensors = read_whole_header(opened, file, os.fstat(opened.fileno()).st_size)
-            if metadata.get("format") not in FRAMEWORKS:
-                raise ValueError(f"its tensors are those of '{brief(str(metadata['format']))}', not of PyTorch")
-            return tensors
     except FileNotFoundError:
         raise UsageError(f"'{path}' lacks '{file}', which '{INDEX}' names; download the file again") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"cannot read '{path / file}': {reason}; download the file again") from None
+    if metadata.get("format") not in FRAMEWORKS:
+        raise UsageError(
+            f"cannot read '{path / file}': its tensors are those of '{brief(str(metadata['format']))}', not of "
+            f"PyTorch; use a folder that was saved from a model in PyTorch"
+        )
+    return tensors
 
 
 def some(names: Iterable[str]) -> str:

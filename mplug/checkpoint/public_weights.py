@@ -79,7 +79,7 @@ class PublicWeights:
         public = {*self.conversion.public, *self.conversion.duplicates}
         return {name if name in public else f"{prefix}{name}": stored for name, stored in tensors.items()}
 
-    @property
+    @cached_property
     def widest(self) -> torch.dtype:
         """A type that holds all values of the folder exactly; decoded values are in fp32."""
         wide = any(stored.code == FORMATS["float64"].code for stored in self.stored.values())

@@ -113,7 +113,7 @@ def about_weights(run: "Run", model: "Model", pretrained: Path | None) -> list[s
 
 
 def about_export(run: "Run") -> list[str]:
-    """A line that says why the run's model cannot be published; none if it can, or if its family publishes nothing."""
+    """A line that says why the run's model cannot be published; none if it can."""
     from mplug.registry.public_export import why_not_published
 
     reason = why_not_published(run.config)

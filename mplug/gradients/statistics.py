@@ -96,11 +96,12 @@ class Statistics:
         """
         totals = self._reduced("sum", self.run.summed) | self._reduced("max", self.run.largest)
         self._write(totals)
-        return {
-            name: totals[name] / (num_targets if one.per_target else num_tokens if one.per_token else 1)
+        divisors = {
+            name: num_targets if one.per_target else num_tokens if one.per_token else None
             for name, one in self.described.items()
             if one.reported
         }
+        return {name: totals[name] if by is None else totals[name] / by for name, by in divisors.items()}
 
     def _reduced(self, reduction: str, reduce: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """The logical statistics of one reduction over all ranks, in fp64."""

@@ -1,4 +1,4 @@
-"""Corrections of torch's partitioner (`_save_parts`) and of its tracer (dynamo).
+"""Corrections of torch's compiler: of its partitioner (`_save_parts`), and before 2.13 of its tracer (dynamo).
 
 Before 2.13, the tracer compiles some autograd functions to wrong gradients.
 
@@ -25,7 +25,7 @@ import torch
 
 @cache
 def prepare_compiler() -> None:
-    """Correct the tracer of this process, if its version needs it; call this before `torch.compile`.
+    """Correct torch's compiler in this process, its tracer only in older versions; call this before `torch.compile`.
 
     Also makes it an error, at the first call of a graph, that an operator returns memory of its arguments. Compiled
     code assumes that operators do not, and torch only warns.

@@ -135,7 +135,6 @@ class Router(nn.Module):
     SLOTS = ("Router.summed",)
     load: Tensor
     losses: Tensor
-    loss_scale: Tensor
     token_scale: Tensor
     bias: Tensor | None
     last_load: Tensor | None
@@ -166,7 +165,6 @@ class Router(nn.Module):
         self.register_buffer("losses", torch.zeros(2, dtype=torch.float64), persistent=False)
         self.adds_loss = bool(z_coefficient or (balance != "none" and balance_coefficient))
         if self.adds_loss:
-            self.register_buffer("loss_scale", torch.ones(()), persistent=False)
             self.register_buffer("token_scale", torch.ones(()), persistent=False)
         biased = bias_rate > 0 if choice_bias is None else choice_bias
         self.register_buffer("bias", torch.zeros(experts) if biased else None)

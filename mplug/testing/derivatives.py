@@ -37,9 +37,14 @@ def auxiliary_losses() -> Iterator[list[Tensor]]:
         return original(x, loss, scale)
 
     with ExitStack() as stack:
-        for module in [one for one in list(sys.modules.values()) if vars(one).get("add_auxiliary") is original]:
+        for module in [one for one in list(sys.modules.values()) if _held(one) is original]:
             stack.enter_context(mock.patch.object(module, "add_auxiliary", noted))
         yield seen
+
+
+def _held(module: object) -> object:
+    """What a module has under the name; `sys.modules` may also hold None and objects without a dictionary."""
+    return getattr(module, "__dict__", {}).get("add_auxiliary")
 
 
 def require_gradients_of_the_loss(trial: Trial) -> None:

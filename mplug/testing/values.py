@@ -18,16 +18,11 @@ def other_values(annotation: Any, metadata: Sequence[Any], current: Any) -> Iter
     They satisfy the bounds in the annotation. Nothing can be derived for text, for mappings and for nested models,
     unless their type names the values (`Literal`, an open list).
     """
-    seen = [_plain(current)]
+    seen = [(isinstance(current, bool), _plain(current))]  # True equals 1, and is another value
     for value in _values(annotation, metadata, current):
-        if value not in seen and type(value) in _types_seen(value, seen):
-            seen.append(value)
+        if (isinstance(value, bool), value) not in seen:
+            seen.append((isinstance(value, bool), value))
             yield value
-
-
-def _types_seen(value: Any, seen: list[Any]) -> tuple[type, ...]:
-    """True equals 1, so that a bool is a new value only beside other bools."""
-    return (bool,) if isinstance(value, bool) and not any(type(one) is bool for one in seen) else (type(value),)
 
 
 def _plain(value: Any) -> Any:

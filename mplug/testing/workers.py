@@ -56,9 +56,6 @@ PRELOAD = [
 Append the modules of your plugins before the first call. Workers then start with these modules at no cost.
 """
 
-CHECK = "MPLUG_CHECK_EXCHANGES"
-"""Workers compare what they exchange as flat buffers (`mplug.ops.Exchange`), unless this variable is set otherwise."""
-
 LAST = "mplug.testing.preloaded"
 """The module that the server imports last."""
 
@@ -270,8 +267,10 @@ def _called(rank: int, task: _Task) -> Any:
     import torch  # already imported by the server
     import torch.distributed as dist
 
+    from mplug.ops import CHECK  # imports torch
+
     torch.set_num_threads(1)
-    os.environ.setdefault(CHECK, "1")
+    os.environ.setdefault(CHECK, "1")  # ranks compare what they exchange as flat buffers, unless it is set otherwise
     sys.path[:] = task.path  # workers can import what the caller can
     if sys.platform in _LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK[sys.platform])

@@ -33,9 +33,9 @@ class DefaultStepper:
     A strategy with a stepper of its own calls the methods `begin_step`, `entries`, `loss_gradient`, `finish_step` and
     `update` of this one, and takes the step's micro batches from `read`. A stepper of another framework, whose engine
     keeps gradients itself (`Sharding.engine`), calls `begin_step`, `read`, `entries` and `count`, and in the update
-    `reduction.finish` and `apply`. It sets `gradient_scale`, the
-    factor that the gradients of pieces then have, and `loss_scale` if its engine has a loss scale of its own. It calls
-    `scale_added` with the factor that the loss has when backward starts.
+    `reduction.finish` and `apply`. It sets `gradient_scale`, the factor that the gradients of pieces then have, and
+    `loss_scale` if its engine has a loss scale of its own. It calls `scale_added` with the factor that the loss has
+    when backward starts.
     """
 
     def __init__(self, run: Run, model: Model, pieces: list[Piece], optimizer: Optimizer) -> None:
@@ -50,7 +50,7 @@ class DefaultStepper:
         updates = slot_updates(model.slot_buffers)
         self.statistics = Statistics(run, model.module, model.plan, model.buffer_placements, updates)
         self.loss_scale: LossScale | None = LossScale.of(run, model.module)
-        self.token_scale = TokenScale(run, model.module)
+        self.token_scale = TokenScale(run, model.module, None if self.loss_scale is None else self.loss_scale.scale)
         self.gradient_scale: Tensor | float | None = None
         self.sums = torch.zeros(2, dtype=self.wide, device=run.device)
         self.stop_at_nonfinite = run.config.trainer.nonfinite == "stop"
@@ -141,6 +141,7 @@ class DefaultStepper:
 
     def scale_added(self, scale: Tensor) -> None:
         """Set the factor on the gradients that blocks add themselves (load balancing) to that of the loss."""
+        self.token_scale.loss_scale = scale
         for part in self.model.module.modules():
             if BUFFER in part._buffers:
                 part._buffers[BUFFER] = scale

@@ -13,28 +13,28 @@ from torch import Tensor, nn
 
 from mplug.contracts import MicroBatch
 from mplug.errors import UsageError
-from mplug.gradients.loss_scale import BUFFER as LOSS_SCALE
 from mplug.nn.loss import IGNORED
 from mplug.run.run import Run
 
 BUFFER = "token_scale"
-"""The name of the module buffer that holds the factor, times the module's `loss_scale`."""
+"""The name of the module buffer that holds the factor, times the loss scale."""
 
 
 class TokenScale:
     """Counts the targets of a step in advance, and fills the buffers `token_scale`.
 
-    `is_missing` says that losses of this step need the factor, and that it is not known yet. Building is collective:
-    all ranks take part in the counts, also those of pipeline stages without such losses.
+    `is_missing` says that losses of this step need the factor, and that it is not known yet. `loss_scale` [] is the
+    factor by which the model's loss is multiplied before backward, or None for 1. Building is collective: all ranks
+    take part in the counts, also those of pipeline stages without such losses.
     """
 
-    def __init__(self, run: Run, module: nn.Module) -> None:
-        self.run = run
-        self._parts = [part for part in module.modules() if BUFFER in part._buffers]
-        self._is_needed = any(run.gathered(bool(self._parts)))
+    def __init__(self, run: Run, module: nn.Module, loss_scale: Tensor | None) -> None:
+        self.run, self.loss_scale = run, loss_scale
+        parts = [part for part in module.modules() if BUFFER in part._buffers]
+        self._is_needed = any(run.gathered(bool(parts)))
         self.is_missing = self._is_needed
         self.scale = torch.ones((), dtype=run.precision.master_dtype, device=run.device)
-        for part in self._parts:
+        for part in parts:
             part._buffers[BUFFER] = self.scale  # one tensor for all of them
 
     def begin_step(self) -> None:
@@ -51,23 +51,20 @@ class TokenScale:
         batches = list(micro_batches)
         targets, tokens = self.run.summed(self._counts(batches)).unbind()
         factor = (targets / tokens).to(self.scale.dtype)
-        loss_scale = self._parts[0]._buffers.get(LOSS_SCALE) if self._parts else None
-        self.scale.copy_(factor if loss_scale is None else factor * loss_scale)
+        self.scale.copy_(factor if self.loss_scale is None else factor * self.loss_scale)
         self.is_missing = False
         return batches
 
     def _counts(self, batches: list[MicroBatch]) -> Tensor:
         """[targets, tokens] of this rank's samples; zeros if another rank counts the same samples."""
         counts = torch.zeros(2, dtype=torch.float64, device=self.run.device)
-        if not self.run.counts_samples:
-            return counts
-        for batch in batches:
-            if "labels" not in batch:
-                raise UsageError(
-                    "a loss inside of the model's blocks is a mean over tokens, and the micro batches of the data "
-                    "plugin have no entry 'labels' whose targets could be counted; use another data plugin, or set the "
-                    "coefficients of the loss to 0"
-                )
+        if any("labels" not in batch for batch in batches):  # on every rank, or the others would wait for the counts
+            raise UsageError(
+                "a loss inside of the model's blocks is a mean over tokens, and the micro batches of the data plugin "
+                "have no entry 'labels' whose targets could be counted; use another data plugin, or set the "
+                "coefficients of the loss to 0"
+            )
+        for batch in batches if self.run.counts_samples else ():
             counts[0] += (batch["labels"] != IGNORED).sum()
             counts[1] += batch["labels"].numel()
         return counts

@@ -225,6 +225,8 @@ READ: list[tuple[dict[str, Any], str]] = [
     ({"layers_to_transform": [0]}, "has tensors for 'model.layers.1.mlp.down_proj', and"),
     ({"layers_to_transform": ["0"]}, "have layers_to_transform=['0'] in adapter_config.json, which is no list of"),
     ({"layers_to_transform": [0, 1], "layers_pattern": "h"}, "has tensors for 'model.layers.0.mlp.down_proj', and"),
+    ({"layers_to_transform": [0, 1], "layers_pattern": "layers|h"}, "have layers_pattern='layers|h' in adapter_config"),
+    ({"layers_to_transform": [0, 1], "layers_pattern": "(layers)"}, "with which PEFT fails; correct the file"),
     ({"target_parameters": ["gate_proj.weight"]}, "PEFT adapts 'model.layers.0.mlp.gate_proj', and adapter_model"),
     ({"target_parameters": "gate_proj.weight"}, "have target_parameters='gate_proj.weight' in adapter_config.json"),
     ({"base_model_name_or_path": "org/other"}, "were trained on the base model 'org/other' (base_model_name_or_path"),

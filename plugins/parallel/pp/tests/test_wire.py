@@ -144,7 +144,9 @@ def test_an_activation_that_differs_from_its_announcement_is_an_error_before_it_
 
 
 def test_a_tensor_with_too_many_dimensions_for_a_header_is_refused() -> None:
-    with pytest.raises(RunError, match=r"'hidden' cannot cross pipeline stages: .* its 100 dimensions"):
+    with pytest.raises(
+        RunError, match=r"'hidden' cannot cross pipeline stages: .* its 100 dimensions .* fewer dimensions"
+    ):
         Crossing(NAMES).send(wire(), activations(torch.float32, *[1] * 100), key(2, 8))
 
 

@@ -100,4 +100,6 @@ def _in_layers(name: str, fields: Mapping[str, Any]) -> bool:
     regexes = [rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in patterns] or [r".*?\.[^.]*\.(\d+)\."]
     hits = (_compiled(regex, "layers_pattern").match(name) for regex in regexes)
     hit = next((one for one in hits if one is not None), None)
+    if hit is not None and not (hit[1] or "").isdecimal():  # a group or an alternative of the pattern, as in PEFT
+        raise ValueError(f"have layers_pattern={given!r} in {FILE}, with which PEFT fails; correct the file")
     return hit is not None and int(hit[1]) in numbers

@@ -129,7 +129,7 @@ def _header(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     if len(text) > HEADER:
         raise RunError(
             f"the activation '{name}' cannot cross pipeline stages: its name and its {len(shape)} dimensions take more "
-            f"than {HEADER} bytes"
+            f"than {HEADER} bytes; give it a shorter name or fewer dimensions in the plan"
         )
     return torch.frombuffer(bytearray(text.ljust(HEADER)), dtype=torch.uint8)
 

@@ -51,7 +51,9 @@ def _save_parts() -> None:
     from torch.utils.checkpoint import CheckpointPolicy
 
     torchs: Any = partitioners
-    clean = torchs.cleanup_recompute_tags
+    clean = getattr(torchs, "cleanup_recompute_tags", None)
+    if clean is None:  # a later torch without this function: its own error stands, and ends such a run
+        return
 
     def without_parts(joint: Any, *arguments: Any, **named: Any) -> Any:
         for node in joint.graph.nodes:

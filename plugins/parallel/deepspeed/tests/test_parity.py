@@ -170,13 +170,13 @@ def test_bf16_and_fp16_stay_near_fp32_while_the_loss_scale_rises(alone: Any, in_
 
 
 @pytest.mark.wide("precision")
-def test_an_overflow_in_fp16_skips_the_step_and_lowers_the_scale(in_low_precision: list[Any]) -> None:
+def test_an_overflow_in_fp16_skips_the_step_and_lowers_the_scale(alone: Any, in_low_precision: list[Any]) -> None:
     for own in in_low_precision[2]:
         assert own["skipped"][0] == 1
         assert own["losses"][1] == pytest.approx(own["losses"][0], rel=0.2)
         assert own["skipped"][-1] == 0
         assert own["scales"][-1] < own["scales"][0]
-        assert own["losses"][-1] < own["losses"][0]
+        assert own["losses"] == pytest.approx(alone["losses"], rel=0.1)  # a few updates later than in fp32
 
 
 def test_the_comparison_notices_another_batch(alone: Any) -> None:

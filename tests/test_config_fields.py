@@ -278,7 +278,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         without("deepseek_v3", "num_key_value_heads"),
         "'num_key_value_heads' is absent, which means 128, but the family supports 4 only",
     ),
-    "V3 with groups of one": (tiny("deepseek_v3", n_group=8), "leaves a group fewer than 2 experts"),
+    "V3 with groups of one": (tiny("deepseek_v3", n_group=8), "its field 'n_group' (8) leaves a group of its "),
     "V3 with a width of its own": (tiny("deepseek_v3", head_dim=8), "supports 4 only, which is qk_rope_head_dim"),
     "V3 with a null factor": (
         tiny("deepseek_v3", rope_scaling={**YARN, "factor": None, "mscale_all_dim": 1.0}),

@@ -351,7 +351,7 @@ O_PROJ = "model.layers.0.self_attn.o_proj.weight"
         (unchanged, {"weight_block_size": None}, "not in e4m3 with a 'weight_block_size' of two numbers"),
         (unchanged, {"expert_dtype": "fp4"}, "the field 'expert_dtype' of its quantization_config is unknown"),
         (unchanged, {"quant_method": "bitsandbytes"}, "no decoder of quantised weights is named 'bitsandbytes'"),
-        (unchanged, {"quant_method": None}, "no decoder of quantised weights is named 'None'"),
+        (unchanged, {"quant_method": None}, "it lacks the field 'quantization_config.quant_method'"),
     ],
 )
 def test_quantised_tensors_have_the_types_of_their_method(
@@ -364,6 +364,13 @@ def test_quantised_tensors_have_the_types_of_their_method(
         assert sentence in refusal(path)
     else:
         loaded(path)
+
+
+@pytest.mark.parametrize("value", ["awq", [], False])
+def test_a_quantisation_that_is_no_mapping_is_refused(value: object, folder: Folder) -> None:
+    path = folder("llama")
+    edited(path, quantization_config=value)
+    assert "its field 'quantization_config' is " in refusal(path)
 
 
 def test_packed_experts_are_unsigned_bytes(folder: Folder) -> None:

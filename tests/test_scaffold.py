@@ -1,6 +1,7 @@
 """A plugin that `mplug plugins new` has written installs, passes its suite, and runs."""
 
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -78,13 +79,40 @@ def test_a_new_plugin_runs(cli: Cli, site: Path, tmp_path: Path, kind: str) -> N
     run_in(tmp_path, cli, site, *USE[kind])
 
 
+def run_suite(folder: Path, kind: str, *words: str, path: tuple[Path, ...]) -> subprocess.CompletedProcess[str]:
+    places = os.pathsep.join((*map(str, path), os.environ.get("PYTHONPATH", "")))
+    words = ("-q", "-p", "no:cacheprovider", *STRICT, *words, f"{kind}-ringo")
+    return run_module("pytest", *words, cwd=folder, environment={**os.environ, "PYTHONPATH": places})
+
+
 @pytest.mark.parametrize("kind", SUITES)
 def test_a_new_plugin_passes_its_suite(site: Path, written: Path, kind: str) -> None:
-    path = os.pathsep.join((str(site), os.environ.get("PYTHONPATH", "")))
-    words = ("-q", "-p", "no:cacheprovider", *STRICT, f"{kind}-ringo")
-    suite = run_module("pytest", *words, cwd=written, environment={**os.environ, "PYTHONPATH": path})
+    suite = run_suite(written, kind, path=(site,))
     assert suite.returncode == 0, suite.stdout[-5000:] + suite.stderr
     assert " passed" in suite.stdout
+    if " skipped" in suite.stdout:
+        assert "SKIPPED [" in suite.stdout  # with its reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "right", "wrong", "words", "test"),
+    [
+        ("tokenizers", "cannot read path '{path}'", "cannot read it", (), "test_errors_name_the_file"),
+        ("data", "else 2**40", "else 0", ("-k", "splits"), "test_the_splits_draw_different_samples"),
+    ],
+)
+def test_the_suite_of_a_new_plugin_fails_for_a_fault(
+    site: Path, written: Path, tmp_path: Path, kind: str, right: str, wrong: str, words: tuple[str, ...], test: str
+) -> None:
+    """The suite as it was written sees a fault in the plugin as it was written."""
+    shutil.copytree(written / f"{kind}-ringo", tmp_path / f"{kind}-ringo")
+    source = tmp_path / f"{kind}-ringo" / "src"
+    module = source / f"{kind}_ringo" / "__init__.py"
+    assert right in module.read_text(encoding="utf-8")
+    module.write_text(module.read_text(encoding="utf-8").replace(right, wrong), encoding="utf-8")
+    suite = run_suite(tmp_path, kind, "-rf", *words, path=(source, site))
+    assert suite.returncode == 1, suite.stdout[-5000:] + suite.stderr
+    assert f"::{test}" in suite.stdout
 
 
 def test_what_is_written_is_neither_over_another_nor_named_like_one(cli: Cli, tmp_path: Path) -> None:

@@ -42,9 +42,17 @@ class PublicFolder:
 
     @property
     def quantisation(self) -> Mapping[str, Any] | None:
-        """The field `quantization_config` of config.json; None if the weights are plain numbers."""
+        """The field `quantization_config` of config.json; None if the weights are plain numbers.
+
+        Raises UsageError for a value that is no mapping.
+        """
         found = self.config.get("quantization_config")
-        return found if isinstance(found, Mapping) else None
+        if found is not None and not isinstance(found, Mapping):
+            raise UsageError(
+                f"cannot read '{self.path}': its field 'quantization_config' is {brief(repr(found))}, but must be a "
+                f"mapping, or null; use a folder with plain weights"
+            )
+        return found
 
     @cached_property
     def files(self) -> list[str]:

@@ -43,7 +43,9 @@ class WeightDecoder(Protocol):
 
 def weight_decoder(config: Mapping[str, Any]) -> WeightDecoder:
     """The decoder for a `quantization_config`. ValueError if no decoder has the name of its `quant_method`."""
-    found: WeightDecoder = WEIGHT_DECODERS.load(str(config.get("quant_method")))(config)
+    if config.get("quant_method") is None:
+        raise ValueError("it lacks the field 'quantization_config.quant_method'")
+    found: WeightDecoder = WEIGHT_DECODERS.load(str(config["quant_method"]))(config)
     return found
 
 

@@ -120,6 +120,8 @@ def write(package: Package, folder: Path) -> list[Path]:
         name = template.name.removesuffix(".txt")
         if name != "test.py":
             files[folder / "src" / words["package"] / ("__init__.py" if name == "plugin.py" else name)] = template
+    for data in sorted(set(source.glob("*.txt")) - set(source.glob("*.py.txt"))):
+        files[folder / "tests" / data.name] = data
     for path, template in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(_filled(template, words), encoding="utf-8")

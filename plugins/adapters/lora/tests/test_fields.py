@@ -200,12 +200,15 @@ def test_peft_changes_the_base_model_for_the_refused_ways_to_begin(made: Made, v
 
 
 READ: list[tuple[dict[str, Any], str]] = [
-    ({"r": 3}, "have r=3 in adapter_config.json, and the run has 4; use the settings of the folder"),
+    (
+        {"r": 3},
+        "have r=3 in adapter_config.json, and the run has 4; use the settings of the folder (adapters.lora.rank",
+    ),
     ({"r": True}, "have r=True"),
     ({"r": None}, "have r=None"),
-    ({"lora_alpha": 8}, "have lora_alpha=8 in adapter_config.json, and the run has 6"),
-    ({"use_rslora": True}, "have use_rslora=True in adapter_config.json, and the run has False"),
-    ({"use_dora": True}, "have use_dora=True in adapter_config.json, and the run has False"),
+    ({"lora_alpha": 8}, "the run has 6; use the settings of the folder (adapters.lora.alpha)"),
+    ({"use_rslora": True}, "and the run has False; use the settings of the folder (adapters.lora.rank_stabilized)"),
+    ({"use_dora": True}, "and the run has False; use the settings of the folder (adapters.lora.dora)"),
     ({"use_dora": "no"}, "have use_dora='no'"),
     ({"rank_pattern": {"v_proj": 2}}, "have r=2 of 'model.layers.0.self_attn.v_proj' (rank_pattern)"),
     ({"alpha_pattern": {r"layers\.1\..*": 5}}, "have lora_alpha=5 of 'model.layers.1.mlp.down_proj' (alpha_pattern)"),

@@ -51,9 +51,12 @@ def _check(
     """Raise ValueError, with one sentence, unless PEFT computes with the folder what the run computes."""
     refuse_unsupported(fields)
     _refuse_another_base(fields, base, config.base)
-    for name, own in (("use_rslora", config.rank_stabilized), ("use_dora", config.dora)):
+    for name, setting in (("use_rslora", "rank_stabilized"), ("use_dora", "dora")):
+        own = getattr(config, setting)
         if bool(value_of(fields, name)) != own or not isinstance(value_of(fields, name), bool | None):
-            raise ValueError(f"have {name}={value_of(fields, name)!r} in {FILE}, and the run has {own}; {_SETTINGS}")
+            raise ValueError(
+                f"have {name}={value_of(fields, name)!r} in {FILE}, and the run has {own}; {_use_folders(setting)}"
+            )
     keys = adapted(fields, layers)
     for name in sorted(layers.chosen & keys.keys()):
         _refuse_another_scale(fields, config, name, keys[name])
@@ -63,7 +66,8 @@ def _check(
         raise ValueError(_beyond_folder(name, _has_tensors(name, layers, prefix, tensors)))
 
 
-_SETTINGS = "use the settings of the folder"
+def _use_folders(setting: str) -> str:
+    return f"use the settings of the folder (adapters.lora.{setting})"
 
 
 def adapted(fields: Mapping[str, Any], layers: Layers) -> dict[str, str]:
@@ -87,12 +91,13 @@ def adapted(fields: Mapping[str, Any], layers: Layers) -> dict[str, str]:
 
 
 def _refuse_another_scale(fields: Mapping[str, Any], config: Any, name: str, key: str) -> None:
-    settings = (("r", "rank_pattern", config.rank), ("lora_alpha", "alpha_pattern", config.alpha))
-    for plain, patterns, own in settings:
+    settings = (("r", "rank_pattern", "rank"), ("lora_alpha", "alpha_pattern", "alpha"))
+    for plain, patterns, setting in settings:
+        own = getattr(config, setting)
         value = of_pattern(fields, patterns, plain, key)
         if isinstance(value, bool) or not isinstance(value, int | float) or value != own:
             of = f" of '{name}' ({patterns})" if value != value_of(fields, plain) else ""
-            raise ValueError(f"have {plain}={value!r}{of} in {FILE}, and the run has {own:g}; {_SETTINGS}")
+            raise ValueError(f"have {plain}={value!r}{of} in {FILE}, and the run has {own:g}; {_use_folders(setting)}")
 
 
 def _beyond_run(name: str, layers: Layers, has_tensors: bool) -> str:

@@ -82,8 +82,12 @@ def _second(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _third(values: Mapping[str, Any]) -> dict[str, Any]:
     """The score of a group is the sum of its two best experts."""
-    if values["n_routed_experts"] < 2 * values["n_group"]:
-        raise ValueError("its field 'n_group' leaves a group fewer than 2 experts, whose scores make that of a group")
+    experts, groups = values["n_routed_experts"], values["n_group"]
+    if experts < 2 * groups:
+        raise ValueError(
+            f"its field 'n_group' ({groups}) leaves a group of its {experts} experts fewer than 2, and the score of a "
+            f"group is that of its 2 best experts"
+        )
     return _common(values)
 
 

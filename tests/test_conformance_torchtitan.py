@@ -151,7 +151,7 @@ END = 256
 def test_issue_2559_documents_of_a_sample_compute_what_they_compute_alone(tokens: str) -> None:
     """Issue 2559 (closed): rotary positions of a packed document continue those of the document before it.
 
-    Issue 3130 (closed): documents are told by the end token, which SFT's inputs lack, so a document sees the ones
+    Issue 3130 (closed): the end token says where documents end, and SFT's inputs lack it, so a document sees the ones
     before it; and one that has the token inside is cut. Here the sum of the losses of a packed sample is the sum of the
     losses of its documents, each alone with positions from 0, whatever its tokens are.
     """

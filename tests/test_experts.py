@@ -131,10 +131,10 @@ def bias_from_local_counts() -> None:
 
     def finish(self: Statistics, num_targets: Tensor, num_tokens: Tensor) -> dict[str, Tensor]:
         local = {name: buffer.clone() for name, buffer in self.own.items()}
-        told = original(self, num_targets, num_tokens)
+        found = original(self, num_targets, num_tokens)
         for name, buffer in self.own.items():
             buffer.copy_(local[name])
-        return told
+        return found
 
     Statistics.finish = finish  # type: ignore[method-assign]
 

@@ -30,7 +30,18 @@ from types import FrameType
 from typing import Any
 
 import yaml
-from workspace import HERE, Outcome, Place, Workspace, digest, function_lines, place_of, whole_lines, workspace
+from workspace import (
+    HERE,
+    Outcome,
+    Place,
+    Recorded,
+    Workspace,
+    digest,
+    function_lines,
+    place_of,
+    whole_lines,
+    workspace,
+)
 
 BATCHES = (20.0, 60.0, 240.0, 960.0)
 """Predicted seconds of tests in the first pytest sessions of a fault; further sessions are like the last of these."""
@@ -53,19 +64,8 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Coverage:
-    """Which tests execute which lines of the faulty files, as `record` has written it."""
-
-    tests: list[str]
-    seconds: list[float]
-    failed: frozenset[str]
-    files: dict[str, Any]
-
-    @classmethod
-    def read(cls, path: Path) -> "Coverage":
-        """From a file."""
-        held = json.loads(path.read_text())
-        return cls(held["tests"], held["seconds"], frozenset(held["failed"]), held["files"])
+class Coverage(Recorded):
+    """Which tests execute which lines of the faulty files."""
 
     def executing(self, fault: Fault, source: str) -> list[str]:
         """The tests that execute the faulty statement, the quickest first.

@@ -1,6 +1,5 @@
 """Which tests a mutant is tried with, and in which order."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,26 +10,15 @@ from typing import Any
 from mutants import Mutant
 from records import TREE
 from run import BETWEEN
-from workspace import function_lines
+from workspace import Recorded, function_lines
 
 BATCHES = (12.0, 30.0, 60.0)
 """Predicted seconds of tests in the first pytest sessions of a mutant; further sessions are like the last of these."""
 
 
 @dataclass(frozen=True)
-class Coverage:
-    """Which tests execute which lines of the mutated files, as `record` has written it."""
-
-    tests: list[str]
-    seconds: list[float]
-    failed: frozenset[str]
-    files: dict[str, Any]
-
-    @classmethod
-    def read(cls, path: Path) -> "Coverage":
-        """From a file."""
-        held = json.loads(path.read_text())
-        return cls(held["tests"], held["seconds"], frozenset(held["failed"]), held["files"])
+class Coverage(Recorded):
+    """Which tests execute which lines of the mutated files."""
 
     def executing(self, mutant: Mutant, source: str) -> list[int]:
         """The numbers of the tests that execute the mutated statement.

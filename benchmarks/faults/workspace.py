@@ -24,12 +24,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 HERE = Path(__file__).parent
 OUTSIDE = (".git", ".venv", "runs", ".pytest_cache", ".hypothesis", ".mypy_cache", ".ruff_cache")
 MARK = "MPLUG_FAULTS_PROCESS"
 """The environment variable by which processes that a copy's tests have left behind are found."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What `record` has written: tests, their seconds, which of them failed, and the lines that each executes."""
+
+    tests: list[str]
+    seconds: list[float]
+    failed: frozenset[str]
+    files: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """From a file."""
+        held = json.loads(path.read_text())
+        return cls(held["tests"], held["seconds"], frozenset(held["failed"]), held["files"])
 
 
 @dataclass(frozen=True)

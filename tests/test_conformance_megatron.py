@@ -16,7 +16,6 @@ import pytest
 import torch
 from conformance import (
     DEEPSEEK,
-    EXPERTS,
     FULL_RECOMPUTE,
     GPT_OSS,
     WHOLE_STREAM,
@@ -28,6 +27,7 @@ from conformance import (
     ranks_of,
     require_equal,
 )
+from tiny_models import EXPERTS
 from torch import Tensor
 from torch.nn import functional as F
 

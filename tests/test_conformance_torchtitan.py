@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conformance import (
-    DECODER,
     DEEPSEEK,
-    EXPERTS,
     GPT_OSS,
     Settings,
     alone,
@@ -21,6 +19,7 @@ from conformance import (
     ranks_of,
     require_equal,
 )
+from tiny_models import DECODER, EXPERTS
 from torch import Tensor
 
 from mplug.testing import run_workers

@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from tiny_models import DECODER, LATENT_EXPERTS
 from torch import Tensor
 
 from mplug.testing.harness import EXACT, Trace, difference, logical, weights_off
@@ -13,53 +14,15 @@ from mplug.testing.parity import trained_once
 
 Settings = dict[str, Any]
 
-EXPERTS: Settings = {
-    "model.name": "mixtral",
-    "model.num_layers": 2,
-    "model.hidden_size": 32,
-    "model.num_attention_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.ffn_hidden_size": 24,
-    "model.num_experts": 4,
-    "model.vocab_size": 259,
-    "model.init_std": 0.06,
-}
 DEEPSEEK: Settings = {
+    **LATENT_EXPERTS,
     "model.name": "deepseek",
     "model.num_layers": 2,
-    "model.hidden_size": 32,
-    "model.num_attention_heads": 4,
-    "model.ffn_hidden_size": 48,
-    "model.vocab_size": 259,
-    "model.rope_theta": 1e4,
-    "model.init_std": 0.06,
-    "model.num_dense_layers": 1,
-    "model.q_lora_rank": 12,
-    "model.kv_lora_rank": 12,
-    "model.qk_nope_head_dim": 8,
-    "model.qk_rope_head_dim": 4,
-    "model.v_head_dim": 6,
-    "model.moe_ffn_hidden_size": 16,
-    "model.num_experts": 8,
-    "model.num_experts_per_token": 3,
-    "model.moe_router_num_groups": 4,
-    "model.moe_router_top_groups": 2,
     "model.aux_loss_coefficient": 0.5,
     "model.z_loss_coefficient": 0.1,
-    "model.num_mtp_layers": 2,
     "data.documents": 4,
 }
 """Latent attention, experts with a balancing loss, multi-token prediction, packed samples: all in one model."""
-DECODER: Settings = {
-    "model.num_layers": 3,
-    "model.hidden_size": 32,
-    "model.num_attention_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.ffn_hidden_size": 48,
-    "model.vocab_size": 259,
-    "model.rope_theta": 1e4,
-    "model.init_std": 0.06,
-}
 GPT_OSS: Settings = {
     **DECODER,
     "model.name": "gpt-oss",

@@ -32,6 +32,29 @@ DECODER: dict[str, Any] = {
 """A decoder of a family with grouped heads and rotary positions, without its name."""
 
 
+LATENT_EXPERTS: dict[str, Any] = {
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.ffn_hidden_size": 48,
+    "model.vocab_size": 259,
+    "model.rope_theta": 1e4,
+    "model.init_std": 0.06,
+    "model.num_dense_layers": 1,
+    "model.q_lora_rank": 12,
+    "model.kv_lora_rank": 12,
+    "model.qk_nope_head_dim": 8,
+    "model.qk_rope_head_dim": 4,
+    "model.v_head_dim": 6,
+    "model.moe_ffn_hidden_size": 16,
+    "model.num_experts": 8,
+    "model.num_experts_per_token": 3,
+    "model.moe_router_num_groups": 4,
+    "model.moe_router_top_groups": 2,
+    "model.num_mtp_layers": 2,
+}
+"""A decoder with latent attention, groups of experts and multi-token prediction, without its name and its layers."""
+
+
 def billions(family: Any, preset: str) -> float:
     """The parameters of a family's preset, in billions; tied ones count once."""
     with torch.device("meta"):

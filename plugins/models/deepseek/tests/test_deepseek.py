@@ -6,7 +6,7 @@ import pytest
 from decoder_fields import examples_of, of_a_family
 from library_reference import library_logits
 from mplug_deepseek import Deepseek
-from tiny_models import billions
+from tiny_models import LATENT_EXPERTS, billions
 from torch import Tensor
 
 from mplug.testing import ModelSuite
@@ -24,26 +24,9 @@ REFUSED_BY_LATENT_ATTENTION: dict[str, list[Any]] = {
 class TestDeepseek(ModelSuite):
     plugin = "deepseek"
     settings = {
+        **LATENT_EXPERTS,
         "model.num_layers": 3,
-        "model.hidden_size": 32,
-        "model.num_attention_heads": 4,
-        "model.ffn_hidden_size": 48,
-        "model.vocab_size": 259,
-        "model.rope_theta": 1e4,
-        "model.init_std": 0.06,
-        "model.num_dense_layers": 1,
-        "model.q_lora_rank": 12,
-        "model.kv_lora_rank": 12,
-        "model.qk_nope_head_dim": 8,
-        "model.qk_rope_head_dim": 4,
-        "model.v_head_dim": 6,
-        "model.moe_ffn_hidden_size": 16,
-        "model.num_experts": 8,
-        "model.num_experts_per_token": 3,
-        "model.moe_router_num_groups": 4,
-        "model.moe_router_top_groups": 2,
         "model.expert_bias_rate": 0.01,
-        "model.num_mtp_layers": 2,
         "model.rope_scaling": {
             "type": "yarn",
             "factor": 4.0,

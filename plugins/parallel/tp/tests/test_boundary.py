@@ -1,4 +1,4 @@
-"""The collectives of a boundary run over the tensor-parallel group alone, of which a world has several."""
+"""The collectives of a boundary run over one tensor-parallel group. A world has several."""
 
 import pytest
 import torch

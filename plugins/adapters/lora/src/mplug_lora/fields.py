@@ -61,7 +61,7 @@ FIELDS: Mapping[str, Row] = {
     "layers_pattern": _read(None, "the name before the number of a layer"),
     "target_parameters": _read(None, "the adapted parameters: those of experts"),
     # The base model.
-    "base_model_name_or_path": _read(None, "the model of which the adapters were trained"),
+    "base_model_name_or_path": _read(None, "the model whose adapters these are"),
     "revision": _read(None, "the version of that model"),
     # What mplug does not compute.
     "peft_type": _fixed("LORA", "only LoRA and DoRA are supported"),

@@ -98,7 +98,10 @@ class ExtensionSuite(PluginSuite):
 
     @classmethod
     def evidence(cls, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """The files that there are after each hook, without numbers in their names; what both of two equal runs say."""
+        """The files that there are after each hook, without numbers in their names; what both of two equal runs say.
+
+        The runs write their checkpoints at once: the moment at which an asynchronous one is done is chance.
+        """
         from mplug.testing.runs import trained
         from mplug.testing.watch import Watch
 
@@ -110,7 +113,7 @@ class ExtensionSuite(PluginSuite):
                 seen.append([])
                 watch = Watch(cls.entry().label, after=partial(cls._look, root, seen[-1]))
                 with chdir(root / "elsewhere"):
-                    trained(watch.over(short(settings)), root / "run")
+                    trained(watch.over(short({**settings, "checkpoint.asynchronous": False})), root / "run")
             yield "files", seen[0]
             pairs = zip(*([root / path for path in cls._written(root)] for root in roots), strict=False)
             yield "contents", [sorted(set(cls.contents(one)) & set(cls.contents(other))) for one, other in pairs]

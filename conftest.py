@@ -17,9 +17,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from mplug_testing.workers import PRELOAD
 from warm import forking_modules
-
-from mplug.testing.workers import PRELOAD
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch
 os.environ.setdefault("MPLUG_CHECK_EXCHANGES", "1")  # ranks compare what they exchange as flat buffers
@@ -35,7 +34,7 @@ HEAVY = {"energon", "flash", "fp8", "huggingface", "quack", "sentencepiece", "ti
 
 
 def modules_of_plugins() -> list[str]:
-    """Every module of the bundled plugins but the heavy ones: workers of `mplug.testing` start with them imported."""
+    """Every module of the bundled plugins but the heavy ones: workers of `mplug_testing` start with them imported."""
     packages = sorted(Path(__file__).parent.glob("plugins/*/*/src/*"))
     files = [file for one in packages if one.parent.parent.name not in HEAVY for file in one.rglob("*.py")]
     names = (".".join(file.relative_to(_source_of(file)).with_suffix("").parts) for file in files)
@@ -64,7 +63,7 @@ WIDE = {
     "reshard": "more pairs of layouts between which checkpoints go",
     "scaffold": "every kind of package that `plugins new` writes: installed, tested and used",
     "session": "the first training run of README.md with all its steps",
-    "suites": "every planted mistake that a suite of mplug.testing must catch, all kernel cases for kernels/flex, and "
+    "suites": "every planted mistake that a suite of mplug_testing must catch, all kernel cases for kernels/flex, and "
     "`plugins check` of every package in tests/packages",
 }
 """The sets of tests that `pytest` runs only on request, and what each set holds."""

@@ -22,12 +22,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from mplug_nn import AttentionInputs, AttentionSpec
+from mplug_testing.harness import tiny_run
+from mplug_testing.precision import Heads, attention_errors
 
 from mplug.errors import UsageError
 from mplug.model.build import build_model, unmet_reasons
-from mplug.nn import AttentionInputs, AttentionSpec
-from mplug.testing.harness import tiny_run
-from mplug.testing.precision import Heads, attention_errors
 from mplug.training.hardware import Moment
 
 ATTENTIONS: dict[str, dict[str, object]] = {

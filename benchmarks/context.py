@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 from mplug_bench.profiling import COLLECTIVES, profiled
+from mplug_nn import AttentionInputs
+from mplug_testing.harness import tiny_config
 
 from mplug.distributed.launch import launch
 from mplug.distributed.world import launched
 from mplug.errors import UsageError
 from mplug.model.build import build_model, choose_device
-from mplug.nn import AttentionInputs
 from mplug.run.prepare import prepare
-from mplug.testing.harness import tiny_config
 from mplug.training.assembly import build_loader
 from mplug.training.hardware import timed
 from mplug.training.job import among

@@ -9,6 +9,7 @@ import argparse
 import time
 
 import torch
+from mplug_testing.harness import tiny_run
 
 from mplug.errors import listed
 from mplug.model.build import allocate_parts, build_model
@@ -19,7 +20,6 @@ from mplug.model.model import Model
 from mplug.model.sampling import Sampling, sample_key
 from mplug.model.token_steps import Replays, replays_for
 from mplug.run.run import Decoding, Run
-from mplug.testing.harness import tiny_run
 
 SHAPES = {
     "small": {"num_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "num_kv_heads": 4, "vocab_size": 8192},

@@ -3,7 +3,7 @@
     python benchmarks/norms.py [--rows 16384] [--width 2048] [--kind layernorm] [--bias]
         [--supplier mplug_triton.norm:norm_residual]
 
-Puts the composition of `mplug.nn`, compiled by inductor, beside every supplier of `Norm.norm_residual` that `--supplier
+Puts the composition of `mplug_nn`, compiled by inductor, beside every supplier of `Norm.norm_residual` that `--supplier
 MODULE:FUNCTION` names, without a residual and with one. Times are medians of `--repeats` by the GPU's clock, caches
 flushed before each pass. TB/s counts the bytes that must move and no others: forward, x and the residual read, the
 normed sum and the sum written (without a residual the sum is x, and is not); backward, the two gradients and the sum
@@ -18,11 +18,11 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 import torch
+from mplug_nn.norm import Kind, norm_residual
 from torch import Tensor
 
 from mplug import DTYPES
 from mplug.cli.tables import table
-from mplug.nn.norm import Kind, norm_residual
 from mplug.training.hardware import Moment
 
 NormResidual = Callable[..., tuple[Tensor, Tensor]]

@@ -25,7 +25,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.training.assembly import build_loader
 
-FROZEN = Path(__file__).parent.parent / "tests" / "frozen"
+SOURCES = Path(__file__).parent.parent / "tests" / "third_party"
 SETTINGS = {
     "model.preset": "null",
     "model.num_layers": 8,
@@ -83,7 +82,7 @@ def main() -> int:
     if options.only != ["cpu"] and not torch.cuda.is_available():
         parser.error("torch finds no GPU on this machine; use --only cpu")
     with tempfile.TemporaryDirectory(prefix="mplug-precision-") as folder:
-        text = options.text.resolve() if options.text else frozen_source(Path(folder) / "text")
+        text = options.text.resolve() if options.text else copied_source(Path(folder) / "text")
         about = {"settings": {**SETTINGS, "trainer.steps": options.steps}}
         about["tokens_sha256"] = digest({**about["settings"], "data.path": text})
         saved = json.loads(options.reference.read_text()) if options.reference else {}
@@ -136,11 +135,12 @@ def digest(settings: dict[str, Any]) -> str:
     return tokens.hexdigest()
 
 
-def frozen_source(folder: Path) -> Path:
-    """The modules of all wheels in `tests/frozen/`."""
-    for wheel in sorted(FROZEN.glob("*.whl")):
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(folder, [name for name in archive.namelist() if name.endswith(".py")])
+def copied_source(folder: Path) -> Path:
+    """A copy of all modules of `tests/third_party/`: one text for all runs of a checkout."""
+    for path in sorted(SOURCES.rglob("*.py")):
+        target = folder / path.relative_to(SOURCES)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(path.read_text())
     return folder
 
 

@@ -3,7 +3,7 @@
     python benchmarks/rotations.py [--batch 4] [--length 4096] [--heads 16] [--kv-heads 16] [--head-dim 128] [--qk-norm]
         [--supplier mplug_triton.qkv:prepare_qkv]
 
-Tries, with rotary positions, eager and compiled by inductor: the composition of `mplug.nn`, another spelling of the
+Tries, with rotary positions, eager and compiled by inductor: the composition of `mplug_nn`, another spelling of the
 rotation, and every supplier of `Attention.prepare_qkv` that `--supplier MODULE:FUNCTION` names. Beside the median of
 `--repeats` (CUDA events, caches flushed before each) stands how much of it would be needed at `--bandwidth` for the
 bytes that must move: queries and keys read and written; backward, all gradients read and the packed one written.
@@ -19,11 +19,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from mplug_nn.attention import prepare_qk, prepare_qkv, rotations
 from torch import Tensor
 
 from mplug import DTYPES
 from mplug.cli.tables import table
-from mplug.nn.attention import prepare_qk, prepare_qkv, rotations
 
 Prepare = Callable[..., tuple[Tensor, Tensor, Tensor]]
 EPS, THETA = 1e-5, 10000.0

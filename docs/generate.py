@@ -8,11 +8,12 @@ import re
 from pathlib import Path
 
 import click
+import mplug_nn as nn
 import torch
+from mplug_nn.linear import Gemm
 
-from mplug import hookspecs, nn
+from mplug import hookspecs
 from mplug.cli import main
-from mplug.nn.linear import Gemm
 from mplug.registry.specification import SPECIFICATIONS
 from mplug.slot_kinds import SLOT_KINDS
 
@@ -81,7 +82,7 @@ def _signature(default: object) -> str:
 
 
 SLOTS = """Read this page to write a kernel, or a strategy that communicates inside the model. A slot is a callable
-attribute of an `mplug.nn` module, or an object with several functions. A plugin offers a supplier with the same
+attribute of an `mplug_nn` module, or an object with several functions. A plugin offers a supplier with the same
 signature (`mplug.Offer`), or wraps the supplier that fills the slot (`mplug.Wrap`). Each section has the signature and
 the contract of one slot, from the docstring of its default in plain torch. The large headings are the kinds of slots. A
 user names a plugin for a kind: `--kernels norm=NAME`. `mplug explain` shows the supplier of each slot of a run."""

@@ -12,11 +12,9 @@ ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs" / "imports.svg"
 
 ORDER = (
-    ("testing",),
     ("cli",),
     ("training",),
     ("checkpoint",),
-    ("decoders",),
     ("model",),
     ("gradients",),
     ("run",),
@@ -25,9 +23,8 @@ ORDER = (
     ("registry",),
     ("config",),
     ("contracts", "precision", "slot_kinds"),
-    ("nn",),
+    ("tensors",),
     ("layout",),
-    ("rotary",),
     ("open_lists",),
     ("dtypes", "errors", "files", "lazy", "version"),
 )

@@ -1,6 +1,7 @@
 """mplug trains large transformers; every part that someone might want to replace is a plugin.
 
-Plugin authors import this module, `mplug.nn`, `mplug.ops` and `mplug.testing`. This module does not import torch.
+Plugin authors import this module, `mplug.ops`, `mplug.tensors`, `mplug_nn` and `mplug_testing`. This module imports no
+torch.
 """
 
 from typing import TYPE_CHECKING
@@ -43,41 +44,6 @@ if TYPE_CHECKING:
     from mplug.contracts import Tokenizer as Tokenizer
     from mplug.contracts import Variance as Variance
     from mplug.contracts import distinct as distinct
-    from mplug.decoders.build import build_decoder as build_decoder
-    from mplug.decoders.config import DecoderConfig as DecoderConfig
-    from mplug.decoders.general import GeneralDecoderConfig as GeneralDecoderConfig
-    from mplug.decoders.general import RopeScaling as RopeScaling
-    from mplug.decoders.parts import ActivationName as ActivationName
-    from mplug.decoders.parts import AttentionConfig as AttentionConfig
-    from mplug.decoders.parts import BlockConfig as BlockConfig
-    from mplug.decoders.parts import EmbeddingConfig as EmbeddingConfig
-    from mplug.decoders.parts import ExpertsConfig as ExpertsConfig
-    from mplug.decoders.parts import LatentAttentionConfig as LatentAttentionConfig
-    from mplug.decoders.parts import MLPConfig as MLPConfig
-    from mplug.decoders.parts import NormConfig as NormConfig
-    from mplug.decoders.parts import NormName as NormName
-    from mplug.decoders.parts import PartConfig as PartConfig
-    from mplug.decoders.parts import ScoreName as ScoreName
-    from mplug.decoders.public_fields import EXPERTS_ALTERING as EXPERTS_ALTERING
-    from mplug.decoders.public_fields import EXPERTS_TRAINING as EXPERTS_TRAINING
-    from mplug.decoders.public_fields import LAYER_TYPES_FIELDS as LAYER_TYPES_FIELDS
-    from mplug.decoders.public_fields import ROUTER_LOSS_FIELDS as ROUTER_LOSS_FIELDS
-    from mplug.decoders.public_fields import SLICES_FIELDS as SLICES_FIELDS
-    from mplug.decoders.public_fields import UNTIED_FIELDS as UNTIED_FIELDS
-    from mplug.decoders.public_fields import activation_field as activation_field
-    from mplug.decoders.public_fields import attention_types as attention_types
-    from mplug.decoders.public_fields import decoder_fields as decoder_fields
-    from mplug.decoders.public_fields import heads_fields as heads_fields
-    from mplug.decoders.public_fields import layer_types as layer_types
-    from mplug.decoders.public_fields import read_rotary as read_rotary
-    from mplug.decoders.public_fields import rotary_fields as rotary_fields
-    from mplug.decoders.public_fields import rotary_settings as rotary_settings
-    from mplug.decoders.public_fields import shortest as shortest
-    from mplug.decoders.public_fields import tied_fields as tied_fields
-    from mplug.decoders.public_fields import written_heads as written_heads
-    from mplug.decoders.public_fields import written_rotary as written_rotary
-    from mplug.decoders.published import published_names as published_names
-    from mplug.decoders.sparse import SparseDecoderConfig as SparseDecoderConfig
     from mplug.errors import RunError as RunError
     from mplug.errors import UsageError as UsageError
     from mplug.files import sync_file as sync_file
@@ -149,7 +115,6 @@ if TYPE_CHECKING:
     from mplug.registry.tokenizers import keep_tokenizer as keep_tokenizer
     from mplug.registry.tokenizers import load_tokenizer as load_tokenizer
     from mplug.registry.tokenizers import read_tokenizer as read_tokenizer
-    from mplug.rotary import Rotary as Rotary
     from mplug.run.run import Run as Run
     from mplug.run.toolchain import triton_builds as triton_builds
     from mplug.slot_kinds import slots_named as slots_named
@@ -201,47 +166,6 @@ publish(
             "Variance",
             "distinct",
         ),
-        "mplug.decoders.build": ("build_decoder",),
-        "mplug.decoders.config": ("DecoderConfig",),
-        "mplug.decoders.general": (
-            "GeneralDecoderConfig",
-            "RopeScaling",
-        ),
-        "mplug.decoders.parts": (
-            "ActivationName",
-            "AttentionConfig",
-            "BlockConfig",
-            "EmbeddingConfig",
-            "ExpertsConfig",
-            "LatentAttentionConfig",
-            "MLPConfig",
-            "NormConfig",
-            "NormName",
-            "PartConfig",
-            "ScoreName",
-        ),
-        "mplug.decoders.public_fields": (
-            "EXPERTS_ALTERING",
-            "EXPERTS_TRAINING",
-            "LAYER_TYPES_FIELDS",
-            "ROUTER_LOSS_FIELDS",
-            "SLICES_FIELDS",
-            "UNTIED_FIELDS",
-            "activation_field",
-            "attention_types",
-            "decoder_fields",
-            "heads_fields",
-            "layer_types",
-            "read_rotary",
-            "rotary_fields",
-            "rotary_settings",
-            "shortest",
-            "tied_fields",
-            "written_heads",
-            "written_rotary",
-        ),
-        "mplug.decoders.published": ("published_names",),
-        "mplug.decoders.sparse": ("SparseDecoderConfig",),
         "mplug.errors": (
             "RunError",
             "UsageError",
@@ -347,7 +271,6 @@ publish(
             "load_tokenizer",
             "read_tokenizer",
         ),
-        "mplug.rotary": ("Rotary",),
         "mplug.run.run": ("Run",),
         "mplug.run.toolchain": ("triton_builds",),
         "mplug.slot_kinds": ("slots_named",),

@@ -59,7 +59,7 @@ class Variance:
     """A declaration that runs with this plugin differ from the run of one process by more than rounding.
 
     `reason` is a clause for `mplug explain`: 'gradients are rounded to bf16 before they are summed'. `tolerance` bounds
-    the relative error of losses, gradients and norms in the tiny fp64 run of `mplug.testing`. The suites add it to
+    the relative error of losses, gradients and norms in the tiny fp64 run of `mplug_testing`. The suites add it to
     their usual bound of 1e-10 for runs with the plugin.
 
     `sums` are the mesh axes over which the plugin itself sums gradients in this way, by listening to sinks. The host

@@ -108,7 +108,7 @@ def adapt_model(run: "Run", model: "Model") -> None:
 
     - `model.attach(modules)` adds modules, by their names in the model, and the meaning of their parameters and buffers
       to the plan. A block computes with an added module only where its class says so:
-      `mplug.nn.Linear.adapter`, `mplug.nn.Experts.up_adapter` and `down_adapter`. Elsewhere, the plugin replaces a
+      `mplug_nn.Linear.adapter`, `mplug_nn.Experts.up_adapter` and `down_adapter`. Elsewhere, the plugin replaces a
       module (`setattr`) by one of its own, which contains the replaced one and passes its attributes on.
     - `model.freeze(names)` states that parameters are no longer trainable. The model then has neither their gradients
       nor their masters and optimizer states.

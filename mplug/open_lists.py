@@ -72,29 +72,29 @@ ACTIVATIONS = OpenList(
     "activation",
     "mplug.activations",
     {
-        name: f"mplug.nn.activations:{name.upper()}"
+        name: f"mplug_nn.activations:{name.upper()}"
         for name in ("gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh", "clamped_swiglu")
     },
 )
-"""Targets are `mplug.nn.ActivationFunction` objects."""
+"""Targets are `mplug_nn.ActivationFunction` objects."""
 NORMS = OpenList(
     "norm",
     "mplug.norms",
-    {name: f"mplug.nn.norms:{name.upper()}" for name in ("layernorm", "rmsnorm", "offset_layernorm", "offset_rmsnorm")},
+    {name: f"mplug_nn.norms:{name.upper()}" for name in ("layernorm", "rmsnorm", "offset_layernorm", "offset_rmsnorm")},
 )
-"""Targets are `mplug.nn.NormFunction` objects."""
+"""Targets are `mplug_nn.NormFunction` objects."""
 SCALINGS = OpenList(
     "scaling of rotary positions",
     "mplug.rotary_scalings",
-    {name: f"mplug.rotary:{name}" for name in ("linear", "llama3", "yarn")},
+    {name: f"mplug_nn.rotary:{name}" for name in ("linear", "llama3", "yarn")},
 )
-"""Targets are functions as `mplug.rotary.linear` is; their module must not import torch."""
+"""Targets are functions as `mplug_nn.rotary.linear` is; their module must not import torch."""
 SCORES = OpenList(
     "score of routers",
     "mplug.router_scores",
-    {name: f"mplug.nn.scores:{name.upper()}" for name in ("softmax", "sigmoid", "softmax_of_chosen")},
+    {name: f"mplug_nn.scores:{name.upper()}" for name in ("softmax", "sigmoid", "softmax_of_chosen")},
 )
-"""Targets are `mplug.nn.RouterScore` objects."""
+"""Targets are `mplug_nn.RouterScore` objects."""
 WEIGHT_DECODERS = OpenList("decoder of quantised weights", "mplug.weight_decoders", {})
 """Names are those of `quant_method` in a config.json, targets are `mplug.WeightDecoder` classes. The host's names are
 entry points of its own distribution."""

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from mplug_nn import ADAPTERS, Entries, Inits, Linear
+from mplug_testing.harness import tiny_run, train_steps
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -17,8 +19,6 @@ from mplug.checkpoint.adapter_files import refuse_other_adapters, unpublished
 from mplug.model.adapting import adapt
 from mplug.model.build import build_model
 from mplug.model.fill import sites
-from mplug.nn import ADAPTERS, Entries, Inits, Linear
-from mplug.testing.harness import tiny_run, train_steps
 
 LORA: dict[str, Any] = {"adapters.lora.rank": 3, "model.num_layers": 2}
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from mplug_testing import Fault, KernelSuite, ModelSuite
+from mplug_testing.harness import tiny_run
 from torch import Tensor
 
 from mplug import UsageError
 from mplug.model import alternatives
 from mplug.model.build import build_model, unmet_reasons
-from mplug.testing import Fault, KernelSuite, ModelSuite
-from mplug.testing.harness import tiny_run
 
 PACKAGE = "nova-linear"
 MODULE = runpy.run_path(str(Path(__file__).parent / "third_party" / PACKAGE / "tests" / "test_linear.py"))
@@ -164,7 +164,7 @@ def acausal(self: Any, q: Tensor, k: Tensor, v: Tensor, spec: Any, inputs: Any) 
         ({"reference": KernelSuite.reference}, NAMED, "computes = 'linear attention' without a reference; override"),
         ({"reference": KernelSuite.reference}, "test_attention_is_causal", "override 'reference'"),
         ({"computes": ""}, NAMED, "overrides 'reference' without 'computes'"),
-        ({"computes": "window"}, NAMED, "computes = 'window', whose reference is mplug.nn"),
+        ({"computes": "window"}, NAMED, "computes = 'window', whose reference is mplug_nn"),
         (
             {"computes": "linear"},
             "test_attention_is_causal",

@@ -14,6 +14,7 @@ import pytest
 import safetensors
 import torch
 from click.testing import CliRunner
+from mplug_testing.harness import tiny_config
 
 from mplug import hookimpl
 from mplug.checkpoint import folder as checkpoint
@@ -31,7 +32,6 @@ from mplug.contracts import Variance
 from mplug.errors import RunError, UsageError
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
-from mplug.testing.harness import tiny_config
 from mplug.training.changes import Changes
 from mplug.training.interrupt import Interrupt
 from mplug.training.job import Outcome

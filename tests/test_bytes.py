@@ -5,8 +5,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-
-from mplug.testing import run_workers
+from mplug_testing import run_workers
 
 SETTINGS = [
     "model.num_layers=3",

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from mplug_testing.harness import tiny_config
+from mplug_testing.runs import trained
 
 from mplug import UsageError
 from mplug.checkpoint.folder import read_manifest
 from mplug.cli import main
 from mplug.run.prepare import prepare
 from mplug.run.record import provenance
-from mplug.testing.harness import tiny_config
-from mplug.testing.runs import trained
 from mplug.training.changes import FINGERPRINT, Changes, changes_on_resume, refuse_unknown_fields
 
 PATH = Path("runs/first/checkpoints/step_00000010")

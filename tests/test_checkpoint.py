@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import flip_bit
+from mplug_testing.harness import tiny_config
 from safetensors.torch import load_file
 
 from mplug import hookimpl
@@ -21,7 +22,6 @@ from mplug.checkpoint.plain_data import lift
 from mplug.errors import RunError, UsageError
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
-from mplug.testing.harness import tiny_config
 from mplug.training.loop import train
 from mplug.training.stepper import DefaultStepper
 

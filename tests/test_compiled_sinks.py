@@ -9,9 +9,8 @@ import warnings
 from typing import Any
 
 import pytest
-
-from mplug.testing import run_workers
-from mplug.testing.harness import Trace, difference, train_steps
+from mplug_testing import run_workers
+from mplug_testing.harness import Trace, difference, train_steps
 
 Settings = dict[str, Any]
 SHAPE: Settings = {

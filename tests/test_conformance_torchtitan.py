@@ -19,11 +19,11 @@ from conformance import (
     ranks_of,
     require_equal,
 )
+from mplug_testing import run_workers
+from mplug_testing.harness import EXACT, in_fp64, tiny_run, train_ranks
 from tiny_models import DECODER, EXPERTS
 from torch import Tensor
 
-from mplug.testing import run_workers
-from mplug.testing.harness import EXACT, in_fp64, tiny_run, train_ranks
 from mplug.training.assembly import Parts, build
 
 WIDE = pytest.mark.wide("layouts")

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from mplug_testing.harness import tiny_config
 from safetensors.torch import load_file, save_file
 
 from mplug.checkpoint.choice import choose
@@ -35,7 +36,6 @@ from mplug.cli import main
 from mplug.dtypes import FORMATS
 from mplug.errors import UsageError
 from mplug.run.prepare import prepare
-from mplug.testing.harness import tiny_config
 from mplug.training.loop import train
 
 SETTINGS = {"model.num_layers": 1, "trainer.steps": 2, "trainer.eval_every": 0, "checkpoint.every": 1}

@@ -11,27 +11,33 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_nn import (
+    MLP,
+    Attention,
+    AttentionConfig,
+    BlockConfig,
+    Choice,
+    DecoderConfig,
+    Embedding,
+    Entries,
+    ExpertsConfig,
+    Inits,
+    Linear,
+    MixtureOfExperts,
+    MLPConfig,
+    Norm,
+    NormConfig,
+    Router,
+    build_decoder,
+    describe,
+)
+from mplug_testing.published import require_tables
 from pydantic import Field
 from torch import nn
 
-from mplug import (
-    AttentionConfig,
-    BlockConfig,
-    Buffer,
-    DecoderConfig,
-    ExpertsConfig,
-    Init,
-    MLPConfig,
-    Model,
-    NormConfig,
-    Parameter,
-    Segment,
-    build_decoder,
-)
+from mplug import Buffer, Init, Model, Parameter, Segment
 from mplug.model.units import run_units
-from mplug.nn import MLP, Attention, Choice, Embedding, Entries, Inits, Linear, MixtureOfExperts, Norm, Router, describe
 from mplug.registry.public_export import written
-from mplug.testing.published import require_tables
 
 PAGE = Path(__file__).parent.parent / "docs" / "writing-a-model.md"
 INITS = Inits(Init("normal", std=2.0), Init("normal", std=1.0))

@@ -5,6 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_nn import Attention
+from mplug_nn.attention import attention
+from mplug_nn.parts import PLAIN_PARTS, Part, numbered, parts_of, with_parts
+from mplug_testing.capabilities import Setting, parts_fault
+from mplug_testing.harness import tiny_run
+from mplug_testing.samples import malformed
 from torch import Tensor
 
 from mplug import Site, UsageError
@@ -12,12 +18,6 @@ from mplug.model.build import build_model
 from mplug.model.model import Model
 from mplug.model.offers import PLAIN, Offer, Wrap
 from mplug.model.selection import select
-from mplug.nn import Attention
-from mplug.nn.attention import attention
-from mplug.nn.parts import PLAIN_PARTS, Part, numbered, parts_of, with_parts
-from mplug.testing.capabilities import Setting, parts_fault
-from mplug.testing.harness import tiny_run
-from mplug.testing.samples import malformed
 from mplug.training.assembly import build
 
 PACKED = {"data.documents": 3, "kernels.default": None}

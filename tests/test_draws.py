@@ -12,6 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_testing import run_workers
+from mplug_testing.draws import draws_fault
+from mplug_testing.harness import STEPS, Trace, in_fp64, tiny_run, train_ranks, train_steps
+from mplug_testing.unit_calls import Call, watch_units
 from torch import Tensor
 
 from mplug import Axis, UsageError
@@ -20,10 +24,6 @@ from mplug.layout.plan import Plan, Unit
 from mplug.model.build import build_model
 from mplug.model.draws import ENTRY, Draws, micro_batch_key, place_of
 from mplug.registry.entry_points import Registry
-from mplug.testing import run_workers
-from mplug.testing.draws import draws_fault
-from mplug.testing.harness import STEPS, Trace, in_fp64, tiny_run, train_ranks, train_steps
-from mplug.testing.unit_calls import Call, watch_units
 from mplug.training.assembly import build
 
 DROPS = {"model.attention_dropout": 0.2}
@@ -192,7 +192,7 @@ def quietly(settings: dict[str, Any]) -> Trace:
 @WIDE
 @pytest.mark.parametrize("layout", ["pp2", "pp2 parallel.pp.schedule=gpipe"])
 def test_fused_dropout_under_a_pipeline_gives_the_run_of_one_process(layout: str) -> None:
-    from mplug.testing.parity import require_parity
+    from mplug_testing.parity import require_parity
 
     require_parity({**DROPS, **RECOMPUTES}, layout)
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from mplug_testing.harness import as_rank, tiny_config
+from mplug_testing.workers import run_workers
 
 from mplug.contracts import MicroBatch
 from mplug.distributed.groups import Groups
@@ -17,8 +19,6 @@ from mplug.layout.mesh import Mesh
 from mplug.registry.hooks import HOST
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
-from mplug.testing.harness import as_rank, tiny_config
-from mplug.testing.workers import run_workers
 from mplug.training import evaluation
 from mplug.training.batch_parts import even_parts
 from mplug.training.evaluation import UntilStopped

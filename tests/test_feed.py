@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_testing.harness import tiny_run
 
 import mplug.training.prefetch
 from mplug import MapLoader, MicroBatch
-from mplug.testing.harness import tiny_run
 from mplug.training.assembly import Parts, build
 from mplug.training.prefetch import Feed
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_testing.harness import tiny_config
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -24,7 +25,6 @@ from mplug.model.build import build_model
 from mplug.model.model import Model
 from mplug.open_lists import FOREIGN_CHECKPOINTS, _added
 from mplug.run.prepare import prepare
-from mplug.testing.harness import tiny_config
 
 Cli = Callable[..., CompletedProcess[str]]
 GPT = {"model.num_layers": 1}

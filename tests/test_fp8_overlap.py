@@ -13,15 +13,14 @@ from gpus import with_nccl
 from mplug_fp8.products import Blockwise, Delayed, Rowwise, Tensorwise
 from mplug_fp8.recipes import Options
 from mplug_fp8.scaled import Products
+from mplug_nn import Arrival, Boundary, Narrow, Operand, Pipeline, Produce, Sink, pipeline_named
+from mplug_nn.pipeline import PIPELINES, name_pipeline
+from mplug_testing import run_workers
+from mplug_testing.harness import Trace, difference, train_ranks, train_steps
 from mplug_tp.boundary import boundary
 from mplug_tp.peers import Peers
 from mplug_tp.pipelines import SequencePipeline, name_for
 from torch import Tensor
-
-from mplug.nn import Arrival, Boundary, Narrow, Operand, Pipeline, Produce, Sink, pipeline_named
-from mplug.nn.pipeline import PIPELINES, name_pipeline
-from mplug.testing import run_workers
-from mplug.testing.harness import Trace, difference, train_ranks, train_steps
 
 LONG, NARROW = 512, 256
 SHAPES = [(2, 256), (3, 32), (1, 64)]

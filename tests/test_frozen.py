@@ -10,15 +10,8 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from torch import Tensor
-
-from mplug import UsageError
-from mplug.checkpoint.folder import newest, read_manifest
-from mplug.checkpoint.states import load_for_inference
-from mplug.model.build import build_model, measure_bytes
-from mplug.run.prepare import prepare
-from mplug.testing import run_workers
-from mplug.testing.harness import (
+from mplug_testing import run_workers
+from mplug_testing.harness import (
     EXACT,
     as_rank,
     difference,
@@ -28,9 +21,16 @@ from mplug.testing.harness import (
     tiny_run,
     weights_off,
 )
-from mplug.testing.parity import trained_once
-from mplug.testing.runs import Witness
-from mplug.testing.runs import trained as run_of
+from mplug_testing.parity import trained_once
+from mplug_testing.runs import Witness
+from mplug_testing.runs import trained as run_of
+from torch import Tensor
+
+from mplug import UsageError
+from mplug.checkpoint.folder import newest, read_manifest
+from mplug.checkpoint.states import load_for_inference
+from mplug.model.build import build_model, measure_bytes
+from mplug.run.prepare import prepare
 from mplug.training.assembly import Parts, build
 from mplug.training.position import Position
 

@@ -5,6 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_nn import Cache, CacheSize
+from mplug_testing import Fault, run_workers
+from mplug_testing.cached import require_exact_cache
+from mplug_testing.harness import tiny_run
 from sampled import CONTEXT, FAMILIES, PROMPTS, SHAPE, TOKENS, built, texts
 
 from mplug.errors import UsageError
@@ -14,11 +18,7 @@ from mplug.model.decoding import Ranks, refuse_undivided, sample
 from mplug.model.memory import initialize
 from mplug.model.model import Model
 from mplug.model.sampling import Sampling, sample_key
-from mplug.nn import Cache, CacheSize
 from mplug.run.run import Decoding
-from mplug.testing import Fault, run_workers
-from mplug.testing.cached import require_exact_cache
-from mplug.testing.harness import tiny_run
 
 
 def recomputed(model: Model, prompts: list[list[int]], context: int = CONTEXT) -> list[list[int]]:
@@ -222,7 +222,7 @@ def test_a_cache_returns_exactly_the_rows_that_new_positions_may_see(reach: int 
 
 def test_a_block_that_knows_no_cache_is_recomputed_and_gives_the_same_tokens() -> None:
     """A class with code of its own inherits no declaration."""
-    from mplug.nn import Attention
+    from mplug_nn import Attention
 
     class Own(Attention):
         def forward(self, *given: Any, **named: Any) -> Any:
@@ -244,7 +244,7 @@ def test_a_block_that_knows_no_cache_is_recomputed_and_gives_the_same_tokens() -
         run = tiny_run({**SHAPE, **FAMILIES["llama"]})
         run.decoding = Decoding(True)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("mplug.nn.Attention", kind)
+            patch.setattr("mplug_nn.Attention", kind)
             other = build_model(run)
         assert type(other.module.get_submodule("blocks.0.attn")) is kind
         reasons.append(other.uncached)
@@ -259,7 +259,7 @@ def test_a_block_that_knows_no_cache_is_recomputed_and_gives_the_same_tokens() -
 
 
 def test_the_suite_catches_a_module_that_numbers_positions_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mplug.nn import Attention
+    from mplug_nn import Attention
 
     class Numbering(Attention):
         mixes, caches = frozenset(), True
@@ -269,7 +269,7 @@ def test_the_suite_catches_a_module_that_numbers_positions_itself(monkeypatch: p
 
     settings = {**SHAPE, **FAMILIES["llama"]}
     require_exact_cache(settings)
-    monkeypatch.setattr("mplug.nn.Attention", Numbering)
+    monkeypatch.setattr("mplug_nn.Attention", Numbering)
     with pytest.raises(Fault, match="with a cache, the logits of prompt 1 differ"):
         require_exact_cache(settings)
 

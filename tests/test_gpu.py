@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_testing.harness import tiny_config
 from safetensors.torch import load_file
 
 from mplug import hookimpl
 from mplug.errors import Diverged
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
-from mplug.testing.harness import tiny_config
 from mplug.training.loop import Ending, train
 from mplug.training.prefetch import Copies, Feed
 from mplug.training.stepper import DefaultStepper
@@ -236,7 +236,7 @@ def test_gradients_in_bf16_keep_a_run_beside_the_one_with_fp32_gradients(tmp_pat
 
 
 def test_rows_are_added_to_a_table_in_the_same_bits_every_time() -> None:
-    from mplug.nn import add_rows
+    from mplug_nn import add_rows
 
     indices = torch.randint(50, (4096,), device="cuda") ** 2 % 50  # some of them often
     rows = torch.randn(4096, 64, device="cuda")

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_testing.harness import installed_plugins
 
 from mplug import hookimpl
 from mplug.config.defaults import default_settings
 from mplug.config.sources import from_mapping, merge
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
-from mplug.testing.harness import installed_plugins
 from mplug.training.loop import train
 
 pytestmark = [

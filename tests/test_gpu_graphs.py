@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from gpus import with_nccl
+from mplug_testing import run_workers
+from mplug_testing.harness import TinySettings, tiny_config, tiny_run
 from replayed import EXPERTS, GPT, STEPS, Seen, assert_equal, trained
 from safetensors.torch import load_file
 
@@ -14,8 +16,6 @@ from mplug import hookimpl
 from mplug.errors import RunError
 from mplug.model.graphs import obstacles
 from mplug.run.prepare import prepare
-from mplug.testing import run_workers
-from mplug.testing.harness import TinySettings, tiny_config, tiny_run
 from mplug.training.assembly import Parts, build
 from mplug.training.loop import train
 

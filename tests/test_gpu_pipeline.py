@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 from gpus import with_nccl
-
-from mplug.testing import run_workers
-from mplug.testing.harness import Trace, difference, train_steps
+from mplug_testing import run_workers
+from mplug_testing.harness import Trace, difference, train_steps
 
 pytestmark = [
     pytest.mark.gpu,

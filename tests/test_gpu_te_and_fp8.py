@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import torch
 from gpus import with_nccl
+from mplug_nn import Inputs, Operand, Prologue
+from mplug_nn.gemm import NOTHING
+from mplug_nn.grouped import PLAIN_GROUPED, apply_grouped
+from mplug_nn.product import WHOLE, apply_product
+from mplug_nn.prologue import apply_fused
+from mplug_testing import run_workers
+from mplug_testing.fused import composed
+from mplug_testing.grouped import of_weight
+from mplug_testing.harness import tiny_run, train_steps
+from mplug_testing.trials import initial
 from torch import Tensor
 
 from mplug.model.build import build_model
-from mplug.nn import Inputs, Operand, Prologue
-from mplug.nn.gemm import NOTHING
-from mplug.nn.grouped import PLAIN_GROUPED, apply_grouped
-from mplug.nn.product import WHOLE, apply_product
-from mplug.nn.prologue import apply_fused
-from mplug.nn.sink import Weights
-from mplug.testing import run_workers
-from mplug.testing.fused import composed
-from mplug.testing.grouped import of_weight
-from mplug.testing.harness import tiny_run, train_steps
-from mplug.testing.trials import initial
+from mplug.tensors.sink import Weights
 
 NEEDED = ("transformer_engine", "mplug_te", "mplug_fp8")
 pytestmark = [

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 import torch
 from gpus import with_nccl
-
-from mplug.testing import run_workers
-from mplug.testing.harness import Trace, difference, train_steps, weights_off
+from mplug_testing import run_workers
+from mplug_testing.harness import Trace, difference, train_steps, weights_off
 
 pytestmark = [
     pytest.mark.gpu,

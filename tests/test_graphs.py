@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_nn import Dropout
+from mplug_testing import Fault, ModelSuite, run_workers
+from mplug_testing.harness import TinySettings, tiny_run
+from mplug_testing.recording import Operations
 from replayed import EXPERTS, GPT, STEPS, Seen, assert_equal, graphed, trained
 from torch import Tensor
 
@@ -16,10 +20,6 @@ from mplug.contracts import StepScalars
 from mplug.errors import RunError, UsageError
 from mplug.model import graphs as obstacles_of
 from mplug.model.build import build_model
-from mplug.nn import Dropout
-from mplug.testing import Fault, ModelSuite, run_workers
-from mplug.testing.harness import TinySettings, tiny_run
-from mplug.testing.recording import Operations
 from mplug.training import graphs
 from mplug.training.assembly import Parts, build
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 HOST = ROOT / "mplug"
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))
 STRANGERS = sorted(path.parent for path in ROOT.glob("tests/third_party/*/pyproject.toml"))
-PUBLIC = ("mplug", "mplug.commands", "mplug.nn", "mplug.ops", "mplug.testing")
+PUBLIC = ("mplug", "mplug.commands", "mplug.ops", "mplug.tensors")
 
 
 def project(folder: Path) -> dict:
@@ -81,7 +81,7 @@ def test_a_plugin_imports_no_other_plugin_and_only_the_public_modules_of_the_hos
             assert top not in PACKAGES or top == package_of(plugin), f"{path} imports {module}"
             if top == "mplug":
                 public = module.count(".") <= 1 or module.startswith(
-                    ("mplug.commands.", "mplug.nn.", "mplug.ops.", "mplug.testing.")
+                    ("mplug.commands.", "mplug.ops.", "mplug.tensors.")
                 )
                 assert public, f"{path} imports {module}"
 
@@ -99,7 +99,7 @@ def test_what_a_plugin_takes_from_the_host_is_exported(plugin: Path) -> None:
                     assert {alias.name for alias in node.names} <= {*mplug.__all__, *packages}, path
 
 
-@pytest.mark.parametrize("path", sorted((HOST / "nn").rglob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted((ROOT / "nn").rglob("*.py")), ids=lambda path: path.name)
 def test_the_building_blocks_know_nothing_distributed(path: Path) -> None:
     source = path.read_text()
     assert not [module for module in imports(source) if module.startswith("torch.distributed")]
@@ -171,7 +171,7 @@ def installed() -> set[str]:
     own = {module for module, names in modules if not required.isdisjoint(name.lower() for name in names)}
     assert {"torch", "yaml"} <= own
     support = {path.stem for path in (ROOT / "tests" / "support").glob("*.py")}
-    return {*sys.stdlib_module_names, *own, *support, "mplug", "pytest", "hypothesis"}
+    return {*sys.stdlib_module_names, *own, *support, "mplug", "mplug_nn", "mplug_testing", "pytest", "hypothesis"}
 
 
 def test_every_test_can_be_collected_with_the_hosts_requirements_only(installed: set[str]) -> None:
@@ -275,7 +275,7 @@ def test_the_requirements_name_the_host_and_every_bundled_plugin() -> None:
     on_request = ON_REQUEST.read_text().splitlines()
     requested = {line.removeprefix("-e ") for line in on_request if line.startswith("-e ")}
     assert editable & requested == {"."}, "without the host, pip would take a distribution named mplug from an index"
-    assert editable | requested == {".", *(str(plugin.relative_to(ROOT)) for plugin in PLUGINS)}
+    assert editable | requested == {".", "nn", "testing", *(str(plugin.relative_to(ROOT)) for plugin in PLUGINS)}
     assert f"-r {ON_REQUEST.name}" in (ROOT / ".ci" / "run").read_text()
     assert "torch==2.13.0" in lines
     assert "-r requirements.txt" in (ROOT / "requirements-dev.txt").read_text().splitlines()

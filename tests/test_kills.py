@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from mplug_testing import WorkerFailed, run_workers
 
 from mplug.checkpoint.folder import complete, newest
 from mplug.checkpoint.names import path_of, step_of
-from mplug.testing import WorkerFailed, run_workers
 
 NUMBER = 50
 """How many points the quick tests and those of `pytest --wide kills` try together."""
@@ -68,11 +68,12 @@ def points(number: int) -> list[Point]:
 
 def train(layout: str, directory: Path, resume: bool, point: Point | None, asynchronous: bool) -> list[float]:
     """Be a rank of a run, and die at a point. Returns the losses of the steps that it did."""
+    from mplug_testing.harness import tiny_config
+
     from mplug import hookimpl
     from mplug.distributed.groups import Groups
     from mplug.run.prepare import prepare
     from mplug.run.run import Run
-    from mplug.testing.harness import tiny_config
     from mplug.training import loop
 
     losses: list[float] = []

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 from machines import Machines
+from mplug_testing.harness import EXACT
 from torch import Tensor
 from warm import Forked
 
 from mplug.checkpoint.names import path_of
 from mplug.distributed.launch import TERMINATED, Handler, Pipes
-from mplug.testing.harness import EXACT
 from mplug.training.interrupt import STOPPING
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")

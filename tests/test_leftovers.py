@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-from mplug.testing import Fault
-from mplug.testing.leftovers import nothing_left
+from mplug_testing import Fault
+from mplug_testing.leftovers import nothing_left
 
 
 @pytest.fixture

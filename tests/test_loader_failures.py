@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_testing.harness import tiny_run
 from torch.utils.data import DataLoader, Dataset
 
 from mplug import MapLoader, MicroBatch, hookimpl
@@ -16,7 +17,6 @@ from mplug.distributed.launch import Pipes
 from mplug.errors import PluginError, RunError, UsageError
 from mplug.registry.blame import cause_of, plugin_error, sentence_of
 from mplug.registry.hooks import Hooks
-from mplug.testing.harness import tiny_run
 from mplug.training.assembly import build
 from mplug.training.loop import train
 from mplug.training.prefetch import Feed

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mplug_testing import run_workers
+from mplug_testing.harness import tiny_run
 
 from mplug.checkpoint.folder import newest, read_manifest
-from mplug.testing import run_workers
-from mplug.testing.harness import tiny_run
 from mplug.training.assembly import build
 from mplug.training.position import Position
 

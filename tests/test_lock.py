@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mplug_testing.harness import tiny_config
 from warm import Forked
 
 from mplug import hookimpl
@@ -27,7 +28,6 @@ from mplug.run.lock import FOLDER, Baton, Claim, Lock, take
 from mplug.run.prepare import prepare
 from mplug.run.process import Process
 from mplug.run.run import Run
-from mplug.testing.harness import tiny_config
 from mplug.training.loop import train
 from mplug.training.observers import MetricsFile
 

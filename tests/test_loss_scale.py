@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from mplug_testing import run_workers
+from mplug_testing.harness import logical, tiny_config, tiny_run, train_steps
+from mplug_testing.runs import trained
+from mplug_testing.waiting import never_waiting
 from torch import Tensor
 
 from mplug.errors import Diverged, UsageError
 from mplug.gradients.loss_scale import LossScale
 from mplug.run.run import Run
-from mplug.testing import run_workers
-from mplug.testing.harness import logical, tiny_config, tiny_run, train_steps
-from mplug.testing.runs import trained
-from mplug.testing.waiting import never_waiting
 from mplug.training.assembly import Parts, build
 
 Settings = dict[str, Any]

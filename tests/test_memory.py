@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from mplug_nn import experts
+from mplug_testing.harness import tiny_run
 from torch import Tensor
 
 import mplug.model.build
@@ -14,9 +16,7 @@ from mplug.cli import main
 from mplug.cli.options import added_flags
 from mplug.config.entry import Entry
 from mplug.model.build import build_model
-from mplug.nn import experts
 from mplug.registry.entry_points import Registry
-from mplug.testing.harness import tiny_run
 from mplug.training.assembly import build
 
 EXPERTS: dict[str, Any] = {

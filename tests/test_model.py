@@ -4,11 +4,12 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import mplug_nn
 import pytest
 import torch
+from mplug_nn import MLP, Activation, Attention, DotProductAttention, Dropout, Embedding, Linear, Loss, Norm
 from torch import Tensor, nn
 
-import mplug.nn
 from mplug import (
     Axis,
     Flops,
@@ -35,7 +36,6 @@ from mplug.model.fill import fill_slots, select_offers, sites
 from mplug.model.memory import allocate, initialize
 from mplug.model.selection import Selection, select
 from mplug.model.units import run_units
-from mplug.nn import MLP, Activation, Attention, DotProductAttention, Dropout, Embedding, Linear, Loss, Norm
 from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
@@ -306,7 +306,7 @@ def test_a_block_with_projections_of_its_own_has_the_slots_of_attention_and_mlp(
 
 
 def test_the_building_blocks_have_every_slot_that_plugins_can_name_and_no_other() -> None:
-    blocks = [getattr(mplug.nn, name) for name in mplug.nn.__all__]
+    blocks = [getattr(mplug_nn, name) for name in mplug_nn.__all__]
     own = {slot for block in blocks for slot in getattr(block, "SLOTS", ())}
     assert own | set(Linear.FUSED_SLOTS) == set(KIND_OF)
 

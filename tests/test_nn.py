@@ -7,14 +7,14 @@ from typing import TypeVar
 
 import pytest
 import torch
+from mplug_nn import MLP, Attention, DotProductAttention, Dropout, Embedding, Gemm, Linear, Loss, Norm
+from mplug_nn import loss as loss_module
+from mplug_nn.attention import attention, prepare_qk, rotate
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from mplug.nn import MLP, Attention, DotProductAttention, Dropout, Embedding, Gemm, Linear, Loss, Norm
-from mplug.nn import loss as loss_module
-from mplug.nn.attention import attention, prepare_qk, rotate
-from mplug.nn.random import key_of, mix, normal, sample_keys, uniform
+from mplug.tensors.random import key_of, mix, normal, sample_keys, uniform
 
 M = TypeVar("M", bound=nn.Module)
 B, S, D, F_, V = 2, 5, 8, 12, 11

@@ -7,11 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
-
-from mplug.nn import (
+from mplug_nn import (
     Choice,
     Experts,
     GroupedProduct,
@@ -23,8 +19,11 @@ from mplug.nn import (
     add_auxiliary,
     grouped_linear,
 )
-from mplug.nn.experts import Route, combine, dispatch, within_capacity
-from mplug.nn.router import Balance
+from mplug_nn.experts import Route, combine, dispatch, within_capacity
+from mplug_nn.router import Balance
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 B, S, D, F_, E, K = 2, 5, 8, 12, 6, 2
 POSITIONS, KEYS = torch.arange(S)[None], torch.tensor([3, 4])

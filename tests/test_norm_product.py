@@ -7,6 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_nn import MLP, Attention, Boundary, DenseBlock, Inputs, Linear, Narrow, Norm, Projected, Prologue
+from mplug_nn.fusible import fusibles
+from mplug_nn.prologue import ACTIVATION_PRODUCT, FUSED_SLOTS, NORM_PRODUCT, apply_fused
+from mplug_testing import run_workers
+from mplug_testing.buffer_trials import BufferTrial
+from mplug_testing.fused import composed
+from mplug_testing.harness import difference, tiny_run, train_steps
+from mplug_testing.kernel_buffers import BufferChecks
+from mplug_testing.later_trials import later_fault
 from tiny_models import MIXTRAL
 from torch import Tensor, nn
 
@@ -15,17 +24,8 @@ from mplug.config.binding import Kernels
 from mplug.model.build import build_model
 from mplug.model.fill import sites
 from mplug.model.selection import select
-from mplug.nn import MLP, Attention, Boundary, DenseBlock, Inputs, Linear, Narrow, Norm, Projected, Prologue
-from mplug.nn.fusible import fusibles
-from mplug.nn.prologue import ACTIVATION_PRODUCT, FUSED_SLOTS, NORM_PRODUCT, apply_fused
-from mplug.nn.sink import Weights
-from mplug.nn.slot_buffers import hold
-from mplug.testing import run_workers
-from mplug.testing.buffer_trials import BufferTrial
-from mplug.testing.fused import composed
-from mplug.testing.harness import difference, tiny_run, train_steps
-from mplug.testing.kernel_buffers import BufferChecks
-from mplug.testing.later_trials import later_fault
+from mplug.tensors.sink import Weights
+from mplug.tensors.slot_buffers import hold
 
 Plant = Callable[..., None]
 Settings = dict[str, Any]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from mplug_testing.harness import Boxes, tiny_run, train_steps
 
 from mplug.run.run import Run
-from mplug.testing.harness import Boxes, tiny_run, train_steps
 from mplug.training.assembly import Parts, build
 
 SUITE = runpy.run_path(str(Path(__file__).with_name("test_suite_optimizers.py")))

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_nn import MLP, Attention, Choice, Experts, MixtureOfExperts, Norm, Rotary, Router
+from mplug_nn.activations import ACTIVATIONS
+from mplug_nn.experts import add_of_group
+from mplug_nn.norms import NORMS
+from mplug_nn.scores import SCORES as SCORED
+from mplug_nn.turning import rotate
 from torch import Tensor
 
-from mplug import Offer, Rotary, Run, Site
-from mplug.nn import MLP, Attention, Choice, Experts, MixtureOfExperts, Norm, Router
-from mplug.nn.activations import ACTIVATIONS
-from mplug.nn.experts import add_of_group
-from mplug.nn.norms import NORMS
-from mplug.nn.scores import SCORES as SCORED
-from mplug.nn.turning import rotate
+from mplug import Offer, Run, Site
 from mplug.open_lists import LISTS, SCORES, _added
 from mplug.registry.entry_points import Registry
 
@@ -43,7 +43,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 
 XIELU = """
 import torch
-from mplug.nn import ActivationFunction
+from mplug_nn import ActivationFunction
 XIELU = ActivationFunction(lambda x: torch.where(x > 0, x * x + x, x.expm1()))
 """
 ADDED = "[mplug.activations]\nxielu = acme_xielu:XIELU\n"
@@ -78,13 +78,13 @@ def test_two_distributions_with_one_name_are_refused_and_so_is_a_name_of_the_hos
 
 def test_an_entry_of_another_type_is_refused(install: Install) -> None:
     install("acme_plain", "[mplug.activations]\nplain = acme_plain:relu\n", "def relu(x): return x")
-    with pytest.raises(ValueError, match=r"'plain' is <function.*must name a mplug\.nn\.ActivationFunction"):
+    with pytest.raises(ValueError, match=r"'plain' is <function.*must name a mplug_nn\.ActivationFunction"):
         MLP(8, 16, "plain", bias=False)
 
 
 def fault_of(names: Any, entry: str, install: Install) -> str:
     """What the list says about an entry of another distribution, an expression in Python."""
-    code = f"import torch\nfrom mplug.nn import {names.expected.__name__}\nONE = {names.expected.__name__}({entry})\n"
+    code = f"import torch\nfrom mplug_nn import {names.expected.__name__}\nONE = {names.expected.__name__}({entry})\n"
     install("acme_one", f"[{names.list.group}]\none = acme_one:ONE\n", code)
     with torch.device("meta"), pytest.raises(ValueError, match=f"the {names.list.noun} 'one' ") as caught:
         names.load("one")

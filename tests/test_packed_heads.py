@@ -12,15 +12,7 @@ from warnings import catch_warnings
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch.utils.checkpoint import checkpoint
-
-from mplug import Offer, Site
-from mplug.model.fill import _wrapped
-from mplug.model.offers import Filled
-from mplug.model.tracer import prepare_compiler
-from mplug.nn import (
+from mplug_nn import (
     Attention,
     AttentionInputs,
     AttentionSpec,
@@ -32,15 +24,23 @@ from mplug.nn import (
     passing_through,
     with_packed_heads,
 )
-from mplug.nn.arguments import by_either
-from mplug.nn.attention import prepare_qk, prepare_qkv, scaled_dot_product
-from mplug.nn.cache import CacheSize
-from mplug.nn.parts import PLAIN_PARTS
-from mplug.nn.specification import KNOWN
-from mplug.testing import Fault
-from mplug.testing.kernel_cases.attention import attention_cases
-from mplug.testing.kernel_packed_heads import PackedHeadsChecks
-from mplug.testing.trials import Trial
+from mplug_nn.arguments import by_either
+from mplug_nn.attention import prepare_qk, prepare_qkv, scaled_dot_product
+from mplug_nn.cache import CacheSize
+from mplug_nn.parts import PLAIN_PARTS
+from mplug_nn.specification import KNOWN
+from mplug_testing import Fault
+from mplug_testing.kernel_cases.attention import attention_cases
+from mplug_testing.kernel_packed_heads import PackedHeadsChecks
+from mplug_testing.trials import Trial
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import checkpoint
+
+from mplug import Offer, Site
+from mplug.model.fill import _wrapped
+from mplug.model.offers import Filled
+from mplug.model.tracer import prepare_compiler
 
 B, S, H, G, K, D = 2, 7, 4, 2, 8, 24
 

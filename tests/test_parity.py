@@ -11,11 +11,10 @@ from unittest import SkipTest
 
 import pytest
 import torch
+from mplug_testing import Fault, ParallelSuite, run_workers
+from mplug_testing.harness import Trace, difference, train_steps
+from mplug_testing.parity import require_parity
 from torch import Tensor
-
-from mplug.testing import Fault, ParallelSuite, run_workers
-from mplug.testing.harness import Trace, difference, train_steps
-from mplug.testing.parity import require_parity
 
 
 def trained(settings: dict[str, object], mutation: str | None) -> Trace:

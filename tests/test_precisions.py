@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from mplug_testing import Fault, PrecisionSuite
+from mplug_testing.harness import tiny_config, tiny_run, train_steps
+from mplug_testing.runs import trained
 
 import mplug
 from mplug.cli import main
@@ -20,9 +23,6 @@ from mplug.model.build import build_model
 from mplug.model.recipe import default_base_modules
 from mplug.precision import Precision, Recipe, rounding_of_sums
 from mplug.registry.entry_points import BrokenPlugin, Registry
-from mplug.testing import Fault, PrecisionSuite
-from mplug.testing.harness import tiny_config, tiny_run, train_steps
-from mplug.testing.runs import trained
 from mplug.training.assembly import build
 
 Plant = Callable[..., None]

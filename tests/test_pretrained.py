@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_testing.harness import tiny_config
 from safetensors.torch import load_file
 
 from mplug.checkpoint.pretrained import load_weights, pretrained_of, refuse_another_model
@@ -16,7 +17,6 @@ from mplug.cli.beginning import about_weights
 from mplug.config.host_sections import Pretrained
 from mplug.errors import UsageError
 from mplug.run.prepare import prepare
-from mplug.testing.harness import tiny_config
 from mplug.training.assembly import build
 from mplug.training.loop import train
 

@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from mplug import Offer, Site, UsageError
-from mplug.config.binding import Kernels
-from mplug.model.build import build_model
-from mplug.model.casts import keep_casts
-from mplug.model.offers import Filled
-from mplug.model.selection import select
-from mplug.nn import (
+from mplug_nn import (
     MLP,
     Boundary,
     GatheredForm,
@@ -28,12 +20,20 @@ from mplug.nn import (
     Sink,
     add_product,
 )
-from mplug.nn.slot_buffers import hold
-from mplug.testing import run_workers
-from mplug.testing.buffer_trials import BufferTrial
-from mplug.testing.gathered_trials import gathered_fault, gathered_forms
-from mplug.testing.harness import difference, tiny_run, train_steps
-from mplug.testing.later_trials import later_fault
+from mplug_testing import run_workers
+from mplug_testing.buffer_trials import BufferTrial
+from mplug_testing.gathered_trials import gathered_fault, gathered_forms
+from mplug_testing.harness import difference, tiny_run, train_steps
+from mplug_testing.later_trials import later_fault
+from torch import Tensor
+
+from mplug import Offer, Site, UsageError
+from mplug.config.binding import Kernels
+from mplug.model.build import build_model
+from mplug.model.casts import keep_casts
+from mplug.model.offers import Filled
+from mplug.model.selection import select
+from mplug.tensors.slot_buffers import hold
 
 Plant = Callable[..., None]
 Settings = dict[str, Any]

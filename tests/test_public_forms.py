@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 from config_fields import forms, plugin_of, tiny
+from mplug_testing.published import require_tables
+from mplug_testing.suite import Fault
 from pydantic import BaseModel, ConfigDict, Field
 
 from mplug import SHARED_FIELDS, FixedField, PublicForm, ReadField, SumField, UnusedField, Values
 from mplug.registry.bind_section import bind
 from mplug.registry.public_export import written
-from mplug.testing.published import require_tables
-from mplug.testing.suite import Fault
 
 SIZE = Values.integer()
 

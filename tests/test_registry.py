@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner
+from mplug_testing.harness import tiny_config
 
 from mplug.cli.plugins import command as plugins_command
 from mplug.errors import UsageError
@@ -23,7 +24,6 @@ from mplug.model.offers import Site, Unmet
 from mplug.registry.entry_points import BrokenPlugin, Registry
 from mplug.registry.inspection import inspect_here
 from mplug.registry.scaffold import describe
-from mplug.testing.harness import tiny_config
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 Install = Callable[..., Path]

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mplug_indexed.files import Writer
-
-from mplug.testing.resume import require_exact_resume
-from mplug.testing.suite import Fault
+from mplug_testing.resume import require_exact_resume
+from mplug_testing.suite import Fault
 
 LAYOUTS = st.sampled_from(["", "dp2", "dp4", "tp2", "dp2tp2", "pp2dp2"])
 PORTIONS = st.lists(st.integers(1, 4).map(lambda number: 4 * number), max_size=4)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from checkpoints import flip_bit, valid_in
+from mplug_testing.harness import tiny_config
 
 from mplug import hookimpl
 from mplug.checkpoint import manifest, retention, saver
@@ -21,7 +22,6 @@ from mplug.checkpoint.verified import Verified
 from mplug.errors import RunError, UsageError
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
-from mplug.testing.harness import tiny_config
 from mplug.training.assembly import build
 from mplug.training.loop import train
 from mplug.training.position import Position

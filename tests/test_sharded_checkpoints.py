@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from mplug_testing import run_workers, runs
+from mplug_testing.harness import EXACT, as_rank, tiny_config
 from torch import Tensor
 
 from mplug import Run
@@ -17,8 +19,6 @@ from mplug.checkpoint.folder import newest
 from mplug.checkpoint.plans import KeptPlans
 from mplug.checkpoint.verified import Verified
 from mplug.run.prepare import prepare
-from mplug.testing import run_workers, runs
-from mplug.testing.harness import EXACT, as_rank, tiny_config
 from mplug.training.loop import train
 
 QUICK, ALL = 3, 40

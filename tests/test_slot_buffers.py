@@ -9,6 +9,11 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from mplug_nn import Experts, Gemm, Linear, keep_max
+from mplug_testing import run_workers, runs
+from mplug_testing.harness import EXACT, Boxes, Trace, difference, tiny_config, tiny_run, train_steps
+from mplug_testing.harness import logical as whole_of
+from mplug_testing.workers import WorkerFailed
 from tiny_models import MIXTRAL
 from torch import Tensor
 
@@ -19,12 +24,7 @@ from mplug.cli import main
 from mplug.gradients.statistics import Statistics
 from mplug.model.build import build_model
 from mplug.model.slot_states import HeldBuffers, slot_updates
-from mplug.nn import Experts, Gemm, Linear, keep_max
-from mplug.nn.slot_buffers import hold
-from mplug.testing import run_workers, runs
-from mplug.testing.harness import EXACT, Boxes, Trace, difference, tiny_config, tiny_run, train_steps
-from mplug.testing.harness import logical as whole_of
-from mplug.testing.workers import WorkerFailed
+from mplug.tensors.slot_buffers import hold
 from mplug.training.assembly import Parts
 
 Plant = Callable[..., None]

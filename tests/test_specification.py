@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_nn import Attention, AttentionInputs, AttentionSpec, scaled_dot_product
+from mplug_nn.arguments import by_arguments, by_either, by_specification, takes_specification, wrapped
+from mplug_nn.attention import attention
+from mplug_nn.parts import PLAIN_PARTS, parts_of
 from torch import Tensor, nn
 
 from mplug import Offer, Site, Wrap
 from mplug.model.fill import sites
 from mplug.model.selection import Selection, select
-from mplug.nn import Attention, AttentionInputs, AttentionSpec, scaled_dot_product
-from mplug.nn.arguments import by_arguments, by_either, by_specification, takes_specification, wrapped
-from mplug.nn.attention import attention
-from mplug.nn.parts import PLAIN_PARTS, parts_of
 
 H, G, K, V, R = 4, 2, 6, 10, 2
 SPEC = AttentionSpec(0.7, K, K)
@@ -113,7 +113,7 @@ def test_what_is_trained_gets_a_gradient() -> None:
 
 def test_slopes_of_heads_that_are_no_power_of_two() -> None:
     """Six heads: those of four, 4^-n, and two of eight's: 2^-1 and 2^-3 (the paper's own rule)."""
-    from mplug.nn.specification import alibi_slopes
+    from mplug_nn.specification import alibi_slopes
 
     slopes = [4.0**-1, 4.0**-2, 4.0**-3, 4.0**-4, 2.0**-1, 2.0**-3]
     assert alibi_slopes(torch.arange(6), 6).tolist() == slopes

@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
+from mplug_testing.harness import tiny_run
 
 from mplug import Run, UsageError
-from mplug.testing.harness import tiny_run
 from mplug.training.assembly import build
 
 PIPELINE: dict[str, Any] = {"parallel.layout": "pp2", "model.num_layers": 2, "trainer.micro_batch_size": 2}

@@ -4,12 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from mplug_nn import operator
+from mplug_testing import Fault, KernelSuite
+from mplug_testing.buffer_trials import BufferTrial
+from mplug_testing.grouped import WEIGHTS
 from torch import Tensor
-
-from mplug.nn import operator
-from mplug.testing import Fault, KernelSuite
-from mplug.testing.buffer_trials import BufferTrial
-from mplug.testing.grouped import WEIGHTS
 
 Plant = Callable[..., None]
 

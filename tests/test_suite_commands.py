@@ -3,8 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-
-from mplug.testing import CommandSuite, Fault
+from mplug_testing import CommandSuite, Fault
 
 
 class Tally(CommandSuite):

@@ -4,8 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from mplug.testing import DataSuite, Fault
+from mplug_testing import DataSuite, Fault
 
 JOTTER, TABLE = (Path(__file__).parent / "third_party" / name for name in ("nova-jotter", "nova-table"))
 

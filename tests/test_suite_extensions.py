@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-
-from mplug.testing import ExtensionSuite, Fault
+from mplug_testing import ExtensionSuite, Fault
 
 
 class Plotter(ExtensionSuite):

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-
-from mplug.testing import Fault, ModelSuite
+from mplug_testing import Fault, ModelSuite
 
 
 class OwnAttention(ModelSuite):

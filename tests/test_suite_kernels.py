@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from mplug_nn import AttentionInputs, AttentionSpec, Gemm
+from mplug_nn.attention import attention, prepare_qk, prepare_qkv, scaled_dot_product
+from mplug_nn.experts import combine, compute, dispatch
+from mplug_nn.loss import cross_entropy
+from mplug_nn.mlp import activation
+from mplug_nn.norm import norm_residual
+from mplug_testing import Fault, KernelSuite
+from mplug_testing.kernel_cases import cases
+from mplug_testing.trials import Trial, own_dropout_fault
 from torch import Tensor
 
-from mplug.nn import AttentionInputs, AttentionSpec, Gemm
-from mplug.nn.attention import attention, prepare_qk, prepare_qkv, scaled_dot_product
-from mplug.nn.experts import combine, compute, dispatch
-from mplug.nn.loss import cross_entropy
-from mplug.nn.mlp import activation
-from mplug.nn.norm import norm_residual
 from mplug.slot_kinds import KIND_OF
-from mplug.testing import Fault, KernelSuite
-from mplug.testing.kernel_cases import cases
-from mplug.testing.trials import Trial, own_dropout_fault
 
 PACKAGE = Path(__file__).parent / "third_party" / "nova-ringo"
 Suite: type[KernelSuite] = runpy.run_path(str(PACKAGE / "tests" / "test_ringo.py"))["TestRingo"]
@@ -45,7 +45,7 @@ class Planted(NamedTuple):
 
 VALUES = "test_values_and_gradients_are_those_of_plain_torch"
 OFFER = """        return [Offer({"Attention.core": partial(attention, block=self.config.block)}, supports)]"""
-ONE_TYPE = """        from mplug.nn.mlp import activation
+ONE_TYPE = """        from mplug_nn.mlp import activation
 
         def doubled(x, bias, kind):
             return 2 * activation(x, bias, kind)

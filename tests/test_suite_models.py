@@ -10,8 +10,7 @@ from unittest import SkipTest
 
 import pytest
 import yaml
-
-from mplug.testing import Fault, ModelSuite
+from mplug_testing import Fault, ModelSuite
 
 WHOLE_STREAM = "tp2 parallel.tp.sequence_parallel=false"
 """The layout of tensor parallelism that divides the sequence nowhere: its blocks do not say that they mix none."""

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from unittest import SkipTest
 
 import pytest
+from mplug_testing import Fault, OptimizerSuite
+from mplug_testing.harness import tiny_run
 
 from mplug import UsageError
 from mplug.model.build import build_model
-from mplug.testing import Fault, OptimizerSuite
-from mplug.testing.harness import tiny_run
 from mplug.training.assembly import build
 
 PACKAGE = Path(__file__).parent / "third_party" / "nova-orthon"

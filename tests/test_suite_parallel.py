@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from unittest import SkipTest
 
 import pytest
+from mplug_testing import Fault, ParallelSuite
+from mplug_testing.harness import tiny_run
 
 from mplug import UsageError
 from mplug.model.build import build_model
-from mplug.testing import Fault, ParallelSuite
-from mplug.testing.harness import tiny_run
 
 
 class Ulysses(ParallelSuite):

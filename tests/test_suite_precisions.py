@@ -3,8 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-
-from mplug.testing import Fault, PrecisionSuite
+from mplug_testing import Fault, PrecisionSuite
 
 
 class Tinto(PrecisionSuite):

@@ -5,8 +5,7 @@ from pathlib import Path
 from unittest import SkipTest
 
 import pytest
-
-from mplug.testing import Fault, TokenizerSuite
+from mplug_testing import Fault, TokenizerSuite
 
 GLYPH = Path(__file__).parent / "third_party" / "nova-glyph"
 

@@ -16,9 +16,6 @@ from warm import run_module
 
 HERE = Path(__file__).parent
 SOURCES = sorted(path.parent for path in HERE.glob("third_party/*/pyproject.toml"))
-FROZEN = sorted(HERE.glob("frozen/*.whl"))
-LATER = {"nova-lento", "nova-linear", "nova-table", "nova-tinto"}
-"""Packages that use what an earlier host did not have, and were never built for it."""
 
 Mplug = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -87,7 +84,6 @@ SMALL = {
     "extensions.plotter.every": 2,
 }
 NAMED = ("--model", "peregrine", "--attention", "ringo", "--optimizer", "orthon", "--data", "jotter")
-OF_GPT = ("--model", "gpt", *NAMED[2:])
 OPTIONS = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]
 
 
@@ -132,15 +128,3 @@ def test_packages_of_strangers_train_together_by_name(tmp_path: Path, wheels: li
     assert [source.name for source in SOURCES if f"{source.name} 1.0.0" not in listed.stdout] == [], listed.stdout
     assert_they_train_together(mplug, forked, tmp_path, "pp2")
     assert_undeclared_blocks_are_refused(forked)
-
-
-def test_wheels_that_were_frozen_for_an_earlier_host_train_together(tmp_path: Path) -> None:
-    assert {wheel.name.split("-")[0] for wheel in FROZEN} == {
-        source.name.replace("-", "_") for source in SOURCES if source.name not in LATER
-    }
-    mplug, forked = scratch(tmp_path, FROZEN)
-    assert_they_train_together(mplug, forked, tmp_path)
-    assert_undeclared_blocks_are_refused(forked)
-    alone = losses_of(forked, tmp_path, "gpt", *OF_GPT)
-    divided = losses_of(forked, tmp_path, "gpt_ulys2", *OF_GPT, "--parallel", "ulys2")
-    assert divided == pytest.approx(alone, rel=1e-10)

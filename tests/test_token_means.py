@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_testing.harness import Trace, difference, tiny_run, train_ranks, train_steps
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mplug import MicroBatch, Run, UsageError
-from mplug.testing.harness import Trace, difference, tiny_run, train_ranks, train_steps
 from mplug.training.assembly import Parts, build
 from mplug.training.stepper import DefaultStepper
 from mplug.training.token_scale import TokenScale

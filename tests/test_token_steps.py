@@ -6,6 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_nn.rotary import Turns
+from mplug_nn.static_cache import static_keys
+from mplug_nn.turning import Turning, table_of_rotations
+from mplug_testing.harness import TinySettings
+from mplug_testing.recording import Operations
 from sampled import FAMILIES, PROMPTS, built, texts
 from torch import Tensor
 from torch.fx import GraphModule
@@ -23,11 +28,6 @@ from mplug.model.graphs import sampling_obstacles
 from mplug.model.sampling import Sampling
 from mplug.model.selection import Selection
 from mplug.model.token_steps import Replays, TokenSteps, replays_for
-from mplug.nn.static_cache import static_keys
-from mplug.nn.turning import Turning, table_of_rotations
-from mplug.rotary import Turns
-from mplug.testing.harness import TinySettings
-from mplug.testing.recording import Operations
 
 HOT = Sampling(2.0, top_k=100, top_p=0.9, seed=7)
 

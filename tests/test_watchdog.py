@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from mplug_testing import run_workers
+from mplug_testing.harness import tiny_run
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mplug.distributed import heartbeat_transport as beating
@@ -39,8 +41,6 @@ from mplug.distributed.launch import Pipes
 from mplug.distributed.watchdog import Ward, waited_for
 from mplug.errors import RunError
 from mplug.layout.ranks import Grouping
-from mplug.testing import run_workers
-from mplug.testing.harness import tiny_run
 from mplug.training.assembly import build
 from mplug.training.loop import train
 from mplug.training.position import Position

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from mplug_testing import WorkerFailed, harness, run_workers, workers
 from torch import Tensor
 
 from mplug import UsageError
-from mplug.testing import WorkerFailed, harness, run_workers, workers
 
 
 @dataclass
@@ -215,7 +215,7 @@ def test_no_worker_outlives_its_caller(tmp_path: Path) -> None:
         "import os, sys, time\n"
         "from pathlib import Path\n"
         "import torch.distributed as dist\n"
-        "from mplug.testing import run_workers\n"
+        "from mplug_testing import run_workers\n"
         "def hang(folder):\n"
         "    (folder / f'{dist.get_rank()}.pid').write_text(str(os.getpid()))\n"
         "    time.sleep(600)\n"

@@ -25,7 +25,7 @@ TRACED = "MPLUG_RECORD_TRACED" in os.environ
 """Whether coverage.py records, from Python 3.12 on too."""
 BETWEEN = "collection"
 """The name of what a process executes while no test runs."""
-WORKER_JOBS = {"mplug.testing.workers": ("_called",)}
+WORKER_JOBS = {"mplug_testing.workers": ("_called",)}
 """Module -> its functions that each do one job of a test in a worker process. Adapt it when the test kit changes.
 
 A worker may live longer than a test, and it may be killed as soon as its result has arrived. The recorder therefore

@@ -108,7 +108,7 @@ class _ForkedServer:
         import multiprocessing
         from multiprocessing import forkserver, resource_tracker, util
 
-        from mplug.testing.workers import LAST, PRELOAD
+        from mplug_testing.workers import LAST, PRELOAD
 
         multiprocessing.set_forkserver_preload([*PRELOAD, LAST])
         resource_tracker.ensure_running()

@@ -205,7 +205,7 @@ class Plan:
     modules and their submodules mix; use it for classes of other packages, which cannot declare it (`mixes`). `frozen`
     are patterns of parameters and modules that are not trained, even if `parameters` says otherwise; the host adds the
     patterns of the config (`model.frozen`). `base_modules` are patterns of modules that keep the formats of a precision
-    if its recipe computes products in others (a router that is not `mplug.nn.Router`). The first and the last unit of
+    if its recipe computes products in others (a router that is not `mplug_nn.Router`). The first and the last unit of
     a row of blocks, and all units outside of a row, are base modules in any case. `external` says which tensors of
     published checkpoints hold which parameters; None: the model has no published form. `shifted` are entries that the
     host makes from those of the loader; `context` names their axes too.

@@ -4,14 +4,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from mplug_nn.description import describe_added
+from mplug_nn.inits import ZEROS, Inits
+from mplug_nn.linear import Linear
 from torch import nn
 
 from mplug.layout.external import ExternalNames
 from mplug.layout.names import compiled
 from mplug.layout.plan import Parameter, Plan
-from mplug.nn.description import describe_added
-from mplug.nn.inits import ZEROS, Inits
-from mplug.nn.linear import Linear
 
 
 def with_attached(plan: Plan, model: nn.Module, modules: Mapping[str, nn.Module]) -> Plan:

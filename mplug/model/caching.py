@@ -8,12 +8,12 @@ A model samples with a cache if its modules declare enough:
 
       caches: ClassVar[bool] = True
 
-  Then it has `serve_cache()`, `new_cache(size)` and an attribute `cache`, as `mplug.nn.DotProductAttention` has them.
+  Then it has `serve_cache()`, `new_cache(size)` and an attribute `cache`, as `mplug_nn.DotProductAttention` has them.
   As for `mixes`, a declaration covers the code of its class and what the class inherits, not the code of subclasses.
 
 Any other model samples one prompt at a time, and computes all its positions again for every token.
 
-The caches are static (`mplug.nn.static_cache`) if all modules with this slot also declare
+The caches are static (`mplug_nn.static_cache`) if all modules with this slot also declare
 
       static_cache: ClassVar[bool] = True
 
@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from mplug_nn.specification import DOCUMENTS, STATIC_KEYS
 from torch import nn
 
 from mplug.errors import UsageError, listed
@@ -34,7 +35,6 @@ from mplug.layout.names import modules_around
 from mplug.model.mixing import covers, statements
 from mplug.model.model import Model
 from mplug.model.selection import Selection, offered_in_plain_torch
-from mplug.nn.specification import DOCUMENTS, STATIC_KEYS
 from mplug.run.run import Run
 
 NAME = "caches"

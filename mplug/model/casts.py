@@ -1,15 +1,15 @@
-"""Copies of weights in other formats (`mplug.nn.Product.cast`), made once for each version of the weights."""
+"""Copies of weights in other formats (`mplug_nn.Product.cast`), made once for each version of the weights."""
 
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import torch
+from mplug_nn import FusedProduct, GroupedProduct, Linear, Product
 from torch import Tensor
 
 from mplug.model.model import Model
 from mplug.model.product_weights import ProductWeight, weights_at_rest
-from mplug.nn import FusedProduct, GroupedProduct, Linear, Product
 
 
 def keep_casts(model: Model) -> None:

@@ -2,20 +2,20 @@
 
 Backward computes the gradient of a product's input if something before the product is trained, and the gradient of its
 weight if the weight is trained. Units follow each other in the plan's order, and the modules of a unit in the order in
-which they are registered. Products outside of the layers of `mplug.nn` count as if they were trained.
+which they are registered. Products outside of the layers of `mplug_nn` count as if they were trained.
 """
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from mplug_nn.attention import Attention, DotProductAttention
+from mplug_nn.linear import Linear
+from mplug_nn.moe import MixtureOfExperts
 from torch import nn
 
 from mplug.layout.gradient_flow import carrying
 from mplug.layout.plan import Flops
 from mplug.model.passes import Passes
-from mplug.nn.attention import Attention, DotProductAttention
-from mplug.nn.linear import Linear
-from mplug.nn.moe import MixtureOfExperts
 
 if TYPE_CHECKING:
     from mplug.model.model import Model

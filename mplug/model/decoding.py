@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
+from mplug_nn.cache import CacheSize
 from torch import Tensor
 
 from mplug.errors import UsageError
@@ -16,7 +17,6 @@ from mplug.model.relayed import Choose, Relayed, RunUnits, relayed, run_last
 from mplug.model.sampling import Sampling, choose, draws
 from mplug.model.token_steps import Replays
 from mplug.model.units import run_units
-from mplug.nn.cache import CacheSize
 from mplug.ops import all_gather
 from mplug.run.run import Run
 

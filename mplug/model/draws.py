@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mplug.layout.plan import Plan, Unit
-from mplug.nn.random import key_of
+from mplug.tensors.random import key_of
 
 if TYPE_CHECKING:
     from mplug.layout.mesh import Mesh

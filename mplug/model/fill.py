@@ -4,6 +4,10 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from mplug_nn import Attention, AttentionSpec, DotProductAttention, arguments
+from mplug_nn.fusible import fusibles
+from mplug_nn.linear import boundary_of
+from mplug_nn.specification import DOCUMENTS
 from torch import nn
 
 from mplug.errors import UsageError
@@ -12,10 +16,6 @@ from mplug.model.model import Model
 from mplug.model.offers import UNIT, Filled, Site
 from mplug.model.recipe import is_base, with_recipe
 from mplug.model.selection import Selection, select
-from mplug.nn import Attention, AttentionSpec, DotProductAttention, arguments
-from mplug.nn.fusible import fusibles
-from mplug.nn.linear import boundary_of
-from mplug.nn.specification import DOCUMENTS
 from mplug.slot_kinds import KIND_OF, PRODUCTS, WHOLE_PRODUCTS
 
 if TYPE_CHECKING:

@@ -1,10 +1,12 @@
-"""The weights of which a strategy gathers copies for each pass (`mplug.nn.GatheredForm`), and why not of the others."""
+"""The weights of which a strategy gathers copies for each pass (`mplug_nn.GatheredForm`), and why not of the others."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from mplug_nn import FusedProduct, GatheredForm, Linear, Product
+from mplug_nn.fusible import computes_as_linear
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -12,10 +14,8 @@ from mplug.errors import UsageError
 from mplug.layout.gathered import GatheredPlacement
 from mplug.model.model import Model
 from mplug.model.selection import Wider
-from mplug.nn import FusedProduct, GatheredForm, Linear, Product
-from mplug.nn.fusible import computes_as_linear
-from mplug.nn.slot_buffers import held
 from mplug.run.run import Run
+from mplug.tensors.slot_buffers import held
 
 SHARED, NO_PRODUCT = "several modules read it", "no product of a linear layer reads it"
 NO_COPIES = "its product reads no copies"
@@ -157,5 +157,5 @@ def refuse_idle_copies(run: Run, model: Model) -> None:
     raise UsageError(
         f"{label} is set to gather copies of weights, and no product of this run reads copies that can be gathered: "
         f"'{name}' must be gathered as it is, because {reasons[name]}; let {label} gather weights, or choose products "
-        f"whose copies can be gathered (mplug.nn.GatheredForm) for kernels.linear"
+        f"whose copies can be gathered (mplug_nn.GatheredForm) for kernels.linear"
     )

@@ -10,7 +10,7 @@ from mplug.gradients.precision import wide
 from mplug.gradients.region import region
 from mplug.layout.placement import Box, Placement
 from mplug.model.model import Model
-from mplug.nn.random import key_of, normal
+from mplug.tensors.random import key_of, normal
 
 CHUNK = 1 << 22
 """Number of initial values that are generated at a time: it bounds the memory of fp64 temporaries."""

@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from mplug_nn.description import weights_per_token
 from torch import Tensor, nn
 
 from mplug.errors import UsageError
@@ -19,7 +20,6 @@ from mplug.layout.plan import Flops, Init, Parameter, Plan, Stages, Unit
 from mplug.model.draws import Draws
 from mplug.model.offers import Filled
 from mplug.model.units import run_units
-from mplug.nn.description import weights_per_token
 from mplug.ops.exchanges import Item, in_order
 from mplug.precision import Recipe
 
@@ -99,7 +99,7 @@ class Model:
         """Add modules to the model, by their names in it ('blocks.0.attn.qkv.adapter'), and to the plan.
 
         Call it in `adapt_model`. Each module describes its parameters by a method `plan_entries(inits)`, as the blocks
-        of `mplug.nn` do. The attribute must be absent or None: `Linear.adapter`, `Experts.up_adapter`. Published
+        of `mplug_nn` do. The attribute must be absent or None: `Linear.adapter`, `Experts.up_adapter`. Published
         checkpoints of the model do not have the parameters. ValueError for an attribute that is taken, and for a linear
         that is not `adaptable`.
         """

@@ -21,7 +21,7 @@ UNKNOWN_NEED = "a need that no site has"
 RECOMPUTING = 1000
 """Wraps whose layer is at least this call the inner callable again (recomputation), with unchanged arguments."""
 PLAIN = "plain torch"
-"""The label of the default compositions of `mplug.nn`."""
+"""The label of the default compositions of `mplug_nn`."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Site:
     """One slot of one module of a model.
 
     `role` is the module's name with its indices replaced by stars ('blocks.*.attn'); the sites of a role share one
-    supplier. `module` is the `mplug.nn` module, on the meta device. `needs` are what a supplier must offer beyond the
+    supplier. `module` is the `mplug_nn` module, on the meta device. `needs` are what a supplier must offer beyond the
     plain case. They come from the module (its attention's specification: 'document_lengths', 'window') and from the
     selected wraps ('log-sum-exp'). `parameters` are the plan's entries of the module's own parameters, by name.
     `within` are the sites of other modules, as (name, slot), whose default calls this slot.
@@ -101,7 +101,7 @@ class Offer:
 
     `buffers(site)` declares the tensors that the supplier keeps for a site, by name. It is pure. The host registers
     them with the site's module, places them, and passes them to the supplier as the keyword argument `buffers`, a
-    mapping from names to tensors. The supplier writes statistics only, by operators (`mplug.nn.count`, `keep_max`, ...)
+    mapping from names to tensors. The supplier writes statistics only, by operators (`mplug_nn.count`, `keep_max`, ...)
     whose values do not influence results before the step ends. `step_ended(stacked)` is called once after each step.
     It receives all buffers of the sites of a role, each with one more dimension in front (the sites). It returns the
     new values of some states, with the same dimension, and changes no argument. The host discards them if the step is

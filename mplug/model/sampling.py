@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mplug.nn.random import key_of, uniform
+from mplug.tensors.random import key_of, uniform
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from mplug.model.model import Model
 from mplug.model.offers import RECOMPUTING, Filled
 from mplug.model.slot_buffer import SlotBuffer
 from mplug.model.slot_states import HeldBuffers
-from mplug.nn.slot_buffers import hold
 from mplug.run.run import Run
 from mplug.slot_kinds import WHOLE_PRODUCTS
+from mplug.tensors.slot_buffers import hold
 
 
 def add_slot_buffers(model: Model, run: Run, contents: Iterable[Filled]) -> None:

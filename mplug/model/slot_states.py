@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mplug.model.offers import Offer, Site
 from mplug.model.slot_buffer import SlotBuffer
-from mplug.nn.slot_buffers import buffer_name, held
+from mplug.tensors.slot_buffers import buffer_name, held
 
 Update = Callable[[Tensor], None]
 """`skip` [] -> None: updates states after a step; with `skip` = 1, no state may change."""

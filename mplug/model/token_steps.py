@@ -9,6 +9,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from mplug_nn.cache import CacheSize
+from mplug_nn.static_cache import Clock
+from mplug_nn.turning import shared_rotations
 from torch import Tensor
 
 from mplug.errors import RunError, UsageError
@@ -19,9 +22,6 @@ from mplug.model.model import Model
 from mplug.model.relayed import run_last
 from mplug.model.sampling import Sampling, choose, draws
 from mplug.model.units import AS_THEY_ARE, Instead
-from mplug.nn.cache import CacheSize
-from mplug.nn.static_cache import Clock
-from mplug.nn.turning import shared_rotations
 from mplug.registry.blame import cause_of, failed_part
 from mplug.run.run import Run
 

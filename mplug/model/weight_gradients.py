@@ -1,7 +1,7 @@
 """Backward passes in two halves: a pass computes the gradients of activations, and those of weights follow later.
 
-The operands of the products of a pass leave it as gradients of taps (`mplug.nn.later`), whose shapes a pass without
-memory finds out once for each shape of micro batches.
+The operands of the products of a pass leave it as gradients of taps (`mplug.tensors.delayed`), whose shapes a pass
+without memory finds out once for each shape of micro batches.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +19,7 @@ from mplug.model.model import Model
 from mplug.model.offers import RECOMPUTING
 from mplug.model.product_weights import weights_at_rest
 from mplug.model.units import run_units
-from mplug.nn.later import Later, Operands, Taps
+from mplug.tensors.delayed import Later, Operands, Taps
 
 
 class Site(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mplug.nn.operator import fake, operator
+from mplug.tensors.operator import fake, operator
 
 # torch 2.13 has new names for these two; 2.11 has only the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

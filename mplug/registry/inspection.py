@@ -42,7 +42,7 @@ def inspect_apart(entry: Entry) -> Report:
 
 def check_apart(entry: Entry) -> Report:
     """The report of `inspect_apart`, with the faults that the quick part of the suite of its kind finds."""
-    return report_apart("mplug.testing.plugin_check", entry)
+    return report_apart("mplug_testing.plugin_check", entry)
 
 
 def report_apart(module: str, entry: Entry) -> Report:

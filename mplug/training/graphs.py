@@ -32,8 +32,8 @@ from mplug.contracts import MicroBatch, StepResult
 from mplug.errors import RunError, UsageError
 from mplug.model.cuda_graph import CudaGraph, Recording
 from mplug.model.graphs import refuse_graphs
-from mplug.nn.random import step_key
 from mplug.registry.blame import failed_part
+from mplug.tensors.random import step_key
 from mplug.training.stepper import DefaultStepper
 
 log = logging.getLogger("mplug")

@@ -58,7 +58,7 @@ def out_of_range(batch: "MicroBatch", vocab_size: int) -> str:
 
     Entries on another device than the CPU are not checked: the CPU would wait for the device.
     """
-    from mplug.nn.loss import IGNORED  # imports torch
+    from mplug_nn.loss import IGNORED  # imports torch
 
     length = batch["tokens"].shape[1]
     ends = {

@@ -20,8 +20,8 @@ from mplug.model.draws import ENTRY, micro_batch_key
 from mplug.model.model import Model
 from mplug.model.pieces import write_weights
 from mplug.model.slot_states import slot_updates
-from mplug.nn.random import keys_of_samples, step_key
 from mplug.run.run import Run
+from mplug.tensors.random import keys_of_samples, step_key
 from mplug.training.batch_parts import own_entries, with_shifted
 from mplug.training.step_values import StepValues
 from mplug.training.token_scale import TokenScale

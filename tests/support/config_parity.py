@@ -31,11 +31,11 @@ from mplug.config.sources import from_mapping, merge
 from mplug.errors import UsageError
 from mplug.model.build import allocate_parts, build_model
 from mplug.model.model import Model
-from mplug.nn.random import sample_keys
 from mplug.registry import precisions
 from mplug.registry.entry_points import BrokenPlugin, Registry
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
+from mplug.tensors.random import sample_keys
 from mplug.training.batch_parts import with_shifted
 
 TOLERANCE = 1e-10

@@ -1,7 +1,7 @@
 """Under which settings the fields of the bundled decoders have an effect, for the suites of the families.
 
 Most fields of experts, windows and multi-token prediction do nothing in a family's usual tiny model. `beside` and
-`examples` name what else they need; see `mplug.testing.PluginSuite`.
+`examples` name what else they need; see `mplug_testing.PluginSuite`.
 """
 
 from collections.abc import Mapping

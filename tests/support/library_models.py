@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from mplug import Mesh, Model
 from mplug.model.memory import allocate, initialize
-from mplug.nn.random import sample_keys
 from mplug.registry.entry_points import Registry
+from mplug.tensors.random import sample_keys
 from mplug.training.batch_parts import with_shifted
 
 B, S, V = 2, 12, 61

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 from library_models import wide
+from mplug_testing import ModelSuite
+from mplug_testing.blueprint import on_meta
+from mplug_testing.harness import tiny_run
 from torch import Tensor
 
 from mplug.checkpoint.public_weights import conversion
 from mplug.checkpoint.transfer import fill_theirs
 from mplug.layout.mesh import Mesh
 from mplug.registry.public_export import public_config_of
-from mplug.testing import ModelSuite
-from mplug.testing.blueprint import on_meta
-from mplug.testing.harness import tiny_run
 
 
 def library_logits(suite: ModelSuite, weights: Mapping[str, Tensor], tokens: Tensor) -> Tensor:

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mplug_testing.harness import EXACT, as_rank, tiny_config, with_ragged_labels
 from torch import Tensor
 
 from mplug.gradients.region import region
 from mplug.run.folder import make_directory
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
-from mplug.testing.harness import EXACT, as_rank, tiny_config, with_ragged_labels
 from mplug.training.assembly import Parts, build
 from mplug.training.evaluation import evaluate
 from mplug.training.position import Position

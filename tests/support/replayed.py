@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from mplug_testing.harness import TinySettings, tiny_run
+from mplug_testing.recording import Operations
 from torch import Tensor
 
-from mplug.testing.harness import TinySettings, tiny_run
-from mplug.testing.recording import Operations
 from mplug.training.assembly import Parts, build
 from mplug.training.evaluation import evaluate
 from mplug.training.graphs import GraphedStepper

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from mplug_testing.harness import tiny_run
+
 from mplug.model.build import allocate_parts, build_model
 from mplug.model.decoding import ALONE, sample
 from mplug.model.memory import initialize
@@ -9,7 +11,6 @@ from mplug.model.model import Model
 from mplug.model.sampling import Sampling, sample_key
 from mplug.model.token_steps import Replays
 from mplug.run.run import Decoding, Run
-from mplug.testing.harness import tiny_run
 
 SHAPE: dict[str, Any] = {
     "model.num_layers": 2,

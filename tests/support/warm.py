@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from machines import enter
-
-from mplug.testing.workers import LAST, PRELOAD
+from mplug_testing.workers import LAST, PRELOAD
 
 SEARCHED = [path for path in sys.path if path and Path(path) != Path(sys.executable).parent]
 """Where an interpreter of this environment looks for modules, before a test adds folders."""

@@ -13,8 +13,9 @@ tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("mplug_huggingface")
 pytest.importorskip("mplug_packed")
 
+from mplug_testing.parity import require_parity  # noqa: E402
+
 from mplug.cli import main  # noqa: E402
-from mplug.testing.parity import require_parity  # noqa: E402
 
 RECIPE = Path(__file__).parents[4] / "docs" / "recipes" / "lora.yaml"
 TEMPLATE = (

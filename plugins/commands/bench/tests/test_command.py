@@ -1,6 +1,6 @@
 """mplug bench keeps the contract of commands. tests/test_bench.py tests what it measures."""
 
-from mplug.testing import CommandSuite
+from mplug_testing import CommandSuite
 
 
 class TestBench(CommandSuite):

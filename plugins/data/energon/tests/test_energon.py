@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from mplug_testing import DataSuite, run_workers
+from mplug_testing.harness import tiny_config, tiny_run
+from mplug_testing.runs import trained
+from mplug_testing.samples import malformed
 
 from mplug import Loader, MicroBatch, RunError, UsageError
 from mplug.model.build import build_model
 from mplug.run.prepare import check_data
-from mplug.testing import DataSuite, run_workers
-from mplug.testing.harness import tiny_config, tiny_run
-from mplug.testing.runs import trained
-from mplug.testing.samples import malformed
 from mplug.training.assembly import build_loader
 
 S = 32

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-from mplug.testing.resume import require_exact_resume
+from mplug_testing.resume import require_exact_resume
 
 LAYOUTS = st.sampled_from(["", "dp2", "dp4", "tp2", "dp2tp2"])
 PORTIONS = st.lists(st.integers(1, 4).map(lambda number: 4 * number), max_size=3)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mplug_testing.harness import tiny_run
 
 from mplug import RunError, UsageError
-from mplug.testing.harness import tiny_run
 from mplug.training.assembly import build_loader
 from mplug.training.prefetch import Feed
 from mplug.training.supervised_loader import Source

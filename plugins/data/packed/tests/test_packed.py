@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_testing import DataSuite
+from mplug_testing.harness import difference, tiny_run, train_ranks, train_steps
 
 from mplug import Loader, MicroBatch, UsageError
 from mplug.run.prepare import check_data
-from mplug.testing import DataSuite
-from mplug.testing.harness import difference, tiny_run, train_ranks, train_steps
 from mplug.training.assembly import build_loader
 
 CHATS = Path(__file__).with_name("chats.jsonl")

@@ -14,12 +14,11 @@ import pytest
 import torch
 from mplug_flash.attention import core
 from mplug_flash.fourth import backward, forward, packed_backward
+from mplug_nn import AttentionInputs, AttentionSpec, packed_heads_of
+from mplug_nn.attention import scaled_dot_product
+from mplug_nn.parts import PLAIN_PARTS, parts_of
+from mplug_testing.capabilities import Setting, core_fault, parts_fault
 from torch import Tensor
-
-from mplug.nn import AttentionInputs, AttentionSpec, packed_heads_of
-from mplug.nn.attention import scaled_dot_product
-from mplug.nn.parts import PLAIN_PARTS, parts_of
-from mplug.testing.capabilities import Setting, core_fault, parts_fault
 
 SPEC = AttentionSpec(0.3, 8, 8)
 

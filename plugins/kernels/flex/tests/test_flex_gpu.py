@@ -7,15 +7,14 @@ import pytest
 import torch
 from mplug_flex import programs
 from mplug_flex.attention import attention
-
-from mplug.nn import AttentionInputs, AttentionSpec
-from mplug.nn.attention import scaled_dot_product
-from mplug.nn.parts import parts_of
-from mplug.nn.specification import ALIBI, RELATIVE
-from mplug.testing import KernelSuite
-from mplug.testing.capabilities import Setting, parts_fault
-from mplug.testing.harness import train_steps
-from mplug.testing.precision import Heads, attention_errors
+from mplug_nn import AttentionInputs, AttentionSpec
+from mplug_nn.attention import scaled_dot_product
+from mplug_nn.parts import parts_of
+from mplug_nn.specification import ALIBI, RELATIVE
+from mplug_testing import KernelSuite
+from mplug_testing.capabilities import Setting, parts_fault
+from mplug_testing.harness import train_steps
+from mplug_testing.precision import Heads, attention_errors
 
 pytestmark = [
     pytest.mark.gpu,

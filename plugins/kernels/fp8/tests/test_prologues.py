@@ -7,19 +7,19 @@ import pytest
 import torch
 from mplug_fp8 import FP8Products
 from mplug_fp8.recipes import INPUT
+from mplug_nn import Boundary, Inputs, Linear, Narrow, Prologue
+from mplug_nn.product import apply_product
+from mplug_nn.prologue import ACTIVATION_PRODUCT, NORM_PRODUCT, apply_fused
+from mplug_testing.fused import composed
+from mplug_testing.harness import tiny_run
+from mplug_testing.trials import initial
 from torch import Tensor
 
 from mplug import DelayedScaling
 from mplug.layout.plan import Init, Parameter
 from mplug.model.build import build_model
 from mplug.model.offers import Offer, Site
-from mplug.nn import Boundary, Inputs, Linear, Narrow, Prologue
-from mplug.nn.product import apply_product
-from mplug.nn.prologue import ACTIVATION_PRODUCT, NORM_PRODUCT, apply_fused
-from mplug.nn.sink import Weights
-from mplug.testing.fused import composed
-from mplug.testing.harness import tiny_run
-from mplug.testing.trials import initial
+from mplug.tensors.sink import Weights
 
 B, S, D, O_ = 2, 16, 64, 16
 CASES = {NORM_PRODUCT: "layernorm", ACTIVATION_PRODUCT: "gelu_tanh"}

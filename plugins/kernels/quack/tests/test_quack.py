@@ -17,22 +17,22 @@ from unittest.mock import patch
 import mplug_quack.needs
 import pytest
 import torch
+from mplug_nn import MLP, Weights, normal
+from mplug_nn.linear import PLAIN, multiply
+from mplug_nn.mlp import activation
 from mplug_quack import supports
 from mplug_quack.mlp import ALIGNED, KINDS, core
 from mplug_quack.needs import missing
+from mplug_testing import KernelSuite, precision_named
+from mplug_testing.harness import tiny_run
+from mplug_testing.kernel_cases import Case, cases
+from mplug_testing.trials import Trial
 from torch import Tensor
 from torch.nn import functional as F
 
 from mplug import Site
 from mplug.errors import UsageError
 from mplug.model.build import build_model
-from mplug.nn import MLP, Weights, normal
-from mplug.nn.linear import PLAIN, multiply
-from mplug.nn.mlp import activation
-from mplug.testing import KernelSuite, precision_named
-from mplug.testing.harness import tiny_run
-from mplug.testing.kernel_cases import Case, cases
-from mplug.testing.trials import Trial
 
 on_gpu = [
     pytest.mark.gpu,
@@ -268,7 +268,7 @@ def test_epilogues_refer_to_functions_of_quack_and_cutlass_through_their_modules
         referred = inspect.getclosurevars(function).globals.values()
         unread += [one for one in referred if inspect.isfunction(one) and one not in unread]
     assert len(made) == len(epilogues.UP) + len(epilogues.DOWN)
-    assert set(reached) == {"mplug_quack.epilogues", "mplug.nn.normal"}
+    assert set(reached) == {"mplug_quack.epilogues", "mplug_nn.normal"}
     folders = foreign["quack.cache"].EXTRA_SOURCE_DIRS  # type: ignore[attr-defined]
     assert folders == [Path(mplug_quack.__file__).parent, Path(normal.__file__).parent]
 

@@ -1,16 +1,16 @@
-"""The reference kernel: the compositions of `mplug.nn`, computed in fp32 whatever comes in, and rounded once."""
+"""The reference kernel: the compositions of `mplug_nn`, computed in fp32 whatever comes in, and rounded once."""
 
 from typing import Any
 
 import pytest
 import torch
+from mplug_nn import AttentionInputs, AttentionSpec
 from mplug_reference import Reference
+from mplug_testing import KernelSuite
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mplug import Offer, Site
-from mplug.nn import AttentionInputs, AttentionSpec
-from mplug.testing import KernelSuite
 
 B, S, H, K, D, V = 2, 6, 2, 8, 16, 11
 SLOTS = [

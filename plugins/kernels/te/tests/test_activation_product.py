@@ -10,23 +10,23 @@ from warnings import catch_warnings
 import pytest
 import torch
 from engine_in_torch import stand_ins
+from mplug_nn import Boundary, Inputs, Linear, Narrow, Prologue
+from mplug_nn.prologue import apply_fused
 from mplug_te.activations import FUNCTIONS, GATED, ActivationProduct
 from mplug_te.linear import DelayedProduct
 from mplug_te.recipes import INPUT, Options, delayed_scaling_of
+from mplug_testing.buffer_trials import BufferTrial
+from mplug_testing.fused import composed
+from mplug_testing.harness import difference, tiny_run, train_steps
+from mplug_testing.later_trials import later_fault
 from torch import Tensor
 
 from mplug import DelayedScaling, Offer, Site
 from mplug.layout.plan import Init, Parameter
 from mplug.model.build import build_model
 from mplug.model.tracer import prepare_compiler
-from mplug.nn import Boundary, Inputs, Linear, Narrow, Prologue
-from mplug.nn.later import Later
-from mplug.nn.prologue import apply_fused
-from mplug.nn.sink import Sink, Weights
-from mplug.testing.buffer_trials import BufferTrial
-from mplug.testing.fused import composed
-from mplug.testing.harness import difference, tiny_run, train_steps
-from mplug.testing.later_trials import later_fault
+from mplug.tensors.delayed import Later
+from mplug.tensors.sink import Sink, Weights
 
 B, S, D, O_ = 2, 24, 64, 128
 OPTIONS = Options(history=3, power_of_two=True)

@@ -8,6 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_nn import GroupedProduct, Inputs, Prologue
+from mplug_nn.activations import ACTIVATIONS
+from mplug_nn.grouped import PLAIN_GROUPED, apply_grouped
+from mplug_nn.product import WHOLE
+from mplug_nn.prologue import apply_fused
 from mplug_te.activations import FUNCTIONS, GATED, ActivationProduct, quantised_activation
 from mplug_te.casts import ALIGNED, BLOCK, cast, cast_blocks
 from mplug_te.grouped import groups_by
@@ -23,16 +28,11 @@ from mplug_te.groups import (
 )
 from mplug_te.linear import DelayedProduct
 from mplug_te.recipes import BLOCKWISE, TENSORWISE, Options
+from mplug_testing.later_trials import later_fault
 from torch import Tensor
 
 from mplug import Offer
-from mplug.nn import GroupedProduct, Inputs, Prologue
-from mplug.nn.activations import ACTIVATIONS
-from mplug.nn.grouped import PLAIN_GROUPED, apply_grouped
-from mplug.nn.product import WHOLE
-from mplug.nn.prologue import apply_fused
-from mplug.nn.sink import Weights
-from mplug.testing.later_trials import later_fault
+from mplug.tensors.sink import Weights
 
 pytestmark = [
     pytest.mark.gpu,

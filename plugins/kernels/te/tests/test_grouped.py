@@ -11,20 +11,20 @@ from warnings import catch_warnings
 import pytest
 import torch
 from engine_in_torch import stand_ins
+from mplug_nn import GroupedProduct, Product
+from mplug_nn.grouped import apply_grouped
+from mplug_nn.product import WHOLE, apply_product
 from mplug_te.grouped import groups_by
 from mplug_te.linear import HalfProduct, product_of
 from mplug_te.recipes import BLOCKWISE, DELAYED, GRADIENT, INPUT, TENSORWISE, Options, delayed_scaling_of
+from mplug_testing import run_workers
+from mplug_testing.harness import difference, train_steps
+from mplug_testing.later_trials import later_fault
 from torch import Tensor
 
 from mplug import DelayedScaling, Offer
 from mplug.model.tracer import prepare_compiler
-from mplug.nn import GroupedProduct, Product
-from mplug.nn.grouped import apply_grouped
-from mplug.nn.product import WHOLE, apply_product
-from mplug.nn.sink import Weights
-from mplug.testing import run_workers
-from mplug.testing.harness import difference, train_steps
-from mplug.testing.later_trials import later_fault
+from mplug.tensors.sink import Weights
 
 I_, O_ = 128, 256
 COUNTS = (0, 33, 16, 0, 7)

@@ -12,6 +12,8 @@ import pytest
 import torch
 import yaml
 from engine_in_torch import stand_ins
+from mplug_nn import Boundary, Linear, Product
+from mplug_nn.product import Narrow, apply_product
 from mplug_te.linear import HalfProduct, product_of
 from mplug_te.recipes import (
     BLOCKWISE,
@@ -23,18 +25,16 @@ from mplug_te.recipes import (
     delayed_scaling_of,
     recipe_of,
 )
+from mplug_testing import run_workers
+from mplug_testing.buffer_trials import BufferTrial
+from mplug_testing.harness import difference, train_steps
+from mplug_testing.later_trials import later_fault
 from torch import Tensor
 
 from mplug import DelayedScaling, Offer, Site
 from mplug.layout.plan import Init, Parameter
 from mplug.model.tracer import prepare_compiler
-from mplug.nn import Boundary, Linear, Product
-from mplug.nn.product import Narrow, apply_product
-from mplug.nn.sink import Weights
-from mplug.testing import run_workers
-from mplug.testing.buffer_trials import BufferTrial
-from mplug.testing.harness import difference, train_steps
-from mplug.testing.later_trials import later_fault
+from mplug.tensors.sink import Weights
 
 B, S, I_, O_ = 2, 32, 128, 256
 OPTIONS = {

@@ -71,9 +71,9 @@ def test_without_a_gpu_it_says_that_it_needs_one(norms: Any, capsys: pytest.Capt
     ("wrong", "reason"),
     [
         (["--rows", "0"], "--rows is 0; it must be at least 1"),
-        (["--supplier", "mplug.nn.norm"], "--supplier must be MODULE:FUNCTION"),
+        (["--supplier", "mplug_nn.norm"], "--supplier must be MODULE:FUNCTION"),
         (["--supplier", "mplug_nobody:norm"], "No module named 'mplug_nobody'"),
-        (["--supplier", "mplug.nn.norm:norm_residul"], "no attribute 'norm_residul'"),
+        (["--supplier", "mplug_nn.norm:norm_residul"], "no attribute 'norm_residul'"),
     ],
 )
 def test_what_it_cannot_measure_is_refused_with_the_reason(

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from mplug_gpt import GPT
+from mplug_testing import ModelSuite
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from mplug import Axis, Mesh, Model, UsageError
 from mplug.model.memory import allocate, initialize
-from mplug.nn.random import sample_keys
-from mplug.testing import ModelSuite
+from mplug.tensors.random import sample_keys
 
 B, S, V = 2, 6, 13
 SMALL: dict[str, Any] = {

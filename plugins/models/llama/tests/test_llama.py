@@ -6,10 +6,9 @@ import pytest
 from decoder_fields import examples_of, of_a_family
 from library_reference import library_logits
 from mplug_llama import Llama
+from mplug_testing import ModelSuite
 from tiny_models import DECODER, billions
 from torch import Tensor
-
-from mplug.testing import ModelSuite
 
 LAYOUTS = ("tp2", "pp2", "cp2", "tp2pp2", "zero2", "fsdp2")
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from mplug_adamw import AdamW
+from mplug_testing import DenseStep, OptimizerSuite
 from torch import Tensor
 
 from mplug import Init, Mesh, Optimizer, Parameter, Piece, Placement, StepScalars
-from mplug.testing import DenseStep, OptimizerSuite
 
 SHAPES = {"matrix": (5, 3), "vector": (4,), "decayed_vector": (3,), "free_matrix": (2, 2)}
 DECAY = {"decayed_vector": True, "free_matrix": False}

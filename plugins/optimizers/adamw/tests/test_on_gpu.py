@@ -9,13 +9,13 @@ import torch
 from mplug_adamw import AdamW
 from mplug_adamw.choice import optimizer_of
 from mplug_adamw.fused import FusedAdamW
+from mplug_testing import DenseStep, OptimizerSuite
+from mplug_testing.harness import tiny_run
 from torch import Tensor
 
 from mplug import Optimizer, Piece, StepScalars
 from mplug.model.pieces import write_weights
 from mplug.run.run import Run
-from mplug.testing import DenseStep, OptimizerSuite
-from mplug.testing.harness import tiny_run
 from mplug.training.assembly import Parts, build
 
 pytest.importorskip("triton")

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 from mplug_lion import Lion, foreach
+from mplug_testing import DenseStep, OptimizerSuite, dense
+from mplug_testing.harness import tiny_run
 from torch import Tensor
 
 from mplug import Parameter
-from mplug.testing import DenseStep, OptimizerSuite, dense
-from mplug.testing.harness import tiny_run
 from mplug.training.assembly import build
 
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from mplug_muon import Muon, hidden, newton_schulz
 from mplug_muon.both import is_hidden_matrix
+from mplug_testing import DenseStep, OptimizerSuite, dense
+from mplug_testing.harness import tiny_run
 from torch import Tensor
 
 from mplug import Init, Parameter, UsageError
 from mplug.model.build import build_model
-from mplug.testing import DenseStep, OptimizerSuite, dense
-from mplug.testing.harness import tiny_run
 from mplug.training.assembly import build
 
 HIDDEN = {"matrix", "wide matrix", "fused matrices", "matrix that does not decay", "experts"}

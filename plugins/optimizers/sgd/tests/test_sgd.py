@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 from mplug_sgd import SGD
+from mplug_testing import DenseStep, OptimizerSuite
+from mplug_testing.harness import tiny_run
 from torch import Tensor
 
 from mplug import Parameter
-from mplug.testing import DenseStep, OptimizerSuite
-from mplug.testing.harness import tiny_run
 from mplug.training.assembly import build
 
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from gpus import with_nccl
-
-from mplug.testing import run_workers
-from mplug.testing.harness import tiny_run
+from mplug_testing import run_workers
+from mplug_testing.harness import tiny_run
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-
-from mplug.testing import run_workers
-from mplug.testing.harness import logical, owned_values, tiny_run, with_ragged_labels
+from mplug_testing import run_workers
+from mplug_testing.harness import logical, owned_values, tiny_run, with_ragged_labels
 
 pytestmark = pytest.mark.skipif(
     find_spec("mplug_deepspeed") is None or find_spec("deepspeed") is None, reason="it is not installed"

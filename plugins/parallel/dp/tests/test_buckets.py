@@ -8,16 +8,16 @@ import torch
 import torch.distributed as dist
 from mplug_dp import DataParallel
 from mplug_dp.buckets import Bucket, reduce_in_buckets
+from mplug_nn import Linear
+from mplug_testing import run_workers
 from torch import Tensor, nn
 
 from mplug import Sinks
 from mplug.config.defaults import default_settings
 from mplug.config.sources import read_assignments
-from mplug.nn import Linear
 from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
-from mplug.testing import run_workers
 from mplug.training.assembly import Parts, build
 
 D, DEPTH = 8, 5

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import tiny_models
+from mplug_testing import ParallelSuite, run_workers, runs
+from mplug_testing.harness import EXACT, Trace, difference, tiny_config, train_steps
+from mplug_testing.parity import require_parity
 from torch import Tensor
 
 from mplug import UsageError
@@ -17,9 +20,6 @@ from mplug.config.defaults import default_settings
 from mplug.config.sources import from_mapping
 from mplug.distributed.world import World
 from mplug.run.prepare import prepare
-from mplug.testing import ParallelSuite, run_workers, runs
-from mplug.testing.harness import EXACT, Trace, difference, tiny_config, train_steps
-from mplug.testing.parity import require_parity
 from mplug.training.job import settle
 
 EXPERTS: dict[str, Any] = {**tiny_models.EXPERTS, "model.qk_norm": True}
@@ -90,7 +90,8 @@ def test_several_strategies_together_give_the_run_of_one_process(layout: str, mo
 
 def sums(settings: dict[str, Any]) -> tuple[set[str], int]:
     """Be one rank: the axes over which listeners sum, and how many sums they leave to the host."""
-    from mplug.testing.harness import tiny_run
+    from mplug_testing.harness import tiny_run
+
     from mplug.training.assembly import build
 
     parts = build(tiny_run(settings))

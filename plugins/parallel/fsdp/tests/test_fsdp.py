@@ -12,6 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_testing import ParallelSuite, run_workers
+from mplug_testing.harness import EXACT, Trace, difference, tiny_config, tiny_run, train_steps
+from mplug_testing.parity import require_parity
+from mplug_testing.runs import trained as run_of
 from safetensors.torch import load_file
 from tiny_models import EXPERTS
 from torch import Tensor
@@ -19,10 +23,6 @@ from torch import Tensor
 from mplug import UsageError, ops
 from mplug.checkpoint.folder import newest, read_manifest
 from mplug.model.build import build_model
-from mplug.testing import ParallelSuite, run_workers
-from mplug.testing.harness import EXACT, Trace, difference, tiny_config, tiny_run, train_steps
-from mplug.testing.parity import require_parity
-from mplug.testing.runs import trained as run_of
 from mplug.training.assembly import build
 
 KEPT = {"parallel.fsdp.reshard_after_forward": False}

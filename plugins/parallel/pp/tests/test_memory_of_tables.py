@@ -8,8 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-
-from mplug.testing.live_bytes import LiveBytes
+from mplug_testing.live_bytes import LiveBytes
 
 FILE = Path(__file__).parents[4] / "benchmarks" / "pipeline_memory.py"
 SMALL = ("num_layers=4", "hidden_size=32", "num_attention_heads=2", "vocab_size=64")

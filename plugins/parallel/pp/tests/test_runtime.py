@@ -4,8 +4,8 @@ from operator import length_hint
 from typing import Any
 
 import pytest
+from mplug_testing.harness import difference, tiny_run, train_steps
 
-from mplug.testing.harness import difference, tiny_run, train_steps
 from mplug.training.assembly import build
 from mplug.training.figures import Figures
 from mplug.training.loop import launch_step

@@ -7,6 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from mplug_nn import Narrow, Operand, Pipeline, Sink, pipeline_named
+from mplug_nn.pipeline import PIPELINES, name_pipeline
+from mplug_nn.product import apply_product
+from mplug_testing import run_workers
+from mplug_testing.harness import Trace, difference, train_steps
 from mplug_tp.boundary import boundary
 from mplug_tp.peers import Peers
 from mplug_tp.pipelines import SequencePipeline, name_for
@@ -14,12 +19,7 @@ from mplug_tp.product import OVERLAPPED
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from mplug.nn import Narrow, Operand, Pipeline, Sink, pipeline_named
-from mplug.nn.pipeline import PIPELINES, name_pipeline
-from mplug.nn.product import apply_product
-from mplug.nn.sink import Weights
-from mplug.testing import run_workers
-from mplug.testing.harness import Trace, difference, train_steps
+from mplug.tensors.sink import Weights
 
 I_, H = 6, 12
 SHAPES = [(4, 8), (3, 8), (1, 8), (1, 4), (2, 3, 4)]

@@ -6,18 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from mplug_tp.pipelines import name_for
-from mplug_tp.product import OVERLAPPED
-from mplug_tp.suppliers import _with_global_heads
-from torch import Tensor
-from torch.nn import functional as F
-
-from mplug import Model, Run, UsageError
-from mplug.config.defaults import default_settings
-from mplug.config.sources import read_assignments
-from mplug.distributed.groups import Groups
-from mplug.model.build import build_model
-from mplug.nn import (
+from mplug_nn import (
     AttentionInputs,
     AttentionSpec,
     Boundary,
@@ -29,12 +18,23 @@ from mplug.nn import (
     packed_heads_of,
     with_packed_heads,
 )
-from mplug.nn.attention import attention
-from mplug.nn.random import sample_keys
+from mplug_nn.attention import attention
+from mplug_testing import run_workers
+from mplug_tp.pipelines import name_for
+from mplug_tp.product import OVERLAPPED
+from mplug_tp.suppliers import _with_global_heads
+from torch import Tensor
+from torch.nn import functional as F
+
+from mplug import Model, Run, UsageError
+from mplug.config.defaults import default_settings
+from mplug.config.sources import read_assignments
+from mplug.distributed.groups import Groups
+from mplug.model.build import build_model
 from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
-from mplug.testing import run_workers
+from mplug.tensors.random import sample_keys
 
 B, S, D, HEADS, V = 2, 8, 16, 4, 30
 RUN = [

@@ -1,6 +1,6 @@
 """Tensor parallelism passes the suite of strategies; with and without sequence parallelism and overlap."""
 
-from mplug.testing import ParallelSuite
+from mplug_testing import ParallelSuite
 
 EVERYTHING = {**ParallelSuite.variants["another-model"], **ParallelSuite.variants["dropout"]}
 WHOLE_STREAM = {"parallel.tp.sequence_parallel": False}

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_testing import run_workers
+from mplug_testing.harness import Trace, difference, tiny_config, tiny_run, train_steps, weights_off
 
 from mplug import UsageError
-from mplug.testing import run_workers
-from mplug.testing.harness import Trace, difference, tiny_config, tiny_run, train_steps, weights_off
 
 SMALL: dict[str, Any] = {"model.num_layers": 3, "parallel.zero.bucket_mib": 0.02}
 

@@ -1,6 +1,6 @@
 """ZeRO passes the suite of strategies."""
 
-from mplug.testing import ParallelSuite
+from mplug_testing import ParallelSuite
 
 
 class TestZeRO(ParallelSuite):

@@ -1,8 +1,7 @@
 """Bytes: mplug's suite for tokenizers, and the numbers themselves."""
 
 from mplug_bytes import ByteTokenizer
-
-from mplug.testing import TokenizerSuite
+from mplug_testing import TokenizerSuite
 
 
 class TestBytes(TokenizerSuite):

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+from mplug_testing import TokenizerSuite
 from nova_glyph import END, Glyph, Words
 
 from mplug import UsageError
-from mplug.testing import TokenizerSuite
 
 WORDS = Path(__file__).with_name("words.txt")
 

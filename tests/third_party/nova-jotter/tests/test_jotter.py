@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from mplug_testing import DataSuite
 from nova_jotter import END, Jotter, Tokens
 from nova_jotter.buffer import BufferedLoader
 from nova_jotter.corpus import documents, pack
 from nova_jotter.windows import Permutations, Windows
 
 from mplug import UsageError
-from mplug.testing import DataSuite
 
 NOTES = Path(__file__).with_name("notes.jsonl")
 S = 4

@@ -3,10 +3,9 @@
 from typing import Any
 
 import torch
+from mplug_testing import ModelSuite
 from torch import Tensor
 from torch.nn import functional as F
-
-from mplug.testing import ModelSuite
 
 
 class TestLento(ModelSuite):

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_testing import ModelSuite
 from nova_peregrine import Peregrine
 from torch import Tensor
 
 from mplug import Axis, Mesh, Model
-from mplug.testing import ModelSuite
 
 SHAPE: dict[str, Any] = {
     "num_layers": 3,

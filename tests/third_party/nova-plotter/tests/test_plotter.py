@@ -8,10 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mplug_testing import ExtensionSuite
 from nova_plotter import Plotter
 from nova_plotter.curve import HEIGHT, WIDTH, Scale, picture, thinned
-
-from mplug.testing import ExtensionSuite
 
 
 class TestPlotter(ExtensionSuite):

@@ -4,8 +4,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-
-from mplug.testing import KernelSuite
+from mplug_testing import KernelSuite
 
 
 class TestRingo(KernelSuite):

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import click.testing
 import pytest
+from mplug_testing import CommandSuite
 from nova_tally.cli import tally
 from nova_tally.metrics import tally_of
 
 from mplug import UsageError
-from mplug.testing import CommandSuite
 
 
 class TestTally(CommandSuite):

@@ -4,8 +4,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-
-from mplug.testing import PrecisionSuite
+from mplug_testing import PrecisionSuite
 
 
 class TestTinto(PrecisionSuite):

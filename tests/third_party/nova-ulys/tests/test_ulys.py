@@ -1,9 +1,8 @@
 """Ulysses passes the suite of strategies; which KV heads travel is checked by counting."""
 
 import pytest
+from mplug_testing import ParallelSuite
 from nova_ulys.exchange import kv_repeats
-
-from mplug.testing import ParallelSuite
 
 
 class TestUlysses(ParallelSuite):

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
+from mplug_nn import Dropout, Entries, Inits, Linear, Weights, boundary_of, grouped_linear
 from torch import Tensor, nn
 
 from mplug import Init, Parameter, Segment
-from mplug.nn import Dropout, Entries, Inits, Linear, Weights, boundary_of, grouped_linear
 from mplug_lora.products import down, up
 from mplug_lora.targets import Dim, Pair
 
@@ -37,7 +37,7 @@ def _squares(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 class LowRank(nn.Module):
-    """y + scale B A x for each chosen pair of a linear (arXiv 2106.09685); an adapter of `mplug.nn.Linear`.
+    """y + scale B A x for each chosen pair of a linear (arXiv 2106.09685); an adapter of `mplug_nn.Linear`.
 
     `pairs` are all pairs of the linear: consecutive ranges of its outputs. `chosen` are the numbers of those that have
     an adapter. The A of all chosen pairs are one linear `a`, so the input is read once. Pair i has a linear `b{i}`.
@@ -151,7 +151,7 @@ class LowRank(nn.Module):
 
 
 class ExpertsLowRank(nn.Module):
-    """y + scale B_e A_e x for each expert e; an adapter of a projection of `mplug.nn.Experts`.
+    """y + scale B_e A_e x for each expert e; an adapter of a projection of `mplug_nn.Experts`.
 
     `a` [e, r, I] and `b` [e, O, r] have the named axes of the adapted weight [e, O, I]. If the experts share one
     adapter, e is 1, and no strategy divides this dimension: every rank has the adapter, and a part of its gradient.

@@ -4,8 +4,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mplug_nn import TokensAhead
+
 from mplug import ExternalMap, ExternalNames, Factor, Fused, Interleaved, Model, Transposed
-from mplug.nn import TokensAhead
 from mplug_lora.checking import Layers
 from mplug_lora.targets import Target
 

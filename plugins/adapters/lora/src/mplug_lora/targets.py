@@ -110,7 +110,7 @@ def candidates_of(model: "Model") -> list[Target]:
 
 
 def _candidates(model: "Model") -> Iterator[Target]:
-    from mplug.nn import MLP, DotProductAttention, Experts, Linear
+    from mplug_nn import MLP, DotProductAttention, Experts, Linear
 
     shapes = {name: tuple(one.shape) for name, one in model.parameters().items()}
     entries = model.plan.match(shapes)

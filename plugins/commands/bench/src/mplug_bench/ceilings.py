@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from mplug_nn import AttentionInputs, AttentionSpec
+from mplug_nn.linear import Linear
 from torch import Tensor
 
 from mplug import Model, Run
 from mplug.commands import build_model, measure_bytes, timed
-from mplug.nn import AttentionInputs, AttentionSpec
-from mplug.nn.linear import Linear
 from mplug.ops import all_gather
 
 REPEATS, WARMUP = 20, 3

@@ -175,7 +175,7 @@ class Indexed:
         return Cut(config.trainer.seq_length, int(self.config.extra_token), keep_rest)
 
     def _treatment(self, run: "Run", split: str) -> "Treatment":
-        from mplug.nn.random import key_of
+        from mplug.tensors.random import key_of
         from mplug_indexed.samples import Middle, Treatment
 
         config, middle = self.config, None

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from mplug_nn import AttentionInputs, AttentionSpec, with_packed_heads, with_parts
 from torch import Tensor
 
-from mplug.nn import AttentionInputs, AttentionSpec, with_packed_heads, with_parts
 from mplug_flash import fourth
 from mplug_flash.fourth import FourthPacked, FourthParts, begins
 

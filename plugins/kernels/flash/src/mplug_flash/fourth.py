@@ -10,11 +10,10 @@ as a different mask.
 from typing import Any, Optional
 
 import torch
+from mplug_nn import AttentionInputs, AttentionParts, AttentionSpec, PackedHeads, Part, fake, operator
+from mplug_nn.parts import Lengths
+from mplug_nn.specification import DOCUMENTS, FULL
 from torch import Tensor
-
-from mplug.nn import AttentionInputs, AttentionParts, AttentionSpec, PackedHeads, Part, fake, operator
-from mplug.nn.parts import Lengths
-from mplug.nn.specification import DOCUMENTS, FULL
 
 Parts = tuple[Tensor, Tensor, Tensor]
 """Of queries, keys and values."""

@@ -8,11 +8,11 @@ again by every unit that contains it.
 from typing import Any, Optional
 
 import torch
+from mplug_nn import AttentionInputs, AttentionSpec, fake, operator
+from mplug_nn.parts import AttentionParts, Part, with_parts
+from mplug_nn.specification import ALIBI, RELATIVE, alibi_slopes
 from torch import Tensor
 
-from mplug.nn import AttentionInputs, AttentionSpec, fake, operator
-from mplug.nn.parts import AttentionParts, Part, with_parts
-from mplug.nn.specification import ALIBI, RELATIVE, alibi_slopes
 from mplug_flex.masks import Form, kept, mask_of
 from mplug_flex.programs import backward_program, forward_program
 

@@ -3,9 +3,7 @@
 from typing import TYPE_CHECKING
 
 import torch
-
-from mplug import Site, triton_builds
-from mplug.nn.specification import (
+from mplug_nn.specification import (
     ALIBI,
     DOCUMENTS,
     FULL,
@@ -17,6 +15,8 @@ from mplug.nn.specification import (
     VALUE_WIDTH,
     WINDOW,
 )
+
+from mplug import Site, triton_builds
 
 if TYPE_CHECKING:
     from mplug import Run

@@ -16,9 +16,9 @@ from functools import cache
 from typing import Any
 
 import torch
+from mplug_nn.specification import ALIBI, RELATIVE
 from torch import Tensor
 
-from mplug.nn.specification import ALIBI, RELATIVE
 from mplug_flex.masks import Form, Mask
 
 OPTIONS = {

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from mplug_nn import GroupedProduct, Operand, Sink, fake, operator
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from mplug.nn import GroupedProduct, Operand, Sink, fake, operator
 from mplug_fp8 import emulation
 from mplug_fp8.emulation import E4M3, columns_of_groups
 from mplug_fp8.operators import cast_rowwise

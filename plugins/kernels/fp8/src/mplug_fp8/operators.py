@@ -7,11 +7,11 @@ on all versions of torch.
 from typing import Any
 
 import torch
+from mplug_nn import aligned, fake, operator
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, pad
 from torch.utils.flop_counter import register_flop_formula
 
-from mplug.nn import aligned, fake, operator
 from mplug_fp8 import emulation
 from mplug_fp8.emulation import BLOCK, E4M3, E5M2, padded
 
@@ -94,7 +94,7 @@ def cast_scaled(
     """x [N, I] with a known scale [1] -> rows [N, I], columns [I, P], inverse [1], in one pass over x.
 
     `statistic` [] becomes the maximum of itself and the largest absolute value of x: in a backward pass only if
-    `in_backward`, because a forward pass inside of it is a recomputation (see `mplug.nn.keep_max`).
+    `in_backward`, because a forward pass inside of it is a recomputation (see `mplug_nn.keep_max`).
     """
     dtype, keeps = _format(e5m2), in_backward or torch._C._current_graph_task_id() == -1
     if not x.is_cuda:

@@ -1,4 +1,4 @@
-"""Products beside the collectives around them, chunk by chunk (`mplug.nn.Pipeline`), as operators.
+"""Products beside the collectives around them, chunk by chunk (`mplug_nn.Pipeline`), as operators.
 
 R ranks; B samples; n rows of a rank in a sample, N = R n those of all ranks (N = n if the strategy does not split
 rows); P all rows with padding; K contracted. The second operand is a `matrix` [M, K]: rows or columns of a weight.
@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from mplug_nn import Produce, Rows, fake, operator, pipeline_named
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.flop_counter import register_flop_formula
 
-from mplug.nn import Produce, Rows, fake, operator, pipeline_named
 from mplug_fp8.emulation import BLOCK, padded
 from mplug_fp8.operators import LINES, ROW, TENSOR, add_multiplied, multiply_into, quantised, transposed
 

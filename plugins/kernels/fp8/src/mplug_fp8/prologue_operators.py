@@ -6,9 +6,9 @@ N rows, I columns, P padded rows. `scale` [1] is known before, `statistic` [] is
 from typing import Any, Optional
 
 import torch
+from mplug_nn import fake, operator
 from torch import Tensor
 
-from mplug.nn import fake, operator
 from mplug_fp8 import emulation, prologue_emulation
 from mplug_fp8.emulation import E4M3, padded
 from mplug_fp8.prologue_emulation import Statistics

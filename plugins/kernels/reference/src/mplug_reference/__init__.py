@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Reference:
-    """The compositions of `mplug.nn`, computed in fp32."""
+    """The compositions of `mplug_nn`, computed in fp32."""
 
     class Config(BaseModel):
         """No options."""

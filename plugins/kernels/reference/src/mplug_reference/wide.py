@@ -1,13 +1,12 @@
-"""The compositions of `mplug.nn` with floating-point inputs widened to fp32 (fp64 stays) and results narrowed back."""
+"""The compositions of `mplug_nn` with floating-point inputs widened to fp32 (fp64 stays) and results narrowed back."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-
-from mplug.nn import AttentionInputs, attention, loss, mlp, norm
-from mplug.nn.parts import PLAIN_PARTS, with_parts
-from mplug.nn.specification import KNOWN, LOG_SUM_EXP
+from mplug_nn import AttentionInputs, attention, loss, mlp, norm
+from mplug_nn.parts import PLAIN_PARTS, with_parts
+from mplug_nn.specification import KNOWN, LOG_SUM_EXP
 
 
 def in_fp32_at_least(function: Callable[..., Any]) -> Callable[..., Any]:

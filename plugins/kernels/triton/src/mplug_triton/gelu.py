@@ -1,18 +1,17 @@
 """Exact GELU for compiled units: the supplier of `MLP.activation`.
 
-On a GPU, torch's erf and not memory bandwidth limits GELU; a fitted power of two (`mplug.nn.normal`) replaces it here.
+On a GPU, torch's erf and not memory bandwidth limits GELU; a fitted power of two (`mplug_nn.normal`) replaces it here.
 The compiler traces this code. It can fuse it with its neighbours, and recompute it if a backward product needs it.
 """
 
 from typing import Any
 
 import torch
+from mplug_nn import NORMAL_TAIL, NORMAL_TAIL_END, NORMAL_TAIL_SLOPE
+from mplug_nn.mlp import Kind
+from mplug_nn.mlp import activation as composition
+from mplug_nn.normal import polynomial
 from torch import Tensor
-
-from mplug.nn import NORMAL_TAIL, NORMAL_TAIL_END, NORMAL_TAIL_SLOPE
-from mplug.nn.mlp import Kind
-from mplug.nn.mlp import activation as composition
-from mplug.nn.normal import polynomial
 
 
 def activation(x: Tensor, bias: Tensor | None, kind: Kind) -> Tensor:

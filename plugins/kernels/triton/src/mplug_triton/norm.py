@@ -3,10 +3,9 @@
 from typing import Any
 
 import torch
+from mplug_nn import fake, operator
+from mplug_nn.norm import Kind
 from torch import Tensor
-
-from mplug.nn import fake, operator
-from mplug.nn.norm import Kind
 
 
 def norm_residual(

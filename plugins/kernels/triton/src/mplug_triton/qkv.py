@@ -4,10 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from mplug_nn import fake, operator, passing_through
+from mplug_nn.turning import Turning, table_of_rotations
 from torch import Tensor
-
-from mplug.nn import fake, operator, passing_through
-from mplug.nn.turning import Turning, table_of_rotations
 
 
 @passing_through

@@ -1,7 +1,7 @@
 """Recomputes a callable in backward (Chen et al., arXiv 1604.06174), by torch's non-reentrant checkpoints.
 
 mplug's random numbers derive from keys that are arguments, so a recomputation draws the same ones. Some kernels draw
-from torch's generators; the checkpoint saves their state. Statistics (`mplug.nn.count`) are counted once.
+from torch's generators; the checkpoint saves their state. Statistics (`mplug_nn.count`) are counted once.
 """
 
 import logging

@@ -3,9 +3,10 @@
 from dataclasses import replace
 from typing import Self
 
+from mplug_nn import GeneralDecoderConfig, LatentAttentionConfig, ScoreName
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from mplug import ExternalNames, GeneralDecoderConfig, LatentAttentionConfig, ScoreName
+from mplug import ExternalNames
 from mplug_deepseek.names import names
 
 UNUSED = ("num_kv_heads", "head_dim", "qk_norm", "qkv_bias", "attention_out_bias", "window_rope_theta")

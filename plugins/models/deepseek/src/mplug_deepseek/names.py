@@ -3,7 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from mplug import ExternalNames, Fused, GeneralDecoderConfig, published_names
+from mplug_nn import GeneralDecoderConfig, published_names
+
+from mplug import ExternalNames, Fused
 
 LATENT = {
     "q_down": "q_a_proj",

@@ -3,24 +3,19 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from mplug import (
+from mplug_nn import (
     EXPERTS_ALTERING,
     EXPERTS_TRAINING,
     ROUTER_LOSS_FIELDS,
     SLICES_FIELDS,
     UNTIED_FIELDS,
-    FixedField,
-    PublicField,
-    PublicForm,
-    ReadField,
-    SumField,
-    Values,
     decoder_fields,
     rotary_fields,
     rotary_settings,
-    unused,
     written_rotary,
 )
+
+from mplug import FixedField, PublicField, PublicForm, ReadField, SumField, Values, unused
 
 if TYPE_CHECKING:
     from mplug_deepseek.config import DeepseekConfig

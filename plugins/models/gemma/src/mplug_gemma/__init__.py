@@ -25,7 +25,7 @@ class Gemma:
     @hookimpl
     def build_model(self) -> "Model":
         """The decoder on the meta device, and its plan."""
-        from mplug import build_decoder
+        from mplug_nn import build_decoder
 
         return build_decoder(self.config)
 

@@ -1,8 +1,9 @@
 """The config of Gemma: the fields of every decoder, some with other defaults."""
 
+from mplug_nn import ActivationName, GeneralDecoderConfig, NormName, published_names
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from mplug import ActivationName, ExternalNames, GeneralDecoderConfig, NormName, published_names
+from mplug import ExternalNames
 
 
 class GemmaConfig(GeneralDecoderConfig):

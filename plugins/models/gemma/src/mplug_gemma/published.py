@@ -3,16 +3,10 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from mplug import (
+from mplug_nn import (
     EXPERTS_ALTERING,
     EXPERTS_TRAINING,
     LAYER_TYPES_FIELDS,
-    FixedField,
-    PublicField,
-    PublicForm,
-    ReadField,
-    SumField,
-    Values,
     activation_field,
     attention_types,
     decoder_fields,
@@ -25,6 +19,8 @@ from mplug import (
     written_heads,
     written_rotary,
 )
+
+from mplug import FixedField, PublicField, PublicForm, ReadField, SumField, Values
 
 if TYPE_CHECKING:
     from mplug_gemma.config import GemmaConfig

@@ -2,9 +2,10 @@
 
 from typing import Literal
 
+from mplug_nn import ActivationName, GeneralDecoderConfig, RopeScaling, ScoreName
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from mplug import ActivationName, ExternalNames, GeneralDecoderConfig, RopeScaling, ScoreName
+from mplug import ExternalNames
 from mplug_gpt_oss.names import names
 
 

@@ -1,6 +1,8 @@
 """The names of gpt-oss: transposed experts with interleaved gate and up projections."""
 
-from mplug import ExternalNames, GeneralDecoderConfig, Interleaved, Transposed, published_names
+from mplug_nn import GeneralDecoderConfig, published_names
+
+from mplug import ExternalNames, Interleaved, Transposed
 
 
 def names(config: GeneralDecoderConfig) -> ExternalNames:

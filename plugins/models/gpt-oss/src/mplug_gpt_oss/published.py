@@ -3,18 +3,12 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from mplug import (
+from mplug_nn import (
     EXPERTS_ALTERING,
     EXPERTS_TRAINING,
     LAYER_TYPES_FIELDS,
     ROUTER_LOSS_FIELDS,
     UNTIED_FIELDS,
-    FixedField,
-    PublicForm,
-    ReadField,
-    SumField,
-    UnusedField,
-    Values,
     attention_types,
     decoder_fields,
     heads_fields,
@@ -24,6 +18,8 @@ from mplug import (
     written_heads,
     written_rotary,
 )
+
+from mplug import FixedField, PublicForm, ReadField, SumField, UnusedField, Values
 
 if TYPE_CHECKING:
     from mplug_gpt_oss.config import GptOssConfig

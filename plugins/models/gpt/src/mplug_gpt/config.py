@@ -3,18 +3,10 @@
 from dataclasses import replace
 from typing import Literal
 
+from mplug_nn import ActivationName, BlockConfig, DecoderConfig, EmbeddingConfig, MLPConfig, NormConfig, NormName
 from pydantic import Field, PositiveInt
 
-from mplug import (
-    ActivationName,
-    BlockConfig,
-    DecoderConfig,
-    EmbeddingConfig,
-    ExternalNames,
-    MLPConfig,
-    NormConfig,
-    NormName,
-)
+from mplug import ExternalNames
 from mplug_gpt.names import names
 
 
@@ -47,7 +39,7 @@ class GPTConfig(DecoderConfig):
     @property
     def ffn_width(self) -> int:
         """Width of the MLP."""
-        from mplug.nn.activations import is_gated  # imports torch, and only building a model asks for the width
+        from mplug_nn.activations import is_gated  # imports torch, and only building a model asks for the width
 
         wide = 4 * self.hidden_size
         return self.ffn_hidden_size or (-(-wide * 2 // 3 // 64) * 64 if is_gated(self.activation) else wide)

@@ -1,8 +1,9 @@
 """The config of Llama: the fields of every decoder, some with other defaults."""
 
+from mplug_nn import GeneralDecoderConfig, published_names
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from mplug import ExternalNames, GeneralDecoderConfig, published_names
+from mplug import ExternalNames
 
 
 class LlamaConfig(GeneralDecoderConfig):

@@ -2,13 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
-from mplug import (
+from mplug_nn import (
     EXPERTS_ALTERING,
     EXPERTS_TRAINING,
     SLICES_FIELDS,
-    PublicForm,
-    ReadField,
-    Values,
     decoder_fields,
     heads_fields,
     rotary_fields,
@@ -17,6 +14,8 @@ from mplug import (
     written_heads,
     written_rotary,
 )
+
+from mplug import PublicForm, ReadField, Values
 
 if TYPE_CHECKING:
     from mplug_llama.config import LlamaConfig

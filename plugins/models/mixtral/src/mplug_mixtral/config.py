@@ -1,8 +1,9 @@
 """The config of Mixtral: the fields of every decoder with experts, some with other defaults."""
 
+from mplug_nn import SparseDecoderConfig
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from mplug import ExternalNames, SparseDecoderConfig
+from mplug import ExternalNames
 from mplug_mixtral.names import names
 
 

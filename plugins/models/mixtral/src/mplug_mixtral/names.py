@@ -1,6 +1,8 @@
 """The names of Mixtral's tensors."""
 
-from mplug import ExternalNames, Fused, SparseDecoderConfig
+from mplug_nn import SparseDecoderConfig
+
+from mplug import ExternalNames, Fused
 
 
 def names(config: SparseDecoderConfig) -> ExternalNames:

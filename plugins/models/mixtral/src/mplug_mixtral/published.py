@@ -3,13 +3,9 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from mplug import (
+from mplug_nn import (
     ROUTER_LOSS_FIELDS,
     UNTIED_FIELDS,
-    FixedField,
-    PublicForm,
-    ReadField,
-    Values,
     decoder_fields,
     heads_fields,
     rotary_fields,
@@ -17,6 +13,8 @@ from mplug import (
     written_heads,
     written_rotary,
 )
+
+from mplug import FixedField, PublicForm, ReadField, Values
 
 if TYPE_CHECKING:
     from mplug_mixtral.config import MixtralConfig

@@ -3,16 +3,11 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from mplug import (
+from mplug_nn import (
     EXPERTS_ALTERING,
     EXPERTS_TRAINING,
     LAYER_TYPES_FIELDS,
     ROUTER_LOSS_FIELDS,
-    FixedField,
-    PublicField,
-    PublicForm,
-    ReadField,
-    Values,
     attention_types,
     decoder_fields,
     heads_fields,
@@ -24,6 +19,8 @@ from mplug import (
     written_heads,
     written_rotary,
 )
+
+from mplug import FixedField, PublicField, PublicForm, ReadField, Values
 
 if TYPE_CHECKING:
     from mplug_qwen.config import QwenConfig

@@ -1,9 +1,9 @@
 """Document lengths of packed samples, restricted to a part of attention. B batch, M documents."""
 
 import torch
+from mplug_nn.parts import Lengths
 from torch import Tensor
 
-from mplug.nn.parts import Lengths
 from mplug_cp.blocks import Block, Ranges
 
 

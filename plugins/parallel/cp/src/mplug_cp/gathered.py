@@ -13,9 +13,9 @@ from functools import cache
 from typing import Any, Optional
 
 import torch
+from mplug_nn.parts import AttentionParts
 from torch import Tensor
 
-from mplug.nn.parts import AttentionParts
 from mplug.ops.transfers import gathering, group_named, summing
 from mplug_cp.blocks import blocks_of_all, own_block
 from mplug_cp.totals import Backward, Forward, add_to, wide

@@ -5,13 +5,13 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
+from mplug_nn import AttentionInputs, AttentionSpec
+from mplug_nn.parts import AttentionParts, parts_of
+from mplug_nn.specification import DOCUMENTS, FULL, KEY_LENGTH, KNOWN, LOG_SUM_EXP, STATIC_KEYS, VALUE_WIDTH
 from torch import Tensor
 from torch.nn.functional import pad
 
 from mplug import Site, Wrap, ops
-from mplug.nn import AttentionInputs, AttentionSpec
-from mplug.nn.parts import AttentionParts, parts_of
-from mplug.nn.specification import DOCUMENTS, FULL, KEY_LENGTH, KNOWN, LOG_SUM_EXP, STATIC_KEYS, VALUE_WIDTH
 from mplug_cp.exchange import exchanged
 from mplug_cp.gathered import gathered_of
 from mplug_cp.ring import ring_of

@@ -1,4 +1,4 @@
-"""The copies of the weights of a unit that its products read, made of this rank's rows (`mplug.nn.GatheredForm`).
+"""The copies of the weights of a unit that its products read, made of this rank's rows (`mplug_nn.GatheredForm`).
 
 Copies travel instead of the weights. All memory here is used on the lane's stream, except what products read.
 """

@@ -1,8 +1,8 @@
-"""The collectives around a product, for suppliers that do the work of the whole product (`mplug.nn.Boundary`)."""
+"""The collectives around a product, for suppliers that do the work of the whole product (`mplug_nn.Boundary`)."""
 
+from mplug_nn import Boundary
 from torch import Tensor, uint8
 
-from mplug.nn import Boundary
 from mplug.ops import Group, all_gather, all_reduce, reduce_scatter
 
 SEQUENCE = 1

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
+from mplug_nn import Arrival, Pipeline, Produce, Rows
+from mplug_nn.pipeline import flattened
 from torch import Tensor
 
-from mplug.nn import Arrival, Pipeline, Produce, Rows
-from mplug.nn.pipeline import flattened
 from mplug.ops import Group
 from mplug.ops.transfers import Transfer, summing_all
 

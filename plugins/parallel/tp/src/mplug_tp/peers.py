@@ -11,10 +11,10 @@ from itertools import cycle
 
 import torch
 import torch.distributed as dist
+from mplug_nn import Arrival, Pipeline, Produce, Rows
+from mplug_nn.pipeline import flattened
 from torch import Tensor
 
-from mplug.nn import Arrival, Pipeline, Produce, Rows
-from mplug.nn.pipeline import flattened
 from mplug_tp.memory import Slot, size_of
 from mplug_tp.messages import part_of, pieces_of, place_of
 

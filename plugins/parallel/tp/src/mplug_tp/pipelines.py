@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 import torch.distributed as dist
+from mplug_nn import Arrival, Pipeline, Produce
+from mplug_nn.pipeline import name_pipeline
 from torch import Tensor
 
-from mplug.nn import Arrival, Pipeline, Produce
-from mplug.nn.pipeline import name_pipeline
 from mplug_tp.memory import reachable
 from mplug_tp.messages import AllReduces, Messages
 from mplug_tp.peers import Peers

@@ -19,11 +19,10 @@ grad_x, if x is the output of an activation.
 from collections.abc import Callable, Mapping
 
 import torch
+from mplug_nn import Narrow, Operand, Product, Rows, Sink, add_product, fake, operator, pipeline_named
+from mplug_nn.gemm import PLAIN
+from mplug_nn.product import COMPOSED
 from torch import Tensor
-
-from mplug.nn import Narrow, Operand, Product, Rows, Sink, add_product, fake, operator, pipeline_named
-from mplug.nn.gemm import PLAIN
-from mplug.nn.product import COMPOSED
 
 
 def _rows(x: Tensor) -> Tensor:

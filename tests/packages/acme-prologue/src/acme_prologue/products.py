@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 
 import torch
+from mplug_nn import FusedProduct, Inputs, Narrow, Operand, Prologue, Sink, add_product, keep_max
 from torch import Tensor
-
-from mplug.nn import FusedProduct, Inputs, Narrow, Operand, Prologue, Sink, add_product, keep_max
 
 Buffers = Mapping[str, Tensor]
 

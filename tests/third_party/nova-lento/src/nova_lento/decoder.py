@@ -3,10 +3,9 @@
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from mplug_nn import Embedding, Head, Linear, Norm
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from mplug.nn import Embedding, Head, Linear, Norm
 
 if TYPE_CHECKING:
     from nova_lento import Lento

@@ -3,9 +3,9 @@
 from collections.abc import Container
 from typing import TYPE_CHECKING, ClassVar
 
+from mplug_nn import MLP, Attention, Embedding, Head, Norm
 from torch import Tensor, nn
 
-from mplug.nn import MLP, Attention, Embedding, Head, Norm
 from nova_linear import LINEAR
 from nova_linear.weights import linear_attention
 

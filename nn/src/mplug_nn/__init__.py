@@ -1,0 +1,328 @@
+"""Building blocks for model authors, in plain torch without anything distributed.
+
+Each module has *slots*: callable attributes that plugins can replace. `SLOTS` lists the names by which plugins know
+them. A slot holds a composition in plain torch until the host puts a plugin's supplier there. Strategies read the plan,
+never the module.
+
+This module imports no torch: a name is imported when it is first used.
+"""
+
+from typing import TYPE_CHECKING
+
+from mplug.lazy import publish
+
+if TYPE_CHECKING:
+    from mplug.tensors.operator import fake as fake
+    from mplug.tensors.operator import operator as operator
+    from mplug.tensors.sink import Operand as Operand
+    from mplug.tensors.sink import Sink as Sink
+    from mplug.tensors.sink import Weights as Weights
+    from mplug.tensors.sink import add_product as add_product
+    from mplug.tensors.sink import add_rows as add_rows
+    from mplug.tensors.sink import aligned as aligned
+    from mplug.tensors.sink import zero_if_stale as zero_if_stale
+    from mplug.tensors.statistics import add_auxiliary as add_auxiliary
+    from mplug.tensors.statistics import count as count
+    from mplug.tensors.statistics import count_in_backward as count_in_backward
+    from mplug.tensors.statistics import in_backward as in_backward
+    from mplug.tensors.statistics import keep_max as keep_max
+    from mplug.tensors.statistics import keep_max_in_backward as keep_max_in_backward
+    from mplug_nn.activations import ActivationFunction as ActivationFunction
+    from mplug_nn.ahead import DepthAhead as DepthAhead
+    from mplug_nn.ahead import TokensAhead as TokensAhead
+    from mplug_nn.attention import Attention as Attention
+    from mplug_nn.attention import DotProductAttention as DotProductAttention
+    from mplug_nn.attention import scaled_dot_product as scaled_dot_product
+    from mplug_nn.cache import Cache as Cache
+    from mplug_nn.cache import CacheSize as CacheSize
+    from mplug_nn.decoder import Block as Block
+    from mplug_nn.decoder import Decoder as Decoder
+    from mplug_nn.decoder import DenseBlock as DenseBlock
+    from mplug_nn.decoder import SparseBlock as SparseBlock
+    from mplug_nn.decoder import TokenEmbedding as TokenEmbedding
+    from mplug_nn.decoder import decoder_plan as decoder_plan
+    from mplug_nn.decoders.build import build_decoder as build_decoder
+    from mplug_nn.decoders.config import DecoderConfig as DecoderConfig
+    from mplug_nn.decoders.general import GeneralDecoderConfig as GeneralDecoderConfig
+    from mplug_nn.decoders.general import RopeScaling as RopeScaling
+    from mplug_nn.decoders.parts import ActivationName as ActivationName
+    from mplug_nn.decoders.parts import AttentionConfig as AttentionConfig
+    from mplug_nn.decoders.parts import BlockConfig as BlockConfig
+    from mplug_nn.decoders.parts import EmbeddingConfig as EmbeddingConfig
+    from mplug_nn.decoders.parts import ExpertsConfig as ExpertsConfig
+    from mplug_nn.decoders.parts import LatentAttentionConfig as LatentAttentionConfig
+    from mplug_nn.decoders.parts import MLPConfig as MLPConfig
+    from mplug_nn.decoders.parts import NormConfig as NormConfig
+    from mplug_nn.decoders.parts import NormName as NormName
+    from mplug_nn.decoders.parts import PartConfig as PartConfig
+    from mplug_nn.decoders.parts import ScoreName as ScoreName
+    from mplug_nn.decoders.public_fields import EXPERTS_ALTERING as EXPERTS_ALTERING
+    from mplug_nn.decoders.public_fields import EXPERTS_TRAINING as EXPERTS_TRAINING
+    from mplug_nn.decoders.public_fields import LAYER_TYPES_FIELDS as LAYER_TYPES_FIELDS
+    from mplug_nn.decoders.public_fields import ROUTER_LOSS_FIELDS as ROUTER_LOSS_FIELDS
+    from mplug_nn.decoders.public_fields import SLICES_FIELDS as SLICES_FIELDS
+    from mplug_nn.decoders.public_fields import UNTIED_FIELDS as UNTIED_FIELDS
+    from mplug_nn.decoders.public_fields import activation_field as activation_field
+    from mplug_nn.decoders.public_fields import attention_types as attention_types
+    from mplug_nn.decoders.public_fields import decoder_fields as decoder_fields
+    from mplug_nn.decoders.public_fields import heads_fields as heads_fields
+    from mplug_nn.decoders.public_fields import layer_types as layer_types
+    from mplug_nn.decoders.public_fields import read_rotary as read_rotary
+    from mplug_nn.decoders.public_fields import rotary_fields as rotary_fields
+    from mplug_nn.decoders.public_fields import rotary_settings as rotary_settings
+    from mplug_nn.decoders.public_fields import shortest as shortest
+    from mplug_nn.decoders.public_fields import tied_fields as tied_fields
+    from mplug_nn.decoders.public_fields import written_heads as written_heads
+    from mplug_nn.decoders.public_fields import written_rotary as written_rotary
+    from mplug_nn.decoders.published import published_names as published_names
+    from mplug_nn.decoders.sparse import SparseDecoderConfig as SparseDecoderConfig
+    from mplug_nn.description import Description as Description
+    from mplug_nn.description import describe as describe
+    from mplug_nn.description import flops_of as flops_of
+    from mplug_nn.description import weights_per_token as weights_per_token
+    from mplug_nn.dropout import Dropout as Dropout
+    from mplug_nn.dropout import Jitter as Jitter
+    from mplug_nn.embedding import Embedding as Embedding
+    from mplug_nn.experts import Experts as Experts
+    from mplug_nn.experts import Route as Route
+    from mplug_nn.experts import within_capacity as within_capacity
+    from mplug_nn.fusible import Fusible as Fusible
+    from mplug_nn.fusible import fusible_norm as fusible_norm
+    from mplug_nn.fusible import normed as normed
+    from mplug_nn.fusible import states as states
+    from mplug_nn.gathered_form import GatheredForm as GatheredForm
+    from mplug_nn.gemm import Gemm as Gemm
+    from mplug_nn.gemm import weight_gradient as weight_gradient
+    from mplug_nn.grouped import GroupedProduct as GroupedProduct
+    from mplug_nn.grouped import grouped_linear as grouped_linear
+    from mplug_nn.head import Head as Head
+    from mplug_nn.inits import Entries as Entries
+    from mplug_nn.inits import Inits as Inits
+    from mplug_nn.latent import LatentAttention as LatentAttention
+    from mplug_nn.linear import ADAPTERS as ADAPTERS
+    from mplug_nn.linear import Linear as Linear
+    from mplug_nn.linear import boundary_of as boundary_of
+    from mplug_nn.loss import Loss as Loss
+    from mplug_nn.mlp import MLP as MLP
+    from mplug_nn.mlp import Activation as Activation
+    from mplug_nn.moe import MixtureOfExperts as MixtureOfExperts
+    from mplug_nn.norm import Norm as Norm
+    from mplug_nn.normal import NORMAL_TAIL as NORMAL_TAIL
+    from mplug_nn.normal import NORMAL_TAIL_END as NORMAL_TAIL_END
+    from mplug_nn.normal import NORMAL_TAIL_SLOPE as NORMAL_TAIL_SLOPE
+    from mplug_nn.norms import NormFunction as NormFunction
+    from mplug_nn.packed_heads import PackedHeads as PackedHeads
+    from mplug_nn.packed_heads import packed_heads_of as packed_heads_of
+    from mplug_nn.packed_heads import passing_through as passing_through
+    from mplug_nn.packed_heads import with_packed_heads as with_packed_heads
+    from mplug_nn.parts import AttentionParts as AttentionParts
+    from mplug_nn.parts import Part as Part
+    from mplug_nn.parts import parts_of as parts_of
+    from mplug_nn.parts import with_parts as with_parts
+    from mplug_nn.pipeline import Arrival as Arrival
+    from mplug_nn.pipeline import Pipeline as Pipeline
+    from mplug_nn.pipeline import Produce as Produce
+    from mplug_nn.pipeline import Rows as Rows
+    from mplug_nn.pipeline import pipeline_named as pipeline_named
+    from mplug_nn.product import Boundary as Boundary
+    from mplug_nn.product import Narrow as Narrow
+    from mplug_nn.product import Product as Product
+    from mplug_nn.prologue import FusedProduct as FusedProduct
+    from mplug_nn.prologue import Inputs as Inputs
+    from mplug_nn.prologue import Projected as Projected
+    from mplug_nn.prologue import Prologue as Prologue
+    from mplug_nn.rotary import Rotary as Rotary
+    from mplug_nn.router import Choice as Choice
+    from mplug_nn.router import Router as Router
+    from mplug_nn.scores import RouterScore as RouterScore
+    from mplug_nn.specification import AttentionInputs as AttentionInputs
+    from mplug_nn.specification import AttentionSpec as AttentionSpec
+    from mplug_nn.specification import StaticKeys as StaticKeys
+    from mplug_nn.static_cache import static_keys as static_keys
+
+publish(
+    __name__,
+    {
+        "mplug.tensors.operator": (
+            "fake",
+            "operator",
+        ),
+        "mplug.tensors.sink": (
+            "Operand",
+            "Sink",
+            "Weights",
+            "add_product",
+            "add_rows",
+            "aligned",
+            "zero_if_stale",
+        ),
+        "mplug.tensors.statistics": (
+            "add_auxiliary",
+            "count",
+            "count_in_backward",
+            "in_backward",
+            "keep_max",
+            "keep_max_in_backward",
+        ),
+        "mplug_nn.activations": ("ActivationFunction",),
+        "mplug_nn.ahead": (
+            "DepthAhead",
+            "TokensAhead",
+        ),
+        "mplug_nn.attention": (
+            "Attention",
+            "DotProductAttention",
+            "scaled_dot_product",
+        ),
+        "mplug_nn.cache": (
+            "Cache",
+            "CacheSize",
+        ),
+        "mplug_nn.decoder": (
+            "Block",
+            "Decoder",
+            "DenseBlock",
+            "SparseBlock",
+            "TokenEmbedding",
+            "decoder_plan",
+        ),
+        "mplug_nn.decoders.build": ("build_decoder",),
+        "mplug_nn.decoders.config": ("DecoderConfig",),
+        "mplug_nn.decoders.general": (
+            "GeneralDecoderConfig",
+            "RopeScaling",
+        ),
+        "mplug_nn.decoders.parts": (
+            "ActivationName",
+            "AttentionConfig",
+            "BlockConfig",
+            "EmbeddingConfig",
+            "ExpertsConfig",
+            "LatentAttentionConfig",
+            "MLPConfig",
+            "NormConfig",
+            "NormName",
+            "PartConfig",
+            "ScoreName",
+        ),
+        "mplug_nn.decoders.public_fields": (
+            "EXPERTS_ALTERING",
+            "EXPERTS_TRAINING",
+            "LAYER_TYPES_FIELDS",
+            "ROUTER_LOSS_FIELDS",
+            "SLICES_FIELDS",
+            "UNTIED_FIELDS",
+            "activation_field",
+            "attention_types",
+            "decoder_fields",
+            "heads_fields",
+            "layer_types",
+            "read_rotary",
+            "rotary_fields",
+            "rotary_settings",
+            "shortest",
+            "tied_fields",
+            "written_heads",
+            "written_rotary",
+        ),
+        "mplug_nn.decoders.published": ("published_names",),
+        "mplug_nn.decoders.sparse": ("SparseDecoderConfig",),
+        "mplug_nn.description": (
+            "Description",
+            "describe",
+            "flops_of",
+            "weights_per_token",
+        ),
+        "mplug_nn.dropout": (
+            "Dropout",
+            "Jitter",
+        ),
+        "mplug_nn.embedding": ("Embedding",),
+        "mplug_nn.experts": (
+            "Experts",
+            "Route",
+            "within_capacity",
+        ),
+        "mplug_nn.fusible": (
+            "Fusible",
+            "fusible_norm",
+            "normed",
+            "states",
+        ),
+        "mplug_nn.gathered_form": ("GatheredForm",),
+        "mplug_nn.gemm": (
+            "Gemm",
+            "weight_gradient",
+        ),
+        "mplug_nn.grouped": (
+            "GroupedProduct",
+            "grouped_linear",
+        ),
+        "mplug_nn.head": ("Head",),
+        "mplug_nn.inits": (
+            "Entries",
+            "Inits",
+        ),
+        "mplug_nn.latent": ("LatentAttention",),
+        "mplug_nn.linear": (
+            "ADAPTERS",
+            "Linear",
+            "boundary_of",
+        ),
+        "mplug_nn.loss": ("Loss",),
+        "mplug_nn.mlp": (
+            "Activation",
+            "MLP",
+        ),
+        "mplug_nn.moe": ("MixtureOfExperts",),
+        "mplug_nn.norm": ("Norm",),
+        "mplug_nn.normal": (
+            "NORMAL_TAIL",
+            "NORMAL_TAIL_END",
+            "NORMAL_TAIL_SLOPE",
+        ),
+        "mplug_nn.norms": ("NormFunction",),
+        "mplug_nn.packed_heads": (
+            "PackedHeads",
+            "packed_heads_of",
+            "passing_through",
+            "with_packed_heads",
+        ),
+        "mplug_nn.parts": (
+            "AttentionParts",
+            "Part",
+            "parts_of",
+            "with_parts",
+        ),
+        "mplug_nn.pipeline": (
+            "Arrival",
+            "Pipeline",
+            "Produce",
+            "Rows",
+            "pipeline_named",
+        ),
+        "mplug_nn.product": (
+            "Boundary",
+            "Narrow",
+            "Product",
+        ),
+        "mplug_nn.prologue": (
+            "FusedProduct",
+            "Inputs",
+            "Projected",
+            "Prologue",
+        ),
+        "mplug_nn.rotary": ("Rotary",),
+        "mplug_nn.router": (
+            "Choice",
+            "Router",
+        ),
+        "mplug_nn.scores": ("RouterScore",),
+        "mplug_nn.specification": (
+            "AttentionInputs",
+            "AttentionSpec",
+            "StaticKeys",
+        ),
+        "mplug_nn.static_cache": ("static_keys",),
+    },
+)

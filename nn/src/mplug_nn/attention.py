@@ -1,0 +1,348 @@
+"""Self-attention with grouped heads, rotary positions and QK-norm.
+
+B batch, S query length, T key length, D embed, H query heads, G KV heads, K head dim, M documents of a sample.
+"""
+
+from collections.abc import Container
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mplug.layout.plan import Parameter, Segment
+from mplug.tensors.random import mix, uniform
+from mplug_nn.arguments import by_arguments
+from mplug_nn.cache import Cache, CacheSize
+from mplug_nn.inits import ONES, TOKENS, ZEROS, Entries, Inits
+from mplug_nn.linear import Linear
+from mplug_nn.norms import offset
+from mplug_nn.packed_heads import PackedHeads, packed_heads_of, passes_through
+from mplug_nn.parts import PLAIN_PARTS, with_parts
+from mplug_nn.prologue import Projected
+from mplug_nn.rotary import Rotary, Turns
+from mplug_nn.specification import (
+    DOCUMENTS,
+    FULL,
+    KNOWN,
+    LOG_SUM_EXP,
+    NO_INPUTS,
+    RELATIVE,
+    AttentionInputs,
+    AttentionSpec,
+    bias_of,
+    unseen,
+)
+from mplug_nn.turning import WIDE_NORM as WIDE_NORM
+from mplug_nn.turning import prepare_qk as prepare_qk
+from mplug_nn.turning import prepare_qkv
+from mplug_nn.turning import rotate as rotate
+from mplug_nn.turning import rotations as rotations
+
+
+def scaled_dot_product(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs = NO_INPUTS
+) -> Tensor:
+    """Attention as `spec` describes it: the default of the slot `Attention.core`.
+
+    q [B, S, H, K], k [B, T, G, K] and v [B, T, G, V] with G dividing H -> [B, S, H, V]. `mplug_nn.AttentionSpec` lists
+    what a site can require, and `mplug_nn.AttentionInputs` the tensors that come with a call. This default serves
+    everything that the two define. A site's needs are `spec.needs`. The `supports` of a supplier must refuse every need
+    that it does not know.
+
+    A supplier that offers 'log-sum-exp' has an attribute `parts` (`mplug_nn.AttentionParts`). Wraps that compute
+    attention part by part (context parallelism) call it. A supplier that can also compute attention from the packed
+    projection, and write one packed gradient, is marked by `mplug_nn.with_packed_heads` (docs/kernels.md).
+    """
+    heads, groups, length = q.shape[2], k.shape[2], (q.shape[1], k.shape[1])
+    if spec.static_keys:  # a cache is much larger than its query, so no head of it is repeated
+        scores = torch.einsum("bgrk,btgk->bgrt", q[:, 0].unflatten(1, (groups, -1)), k).flatten(1, 2)[:, :, None]
+    else:
+        k, v = (x.repeat_interleave(heads // groups, dim=2) for x in (k, v))
+        scores = torch.einsum("bshk,bthk->bhst", q, k)
+    scores = scores * spec.scale
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * (scores / spec.soft_cap).tanh()
+    bias = bias_of(spec, inputs, heads, *length, q.device)
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
+    for mask in unseen(spec, inputs, *length, q.device):
+        scores = scores.masked_fill(mask, float("-inf"))
+    weights = scores.softmax(dim=-1) if inputs.sinks is None else _softmax_with_sinks(scores, inputs.sinks)
+    if spec.dropout > 0 and inputs.keys is not None:
+        first = inputs.first_head
+        rows = mix(inputs.keys[:, None] + torch.arange(first, first + heads, device=q.device))  # [B, H]
+        rows = mix(rows[..., None] + torch.arange(length[0], device=q.device))  # [B, H, S]
+        kept = uniform(rows[..., None], torch.arange(length[1], device=q.device)) >= spec.dropout
+        weights = weights * kept / (1 - spec.dropout)
+    if spec.static_keys:
+        return torch.einsum("bgrt,btgk->bgrk", weights[:, :, 0].unflatten(1, (groups, -1)), v).flatten(1, 2)[:, None]
+    return torch.einsum("bhst,bthk->bshk", weights, v)
+
+
+with_parts(scaled_dot_product, PLAIN_PARTS).offers = KNOWN | {LOG_SUM_EXP}  # type: ignore[attr-defined]
+
+
+def _softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
+    """Scores [B, H, S, T] and each head's sink score [H] -> weights [B, H, S, T], whose sums are below 1."""
+    nothing = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat((scores, nothing), dim=-1).softmax(dim=-1)[..., :-1]
+
+
+attention = by_arguments(scaled_dot_product)
+"""Attention by keyword arguments, as in version 0.1; `scaled_dot_product` serves what these cannot express."""
+attention.offers = frozenset({LOG_SUM_EXP, DOCUMENTS, FULL})  # type: ignore[attr-defined]
+
+
+class DotProductAttention(nn.Module):
+    """Attention without its projections, for blocks that fuse the projections with others.
+
+    `theta` is the base of rotary positions, or a `mplug_nn.Rotary` of another kind; None: no rotary positions.
+    `causal` False: queries see later keys too. `window`, `soft_cap` and `bias` are as in `AttentionSpec`. With `sinks`,
+    the module has a parameter `sinks` with one score per head. `scale` None: 1 / sqrt(head_dim). With
+    `qk_norm_offset`, the scales of QK-norm are 1 + weight, and the norm is computed in fp32 (Gemma 3).
+
+    `num_heads`, `num_kv_heads` and `head_dim` are those of the whole model, also on a rank that holds only some of the
+    heads. Suppliers and wraps may read them, and `spec`, from a site's module.
+
+    While a model samples, the host may give the module a `cache` (`mplug_nn.Cache`). The module then receives only the
+    last positions of its samples, adds their rows to the cache, and attends to all rows in it.
+    """
+
+    SLOTS: ClassVar[tuple[str, ...]] = ("Attention.core", "Attention.prepare_qk")
+    mixes: ClassVar[frozenset[str]] = frozenset()  # only inside a slot
+    caches: ClassVar[bool] = True
+    static_cache: ClassVar[bool] = True
+    cache: Cache | None = None
+    site: Tensor
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        qk_norm: bool,
+        theta: float | Rotary | None,
+        dropout: float = 0.0,
+        eps: float = 1e-5,
+        causal: bool = True,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: bool = False,
+        bias: str = "",
+        scale: float | None = None,
+        qk_norm_offset: bool = False,
+        value_width: int | None = None,
+    ) -> None:
+        super().__init__()
+        if bias == RELATIVE:
+            raise ValueError("this block has no table of a relative bias; a block of your own hands one to its core")
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.theta = theta.turns(head_dim) if isinstance(theta, Rotary) else theta
+        self.eps, self.qk_norm_offset = eps, qk_norm_offset
+        masks: dict[str, Any] = {"causal": causal, "window": window}
+        scale, width = head_dim**-0.5 if scale is None else scale, value_width or head_dim
+        self.spec = AttentionSpec(
+            scale, head_dim, width, **masks, soft_cap=soft_cap, sinks=sinks, bias=bias, dropout=dropout
+        )
+        self.q_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
+        self.k_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
+        self.sinks = nn.Parameter(torch.empty(num_heads)) if sinks else None
+        self.register_buffer("site", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.core = scaled_dot_product
+        self.prepare_qk = prepare_qk
+
+    def plan_entries(self, inits: Inits) -> Entries:
+        """The meaning of the parameters between the projections."""
+        entries = {}
+        if self.q_norm is not None:
+            initial = ZEROS if self.qk_norm_offset else ONES
+            entries["q_norm"] = Parameter(("head_dim",), initial, over=(*TOKENS, "heads"))
+            entries["k_norm"] = Parameter(("head_dim",), initial, over=(*TOKENS, "kv_heads"))
+        if self.sinks is not None:
+            entries["sinks"] = Parameter((Segment("heads", self.num_heads),), inits.weight)
+        return entries
+
+    @property
+    def scale(self) -> float:
+        """The factor of the scores."""
+        return self.spec.scale
+
+    @scale.setter
+    def scale(self, scale: float) -> None:
+        self.spec = replace(self.spec, scale=scale)
+
+    @property
+    def dropout(self) -> float:
+        """The probability with which an attention weight is dropped in training."""
+        return self.spec.dropout
+
+    @dropout.setter
+    def dropout(self, dropout: float) -> None:
+        self.spec = replace(self.spec, dropout=dropout)
+
+    @property
+    def causal(self) -> bool:
+        """Whether no query sees a later key."""
+        return self.spec.causal
+
+    @causal.setter
+    def causal(self, causal: bool) -> None:
+        self.spec = replace(self.spec, causal=causal)
+
+    def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
+        """What a supplier of a slot must offer here; `entries` are the optional entries that micro batches have."""
+        if slot == "Attention.core":
+            return replace(self.spec, documents=DOCUMENTS in entries).needs
+        turning = self.theta.needs if isinstance(self.theta, Turns) else frozenset()
+        return turning | ({WIDE_NORM} if self.q_norm is not None and self.qk_norm_offset else set())
+
+    def serve_cache(self) -> None:
+        """Make the module serve a cache from now on: `spec` then describes what its core computes with one."""
+        self.spec = replace(self.spec, own_key_length=True)
+
+    def new_cache(self, size: CacheSize) -> Cache:
+        """An empty cache: rows of keys [B, T, G, K] after rotation, and of values [B, T, G, V]; windows keep theirs."""
+        return size.cache(None if self.spec.window is None else self.spec.window - 1)
+
+    @property
+    def scales_of_norm(self) -> tuple[Tensor | None, Tensor | None]:
+        """The scales of QK-norm [K] of queries and keys, as the slots receive them."""
+        if self.q_norm is None or self.k_norm is None:
+            return None, None
+        return (offset(self.q_norm), offset(self.k_norm)) if self.qk_norm_offset else (self.q_norm, self.k_norm)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        keys: Tensor,
+        document_lengths: Tensor | None = None,
+    ) -> Tensor:
+        """q [B, S, H, K], k and v [B, S, G, K], positions [1 or B, S], keys [B], lengths [B, M] -> [B, S, H, K]."""
+        q, k = self.prepare_qk(q, k, positions, *self.scales_of_norm, self.eps, self.theta)
+        return self._mixed(q, k, v, keys, document_lengths)
+
+    def _mixed(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, document_lengths: Tensor | None) -> Tensor:
+        if self.cache is not None:
+            refuse_documents(document_lengths)
+            k, v = self.cache.extend(k, v)
+            document_lengths = self.cache.document_lengths(k.shape[1])
+        return self._attended(q, k, v, keys, document_lengths)
+
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, document_lengths: Tensor | None) -> Tensor:
+        """The core's output [B, S, H, V]."""
+        spec = self._spec(document_lengths)
+        return self.core(q, k, v, spec, self._inputs(spec, keys, document_lengths))
+
+    def _spec(self, document_lengths: Tensor | None) -> AttentionSpec:
+        """What a call computes."""
+        is_static = self.cache is not None and self.cache.static_keys is not None
+        masks: dict[str, Any] = {"documents": document_lengths is not None, "static_keys": is_static}
+        return replace(self.spec, dropout=self.spec.dropout if self.training else 0.0, **masks)
+
+    def _inputs(self, spec: AttentionSpec, keys: Tensor, document_lengths: Tensor | None) -> AttentionInputs:
+        """The tensors of a call."""
+        static = None if self.cache is None else self.cache.static_keys
+        drawn = mix(keys ^ self.site) if spec.dropout else None
+        return AttentionInputs(drawn, document_lengths, self.sinks, num_heads=self.num_heads, static=static)
+
+
+def refuse_documents(document_lengths: Tensor | None) -> None:
+    """Raise ValueError if samples with a cache are packed: the documents of a cache are its padding."""
+    if document_lengths is not None:
+        raise ValueError("a sample with a cache is one document; pass no document lengths")
+
+
+class Attention(DotProductAttention):
+    """Self-attention with its projections: `qkv` (queries, keys and values, fused) before the core, `out` after it.
+
+    `out_bias` None: `out` has a bias if `qkv` has one.
+    """
+
+    SLOTS: ClassVar[tuple[str, ...]] = (*DotProductAttention.SLOTS, "Attention.prepare_qkv")
+    mixes: ClassVar[frozenset[str]] = frozenset()  # only inside a slot
+    caches: ClassVar[bool] = True
+    static_cache: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        bias: bool,
+        qk_norm: bool,
+        theta: float | Rotary | None,
+        dropout: float = 0.0,
+        eps: float = 1e-5,
+        causal: bool = True,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: bool = False,
+        attention_bias: str = "",
+        scale: float | None = None,
+        qk_norm_offset: bool = False,
+        out_bias: bool | None = None,
+    ) -> None:
+        named: dict[str, Any] = {"theta": theta, "dropout": dropout, "eps": eps, "causal": causal, "window": window}
+        named |= {"soft_cap": soft_cap, "sinks": sinks, "bias": attention_bias, "scale": scale}
+        super().__init__(num_heads, num_kv_heads, head_dim, qk_norm=qk_norm, qk_norm_offset=qk_norm_offset, **named)
+        self.qkv = Linear(dim, (num_heads + 2 * num_kv_heads) * head_dim, bias)
+        self.out = Linear(num_heads * head_dim, dim, bias if out_bias is None else out_bias)
+        self.prepare_qkv = prepare_qkv
+
+    def plan_entries(self, inits: Inits) -> Entries:
+        """The meaning of the parameters."""
+        heads = Segment("heads", self.num_heads, self.head_dim)
+        keys_or_values = Segment("kv_heads", self.num_kv_heads, self.head_dim, uneven="copy")
+        qkv = (heads, keys_or_values, keys_or_values)
+        entries = {
+            **super().plan_entries(inits),
+            "qkv.weight": Parameter((qkv, "embed"), inits.weight),
+            "out.weight": Parameter(("embed", heads), inits.residual),
+        }
+        if self.qkv.bias is not None:
+            entries["qkv.bias"] = Parameter((qkv,), ZEROS)
+        if self.out.bias is not None:
+            entries["out.bias"] = Parameter(("embed",), ZEROS)
+        return entries
+
+    def input_linear(self) -> Linear:
+        """The layer that alone reads x in `forward`."""
+        return self.qkv
+
+    def forward(
+        self, x: Tensor | Projected, positions: Tensor, keys: Tensor, document_lengths: Tensor | None = None
+    ) -> Tensor:
+        """x [B, S, D], positions [1 or B, S], the samples' random keys [B] -> [B, S, D].
+
+        `document_lengths` [B, M] are the lengths of the documents in a packed sample. A position attends only to its
+        own document.
+        """
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [B, S, H + 2G, K]
+        num_heads = self.out.weight.shape[1] // self.head_dim  # this rank's heads, from its shard of the weights
+        num_kv_heads = (heads.shape[2] - num_heads) // 2
+        packed = self._packed_heads
+        if packed is not None and packed.serves(spec := self._spec(document_lengths)):
+            inputs = self._inputs(spec, keys, document_lengths)
+            mixed = packed.attend(heads, num_heads, num_kv_heads, spec, inputs)
+        else:
+            q, k, v = self.prepare_qkv(
+                heads, num_heads, num_kv_heads, positions, *self.scales_of_norm, self.eps, self.theta, self.prepare_qk
+            )
+            mixed = self._mixed(q, k, v, keys, document_lengths)
+        y: Tensor = self.out(mixed.flatten(-2))
+        return y
+
+    @property
+    def _packed_heads(self) -> PackedHeads | None:
+        """What attends from packed heads; None if something may stand between the projection and the core."""
+        packed = packed_heads_of(self.core)
+        if packed is None or self.theta is not None or self.cache is not None or self.scales_of_norm[0] is not None:
+            return None
+        return packed if passes_through(self.prepare_qkv) and passes_through(self.prepare_qk) else None

@@ -1,0 +1,205 @@
+"""The parts of a decoder as a config describes them: data without torch, until `build` makes the module.
+
+The fields of a part have the names of the arguments of its module in `mplug_nn`, where they are documented. Widths are
+those of the whole model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import signature
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+
+from pydantic import AfterValidator
+
+from mplug.open_lists import ACTIVATIONS, NORMS, SCORES
+from mplug_nn.rotary import Rotary
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mplug_nn.attention import Attention
+    from mplug_nn.decoder import TokenEmbedding
+    from mplug_nn.latent import LatentAttention
+    from mplug_nn.mlp import MLP
+    from mplug_nn.moe import MixtureOfExperts
+    from mplug_nn.norm import Norm
+
+ActivationName = Annotated[str, AfterValidator(ACTIVATIONS.check)]
+"""A field of a config that names an activation of the open list."""
+NormName = Annotated[str, AfterValidator(NORMS.check)]
+"""A field of a config that names a norm of the open list."""
+ScoreName = Annotated[str, AfterValidator(SCORES.check)]
+"""A field of a config that names a router's score of the open list."""
+
+
+class PartConfig(Protocol):
+    """A part of a block, or a whole block: the bundled ones below, or a frozen dataclass of your own."""
+
+    def build(self, hidden_size: int) -> "nn.Module":
+        """The module, for a residual stream of this width. The import of torch belongs inside this method."""
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """A norm: `mplug_nn.Norm`."""
+
+    kind: str = "rmsnorm"
+    eps: float = 1e-5
+    bias: bool = False
+
+    def build(self, hidden_size: int) -> "Norm":
+        """The norm."""
+        from mplug_nn.norm import Norm
+
+        return Norm(hidden_size, **vars(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Attention with its projections: `mplug_nn.Attention`. `theta` None: no rotary positions."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    theta: float | Rotary | None
+    bias: bool = False
+    qk_norm: bool = False
+    dropout: float = 0.0
+    eps: float = 1e-5
+    causal: bool = True
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    attention_bias: str = ""
+    scale: float | None = None
+    qk_norm_offset: bool = False
+    out_bias: bool | None = None
+
+    def build(self, hidden_size: int) -> "Attention":
+        """The attention."""
+        from mplug_nn.attention import Attention
+
+        return Attention(hidden_size, **vars(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionConfig:
+    """Multi-head latent attention: `mplug_nn.LatentAttention`."""
+
+    num_heads: int
+    q_rank: int | None
+    kv_rank: int
+    key_width: int
+    rotary_width: int
+    value_width: int
+    rotary: Rotary | None
+    scale: float | None = None
+    dropout: float = 0.0
+    latent_eps: float = 1e-6
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+
+    def build(self, hidden_size: int) -> "LatentAttention":
+        """The attention."""
+        from mplug_nn.latent import LatentAttention
+
+        return LatentAttention(hidden_size, **vars(self))
+
+
+@dataclass(frozen=True)
+class MLPConfig:
+    """A dense feed-forward part: `mplug_nn.MLP`."""
+
+    ffn_dim: int
+    kind: str = "swiglu"
+    bias: bool = False
+
+    def build(self, hidden_size: int) -> "MLP":
+        """The MLP."""
+        from mplug_nn.mlp import MLP
+
+        return MLP(hidden_size, **vars(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of experts: `mplug_nn.Choice`, `mplug_nn.Router` and `mplug_nn.MixtureOfExperts`."""
+
+    ffn_dim: int
+    num_experts: int
+    top_k: int
+    kind: str = "swiglu"
+    score: str = "softmax"
+    num_groups: int = 1
+    top_groups: int = 1
+    normalize: bool = True
+    scale: float = 1.0
+    balance: Literal["none", "micro_batch", "sequence", "global_batch"] = "none"
+    balance_coefficient: float = 0.0
+    z_coefficient: float = 0.0
+    bias_rate: float = 0.0
+    jitter: float = 0.0
+    capacity_factor: float | None = None
+    dropping: Literal["position", "probability"] = "probability"
+    shared_ffn_dim: int = 0
+    shared_gate: bool = False
+    group_best: int = 2
+    choice_bias: bool | None = None
+    logit_bias: bool = False
+    bias: bool = False
+
+    def build(self, hidden_size: int) -> "MixtureOfExperts":
+        """The router and its experts."""
+        from mplug_nn.moe import MixtureOfExperts
+        from mplug_nn.router import Choice, Router
+
+        choice = Choice(**self._arguments_of(Choice))
+        router = Router(hidden_size, choice, **self._arguments_of(Router))
+        return MixtureOfExperts(router, hidden_size, **self._arguments_of(MixtureOfExperts))
+
+    def _arguments_of(self, function: Callable[..., Any]) -> dict[str, Any]:
+        """The fields that are arguments of a function."""
+        return {name: value for name, value in vars(self).items() if name in signature(function).parameters}
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """A block: `mplug_nn.SparseBlock` if its feed-forward part is a mixture of experts, else `mplug_nn.DenseBlock`.
+
+    The norms are equal. `dropout` is that of each part's output. With `post_norms`, the output of each part has a norm.
+    """
+
+    norm: NormConfig
+    attention: PartConfig
+    feed_forward: PartConfig
+    dropout: float = 0.0
+    post_norms: bool = False
+
+    def build(self, hidden_size: int) -> "nn.Module":
+        """The block."""
+        from mplug_nn.decoder import DenseBlock, SparseBlock
+        from mplug_nn.moe import MixtureOfExperts
+
+        norm1, norm2 = self.norm.build(hidden_size), self.norm.build(hidden_size)
+        attn, feed_forward = self.attention.build(hidden_size), self.feed_forward.build(hidden_size)
+        post = (self.norm.build(hidden_size), self.norm.build(hidden_size)) if self.post_norms else None
+        if isinstance(feed_forward, MixtureOfExperts):
+            return SparseBlock(norm1, attn, norm2, feed_forward, self.dropout, post)
+        return DenseBlock(norm1, attn, norm2, feed_forward, self.dropout, post)
+
+
+@dataclass(frozen=True)
+class EmbeddingConfig:
+    """The embedding: `mplug_nn.TokenEmbedding`. With `tied`, the output projection is its table of tokens."""
+
+    num_positions: int | None = None
+    dropout: float = 0.0
+    tied: bool = False
+    scale: float = 1.0
+
+    def build(self, vocab_size: int, hidden_size: int) -> "TokenEmbedding":
+        """The embedding."""
+        from mplug_nn.decoder import TokenEmbedding
+
+        return TokenEmbedding(vocab_size, hidden_size, self.num_positions, self.dropout, self.scale)

@@ -1,0 +1,63 @@
+"""Dropout and jitter whose random numbers depend on what they are drawn for, never on the order of the draws."""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mplug.tensors.random import uniform_like
+
+
+def all_rows(positions: Tensor) -> Tensor:
+    """The default of the slot `Dropout.rows`: x has a row for every position."""
+    return positions
+
+
+class Dropout(nn.Module):
+    """Dropout whose mask is a function of (seed, step, site, sample, position, feature).
+
+    `site` is a buffer that the host sets from the module's name. So all sites share one compiled graph. If a strategy
+    divides the sequence inside the model, the slot `rows` selects the positions of the rows of x.
+    """
+
+    SLOTS = ("Dropout.rows",)
+    mixes: ClassVar[frozenset[str]] = frozenset()
+    site: Tensor
+
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.probability = probability
+        self.rows: Callable[[Tensor], Tensor] = all_rows
+        self.register_buffer("site", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, x: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+        """x [B, S, D], keys [B], positions [1 or B, S] -> [B, S, D]."""
+        if not self.training or self.probability == 0:
+            return x
+        kept = uniform_like(x, keys ^ self.site, self.rows(positions)) >= self.probability
+        return x * kept / (1 - self.probability)
+
+
+class Jitter(nn.Module):
+    """x times uniform noise from 1 - epsilon to 1 + epsilon (arXiv 2101.03961, section 2.4), in training only.
+
+    Like a dropout mask, the noise is a function of (seed, step, site, sample, position, feature).
+    """
+
+    SLOTS = ("Dropout.rows",)
+    mixes: ClassVar[frozenset[str]] = frozenset()
+    site: Tensor
+
+    def __init__(self, epsilon: float) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.rows: Callable[[Tensor], Tensor] = all_rows
+        self.register_buffer("site", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, x: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+        """x [B, S, D], keys [B], positions [1 or B, S] -> [B, S, D]."""
+        if not self.training or self.epsilon == 0:
+            return x
+        noise = uniform_like(x, keys ^ self.site, self.rows(positions))
+        return x * (1 + self.epsilon * (2 * noise - 1)).to(x.dtype)

@@ -1,0 +1,268 @@
+"""Experts: feed-forward networks; each token uses a few of them.
+
+N tokens of this rank, D embed, E experts of the model, e experts that this rank holds, k experts chosen by a token, M
+rows, F the width of an expert.
+"""
+
+import math
+from collections.abc import Callable, Container, Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from mplug.layout.plan import Parameter, Segment
+from mplug.tensors.delayed import Later, Operands
+from mplug.tensors.sink import Sink, Weights
+from mplug.tensors.slot_buffers import held
+from mplug_nn.gemm import NOTHING
+from mplug_nn.grouped import PLAIN_GROUPED, apply_grouped, further, grouped_linear, waits_for_device
+from mplug_nn.inits import ZEROS, Entries, Inits
+from mplug_nn.linear import ADAPTERS
+from mplug_nn.mlp import Activation, Kind
+
+Route = tuple[Tensor, ...]
+"""Routing metadata that `dispatch` returns and `combine` needs."""
+
+
+def dispatch(x: Tensor, chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Route]:
+    """Make one row for every choice of a token, ordered by expert: the default of the slot `Experts.dispatch`.
+
+    x [N, D], chosen [N, k] int64 (an expert's number, or `num_experts` for a dropped choice) -> (rows [M, D] in the
+    order of the experts that this rank holds, counts [e] int64 of the rows of each expert, route). More rows may follow
+    those of the last expert, with arbitrary content. Nothing may read these rows or their gradient. In this default, e
+    = E and M = N k.
+    """
+    flat = chosen.flatten()
+    expert, order = flat.sort(stable=True)  # [N k]: choices in the order of their rows
+    starts = torch.searchsorted(expert, torch.arange(num_experts + 1, device=x.device))
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    route = (order, back.view_as(chosen), starts[-1])
+    rows: Tensor = _Dispatch.apply(x, *route)  # type: ignore[no-untyped-call]
+    return rows, starts.diff(), route
+
+
+def combine(rows: Tensor, gates: Tensor, route: Route) -> Tensor:
+    """The sum of each token's rows, weighted by its gates: the default of the slot `Experts.combine`.
+
+    rows [M, D], gates [N, k] (fp32; 0 for a dropped choice), the route that `dispatch` returned -> [N, D].
+    """
+    y: Tensor = _Combine.apply(rows, gates, *route)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Dispatch(torch.autograd.Function):
+    """rows[m] = x[order[m] // k]; backward: grad_x[n] = sum_j grad_rows[back[n, j]], without the dropped choices."""
+
+    @staticmethod
+    def forward(ctx, x, order, back, total):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(back, total)
+        return x.index_select(0, order // back.shape[1])
+
+    @staticmethod
+    def backward(ctx, grad_rows):  # type: ignore[no-untyped-def]
+        back, total = ctx.saved_tensors
+        return _picked(grad_rows, back, total).sum(dim=1), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """y[n] = sum_j gates[n, j] rows[back[n, j]]; backward: grad_rows[m] = gate of m times grad_y[order[m] // k]."""
+
+    @staticmethod
+    def forward(ctx, rows, gates, order, back, total):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(rows, gates, order, back, total)
+        y = (_picked(rows, back, total) * gates[..., None]).sum(dim=1)
+        # Compiled by torch 2.11, a tensor that `to` returns unchanged has a zero gradient (pytorch issue 180642).
+        return y if y.dtype == rows.dtype else y.to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx, grad_y):  # type: ignore[no-untyped-def]
+        rows, gates, order, back, total = ctx.saved_tensors
+        weight = gates.flatten().index_select(0, order)[:, None]  # [M, 1]
+        grad_rows = (grad_y.index_select(0, order // back.shape[1]) * weight).to(rows.dtype)
+        grad_gates = (_picked(rows, back, total).to(gates.dtype) * grad_y[:, None]).sum(dim=-1)
+        return grad_rows, grad_gates, None, None, None
+
+
+def _picked(rows: Tensor, back: Tensor, total: Tensor) -> Tensor:
+    """rows[back] [N, k, D], with zeros for dropped choices; the rows of these follow the first `total` rows."""
+    picked = rows.index_select(0, back.flatten()).view(*back.shape, -1)
+    return torch.where((back < total)[..., None], picked, 0)
+
+
+def compute(
+    rows: Tensor,
+    counts: Tensor,
+    up: Weights,
+    down: Weights,
+    kind: Kind,
+    activation: Callable[[Tensor, Tensor | None, Kind], Tensor],
+    bias: Tensor | None = None,
+    adapters: tuple[nn.Module | None, nn.Module | None] = (None, None),
+) -> Tensor:
+    """Apply to each row its expert: the default of the slot `Experts.compute`.
+
+    rows [M, D], counts [e] int64, `up` [e, F, D] (gated: [e, 2F, D], gate first), `down` [e, D, F] -> [M, D]. `kind`
+    is the kind of the activation, and `activation` the callable in the slot `MLP.activation`. A supplier that fuses its
+    work need not call it. The weights' gradients go to their sinks. `Experts` calls this function only if it is
+    wrapped; otherwise it computes the same by its slot `Experts.product`. `bias` [e, F] (gated: [e, 2F]) is added to
+    the up projection at sites that need 'expert bias'; other sites do not pass it. `adapters` are those of the two
+    projections at sites that need 'adapters'; other sites do not pass them.
+    """
+    hidden = adapted(adapters[0], rows, grouped_linear(rows, counts, up), counts)
+    hidden = activation(hidden if bias is None else add_of_group(hidden, counts, bias), None, kind)
+    return adapted(adapters[1], hidden, grouped_linear(hidden, counts, down), counts)
+
+
+compute.only_composes = True  # type: ignore[attr-defined]  # its needs are those of `Experts.product`
+
+
+def adapted(adapter: nn.Module | None, rows: Tensor, y: Tensor, counts: Tensor) -> Tensor:
+    """The product y [M, O] of rows [M, I] with the experts' weights, or what an adapter makes of it."""
+    if adapter is None:
+        return y
+    made: Tensor = adapter(rows, y, counts)
+    return made
+
+
+def add_of_group(rows: Tensor, counts: Tensor, bias: Tensor) -> Tensor:
+    """rows [M, F] in the order of groups, counts [e] int64, bias [e, F] -> each row plus the bias of its group.
+
+    Rows after those of the last group stay as they are, so that their gradients reach no bias.
+    """
+    number = torch.arange(len(rows), device=rows.device)
+    group = torch.searchsorted(counts.cumsum(0), number, right=True)  # [M]; e for the rows after the last group
+    return rows + torch.cat((bias, torch.zeros_like(bias[:1]))).to(rows.dtype).index_select(0, group)
+
+
+class Experts(Activation):
+    """E feed-forward networks of the same shape.
+
+    `num_experts` is that of the whole model, also on a rank that holds only some of the experts. With `bias`, every
+    expert has a bias of its up projection. The biases of down projections belong to `MixtureOfExperts`: they are added
+    after the combination, because the rows of one expert may be partial sums (expert tensor parallelism).
+
+    `up_adapter` and `down_adapter` are None, or modules that a plugin has attached (`mplug.Model.attach`). They are
+    called as adapter(rows [M, I], y [M, O], counts [e]) with the product y of a projection, without bias; the result
+    takes the place of y.
+    """
+
+    SLOTS: ClassVar[tuple[str, ...]] = (
+        *Activation.SLOTS,
+        "Experts.dispatch",
+        "Experts.compute",
+        "Experts.product",
+        "Experts.combine",
+    )
+    CASTS: ClassVar[Mapping[str, str]] = {"up": "up_casts", "down": "down_casts"}
+    """Weights -> the attributes with the copies that the product reads, if the host keeps them."""
+    up_casts: tuple[Tensor, ...] = ()
+    down_casts: tuple[Tensor, ...] = ()
+    LATER: ClassVar[Mapping[str, str]] = {"up": "up_later", "down": "down_later"}
+    """Weights -> the attributes with their `Later`, if their gradients are computed later."""
+    BUFFERED_SLOTS = ("Experts.product",)
+    BUFFER_PREFIXES = ("up_", "down_")
+    """What the names of the slot's buffers begin with: the weight of the product to which a buffer belongs."""
+    slot_buffers: Mapping[str, tuple[str, ...]] = NOTHING
+    up_later: Later | None = None
+    down_later: Later | None = None
+    up_adapter: nn.Module | None
+    down_adapter: nn.Module | None
+    mixes: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, dim: int, ffn_dim: int, num_experts: int, kind: Kind, bias: bool = False) -> None:
+        super().__init__(kind)
+        self.num_experts = num_experts
+        wide = ffn_dim * (2 if self.gated else 1)
+        self.up = nn.Parameter(torch.empty(num_experts, wide, dim))
+        self.down = nn.Parameter(torch.empty(num_experts, dim, ffn_dim))
+        self.up_bias = nn.Parameter(torch.empty(num_experts, wide)) if bias else None
+        self.register_module("up_adapter", None)
+        self.register_module("down_adapter", None)
+        self.dispatch, self.compute, self.combine = dispatch, compute, combine
+        self.product = PLAIN_GROUPED
+
+    def plan_entries(self, inits: Inits) -> Entries:
+        """The meaning of the weights."""
+        wide = Segment("expert_mlp", self.down.shape[2])
+        up = (wide, wide) if self.gated else wide
+        bias = {} if self.up_bias is None else {"up_bias": Parameter(("expert", up), ZEROS, decay=False)}
+        return {
+            "up": Parameter(("expert", up, "embed"), inits.weight),
+            "down": Parameter(("expert", "embed", wide), inits.residual),
+            **bias,
+        }
+
+    def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
+        """What a supplier of a slot must offer here."""
+        if slot != "Experts.compute":
+            return super().needs(slot, entries)
+        biased = {"expert bias"} if self.up_bias is not None else set()
+        return super().needs(slot, entries) | biased | ({ADAPTERS} if self.is_adapted else set())
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether a projection has an adapter."""
+        return self.up_adapter is not None or self.down_adapter is not None
+
+    def waits(self, slot: str, dtype: torch.dtype) -> str:
+        """Why the CPU waits for the device in the default of a slot that computes in `dtype`; empty if it does not."""
+        multiplies = slot == ("Experts.product" if self.compute is compute else "Experts.compute")
+        return waits_for_device(dtype, (*self.up.shape[1:], self.down.shape[2])) if multiplies else ""
+
+    def forward(self, x: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
+        """x [N, D], chosen [N, k] (`num_experts`: dropped), gates [N, k] -> [N, D]."""
+        rows, counts, route = self.dispatch(x, chosen, self.num_experts)
+        up, down = Weights.of(self.up), Weights.of(self.down)
+        if self.compute is compute:
+            hidden = apply_grouped(self.product, rows, counts, up, self.up_casts, self.up_later, self._held("up"))
+            hidden = adapted(self.up_adapter, rows, hidden, counts)
+            if self.up_bias is not None:
+                hidden = add_of_group(hidden, counts, self.up_bias)
+            hidden = self.activate(hidden)
+            of_down = self.down_casts, self.down_later, self._held("down")
+            y = apply_grouped(self.product, hidden, counts, down, *of_down)
+            rows = adapted(self.down_adapter, hidden, y, counts)
+        else:
+            biases: tuple[Any, ...] = () if self.up_bias is None else (self.up_bias,)
+            adapters: dict[str, Any] = {"adapters": (self.up_adapter, self.down_adapter)} if self.is_adapted else {}
+            rows = self.compute(rows, counts, up, down, self.kind, self.activation, *biases, **adapters)
+        return self.combine(rows, gates, route)
+
+    def compute_later(self, weight: str, operands: Operands) -> None:
+        """Add the gradient of a weight to its sink, from operands that a pass has handed out (`up_later`, ...)."""
+        own, (ends, *rest) = getattr(self, weight), operands
+        sink = Sink(own.main_grad, own.main_grad_stale)
+        self.product.wgrad(tuple(rest), ends, sink, **further(self.product, "wgrad", self._held(weight)))
+
+    def cast(self, weight: str) -> tuple[Tensor, ...]:
+        """New copies of a weight, as the product reads them."""
+        return self.product.cast(getattr(self, weight), **further(self.product, "cast", self._held(weight)))
+
+    def _held(self, weight: str) -> Mapping[str, Tensor]:
+        """The buffers of the product with a weight."""
+        if not self.slot_buffers:
+            return NOTHING
+        own, prefix = held(self, "Experts.product"), f"{weight}_"
+        return {name.removeprefix(prefix): one for name, one in own.items() if name.startswith(prefix)}
+
+
+Dropping = Literal["position", "probability"]
+
+
+def within_capacity(
+    chosen: Tensor, gates: Tensor, num_experts: int, factor: float, dropping: Dropping
+) -> tuple[Tensor, Tensor]:
+    """Drop choices beyond the experts' capacity, which is `factor` * N k / E choices per expert, rounded up.
+
+    chosen and gates [N, k] -> the same shapes; a dropped choice becomes `num_experts`, and its gate 0. An expert keeps
+    the choices of the earliest tokens ('position', arXiv 2006.16668), or those with the highest gates ('probability').
+    """
+    capacity = math.ceil(factor * chosen.numel() / num_experts)
+    flat, places = chosen.flatten(), torch.arange(chosen.numel(), device=chosen.device)
+    first = gates.flatten().argsort(descending=True, stable=True) if dropping == "probability" else places
+    expert, order = flat[first].sort(stable=True)
+    starts = torch.searchsorted(expert, torch.arange(num_experts, device=chosen.device))
+    number = places - starts[expert]  # of each choice, among those of its expert
+    dropped = torch.empty_like(flat, dtype=torch.bool).scatter_(0, first[order], number >= capacity).view_as(chosen)
+    return chosen.masked_fill(dropped, num_experts), gates.masked_fill(dropped, 0.0)

@@ -1,0 +1,90 @@
+"""Where a model's blocks have a prologue that one linear layer alone reads (`mplug_nn.prologue`).
+
+Blocks state it, because it follows from their code. A statement about a method holds only for the class that makes it:
+a subclass may override the method.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from mplug_nn.linear import Linear
+from mplug_nn.norm import Norm
+from mplug_nn.prologue import NORM_PRODUCT, SEPARATE, Inputs, Projected, Prologue
+
+COMPUTES = ("forward", "without_bias", "unadapted", "multiply")
+"""The methods of `Linear` that compute."""
+
+
+class Fusible(NamedTuple):
+    """A prologue and the linear layer that alone reads its result.
+
+    `slot` is the slot of `linear` that a supplier of both fills. `inner` is the module of the prologue, whose slot
+    `inner_slot` such a supplier does not call. `kind` is the kind of the prologue, a need of the site.
+    """
+
+    slot: str
+    linear: Linear
+    inner: nn.Module
+    inner_slot: str
+    kind: str
+
+
+def fusibles(module: nn.Module) -> Iterator[Fusible]:
+    """The prologues that a module states in its method `fusibles`, unless a subclass has overridden its `forward`."""
+    method = getattr(type(module), "fusibles", None)
+    if method is not None and states(module, "fusibles", "forward"):
+        yield from method(module)
+
+
+def fusible_norm(norm: nn.Module, reader: nn.Module | None) -> Iterator[Fusible]:
+    """The norm whose result a module takes as its first argument, if one linear layer of the module alone reads it.
+
+    The module states this layer in its method `input_linear`. It accepts `Projected` in place of the argument.
+    """
+    if reader is None or not isinstance(norm, Norm) or type(norm).forward is not Norm.forward:
+        return
+    linear = _input_linear(reader) if states(reader, "input_linear", "forward") else None
+    if linear is not None and is_plain(linear):
+        yield Fusible(NORM_PRODUCT, linear, norm, "Norm.norm_residual", norm.kind)
+
+
+def is_plain(linear: nn.Module) -> bool:
+    """Whether a module computes as `Linear` does; a subclass, or an adapter, may add something to the product."""
+    return isinstance(linear, Linear) and linear.adapter is None and computes_as_linear(linear)
+
+
+def computes_as_linear(linear: Linear) -> bool:
+    """Whether no subclass has overridden how a linear layer computes its product."""
+    return all(getattr(type(linear), one) is getattr(Linear, one) for one in COMPUTES)
+
+
+def states(module: nn.Module, statement: str, method: str) -> bool:
+    """Whether a module's statement is about the code that runs: no subclass of its class overrides the method."""
+    for part in type(module).__mro__:
+        if statement in vars(part):
+            return True
+        if method in vars(part):
+            return False
+    return False
+
+
+def normed(norm: Norm, reader: nn.Module | None, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(the first argument of `reader`, the residual stream): the norm of x + residual, or `Projected`.
+
+    x and residual [..., D]. It is `Projected` if a supplier of `Linear.norm_product` computes the norm.
+    """
+    linear = None if reader is None else _input_linear(reader)
+    if linear is None or linear.norm_product is SEPARATE:
+        found: tuple[Tensor, Tensor] = norm(x, residual)
+        return found
+    inputs = Inputs(x, residual, norm.weight, norm.bias)
+    y, summed = linear.fused(Prologue(norm.kind, norm.eps), inputs)
+    return Projected(y), summed  # type: ignore[return-value]  # the reader hands it to its linear layer only
+
+
+def _input_linear(reader: nn.Module) -> Linear | None:
+    method = getattr(type(reader), "input_linear", None)
+    linear = None if method is None else method(reader)
+    return linear if isinstance(linear, Linear) else None

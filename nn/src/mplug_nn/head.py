@@ -1,0 +1,54 @@
+"""The end of a language model. B batch, S sequence, D embed, V vocabulary."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mplug.layout.plan import Parameter, Segment
+from mplug_nn.inits import Entries, Inits
+from mplug_nn.linear import Linear
+from mplug_nn.loss import Loss
+from mplug_nn.norm import Norm
+
+
+class Head(nn.Module):
+    """The last norm, the projection to the vocabulary, the loss.
+
+    With `soft_cap` c, logits become c tanh(logits / c) (Gemma 2, arXiv 2408.00118).
+    """
+
+    mixes: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, norm: Norm, hidden_size: int, vocab_size: int, soft_cap: float | None = None) -> None:
+        super().__init__()
+        self.norm, self.soft_cap = norm, soft_cap
+        self.project = Linear(hidden_size, vocab_size, bias=False)
+        self.project.adaptable = False  # suppliers of the loss multiply by the weight
+        self.loss = Loss(soft_cap)
+
+    def plan_entries(self, inits: Inits) -> Entries:
+        """The meaning of the projection."""
+        vocab = Segment("vocab", self.project.weight.shape[0], uneven="pad")
+        return {"project.weight": Parameter((vocab, "embed"), inits.weight)}
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """x [B, S, D], labels [B, S] -> (sum of the losses in nats, number of targets)."""
+        return self.loss_of(self.norm(x)[0], labels)
+
+    def loss_of(self, h: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The normalised h [B, S, D], labels [B, S] -> (sum of the losses in nats, number of targets)."""
+        loss: tuple[Tensor, Tensor] = self.loss(h, self.project if self.soft_cap is None else self._capped, labels)
+        return loss
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x [B, S, D] -> [B, S, V]."""
+        h, _ = self.norm(x)
+        logits: Tensor = self.project(h) if self.soft_cap is None else self._capped(h)
+        return logits
+
+    def _capped(self, h: Tensor) -> Tensor:
+        """h [..., D] -> capped logits [..., V]."""
+        assert self.soft_cap is not None
+        logits: Tensor = self.soft_cap * torch.tanh(self.project(h) / self.soft_cap)
+        return logits

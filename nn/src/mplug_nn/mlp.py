@@ -1,0 +1,142 @@
+"""The feed-forward part of a transformer block."""
+
+from collections.abc import Callable, Container, Iterator
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from mplug.layout.plan import Parameter, Segment
+from mplug.tensors.sink import Weights
+from mplug_nn.activations import ACTIVATIONS
+from mplug_nn.fusible import Fusible, is_plain, states
+from mplug_nn.inits import ZEROS, Entries, Inits
+from mplug_nn.linear import ADAPTERS, Linear
+from mplug_nn.named import NeedsOf
+from mplug_nn.prologue import ACTIVATION_PRODUCT, SEPARATE, Inputs, Projected, Prologue
+
+Kind = str
+"""A name of the open list `mplug.activations`: 'gelu', 'gelu_tanh', 'relu2', 'swiglu', 'geglu', 'geglu_tanh', ..."""
+
+
+def activation(x: Tensor, bias: Tensor | None, kind: Kind) -> Tensor:
+    """The default of the slot `MLP.activation`: x [..., F] (gated: [..., 2F], gate first) plus bias -> [..., F].
+
+    A site whose kind is none of 'gelu', 'gelu_tanh' and 'swiglu' needs it by name: 'relu2 activation'.
+    """
+    x = x if bias is None else x + bias
+    function = ACTIVATIONS[kind]
+    return function.compute(*x.chunk(2, dim=-1)) if function.gated else function.compute(x)
+
+
+activation.offers = NeedsOf(ACTIVATIONS)  # type: ignore[attr-defined]
+
+
+class Activation(nn.Module):
+    """The activation between an MLP's projections, for blocks that fuse the projections with others."""
+
+    SLOTS: ClassVar[tuple[str, ...]] = ("MLP.activation",)
+    mixes: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__()
+        self.kind, self.gated = kind, ACTIVATIONS.load(kind).gated
+        self.activation = activation
+
+    def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
+        """What a supplier of a slot that computes the activation must offer here."""
+        return (
+            ACTIVATIONS.needs(self.kind) if slot in ("MLP.activation", "MLP.core", "Experts.compute") else frozenset()
+        )
+
+    def activate(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [..., F] (gated: [..., 2F], gate first) plus bias -> [..., F]."""
+        return self.activation(x, bias, self.kind)
+
+
+def core(
+    x: Tensor, up: Weights, bias: Tensor | None, down: Weights, kind: Kind, composed: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The default of the slot `MLP.core`: act(x upᵀ + bias) downᵀ, [..., D] -> [..., D].
+
+    up [F, D] (gated: [2F, D], gate first), bias [F] (gated: [2F]) and down [D, F] are this rank's shards. x is the
+    output of the up projection's `Linear.gather`. The result is the input of the down projection's `Linear.scatter`.
+    `composed(x)` computes the same through the narrower slots. A supplier that fuses the products with the activation
+    need not call it.
+    """
+    return composed(x)
+
+
+core.only_composes = True  # type: ignore[attr-defined]  # its needs are those of the slots that it calls
+
+
+class MLP(Activation):
+    """Up projection, activation, down projection.
+
+    `kind` is a name of the open list of activations. If it is gated (SwiGLU), gate and up are one fused matrix.
+    """
+
+    SLOTS = (*Activation.SLOTS, "MLP.core")
+    mixes: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, dim: int, ffn_dim: int, kind: Kind, bias: bool) -> None:
+        super().__init__(kind)
+        self.up = Linear(dim, ffn_dim * (2 if self.gated else 1), bias)
+        self.down = Linear(ffn_dim, dim, bias)
+        self.core = core
+
+    def plan_entries(self, inits: Inits) -> Entries:
+        """The meaning of the parameters."""
+        mlp = Segment("mlp", self.down.weight.shape[1])
+        up = (mlp, mlp) if self.gated else mlp
+        entries = {
+            "up.weight": Parameter((up, "embed"), inits.weight),
+            "down.weight": Parameter(("embed", mlp), inits.residual),
+        }
+        if self.up.bias is not None:
+            entries |= {"up.bias": Parameter((up,), ZEROS), "down.bias": Parameter(("embed",), ZEROS)}
+        return entries
+
+    def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
+        """What a supplier of a slot must offer here."""
+        is_adapted = self.up.adapter is not None or self.down.adapter is not None
+        return super().needs(slot, entries) | ({ADAPTERS} if slot == "MLP.core" and is_adapted else set())
+
+    def input_linear(self) -> Linear | None:
+        """The layer that alone reads the input of `forward`; None if the slot `MLP.core` reads it."""
+        return self.up if self.core is core else None
+
+    def fusibles(self) -> Iterator[Fusible]:
+        """The activation, whose result only the down projection reads."""
+        if self.core is core and is_plain(self.down) and states(self, "fusibles", "activate"):
+            yield Fusible(ACTIVATION_PRODUCT, self.down, self, "MLP.activation", self.kind)
+
+    def forward(self, x: Tensor | Projected) -> Tensor:
+        """[B, S, D] -> [B, S, D]; or the product that x is."""
+        up, down = self.up, self.down
+        if self.core is core:
+            y = self._whole(x)
+        elif up.adapter is not None or down.adapter is not None:  # the core is the default, wrapped
+            assert isinstance(x, Tensor)
+            weights = Weights.of(up.weight), up.bias, Weights.of(down.weight)
+            y = self.core(x, *weights, self.kind, self._whole)
+        else:
+            assert isinstance(x, Tensor)
+            weights = Weights.of(up.weight), up.bias, Weights.of(down.weight)
+            y = down.scatter(self.core(up.gather(x), *weights, self.kind, self._composed))
+        return y if down.bias is None else y + down.bias
+
+    def _whole(self, x: Tensor | Projected) -> Tensor:
+        """The output without its bias, by whole linears: their adapters and collectives included."""
+        return self._activated(self.up.without_bias(x))
+
+    def _activated(self, hidden: Tensor) -> Tensor:
+        """The up projection without its bias -> the down projection without its bias."""
+        up, down = self.up, self.down
+        if down.activation_product is SEPARATE:
+            return down.without_bias(self.activate(hidden, up.bias))
+        y: Tensor = down.fused(Prologue(self.kind), Inputs(hidden, bias=up.bias))
+        return y
+
+    def _composed(self, x: Tensor) -> Tensor:
+        up, down = self.up, self.down
+        return down.multiply(down.gather(self.activate(up.scatter(up.multiply(x)), up.bias)))

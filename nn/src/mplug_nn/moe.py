@@ -1,0 +1,95 @@
+"""A mixture of experts in place of a block's feed-forward part (arXiv 1701.06538, 2101.03961, 2401.06066)."""
+
+import torch
+from torch import Tensor, nn
+
+from mplug.layout.plan import Parameter
+from mplug_nn.experts import Dropping, Experts, within_capacity
+from mplug_nn.inits import ZEROS, Entries, Inits
+from mplug_nn.linear import Linear
+from mplug_nn.mlp import MLP, Kind
+from mplug_nn.router import Router
+
+
+class MixtureOfExperts(nn.Module):
+    """A router, its experts, and an optional shared MLP that every token uses.
+
+    `capacity_factor` None: no token is dropped. `shared_ffn_dim` 0: there is no shared MLP. With `shared_gate`, the
+    shared MLP's output is multiplied by a sigmoid gate computed from the token. With `bias`, both projections of the
+    experts have biases.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        dim: int,
+        ffn_dim: int,
+        kind: Kind,
+        *,
+        capacity_factor: float | None = None,
+        dropping: Dropping = "probability",
+        shared_ffn_dim: int = 0,
+        shared_gate: bool = False,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.capacity_factor, self.dropping = capacity_factor, dropping
+        self.router = router
+        self.experts = Experts(dim, ffn_dim, router.choice.num_experts, kind, bias)
+        self.down_bias = nn.Parameter(torch.empty(router.choice.num_experts, dim)) if bias else None
+        self.shared = MLP(dim, shared_ffn_dim, kind, bias=False) if shared_ffn_dim else None
+        self.shared_gate = Linear(dim, 1, bias=False) if shared_ffn_dim and shared_gate else None
+
+    def plan_entries(self, inits: Inits) -> Entries:
+        """The meaning of what is neither the router's, the experts' nor the shared MLP's."""
+        gate = {"shared_gate.weight": Parameter(("gate", "embed"), inits.weight)} if self.shared_gate else {}
+        biased = self.down_bias is not None
+        return gate | ({"down_bias": Parameter(("every_expert", "embed"), ZEROS, decay=False)} if biased else {})
+
+    @property
+    def weights_per_token(self) -> int:
+        """Number of weight elements that one token is multiplied by in the router and in its chosen experts."""
+        choice, experts = self.router.choice, self.experts
+        biases = 0 if self.down_bias is None else self.down_bias.numel()
+        return (
+            self.router.weight.numel()
+            + biases
+            + (experts.up.numel() + experts.down.numel()) * choice.top_k // choice.num_experts
+        )
+
+    @property
+    def mixes(self) -> frozenset[str]:
+        """If experts have a capacity, the tokens of a micro batch compete for it."""
+        return frozenset() if self.capacity_factor is None else frozenset({"batch", "sequence"})
+
+    @property
+    def varies(self) -> str:
+        """What depends on the layout; empty if nothing does."""
+        if self.capacity_factor is None:
+            return ""
+        return "experts have room for some tokens of a micro batch; trainer.micro_batch_size decides which are dropped"
+
+    def forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
+        """x [B, S, D], positions [1 or B, S], the samples' random keys [B] -> [B, S, D]."""
+        chosen, gates = (of_tokens.flatten(0, 1) for of_tokens in self.router(x, positions, keys))
+        if self.capacity_factor is not None:
+            experts = self.router.choice.num_experts
+            chosen, gates = within_capacity(chosen, gates, experts, self.capacity_factor, self.dropping)
+        y: Tensor = self.experts(x.flatten(0, 1), chosen, gates)
+        y = (y if self.down_bias is None else y + self._biases(chosen, gates).to(y.dtype)).view_as(x)
+        return y if self.shared is None else y + self._shared(x)
+
+    def _biases(self, chosen: Tensor, gates: Tensor) -> Tensor:
+        """The biases of the chosen experts' down projections, weighted: chosen and gates [N, k] -> [N, D].
+
+        All ranks hold all of these biases. A dropped choice has the gate 0.
+        """
+        assert self.down_bias is not None
+        experts = len(self.down_bias)
+        of_all = gates.new_zeros(len(gates), experts + 1).scatter_add(1, chosen, gates)[:, :experts]
+        return of_all @ self.down_bias.to(gates.dtype)
+
+    def _shared(self, x: Tensor) -> Tensor:
+        assert self.shared is not None
+        y: Tensor = self.shared(x)
+        return y if self.shared_gate is None else y * torch.sigmoid(self.shared_gate(x))

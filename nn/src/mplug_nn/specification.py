@@ -1,0 +1,175 @@
+"""What an attention core computes: a static specification, and the tensors that come with a call.
+
+B batch, S queries, T keys, H query heads of this rank, M documents of a sample, R reach of a relative bias. If T is not
+S, the queries are the last S of T positions. With static keys, the keys are the T rows of a static cache.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mplug_nn.parts import numbered
+
+LOG_SUM_EXP, DOCUMENTS, FULL = "log-sum-exp", "document_lengths", "full attention"
+WINDOW, SOFT_CAP, SINKS = "window", "soft cap", "attention sinks"
+VALUE_WIDTH, KEY_LENGTH, STATIC_KEYS = "value width", "key length", "static keys"
+ALIBI, RELATIVE = "alibi", "relative"
+"""The kinds of bias that plain torch computes. The need of a kind is its name with ' bias' appended: 'alibi bias'."""
+BIASES = frozenset({f"{ALIBI} bias", f"{RELATIVE} bias"})
+KNOWN = frozenset({DOCUMENTS, FULL, WINDOW, SOFT_CAP, SINKS, VALUE_WIDTH, KEY_LENGTH, STATIC_KEYS}) | BIASES
+"""The needs of sites that plain torch serves. 'log-sum-exp' is not among them: wraps need it, sites never do."""
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What a site's attention computes; equal specifications describe the same function.
+
+    weights = softmax(cap(scale q kᵀ) + bias) over the keys that a query sees; the output is the weighted sum of values.
+
+    - `causal`: a query sees no later key.
+    - `window`: a query sees only keys that are fewer than `window` positions away.
+    - `documents`: a query sees only keys of its own document.
+    - `soft_cap` c: scores become c tanh(scores / c) (Gemma 2, arXiv 2408.00118).
+    - `sinks`: every head has one additional score without a value (gpt-oss, arXiv 2508.10925).
+    - `bias`: the kind of a term that is added to the scores by position and head: 'alibi', -slope |distance|
+      (arXiv 2108.12409); 'relative', a table by distance (T5, arXiv 1910.10683); or a kind that only some kernel knows.
+    - `own_key_length`: the number of keys may exceed the number of queries, which are then the last ones.
+    - `static_keys`: each sample has one query, and the keys are the rows of a static cache, in the order of its rows
+      (`StaticKeys`). The query sees no row that is empty.
+    - `dropout`: the probability with which an attention weight is dropped.
+
+    `key_width` and `value_width` are those of one head.
+    """
+
+    scale: float
+    key_width: int
+    value_width: int
+    causal: bool = True
+    window: int | None = None
+    documents: bool = False
+    soft_cap: float | None = None
+    sinks: bool = False
+    bias: str = ""
+    own_key_length: bool = False
+    dropout: float = 0.0
+    static_keys: bool = False
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What a supplier must offer beyond the plain case (causal, keys as wide as values and as many as queries)."""
+        wanted = {
+            DOCUMENTS: self.documents,
+            FULL: not self.causal,
+            WINDOW: self.window is not None,
+            SOFT_CAP: self.soft_cap is not None,
+            SINKS: self.sinks,
+            VALUE_WIDTH: self.value_width != self.key_width,
+            KEY_LENGTH: self.own_key_length,
+            STATIC_KEYS: self.static_keys,
+            f"{self.bias} bias": bool(self.bias),
+        }
+        return frozenset(need for need, is_wanted in wanted.items() if is_wanted)
+
+
+class StaticKeys(NamedTuple):
+    """Which position each of the T rows of a static cache holds: tensors, so that a CUDA graph can replay a call.
+
+    The rows of a sample are a ring: the row of position p is p modulo T. A row without a position is empty; its values
+    are finite. Rows are filled from row 0 on.
+    """
+
+    filled: Tensor
+    """[B], int32: the number of rows that hold a position; the others are the last rows."""
+    distances: Tensor
+    """[B, T], int64: the position of a row minus that of the query; 1 if the row is empty."""
+    begins: Tensor
+    """[B + 1], int32: the first row of each sample in the rows of all samples, and B T."""
+    queries: Tensor
+    """[B + 1], int32: 0 to B."""
+
+
+class AttentionInputs(NamedTuple):
+    """The tensors of a call and the position of its heads; a tensor that the specification does not use is None.
+
+    The first head of this call is head `first_head` of the whole model's `num_heads`. Gradients flow to `sinks` and
+    `bias_table`, which hold only the heads of this call.
+    """
+
+    keys: Tensor | None = None
+    """[B], int64: the dropout mask is a function of them, of the head's number in the whole model, and of positions."""
+    document_lengths: Tensor | None = None
+    """[B, M], int64, in the order of the documents; each row sums to the number of keys, padded with zeros."""
+    sinks: Tensor | None = None
+    """[H]."""
+    bias_table: Tensor | None = None
+    """[H, 2R + 1], indexed by the key's position minus the query's, clamped to [-R, R]."""
+    first_head: int = 0
+    num_heads: int | None = None
+    static: StaticKeys | None = None
+    """The rows of a static cache, if the specification has `static_keys`."""
+
+
+NO_INPUTS = AttentionInputs()
+
+
+def unseen(
+    spec: AttentionSpec, inputs: AttentionInputs, queries: int, keys: int, device: torch.device
+) -> Iterator[Tensor]:
+    """Masks [S, T] or [B, 1, S, T], true if a query does not see a key. They are made anew in every call."""
+    if inputs.static is not None:
+        distances = inputs.static.distances[:, None, None]  # [B, 1, 1, T]
+        yield distances > 0 if spec.window is None else (distances > 0) | (distances <= -spec.window)
+        return
+    if spec.causal:
+        yield torch.ones(queries, keys, dtype=torch.bool, device=device).triu(1 + keys - queries)
+    if spec.window is not None:
+        yield _distances(queries, keys, device).abs() >= spec.window
+    if inputs.document_lengths is not None:
+        yield ~same_document(inputs.document_lengths, keys)[:, :, keys - queries :]
+
+
+def bias_of(
+    spec: AttentionSpec, inputs: AttentionInputs, heads: int, queries: int, keys: int, device: torch.device
+) -> Tensor | None:
+    """The bias [H, S, T] to add to scores [B, H, S, T], or None; ValueError for an unknown kind or missing inputs.
+
+    With static keys, it is [B, H, 1, T].
+    """
+    if not spec.bias:
+        return None
+    static = inputs.static
+    distances = _distances(queries, keys, device) if static is None else static.distances[:, None, None]
+    if spec.bias == ALIBI and inputs.num_heads is not None:
+        own = torch.arange(inputs.first_head, inputs.first_head + heads, device=device)
+        return -alibi_slopes(own, inputs.num_heads)[:, None, None] * distances.abs()
+    if spec.bias == RELATIVE and inputs.bias_table is not None:
+        reach = inputs.bias_table.shape[1] // 2
+        places = distances.clamp(-reach, reach) + reach
+        return inputs.bias_table[:, places] if static is None else inputs.bias_table[:, places[:, 0]].transpose(0, 1)
+    raise ValueError(f"attention has a bias '{spec.bias}', which plain torch does not know, or not without its inputs")
+
+
+def alibi_slopes(heads: Tensor, num_heads: int) -> Tensor:
+    """The slopes of heads [H], by their numbers in the whole model of `num_heads` (ALiBi, arXiv 2108.12409, section 3).
+
+    Let n be the largest power of two up to `num_heads`. The first n heads have the slopes 2^(-8 / n), 2^(-16 / n), ...,
+    2^-8. The remaining heads have every other slope of a model with 2n heads, beginning with the first.
+    """
+    power = 2 ** (num_heads.bit_length() - 1)
+    more = (2 * (heads - power) + 1) / (2 * power)
+    return torch.exp2(-8 * torch.where(heads < power, (heads + 1) / power, more))
+
+
+def same_document(document_lengths: Tensor, length: int) -> Tensor:
+    """Whether two positions are in the same document: lengths [B, M] -> [B, 1, S, S]; made anew in every call."""
+    numbers = numbered(document_lengths, length)  # [B, S]
+    return (numbers[:, :, None] == numbers[:, None, :])[:, None]
+
+
+def _distances(queries: int, keys: int, device: torch.device) -> Tensor:
+    """The key's position minus the query's: [S, T]."""
+    own = torch.arange(keys - queries, keys, device=device)
+    return torch.arange(keys, device=device) - own[:, None]

@@ -1,0 +1,20 @@
+"""The cases of the kernel suite: for every slot a grid of calls, from the plain case to the special ones.
+
+Each case differs from the first of its slot in what its name says, so the name of a failing case indicates the cause.
+"""
+
+import torch
+
+from mplug_testing.kernel_cases.attention import attention_cases
+from mplug_testing.kernel_cases.case import BUFFERS, SINK, Case, Suppliers, Tensors
+from mplug_testing.kernel_cases.dense import dense_cases
+from mplug_testing.kernel_cases.ends import end_cases
+from mplug_testing.kernel_cases.experts import expert_cases
+
+__all__ = ["BUFFERS", "SINK", "Case", "Suppliers", "Tensors", "cases"]
+
+
+def cases() -> list[Case]:
+    """All cases of all slots."""
+    with torch.device("meta"):
+        return [*attention_cases(), *dense_cases(), *end_cases(), *expert_cases()]

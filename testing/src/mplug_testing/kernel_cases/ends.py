@@ -1,0 +1,70 @@
+"""The ends of a language model: embedding, dropout, loss. B batch, S sequence, D embed, V vocabulary."""
+
+from collections.abc import Callable, Iterator
+
+from mplug_nn import Dropout, Embedding, Loss
+from mplug_nn.loss import IGNORED
+from torch import Tensor
+
+from mplug_testing.kernel_cases.case import Case, Drawn, Suppliers, Tensors
+from mplug_testing.kernel_cases.dense import with_weight
+
+
+def end_cases() -> Iterator[Case]:
+    """Cases of `Embedding.lookup`, `Dropout.rows` and `Loss.cross_entropy`."""
+    yield from _lookups()
+    yield from _rows()
+    yield from _losses()
+
+
+def _lookups() -> Iterator[Case]:
+    yield _lookup("tokens, some of them several times", (2, 16), 11)
+    yield _lookup("positions [1, S]", (1, 16), 40)
+    yield _lookup("batch 1 and length 1", (1, 1), 11)
+
+
+def _lookup(name: str, rows: tuple[int, ...], v: int) -> Case:
+    drawn = Drawn(v)
+    inputs = {"indices": drawn.integers(v, *rows), "weight": drawn.normal(v, 24)}
+
+    def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
+        look_up = suppliers["Embedding.lookup"]
+        return lambda: {"output": look_up(x["indices"], x["weight"])}
+
+    return Case(("Embedding.lookup",), name, Embedding(v, 24), inputs, bind)
+
+
+def _rows() -> Iterator[Case]:
+    for name, shape in (("positions [1, S]", (1, 16)), ("positions [B, S]", (2, 16)), ("length 1", (1, 1))):
+        positions = Drawn(0).integers(1000, *shape)
+
+        def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
+            return lambda: {"numbering of rows": suppliers["Dropout.rows"](x["positions"])}
+
+        yield Case(("Dropout.rows",), name, Dropout(0.1), {"positions": positions}, bind)
+
+
+def _losses() -> Iterator[Case]:
+    yield _loss("every label a target", (2, 16), 40)
+    yield _loss("ignored labels", (2, 16), 40, ignored=11)
+    yield _loss("no target at all", (1, 8), 40, ignored=8)
+    yield _loss("an odd vocabulary and length", (2, 33), 37, ignored=5)
+    yield _loss("batch 1 and length 1", (1, 1), 40)
+
+
+def _loss(name: str, rows: tuple[int, int], v: int, ignored: int = 0) -> Case:
+    d, drawn = 24, Drawn(v + rows[1])
+    labels = drawn.integers(v, *rows)
+    labels.flatten()[:ignored] = IGNORED  # a view: the labels are contiguous
+    inputs = {"hidden": drawn.normal(*rows, d), "weight": drawn.normal(v, d), "labels": labels}
+
+    def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
+        project, loss = with_weight(d, v, x["weight"]), suppliers["Loss.cross_entropy"]
+
+        def call() -> dict[str, Tensor]:
+            total, count = loss(x["hidden"], project, x["labels"])
+            return {"loss": total, "number of targets": count}
+
+        return call
+
+    return Case(("Loss.cross_entropy",), name, Loss(), inputs, bind)

@@ -1,0 +1,116 @@
+"""Checks that a product's weight gradient can be computed after the pass, from the operands that the pass hands out."""
+
+from typing import Any
+from warnings import catch_warnings
+
+import torch
+from mplug_nn import Experts, Linear
+from mplug_nn.grouped import apply_grouped
+from torch import Tensor, nn
+
+from mplug.layout.plan import Init, Parameter
+from mplug.model.offers import Offer, Site
+from mplug.model.tracer import prepare_compiler
+from mplug.slot_kinds import WHOLE_PRODUCTS
+from mplug.tensors.delayed import Later, Operands, Taps
+from mplug.tensors.sink import Weights
+from mplug.tensors.slot_buffers import hold
+from mplug_testing.fused import FusedLinear
+from mplug_testing.grouped import expert_site
+from mplug_testing.trials import initial
+
+SLOTS = (*WHOLE_PRODUCTS, "Experts.product")
+ROWS, INPUTS, OUTPUTS, EXPERTS = 32, 32, 48, 2
+
+
+class _Experts(nn.Module):
+    """The first product of two experts, each with half of the rows."""
+
+    def __init__(self, product: Any) -> None:
+        super().__init__()
+        self.experts = Experts(INPUTS, OUTPUTS, EXPERTS, "gelu")
+        self.experts.product = product
+        self.counts = nn.Buffer(torch.full((EXPERTS,), ROWS // EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """rows [M, I] -> [M, O]."""
+        up = Weights.of(self.experts.up)
+        own = self.experts._held("up")
+        return apply_grouped(self.experts.product, x, self.counts, up, later=self.experts.up_later, buffers=own)
+
+
+def later_fault(offer: Offer, slot: str, dtype: torch.dtype, device: str, compiles: bool, kind: str = "") -> str:
+    """What differs if the gradient of a weight is computed later, in a sentence; empty if nothing does.
+
+    `kind` is that of the prologue of a fused slot.
+    """
+    now_x, now_weight, _ = _gradients(offer, slot, dtype, device, None, False, kind)
+    found: list[Operands] = []
+    seed = torch.zeros((), device=device, requires_grad=True)
+    _gradients(offer, slot, dtype, device, Later((seed,), found.append), False, kind)
+    taps = Taps(found[0], torch.device(device))
+    later_x, _, module = _gradients(offer, slot, dtype, device, taps.later, compiles, kind)
+    operands = taps.take()
+    assert operands is not None
+    owner, weight = (module.experts, "up") if slot == "Experts.product" else (module, "weight")
+    owner.compute_later(weight, operands)
+    total = getattr(owner, weight).main_grad
+    for what, one, other in (("input", later_x, now_x), ("weight", total, now_weight)):
+        if not torch.equal(one, other):
+            return (
+                f"the gradient of the {what} has other bits if the weight's gradient is computed later; `backward` "
+                f"must compute what `dgrad` and `wgrad` compute, from the operands alone"
+            )
+    return ""
+
+
+def _gradients(
+    offer: Offer, slot: str, dtype: torch.dtype, device: str, later: Later | None, compiled: bool, kind: str
+) -> tuple[Tensor, Tensor, Any]:
+    """(the gradient of the input, that of the weight in its sink, the module) of one pass over fixed numbers."""
+    module = _module(offer, slot, kind).to(device, dtype)
+    weight = module.experts.up if slot == "Experts.product" else module.weight
+    generator = torch.Generator().manual_seed(3)
+    x, upstream, values = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+        for shape in ((ROWS, INPUTS), (ROWS, OUTPUTS), tuple(weight.shape))
+    )
+    with torch.no_grad():
+        weight.copy_(values)
+    weight.main_grad = torch.zeros(weight.shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
+    weight.main_grad_stale = torch.ones((), dtype=torch.bool, device="cpu")
+    if slot != "Experts.product":
+        setattr(module, slot.rpartition(".")[2], offer.suppliers[slot])
+        module.later = later
+        entry = Parameter(("mlp", "embed"), Init("normal"))
+        declared = offer.buffers(Site("blocks.*.part", slot, module, "blocks.0.part", parameters={"weight": entry}))
+        if declared:
+            hold(module, slot, initial(declared, dtype, device))
+    else:
+        module.experts.up_later = later
+        declared = offer.buffers(expert_site(INPUTS, OUTPUTS))
+        if declared:
+            hold(module.experts, slot, initial(declared, dtype, device))
+    call = module
+    if compiled:
+        prepare_compiler()
+        torch.compiler.reset()
+        call = torch.compile(module, backend="aot_eager", fullgraph=True)
+    x.requires_grad_()
+    with catch_warnings(action="ignore"):  # warnings of torch's tracer do not concern the supplier
+        (grad_x,) = torch.autograd.grad(call(x), x, upstream) if later is None else _with_taps(call, x, upstream)
+    return grad_x, weight.main_grad.clone(), module
+
+
+def _module(offer: Offer, slot: str, kind: str) -> Any:
+    if slot == "Experts.product":
+        return _Experts(offer.suppliers[slot])
+    if slot == "Linear.product":
+        return Linear(INPUTS, OUTPUTS, bias=False)
+    return FusedLinear(INPUTS, OUTPUTS, slot, kind)
+
+
+def _with_taps(call: Any, x: Tensor, upstream: Tensor) -> tuple[Tensor]:
+    call(x).backward(upstream)
+    assert x.grad is not None
+    return (x.grad,)

@@ -1,0 +1,408 @@
+"""The suite for optimizers.
+
+An optimizer's author subclasses it in a test module, and writes a reference of the update:
+
+    from mplug_testing import DenseStep, OptimizerSuite
+
+    class TestOrthon(OptimizerSuite):
+        plugin = "orthon"
+
+        def reference(self, weight, steps, parameter, config):
+            for gradient, lr, weight_decay in steps:
+                ...
+            return weight
+
+`dense.py` makes the pieces. `weights.py` checks who writes low-precision weights.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from unittest import SkipTest
+
+from mplug_testing.harness import STEPS, Trace, difference, in_fp64, installed_plugins, logical, tiny_run, train_steps
+from mplug_testing.parity import trained_once
+from mplug_testing.suite import Fault, naming_failures, refusals, require, smoke
+from mplug_testing.waiting import never_waiting
+from mplug_testing.weights import WeightSuite
+from mplug_testing.workers import run_workers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mplug.contracts import Piece
+    from mplug.layout.plan import Parameter
+
+SCHEDULE = [(1e-2, 0.1, 1.0), (2e-2, 0.1, 0.25), (5e-3, 0.0, 4.0), (0.0, 0.5, 1.0), (3e-2, 0.3, 0.125)]
+"""(learning rate, weight decay, scale of gradients) of the steps that the suite compares with the reference."""
+
+
+class DenseStep(NamedTuple):
+    """One step, as a reference receives it: the scaled gradient, and weight decay 0 if the parameter does not decay."""
+
+    gradient: "Tensor"
+    lr: float
+    weight_decay: float
+
+
+class OptimizerSuite(WeightSuite):
+    """Compares updates with a reference that the author writes, and runs under layouts with one process.
+
+    A weight may differ from the reference by `tolerance` times the largest change, and under a layout by `tolerance`
+    times the weight's norm. `layouts` are the layouts to try; a refusal of one of them is a fault. None means every
+    installed strategy on two ranks, and skips refused layouts.
+    """
+
+    kind = "optimizers"
+    tolerance: ClassVar[float] = 1e-5
+    layouts: ClassVar[tuple[str, ...] | None] = None
+
+    @classmethod
+    def naming(cls) -> dict[str, Any]:
+        """`optimizer.name`."""
+        return {"optimizer.name": cls.plugin}
+
+    @classmethod
+    def section(cls) -> tuple[str, ...]:
+        """The section 'optimizer'."""
+        return ("optimizer",)
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """Run each test that has an argument `layout` once per layout."""
+        if "layout" in metafunc.fixturenames:
+            installed = tuple(f"{name}2" for name in installed_plugins().names("parallel") if "/" not in name)
+            metafunc.parametrize("layout", installed if self.layouts is None else self.layouts)
+
+    def reference(self, weight: "Tensor", steps: list[DenseStep], parameter: "Parameter", config: Any) -> "Tensor":
+        """The weight after the steps, in fp64, written as plainly as possible; `config` is the plugin's config.
+
+        If the optimizer needs whole matrices, `weight` is one matrix: a segment of a fused weight, or an expert.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} must define `reference`: the update, written as plainly as possible"
+        )
+
+    @classmethod
+    def evidence(cls, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Weights and states of artificial pieces after steps with the config's own rate and decay."""
+        from mplug_testing import dense
+        from mplug_testing.fields import digest
+
+        run = cls.run_of(settings)
+        bench, config = dense.Bench(run, dense.make_pieces(run.device)), run.config.optimizer
+        for number in range(len(SCHEDULE)):
+            bench.step(number, lr=config.lr, weight_decay=config.weight_decay)
+        yield "weights", digest(bench.masters())
+        yield "states", digest(bench.snapshot())
+
+    # Its declarations.
+
+    @smoke
+    def test_its_config_has_the_rate_and_the_decay_that_the_schedule_reads(self) -> None:
+        """The fields are `lr` and `weight_decay`."""
+        config = self.config().optimizer
+        for field in ("lr", "weight_decay"):
+            value = getattr(config, field, None)
+            require(isinstance(value, float), f"its Config needs a number '{field}', which the host's schedule scales")
+
+    @smoke
+    def test_it_says_what_it_needs_and_is_built_without_memory(self) -> None:
+        """Before a run the host builds it without memory, to refuse layouts and to count bytes.
+
+        So building reads no values.
+        """
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        from mplug_testing import dense
+
+        run = self._run()
+        with FakeTensorMode():
+            bench = dense.Bench(run, dense.make_pieces(run.device), "tensors without memory")
+            with naming_failures("its state of tensors without memory"):
+                list(bench.states())
+        needs = getattr(bench.optimizer, "needs", None)
+        require(needs in ("elements", "matrices"), f"its `needs` is {needs!r}; it must be 'elements' or 'matrices'")
+        for name in ("one_pass", "low_precision_gradients", "tensor_decay"):
+            value = getattr(bench.optimizer, name, False)
+            require(value in (True, False), f"its `{name}` is {value!r}; it must be True or False")
+
+    # Updates.
+
+    def test_updates_are_those_of_the_reference(self) -> None:
+        """Over steps with changing rate, decay and scale, for every shape of parameter."""
+        from mplug_testing import dense
+
+        bench = self._bench()
+        before = {piece.name: piece.master.double() for piece in bench.pieces}
+        for number, (lr, decay, scale) in enumerate(SCHEDULE):
+            bench.step(number, lr=lr, weight_decay=decay, scale=scale)
+        whole = bench.optimizer.needs == "elements"
+        for piece in bench.pieces:
+            for name, part in [(f"'{piece.name}'", (...,))] if whole else dense.matrices(piece):
+                self._refuse_other_update(name, piece, part, before[piece.name][part])
+
+    @smoke
+    def test_the_learning_rate_is_read_at_every_step(self) -> None:
+        """The learning rate is a tensor that a schedule changes."""
+        import torch
+
+        one, other = self._bench(), self._bench()
+        for bench, lr in ((one, 1e-2), (other, 3e-2)):
+            bench.step(1)
+            bench.step(2, lr=lr)
+        for piece, other_piece in zip(one.pieces, other.pieces, strict=True):
+            require(
+                not torch.equal(piece.master, other_piece.master),
+                f"the learning rate of the second step has no effect on '{piece.name}'; read scalars.lr in step",
+            )
+
+    @smoke
+    def test_gradients_are_scaled(self) -> None:
+        """`scale` contains clipping and the division by the number of tokens."""
+        from mplug_testing import dense
+
+        one, other = self._bench(), self._bench()
+        for number, scale in enumerate((0.25, 8.0, 0.5)):
+            one.step(number, scale=scale)
+            other.step(number, dense.times(scale))
+        found = dense.apart(one.snapshot(), other.snapshot(), self.tolerance)
+        require(
+            not found,
+            f"{found} differs between a step with scalars.scale and a step with scaled gradients; multiply every "
+            f"gradient by scalars.scale",
+        )
+
+    @smoke
+    def test_weight_decay_applies_where_the_plan_says(self) -> None:
+        """Other parameters do not decay. The step's scalars state the strength."""
+        import torch
+
+        one, other = self._bench(), self._bench()
+        one.step(1, weight_decay=0.0)
+        other.step(1, weight_decay=0.5)
+        for piece, other_piece in zip(one.pieces, other.pieces, strict=True):
+            if torch.equal(piece.master, other_piece.master) == piece.parameter.decays:
+                raise Fault(
+                    f"'{piece.name}' decays in the plan, and scalars.weight_decay has no effect on it; read "
+                    f"scalars.weight_decay in step"
+                    if piece.parameter.decays
+                    else f"'{piece.name}' does not decay in the plan, and the step decays it; read "
+                    f"piece.parameter.decays"
+                )
+
+    @smoke
+    def test_a_skipped_step_changes_nothing(self) -> None:
+        """If `skip` is 1, no bit of weights or state changes, whatever the gradients are."""
+        from mplug_testing import dense
+
+        for factor in (1.0, float("nan"), float("inf")):
+            bench = self._bench()
+            bench.step(1)
+            before = bench.snapshot()
+            bench.step(2, dense.times(factor), skip=1.0, scale=factor)
+            changed = dense.other_bits(before, bench.snapshot())
+            gradients = "" if factor == 1 else f" with {factor} gradients"
+            require(not changed, f"a skipped step{gradients} changes {changed}; change nothing if scalars.skip is 1")
+
+    @smoke
+    def test_a_skipped_step_is_not_remembered(self) -> None:
+        """The steps after a skipped step give the same result as without it."""
+        from mplug_testing import dense
+
+        one, other = self._bench(), self._bench()
+        one.step(1)
+        one.step(7, skip=1.0)
+        one.step(2)
+        other.step(1)
+        other.step(2)
+        changed = dense.other_bits(one.masters(), other.masters())
+        require(not changed, f"a skipped step changes the bits of {changed} in the next step; it must have no effect")
+
+    @smoke
+    def test_a_step_does_not_wait_for_the_device(self) -> None:
+        """A step reads no tensor's value on the CPU. For this reason learning rate, scale and skip are tensors."""
+        from mplug_testing import dense
+
+        bench = self._bench()
+        bench.step(1)
+        scalars = bench.scalars()
+        try:
+            with dense.NoReading():
+                bench.optimizer.step(scalars)
+        except dense.HostReads as read:
+            raise Fault(
+                f"a step reads a tensor's value on the CPU ({read}), which waits for the device on a GPU; compute on "
+                f"tensors instead"
+            ) from read
+
+    def test_no_step_on_a_gpu_synchronises(self) -> None:
+        """torch's synchronization check raises no error for anything that the step calls."""
+        bench = self._bench()
+        if not bench.pieces[0].master.is_cuda:
+            raise SkipTest(f"'{self.plugin}' updates tensors on the CPU here")
+        bench.step(1)
+        scalars = bench.scalars()
+        with never_waiting():
+            bench.optimizer.step(scalars)
+
+    @smoke
+    def test_a_replayed_step_is_a_step(self) -> None:
+        """If the plugin states by `captures` that its steps can be replayed, they read everything from tensors."""
+        from mplug_testing import replays
+
+        one, other = self._bench(), self._bench()
+        if f"{self.kind}/{self.plugin}" not in one.run.hooks.implementers("captures"):
+            raise SkipTest(f"'{self.plugin}' does not state that its steps can be replayed")
+        fault = "" if one.pieces[0].master.is_cuda else replays.replay_fault(one, other)
+        require(
+            not fault,
+            f"its plugin implements 'captures', and {fault}; read what changes from step to step from tensors, and "
+            f"change state in place",
+        )
+
+    # State.
+
+    @smoke
+    def test_state_is_what_checkpoints_can_hold(self) -> None:
+        """State consists of scalars and tensors of the piece's shape.
+
+        The name 'weight' is reserved for the weight itself.
+        """
+        import torch
+
+        for piece, name, tensor in self._bench().states():
+            state = f"the state '{name}' of '{piece.name}'"
+            require(isinstance(tensor, torch.Tensor), f"{state} is no tensor: {tensor!r}")
+            require(name != "weight", f"{state} has the name that checkpoints give to the weight; rename it")
+            fits = tensor.shape in ((), piece.master.shape)
+            require(
+                fits,
+                f"{state} has shape {tuple(tensor.shape)}; it must have the piece's shape {tuple(piece.master.shape)}, "
+                f"or ()",
+            )
+            require(not tensor.requires_grad, f"{state} requires a gradient; it must not")
+
+    @smoke
+    def test_state_is_live(self) -> None:
+        """Tensors that `state` returned show every later step, so that loading a checkpoint can copy into them."""
+        import torch
+
+        bench = self._bench()
+        bench.step(1)
+        held = list(bench.states())
+        bench.step(2)
+        for (piece, name, tensor), (_, _, now) in zip(held, bench.states(), strict=True):
+            live = torch.equal(tensor, now)
+            require(live, f"the state '{name}' of '{piece.name}' is a copy; return the tensor that later steps update")
+
+    @smoke
+    def test_copied_state_continues_to_the_bit(self) -> None:
+        """The next step depends only on weights, state and the step's inputs."""
+        from mplug_testing import dense
+
+        one, other = self._bench(), self._bench()
+        one.step(1)
+        one.step(2)
+        for piece, other_piece in zip(other.pieces, one.pieces, strict=True):
+            piece.master.copy_(other_piece.master)
+        for (_, _, empty), (_, _, saved) in zip(other.states(), one.states(), strict=True):
+            empty.copy_(saved)
+        one.step(3)
+        other.step(3)
+        changed = dense.other_bits(one.snapshot(), other.snapshot())
+        require(
+            not changed,
+            f"a step from copied state gives {changed} other bits; a step must depend only on weights, state and the "
+            f"step's inputs",
+        )
+
+    # Parts, and layouts.
+
+    @smoke
+    def test_what_it_needs_is_enough(self) -> None:
+        """If it needs elements only, the halves of a piece can be updated separately."""
+        from mplug_testing import dense
+
+        one = self._bench()
+        if one.optimizer.needs != "elements":
+            raise SkipTest(f"'{self.plugin}' needs whole matrices")
+        pieces = dense.make_pieces(one.run.device)
+        cut = [half for piece in pieces for half in dense.halves(piece)]
+        other = dense.Bench(one.run, cut, "halves of pieces, although its needs are 'elements'")
+        for number in (1, 2):
+            one.step(number)
+            for piece in pieces:
+                piece.gradient.copy_(dense.gradient_of(piece, number))
+            other.step(number, lambda half, _: half.gradient)
+        found = dense.apart(
+            one.masters(), {f"the weight '{piece.name}'": piece.master for piece in pieces}, self.tolerance
+        )
+        require(
+            not found,
+            f"its needs are 'elements', and {found} differs if its halves are updated separately; if an update reads a "
+            f"whole matrix, set needs to 'matrices'",
+        )
+
+    @smoke
+    def test_it_takes_ranks_that_hold_padding_or_nothing(self) -> None:
+        """A rank of a divided vocabulary may hold only padding, and a pipeline stage may have no trained parameter."""
+        from mplug_testing import dense
+
+        run = self._run()
+        empty = dense.Bench(run, [], "no pieces, as on a rank without trained parameters")
+        empty.step(1)
+        if empty.optimizer.needs == "elements":  # for "matrices", the host refuses layouts that cut a table
+            piece, run.rank = dense.padding(run.device)
+            bench = dense.Bench(run, [piece], "padding only")
+            for number in (1, 2):
+                bench.step(number, dense.times(0.0))
+            require(bool(piece.master.isfinite().all()), "padding, whose gradient is 0, becomes infinite or NaN")
+
+    def test_a_layout_gives_the_weights_of_one_process(self, layout: str) -> None:
+        """Weights, losses, gradients and norms are equal.
+
+        A layout that the host refuses is skipped, unless `layouts` names it.
+        """
+        from mplug.model.build import build_model
+
+        settings = in_fp64(self.tiny(parallel__layout=layout))
+        with refusals(f"layout '{layout}'", named_by_author=self.layouts is not None):
+            run = tiny_run(settings)
+            build_model(run)
+        with naming_failures(f"a run under {layout}"):
+            traces = run_workers(run.mesh.world_size, train_steps, settings)
+        reference = trained_once(self.tiny())[0]
+        found = _weights_off(traces, reference, self.tolerance) or difference(traces, reference).partition(";")[0]
+        require(not found, f"under {layout} {found}")
+
+    # Shared by the tests.
+
+    def _refuse_other_update(self, name: str, piece: "Piece", part: tuple[Any, ...], old: "Tensor") -> None:
+        """Compare a piece, or one matrix of it, with the reference after all steps of the schedule."""
+        import torch
+
+        from mplug_testing import dense
+
+        steps = [
+            DenseStep(
+                dense.gradient_of(piece, number)[part].double() * scale, lr, decay if piece.parameter.decays else 0.0
+            )
+            for number, (lr, decay, scale) in enumerate(SCHEDULE)
+        ]
+        exact = self.reference(old, steps, piece.parameter, self.config().optimizer)
+        error = float((piece.master[part].double() - exact).abs().max())
+        rounding = len(SCHEDULE) * torch.finfo(torch.float32).eps * float(exact.abs().max())
+        allowed = self.tolerance * float((exact - old).abs().max()) + rounding
+        require(
+            error <= allowed,
+            f"after {len(steps)} steps, {name} differs from the reference by {error:.3g} (allowed: {allowed:.3g})",
+        )
+
+
+def _weights_off(traces: list[Trace], reference: Trace, tolerance: float) -> str:
+    for name, shape in reference.shapes.items():
+        expected = logical([reference.weights], name, shape)
+        error = float((logical([trace.weights for trace in traces], name, shape) - expected).norm())
+        allowed = tolerance * float(expected.norm())
+        if not error <= allowed:
+            return f"the weight '{name}' has an error of {error:.3g} after {STEPS} steps (allowed: {allowed:.3g})"
+    return ""

@@ -1,0 +1,124 @@
+"""Whether a family's external names and config.json say the same as its plan."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+from unittest import SkipTest
+
+import torch
+from torch import Tensor
+
+from mplug.checkpoint.public_weights import conversion
+from mplug.checkpoint.transfer import Read, fill_ours, fill_theirs
+from mplug.config.public_form import PublicForm, ReadField
+from mplug.errors import UsageError
+from mplug.layout.mesh import Mesh
+from mplug.registry.public import FORMS, forms_of
+from mplug.registry.public_export import public_config_of
+from mplug.run.run import Run
+from mplug_testing.suite import Fault, require
+
+if TYPE_CHECKING:
+    from mplug.model.model import Model
+
+
+def require_published(run: Run, model: "Model") -> None:
+    """Raise Fault unless every element of the model has one place in a published checkpoint, and the reverse.
+
+    SkipTest if the family has no published form, or none for this config.
+    """
+    plugin = next(one for one in run.config.chosen if one.section == ("model",)).plugin
+    if model.plan.external is None:
+        require(not forms_of(plugin), f"it has '{FORMS}', but its plan has no external names (Plan.external)")
+        raise SkipTest("its plan has no external names, so it has no published form")
+    try:
+        public_config_of(run.config)
+    except UsageError as error:
+        raise SkipTest(f"{error}") from None
+    model.place(Mesh.of([], 1), None)
+    try:
+        made = conversion(model)
+    except UsageError as error:
+        raise Fault(f"{error}") from None
+    lost = sorted(made.absent & set(model.placements))
+    require(not lost, f"its published form has no place for {lost}, so an export would lose it")
+    first, public = 0, dict[str, Tensor]()
+    for tensor in made.public:
+        shape = torch.Size(made.shape(tensor))
+        public[tensor] = torch.arange(first, first + shape.numel(), dtype=torch.float64).view(shape)
+        first += shape.numel()
+    ours = dict[str, Tensor]()
+    for name, links in made.links.items():
+        ours[name] = torch.full(links[0].ours.shape, -1.0, dtype=torch.float64)
+        fill_ours(links, (0,) * ours[name].dim(), ours[name], _reader(public))
+        require(bool((ours[name] >= 0).all()), f"its external names leave elements of '{name}' out")
+    for tensor, original in public.items():
+        found = torch.full_like(original, -1.0)
+        fill_theirs(made.public[tensor], found, _reader(ours))
+        require(torch.equal(found, original), f"its external names give elements of '{tensor}' to several parameters")
+
+
+def require_tables(plugin: Any) -> None:
+    """Raise Fault unless the forms of a family are tables whose fields all have an effect. SkipTest without forms."""
+    if not forms_of(plugin):
+        raise SkipTest(f"it has no '{FORMS}', so it has no published form")
+    for form in forms_of(plugin):
+        _require_settings(plugin, form)
+        _require_used(form)
+
+
+def _require_settings(plugin: Any, form: PublicForm) -> None:
+    """Every setting of a form is one of the family's Config, and the form decides it once."""
+    decided = [*form.implied, *form.altering]
+    decided += [name for row in form.fields.values() if isinstance(row, ReadField) for name in row.settings]
+    decided += [name for name in form.training if name not in decided]
+    unknown = sorted(set(decided) - set(plugin.Config.model_fields))
+    require(not unknown, f"its form of {form.architecture} sets {unknown}, which its Config lacks")
+    twice = sorted({name for name in decided if decided.count(name) > 1})
+    require(not twice, f"its form of {form.architecture} decides {twice} in two places")
+    aliased = sorted(set(form.aliases) & set(form.fields))
+    require(not aliased, f"its form of {form.architecture} has {aliased} both as fields and as aliases")
+    lost = sorted(set(form.aliases.values()) - set(form.fields))
+    require(not lost, f"its form of {form.architecture} has aliases of {lost}, which it has no rows for")
+
+
+class _Noted(dict[str, Any]):
+    """Values that note which of them are read."""
+
+    def __init__(self, values: dict[str, Any], seen: set[str]) -> None:
+        super().__init__(values)
+        self.seen = seen
+
+    def __getitem__(self, name: str) -> Any:
+        self.seen.add(name)
+        return super().__getitem__(name)
+
+
+def _require_used(form: PublicForm) -> None:
+    """The form's function reads every field that decides no setting directly."""
+    rows = {name: row for name, row in form.fields.items() if isinstance(row, ReadField)}
+    seen = {name for name, row in rows.items() if row.settings}
+    seen |= {form.longest} if form.longest is not None else set()
+    for values in _variants(rows):
+        try:
+            form.settings(_Noted(values, seen))
+        except ValueError:  # the values do not fit together
+            continue
+    unread = sorted(set(rows) - seen)
+    require(not unread, f"its form of {form.architecture} declares {unread} as read, but nothing reads them")
+
+
+def _variants(rows: dict[str, ReadField]) -> Iterator[dict[str, Any]]:
+    """The defaults of all fields, and these with one other value."""
+    defaults = {name: row.default for name, row in rows.items()}
+    yield defaults
+    for name, row in rows.items():
+        yield from ({**defaults, name: sample} for sample in row.values.samples)
+
+
+def _reader(tensors: dict[str, Tensor]) -> Read:
+    """Reads boxes of tensors in memory."""
+
+    def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        return tensors[name][tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
+
+    return read

@@ -13,7 +13,7 @@ whenever it needs the answer.
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from mplug.registry.specification import all_plugins, at_most_one, exactly_one
+from mplug.registry.specification import all_plugins, at_most_one, exactly_one, or_attribute
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -164,6 +164,7 @@ def offer(run: "Run", model: "Model") -> "list[Offer | Wrap]":
     """
 
 
+@or_attribute
 @all_plugins
 def captures(run: "Run", model: "Model") -> "bool | str | None":
     """Whether a CUDA graph can replay this plugin's part of a step (`trainer.graphs`, `mplug generate` on a GPU). Pure.
@@ -179,7 +180,8 @@ def captures(run: "Run", model: "Model") -> "bool | str | None":
     - When the step ends, the current stream has waited for every other stream. A plugin that appends to
       `model.when_written` appends to `model.when_settled` too.
 
-    Otherwise return the reason, as a clause about the plugin ("moves activations to the CPU"). The host refuses
+    Otherwise return the reason, as a clause about the plugin ("moves activations to the CPU"). A plugin whose answer is
+    constant states it as a class attribute instead: `captures = True`. The host refuses
     `trainer.graphs` unless every plugin that takes part in a step returns True: the model, adapters, the strategies,
     the optimizer, the plugins with a selected supplier or wrap, and those that implement `parameters_updated`, which
     runs after each replay and outside of the graph.

@@ -313,7 +313,10 @@ COUNTING = """        muon, steps = Muon(pieces, run.rank, self.config), []
 def test_the_suite_catches_a_number_that_a_replay_would_freeze(plant: Callable[..., None]) -> None:
     last = "        return Muon(pieces, run.rank, self.config)\n"
     plant("nova-orthon", last, COUNTING.replace("replace(", "__import__('dataclasses').replace("))
-    with pytest.raises(Fault, match=r"implements 'captures', and in a replayed step, the weight '.*' has other bits"):
+    with pytest.raises(
+        Fault,
+        match=r"states .captures., and in a replayed step, the weight '.*' has other bits",
+    ):
         Suite().test_a_replayed_step_is_a_step()
 
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from mplug_nn.decoder import decoder_plan as decoder_plan
     from mplug_nn.decoders.build import build_decoder as build_decoder
     from mplug_nn.decoders.config import DecoderConfig as DecoderConfig
+    from mplug_nn.decoders.family import DecoderFamily as DecoderFamily
     from mplug_nn.decoders.general import GeneralDecoderConfig as GeneralDecoderConfig
     from mplug_nn.decoders.general import RopeScaling as RopeScaling
     from mplug_nn.decoders.parts import ActivationName as ActivationName
@@ -188,6 +189,7 @@ publish(
         ),
         "mplug_nn.decoders.build": ("build_decoder",),
         "mplug_nn.decoders.config": ("DecoderConfig",),
+        "mplug_nn.decoders.family": ("DecoderFamily",),
         "mplug_nn.decoders.general": (
             "GeneralDecoderConfig",
             "RopeScaling",

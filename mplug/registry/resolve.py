@@ -29,6 +29,7 @@ from mplug.errors import UsageError, brief, listed, quoted, suggest
 from mplug.layout.mesh import parse_layout
 from mplug.registry.bind_section import bind
 from mplug.registry.entry_points import BrokenPlugin, Registry
+from mplug.registry.fallbacks import without_missing
 from mplug.registry.public import with_public_settings
 from mplug.slot_kinds import SLOT_KINDS
 
@@ -52,6 +53,7 @@ class _Resolver:
         self.settings = merge(base, overrides)
         named: Settings = {key: setting for key, setting in overrides.items() if key == ("model", "name")}
         self.settings = merge(merge(merge(base, named), self._preset()), overrides)
+        self.settings = without_missing(registry, base, self.settings)
         self.tree = nested(self.settings)
 
     def run(self) -> RunConfig:

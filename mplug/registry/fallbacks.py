@@ -22,7 +22,12 @@ def without_missing(registry: Registry, base: Settings, settings: Settings) -> S
             continue
         if key in DISPENSABLE and setting.value is not None and _is_missing(registry, DISPENSABLE[key], setting.value):
             kept[key] = replace(setting, value=None, source=f"{setting.source}; '{setting.value}' is not installed")
-        elif key[0] == OBSERVERS and not _is_set(key[:2], base, settings) and _is_missing(registry, *key[:2]):
+        elif (
+            key[0] == OBSERVERS
+            and len(key) > 1
+            and not _is_set(key[:2], base, settings)
+            and _is_missing(registry, *key[:2])
+        ):
             del kept[key]
     return kept
 

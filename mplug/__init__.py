@@ -7,8 +7,8 @@ torch.
 from typing import TYPE_CHECKING
 
 from mplug import hookspecs as _hookspecs  # noqa: F401 (fills the table of specifications)
-from mplug.lazy import publish
-from mplug.version import __version__  # noqa: F401
+from mplug.system.lazy import publish
+from mplug.system.version import __version__  # noqa: F401
 
 if TYPE_CHECKING:
     from mplug.checkpoint.foreign import ForeignCheckpoint as ForeignCheckpoint
@@ -46,12 +46,8 @@ if TYPE_CHECKING:
     from mplug.contracts import distinct as distinct
     from mplug.errors import RunError as RunError
     from mplug.errors import UsageError as UsageError
-    from mplug.files import sync_file as sync_file
-    from mplug.files import sync_path as sync_path
-    from mplug.files import write_whole as write_whole
     from mplug.gradients.owned_memory import Shard as Shard
     from mplug.gradients.owned_memory import Shards as Shards
-    from mplug.gradients.precision import DTYPES as DTYPES
     from mplug.gradients.sinks import GradientSink as GradientSink
     from mplug.gradients.sinks import Sinks as Sinks
     from mplug.layout.actions import Action as Action
@@ -104,9 +100,9 @@ if TYPE_CHECKING:
     from mplug.model.offers import Wrap as Wrap
     from mplug.model.slot_buffer import SlotBuffer as SlotBuffer
     from mplug.model.weight_gradients import WeightGradients as WeightGradients
-    from mplug.precision import Precision as Precision
-    from mplug.precision import Recipe as Recipe
-    from mplug.precision import rounding_of_sums as rounding_of_sums
+    from mplug.precisions.precision import Precision as Precision
+    from mplug.precisions.precision import Recipe as Recipe
+    from mplug.precisions.precision import rounding_of_sums as rounding_of_sums
     from mplug.registry.schedules import find_schedule as find_schedule
     from mplug.registry.schedules import proven_table as proven_table
     from mplug.registry.specification import hookimpl as hookimpl
@@ -118,6 +114,9 @@ if TYPE_CHECKING:
     from mplug.run.run import Run as Run
     from mplug.run.toolchain import triton_builds as triton_builds
     from mplug.slot_kinds import slots_named as slots_named
+    from mplug.system.files import sync_file as sync_file
+    from mplug.system.files import sync_path as sync_path
+    from mplug.system.files import write_whole as write_whole
     from mplug.training.map_loader import MapLoader as MapLoader
     from mplug.training.stepper import DefaultStepper as DefaultStepper
     from mplug.training.torch_optimizer import TorchOptimizer as TorchOptimizer
@@ -170,7 +169,7 @@ publish(
             "RunError",
             "UsageError",
         ),
-        "mplug.files": (
+        "mplug.system.files": (
             "sync_file",
             "sync_path",
             "write_whole",
@@ -179,7 +178,6 @@ publish(
             "Shard",
             "Shards",
         ),
-        "mplug.gradients.precision": ("DTYPES",),
         "mplug.gradients.sinks": (
             "GradientSink",
             "Sinks",
@@ -254,7 +252,7 @@ publish(
         ),
         "mplug.model.slot_buffer": ("SlotBuffer",),
         "mplug.model.weight_gradients": ("WeightGradients",),
-        "mplug.precision": (
+        "mplug.precisions.precision": (
             "Precision",
             "Recipe",
             "rounding_of_sums",

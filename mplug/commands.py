@@ -5,7 +5,7 @@ The names are imported when they are first used, because some of them import tor
 
 from typing import TYPE_CHECKING
 
-from mplug.lazy import publish
+from mplug.system.lazy import publish
 
 if TYPE_CHECKING:
     from mplug.cli.options import config_options as config_options
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from mplug.distributed.signals import Signals as Signals
     from mplug.distributed.world import launched as launched
     from mplug.errors import listed as listed
-    from mplug.gradients.precision import DTYPES as DTYPES
     from mplug.model.build import build_model as build_model
     from mplug.model.build import choose_device as choose_device
     from mplug.model.build import measure_bytes as measure_bytes
@@ -49,7 +48,6 @@ publish(
         "mplug.distributed.signals": ("Signals",),
         "mplug.distributed.world": ("launched",),
         "mplug.errors": ("listed",),
-        "mplug.gradients.precision": ("DTYPES",),
         "mplug.model.build": ("build_model", "choose_device", "measure_bytes"),
         "mplug.model.compilation": ("compiled_graphs",),
         "mplug.registry.entry_points": ("Registry",),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mplug.layout.plan import Stages
     from mplug.model.model import Model
     from mplug.model.offers import Offer, Wrap
-    from mplug.precision import Precision
+    from mplug.precisions.precision import Precision
     from mplug.run.run import Run
     from mplug.training.stepper import DefaultStepper
 

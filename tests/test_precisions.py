@@ -21,7 +21,7 @@ from mplug.errors import UsageError
 from mplug.layout.plan import Flops, Plan, Unit
 from mplug.model.build import build_model
 from mplug.model.recipe import default_base_modules
-from mplug.precision import Precision, Recipe, rounding_of_sums
+from mplug.precisions.precision import Precision, Recipe, rounding_of_sums
 from mplug.registry.entry_points import BrokenPlugin, Registry
 from mplug.training.assembly import build
 
@@ -77,7 +77,7 @@ def test_every_format_that_does_not_fit_is_a_fault(fields: dict[str, Any], fault
 
 
 def test_the_bits_of_the_formats_are_those_of_torch() -> None:
-    from mplug.dtypes import FORMATS
+    from mplug.precisions.dtypes import FORMATS
 
     for name, known in FORMATS.items():
         dtype = getattr(torch, name)
@@ -130,15 +130,6 @@ def test_installing_a_precision_changes_nothing_and_its_options_are_bound_only_b
         with pytest.raises(UsageError) as refused:
             tiny_run({**TINTO, **settings})
         assert said in str(refused.value)
-
-
-def test_dtypes_for_plugins_of_0_1_follow_the_installed_precisions(plant: Plant) -> None:
-    plant("nova-tinto")
-    assert set(mplug.DTYPES) == {*NATIVE, "fp8", "te-fp8", "tinto", "patient"}
-    native = [mplug.DTYPES[word] for word in NATIVE]
-    assert native == [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-    assert mplug.DTYPES["tinto"] is torch.float32
-    assert "fp4" not in mplug.DTYPES
 
 
 BREACHES = {

@@ -234,7 +234,7 @@ def test_every_preset_of_a_published_model_is_exported(family: str, kind: str) -
 
 
 def folder_of(kind: str, path: Path) -> Path:
-    from mplug.files import write_whole
+    from mplug.system.files import write_whole
 
     path.mkdir()
     write_whole(path / "config.json", json.dumps(tiny(kind, architectures=[FORMS[kind][1].architecture])))

@@ -23,11 +23,11 @@ from mplug.checkpoint.public_folder import INDEX, WHOLE
 from mplug.checkpoint.published import Kept, Published
 from mplug.checkpoint.transfer import fill_theirs
 from mplug.config.public import CONFIG
-from mplug.dtypes import FORMATS
 from mplug.errors import RunError, UsageError, listed
-from mplug.files import sync_file, sync_path, write_whole
 from mplug.layout.conversion import Conversion
 from mplug.model.adapters import Merge, RowNorms, row_norms
+from mplug.precisions.dtypes import FORMATS
+from mplug.system.files import sync_file, sync_path, write_whole
 
 
 @dataclass(frozen=True)

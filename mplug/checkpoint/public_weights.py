@@ -12,10 +12,10 @@ from torch import Tensor
 from mplug.checkpoint.public_folder import PublicFolder, Stored, some
 from mplug.checkpoint.published import Kept
 from mplug.checkpoint.weight_decoders import WeightDecoder, weight_decoder
-from mplug.dtypes import FORMATS
 from mplug.errors import RunError, UsageError, listed
 from mplug.layout.conversion import Conversion, conversion_of
 from mplug.layout.external import Link
+from mplug.precisions.dtypes import FORMATS
 
 if TYPE_CHECKING:
     from mplug.checkpoint.wanted import Wanted

@@ -16,7 +16,7 @@ from typing import Any
 from mplug.checkpoint.public_folder import INDEX
 from mplug.config.public import CONFIG, read_json
 from mplug.errors import UsageError
-from mplug.files import write_whole
+from mplug.system.files import write_whole
 
 PUBLISHED, FILES, TENSORS = "published", "files", "tensors.json"
 KEPT = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "*.md", "LICENSE*", "additional_chat_templates/*")

@@ -23,7 +23,7 @@ from mplug.checkpoint.names import MANIFEST, SUFFIX, file_of, partial_path
 from mplug.checkpoint.plans import KeptPlans
 from mplug.checkpoint.reading import checksum_of, open_file
 from mplug.checkpoint.retention import Retention
-from mplug.files import sync_path, write_whole
+from mplug.system.files import sync_path, write_whole
 
 log = logging.getLogger("mplug")
 

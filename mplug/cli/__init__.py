@@ -15,7 +15,7 @@ from click.shell_completion import CompletionItem
 from mplug.config.entry import Entry
 from mplug.errors import RunError, UsageError, suggest
 from mplug.registry.entry_points import Registry
-from mplug.version import __version__
+from mplug.system.version import __version__
 
 COMMANDS = {
     "train": "Train a model, or continue a run.",

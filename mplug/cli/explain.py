@@ -9,8 +9,8 @@ import click
 
 from mplug.cli.options import config_options, resolved
 from mplug.cli.tables import human_bytes, table
-from mplug.files import write_whole
 from mplug.slot_kinds import PRODUCTS
+from mplug.system.files import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mplug.contracts import Piece
-from mplug.gradients.precision import wide
 from mplug.gradients.region import region
+from mplug.gradients.wide import wide
 from mplug.layout.placement import Placement
 from mplug.layout.ranks import Ranks
 from mplug.ops.exchanges import Exchange, Item, in_order

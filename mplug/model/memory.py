@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from mplug.gradients.owned_memory import Shards
-from mplug.gradients.precision import wide
 from mplug.gradients.region import region
+from mplug.gradients.wide import wide
 from mplug.layout.placement import Box, Placement
 from mplug.model.model import Model
 from mplug.tensors.random import key_of, normal

@@ -21,7 +21,7 @@ from mplug.model.draws import Draws
 from mplug.model.offers import Filled
 from mplug.model.units import run_units
 from mplug.ops.exchanges import Item, in_order
-from mplug.precision import Recipe
+from mplug.precisions.precision import Recipe
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -15,7 +15,7 @@ from mplug.config.entry import Entry
 from mplug.errors import UsageError, listed, suggest
 from mplug.open_lists import LISTS
 from mplug.slot_kinds import SLOT_KINDS
-from mplug.version import __version__
+from mplug.system.version import __version__
 
 KINDS = (
     "models",

@@ -9,7 +9,7 @@ from mplug.config.binding import RunConfig
 from mplug.contracts import Variance
 from mplug.distributed.heartbeats import Pulse
 from mplug.layout.mesh import Mesh
-from mplug.precision import Precision
+from mplug.precisions.precision import Precision
 from mplug.registry.hooks import Hooks
 from mplug.registry.precisions import precision_among
 from mplug.run.toolchain import triton_builds

@@ -12,10 +12,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
 from mplug.contracts import Record
-from mplug.files import write_whole
 from mplug.registry.specification import hookimpl
 from mplug.run.metrics_file import METRICS, read_lines
 from mplug.run.run import Run
+from mplug.system.files import write_whole
 from mplug.training.loss_picture import MARK, Curve, svg
 
 log = logging.getLogger("mplug")

@@ -9,7 +9,7 @@ This module imports no torch: a name is imported when it is first used.
 
 from typing import TYPE_CHECKING
 
-from mplug.lazy import publish
+from mplug.system.lazy import publish
 
 if TYPE_CHECKING:
     from mplug.tensors.operator import fake as fake

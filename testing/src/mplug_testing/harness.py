@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from mplug.config.defaults import default_settings
 from mplug.config.sources import Settings, from_mapping, merge, read_file
-from mplug.dtypes import FORMATS
 from mplug.errors import UsageError
+from mplug.precisions.dtypes import FORMATS
 from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare

@@ -14,8 +14,8 @@ from mplug_sdpa import SDPA
 from mplug_sdpa.attention import CORES
 from mplug_sdpa.limits import OFFERED
 from mplug_testing import KernelSuite, precision_named
+from mplug_testing.attention_errors import Heads, attention_errors
 from mplug_testing.capabilities import Setting, core_fault, parts_fault
-from mplug_testing.precision import Heads, attention_errors
 
 from mplug import Offer, Site
 from mplug.cli import main

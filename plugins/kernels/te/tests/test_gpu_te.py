@@ -18,8 +18,8 @@ from mplug_te.casts import BLOCK, cast, cast_blocks, scales_of, transposed
 from mplug_te.linear import HalfProduct, product_of
 from mplug_te.recipes import BLOCKWISE, DELAYED, TENSORWISE, Options
 from mplug_testing import KernelSuite, PrecisionSuite
+from mplug_testing.attention_errors import Heads, attention_errors
 from mplug_testing.capabilities import Setting, parts_fault
-from mplug_testing.precision import Heads, attention_errors
 from torch import Tensor
 
 from mplug.tensors.sink import Sink, Weights

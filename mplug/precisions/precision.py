@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from mplug.dtypes import FORMATS
 from mplug.errors import listed, suggest
+from mplug.precisions.dtypes import FORMATS
 
 if TYPE_CHECKING:
     import torch

@@ -2,7 +2,7 @@
 
 from pydantic import BaseModel, ConfigDict
 
-from mplug.precision import Precision
+from mplug.precisions.precision import Precision
 from mplug.registry.specification import hookimpl
 
 

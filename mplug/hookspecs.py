@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mplug.layout.plan import Stages
     from mplug.model.model import Model
     from mplug.model.offers import Offer, Wrap
+    from mplug.model.selection import Selection
     from mplug.precision import Precision
     from mplug.run.run import Run
     from mplug.training.stepper import DefaultStepper
@@ -165,6 +166,16 @@ def offer(run: "Run", model: "Model") -> "list[Offer | Wrap]":
 
 
 @all_plugins
+def offers_selected(run: "Run", model: "Model", selection: "Selection") -> None:
+    """The host has selected suppliers and wraps, and neither refused nor installed any of them yet.
+
+    It is for a command that builds a model for something else than training (`prepare(config, {LABEL: object})`):
+    `selection.filled` has the content of every site of this rank. The command may remove entries from
+    `selection.unmet`, the needs that no chosen plugin serves: then the default of the slot computes these sites.
+    """
+
+
+@all_plugins
 def captures(run: "Run", model: "Model") -> "bool | str | None":
     """Whether a CUDA graph can replay this plugin's part of a step (`trainer.graphs`, `mplug generate` on a GPU). Pure.
 
@@ -184,8 +195,8 @@ def captures(run: "Run", model: "Model") -> "bool | str | None":
     the optimizer, the plugins with a selected supplier or wrap, and those that implement `parameters_updated`, which
     runs after each replay and outside of the graph.
 
-    In a run that samples (`run.decoding` is not None), a step computes one token of each text. Its steps run eagerly
-    unless the model, the strategies, the adapters, and the plugins with a selected supplier or wrap return True.
+    In a run that does not train (`run.trains` is False), a step is a forward pass. It runs eagerly unless the model,
+    the strategies, the adapters, and the plugins with a selected supplier or wrap return True.
 
     Called when the slots are filled, before launch and on every rank.
     """
@@ -258,11 +269,11 @@ def build_stepper(run: "Run", model: "Model", default: "DefaultStepper") -> "Ste
 
 @at_most_one
 def build_relay(run: "Run", model: "Model", crossing: "Sequence[tuple[str, ...]]") -> "Relay":
-    """In a run that samples: runs a model forward that `split_model` has divided into stages. Collective.
+    """In a run that does not train: runs a model forward that `split_model` has divided into stages. Collective.
 
     `crossing` names the activations that enter each chunk, which are those of the plan's inference units: they may
-    differ from those of training. The number of samples and of positions changes from call to call. Without this hook,
-    the host refuses to sample from a model that is divided into stages.
+    differ from those of training. The number of samples and of positions changes from call to call. A command that runs
+    models forward (`mplug generate`) calls it, and refuses a model that is divided into stages without it.
     """
 
 

@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from mplug.model.mixing import statements as statements
     from mplug.model.selection import Selection as Selection
     from mplug.model.selection import offered_in_plain_torch as offered_in_plain_torch
+    from mplug.model.units import AS_THEY_ARE as AS_THEY_ARE
+    from mplug.model.units import Instead as Instead
     from mplug.model.units import run_units as run_units
     from mplug.registry.blame import cause_of as cause_of
     from mplug.registry.blame import failed_part as failed_part
@@ -104,7 +106,7 @@ publish(
         "mplug.model.graphs": ("forward_obstacles",),
         "mplug.model.mixing": ("covers", "statements"),
         "mplug.model.selection": ("Selection", "offered_in_plain_torch"),
-        "mplug.model.units": ("run_units",),
+        "mplug.model.units": ("AS_THEY_ARE", "Instead", "run_units"),
         "mplug.registry.blame": ("cause_of", "failed_part"),
         "mplug.registry.entry_points": ("Registry",),
         "mplug.registry.hooks": ("COMMAND",),

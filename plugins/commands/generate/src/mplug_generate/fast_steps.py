@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from mplug import Run
-from mplug.commands import compiled_units, compiler_of, forward_obstacles
+from mplug.commands import AS_THEY_ARE, Instead, compiled_units, compiler_of, forward_obstacles
 from mplug_generate.sampler import Sampler, owners_of_axes
-from mplug_generate.stages import AS_THEY_ARE, Instead
 
 
 def obstacles(run: Run, sampler: Sampler) -> list[str]:

@@ -1,9 +1,9 @@
-"""How a model samples: with a cache or without, and with which kind. The object that takes part in its build.
+"""The part of `mplug generate` in the build of a model: whether it samples with a cache, and with which kind.
 
 A model samples with a cache if its modules declare enough:
 
-- Every module declares what it mixes (`mixes`), and in evaluation none mixes positions or samples outside
-  of slots. So the last positions can be computed alone, and several samples together.
+- Every module declares what it mixes (`mixes`), and in evaluation none mixes positions or samples outside of slots. So
+  the last positions can be computed alone, and several samples together.
 - Every module with the slot `Attention.core` declares that it serves a cache:
 
       caches: ClassVar[bool] = True
@@ -100,7 +100,7 @@ class Sampler:
 
     @hookimpl
     def captures(self) -> bool:
-        """The steps of a token read no value of the CPU that differs between steps."""
+        """True: the steps of a token read no value of the CPU that differs between steps."""
         return True
 
     @property

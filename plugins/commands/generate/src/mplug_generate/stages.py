@@ -7,18 +7,13 @@ without any passes on what it receives.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mplug import Model, Relay, Run, Unit, UsageError
-from mplug.commands import modules_around, run_units
+from mplug.commands import AS_THEY_ARE, Instead, modules_around, run_units
 
-Instead = Mapping[str, Callable[..., Any]]
-"""Functions that run instead of some units, by the names of the units."""
-AS_THEY_ARE: Instead = MappingProxyType({})
 RunUnits = Callable[[Sequence[Unit], Mapping[str, Tensor]], Mapping[str, Tensor]]
 """(inference units, values) -> the values, with the outputs of the units."""
 Choose = Callable[[Tensor], Tensor]

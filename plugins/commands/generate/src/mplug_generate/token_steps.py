@@ -15,11 +15,11 @@ from mplug_nn.turning import shared_rotations
 from torch import Tensor
 
 from mplug import Model, Run, RunError, UsageError
-from mplug.commands import CudaGraph, Recording, cause_of, failed_part, use_own_stream
+from mplug.commands import AS_THEY_ARE, CudaGraph, Instead, Recording, cause_of, failed_part, use_own_stream
 from mplug_generate.fast_steps import obstacles
 from mplug_generate.sampler import Sampler, cached_modules
 from mplug_generate.sampling import Sampling, choose, draws
-from mplug_generate.stages import AS_THEY_ARE, Instead, run_last
+from mplug_generate.stages import run_last
 
 OFF = "sample with --graphs never"
 WARMUP = 2

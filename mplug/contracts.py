@@ -163,7 +163,7 @@ class CorpusTokenizer(Tokenizer, Protocol):
 
 
 class FolderTokenizer(Protocol):
-    """The tokenizer of a published model, read from its folder, as `mplug generate --pretrained` uses it.
+    """The tokenizer of a published model, read from its folder, for commands that read or write its text.
 
     A plugin of the kind `tokenizers` that reads such folders has a static method `read_folder(folder: Path)`, which
     returns this object. Its distribution names the file that it needs in the entry-point group

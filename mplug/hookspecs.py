@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mplug.layout.plan import Stages
     from mplug.model.model import Model
     from mplug.model.offers import Offer, Wrap
+    from mplug.model.selection import Selection
     from mplug.precisions.precision import Precision
     from mplug.run.run import Run
     from mplug.training.stepper import DefaultStepper
@@ -82,8 +83,8 @@ def check_data(config: "RunConfig") -> "Sequence[str] | None":
     """Check the data that `build_loader` will read. Return sentences that the user must know ("... is repeated").
 
     Only `mplug train` calls it, on every process that a user or a launcher has started: before it announces the run,
-    creates its folder or starts a process, and before torch is imported. `mplug explain` and `mplug generate` work
-    without the data, so `configure` must not read it.
+    creates its folder or starts a process, and before torch is imported. Other commands work without the data, so
+    `configure` must not read it.
 
     Check everything that is cheap: the files exist and can be read, their headers are those of the format, each split
     that the run reads has enough for a sample (validation is read if `trainer.eval_every` is not 0). Do not read a
@@ -164,10 +165,20 @@ def offer(run: "Run", model: "Model") -> "list[Offer | Wrap]":
     """
 
 
+@all_plugins
+def offers_selected(run: "Run", model: "Model", selection: "Selection") -> None:
+    """The host has selected suppliers and wraps, and neither refused nor installed any of them yet.
+
+    It is for a command that builds a model for something else than training (`mplug.commands`). `selection.filled` has
+    the content of every site of this rank. The command may remove entries from `selection.unmet`, the needs that no
+    chosen plugin serves: then the default of the slot computes these sites.
+    """
+
+
 @or_attribute
 @all_plugins
 def captures(run: "Run", model: "Model") -> "bool | str | None":
-    """Whether a CUDA graph can replay this plugin's part of a step (`trainer.graphs`, `mplug generate` on a GPU). Pure.
+    """Whether a CUDA graph can replay this plugin's part of a step (`trainer.graphs`, or a forward pass). Pure.
 
     A graph records the kernels of a step once, with their arguments and addresses, and replays them in every further
     step. No Python code of the step runs then. Return True if all of this holds for the part:
@@ -186,8 +197,8 @@ def captures(run: "Run", model: "Model") -> "bool | str | None":
     the optimizer, the plugins with a selected supplier or wrap, and those that implement `parameters_updated`, which
     runs after each replay and outside of the graph.
 
-    In a run that samples (`run.decoding` is not None), a step computes one token of each text. Its steps run eagerly
-    unless the model, the strategies, the adapters, and the plugins with a selected supplier or wrap return True.
+    In a run that does not train (`run.trains` is False), a step is a forward pass. It runs eagerly unless the model,
+    the strategies, the adapters, and the plugins with a selected supplier or wrap return True.
 
     Called when the slots are filled, before launch and on every rank.
     """
@@ -231,7 +242,7 @@ def build_optimizer(run: "Run", pieces: "list[Piece]") -> "Optimizer":
 
 @at_most_one
 def build_tokenizer(run: "Run") -> "Tokenizer | None":
-    """The tokenizer of this data: text to tokens and back. `mplug generate` needs it.
+    """The tokenizer of this data: text to tokens and back. Commands that read or write text use it.
 
     A plugin of the kind `tokenizers` implements this hook too. The host then calls it without a run, and the answer is
     a `CorpusTokenizer`.
@@ -260,11 +271,11 @@ def build_stepper(run: "Run", model: "Model", default: "DefaultStepper") -> "Ste
 
 @at_most_one
 def build_relay(run: "Run", model: "Model", crossing: "Sequence[tuple[str, ...]]") -> "Relay":
-    """In a run that samples: runs a model forward that `split_model` has divided into stages. Collective.
+    """In a run that does not train: runs a model forward that `split_model` has divided into stages. Collective.
 
     `crossing` names the activations that enter each chunk, which are those of the plan's inference units: they may
-    differ from those of training. The number of samples and of positions changes from call to call. Without this hook,
-    the host refuses to sample from a model that is divided into stages.
+    differ from those of training. The number of samples and of positions changes from call to call. The command that
+    runs the model calls it, and refuses a model that is divided into stages without it.
     """
 
 

@@ -10,6 +10,7 @@ from mplug.cli.beginning import beginning, readable_after, saved_since
 from mplug.cli.options import Finite, RunName, config_options, overrides
 from mplug.cli.train_start import Request, Start, prepare_start
 from mplug.errors import Diverged, RunError
+from mplug.registry.entry_points import Registry
 
 if TYPE_CHECKING:
     from mplug.run.run import Run
@@ -179,6 +180,6 @@ def _report(outcome: "Outcome", run: "Run", seconds: float) -> None:
         click.echo(f"{reason} after step {outcome.step}, which is saved; {rest}")
         return
     loss = f", validation loss {outcome.val_loss:.4f}" if outcome.val_loss is not None else ""
-    has_tokenizer = run.hooks.implementers("build_tokenizer")
-    sample = f"; sample from it with: mplug generate --name {name}" if has_tokenizer else ""
+    can_sample = run.hooks.implementers("build_tokenizer") and "generate" in Registry().names("commands")
+    sample = f"; sample from it with: mplug generate --name {name}" if can_sample else ""
     click.echo(f"done in {duration(seconds)}{loss}{sample}")

@@ -48,9 +48,7 @@ class Model:
     of the run's precision; products of the modules that `base_modules` match ignore it. `master_dtype` is the dtype of
     the masters; it is set when memory is allocated. `attached` are the modules that plugins have added, `merges` says
     how an export multiplies them into the model's parameters, and `adapters` is their published form.
-    `weights_version` grows whenever pieces have new weights. In a run that samples, `uncached` says why it does so
-    without a cache (empty: it has one), `growing` says why its caches grow (empty: they are static), and `replaced` are
-    messages about kernels of the config that plain torch replaces.
+    `weights_version` grows whenever pieces have new weights.
     """
 
     module: nn.Module
@@ -78,9 +76,6 @@ class Model:
     merges: "dict[str, Merge]" = field(default_factory=dict)
     adapters: "Adapters | None" = None
     weights_version: int = 0
-    uncached: str = ""
-    growing: str = ""
-    replaced: tuple[str, ...] = ()
     _sinks: Sinks | None = None
     _supplied: "tuple[Piece, ...] | None" = None
 

@@ -16,6 +16,8 @@ log = logging.getLogger("mplug")
 
 HOST = "host/"
 """Prefix of the labels of the host's own observers."""
+COMMAND = "commands/"
+"""Prefix of the label of the object with which a command takes part in the runs that it builds."""
 
 
 def implemented(plugin: type) -> list[str]:

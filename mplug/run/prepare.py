@@ -16,16 +16,19 @@ from mplug.run.run import Run
 
 def prepare(
     config: RunConfig,
-    host_plugins: dict[str, object] | None = None,
+    further: dict[str, object] | None = None,
     directory: Path | None = None,
     world_size: int | None = None,
 ) -> Run:
     """The run of a config. Raises UsageError with the problems that the plugins and the host find in the config.
 
+    `further` are objects with hooks, by their labels, that no config names: the host's observers, and the part of a
+    command in the runs that it builds (its label is `COMMAND` and the command's name).
+
     The default of `world_size` is the smallest number of ranks that every view of the mesh divides. The strategy of
     `parallel.data` gets the ranks that the layout's own axes do not use; the layout in the run's config then names it.
     """
-    hooks = _hooks_of(config, host_plugins)
+    hooks = _hooks_of(config, further)
     problems = []
     for label, check in hooks.layered("configure"):
         try:
@@ -48,7 +51,7 @@ def prepare(
     refuse_too_many_ranks(config, ranks)
     mesh = Mesh.of(axes, ranks)
     if ranks > sizes["attention"]:
-        return prepare(_with_rest(config, axes, ranks), host_plugins, directory, ranks)
+        return prepare(_with_rest(config, axes, ranks), further, directory, ranks)
     _refuse_uneven_batch(config, mesh)
     _refuse_uneven_sequence(config, mesh)
     entries = frozenset(hooks.call.batch_entries(config=config) or ())
@@ -113,8 +116,8 @@ def _with_rest(config: RunConfig, axes: list[Axis], ranks: int) -> RunConfig:
     )
 
 
-def _hooks_of(config: RunConfig, host_plugins: dict[str, object] | None = None) -> Hooks:
-    plugins = dict(host_plugins or {})
+def _hooks_of(config: RunConfig, further: dict[str, object] | None = None) -> Hooks:
+    plugins = dict(further or {})
     for chosen in config.chosen:
         with asking(chosen.label, "__init__"):
             plugins[chosen.label] = chosen.plugin(chosen.config)

@@ -22,18 +22,6 @@ if TYPE_CHECKING:
     from mplug.run.lock import Claim
 
 
-@dataclass(frozen=True)
-class Decoding:
-    """How a run samples.
-
-    `padded`: the samples of a batch may have padding, because their lengths differ. `graphs`: on a GPU, caches are
-    static and the step of a token is replayed as a CUDA graph, if all parts of the run can do so.
-    """
-
-    padded: bool = False
-    graphs: bool = False
-
-
 @dataclass
 class Run:
     """The run that every hook receives. `step` is the number of the current step; the first is 1."""
@@ -53,8 +41,10 @@ class Run:
     """The current activity of this process; heartbeats report it."""
     entries: frozenset[str] = frozenset()
     """The optional entries of the loader's micro batches."""
-    decoding: Decoding | None = None
-    """How the run samples instead of training; None: it trains."""
+    trains: bool = True
+    """Whether the run trains. A command that only runs the model forward sets it to False before it builds the model.
+
+    Such a model has no optimizer, and nothing is refused or sharded because of one."""
     depends_on_layout: tuple[str, ...] = ()
     """Messages about everything in the run that depends on the layout. Set when a training process is built."""
 

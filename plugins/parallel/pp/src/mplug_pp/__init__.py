@@ -82,7 +82,7 @@ class PipelineParallel:
                 config.schedule, Shape(size, num_micro_batches, config.chunks, config.group, config.limit)
             )
 
-        tables = [table(number) for number in run.micro_batch_counts()] if run.decoding is None else [table(1)]
+        tables = [table(number) for number in run.micro_batch_counts()] if run.trains else [table(1)]
         if any(one.ranks != tables[0].ranks for one in tables):
             raise UsageError(
                 f"parallel.pp.schedule={self.config.schedule} gives chunks to other ranks if the number of micro "

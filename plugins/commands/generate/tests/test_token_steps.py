@@ -6,6 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_generate import fast_steps, token_steps
+from mplug_generate.command import Asked, command
+from mplug_generate.decoding import sample
+from mplug_generate.fast_steps import compiled_step
+from mplug_generate.prompts import Prompt
+from mplug_generate.sampling import Sampling
+from mplug_generate.token_steps import Replays, TokenSteps, replays_for
 from mplug_nn.rotary import Turns
 from mplug_nn.static_cache import static_keys
 from mplug_nn.turning import Turning, table_of_rotations
@@ -17,17 +24,9 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mplug.cli.generate import Asked, command
-from mplug.cli.generate_prompts import Prompt
 from mplug.errors import RunError
-from mplug.model import token_steps
-from mplug.model.caching import choose_static_caches
-from mplug.model.compilation import compiled_graphs, compiled_step
-from mplug.model.decoding import sample
-from mplug.model.graphs import sampling_obstacles
-from mplug.model.sampling import Sampling
+from mplug.model.compilation import compiled_graphs
 from mplug.model.selection import Selection
-from mplug.model.token_steps import Replays, TokenSteps, replays_for
 
 HOT = Sampling(2.0, top_k=100, top_p=0.9, seed=7)
 
@@ -41,12 +40,12 @@ SOME = [
 @pytest.mark.parametrize("family", SOME)
 def test_a_replayed_step_gives_the_tokens_of_eager_steps(family: str) -> None:
     """Operations of a CPU are replayed as a graph replays kernels, also for a second batch, and past a window."""
-    _, model = built(FAMILIES[family])
-    assert model.growing == ""
+    _, sampler = built(FAMILIES[family])
+    assert sampler.growing == ""
     replays = Replays(Operations)
     for prompts in (PROMPTS[:3], PROMPTS[3:6]):
-        found = texts(model, prompts, sampling=HOT, replays=replays)
-        assert found == texts(model, prompts, sampling=HOT)
+        found = texts(sampler, prompts, sampling=HOT, replays=replays)
+        assert found == texts(sampler, prompts, sampling=HOT)
     assert replays.num_recorded == 1
 
 
@@ -54,25 +53,25 @@ def test_a_text_that_outgrows_its_cache_and_its_context_is_replayed_to_the_end(m
     """Caches of 8, 16 and 24 rows beside those of windows; then the context of 20 positions is full."""
     monkeypatch.setattr(token_steps, "MULTIPLE", 8)
     monkeypatch.setattr(token_steps, "FIRST", 1)
-    _, model = built(FAMILIES["gemma"])
+    _, sampler = built(FAMILIES["gemma"])
     replays, prompts = Replays(Operations), [[5], [200, 7, 7]]
-    found = texts(model, prompts, context=20, sampling=HOT, num_tokens=22, replays=replays)
+    found = texts(sampler, prompts, context=20, sampling=HOT, num_tokens=22, replays=replays)
     assert replays.num_recorded == 3
-    model.growing = "the test says so"
-    assert found == texts(model, prompts, context=20, sampling=HOT, num_tokens=22)
+    sampler.growing = "the test says so"
+    assert found == texts(sampler, prompts, context=20, sampling=HOT, num_tokens=22)
 
 
 def test_a_short_batch_does_not_share_the_caches_of_a_long_one() -> None:
-    _, model = built(FAMILIES["llama"])
+    _, sampler = built(FAMILIES["llama"])
     replays = Replays(Operations)
     for length, recorded in ((40, 1), (190, 2), (150, 2), (40, 3)):  # 64, 256, 192 and 64 positions
-        texts(model, [[7] * length], context=256, num_tokens=5, replays=replays)
+        texts(sampler, [[7] * length], context=256, num_tokens=5, replays=replays)
         assert replays.num_recorded == recorded
 
 
 def test_the_next_step_begins_before_the_cpu_reads_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """One step more than the text has tokens after its first; none more if the text ends by its length."""
-    _, model = built(FAMILIES["llama"])
+    _, sampler = built(FAMILIES["llama"])
     steps, advance = [], TokenSteps.advance
     monkeypatch.setattr(TokenSteps, "advance", lambda self, most: steps.append(len(found)) or advance(self, most))
     for ends_after, expected in ((3, [0, 1, 2]), (99, [0, 1, 2, 3])):
@@ -83,16 +82,16 @@ def test_the_next_step_begins_before_the_cpu_reads_a_token(monkeypatch: pytest.M
             found.append(token)
             return len(found) == ends_after
 
-        sample(model, [[1, 2]], [1], 5, 64, HOT, take)
+        sample(sampler, [[1, 2]], [1], 5, 64, HOT, take)
         assert steps == expected
 
 
 def test_a_step_that_makes_the_cpu_wait_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, model = built(FAMILIES["llama"])
+    _, sampler = built(FAMILIES["llama"])
     choose = token_steps.choose
     monkeypatch.setattr(token_steps, "choose", lambda logits, *given: [choose(logits, *given), logits.max().item()][0])
     with pytest.raises(RunError, match=r"cannot be recorded .* the CPU reads a value .*; sample with --graphs never"):
-        texts(model, PROMPTS[:1], replays=Replays(Operations))
+        texts(sampler, PROMPTS[:1], replays=Replays(Operations))
 
 
 class _Largest(TorchDispatchMode):
@@ -118,7 +117,7 @@ def test_a_step_copies_no_cache(kernels: str | None, numbers: int, monkeypatch: 
     The keys of a layer are 16 numbers for each row.
     """
     monkeypatch.setattr(token_steps, "MULTIPLE", 4096)
-    _, model = built({**FAMILIES["llama"], "kernels.default": kernels})
+    _, sampler = built({**FAMILIES["llama"], "kernels.default": kernels})
     step, seen = TokenSteps._step, list[int]()
 
     def measured(self: TokenSteps) -> None:
@@ -127,7 +126,7 @@ def test_a_step_copies_no_cache(kernels: str | None, numbers: int, monkeypatch: 
         seen.append(largest.nbytes)
 
     monkeypatch.setattr(TokenSteps, "_step", measured)
-    texts(model, [[1, 2, 3]], num_tokens=4)
+    texts(sampler, [[1, 2, 3]], num_tokens=4)
     assert seen == [numbers * 4096 * 8] * 3
 
 
@@ -143,9 +142,9 @@ def test_rows_of_a_static_cache_are_a_ring() -> None:
 
 
 def obstacles(settings: TinySettings) -> list[str]:
-    run, model = built(settings, padded=False, graphs=True)
+    run, sampler = built(settings, padded=False, graphs=True)
     run.device = "cuda"
-    return sampling_obstacles(run, model)
+    return fast_steps.obstacles(run, sampler)
 
 
 @pytest.mark.parametrize("layout", ["", "dp2", "zero2"])
@@ -180,15 +179,15 @@ def test_a_plugin_that_does_not_state_it_is_not_recorded(monkeypatch: pytest.Mon
 
 
 def test_without_the_setting_no_step_is_recorded_and_no_message_says_so() -> None:
-    run, model = built(FAMILIES["llama"], graphs=True)
-    assert replays_for(run, model)[1] == ["the run is on the CPU"]
-    run, model = built(FAMILIES["llama"])
-    replays, reasons = replays_for(run, model)
+    run, sampler = built(FAMILIES["llama"], graphs=True)
+    assert replays_for(run, sampler)[1] == ["the run is on the CPU"]
+    run, sampler = built(FAMILIES["llama"])
+    replays, reasons = replays_for(run, sampler)
     assert (replays.make, reasons) == (None, [])
     for device in ("cpu", "cuda"):
         run.device = device
-        choose_static_caches(run, model, Selection())
-        assert model.growing == ""
+        sampler.offers_selected(run=run, model=sampler.model, selection=Selection())
+        assert sampler.growing == ""
 
 
 # Compiled steps.
@@ -198,15 +197,15 @@ def test_without_the_setting_no_step_is_recorded_and_no_message_says_so() -> Non
 @pytest.mark.parametrize("family", SOME)
 def test_a_compiled_step_gives_the_tokens_of_eager_steps(family: str) -> None:
     """One graph for each kind of unit: no step compiles again, also not those of a second batch."""
-    run, model = built({**FAMILIES[family], "trainer.compile": "aot_eager"})
-    compiled, reason = compiled_step(run, model)
+    run, sampler = built({**FAMILIES[family], "trainer.compile": "aot_eager"})
+    compiled, reason = compiled_step(run, sampler)
     assert (list(compiled), reason) == (["embedding", "blocks.0", "blocks.1", "head"], "")
     kinds = 3 + (family in ("gemma", "gpt-oss", "deepseek"))  # these have blocks of two kinds
     before, replays = compiled_graphs(), Replays(compiled=compiled)
     for prompts in (PROMPTS[:3], PROMPTS[3:6]):
-        found = texts(model, prompts, sampling=HOT, replays=replays)
+        found = texts(sampler, prompts, sampling=HOT, replays=replays)
         assert compiled_graphs() == before + kinds
-        assert found == texts(model, prompts, sampling=HOT)
+        assert found == texts(sampler, prompts, sampling=HOT)
 
 
 @pytest.mark.parametrize("length", [1, 2])
@@ -235,19 +234,19 @@ def test_a_compiler_computes_plain_angles_of_a_token_where_they_are_used(turning
 @pytest.mark.wide("compile")
 @pytest.mark.filterwarnings("ignore")
 def test_a_step_that_inductor_compiles_gives_the_tokens_of_eager_steps() -> None:
-    run, model = built({**FAMILIES["llama"], "trainer.compile": "inductor"})
-    found = texts(model, PROMPTS[:3], sampling=HOT, replays=Replays(compiled=compiled_step(run, model)[0]))
-    assert found == texts(model, PROMPTS[:3], sampling=HOT)
+    run, sampler = built({**FAMILIES["llama"], "trainer.compile": "inductor"})
+    found = texts(sampler, PROMPTS[:3], sampling=HOT, replays=Replays(compiled=compiled_step(run, sampler)[0]))
+    assert found == texts(sampler, PROMPTS[:3], sampling=HOT)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_unit_with_hooks_stays_eager() -> None:
-    run, model = built({**FAMILIES["llama"], "trainer.compile": "aot_eager"})
+    run, sampler = built({**FAMILIES["llama"], "trainer.compile": "aot_eager"})
     calls: list[int] = []
-    model.module.get_submodule("blocks.1").register_forward_pre_hook(lambda *_: calls.append(1))
-    compiled, _ = compiled_step(run, model)
+    sampler.model.module.get_submodule("blocks.1").register_forward_pre_hook(lambda *_: calls.append(1))
+    compiled, _ = compiled_step(run, sampler)
     assert list(compiled) == ["embedding", "blocks.0", "head"]
-    texts(model, PROMPTS[:1], num_tokens=4, replays=Replays(compiled=compiled))
+    texts(sampler, PROMPTS[:1], num_tokens=4, replays=Replays(compiled=compiled))
     assert len(calls) == 4
 
 
@@ -272,8 +271,8 @@ NOT_COMPILED: dict[str, tuple[TinySettings, str]] = {
 @pytest.mark.parametrize("name", NOT_COMPILED)
 def test_a_step_that_is_not_compiled_has_a_reason(name: str) -> None:
     settings, reason = NOT_COMPILED[name]
-    run, model = built({**FAMILIES["llama"], **settings}, padded=False)
-    assert compiled_step(run, model) == ({}, reason)
+    run, sampler = built({**FAMILIES["llama"], **settings}, padded=False)
+    assert compiled_step(run, sampler) == ({}, reason)
 
 
 @pytest.mark.parametrize(("options", "graphs"), [([], True), (["--graphs", "never"], False)])

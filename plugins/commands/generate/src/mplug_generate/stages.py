@@ -1,4 +1,4 @@
-"""Inference with a model that a strategy has divided into stages.
+"""Forward passes of a model that a strategy has divided into stages.
 
 The chunks are those of training (`Stages`). Each runs the inference units of the plan that belong to it; a chunk
 without any passes on what it receives.
@@ -11,13 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mplug.contracts import Relay
-from mplug.errors import UsageError
-from mplug.layout.names import modules_around
-from mplug.layout.plan import Unit
-from mplug.model.model import Model
-from mplug.model.units import AS_THEY_ARE, Instead, run_units
-from mplug.run.run import Run
+from mplug import Model, Relay, Run, Unit, UsageError
+from mplug.commands import AS_THEY_ARE, Instead, modules_around, run_units
 
 RunUnits = Callable[[Sequence[Unit], Mapping[str, Tensor]], Mapping[str, Tensor]]
 """(inference units, values) -> the values, with the outputs of the units."""
@@ -42,7 +37,7 @@ def run_last(
 
 
 @dataclass(frozen=True)
-class Relayed:
+class DividedModel:
     """The inference units of each chunk, the activations that enter each, and the strategy's relay, which runs them.
 
     An activation enters a chunk if it is computed before it and used in it or later. Logits are always used.
@@ -65,13 +60,13 @@ class Relayed:
         return self.relay(entries, compute, torch.empty(len(tokens), dtype=torch.int64, device=tokens.device))
 
 
-def relayed(run: Run, model: Model) -> Relayed | None:
+def divided(run: Run, model: Model) -> DividedModel | None:
     """How ranks run the model together, if it is divided into several chunks. Collective."""
     if len(model.stages.units) == 1:
         return None
     units = _divided(model)
     crossing = tuple(_entering(units, chunk) for chunk in range(len(units)))
-    return Relayed(run.hooks.call.build_relay(run=run, model=model, crossing=crossing), units, crossing)
+    return DividedModel(run.hooks.call.build_relay(run=run, model=model, crossing=crossing), units, crossing)
 
 
 def _divided(model: Model) -> tuple[tuple[Unit, ...], ...]:

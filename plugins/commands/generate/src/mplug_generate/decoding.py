@@ -10,15 +10,13 @@ import torch
 from mplug_nn.cache import CacheSize
 from torch import Tensor
 
-from mplug.errors import UsageError
-from mplug.model.caching import cached_modules, multiple_of_positions
-from mplug.model.model import Model
-from mplug.model.relayed import Choose, Relayed, RunUnits, relayed, run_last
-from mplug.model.sampling import Sampling, choose, draws
-from mplug.model.token_steps import Replays
-from mplug.model.units import run_units
+from mplug import Model, Run, UsageError
+from mplug.commands import run_units
 from mplug.ops import all_gather
-from mplug.run.run import Run
+from mplug_generate.sampler import Sampler, cached_modules, multiple_of_positions
+from mplug_generate.sampling import Sampling, choose, draws
+from mplug_generate.stages import Choose, DividedModel, RunUnits, divided, run_last
+from mplug_generate.token_steps import Replays
 
 Take = Callable[[int, int], bool]
 """(number of a prompt, its next token) -> whether its text ends here."""
@@ -28,12 +26,12 @@ class Alone:
     """The ranks that sample together, if there is only this one."""
 
     shard, shards, multiple, padded = 0, 1, 1, True
-    relayed: Relayed | None = None
+    divided: DividedModel | None = None
 
     def next_tokens(self, model: Model, entries: Mapping[str, Tensor], run: RunUnits, choose: Choose) -> Tensor:
         """The next token [b] of each of this rank's samples; `run` runs inference units on the entries."""
-        if self.relayed is not None:
-            return self.relayed.next_tokens(entries, run, choose)
+        if self.divided is not None:
+            return self.divided.next_tokens(entries, run, choose)
         return choose(run(model.plan.inference, entries)["logits"][:, -1])
 
     def whole_vocabulary(self, logits: Tensor) -> Tensor:
@@ -50,18 +48,18 @@ class Ranks(Alone):
 
     Ranks that divide the batch compute different prompts (`shard` of `shards`). Those inside a model share its prompts;
     they need a `multiple` of positions in each call, if they divide the positions among themselves. If the model is
-    divided into stages, `relayed` runs it.
+    divided into stages, `divided` runs it.
     """
 
-    def __init__(self, run: Run, model: Model) -> None:
+    def __init__(self, run: Run, sampler: Sampler) -> None:
         mesh = run.mesh
         self.shard, self.shards = mesh.batch_shard(run.rank)
         self.multiple = multiple_of_positions(mesh)
-        self.padded = run.decoding is not None and run.decoding.padded
+        self.padded = sampler.padded
         self.of_batch = run.group(*(axis.name for axis in mesh.views["attention"] if "batch" in axis.entries))
-        self.vocab_size, splitting = _split_vocabulary(model)
+        self.vocab_size, splitting = _split_vocabulary(sampler.model)
         self.of_vocabulary = run.group(splitting) if splitting else None
-        self.relayed = relayed(run, model)
+        self.divided = divided(run, sampler.model)
 
     def whole_vocabulary(self, logits: Tensor) -> Tensor:
         """This rank's logits [b, V / R] -> [b, V]; the last ranks' rows of a padded vocabulary are removed."""
@@ -77,11 +75,11 @@ class Ranks(Alone):
 ALONE = Alone()
 
 
-def refuse_undivided(model: Model, ranks: Alone) -> None:
+def refuse_undivided(sampler: Sampler, ranks: Alone) -> None:
     """Raise UsageError if ranks must divide the positions of a sample, and it cannot have padding."""
-    if model.uncached and ranks.multiple > 1:
+    if sampler.uncached and ranks.multiple > 1:
         raise UsageError(
-            f"the model samples without a cache, because {model.uncached}, so its samples have any length, and the "
+            f"the model samples without a cache, because {sampler.uncached}, so its samples have any length, and the "
             f"layout divides the positions of a sample among {ranks.multiple} ranks; use a layout that does not"
         )
 
@@ -97,7 +95,7 @@ def _split_vocabulary(model: Model) -> tuple[int | None, str]:
 
 @torch.no_grad()
 def sample(
-    model: Model,
+    sampler: Sampler,
     prompts: Sequence[Sequence[int]],
     keys: Sequence[int],
     num_tokens: int,
@@ -114,9 +112,10 @@ def sample(
     positions; afterwards, and for a model without a cache, all positions of the window are computed for every token.
     Batches with the same `replays` share the recording of a step, if it makes recordings.
     """
+    model = sampler.model
     model.module.eval()
-    if not model.uncached:
-        _Batch(model, prompts, keys, context, ranks, replays or Replays()).sample(num_tokens, sampling, take)
+    if not sampler.uncached:
+        _Batch(sampler, prompts, keys, context, ranks, replays or Replays()).sample(num_tokens, sampling, take)
         return
     for number, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
         _one_by_one(model, list(prompt), key, num_tokens, context, sampling, partial(take, number), ranks)
@@ -166,21 +165,21 @@ class _Batch:
 
     def __init__(
         self,
-        model: Model,
+        sampler: Sampler,
         prompts: Sequence[Sequence[int]],
         keys: Sequence[int],
         context: int,
         ranks: Alone,
         replays: Replays,
     ) -> None:
-        self.model, self.context, self.ranks, self.wanted = model, context, ranks, len(prompts)
-        self.replays, self.device = replays, _device(model)
+        self.model, self.context, self.ranks, self.wanted = sampler.model, context, ranks, len(prompts)
+        self.is_static, self.replays, self.device = not sampler.growing, replays, _device(sampler.model)
         each = -(-len(prompts) // ranks.shards)
         self.texts = [list(prompts[number % len(prompts)]) for number in range(each * ranks.shards)]
         self.own = slice(ranks.shard * each, (ranks.shard + 1) * each)
         of_texts = [keys[number % len(keys)] for number in range(len(self.texts))]
         self.keys = torch.tensor(of_texts[self.own], device=self.device)
-        self.modules = list(cached_modules(model))
+        self.modules = list(cached_modules(sampler.model))
 
     def sample(self, num_tokens: int, sampling: Sampling, take: Take) -> None:
         """Sample token by token, until every text has ended."""
@@ -200,7 +199,7 @@ class _Batch:
     def _tokens(self, num_tokens: int, sampling: Sampling) -> Iterator[list[int]]:
         """The next tokens of all texts, again and again; the caller adds them to `texts`."""
         longest, first = max(map(len, self.texts)), 0
-        if not self.model.growing and longest <= self.context:
+        if self.is_static and longest <= self.context:
             first = min(num_tokens, self.context - longest + 1)
             yield from self._with_static_caches(first, sampling)
         window = None

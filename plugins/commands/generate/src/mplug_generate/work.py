@@ -1,4 +1,7 @@
-"""The work of `mplug generate` in each of its processes: load the weights, sample, print or write the texts."""
+"""The work of `mplug generate` in each of its processes: load the weights, sample, print or write the texts.
+
+The command imports this module before it has checked its options, so functions import torch themselves.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,18 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mplug.cli.generate_prompts import Prompt, Text, occurrences, output_line
-from mplug.errors import RunError, listed
+from mplug import RunError
+from mplug.commands import listed
+from mplug_generate.prompts import Prompt, Text, occurrences, output_line
 
 if TYPE_CHECKING:
-    from mplug.checkpoint.verified import Verified
-    from mplug.config.sources import Settings
-    from mplug.distributed.world import World
-    from mplug.model.decoding import Alone
-    from mplug.model.model import Model
-    from mplug.model.sampling import Sampling
-    from mplug.model.token_steps import Replays
-    from mplug.run.run import Run
+    from mplug import Model, Run
+    from mplug.commands import Settings, Verified, World
+    from mplug_generate.decoding import Alone
+    from mplug_generate.sampler import Sampler
+    from mplug_generate.sampling import Sampling
+    from mplug_generate.token_steps import Replays
 
 
 @dataclass(frozen=True)
@@ -70,15 +72,15 @@ class Job:
 
 def start(job: Job, run: "Run", world: "World | None") -> None:
     """Refuse what cannot be sampled, then do the work in this process or in those of the layout, started here."""
-    from mplug.distributed.launch import Stopped, launch
-    from mplug.model.decoding import Ranks, refuse_undivided
+    from mplug.commands import Stopped, launch
+    from mplug_generate.decoding import Ranks, refuse_undivided
 
     if world is not None or run.mesh.world_size == 1:
         work(job)
         return
-    tried = _prepared(job)
-    model = _built(tried, job)  # refuses before any process starts
-    refuse_undivided(model, Ranks(tried, model))
+    tried, sampler = _prepared(job)
+    _built(tried, job)  # refuses before any process starts
+    refuse_undivided(sampler, Ranks(tried, sampler))
     try:
         launch(run.mesh.world_size, work, job)
     except Stopped as stop:
@@ -87,50 +89,43 @@ def start(job: Job, run: "Run", world: "World | None") -> None:
 
 def work(job: Job, send: Callable[..., None] | None = None) -> None:
     """Sample as one process; the first one prints and writes."""
-    from mplug.distributed.world import launched
-    from mplug.model.compilation import compiled_step
-    from mplug.model.decoding import Ranks, refuse_undivided
-    from mplug.model.token_steps import replays_for
-    from mplug.training.job import among
+    from mplug.commands import among, launched
+    from mplug_generate.decoding import Ranks, refuse_undivided
+    from mplug_generate.fast_steps import compiled_step
+    from mplug_generate.token_steps import replays_for
 
     world = launched()
-    run = _prepared(job)
+    run, sampler = _prepared(job)
     with among(world, run, send):
-        model = _loaded(run, job)
-        ranks = Ranks(run, model)
-        refuse_undivided(model, ranks)
+        _load(run, job)
+        ranks = Ranks(run, sampler)
+        refuse_undivided(sampler, ranks)
         if run.rank == 0:
-            for message in model.replaced:
+            for message in sampler.replaced:
                 click.echo(f"mplug: {message}", err=True)
-        compiled, reason = compiled_step(run, model)
+        compiled, reason = compiled_step(run, sampler)
         if run.rank == 0 and reason:
             click.echo(f"mplug: the step of a token is not compiled, because {reason}", err=True)
-        replays, reasons = replays_for(run, model, compiled)
+        replays, reasons = replays_for(run, sampler, compiled)
         if run.rank == 0 and reasons and run.device.startswith("cuda"):
             click.echo(f"mplug: no CUDA graph replays the step of a token, because {listed(reasons)}", err=True)
-        _sample(run, model, job, ranks, replays)
+        _sample(run, sampler, job, ranks, replays)
 
 
-def _prepared(job: Job) -> "Run":
-    """The run, which samples instead of training."""
-    from mplug.model.build import choose_device
-    from mplug.model.caching import multiple_of_positions
-    from mplug.registry.entry_points import Registry
-    from mplug.registry.resolve import resolve
-    from mplug.run.prepare import prepare
-    from mplug.run.run import Decoding
+def _prepared(job: Job) -> "tuple[Run, Sampler]":
+    """The run, which samples instead of training, and what will sample when its model is built."""
+    from mplug.commands import Registry, choose_device, resolve
+    from mplug_generate.sampler import Sampler, sampling_run
 
-    run = prepare(resolve(Registry(), job.base, job.overrides))
+    sampler = Sampler(padded=job.wanted.differ, graphs=job.wanted.graphs)
+    run = sampling_run(resolve(Registry(), job.base, job.overrides), sampler)
     run.device = choose_device(run.config)
-    padded = job.wanted.differ or multiple_of_positions(run.mesh) > 1
-    run.decoding = Decoding(padded=padded, graphs=job.wanted.graphs)
-    return run
+    return run, sampler
 
 
 def _built(run: "Run", job: Job) -> "Model":
     """The model on the meta device; UsageError if the weights are those of another one."""
-    from mplug.checkpoint.public_load import refuse_other_model
-    from mplug.model.build import build_model
+    from mplug.commands import build_model, refuse_other_model
 
     model = build_model(run)
     if job.published:
@@ -138,30 +133,28 @@ def _built(run: "Run", job: Job) -> "Model":
     return model
 
 
-def _loaded(run: "Run", job: Job) -> "Model":
-    from mplug.checkpoint.public_load import load_public_for_inference
-    from mplug.checkpoint.states import load_for_inference
-    from mplug.model.build import allocate_parts
+def _load(run: "Run", job: Job) -> None:
+    """Build the model of the run and load its weights."""
+    from mplug.commands import allocate_parts, load_for_inference, load_public_for_inference
 
     if not job.published:
-        return load_for_inference(run, job.weights, job.verified)
+        load_for_inference(run, job.weights, job.verified)
+        return
     model = _built(run, job)
     allocate_parts(run, model)
     load_public_for_inference(run, model, job.weights)
-    return model
 
 
 def tokenizer_of(run: "Run", published: Path | None) -> Any:
     """The tokenizer of a run's data (None if it has none), or that of a published folder."""
-    from mplug.registry.entry_points import Registry
-    from mplug.registry.public import folder_tokenizer
+    from mplug.commands import Registry, folder_tokenizer
 
     return folder_tokenizer(Registry(), published) if published else run.hooks.call.build_tokenizer(run=run)
 
 
-def _sample(run: "Run", model: "Model", job: Job, ranks: "Alone", replays: "Replays") -> None:
-    from mplug.model.decoding import sample
-    from mplug.model.sampling import sample_key
+def _sample(run: "Run", sampler: "Sampler", job: Job, ranks: "Alone", replays: "Replays") -> None:
+    from mplug_generate.decoding import sample
+    from mplug_generate.sampling import sample_key
 
     wanted = job.wanted
     tokenizer = tokenizer_of(run, job.weights if job.published else None)
@@ -178,7 +171,7 @@ def _sample(run: "Run", model: "Model", job: Job, ranks: "Alone", replays: "Repl
             show.update()
             return has_ended
 
-        sample(model, encoded, keys[batch], wanted.num_tokens, wanted.context, wanted.sampling, take, ranks, replays)
+        sample(sampler, encoded, keys[batch], wanted.num_tokens, wanted.context, wanted.sampling, take, ranks, replays)
         for text in texts:
             text.finish()
         show.finish()

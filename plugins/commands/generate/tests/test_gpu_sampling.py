@@ -4,12 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_generate import token_steps
+from mplug_generate.fast_steps import compiled_step
+from mplug_generate.sampling import Sampling
+from mplug_generate.token_steps import Replays, replays_for
 from sampled import FAMILIES, PROMPTS, built, texts
-
-from mplug.model import token_steps
-from mplug.model.compilation import compiled_step
-from mplug.model.sampling import Sampling
-from mplug.model.token_steps import Replays, replays_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")]
 
@@ -30,13 +29,13 @@ SAMPLINGS = {"greedy": Sampling(0.0), "sampled": Sampling(1.0, top_k=50, top_p=0
 @pytest.mark.parametrize("family", CASES)
 def test_replayed_steps_give_the_tokens_of_eager_steps(family: str) -> None:
     """Uneven prompts; a second batch replays the recording of the first, after which windows have wrapped."""
-    run, model = built({**CASES[family], **CUDA}, graphs=True)
-    replays, reasons = replays_for(run, model)
+    run, sampler = built({**CASES[family], **CUDA}, graphs=True)
+    replays, reasons = replays_for(run, sampler)
     assert reasons == []
     for sampling in SAMPLINGS.values():
         for prompts in (PROMPTS[:4], PROMPTS[4:]):
-            found = texts(model, prompts, sampling=sampling, num_tokens=20, replays=replays)
-            assert found == texts(model, prompts, sampling=sampling, num_tokens=20)
+            found = texts(sampler, prompts, sampling=sampling, num_tokens=20, replays=replays)
+            assert found == texts(sampler, prompts, sampling=sampling, num_tokens=20)
             if sampling.temperature:
                 assert len({token for text in found for token in text}) > 10
     assert replays.num_recorded == len(SAMPLINGS)
@@ -48,15 +47,15 @@ def test_compiled_and_replayed_steps_give_the_tokens_of_eager_steps(family: str)
     has_experts = family in ("gpt-oss", "deepseek")  # a graph replays them in bf16 only, whose roundings differ
     settings = {"trainer.compile": "inductor", "trainer.tune_kernels": True}
     settings |= {} if has_experts else {"trainer.precision": "fp32"}
-    run, model = built({**CASES[family], **CUDA, **settings}, graphs=True)
-    compiled, _ = compiled_step(run, model)
-    replays, reasons = replays_for(run, model, compiled)
+    run, sampler = built({**CASES[family], **CUDA, **settings}, graphs=True)
+    compiled, _ = compiled_step(run, sampler)
+    replays, reasons = replays_for(run, sampler, compiled)
     assert reasons == []
     assert compiled
     eager = Replays(compiled=compiled) if has_experts else Replays()
     for prompts in (PROMPTS[:1], PROMPTS[4:5], PROMPTS[4:]):  # one text has products of its own
-        found = texts(model, prompts, sampling=SAMPLINGS["sampled"], num_tokens=20, replays=replays)
-        assert found == texts(model, prompts, sampling=SAMPLINGS["sampled"], num_tokens=20, replays=eager)
+        found = texts(sampler, prompts, sampling=SAMPLINGS["sampled"], num_tokens=20, replays=replays)
+        assert found == texts(sampler, prompts, sampling=SAMPLINGS["sampled"], num_tokens=20, replays=eager)
 
 
 def test_a_text_that_outgrows_its_cache_and_its_context_gives_the_tokens_of_eager_steps(
@@ -64,19 +63,19 @@ def test_a_text_that_outgrows_its_cache_and_its_context_gives_the_tokens_of_eage
 ) -> None:
     monkeypatch.setattr(token_steps, "MULTIPLE", 8)
     monkeypatch.setattr(token_steps, "FIRST", 8)
-    run, model = built({**CASES["llama"], **CUDA}, graphs=True)
-    replays, _ = replays_for(run, model)
-    found = texts(model, PROMPTS[:2], context=40, num_tokens=45, replays=replays)
+    run, sampler = built({**CASES["llama"], **CUDA}, graphs=True)
+    replays, _ = replays_for(run, sampler)
+    found = texts(sampler, PROMPTS[:2], context=40, num_tokens=45, replays=replays)
     assert replays.num_recorded == 3  # 16, 32 and 40 positions
-    assert found == texts(model, PROMPTS[:2], context=40, num_tokens=45)
+    assert found == texts(sampler, PROMPTS[:2], context=40, num_tokens=45)
 
 
 def test_a_long_prompt_gives_the_tokens_of_growing_caches() -> None:
     """The kernel that reads the filled rows against the one that sees no other rows, at many lengths."""
-    _, model = built({**CASES["llama"], **CUDA, "trainer.precision": "fp16"}, graphs=True)
+    _, sampler = built({**CASES["llama"], **CUDA, "trainer.precision": "fp16"}, graphs=True)
     prompts = [[*range(1, 250)], [5] * 130]
-    static = texts(model, prompts, context=400, sampling=SAMPLINGS["greedy"], num_tokens=40)
-    model.growing = "the test says so"
-    growing = texts(model, prompts, context=400, sampling=SAMPLINGS["greedy"], num_tokens=40)
+    static = texts(sampler, prompts, context=400, sampling=SAMPLINGS["greedy"], num_tokens=40)
+    sampler.growing = "the test says so"
+    growing = texts(sampler, prompts, context=400, sampling=SAMPLINGS["greedy"], num_tokens=40)
     same = [sum(a == b for a, b in zip(*pair, strict=True)) for pair in zip(static, growing, strict=True)]
     assert min(same) >= 20, "roundings differ, so a text may turn after many equal tokens"

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mplug.cli.options import Finite, PluginName, RunName
+from mplug.commands import Finite, PluginName, RunName
 
 if TYPE_CHECKING:
-    from mplug.cli.generate_prompts import Prompt
-    from mplug.cli.generate_work import Job, Wanted
-    from mplug.config.sources import Settings
-    from mplug.distributed.world import World
-    from mplug.run.run import Run
+    from mplug import Run
+    from mplug.commands import Settings, World
+    from mplug_generate.prompts import Prompt
+    from mplug_generate.work import Job, Wanted
 
 
 @click.command()
@@ -108,8 +107,8 @@ def command(**options: Any) -> None:
     mplug generate --pretrained Qwen3-8B --chat --prompt "Why is the sky blue?" --precision bf16
     mplug generate --pretrained Qwen3-8B --prompts questions.jsonl --output answers.jsonl --parallel tp2
     """
-    from mplug.cli.generate_work import start
-    from mplug.distributed.world import launched
+    from mplug.commands import launched
+    from mplug_generate.work import start
 
     asked, world = Asked(**options), launched()
     asked.refuse_contradictions()
@@ -147,8 +146,8 @@ class Asked:
 
     def refuse_contradictions(self) -> None:
         """Raise UsageError for options that contradict each other, or that are no texts."""
-        from mplug.cli.generate_prompts import is_text
-        from mplug.errors import UsageError
+        from mplug import UsageError
+        from mplug_generate.prompts import is_text
 
         if self.pretrained is not None and (self.name is not None or self.step is not None):
             raise UsageError("--pretrained names a folder, and --name and --step a run; use one of them")
@@ -171,7 +170,7 @@ class Asked:
 
     def read(self) -> "list[Prompt]":
         """The prompts, before they are encoded."""
-        from mplug.cli.generate_prompts import Prompt, read_prompts
+        from mplug_generate.prompts import Prompt, read_prompts
 
         if self.prompts is not None:
             return read_prompts(self.prompts, chat=self.chat)
@@ -179,8 +178,7 @@ class Asked:
 
     def settings(self, *own: str, world: "World | None") -> "Settings":
         """The settings of the command: `own`, those that a layout needs for batches of any size, and the user's."""
-        from mplug.cli.hints import assignment_hint
-        from mplug.config.sources import merge, read_assignments
+        from mplug.commands import assignment_hint, merge, read_assignments
 
         assignment_hint(self.assignments)
         fixed = [
@@ -201,9 +199,9 @@ class Asked:
         self, prompts: "Sequence[Prompt]", encoded: Sequence[Sequence[int]], context: int, vocab_size: int | None
     ) -> "Wanted":
         """What to sample, with the defaults of a run; UsageError if a prompt has no token."""
-        from mplug.cli.generate_work import Wanted
-        from mplug.errors import UsageError
-        from mplug.model.sampling import Sampling
+        from mplug import UsageError
+        from mplug_generate.sampling import Sampling
+        from mplug_generate.work import Wanted
 
         for prompt, tokens in zip(prompts, encoded, strict=True):
             if not tokens:
@@ -233,7 +231,7 @@ def _refuse_unwritable(output: Path) -> None:
 
     A refusal of the run, or a failure before its first texts, then loses no earlier texts.
     """
-    from mplug.errors import UsageError
+    from mplug import UsageError
 
     is_new = not output.exists()
     try:
@@ -248,10 +246,7 @@ def _settled(base: "Settings", overrides: "Settings", world: "World | None") -> 
     """The prepared run with its global batch size, which every number of data-parallel ranks must divide."""
     from math import prod
 
-    from mplug.config.sources import merge, read_assignments
-    from mplug.registry.entry_points import Registry
-    from mplug.registry.resolve import resolve
-    from mplug.training.job import settle
+    from mplug.commands import Registry, merge, read_assignments, resolve, settle
 
     ranks = prod(resolve(Registry(), base, overrides).parallel.degrees.values()) * (world.size if world else 1)
     if ranks > 1:
@@ -260,14 +255,9 @@ def _settled(base: "Settings", overrides: "Settings", world: "World | None") -> 
 
 
 def _of_run(asked: Asked, world: "World | None") -> "tuple[Job, Run]":
-    from mplug.checkpoint.choice import choose
-    from mplug.checkpoint.folder import at_step
-    from mplug.checkpoint.verified import Verified
-    from mplug.cli.generate_work import Job
-    from mplug.config.defaults import saved_settings
-    from mplug.errors import UsageError
-    from mplug.layout.mesh import Mesh
-    from mplug.run.folder import find_directory
+    from mplug import Mesh, UsageError
+    from mplug.commands import Verified, at_step, choose, find_directory, saved_settings
+    from mplug_generate.work import Job
 
     prompts = asked.read()
     directory = find_directory(asked.name)
@@ -292,8 +282,8 @@ def _of_run(asked: Asked, world: "World | None") -> "tuple[Job, Run]":
 
 
 def _published(asked: Asked, world: "World | None") -> "tuple[Job, Run]":
-    from mplug.cli.generate_pretrained import encode, end_tokens, settings_of, tokenizer_in
-    from mplug.cli.generate_work import Job
+    from mplug_generate.pretrained import encode, end_tokens, settings_of, tokenizer_in
+    from mplug_generate.work import Job
 
     assert asked.pretrained is not None
     tokenizer, prompts = tokenizer_in(asked.pretrained), asked.read()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from mplug.errors import UsageError
+from mplug import UsageError
 
 OWN_FIELDS = ("completion", "num_tokens", "ended")
 """The fields that `mplug generate` adds to a line of its output."""

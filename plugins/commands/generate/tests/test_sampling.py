@@ -6,12 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mplug_generate import decoding
+from mplug_generate import sampling as drawing
+from mplug_generate.sampler import Sampler
+from mplug_generate.sampling import Sampling, sample_key
 from torch import Tensor, nn
 
 from mplug import Flops, Model, Plan, Unit
-from mplug.model import decoding
-from mplug.model import sampling as drawing
-from mplug.model.sampling import Sampling, sample_key
 
 PROBABILITIES = [0.05, 0.4, 0.1, 0.25, 0.2]
 LOGITS = torch.tensor(PROBABILITIES, dtype=torch.float64).log() + 3.5
@@ -166,19 +167,19 @@ class Counter(nn.Module):
         return torch.nn.functional.one_hot(favoured, 50).float() * 40
 
 
-def counting() -> tuple[Model, Counter]:
-    counter = Counter()
+def counting() -> tuple[Sampler, Counter]:
+    counter, sampler = Counter(), Sampler()
     unit = Unit("counter", ("tokens", "positions"), ("logits",))
     plan = Plan((), {}, {}, {}, Flops(0, 0), inference=(unit,))
-    model = Model(nn.ModuleDict({"counter": counter}).train(), plan)
-    model.uncached = "its module declares nothing"
-    return model, counter
+    sampler.model = Model(nn.ModuleDict({"counter": counter}).train(), plan)
+    sampler.uncached = "its module declares nothing"
+    return sampler, counter
 
 
-def sample(model: Model, prompt: list[int], num_tokens: int, context: int, sampling: Sampling) -> list[int]:
+def sample(sampler: Sampler, prompt: list[int], num_tokens: int, context: int, sampling: Sampling) -> list[int]:
     found: list[int] = []
     keys = [sample_key(sampling.seed)]
-    decoding.sample(model, [prompt], keys, num_tokens, context, sampling, lambda _, token: bool(found.append(token)))
+    decoding.sample(sampler, [prompt], keys, num_tokens, context, sampling, lambda _, token: bool(found.append(token)))
     return found
 
 
@@ -188,14 +189,14 @@ def test_a_prompt_that_comes_again_gets_other_numbers() -> None:
 
 
 def test_each_token_follows_from_the_last_tokens_of_the_context() -> None:
-    model, counter = counting()
-    assert sample(model, [5, 1], 4, 3, Sampling(temperature=0)) == [3, 6, 9, 12]
+    sampler, counter = counting()
+    assert sample(sampler, [5, 1], 4, 3, Sampling(temperature=0)) == [3, 6, 9, 12]
     assert counter.windows == [[5, 1], [5, 1, 3], [1, 3, 6], [3, 6, 9]]
 
 
 def test_a_seed_gives_one_text_and_another_seed_another() -> None:
-    model, _ = counting()
-    hot = [sample(model, [5], 40, 8, Sampling(temperature=100.0, seed=seed)) for seed in (1, 1, 2)]
+    sampler, _ = counting()
+    hot = [sample(sampler, [5], 40, 8, Sampling(temperature=100.0, seed=seed)) for seed in (1, 1, 2)]
     assert hot[0] == hot[1] != hot[2]
     assert len(set(hot[0])) > 10
 

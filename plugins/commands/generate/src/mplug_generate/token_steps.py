@@ -14,16 +14,12 @@ from mplug_nn.static_cache import Clock
 from mplug_nn.turning import shared_rotations
 from torch import Tensor
 
-from mplug.errors import RunError, UsageError
-from mplug.model.caching import cached_modules
-from mplug.model.cuda_graph import CudaGraph, Recording, use_own_stream
-from mplug.model.graphs import sampling_obstacles
-from mplug.model.model import Model
-from mplug.model.relayed import run_last
-from mplug.model.sampling import Sampling, choose, draws
-from mplug.model.units import AS_THEY_ARE, Instead
-from mplug.registry.blame import cause_of, failed_part
-from mplug.run.run import Run
+from mplug import Model, Run, RunError, UsageError
+from mplug.commands import AS_THEY_ARE, CudaGraph, Instead, Recording, cause_of, failed_part, use_own_stream
+from mplug_generate.fast_steps import obstacles
+from mplug_generate.sampler import Sampler, cached_modules
+from mplug_generate.sampling import Sampling, choose, draws
+from mplug_generate.stages import run_last
 
 OFF = "sample with --graphs never"
 WARMUP = 2
@@ -156,15 +152,15 @@ class Replays:
         return recording
 
 
-def replays_for(run: Run, model: Model, compiled: Instead = AS_THEY_ARE) -> tuple[Replays, list[str]]:
+def replays_for(run: Run, sampler: Sampler, compiled: Instead = AS_THEY_ARE) -> tuple[Replays, list[str]]:
     """(the replays of a run that samples, the reasons why none is recorded).
 
     The list is empty if the run records steps, or if it has switched graphs off. Call it before the first sample:
     the work on a GPU then moves to a stream that can be recorded.
     """
-    if run.decoding is None or not run.decoding.graphs:
+    if not sampler.graphs:
         return Replays(compiled=compiled), []
-    reasons = sampling_obstacles(run, model)
+    reasons = obstacles(run, sampler)
     if reasons:
         return Replays(compiled=compiled), reasons
     use_own_stream()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mplug_generate.prompts import Text, occurrences, output_line, read_prompts
 
-from mplug.cli.generate_prompts import Text, occurrences, output_line, read_prompts
 from mplug.errors import UsageError
 
 END = 256

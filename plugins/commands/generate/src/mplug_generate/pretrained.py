@@ -5,19 +5,18 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mplug.cli.generate_prompts import Prompt
-from mplug.errors import UsageError, listed
+from mplug import UsageError
+from mplug.commands import listed
+from mplug_generate.prompts import Prompt
 
 if TYPE_CHECKING:
-    from mplug.config.sources import Settings
-    from mplug.contracts import FolderTokenizer
+    from mplug import FolderTokenizer
+    from mplug.commands import Settings
 
 
 def tokenizer_in(folder: Path) -> "FolderTokenizer":
     """The tokenizer of a published folder; UsageError if the folder is none."""
-    from mplug.config.public import is_public
-    from mplug.registry.entry_points import Registry
-    from mplug.registry.public import folder_tokenizer
+    from mplug.commands import Registry, folder_tokenizer, is_public
 
     if not is_public(folder):
         if not folder.exists():
@@ -44,11 +43,7 @@ def settings_of(
 
     `names` name the prompts in errors. Raises UsageError if a prompt is longer than the model supports.
     """
-    from mplug.config.defaults import default_settings
-    from mplug.config.sources import merge, read_assignments
-    from mplug.registry.entry_points import Registry
-    from mplug.registry.public import longest_sequence
-    from mplug.registry.resolve import resolve
+    from mplug.commands import Registry, default_settings, longest_sequence, merge, read_assignments, resolve
 
     registry = Registry()
     pretrained = read_assignments([f"checkpoint.pretrained.path={folder}"], "--pretrained")
@@ -71,9 +66,9 @@ def settings_of(
 
 def end_tokens(folder: Path) -> frozenset[int]:
     """The tokens that end a text: those of generation_config.json, else those of config.json."""
-    from mplug.config.public import CONFIG, read_json
+    from mplug.commands import read_json
 
-    files = [folder / "generation_config.json", folder / CONFIG]
+    files = [folder / "generation_config.json", folder / "config.json"]
     for fields in (read_json(file) for file in files if file.is_file()):
         found: Any = fields.get("eos_token_id")
         if found is not None:

@@ -5,47 +5,42 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_generate.decoding import Ranks, refuse_undivided, sample
+from mplug_generate.sampler import Sampler, multiple_of_positions
+from mplug_generate.sampling import Sampling, sample_key
 from mplug_nn import Cache, CacheSize
 from mplug_testing import Fault, run_workers
 from mplug_testing.cached import require_exact_cache
-from mplug_testing.harness import tiny_run
 from sampled import CONTEXT, FAMILIES, PROMPTS, SHAPE, TOKENS, built, texts
 
 from mplug.errors import UsageError
-from mplug.model.build import allocate_parts, build_model
-from mplug.model.caching import multiple_of_positions
-from mplug.model.decoding import Ranks, refuse_undivided, sample
-from mplug.model.memory import initialize
-from mplug.model.model import Model
-from mplug.model.sampling import Sampling, sample_key
-from mplug.run.run import Decoding
 
 
-def recomputed(model: Model, prompts: list[list[int]], context: int = CONTEXT) -> list[list[int]]:
+def recomputed(sampler: Sampler, prompts: list[list[int]], context: int = CONTEXT) -> list[list[int]]:
     """Each prompt alone, all positions again for every token."""
-    before, model.uncached = model.uncached, "the test says so"
-    found = texts(model, prompts, context)
-    model.uncached = before
+    before, sampler.uncached = sampler.uncached, "the test says so"
+    found = texts(sampler, prompts, context)
+    sampler.uncached = before
     return found
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eight_unequal_prompts_with_a_cache_give_the_tokens_of_full_recomputation(family: str) -> None:
-    _, model = built(FAMILIES[family])
-    assert model.uncached == ""
-    found = texts(model, PROMPTS)
-    assert found == recomputed(model, PROMPTS)
-    assert model.growing == "", "its caches are static"
-    model.growing = "the test says so"
-    assert found == texts(model, PROMPTS)
+    _, sampler = built(FAMILIES[family])
+    assert sampler.uncached == ""
+    found = texts(sampler, PROMPTS)
+    assert found == recomputed(sampler, PROMPTS)
+    assert sampler.growing == "", "its caches are static"
+    sampler.growing = "the test says so"
+    assert found == texts(sampler, PROMPTS)
     assert len({token for text in found for token in text}) > 10
 
 
 def of_rank(settings: dict[str, Any], prompts: list[list[int]]) -> list[list[int]]:
-    run, model = built(settings)
-    ranks = Ranks(run, model)
-    refuse_undivided(model, ranks)
-    return texts(model, prompts, ranks=ranks)
+    run, sampler = built(settings)
+    ranks = Ranks(run, sampler)
+    refuse_undivided(sampler, ranks)
+    return texts(sampler, prompts, ranks=ranks)
 
 
 WIDE = pytest.mark.wide("layouts")
@@ -79,8 +74,8 @@ LAYOUTS = [
 def test_a_layout_gives_the_tokens_of_one_process(layout: str, family: str, changes: dict[str, Any]) -> None:
     settings = {**FAMILIES[family], **changes, "parallel.layout": layout}
     alone = {name: value for name, value in settings.items() if not name.startswith("parallel.")}
-    _, model = built(alone)
-    expected = recomputed(model, PROMPTS[:3])
+    _, sampler = built(alone)
+    expected = recomputed(sampler, PROMPTS[:3])
     worlds = {"tp4": 4, "dp2tp2": 4, "tp2pp2": 4, "dp2pp2": 4, "pp3": 3, "pp2ep2dp2": 4}
     world = worlds.get(layout, 2)  # the experts' view folds over the ranks of the other
     for found in run_workers(world, of_rank, settings, PROMPTS[:3]):
@@ -92,14 +87,14 @@ def test_chunks_of_a_pipeline_keep_caches_of_their_own(family: str) -> None:
     """On one rank with two chunks: texts within and beyond the context, with a cache and without."""
     settings = {**FAMILIES[family], **STAGES}
     _, whole = built(settings)
-    run, model = built({**settings, "parallel.layout": "pp1", SCHEDULE: "zb-v"})
-    ranks = Ranks(run, model)
-    assert ranks.relayed is not None
-    assert ranks.relayed.crossing == ((), ("hidden",))
+    run, sampler = built({**settings, "parallel.layout": "pp1", SCHEDULE: "zb-v"})
+    ranks = Ranks(run, sampler)
+    assert ranks.divided is not None
+    assert ranks.divided.crossing == ((), ("hidden",))
     for context in (CONTEXT, 11):
-        assert texts(model, PROMPTS[:4], context, ranks=ranks) == recomputed(whole, PROMPTS[:4], context)
-    model.uncached = "the test says so"
-    assert texts(model, PROMPTS[:2], ranks=ranks) == recomputed(whole, PROMPTS[:2])
+        assert texts(sampler, PROMPTS[:4], context, ranks=ranks) == recomputed(whole, PROMPTS[:4], context)
+    sampler.uncached = "the test says so"
+    assert texts(sampler, PROMPTS[:2], ranks=ranks) == recomputed(whole, PROMPTS[:2])
 
 
 def test_a_chunk_without_inference_units_passes_activations_on() -> None:
@@ -107,85 +102,85 @@ def test_a_chunk_without_inference_units_passes_activations_on() -> None:
     settings = {**FAMILIES["llama"], "model.num_mtp_layers": 1}
     chunks = {SCHEDULE: "interleaved", "parallel.pp.chunks": 3, "parallel.pp.split": [3, 1, 1]}
     _, whole = built(settings)
-    run, model = built({**settings, **chunks, "parallel.layout": "pp1"})
-    ranks = Ranks(run, model)
-    assert ranks.relayed is not None
-    assert [len(units) for units in ranks.relayed.units] == [3, 0, 1]
-    assert texts(model, PROMPTS[:2], ranks=ranks) == texts(whole, PROMPTS[:2])
+    run, sampler = built({**settings, **chunks, "parallel.layout": "pp1"})
+    ranks = Ranks(run, sampler)
+    assert ranks.divided is not None
+    assert [len(units) for units in ranks.divided.units] == [3, 0, 1]
+    assert texts(sampler, PROMPTS[:2], ranks=ranks) == texts(whole, PROMPTS[:2])
 
 
 def test_inference_units_that_do_not_follow_the_stages_are_refused() -> None:
-    run, model = built({**FAMILIES["llama"], **STAGES, "parallel.layout": "pp1", SCHEDULE: "zb-v"})
-    embedding, *blocks, head = model.plan.inference
+    run, sampler = built({**FAMILIES["llama"], **STAGES, "parallel.layout": "pp1", SCHEDULE: "zb-v"})
+    embedding, *blocks, head = sampler.model.plan.inference
     for units, sentence in (
         ((embedding, *reversed(blocks), head), "is in chunk 0 of the pipeline, and the unit before it in chunk 1"),
         ((embedding, replace(head, name="other_head")), "'other_head' is in no unit that trains"),
     ):
-        model.plan = replace(model.plan, inference=units)
+        sampler.model.plan = replace(sampler.model.plan, inference=units)
         with pytest.raises(UsageError, match=sentence):
-            Ranks(run, model)
+            Ranks(run, sampler)
 
 
 def test_a_text_longer_than_the_context_continues_from_its_last_tokens() -> None:
     """As full recomputation of a window of the last tokens does, for prompts below and above the context."""
     for family in ("gpt", "gpt-oss"):
-        _, model = built(FAMILIES[family])
-        assert texts(model, PROMPTS[:4], context=11) == recomputed(model, PROMPTS[:4], context=11)
+        _, sampler = built(FAMILIES[family])
+        assert texts(sampler, PROMPTS[:4], context=11) == recomputed(sampler, PROMPTS[:4], context=11)
 
 
 def test_the_samples_of_a_seed_do_not_depend_on_the_batch() -> None:
-    _, model = built(FAMILIES["llama"])
-    together, hot = texts(model, PROMPTS, sampling=Sampling(2.0, seed=4)), Sampling(2.0, seed=4)
-    assert [texts(model, [prompt], sampling=hot)[0] for prompt in PROMPTS] == together
-    assert texts(model, PROMPTS[::-1], sampling=hot) == together[::-1]
-    assert texts(model, PROMPTS, sampling=replace(hot, seed=5)) != together
+    _, sampler = built(FAMILIES["llama"])
+    together, hot = texts(sampler, PROMPTS, sampling=Sampling(2.0, seed=4)), Sampling(2.0, seed=4)
+    assert [texts(sampler, [prompt], sampling=hot)[0] for prompt in PROMPTS] == together
+    assert texts(sampler, PROMPTS[::-1], sampling=hot) == together[::-1]
+    assert texts(sampler, PROMPTS, sampling=replace(hot, seed=5)) != together
 
 
 def test_a_text_that_ends_does_not_change_the_others() -> None:
-    _, model = built(FAMILIES["gpt"])
-    whole, found = texts(model, PROMPTS[:3]), [[], [], []]
+    _, sampler = built(FAMILIES["gpt"])
+    whole, found = texts(sampler, PROMPTS[:3]), [[], [], []]
 
     def take(number: int, token: int) -> bool:
         found[number].append(token)
         return len(found[number]) == (2, 99, 4)[number]
 
-    sample(model, PROMPTS[:3], [sample_key(0)] * 3, TOKENS, CONTEXT, Sampling(1.0), take)
+    sample(sampler, PROMPTS[:3], [sample_key(0)] * 3, TOKENS, CONTEXT, Sampling(1.0), take)
     assert found == [whole[0][:2], whole[1], whole[2][:4]]
 
 
 # What a cache computes, and what it keeps.
 
 
-def widths(model: Model, prompts: list[list[int]]) -> set[int]:
+def widths(sampler: Sampler, prompts: list[list[int]]) -> set[int]:
     """The numbers of positions of all calls of the first block."""
     seen: set[int] = set()
-    block = model.module.get_submodule(model.plan.units[1].name)
+    block = sampler.model.module.get_submodule(sampler.model.plan.units[1].name)
     with_hook = block.register_forward_pre_hook(lambda _, given: seen.add(given[0].shape[1]))
-    texts(model, prompts)
+    texts(sampler, prompts)
     with_hook.remove()
     return seen
 
 
 def test_with_a_cache_a_call_computes_one_position_of_each_text() -> None:
-    _, model = built(FAMILIES["llama"])
-    assert widths(model, [[1, 2, 3], [4]]) == {3, 1}
-    model.uncached = "the test says so"
-    assert widths(model, [[1, 2, 3]]) == set(range(3, 3 + TOKENS))
+    _, sampler = built(FAMILIES["llama"])
+    assert widths(sampler, [[1, 2, 3], [4]]) == {3, 1}
+    sampler.uncached = "the test says so"
+    assert widths(sampler, [[1, 2, 3]]) == set(range(3, 3 + TOKENS))
 
 
-def shapes(model: Model) -> dict[str, list[tuple[int, ...]]]:
+def shapes(sampler: Sampler) -> dict[str, list[tuple[int, ...]]]:
     """The buffers of each cache while two texts are sampled; 48 tokens are 51 positions."""
     found: dict[str, list[tuple[int, ...]]] = {}
 
     def take(number: int, token: int) -> bool:
-        for name, module in model.module.named_modules():
+        for name, module in sampler.model.module.named_modules():
             cache = getattr(module, "cache", None)
             if cache is not None:
                 found[name] = [tuple(buffer.shape) for buffer in cache._buffers]
         return False
 
-    sample(model, [[1, 2, 3], [4]], [1, 2], 49, CONTEXT, Sampling(0.0), take)
-    assert not any(getattr(module, "cache", None) for module in model.module.modules())
+    sample(sampler, [[1, 2, 3], [4]], [1, 2], 49, CONTEXT, Sampling(0.0), take)
+    assert not any(getattr(module, "cache", None) for module in sampler.model.module.modules())
     return found
 
 
@@ -237,20 +232,16 @@ def test_a_block_that_knows_no_cache_is_recomputed_and_gives_the_same_tokens() -
     class Declared(Own):
         mixes, caches = frozenset(), True
 
-    _, model = built(FAMILIES["llama"])
-    expected = texts(model, PROMPTS[:2])
+    _, sampler = built(FAMILIES["llama"])
+    expected = texts(sampler, PROMPTS[:2])
     reasons, growing = [], []
     for kind in (Own, Silent, Declared):
-        run = tiny_run({**SHAPE, **FAMILIES["llama"]})
-        run.decoding = Decoding(True)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("mplug_nn.Attention", kind)
-            other = build_model(run)
-        assert type(other.module.get_submodule("blocks.0.attn")) is kind
+            patch.setattr("mplug_nn.attention.Attention", kind)
+            _, other = built(FAMILIES["llama"])
+        assert type(other.model.module.get_submodule("blocks.0.attn")) is kind
         reasons.append(other.uncached)
         growing.append(other.growing)
-        allocate_parts(run, other)
-        initialize({name: one.data for name, one in other.parameters().items()}, other.placements, 0, 3)
         assert texts(other, PROMPTS[:2]) == expected
     assert "no declaration states what 'blocks.*.attn'" in reasons[0]
     assert "does not declare that it serves a cache (`caches`)" in reasons[1]
@@ -269,14 +260,14 @@ def test_the_suite_catches_a_module_that_numbers_positions_itself(monkeypatch: p
 
     settings = {**SHAPE, **FAMILIES["llama"]}
     require_exact_cache(settings)
-    monkeypatch.setattr("mplug_nn.Attention", Numbering)
+    monkeypatch.setattr("mplug_nn.attention.Attention", Numbering)
     with pytest.raises(Fault, match="with a cache, the logits of prompt 1 differ"):
         require_exact_cache(settings)
 
 
 def test_experts_with_a_capacity_are_recomputed() -> None:
-    _, model = built({**FAMILIES["mixtral"], "model.capacity_factor": 1.0})
-    assert "mixes the batch and sequence" in model.uncached
+    _, sampler = built({**FAMILIES["mixtral"], "model.capacity_factor": 1.0})
+    assert "mixes the batch and sequence" in sampler.uncached
     _, other = built({**FAMILIES["mixtral"], "model.moe_balance": "micro_batch"})
     assert other.uncached == "", "the balancing loss mixes samples in training only"
 
@@ -308,22 +299,22 @@ def test_stages_of_a_strategy_that_cannot_run_them_forward_are_refused(monkeypat
 def test_whether_a_model_has_a_cache_is_decided_for_all_its_stages() -> None:
     """Only the second stage has experts with a capacity, which mix samples; the first one must know."""
     layers = {**STAGES, "model.num_dense_layers": 2, "model.capacity_factor": 1.0}
-    _, model = built({**FAMILIES["deepseek"], **layers, "parallel.layout": "pp2", "parallel.pp.split": [3, 3]})
-    assert not any("experts" in name for name, _ in model.module.named_modules())
-    assert "mixes the batch and sequence" in model.uncached
+    _, sampler = built({**FAMILIES["deepseek"], **layers, "parallel.layout": "pp2", "parallel.pp.split": [3, 3]})
+    assert not any("experts" in name for name, _ in sampler.model.module.named_modules())
+    assert "mixes the batch and sequence" in sampler.uncached
 
 
 def test_a_model_without_a_cache_is_refused_where_ranks_divide_positions() -> None:
-    run, model = built({**FAMILIES["llama"], "parallel.layout": "tp2"})
+    run, sampler = built({**FAMILIES["llama"], "parallel.layout": "tp2"})
     assert multiple_of_positions(run.mesh) == 2
-    model.uncached = "the test says so"
+    sampler.uncached = "the test says so"
     with pytest.raises(UsageError, match="samples without a cache, because the test says so"):
-        refuse_undivided(model, Ranks(run, model))
+        refuse_undivided(sampler, Ranks(run, sampler))
 
 
 def test_a_kernel_that_does_not_serve_a_cache_is_replaced_by_plain_torch() -> None:
-    _, model = built({**FAMILIES["llama"], "kernels.attention": "flex"})
-    suppliers = {one.supplier for one in model.slots if one.site.slot == "Attention.core"}
+    _, sampler = built({**FAMILIES["llama"], "kernels.attention": "flex"})
+    suppliers = {one.supplier for one in sampler.model.slots if one.site.slot == "Attention.core"}
     assert suppliers == {"plain torch"}
-    assert "supports documents only if there are as many keys as queries" in model.replaced[0]
-    assert model.replaced[0].endswith("; plain torch computes it")
+    assert "supports documents only if there are as many keys as queries" in sampler.replaced[0]
+    assert sampler.replaced[0].endswith("; plain torch computes it")

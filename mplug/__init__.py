@@ -44,8 +44,14 @@ if TYPE_CHECKING:
     from mplug.contracts import Tokenizer as Tokenizer
     from mplug.contracts import Variance as Variance
     from mplug.contracts import distinct as distinct
+    from mplug.distributed.supervision import Hang as Hang
+    from mplug.distributed.supervision import Monitor as Monitor
+    from mplug.distributed.supervision import PluginMessage as PluginMessage
+    from mplug.distributed.supervision import Send as Send
+    from mplug.distributed.supervision import Supervisor as Supervisor
     from mplug.errors import RunError as RunError
     from mplug.errors import UsageError as UsageError
+    from mplug.errors import listed as listed
     from mplug.files import sync_file as sync_file
     from mplug.files import sync_path as sync_path
     from mplug.files import write_whole as write_whole
@@ -115,6 +121,9 @@ if TYPE_CHECKING:
     from mplug.registry.tokenizers import keep_tokenizer as keep_tokenizer
     from mplug.registry.tokenizers import load_tokenizer as load_tokenizer
     from mplug.registry.tokenizers import read_tokenizer as read_tokenizer
+    from mplug.run.activity import READING as READING
+    from mplug.run.activity import Activity as Activity
+    from mplug.run.metrics_file import read_records as read_records
     from mplug.run.run import Run as Run
     from mplug.run.toolchain import triton_builds as triton_builds
     from mplug.slot_kinds import slots_named as slots_named
@@ -166,9 +175,17 @@ publish(
             "Variance",
             "distinct",
         ),
+        "mplug.distributed.supervision": (
+            "Hang",
+            "Monitor",
+            "PluginMessage",
+            "Send",
+            "Supervisor",
+        ),
         "mplug.errors": (
             "RunError",
             "UsageError",
+            "listed",
         ),
         "mplug.files": (
             "sync_file",
@@ -271,6 +288,11 @@ publish(
             "load_tokenizer",
             "read_tokenizer",
         ),
+        "mplug.run.activity": (
+            "Activity",
+            "READING",
+        ),
+        "mplug.run.metrics_file": ("read_records",),
         "mplug.run.run": ("Run",),
         "mplug.run.toolchain": ("triton_builds",),
         "mplug.slot_kinds": ("slots_named",),

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from mplug.config.sources import merge as merge
     from mplug.config.sources import read_assignments as read_assignments
     from mplug.config.sources import read_file as read_file
-    from mplug.distributed.heartbeats import Beat as Beat
     from mplug.distributed.launch import Stopped as Stopped
     from mplug.distributed.launch import launch as launch
     from mplug.distributed.signals import Signals as Signals
+    from mplug.distributed.supervision import Send as Send
     from mplug.distributed.world import launched as launched
     from mplug.errors import listed as listed
     from mplug.gradients.precision import DTYPES as DTYPES
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from mplug.training.hardware import peak_tflops as peak_tflops
     from mplug.training.hardware import timed as timed
     from mplug.training.job import among as among
+    from mplug.training.job import supervisor_of as supervisor_of
     from mplug.training.loop import launch_step as launch_step
 
 publish(
@@ -44,9 +45,9 @@ publish(
         "mplug.cli.tables": ("table",),
         "mplug.config.defaults": ("default_settings",),
         "mplug.config.sources": ("Settings", "merge", "read_assignments", "read_file"),
-        "mplug.distributed.heartbeats": ("Beat",),
         "mplug.distributed.launch": ("Stopped", "launch"),
         "mplug.distributed.signals": ("Signals",),
+        "mplug.distributed.supervision": ("Send",),
         "mplug.distributed.world": ("launched",),
         "mplug.errors": ("listed",),
         "mplug.gradients.precision": ("DTYPES",),
@@ -57,7 +58,7 @@ publish(
         "mplug.run.prepare": ("prepare",),
         "mplug.training.assembly": ("build",),
         "mplug.training.hardware": ("peak_memory_gib", "peak_tflops", "timed"),
-        "mplug.training.job": ("among",),
+        "mplug.training.job": ("among", "supervisor_of"),
         "mplug.training.loop": ("launch_step",),
     },
 )

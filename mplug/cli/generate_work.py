@@ -95,7 +95,7 @@ def work(job: Job, send: Callable[..., None] | None = None) -> None:
 
     world = launched()
     run = _prepared(job)
-    with among(world, run, send):
+    with among(world, run):
         model = _loaded(run, job)
         ranks = Ranks(run, model)
         refuse_undivided(model, ranks)

@@ -44,8 +44,14 @@ if TYPE_CHECKING:
     from mplug.contracts import Tokenizer as Tokenizer
     from mplug.contracts import Variance as Variance
     from mplug.contracts import distinct as distinct
+    from mplug.distributed.supervision import Hang as Hang
+    from mplug.distributed.supervision import Monitor as Monitor
+    from mplug.distributed.supervision import PluginMessage as PluginMessage
+    from mplug.distributed.supervision import Send as Send
+    from mplug.distributed.supervision import Supervisor as Supervisor
     from mplug.errors import RunError as RunError
     from mplug.errors import UsageError as UsageError
+    from mplug.errors import listed as listed
     from mplug.gradients.owned_memory import Shard as Shard
     from mplug.gradients.owned_memory import Shards as Shards
     from mplug.gradients.sinks import GradientSink as GradientSink
@@ -111,6 +117,9 @@ if TYPE_CHECKING:
     from mplug.registry.tokenizers import keep_tokenizer as keep_tokenizer
     from mplug.registry.tokenizers import load_tokenizer as load_tokenizer
     from mplug.registry.tokenizers import read_tokenizer as read_tokenizer
+    from mplug.run.activity import READING as READING
+    from mplug.run.activity import Activity as Activity
+    from mplug.run.metrics_file import read_records as read_records
     from mplug.run.run import Run as Run
     from mplug.run.toolchain import triton_builds as triton_builds
     from mplug.slot_kinds import slots_named as slots_named
@@ -124,16 +133,10 @@ if TYPE_CHECKING:
 publish(
     __name__,
     {
-        "mplug.checkpoint.foreign": (
-            "ForeignCheckpoint",
-            "ForeignTensor",
-        ),
+        "mplug.checkpoint.foreign": ("ForeignCheckpoint", "ForeignTensor"),
         "mplug.checkpoint.weight_decoders": ("WeightDecoder",),
         "mplug.config.binding": ("RunConfig",),
-        "mplug.config.public_fields": (
-            "SHARED_FIELDS",
-            "unused",
-        ),
+        "mplug.config.public_fields": ("SHARED_FIELDS", "unused"),
         "mplug.config.public_form": (
             "FixedField",
             "PublicField",
@@ -151,45 +154,25 @@ publish(
             "Loader",
             "MAY_CHANGE",
             "MAY_MOVE",
-            "OF_TRAINING",
             "MicroBatch",
+            "OF_TRAINING",
             "Optimizer",
             "Piece",
             "Record",
+            "Relay",
             "Stateful",
             "StepResult",
             "StepScalars",
-            "Relay",
             "Stepper",
             "Tokenizer",
             "Variance",
             "distinct",
         ),
-        "mplug.errors": (
-            "RunError",
-            "UsageError",
-        ),
-        "mplug.system.files": (
-            "sync_file",
-            "sync_path",
-            "write_whole",
-        ),
-        "mplug.gradients.owned_memory": (
-            "Shard",
-            "Shards",
-        ),
-        "mplug.gradients.sinks": (
-            "GradientSink",
-            "Sinks",
-        ),
-        "mplug.layout.actions": (
-            "Action",
-            "Kind",
-            "Shape",
-            "Table",
-            "forward_half",
-            "with_transfers",
-        ),
+        "mplug.distributed.supervision": ("Hang", "Monitor", "PluginMessage", "Send", "Supervisor"),
+        "mplug.errors": ("RunError", "UsageError", "listed"),
+        "mplug.gradients.owned_memory": ("Shard", "Shards"),
+        "mplug.gradients.sinks": ("GradientSink", "Sinks"),
+        "mplug.layout.actions": ("Action", "Kind", "Shape", "Table", "forward_half", "with_transfers"),
         "mplug.layout.external": (
             "ExternalMap",
             "ExternalNames",
@@ -201,66 +184,20 @@ publish(
             "Transposed",
         ),
         "mplug.layout.gathered": ("GatheredPlacement",),
-        "mplug.layout.mesh": (
-            "Axis",
-            "IndexMap",
-            "Mesh",
-            "contiguous",
-        ),
-        "mplug.layout.ownership": (
-            "Bucket",
-            "Engine",
-            "Sharding",
-            "Stretch",
-        ),
-        "mplug.layout.placement": (
-            "Box",
-            "Placement",
-        ),
-        "mplug.layout.plan": (
-            "Buffer",
-            "Flops",
-            "Init",
-            "Parameter",
-            "Plan",
-            "Segment",
-            "Shift",
-            "Stages",
-            "Unit",
-        ),
-        "mplug.layout.ranks": (
-            "Grouping",
-            "Ranks",
-        ),
-        "mplug.model.adapters": (
-            "Adapters",
-            "Merge",
-            "RowNorms",
-            "row_norms",
-        ),
+        "mplug.layout.mesh": ("Axis", "IndexMap", "Mesh", "contiguous"),
+        "mplug.layout.ownership": ("Bucket", "Engine", "Sharding", "Stretch"),
+        "mplug.layout.placement": ("Box", "Placement"),
+        "mplug.layout.plan": ("Buffer", "Flops", "Init", "Parameter", "Plan", "Segment", "Shift", "Stages", "Unit"),
+        "mplug.layout.ranks": ("Grouping", "Ranks"),
+        "mplug.model.adapters": ("Adapters", "Merge", "RowNorms", "row_norms"),
         "mplug.model.delayed_scaling": ("DelayedScaling",),
-        "mplug.model.gathered_copies": (
-            "GatheredCopies",
-            "gathered_copies",
-        ),
+        "mplug.model.gathered_copies": ("GatheredCopies", "gathered_copies"),
         "mplug.model.model": ("Model",),
-        "mplug.model.offers": (
-            "Offer",
-            "Site",
-            "UNIT",
-            "Wrap",
-        ),
+        "mplug.model.offers": ("Offer", "Site", "UNIT", "Wrap"),
         "mplug.model.slot_buffer": ("SlotBuffer",),
         "mplug.model.weight_gradients": ("WeightGradients",),
-        "mplug.precisions.precision": (
-            "Precision",
-            "Recipe",
-            "rounding_of_sums",
-        ),
-        "mplug.registry.schedules": (
-            "find_schedule",
-            "proven_table",
-        ),
+        "mplug.precisions.precision": ("Precision", "Recipe", "rounding_of_sums"),
+        "mplug.registry.schedules": ("find_schedule", "proven_table"),
         "mplug.registry.specification": ("hookimpl",),
         "mplug.registry.tokenizers": (
             "TokenizerRecord",
@@ -269,9 +206,12 @@ publish(
             "load_tokenizer",
             "read_tokenizer",
         ),
+        "mplug.run.activity": ("Activity", "READING"),
+        "mplug.run.metrics_file": ("read_records",),
         "mplug.run.run": ("Run",),
         "mplug.run.toolchain": ("triton_builds",),
         "mplug.slot_kinds": ("slots_named",),
+        "mplug.system.files": ("sync_file", "sync_path", "write_whole"),
         "mplug.training.map_loader": ("MapLoader",),
         "mplug.training.stepper": ("DefaultStepper",),
         "mplug.training.torch_optimizer": ("TorchOptimizer",),

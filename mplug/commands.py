@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from mplug.config.sources import merge as merge
     from mplug.config.sources import read_assignments as read_assignments
     from mplug.config.sources import read_file as read_file
-    from mplug.distributed.heartbeats import Beat as Beat
     from mplug.distributed.launch import Stopped as Stopped
     from mplug.distributed.launch import launch as launch
     from mplug.distributed.signals import Signals as Signals
+    from mplug.distributed.supervision import Send as Send
     from mplug.distributed.world import World as World
     from mplug.distributed.world import launched as launched
     from mplug.errors import listed as listed
@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from mplug.training.hardware import timed as timed
     from mplug.training.job import among as among
     from mplug.training.job import settle as settle
+    from mplug.training.job import supervisor_of as supervisor_of
     from mplug.training.loop import launch_step as launch_step
 
 publish(
@@ -92,9 +93,9 @@ publish(
         "mplug.config.defaults": ("default_settings", "saved_settings"),
         "mplug.config.public": ("is_public", "read_json"),
         "mplug.config.sources": ("Settings", "merge", "read_assignments", "read_file"),
-        "mplug.distributed.heartbeats": ("Beat",),
         "mplug.distributed.launch": ("Stopped", "launch"),
         "mplug.distributed.signals": ("Signals",),
+        "mplug.distributed.supervision": ("Send",),
         "mplug.distributed.world": ("World", "launched"),
         "mplug.errors": ("listed",),
         "mplug.layout.names": ("modules_around",),
@@ -114,7 +115,7 @@ publish(
         "mplug.run.prepare": ("prepare",),
         "mplug.training.assembly": ("build",),
         "mplug.training.hardware": ("peak_memory_gib", "peak_tflops", "timed"),
-        "mplug.training.job": ("among", "settle"),
+        "mplug.training.job": ("among", "settle", "supervisor_of"),
         "mplug.training.loop": ("launch_step",),
     },
 )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from mplug.config.binding import RunConfig
     from mplug.contracts import Loader, Optimizer, Piece, Record, Relay, Stateful, Stepper, Tokenizer, Variance
+    from mplug.distributed.supervision import Supervisor
     from mplug.layout.mesh import Axis
     from mplug.layout.ownership import Sharding
     from mplug.layout.plan import Stages
@@ -91,6 +92,17 @@ def check_data(config: "RunConfig") -> "Sequence[str] | None":
     whole corpus. Raise UsageError, and name the file; an OSError also refuses the data. The host prints the sentences
     below the line that announces the run. `build_loader` is also called without this check (in tests, for example), so
     it must refuse bad data as well.
+    """
+
+
+@at_most_one
+def supervise(run: "Run") -> "Supervisor | None":
+    """The object that finds processes of a training run that hang, and ends the run.
+
+    Called in `mplug train` before it starts the processes of a run, and in each process before it joins the others. At
+    that time, `run.rank` is not set. `mplug.Supervisor` says what the host lends the object, which can observe the run
+    by `activity_began`, `run.activity` and `run.collectives_begun()`. Without an answer, torch ends a collective after
+    30 minutes.
     """
 
 
@@ -297,6 +309,14 @@ def state(run: "Run") -> "dict[str, Stateful]":
 
 
 # Observers. The host calls them on every rank, sorted by name. They read a run and never change it.
+
+
+@all_plugins
+def activity_began(run: "Run") -> None:
+    """The main thread begins `run.activity`: it builds the model, runs a step, evaluates or saves (`mplug.Activity`).
+
+    Called a few times in a step, also before `run_started` and after an error. Return within microseconds.
+    """
 
 
 @all_plugins

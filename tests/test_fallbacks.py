@@ -40,6 +40,6 @@ def test_observers_of_the_default_run_that_are_not_installed_are_left_out(monkey
     base = {**default_settings(), **read_assignments(["extensions.tensorboard.every=3"], "default.yaml")}
     assert any(one.label == "extensions/tensorboard" for one in resolve(Registry(), base, {}).chosen)
     without(monkeypatch, "extensions/tensorboard")
-    assert not [one for one in resolve(Registry(), base, {}).chosen if one.section[0] == "extensions"]
+    assert not [one for one in resolve(Registry(), base, {}).chosen if one.label == "extensions/tensorboard"]
     with pytest.raises(UsageError, match="tensorboard"):
         resolve(Registry(), base, read_assignments(["extensions.tensorboard.every=4"]))

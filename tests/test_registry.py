@@ -17,12 +17,15 @@ from click.testing import CliRunner
 from mplug_testing.harness import tiny_config
 
 from mplug.cli.plugins import command as plugins_command
+from mplug.config.defaults import default_settings
+from mplug.config.sources import from_mapping, merge, read_assignments
 from mplug.errors import UsageError
 from mplug.model import alternatives
 from mplug.model.build import can_be_built
 from mplug.model.offers import Site, Unmet
 from mplug.registry.entry_points import BrokenPlugin, Registry
 from mplug.registry.inspection import inspect_here
+from mplug.registry.resolve import resolve
 from mplug.registry.scaffold import describe
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
@@ -83,7 +86,7 @@ def test_an_extension_that_is_named_with_its_distribution_gets_what_the_config_s
 ) -> None:
     result = cli("config", "show", "--set", "extensions.acme-watch/watch.file=seen.txt", path=installed)
     assert result.returncode == 0, result.stderr
-    assert [section["file"] for section in yaml.safe_load(result.stdout)["extensions"].values()] == ["seen.txt"]
+    assert yaml.safe_load(result.stdout)["extensions"]["acme-watch/watch"]["file"] == "seen.txt"
 
 
 def test_a_misspelt_field_of_an_extension_that_is_named_with_its_distribution_is_refused(
@@ -158,6 +161,21 @@ def test_a_value_in_place_of_an_extensions_section_is_refused(cli: Cli, installe
     assert_refused(result, "extensions.watch (--set)", "not 3")
 
 
+def test_false_omits_an_extension_that_the_default_run_names_even_if_it_is_not_installed() -> None:
+    default = merge(default_settings(), from_mapping({"extensions": {"absent": {}}}, "default.yaml"))
+    with pytest.raises(UsageError, match=r"'absent' .* to run without it, use --set extensions.absent=false"):
+        resolve(Registry(), default, {})
+    omitted = ["extensions.absent=false", "extensions.watchdog=false"]
+    config = resolve(Registry(), default, read_assignments(omitted))
+    assert {chosen.label for chosen in config.chosen if chosen.section[0] == "extensions"} == {"extensions/losspicture"}
+    assert resolve(Registry(), default, from_mapping(config.resolved(), "config.yaml")).resolved() == config.resolved()
+
+
+def test_false_for_an_extension_that_is_unknown_is_refused(cli: Cli, installed: Path) -> None:
+    result = cli("config", "show", "--set", "extensions.wach=false", path=installed)
+    assert_refused(result, "extensions.wach (--set)", "did you mean 'watch'?")
+
+
 # Listing, help and completion read metadata only.
 
 
@@ -225,7 +243,7 @@ def complete(words: str, path: Path, cwd: Path) -> list[str]:
         ("mplug train --model fos", ["fossil"]),
         ("mplug train --model acme-", ["acme-gpt/gpt-mini"]),
         ("mplug train --attention pic", ["picky"]),
-        ("mplug plugins show extensions/wat", ["extensions/watch"]),
+        ("mplug plugins show extensions/stum", ["extensions/stumble"]),
     ],
 )
 def test_the_shell_completes_installed_names_without_importing_plugins(
@@ -454,6 +472,7 @@ def test_the_record_and_the_checkpoint_say_where_every_plugin_came_from(
     assert record["mplug"] == version("mplug")
     plugins = {plugin["plugin"]: plugin for plugin in record["plugins"]}
     ours = {"models/gpt", "optimizers/adamw", "data/text", "kernels/sdpa", "precisions/fp32"}
+    ours |= {"extensions/losspicture", "extensions/watchdog"}
     assert set(plugins) == {*ours, "extensions/watch"}
     watch, gpt = plugins["extensions/watch"], plugins["models/gpt"]
     assert (watch["distribution"], watch["version"]) == ("acme-watch", "1.4.0")

@@ -55,8 +55,6 @@ OUTSIDE = {
     "plugins/parallel/deepspeed/src/mplug_deepspeed/zero_files.py": "reads files of DeepSpeed: no rank exchanges",
     "plugins/parallel/pp/src/mplug_pp/busy.py": "measures idle time",
     "mplug/gradients/owned_memory.py": "estimates of memory",
-    "mplug/distributed/heartbeat*.py": "no training result: which rank hangs",
-    "mplug/distributed/watchdog.py": "no training result: which rank hangs",
 }
 """Files that are left out, and why. No line of them changes a result of training on a CPU."""
 

@@ -37,7 +37,7 @@ PORT = click.IntRange(1, 65535)
     "--restarts",
     type=click.IntRange(0, 10**6),
     default=0,
-    help="Maximum restarts from the newest valid checkpoint after a process dies or hangs (watchdog.timeout).",
+    help="Maximum restarts from the newest valid checkpoint after a process dies or hangs.",
 )
 @click.option("--deterministic", is_flag=True, help="Make the run repeatable bit for bit on the same machines.")
 @click.option(
@@ -64,8 +64,8 @@ def command(
     With --deterministic (trainer.deterministic), mplug omits kernels that are not repeatable bit for bit, and refuses
     them if the config names them. Results can still depend on the layout: 'mplug explain' lists how.
 
-    A run of several processes ends when one of them hangs for minutes (watchdog.timeout, in seconds; longer if steps
-    are long). The error names its rank and its last activity.
+    A run of several processes ends when one of them hangs for minutes (extensions.watchdog.timeout, in seconds;
+    longer if steps are long). The error names its rank and its last activity.
 
     A resumed run keeps the settings of its checkpoint. You may change the number of steps, the layout, the kernels, and
     how the run saves, evaluates and reports; the log lists every change. mplug refuses any other change, such as
@@ -115,14 +115,15 @@ def _work(start: Start, deadline: float | None) -> "Outcome":
     from mplug.checkpoint.folder import complete
     from mplug.checkpoint.pretrained import pretrained_of
     from mplug.distributed.launch import Stopped, launch
-    from mplug.training.job import Outcome, work
+    from mplug.training.job import Outcome, supervisor_of, work
 
     job, run, readable, restarts = start.job(deadline), start.run, start.readable, start.request.restarts
     if start.world is not None or (run.mesh.world_size == 1 and not restarts):
         return work(job)
     for restart in range(1, restarts + 2):
         try:
-            outcome: Outcome = launch(run.mesh.world_size, work, job, port=start.request.master_port)
+            port, supervisor = start.request.master_port, supervisor_of(run)
+            outcome: Outcome = launch(run.mesh.world_size, work, job, port=port, supervisor=supervisor)
             return outcome
         except Stopped as stop:
             return Outcome(job.directory, saved_since(run, readable), signal=stop.signal)

@@ -12,7 +12,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    FiniteFloat,
     NonNegativeInt,
     PositiveInt,
     create_model,
@@ -21,10 +20,6 @@ from pydantic import (
 )
 
 from mplug.contracts import MAY_CHANGE, distinct
-
-LEAST_TIMEOUT = 3.0
-"""Minimum watchdog timeout in seconds: a process sends three heartbeats in this time."""
-
 
 PluginName = Annotated[str, Field(min_length=1, description="name of an installed plugin")]
 
@@ -214,36 +209,6 @@ class Checkpoint(Section):
         if value is None or (value.only is None and not value.excluded):
             return None if value is None else value.path
         return value.model_dump(mode="json")
-
-
-def _timeout_is_valid(value: float) -> float:
-    if 0 < value < LEAST_TIMEOUT:
-        raise ValueError(
-            f"must be 0, or at least {LEAST_TIMEOUT:g} (a process sends one heartbeat per second), not {value:g}"
-        )
-    return value
-
-
-class Watchdog(Section):
-    """Detection of processes that hang in a run of several: the run ends with an error that names the rank."""
-
-    timeout: Annotated[FiniteFloat, Field(ge=0, le=10**7), AfterValidator(_timeout_is_valid), MAY_CHANGE] = Field(
-        description="the run ends after this many seconds without a heartbeat, or without progress in a step; at least "
-        "3, or 0 to disable the watchdog"
-    )
-    first: Annotated[FiniteFloat, Field(ge=0, le=10**7), MAY_CHANGE] = Field(
-        description="timeout in seconds for activities of unknown duration: building, loading, the first step (which "
-        "compiles), the first evaluation and the first save"
-    )
-    multiple: Annotated[FiniteFloat, Field(ge=1, le=10**4), MAY_CHANGE] = Field(
-        description="a step, an evaluation or a save may take this many times as long as the longest one so far, if "
-        "that is more than `timeout`"
-    )
-
-    @property
-    def collective(self) -> float:
-        """Timeout in seconds of torch's own collectives: much longer than that of the watchdog, if it is enabled."""
-        return max(24 * 3600, 2 * self.timeout, 2 * self.first) if self.timeout else max(1800, self.first)
 
 
 class Model(Section):

@@ -51,6 +51,7 @@ class _Resolver:
         self.chosen: list[Chosen] = []
         self.loaded: dict[Entry, type[Any]] = {}
         self.settings = merge(base, overrides)
+        self.of_base = {key[:2] for key in base}
         named: Settings = {key: setting for key, setting in overrides.items() if key == ("model", "name")}
         self.settings = merge(merge(merge(base, named), self._preset()), overrides)
         self.settings = without_missing(registry, base, self.settings)
@@ -74,7 +75,7 @@ class _Resolver:
         parallel, kernels, frozen = self._parallel(), self._kernels(), self._frozen()
         self._precision()
         for section in FREE_SECTIONS:
-            raw = self._raw(section)
+            raw = self._named_in(section)
             self._sub_sections(section, list(raw), raw)
         if self.problems:
             raise self.error("\n".join(self.problems))
@@ -95,6 +96,19 @@ class _Resolver:
         fields = self.tree.get(section)
         return dict(fields) if isinstance(fields, dict) else {}
 
+    def _named_in(self, section: str) -> dict[str, Any]:
+        """The sub-sections of a free section, without plugins whose value is `false`: the config omits them.
+
+        Such a plugin is installed, or `base` names it.
+        """
+        raw, named = self._raw(section), dict[str, Any]()
+        for name, value in raw.items():
+            if value is not False:
+                named[name] = value
+            elif (section, name) not in self.of_base:
+                self._plugin(section, name, (section, name))
+        return named
+
     def _problem(self, key: Key, message: str, source: str | None = None) -> None:
         source = source or source_of(self.settings, key)
         self.problems[f"{brief('.'.join(key))}{f' ({source})' if source else ''}: {message}"] = None
@@ -108,8 +122,13 @@ class _Resolver:
         except UsageError as error:
             if isinstance(error, BrokenPlugin):
                 self.error = BrokenPlugin
-            self._problem(key, f"{error}{_path_hint(key, str(word))}")
+            self._problem(key, f"{error}{_path_hint(key, str(word))}{self._omission_hint(key)}")
             return None
+
+    def _omission_hint(self, key: Key) -> str:
+        """The remedy if a plugin that the default run or a saved run names is missing or broken."""
+        is_default = key[0] in FREE_SECTIONS and key in self.of_base
+        return f"; to run without it, use --set {'.'.join(key)}=false" if is_default else ""
 
     def _preset(self) -> Settings:
         """The settings of the preset that the config names; empty if it names none."""

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from mplug.config.binding import RunConfig
 from mplug.contracts import Variance
-from mplug.distributed.heartbeats import Pulse
 from mplug.layout.mesh import Mesh
 from mplug.precisions.precision import Precision
 from mplug.registry.hooks import Hooks
 from mplug.registry.precisions import precision_among
+from mplug.run.activity import Activity
 from mplug.run.toolchain import triton_builds
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ class Run:
     groups: "Groups | None" = None
     claim: "Claim | None" = None
     """The lock of the directory, on rank 0 of a run that a command has started."""
-    pulse: Pulse = field(default_factory=Pulse)
-    """The current activity of this process; heartbeats report it."""
+    activity: Activity = field(default_factory=Activity)
+    """What the main thread of this process does."""
     entries: frozenset[str] = frozenset()
     """The optional entries of the loader's micro batches."""
     trains: bool = True
@@ -47,6 +47,19 @@ class Run:
     Such a model has no optimizer, and nothing is refused or sharded because of one."""
     depends_on_layout: tuple[str, ...] = ()
     """Messages about everything in the run that depends on the layout. Set when a training process is built."""
+
+    def enter(self, activity: str, step: int = 0) -> None:
+        """Record that the main thread ends its activity and begins another one (see `Activity`)."""
+        self.activity = Activity(activity, step, self.activity.number + 1)
+        self.hooks.observe("activity_began", run=self)
+
+    def collectives_begun(self) -> dict[str, dict[str, int]]:
+        """By thread and process group: the number of collectives that this process has begun.
+
+        The threads are 'main' and 'saves', which is that of an asynchronous save. A group has the same key on all of
+        its ranks. Any thread may call this.
+        """
+        return self.groups.collectives_begun() if self.groups is not None else {"main": {}, "saves": {}}
 
     @cached_property
     def variances(self) -> dict[str, Variance]:

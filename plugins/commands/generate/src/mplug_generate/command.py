@@ -192,7 +192,6 @@ class Asked:
         fixed += [f"kernels.attention={self.attention}"] if self.attention is not None else []
         if self.parallel or world is not None:
             fixed += ["trainer.micro_batch_size=1", "trainer.eval_every=0", "schedule.batch_rampup.start=null"]
-            fixed += ["watchdog.timeout=0"]  # it watches steps
         return merge(read_assignments(fixed, "generate"), read_assignments(self.assignments))
 
     def wanted(

@@ -96,7 +96,7 @@ def work(job: Job, send: Callable[..., None] | None = None) -> None:
 
     world = launched()
     run, sampler = _prepared(job)
-    with among(world, run, send):
+    with among(world, run):
         _load(run, job)
         ranks = Ranks(run, sampler)
         refuse_undivided(sampler, ranks)

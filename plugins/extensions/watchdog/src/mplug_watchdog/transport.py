@@ -1,7 +1,7 @@
 """Transport of heartbeats: through the pipe of mplug's launcher, or through a store under another launcher.
 
-- `mplug train --parallel dp4` starts the processes itself. They send their heartbeats through pipes to the launcher
-  (`mplug.distributed.launch`), which decides.
+- `mplug train --parallel dp4` starts the processes itself. They send their heartbeats through the launcher's pipes, and
+  the monitor in the launcher decides.
 - Under torchrun, srun or mpirun, each process writes its heartbeats to the TCP store through which the processes met.
   Rank 0 reads all of them and decides. The other ranks read only rank 0's heartbeat and its decision, so the store
   handles a few messages per rank and second. A process whose store does not answer concludes that rank 0's machine is
@@ -11,7 +11,6 @@
 import json
 import logging
 import os
-import select
 import signal
 import socket
 import threading
@@ -20,39 +19,21 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any
 
-from mplug.distributed.heartbeats import TICK, Beat, Heart, born
-from mplug.distributed.watchdog import LATE, LastBeat, Verdict, Ward
-from mplug.errors import RunError, UsageError
+from mplug import PluginMessage, RunError, Send, UsageError
+from mplug_watchdog.heartbeats import TICK, Beat, Heartbeats, born
+from mplug_watchdog.listener import LATE, LastBeat, Listener, Verdict
 
 log = logging.getLogger("mplug")
 PER_SECOND = 256
 """Maximum number of heartbeats per second in the store; with more ranks, each rank sends its own less often."""
 READERS = 256
 """Maximum number of ranks with which a rank whose connection breaks reads all heartbeats to find the lost rank."""
-BROKEN = "ending with a RuntimeError"
-"""The activity of a rank whose connection to a lost rank broke; such a rank is not the lost one."""
+BROKEN = "a RuntimeError"
+"""The reason why a rank ends whose connection to a lost rank broke; such a rank is not the lost one."""
 LOG_SECONDS = 2.0
 """Seconds in which a process writes the reason of its end to its log; the disk may hang too."""
-
-
-class Pipe:
-    """A process's end of the pipe to the launcher; all threads of the process may use it."""
-
-    def __init__(self, line: Connection) -> None:
-        self._line, self._lock = line, threading.RLock()  # a signal may interrupt the main thread while it sends
-
-    def send(self, message: object) -> None:
-        """Send a message; drop a heartbeat if the pipe is full, because the launcher may be suspended."""
-        with self._lock:
-            if not isinstance(message, Beat) or select.select([], [self._line], [], 0)[1]:
-                self._line.send(message)
-
-    def recv(self) -> Any:
-        """Wait for the launcher's next message."""
-        return self._line.recv()
 
 
 class Ticks:
@@ -80,15 +61,12 @@ class Ticks:
 
 
 @contextmanager
-def beating_to(send: Callable[[Beat], None] | None, heart: Heart | None) -> Iterator[None]:
+def reporting(heartbeats: Heartbeats, send: Send) -> Iterator[None]:
     """Send one heartbeat per second through the launcher's pipe during a block, and a last one at its end."""
-    if send is None or heart is None:
-        yield
-        return
 
     def beat(seconds: float, over: bool = False) -> None:
         with suppress(OSError):  # the launcher has closed the pipe, and another thread ends this process
-            send(heart.beat(seconds, over))
+            send(PluginMessage(heartbeats.next(seconds, over)))
 
     with Ticks(beat):
         yield
@@ -96,26 +74,23 @@ def beating_to(send: Callable[[Beat], None] | None, heart: Heart | None) -> Iter
 
 
 @contextmanager
-def watching(heart: Heart | None, size: int, attempt: str) -> Iterator[None]:
+def exchanging(heartbeats: Heartbeats, size: int, attempt: str) -> Iterator[None]:
     """Exchange heartbeats through the store during a block, and end this process when the run cannot continue.
 
     `attempt` distinguishes this attempt of this job from others. Enter the block after the processes have met, when
     MASTER_ADDR and MASTER_PORT are those of the store. If a broken connection raises an error in the block, the error
     becomes a RunError that names the lost rank.
     """
-    if heart is None:
-        yield
-        return
-    exchange = Exchange(heart, size, attempt)
+    exchange, durations = Exchange(heartbeats, size, attempt), heartbeats.durations
     with exchange.running():
         try:
             yield
         except (UsageError, RunError) as error:
-            heart.pulse.enter(f"ending with '{error}'")
+            durations.begin_ending(f"'{error}'")
             raise
         except Exception as error:
             broken = isinstance(error, RuntimeError)
-            heart.pulse.enter(BROKEN if broken else f"ending with {type(error).__name__}: {error}")
+            durations.begin_ending(BROKEN if broken else f"{type(error).__name__}: {error}")
             sentence = exchange.lost_rank() if broken else None
             if sentence is None:
                 raise
@@ -129,16 +104,16 @@ class Exchange:
     may hang.
     """
 
-    def __init__(self, heart: Heart, size: int, attempt: str) -> None:
-        self.heart, self.size = heart, size
+    def __init__(self, heartbeats: Heartbeats, size: int, attempt: str) -> None:
+        self.heartbeats, self.size = heartbeats, size
         self.address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         self.prefix = f"mplug/{attempt}"
         self.interval = max(TICK, size / PER_SECOND)
-        watched = [rank for rank in range(size) if rank != heart.rank] if heart.rank == 0 else [0]
-        self.ward = Ward(watched, longest=2 * self.interval, late=max(LATE, 3 * self.interval))
+        watched = [rank for rank in range(size) if rank != heartbeats.rank] if heartbeats.rank == 0 else [0]
+        self.listener = Listener(watched, longest=2 * self.interval, late=max(LATE, 3 * self.interval))
         self.first: Beat | None = None
         """The last heartbeat that this process has read of rank 0."""
-        self._latest = heart.beat(0.0)
+        self._latest = heartbeats.next(0.0)
         self._unanswered = self._suspended = 0.0
         self._over = threading.Event()
         self._lock = threading.Lock()
@@ -152,10 +127,10 @@ class Exchange:
             try:
                 yield
             except BaseException:
-                self._latest = self.heart.beat(0.0)
+                self._latest = self.heartbeats.next(0.0)
                 raise
             else:
-                self._latest = self.heart.beat(0.0, over=True)
+                self._latest = self.heartbeats.next(0.0, over=True)
             finally:
                 self._over.set()
                 thread.join(2 * self.interval)
@@ -175,7 +150,7 @@ class Exchange:
                 f"does not answer"
             )
         lost = [beat for rank, beat in after.items() if before.get(rank) == beat and not beat.over]
-        lost = [beat for beat in lost if not beat.phrase.startswith(BROKEN)] or lost
+        lost = [beat for beat in lost if not beat.phrase.startswith(f"ending with {BROKEN}")] or lost
         names = " and ".join(f"rank {beat.rank} on {beat.host}, last seen {beat.phrase}," for beat in lost)
         return f"{names} died or is unreachable: the connection broke" if lost else None
 
@@ -184,10 +159,10 @@ class Exchange:
     def _tick(self, seconds: float) -> None:
         if self._over.is_set():
             return
-        self._latest = self.heart.beat(seconds)
+        self._latest = self.heartbeats.next(seconds)
         self._suspended = max(self._suspended, seconds)
         self._unanswered += min(seconds, 2 * TICK)
-        timeout = self.heart.limits.timeout
+        timeout = self.heartbeats.limits.timeout
         if self._unanswered > timeout + self.interval:
             self._end(self._without_store(), (self.first,) if self.first else ())
 
@@ -195,7 +170,7 @@ class Exchange:
         return (
             f"{self._rank_zero()} stopped answering {self._unanswered:.0f} s ago: the process is suspended, or its "
             f"machine, which serves the store at {self.address}, is down or unreachable "
-            f"(watchdog.timeout={self.heart.limits.timeout:g} s)"
+            f"(extensions.watchdog.timeout={self.heartbeats.limits.timeout:g} s)"
         )
 
     def _rank_zero(self) -> str:
@@ -211,7 +186,7 @@ class Exchange:
                 return
             except RuntimeError as error:
                 log.info("the connection to the store %s broke: %s", self.address, error)
-            if self._suspended > self.heart.limits.timeout and not self._over.is_set():
+            if self._suspended > self.heartbeats.limits.timeout and not self._over.is_set():
                 self._end(
                     f"this process was suspended for {self._suspended:.0f} s, and the run ended in the meantime", ()
                 )
@@ -225,7 +200,7 @@ class Exchange:
             self._exchange(store)
             now = time.monotonic()
             self._unanswered = self._suspended = 0.0
-            self.ward.pass_time(now - last)
+            self.listener.pass_time(now - last)
             last = now
             self._judge(store)
             if over:
@@ -241,9 +216,9 @@ class Exchange:
         return PrefixStore(self.prefix, store)
 
     def _exchange(self, store: Any) -> None:
-        store.set(f"beat/{self.heart.rank}", json.dumps(asdict(self._latest)))
-        for rank, beat in self._read(store, self.ward.last_beats).items():
-            self.ward.hear(beat)
+        store.set(f"beat/{self.heartbeats.rank}", json.dumps(asdict(self._latest)))
+        for rank, beat in self._read(store, self.listener.last_beats).items():
+            self.listener.hear(rank, beat)
             if rank == 0:
                 self.first = beat
 
@@ -255,11 +230,11 @@ class Exchange:
         return {keys[key]: Beat(**json.loads(text)) for key, text in zip(present, texts, strict=True)}
 
     def _judge(self, store: Any) -> None:
-        if self.heart.rank != 0:
+        if self.heartbeats.rank != 0:
             if store.check(["verdict"]):
                 published = json.loads(store.get("verdict"))
                 self._end(published["sentence"], [Beat(**beat) for beat in published["beats"]])
-            verdict = self.ward.silence()
+            verdict = self.listener.silence()
         else:
             verdict = self._verdict()
             if verdict is not None:
@@ -271,8 +246,8 @@ class Exchange:
 
     def _verdict(self) -> Verdict | None:
         """The verdict about all ranks, including rank 0 itself."""
-        everyone = Ward([], late=self.ward.late)
-        everyone.last_beats = dict(self.ward.last_beats)
+        everyone = Listener([], late=self.listener.late)
+        everyone.last_beats = dict(self.listener.last_beats)
         everyone.last_beats[0] = LastBeat(self._latest)
         return everyone.verdict()
 

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,39 +14,32 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from mplug_testing import run_workers
+from mplug_testing import ExtensionSuite
 from mplug_testing.harness import tiny_run
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-from mplug.distributed import heartbeat_transport as beating
-from mplug.distributed.groups import Groups
-from mplug.distributed.heartbeat_transport import Exchange, beating_to, watching
-from mplug.distributed.heartbeats import (
-    EVALUATION,
+from mplug_watchdog import Watch, transport
+from mplug_watchdog.heartbeats import (
     LONGEST_WRITE,
-    SAVES,
-    SAVING,
-    STEP,
     TICK,
-    WRITING,
     Beat,
-    Heart,
+    Durations,
+    Heartbeats,
     Limits,
     Place,
-    Pulse,
     born,
-    collectives_begun,
     main_thread,
 )
+from mplug_watchdog.listener import Listener, waited_for
+from mplug_watchdog.transport import Exchange, exchanging, reporting
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from mplug import Activity, PluginMessage, RunError, UsageError
 from mplug.distributed.launch import Pipes
-from mplug.distributed.watchdog import Ward, waited_for
-from mplug.errors import RunError
-from mplug.layout.ranks import Grouping
 from mplug.training.assembly import build
 from mplug.training.loop import train
 from mplug.training.position import Position
 from mplug.training.prefetch import Feed
 
+STEP, EVALUATION, SAVING, WRITING = Activity.STEP, Activity.EVALUATION, Activity.SAVING, Activity.WRITING
 LIMITS = Limits(timeout=300, first=1800, multiple=10)
 BEAT = Beat(
     rank=0,
@@ -64,12 +58,20 @@ BEAT = Beat(
 )
 
 
+NO_EFFECT = "it decides when a run that hangs ends, and no run of the suite hangs"
+
+
+class TestWatchdog(ExtensionSuite):
+    plugin = "watchdog"
+    without_effect = {"timeout": NO_EFFECT, "first": NO_EFFECT, "multiple": NO_EFFECT}
+
+
 class Ranks:
     """A run as its listener sees it: in each second, every rank that is not `stopped` sends a heartbeat."""
 
     def __init__(self, *beats: Beat) -> None:
         self.beats = {rank: replace(beat, rank=rank) for rank, beat in enumerate(beats)}
-        self.ward = Ward(self.beats)
+        self.listener = Listener(self.beats)
         self.stopped: set[int] = set()
         self.second = 0
 
@@ -77,13 +79,13 @@ class Ranks:
         """When the run ends, and why; None if it goes on for `limit` seconds. Ranks with `progress` are never quiet."""
         for second in range(1, limit + 1):
             self.second += 1
-            self.ward.pass_time(1.0)
+            self.listener.pass_time(1.0)
             for rank, beat in self.beats.items():
                 if rank not in self.stopped:
                     quiet = 0.0 if progress and progress.get(rank) else beat.quiet + 1.0
                     self.beats[rank] = replace(beat, number=beat.number + 1, quiet=quiet)
-                    self.ward.hear(self.beats[rank])
-            if (verdict := self.ward.verdict()) is not None:
+                    self.listener.hear(rank, self.beats[rank])
+            if (verdict := self.listener.verdict()) is not None:
                 return second, verdict.text
         return None
 
@@ -99,7 +101,7 @@ def test_the_rank_whose_heartbeats_cease_is_named_within_seconds_of_the_timeout(
     assert found is not None
     assert 300 <= found[0] <= 302
     assert found[1].startswith("rank 2 on node02, last seen in step 5, stopped sending heartbeats 301 s ago")
-    assert "watchdog.timeout=300 s" in found[1]
+    assert "extensions.watchdog.timeout=300 s" in found[1]
 
 
 def test_all_ranks_behind_a_cut_link_are_named_together() -> None:
@@ -117,8 +119,8 @@ def test_all_ranks_behind_a_cut_link_are_named_together() -> None:
 def test_a_run_that_is_suspended_as_a_whole_goes_on() -> None:
     ranks = Ranks(BEAT, BEAT)
     assert ranks.seconds_until_verdict(10, progress=EVERYONE) is None
-    ranks.ward.pass_time(100_000.0)
-    assert ranks.ward.verdict() is None
+    ranks.listener.pass_time(100_000.0)
+    assert ranks.listener.verdict() is None
     assert ranks.seconds_until_verdict(10, progress=EVERYONE) is None
 
 
@@ -132,12 +134,12 @@ def test_a_process_that_never_beats_may_start_as_long_as_an_unmeasured_activity(
 
 
 def test_processes_without_heartbeats_and_those_that_are_done_are_not_watched() -> None:
-    silent = Ward(range(2))
+    silent = Listener(range(2))
     for _ in range(10_000):
         silent.pass_time(TICK)
     assert silent.verdict() is None
     ranks = Ranks(BEAT, BEAT)
-    ranks.ward.hear(replace(BEAT, rank=1, over=True))
+    ranks.listener.hear(1, replace(BEAT, rank=1, over=True))
     ranks.stopped = {1}
     assert ranks.seconds_until_verdict(5000, progress=EVERYONE) is None
 
@@ -202,7 +204,7 @@ def test_nobody_is_blamed_on_old_facts_while_a_process_may_be_suspended() -> Non
     """Rank 2's last heartbeat is old: it is not yet time to name it, and rank 1, which waits for it, is not named."""
     beats = in_groups(dp_0123=(9, 8, 9, 9))
     ranks = Ranks(*[replace(beat, quiet=290) for beat in beats])
-    ranks.ward.hear(ranks.beats[2])
+    ranks.listener.hear(2, ranks.beats[2])
     ranks.stopped = {2}
     assert ranks.seconds_until_verdict(299) is None
     found = ranks.seconds_until_verdict(10)
@@ -213,36 +215,48 @@ def test_nobody_is_blamed_on_old_facts_while_a_process_may_be_suspended() -> Non
 # What a process reports.
 
 
-def heart(pulse: Pulse, begun: Callable[[], Mapping[str, int]] = dict, place: Callable[[], int] = int) -> Heart:
-    return Heart(3, pulse, LIMITS, begun, lambda: Place("file.py:1 in f", place(), reads=False, waits=False))
+def nothing_begun() -> dict[str, dict[str, int]]:
+    return {"main": {}, "saves": {}}
+
+
+def heartbeats(
+    durations: Durations,
+    begun: Callable[[], Mapping[str, Mapping[str, int]]] = nothing_begun,
+    place: Callable[[], int] = int,
+) -> Heartbeats:
+    return Heartbeats(3, durations, LIMITS, begun, lambda: Place("file.py:1 in f", place(), reads=False, waits=False))
+
+
+def enter(durations: Durations, name: str, step: int) -> None:
+    durations.begin(Activity(name, step, durations.activity.number + 1))
 
 
 def test_a_limit_follows_the_longest_activity_of_its_kind() -> None:
-    pulse = Pulse()
-    beats = heart(pulse)
-    pulse.enter(STEP, 1)
+    durations = Durations()
+    beats = heartbeats(durations)
+    enter(durations, STEP, 1)
     for _ in range(100):
-        beats.beat(TICK)
-    assert beats.beat(TICK).allowed == 1800
-    pulse.enter(STEP, 2)
-    assert beats.beat(TICK).allowed == pytest.approx(1010)
-    pulse.enter(EVALUATION, 2)
-    assert beats.beat(TICK).allowed == 1800
-    pulse.enter(SAVING, 2)
-    assert beats.beat(TICK).allowed == 1800
-    pulse.enter(EVALUATION, 3)
-    assert beats.beat(TICK).allowed == 300
-    assert beats.beat(TICK).phrase == "in the evaluation after step 3"
+        beats.next(TICK)
+    assert beats.next(TICK).allowed == 1800
+    enter(durations, STEP, 2)
+    assert beats.next(TICK).allowed == pytest.approx(1010)
+    enter(durations, EVALUATION, 2)
+    assert beats.next(TICK).allowed == 1800
+    enter(durations, SAVING, 2)
+    assert beats.next(TICK).allowed == 1800
+    enter(durations, EVALUATION, 3)
+    assert beats.next(TICK).allowed == 300
+    assert beats.next(TICK).phrase == "in the evaluation after step 3"
 
 
 def test_the_first_activity_of_a_kind_which_compiles_sets_no_limit_once_there_is_a_second() -> None:
-    pulse = Pulse()
-    beats, allowed = heart(pulse), []
+    durations = Durations()
+    beats, allowed = heartbeats(durations), []
     for step, seconds in enumerate((600, 50, 40, 70, 60)):
-        pulse.enter(STEP, step)
+        enter(durations, STEP, step)
         for _ in range(seconds):
-            beats.beat(TICK)
-        allowed.append(pulse.allowed(LIMITS))
+            beats.next(TICK)
+        allowed.append(durations.allowed(LIMITS))
     assert allowed == pytest.approx([1800, 6000, 500, 500, 700])
 
 
@@ -250,17 +264,21 @@ def test_a_wait_for_an_asynchronous_write_is_no_save_and_may_take_hours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Saves return after a second of staging, and every wait for what they write takes an hour."""
-    run = tiny_run({"trainer.steps": 2, "checkpoint.every": 1, "trainer.eval_every": 0})
+    settings = {"trainer.steps": 2, "checkpoint.every": 1, "trainer.eval_every": 0, "extensions.watchdog.timeout": 300}
+    run = tiny_run(settings)
     run.directory = tmp_path / "run"
-    activities, over = list[str](), list[float]()
-    beats, enter = Heart(0, run.pulse, LIMITS, dict, lambda: Place("", 0, reads=False, waits=False)), run.pulse.enter
+    watch = run.hooks.call.supervise(run=run)
+    assert isinstance(watch, Watch)
+    beats, activities, over = watch._heartbeats, list[str](), list[float]()
+    monkeypatch.setattr(beats, "place", lambda: Place("", 0, reads=False, waits=False))
+    original = run.enter
 
-    def entering(activity: str, step: int = 0) -> None:
-        enter(activity, step)
+    def recorded(activity: str, step: int = 0) -> None:
+        original(activity, step)
         activities.append(activity)
 
     def taking(seconds: int) -> None:
-        found = [beats.beat(TICK) for _ in range(seconds)]
+        found = [beats.next(TICK) for _ in range(seconds)]
         over.extend(beat.quiet for beat in found if beat.quiet > beat.allowed)
 
     saver = SimpleNamespace(
@@ -268,7 +286,7 @@ def test_a_wait_for_an_asynchronous_write_is_no_save_and_may_take_hours(
     )
     monkeypatch.setattr("mplug.training.position.Saver", lambda _: saver)
     monkeypatch.setattr(Position, "save", lambda _: taking(1))
-    monkeypatch.setattr(run.pulse, "enter", entering)
+    monkeypatch.setattr(run, "enter", recorded)
     train(run)
     assert over == []
     first = activities.index(STEP)
@@ -278,38 +296,38 @@ def test_a_wait_for_an_asynchronous_write_is_no_save_and_may_take_hours(
 
 
 def test_collectives_of_the_thread_that_saves_are_progress_and_name_no_rank() -> None:
-    pulse, begun = Pulse(), {"dp": 3, f"{SAVES} 7": 5}
-    beats = heart(pulse, lambda: dict(begun))
+    durations, begun = Durations(), {"main": {"dp": 3}, "saves": {"all": 5}}
+    beats = heartbeats(durations, lambda: deepcopy(begun))
     counted = dict[str, int]()
     for activity in (STEP, EVALUATION, SAVING, WRITING):
-        pulse.enter(activity, 1)
-        counted[activity] = len(beats.beat(TICK).collectives)
+        enter(durations, activity, 1)
+        counted[activity] = len(beats.next(TICK).collectives)
     assert counted == {STEP: 1, EVALUATION: 1, SAVING: 2, WRITING: 2}
-    pulse.enter(STEP, 2)
-    assert [beats.beat(TICK).quiet for _ in range(2)] == [0, 1]
-    begun[f"{SAVES} 7"] += 1
-    assert beats.beat(TICK).quiet == 0
+    enter(durations, STEP, 2)
+    assert [beats.next(TICK).quiet for _ in range(2)] == [0, 1]
+    begun["saves"]["all"] += 1
+    assert beats.next(TICK).quiet == 0
 
 
 def test_progress_is_a_new_activity_or_collective_and_in_an_unmeasured_activity_a_main_thread_that_moves() -> None:
-    pulse, begun, places = Pulse(), {"dp": 0}, iter(range(1000))
-    beats = heart(pulse, lambda: dict(begun), lambda: next(places))
-    pulse.enter(STEP, 1)
-    assert [beats.beat(TICK).quiet for _ in range(3)] == [0, 0, 0]  # it compiles
-    pulse.enter(STEP, 2)
-    assert [beats.beat(TICK).quiet for _ in range(3)] == [0, 1, 2]
-    begun["dp"] += 1
-    assert [beats.beat(TICK).quiet for _ in range(2)] == [0, 1]
-    pulse.enter(STEP, 3)
-    assert [beats.beat(TICK).quiet for _ in range(2)] == [0, 1]
+    durations, begun, places = Durations(), {"main": {"dp": 0}, "saves": {}}, iter(range(1000))
+    beats = heartbeats(durations, lambda: deepcopy(begun), lambda: next(places))
+    enter(durations, STEP, 1)
+    assert [beats.next(TICK).quiet for _ in range(3)] == [0, 0, 0]  # it compiles
+    enter(durations, STEP, 2)
+    assert [beats.next(TICK).quiet for _ in range(3)] == [0, 1, 2]
+    begun["main"]["dp"] += 1
+    assert [beats.next(TICK).quiet for _ in range(2)] == [0, 1]
+    enter(durations, STEP, 3)
+    assert [beats.next(TICK).quiet for _ in range(2)] == [0, 1]
 
 
 def test_the_time_in_which_a_process_is_suspended_is_no_time_without_progress() -> None:
-    pulse = Pulse()
-    beats = heart(pulse)
-    beats.beat(TICK)
-    assert beats.beat(100_000).quiet <= 2 * TICK
-    assert pulse.clock <= 3 * TICK
+    durations = Durations()
+    beats = heartbeats(durations)
+    beats.next(TICK)
+    assert beats.next(100_000).quiet <= 2 * TICK
+    assert durations.clock <= 3 * TICK
 
 
 class Asks:
@@ -336,65 +354,38 @@ def test_a_main_thread_that_waits_for_its_loader_is_recognized_with_the_line() -
         assert not pool.submit(main_thread).result().reads
 
 
-def begun_after(numbers: list[int]) -> tuple[dict[str, int], bool]:
-    groups, names = Groups(dist.get_rank()), dist.distributed_c10d._world.pg_names
-    pair = groups.of(Grouping(("dp",), (2,), (2,)))
-    assert pair is not None
-    name, names[pair] = names[pair], f"split {dist.get_rank()}"  # as the names of split groups can be
-    assert groups.beside().group_desc == SAVES
-    dist.barrier(group=groups.beside())
-    dist.barrier(group=groups.beside("votes"))
-    assert len([name for name in collectives_begun() if name.startswith(SAVES)]) == 1
-    before = collectives_begun()
-    works = [dist.all_reduce(torch.ones(1), group=pair, async_op=True) for _ in range(numbers[dist.get_rank()])]
-    after = collectives_begun()
-    for work in works[: min(numbers)]:
-        work.wait()
-    grown = {name: after[name] - before[name] for name in after if after[name] != before[name]}
-    if dist.get_rank() == 1:
-        dist.all_reduce(torch.ones(1), group=pair)  # so that rank 0 can end
-    names[pair] = name
-    return grown, before.keys() == after.keys()
-
-
-def test_the_collectives_that_a_rank_has_begun_are_counted_by_group_and_alike_on_its_ranks() -> None:
-    (first, same), (second, _) = run_workers(2, begun_after, [3, 2])
-    assert same
-    assert first.keys() == second.keys()
-    assert [*first.values(), *second.values()] == [3, 2]
-
-
 # On their way.
 
 
 def test_the_launcher_hears_heartbeats_and_kills_the_rank_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[int] = []
     monkeypatch.setattr("os.killpg", lambda pid, _: killed.append(pid))
-    lines = Pipes(2)
+    listener = Listener(range(2))
+    lines = Pipes(2, listener)
     lines.pids = {0: 1000, 1: 1001}  # as `Started` tells them
     for rank, end in enumerate(lines.child_ends):
-        end.send(replace(BEAT, rank=rank))
+        end.send(PluginMessage(replace(BEAT, rank=rank)))
         end.send(9)  # a step begins after the heartbeat
     for _ in range(2):
         lines.listen(0.0)
-    lines.ward.last_beats[1].silent = 301.0
-    lines.watch()
+    listener.last_beats[1].silent = 301.0
+    lines.end_hang()
     assert killed == [1001]
     assert str(lines.first_failure({})).startswith("rank 1 on node01, last seen in step 9, stopped sending heartbeats")
     assert lines.failing_for() > 0
-    lines.watch()
+    lines.end_hang()
     assert killed == [1001]
     lines.close()
 
 
 def test_a_process_that_ends_well_says_so_in_its_last_heartbeat() -> None:
-    heard: list[Beat] = []
-    with beating_to(heard.append, heart(Pulse())):
+    heard: list[Any] = []
+    with reporting(heartbeats(Durations()), heard.append):
         pass
-    assert [beat.over for beat in heard][-1]
-    with pytest.raises(ZeroDivisionError), beating_to(heard.append, heart(Pulse())):
+    assert heard[-1].content.over
+    with pytest.raises(ZeroDivisionError), reporting(heartbeats(Durations()), heard.append):
         raise ZeroDivisionError
-    assert not heard[-1].over
+    assert not heard[-1].content.over
 
 
 class Recorded(Exchange):
@@ -413,16 +404,15 @@ def store(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
-    monkeypatch.setattr(beating, "TICK", 0.05)
+    monkeypatch.setattr(transport, "TICK", 0.05)
     return store
 
 
 def exchange(rank: int, timeout: float, size: int = 3) -> Recorded:
-    limits = Limits(timeout, 60, 10)
-    pulse = Pulse()
-    pulse.enter(STEP, 4)
-    beats = Heart(rank, pulse, limits, dict, lambda: Place("a.py:1 in f", 0, reads=False, waits=True))
-    return Recorded(beats, size=size, attempt="0")
+    limits, durations = Limits(timeout, 60, 10), Durations()
+    enter(durations, STEP, 4)
+    place = Place("a.py:1 in f", 0, reads=False, waits=True)
+    return Recorded(Heartbeats(rank, durations, limits, nothing_begun, lambda: place), size=size, attempt="0")
 
 
 def until(condition: Callable[[], Any], seconds: float = 60) -> None:
@@ -464,8 +454,8 @@ def test_a_store_that_does_not_answer_is_rank_0s_machine(store: TCPStore, monkey
 def test_a_broken_connection_is_explained_by_the_rank_that_is_gone(store: TCPStore) -> None:
     peers = [exchange(rank, timeout=60) for rank in (0, 2)]
     peers[1]._exchange(peers[1]._connected())
-    own = exchange(1, timeout=60).heart
-    with peers[0].running(), pytest.raises(RunError) as failure, watching(own, size=3, attempt="0"):
+    own = exchange(1, timeout=60).heartbeats
+    with peers[0].running(), pytest.raises(RunError) as failure, exchanging(own, size=3, attempt="0"):
         raise RuntimeError("Connection closed by peer [10.0.0.2]")
     assert str(failure.value).startswith("rank 2 on ")
     assert "died or is unreachable" in str(failure.value)
@@ -479,8 +469,8 @@ def test_a_standstill_is_found_where_many_ranks_beat_seldom(monkeypatch: pytest.
     assert own.interval == 8
     own._latest = replace(own._latest, quiet=301, allowed=300)
     for rank in range(1, 2048):
-        own.ward.hear(replace(own._latest, rank=rank))
-    own.ward.pass_time(own.interval)
+        own.listener.hear(rank, replace(own._latest, rank=rank))
+    own.listener.pass_time(own.interval)
     verdict = own._verdict()
     assert verdict is not None
     assert "no rank has made progress for 301 s" in verdict.text
@@ -523,8 +513,8 @@ def test_a_broken_connection_in_the_code_of_a_plugin_names_the_rank_that_is_gone
     plugin = dict[str, Any](__name__="mplug_adamw.waiting", error=error)
     exec("def step(*_, **__):\n    raise error", plugin)
     monkeypatch.setattr(type(build(run).optimizer), "step", plugin["step"])
-    own = exchange(1, timeout=60).heart
-    with peers[0].running(), pytest.raises(RunError) as failure, watching(own, size=3, attempt="0"):
+    own = exchange(1, timeout=60).heartbeats
+    with peers[0].running(), pytest.raises(RunError) as failure, exchanging(own, size=3, attempt="0"):
         train(run)
     assert str(failure.value).startswith("rank 2 on ")
     assert failure.value.__cause__ is error
@@ -533,3 +523,42 @@ def test_a_broken_connection_in_the_code_of_a_plugin_names_the_rank_that_is_gone
 def test_a_process_is_known_by_its_beginning() -> None:
     assert born(os.getpid()) == born(os.getpid()) != ""
     assert born(2**22 + 1) == ""
+
+
+# Its settings.
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"timeout": 1}, "must be 0, or at least 3"),
+        ({"timeout": 1e9}, "must be less than or equal to 10000000"),
+        ({"first": 1e300}, "must be less than or equal to 10000000"),
+        ({"multiple": 1e5}, "must be less than or equal to 10000"),
+    ],
+    ids=str,
+)
+def test_a_timeout_that_no_run_can_use_is_refused(settings: dict[str, float], sentence: str) -> None:
+    with pytest.raises(UsageError, match=rf"extensions.watchdog.{next(iter(settings))} \(.*\): {sentence}"):
+        tiny_run({"extensions.watchdog": settings})
+
+
+def collective_seconds(**settings: float) -> float:
+    run = tiny_run({"extensions.watchdog": settings})
+    watch: Watch = run.hooks.call.supervise(run=run)
+    return watch.collective_seconds
+
+
+def test_torch_ends_a_collective_long_after_the_watchdog_acts() -> None:
+    assert collective_seconds() == 24 * 3600
+    assert collective_seconds(timeout=1e5, first=1e6) >= 2e6
+    assert collective_seconds(timeout=0, first=3600) == 3600
+    assert collective_seconds(timeout=0, first=60) == 1800
+
+
+def test_a_timeout_of_0_sends_no_heartbeat() -> None:
+    run, sent = tiny_run({"extensions.watchdog.timeout": 0}), list[Any]()
+    watch: Watch = run.hooks.call.supervise(run=run)
+    with watch.report(sent.append), watch.exchange("job"):
+        pass
+    assert sent == []

@@ -1,4 +1,4 @@
-"""The watchdog: find the ranks for which the others wait, from the heartbeats of all processes.
+"""Find the ranks for which the others wait, from the heartbeats of all processes.
 
 It is pure data: it reads no clock and starts no process. The launcher, or rank 0 under another launcher, feeds it.
 """
@@ -6,8 +6,8 @@ It is pure data: it reads no clock and starts no process. The launcher, or rank 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from mplug.distributed.heartbeats import PHRASES, STEP, TICK, Beat
-from mplug.errors import listed
+from mplug import Activity, Hang, listed
+from mplug_watchdog.heartbeats import TICK, Beat
 
 LATE = 5 * TICK
 """Seconds without a heartbeat after which the last report of a process may be out of date."""
@@ -32,10 +32,10 @@ class Verdict:
     beats: tuple[Beat, ...]
 
 
-class Ward:
-    """The processes to which one process listens, with their last heartbeats.
+class Listener:
+    """The processes to which one process listens, with their last heartbeats. In a launcher, it is the monitor.
 
-    The listener calls `pass_time` with the seconds between two of its turns; a turn counts for at most `longest`
+    `pass_time` gets the seconds between two turns of the process that listens; a turn counts for at most `longest`
     seconds. So the watchdog does not count the time in which the whole run was suspended. The last heartbeat of a
     process counts as current for `late` seconds.
     """
@@ -44,20 +44,20 @@ class Ward:
         self.last_beats = {rank: LastBeat() for rank in ranks}
         self.longest, self.late = longest, late
 
-    def hear(self, beat: Beat) -> None:
+    def hear(self, rank: int, content: Beat) -> None:
         """Store a heartbeat; ignore it if it is the stored one."""
-        last = self.last_beats.get(beat.rank)
-        if last is None or (last.beat is not None and last.beat.number == beat.number):
+        last = self.last_beats.get(rank)
+        if last is None or (last.beat is not None and last.beat.number == content.number):
             return
-        self.last_beats[beat.rank] = LastBeat(beat)
-        if beat.over:
-            self.leave(beat.rank)
+        self.last_beats[rank] = LastBeat(content)
+        if content.over:
+            self.leave(rank)
 
-    def note_step(self, rank: int, step: int) -> None:
+    def begin_step(self, rank: int, step: int) -> None:
         """Store that a process begins a step, which is newer than its last heartbeat."""
         last = self.last_beats.get(rank)
         if last is not None and last.beat is not None:
-            last.beat = replace(last.beat, phrase=PHRASES[STEP].format(step))
+            last.beat = replace(last.beat, phrase=Activity(Activity.STEP, step).phrase)
 
     def leave(self, rank: int) -> None:
         """Stop listening to a process that has ended or is about to end."""
@@ -67,6 +67,12 @@ class Ward:
         """Count the seconds since the last call."""
         for last in self.last_beats.values():
             last.silent += min(seconds, self.longest)
+
+    def hang(self, seconds: float) -> Hang | None:
+        """The processes that hang, `seconds` after the last call, or None."""
+        self.pass_time(seconds)
+        verdict = self.verdict()
+        return Hang(verdict.ranks, verdict.text) if verdict is not None else None
 
     def verdict(self) -> Verdict | None:
         """The error that must end the run, or None."""
@@ -98,7 +104,7 @@ class Ward:
         )
         text = (
             f"{_listed(groups)} stopped sending heartbeats {longest:.0f} s ago: {state} "
-            f"(watchdog.timeout={timeout:g} s)"
+            f"(extensions.watchdog.timeout={timeout:g} s)"
         )
         return Verdict(text, ranks, tuple(of_ranks))
 

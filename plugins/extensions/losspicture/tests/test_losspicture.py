@@ -7,12 +7,20 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from mplug_losspicture import LossPicture
+from mplug_losspicture.drawing import MARK, MOST, Curve, log_ticks, svg, ticks
+from mplug_testing import ExtensionSuite
+from mplug_testing.harness import tiny_run
 
-from mplug.run.metrics_file import METRICS
-from mplug.training.loss_picture import MARK, MOST, Curve, log_ticks, svg, ticks
-from mplug.training.observers import LossPicture
+from mplug.training.loop import train
 
 SVG = "{http://www.w3.org/2000/svg}"
+
+
+class TestLossPicture(ExtensionSuite):
+    plugin = "losspicture"
+    files = ("loss.svg",)
+    without_effect = {"seconds": "it decides when the picture is drawn, and not what it shows"}
 
 
 def curve(*losses: float | None, first: int = 1) -> Curve:
@@ -86,7 +94,7 @@ def record(step: int, **more: float) -> dict[str, Any]:
 
 
 def observed(run: Any, *steps: int) -> LossPicture:
-    picture = LossPicture()
+    picture = LossPicture(LossPicture.Config())
     picture.run_started(run)
     for step in steps:
         picture.step_finished(record(step))
@@ -95,7 +103,7 @@ def observed(run: Any, *steps: int) -> LossPicture:
 
 def test_a_resumed_run_continues_the_picture_without_the_steps_that_it_repeats(run: Any) -> None:
     lines_of_metrics = [record(1), record(2, val_loss=2.5), record(3), record(4)]
-    (run.directory / METRICS).write_text("".join(f"{json.dumps(one)}\n" for one in lines_of_metrics))
+    (run.directory / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in lines_of_metrics))
     run.step = 2
     picture = observed(run, 3)
     assert picture.training.points() == [(1, 2.0), (2, 3.0), (3, 4.0)]
@@ -135,3 +143,14 @@ def test_the_picture_of_another_program_stays(run: Any) -> None:
     (run.directory / "loss.svg").write_text("<svg>mine</svg>")
     observed(run, 1, 2).run_finished()
     assert (run.directory / "loss.svg").read_text() == "<svg>mine</svg>"
+
+
+def test_a_picture_that_cannot_be_drawn_does_not_end_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tiny_run({"extensions.losspicture": {}, "trainer.steps": 2})
+    run.directory = tmp_path
+    (tmp_path / "loss.svg").mkdir()
+    train(run)
+    assert "observer 'extensions/losspicture' failed in run_finished; the run continues" in capsys.readouterr().err
+    assert run.step == 2

@@ -1,9 +1,9 @@
 """Heartbeats: reports about the progress of a process, which a separate thread makes once a second.
 
-The main thread records each activity when it begins (`Pulse.enter`). The heartbeat thread makes a `Beat` of it
-(`Heart.beat`) and adds the number of collectives that the process has begun and the source line of its main thread.
-`mplug.distributed.heartbeat_transport` sends the beats. `mplug.distributed.watchdog` finds, from the beats of all
-processes, the ranks for which the others wait.
+The main thread records each activity when it begins (`Durations.begin`). The heartbeat thread makes a `Beat` of it
+(`Heartbeats.next`) and adds the number of collectives that the process has begun and the source line of its main
+thread. `mplug_watchdog.transport` sends the beats. `mplug_watchdog.listener` finds, from the beats of all processes,
+the ranks for which the others wait.
 """
 
 import functools
@@ -16,80 +16,66 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
+
+from mplug import READING, Activity
 
 TICK = 1.0
 """Seconds between two heartbeats."""
-STEP, EVALUATION, SAVING = "step", "evaluation", "saving"
-PHRASES = {STEP: "in step {}", EVALUATION: "in the evaluation after step {}", SAVING: "saving step {}"}
-"""The activities that a run repeats, and the phrases by which errors name them. Other activities are phrases."""
-WRITING = "waiting until a checkpoint is written"
-"""The activity of waiting for an asynchronous write. Its duration depends on the storage; no measurement bounds it."""
 LONGEST_WRITE = 6 * 3600.0
-"""Seconds that a rank may wait for an asynchronous write."""
-DESCRIBED = "mplug "
-"""The beginning of the descriptions of process groups that `mplug.distributed.groups` makes, alike on all ranks."""
-SAVES = f"{DESCRIBED}saves"
-"""The description of the process group in which a thread of an asynchronous save communicates
-(mplug.distributed.groups).
-"""
+"""Seconds that a rank may wait for an asynchronous write, whose duration depends on the storage."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The section `watchdog` of the config, in seconds."""
+    """The settings of the plugin, in seconds."""
 
     timeout: float
     first: float
     multiple: float
 
 
-class Pulse:
-    """The current activity of a process's main thread. `enter` stores a few numbers and costs about a microsecond.
+class Durations:
+    """The current activity of a process's main thread, and the longest activity of each kind so far.
 
-    `clock` counts the seconds in which this process ran. The heartbeat thread advances it, so it stops while the
-    process is suspended. If `send` is set, it receives the number of each step at its beginning.
+    `begin` stores a few numbers and costs about a microsecond. `clock` counts the seconds in which this process ran.
+    The heartbeat thread advances it, so it stops while the process is suspended.
     """
 
-    send: Callable[[int], None] | None = None
-
     def __init__(self) -> None:
-        self.activity, self.step, self.entered = "starting", 0, 0
+        self.activity = Activity()
         self.clock = self._start = 0.0
         self._longest: dict[str, float] = {}
         self._completed: dict[str, int] = {}
 
-    def enter(self, activity: str, step: int = 0) -> None:
+    def begin(self, activity: Activity) -> None:
         """Record that the main thread ends its activity and begins another one.
 
         The longest duration of each repeated activity is stored. The first duration includes compilation, so the
         second one replaces it.
         """
-        if self.activity in PHRASES:
-            seconds, completed = self.clock - self._start, self._completed.get(self.activity, 0)
-            self._longest[self.activity] = max(self._longest[self.activity], seconds) if completed > 1 else seconds
-            self._completed[self.activity] = completed + 1
+        ended = self.activity.name
+        if ended in Activity.PHRASES:
+            seconds, completed = self.clock - self._start, self._completed.get(ended, 0)
+            self._longest[ended] = max(self._longest[ended], seconds) if completed > 1 else seconds
+            self._completed[ended] = completed + 1
         self._start = self.clock
-        self.activity, self.step = activity, step
-        self.entered += 1
-        if self.send is not None and activity == STEP:
-            self.send(step)
+        self.activity = activity
 
-    @property
-    def phrase(self) -> str:
-        """The activity as an error names it: 'in step 12', 'building the model'."""
-        return PHRASES.get(self.activity, self.activity).format(self.step)
+    def begin_ending(self, reason: str) -> None:
+        """Record that an error ends the process."""
+        self.begin(Activity(f"ending with {reason}", number=self.activity.number + 1))
 
     @property
     def measured(self) -> bool:
         """Whether the process has completed this kind of activity before, so that its duration is known."""
-        return self.activity in self._longest
+        return self.activity.name in self._longest
 
     def allowed(self, limits: Limits) -> float:
         """The maximum number of seconds without progress in the current activity."""
-        if self.activity == WRITING:
+        if self.activity.name == Activity.WRITING:
             return max(limits.timeout, limits.first, LONGEST_WRITE)
-        longest = self._longest.get(self.activity)
+        longest = self._longest.get(self.activity.name)
         return max(limits.timeout, limits.first if longest is None else limits.multiple * longest)
 
 
@@ -137,32 +123,38 @@ class Place:
     waits: bool
 
 
+Begun = Mapping[str, Mapping[str, int]]
+"""The number of collectives begun, by thread ('main', 'saves') and process group (`Run.collectives_begun`)."""
+
+
 @dataclass
-class Heart:
+class Heartbeats:
     """Makes the heartbeats of one process. `collectives` and `place` read the state that a heartbeat reports."""
 
     rank: int
-    pulse: Pulse
+    durations: Durations
     limits: Limits
-    collectives: Callable[[], Mapping[str, int]]
+    collectives: Callable[[], Begun]
     place: Callable[[], Place]
     _number: int = 0
     _quiet: float = 0.0
     _progress: object = None
 
-    def beat(self, seconds: float, over: bool = False) -> Beat:
+    def next(self, seconds: float, over: bool = False) -> Beat:
         """The next heartbeat, `seconds` after the one before it.
 
         A new activity or a new collective counts as progress. In an activity of unknown duration (the first step,
         building, loading), a main thread that moves counts as progress too: it may compile or read a large file.
         """
         seconds = min(seconds, 2 * TICK)  # a longer gap means that the process was suspended
-        pulse, place, collectives = self.pulse, self.place(), self.collectives()
-        pulse.clock += seconds
-        progress = (pulse.entered, collectives, 0 if pulse.measured else place.mark)
+        place, begun = self.place(), self.collectives()
+        self.durations.clock += seconds
+        activity = self.durations.activity
+        progress = (activity.number, begun, 0 if self.durations.measured else place.mark)
         self._quiet = self._quiet + seconds if progress == self._progress else 0.0
-        if pulse.activity not in (SAVING, WRITING):  # the thread of a save begins these, not the main thread
-            collectives = {group: count for group, count in collectives.items() if not group.startswith(SAVES)}
+        collectives = dict(begun["main"])
+        if activity.name in (Activity.SAVING, Activity.WRITING):  # otherwise, only the thread of a save begins the rest
+            collectives |= begun["saves"]
         self._progress = progress
         self._number += 1
         return Beat(
@@ -171,11 +163,11 @@ class Heart:
             host=socket.gethostname(),
             pid=os.getpid(),
             born=born(os.getpid()),
-            phrase=pulse.phrase,
-            entered=pulse.entered,
+            phrase=activity.phrase,
+            entered=activity.number,
             collectives=collectives,
             quiet=self._quiet,
-            allowed=pulse.allowed(self.limits),
+            allowed=self.durations.allowed(self.limits),
             timeout=self.limits.timeout,
             first=max(self.limits.timeout, self.limits.first),
             at=place.at,
@@ -196,32 +188,6 @@ def born(pid: int) -> str:
         return ""
 
 
-def collectives_begun() -> dict[str, int]:
-    """The number of collectives that this process has begun, by process group. It is the group's sequence number.
-
-    A group has the same key on all of its ranks: its description, or its name if mplug did not make it. (The names of
-    groups split from NCCL's differ between ranks.) The key of the group of saves begins with `SAVES`.
-    """
-    module = sys.modules.get("torch.distributed.distributed_c10d")  # an import in this thread could deadlock
-    world = getattr(module, "_world", None)
-    if world is None:
-        return {}
-    numbers = {}
-    for group, name in list(world.pg_names.items()):
-        ranks = world.pg_group_ranks.get(group)
-        try:
-            number = group._get_sequence_number_for_group()
-        except (RuntimeError, AttributeError):  # the backend does not count, or the rank is not in the group
-            continue
-        if ranks and number >= 0:
-            description = group.group_desc
-            key = description if description.startswith(DESCRIBED) else name
-            numbers[f"{key}/{hash(tuple(sorted(ranks))):x}"] = int(number)
-    return numbers
-
-
-READING: set[CodeType] = set()
-"""The code of functions that read micro batches: a main thread inside one waits for its loader."""
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 
 

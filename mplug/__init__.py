@@ -11,20 +11,23 @@ from mplug.lazy import publish
 from mplug.version import __version__  # noqa: F401
 
 if TYPE_CHECKING:
+    from mplug.checkpoint.adapter_files import adapter_conversion as adapter_conversion
+    from mplug.checkpoint.adapter_files import adapters_of as adapters_of
+    from mplug.checkpoint.external_form import conversion as conversion
     from mplug.checkpoint.foreign import ForeignCheckpoint as ForeignCheckpoint
     from mplug.checkpoint.foreign import ForeignTensor as ForeignTensor
-    from mplug.checkpoint.weight_decoders import WeightDecoder as WeightDecoder
+    from mplug.checkpoint.format import Format as Format
+    from mplug.checkpoint.published import Export as Export
+    from mplug.checkpoint.published import ExportOptions as ExportOptions
+    from mplug.checkpoint.published import ExportValues as ExportValues
+    from mplug.checkpoint.published import FolderWeights as FolderWeights
+    from mplug.checkpoint.published import PublishedFolder as PublishedFolder
+    from mplug.checkpoint.reading import read_whole_header as read_whole_header
+    from mplug.checkpoint.safetensors_file import write_safetensors as write_safetensors
+    from mplug.checkpoint.wanted import Wanted as Wanted
     from mplug.config.binding import RunConfig as RunConfig
-    from mplug.config.public_fields import SHARED_FIELDS as SHARED_FIELDS
-    from mplug.config.public_fields import unused as unused
-    from mplug.config.public_form import FixedField as FixedField
-    from mplug.config.public_form import PublicField as PublicField
-    from mplug.config.public_form import PublicForm as PublicForm
-    from mplug.config.public_form import PublicSettings as PublicSettings
-    from mplug.config.public_form import ReadField as ReadField
-    from mplug.config.public_form import SumField as SumField
-    from mplug.config.public_form import UnusedField as UnusedField
-    from mplug.config.public_form import Values as Values
+    from mplug.config.described import DescribedModel as DescribedModel
+    from mplug.config.described import PublicSettings as PublicSettings
     from mplug.config.sum_format import SumFormat as SumFormat
     from mplug.contracts import MAY_CHANGE as MAY_CHANGE
     from mplug.contracts import MAY_MOVE as MAY_MOVE
@@ -44,8 +47,14 @@ if TYPE_CHECKING:
     from mplug.contracts import Tokenizer as Tokenizer
     from mplug.contracts import Variance as Variance
     from mplug.contracts import distinct as distinct
+    from mplug.dtypes import FORMATS as FORMATS
     from mplug.errors import RunError as RunError
     from mplug.errors import UsageError as UsageError
+    from mplug.errors import brief as brief
+    from mplug.errors import counted as counted
+    from mplug.errors import listed as listed
+    from mplug.errors import quoted as quoted
+    from mplug.errors import some as some
     from mplug.files import sync_file as sync_file
     from mplug.files import sync_path as sync_path
     from mplug.files import write_whole as write_whole
@@ -60,6 +69,8 @@ if TYPE_CHECKING:
     from mplug.layout.actions import Table as Table
     from mplug.layout.actions import forward_half as forward_half
     from mplug.layout.actions import with_transfers as with_transfers
+    from mplug.layout.conversion import Conversion as Conversion
+    from mplug.layout.conversion import conversion_of as conversion_of
     from mplug.layout.external import ExternalMap as ExternalMap
     from mplug.layout.external import ExternalNames as ExternalNames
     from mplug.layout.external import Factor as Factor
@@ -104,6 +115,7 @@ if TYPE_CHECKING:
     from mplug.model.offers import Wrap as Wrap
     from mplug.model.slot_buffer import SlotBuffer as SlotBuffer
     from mplug.model.weight_gradients import WeightGradients as WeightGradients
+    from mplug.open_lists import OpenList as OpenList
     from mplug.precision import Precision as Precision
     from mplug.precision import Recipe as Recipe
     from mplug.precision import rounding_of_sums as rounding_of_sums
@@ -125,50 +137,61 @@ if TYPE_CHECKING:
 publish(
     __name__,
     {
+        "mplug.checkpoint.adapter_files": (
+            "adapter_conversion",
+            "adapters_of",
+        ),
+        "mplug.checkpoint.external_form": ("conversion",),
         "mplug.checkpoint.foreign": (
             "ForeignCheckpoint",
             "ForeignTensor",
         ),
-        "mplug.checkpoint.weight_decoders": ("WeightDecoder",),
-        "mplug.config.binding": ("RunConfig",),
-        "mplug.config.public_fields": (
-            "SHARED_FIELDS",
-            "unused",
+        "mplug.checkpoint.format": ("Format",),
+        "mplug.checkpoint.published": (
+            "Export",
+            "ExportOptions",
+            "ExportValues",
+            "FolderWeights",
+            "PublishedFolder",
         ),
-        "mplug.config.public_form": (
-            "FixedField",
-            "PublicField",
-            "PublicForm",
+        "mplug.checkpoint.reading": ("read_whole_header",),
+        "mplug.checkpoint.safetensors_file": ("write_safetensors",),
+        "mplug.checkpoint.wanted": ("Wanted",),
+        "mplug.config.binding": ("RunConfig",),
+        "mplug.config.described": (
+            "DescribedModel",
             "PublicSettings",
-            "ReadField",
-            "SumField",
-            "UnusedField",
-            "Values",
         ),
         "mplug.config.sum_format": ("SumFormat",),
         "mplug.contracts": (
-            "CorpusTokenizer",
-            "FolderTokenizer",
-            "Loader",
             "MAY_CHANGE",
             "MAY_MOVE",
             "OF_TRAINING",
+            "CorpusTokenizer",
+            "FolderTokenizer",
+            "Loader",
             "MicroBatch",
             "Optimizer",
             "Piece",
             "Record",
+            "Relay",
             "Stateful",
             "StepResult",
             "StepScalars",
-            "Relay",
             "Stepper",
             "Tokenizer",
             "Variance",
             "distinct",
         ),
+        "mplug.dtypes": ("FORMATS",),
         "mplug.errors": (
             "RunError",
             "UsageError",
+            "brief",
+            "counted",
+            "listed",
+            "quoted",
+            "some",
         ),
         "mplug.files": (
             "sync_file",
@@ -191,6 +214,10 @@ publish(
             "Table",
             "forward_half",
             "with_transfers",
+        ),
+        "mplug.layout.conversion": (
+            "Conversion",
+            "conversion_of",
         ),
         "mplug.layout.external": (
             "ExternalMap",
@@ -247,13 +274,14 @@ publish(
         ),
         "mplug.model.model": ("Model",),
         "mplug.model.offers": (
+            "UNIT",
             "Offer",
             "Site",
-            "UNIT",
             "Wrap",
         ),
         "mplug.model.slot_buffer": ("SlotBuffer",),
         "mplug.model.weight_gradients": ("WeightGradients",),
+        "mplug.open_lists": ("OpenList",),
         "mplug.precision": (
             "Precision",
             "Recipe",

@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 from config_fields import forms, plugin_of, tiny
+from mplug_nn import SHARED_FIELDS, FixedField, PublicForm, ReadField, SumField, UnusedField, Values, written_config
 from mplug_testing.published import require_tables
 from mplug_testing.suite import Fault
 from pydantic import BaseModel, ConfigDict, Field
 
-from mplug import SHARED_FIELDS, FixedField, PublicForm, ReadField, SumField, UnusedField, Values
 from mplug.registry.bind_section import bind
-from mplug.registry.public_export import written
 
 SIZE = Values.integer()
 
@@ -92,20 +91,20 @@ def test_a_value_that_its_row_does_not_accept_is_refused_with_field_value_and_ac
 
 def test_an_export_is_what_its_own_table_reads_as_the_same_model() -> None:
     config = Config(width=4, depth=3, gain=2.5, noise=0.25)
-    fields = written(family(form()), config)
+    fields = written_config(family(form()), config)
     assert fields["architectures"] == ["TinyModel"]
     assert (fields["hidden_size"], fields["layers"], fields["heads"], fields["noise_std"]) == (4, 3, 5, 0.25)
     with pytest.raises(ValueError, match=r"a config\.json of TinyModel cannot express model\.skip=True"):
-        written(family(form()), Config(skip=True))
+        written_config(family(form()), Config(skip=True))
     with pytest.raises(ValueError, match=r"a config.json of TinyModel cannot express model.gain=1\.3"):
-        written(family(form()), Config(gain=1.3))
+        written_config(family(form()), Config(gain=1.3))
 
 
 def test_a_form_that_forgets_a_setting_when_it_writes_cannot_lose_it() -> None:
     forgetful = form(write=lambda _: {})
     with pytest.raises(ValueError, match=r"cannot express model.gain=2\.5"):
-        written(family(forgetful), Config(gain=2.5))
-    assert written(family(forgetful, form()), Config(gain=2.5))["heads"] == 5, "the next form that expresses it"
+        written_config(family(forgetful), Config(gain=2.5))
+    assert written_config(family(forgetful, form()), Config(gain=2.5))["heads"] == 5, "the next form that expresses it"
 
 
 @pytest.mark.parametrize(

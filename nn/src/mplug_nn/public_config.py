@@ -1,35 +1,29 @@
-"""Whether a run's model has a published form, and its config.json: what it says is read back and compared."""
+"""The config.json of a family's Config: what it says is read back and compared. No torch."""
 
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from mplug.config.binding import RunConfig
-from mplug.config.public import read_json
-from mplug.config.public_form import PublicSettings
-from mplug.errors import UsageError, listed, quoted
+from mplug.config.described import PublicSettings
+from mplug.errors import listed, quoted
 from mplug.registry.bind_section import bind
-from mplug.registry.public import brief_reason, forms_of, model_of, read_public_config
+from mplug_nn.public_form import PublicForm
+
+FORMS = "public_forms"
+"""An attribute of a family: the tables of the config.json's that it reads and writes (`PublicForm`)."""
 
 
-def public_config_of(config: RunConfig) -> dict[str, Any]:
-    """The config.json of a run's model. Raises UsageError if its family has no published form for it.
+def forms_of(plugin: Any) -> tuple[PublicForm, ...]:
+    """The forms of config.json that a family states; empty if it has none."""
+    return tuple(getattr(plugin, FORMS, ()))
+
+
+def written_config(plugin: Any, config: Any) -> dict[str, Any]:
+    """The config.json of a family's Config, in the first form that expresses it. Raises ValueError if none does.
 
     A form can express the model if its own table reads what it writes as the same model: every setting that changes
     what the trained model computes is then stated by the config.json, or is what the form implies.
     """
-    chosen = model_of(config)
-    if not forms_of(chosen.plugin):
-        raise UsageError(f"{chosen.label} ({chosen.entry.origin}) writes no published checkpoints")
-    try:
-        return written(chosen.plugin, chosen.config)
-    except ValueError as error:
-        raise UsageError(f"the model of {chosen.label} has no published form: {brief_reason(error)}") from None
-
-
-def written(plugin: Any, config: Any) -> dict[str, Any]:
-    """The config.json of a family's Config, in the first form that expresses it. Raises ValueError if none does."""
     problems: list[tuple[int, str]] = []
     for form in forms_of(plugin):
         try:
@@ -76,19 +70,3 @@ def _matters(own: Any, described: Any, name: str) -> bool:
         return not _equal(own.model_copy(update={name: getattr(described, name)}), own)
     except ValueError:  # the value does not fit the other settings
         return True
-
-
-def describes(config: RunConfig, path: Path) -> bool:
-    """Whether a config.json describes the model of a run."""
-    chosen = model_of(config)
-    found = read_public_config(chosen.entry, chosen.plugin, path, read_json(path))  # raises UsageError
-    return not differences(type(chosen.config), chosen.config, found)
-
-
-def why_not_published(config: RunConfig) -> str | None:
-    """Why a run's model cannot be exported as a published checkpoint; None if it can."""
-    try:
-        public_config_of(config)
-    except UsageError as error:
-        return str(error)
-    return None

@@ -1,7 +1,7 @@
 """The table of a config.json: each of its fields is read, fixed, or has no effect. Data, without torch.
 
-A family states one `PublicForm` for each kind of config.json that it reads and writes. The host reads every config.json
-through this table, so a field is honoured or refused, and never overlooked.
+A family states one `PublicForm` for each kind of config.json that it reads and writes. The format 'huggingface' reads
+every config.json through this table, so a field is honoured or refused, and never overlooked.
 """
 
 import json
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mplug.config.described import PublicSettings
 from mplug.errors import brief, listed, suggest
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -174,27 +175,6 @@ PublicField = ReadField | FixedField | SumField | UnusedField
 """A row of the table."""
 
 
-@dataclass(frozen=True)
-class PublicSettings:
-    """The section 'model' that a config.json describes.
-
-    `fixed` are the settings that the weights need: a user may not set other values. `free` are choices of training,
-    such as dropout: the user's settings override them. `altering` are choices that a user may override too, but that
-    change what the trained model computes, so that it cannot be published any more. `longest` is the length of the
-    longest sequence that the model was made for; None if the form does not say.
-    """
-
-    fixed: Mapping[str, Any]
-    free: Mapping[str, Any] = field(default_factory=dict)
-    altering: Mapping[str, Any] = field(default_factory=dict)
-    longest: int | None = None
-
-    @property
-    def choices(self) -> Mapping[str, Any]:
-        """What the user's settings override."""
-        return {**self.altering, **self.free}
-
-
 def _nothing(_: Any) -> Mapping[str, Any]:
     return {}
 
@@ -260,7 +240,7 @@ class PublicForm:
         return PublicSettings(fixed, free, self.altering, longest)
 
     def written(self, config: Any) -> dict[str, Any]:
-        """The config.json of a family's Config; the host checks that it reads as the same model."""
+        """The config.json of a family's Config; `mplug_nn.written_config` checks that it reads as the same model."""
         own = self.write(config)
         rows = {name: row for name, row in self.fields.items() if isinstance(row, ReadField) and row.settings}
         return {

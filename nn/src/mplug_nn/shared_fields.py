@@ -1,6 +1,6 @@
 """Rows that every config.json shares: fields of all models of the transformers library that change no decoder."""
 
-from mplug.config.public_form import FixedField, PublicField, UnusedField
+from mplug_nn.public_form import FixedField, PublicField, UnusedField
 
 
 def unused(because: str, names: str) -> dict[str, PublicField]:

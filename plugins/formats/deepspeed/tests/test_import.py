@@ -17,8 +17,8 @@ from published import logits
 from safetensors.torch import load_file
 from torch import Tensor
 
+from mplug.checkpoint.external_form import conversion
 from mplug.checkpoint.folder import read_valid
-from mplug.checkpoint.public_weights import conversion
 from mplug.checkpoint.states import load_for_inference
 from mplug.checkpoint.transfer import fill_theirs
 from mplug.cli import main
@@ -218,7 +218,7 @@ def of_a_pipeline(tag: Path) -> None:
 def test_damaged_and_foreign_folders_are_refused_in_one_sentence(
     stage_3: Any, damage: Any, sentence: str, tmp_path: Path
 ) -> None:
-    from mplug_deepspeed.foreign import DeepSpeedCheckpoint
+    from mplug_deepspeed_format.checkpoint import DeepSpeedCheckpoint
 
     from mplug import UsageError
 
@@ -232,7 +232,7 @@ def test_damaged_and_foreign_folders_are_refused_in_one_sentence(
 
 def test_steps_that_an_optimizer_counts_in_its_groups_are_read(stage_3: Any, tmp_path: Path) -> None:
     """DeepSpeed's fused Adam keeps them there, as an integer."""
-    from mplug_deepspeed.foreign import DeepSpeedCheckpoint
+    from mplug_deepspeed_format.checkpoint import DeepSpeedCheckpoint
 
     folder = shutil.copytree(stage_3[0], tmp_path / "copy")
     for file in (folder / "global_step2").glob("*_optim_states.pt"):

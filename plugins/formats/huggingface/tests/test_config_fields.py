@@ -9,11 +9,10 @@ import pytest
 pytest.importorskip("transformers")
 
 from config_fields import TINY, described, distance, forms, library_config, read, tiny, without
+from mplug_nn import SHARED_FIELDS
+from mplug_nn.public_form import PublicForm, UnusedField, same_value
 from transformers import GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-from mplug.config.public_fields import SHARED_FIELDS
-from mplug.config.public_form import PublicForm, UnusedField, same_value
 
 TOLERANCE = 1e-10
 FORMS = forms()
@@ -299,7 +298,7 @@ def test_a_share_of_rotated_coordinates_is_refused_because_the_library_ignores_i
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_honoured_is_refused_in_a_sentence_with_its_name(case: str) -> None:
-    from mplug.config.public_form import form_of as choose
+    from mplug_nn.public_form import form_of as choose
 
     given, sentence = REFUSED[case]
     with pytest.raises(ValueError, match=re.escape(sentence)) as refused:

@@ -3,11 +3,10 @@
 from typing import Any
 
 import pytest
+from mplug_nn import forms_of, written_config
+from mplug_nn.public_form import form_of
 
-from mplug.config.public_form import form_of
 from mplug.registry.entry_points import Registry
-from mplug.registry.public import forms_of
-from mplug.registry.public_export import written
 
 COMMON: dict[str, Any] = {
     "attention_dropout": 0.0,
@@ -334,4 +333,4 @@ def test_the_config_of_a_published_model_describes_its_preset(family: str, prese
     found = form_of(forms_of(plugin), given).read(given)
     choices = {name: getattr(expected, name) for name in found.free}
     assert plugin.Config(**{**found.altering, **choices, **found.fixed}).computes_like(expected)
-    assert written(plugin, expected)["architectures"] == given["architectures"]
+    assert written_config(plugin, expected)["architectures"] == given["architectures"]

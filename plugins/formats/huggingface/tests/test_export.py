@@ -13,9 +13,8 @@ from pydantic import ValidationError
 pytest.importorskip("transformers")
 
 from config_fields import described, distance, forms, plugin_of, tiny
-
-from mplug.config.public_form import ReadField
-from mplug.registry.public_export import written
+from mplug_nn import written_config
+from mplug_nn.public_form import ReadField
 
 Cli = Callable[..., CompletedProcess[str]]
 TOLERANCE = 1e-10
@@ -118,7 +117,7 @@ def changed(kind: str) -> list[tuple[str, Any, Any]]:
 def outcome(plugin: Any, config: Any) -> dict[str, Any] | str:
     """The config.json of a Config, or the reason why it is refused."""
     try:
-        return written(plugin, config)
+        return written_config(plugin, config)
     except ValueError as reason:
         return str(reason)
 
@@ -161,7 +160,7 @@ def test_releases_without_rope_parameters_read_the_same_rotary_positions(kind: s
         changes = {"rope_theta": 321.0} if scaling is None else {"rope_theta": 321.0, "rope_scaling": scaling}
         changes |= {"rope_scaling": None} if kind == "gpt_oss" and scaling is None else {}
         config = type(base)(**{**base.model_dump(), **changes})
-        fields = written(plugin_of(kind), config)
+        fields = written_config(plugin_of(kind), config)
         older = {name: value for name, value in fields.items() if name != "rope_parameters"}
         if kind == "gpt_oss" and scaling is None:  # without the field, the library of the tests takes its YaRN
             assert older["rope_scaling"] is None
@@ -173,7 +172,7 @@ def test_the_usual_factor_of_scores_is_exported_however_it_is_spelled() -> None:
     gemma = described(tiny("gemma2"))
     for scale in (None, gemma.head_dim**-0.5):
         config = type(gemma)(**{**gemma.model_dump(), "attention_scale": scale})
-        assert written(plugin_of("gemma2"), config)["query_pre_attn_scalar"] == gemma.head_dim
+        assert written_config(plugin_of("gemma2"), config)["query_pre_attn_scalar"] == gemma.head_dim
 
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -211,7 +210,7 @@ def test_what_the_library_would_compute_otherwise_is_not_exported(case: str) -> 
     kind, settings, sentence = WRONG[case]
     config = described(tiny(kind))
     with pytest.raises(ValueError, match="cannot express") as refused:
-        written(plugin_of(kind), type(config)(**{**config.model_dump(), **settings}))
+        written_config(plugin_of(kind), type(config)(**{**config.model_dump(), **settings}))
     assert sentence in str(refused.value)
 
 
@@ -246,9 +245,11 @@ def test_explain_says_whether_the_model_can_be_exported(tmp_path: Path, cli_here
     words = ("explain", "--pretrained", folder, "--set", "trainer.seq_length=32")
     shown = cli_here(*words)
     assert shown.returncode == 0, shown.stderr
-    assert "'mplug checkpoint export --to hf' writes Qwen3MoeForCausalLM" in shown.stdout
+    assert "'mplug checkpoint export --to huggingface' writes Qwen3MoeForCausalLM" in shown.stdout
     shown = cli_here(*words, "--set", "model.capacity_factor=1.25")
-    assert "'mplug checkpoint export --to hf' refuses this run: the model of models/qwen has no" in shown.stdout
+    assert (
+        "'mplug checkpoint export --to huggingface' refuses this run: the model of models/qwen has no" in shown.stdout
+    )
     assert "cannot express model.capacity_factor=1.25" in shown.stdout
 
 
@@ -262,12 +263,12 @@ def test_a_run_that_begins_with_a_published_model_says_at_its_start_that_it_cann
     settings = ("seq_length=32", "steps=1", "eval_every=0", "global_batch_size=2")
     words = ("train", *(word for one in settings for word in ("--set", f"trainer.{one}")), "--set", "data.path=text")
     altered = (*words, "--set", "model.capacity_factor=1.25")
-    sentence = "'mplug checkpoint export --to hf' will refuse this run: "
+    sentence = "'mplug checkpoint export --to huggingface' will refuse this run: "
     first = cli_here(*altered, "--pretrained", "folder", "--name", "altered")
     assert first.returncode == 0, first.stderr
     assert sentence in first.stdout
     assert "cannot express model.capacity_factor=1.25" in first.stdout
-    refused = cli_here("checkpoint", "export", "--to", "hf", "exported", "--name", "altered")
+    refused = cli_here("checkpoint", "export", "--to", "huggingface", "exported", "--name", "altered")
     assert refused.returncode == 2
     assert "cannot express model.capacity_factor=1.25" in refused.stderr
     shutil.rmtree(tmp_path / "folder")

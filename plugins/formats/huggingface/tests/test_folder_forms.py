@@ -14,6 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+from mplug_huggingface_format.folder import INDEX, WHOLE
 from published import (
     VOCAB,
     Made,
@@ -26,7 +27,6 @@ from published import (
 )
 
 from mplug.checkpoint import copies
-from mplug.checkpoint.public_folder import INDEX, WHOLE
 from mplug.errors import UsageError
 
 Cli = Callable[..., CompletedProcess[str]]

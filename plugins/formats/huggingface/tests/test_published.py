@@ -15,6 +15,8 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
+from mplug_huggingface_format.decoders import weight_decoder  # noqa: E402
+from mplug_huggingface_format.folder import open_public  # noqa: E402
 from published import (  # noqa: E402
     FAMILIES,
     VOCAB,
@@ -31,8 +33,6 @@ from published import (  # noqa: E402
     tensors,
 )
 
-from mplug.checkpoint.public_folder import open_public  # noqa: E402
-from mplug.checkpoint.weight_decoders import weight_decoder  # noqa: E402
 from mplug.errors import UsageError  # noqa: E402
 from mplug.gradients.region import region  # noqa: E402
 from mplug.training.loop import train  # noqa: E402
@@ -89,7 +89,7 @@ def test_the_export_of_an_import_is_equal_bit_by_bit(family: str, tmp_path: Path
     train(run)
     shutil.copytree(source, tmp_path / "original")
     shutil.rmtree(source)  # the run has kept what it needs
-    result = cli_here("checkpoint", "export", "--to", "hf", "exported")
+    result = cli_here("checkpoint", "export", "--to", "huggingface", "exported")
     assert result.returncode == 0, result.stderr
     require_equal(tmp_path / "exported", tmp_path / "original")
     for name in ("config.json", "generation_config.json", "chat_template.jinja"):
@@ -111,7 +111,7 @@ def test_a_run_from_scratch_is_exported_with_a_config_of_its_own(
     run.directory = tmp_path / "runs" / "scratch"
     train(run)
     shutil.rmtree(run.directory / "published")
-    result = cli_here("checkpoint", "export", "--to", "hf", "exported", "--shard-size", "1e-4")
+    result = cli_here("checkpoint", "export", "--to", "huggingface", "exported", "--shard-size", "1e-4")
     assert result.returncode == 0, result.stderr
     assert len(list((tmp_path / "exported").glob("*.safetensors"))) > 1
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
@@ -400,7 +400,7 @@ def test_what_cannot_be_generated_is_refused(models: Made, tmp_path: Path, cli_h
     assert "and --name and --step a run; use one of them" in cli_here(*words, "--name", "first").stderr
     unpublished = cli_here("generate", "--chat").stderr
     assert "apply only to published checkpoints" in unpublished
-    assert "export it first: mplug checkpoint export --to hf FOLDER" in unpublished
+    assert "export it first: mplug checkpoint export --to FORMAT FOLDER" in unpublished
     (tmp_path / "runs" / "told").mkdir(parents=True)
     (tmp_path / "runs" / "told" / "config.yaml").write_text("")
     assert "it is a run: use --name told" in cli_here("generate", "--pretrained", "runs/told").stderr

@@ -1,7 +1,7 @@
-"""Make the checkpoints of `tests/data/megatron`: two tensor-parallel ranks of megatron-core on a CPU.
+"""Make the checkpoints of `data`: two tensor-parallel ranks of megatron-core on a CPU.
 
     pip install --no-deps megatron-core==0.16.1
-    python tests/support/make_megatron.py tests/data/megatron
+    python plugins/formats/megatron/tests/make_data.py plugins/formats/megatron/tests/data
 
 Each folder has the checkpoint and `expected.safetensors`: tokens, and the logits that megatron-core computes.
 """

@@ -1,4 +1,4 @@
-"""Megatron checkpoints of two tensor-parallel ranks (tests/support/make_megatron.py made them) become runs of ours."""
+"""Megatron checkpoints of two tensor-parallel ranks (make_data.py made them) become runs of ours."""
 
 import pickle
 import shutil
@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_megatron_format.folder import MegatronFolder
 from published import logits
 from safetensors.torch import load_file
 
 from mplug.checkpoint.folder import read_valid
-from mplug.checkpoint.megatron_folder import MegatronFolder
 from mplug.checkpoint.states import load_for_inference
 from mplug.config.defaults import saved_settings
 from mplug.errors import UsageError
@@ -22,7 +22,7 @@ from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 
 Cli = Callable[..., CompletedProcess[str]]
-DATA = Path(__file__).parent / "data" / "megatron"
+DATA = Path(__file__).parent / "data"
 SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24, "vocab_size": 30}
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {**SHAPE, "num_kv_heads": 2, "rope_theta": 500.0, "norm_eps": 1e-5},

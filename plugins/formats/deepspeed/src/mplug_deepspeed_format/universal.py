@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from mplug import UsageError
-from mplug_deepspeed.pickles import damaged, load
-from mplug_deepspeed.rank_files import MODEL, UNIVERSAL
-from mplug_deepspeed.saved import Saved, Shape
-from mplug_deepspeed.zero_files import WEIGHT, Content, rest, unwrapped
+from mplug_deepspeed_format.pickles import damaged, load
+from mplug_deepspeed_format.rank_files import MODEL, UNIVERSAL
+from mplug_deepspeed_format.saved import Saved, Shape
+from mplug_deepspeed_format.zero_files import WEIGHT, Content, rest, unwrapped
 
 STEP, FP32 = "step", "fp32"
 OF_OPTIMIZER = "optimizer_state.pt"

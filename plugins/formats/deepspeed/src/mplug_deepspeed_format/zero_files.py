@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from mplug import UsageError
-from mplug_deepspeed.pickles import load
-from mplug_deepspeed.rank_files import RankFiles, refuse_absent
-from mplug_deepspeed.saved import Saved, Shape
+from mplug_deepspeed_format.pickles import load
+from mplug_deepspeed_format.rank_files import RankFiles, refuse_absent
+from mplug_deepspeed_format.saved import Saved, Shape
 
 WEIGHT = "weight"
 WRAPPERS = ("module.", "_orig_mod.")

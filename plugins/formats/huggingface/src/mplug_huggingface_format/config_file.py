@@ -5,16 +5,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mplug.errors import UsageError
+from mplug import UsageError
 
 CONFIG = "config.json"
 LARGEST_CONFIG = 1 << 26
 """Maximum size of a JSON file of a folder, in bytes."""
-
-
-def is_public(path: Path) -> bool:
-    """Whether a path is the folder of a published checkpoint: it has a config.json and no checkpoint.json."""
-    return (path / CONFIG).is_file() and not (path / "checkpoint.json").exists()
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -8,12 +8,14 @@ from collections.abc import Container, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mplug.open_lists import WEIGHT_DECODERS
+from mplug import OpenList
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Shape = tuple[int, ...]
+WEIGHT_DECODERS = OpenList("decoder of quantised weights", "mplug_huggingface_format.weight_decoders", {})
+"""Names are those of `quant_method` in a config.json, targets are `WeightDecoder` classes."""
 Box = tuple[Shape, Shape]
 """The start and the shape of a part of a tensor."""
 
@@ -21,8 +23,9 @@ Box = tuple[Shape, Shape]
 class WeightDecoder(Protocol):
     """Reads boxes of quantised tensors. All methods but `decode` compute with shapes alone.
 
-    A distribution adds a class by an entry point in the group 'mplug.weight_decoders'; its name is the `quant_method`.
-    The constructor takes the `quantization_config`, and raises ValueError if the decoder does not support it.
+    A distribution adds a class by an entry point in the group 'mplug_huggingface_format.weight_decoders'; its name is
+    the `quant_method`. The constructor takes the `quantization_config`, and raises ValueError if the decoder does not
+    support it.
     """
 
     def stored(self, tensor: str, shape: Shape, present: Container[str]) -> Mapping[str, Shape]:

@@ -2,15 +2,14 @@
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mplug.checkpoint.reading import read_whole_header
-from mplug.config.public import CONFIG, read_json
-from mplug.errors import UsageError, brief, counted, listed
+from mplug import UsageError, brief, read_whole_header, some
+from mplug_huggingface_format.config_file import CONFIG, read_json
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
@@ -131,10 +130,3 @@ def read_tensors(path: Path, file: str) -> dict[str, tuple[str, tuple[int, ...]]
             f"PyTorch; use a folder that was saved from a model in PyTorch"
         )
     return tensors
-
-
-def some(names: Iterable[str]) -> str:
-    """Names for a sentence: the first of them, and how many more there are."""
-    names = sorted(names)
-    shown = listed(f"'{brief(name)}'" for name in names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {counted(len(names) - 3, 'other')}"

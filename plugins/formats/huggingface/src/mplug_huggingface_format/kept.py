@@ -1,7 +1,7 @@
 """What a run keeps of the published checkpoint that it began with: the files beside the weights, and their form.
 
-    runs/<name>/published/files/          config.json, the tokenizer, the chat template, generation_config.json ...
-    runs/<name>/published/tensors.json    the name, file and type of every tensor
+    runs/<name>/published/huggingface/files/          config.json, the tokenizer, the chat template ...
+    runs/<name>/published/huggingface/tensors.json    the name, file and type of every tensor
 
 `mplug checkpoint export` needs them, also when the original folder is gone. Imports no torch.
 """
@@ -13,12 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mplug.checkpoint.public_folder import INDEX
-from mplug.config.public import CONFIG, read_json
-from mplug.errors import UsageError
-from mplug.files import write_whole
+from mplug import UsageError, write_whole
+from mplug_huggingface_format.config_file import CONFIG, read_json
+from mplug_huggingface_format.folder import INDEX
 
-PUBLISHED, FILES, TENSORS = "published", "files", "tensors.json"
+FILES, TENSORS = "files", "tensors.json"
 KEPT = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "*.md", "LICENSE*", "additional_chat_templates/*")
 """The files beside the weights."""
 LARGEST_FILE = 1 << 28
@@ -43,9 +42,8 @@ class Published:
     tensors: Mapping[str, Kept]
 
 
-def keep_published(path: Path, tensors: Mapping[str, Kept], directory: Path) -> None:
-    """Copy what an export needs into the folder of a run. `tensors` are those of the folder by public name."""
-    folder = directory / PUBLISHED
+def keep_published(path: Path, tensors: Mapping[str, Kept], folder: Path) -> None:
+    """Copy what an export needs into a folder of a run. `tensors` are those of the original folder by public name."""
     (folder / FILES).mkdir(parents=True, exist_ok=True)
     for pattern in KEPT:
         for file in sorted(path.glob(pattern)):
@@ -56,17 +54,8 @@ def keep_published(path: Path, tensors: Mapping[str, Kept], directory: Path) -> 
     write_whole(folder / TENSORS, json.dumps({name: asdict(one) for name, one in tensors.items()}) + "\n")
 
 
-def carry_published(source: Path, directory: Path) -> None:
-    """Copy what another run has kept into the folder of a run that begins with its weights."""
-    if source.is_dir():
-        shutil.copytree(source, directory / PUBLISHED, dirs_exist_ok=True)
-
-
-def published_of(directory: Path) -> Published | None:
-    """What a run has kept; None if it did not begin with a published checkpoint."""
-    folder = directory / PUBLISHED
-    if not folder.is_dir():
-        return None
+def published_in(folder: Path) -> Published:
+    """What a run has kept in a folder. UsageError if it is damaged."""
     try:
         tensors = {name: Kept(**one) for name, one in read_json(folder / TENSORS).items()}
     except TypeError:

@@ -1,25 +1,22 @@
 """Read boxes of public tensors from the files of a folder, after a check that the folder fits the model."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import safetensors
 import torch
 from torch import Tensor
 
-from mplug.checkpoint.public_folder import PublicFolder, Stored, some
-from mplug.checkpoint.published import Kept
-from mplug.checkpoint.weight_decoders import WeightDecoder, weight_decoder
-from mplug.dtypes import FORMATS
-from mplug.errors import RunError, UsageError, listed
-from mplug.layout.conversion import Conversion, conversion_of
-from mplug.layout.external import Link
+from mplug import FORMATS, Conversion, FolderWeights, Link, RunError, UsageError, listed, some
+from mplug_huggingface_format.decoders import WeightDecoder, weight_decoder
+from mplug_huggingface_format.folder import PublicFolder, Stored
+from mplug_huggingface_format.kept import Kept, keep_published
 
 if TYPE_CHECKING:
-    from mplug.checkpoint.wanted import Wanted
-    from mplug.model.model import Model
+    from mplug import Wanted
 
 PLAIN = {one.code for one in FORMATS.values() if one.is_floating and one.bytes > 1}
 """The codes of the types of weights that are plain numbers."""
@@ -27,38 +24,29 @@ NAMES = {one.code: name for name, one in FORMATS.items()}
 Shape = tuple[int, ...]
 
 
-def conversion(model: "Model") -> Conversion:
-    """The published form of a whole model. UsageError if it has none."""
-    if model.plan.external is None:
-        raise UsageError("this model has no published form: its plan has no external names")
-    states = {name: one for name, one in model.buffer_placements.items() if not one.parameter.over}
-    try:
-        return conversion_of(model.plan.external, model.placements | states, model.plan.tied)
-    except ValueError as error:
-        raise UsageError(f"this model has no published form: {error}") from None
-
-
 def _tensors_of(link: Link) -> list[str]:
     return [link.public(index) for index in link.fanned]
 
 
-class PublicWeights:
+class PublicWeights(FolderWeights):
     """The public tensors of a model in a folder. `read` returns any box of one, decoded if it is quantised."""
 
     def __init__(self, folder: PublicFolder, conversion: Conversion) -> None:
-        self.folder, self.conversion = folder, conversion
+        self.folder, self.conversion, self.links = folder, conversion, conversion.links
         self._files = dict[str, Any]()
         self._stack = ExitStack()
         self._last: tuple[Any, Tensor] | None = None
-
-    def __enter__(self) -> "PublicWeights":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._last = None
         self._stack.close()
 
     # What the folder has.
+
+    @property
+    def present(self) -> Collection[str]:  # type: ignore[override]
+        """The names of the stored tensors."""
+        return self.stored.keys()
 
     @cached_property
     def decoder(self) -> WeightDecoder | None:
@@ -80,7 +68,7 @@ class PublicWeights:
         return {name if name in public else f"{prefix}{name}": stored for name, stored in tensors.items()}
 
     @cached_property
-    def widest(self) -> torch.dtype:
+    def widest(self) -> torch.dtype:  # type: ignore[override]
         """A type that holds all values of the folder exactly; decoded values are in fp32."""
         wide = any(stored.code == FORMATS["float64"].code for stored in self.stored.values())
         return torch.float64 if wide else torch.float32
@@ -154,6 +142,10 @@ class PublicWeights:
             for tensor in self.conversion.public
             if tensor in self.stored
         }
+
+    def keep(self, directory: Path) -> None:
+        """Keep the files beside the weights, and the name, file and type of every tensor."""
+        keep_published(self.folder.path, self.kept(), directory)
 
     # Reading.
 

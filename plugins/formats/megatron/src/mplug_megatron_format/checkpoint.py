@@ -6,16 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from mplug.checkpoint.foreign import WEIGHT, ForeignCheckpoint, ForeignTensor, Shape
-from mplug.checkpoint.megatron_folder import MegatronFolder
-from mplug.errors import UsageError, quoted
-from mplug.layout.external import Dims, Factor, Link, Part
-from mplug.layout.placement import Placement
-from mplug.model.model import Model
+from mplug import Factor, ForeignCheckpoint, ForeignTensor, Link, Model, Part, Placement, UsageError, quoted
+from mplug_megatron_format.folder import MegatronFolder
 
 if TYPE_CHECKING:
-    from mplug.config.binding import RunConfig
+    from mplug import RunConfig
 
+Dims = tuple[tuple[Factor, ...], ...]
+Shape = tuple[int, ...]
+WEIGHT = "weight"
 WHOLE = {
     "embedding.token.weight": ("embedding.word_embeddings.weight",),
     "embedding.position.weight": ("embedding.position_embeddings.weight",),

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
 
-from mplug.errors import RunError, UsageError, brief
+from mplug import RunError, UsageError, brief
 
 METADATA, COMMON, LATEST = ".metadata", "common.pt", "latest_checkpointed_iteration.txt"
 LARGEST = 1 << 30

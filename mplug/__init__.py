@@ -11,20 +11,23 @@ from mplug.system.lazy import publish
 from mplug.system.version import __version__  # noqa: F401
 
 if TYPE_CHECKING:
+    from mplug.checkpoint.adapter_files import adapter_conversion as adapter_conversion
+    from mplug.checkpoint.adapter_files import adapters_of as adapters_of
+    from mplug.checkpoint.external_form import conversion as conversion
     from mplug.checkpoint.foreign import ForeignCheckpoint as ForeignCheckpoint
     from mplug.checkpoint.foreign import ForeignTensor as ForeignTensor
-    from mplug.checkpoint.weight_decoders import WeightDecoder as WeightDecoder
+    from mplug.checkpoint.format import Format as Format
+    from mplug.checkpoint.published import Export as Export
+    from mplug.checkpoint.published import ExportOptions as ExportOptions
+    from mplug.checkpoint.published import ExportValues as ExportValues
+    from mplug.checkpoint.published import FolderWeights as FolderWeights
+    from mplug.checkpoint.published import PublishedFolder as PublishedFolder
+    from mplug.checkpoint.reading import read_whole_header as read_whole_header
+    from mplug.checkpoint.safetensors_file import write_safetensors as write_safetensors
+    from mplug.checkpoint.wanted import Wanted as Wanted
     from mplug.config.binding import RunConfig as RunConfig
-    from mplug.config.public_fields import SHARED_FIELDS as SHARED_FIELDS
-    from mplug.config.public_fields import unused as unused
-    from mplug.config.public_form import FixedField as FixedField
-    from mplug.config.public_form import PublicField as PublicField
-    from mplug.config.public_form import PublicForm as PublicForm
-    from mplug.config.public_form import PublicSettings as PublicSettings
-    from mplug.config.public_form import ReadField as ReadField
-    from mplug.config.public_form import SumField as SumField
-    from mplug.config.public_form import UnusedField as UnusedField
-    from mplug.config.public_form import Values as Values
+    from mplug.config.described import DescribedModel as DescribedModel
+    from mplug.config.described import PublicSettings as PublicSettings
     from mplug.config.sum_format import SumFormat as SumFormat
     from mplug.contracts import MAY_CHANGE as MAY_CHANGE
     from mplug.contracts import MAY_MOVE as MAY_MOVE
@@ -51,7 +54,11 @@ if TYPE_CHECKING:
     from mplug.distributed.supervision import Supervisor as Supervisor
     from mplug.errors import RunError as RunError
     from mplug.errors import UsageError as UsageError
+    from mplug.errors import brief as brief
+    from mplug.errors import counted as counted
     from mplug.errors import listed as listed
+    from mplug.errors import quoted as quoted
+    from mplug.errors import some as some
     from mplug.gradients.owned_memory import Shard as Shard
     from mplug.gradients.owned_memory import Shards as Shards
     from mplug.gradients.sinks import GradientSink as GradientSink
@@ -62,6 +69,8 @@ if TYPE_CHECKING:
     from mplug.layout.actions import Table as Table
     from mplug.layout.actions import forward_half as forward_half
     from mplug.layout.actions import with_transfers as with_transfers
+    from mplug.layout.conversion import Conversion as Conversion
+    from mplug.layout.conversion import conversion_of as conversion_of
     from mplug.layout.external import ExternalMap as ExternalMap
     from mplug.layout.external import ExternalNames as ExternalNames
     from mplug.layout.external import Factor as Factor
@@ -106,6 +115,8 @@ if TYPE_CHECKING:
     from mplug.model.offers import Wrap as Wrap
     from mplug.model.slot_buffer import SlotBuffer as SlotBuffer
     from mplug.model.weight_gradients import WeightGradients as WeightGradients
+    from mplug.open_lists import OpenList as OpenList
+    from mplug.precisions.dtypes import FORMATS as FORMATS
     from mplug.precisions.precision import Precision as Precision
     from mplug.precisions.precision import Recipe as Recipe
     from mplug.precisions.precision import rounding_of_sums as rounding_of_sums
@@ -133,20 +144,16 @@ if TYPE_CHECKING:
 publish(
     __name__,
     {
+        "mplug.checkpoint.adapter_files": ("adapter_conversion", "adapters_of"),
+        "mplug.checkpoint.external_form": ("conversion",),
         "mplug.checkpoint.foreign": ("ForeignCheckpoint", "ForeignTensor"),
-        "mplug.checkpoint.weight_decoders": ("WeightDecoder",),
+        "mplug.checkpoint.format": ("Format",),
+        "mplug.checkpoint.published": ("Export", "ExportOptions", "ExportValues", "FolderWeights", "PublishedFolder"),
+        "mplug.checkpoint.reading": ("read_whole_header",),
+        "mplug.checkpoint.safetensors_file": ("write_safetensors",),
+        "mplug.checkpoint.wanted": ("Wanted",),
         "mplug.config.binding": ("RunConfig",),
-        "mplug.config.public_fields": ("SHARED_FIELDS", "unused"),
-        "mplug.config.public_form": (
-            "FixedField",
-            "PublicField",
-            "PublicForm",
-            "PublicSettings",
-            "ReadField",
-            "SumField",
-            "UnusedField",
-            "Values",
-        ),
+        "mplug.config.described": ("DescribedModel", "PublicSettings"),
         "mplug.config.sum_format": ("SumFormat",),
         "mplug.contracts": (
             "CorpusTokenizer",
@@ -169,10 +176,12 @@ publish(
             "distinct",
         ),
         "mplug.distributed.supervision": ("Hang", "Monitor", "PluginMessage", "Send", "Supervisor"),
-        "mplug.errors": ("RunError", "UsageError", "listed"),
+        "mplug.precisions.dtypes": ("FORMATS",),
+        "mplug.errors": ("RunError", "UsageError", "brief", "counted", "listed", "quoted", "some"),
         "mplug.gradients.owned_memory": ("Shard", "Shards"),
         "mplug.gradients.sinks": ("GradientSink", "Sinks"),
         "mplug.layout.actions": ("Action", "Kind", "Shape", "Table", "forward_half", "with_transfers"),
+        "mplug.layout.conversion": ("Conversion", "conversion_of"),
         "mplug.layout.external": (
             "ExternalMap",
             "ExternalNames",
@@ -196,6 +205,7 @@ publish(
         "mplug.model.offers": ("Offer", "Site", "UNIT", "Wrap"),
         "mplug.model.slot_buffer": ("SlotBuffer",),
         "mplug.model.weight_gradients": ("WeightGradients",),
+        "mplug.open_lists": ("OpenList",),
         "mplug.precisions.precision": ("Precision", "Recipe", "rounding_of_sums"),
         "mplug.registry.schedules": ("find_schedule", "proven_table"),
         "mplug.registry.specification": ("hookimpl",),

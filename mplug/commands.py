@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from mplug.cli.tables import table as table
     from mplug.config.defaults import default_settings as default_settings
     from mplug.config.defaults import saved_settings as saved_settings
-    from mplug.config.public import is_public as is_public
-    from mplug.config.public import read_json as read_json
     from mplug.config.sources import Settings as Settings
     from mplug.config.sources import merge as merge
     from mplug.config.sources import read_assignments as read_assignments
@@ -64,6 +62,8 @@ if TYPE_CHECKING:
     from mplug.registry.blame import cause_of as cause_of
     from mplug.registry.blame import failed_part as failed_part
     from mplug.registry.entry_points import Registry as Registry
+    from mplug.registry.formats import format_of as format_of
+    from mplug.registry.formats import is_public as is_public
     from mplug.registry.hooks import COMMAND as COMMAND
     from mplug.registry.public import folder_tokenizer as folder_tokenizer
     from mplug.registry.public import longest_sequence as longest_sequence
@@ -91,7 +91,6 @@ publish(
         "mplug.cli.options": ("Finite", "PluginName", "RunName", "config_options", "overrides"),
         "mplug.cli.tables": ("table",),
         "mplug.config.defaults": ("default_settings", "saved_settings"),
-        "mplug.config.public": ("is_public", "read_json"),
         "mplug.config.sources": ("Settings", "merge", "read_assignments", "read_file"),
         "mplug.distributed.launch": ("Stopped", "launch"),
         "mplug.distributed.signals": ("Signals",),
@@ -108,6 +107,7 @@ publish(
         "mplug.model.units": ("AS_THEY_ARE", "Instead", "run_units"),
         "mplug.registry.blame": ("cause_of", "failed_part"),
         "mplug.registry.entry_points": ("Registry",),
+        "mplug.registry.formats": ("format_of", "is_public"),
         "mplug.registry.hooks": ("COMMAND",),
         "mplug.registry.public": ("folder_tokenizer", "longest_sequence"),
         "mplug.registry.resolve": ("resolve",),

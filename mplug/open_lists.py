@@ -95,11 +95,4 @@ SCORES = OpenList(
     {name: f"mplug_nn.scores:{name.upper()}" for name in ("softmax", "sigmoid", "softmax_of_chosen")},
 )
 """Targets are `mplug_nn.RouterScore` objects."""
-WEIGHT_DECODERS = OpenList("decoder of quantised weights", "mplug.weight_decoders", {})
-"""Names are those of `quant_method` in a config.json, targets are `mplug.WeightDecoder` classes. The host's names are
-entry points of its own distribution."""
-FOREIGN_CHECKPOINTS = OpenList(
-    "form of checkpoints", "mplug.foreign_checkpoints", {"megatron": "mplug.checkpoint.megatron:MegatronCheckpoint"}
-)
-"""Names are the words after `mplug checkpoint import --from`, targets are `mplug.ForeignCheckpoint` classes."""
-LISTS = (ACTIVATIONS, NORMS, SCALINGS, SCORES, WEIGHT_DECODERS, FOREIGN_CHECKPOINTS)
+LISTS = (ACTIVATIONS, NORMS, SCALINGS, SCORES)

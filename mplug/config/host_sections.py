@@ -156,7 +156,7 @@ class Pretrained(Section):
 
     path: str = Field(
         min_length=1,
-        description="a checkpoint, a run's folder, or a folder with a config.json and safetensors files",
+        description="a checkpoint, a run's folder, or a published folder of an installed format",
     )
     only: Names | None = Field(
         None, description="patterns of the parameters or modules to load; null: all. The others keep initial values"

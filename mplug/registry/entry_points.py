@@ -25,6 +25,7 @@ KINDS = (
     "precisions",
     "data",
     "tokenizers",
+    "formats",
     "memory",
     "adapters",
     "extensions",
@@ -35,14 +36,16 @@ HOST_DISTRIBUTION = "mplug"
 FLAGS = "flags"
 """The group 'mplug.flags', whose entry points are not plugins: each maps a flag to the config field that it sets."""
 ARCHITECTURES = "architectures"
-"""The group 'mplug.architectures': each maps an architecture of a config.json to the name of its model family."""
+"""The group 'mplug.architectures': each maps the public name of an architecture to the name of its model family."""
+FORMAT_FILES = "format_files"
+"""The group 'mplug.format_files': each maps the name of a file to the name of the format of folders that have it."""
 TOKENIZER_FILES = "tokenizer_files"
 """The group 'mplug.tokenizer_files': each maps the name of a file to the name of the tokenizer that reads it."""
 SCHEDULES = "schedules"
 """The group 'mplug.schedules', whose entry points are functions from a `Shape` to the `Table` of a pipeline."""
 GROUPS_OF_LISTS = tuple(one.group.removeprefix("mplug.") for one in LISTS)
 """Groups whose entry points are not plugins: each adds an entry to an open list (`mplug.open_lists`)."""
-GROUPS = (*KINDS, FLAGS, ARCHITECTURES, TOKENIZER_FILES, SCHEDULES, *GROUPS_OF_LISTS)
+GROUPS = (*KINDS, FLAGS, ARCHITECTURES, FORMAT_FILES, TOKENIZER_FILES, SCHEDULES, *GROUPS_OF_LISTS)
 RESERVED_FIELDS = ("name", "preset")
 RESERVED_NAMES = {"kernels": (*SLOT_KINDS, "default"), "parallel": ("layout", "data")}
 """By kind, the names that no plugin may have: the host has fields with these names beside the plugins' sub-sections."""

@@ -37,7 +37,7 @@ from mplug.slot_kinds import SLOT_KINDS
 def resolve(registry: Registry, base: Settings, overrides: Settings) -> RunConfig:
     """The config of a run: `overrides` (a file, the command line) over the model's preset over `base`.
 
-    If `overrides` name a published checkpoint (`checkpoint.pretrained`), its config.json decides the section 'model'.
+    If `overrides` name a published checkpoint (`checkpoint.pretrained`), its description decides the section 'model'.
     Raises a UsageError that lists every problem with its field and source; a BrokenPlugin if a plugin is at fault.
     """
     return _Resolver(registry, *with_public_settings(registry, base, overrides)).run()

@@ -132,10 +132,23 @@ if TYPE_CHECKING:
     from mplug_nn.prologue import Inputs as Inputs
     from mplug_nn.prologue import Projected as Projected
     from mplug_nn.prologue import Prologue as Prologue
+    from mplug_nn.public_config import differences as differences
+    from mplug_nn.public_config import forms_of as forms_of
+    from mplug_nn.public_config import written_config as written_config
+    from mplug_nn.public_form import FixedField as FixedField
+    from mplug_nn.public_form import PublicField as PublicField
+    from mplug_nn.public_form import PublicForm as PublicForm
+    from mplug_nn.public_form import ReadField as ReadField
+    from mplug_nn.public_form import SumField as SumField
+    from mplug_nn.public_form import UnusedField as UnusedField
+    from mplug_nn.public_form import Values as Values
+    from mplug_nn.public_form import form_of as form_of
     from mplug_nn.rotary import Rotary as Rotary
     from mplug_nn.router import Choice as Choice
     from mplug_nn.router import Router as Router
     from mplug_nn.scores import RouterScore as RouterScore
+    from mplug_nn.shared_fields import SHARED_FIELDS as SHARED_FIELDS
+    from mplug_nn.shared_fields import unused as unused
     from mplug_nn.specification import AttentionInputs as AttentionInputs
     from mplug_nn.specification import AttentionSpec as AttentionSpec
     from mplug_nn.specification import StaticKeys as StaticKeys
@@ -221,9 +234,21 @@ publish(
         "mplug_nn.pipeline": ("Arrival", "Pipeline", "Produce", "Rows", "pipeline_named"),
         "mplug_nn.product": ("Boundary", "Narrow", "Product"),
         "mplug_nn.prologue": ("FusedProduct", "Inputs", "Projected", "Prologue"),
+        "mplug_nn.public_config": ("differences", "forms_of", "written_config"),
+        "mplug_nn.public_form": (
+            "FixedField",
+            "PublicField",
+            "PublicForm",
+            "ReadField",
+            "SumField",
+            "UnusedField",
+            "Values",
+            "form_of",
+        ),
         "mplug_nn.rotary": ("Rotary",),
         "mplug_nn.router": ("Choice", "Router"),
         "mplug_nn.scores": ("RouterScore",),
+        "mplug_nn.shared_fields": ("SHARED_FIELDS", "unused"),
         "mplug_nn.specification": ("AttentionInputs", "AttentionSpec", "StaticKeys"),
         "mplug_nn.static_cache": ("static_keys",),
     },

@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     "--pretrained",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="Sample from a published checkpoint (a folder with a config.json) instead of a run.",
+    help="Sample from a published checkpoint (a folder of an installed format) instead of a run.",
 )
 @click.option(
     "--chat", is_flag=True, help="With --pretrained: the prompt is a user's message, in the folder's chat template."
@@ -91,8 +91,8 @@ if TYPE_CHECKING:
 def command(**options: Any) -> None:
     """Sample text from a trained run, or from a published checkpoint.
 
-    With --pretrained, the folder's own tokenizer encodes the prompt, and the text ends at the end token of its
-    generation_config.json.
+    With --pretrained, the folder's own tokenizer encodes the prompt, and the text ends at the end token that the
+    folder states.
 
     A cache holds the keys and values of earlier positions, if all modules of the model declare that they serve one;
     otherwise every token computes the whole text again. A text that is longer than the run's trainer.seq_length (or
@@ -154,7 +154,7 @@ class Asked:
         if self.pretrained is None and (self.chat or self.precision is not None):
             raise UsageError(
                 "--chat and --precision apply only to published checkpoints; add --pretrained. To chat with a run, "
-                "export it first: mplug checkpoint export --to hf FOLDER, then --pretrained FOLDER"
+                "export it first: mplug checkpoint export --to FORMAT FOLDER, then --pretrained FOLDER"
             )
         if self.prompts is not None and self.prompt is not None:
             raise UsageError("--prompt is one prompt, and --prompts a file of them; use one of them")

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mplug import UsageError
-from mplug.commands import listed
 from mplug_generate.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ def tokenizer_in(folder: Path) -> "FolderTokenizer":
             )
         is_run = (folder / "config.yaml").is_file()
         remedy = f"it is a run: use --name {folder.name}" if is_run else "use the folder of a published checkpoint"
-        raise UsageError(f"--pretrained '{folder}' has no config.json of a published checkpoint; {remedy}")
+        raise UsageError(f"--pretrained '{folder}': no installed format reads it; {remedy}")
     return folder_tokenizer(Registry(), folder)
 
 
@@ -65,15 +64,9 @@ def settings_of(
 
 
 def end_tokens(folder: Path) -> frozenset[int]:
-    """The tokens that end a text: those of generation_config.json, else those of config.json."""
-    from mplug.commands import read_json
+    """The tokens that end a text, by a published folder."""
+    from mplug.commands import format_of
 
-    files = [folder / "generation_config.json", folder / "config.json"]
-    for fields in (read_json(file) for file in files if file.is_file()):
-        found: Any = fields.get("eos_token_id")
-        if found is not None:
-            ends = found if isinstance(found, list) else [found]
-            if not all(type(end) is int for end in ends):
-                raise UsageError(f"'{folder}' has the end tokens {listed(map(repr, ends))}; they must be integers")
-            return frozenset(ends)
-    return frozenset()
+    found = format_of(folder)
+    ends: frozenset[int] = frozenset() if found is None else found.format.end_tokens(folder)
+    return ends

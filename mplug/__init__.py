@@ -94,7 +94,6 @@ if TYPE_CHECKING:
     from mplug.model.adapters import Merge as Merge
     from mplug.model.adapters import RowNorms as RowNorms
     from mplug.model.adapters import row_norms as row_norms
-    from mplug.model.delayed_scaling import DelayedScaling as DelayedScaling
     from mplug.model.gathered_copies import GatheredCopies as GatheredCopies
     from mplug.model.gathered_copies import gathered_copies as gathered_copies
     from mplug.model.model import Model as Model
@@ -240,7 +239,6 @@ publish(
             "RowNorms",
             "row_norms",
         ),
-        "mplug.model.delayed_scaling": ("DelayedScaling",),
         "mplug.model.gathered_copies": (
             "GatheredCopies",
             "gathered_copies",

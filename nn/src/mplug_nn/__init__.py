@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from mplug_nn.decoders.public_fields import written_rotary as written_rotary
     from mplug_nn.decoders.published import published_names as published_names
     from mplug_nn.decoders.sparse import SparseDecoderConfig as SparseDecoderConfig
+    from mplug_nn.delayed_scaling import DelayedScaling as DelayedScaling
     from mplug_nn.description import Description as Description
     from mplug_nn.description import describe as describe
     from mplug_nn.description import flops_of as flops_of
@@ -227,6 +228,7 @@ publish(
         ),
         "mplug_nn.decoders.published": ("published_names",),
         "mplug_nn.decoders.sparse": ("SparseDecoderConfig",),
+        "mplug_nn.delayed_scaling": ("DelayedScaling",),
         "mplug_nn.description": (
             "Description",
             "describe",

@@ -10,7 +10,7 @@ from warnings import catch_warnings
 import pytest
 import torch
 from engine_in_torch import stand_ins
-from mplug_nn import Boundary, Inputs, Linear, Narrow, Prologue
+from mplug_nn import Boundary, DelayedScaling, Inputs, Linear, Narrow, Prologue
 from mplug_nn.prologue import apply_fused
 from mplug_te.activations import FUNCTIONS, GATED, ActivationProduct
 from mplug_te.linear import DelayedProduct
@@ -21,7 +21,7 @@ from mplug_testing.harness import difference, tiny_run, train_steps
 from mplug_testing.later_trials import later_fault
 from torch import Tensor
 
-from mplug import DelayedScaling, Offer, Site
+from mplug import Offer, Site
 from mplug.layout.plan import Init, Parameter
 from mplug.model.build import build_model
 from mplug.model.tracer import prepare_compiler

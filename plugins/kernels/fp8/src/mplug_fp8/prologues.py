@@ -8,10 +8,9 @@ anyway. Backward computes the columns that the weight's gradient reads from it a
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mplug_nn import FusedProduct, GatheredForm, Inputs, Narrow, Operand, Prologue, Sink
+from mplug_nn import DelayedScaling, FusedProduct, GatheredForm, Inputs, Narrow, Operand, Prologue, Sink
 from torch import Tensor
 
-from mplug import DelayedScaling
 from mplug_fp8.operators import rows_of
 from mplug_fp8.products import Delayed
 from mplug_fp8.prologue_operators import activated, activation_gradient, norm_gradient, normed, normed_again

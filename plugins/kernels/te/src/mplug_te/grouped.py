@@ -9,10 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from mplug_nn import GroupedProduct, Operand, Sink, aligned, fake, keep_max, keep_max_in_backward, operator
+from mplug_nn import (
+    DelayedScaling,
+    GroupedProduct,
+    Operand,
+    Sink,
+    aligned,
+    fake,
+    keep_max,
+    keep_max_in_backward,
+    operator,
+)
 from torch import Tensor
 
-from mplug import DelayedScaling
 from mplug_te.casts import ALIGNED, BLOCK
 from mplug_te.groups import (
     Group,

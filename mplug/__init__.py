@@ -117,6 +117,9 @@ if TYPE_CHECKING:
     from mplug.run.run import Run as Run
     from mplug.run.toolchain import triton_builds as triton_builds
     from mplug.slot_kinds import slots_named as slots_named
+    from mplug.tensors.supplier import Statements as Statements
+    from mplug.tensors.supplier import Supplier as Supplier
+    from mplug.tensors.supplier import statements_of as statements_of
     from mplug.training.map_loader import MapLoader as MapLoader
     from mplug.training.stepper import DefaultStepper as DefaultStepper
     from mplug.training.torch_optimizer import TorchOptimizer as TorchOptimizer
@@ -272,6 +275,11 @@ publish(
         "mplug.run.run": ("Run",),
         "mplug.run.toolchain": ("triton_builds",),
         "mplug.slot_kinds": ("slots_named",),
+        "mplug.tensors.supplier": (
+            "Statements",
+            "Supplier",
+            "statements_of",
+        ),
         "mplug.training.map_loader": ("MapLoader",),
         "mplug.training.stepper": ("DefaultStepper",),
         "mplug.training.torch_optimizer": ("TorchOptimizer",),

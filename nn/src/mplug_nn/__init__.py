@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from mplug_nn.attention import scaled_dot_product as scaled_dot_product
     from mplug_nn.cache import Cache as Cache
     from mplug_nn.cache import CacheSize as CacheSize
+    from mplug_nn.core import AttentionCore as AttentionCore
+    from mplug_nn.core import packed_heads_of as packed_heads_of
+    from mplug_nn.core import parts_of as parts_of
     from mplug_nn.decoder import Block as Block
     from mplug_nn.decoder import Decoder as Decoder
     from mplug_nn.decoder import DenseBlock as DenseBlock
@@ -113,19 +116,16 @@ if TYPE_CHECKING:
     from mplug_nn.normal import NORMAL_TAIL_SLOPE as NORMAL_TAIL_SLOPE
     from mplug_nn.norms import NormFunction as NormFunction
     from mplug_nn.packed_heads import PackedHeads as PackedHeads
-    from mplug_nn.packed_heads import packed_heads_of as packed_heads_of
-    from mplug_nn.packed_heads import passing_through as passing_through
-    from mplug_nn.packed_heads import with_packed_heads as with_packed_heads
+    from mplug_nn.packed_heads import Preparation as Preparation
     from mplug_nn.parts import AttentionParts as AttentionParts
     from mplug_nn.parts import Part as Part
-    from mplug_nn.parts import parts_of as parts_of
-    from mplug_nn.parts import with_parts as with_parts
     from mplug_nn.pipeline import Arrival as Arrival
     from mplug_nn.pipeline import Pipeline as Pipeline
     from mplug_nn.pipeline import Produce as Produce
     from mplug_nn.pipeline import Rows as Rows
     from mplug_nn.pipeline import pipeline_named as pipeline_named
     from mplug_nn.product import Boundary as Boundary
+    from mplug_nn.product import Collective as Collective
     from mplug_nn.product import Narrow as Narrow
     from mplug_nn.product import Product as Product
     from mplug_nn.prologue import FusedProduct as FusedProduct
@@ -178,6 +178,11 @@ publish(
         "mplug_nn.cache": (
             "Cache",
             "CacheSize",
+        ),
+        "mplug_nn.core": (
+            "AttentionCore",
+            "packed_heads_of",
+            "parts_of",
         ),
         "mplug_nn.decoder": (
             "Block",
@@ -286,15 +291,11 @@ publish(
         "mplug_nn.norms": ("NormFunction",),
         "mplug_nn.packed_heads": (
             "PackedHeads",
-            "packed_heads_of",
-            "passing_through",
-            "with_packed_heads",
+            "Preparation",
         ),
         "mplug_nn.parts": (
             "AttentionParts",
             "Part",
-            "parts_of",
-            "with_parts",
         ),
         "mplug_nn.pipeline": (
             "Arrival",
@@ -305,6 +306,7 @@ publish(
         ),
         "mplug_nn.product": (
             "Boundary",
+            "Collective",
             "Narrow",
             "Product",
         ),

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 from mplug.tensors.delayed import Later, hand_out
 from mplug.tensors.operator import fake, operator
 from mplug.tensors.sink import Operand, Sink, Weights, add_product
+from mplug.tensors.supplier import Statements
 from mplug_nn.gemm import NOTHING
 
 
@@ -27,7 +28,7 @@ def grouped_linear(rows: Tensor, counts: Tensor, weights: Weights) -> Tensor:
     return apply_grouped(PLAIN_GROUPED, rows, counts, weights)
 
 
-class GroupedProduct:
+class GroupedProduct(Statements):
     """The content of the slot `Experts.product`; a supplier subclasses it. The base class is the default.
 
     The parts exchange tensors only, as those of `mplug_nn.Product` do, and the same rules hold. `ends` [e] int32 is the

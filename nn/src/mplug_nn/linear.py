@@ -1,6 +1,6 @@
 """A linear layer whose matrix products and collectives are slots."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +10,7 @@ from mplug.tensors.delayed import Later, Operands
 from mplug.tensors.sink import Sink, Weights
 from mplug.tensors.slot_buffers import held
 from mplug_nn.gemm import NOTHING, PLAIN, Gemm, weight_gradient
-from mplug_nn.product import COMPOSED, Boundary, Narrow, Product, apply_product
+from mplug_nn.product import COMPOSED, Boundary, Collective, Narrow, Product, apply_product
 from mplug_nn.prologue import FUSED_SLOTS, SEPARATE, FusedProduct, Inputs, Projected, Prologue, apply_fused
 
 __all__ = ["PLAIN", "Gemm", "Linear", "multiply", "weight_gradient"]
@@ -40,14 +40,13 @@ ADAPTERS = "adapters"
 def boundary_of(collective: Any) -> Boundary | None:
     """The boundary of what a strategy puts into `Linear.gather` or `Linear.scatter`; None without a collective.
 
-    Raises ValueError if the strategy does not state it (`boundary`).
+    Raises ValueError if the strategy does not state it (`Collective`).
     """
     if collective is _identity:
         return None
-    boundary = getattr(collective, "boundary", None)
-    if not isinstance(boundary, Boundary):
-        raise ValueError("the collective has no attribute `boundary` (mplug_nn.Boundary)")
-    return boundary
+    if not isinstance(collective, Collective) or collective.boundary is None:
+        raise ValueError("the collective states no boundary (mplug_nn.Collective)")
+    return collective.boundary
 
 
 class Linear(nn.Module):
@@ -92,7 +91,8 @@ class Linear(nn.Module):
         self.norm_product: FusedProduct = SEPARATE
         self.activation_product: FusedProduct = SEPARATE
         self.gemm = PLAIN
-        self.gather = self.scatter = _identity
+        self.gather: Callable[[Tensor], Tensor] = _identity
+        self.scatter: Callable[[Tensor], Tensor] = _identity
 
     def without_bias(self, x: Tensor | Projected) -> Tensor:
         """x [..., in] -> x Wᵀ [..., out], for callers that fuse the bias; or the product that x is (`Projected`)."""

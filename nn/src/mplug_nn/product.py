@@ -7,23 +7,27 @@ the weight's gradient later. R ranks, I inputs, O outputs; [..., n, I] are a ran
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from mplug.tensors.delayed import Later, hand_out
 from mplug.tensors.sink import Operand, Sink, Weights
+from mplug.tensors.supplier import Statements, Supplier
 from mplug_nn.gathered_form import NO_GATHERED_FORM, GatheredForm
 from mplug_nn.gemm import NOTHING, PLAIN, Gemm, arguments, weight_gradient
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
 class Boundary:
     """The collectives between a rank's part of the activations and the whole operand of a product.
 
-    A strategy attaches it to what it puts into `Linear.gather` and `Linear.scatter`, as the attribute `boundary`. None
-    of the functions is differentiable: a product's `dgrad` calls the other function of the pair.
+    A strategy states it with what it puts into `Linear.gather` and `Linear.scatter` (`Collective`). None of the
+    functions is differentiable: a product's `dgrad` calls the other function of the pair.
 
     - `whole(part [..., n, X]) -> [..., R n, X]`: the parts of all ranks, in any dtype; or `part` itself, if the
       strategy does not split the activations.
@@ -45,6 +49,16 @@ class Boundary:
         gathered = self.whole(own)
         summed = gathered.sum(dim=1) if gathered.shape[1] > 1 else self.summed(own)
         return summed.view_as(x)
+
+
+@dataclass(frozen=True, eq=False)
+class Collective(Supplier[P, R]):
+    """A supplier of `Linear.gather` or `Linear.scatter`, with its boundary.
+
+    Without a boundary, no supplier of a whole product can do its work.
+    """
+
+    boundary: Boundary | None = None
 
 
 class Narrow(NamedTuple):
@@ -80,17 +94,13 @@ class Narrow(NamedTuple):
 WHOLE = Narrow()
 
 
-class Product:
+class Product(Statements):
     """The content of the slot `Linear.product`; a supplier subclasses it. One instance serves all sites of a role.
 
     An instance has no state that changes. Buffers that the offer declares (`Offer.buffers`) arrive in `buffers`, by
     name; values may be written only by operators that state it (`mplug_nn.count`, `keep_max`, ...). The methods are
     traced, so everything that a compiler cannot look into must be an operator (`mplug.tensors.operator`).
     """
-
-    only_composes: ClassVar[bool] = False
-    calls: ClassVar[tuple[str, ...]] = ()
-    """The narrower slots that the product calls itself; the host refuses suppliers of the others, which never run."""
 
     def cast(self, weight: Tensor, buffers: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Copies of a weight [O, I] in other formats, which the products read; none by default.

@@ -8,13 +8,14 @@ rows.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mplug.tensors.delayed import Later, hand_out
 from mplug.tensors.sink import Operand, Sink, Weights
+from mplug.tensors.supplier import Statements
 from mplug_nn.gathered_form import NO_GATHERED_FORM, GatheredForm
 from mplug_nn.gemm import NOTHING
 from mplug_nn.product import Narrow
@@ -45,7 +46,7 @@ class Inputs(NamedTuple):
     bias: Tensor | None = None
 
 
-class FusedProduct:
+class FusedProduct(Statements):
     """The content of `Linear.norm_product` and `Linear.activation_product`; a supplier subclasses it.
 
     It computes a norm or an activation and the product of its result, and owns everything that backward needs. The
@@ -53,10 +54,6 @@ class FusedProduct:
     tensors only, and code that a compiler cannot look into must be an operator. `site.needs` has the kind of the norm
     ('layernorm', 'rmsnorm') or of the activation ('gelu', 'gelu_tanh', 'swiglu').
     """
-
-    only_composes: ClassVar[bool] = False
-    calls: ClassVar[tuple[str, ...]] = ()
-    """The narrower slots that the supplier calls itself; the host refuses suppliers of the others, which never run."""
 
     def cast(self, weight: Tensor, buffers: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Copies of the weight [O, D] in other formats, made once for each version of the weight; none by default."""

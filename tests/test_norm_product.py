@@ -229,9 +229,9 @@ def test_the_suite_calls_a_supplier_with_a_prologue_that_it_computes(plant: Plan
     from acme_prologue.products import Again
 
     class Gated(Again):
-        def forward(self, prologue: Prologue, *others: Any) -> Any:
-            assert prologue.kind == "swiglu"
-            return super().forward(prologue, *others)
+        def forward(self, given: Any, *others: Any) -> Any:
+            assert given[0].kind == "swiglu"
+            return super().forward(given, *others)
 
     offer: Offer = replace(
         Remembering(Remembering.Config()).offer()[1],

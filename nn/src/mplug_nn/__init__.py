@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from mplug.lazy import publish
 
 if TYPE_CHECKING:
+    from mplug.tensors.gathered_form import GatheredForm as GatheredForm
     from mplug.tensors.operator import fake as fake
     from mplug.tensors.operator import operator as operator
     from mplug.tensors.sink import Operand as Operand
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from mplug.tensors.statistics import in_backward as in_backward
     from mplug.tensors.statistics import keep_max as keep_max
     from mplug.tensors.statistics import keep_max_in_backward as keep_max_in_backward
+    from mplug.tensors.weight_product import ProductModule as ProductModule
+    from mplug.tensors.weight_product import WeightProduct as WeightProduct
     from mplug_nn.activations import ActivationFunction as ActivationFunction
     from mplug_nn.ahead import DepthAhead as DepthAhead
     from mplug_nn.ahead import TokensAhead as TokensAhead
@@ -94,7 +97,6 @@ if TYPE_CHECKING:
     from mplug_nn.fusible import fusible_norm as fusible_norm
     from mplug_nn.fusible import normed as normed
     from mplug_nn.fusible import states as states
-    from mplug_nn.gathered_form import GatheredForm as GatheredForm
     from mplug_nn.gemm import Gemm as Gemm
     from mplug_nn.gemm import weight_gradient as weight_gradient
     from mplug_nn.grouped import GroupedProduct as GroupedProduct
@@ -132,6 +134,7 @@ if TYPE_CHECKING:
     from mplug_nn.prologue import Inputs as Inputs
     from mplug_nn.prologue import Projected as Projected
     from mplug_nn.prologue import Prologue as Prologue
+    from mplug_nn.prologue import Upstream as Upstream
     from mplug_nn.rotary import Rotary as Rotary
     from mplug_nn.router import Choice as Choice
     from mplug_nn.router import Router as Router
@@ -144,6 +147,7 @@ if TYPE_CHECKING:
 publish(
     __name__,
     {
+        "mplug.tensors.gathered_form": ("GatheredForm",),
         "mplug.tensors.operator": (
             "fake",
             "operator",
@@ -164,6 +168,10 @@ publish(
             "in_backward",
             "keep_max",
             "keep_max_in_backward",
+        ),
+        "mplug.tensors.weight_product": (
+            "ProductModule",
+            "WeightProduct",
         ),
         "mplug_nn.activations": ("ActivationFunction",),
         "mplug_nn.ahead": (
@@ -256,7 +264,6 @@ publish(
             "normed",
             "states",
         ),
-        "mplug_nn.gathered_form": ("GatheredForm",),
         "mplug_nn.gemm": (
             "Gemm",
             "weight_gradient",
@@ -315,6 +322,7 @@ publish(
             "Inputs",
             "Projected",
             "Prologue",
+            "Upstream",
         ),
         "mplug_nn.rotary": ("Rotary",),
         "mplug_nn.router": (

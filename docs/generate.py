@@ -12,7 +12,7 @@ import mplug_nn as nn
 import torch
 from mplug_nn.linear import Gemm
 
-from mplug import hookspecs
+from mplug import Supplier, hookspecs
 from mplug.cli import main
 from mplug.registry.specification import SPECIFICATIONS
 from mplug.slot_kinds import SLOT_KINDS
@@ -57,16 +57,20 @@ def slots() -> str:
     for kind, names in SLOT_KINDS.items():
         parts.append(f"## {kind}")
         for name in names:
-            default = DEFAULTS[name]
+            default = _function(DEFAULTS[name])
             parts.append(f"### {name}\n\n    {name.rpartition('.')[2]}{_signature(default)}\n\n{_contract(default)}")
     return "\n\n".join(parts) + "\n"
+
+
+def _function(default: object) -> object:
+    return default.function if isinstance(default, Supplier) else default
 
 
 def _contract(default: object) -> str:
     """The docstring of a function, or of the class of an object that supplies several functions, with its methods."""
     if callable(default) or isinstance(default, Gemm):
         return inspect.cleandoc((default if callable(default) else Gemm).__doc__ or "")
-    base = next(one for one in reversed(type(default).__mro__) if one is not object)
+    base = next(one for one in reversed(type(default).__mro__) if one.__module__.startswith("mplug_nn."))
     methods = [
         f"    {name}{_signature(method)}\n\n{inspect.getdoc(method)}"
         for name, method in vars(base).items()

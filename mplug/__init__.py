@@ -105,7 +105,6 @@ if TYPE_CHECKING:
     from mplug.model.adapters import Merge as Merge
     from mplug.model.adapters import RowNorms as RowNorms
     from mplug.model.adapters import row_norms as row_norms
-    from mplug.model.delayed_scaling import DelayedScaling as DelayedScaling
     from mplug.model.gathered_copies import GatheredCopies as GatheredCopies
     from mplug.model.gathered_copies import gathered_copies as gathered_copies
     from mplug.model.model import Model as Model
@@ -137,6 +136,9 @@ if TYPE_CHECKING:
     from mplug.system.files import sync_file as sync_file
     from mplug.system.files import sync_path as sync_path
     from mplug.system.files import write_whole as write_whole
+    from mplug.tensors.supplier import Statements as Statements
+    from mplug.tensors.supplier import Supplier as Supplier
+    from mplug.tensors.supplier import statements_of as statements_of
     from mplug.training.map_loader import MapLoader as MapLoader
     from mplug.training.stepper import DefaultStepper as DefaultStepper
     from mplug.training.torch_optimizer import TorchOptimizer as TorchOptimizer
@@ -176,7 +178,6 @@ publish(
             "distinct",
         ),
         "mplug.distributed.supervision": ("Hang", "Monitor", "PluginMessage", "Send", "Supervisor"),
-        "mplug.precisions.dtypes": ("FORMATS",),
         "mplug.errors": ("RunError", "UsageError", "brief", "counted", "listed", "quoted", "some"),
         "mplug.gradients.owned_memory": ("Shard", "Shards"),
         "mplug.gradients.sinks": ("GradientSink", "Sinks"),
@@ -199,13 +200,13 @@ publish(
         "mplug.layout.plan": ("Buffer", "Flops", "Init", "Parameter", "Plan", "Segment", "Shift", "Stages", "Unit"),
         "mplug.layout.ranks": ("Grouping", "Ranks"),
         "mplug.model.adapters": ("Adapters", "Merge", "RowNorms", "row_norms"),
-        "mplug.model.delayed_scaling": ("DelayedScaling",),
         "mplug.model.gathered_copies": ("GatheredCopies", "gathered_copies"),
         "mplug.model.model": ("Model",),
         "mplug.model.offers": ("Offer", "Site", "UNIT", "Wrap"),
         "mplug.model.slot_buffer": ("SlotBuffer",),
         "mplug.model.weight_gradients": ("WeightGradients",),
         "mplug.open_lists": ("OpenList",),
+        "mplug.precisions.dtypes": ("FORMATS",),
         "mplug.precisions.precision": ("Precision", "Recipe", "rounding_of_sums"),
         "mplug.registry.schedules": ("find_schedule", "proven_table"),
         "mplug.registry.specification": ("hookimpl",),
@@ -222,6 +223,7 @@ publish(
         "mplug.run.toolchain": ("triton_builds",),
         "mplug.slot_kinds": ("slots_named",),
         "mplug.system.files": ("sync_file", "sync_path", "write_whole"),
+        "mplug.tensors.supplier": ("Statements", "Supplier", "statements_of"),
         "mplug.training.map_loader": ("MapLoader",),
         "mplug.training.stepper": ("DefaultStepper",),
         "mplug.training.torch_optimizer": ("TorchOptimizer",),

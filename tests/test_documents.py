@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_nn import Attention
-from mplug_nn.attention import attention
-from mplug_nn.parts import PLAIN_PARTS, Part, numbered, parts_of, with_parts
+from mplug_nn import Attention, AttentionCore, parts_of
+from mplug_nn.attention import ATTENTION, attention
+from mplug_nn.parts import PLAIN_PARTS, Part, numbered
 from mplug_testing.capabilities import Setting, parts_fault
 from mplug_testing.harness import tiny_run
 from mplug_testing.samples import malformed
@@ -88,7 +88,7 @@ class FirstParts:
 
 def test_parts_of_version_0_1_are_called_as_they_were() -> None:
     parts: Any = FirstParts()
-    assert parts_of(with_parts(lambda: None, parts)) is parts
+    assert parts_of(AttentionCore(lambda: None, parts=parts)) is parts
     assert parts_fault(parts, Setting(4, 2, 8, torch.float32, "cpu"), packed=True) == ""
 
 
@@ -102,7 +102,7 @@ def test_a_query_without_a_key_has_nothing_and_says_so() -> None:
 
 
 def test_a_core_that_has_no_parts_is_told_from_one_that_has() -> None:
-    assert parts_of(attention) is PLAIN_PARTS
+    assert parts_of(ATTENTION) is PLAIN_PARTS
     with pytest.raises(ValueError, match="must refuse 'log-sum-exp'"):
         parts_of(torch.add)
 

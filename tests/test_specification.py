@@ -13,8 +13,9 @@ import pytest
 import torch
 from mplug_nn import Attention, AttentionInputs, AttentionSpec, scaled_dot_product
 from mplug_nn.arguments import by_arguments, by_either, by_specification, takes_specification, wrapped
-from mplug_nn.attention import attention
-from mplug_nn.parts import PLAIN_PARTS, parts_of
+from mplug_nn.attention import ATTENTION, DOT_PRODUCT, attention
+from mplug_nn.core import parts_of
+from mplug_nn.parts import PLAIN_PARTS
 from torch import Tensor, nn
 
 from mplug import Offer, Site, Wrap
@@ -250,8 +251,8 @@ def test_documents_and_full_attention_reach_a_core_of_version_0_1() -> None:
 
 
 def test_what_stands_between_has_the_parts_of_the_core() -> None:
-    assert parts_of(by_specification(attention)) is PLAIN_PARTS
-    assert parts_of(by_arguments(scaled_dot_product)) is PLAIN_PARTS
+    assert parts_of(by_specification(ATTENTION)) is PLAIN_PARTS
+    assert parts_of(by_arguments(DOT_PRODUCT)) is PLAIN_PARTS
 
 
 def test_what_keyword_arguments_cannot_say_is_refused_and_never_dropped() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mplug.errors import UsageError, listed
 from mplug.model.offers import PLAIN, UNIT, Filled, Offer, Site, Unmet, Wrap
 from mplug.slot_kinds import CALLED_BY, FUSED_PRODUCTS, KIND_OF, WIDE_PRODUCTS
+from mplug.tensors.supplier import statements_of
 
 if TYPE_CHECKING:
     from mplug.config.binding import Kernels
@@ -121,8 +122,7 @@ def _replaces(filled: Filled, narrower: str) -> str:
     Wraps around the default of `MLP.core` call the narrowest slots.
     """
     if filled.offer:
-        calls: tuple[str, ...] = getattr(filled.offer.suppliers[filled.site.slot], "calls", ())
-        return "" if narrower in calls else filled.supplier
+        return "" if narrower in statements_of(filled.offer.suppliers[filled.site.slot]).calls else filled.supplier
     return filled.wraps[0].plugin if filled.wraps and narrower in WIDE_PRODUCTS else ""
 
 
@@ -190,10 +190,8 @@ def _supplier_of(
 
 def offered_in_plain_torch(site: Site) -> frozenset[str]:
     """The needs of a site that its default in plain torch serves."""
-    default = getattr(site.module, site.slot.rpartition(".")[2], None)
-    if getattr(default, "only_composes", False):
-        return site.needs
-    return getattr(default, "offers", frozenset())
+    stated = statements_of(getattr(site.module, site.slot.rpartition(".")[2], None))
+    return site.needs if stated.only_composes else frozenset(stated.serves)
 
 
 def _supplies(kind: str, offers: list[Offer]) -> bool:

@@ -1,6 +1,6 @@
 """A linear layer whose matrix products and collectives are slots."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from mplug.tensors.delayed import Later, Operands
 from mplug.tensors.sink import Sink, Weights
 from mplug.tensors.slot_buffers import held
+from mplug.tensors.weight_product import ProductModule
 from mplug_nn.gemm import NOTHING, PLAIN, Gemm, weight_gradient
-from mplug_nn.product import COMPOSED, Boundary, Narrow, Product, apply_product
+from mplug_nn.product import COMPOSED, Boundary, Collective, Narrow, Product, apply_product
 from mplug_nn.prologue import FUSED_SLOTS, SEPARATE, FusedProduct, Inputs, Projected, Prologue, apply_fused
 
 __all__ = ["PLAIN", "Gemm", "Linear", "multiply", "weight_gradient"]
@@ -33,6 +34,8 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
+COMPUTES = ("forward", "without_bias", "unadapted", "multiply")
+"""The methods of `Linear` that compute."""
 ADAPTERS = "adapters"
 """The need of a site whose supplier multiplies by weights that have adapters, and would not call the adapters."""
 
@@ -40,17 +43,16 @@ ADAPTERS = "adapters"
 def boundary_of(collective: Any) -> Boundary | None:
     """The boundary of what a strategy puts into `Linear.gather` or `Linear.scatter`; None without a collective.
 
-    Raises ValueError if the strategy does not state it (`boundary`).
+    Raises ValueError if the strategy does not state it (`Collective`).
     """
     if collective is _identity:
         return None
-    boundary = getattr(collective, "boundary", None)
-    if not isinstance(boundary, Boundary):
-        raise ValueError("the collective has no attribute `boundary` (mplug_nn.Boundary)")
-    return boundary
+    if not isinstance(collective, Collective) or collective.boundary is None:
+        raise ValueError("the collective states no boundary (mplug_nn.Collective)")
+    return collective.boundary
 
 
-class Linear(nn.Module):
+class Linear(ProductModule):
     """y = x Wᵀ + b, with weight [out, in] as in torch.
 
     `gather` runs before the product and `scatter` after it. Both are identities until a strategy puts its collective
@@ -72,12 +74,9 @@ class Linear(nn.Module):
     FUSED_SLOTS: ClassVar[tuple[str, ...]] = FUSED_SLOTS
     """Slots that a layer has only where a block states it (`mplug_nn.fusible`)."""
     BUFFERED_SLOTS = ("Linear.product", "Linear.gemm", *FUSED_SLOTS)
-    slot_buffers: Mapping[str, tuple[str, ...]] = NOTHING
     CASTS: ClassVar[Mapping[str, str]] = {"weight": "casts"}
-    """The weight -> the attribute with the copies that the product reads, if the host keeps them."""
     casts: tuple[Tensor, ...] = ()
     LATER: ClassVar[Mapping[str, str]] = {"weight": "later"}
-    """The weight -> the attribute with its `Later`, if its gradient is computed later."""
     later: Later | None = None
     mixes: ClassVar[frozenset[str]] = frozenset()
     adaptable = True
@@ -92,7 +91,8 @@ class Linear(nn.Module):
         self.norm_product: FusedProduct = SEPARATE
         self.activation_product: FusedProduct = SEPARATE
         self.gemm = PLAIN
-        self.gather = self.scatter = _identity
+        self.gather: Callable[[Tensor], Tensor] = _identity
+        self.scatter: Callable[[Tensor], Tensor] = _identity
 
     def without_bias(self, x: Tensor | Projected) -> Tensor:
         """x [..., in] -> x Wᵀ [..., out], for callers that fuse the bias; or the product that x is (`Projected`)."""
@@ -152,10 +152,24 @@ class Linear(nn.Module):
         y = self.without_bias(x)
         return y if self.bias is None else y + self.bias
 
-    def cast(self, weight: str) -> tuple[Tensor, ...]:
-        """New copies of the weight, as the product reads them."""
-        product, slot = self.content
-        return product.cast(getattr(self, weight), self._held(slot))
+    @property
+    def computes_as_linear(self) -> bool:
+        """Whether no subclass has overridden how a linear layer computes its product."""
+        return all(getattr(type(self), method) is getattr(Linear, method) for method in COMPUTES)
+
+    def product_of(self, weight: str) -> tuple[Product | FusedProduct, str]:
+        """`content`: it multiplies by the only weight."""
+        return self.content
+
+    def other_readers(self, weight: str) -> str:
+        """Subclasses that compute in another way, blocks that take the weight, and adapters that read it."""
+        if not self.computes_as_linear:
+            return f"{type(self).__name__} changes how a linear layer computes"
+        if not self.adaptable:
+            return "its block may read it without calling the layer (Linear.adaptable)"
+        if self.adapter is not None and getattr(self.adapter, "reads_weight", True):
+            return "its adapter may read it (reads_weight)"
+        return ""
 
     def compute_later(self, weight: str, operands: Operands) -> None:
         """Add the gradient of the weight to its sink, from operands that a pass has handed out (`later`)."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from mplug_nn import AttentionInputs, AttentionSpec, Operand, Product
 from mplug_nn.attention import scaled_dot_product
-from mplug_nn.parts import parts_of
+from mplug_nn.core import parts_of
 from mplug_nn.product import WHOLE, Narrow, apply_product
 from mplug_te.attention import core
 from mplug_te.casts import BLOCK, cast, cast_blocks, scales_of, transposed

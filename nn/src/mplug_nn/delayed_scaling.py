@@ -11,8 +11,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from mplug.model.offers import Site
-from mplug.model.slot_buffer import SlotBuffer
+from mplug import Site, SlotBuffer
 
 TOKENS = ("batch", "sequence")
 LARGEST_SCALE = 2.0**126

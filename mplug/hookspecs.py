@@ -145,7 +145,7 @@ def split_model(run: "Run", model: "Model") -> "Stages":
 def support_mixing(
     run: "Run", model: "Model", mixing: "Mapping[str, frozenset[str]]"
 ) -> "Mapping[str, bool | str] | None":
-    """Which mixing modules compute, under your mesh axes, what one process computes. Pure.
+    """The mixing modules whose results under your mesh axes are those of one process. Pure.
 
     `mixing` maps names of modules to named axes: those that the module mixes, or may mix, and that the layout divides.
     The answer maps names of modules to one of two values:
@@ -224,7 +224,7 @@ def shard_states(run: "Run", model: "Model", needs: "Literal['elements', 'matric
     called before launch: the host allocates memory and makes pieces by the answer. In `wrap_model` the same plugin sums
     each gradient onto its owner, and appends to `model.when_written` the function that begins to send the new weights
     from the owners. Frozen parameters (`placement.parameter.trainable` is False) have no such states: the host refuses
-    a sharding that has one.
+    a sharding that contains a frozen parameter.
 
     A strategy that runs the engine of another framework returns a sharding with an `engine`. It declines gradient
     sinks: parameters get an ordinary `.grad`, and the same plugin supplies the pieces (`model.supply`) and the stepper.

@@ -123,7 +123,7 @@ def refuse_larger(label: str, weights: "Iterable[str]", model: "Model") -> None:
 
 
 def weights_in(shapes: "Mapping[str, tuple[int, ...]]") -> dict[str, tuple[int, ...]]:
-    """Of the shapes of a checkpoint's tensors, those of its parameters, by their names."""
+    """The shapes of a checkpoint's parameters by name, from the shapes of all its tensors."""
     return {
         name.removesuffix("/weight"): shape
         for name, shape in shapes.items()

@@ -79,7 +79,7 @@ class FolderWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
-        """Write all parts of this rank to its file; the result is one per file, and none of a replica of others."""
+        """Write all parts of this rank to its file, which has one result. A rank without a part writes nothing."""
         assert isinstance(planner, BoxSavePlanner)
         future: Future[list[WriteResult]] = Future()
         tensors = {

@@ -169,7 +169,7 @@ def _kernel_option(kind: str) -> str:
 
 
 def _refuse_repeated(options: Sequence[str]) -> None:
-    """Raise UsageError if an option that may be repeated occurs twice for one field: the later would replace it."""
+    """Raise UsageError if a repeated option sets one field twice: the second value would replace the first."""
     for number, option in enumerate(options):
         if option in options[:number]:
             raise UsageError(

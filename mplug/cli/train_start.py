@@ -61,7 +61,7 @@ class Start:
         return _is_first(self.world)
 
     def job(self, deadline: float | None) -> "Job":
-        """What each training process receives."""
+        """The job that each training process receives."""
         from mplug.training.job import Job
 
         assert self.run.directory is not None

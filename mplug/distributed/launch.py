@@ -26,7 +26,7 @@ from mplug.errors import Diverged, PluginError, RunError, UsageError
 GRACE = 3.0
 """Seconds in which the other processes may report their errors and end, after one has failed."""
 AT_ONCE = 0.3
-"""Maximum delay in seconds with which the death of a process is noticed after the errors that it causes elsewhere."""
+"""Maximum number of seconds by which the launcher may notice a death later than the errors that it causes elsewhere."""
 TERMINATED = "terminated"
 """The message of a process that ends because the launcher sent SIGTERM; it has not failed."""
 PASSED_UNCHANGED: dict[str, type[UsageError | RunError]] = {

@@ -96,8 +96,9 @@ class GradientSink:
         """Add the gradient of a whole backward pass, in the buffer's shape; call it once per backward pass.
 
         A strategy that gathers weights needs this, because autograd never sees the sink's parameter. It sums the
-        gradient over the ranks that gather, and contributes this rank's part. While the buffer is stale, this
-        strategy may keep other values in its memory, and `gradient` may be the buffer itself.
+        gradient over the ranks that gather, and contributes this rank's part. As long as the sink is stale, the
+        strategy may use the buffer's memory for other values. If it has computed the gradient there, it passes the
+        buffer itself as `gradient`.
         """
         if self.stale:
             self.buffer.copy_(gradient)

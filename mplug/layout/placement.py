@@ -78,9 +78,10 @@ def _shares(segment: Segment, axis: Axis) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Region:
-    """A segment of every dimension, of which each rank holds at most one box.
+    """A combination of one segment per dimension; a rank holds at most one box of it.
 
-    `copies` groups the ranks that hold the same box, and `partial` those whose gradients sum to the box's.
+    `copies` groups the ranks that hold the same box. `partial` groups the ranks whose gradients add up to that of the
+    box.
     """
 
     cuts: tuple[Cut, ...]
@@ -256,7 +257,7 @@ class Placement:
         return tuple(boxes)
 
     def _region(self, cuts: tuple[Cut, ...]) -> Region:
-        """Copies share the index along each axis that cuts; those of few KV heads do different work, so they sum."""
+        """Copies have the same index along each axis that cuts. The gradients of a KV head's copies are partial."""
         names, sizes = tuple(axis.name for axis in self.view), tuple(axis.size for axis in self.view)
         together: dict[str, int | tuple[int, ...]] = dict(zip(names, sizes, strict=True))
         together |= dict.fromkeys(self.apart, 1) | {cut.axis: cut.copies for cut in cuts if cut.axis}
@@ -268,5 +269,5 @@ class Placement:
 
 
 def facts_of(placement: Placement) -> dict[str, Any]:
-    """The facts of a placement by name, from which one of another class can be made."""
+    """The facts of a placement by name, to make a placement of another class."""
     return {name: getattr(placement, name) for name in Placement.__dataclass_fields__}

@@ -1,4 +1,4 @@
-"""The plan of a model to which plugins attach modules, and of which they freeze parameters."""
+"""How the plan of a model changes when plugins attach modules to the model or freeze its parameters."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace

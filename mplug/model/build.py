@@ -96,7 +96,7 @@ def _refuse_states_of_frozen(run: Run, model: Model) -> None:
 
 
 def _refuse_transient_gradients(run: Run, model: Model) -> None:
-    """Raise UsageError if every backward pass sums gradients, and passes do not compute the gradients of all units."""
+    """Raise UsageError if every backward pass sums gradients, but one pass does not compute those of all units."""
     if model.sharding is None or not model.sharding.transient:
         return
     if model.stages.backward == "split" or len(model.own_chunks) > 1:

@@ -1,4 +1,4 @@
-"""The weights of which a strategy gathers copies for each pass (`GatheredForm`), and why not of the others."""
+"""The weights for which a strategy gathers copies in each pass, and why it gathers the other weights themselves."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

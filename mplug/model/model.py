@@ -139,7 +139,7 @@ class Model:
         return self._supplied
 
     def weights_written(self) -> None:
-        """This rank's pieces have new weights, other ranks' copies do not: call the functions in `when_written`."""
+        """Call the functions in `when_written`: this rank's pieces have new weights, and other ranks lack them."""
         self.weights_version += 1
         for begin in self.when_written:
             begin()
@@ -214,8 +214,8 @@ class Model:
     def learning(self, chunk: int) -> frozenset[str]:
         """The activations before a chunk of the pipeline that carry a gradient because an earlier unit is trained.
 
-        Backward hands the gradients of exactly these activations to the previous chunk. For the chunk number after the
-        last one, they are the activations with which backward starts.
+        Backward hands the gradients of exactly these activations to the previous chunk. If `chunk` is the number of
+        chunks, the answer is the activations with which backward starts.
         """
         before = sum(len(units) for units in self.stages.units[:chunk])
         return carrying(self.plan.units, self.trained_units())[before]

@@ -37,7 +37,8 @@ def select(
     offers always count, and precede those of the default kernel. Raises UsageError, naming both plugins, if two
     suppliers claim one site or two plugins wrap one site at the same layer.
 
-    `elsewhere` are kinds of slots whose sites for a named kernel may all be in other stages of a pipeline.
+    A kernel that the config names for a kind of slot must fill at least one site. This does not hold for the kinds in
+    `elsewhere`: their sites may be in other stages of the pipeline.
     """
     offers = list(offers)
     suppliers = [offer for offer in offers if isinstance(offer, Offer) and _is_chosen(offer, kernels)]

@@ -129,7 +129,7 @@ class Registry:
         return [entry for entry in self._scan[0] if entry.kind == FLAGS]
 
     def table(self, group: str) -> list[Entry]:
-        """The entries of a group that is no kind: `name` is what is looked up, `target` the name that it gives."""
+        """The entries of a group that is no kind of plugins: looking up `name` gives `target`."""
         return [entry for entry in self._scan[0] if entry.kind == group]
 
     def shadowed(self) -> list[Shadowed]:

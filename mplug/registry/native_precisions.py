@@ -46,7 +46,7 @@ class FP16(_Native):
 
 
 class FP64(_Native):
-    """Everything in fp64, masters included: for tests, which tell a wrong sum from a rounding error by it."""
+    """Everything in fp64, masters included. Tests use it to distinguish a wrong sum from a rounding error."""
 
     @hookimpl
     def define_precision(self) -> Precision:

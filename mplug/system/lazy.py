@@ -7,7 +7,7 @@ from typing import Any
 
 
 def publish(package: str, names: Mapping[str, tuple[str, ...]]) -> None:
-    """Give a module, by its name, the attributes `names`: a module that defines some of them -> these.
+    """Publish names of other modules in the module `package`; `names` maps each defining module to its names.
 
     The first use of an attribute imports the module that defines it. Type checkers cannot see the attributes, so the
     caller imports them under TYPE_CHECKING too, each as itself (`from module import Name as Name`).

@@ -303,7 +303,7 @@ def _is_same(chosen: Chosen, word: Any, before: Mapping[str, Any]) -> bool:
 
 
 def _named(word: Any, recorded: Mapping[str, Any] | None, chosen: Chosen) -> Any:
-    """The checkpoint's word for a plugin; with its distribution, if a plugin of another one has this name now."""
+    """The checkpoint's name for a plugin; with its distribution, if the name now means a plugin of another one."""
     if recorded is not None and recorded["plugin"] == chosen.label:
         return f"{word} of {recorded['distribution']}"
     return word

@@ -103,8 +103,9 @@ class ReadField:
 
     `default` is what the transformers library takes if the field is absent. Null is a value of its own: only `values`
     that accept it (`or_null`) allow it. `settings` are the fields of the family's Config that receive the value, after
-    `ours` has translated it; `PublicForm.settings` reads a field without `settings`. With `training`, only training
-    uses the value, so a user may set another one. With `required`, the library computes nothing with its default.
+    `ours` has translated it. The function `PublicForm.settings` reads a field that has no `settings`. With `training`,
+    only training uses the value, so a user may set another one. With `required`, the library computes nothing with its
+    default.
     """
 
     default: Any
@@ -137,7 +138,7 @@ class ReadField:
 
 @dataclass(frozen=True)
 class FixedField:
-    """A field whose other values the family does not compute. `because` ends the refusal: why it does not."""
+    """A field of which the family supports some values only. `because` is the reason, which ends the refusal."""
 
     default: Any
     accepted: tuple[Any, ...]

@@ -45,7 +45,7 @@ def lines(picture: ElementTree.Element) -> list[list[tuple[float, float]]]:
     return [[(float(x), float(y)) for x, y in (point.split(",") for point in line)] for line in points]
 
 
-def test_points_lie_where_the_axes_say() -> None:
+def test_points_have_the_pixels_of_their_steps_and_losses() -> None:
     """Axes from 64 to 696 pixels and from 308 up to 40; steps 0 to 4, losses 1 to 3."""
     picture = drawn(curve(3.0, 2.0, 2.5, 1.0), curve(2.0, first=4))
     assert lines(picture) == [[(222.0, 40.0), (380.0, 174.0), (538.0, 107.0), (696.0, 308.0)], [(696.0, 174.0)]]
@@ -110,7 +110,9 @@ def test_a_resumed_run_continues_the_picture_without_the_steps_that_it_repeats(r
     assert picture.validation.points() == [(2, 2.5)]
 
 
-def test_it_is_drawn_at_the_end_for_checkpoints_and_once_a_minute(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_picture_is_drawn_at_the_end_at_checkpoints_and_once_a_minute(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now, path = [1000.0], run.directory / "loss.svg"
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     picture = observed(run, 1, 2)
@@ -139,7 +141,7 @@ def test_only_rank_0_draws_and_a_run_without_steps_has_no_picture(run: Any) -> N
     assert list(run.directory.iterdir()) == []
 
 
-def test_the_picture_of_another_program_stays(run: Any) -> None:
+def test_a_picture_of_another_program_is_not_overwritten(run: Any) -> None:
     (run.directory / "loss.svg").write_text("<svg>mine</svg>")
     observed(run, 1, 2).run_finished()
     assert (run.directory / "loss.svg").read_text() == "<svg>mine</svg>"

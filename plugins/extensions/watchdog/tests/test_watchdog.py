@@ -93,7 +93,7 @@ class Ranks:
 EVERYONE = dict.fromkeys(range(4), True)
 
 
-def test_the_rank_whose_heartbeats_cease_is_named_within_seconds_of_the_timeout() -> None:
+def test_a_rank_without_heartbeats_is_named_within_seconds_of_the_timeout() -> None:
     ranks = Ranks(BEAT, BEAT, replace(BEAT, host="node02"), BEAT)
     assert ranks.seconds_until_verdict(1000, progress=EVERYONE) is None
     ranks.stopped = {2}
@@ -116,7 +116,7 @@ def test_all_ranks_behind_a_cut_link_are_named_together() -> None:
     assert found[1].startswith("ranks 2 and 3 on node02, last seen in step 5, stopped sending heartbeats")
 
 
-def test_a_run_that_is_suspended_as_a_whole_goes_on() -> None:
+def test_a_run_whose_processes_were_all_suspended_continues() -> None:
     ranks = Ranks(BEAT, BEAT)
     assert ranks.seconds_until_verdict(10, progress=EVERYONE) is None
     ranks.listener.pass_time(100_000.0)
@@ -124,7 +124,7 @@ def test_a_run_that_is_suspended_as_a_whole_goes_on() -> None:
     assert ranks.seconds_until_verdict(10, progress=EVERYONE) is None
 
 
-def test_a_process_that_never_beats_may_start_as_long_as_an_unmeasured_activity() -> None:
+def test_a_process_without_a_first_heartbeat_is_named_after_the_timeout_first() -> None:
     ranks = Ranks(BEAT, BEAT)
     ranks.stopped = {1}
     found = ranks.seconds_until_verdict(3000, progress=EVERYONE)
@@ -176,20 +176,20 @@ def test_the_rank_that_the_others_wait_for_is_found(beats: list[Beat], named: li
     assert [beat.rank for beat in waited_for(beats)] == named
 
 
-def test_a_stuck_main_thread_is_named_with_its_place() -> None:
+def test_the_error_names_the_line_at_which_a_main_thread_is_stuck() -> None:
     found = Ranks(*in_groups(dp_0123=(9, 9, 8, 9))).seconds_until_verdict(1000)
     assert found is not None
     assert 300 <= found[0] <= 302
     assert found[1].startswith("rank 2 on node01, in step 5 at loader.py:88 in read, made no progress for 301 s")
 
 
-def test_where_no_rank_is_behind_the_error_says_so_and_lists_all() -> None:
+def test_if_no_rank_is_behind_the_error_lists_all_ranks() -> None:
     found = Ranks(*[replace(BEAT, waits=True)] * 4).seconds_until_verdict(1000)
     assert found is not None
     assert "no rank has made progress for 301 s, and no rank is behind the others: ranks 0, 1, 2 and 3" in found[1]
 
 
-def test_ranks_that_wait_for_a_long_phase_of_another_do_not_trip() -> None:
+def test_ranks_may_wait_as_long_as_the_activity_of_the_rank_behind_may_take() -> None:
     """Rank 0 saves for the first time, which may take 1,800 s; the others are in the next step already."""
     ahead = replace(BEAT, entered=8)
     saving = replace(BEAT, phrase="saving step 5", allowed=1800)
@@ -200,7 +200,7 @@ def test_ranks_that_wait_for_a_long_phase_of_another_do_not_trip() -> None:
     assert found[1].startswith("rank 0 on node01, saving step 5 at")
 
 
-def test_nobody_is_blamed_on_old_facts_while_a_process_may_be_suspended() -> None:
+def test_no_rank_is_named_while_the_last_heartbeat_of_another_is_out_of_date() -> None:
     """Rank 2's last heartbeat is old: it is not yet time to name it, and rank 1, which waits for it, is not named."""
     beats = in_groups(dp_0123=(9, 8, 9, 9))
     ranks = Ranks(*[replace(beat, quiet=290) for beat in beats])
@@ -249,7 +249,7 @@ def test_a_limit_follows_the_longest_activity_of_its_kind() -> None:
     assert beats.next(TICK).phrase == "in the evaluation after step 3"
 
 
-def test_the_first_activity_of_a_kind_which_compiles_sets_no_limit_once_there_is_a_second() -> None:
+def test_the_second_duration_of_an_activity_replaces_the_first_which_compiles() -> None:
     durations = Durations()
     beats, allowed = heartbeats(durations), []
     for step, seconds in enumerate((600, 50, 40, 70, 60)):
@@ -260,7 +260,7 @@ def test_the_first_activity_of_a_kind_which_compiles_sets_no_limit_once_there_is
     assert allowed == pytest.approx([1800, 6000, 500, 500, 700])
 
 
-def test_a_wait_for_an_asynchronous_write_is_no_save_and_may_take_hours(
+def test_a_wait_for_an_asynchronous_write_may_take_hours_and_does_not_count_as_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Saves return after a second of staging, and every wait for what they write takes an hour."""
@@ -322,7 +322,7 @@ def test_progress_is_a_new_activity_or_collective_and_in_an_unmeasured_activity_
     assert [beats.next(TICK).quiet for _ in range(2)] == [0, 1]
 
 
-def test_the_time_in_which_a_process_is_suspended_is_no_time_without_progress() -> None:
+def test_time_in_which_a_process_is_suspended_does_not_count() -> None:
     durations = Durations()
     beats = heartbeats(durations)
     beats.next(TICK)
@@ -344,7 +344,7 @@ class Asks:
         return 0
 
 
-def test_a_main_thread_that_waits_for_its_loader_is_recognized_with_the_line() -> None:
+def test_a_heartbeat_says_that_the_main_thread_waits_for_its_loader_and_where() -> None:
     loader = Asks()
     next(Feed(loader, "cpu").take(1))  # type: ignore[arg-type]
     assert loader.place.reads
@@ -357,7 +357,7 @@ def test_a_main_thread_that_waits_for_its_loader_is_recognized_with_the_line() -
 # On their way.
 
 
-def test_the_launcher_hears_heartbeats_and_kills_the_rank_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_kills_the_rank_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[int] = []
     monkeypatch.setattr("os.killpg", lambda pid, _: killed.append(pid))
     listener = Listener(range(2))
@@ -378,7 +378,7 @@ def test_the_launcher_hears_heartbeats_and_kills_the_rank_that_hangs(monkeypatch
     lines.close()
 
 
-def test_a_process_that_ends_well_says_so_in_its_last_heartbeat() -> None:
+def test_the_last_heartbeat_says_whether_the_process_ended_without_an_error() -> None:
     heard: list[Any] = []
     with reporting(heartbeats(Durations()), heard.append):
         pass
@@ -422,7 +422,7 @@ def until(condition: Callable[[], Any], seconds: float = 60) -> None:
         time.sleep(0.01)
 
 
-def test_through_a_store_every_rank_learns_which_one_stopped(store: TCPStore) -> None:
+def test_all_ranks_read_the_name_of_the_stopped_rank_from_the_store(store: TCPStore) -> None:
     ranks = [exchange(rank, timeout=3) for rank in range(3)]
     with ranks[0].running(), ranks[1].running():
         ranks[2]._exchange(ranks[2]._connected())  # one heartbeat
@@ -432,7 +432,7 @@ def test_through_a_store_every_rank_learns_which_one_stopped(store: TCPStore) ->
     assert "last seen in step 4, stopped sending heartbeats" in ranks[0].text
 
 
-def test_without_the_heartbeats_of_rank_0_the_others_name_it(store: TCPStore) -> None:
+def test_the_other_ranks_name_rank_0_if_it_sends_no_heartbeat(store: TCPStore) -> None:
     ranks = [exchange(rank, timeout=2) for rank in range(3)]
     ranks[0]._exchange(ranks[0]._connected())
     with ranks[1].running():
@@ -440,7 +440,9 @@ def test_without_the_heartbeats_of_rank_0_the_others_name_it(store: TCPStore) ->
     assert ranks[1].text.startswith("rank 0 on ")
 
 
-def test_a_store_that_does_not_answer_is_rank_0s_machine(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_the_store_does_not_answer_the_error_names_rank_0_and_its_machine(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rank = exchange(1, timeout=1)
     answers = threading.Event()
     monkeypatch.setattr(rank, "_exchange", lambda _: answers.wait(60))
@@ -451,7 +453,7 @@ def test_a_store_that_does_not_answer_is_rank_0s_machine(store: TCPStore, monkey
     assert rank.address in rank.text
 
 
-def test_a_broken_connection_is_explained_by_the_rank_that_is_gone(store: TCPStore) -> None:
+def test_the_error_for_a_broken_connection_names_the_lost_rank(store: TCPStore) -> None:
     peers = [exchange(rank, timeout=60) for rank in (0, 2)]
     peers[1]._exchange(peers[1]._connected())
     own = exchange(1, timeout=60).heartbeats
@@ -462,7 +464,7 @@ def test_a_broken_connection_is_explained_by_the_rank_that_is_gone(store: TCPSto
     assert "Connection closed by peer" in str(failure.value.__cause__)
 
 
-def test_a_standstill_is_found_where_many_ranks_beat_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_standstill_is_found_although_heartbeats_of_many_ranks_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
     own = exchange(0, timeout=300, size=2048)
@@ -476,7 +478,9 @@ def test_a_standstill_is_found_where_many_ranks_beat_seldom(monkeypatch: pytest.
     assert "no rank has made progress for 301 s" in verdict.text
 
 
-def test_an_error_of_the_connection_to_the_store_ends_nothing(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_connection_to_the_store_does_not_end_the_run(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rank, peers, calls = exchange(1, timeout=60), exchange(0, timeout=60), list[Any]()
     peers._exchange(peers._connected())
     done = rank._exchange
@@ -503,7 +507,7 @@ def test_an_error_of_the_connection_to_the_store_ends_nothing(store: TCPStore, m
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_a_broken_connection_in_the_code_of_a_plugin_names_the_rank_that_is_gone(
+def test_the_error_for_a_connection_that_breaks_in_a_plugins_code_names_the_lost_rank(
     store: TCPStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: RuntimeError
 ) -> None:
     peers = [exchange(rank, timeout=60) for rank in (0, 2)]
@@ -520,7 +524,7 @@ def test_a_broken_connection_in_the_code_of_a_plugin_names_the_rank_that_is_gone
     assert failure.value.__cause__ is error
 
 
-def test_a_process_is_known_by_its_beginning() -> None:
+def test_a_process_is_identified_by_its_start_time() -> None:
     assert born(os.getpid()) == born(os.getpid()) != ""
     assert born(2**22 + 1) == ""
 

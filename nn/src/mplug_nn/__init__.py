@@ -107,6 +107,7 @@ if TYPE_CHECKING:
     from mplug_nn.latent import LatentAttention as LatentAttention
     from mplug_nn.linear import ADAPTERS as ADAPTERS
     from mplug_nn.linear import Linear as Linear
+    from mplug_nn.linear import LinearAdapter as LinearAdapter
     from mplug_nn.linear import boundary_of as boundary_of
     from mplug_nn.loss import Loss as Loss
     from mplug_nn.mlp import MLP as MLP
@@ -281,6 +282,7 @@ publish(
         "mplug_nn.linear": (
             "ADAPTERS",
             "Linear",
+            "LinearAdapter",
             "boundary_of",
         ),
         "mplug_nn.loss": ("Loss",),

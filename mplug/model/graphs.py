@@ -12,6 +12,7 @@ from mplug.errors import UsageError, listed
 from mplug.model.draws import drawing_plugin
 from mplug.model.model import Model
 from mplug.run.run import Run
+from mplug.tensors.weight_product import ProductModule
 
 HOOK = "captures"
 IN_A_STEP = (
@@ -88,12 +89,12 @@ def _of_draws(run: Run, model: Model) -> Iterator[str]:
 
 
 def _of_modules(run: Run, model: Model) -> Iterator[str]:
-    """Defaults of slots in which the CPU waits for the device (`waits` of the module)."""
+    """Defaults of slots in which the CPU waits for the device (`ProductModule.waits`)."""
     reasons = dict[str, list[str]]()
     for filled in model.slots:
-        waits = getattr(filled.site.module, "waits", None)
-        if filled.offer is None and waits is not None:
-            reason = waits(filled.site.slot, run.precision.activation_dtype)
+        module = filled.site.module
+        if filled.offer is None and isinstance(module, ProductModule):
+            reason = module.waits(filled.site.slot, run.precision.activation_dtype)
             if reason:
                 reasons.setdefault(reason, []).append(filled.site.role)
     for reason, roles in reasons.items():

@@ -112,6 +112,10 @@ class ProductModule(nn.Module):
         product, _ = self.product_of(weight)
         return product.cast(getattr(self, weight), self.buffers_of(weight))
 
+    def waits(self, slot: str, dtype: torch.dtype) -> str:
+        """Why the CPU waits for the device in the default of a slot that computes in `dtype`; empty if it does not."""
+        return ""
+
     def compute_later(self, weight: str, operands: Operands) -> None:
         """Add the gradient of a weight to its sink, from operands that a pass has handed out."""
         raise NotImplementedError

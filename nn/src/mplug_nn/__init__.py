@@ -108,6 +108,7 @@ if TYPE_CHECKING:
     from mplug_nn.latent import LatentAttention as LatentAttention
     from mplug_nn.linear import ADAPTERS as ADAPTERS
     from mplug_nn.linear import Linear as Linear
+    from mplug_nn.linear import LinearAdapter as LinearAdapter
     from mplug_nn.linear import boundary_of as boundary_of
     from mplug_nn.loss import Loss as Loss
     from mplug_nn.mlp import MLP as MLP
@@ -229,7 +230,7 @@ publish(
         "mplug_nn.head": ("Head",),
         "mplug_nn.inits": ("Entries", "Inits"),
         "mplug_nn.latent": ("LatentAttention",),
-        "mplug_nn.linear": ("ADAPTERS", "Linear", "boundary_of"),
+        "mplug_nn.linear": ("ADAPTERS", "Linear", "LinearAdapter", "boundary_of"),
         "mplug_nn.loss": ("Loss",),
         "mplug_nn.mlp": ("Activation", "MLP"),
         "mplug_nn.moe": ("MixtureOfExperts",),

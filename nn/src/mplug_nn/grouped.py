@@ -29,10 +29,11 @@ def grouped_linear(rows: Tensor, counts: Tensor, weights: Weights) -> Tensor:
 
 
 class GroupedProduct(WeightProduct):
-    """The content of the slot `Experts.product`; a supplier subclasses it. This class is the default.
+    """The content of the slot `Experts.product`; a supplier subclasses it. It is a `WeightProduct`.
 
-    `ends` [e] int32 is the index after the last row of each group. `Experts` has two weights, so the name of a declared
-    buffer begins with that of a weight: 'up_largest' is 'largest' in the product with `up`.
+    This class is the default. `ends` [e] int32 is the index after the last row of each group. `Experts` has two
+    weights, so the name of a declared buffer begins with that of a weight: 'up_largest' is 'largest' in the product
+    with `up`.
     """
 
     def forward(

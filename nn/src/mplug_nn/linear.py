@@ -52,6 +52,21 @@ def boundary_of(collective: Any) -> Boundary | None:
     return collective.boundary
 
 
+class LinearAdapter(nn.Module):
+    """An adapter of a `Linear` that calls the product itself, and that states whether it reads the weight."""
+
+    reads_weight: bool = True
+    """Whether it reads `linear.weight`. If so, a strategy that gathers weights gathers this one as it is."""
+
+    def around(self, x: Tensor, linear: "Linear") -> Tensor:
+        """x [..., in] as it comes -> [..., out], in place of the product without bias.
+
+        It calls `linear.unadapted(x)` for the product. So it can pass another input, and its backward can take part in
+        the gradient of the input.
+        """
+        raise NotImplementedError
+
+
 class Linear(ProductModule):
     """y = x Wᵀ + b, with weight [out, in] as in torch.
 
@@ -61,13 +76,9 @@ class Linear(ProductModule):
 
     `adapter` is None, or a module that a plugin has attached (`mplug.Model.attach`). It is called as adapter(x, y,
     linear) with the input x [..., in] as it comes, the product y [..., out] without bias, and this linear. Its result
-    [..., out] takes the place of y. If the adapter has a method `around`, it is called as around(x, linear) instead:
-    its result takes the place of y, and it calls `linear.unadapted(x)` for the product. So it can pass another input,
-    and its backward can take part in the gradient of the input. Code that multiplies by the weight without calling the
-    linear must state the need `ADAPTERS` (`needs`), and must not run if there is an adapter. A block that cannot state
-    it sets `adaptable` to False, and the linear then has no adapter. An adapter that never reads `linear.weight` sets
-    its attribute `reads_weight` to False; otherwise a strategy that gathers weights gathers this one as it is
-    (`GatheredForm`).
+    [..., out] takes the place of y. A `LinearAdapter` is called as around(x, linear) instead. Code that multiplies by
+    the weight without calling the linear must state the need `ADAPTERS` (`needs`), and must not run if there is an
+    adapter. A block that cannot state it sets `adaptable` to False, and the linear then has no adapter.
     """
 
     SLOTS = ("Linear.product", "Linear.gemm", "Linear.gather", "Linear.scatter")
@@ -100,8 +111,9 @@ class Linear(ProductModule):
             return x.values
         if self.adapter is None:
             return self.unadapted(x)
-        around = getattr(self.adapter, "around", None)
-        adapted: Tensor = self.adapter(x, self.unadapted(x), self) if around is None else around(x, self)
+        if isinstance(self.adapter, LinearAdapter):
+            return self.adapter.around(x, self)
+        adapted: Tensor = self.adapter(x, self.unadapted(x), self)
         return adapted
 
     def unadapted(self, x: Tensor) -> Tensor:
@@ -167,9 +179,9 @@ class Linear(ProductModule):
             return f"{type(self).__name__} changes how a linear layer computes"
         if not self.adaptable:
             return "its block may read it without calling the layer (Linear.adaptable)"
-        if self.adapter is not None and getattr(self.adapter, "reads_weight", True):
-            return "its adapter may read it (reads_weight)"
-        return ""
+        if self.adapter is None or (isinstance(self.adapter, LinearAdapter) and not self.adapter.reads_weight):
+            return ""
+        return "its adapter may read it (reads_weight)"
 
     def compute_later(self, weight: str, operands: Operands) -> None:
         """Add the gradient of the weight to its sink, from operands that a pass has handed out (`later`)."""

@@ -95,7 +95,7 @@ WHOLE = Narrow()
 
 
 class Product(WeightProduct):
-    """The content of the slot `Linear.product`; a supplier subclasses it.
+    """The content of the slot `Linear.product`; a supplier subclasses it. It is a `WeightProduct`.
 
     `narrow` has the contents of the narrower slots. If `calls` names one of them, the product calls it itself.
     """

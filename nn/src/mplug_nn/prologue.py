@@ -59,8 +59,9 @@ class Upstream(NamedTuple):
 class FusedProduct(WeightProduct):
     """The content of `Linear.norm_product` and `Linear.activation_product`; a supplier subclasses it.
 
-    It computes a norm or an activation and the product of its result, and owns everything that backward needs.
-    `site.needs` has the kind of the norm ('layernorm', 'rmsnorm') or of the activation ('gelu', 'gelu_tanh', 'swiglu').
+    It is a `WeightProduct`. It computes a norm or an activation and the product of its result, and owns everything that
+    backward needs. `site.needs` has the kind of the norm ('layernorm', 'rmsnorm') or of the activation ('gelu',
+    'gelu_tanh', 'swiglu').
     """
 
     def forward(

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from mplug.config.public_form import UnusedField as UnusedField
     from mplug.config.public_form import Values as Values
     from mplug.config.sum_format import SumFormat as SumFormat
+    from mplug.contracts import DOCUMENTS as DOCUMENTS
+    from mplug.contracts import IGNORED as IGNORED
     from mplug.contracts import MAY_CHANGE as MAY_CHANGE
     from mplug.contracts import MAY_MOVE as MAY_MOVE
     from mplug.contracts import OF_TRAINING as OF_TRAINING
@@ -104,6 +106,7 @@ if TYPE_CHECKING:
     from mplug.model.offers import Wrap as Wrap
     from mplug.model.slot_buffer import SlotBuffer as SlotBuffer
     from mplug.model.weight_gradients import WeightGradients as WeightGradients
+    from mplug.open_lists import OpenList as OpenList
     from mplug.precision import Precision as Precision
     from mplug.precision import Recipe as Recipe
     from mplug.precision import rounding_of_sums as rounding_of_sums
@@ -148,7 +151,9 @@ publish(
         "mplug.config.sum_format": ("SumFormat",),
         "mplug.contracts": (
             "CorpusTokenizer",
+            "DOCUMENTS",
             "FolderTokenizer",
+            "IGNORED",
             "Loader",
             "MAY_CHANGE",
             "MAY_MOVE",
@@ -254,6 +259,7 @@ publish(
         ),
         "mplug.model.slot_buffer": ("SlotBuffer",),
         "mplug.model.weight_gradients": ("WeightGradients",),
+        "mplug.open_lists": ("OpenList",),
         "mplug.precision": (
             "Precision",
             "Recipe",

@@ -4,12 +4,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from mplug_nn.loss import IGNORED
-from mplug_nn.parts import numbered
-from mplug_nn.specification import DOCUMENTS
 from torch import Tensor
 
-from mplug.contracts import MicroBatch
+from mplug.contracts import DOCUMENTS, IGNORED, MicroBatch
+from mplug.tensors.segments import numbered
 
 if TYPE_CHECKING:
     from mplug.layout.mesh import Mesh

@@ -9,10 +9,9 @@ batch needs this factor: a step with such losses reads its micro batches before 
 from collections.abc import Iterable
 
 import torch
-from mplug_nn.loss import IGNORED
 from torch import Tensor, nn
 
-from mplug.contracts import MicroBatch
+from mplug.contracts import IGNORED, MicroBatch
 from mplug.errors import UsageError
 from mplug.run.run import Run
 

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from mplug.contracts import DOCUMENTS, IGNORED
 from mplug.layout.plan import Parameter, Plan, Shift, Unit
 from mplug_nn.ahead import DepthAhead, TokensAhead
 from mplug_nn.description import describe
@@ -14,11 +15,8 @@ from mplug_nn.embedding import Embedding
 from mplug_nn.fusible import Fusible, fusible_norm, normed, states
 from mplug_nn.head import Head
 from mplug_nn.inits import TOKENS, Entries, Inits
-from mplug_nn.loss import IGNORED
 from mplug_nn.moe import MixtureOfExperts
 from mplug_nn.norm import Norm
-
-DOCUMENTS = "document_lengths"
 
 
 class TokenEmbedding(nn.Module):

@@ -9,8 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-IGNORED = -100
-"""The label of a position that has no target."""
+from mplug.contracts import IGNORED as IGNORED
 
 CAPPED = "logit soft cap"
 """The need of a loss whose `project` is more than a `Linear`."""

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from mplug.tensors.segments import numbered as numbered
+
 Lengths = tuple[Tensor, Tensor]
 """Lengths of the segments (of queries, of keys), int64 [B, N] each, with sums S and T.
 
@@ -99,14 +101,6 @@ def parts_of(core: Callable[..., Any]) -> AttentionParts:
     if parts is None:
         raise ValueError(f"{core!r} computes attention whole only; its 'supports' must refuse 'log-sum-exp'")
     return parts
-
-
-def numbered(lengths: Tensor, length: int) -> Tensor:
-    """The number of the segment that contains each of `length` positions: lengths [B, N] -> [B, length]."""
-    ends = lengths.cumsum(dim=1)  # [B, N]
-    return torch.searchsorted(
-        ends, torch.arange(length, device=ends.device).expand(len(ends), -1).contiguous(), right=True
-    )
 
 
 class PlainParts(AttentionParts):

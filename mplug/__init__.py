@@ -82,7 +82,6 @@ if TYPE_CHECKING:
     from mplug.layout.placement import Box as Box
     from mplug.layout.placement import Placement as Placement
     from mplug.layout.plan import Buffer as Buffer
-    from mplug.layout.plan import Flops as Flops
     from mplug.layout.plan import Init as Init
     from mplug.layout.plan import Parameter as Parameter
     from mplug.layout.plan import Plan as Plan
@@ -92,6 +91,12 @@ if TYPE_CHECKING:
     from mplug.layout.plan import Unit as Unit
     from mplug.layout.ranks import Grouping as Grouping
     from mplug.layout.ranks import Ranks as Ranks
+    from mplug.layout.work import ActivationProduct as ActivationProduct
+    from mplug.layout.work import Branches as Branches
+    from mplug.layout.work import Flops as Flops
+    from mplug.layout.work import Step as Step
+    from mplug.layout.work import WeightProduct as WeightProduct
+    from mplug.layout.work import Work as Work
     from mplug.model.adapters import Adapters as Adapters
     from mplug.model.adapters import Merge as Merge
     from mplug.model.adapters import RowNorms as RowNorms
@@ -226,7 +231,6 @@ publish(
         ),
         "mplug.layout.plan": (
             "Buffer",
-            "Flops",
             "Init",
             "Parameter",
             "Plan",
@@ -238,6 +242,14 @@ publish(
         "mplug.layout.ranks": (
             "Grouping",
             "Ranks",
+        ),
+        "mplug.layout.work": (
+            "ActivationProduct",
+            "Branches",
+            "Flops",
+            "Step",
+            "WeightProduct",
+            "Work",
         ),
         "mplug.model.adapters": (
             "Adapters",

@@ -79,7 +79,6 @@ if TYPE_CHECKING:
     from mplug_nn.description import Description as Description
     from mplug_nn.description import describe as describe
     from mplug_nn.description import flops_of as flops_of
-    from mplug_nn.description import weights_per_token as weights_per_token
     from mplug_nn.dropout import Dropout as Dropout
     from mplug_nn.dropout import Jitter as Jitter
     from mplug_nn.embedding import Embedding as Embedding
@@ -231,7 +230,6 @@ publish(
             "Description",
             "describe",
             "flops_of",
-            "weights_per_token",
         ),
         "mplug_nn.dropout": (
             "Dropout",

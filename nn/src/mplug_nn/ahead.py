@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from mplug.layout.plan import Buffer, Parameter
+from mplug.layout.work import Step, WeightProduct
+from mplug.model.work import in_order
 from mplug.tensors.statistics import add_auxiliary, count
 from mplug_nn.embedding import Embedding
 from mplug_nn.head import Head
@@ -84,10 +86,10 @@ class TokensAhead(nn.Module):
         """The meaning of the statistic."""
         return {"losses": Buffer(("depth",), over=TOKENS, per_target=True)}
 
-    @property
-    def weights_per_token(self) -> int:
-        """Number of weight elements of the projection that a token is multiplied by more often than once."""
-        return (len(self.depths) - 1) * self.head.project.weight.numel()
+    def plan_work(self) -> Step:
+        """The submodules in order; every depth multiplies by the head's projection, which states the product once."""
+        more = (len(self.depths) - 1) * self.head.project.weight.numel()
+        return (*in_order(self), *((WeightProduct("head.project.weight", more),) if more else ()))
 
     def blocks(self) -> list[nn.Module]:
         """The blocks of all depths."""

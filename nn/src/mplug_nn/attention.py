@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mplug.layout.plan import Parameter, Segment
+from mplug.layout.work import ActivationProduct, Flops, Step
+from mplug.model.work import in_order
 from mplug.tensors.random import mix, uniform
 from mplug_nn.arguments import by_arguments
 from mplug_nn.cache import Cache, CacheSize
@@ -164,6 +166,18 @@ class DotProductAttention(nn.Module):
             entries["sinks"] = Parameter((Segment("heads", self.num_heads),), inits.weight)
         return entries
 
+    def plan_work(self) -> Step:
+        """Attention of operands from elsewhere in the unit; then the submodules of a derived class, in order."""
+        return (self._core_work(after_unit=True), *in_order(self))
+
+    def _core_work(self, after_unit: bool) -> ActivationProduct:
+        """Softmax attention as if causal: a key and a value of each head for half of all pairs of positions.
+
+        It counts as much with a window or without a mask, so that the figures of models can be compared.
+        """
+        pairs = 3 * self.num_heads * (self.spec.key_width + self.spec.value_width)
+        return ActivationProduct(Flops(0, pairs), after_unit)
+
     @property
     def scale(self) -> float:
         """The factor of the scores."""
@@ -311,6 +325,11 @@ class Attention(DotProductAttention):
         if self.out.bias is not None:
             entries["out.bias"] = Parameter(("embed",), ZEROS)
         return entries
+
+    def plan_work(self) -> Step:
+        """The projections around attention."""
+        own = (name for name, _ in self.named_parameters(recurse=False))
+        return ("qkv", *own, self._core_work(after_unit=False), "out")
 
     def input_linear(self) -> Linear:
         """The layer that alone reads x in `forward`."""

@@ -8,12 +8,10 @@ from typing import TypeVar
 from torch import nn
 
 from mplug.layout.names import compiled
-from mplug.layout.plan import Buffer, Flops, Parameter
-from mplug_nn.ahead import TokensAhead
-from mplug_nn.attention import DotProductAttention
+from mplug.layout.plan import Buffer, Parameter
+from mplug.layout.work import Flops
+from mplug.model.work import flops_of_work, work_of
 from mplug_nn.inits import Inits
-from mplug_nn.linear import Linear
-from mplug_nn.moe import MixtureOfExperts
 
 Entry = TypeVar("Entry")
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -82,22 +80,9 @@ def _by_name(prefix: str, entries: Mapping[str, Entry], names: Iterable[str]) ->
     return {name: entry for name in names for regex, entry in regexes.items() if regex.fullmatch(name)}
 
 
-def weights_per_token(module: nn.Module) -> int:
-    """Number of weight elements that one token is multiplied by: those of linear layers and of its chosen experts."""
-    linear = sum(part.weight.numel() for part in module.modules() if isinstance(part, Linear))
-    counted = [part for part in module.modules() if isinstance(part, MixtureOfExperts | TokensAhead)]
-    return linear + sum(part.weights_per_token for part in counted)
-
-
 def flops_of(module: nn.Module) -> Flops:
-    """6 FLOPs a weight and token in matrix products, and softmax attention as if causal, forward and backward.
-
-    Attention multiplies half of all pairs of a query and a key, by a key and by a value of each head. It counts as
-    much with a window or without a mask, so that the figures of models can be compared.
-    """
-    specs = [(part.num_heads, part.spec) for part in module.modules() if isinstance(part, DotProductAttention)]
-    pairs = sum(heads * (spec.key_width + spec.value_width) for heads, spec in specs)
-    return Flops(6 * weights_per_token(module), 3 * pairs)
+    """The sum of what the parts of a module state: 6 FLOPs a weight and token, and those of products of activations."""
+    return flops_of_work(work_of(module))
 
 
 def _entries(module: nn.Module, inits: Inits, names: set[str]) -> dict[str, Parameter | Buffer]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mplug.layout.plan import Buffer, Parameter
+from mplug.layout.work import Step, WeightProduct
 from mplug.tensors.sink import Weights, add_product
 from mplug.tensors.statistics import add_auxiliary, count
 from mplug_nn.dropout import Jitter
@@ -182,6 +183,10 @@ class Router(nn.Module):
             **({} if self.bias is None else {"bias": state}),
             **({} if self.last_load is None else {"last_load": state}),
         }
+
+    def plan_work(self) -> Step:
+        """The product with the weight, and what is added to it."""
+        return (WeightProduct("weight", self.weight.numel()), *(() if self.logit_bias is None else ("logit_bias",)))
 
     @property
     def mixes(self) -> frozenset[str]:

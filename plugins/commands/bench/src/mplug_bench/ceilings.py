@@ -126,8 +126,8 @@ def products(run: Run, model: Model) -> list[Work]:
     counts = Counter(
         (
             model.placement_of(f"{name}.weight").local_shape(run.rank),
-            name not in passes.no_dgrad,
-            name not in passes.no_wgrad,
+            f"{name}.weight" not in passes.no_dgrad,
+            f"{name}.weight" not in passes.no_wgrad,
         )
         for name in names
     )

@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     from mplug.layout.external import Part as Part
     from mplug.layout.external import Transposed as Transposed
     from mplug.layout.gathered import GatheredPlacement as GatheredPlacement
+    from mplug.layout.inits import Entries as Entries
+    from mplug.layout.inits import Inits as Inits
     from mplug.layout.mesh import Axis as Axis
     from mplug.layout.mesh import IndexMap as IndexMap
     from mplug.layout.mesh import Mesh as Mesh
@@ -101,7 +103,13 @@ if TYPE_CHECKING:
     from mplug.model.adapters import Merge as Merge
     from mplug.model.adapters import RowNorms as RowNorms
     from mplug.model.adapters import row_norms as row_norms
+    from mplug.model.declaring import Declared as Declared
+    from mplug.model.declaring import declare as declare
+    from mplug.model.declaring import parameter as parameter
     from mplug.model.delayed_scaling import DelayedScaling as DelayedScaling
+    from mplug.model.description import Description as Description
+    from mplug.model.description import describe as describe
+    from mplug.model.description import flops_of as flops_of
     from mplug.model.gathered_copies import GatheredCopies as GatheredCopies
     from mplug.model.gathered_copies import gathered_copies as gathered_copies
     from mplug.model.model import Model as Model
@@ -213,6 +221,10 @@ publish(
             "Transposed",
         ),
         "mplug.layout.gathered": ("GatheredPlacement",),
+        "mplug.layout.inits": (
+            "Entries",
+            "Inits",
+        ),
         "mplug.layout.mesh": (
             "Axis",
             "IndexMap",
@@ -257,7 +269,17 @@ publish(
             "RowNorms",
             "row_norms",
         ),
+        "mplug.model.declaring": (
+            "Declared",
+            "declare",
+            "parameter",
+        ),
         "mplug.model.delayed_scaling": ("DelayedScaling",),
+        "mplug.model.description": (
+            "Description",
+            "describe",
+            "flops_of",
+        ),
         "mplug.model.gathered_copies": (
             "GatheredCopies",
             "gathered_copies",

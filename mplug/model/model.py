@@ -104,10 +104,10 @@ class Model:
     def attach(self, modules: Mapping[str, nn.Module]) -> None:
         """Add modules to the model, by their names in it ('blocks.0.attn.qkv.adapter'), and to the plan.
 
-        Call it in `adapt_model`. Each module describes its parameters by a method `plan_entries(inits)`, as the blocks
-        of `mplug_nn` do. The attribute must be absent or None: `Linear.adapter`, `Experts.up_adapter`. Published
-        checkpoints of the model do not have the parameters. ValueError for an attribute that is taken, and for a linear
-        that is not `adaptable`.
+        Call it in `adapt_model`. Each module describes its parameters: by a method `plan_entries(inits)`, or
+        where it creates them (`mplug.parameter`). The attribute must be absent or None, and the code of the module that
+        has it calls what is there. Published checkpoints of the model do not have the parameters. ValueError for an
+        attribute that is taken, and for a module that states `adaptable=False`.
         """
         from mplug.model.attaching import with_attached
 

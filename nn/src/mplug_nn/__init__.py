@@ -12,6 +12,11 @@ from typing import TYPE_CHECKING
 from mplug.lazy import publish
 
 if TYPE_CHECKING:
+    from mplug.layout.inits import Entries as Entries
+    from mplug.layout.inits import Inits as Inits
+    from mplug.model.description import Description as Description
+    from mplug.model.description import describe as describe
+    from mplug.model.description import flops_of as flops_of
     from mplug.tensors.operator import fake as fake
     from mplug.tensors.operator import operator as operator
     from mplug.tensors.sink import Operand as Operand
@@ -76,9 +81,6 @@ if TYPE_CHECKING:
     from mplug_nn.decoders.public_fields import written_rotary as written_rotary
     from mplug_nn.decoders.published import published_names as published_names
     from mplug_nn.decoders.sparse import SparseDecoderConfig as SparseDecoderConfig
-    from mplug_nn.description import Description as Description
-    from mplug_nn.description import describe as describe
-    from mplug_nn.description import flops_of as flops_of
     from mplug_nn.dropout import Dropout as Dropout
     from mplug_nn.dropout import Jitter as Jitter
     from mplug_nn.embedding import Embedding as Embedding
@@ -95,8 +97,6 @@ if TYPE_CHECKING:
     from mplug_nn.grouped import GroupedProduct as GroupedProduct
     from mplug_nn.grouped import grouped_linear as grouped_linear
     from mplug_nn.head import Head as Head
-    from mplug_nn.inits import Entries as Entries
-    from mplug_nn.inits import Inits as Inits
     from mplug_nn.latent import LatentAttention as LatentAttention
     from mplug_nn.linear import ADAPTERS as ADAPTERS
     from mplug_nn.linear import Linear as Linear
@@ -226,7 +226,7 @@ publish(
         ),
         "mplug_nn.decoders.published": ("published_names",),
         "mplug_nn.decoders.sparse": ("SparseDecoderConfig",),
-        "mplug_nn.description": (
+        "mplug.model.description": (
             "Description",
             "describe",
             "flops_of",
@@ -257,7 +257,7 @@ publish(
             "grouped_linear",
         ),
         "mplug_nn.head": ("Head",),
-        "mplug_nn.inits": (
+        "mplug.layout.inits": (
             "Entries",
             "Inits",
         ),

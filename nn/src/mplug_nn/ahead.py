@@ -9,13 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from mplug.layout.inits import TOKENS, Entries, Inits
 from mplug.layout.plan import Buffer, Parameter
 from mplug.layout.work import Step, WeightProduct
 from mplug.model.work import in_order
 from mplug.tensors.statistics import add_auxiliary, count
 from mplug_nn.embedding import Embedding
 from mplug_nn.head import Head
-from mplug_nn.inits import TOKENS, Entries, Inits
 from mplug_nn.linear import Linear
 from mplug_nn.norm import Norm
 

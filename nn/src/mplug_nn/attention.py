@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from mplug.layout.inits import ONES, TOKENS, ZEROS, Entries, Inits
 from mplug.layout.plan import Parameter, Segment
 from mplug.layout.work import ActivationProduct, Flops, Step
 from mplug.model.work import in_order
 from mplug.tensors.random import mix, uniform
 from mplug_nn.arguments import by_arguments
 from mplug_nn.cache import Cache, CacheSize
-from mplug_nn.inits import ONES, TOKENS, ZEROS, Entries, Inits
 from mplug_nn.linear import Linear
 from mplug_nn.norms import offset
 from mplug_nn.packed_heads import PackedHeads, packed_heads_of, passes_through

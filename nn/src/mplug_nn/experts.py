@@ -11,13 +11,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from mplug.layout.inits import ZEROS, Entries, Inits
 from mplug.layout.plan import Parameter, Segment
 from mplug.tensors.delayed import Later, Operands
 from mplug.tensors.sink import Sink, Weights
 from mplug.tensors.slot_buffers import held
 from mplug_nn.gemm import NOTHING
 from mplug_nn.grouped import PLAIN_GROUPED, apply_grouped, further, grouped_linear, waits_for_device
-from mplug_nn.inits import ZEROS, Entries, Inits
 from mplug_nn.linear import ADAPTERS
 from mplug_nn.mlp import Activation, Kind
 

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
+from mplug.layout.inits import ZEROS, Entries, Inits
 from mplug.layout.plan import Parameter
 from mplug.layout.work import Branches, Step, WeightProduct
 from mplug_nn.experts import Dropping, Experts, within_capacity
-from mplug_nn.inits import ZEROS, Entries, Inits
 from mplug_nn.linear import Linear
 from mplug_nn.mlp import MLP, Kind
 from mplug_nn.router import Router

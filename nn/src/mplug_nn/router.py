@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mplug.layout.inits import TOKENS, ZEROS, Entries, Inits
 from mplug.layout.plan import Buffer, Parameter
 from mplug.layout.work import Step, WeightProduct
 from mplug.tensors.sink import Weights, add_product
 from mplug.tensors.statistics import add_auxiliary, count
 from mplug_nn.dropout import Jitter
-from mplug_nn.inits import TOKENS, ZEROS, Entries, Inits
 from mplug_nn.linear import Gemm, multiply
 from mplug_nn.scores import SCORES
 

@@ -4,7 +4,7 @@ A distribution opens a list by an object of `OpenList`, and states its group by 
 without 'mplug.':
 
     [project.entry-points."mplug.open_lists"]
-    activations = "mplug_nn.open_lists:ACTIVATIONS"
+    activations = "acme_blocks:ACTIVATIONS"
 
 Any distribution adds an entry to a list by an entry point in the list's group:
 

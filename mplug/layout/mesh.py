@@ -37,8 +37,8 @@ class Axis:
     The axis divides the named axes `splits` of *parameters*, `entries` of *batch entries* and `activations` of
     activations inside the model. `entries` maps each named axis to the index map that selects a rank's indices.
     Examples of `activations`: the residual stream's sequence under sequence parallelism; heads, if the ranks divide
-    attention by heads but not its weights. The loader divides samples into equal, contiguous parts. The host cuts every
-    other axis of an entry before the first unit receives it.
+    what is computed by heads but not its weights. The loader divides samples into equal, contiguous parts. The host
+    cuts every other axis of an entry before the first unit receives it.
 
     `distance` says how near its ranks must be: the axis with the smallest distance varies fastest over ranks (tensor
     parallelism inside a node), the axis with the largest varies slowest (pipeline stages). `views` are the views of the

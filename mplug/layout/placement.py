@@ -95,8 +95,8 @@ class Placement:
     `stages` are the indices along `stage_axis` whose ranks hold it: one pipeline stage, or two for tied embeddings. On
     an axis that the mesh does not have, every rank has index 0. Along the axes in `apart`, ranks keep different parts
     of what would be copies (rows at rest, ranges of an optimizer's state). Over those in `summed`, the gradient is
-    complete before the gradient sink receives it. `beside` are axes that split what it is used with: the weights of
-    experts, for a statistic of their rows.
+    complete before the gradient sink receives it. `beside` are axes that split what it is used with: the weights
+    that multiply the rows, for a statistic of these rows.
 
     Everything about one rank follows from these facts, in a time that does not depend on the number of ranks.
     """

@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 from mplug.model.model import Model
 
 Table = Literal["CASTS", "LATER"]
-"""The class variable of a module that maps the names of its weights to attributes (see `mplug_nn.Linear`)."""
+"""The class variable of a module that maps the names of its weights to attributes, such as {'weight': 'casts'}."""
 
 
 class ProductWeight(NamedTuple):

@@ -57,7 +57,7 @@ def _joined(x: Tensor, dim: int, ranges: tuple[range, ...]) -> Tensor:
 def even_parts(take: Callable[[int], Iterable[MicroBatch]], num_samples: int, run: "Run") -> Iterator[MicroBatch]:
     """This rank's part of `num_samples` samples, in micro batches whose number and sizes are equal on every rank.
 
-    Ranks that communicate inside a unit (experts exchange tokens) must all run the same number of micro batches. If the
+    Ranks that communicate inside a unit (by exchanging tokens) must all run the same number of micro batches. If the
     ranks do not divide the samples, a few more samples are read, and the labels of the extra ones are ignored.
     """
     index, shards = run.mesh.batch_shard(run.rank)

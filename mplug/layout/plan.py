@@ -187,7 +187,7 @@ class Plan:
     fully qualified names ('*' matches one dotted component) to the meaning of their dimensions. `context` names the
     axes of every batch entry, `activations` those of every activation that travels between units. `tied` are groups of
     names of the same parameter; the pattern of the first name describes it. `buffers` map patterns to the modules'
-    buffers, except those that the host sets itself. `mixing` maps patterns of modules to the named axes that these
+    buffers, except those that the host fills. `mixing` maps patterns of modules to the named axes that these
     modules and their submodules mix; use it for classes of other packages, which cannot declare it (`mixes`). `frozen`
     are patterns of parameters and modules that are not trained, even if `parameters` says otherwise; the host adds the
     patterns of the config (`model.frozen`). `base_modules` are patterns of modules that keep the formats of a precision

@@ -13,6 +13,7 @@ from mplug.layout.inits import TOKENS, Entries, Inits
 from mplug.layout.plan import Buffer, Parameter
 from mplug.layout.work import Step, WeightProduct
 from mplug.model.work import in_order
+from mplug.tensors.host_buffers import register_host_buffer
 from mplug.tensors.statistics import add_auxiliary, count
 from mplug_nn.embedding import Embedding
 from mplug_nn.head import Head
@@ -73,7 +74,7 @@ class TokensAhead(nn.Module):
         self.head.soft_cap = self.head.loss.soft_cap = head.soft_cap
         self.depths = nn.ModuleList(depths)
         self.register_buffer("losses", torch.zeros(len(depths), dtype=torch.float64), persistent=False)
-        self.register_buffer("loss_scale", torch.ones(()), persistent=False)
+        register_host_buffer(self, "loss_scale", "loss scale")
         self.tie(embedding, head)
 
     def tie(self, embedding: Embedding, head: Head) -> None:

@@ -14,6 +14,7 @@ from mplug.layout.inits import ONES, TOKENS, ZEROS, Entries, Inits
 from mplug.layout.plan import Parameter, Segment
 from mplug.layout.work import ActivationProduct, Flops, Step
 from mplug.model.work import in_order
+from mplug.tensors.host_buffers import register_host_buffer
 from mplug.tensors.random import mix, uniform
 from mplug_nn.arguments import by_arguments
 from mplug_nn.cache import Cache, CacheSize
@@ -151,7 +152,7 @@ class DotProductAttention(nn.Module):
         self.q_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
         self.k_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
         self.sinks = nn.Parameter(torch.empty(num_heads)) if sinks else None
-        self.register_buffer("site", torch.zeros((), dtype=torch.int64), persistent=False)
+        register_host_buffer(self, "site", "site key")
         self.core = scaled_dot_product
         self.prepare_qk = prepare_qk
 

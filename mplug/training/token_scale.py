@@ -18,7 +18,7 @@ from mplug.tensors.host_buffers import fill_host_buffers, host_buffers
 
 
 class TokenScale:
-    """Counts the targets of a step in advance, and fills the buffers for 'token scale': the factor times the loss scale.
+    """Counts the targets of a step in advance, and fills the buffers for 'token scale' with the factor.
 
     `is_missing` says that losses of this step need the factor, and that it is not known yet. `loss_scale` [] is the
     factor by which the model's loss is multiplied before backward, or None for 1. Building is collective: all ranks

@@ -53,7 +53,7 @@ def define_precision() -> "Precision":
 def mesh_axes(config: "RunConfig") -> "list[Axis]":
     """The axes that a parallel strategy adds to the mesh. Pure, and called before torch is imported.
 
-    A view of the mesh may need more ranks than the strategies of the layout fill in the attention view. The host then
+    A view of the mesh may need more ranks than the strategies of the layout fill in the dense view. The host then
     adds the strategy of `parallel.data` to the layout of the config, and asks all strategies again.
     """
 

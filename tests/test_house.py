@@ -98,7 +98,6 @@ FOREIGN_WORDS = ("attention", "expert", "image", "fp8", "hugging", "megatron", "
 OF_FORMATS = "readers and writers of other libraries' checkpoints become plugins of the kind formats"
 OF_SAMPLING = "becomes a part of the command generate"
 OF_SLOTS = "slots become open: the blocks name them"
-OF_VIEWS = "the names of the mesh's views are part of the contract of layouts"
 FOREIGN_WORDS_PENDING = {
     "mplug/checkpoint/megatron.py": OF_FORMATS,
     "mplug/checkpoint/megatron_folder.py": OF_FORMATS,
@@ -109,25 +108,16 @@ FOREIGN_WORDS_PENDING = {
     "mplug/config/public.py": OF_FORMATS,
     "mplug/config/public_fields.py": OF_FORMATS,
     "mplug/config/public_form.py": OF_FORMATS,
-    "mplug/hookspecs.py": OF_VIEWS,
-    "mplug/layout/mesh.py": OF_VIEWS,
-    "mplug/layout/placement.py": OF_VIEWS,
     "mplug/model/build.py": OF_SAMPLING,
     "mplug/model/caching.py": OF_SAMPLING,
-    "mplug/model/decoding.py": OF_SAMPLING,
     "mplug/model/delayed_scaling.py": OF_SLOTS,
     "mplug/model/fill.py": OF_SLOTS,
-    "mplug/model/handovers.py": OF_VIEWS,
     "mplug/model/offers.py": OF_SLOTS,
     "mplug/model/slot_placement.py": OF_SLOTS,
-    "mplug/model/token_sums.py": OF_VIEWS,
     "mplug/model/weight_gradients.py": OF_SLOTS,
     "mplug/open_lists.py": OF_FORMATS,
     "mplug/registry/scaffold.py": "the template of a kernel plugin is a core of attention",
-    "mplug/run/prepare.py": OF_VIEWS,
-    "mplug/run/run.py": OF_VIEWS,
     "mplug/slot_kinds.py": OF_SLOTS,
-    "mplug/training/batch_parts.py": OF_VIEWS,
 }
 """Files of the host that speak of what only plugins know, and why."""
 

@@ -192,7 +192,7 @@ class Placement:
     def data_axes(self) -> tuple[str, ...]:
         """Those of `partial_axes` that divide batch entries: data parallelism sums the gradient over them.
 
-        For an expert's weight these are axes of the expert view: one may span several axes of the attention view.
+        Axes of the sparse view may each span several axes of the dense view.
         """
         axes = [self.mesh.axes[name] for name in self.partial_axes]
         return tuple(axis.name for axis in axes if any(named in axis.entries for named in self.parameter.over))

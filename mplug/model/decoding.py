@@ -58,7 +58,7 @@ class Ranks(Alone):
         self.shard, self.shards = mesh.batch_shard(run.rank)
         self.multiple = multiple_of_positions(mesh)
         self.padded = run.decoding is not None and run.decoding.padded
-        self.of_batch = run.group(*(axis.name for axis in mesh.views["attention"] if "batch" in axis.entries))
+        self.of_batch = run.group(*(axis.name for axis in mesh.views["dense"] if "batch" in axis.entries))
         self.vocab_size, splitting = _split_vocabulary(model)
         self.of_vocabulary = run.group(splitting) if splitting else None
         self.relayed = relayed(run, model)

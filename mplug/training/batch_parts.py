@@ -24,7 +24,7 @@ def own_entries(batch: MicroBatch, context: Mapping[str, tuple[str, ...]], mesh:
     own = dict(batch)
     for name in own.keys() & context.keys():
         for dim, named in enumerate(context[name]):
-            for axis in mesh.views["attention"]:
+            for axis in mesh.views["dense"]:
                 if named != "batch" and named in axis.entries:
                     length, index = own[name].shape[dim], mesh.index(rank, axis.name)
                     own[name] = _joined(own[name], dim, axis.entries[named](length, axis.size, index))

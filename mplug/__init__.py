@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from mplug.config.described import DescribedModel as DescribedModel
     from mplug.config.described import PublicSettings as PublicSettings
     from mplug.config.sum_format import SumFormat as SumFormat
+    from mplug.contracts import DOCUMENTS as DOCUMENTS
+    from mplug.contracts import IGNORED as IGNORED
     from mplug.contracts import MAY_CHANGE as MAY_CHANGE
     from mplug.contracts import MAY_MOVE as MAY_MOVE
     from mplug.contracts import OF_TRAINING as OF_TRAINING
@@ -80,6 +82,8 @@ if TYPE_CHECKING:
     from mplug.layout.external import Part as Part
     from mplug.layout.external import Transposed as Transposed
     from mplug.layout.gathered import GatheredPlacement as GatheredPlacement
+    from mplug.layout.inits import Entries as Entries
+    from mplug.layout.inits import Inits as Inits
     from mplug.layout.mesh import Axis as Axis
     from mplug.layout.mesh import IndexMap as IndexMap
     from mplug.layout.mesh import Mesh as Mesh
@@ -91,7 +95,6 @@ if TYPE_CHECKING:
     from mplug.layout.placement import Box as Box
     from mplug.layout.placement import Placement as Placement
     from mplug.layout.plan import Buffer as Buffer
-    from mplug.layout.plan import Flops as Flops
     from mplug.layout.plan import Init as Init
     from mplug.layout.plan import Parameter as Parameter
     from mplug.layout.plan import Plan as Plan
@@ -101,10 +104,22 @@ if TYPE_CHECKING:
     from mplug.layout.plan import Unit as Unit
     from mplug.layout.ranks import Grouping as Grouping
     from mplug.layout.ranks import Ranks as Ranks
+    from mplug.layout.work import ActivationProduct as ActivationProduct
+    from mplug.layout.work import Branches as Branches
+    from mplug.layout.work import Flops as Flops
+    from mplug.layout.work import Step as Step
+    from mplug.layout.work import WeightProduct as WeightProduct
+    from mplug.layout.work import Work as Work
     from mplug.model.adapters import Adapters as Adapters
     from mplug.model.adapters import Merge as Merge
     from mplug.model.adapters import RowNorms as RowNorms
     from mplug.model.adapters import row_norms as row_norms
+    from mplug.model.declaring import Declared as Declared
+    from mplug.model.declaring import declare as declare
+    from mplug.model.declaring import parameter as parameter
+    from mplug.model.description import Description as Description
+    from mplug.model.description import describe as describe
+    from mplug.model.description import flops_of as flops_of
     from mplug.model.gathered_copies import GatheredCopies as GatheredCopies
     from mplug.model.gathered_copies import gathered_copies as gathered_copies
     from mplug.model.model import Model as Model
@@ -159,7 +174,9 @@ publish(
         "mplug.config.sum_format": ("SumFormat",),
         "mplug.contracts": (
             "CorpusTokenizer",
+            "DOCUMENTS",
             "FolderTokenizer",
+            "IGNORED",
             "Loader",
             "MAY_CHANGE",
             "MAY_MOVE",
@@ -194,12 +211,16 @@ publish(
             "Transposed",
         ),
         "mplug.layout.gathered": ("GatheredPlacement",),
+        "mplug.layout.inits": ("Entries", "Inits"),
         "mplug.layout.mesh": ("Axis", "IndexMap", "Mesh", "contiguous"),
         "mplug.layout.ownership": ("Bucket", "Engine", "Sharding", "Stretch"),
         "mplug.layout.placement": ("Box", "Placement"),
-        "mplug.layout.plan": ("Buffer", "Flops", "Init", "Parameter", "Plan", "Segment", "Shift", "Stages", "Unit"),
+        "mplug.layout.plan": ("Buffer", "Init", "Parameter", "Plan", "Segment", "Shift", "Stages", "Unit"),
         "mplug.layout.ranks": ("Grouping", "Ranks"),
+        "mplug.layout.work": ("ActivationProduct", "Branches", "Flops", "Step", "WeightProduct", "Work"),
         "mplug.model.adapters": ("Adapters", "Merge", "RowNorms", "row_norms"),
+        "mplug.model.declaring": ("Declared", "declare", "parameter"),
+        "mplug.model.description": ("Description", "describe", "flops_of"),
         "mplug.model.gathered_copies": ("GatheredCopies", "gathered_copies"),
         "mplug.model.model": ("Model",),
         "mplug.model.offers": ("Offer", "Site", "UNIT", "Wrap"),

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from mplug.layout.plan import Parameter
 
 MicroBatch = Mapping[str, "Tensor"]
+IGNORED = -100
+"""The label of a position that has no target."""
+DOCUMENTS = "document_lengths"
+"""The entry of a packed micro batch with the lengths of each sample's documents [B, M]."""
 Record = dict[str, Any]
 """A line of metrics.jsonl.
 

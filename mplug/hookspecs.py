@@ -55,7 +55,7 @@ def define_precision() -> "Precision":
 def mesh_axes(config: "RunConfig") -> "list[Axis]":
     """The axes that a parallel strategy adds to the mesh. Pure, and called before torch is imported.
 
-    A view of the mesh may need more ranks than the strategies of the layout fill in the attention view. The host then
+    A view of the mesh may need more ranks than the strategies of the layout fill in the dense view. The host then
     adds the strategy of `parallel.data` to the layout of the config, and asks all strategies again.
     """
 
@@ -120,9 +120,9 @@ def adapt_model(run: "Run", model: "Model") -> None:
     (integers, 0 if absent), the innermost first.
 
     - `model.attach(modules)` adds modules, by their names in the model, and the meaning of their parameters and buffers
-      to the plan. A block computes with an added module only where its class says so:
-      `mplug_nn.Linear.adapter`, `mplug_nn.Experts.up_adapter` and `down_adapter`. Elsewhere, the plugin replaces a
-      module (`setattr`) by one of its own, which contains the replaced one and passes its attributes on.
+      to the plan. A block computes with an added module only where its class says so, as a linear layer has an
+      attribute `adapter`. Elsewhere, the plugin replaces a module (`setattr`) by one of its own, which contains the
+      replaced one and passes its attributes on.
     - `model.freeze(names)` states that parameters are no longer trainable. The model then has neither their gradients
       nor their masters and optimizer states.
     - `model.merges` says how an export multiplies adapters into the weights that they adapt (`Merge`), and
@@ -296,7 +296,7 @@ def build_relay(run: "Run", model: "Model", crossing: "Sequence[tuple[str, ...]]
 
 @all_plugins
 def parameters_updated(run: "Run") -> None:
-    """The optimizer has updated this rank's pieces: gather parameters, cast them, update expert biases."""
+    """The optimizer has updated this rank's pieces: gather parameters, cast them, update buffers."""
 
 
 @all_plugins

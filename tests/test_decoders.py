@@ -192,7 +192,7 @@ def test_the_outer_block_decides_what_an_inner_module_means() -> None:
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        ({}, "no building block describes the parameter 'linear.weight'; give Linear, or a block around it"),
+        ({}, "no building block describes the parameter 'linear.weight'; declare it where Linear creates it"),
         ({"linear.weight": Buffer(("embed",))}, "no building block describes the parameter 'linear.weight'"),
         (
             {"linear.weight": LINEAR, "gain": LINEAR},

@@ -18,7 +18,8 @@ from mplug_testing.runs import trained
 import mplug
 from mplug.cli import main
 from mplug.errors import UsageError
-from mplug.layout.plan import Flops, Plan, Unit
+from mplug.layout.plan import Plan, Unit
+from mplug.layout.work import Flops
 from mplug.model.build import build_model
 from mplug.model.recipe import default_base_modules
 from mplug.precisions.precision import Precision, Recipe, rounding_of_sums

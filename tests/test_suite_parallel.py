@@ -58,7 +58,7 @@ FAULTS = {
         'config.parallel.degrees["ulys"]',
         "2",
         "test_its_degree_is_the_size_of_its_axes",
-        "in layout 'ulys4' its axes have 2 ranks in the view 'attention'; they must have 4",
+        "in layout 'ulys4' its axes have 2 ranks in the view 'dense'; they must have 4",
     ),
     "axes that add up over calls": Planted(
         f"        return [{AXIS}]",

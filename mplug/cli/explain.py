@@ -205,7 +205,12 @@ def _step(run: "Run", model: "Model") -> str:
         )
     ]
     trained = f"{all_elements:,} parameters, {f'{frozen:,} of them frozen' if frozen else 'all of them trained'}"
-    return f"{trained}\n{_replay(run, model)}\n{table(('COMPUTES', 'FLOPS'), rows)}"
+    unstated = passes.unstated.of(samples * length, samples * length**2) if frozen else 0
+    note = (
+        f"\n{unstated:,} FLOPs count as if all their passes were computed: no module states which parameters they "
+        f"belong to (plan_work)"
+    )
+    return f"{trained}\n{_replay(run, model)}\n{table(('COMPUTES', 'FLOPS'), rows)}{note if unstated else ''}"
 
 
 def _replay(run: "Run", model: "Model") -> str:

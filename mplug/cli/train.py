@@ -80,7 +80,7 @@ def command(
 
     \b
     mplug train --set data.path=book.txt --set trainer.steps=500
-    mplug train --model gpt --preset 125m --attention reference
+    mplug train --model gpt --preset 125m --kernels reference
     mplug train --pretrained Qwen3-8B --adapt lora --data packed --set data.path=chats.jsonl
     mplug train --parallel tp2pp2 --restarts 3
     mplug train --resume --set trainer.steps=3000

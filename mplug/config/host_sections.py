@@ -78,7 +78,7 @@ class Trainer(Section):
         "('mplug plugins list --kind precisions'); its options are in the section `precisions`"
     )
     base_modules: Names | None = Field(
-        description="modules whose matrix products ignore the recipe of the precision (fp8, for example), as patterns "
+        description="modules whose matrix products ignore the recipe of the precision, as patterns "
         "of names ('*' matches one part of a name); null: those of the precision, by default the embedding, the head, "
         "and the first and last block; []: none"
     )

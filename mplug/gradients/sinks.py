@@ -10,8 +10,8 @@ the sink has a hook on that node.
 
 No pass over memory zeroes the buffers: the first contribution of a step overwrites the values of the last step. The
 CPU tensor `main_grad_stale`, next to the buffer, says whether that contribution is still missing. Code that adds to
-`main_grad` outside of a linear layer's gemm or an embedding's look-up must use `mplug_nn.add_product` or `add_rows`, or
-call `mplug_nn.zero_if_stale` first.
+`main_grad` outside of a linear layer's gemm or an embedding's look-up must use `add_product` or `add_rows` of
+`mplug.tensors.sink`, or call its `zero_if_stale` first.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -96,8 +96,8 @@ class Placement:
     `stages` are the indices along `stage_axis` whose ranks hold it: one pipeline stage, or two for tied embeddings. On
     an axis that the mesh does not have, every rank has index 0. Along the axes in `apart`, ranks keep different parts
     of what would be copies (rows at rest, ranges of an optimizer's state). Over those in `summed`, the gradient is
-    complete before the gradient sink receives it. `beside` are axes that split what it is used with: the weights of
-    experts, for a statistic of their rows.
+    complete before the gradient sink receives it. `beside` are axes that split what it is used with: the weights
+    that multiply the rows, for a statistic of these rows.
 
     Everything about one rank follows from these facts, in a time that does not depend on the number of ranks.
     """
@@ -193,7 +193,7 @@ class Placement:
     def data_axes(self) -> tuple[str, ...]:
         """Those of `partial_axes` that divide batch entries: data parallelism sums the gradient over them.
 
-        For an expert's weight these are axes of the expert view: one may span several axes of the attention view.
+        Axes of the sparse view may each span several axes of the dense view.
         """
         axes = [self.mesh.axes[name] for name in self.partial_axes]
         return tuple(axis.name for axis in axes if any(named in axis.entries for named in self.parameter.over))

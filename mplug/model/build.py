@@ -124,6 +124,7 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
         _refuse_unused_entries(run, model)
         adapt(run, model)
     freeze(model, run.config)
+    model.plan = replace(model.plan, work=model.work)
     model.recipe, model.base_modules = run.precision.recipe, choose_base_modules(run, model)
     model.place(run.mesh, run.hooks.call.split_model(run=run, model=model))
     refuse_mixing(run, model)

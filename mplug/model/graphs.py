@@ -84,7 +84,7 @@ def _of_draws(run: Run, model: Model) -> Iterator[str]:
     if drawing:
         yield (
             f"{drawing} draws dropout masks from torch's generator, which the host seeds for every unit (without "
-            f"dropout in attention, it draws none)"
+            f"dropout, it draws none)"
         )
 
 

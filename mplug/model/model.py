@@ -6,7 +6,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from mplug_nn.description import weights_per_token
 from torch import Tensor, nn
 
 from mplug.errors import UsageError
@@ -16,10 +15,12 @@ from mplug.layout.gradient_flow import carrying
 from mplug.layout.names import modules_around
 from mplug.layout.ownership import Engine, Sharding
 from mplug.layout.placement import Placement
-from mplug.layout.plan import Flops, Init, Parameter, Plan, Stages, Unit
+from mplug.layout.plan import Init, Parameter, Plan, Stages, Unit
+from mplug.layout.work import Flops, Work
 from mplug.model.draws import Draws
 from mplug.model.offers import Filled
 from mplug.model.units import run_units
+from mplug.model.work import work_of_units
 from mplug.ops.exchanges import Item, in_order
 from mplug.precisions.precision import Recipe
 
@@ -90,13 +91,18 @@ class Model:
         """The FLOPs of a step's passes: the plan's, minus those that frozen parameters make unnecessary."""
         return self.plan.flops if self.passes is None else self.passes.flops
 
+    @property
+    def work(self) -> tuple[Work, ...]:
+        """What the plan's FLOPs belong to; before the host has added it to the plan, from the whole module."""
+        return work_of_units(self.module, self.plan.units) if self.plan.work is None else self.plan.work
+
     def attach(self, modules: Mapping[str, nn.Module]) -> None:
         """Add modules to the model, by their names in it ('blocks.0.attn.qkv.adapter'), and to the plan.
 
-        Call it in `adapt_model`. Each module describes its parameters by a method `plan_entries(inits)`, as the blocks
-        of `mplug_nn` do. The attribute must be absent or None: `Linear.adapter`, `Experts.up_adapter`. Published
-        checkpoints of the model do not have the parameters. ValueError for an attribute that is taken, and for a linear
-        that is not `adaptable`.
+        Call it in `adapt_model`. Each module describes its parameters: by a method `plan_entries(inits)`, or
+        where it creates them (`mplug.parameter`). The attribute must be absent or None, and the code of the module that
+        has it calls what is there. Published checkpoints of the model do not have the parameters. ValueError for an
+        attribute that is taken, and for a module that states `adaptable=False`.
         """
         from mplug.model.attaching import with_attached
 
@@ -256,8 +262,8 @@ class Model:
         return tuple(name for name in dict.fromkeys(made) if name in used)
 
     def unit_weight(self, name: str) -> int:
-        """Number of weight elements that a unit multiplies with a token: those of linear layers and chosen experts."""
-        return weights_per_token(self.module.get_submodule(name))
+        """Number of weight elements that a unit multiplies with a token."""
+        return sum(work.flops.per_token // 6 for work in self.work if work.is_weight and work.unit == name)
 
     def placement_of(self, name: str) -> Placement:
         """The placement of a parameter by any of its names."""

@@ -39,7 +39,7 @@ def rounding_of_sums(word: str) -> float | None:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the matrix products of a model compute if they do not compute in the precision's own formats (FP8, TF32).
+    """How the matrix products of a model compute if they do not compute in the precision's own formats (TF32).
 
     The host adds `need` to the needs of every slot that computes such a product (`mplug.slot_kinds.PRODUCTS`), outside
     of the base modules. So only a supplier that states the need in its `supports` fills the slot; the host refuses

@@ -114,7 +114,7 @@ class Run:
         own = self.mesh.coordinates(self.rank)
         return all(
             own[axis.name] == 0
-            for axis in self.mesh.views["attention"]
+            for axis in self.mesh.views["dense"]
             if not axis.entries and "units" not in axis.activations
         )
 
@@ -122,7 +122,7 @@ class Run:
     def counts_samples(self) -> bool:
         """Whether the host counts this rank's samples. Of ranks that read the same ones, it counts only the first."""
         own = self.mesh.coordinates(self.rank)
-        return all(own[axis.name] == 0 for axis in self.mesh.views["attention"] if "batch" not in axis.entries)
+        return all(own[axis.name] == 0 for axis in self.mesh.views["dense"] if "batch" not in axis.entries)
 
     def summed(self, values: "Tensor") -> "Tensor":
         """The sum of a small tensor over all ranks."""

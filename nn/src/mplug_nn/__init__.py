@@ -12,6 +12,11 @@ from typing import TYPE_CHECKING
 from mplug.system.lazy import publish
 
 if TYPE_CHECKING:
+    from mplug.layout.inits import Entries as Entries
+    from mplug.layout.inits import Inits as Inits
+    from mplug.model.description import Description as Description
+    from mplug.model.description import describe as describe
+    from mplug.model.description import flops_of as flops_of
     from mplug.tensors.gathered_form import GatheredForm as GatheredForm
     from mplug.tensors.operator import fake as fake
     from mplug.tensors.operator import operator as operator
@@ -84,10 +89,6 @@ if TYPE_CHECKING:
     from mplug_nn.decoders.published import published_names as published_names
     from mplug_nn.decoders.sparse import SparseDecoderConfig as SparseDecoderConfig
     from mplug_nn.delayed_scaling import DelayedScaling as DelayedScaling
-    from mplug_nn.description import Description as Description
-    from mplug_nn.description import describe as describe
-    from mplug_nn.description import flops_of as flops_of
-    from mplug_nn.description import weights_per_token as weights_per_token
     from mplug_nn.dropout import Dropout as Dropout
     from mplug_nn.dropout import Jitter as Jitter
     from mplug_nn.embedding import Embedding as Embedding
@@ -103,8 +104,6 @@ if TYPE_CHECKING:
     from mplug_nn.grouped import GroupedProduct as GroupedProduct
     from mplug_nn.grouped import grouped_linear as grouped_linear
     from mplug_nn.head import Head as Head
-    from mplug_nn.inits import Entries as Entries
-    from mplug_nn.inits import Inits as Inits
     from mplug_nn.latent import LatentAttention as LatentAttention
     from mplug_nn.linear import ADAPTERS as ADAPTERS
     from mplug_nn.linear import Linear as Linear
@@ -162,6 +161,8 @@ if TYPE_CHECKING:
 publish(
     __name__,
     {
+        "mplug.layout.inits": ("Entries", "Inits"),
+        "mplug.model.description": ("Description", "describe", "flops_of"),
         "mplug.tensors.gathered_form": ("GatheredForm",),
         "mplug.tensors.operator": ("fake", "operator"),
         "mplug.tensors.sink": ("Operand", "Sink", "Weights", "add_product", "add_rows", "aligned", "zero_if_stale"),
@@ -220,7 +221,6 @@ publish(
         "mplug_nn.decoders.published": ("published_names",),
         "mplug_nn.decoders.sparse": ("SparseDecoderConfig",),
         "mplug_nn.delayed_scaling": ("DelayedScaling",),
-        "mplug_nn.description": ("Description", "describe", "flops_of", "weights_per_token"),
         "mplug_nn.dropout": ("Dropout", "Jitter"),
         "mplug_nn.embedding": ("Embedding",),
         "mplug_nn.experts": ("Experts", "Route", "within_capacity"),
@@ -228,7 +228,6 @@ publish(
         "mplug_nn.gemm": ("Gemm", "weight_gradient"),
         "mplug_nn.grouped": ("GroupedProduct", "grouped_linear"),
         "mplug_nn.head": ("Head",),
-        "mplug_nn.inits": ("Entries", "Inits"),
         "mplug_nn.latent": ("LatentAttention",),
         "mplug_nn.linear": ("ADAPTERS", "Linear", "LinearAdapter", "boundary_of"),
         "mplug_nn.loss": ("Loss",),

@@ -10,12 +10,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from mplug.layout.inits import ONES, TOKENS, ZEROS, Entries, Inits
 from mplug.layout.plan import Parameter, Segment
+from mplug.layout.work import ActivationProduct, Flops, Step
+from mplug.model.work import in_order
+from mplug.tensors.host_buffers import register_host_buffer
 from mplug.tensors.random import mix, uniform
 from mplug_nn.arguments import by_arguments
 from mplug_nn.cache import Cache, CacheSize
 from mplug_nn.core import AttentionCore, packed_heads_of
-from mplug_nn.inits import ONES, TOKENS, ZEROS, Entries, Inits
 from mplug_nn.linear import Linear
 from mplug_nn.norms import offset
 from mplug_nn.packed_heads import PackedHeads, passes_through
@@ -151,7 +154,7 @@ class DotProductAttention(nn.Module):
         self.q_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
         self.k_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
         self.sinks = nn.Parameter(torch.empty(num_heads)) if sinks else None
-        self.register_buffer("site", torch.zeros((), dtype=torch.int64), persistent=False)
+        register_host_buffer(self, "site", "site key")
         self.core: Callable[..., Tensor] = DOT_PRODUCT
         self.prepare_qk: Callable[..., tuple[Tensor, Tensor]] = PREPARE_QK
 
@@ -165,6 +168,18 @@ class DotProductAttention(nn.Module):
         if self.sinks is not None:
             entries["sinks"] = Parameter((Segment("heads", self.num_heads),), inits.weight)
         return entries
+
+    def plan_work(self) -> Step:
+        """Attention of operands from elsewhere in the unit; then the submodules of a derived class, in order."""
+        return (self._core_work(after_unit=True), *in_order(self))
+
+    def _core_work(self, after_unit: bool) -> ActivationProduct:
+        """Softmax attention as if causal: a key and a value of each head for half of all pairs of positions.
+
+        It counts as much with a window or without a mask, so that the figures of models can be compared.
+        """
+        pairs = 3 * self.num_heads * (self.spec.key_width + self.spec.value_width)
+        return ActivationProduct(Flops(0, pairs), after_unit)
 
     @property
     def scale(self) -> float:
@@ -313,6 +328,11 @@ class Attention(DotProductAttention):
         if self.out.bias is not None:
             entries["out.bias"] = Parameter(("embed",), ZEROS)
         return entries
+
+    def plan_work(self) -> Step:
+        """The projections around attention."""
+        own = (name for name, _ in self.named_parameters(recurse=False))
+        return ("qkv", *own, self._core_work(after_unit=False), "out")
 
     def input_linear(self) -> Linear:
         """The layer that alone reads x in `forward`."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from mplug.layout.inits import ZEROS, Entries, Inits
 from mplug.layout.plan import Parameter, Segment
 from mplug.tensors.delayed import Later, Operands
 from mplug.tensors.sink import Sink, Weights
@@ -19,7 +20,6 @@ from mplug.tensors.supplier import Supplier
 from mplug.tensors.weight_product import ProductModule
 from mplug_nn.gemm import NOTHING
 from mplug_nn.grouped import PLAIN_GROUPED, GroupedProduct, apply_grouped, grouped_linear, waits_for_device
-from mplug_nn.inits import ZEROS, Entries, Inits
 from mplug_nn.linear import ADAPTERS
 from mplug_nn.mlp import Activation, Kind
 

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from mplug.layout.work import Branches, Step, WeightProduct
 from mplug.tensors.delayed import Later, Operands
 from mplug.tensors.sink import Sink, Weights
 from mplug.tensors.slot_buffers import held
@@ -140,6 +141,11 @@ class Linear(ProductModule):
         assert isinstance(product, FusedProduct)
         weight, own = Weights.of(self.weight), self._held(slot)
         return apply_fused(product, prologue, inputs, weight, self._narrow(product), own, self.casts, self.later)
+
+    def plan_work(self) -> Step:
+        """The product with the weight; an adapter takes the same input."""
+        product = WeightProduct("weight", self.weight.numel())
+        return product if self.adapter is None else Branches((product, "adapter"))
 
     @property
     def content(self) -> tuple[Product | FusedProduct, str]:

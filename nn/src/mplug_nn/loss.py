@@ -9,10 +9,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from mplug.contracts import IGNORED as IGNORED
 from mplug.tensors.supplier import Supplier
-
-IGNORED = -100
-"""The label of a position that has no target."""
 
 CAPPED = "logit soft cap"
 """The need of a loss whose `project` is more than a `Linear`."""

@@ -5,12 +5,12 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from mplug.layout.inits import ZEROS, Entries, Inits
 from mplug.layout.plan import Parameter, Segment
 from mplug.tensors.sink import Weights
 from mplug.tensors.supplier import Supplier
 from mplug_nn.activations import ACTIVATIONS
 from mplug_nn.fusible import Fusible, is_plain, states
-from mplug_nn.inits import ZEROS, Entries, Inits
 from mplug_nn.linear import ADAPTERS, Linear
 from mplug_nn.named import NeedsOf
 from mplug_nn.prologue import ACTIVATION_PRODUCT, SEPARATE, Inputs, Projected, Prologue

@@ -6,9 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from mplug.layout.inits import ZEROS, Entries, Inits
 from mplug.layout.plan import Init, Parameter
 from mplug.tensors.supplier import Supplier
-from mplug_nn.inits import ZEROS, Entries, Inits
 from mplug_nn.named import NeedsOf
 from mplug_nn.norms import NORMS
 

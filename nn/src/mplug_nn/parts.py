@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mplug.tensors.segments import numbered as numbered
+
 Lengths = tuple[Tensor, Tensor]
 """Lengths of the segments (of queries, of keys), int64 [B, N] each, with sums S and T.
 
@@ -82,14 +84,6 @@ class AttentionParts:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`differentiate`, for callers."""
         return self.differentiate(Part(q, k, v, scale, causal, lengths), grad, output, log_sum_exp)
-
-
-def numbered(lengths: Tensor, length: int) -> Tensor:
-    """The number of the segment that contains each of `length` positions: lengths [B, N] -> [B, length]."""
-    ends = lengths.cumsum(dim=1)  # [B, N]
-    return torch.searchsorted(
-        ends, torch.arange(length, device=ends.device).expand(len(ends), -1).contiguous(), right=True
-    )
 
 
 class PlainParts(AttentionParts):

@@ -16,7 +16,7 @@ from mplug_testing.suite import Fault, PluginSuite, smoke
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mplug.layout.plan import Flops
+    from mplug.layout.work import Flops
     from mplug.model.model import Model
     from mplug_testing.trial import Trial
 

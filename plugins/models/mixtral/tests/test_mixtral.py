@@ -280,7 +280,7 @@ def test_a_layout_cuts_experts_their_width_and_the_shared_part_and_leaves_router
     model = on_meta({**FINE, "num_attention_heads": 4, "num_kv_heads": 4})
     axes = [
         Axis("acme", 2, splits=("heads", "kv_heads", "mlp", "vocab")),
-        Axis("experts", 2, splits=("expert",), views=("expert",)),
+        Axis("experts", 2, splits=("expert",), views=("sparse",)),
     ]
     model.place(Mesh.of(axes, 2), None)
     local = {

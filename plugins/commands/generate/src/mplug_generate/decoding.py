@@ -56,7 +56,7 @@ class Ranks(Alone):
         self.shard, self.shards = mesh.batch_shard(run.rank)
         self.multiple = multiple_of_positions(mesh)
         self.padded = sampler.padded
-        self.of_batch = run.group(*(axis.name for axis in mesh.views["attention"] if "batch" in axis.entries))
+        self.of_batch = run.group(*(axis.name for axis in mesh.views["dense"] if "batch" in axis.entries))
         self.vocab_size, splitting = _split_vocabulary(sampler.model)
         self.of_vocabulary = run.group(splitting) if splitting else None
         self.divided = divided(run, sampler.model)

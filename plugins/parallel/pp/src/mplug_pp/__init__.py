@@ -65,7 +65,7 @@ class PipelineParallel:
     @hookimpl
     def mesh_axes(self, config: "RunConfig") -> list[Axis]:
         """One axis, shared by all views, with the largest distance between its ranks."""
-        views = ("attention", "expert")
+        views = ("dense", "sparse")
         return [Axis("pp", config.parallel.degrees["pp"], activations=("units",), distance=100, views=views)]
 
     @hookimpl

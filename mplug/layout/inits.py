@@ -1,4 +1,4 @@
-"""Initial values of the standard building blocks, and the type of their contributions to a plan."""
+"""Initial values that modules share, and the type of what a module contributes to a plan."""
 
 from collections.abc import Mapping
 from typing import NamedTuple

@@ -1,21 +1,22 @@
 """A model's description, put together from what its building blocks contribute: most of a plan."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
+from mplug.layout.inits import Entries, Inits
 from mplug.layout.names import compiled
-from mplug.layout.plan import Buffer, Flops, Parameter
-from mplug_nn.ahead import TokensAhead
-from mplug_nn.attention import DotProductAttention
-from mplug_nn.inits import Inits
-from mplug_nn.linear import Linear
-from mplug_nn.moe import MixtureOfExperts
+from mplug.layout.plan import Buffer, Parameter, Plan, Unit
+from mplug.layout.work import Flops
+from mplug.model.declaring import declarations
+from mplug.model.work import flops_of_work, work_of
 
 Entry = TypeVar("Entry")
+Axes = Mapping[str, tuple[str, ...]]
+"""The named axes of entries or activations, by name."""
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """A component of a dotted name that is a number."""
 
@@ -29,12 +30,17 @@ class Description:
     tied: tuple[tuple[str, ...], ...]
     flops: Flops
 
+    def plan(self, *, units: tuple[Unit, ...], context: Axes, activations: Axes, **fields: Any) -> Plan:
+        """The plan of a model with this description; `fields` are other fields of `mplug.Plan`."""
+        return Plan(units, context=context, activations=activations, **(vars(self) | fields))
+
 
 def describe(module: nn.Module, inits: Inits) -> Description:
     """Describe a module on the meta device from the contributions of its blocks.
 
-    A block contributes by a method `plan_entries(inits)`, which returns `mplug_nn.Entries`. If a block and an inner
-    module describe the same parameter, the outer block decides. So a block of your own overrides what `mplug_nn` says.
+    A block declares a parameter where it creates it (`mplug.parameter`, `mplug.declare`), or contributes by a method
+    `plan_entries(inits)`, which returns `mplug.Entries`. If a block and an inner module describe the same parameter,
+    the outer block decides. So a block of your own overrides what a block of another package says of itself.
 
     Raises ValueError if no block describes a parameter, or if a block describes something that it does not have.
     """
@@ -49,8 +55,9 @@ def describe(module: nn.Module, inits: Inits) -> Description:
         if not isinstance(entry, Parameter):
             owner = type(module.get_submodule(name.rpartition(".")[0])).__name__
             raise ValueError(
-                f"no building block describes the parameter '{name}'; give {owner}, or a block around it, a method "
-                f"'plan_entries' that returns a Parameter for it"
+                f"no building block describes the parameter '{name}'; declare it where {owner} creates it "
+                f"(mplug.parameter), or give {owner}, or a block around it, a method 'plan_entries' that returns a "
+                f"Parameter for it"
             )
         parameters[name] = entry
     return Description(
@@ -82,38 +89,26 @@ def _by_name(prefix: str, entries: Mapping[str, Entry], names: Iterable[str]) ->
     return {name: entry for name in names for regex, entry in regexes.items() if regex.fullmatch(name)}
 
 
-def weights_per_token(module: nn.Module) -> int:
-    """Number of weight elements that one token is multiplied by: those of linear layers and of its chosen experts."""
-    linear = sum(part.weight.numel() for part in module.modules() if isinstance(part, Linear))
-    counted = [part for part in module.modules() if isinstance(part, MixtureOfExperts | TokensAhead)]
-    return linear + sum(part.weights_per_token for part in counted)
-
-
 def flops_of(module: nn.Module) -> Flops:
-    """6 FLOPs a weight and token in matrix products, and softmax attention as if causal, forward and backward.
-
-    Attention multiplies half of all pairs of a query and a key, by a key and by a value of each head. It counts as
-    much with a window or without a mask, so that the figures of models can be compared.
-    """
-    specs = [(part.num_heads, part.spec) for part in module.modules() if isinstance(part, DotProductAttention)]
-    pairs = sum(heads * (spec.key_width + spec.value_width) for heads, spec in specs)
-    return Flops(6 * weights_per_token(module), 3 * pairs)
+    """The sum of what the parts of a module state: 6 FLOPs a weight and token, and those of products of activations."""
+    return flops_of_work(work_of(module))
 
 
 def _entries(module: nn.Module, inits: Inits, names: set[str]) -> dict[str, Parameter | Buffer]:
     """What each block says of its parameters and buffers; the outermost block decides."""
     found: dict[str, Parameter | Buffer] = {}
     for prefix, part in module.named_modules():  # from the outside to the inside
-        if not hasattr(part, "plan_entries"):
-            continue
-        for own, entry in part.plan_entries(inits).items():
-            name = f"{prefix}.{own}" if prefix else own
-            if name not in names:
-                raise ValueError(
-                    f"{type(part).__name__}.plan_entries describes '{own}', but the module has no parameter or buffer "
-                    f"'{name}'"
-                )
-            found.setdefault(name, entry)
+        of_module, of_tensors = declarations(part, inits)
+        stated: Callable[[Inits], Entries] | None = getattr(part, "plan_entries", None)
+        for entries in (of_module, {} if stated is None else stated(inits), of_tensors):
+            for own, entry in entries.items():
+                name = f"{prefix}.{own}" if prefix else own
+                if name not in names:
+                    raise ValueError(
+                        f"{type(part).__name__}.plan_entries describes '{own}', but the module has no parameter or "
+                        f"buffer '{name}'"
+                    )
+                found.setdefault(name, entry)
     return found
 
 

@@ -207,14 +207,13 @@ class StepScalars:
     """The values that change from step to step, as fp32 scalars on the device, so that the CPU never waits for them.
 
     The optimizer must multiply gradients by `scale` (clipping and the token count). If `skip` is 1, no bit of masters,
-    state or weights may change, whatever the values of the gradients and of the other scalars. `weight_decay` is a
-    scalar on the device too if the optimizer states `tensor_decay`; for any other optimizer it is a number.
+    state or weights may change, whatever the values of the gradients and of the other scalars.
     """
 
     lr: "Tensor"
     scale: "Tensor"
     skip: "Tensor"
-    weight_decay: "Tensor | float"
+    weight_decay: "Tensor"
 
 
 class Optimizer(Protocol):
@@ -228,8 +227,6 @@ class Optimizer(Protocol):
       rounded to nearest. If `skip` is 1, `step` writes no weight.
     - `low_precision_gradients` True: the host may pass a gradient that is a single product, never added to, rounded to
       the weight's dtype. This halves its memory.
-    - `tensor_decay` True: `StepScalars.weight_decay` is a tensor. Without it (as in plugins written for 0.1), it is a
-      number, which a CUDA graph would freeze: `trainer.graphs` then requires a constant weight decay.
     """
 
     needs: Literal["elements", "matrices"]

@@ -27,7 +27,7 @@ from mplug.model.engine import planned_pieces, refuse_incomplete_engine
 from mplug.model.fill import fill_slots, select_offers
 from mplug.model.freezing import freeze
 from mplug.model.gathered_copies import refuse_idle_copies
-from mplug.model.graphs import obstacles, refuse_graphs
+from mplug.model.graphs import refuse_graphs
 from mplug.model.memory import allocate
 from mplug.model.mixing import refuse_mixing
 from mplug.model.model import Model
@@ -82,13 +82,8 @@ def build_model(run: Run) -> Model:
     refuse_idle_copies(run, model)
     refuse_bypassing_layout(run, model)
     if run.config.trainer.graphs:
-        refuse_graphs(run, model, _optimizer_without_memory(run, model))
+        refuse_graphs(run, model)
     return model
-
-
-def graph_obstacles(run: Run, model: Model) -> list[str]:
-    """Why a CUDA graph cannot replay the steps of the run, as clauses; empty if it can."""
-    return obstacles(run, model, _optimizer_without_memory(run, model))
 
 
 def _refuse_states_of_frozen(run: Run, model: Model) -> None:

@@ -21,7 +21,7 @@ No Python code of a step runs in a replay. Two consequences:
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -78,7 +78,7 @@ class GraphedStepper:
     def __init__(self, default: DefaultStepper, recording: Callable[[], Recording] | None = None) -> None:
         self.default, self.run, self.model = default, default.run, default.model
         if recording is None:
-            refuse_graphs(self.run, self.model, default.optimizer)
+            refuse_graphs(self.run, self.model)
             recording = partial(CudaGraph, torch.cuda.graph_pool_handle())
         if len(self.model.when_settled) < len(self.model.when_written):
             raise UsageError(
@@ -102,7 +102,7 @@ class GraphedStepper:
         """Compute the whole step: eagerly, or by a replay."""
         assert self._next is not None, "forward_backward comes first"
         shape, self._next = self._next, None
-        self._take(lr, weight_decay)
+        self._values.fill(lr, weight_decay, self.run.stop_requested)
         if shape.num_eager < WARMUP:
             shape.num_eager += 1
             return self._step(shape)
@@ -130,18 +130,6 @@ class GraphedStepper:
                 del self._shapes[next(iter(self._shapes))]
             self._shapes[key] = Shape.of(batches)
         return self._shapes[key]
-
-    def _take(self, lr: float, weight_decay: float) -> None:
-        """Write the step's numbers into the tensors that the recording reads."""
-        if self.default.tensor_decay or self.num_recorded == 0:
-            self._values = replace(self._values, decay_number=weight_decay)
-        elif weight_decay != self._values.decay_number:
-            raise RunError(
-                f"the weight decay changes from {self._values.decay_number:g} to {weight_decay:g} in step "
-                f"{self.run.step}, and the optimizer has read it as a number, which the CUDA graph has frozen; set "
-                f"trainer.graphs=false, or schedule.weight_decay.name=constant"
-            )
-        self._values.fill(lr, weight_decay, self.run.stop_requested)
 
     def _step(self, shape: Shape) -> StepResult:
         """The work of a step. It reads no value of the CPU that differs between steps of the shape."""

@@ -12,28 +12,25 @@ from mplug.contracts import StepScalars
 class StepValues:
     """Learning rate and weight decay in fp32, where the optimizer updates, and the request to stop.
 
-    `stop` [] is greater than 0 if this rank has been asked to stop. `decay_number` is the weight decay for optimizers
-    without `tensor_decay`.
+    `stop` [] is greater than 0 if this rank has been asked to stop.
     """
 
     lr: Tensor
     weight_decay: Tensor
     stop: Tensor
-    decay_number: float
 
     @classmethod
     def of(cls, lr: float, weight_decay: float, stop: Tensor, updated_on: torch.device) -> "StepValues":
         """The values in new tensors. Fills, unlike copies from the CPU's memory, never make the CPU wait."""
         rates = (torch.full((), value, dtype=torch.float32, device=updated_on) for value in (lr, weight_decay))
-        return cls(next(rates), next(rates), stop, weight_decay)
+        return cls(next(rates), next(rates), stop)
 
     def fill(self, lr: float, weight_decay: float, stop: bool) -> None:
-        """Write the values of another step into the same tensors; `decay_number` stays as it is."""
+        """Write the values of another step into the same tensors."""
         self.lr.fill_(lr)
         self.weight_decay.fill_(weight_decay)
         self.stop.fill_(float(stop))
 
-    def scalars(self, scale: Tensor, skip: Tensor, tensor_decay: bool) -> StepScalars:
+    def scalars(self, scale: Tensor, skip: Tensor) -> StepScalars:
         """What the optimizer receives; `scale` [] and `skip` [] are results of the step itself."""
-        decay = self.weight_decay if tensor_decay else self.decay_number
-        return StepScalars(self.lr, scale.to(self.lr), skip.to(self.lr.device), decay)
+        return StepScalars(self.lr, scale.to(self.lr), skip.to(self.lr.device), self.weight_decay)

@@ -42,7 +42,6 @@ class DefaultStepper:
         self.run, self.model, self.sinks, self.pieces, self.optimizer = run, model, model.sinks, pieces, optimizer
         self.seed, self.max_norm = run.config.trainer.seed, run.config.trainer.max_grad_norm
         self.one_pass: bool = getattr(optimizer, "one_pass", False)
-        self.tensor_decay: bool = getattr(optimizer, "tensor_decay", False)
         self.updated_on = pieces[0].master.device if pieces else torch.device(run.device)  # the CPU, if offloaded
         self.wide = run.precision.master_dtype
         self.norm = GlobalNorm(owned_gradients(pieces, run.rank), self.updated_on.type, self.wide)
@@ -167,7 +166,7 @@ class DefaultStepper:
         if self.max_norm > 0:
             scale = scale * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         skip, failed, figures = self._check_finite(loss, norm)
-        self.optimizer.step(values.scalars(scale, skip, self.tensor_decay))
+        self.optimizer.step(values.scalars(scale, skip))
         if not self.one_pass:
             write_weights(self.pieces)
         written()

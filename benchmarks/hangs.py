@@ -80,7 +80,7 @@ class Misfortune:
         self.strike(run, "step")
 
     def in_loader(self, run):
-        from mplug.training import prefetch as feed
+        from mplug.training import feed
         def reading(loader, samples):
             self.strike(run, "loader")
             yield from loader.take(samples)

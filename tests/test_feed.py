@@ -7,10 +7,10 @@ import pytest
 import torch
 from mplug_testing.harness import tiny_run
 
-import mplug.training.prefetch
+import mplug.training.feed
 from mplug import MapLoader, MicroBatch
 from mplug.training.assembly import Parts, build
-from mplug.training.prefetch import Feed
+from mplug.training.feed import Feed
 
 SIZE = 2
 STEP = 8
@@ -112,7 +112,7 @@ def test_the_time_that_the_loader_takes_is_counted_and_no_other(monkeypatch: pyt
     def clock(seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr(mplug.training.prefetch.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(mplug.training.feed.time, "perf_counter", lambda: now[0])
     taken = Feed(Lazy(lambda number: clock([0.5, 0.25, 2.0][number])), "cpu").take(3)
     clock(64.0)
     waited = []
@@ -124,7 +124,7 @@ def test_the_time_that_the_loader_takes_is_counted_and_no_other(monkeypatch: pyt
 
 def test_the_time_before_a_loader_fails_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([1.0, 4.0])
-    monkeypatch.setattr(mplug.training.prefetch.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(mplug.training.feed.time, "perf_counter", lambda: next(times))
 
     def fail(number: int) -> None:
         raise OSError("the disk is gone")

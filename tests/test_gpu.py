@@ -15,8 +15,8 @@ from mplug import hookimpl
 from mplug.errors import Diverged
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
+from mplug.training.feed import Copies, Feed
 from mplug.training.loop import Ending, train
-from mplug.training.prefetch import Copies, Feed
 from mplug.training.stepper import DefaultStepper
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")]

@@ -42,9 +42,9 @@ from mplug.distributed.watchdog import Ward, waited_for
 from mplug.errors import RunError
 from mplug.layout.ranks import Grouping
 from mplug.training.assembly import build
+from mplug.training.feed import Feed
 from mplug.training.loop import train
 from mplug.training.position import Position
-from mplug.training.prefetch import Feed
 
 LIMITS = Limits(timeout=300, first=1800, multiple=10)
 BEAT = Beat(

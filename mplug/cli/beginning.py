@@ -95,7 +95,7 @@ def about_weights(run: "Run", model: "Model", pretrained: Path | None) -> list[s
     from mplug.checkpoint.pretrained import has_adapters
     from mplug.checkpoint.published import PUBLISHED
     from mplug.config.public import is_public
-    from mplug.training.begun import other_model_settings, refuse_other_adapters
+    from mplug.training.pretrained_settings import other_model_settings, refuse_other_adapters
 
     if pretrained is None:
         return []

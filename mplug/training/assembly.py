@@ -19,8 +19,8 @@ from mplug.model.model import Model
 from mplug.model.pieces import Held, held_values, make_pieces, write_weights
 from mplug.model.variance import refuse_bypassing
 from mplug.run.run import Run
+from mplug.training.feed import Feed
 from mplug.training.graphs import GraphedStepper
-from mplug.training.prefetch import Feed
 from mplug.training.stepper import DefaultStepper
 from mplug.training.supervised_loader import Source
 

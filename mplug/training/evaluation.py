@@ -13,7 +13,7 @@ from mplug.contracts import MicroBatch
 from mplug.run.run import Run
 from mplug.training.assembly import Parts
 from mplug.training.batch_parts import even_parts
-from mplug.training.prefetch import Feed
+from mplug.training.feed import Feed
 
 PAUSE = 0.25
 """Minimum time between votes, in seconds, if micro batches are shorter than that."""

@@ -84,7 +84,9 @@ class Misfortune:
         def reading(loader, samples):
             self.strike(run, "loader")
             yield from loader.take(samples)
-        feed.Feed.take = lambda feeding, samples: feed.MovedBatches(reading(feeding.loader, samples), feeding._move)
+        feed.Feed.take = lambda feeding, samples: feed.RankBatches(
+            reading(feeding.loader, samples), samples, 0, feeding._cut, feeding._move
+        )
 
     def in_evaluation(self, run):
         from mplug.training import loop

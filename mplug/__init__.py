@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from mplug.contracts import MicroBatch as MicroBatch
     from mplug.contracts import Optimizer as Optimizer
     from mplug.contracts import Piece as Piece
+    from mplug.contracts import RankBatch as RankBatch
     from mplug.contracts import Record as Record
     from mplug.contracts import Relay as Relay
     from mplug.contracts import Stateful as Stateful
@@ -156,6 +157,7 @@ publish(
             "MicroBatch",
             "Optimizer",
             "Piece",
+            "RankBatch",
             "Record",
             "Stateful",
             "StepResult",

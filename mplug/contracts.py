@@ -18,6 +18,33 @@ if TYPE_CHECKING:
     from mplug.layout.plan import Parameter
 
 MicroBatch = Mapping[str, "Tensor"]
+
+
+@dataclass(frozen=True, eq=False)
+class RankBatch(Mapping[str, "Tensor"]):
+    """A rank's part of a micro batch on the device, as the host's feed hands it to a stepper.
+
+    `number` is that of the micro batch in the step, from 0 on. `is_last` says that the step ends with it. `positions`
+    and `targets` are the numbers of labels, and of labels that are not ignored, in the whole micro batch. A micro batch
+    without labels has no `targets`; labels that a loader keeps on a device are counted there.
+    """
+
+    entries: MicroBatch
+    number: int
+    is_last: bool
+    positions: int
+    targets: "int | Tensor | None"
+
+    def __getitem__(self, name: str) -> "Tensor":
+        return self.entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
 Record = dict[str, Any]
 """A line of metrics.jsonl.
 
@@ -284,13 +311,13 @@ class Relay(Protocol):
 class Stepper(Protocol):
     """Owns the training step: it turns micro batches into gradients, and gradients into an update."""
 
-    def forward_backward(self, micro_batches: Iterable[MicroBatch], step: int) -> None:
+    def forward_backward(self, micro_batches: Iterable[RankBatch], step: int) -> None:
         """Sum the gradients of a step's micro batches into the sinks; sum losses and token counts as well."""
 
     def update(self, lr: float, weight_decay: float) -> StepResult:
         """Finish gradients, clip them, check that they are finite, and let the optimizer update its pieces."""
 
-    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> "Tensor":
+    def evaluate(self, micro_batches: Iterable[RankBatch]) -> "Tensor":
         """The mean loss over all tokens of the micro batches, without gradients or dropout.
 
         The stepper must take each micro batch only when it computes it next, and the same number on every rank. If the

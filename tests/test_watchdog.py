@@ -319,7 +319,7 @@ class Asks:
 
     def take(self, num_samples: int) -> Iterator[Any]:
         with ThreadPoolExecutor(1) as pool:
-            yield {"place": torch.tensor(pool.submit(self.look).result())}
+            yield {"sample_ids": torch.tensor([pool.submit(self.look).result()])}
 
     def look(self) -> int:
         self.place = main_thread()

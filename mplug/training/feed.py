@@ -1,35 +1,42 @@
-"""Move micro batches from loaders to the device, asynchronously: the copies overlap with computation.
+"""The feed of a step: from a loader's micro batches to this rank's parts of them on the device.
 
-A micro batch is read on request, never ahead. The stepper requests the next one while the device still runs the last
-kernels that it launched, so reading and copying cost no device time. A step with a loss that is a mean over tokens
-requests all of its micro batches when it begins (`mplug.training.token_scale`).
+A micro batch is read when the stepper requests it, never before: the device still runs the kernels that were launched
+last, so reading and copying cost no device time. While it is on the CPU, the feed checks it, adds the entries that the
+plan makes from others, counts its positions and targets, and cuts this rank's part out of it. Only that part is copied
+to the device, asynchronously. A step with a loss that is a mean over tokens requests all of its micro batches when it
+begins (`mplug.training.token_scale`).
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mplug.contracts import Loader, MicroBatch
+from mplug.contracts import Loader, MicroBatch, RankBatch
 from mplug.distributed.heartbeats import READING
+from mplug.errors import RunError
+from mplug.training.batch_parts import count_targets, without_extra_targets
 from mplug.training.supervised_loader import Source, Supervised
 
-Move = Callable[[MicroBatch], MicroBatch]
+Change = Callable[[MicroBatch], MicroBatch]
 
 
 class Feed:
-    """A loader whose micro batches are on the run's `device`; its position and its state are the loader's.
+    """A loader, and this rank's parts of its micro batches on the run's `device`. Position and state are the loader's.
 
     With a `source`, it checks micro batches while they are on the CPU, and errors name the plugin and the samples.
+    `cut` returns this rank's part of a whole micro batch; by default it is all of it.
     """
 
-    def __init__(self, loader: Loader, device: str, source: Source | None = None) -> None:
+    def __init__(self, loader: Loader, device: str, source: Source | None = None, cut: Change | None = None) -> None:
         self.vocab_size = loader.vocab_size
-        self._samples_of_each = 0 if source is None else source.shards * source.micro_batch_size
+        self._part, self._shards = (0, 1) if source is None else (source.part, source.shards)
+        self._micro_batch_size = 0 if source is None else source.micro_batch_size
         self._loader: Loader | Supervised = loader if source is None else Supervised(loader, source)
-        self._move: Move = Copies() if device.startswith("cuda") else _as_it_is
+        self._cut = _as_it_is if cut is None else cut
+        self._move: Change = Copies() if device.startswith("cuda") else _as_it_is
 
     @property
     def loader(self) -> Loader:
@@ -43,10 +50,29 @@ class Feed:
         else:
             self._loader = loader
 
-    def take(self, num_samples: int) -> "MovedBatches":
-        """This rank's part of the next `num_samples` global samples, in micro batches on the device."""
-        expected = -(-num_samples // self._samples_of_each) if self._samples_of_each else 0
-        return MovedBatches(self._loader.take(num_samples), self._move, expected)
+    def take(self, num_samples: int) -> "RankBatches":
+        """The micro batches of a step of the next `num_samples` global samples."""
+        start, stop = (num_samples * part // self._shards for part in (self._part, self._part + 1))
+        return self._batches(self._loader.take(num_samples), stop - start)
+
+    def take_evenly(self, num_samples: int) -> "RankBatches":
+        """The micro batches of an evaluation on `num_samples` samples; their number and sizes are equal on every rank.
+
+        Ranks that communicate inside a unit (experts exchange tokens) must all run the same number of micro batches. If
+        the ranks do not divide the samples, a few more samples are read, and the labels of the extra ones are ignored.
+        """
+        each = -(-num_samples // self._shards)
+        batches = self._loader.take(each * self._shards)
+        return self._batches(without_extra_targets(batches, num_samples - self._part * each), each)
+
+    def step_of(self, batches: Sequence[MicroBatch]) -> "RankBatches":
+        """The micro batches of a step of these whole micro batches, which need not come from the loader."""
+        return self._batches(batches, sum(len(batch["sample_ids"]) for batch in batches))
+
+    def _batches(self, batches: Iterable[MicroBatch], num_samples: int) -> "RankBatches":
+        expected = -(-num_samples // self._micro_batch_size) if self._micro_batch_size else 0
+        expected = len(batches) if isinstance(batches, Sequence) else expected
+        return RankBatches(batches, num_samples, expected, self._cut, self._move)
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's state."""
@@ -60,32 +86,45 @@ class Feed:
             self._loader.load_state_dict(state)
 
 
-class MovedBatches:
-    """An iterator that moves micro batches to the device; `wait_seconds` is the CPU's time in the loader so far.
+class RankBatches:
+    """An iterator over a rank's parts of the micro batches of a step; it marks the part that ends the step.
 
-    `operator.length_hint` of it is the number of micro batches that the loader's contract promises; 0 if it is unknown.
+    `num_samples` is the number of samples in all of them. `wait_seconds` is the CPU's time in the loader so far.
+    `operator.length_hint` is the number of micro batches that the loader's contract promises; 0 if it is unknown.
     """
 
-    def __init__(self, micro_batches: Iterable[MicroBatch], move: Move, expected: int = 0) -> None:
-        self._micro_batches, self._move, self._expected = iter(micro_batches), move, expected
+    def __init__(
+        self, batches: Iterable[MicroBatch], num_samples: int, expected: int, cut: Change, move: Change
+    ) -> None:
+        self._batches, self._cut, self._move = iter(batches), cut, move
+        self._expected, self._unread, self._number = expected, num_samples, 0
         self.wait_seconds = 0.0
 
     def __length_hint__(self) -> int:
         return self._expected
 
-    def __iter__(self) -> Iterator[MicroBatch]:
+    def __iter__(self) -> Iterator[RankBatch]:
         return self
 
-    def __next__(self) -> MicroBatch:
+    def __next__(self) -> RankBatch:
         start = time.perf_counter()
         try:
-            batch = next(self._micro_batches)
+            whole = next(self._batches)
+        except StopIteration:
+            if self._unread:
+                raise RunError(f"the data loader ended {self._unread} samples before the end of the step") from None
+            raise
         finally:
             self.wait_seconds += time.perf_counter() - start
-        return self._move(batch)
+        self._unread -= len(whole["sample_ids"])
+        if self._unread < 0:
+            raise RunError(f"the data loader has {-self._unread} samples more than the step")
+        number, self._number = self._number, self._number + 1
+        positions, targets = count_targets(whole)
+        return RankBatch(self._move(self._cut(whole)), number, self._unread == 0, positions, targets)
 
 
-READING.add(MovedBatches.__next__.__code__)
+READING.add(RankBatches.__next__.__code__)
 
 
 def _as_it_is(batch: MicroBatch) -> MicroBatch:

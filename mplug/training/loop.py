@@ -25,9 +25,9 @@ from mplug.run.record import write_record
 from mplug.run.run import Run
 from mplug.training.assembly import Parts, build
 from mplug.training.evaluation import evaluate_unless_stopped
-from mplug.training.figures import Figures, LaunchedStep, Report
 from mplug.training.interrupt import Interrupt, TimeLeft
 from mplug.training.position import Position
+from mplug.training.report import PendingRecord, Report
 from mplug.training.schedule import batch_size, learning_rate, weight_decay
 
 log = logging.getLogger("mplug")
@@ -197,7 +197,7 @@ def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _step(run: Run, parts: Parts, position: Position) -> LaunchedStep:
+def _step(run: Run, parts: Parts, position: Position) -> PendingRecord:
     """Launch a step. The CPU does not wait for the device."""
     config, step = run.config, run.step
     samples = batch_size(position.samples, config.trainer, config.schedule.batch_rampup)
@@ -205,7 +205,7 @@ def _step(run: Run, parts: Parts, position: Position) -> LaunchedStep:
     decay = weight_decay(step, config.optimizer.weight_decay, config.schedule.weight_decay, config.trainer.steps)
     result, wait_seconds = launch_step(run, parts, samples, lr, decay)
     position.samples += samples
-    return LaunchedStep(step, samples, lr, wait_seconds, Figures(result, run.device))
+    return PendingRecord(result, run.device, step, samples, lr, wait_seconds)
 
 
 def launch_step(run: Run, parts: Parts, samples: int, lr: float, decay: float) -> tuple[StepResult, float]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mplug.config.binding import RunConfig
-    from mplug.contracts import MicroBatch
+    from mplug.contracts import MicroBatch, RankBatch
     from mplug.gradients.sinks import GradientSink
     from mplug.layout.placement import Placement
     from mplug.training.assembly import Parts
@@ -171,7 +171,7 @@ def train_steps(
     trace.places = dict(parts.model.draws.places) if parts.model.draws else {}
     for step in range(1, STEPS + 1):
         run.step = step
-        batches = map(with_ragged_labels, portions(parts.train_loader.take(config.trainer.global_batch_size)))
+        batches = changed_batches(parts, config.trainer.global_batch_size, portions)
         parts.stepper.forward_backward(batches, step)
         trace.announced.append(dict(announced))
         announced.update(dict.fromkeys(announced, 0))
@@ -190,6 +190,12 @@ def train_steps(
     return trace
 
 
+def changed_batches(parts: "Parts", num_samples: int, portions: Portions = as_they_come) -> "Iterator[RankBatch]":
+    """The micro batches of a step, after `portions` and with ragged labels."""
+    whole = parts.train_loader.loader.take(num_samples)
+    return parts.train_loader.step_of([with_ragged_labels(batch) for batch in portions(whole)])
+
+
 class _Taking:
     """Counts the micro batches that a stepper takes for an evaluation, and how many of them it takes `ahead` of use."""
 
@@ -203,7 +209,7 @@ class _Taking:
         self.ahead = max(self.ahead, self.taken - self.computed)
         return self._run(batch, chunk)
 
-    def watch(self, batches: "Iterator[MicroBatch]") -> "Iterator[MicroBatch]":
+    def watch(self, batches: "Iterator[RankBatch]") -> "Iterator[RankBatch]":
         """Yield the same micro batches, and count them."""
         for batch in batches:
             self.taken += 1

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 from mplug_adamw import AdamW
-from mplug_adamw.choice import optimizer_of
 from mplug_adamw.fused import FusedAdamW
+from mplug_adamw.implementation import optimizer_of
 
 from mplug import Init, Mesh, Optimizer, Parameter, Piece, Placement, Sinks, StepScalars
 from mplug.cli.tables import table

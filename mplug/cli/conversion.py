@@ -73,7 +73,7 @@ def export_(folder: Path, form: str, name: str | None, step: int | None, dtype: 
     checkpoint, run = at_step(directory / "checkpoints", step), saved_run(directory)
     export = (_whole_model if form == "hf" else _adapters)(run, directory, build_model, dtype, int(shard_size * 1e9))
     if step is None:
-        from mplug.checkpoint.choice import choose
+        from mplug.checkpoint.newest_valid import choose
 
         opened = choose(run, checkpoint, Verified()).opened
     else:

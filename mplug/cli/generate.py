@@ -260,8 +260,8 @@ def _settled(base: "Settings", overrides: "Settings", world: "World | None") -> 
 
 
 def _of_run(asked: Asked, world: "World | None") -> "tuple[Job, Run]":
-    from mplug.checkpoint.choice import choose
     from mplug.checkpoint.folder import at_step
+    from mplug.checkpoint.newest_valid import choose
     from mplug.checkpoint.verified import Verified
     from mplug.cli.generate_work import Job
     from mplug.config.defaults import saved_settings

@@ -22,11 +22,11 @@ from mplug.model.caching import (
 )
 from mplug.model.casts import copies_of
 from mplug.model.count_passes import passes_of
-from mplug.model.draws import Draws, drawing_plugin
 from mplug.model.engine import planned_pieces, refuse_incomplete_engine
 from mplug.model.fill import fill_slots, select_offers
 from mplug.model.freezing import freeze
 from mplug.model.gathered_copies import refuse_idle_copies
+from mplug.model.generator_seeds import GeneratorSeeds, drawing_plugin
 from mplug.model.graphs import refuse_graphs
 from mplug.model.memory import allocate
 from mplug.model.mixing import refuse_mixing
@@ -144,7 +144,7 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
     add_slot_buffers(model, run, selection.filled)
     fill_slots(model, selection)
     drawing = drawing_plugin(run, model.slots)
-    model.draws = Draws(model.plan, run.mesh, run.rank, run.device, drawing)
+    model.seeds = GeneratorSeeds(model.plan, run.mesh, run.rank, run.device, drawing)
     return model, selection
 
 

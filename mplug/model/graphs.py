@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from mplug.config.sources import source_of
 from mplug.errors import UsageError, listed
 from mplug.model.caching import without_static_caches
-from mplug.model.draws import drawing_plugin
+from mplug.model.generator_seeds import drawing_plugin
 from mplug.model.model import Model
 from mplug.run.run import Run
 

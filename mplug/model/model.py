@@ -17,7 +17,7 @@ from mplug.layout.names import modules_around
 from mplug.layout.ownership import Engine, Sharding
 from mplug.layout.placement import Placement
 from mplug.layout.plan import Flops, Init, Parameter, Plan, Stages, Unit
-from mplug.model.draws import Draws
+from mplug.model.generator_seeds import GeneratorSeeds
 from mplug.model.offers import Filled
 from mplug.model.units import run_units
 from mplug.ops.exchanges import Item, in_order
@@ -70,7 +70,7 @@ class Model:
     frozen: dict[str, nn.Parameter] = field(default_factory=dict)
     passes: "Passes | None" = None
     mixing: "tuple[Statement, ...]" = ()
-    draws: Draws | None = None
+    seeds: GeneratorSeeds | None = None
     recipe: Recipe | None = None
     base_modules: tuple[str, ...] = ()
     master_dtype: torch.dtype = torch.float32
@@ -271,10 +271,10 @@ class Model:
     def run(self, batch: Mapping[str, Tensor], chunk: int | None = None) -> dict[str, Tensor]:
         """Run this rank's units, or those of one chunk, on a micro batch's entries and the activations before them."""
         units = self.own_units if chunk is None else self.units_of(chunk)
-        if self.draws is None or not self.module.training:
+        if self.seeds is None or not self.module.training:
             return run_units(self.module, units, batch)
-        key = self.draws.key_in(batch)
-        begin = None if key is None else partial(self.draws.begin, key=key)
+        key = self.seeds.key_in(batch)
+        begin = None if key is None else partial(self.seeds.begin, key=key)
         return run_units(self.module, units, batch, begin)
 
     def loss(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

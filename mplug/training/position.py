@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from mplug.checkpoint.boxes import Boxed, State, buffer_boxes, held_boxes, owned_boxes
-from mplug.checkpoint.choice import Chosen, choose
 from mplug.checkpoint.folder import damaged
+from mplug.checkpoint.newest_valid import Chosen, choose
 from mplug.checkpoint.opened import Opened
 from mplug.checkpoint.plain_data import lift, lower
 from mplug.checkpoint.pretrained import refuse_larger, weights_in

@@ -18,7 +18,7 @@ from mplug.gradients.loss_scale import BUFFER, LossScale
 from mplug.gradients.norm import GlobalNorm, owned_gradients
 from mplug.gradients.reduction import Reduction
 from mplug.gradients.statistics import Statistics
-from mplug.model.draws import ENTRY, micro_batch_key
+from mplug.model.generator_seeds import ENTRY, micro_batch_key
 from mplug.model.model import Model
 from mplug.model.pieces import write_weights
 from mplug.model.slot_states import slot_updates
@@ -78,7 +78,7 @@ class DefaultStepper:
         """What this rank's units receive of a micro batch: its entries, and this step's random keys.
 
         `keys` [B] are those of the samples; `draws` is the key of the random numbers that kernels draw themselves
-        (`mplug.model.draws`). Call this method once for each micro batch.
+        (`mplug.model.generator_seeds`). Call this method once for each micro batch.
         """
         draws: Any = micro_batch_key(self.seed, step, batch.number)
         return {**self.keyed(batch, step_key(self.seed, step)), ENTRY: draws}

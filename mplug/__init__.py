@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from mplug.contracts import MicroBatch as MicroBatch
     from mplug.contracts import Optimizer as Optimizer
     from mplug.contracts import Piece as Piece
+    from mplug.contracts import RankBatch as RankBatch
     from mplug.contracts import Record as Record
     from mplug.contracts import Relay as Relay
     from mplug.contracts import Stateful as Stateful
@@ -184,6 +185,7 @@ publish(
             "OF_TRAINING",
             "Optimizer",
             "Piece",
+            "RankBatch",
             "Record",
             "Relay",
             "Stateful",

@@ -18,8 +18,8 @@ from mplug.errors import PluginError, RunError, UsageError
 from mplug.registry.blame import cause_of, plugin_error, sentence_of
 from mplug.registry.hooks import Hooks
 from mplug.training.assembly import build
+from mplug.training.feed import Feed
 from mplug.training.loop import train
-from mplug.training.prefetch import Feed
 from mplug.training.supervised_loader import Source, Supervised
 
 S, V, SIZE = 6, 11, 2

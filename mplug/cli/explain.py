@@ -215,11 +215,11 @@ def _step(run: "Run", model: "Model") -> str:
 
 def _replay(run: "Run", model: "Model") -> str:
     """Whether a CUDA graph replays the step, and, if the setting is off, whether one could."""
-    from mplug.model.build import graph_obstacles
+    from mplug.model.graphs import obstacles
 
     if run.config.trainer.graphs:  # otherwise the run is refused
         return "replayed as one CUDA graph for each shape of a step, after a few eager steps"
-    reasons = ", and ".join(graph_obstacles(run, model))
+    reasons = ", and ".join(obstacles(run, model))
     return f"not replayed as a CUDA graph: {reasons or 'trainer.graphs=false'}"
 
 

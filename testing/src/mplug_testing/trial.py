@@ -68,7 +68,7 @@ class Trial:
                 **with_shifted(with_ragged_labels(batch), parts.model.plan),
                 "keys": sample_keys(seed, 1, batch["sample_ids"]),
             }
-            for batch in parts.train_loader.take(2 * SAMPLES)
+            for batch in parts.train_loader.loader.take(2 * SAMPLES)
         )
         return cls(run, parts.model, (first, second))
 

@@ -29,7 +29,7 @@ def pieces() -> list[Piece]:
 
 
 def scalars(lr: float, weight_decay: float = 0.1, scale: float = 1.0, skip: bool = False) -> StepScalars:
-    return StepScalars(torch.tensor(lr), torch.tensor(scale), torch.tensor(float(skip)), weight_decay)
+    return StepScalars(torch.tensor(lr), torch.tensor(scale), torch.tensor(float(skip)), torch.tensor(weight_decay))
 
 
 def optimizer(of: list[Piece], **config: float) -> Optimizer:

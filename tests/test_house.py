@@ -73,6 +73,15 @@ def test_the_host_knows_no_plugin_by_name(path: Path) -> None:
     assert not [text for text in strings(source) if text in NAMES or text in PACKAGES]
 
 
+FOREIGN_WORDS = re.compile(r"hugging|config\.json|quant_method|megatron|deepspeed|\bpeft\b|\bhf\b", re.IGNORECASE)
+"""Words of other software. Its folders are read and written by formats, which are plugins."""
+
+
+@pytest.mark.parametrize("path", sorted(HOST.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_host_knows_no_format_of_other_software(path: Path) -> None:
+    assert FOREIGN_WORDS.findall(path.read_text()) == []
+
+
 @pytest.mark.parametrize("plugin", [*PLUGINS, *STRANGERS], ids=package_of)
 def test_a_plugin_imports_no_other_plugin_and_only_the_public_modules_of_the_host(plugin: Path) -> None:
     for path in plugin.rglob("src/**/*.py"):

@@ -68,7 +68,7 @@ class PublicWeights(FolderWeights):
         return {name if name in public else f"{prefix}{name}": stored for name, stored in tensors.items()}
 
     @cached_property
-    def widest(self) -> torch.dtype:  # type: ignore[override]
+    def widest(self) -> torch.dtype:
         """A type that holds all values of the folder exactly; decoded values are in fp32."""
         wide = any(stored.code == FORMATS["float64"].code for stored in self.stored.values())
         return torch.float64 if wide else torch.float32

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from mplug.errors import counted as counted
     from mplug.errors import listed as listed
     from mplug.errors import quoted as quoted
-    from mplug.errors import some as some
+    from mplug.errors import some_names as some_names
     from mplug.files import sync_file as sync_file
     from mplug.files import sync_path as sync_path
     from mplug.files import write_whole as write_whole
@@ -191,7 +191,7 @@ publish(
             "counted",
             "listed",
             "quoted",
-            "some",
+            "some_names",
         ),
         "mplug.files": (
             "sync_file",

@@ -119,7 +119,7 @@ def about_export(run: "Run", name: str) -> list[str]:
     from mplug.registry.formats import format_named
 
     try:
-        format_named(name).format.form_of(run.config)
+        format_named(name).ask("form_of", run.config)
     except UsageError as reason:
         return [f"'mplug checkpoint export --to {name}' will refuse this run: {reason}"]
     return []

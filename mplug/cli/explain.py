@@ -83,7 +83,7 @@ def _published(run: "Run") -> str:
     for entry in registry.entries(KIND):
         command = f"'mplug checkpoint export --to {entry.name}'"
         try:
-            form = load_format(registry, entry).format.form_of(run.config)
+            form = load_format(registry, entry).ask("form_of", run.config)
             lines += [] if form is None else [f"{command} writes {form}"]
         except UsageError as reason:
             lines.append(f"{command} refuses this run: {reason}")

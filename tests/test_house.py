@@ -104,7 +104,6 @@ FOREIGN_WORDS_PENDING = {
     "mplug/checkpoint/weight_decoders.py": OF_FORMATS,
     "mplug/cli/conversion.py": OF_FORMATS,
     "mplug/cli/generate.py": OF_SAMPLING,
-    "mplug/cli/options.py": OF_FORMATS,
     "mplug/config/public.py": OF_FORMATS,
     "mplug/config/public_fields.py": OF_FORMATS,
     "mplug/config/public_form.py": OF_FORMATS,

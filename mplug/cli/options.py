@@ -113,7 +113,7 @@ HOST_OPTIONS = [
     click.option(
         "--pretrained",
         metavar="PATH",
-        help="Start with these weights: a folder with a config.json (Hugging Face), a checkpoint, or a run's folder.",
+        help="Start with these weights: a folder with a config.json, a checkpoint, or a run's folder.",
     ),
     click.option(
         "--adapt",

@@ -9,8 +9,6 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from mplug.tensors.supplier import Supplier
-
 IGNORED = -100
 """The label of a position that has no target."""
 
@@ -41,7 +39,7 @@ def cross_entropy(hidden: Tensor, project: Callable[[Tensor], Tensor], labels: T
     return loss_sum(project(hidden).flatten(0, -2), flat, counted), counted.sum()
 
 
-CROSS_ENTROPY = Supplier(cross_entropy, serves=frozenset({CAPPED}))
+cross_entropy.offers = frozenset({CAPPED})  # type: ignore[attr-defined]
 
 
 def loss_sum(logits: Tensor, labels: Tensor, counted: Tensor, merge: Merge = _whole) -> Tensor:
@@ -100,7 +98,7 @@ class Loss(nn.Module):
     def __init__(self, soft_cap: float | None = None) -> None:
         super().__init__()
         self.soft_cap = soft_cap
-        self.cross_entropy: Callable[..., tuple[Tensor, Tensor]] = CROSS_ENTROPY
+        self.cross_entropy = cross_entropy
 
     def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
         """What a supplier of the slot must offer here."""

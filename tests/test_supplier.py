@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_nn import Attention, AttentionCore, packed_heads_of, parts_of
+from mplug_nn import Attention, AttentionCore, Boundary, Collective, packed_heads_of, parts_of
 from mplug_nn.attention import DOT_PRODUCT, scaled_dot_product
 from mplug_nn.parts import PLAIN_PARTS
 
@@ -31,6 +31,12 @@ def test_a_plain_callable_states_nothing_whatever_attributes_it_has() -> None:
     with pytest.raises(ValueError, match="must refuse 'log-sum-exp'"):
         parts_of(core)
     assert parts_of(AttentionCore(core, parts=PLAIN_PARTS)) is PLAIN_PARTS
+
+
+def test_a_collective_can_be_replaced_if_it_states_its_boundary() -> None:
+    boundary = Boundary(torch.clone, torch.clone, torch.clone)
+    contents = torch.clone, Collective(torch.clone), Collective(torch.clone, boundary=boundary)
+    assert [statements_of(one).is_replaceable for one in contents] == [False, False, True]
 
 
 def test_a_copy_of_a_block_has_the_same_content_in_its_slots() -> None:

@@ -19,6 +19,11 @@ class Statements:
     calls: tuple[str, ...] = ()
     """The narrower slots that the content calls itself. The host refuses suppliers of the others, which never run."""
 
+    @property
+    def is_replaceable(self) -> bool:
+        """Whether it states enough for the supplier of a wider slot to do its work, as a collective with a boundary."""
+        return False
+
 
 NOTHING_STATED = Statements()
 

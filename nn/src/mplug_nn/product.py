@@ -60,6 +60,11 @@ class Collective(Supplier[P, R]):
 
     boundary: Boundary | None = None
 
+    @property
+    def is_replaceable(self) -> bool:
+        """Whether the supplier of a whole product can do its work."""
+        return self.boundary is not None
+
 
 class Narrow(NamedTuple):
     """The contents of the narrower slots of a site, for the supplier of `Linear.product`.

@@ -22,7 +22,7 @@ ORDER = (
     ("native_precisions",),
     ("registry",),
     ("config",),
-    ("contracts", "precision", "slot_kinds"),
+    ("contracts", "precision", "slots"),
     ("tensors",),
     ("layout",),
     ("open_lists",),

@@ -117,7 +117,10 @@ if TYPE_CHECKING:
     from mplug.registry.tokenizers import read_tokenizer as read_tokenizer
     from mplug.run.run import Run as Run
     from mplug.run.toolchain import triton_builds as triton_builds
-    from mplug.slot_kinds import slots_named as slots_named
+    from mplug.slots import Slot as Slot
+    from mplug.slots import set_defaults as set_defaults
+    from mplug.slots import slots_named as slots_named
+    from mplug.slots import slots_of as slots_of
     from mplug.training.map_loader import MapLoader as MapLoader
     from mplug.training.stepper import DefaultStepper as DefaultStepper
     from mplug.training.torch_optimizer import TorchOptimizer as TorchOptimizer
@@ -273,7 +276,12 @@ publish(
         ),
         "mplug.run.run": ("Run",),
         "mplug.run.toolchain": ("triton_builds",),
-        "mplug.slot_kinds": ("slots_named",),
+        "mplug.slots": (
+            "Slot",
+            "set_defaults",
+            "slots_named",
+            "slots_of",
+        ),
         "mplug.training.map_loader": ("MapLoader",),
         "mplug.training.stepper": ("DefaultStepper",),
         "mplug.training.torch_optimizer": ("TorchOptimizer",),

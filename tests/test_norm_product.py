@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from mplug_nn import MLP, Attention, Boundary, DenseBlock, Inputs, Linear, Narrow, Norm, Projected, Prologue
-from mplug_nn.fusible import fusibles
 from mplug_nn.prologue import ACTIVATION_PRODUCT, FUSED_SLOTS, NORM_PRODUCT, apply_fused
 from mplug_testing import run_workers
 from mplug_testing.buffer_trials import BufferTrial
@@ -24,6 +23,7 @@ from mplug.config.binding import Kernels
 from mplug.model.build import build_model
 from mplug.model.fill import sites
 from mplug.model.selection import select
+from mplug.slots import fusibles
 from mplug.tensors.sink import Weights
 from mplug.tensors.slot_buffers import hold
 

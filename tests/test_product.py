@@ -290,7 +290,12 @@ def selected(*offers: Any, recipe: str = "") -> tuple[dict[str, Filled], list[st
     """The content of the slots of one linear layer, whose products need a recipe, and what is not met."""
     sites = [
         Site("blocks.*.up", slot, Linear(I_, O_), "blocks.0.up", frozenset([recipe] if recipe and not end else ()))
-        for slot, end in zip(Linear.SLOTS, (False, False, True, True), strict=True)
+        for slot, end in (
+            ("Linear.product", False),
+            ("Linear.gemm", False),
+            ("Linear.gather", True),
+            ("Linear.scatter", True),
+        )
     ]
     kernels = Kernels({"linear": "kernels/whole"}, default=None)
     found = select(sites, offers, kernels, None)  # type: ignore[arg-type]

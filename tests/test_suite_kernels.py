@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from mplug_nn import SLOTS as ALL_SLOTS
 from mplug_nn import AttentionInputs, AttentionSpec, Gemm
-from mplug_nn.attention import attention, prepare_qk, prepare_qkv, scaled_dot_product
+from mplug_nn.attention import prepare_qk, prepare_qkv, scaled_dot_product
 from mplug_nn.experts import combine, compute, dispatch
 from mplug_nn.loss import cross_entropy
 from mplug_nn.mlp import activation
@@ -18,8 +19,6 @@ from mplug_testing import Fault, KernelSuite
 from mplug_testing.kernel_cases import cases
 from mplug_testing.trials import Trial, own_dropout_fault
 from torch import Tensor
-
-from mplug.slot_kinds import KIND_OF
 
 PACKAGE = Path(__file__).parent / "third_party" / "nova-ringo"
 Suite: type[KernelSuite] = runpy.run_path(str(PACKAGE / "tests" / "test_ringo.py"))["TestRingo"]
@@ -223,7 +222,7 @@ FAULTS = {
         '{"Attention.cores": partial',
         "test_it_offers_suppliers_of_slots",
         (),
-        ("'Attention.cores' is not a slot", "did you mean 'Attention.core'"),
+        ("offers a supplier for 'Attention.cores'", "did you mean 'Attention.core'"),
     ),
     "every site gets a callable of its own": Planted(
         OFFER,
@@ -242,8 +241,8 @@ FAULTS = {
 
         temperature = torch.nn.Parameter(torch.ones(()))
 
-        def core(q, k, v, **named):
-            return attention(q * temperature, k, v, **named, block=self.config.block)
+        def core(q, k, v, spec, inputs):
+            return attention(q * temperature, k, v, spec, inputs, block=self.config.block)
 
         return [Offer({"Attention.core": core}, supports)]""",
         "test_its_suppliers_own_no_parameter_and_no_module",
@@ -314,8 +313,8 @@ CHECKS: dict[str, Callable[[Trial], str]] = {
 
 BF16 = {"Attention.core", "Linear.gemm", "Loss.cross_entropy"}
 """The slots that the quick tests check in bf16 as well: attention, a sink of gradients, and a sum."""
-SLOTS = [(slot, torch.float32) for slot in KIND_OF] + [
-    pytest.param(slot, torch.bfloat16, marks=[] if slot in BF16 else pytest.mark.wide("suites")) for slot in KIND_OF
+SLOTS = [(slot, torch.float32) for slot in ALL_SLOTS] + [
+    pytest.param(slot, torch.bfloat16, marks=[] if slot in BF16 else pytest.mark.wide("suites")) for slot in ALL_SLOTS
 ]
 
 
@@ -561,9 +560,10 @@ def dropping(drawn: Callable[[torch.Size], Tensor], scaled_by: float, again: boo
                 mixed(weights * drawn(weights.shape) * scaled_by, leaf).backward(upstream)
             return None, leaf.grad
 
-    def core(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, keys: Tensor | None) -> Tensor:
-        weights = attention(q, k, torch.eye(k.shape[1])[None, :, None].expand(*k.shape[:3], -1), scale=scale)
-        if not dropout:
+    def core(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
+        ones = torch.eye(k.shape[1])[None, :, None].expand(*k.shape[:3], -1)
+        weights = scaled_dot_product(q, k, ones, replace(spec, dropout=0.0), inputs)
+        if not spec.dropout:
             return mixed(weights, v)
         if again:
             output: Tensor = Mix.apply(weights, v)

@@ -10,7 +10,6 @@ import click
 from mplug.cli.options import config_options, resolved
 from mplug.cli.tables import human_bytes, table
 from mplug.files import write_whole
-from mplug.slot_kinds import PRODUCTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -136,7 +135,7 @@ def _precision(run: "Run", model: "Model") -> str:
     groups = Counter[tuple[str, ...]]()
     for filled in model.slots:
         site = filled.site
-        if site.slot in PRODUCTS:
+        if site.declared.multiplies:
             by_recipe = precision.recipe.need in site.needs
             key = (site.role, site.slot, f"recipe '{precision.recipe.name}'" if by_recipe else precision.activations)
             groups[key] += 1

@@ -36,6 +36,7 @@ from mplug.model.mixing import covers, statements
 from mplug.model.model import Model
 from mplug.model.selection import Selection, offered_in_plain_torch
 from mplug.run.run import Run
+from mplug.slots import slots_of
 
 NAME = "caches"
 """The attribute by which a class declares that its modules serve a cache."""
@@ -115,7 +116,7 @@ def cached_modules(model: Model) -> Iterator[Any]:
 
 
 def _attends(module: nn.Module) -> bool:
-    return CORE in getattr(type(module), "SLOTS", ())
+    return any(slot.name == CORE for slot in slots_of(module))
 
 
 def _reason_against(model: Model) -> str:

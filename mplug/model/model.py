@@ -22,6 +22,7 @@ from mplug.model.offers import Filled
 from mplug.model.units import run_units
 from mplug.ops.exchanges import Item, in_order
 from mplug.precision import Recipe
+from mplug.slots import Slot, declared_slots
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -81,6 +82,7 @@ class Model:
     uncached: str = ""
     growing: str = ""
     replaced: tuple[str, ...] = ()
+    _declared: dict[str, Slot] | None = None
     _sinks: Sinks | None = None
     _supplied: "tuple[Piece, ...] | None" = None
 
@@ -89,6 +91,11 @@ class Model:
         """The gradient sinks of this rank's parameters; they exist after `listen`."""
         assert self._sinks is not None, "the model has no memory yet"
         return self._sinks
+
+    @property
+    def declared(self) -> dict[str, Slot]:
+        """The slots that the blocks of the whole model declare, by name, also those of other stages of a pipeline."""
+        return declared_slots(self.module.modules()) if self._declared is None else self._declared
 
     @property
     def flops(self) -> Flops:
@@ -235,6 +242,7 @@ class Model:
 
         It sets `own_chunks`, and `own_units` to the remaining units.
         """
+        self._declared = self.declared
         self.own_chunks = self.stages.chunks_of(rank)
         kept = {name for chunk in self.own_chunks for name in self.stages.units[chunk]}
         for unit in self.plan.units:

@@ -14,7 +14,6 @@ from urllib.parse import unquote
 from mplug.config.entry import Entry
 from mplug.errors import UsageError, listed, suggest
 from mplug.open_lists import LISTS
-from mplug.slot_kinds import SLOT_KINDS
 from mplug.version import __version__
 
 KINDS = (
@@ -40,12 +39,17 @@ TOKENIZER_FILES = "tokenizer_files"
 """The group 'mplug.tokenizer_files': each maps the name of a file to the name of the tokenizer that reads it."""
 SCHEDULES = "schedules"
 """The group 'mplug.schedules', whose entry points are functions from a `Shape` to the `Table` of a pipeline."""
+SLOTS = "slots"
+"""The group 'mplug.slots', by which a distribution publishes the slots of its blocks: each maps a slot to its kind."""
 GROUPS_OF_LISTS = tuple(one.group.removeprefix("mplug.") for one in LISTS)
 """Groups whose entry points are not plugins: each adds an entry to an open list (`mplug.open_lists`)."""
-GROUPS = (*KINDS, FLAGS, ARCHITECTURES, TOKENIZER_FILES, SCHEDULES, *GROUPS_OF_LISTS)
+GROUPS = (*KINDS, FLAGS, ARCHITECTURES, TOKENIZER_FILES, SCHEDULES, SLOTS, *GROUPS_OF_LISTS)
 RESERVED_FIELDS = ("name", "preset")
-RESERVED_NAMES = {"kernels": (*SLOT_KINDS, "default"), "parallel": ("layout", "data")}
-"""By kind, the names that no plugin may have: the host has fields with these names beside the plugins' sub-sections."""
+RESERVED_NAMES = {"kernels": ("default",), "parallel": ("layout", "data")}
+"""By kind, the names that no plugin may have: the host has fields with these names beside the plugins' sub-sections.
+
+Kernels cannot have the name of a published kind of slots either.
+"""
 
 
 NATIVE = "Part of mplug: weights and activations in a format of torch, without a recipe"
@@ -129,6 +133,18 @@ class Registry:
         """The entries of a group that is no kind: `name` is what is looked up, `target` the name that it gives."""
         return [entry for entry in self._scan[0] if entry.kind == group]
 
+    def slot_kinds(self) -> list[str]:
+        """The kinds of the slots that installed distributions publish: fields of the section 'kernels'."""
+        return list(dict.fromkeys(entry.target for entry in self.table(SLOTS)))
+
+    def name_fault(self, kind: str, name: str) -> str:
+        """Why no plugin of a kind can have a name; the empty string if one can."""
+        reserved = RESERVED_NAMES.get(kind, ())
+        if name not in (*reserved, *(self.slot_kinds() if kind == "kernels" else ())):
+            return ""
+        field = f"a field of the host ('{kind}.{name}')"
+        return f"no plugin of kind '{kind}' can be named '{name}', {field}; rename the plugin"
+
     def shadowed(self) -> list[Shadowed]:
         """Copies of plugins' metadata that have no effect."""
         return self._scan[1]
@@ -184,18 +200,11 @@ class Registry:
             raise BrokenPlugin(f"{entry.label} ({entry.origin}) cannot be imported:\n{_trace(error)}") from error
         if not isinstance(plugin, type):
             raise BrokenPlugin(f"{entry.label} ({entry.origin}): '{entry.target}' is not a class")
-        broken = [*filter(None, [name_fault(entry.kind, entry.name)]), *faults(plugin), *_config_faults(plugin)]
+        broken = [*filter(None, [self.name_fault(entry.kind, entry.name)]), *faults(plugin), *_config_faults(plugin)]
         broken += _missing_hook(entry.kind, plugin)
         if broken:
             raise BrokenPlugin(f"{entry.label} ({entry.origin}) breaks the plugin contract: {'; '.join(broken)}")
         return plugin
-
-
-def name_fault(kind: str, name: str) -> str:
-    """Why a plugin of a kind cannot have a name; the empty string if it can."""
-    if name not in RESERVED_NAMES.get(kind, ()):
-        return ""
-    return f"no plugin of kind '{kind}' can be named '{name}', a field of the host ('{kind}.{name}'); rename the plugin"
 
 
 def refuse_other_versions(entry: Entry) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from string import Template
 
 from mplug.errors import UsageError
-from mplug.registry.entry_points import Registry, name_fault
+from mplug.registry.entry_points import Registry
 
 TEMPLATES = Path(__file__).with_name("templates")
 REQUIREMENT = "mplug>=0.1,<0.2"
@@ -93,7 +93,7 @@ def describe(kind: str, distribution: str) -> Package:
     package = distribution.replace("-", "_")
     if find_spec(package) is not None and distribution not in {entry.distribution for entry in Registry().entries()}:
         raise UsageError(f"a module '{package}' is already installed; use another name, such as 'acme-{distribution}'")
-    if fault := name_fault(kind, name):
+    if fault := Registry().name_fault(kind, name):
         raise UsageError(fault)
     if kind == "parallel" and not name.isalpha():
         raise UsageError(

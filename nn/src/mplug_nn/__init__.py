@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from mplug.lazy import publish
 
 if TYPE_CHECKING:
+    from mplug.slots import Fusible as Fusible
+    from mplug.slots import states as states
     from mplug.tensors.operator import fake as fake
     from mplug.tensors.operator import operator as operator
     from mplug.tensors.sink import Operand as Operand
@@ -86,10 +88,8 @@ if TYPE_CHECKING:
     from mplug_nn.experts import Experts as Experts
     from mplug_nn.experts import Route as Route
     from mplug_nn.experts import within_capacity as within_capacity
-    from mplug_nn.fusible import Fusible as Fusible
     from mplug_nn.fusible import fusible_norm as fusible_norm
     from mplug_nn.fusible import normed as normed
-    from mplug_nn.fusible import states as states
     from mplug_nn.gathered_form import GatheredForm as GatheredForm
     from mplug_nn.gemm import Gemm as Gemm
     from mplug_nn.gemm import weight_gradient as weight_gradient
@@ -135,6 +135,8 @@ if TYPE_CHECKING:
     from mplug_nn.router import Choice as Choice
     from mplug_nn.router import Router as Router
     from mplug_nn.scores import RouterScore as RouterScore
+    from mplug_nn.slots import BLOCKS as BLOCKS
+    from mplug_nn.slots import SLOTS as SLOTS
     from mplug_nn.specification import AttentionInputs as AttentionInputs
     from mplug_nn.specification import AttentionSpec as AttentionSpec
     from mplug_nn.specification import StaticKeys as StaticKeys
@@ -143,6 +145,10 @@ if TYPE_CHECKING:
 publish(
     __name__,
     {
+        "mplug.slots": (
+            "Fusible",
+            "states",
+        ),
         "mplug.tensors.operator": (
             "fake",
             "operator",
@@ -244,10 +250,8 @@ publish(
             "within_capacity",
         ),
         "mplug_nn.fusible": (
-            "Fusible",
             "fusible_norm",
             "normed",
-            "states",
         ),
         "mplug_nn.gathered_form": ("GatheredForm",),
         "mplug_nn.gemm": (
@@ -318,6 +322,10 @@ publish(
             "Router",
         ),
         "mplug_nn.scores": ("RouterScore",),
+        "mplug_nn.slots": (
+            "BLOCKS",
+            "SLOTS",
+        ),
         "mplug_nn.specification": (
             "AttentionInputs",
             "AttentionSpec",

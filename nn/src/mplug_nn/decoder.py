@@ -7,11 +7,12 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from mplug.layout.plan import Parameter, Plan, Shift, Unit
+from mplug.slots import Fusible, states
 from mplug_nn.ahead import DepthAhead, TokensAhead
 from mplug_nn.description import describe
 from mplug_nn.dropout import Dropout
 from mplug_nn.embedding import Embedding
-from mplug_nn.fusible import Fusible, fusible_norm, normed, states
+from mplug_nn.fusible import fusible_norm, normed
 from mplug_nn.head import Head
 from mplug_nn.inits import TOKENS, Entries, Inits
 from mplug_nn.loss import IGNORED

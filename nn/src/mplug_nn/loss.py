@@ -9,6 +9,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from mplug.slots import Slot
+
 IGNORED = -100
 """The label of a position that has no target."""
 
@@ -39,7 +41,7 @@ def cross_entropy(hidden: Tensor, project: Callable[[Tensor], Tensor], labels: T
     return loss_sum(project(hidden).flatten(0, -2), flat, counted), counted.sum()
 
 
-cross_entropy.offers = frozenset({CAPPED})  # type: ignore[attr-defined]
+CROSS_ENTROPY = Slot("Loss.cross_entropy", "loss", cross_entropy, serves=frozenset({CAPPED}))
 
 
 def loss_sum(logits: Tensor, labels: Tensor, counted: Tensor, merge: Merge = _whole) -> Tensor:
@@ -92,7 +94,7 @@ class _CrossEntropy(torch.autograd.Function):
 class Loss(nn.Module):
     """Next-token cross-entropy; `soft_cap` is that of the logits, which the head applies."""
 
-    SLOTS = ("Loss.cross_entropy",)
+    SLOTS: ClassVar[tuple[Slot, ...]] = (CROSS_ENTROPY,)
     mixes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, soft_cap: float | None = None) -> None:

@@ -5,13 +5,14 @@ B batch, S sequence, D embed, E experts, k experts chosen by a token.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mplug.layout.plan import Buffer, Parameter
+from mplug.slots import Slot
 from mplug.tensors.sink import Weights, add_product
 from mplug.tensors.statistics import add_auxiliary, count
 from mplug_nn.dropout import Jitter
@@ -33,6 +34,9 @@ def summed(values: Tensor, over: tuple[str, ...]) -> Tensor:
     divided. The host fills this slot under every layout.
     """
     return values
+
+
+SUMMED = Slot("Router.summed", "router", summed, sums_tokens=True)
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ class Router(nn.Module):
     [E] (if `choice_bias`, or if that is None and `bias_rate` > 0) and `last_load` [E] (if `balance` is 'global_batch').
     """
 
-    SLOTS = ("Router.summed",)
+    SLOTS: ClassVar[tuple[Slot, ...]] = (SUMMED,)
     load: Tensor
     losses: Tensor
     token_scale: Tensor

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from mplug.tensors.operator import fake, operator
 from mplug_nn.packed_heads import passing_through
-from mplug_nn.rotary import ROTARY_NEEDS, Turns
+from mplug_nn.rotary import Turns
 
 Turning = float | Turns
 """How pairs turn: the base of plain rotary positions, or `Turns` at sites that need another kind."""
@@ -161,9 +161,6 @@ def prepare_qk(
     return q, k
 
 
-prepare_qk.offers = ROTARY_NEEDS | {WIDE_NORM}  # type: ignore[attr-defined]
-
-
 @passing_through
 def prepare_qkv(
     heads: Tensor,
@@ -188,6 +185,3 @@ def prepare_qkv(
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
     q, k = prepare_qk(q, k, positions, q_weight, k_weight, eps, theta)
     return q, k, v
-
-
-prepare_qkv.only_composes = True  # type: ignore[attr-defined]  # its needs are those of the slot that it calls

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import SkipTest
 
 from mplug.errors import UsageError, listed
+from mplug.model.fill import known_slots, refuse_unknown_slots
 from mplug.model.offers import Filled, Offer, Site
-from mplug.slot_kinds import PRODUCTS
 from mplug_testing.harness import difference, run_tolerance, tiny_run, train_steps
 from mplug_testing.kernel_buffers import BufferChecks, answer_of, declared_by, sites_of
 from mplug_testing.kernel_packed_heads import PackedHeadsChecks
@@ -136,8 +136,12 @@ class KernelSuite(BufferChecks, PackedHeadsChecks, PluginSuite):
     @smoke
     def test_it_offers_suppliers_of_slots(self) -> None:
         """It offers at least one supplier, for slots that exist."""
-        _, offers = self._offered()
+        from mplug_testing.blueprint import on_meta
+
+        run, offers = self._offered()
         require(any(offer.suppliers for offer in offers), f"'{self.plugin}' offers no supplier of any slot")
+        with refusals("an offer", named_by_author=True):
+            refuse_unknown_slots(offers, known_slots(on_meta(run)))
 
     @smoke
     def test_supports_is_a_pure_function_with_three_answers(self) -> None:
@@ -324,7 +328,7 @@ class KernelSuite(BufferChecks, PackedHeadsChecks, PluginSuite):
                 case = replace(case, needs=case.needs | {self.computes}, truth={"Attention.core": self.reference})
             for offer, site in product(offers, sites_of(case)):
                 if site.slot in offer.suppliers:
-                    needs = {recipe.need} if recipe is not None and site.slot in PRODUCTS else set()
+                    needs = {recipe.need} if recipe is not None and site.declared.multiplies else set()
                     yield offer, case, replace(site, needs=site.needs | needs)
 
     def _trials(self, dtype: str, only: str | None = None) -> "list[Trial]":

@@ -97,6 +97,7 @@ if TYPE_CHECKING:
     from mplug.model.delayed_scaling import DelayedScaling as DelayedScaling
     from mplug.model.gathered_copies import GatheredCopies as GatheredCopies
     from mplug.model.gathered_copies import gathered_copies as gathered_copies
+    from mplug.model.kernel import kernel as kernel
     from mplug.model.model import Model as Model
     from mplug.model.offers import UNIT as UNIT
     from mplug.model.offers import Offer as Offer
@@ -248,6 +249,7 @@ publish(
             "GatheredCopies",
             "gathered_copies",
         ),
+        "mplug.model.kernel": ("kernel",),
         "mplug.model.model": ("Model",),
         "mplug.model.offers": (
             "Offer",

@@ -83,12 +83,6 @@ FAULTS = {
         ("Attention.core with as many KV heads as query heads, fp32: the output has an error of",),
         ("fp32",),
     ),
-    "supports ignores other needs": Planted(
-        "if lacking := site.lacking({LINEAR}):",
-        'if lacking := "":',
-        "test_it_refuses_needs_that_it_does_not_know",
-        ("with an unknown need", "refuse every need in site.needs"),
-    ),
     "a small feature is rounded away": Planted(
         "torch.where(x > 0, x + 1, x.clamp(max=0).exp())",
         "torch.nn.functional.elu(x) + 1",

@@ -186,14 +186,12 @@ def test_who_calls_again_what_is_inside_serves_everything() -> None:
     assert unmet(Wrap("Attention.core", unchanged, 1000, plugin="memory/x"), sinks=True) == []
 
 
-def test_a_supplier_that_says_yes_to_needs_that_do_not_exist_is_not_believed() -> None:
+def test_a_supplier_that_does_not_declare_a_need_is_refused_without_being_asked() -> None:
     offer = Offer({"Attention.core": scaled_dot_product}, plugin="kernels/x")
     selection = selected([offer], "kernels/x")
     assert selection.filled[0].offer is offer
     selection = selected([offer], "kernels/x", attention_bias="alibi")
-    assert [one.reason for one in selection.unmet] == [
-        "the site needs alibi bias, and the plugin's `supports` accepts every need, even an unknown one"
-    ]
+    assert [one.reason for one in selection.unmet] == ["it does not offer alibi bias"]
 
 
 # Needs.

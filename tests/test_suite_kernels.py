@@ -175,13 +175,6 @@ FAULTS = {
         (),
         ("True", "'log-sum-exp'", "this suite cannot check it"),
     ),
-    "it ignores what a wrap needs": Planted(
-        "if site.needs:",
-        "if site.needs and False:",
-        "test_it_refuses_needs_that_it_does_not_know",
-        (),
-        ("unknown need",),
-    ),
     "it refuses everything": Planted(
         "if site.module.dropout > 0:",
         "if site.module.dropout >= 0:",

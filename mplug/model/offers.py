@@ -1,11 +1,12 @@
 """What plugins offer for slots: suppliers and wraps, and the sites that they fill. Imports no torch."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mplug.errors import listed
 from mplug.layout.plan import Parameter, axes_of
+from mplug.model.kernel_limits import limit
 from mplug.model.slot_buffer import SlotBuffer
 from mplug.slots import Slot, slot_of
 
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
 UNIT = "Unit.call"
 """The slot of a `Wrap` around the call of a unit of the plan. Only the model supplies this slot."""
 _UNIT = Slot(UNIT, "unit")
-UNKNOWN_NEED = "a need that no site has"
-"""A need that every truthful `supports` refuses."""
 RECOMPUTING = 1000
 """Wraps whose layer is at least this call the inner callable again (recomputation), with unchanged arguments."""
 PLAIN = "plain torch"
@@ -98,7 +97,18 @@ StepEnded = Callable[[Mapping[str, "Tensor"]], Mapping[str, "Tensor"]]
 class Offer:
     """Suppliers for one slot, or for several slots of one module at once (a fused norm and gemm).
 
-    `supports` must be truthful: only it states capabilities, and it must refuse every need that it does not know.
+    What a supplier can compute is data where data can say it. The host refuses a site that asks for anything else:
+
+    - `serves`: the needs of a site (`Site.needs`) that it serves beyond the plain case. Every other need is refused.
+    - `requires`: needs that a site must have; the offer is not meant for other sites.
+    - `devices` ('cuda', 'cpu'), `dtypes` of activations ('bfloat16'), `chips`: where it runs; empty: everywhere. A
+      chip is a compute capability of CUDA ('9.0'), or the oldest of them ('8.0+').
+    - `shapes`: sizes by attribute of the site's module: {'head_dim': range(8, 129, 8)}.
+
+    `supports(site, run)` says the rest. The host calls it for sites that pass all of these, and the answer is True, a
+    reason against the site, or False if the offer is not meant for the site. If an `optional` offer does not serve the
+    needs of a site, the site keeps its default in plain torch, unless the config names the plugin for the kind of slot.
+
     `varies(site, run)` returns what in the supplier depends on the layout, or an empty string; attention whose dropout
     draws from torch's generators must report that. `note(site, run)` returns which of several implementations it will
     use ('cuDNN'), or an empty string.
@@ -126,16 +136,22 @@ class Offer:
     buffers: Callable[[Site], Mapping[str, SlotBuffer]] = _no_buffers
     fallback: bool = False
     step_ended: StepEnded | None = None
+    serves: Iterable[str] = frozenset()
+    requires: frozenset[str] = frozenset()
+    optional: bool = False
+    devices: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    chips: tuple[str, ...] = ()
+    shapes: Mapping[str, Container[int]] = field(default_factory=dict)
 
     def answer(self, site: Site, run: "Run") -> bool | str:
-        """The answer of `supports` for a site, or a refusal if `supports` also accepts a need that does not exist."""
-        answer = self.supports(site, run)
-        if answer is True and site.needs:
-            impossible = replace(site, needs=site.needs | {UNKNOWN_NEED})
-            if self.supports(impossible, run) is True:
-                needs = listed(sorted(site.needs))
-                return f"the site needs {needs}, and the plugin's `supports` accepts every need, even an unknown one"
-        return answer
+        """True, a reason against a site, or False if the offer is not meant for it; by its data, then by `supports`."""
+        if not self.requires <= site.needs:
+            return False
+        if lacking := site.lacking(self.serves):
+            is_named = not self.optional or site.kind in run.config.kernels.kinds
+            return lacking if is_named else False
+        return limit(self, site, run) or self.supports(site, run)
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,8 @@ def _reasons_of_suppliers(
     if any(answer is True for _, answer in row.of_suppliers):
         return []
     refusals = [(offer, answer) for offer, answer in row.of_suppliers if not offer.fallback]
-    unmet = [Unmet(offer.plugin, site, answer) for offer, answer in refusals if isinstance(answer, str)]
+    said = [Unmet(offer.plugin, site, answer) for offer, answer in refusals if isinstance(answer, str)]
+    unmet = list(dict.fromkeys(said))  # offers of one plugin may lack the same need
     named = kernels.kinds.get(site.kind)
     offered = {slot for offer in suppliers if offer.plugin == named for slot in offer.suppliers}
     if named and not any(slot in known and known[slot].kind == site.kind for slot in offered):

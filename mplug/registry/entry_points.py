@@ -14,6 +14,7 @@ from urllib.parse import unquote
 from mplug.config.entry import Entry
 from mplug.errors import UsageError, listed, suggest
 from mplug.open_lists import LISTS
+from mplug.registry.made_plugin import MadePlugin
 from mplug.version import __version__
 
 KINDS = (
@@ -198,6 +199,8 @@ class Registry:
             plugin = getattr(import_module(module), attribute)
         except (Exception, SystemExit) as error:  # a plugin that calls exit() must not look like a completed run
             raise BrokenPlugin(f"{entry.label} ({entry.origin}) cannot be imported:\n{_trace(error)}") from error
+        if isinstance(plugin, MadePlugin):
+            plugin = plugin.plugin
         if not isinstance(plugin, type):
             raise BrokenPlugin(f"{entry.label} ({entry.origin}): '{entry.target}' is not a class")
         broken = [*filter(None, [self.name_fault(entry.kind, entry.name)]), *faults(plugin), *_config_faults(plugin)]

@@ -17,7 +17,7 @@ REQUIREMENT = "mplug>=0.1,<0.2"
 SUMMARIES = {
     "models": "A small decoder",
     "parallel": "A data-parallel strategy",
-    "kernels": "Causal attention that computes some heads at a time",
+    "kernels": "Causal attention that computes one KV head at a time",
     "optimizers": "Gradient descent with momentum",
     "precisions": "Weights in fp32, and matrix products of operands in bf16",
     "data": "Synthetic samples that count upwards",
@@ -68,13 +68,17 @@ class Package:
         camel = "".join(part.capitalize() for part in re.split("[-_]", self.name))
         if keyword.iskeyword(camel) or camel in self._imported_names:
             camel += "Plugin"
+        function = self.name.replace("-", "_")
+        if keyword.iskeyword(function) or function in {*self._imported_names, "supports"}:
+            function += "_core"
         return {
             "distribution": self.distribution,
             "package": package,
             "kind": self.kind,
             "name": self.name,
             "Class": camel,
-            "target": "command" if self.kind == "commands" else camel,
+            "function": function,
+            "target": {"commands": "command", "kernels": function}.get(self.kind, camel),
             "summary": SUMMARIES[self.kind],
             "requirement": REQUIREMENT,
             "use": self.use,

@@ -116,11 +116,11 @@ class PrecisionSuite(PluginSuite):
         if precision.recipe is None:
             raise SkipTest(f"'{self.plugin}' has no recipe")
         found = train_steps(self.tiny())
-        from mplug.model.build import build_model
+        from mplug_testing.blueprint import on_meta
 
+        products = (slot for slot in on_meta(tiny_run(self.tiny())).declared.values() if slot.multiplies)
+        suppliers = {f"kernels.{slot.kind}" for slot in products}  # without a site to fill, they are refused
         with _without_recipe():
-            products = (slot for slot in build_model(tiny_run(self.tiny())).declared.values() if slot.multiplies)
-            suppliers = {f"kernels.{slot.kind}" for slot in products}  # without a site to fill, they are refused
             settings = {name: value for name, value in self.tiny().items() if name not in suppliers}
             plain = train_steps({**settings, "trainer.base_modules": None})
         require(

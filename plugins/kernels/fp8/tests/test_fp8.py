@@ -276,9 +276,9 @@ def answer(
     described = {name: Parameter(dims, Init("normal")) for name in weights}
     site = Site("blocks.*.up", slot, module, "blocks.0.up", frozenset({recipe.need, *needs}), described)
     offers = [one for one in FP8Products(FP8Products.Config()).offer(run) if slot in one.suppliers]
-    answers = [answer for offer in offers if (answer := offer.supports(site, run)) is not False]
+    answers = {offer.answer(site, run) for offer in offers} - {False}
     assert len(answers) < 2
-    return answers[0] if answers else False
+    return answers.pop() if answers else False
 
 
 NORM, ACTIVATION = FUSED_SLOTS

@@ -25,9 +25,9 @@ class Flex:
     def offer(self) -> list[Offer]:
         """The offer of the attention core."""
         from mplug_flex.attention import attention
-        from mplug_flex.limits import supports
+        from mplug_flex.limits import OFFERED, supports
 
-        return [Offer({"Attention.core": attention}, supports, note=_note)]
+        return [Offer({"Attention.core": attention}, supports, note=_note, serves=OFFERED)]
 
     @hookimpl
     def captures(self) -> str:

@@ -1,6 +1,7 @@
 """From a plan to memory: initial values, tied parameters, slots and bytes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -488,9 +489,8 @@ def test_what_wraps_need_is_asked_of_the_supplier() -> None:
         return "no log-sum-exp" if "lse" in site.needs else True
 
     offers = [wrap("parallel/cp", CORE, needs=("lse",)), wrap("parallel/x", CORE, 1, needs=("varlen",))]
-    selection = selected(
-        [site(CORE)], [*offers, offer("kernels/fast", CORE, supports=supports)], chosen(attention="kernels/fast"), RUN
-    )
+    fast = replace(offer("kernels/fast", CORE, supports=supports), serves={"lse", "varlen"})
+    selection = selected([site(CORE)], [*offers, fast], chosen(attention="kernels/fast"), RUN)
     assert asked == [frozenset({"lse", "varlen"})]
     assert [unmet.reason for unmet in selection.unmet] == ["no log-sum-exp"]
 

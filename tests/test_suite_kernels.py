@@ -169,8 +169,8 @@ FAULTS = {
         ("dropout by the samples' keys", "the output has an error of"),
     ),
     "it claims a log-sum-exp that it does not return": Planted(
-        "if site.needs:",
-        'if site.needs - {"log-sum-exp"}:',
+        "block=self.config.block)}, supports)",
+        'block=self.config.block)}, supports, serves={"log-sum-exp"})',
         "test_it_has_the_capabilities_that_it_grants",
         (),
         ("True", "'log-sum-exp'", "this suite cannot check it"),
@@ -204,8 +204,8 @@ FAULTS = {
         ("supports", "it raises AttributeError", "attention_dropout"),
     ),
     "supports changes the model": Planted(
-        "if site.needs:",
-        "site.module.scale = site.module.scale * 2\n    if site.needs:",
+        "if site.module.dropout > 0:",
+        "site.module.scale = site.module.scale * 2\n    if site.module.dropout > 0:",
         "test_supports_is_a_pure_function_with_three_answers",
         (),
         ("supports is not pure", "changes spec"),
@@ -250,8 +250,8 @@ FAULTS = {
         ("Attention.core", "does not trace into one graph"),
     ),
     "a run that names it does not get it": Planted(
-        "if site.needs:",
-        "if site.module.out.weight.shape[0] == 32:\n        return False\n    if site.needs:",
+        "if site.module.dropout > 0:",
+        "if site.module.out.weight.shape[0] == 32:\n        return False\n    if site.module.dropout > 0:",
         "test_a_run_that_names_it_uses_it_and_is_the_run_in_plain_torch",
         (),
         ("fills no slot of a run that names it", "plain torch"),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from mplug.errors import listed
 from mplug.layout.plan import Parameter, axes_of
-from mplug.model.kernel_limits import limit
+from mplug.model.kernel_limits import Limits
 from mplug.model.slot_buffer import SlotBuffer
 from mplug.slots import Slot, slot_of
 
@@ -151,7 +151,8 @@ class Offer:
         if lacking := site.lacking(self.serves):
             is_named = not self.optional or site.kind in run.config.kernels.kinds
             return lacking if is_named else False
-        return limit(self, site, run) or self.supports(site, run)
+        limits = Limits(self.devices, self.dtypes, self.chips, self.shapes)
+        return limits.reason(site.module, run) or self.supports(site, run)
 
 
 @dataclass(frozen=True)

@@ -62,11 +62,6 @@ class Site:
         """The named axes of one dimension of a parameter of the module, for `over` of a `SlotBuffer`."""
         return tuple(sorted(axes_of([self.parameters[parameter].dims[dim]])))
 
-    @property
-    def not_offered(self) -> str:
-        """The refusal of a supplier that offers only the plain case; empty if the site needs nothing more."""
-        return self.lacking(())
-
     def lacking(self, offered: Iterable[str]) -> str:
         """The refusal of a supplier that offers `offered` beyond the plain case; empty if that suffices."""
         missing = self.needs.difference(offered)

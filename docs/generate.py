@@ -9,13 +9,11 @@ from pathlib import Path
 
 import click
 import mplug_nn as nn
-import torch
 from mplug_nn.linear import Gemm
 
 from mplug import Supplier, hookspecs
 from mplug.cli import main
 from mplug.registry.specification import SPECIFICATIONS
-from mplug.slot_kinds import SLOT_KINDS
 from mplug.tensors.weight_product import WeightProduct
 
 DOCS = Path(__file__).parent
@@ -55,11 +53,12 @@ def hooks() -> str:
 def slots() -> str:
     """Every slot: the word that names its kind in a config, its module, its signature and its contract."""
     parts = ["# Slots", GENERATED, SLOTS]
-    for kind, names in SLOT_KINDS.items():
+    for kind in dict.fromkeys(slot.kind for slot in nn.SLOTS.values()):
         parts.append(f"## {kind}")
-        for name in names:
-            default = _function(DEFAULTS[name])
-            parts.append(f"### {name}\n\n    {name.rpartition('.')[2]}{_signature(default)}\n\n{_contract(default)}")
+        for slot in (slot for slot in nn.SLOTS.values() if slot.kind == kind):
+            default = _function(slot.default)
+            text = f"{slot.attribute}{_signature(default)}\n\n{_contract(default)}"
+            parts.append(f"### {slot.name}\n\n    {text}")
     parts += ["## What all products with weights share", _documented(WeightProduct)]
     return "\n\n".join(parts) + "\n"
 
@@ -97,23 +96,6 @@ attribute of an `mplug_nn` module, or an object with several functions. A plugin
 signature (`mplug.Offer`), or wraps the supplier that fills the slot (`mplug.Wrap`). Each section has the signature and
 the contract of one slot, from the docstring of its default in plain torch. The large headings are the kinds of slots. A
 user names a plugin for a kind: `--kernels norm=NAME`. `mplug explain` shows the supplier of each slot of a run."""
-with torch.device("meta"):
-    MODULES = {
-        "Attention": nn.Attention(8, 2, 2, 4, bias=False, qk_norm=True, theta=1e4),
-        "Linear": nn.Linear(4, 4),
-        "Norm": nn.Norm(4, "rmsnorm"),
-        "MLP": nn.MLP(4, 8, "gelu", bias=False),
-        "Embedding": nn.Embedding(4, 4),
-        "Dropout": nn.Dropout(0.1),
-        "Loss": nn.Loss(),
-        "Router": nn.Router(4, nn.Choice(4, 2)),
-        "Experts": nn.Experts(4, 8, 4, "swiglu"),
-    }
-DEFAULTS = {
-    name: getattr(MODULES[name.partition(".")[0]], name.partition(".")[2])
-    for names in SLOT_KINDS.values()
-    for name in names
-}
 
 
 if __name__ == "__main__":

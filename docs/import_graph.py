@@ -21,7 +21,7 @@ ORDER = (
     ("distributed", "ops"),
     ("registry",),
     ("config",),
-    ("contracts", "precisions", "slot_kinds"),
+    ("contracts", "precisions", "slots"),
     ("tensors",),
     ("layout",),
     ("open_lists",),

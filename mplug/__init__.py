@@ -123,6 +123,7 @@ if TYPE_CHECKING:
     from mplug.model.description import flops_of as flops_of
     from mplug.model.gathered_copies import GatheredCopies as GatheredCopies
     from mplug.model.gathered_copies import gathered_copies as gathered_copies
+    from mplug.model.kernel import kernel as kernel
     from mplug.model.model import Model as Model
     from mplug.model.offers import UNIT as UNIT
     from mplug.model.offers import Offer as Offer
@@ -148,7 +149,10 @@ if TYPE_CHECKING:
     from mplug.run.metrics_file import read_records as read_records
     from mplug.run.run import Run as Run
     from mplug.run.toolchain import triton_builds as triton_builds
-    from mplug.slot_kinds import slots_named as slots_named
+    from mplug.slots import Slot as Slot
+    from mplug.slots import set_defaults as set_defaults
+    from mplug.slots import slots_named as slots_named
+    from mplug.slots import slots_of as slots_of
     from mplug.system.files import sync_file as sync_file
     from mplug.system.files import sync_path as sync_path
     from mplug.system.files import write_whole as write_whole
@@ -224,6 +228,7 @@ publish(
         "mplug.model.declaring": ("Declared", "declare", "parameter"),
         "mplug.model.description": ("Description", "describe", "flops_of"),
         "mplug.model.gathered_copies": ("GatheredCopies", "gathered_copies"),
+        "mplug.model.kernel": ("kernel",),
         "mplug.model.model": ("Model",),
         "mplug.model.offers": ("Offer", "Site", "UNIT", "Wrap"),
         "mplug.model.slot_buffer": ("SlotBuffer",),
@@ -244,7 +249,7 @@ publish(
         "mplug.run.metrics_file": ("read_records",),
         "mplug.run.run": ("Run",),
         "mplug.run.toolchain": ("triton_builds",),
-        "mplug.slot_kinds": ("slots_named",),
+        "mplug.slots": ("Slot", "set_defaults", "slots_named", "slots_of"),
         "mplug.system.files": ("sync_file", "sync_path", "write_whole"),
         "mplug.tensors.supplier": ("Statements", "Supplier", "statements_of"),
         "mplug.training.map_loader": ("MapLoader",),

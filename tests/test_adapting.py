@@ -196,7 +196,7 @@ def test_a_supplier_that_would_not_call_adapters_does_not_fit(settings: dict[str
     without = {"model.num_layers": 2, **unadapted(settings)}
     plain = {site.slot: site for site in sites(build_model(tiny_run(without)).module)}
     assert found[slot].needs == plain[slot].needs | {ADAPTERS}
-    assert "adapters" in found[slot].not_offered
+    assert "adapters" in found[slot].lacking(())
     others = found.keys() - {slot}
     assert {name: found[name].needs for name in others} == {name: plain[name].needs for name in others}
     fused = {"Linear.norm_product", "Linear.activation_product"}

@@ -83,12 +83,6 @@ FAULTS = {
         ("Attention.core with as many KV heads as query heads, fp32: the output has an error of",),
         ("fp32",),
     ),
-    "supports ignores other needs": Planted(
-        "if lacking := site.lacking({LINEAR}):",
-        'if lacking := "":',
-        "test_it_refuses_needs_that_it_does_not_know",
-        ("with an unknown need", "refuse every need in site.needs"),
-    ),
     "a small feature is rounded away": Planted(
         "torch.where(x > 0, x + 1, x.clamp(max=0).exp())",
         "torch.nn.functional.elu(x) + 1",
@@ -233,8 +227,8 @@ def test_a_site_of_softmax_attention_is_none_of_the_kernels(plant: Plant) -> Non
     [
         ("", "", "; no other installed kernel can; set kernels.attention=null for the composition in plain torch"),
         (
-            "linear_attention.offers = frozenset({LINEAR})",
-            "linear_attention.offers = frozenset()",
+            "serves=frozenset({LINEAR})",
+            "serves=frozenset()",
             "; no other installed kernel can, and neither can the composition in plain torch",
         ),
     ],

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 from mplug_nn import Attention, AttentionCore, parts_of
-from mplug_nn.attention import ATTENTION, attention
+from mplug_nn.attention import DOT_PRODUCT, needs_of_specification
 from mplug_nn.parts import PLAIN_PARTS, Part, numbered
 from mplug_testing.capabilities import Setting, parts_fault
 from mplug_testing.harness import tiny_run
 from mplug_testing.samples import malformed
+from plain_attention import attend
 from torch import Tensor
 
 from mplug import Site, UsageError
@@ -32,10 +33,10 @@ def drawn(*shape: int) -> Tensor:
 @pytest.mark.parametrize("kv_heads", [4, 1])
 def test_each_document_attends_as_it_does_alone(causal: bool, kv_heads: int) -> None:
     q, k, v = drawn(2, 10, 4, 6), drawn(2, 10, kv_heads, 6), drawn(2, 10, kv_heads, 6) + 1
-    whole = attention(q, k, v, scale=0.4, causal=causal, document_lengths=LENGTHS)
+    whole = attend(q, k, v, scale=0.4, causal=causal, document_lengths=LENGTHS)
     for row, lengths in enumerate(LENGTHS.tolist()):
         for part in torch.arange(10).split(lengths):
-            alone = attention(*(x[row : row + 1, part] for x in (q, k, v)), scale=0.4, causal=causal)
+            alone = attend(*(x[row : row + 1, part] for x in (q, k, v)), scale=0.4, causal=causal)
             torch.testing.assert_close(whole[row : row + 1, part], alone)
 
 
@@ -64,7 +65,7 @@ def test_the_parts_in_plain_torch_are_right_by_autograd(heads: tuple[int, int, i
     q, k, v, gradient = drawn(2, 10, h, width), drawn(2, 10, g, width), drawn(2, 10, g, width), drawn(2, 10, h, width)
     for causal in (True, False):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        whole = attention(*leaves, scale=0.4, causal=causal, document_lengths=LENGTHS)
+        whole = attend(*leaves, scale=0.4, causal=causal, document_lengths=LENGTHS)
         exact = torch.autograd.grad(whole, leaves, gradient)
         named: dict[str, Any] = {"scale": 0.4, "causal": causal, "lengths": (LENGTHS, LENGTHS)}
         output, sums = PLAIN_PARTS.forward(q, k, v, **named)
@@ -102,7 +103,7 @@ def test_a_query_without_a_key_has_nothing_and_says_so() -> None:
 
 
 def test_a_core_that_has_no_parts_is_told_from_one_that_has() -> None:
-    assert parts_of(ATTENTION) is PLAIN_PARTS
+    assert parts_of(DOT_PRODUCT) is PLAIN_PARTS
     with pytest.raises(ValueError, match="must refuse 'log-sum-exp'"):
         parts_of(torch.add)
 
@@ -167,7 +168,7 @@ def test_a_kernel_hears_what_the_module_needs_beside_what_wraps_need() -> None:
 
     def supports(site: Site, run: object) -> bool:
         asked.append(site.needs)
-        return not site.needs - {"document_lengths", "full attention"}
+        return True
 
     class Kernels:
         kinds: dict[str, str | None] = {}
@@ -178,8 +179,8 @@ def test_a_kernel_hears_what_the_module_needs_beside_what_wraps_need() -> None:
 
     with torch.device("meta"):
         module = Attention(8, 2, 2, 4, bias=False, qk_norm=False, theta=None, causal=False)
-    site = Site("attn", "Attention.core", module, "attn", module.needs("Attention.core", ("document_lengths",)))
-    offer = Offer({"Attention.core": attention}, supports, plugin="kernels/fast")
+    site = Site("attn", "Attention.core", module, "attn", needs_of_specification(module, ("document_lengths",)))
+    offer = Offer({"Attention.core": DOT_PRODUCT}, supports, plugin="kernels/fast", serves={*site.needs})
     assert select([site], [offer], Kernels(), None).filled[0].offer is offer  # type: ignore[arg-type]
     assert asked[0] == {"document_lengths", "full attention"}
     assert module.needs("Attention.prepare_qk", ("document_lengths",)) == frozenset()

@@ -73,9 +73,7 @@ def test_the_host_knows_no_plugin_by_name(path: Path) -> None:
     assert not [text for text in strings(source) if text in NAMES or text in PACKAGES]
 
 
-BLOCKS_PENDING = {
-    "mplug/model/fill.py": "slots become open",
-}
+BLOCKS_PENDING = {}
 """Files of the host that still import the building blocks, and why."""
 
 
@@ -92,12 +90,10 @@ def test_the_host_imports_no_building_block() -> None:
 FOREIGN_WORDS = ("attention", "expert", "image", "fp8")
 OF_SLOTS = "slots become open: the blocks name them"
 FOREIGN_WORDS_PENDING = {
-    "mplug/model/fill.py": OF_SLOTS,
     "mplug/model/offers.py": OF_SLOTS,
     "mplug/model/slot_placement.py": OF_SLOTS,
     "mplug/model/weight_gradients.py": OF_SLOTS,
     "mplug/registry/scaffold.py": "the template of a kernel plugin is a core of attention",
-    "mplug/slot_kinds.py": OF_SLOTS,
 }
 """Files of the host that speak of what only plugins know, and why."""
 

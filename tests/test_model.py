@@ -1,13 +1,14 @@
 """From a plan to memory: initial values, tied parameters, slots and bytes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import mplug_nn
 import pytest
 import torch
-from mplug_nn import MLP, Activation, Attention, DotProductAttention, Dropout, Embedding, Linear, Loss, Norm
+from mplug_nn import MLP, SLOTS, Activation, Attention, DotProductAttention, Dropout, Embedding, Linear, Loss, Norm
 from torch import Tensor, nn
 
 from mplug import (
@@ -25,6 +26,7 @@ from mplug import (
     UsageError,
     Wrap,
     contiguous,
+    set_defaults,
 )
 from mplug.config.binding import Kernels
 from mplug.config.defaults import default_settings
@@ -40,7 +42,6 @@ from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
-from mplug.slot_kinds import KIND_OF
 from mplug.training.assembly import build
 
 V, D, K, FFN = 10, 6, 4, 8
@@ -307,8 +308,10 @@ def test_a_block_with_projections_of_its_own_has_the_slots_of_attention_and_mlp(
 
 def test_the_building_blocks_have_every_slot_that_plugins_can_name_and_no_other() -> None:
     blocks = [getattr(mplug_nn, name) for name in mplug_nn.__all__]
-    own = {slot for block in blocks for slot in getattr(block, "SLOTS", ())}
-    assert own | set(Linear.FUSED_SLOTS) == set(KIND_OF)
+    own = {slot.name: slot for block in blocks for slot in getattr(block, "SLOTS", ())}
+    assert own == SLOTS
+    published = {entry.name: entry.target for entry in Registry().table("slots") if entry.distribution == "mplug-nn"}
+    assert published == {name: slot.kind for name, slot in SLOTS.items()}, "nn/pyproject.toml, or its installed copy"
 
 
 # Slots: selecting. Suppliers are told apart by what they return.
@@ -327,8 +330,17 @@ ALWAYS = answering(True)
 CORE, NORM, GEMM = "Attention.core", "Norm.norm_residual", "Linear.gemm"
 
 
+class Everything:
+    """A module with every slot of the building blocks, each with its default."""
+
+    SLOTS = (*SLOTS.values(),)
+
+    def __init__(self) -> None:
+        set_defaults(self)
+
+
 def site(slot: str, name: str = "blocks.0.part") -> Site:
-    return Site(role_of(name), slot, None, name)
+    return Site(role_of(name), slot, Everything(), name)
 
 
 def offer(plugin: str, *slots: str, supports: Any = ALWAYS) -> Offer:
@@ -343,25 +355,29 @@ def chosen(default: str | None = None, **kinds: str | None) -> Kernels:
     return Kernels(kinds, default)
 
 
+def selected(there: list[Site], offers: list[Offer | Wrap], kernels: Kernels, run: Any) -> Selection:
+    return select(there, offers, kernels, run, known=SLOTS)
+
+
 def suppliers(selection: Selection) -> list[str]:
     return [filled.supplier for filled in selection.filled]
 
 
-def test_a_slot_that_does_not_exist_is_an_error_that_suggests_one() -> None:
-    for offered in (lambda: offer("kernels/fast", "Attention.cor"), lambda: wrap("parallel/cp", "Attention.cor")):
-        with pytest.raises(ValueError, match=r"'Attention\.cor' is not a slot; did you mean 'Attention\.core'"):
-            offered()
+def test_a_slot_that_nothing_declares_is_an_error_that_names_the_plugin_and_suggests_one() -> None:
+    for offered in (offer("kernels/fast", "Attention.cor"), wrap("parallel/cp", "Attention.cor")):
+        with pytest.raises(UsageError, match=rf"^{offered.plugin} offers .*'Attention\.cor'.*mean 'Attention\.core'"):
+            fill(toy(), chosen(), [offered])
 
 
 def test_without_offers_every_site_is_plain_torch() -> None:
-    selection = select([site(CORE), site(NORM)], [], chosen(), RUN)
+    selection = selected([site(CORE), site(NORM)], [], chosen(), RUN)
     assert suppliers(selection) == ["plain torch"] * 2
     assert selection.unmet == []
 
 
 def test_a_kernel_fills_the_kind_that_the_config_names_it_for_and_no_other() -> None:
     offers = [offer("kernels/fast", CORE), offer("kernels/fast", NORM), offer("kernels/other", CORE)]
-    selection = select([site(CORE), site(NORM)], offers, chosen(attention="kernels/fast"), RUN)
+    selection = selected([site(CORE), site(NORM)], offers, chosen(attention="kernels/fast"), RUN)
     assert suppliers(selection) == ["kernels/fast", "plain torch"]
     assert selection.unmet == []
 
@@ -369,19 +385,19 @@ def test_a_kernel_fills_the_kind_that_the_config_names_it_for_and_no_other() -> 
 def test_a_default_kernel_fills_every_slot_that_it_can_except_the_kinds_that_are_named() -> None:
     offers = [offer("kernels/fast", CORE), offer("kernels/all", CORE), offer("kernels/all", NORM)]
     there = [site(CORE), site(NORM), site(GEMM)]
-    selection = select(there, offers, chosen("kernels/all", attention="kernels/fast"), RUN)
+    selection = selected(there, offers, chosen("kernels/all", attention="kernels/fast"), RUN)
     assert suppliers(selection) == ["kernels/fast", "kernels/all", "plain torch"]
     assert selection.unmet == []
-    assert suppliers(select(there, offers, chosen("kernels/all", attention=None), RUN))[0] == "plain torch"
+    assert suppliers(selected(there, offers, chosen("kernels/all", attention=None), RUN))[0] == "plain torch"
 
 
 def test_a_kernel_that_is_named_and_fills_nothing_is_told() -> None:
     """It supplies a slot of the kind, and the model has only another of it."""
     wide, narrow = "Attention.prepare_qkv", "Attention.prepare_qk"
     for there, unmet in ([site(narrow)], 1), ([site(narrow), site(wide)], 0), ([site(CORE)], 0):
-        selection = select(there, [offer("kernels/fast", wide)], chosen(qk="kernels/fast"), RUN)
+        selection = selected(there, [offer("kernels/fast", wide)], chosen(qk="kernels/fast"), RUN)
         assert len(selection.unmet) == unmet
-    told = select([site(narrow)], [offer("kernels/fast", wide)], chosen(qk="kernels/fast"), RUN).unmet
+    told = selected([site(narrow)], [offer("kernels/fast", wide)], chosen(qk="kernels/fast"), RUN).unmet
     assert str(told[0]) == (
         "kernels/fast cannot serve Attention.prepare_qk of 'blocks.*.part': it fills none of the slots of the kind "
         "'qk' that this model has"
@@ -389,18 +405,18 @@ def test_a_kernel_that_is_named_and_fills_nothing_is_told() -> None:
 
 
 def test_a_strategys_offer_always_counts() -> None:
-    assert suppliers(select([site(GEMM)], [offer("parallel/tp", GEMM)], chosen(), RUN)) == ["parallel/tp"]
+    assert suppliers(selected([site(GEMM)], [offer("parallel/tp", GEMM)], chosen(), RUN)) == ["parallel/tp"]
 
 
 def test_an_offer_of_several_slots_fills_them_all_where_it_is_named_for_all() -> None:
     fused = offer("kernels/fused", NORM, GEMM)
-    selection = select([site(NORM), site(GEMM)], [fused], chosen(norm="kernels/fused", linear="kernels/fused"), RUN)
+    selection = selected([site(NORM), site(GEMM)], [fused], chosen(norm="kernels/fused", linear="kernels/fused"), RUN)
     assert suppliers(selection) == ["kernels/fused"] * 2
     assert all(filled.offer is fused for filled in selection.filled)
 
 
 def test_an_offer_of_several_slots_fills_none_where_it_is_named_for_some_and_the_run_is_told() -> None:
-    selection = select(
+    selection = selected(
         [site(NORM), site(GEMM)], [offer("kernels/fused", NORM, GEMM)], chosen(norm="kernels/fused"), RUN
     )
     assert suppliers(selection) == ["plain torch"] * 2
@@ -417,32 +433,32 @@ def test_an_offer_of_several_slots_fills_none_where_it_is_named_for_some_and_the
 )
 def test_two_suppliers_of_one_slot_are_refused_naming_both(one: str, other: str, kernels: Kernels) -> None:
     with pytest.raises(UsageError, match=f"{one} and {other}.*Linear.gemm.*blocks.*part"):
-        select([site(GEMM)], [offer(one, GEMM), offer(other, GEMM)], kernels, RUN)
+        selected([site(GEMM)], [offer(one, GEMM), offer(other, GEMM)], kernels, RUN)
 
 
 def test_a_supplier_that_cannot_does_not_conflict() -> None:
     refusing = offer("kernels/fast", GEMM, supports=answering("it needs another chip"))
-    selection = select([site(GEMM)], [refusing, offer("parallel/tp", GEMM)], chosen(linear="kernels/fast"), RUN)
+    selection = selected([site(GEMM)], [refusing, offer("parallel/tp", GEMM)], chosen(linear="kernels/fast"), RUN)
     assert suppliers(selection) == ["parallel/tp"]
 
 
 def test_a_named_kernel_that_cannot_is_unmet_with_its_reason() -> None:
     refusing = offer("kernels/fast", CORE, supports=answering("it needs another chip"))
-    (unmet,) = select([site(CORE)], [refusing], chosen(attention="kernels/fast"), RUN).unmet
+    (unmet,) = selected([site(CORE)], [refusing], chosen(attention="kernels/fast"), RUN).unmet
     assert (unmet.kind, unmet.plugin) == ("attention", "kernels/fast")
     for words in ("kernels/fast", "Attention.core", "blocks.*.part", "it needs another chip"):
         assert words in str(unmet)
 
 
 def test_a_named_kernel_without_an_offer_of_the_kind_is_unmet() -> None:
-    selection = select([site(CORE)], [offer("kernels/fast", NORM)], chosen(attention="kernels/fast"), RUN)
+    selection = selected([site(CORE)], [offer("kernels/fast", NORM)], chosen(attention="kernels/fast"), RUN)
     assert [(unmet.kind, unmet.plugin) for unmet in selection.unmet] == [("attention", "kernels/fast")]
 
 
 def test_sites_that_are_none_of_a_suppliers_business_stay_in_plain_torch() -> None:
     only_first = offer("kernels/fast", CORE, supports=lambda site, _: site.name == "blocks.0.attn")
     there = [site(CORE, "blocks.0.attn"), site(CORE, "blocks.1.attn")]
-    selection = select(there, [only_first], chosen(attention="kernels/fast"), RUN)
+    selection = selected(there, [only_first], chosen(attention="kernels/fast"), RUN)
     assert suppliers(selection) == ["kernels/fast", "plain torch"]
     assert selection.unmet == []
 
@@ -454,15 +470,15 @@ def test_wraps_are_ordered_by_layer_whoever_offers_them_first() -> None:
         wrap("parallel/c", CORE, -1),
         wrap("parallel/d", NORM),
     ]
-    (filled,) = select([site(CORE)], offers, chosen(), RUN).filled
+    (filled,) = selected([site(CORE)], offers, chosen(), RUN).filled
     assert [wrap.plugin for wrap in filled.wraps] == ["parallel/c", "parallel/b", "parallel/a"]
 
 
 def test_two_plugins_that_wrap_a_slot_at_one_layer_are_refused_naming_both() -> None:
     offers = [wrap("parallel/a", CORE, 5), wrap("parallel/b", CORE, 5)]
     with pytest.raises(UsageError, match=r"parallel/a and parallel/b both wrap Attention\.core of .* at layer 5"):
-        select([site(CORE)], offers, chosen(), RUN)
-    assert len(select([site(CORE)], [wrap("parallel/a", CORE, 5)] * 2, chosen(), RUN).filled[0].wraps) == 2
+        selected([site(CORE)], offers, chosen(), RUN)
+    assert len(selected([site(CORE)], [wrap("parallel/a", CORE, 5)] * 2, chosen(), RUN).filled[0].wraps) == 2
 
 
 def test_what_wraps_need_is_asked_of_the_supplier() -> None:
@@ -473,15 +489,14 @@ def test_what_wraps_need_is_asked_of_the_supplier() -> None:
         return "no log-sum-exp" if "lse" in site.needs else True
 
     offers = [wrap("parallel/cp", CORE, needs=("lse",)), wrap("parallel/x", CORE, 1, needs=("varlen",))]
-    selection = select(
-        [site(CORE)], [*offers, offer("kernels/fast", CORE, supports=supports)], chosen(attention="kernels/fast"), RUN
-    )
+    fast = replace(offer("kernels/fast", CORE, supports=supports), serves={"lse", "varlen"})
+    selection = selected([site(CORE)], [*offers, fast], chosen(attention="kernels/fast"), RUN)
     assert asked == [frozenset({"lse", "varlen"})]
     assert [unmet.reason for unmet in selection.unmet] == ["no log-sum-exp"]
 
 
 def test_plain_torch_does_not_offer_what_wraps_need_either() -> None:
-    (unmet,) = select([site(CORE)], [wrap("parallel/cp", CORE, needs=("lse",))], chosen(), RUN).unmet
+    (unmet,) = selected([site(CORE)], [wrap("parallel/cp", CORE, needs=("lse",))], chosen(), RUN).unmet
     assert "lse" in str(unmet)
 
 
@@ -489,11 +504,11 @@ def test_plain_torch_does_not_offer_what_wraps_need_either() -> None:
 def test_a_wrap_that_does_not_apply_is_left_out_and_one_that_cannot_is_unmet(number: int) -> None:
     there = [site(CORE, f"blocks.{n}.attn") for n in range(number)]
     left_out = wrap("parallel/a", CORE, needs=("lse",), supports=answering(False))
-    selection = select(there, [left_out], chosen(), RUN)
+    selection = selected(there, [left_out], chosen(), RUN)
     assert [filled.wraps for filled in selection.filled] == [()] * number
     assert selection.unmet == []
     refused = wrap("parallel/a", CORE, supports=answering("the sequence is odd"))
-    assert {(unmet.plugin, unmet.reason) for unmet in select(there, [refused], chosen(), RUN).unmet} == {
+    assert {(unmet.plugin, unmet.reason) for unmet in selected(there, [refused], chosen(), RUN).unmet} == {
         ("parallel/a", "the sequence is odd")
     }
 
@@ -505,17 +520,17 @@ NARROW, WIDE = "Attention.prepare_qk", "Attention.prepare_qkv"
 def test_what_a_strategy_puts_into_a_slot_is_not_lost_in_a_wider_one(lost: Offer | Wrap) -> None:
     there, fused = [site(NARROW), site(WIDE)], offer("kernels/fused", WIDE)
     with pytest.raises(UsageError, match=r"kernels/fused replaces .*prepare_qkv.*parallel/x.*set kernels\.qk=null"):
-        select(there, [lost, fused], chosen(qk="kernels/fused"), RUN)
-    assert "kernels/fused" not in suppliers(select(there, [lost, fused], chosen(), RUN))
+        selected(there, [lost, fused], chosen(qk="kernels/fused"), RUN)
+    assert "kernels/fused" not in suppliers(selected(there, [lost, fused], chosen(), RUN))
     elsewhere = [site(NARROW, "blocks.1.attn"), site(WIDE, "blocks.0.attn")]
-    assert "kernels/fused" in suppliers(select(elsewhere, [lost, fused], chosen(qk="kernels/fused"), RUN))
+    assert "kernels/fused" in suppliers(selected(elsewhere, [lost, fused], chosen(qk="kernels/fused"), RUN))
 
 
 def test_a_kernel_may_fill_a_slot_and_the_wider_one_around_it_and_the_default_one_yields() -> None:
     there, both = [site(NARROW), site(WIDE)], [offer("kernels/all", NARROW), offer("kernels/all", WIDE)]
-    assert suppliers(select(there, both, chosen("kernels/all"), RUN)) == ["kernels/all"] * 2
+    assert suppliers(selected(there, both, chosen("kernels/all"), RUN)) == ["kernels/all"] * 2
     fused = offer("parallel/x", WIDE)
-    assert suppliers(select(there, [both[0], fused], chosen("kernels/all"), RUN)) == ["kernels/all", "parallel/x"]
+    assert suppliers(selected(there, [both[0], fused], chosen("kernels/all"), RUN)) == ["kernels/all", "parallel/x"]
 
 
 @pytest.mark.parametrize("slot", ["up.Linear.gemm", "up.Linear.scatter", "down.Linear.gather", "down.Linear.gemm"])
@@ -533,7 +548,7 @@ def test_what_is_put_into_a_part_of_a_module_is_not_lost_in_the_slot_around_it(
         rf"run; set kernels\.mlp"
     )
     with pytest.raises(UsageError, match=message):
-        select(there, [put("parallel/x", slot), fused], chosen(mlp="kernels/f"), RUN)
+        selected(there, [put("parallel/x", slot), fused], chosen(mlp="kernels/f"), RUN)
 
 
 @pytest.mark.parametrize(
@@ -542,7 +557,7 @@ def test_what_is_put_into_a_part_of_a_module_is_not_lost_in_the_slot_around_it(
 def test_a_wider_slot_leaves_what_is_around_it_and_what_is_elsewhere(at: str) -> None:
     name, _, slot = at.partition(" ")
     there, fused = [site("MLP.core", "blocks.0.mlp"), site(slot, f"blocks.0.{name}")], offer("kernels/f", "MLP.core")
-    selection = select(there, [offer("parallel/x", slot), fused], chosen(mlp="kernels/f"), RUN)
+    selection = selected(there, [offer("parallel/x", slot), fused], chosen(mlp="kernels/f"), RUN)
     assert suppliers(selection) == ["kernels/f", "parallel/x"]
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from mplug_nn import MLP, Attention, DotProductAttention, Dropout, Embedding, Gemm, Linear, Loss, Norm
 from mplug_nn import loss as loss_module
-from mplug_nn.attention import attention, prepare_qk, rotate
+from mplug_nn.attention import prepare_qk, rotate
+from plain_attention import attend
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -239,7 +240,7 @@ def attend_by_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def test_the_attention_core_is_the_formula_with_query_heads_sharing_kv_heads_in_order(heads: int, groups: int) -> None:
     q, k, v = (drawn(B, S, n, 6, seed=n + i).requires_grad_() for i, n in enumerate((heads, groups, groups)))
     copies = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    y, expected = attention(q, k, v, scale=0.3), attend_by_rows(*copies, scale=0.3)
+    y, expected = attend(q, k, v, scale=0.3), attend_by_rows(*copies, scale=0.3)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     grad = drawn(*y.shape, seed=5)
     y.backward(grad)
@@ -634,20 +635,20 @@ def test_attention_dropout_does_not_depend_on_the_batch_or_on_what_follows() -> 
     q, k, v = (drawn(6, S, 2, 4, seed=seed) for seed in range(3))
     keys = torch.arange(6) * 31
 
-    def attend(rows: slice, length: int) -> Tensor:
+    def part(rows: slice, length: int) -> Tensor:
         cut = [x[rows, :length] for x in (q, k, v)]
-        return attention(*cut, scale=0.5, dropout=0.5, keys=keys[rows])
+        return attend(*cut, scale=0.5, dropout=0.5, keys=keys[rows])
 
-    whole = attend(slice(None), S)
-    torch.testing.assert_close(attend(slice(2, 4), S), whole[2:4])
-    torch.testing.assert_close(attend(slice(None), 3), whole[:, :3])
+    whole = part(slice(None), S)
+    torch.testing.assert_close(part(slice(2, 4), S), whole[2:4])
+    torch.testing.assert_close(part(slice(None), 3), whole[:, :3])
 
 
 def test_attention_dropout_drops_weights_and_is_right_on_average() -> None:
     n, p = 4000, 0.3
     q, k = torch.zeros(n, 2, 2, 4), torch.zeros(n, 2, 2, 4)
     v = torch.eye(2, 4)[None, :, None].expand(n, 2, 2, 4)  # a weight is a coordinate of the result
-    weights = attention(q, k, v, scale=1.0, dropout=p, keys=mix(torch.arange(n)))
+    weights = attend(q, k, v, scale=1.0, dropout=p, keys=mix(torch.arange(n)))
     last = weights[:, 1, :, :2].double()
     assert last.unique().tolist() == pytest.approx([0.0, 0.5 / 0.7])
     assert float((last > 0).double().mean()) == pytest.approx(1 - p, abs=5 * math.sqrt(p * (1 - p) / last.numel()))

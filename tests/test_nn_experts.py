@@ -179,7 +179,7 @@ def test_experts_call_what_fills_their_slots() -> None:
         setattr(experts, name, told(name))
     experts(drawn(3, D), torch.tensor([[0], [2], [0]]), torch.ones(3, 1, dtype=torch.float64))
     assert called == ["dispatch", "compute", "activation", "combine"]
-    assert {slot.partition(".")[2] for slot in Experts.SLOTS} == {*called, "product"}
+    assert {slot.attribute for slot in Experts.SLOTS} == {*called, "product"}
 
 
 def test_experts_multiply_by_the_product_in_their_slot_and_by_its_copies() -> None:

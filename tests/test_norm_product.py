@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from mplug_nn import MLP, Attention, Boundary, Collective, DenseBlock, Inputs, Linear, Narrow, Norm, Projected, Prologue
-from mplug_nn.fusible import fusibles
 from mplug_nn.prologue import ACTIVATION_PRODUCT, FUSED_SLOTS, NORM_PRODUCT, apply_fused
 from mplug_testing import run_workers
 from mplug_testing.buffer_trials import BufferTrial
@@ -24,6 +23,7 @@ from mplug.config.binding import Kernels
 from mplug.model.build import build_model
 from mplug.model.fill import sites
 from mplug.model.selection import select
+from mplug.slots import fusibles
 from mplug.tensors.sink import Weights
 from mplug.tensors.slot_buffers import hold
 
@@ -236,7 +236,7 @@ def test_the_suite_calls_a_supplier_with_a_prologue_that_it_computes(plant: Plan
     offer: Offer = replace(
         Remembering(Remembering.Config()).offer()[1],
         suppliers={ACTIVATION_PRODUCT: Gated()},
-        supports=lambda site, _: site.lacking({"swiglu"}) or True,
+        serves={"swiglu"},
     )
 
     class Checks(BufferChecks):
@@ -318,8 +318,10 @@ def test_a_norm_of_another_plugin_that_would_never_run_is_refused(plant: Plant) 
 def test_the_supplier_of_a_whole_mlp_replaces_the_default_kernels_fusions_and_the_norm_runs() -> None:
     with torch.device("meta"):
         own = block()
-    everywhere = {slot: Offer({slot: object()}, _always, plugin="kernels/all") for slot in (*FUSED_SLOTS, NORM)}
-    core = Offer({"MLP.core": object()}, _always, plugin="kernels/whole")
+    serves = {"layernorm", "rmsnorm", "gelu"}
+    slots = (*FUSED_SLOTS, NORM)
+    everywhere = {slot: Offer({slot: object()}, serves=serves, plugin="kernels/all") for slot in slots}
+    core = Offer({"MLP.core": object()}, plugin="kernels/whole")
 
     def suppliers(kinds: dict[str, str | None], default: str | None) -> dict[tuple[str, str], str]:
         found = select(sites(own), [*everywhere.values(), core], Kernels(kinds, default), None)  # type: ignore[arg-type]
@@ -332,10 +334,6 @@ def test_the_supplier_of_a_whole_mlp_replaces_the_default_kernels_fusions_and_th
     named = dict.fromkeys(("norm_product", "activation_product"), "kernels/all")
     with pytest.raises(UsageError, match=r"kernels/all puts into Linear\.norm_product would never run"):
         suppliers({"mlp": "kernels/whole", **named}, None)
-
-
-def _always(site: Any, run: Any) -> bool | str:
-    return site.lacking(["layernorm", "rmsnorm", "gelu"]) or True
 
 
 def test_a_kind_of_norm_that_a_supplier_does_not_know_is_refused(plant: Plant) -> None:

@@ -24,7 +24,6 @@ from mplug_nn import (
     operator,
     packed_heads_of,
 )
-from mplug_nn.arguments import by_either
 from mplug_nn.attention import DOT_PRODUCT, prepare_qk, prepare_qkv, scaled_dot_product
 from mplug_nn.cache import CacheSize
 from mplug_nn.parts import PLAIN_PARTS
@@ -37,9 +36,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
-from mplug import Offer, Site
-from mplug.model.fill import _wrapped
-from mplug.model.offers import Filled
+from mplug import Offer
 from mplug.model.tracer import prepare_compiler
 
 B, S, H, G, K, D = 2, 7, 4, 2, 8, 24
@@ -266,7 +263,6 @@ AROUND: dict[str, Callable[[Attention], None]] = {
     "a wrap around prepare_qkv": in_place_of("prepare_qkv", wrapped_qkv),
     "a wrap around prepare_qk": in_place_of("prepare_qk", wrapped_qk),
     "a wrap around the core": lambda module: setattr(module, "core", changed(module.core)),
-    "an adapter around the core": lambda module: setattr(module, "core", by_either(module.core)),
 }
 
 
@@ -335,11 +331,10 @@ def test_the_host_puts_the_marked_core_into_its_own_blocks_only() -> None:
         """May call its core in another way."""
 
     core, packed = acme()
-    found = {}
-    for kind in (Attention, Own):
-        site = Site("blocks.*.attn", "Attention.core", attention(made=kind), "blocks.0.attn")
-        found[kind] = packed_heads_of(_wrapped(Filled(site, Offer({"Attention.core": core})), core))
-    assert found == {Attention: packed, Own: None}
+    outcome(attention(core, made=Own))
+    assert packed.calls == 0
+    outcome(attention(core))
+    assert packed.calls == 1
 
 
 def test_it_serves_only_needs_that_it_offers() -> None:

@@ -210,13 +210,13 @@ def test_a_stage_whose_products_are_all_base_modules_needs_no_kernel(plant: Plan
         assert len(filled) == number
 
 
-def test_a_supplier_of_the_wider_slot_that_does_not_know_the_recipe_is_refused(plant: Plant) -> None:
+def test_a_supplier_of_the_wider_slot_that_does_not_declare_the_recipe_is_refused(plant: Plant) -> None:
     plant("nova-tinto")
     run = tiny_run(TINTO)
     model = build_model(run)
     site = next(one.site for one in model.slots if one.site.slot == "MLP.core" and one.site.name == "blocks.1.mlp")
     careless = mplug.Offer({"MLP.core": lambda *_: None}, lambda *_: True, plugin="kernels/careless")
-    assert "accepts every need, even an unknown one" in str(careless.answer(site, run))
+    assert str(careless.answer(site, run)).startswith("it does not offer recipe")
 
 
 def test_base_modules_of_a_plan_are_the_ends_of_every_row_of_units() -> None:
@@ -314,8 +314,8 @@ FAULTS: dict[str, tuple[str, str, Callable[[PrecisionSuite], None], str]] = {
         "differs from fp64",
     ),
     "products without a supplier": (
-        "if need not in site.needs:",
-        "if need in site.needs:",
+        "serves=need, requires=need",
+        "serves=need, requires=frozenset({'another'})",
         PrecisionSuite.test_every_product_of_its_recipe_has_a_supplier,
         "cannot serve Linear.gemm",
     ),

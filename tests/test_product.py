@@ -297,25 +297,26 @@ def selected(*offers: Any, recipe: str = "") -> tuple[dict[str, Filled], list[st
     """The content of the slots of one linear layer, whose products need a recipe, and what is not met."""
     sites = [
         Site("blocks.*.up", slot, Linear(I_, O_), "blocks.0.up", frozenset([recipe] if recipe and not end else ()))
-        for slot, end in zip(Linear.SLOTS, (False, False, True, True), strict=True)
+        for slot, end in (
+            ("Linear.product", False),
+            ("Linear.gemm", False),
+            ("Linear.gather", True),
+            ("Linear.scatter", True),
+        )
     ]
     kernels = Kernels({"linear": "kernels/whole"}, default=None)
     found = select(sites, offers, kernels, None)  # type: ignore[arg-type]
     return {one.site.slot: one for one in found.filled}, [str(one) for one in found.unmet]
 
 
-def serving(recipe: str = "") -> Callable[[Site, Any], bool | str]:
-    return lambda site, _: site.lacking([recipe]) or True
-
-
 def test_a_need_of_a_gemm_is_met_by_the_product_that_replaces_it() -> None:
-    whole = Offer({"Linear.product": Doubled()}, serving("recipe 'r'"), plugin="kernels/whole")
+    whole = Offer({"Linear.product": Doubled()}, serves={"recipe 'r'"}, plugin="kernels/whole")
     filled, unmet = selected(whole, recipe="recipe 'r'")
     assert filled["Linear.product"].offer is whole
     assert unmet == []
-    gemm = Offer({"Linear.gemm": Gemm()}, serving("recipe 'r'"), plugin="kernels/whole")
+    gemm = Offer({"Linear.gemm": Gemm()}, serves={"recipe 'r'"}, plugin="kernels/whole")
     assert selected(gemm, recipe="recipe 'r'")[1] == []
-    (told,) = selected(replace(gemm, supports=serving()), recipe="recipe 'r'")[1]
+    (told,) = selected(replace(gemm, serves=frozenset()), recipe="recipe 'r'")[1]
     assert told.startswith("kernels/whole cannot serve Linear.gemm of 'blocks.*.up'")
 
 
@@ -323,27 +324,29 @@ def test_a_gemm_that_the_product_never_calls_is_refused() -> None:
     class Calling(Doubled):
         calls = ("Linear.gemm",)
 
-    gemm = Offer({"Linear.gemm": Gemm()}, serving(), plugin="parallel/strategy")
+    gemm = Offer({"Linear.gemm": Gemm()}, plugin="parallel/strategy")
     with pytest.raises(UsageError, match=r"parallel/strategy puts into Linear\.gemm would never run"):
-        selected(Offer({"Linear.product": Doubled()}, serving(), plugin="kernels/whole"), gemm)
-    filled, unmet = selected(Offer({"Linear.product": Calling()}, serving(), plugin="kernels/whole"), gemm)
+        selected(Offer({"Linear.product": Doubled()}, plugin="kernels/whole"), gemm)
+    filled, unmet = selected(Offer({"Linear.product": Calling()}, plugin="kernels/whole"), gemm)
     assert filled["Linear.gemm"].offer is gemm
     assert unmet == []
 
 
 def test_a_fallback_gives_way_to_a_kernel_that_the_config_names() -> None:
-    own = Offer({"Linear.product": Doubled()}, serving(), plugin="parallel/strategy", fallback=True)
-    named = Offer({"Linear.product": Doubled()}, serving(), plugin="kernels/whole")
+    own = Offer({"Linear.product": Doubled()}, plugin="parallel/strategy", fallback=True)
+    named = Offer({"Linear.product": Doubled()}, plugin="kernels/whole")
     assert selected(own)[0]["Linear.product"].offer is own
     assert selected(own, named)[0]["Linear.product"].offer is named
-    gemm = Offer({"Linear.gemm": Gemm()}, serving("recipe 'r'"), plugin="kernels/whole")
+    gemm = Offer({"Linear.gemm": Gemm()}, serves={"recipe 'r'"}, plugin="kernels/whole")
     filled, unmet = selected(own, gemm, recipe="recipe 'r'")
     assert filled["Linear.product"].offer is None
     assert unmet == []
 
 
 def test_a_need_that_a_product_refuses_is_reported_once() -> None:
-    whole = Offer({"Linear.product": Doubled()}, lambda *_: "it needs a GPU", plugin="kernels/whole")
+    whole = Offer(
+        {"Linear.product": Doubled()}, lambda *_: "it needs a GPU", plugin="kernels/whole", serves={"recipe 'r'"}
+    )
     assert selected(whole, recipe="recipe 'r'")[1] == [
         "kernels/whole cannot serve Linear.product of 'blocks.*.up': it needs a GPU"
     ]
@@ -355,8 +358,8 @@ def test_a_fallback_gives_way_to_the_supplier_of_a_wider_slot() -> None:
         Site("blocks.*.mlp", "MLP.core", mlp, "blocks.0.mlp"),
         Site("blocks.*.mlp.up", "Linear.product", mlp.up, "blocks.0.mlp.up"),
     ]
-    own = Offer({"Linear.product": Doubled()}, serving(), plugin="parallel/strategy", fallback=True)
-    core = Offer({"MLP.core": mlp.core}, serving(), plugin="kernels/whole")
+    own = Offer({"Linear.product": Doubled()}, plugin="parallel/strategy", fallback=True)
+    core = Offer({"MLP.core": mlp.core}, plugin="kernels/whole")
 
     def suppliers(*offers: Offer) -> list[str]:
         kernels = Kernels({"mlp": "kernels/whole"} if len(offers) > 1 else {}, default=None)

@@ -12,8 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from click.testing import CliRunner
+from mplug_nn import Attention
 from mplug_testing.harness import tiny_config
 
 from mplug.cli.plugins import command as plugins_command
@@ -444,7 +446,9 @@ def test_what_a_wrap_needs_is_asked_of_every_kernel(cli: Cli, installed: Path, t
 
 def test_kernels_that_do_not_answer_in_time_are_named_and_not_taken_for_unable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alternatives, "TIMEOUT", 0.0)
-    site = Site("blocks.*.attn", "Attention.core", None, "blocks.0.attn")
+    with torch.device("meta"):
+        module = Attention(8, 2, 2, 4, bias=False, qk_norm=False, theta=None)
+    site = Site("blocks.*.attn", "Attention.core", module, "blocks.0.attn")
     told = alternatives.kernels_that_would_do(tiny_config({}), Unmet("kernels/sdpa", site, "it may not"), can_be_built)
     assert "flex" in told.partition(" gave no answer within 0 s")[0]
     assert told.endswith(

@@ -3,7 +3,6 @@
 B batch, S queries, T keys, H query heads, G KV heads, K head dim.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,10 +11,7 @@ from typing import Any
 import pytest
 import torch
 from mplug_nn import Attention, AttentionInputs, AttentionSpec, scaled_dot_product
-from mplug_nn.arguments import by_arguments, by_either, by_specification, takes_specification, wrapped
-from mplug_nn.attention import ATTENTION, DOT_PRODUCT, attention
-from mplug_nn.core import parts_of
-from mplug_nn.parts import PLAIN_PARTS
+from mplug_nn.attention import needs_of_specification
 from torch import Tensor, nn
 
 from mplug import Offer, Site, Wrap
@@ -161,7 +157,7 @@ class Kernels:
 def selected(offers: list[Offer | Wrap], default: str | None = None, **asked: Any) -> Selection:
     with torch.device("meta"):
         module = Attention(8, 2, 2, 4, bias=False, qk_norm=False, theta=None, **asked)
-    site = Site("attn", "Attention.core", module, "attn", module.needs("Attention.core", ()))
+    site = Site("attn", "Attention.core", module, "attn", needs_of_specification(module, ()))
     return select([site], offers, Kernels(default), None)  # type: ignore[arg-type]
 
 
@@ -190,95 +186,15 @@ def test_who_calls_again_what_is_inside_serves_everything() -> None:
     assert unmet(Wrap("Attention.core", unchanged, 1000, plugin="memory/x"), sinks=True) == []
 
 
-def test_a_supplier_that_says_yes_to_needs_that_do_not_exist_is_not_believed() -> None:
-    offer = Offer({"Attention.core": attention}, plugin="kernels/x")
+def test_a_supplier_that_does_not_declare_a_need_is_refused_without_being_asked() -> None:
+    offer = Offer({"Attention.core": scaled_dot_product}, plugin="kernels/x")
     selection = selected([offer], "kernels/x")
     assert selection.filled[0].offer is offer
     selection = selected([offer], "kernels/x", attention_bias="alibi")
-    assert [one.reason for one in selection.unmet] == [
-        "the site needs alibi bias, and the plugin's `supports` accepts every need, even an unknown one"
-    ]
+    assert [one.reason for one in selection.unmet] == ["it does not offer alibi bias"]
 
 
-# Version 0.1.
-
-
-def old_core(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0, keys: Any = None, first_head: int = 0
-) -> Tensor:
-    return attention(q, k, v, scale=scale, dropout=dropout, keys=keys, first_head=first_head)
-
-
-def old_wrap(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def core(q: Tensor, k: Tensor, v: Tensor, *, first_head: int = 0, **named: Any) -> Tensor:
-        return 2 * inner(q, k, v, first_head=first_head + 1, **named)
-
-    return core
-
-
-def test_cores_and_wraps_of_version_0_1_are_called_as_they_were() -> None:
-    qkv, keys = given(SPEC)[0], torch.tensor([5, 6])
-    spec = replace(SPEC, dropout=0.5)
-    expected = scaled_dot_product(*qkv, spec, AttentionInputs(keys, first_head=1))
-    for core in (old_core, scaled_dot_product):
-        inner = by_specification(core)
-        assert takes_specification(inner)
-        around = wrapped(old_wrap, inner)
-        assert takes_specification(around)
-        found = around(*qkv, spec, AttentionInputs(keys, num_heads=H))
-        torch.testing.assert_close(found, 2 * expected)
-    torch.testing.assert_close(
-        by_arguments(scaled_dot_product)(*qkv, scale=0.7, dropout=0.5, keys=keys, first_head=1), expected
-    )
-
-
-def test_a_core_may_call_its_arguments_what_it_likes() -> None:
-    def ignoring(q: Tensor, k: Tensor, v: Tensor, _spec: AttentionSpec, _inputs: AttentionInputs) -> Tensor:
-        return v
-
-    def positional(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float = 0.0, keys: Any = None) -> Tensor:
-        return v
-
-    assert takes_specification(ignoring)
-    assert not takes_specification(positional), "version 0.1 named these arguments, wherever they stand"
-
-
-def test_documents_and_full_attention_reach_a_core_of_version_0_1() -> None:
-    spec = replace(SPEC, documents=True, causal=False)
-    qkv, inputs = given(spec)
-    expected = scaled_dot_product(*qkv, spec, inputs)
-    torch.testing.assert_close(by_specification(attention)(*qkv, spec, inputs), expected)
-
-
-def test_what_stands_between_has_the_parts_of_the_core() -> None:
-    assert parts_of(by_specification(ATTENTION)) is PLAIN_PARTS
-    assert parts_of(by_arguments(DOT_PRODUCT)) is PLAIN_PARTS
-
-
-def test_what_keyword_arguments_cannot_say_is_refused_and_never_dropped() -> None:
-    needs = replace(SPEC, window=4, documents=True).needs
-    for make in (lambda: by_specification(old_core, needs), lambda: wrapped(old_wrap, scaled_dot_product, needs)):
-        with pytest.raises(ValueError, match=r"takes keyword arguments, which cannot say window$"):
-            make()
-    qkv = given(SPEC)[0]
-    with pytest.raises(ValueError, match="cannot say attention sinks"):
-        by_specification(old_core)(*qkv, replace(SPEC, sinks=True), AttentionInputs())
-
-
-def test_a_wrap_that_wears_the_name_of_what_it_wraps_is_known_by_its_own_signature() -> None:
-    def around(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return functools.wraps(inner)(old_wrap(inner))
-
-    qkv = given(SPEC)[0]
-    found = wrapped(around, scaled_dot_product)(*qkv, SPEC, AttentionInputs())
-    torch.testing.assert_close(found, 2 * scaled_dot_product(*qkv, SPEC, AttentionInputs(first_head=1)))
-
-
-def test_a_block_that_calls_its_core_as_version_0_1_did_may_go_on() -> None:
-    qkv = given(SPEC)[0]
-    either = by_either(scaled_dot_product)
-    for found in (either(*qkv, SPEC, AttentionInputs()), either(*qkv, scale=0.7)):
-        torch.testing.assert_close(found, scaled_dot_product(*qkv, SPEC))
+# Needs.
 
 
 def test_a_module_that_states_a_specification_need_not_repeat_it_as_needs() -> None:
@@ -291,8 +207,3 @@ def test_a_module_that_states_a_specification_need_not_repeat_it_as_needs() -> N
     found = {site.slot: site.needs for site in sites(module, ("document_lengths",))}
     assert found["Attention.core"] == {"window", "document_lengths"}
     assert found["Attention.prepare_qk"] == frozenset()
-
-
-def test_a_core_that_takes_a_specification_is_left_as_it_is() -> None:
-    assert by_specification(scaled_dot_product) is scaled_dot_product
-    assert wrapped(unchanged, scaled_dot_product) is scaled_dot_product

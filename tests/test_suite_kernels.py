@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from mplug_nn import SLOTS as ALL_SLOTS
 from mplug_nn import AttentionInputs, AttentionSpec, Gemm
-from mplug_nn.attention import attention, prepare_qk, prepare_qkv, scaled_dot_product
+from mplug_nn.attention import prepare_qk, prepare_qkv, scaled_dot_product
 from mplug_nn.experts import combine, compute, dispatch
 from mplug_nn.loss import cross_entropy
 from mplug_nn.mlp import activation
@@ -18,8 +19,6 @@ from mplug_testing import Fault, KernelSuite
 from mplug_testing.kernel_cases import cases
 from mplug_testing.trials import Trial, own_dropout_fault
 from torch import Tensor
-
-from mplug.slot_kinds import KIND_OF
 
 PACKAGE = Path(__file__).parent / "third_party" / "nova-ringo"
 Suite: type[KernelSuite] = runpy.run_path(str(PACKAGE / "tests" / "test_ringo.py"))["TestRingo"]
@@ -170,18 +169,11 @@ FAULTS = {
         ("dropout by the samples' keys", "the output has an error of"),
     ),
     "it claims a log-sum-exp that it does not return": Planted(
-        "if site.needs:",
-        'if site.needs - {"log-sum-exp"}:',
+        "block=self.config.block)}, supports)",
+        'block=self.config.block)}, supports, serves={"log-sum-exp"})',
         "test_it_has_the_capabilities_that_it_grants",
         (),
         ("True", "'log-sum-exp'", "this suite cannot check it"),
-    ),
-    "it ignores what a wrap needs": Planted(
-        "if site.needs:",
-        "if site.needs and False:",
-        "test_it_refuses_needs_that_it_does_not_know",
-        (),
-        ("unknown need",),
     ),
     "it refuses everything": Planted(
         "if site.module.dropout > 0:",
@@ -212,8 +204,8 @@ FAULTS = {
         ("supports", "it raises AttributeError", "attention_dropout"),
     ),
     "supports changes the model": Planted(
-        "if site.needs:",
-        "site.module.scale = site.module.scale * 2\n    if site.needs:",
+        "if site.module.dropout > 0:",
+        "site.module.scale = site.module.scale * 2\n    if site.module.dropout > 0:",
         "test_supports_is_a_pure_function_with_three_answers",
         (),
         ("supports is not pure", "changes spec"),
@@ -223,7 +215,7 @@ FAULTS = {
         '{"Attention.cores": partial',
         "test_it_offers_suppliers_of_slots",
         (),
-        ("'Attention.cores' is not a slot", "did you mean 'Attention.core'"),
+        ("offers a supplier for 'Attention.cores'", "did you mean 'Attention.core'"),
     ),
     "every site gets a callable of its own": Planted(
         OFFER,
@@ -242,8 +234,8 @@ FAULTS = {
 
         temperature = torch.nn.Parameter(torch.ones(()))
 
-        def core(q, k, v, **named):
-            return attention(q * temperature, k, v, **named, block=self.config.block)
+        def core(q, k, v, spec, inputs):
+            return attention(q * temperature, k, v, spec, inputs, block=self.config.block)
 
         return [Offer({"Attention.core": core}, supports)]""",
         "test_its_suppliers_own_no_parameter_and_no_module",
@@ -258,8 +250,8 @@ FAULTS = {
         ("Attention.core", "does not trace into one graph"),
     ),
     "a run that names it does not get it": Planted(
-        "if site.needs:",
-        "if site.module.out.weight.shape[0] == 32:\n        return False\n    if site.needs:",
+        "if site.module.dropout > 0:",
+        "if site.module.out.weight.shape[0] == 32:\n        return False\n    if site.module.dropout > 0:",
         "test_a_run_that_names_it_uses_it_and_is_the_run_in_plain_torch",
         (),
         ("fills no slot of a run that names it", "plain torch"),
@@ -314,8 +306,8 @@ CHECKS: dict[str, Callable[[Trial], str]] = {
 
 BF16 = {"Attention.core", "Linear.gemm", "Loss.cross_entropy"}
 """The slots that the quick tests check in bf16 as well: attention, a sink of gradients, and a sum."""
-SLOTS = [(slot, torch.float32) for slot in KIND_OF] + [
-    pytest.param(slot, torch.bfloat16, marks=[] if slot in BF16 else pytest.mark.wide("suites")) for slot in KIND_OF
+SLOTS = [(slot, torch.float32) for slot in ALL_SLOTS] + [
+    pytest.param(slot, torch.bfloat16, marks=[] if slot in BF16 else pytest.mark.wide("suites")) for slot in ALL_SLOTS
 ]
 
 
@@ -561,9 +553,10 @@ def dropping(drawn: Callable[[torch.Size], Tensor], scaled_by: float, again: boo
                 mixed(weights * drawn(weights.shape) * scaled_by, leaf).backward(upstream)
             return None, leaf.grad
 
-    def core(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, keys: Tensor | None) -> Tensor:
-        weights = attention(q, k, torch.eye(k.shape[1])[None, :, None].expand(*k.shape[:3], -1), scale=scale)
-        if not dropout:
+    def core(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
+        ones = torch.eye(k.shape[1])[None, :, None].expand(*k.shape[:3], -1)
+        weights = scaled_dot_product(q, k, ones, replace(spec, dropout=0.0), inputs)
+        if not spec.dropout:
             return mixed(weights, v)
         if again:
             output: Tensor = Mix.apply(weights, v)

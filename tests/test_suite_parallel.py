@@ -37,7 +37,7 @@ OFFER = """    def offer(self, run: "Run") -> "list[Wrap]":
         return [around_attention(run)]
 """
 CORE = """\
-    def core(q: Tensor, k: Tensor, v: Tensor, *, first_head: int = 0, **named: Any) -> Tensor:
+    def core(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
         \"\"\"q [B, S/R, H, K], k and v [B, S/R, G, K] -> [B, S/R, H, K].\"\"\"
 """
 
@@ -130,7 +130,8 @@ FAULTS = {
         '"Attention.core"',
         '"Attention.cores"',
         "test_its_offers_are_pure_and_true",
-        "'Attention.cores' is not a slot; did you mean 'Attention.core'?",
+        "offers a wrap for 'Attention.cores', and no block of the model or of an installed package declares this slot; "
+        "did you mean 'Attention.core'?",
     ),
     "a forgotten answer": Planted(
         "        return True\n",

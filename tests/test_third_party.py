@@ -1,6 +1,6 @@
 """Packages of strangers: built as wheels, installed into an environment of their own, used by name in real runs.
 
-`tests/third_party/` is built as it stands; `tests/frozen/` holds wheels that were built for an earlier host.
+`tests/third_party/` is built as it stands.
 """
 
 import json

@@ -9,7 +9,6 @@ import click
 
 from mplug.cli.options import config_options, resolved
 from mplug.cli.tables import human_bytes, table
-from mplug.slot_kinds import PRODUCTS
 from mplug.system.files import write_whole
 
 if TYPE_CHECKING:
@@ -140,7 +139,7 @@ def _precision(run: "Run", model: "Model") -> str:
     groups = Counter[tuple[str, ...]]()
     for filled in model.slots:
         site = filled.site
-        if site.slot in PRODUCTS:
+        if site.declared.multiplies:
             by_recipe = precision.recipe.need in site.needs
             key = (site.role, site.slot, f"recipe '{precision.recipe.name}'" if by_recipe else precision.activations)
             groups[key] += 1

@@ -4,19 +4,18 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mplug_nn import Attention, AttentionSpec, DotProductAttention, arguments
-from mplug_nn.fusible import fusibles
-from mplug_nn.linear import boundary_of
-from mplug_nn.specification import DOCUMENTS
 from torch import nn
 
-from mplug.errors import UsageError
+from mplug.config.sources import source_of
+from mplug.errors import UsageError, listed, suggest
 from mplug.layout.names import role_of
 from mplug.model.model import Model
-from mplug.model.offers import UNIT, Filled, Site
+from mplug.model.offers import UNIT, Filled, Site, Wrap
 from mplug.model.recipe import is_base, with_recipe
 from mplug.model.selection import Selection, select
-from mplug.slot_kinds import KIND_OF, PRODUCTS, WHOLE_PRODUCTS
+from mplug.registry.entry_points import SLOTS, BrokenPlugin, Registry
+from mplug.slots import Slot, fusibles, slots_of
+from mplug.tensors.supplier import statements_of
 
 if TYPE_CHECKING:
     from mplug.run.run import Run
@@ -29,20 +28,16 @@ def sites(module: nn.Module, entries: Container[str] = ()) -> Iterator[Site]:
     for name, part in module.named_modules():
         needs = getattr(part, "needs", _needs_nothing)
         for one in found:
-            if one.linear is part:
+            if one.reader is part:
                 yield Site(role_of(name), one.slot, part, name, frozenset([one.kind]))
-        for slot in getattr(type(part), "SLOTS", ()):
-            of_spec = _needs_of_spec(part, entries) if slot == "Attention.core" else frozenset()
+        for slot in slots_of(part):
+            if slot.fuses:
+                continue
             fused = frozenset(
-                (names[id(one.linear)], one.slot) for one in found if one.inner is part and one.inner_slot == slot
+                (names[id(one.reader)], one.slot) for one in found if one.inner is part and one.inner_slot == slot.name
             )
-            yield Site(role_of(name), slot, part, name, needs(slot, entries) | of_spec, within=fused)
-
-
-def _needs_of_spec(part: nn.Module, entries: Container[str]) -> frozenset[str]:
-    """The needs of a module's attention specification; they apply in addition to its method `needs`."""
-    spec = getattr(part, "spec", None)
-    return replace(spec, documents=DOCUMENTS in entries).needs if isinstance(spec, AttentionSpec) else frozenset()
+            stated = needs(slot.name, entries) | slot.needs(part, entries)
+            yield Site(role_of(name), slot.name, part, name, stated, within=fused)
 
 
 def _needs_nothing(slot: str, entries: Container[str]) -> frozenset[str]:
@@ -53,21 +48,53 @@ def select_offers(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
     """Select among offers for every slot of the model and the call of every unit; changes nothing."""
     names = [unit.name for unit in model.own_units]
     units = [Site(role_of(name), UNIT, model.module.get_submodule(name), name) for name in names]
-    own = list(with_recipe(sites_of(model, run.entries), model))
+    own, offers = list(with_recipe(sites_of(model, run.entries), model)), list(offers)
+    known = known_slots(model)
+    _refuse_unknown_kinds(run, known)
+    refuse_unknown_slots(offers, known)
     if len(model.stages.units) == 1:
-        _refuse_absent(own, run)
-    return select([*own, *units], offers, run.config.kernels, run, _only_in_other_stages(model, own))
+        _refuse_absent(own, model.declared, run)
+    return select([*own, *units], offers, run.config.kernels, run, _only_in_other_stages(model, own), known)
 
 
-def _refuse_absent(own: Iterable[Site], run: "Run") -> None:
-    """Raise UsageError if the config names a plugin for a fusion that no block of the model allows."""
-    present = {KIND_OF[site.slot] for site in own}
-    prologues = {"norm_product": "norm", "activation_product": "activation"}
-    for kind, prologue in prologues.items():
-        if (plugin := run.config.kernels.kinds.get(kind)) and kind not in present:
+def known_slots(model: Model) -> dict[str, Slot]:
+    """The slots that a plugin may name: those of the model, and those that installed distributions publish."""
+    published = {entry.name: Slot(entry.name, entry.target) for entry in Registry().table(SLOTS)}
+    return {**published, **model.declared}
+
+
+def _refuse_unknown_kinds(run: "Run", known: Mapping[str, Slot]) -> None:
+    """Raise UsageError if the config names a plugin for a kind of slot that nothing declares."""
+    kinds = list(dict.fromkeys(slot.kind for slot in known.values()))
+    for kind in run.config.kernels.kinds:
+        if kind not in kinds:
+            (owner,), source = run.hooks.implementers("build_model"), source_of(run.config.settings, ("kernels", kind))
             raise UsageError(
-                f"kernels.{kind}={plugin.rpartition('/')[2]}: the model has no {prologue} whose result only one linear "
-                f"layer reads; set kernels.{kind}=null"
+                f"kernels.{kind} ({source}): no block of {owner} has a slot of the kind '{kind}'"
+                f"{suggest(kind, kinds)} (kinds: {listed(kinds)}); remove the setting"
+            )
+
+
+def refuse_unknown_slots(offers: Iterable[Any], known: Mapping[str, Slot]) -> None:
+    """Raise BrokenPlugin if a plugin offers something for a slot that nothing declares."""
+    for offer in offers:
+        for slot in (offer.slot,) if isinstance(offer, Wrap) else offer.suppliers:
+            if slot not in known and slot != UNIT:
+                raise BrokenPlugin(
+                    f"{offer.plugin} offers a {'wrap' if isinstance(offer, Wrap) else 'supplier'} for '{slot}', and no "
+                    f"block of the model or of an installed package declares this slot{suggest(slot, known)}; correct "
+                    f"the name, or install the package with the block"
+                )
+
+
+def _refuse_absent(own: Iterable[Site], declared: Mapping[str, Slot], run: "Run") -> None:
+    """Raise UsageError if the config names a plugin for a fusion that no block of the model allows."""
+    present = {site.kind for site in own}
+    for slot in (slot for slot in declared.values() if slot.fuses and slot.kind not in present):
+        if plugin := run.config.kernels.kinds.get(slot.kind):
+            raise UsageError(
+                f"kernels.{slot.kind}={plugin.rpartition('/')[2]}: the model has no {slot.fuses} whose result only one "
+                f"linear layer reads; set kernels.{slot.kind}=null"
             )
 
 
@@ -75,9 +102,9 @@ def _only_in_other_stages(model: Model, own: Iterable[Site]) -> set[str]:
     """The kinds of products that ignore the recipe in this stage because all their modules here are base modules."""
     if model.recipe is None or len(model.stages.units) == 1:
         return set()
-    products = [site for site in own if site.slot in PRODUCTS]
-    following = {KIND_OF[site.slot] for site in products if not is_base(site.name, model.base_modules)}
-    return {KIND_OF[slot] for slot in PRODUCTS} - following
+    products = [site for site in own if site.declared.multiplies]
+    following = {site.kind for site in products if not is_base(site.name, model.base_modules)}
+    return {slot.kind for slot in model.declared.values() if slot.multiplies} - following
 
 
 def sites_of(model: Model, entries: Container[str] = ()) -> Iterator[Site]:
@@ -92,54 +119,32 @@ def fill_slots(model: Model, selection: Selection) -> None:
     """Install the selected suppliers, and apply the wraps around them from inner to outer."""
     built: dict[tuple[Any, ...], Callable[..., Any]] = {}
     for filled in selection.filled:
-        attribute = filled.site.slot.rpartition(".")[2]
-        default = getattr(filled.site.module, attribute)
-        supplier = filled.offer.suppliers[filled.site.slot] if filled.offer else default
+        supplier = filled.offer.suppliers[filled.site.slot] if filled.offer else filled.site.content
         key = (filled.site.role, supplier, *filled.wraps)
         if key not in built:  # one callable per role: one closure per site would recompile every block
-            built[key] = _wrapped(filled, supplier)
-        setattr(filled.site.module, attribute, built[key])
+            for wrap in filled.wraps:
+                supplier = wrap.wrap(supplier)
+            built[key] = supplier
+        setattr(filled.site.module, filled.site.declared.attribute, built[key])
     model.slots, model.unit_wraps = selection.filled, selection.units
     _refuse_unknown_collectives(selection.filled)
 
 
 def _refuse_unknown_collectives(contents: Iterable[Filled]) -> None:
-    """Raise UsageError if the supplier of a whole product must do the work of a collective that states no boundary."""
+    """Raise UsageError if a supplier must do the work of a collective that states no boundary."""
     contents = list(contents)
     around = {(one.site.name, one.site.slot): one for one in contents}
     for filled in contents:
-        if filled.site.slot not in WHOLE_PRODUCTS or filled.offer is None:
-            continue
-        for slot in ("Linear.gather", "Linear.scatter"):
-            try:
-                boundary_of(getattr(filled.site.module, slot.rpartition(".")[2]))
-            except ValueError as error:
-                own = around[filled.site.name, slot]
-                plugin = own.wraps[-1].plugin if own.wraps else own.supplier
-                raise UsageError(
-                    f"{filled.supplier} replaces the collectives around '{filled.site.role}' ({filled.site.slot}), and "
-                    f"the part that {plugin} puts into {slot} cannot be replaced: {error}; set "
-                    f"kernels.{KIND_OF[filled.site.slot]}=null, or use a layout without {plugin}"
-                ) from None
-
-
-def _wrapped(filled: Filled, supplier: Callable[..., Any]) -> Callable[..., Any]:
-    """A supplier with its wraps applied; attention suppliers and wraps with the signature of 0.1 get an adapter."""
-    if filled.site.slot != "Attention.core":
-        for wrap in filled.wraps:
-            supplier = wrap.wrap(supplier)
-        return supplier
-    module, needs, plugin = filled.site.module, filled.site.needs, filled.supplier
-    try:
-        supplier = arguments.by_specification(supplier, needs)
-        for wrap in filled.wraps:
-            plugin = wrap.plugin
-            supplier = arguments.wrapped(wrap.wrap, supplier, needs)
-    except ValueError as error:
-        raise UsageError(f"{plugin} cannot serve {filled.site.slot} of '{filled.site.role}': {error}") from None
-    if not hasattr(module, "spec"):
-        return arguments.by_arguments(supplier)
-    return supplier if type(module) in (Attention, DotProductAttention) else arguments.by_either(supplier)
+        for slot in filled.site.declared.collectives if filled.offer is not None else ():
+            own = around[filled.site.name, slot]
+            if own.site.content is own.site.declared.default or statements_of(own.site.content).is_replaceable:
+                continue
+            plugin = own.wraps[-1].plugin if own.wraps else own.supplier
+            raise UsageError(
+                f"{filled.supplier} replaces the collectives around '{filled.site.role}' ({filled.site.slot}), and "
+                f"the part that {plugin} puts into {slot} cannot be replaced: the collective states no boundary; "
+                f"set kernels.{filled.site.kind}=null, or use a layout without {plugin}"
+            )
 
 
 def wrap_units(model: Model) -> None:

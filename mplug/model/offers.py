@@ -1,13 +1,14 @@
 """What plugins offer for slots: suppliers and wraps, and the sites that they fill. Imports no torch."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mplug.errors import listed, suggest
+from mplug.errors import listed
 from mplug.layout.plan import Parameter, axes_of
+from mplug.model.kernel_limits import Limits
 from mplug.model.slot_buffer import SlotBuffer
-from mplug.slot_kinds import KIND_OF
+from mplug.slots import Slot, slot_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,12 +17,11 @@ if TYPE_CHECKING:
 
 UNIT = "Unit.call"
 """The slot of a `Wrap` around the call of a unit of the plan. Only the model supplies this slot."""
-UNKNOWN_NEED = "a need that no site has"
-"""A need that every truthful `supports` refuses."""
+_UNIT = Slot(UNIT, "unit")
 RECOMPUTING = 1000
 """Wraps whose layer is at least this call the inner callable again (recomputation), with unchanged arguments."""
 PLAIN = "plain torch"
-"""The label of the default compositions of `mplug_nn`."""
+"""The label of the slots' defaults."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Site:
     """One slot of one module of a model.
 
     `role` is the module's name with its indices replaced by stars ('blocks.*.attn'); the sites of a role share one
-    supplier. `module` is the `mplug_nn` module, on the meta device. `needs` are what a supplier must offer beyond the
+    supplier. `module` is the block, on the meta device. `needs` are what a supplier must offer beyond the
     plain case. They come from the module (its attention's specification: 'document_lengths', 'window') and from the
     selected wraps ('log-sum-exp'). `parameters` are the plan's entries of the module's own parameters, by name.
     `within` are the sites of other modules, as (name, slot), whose default calls this slot.
@@ -43,14 +43,24 @@ class Site:
     parameters: Mapping[str, Parameter] = field(default_factory=dict, compare=False)
     within: frozenset[tuple[str, str]] = frozenset()
 
+    @property
+    def declared(self) -> Slot:
+        """What the class of the module declares about the slot."""
+        return _UNIT if self.slot == UNIT else slot_of(self.module, self.slot)
+
+    @property
+    def kind(self) -> str:
+        """The kind of the slot, as the config's `kernels` section calls it."""
+        return self.declared.kind
+
+    @property
+    def content(self) -> Any:
+        """What the slot of the module holds."""
+        return getattr(self.module, self.declared.attribute)
+
     def axes(self, parameter: str, dim: int) -> tuple[str, ...]:
         """The named axes of one dimension of a parameter of the module, for `over` of a `SlotBuffer`."""
         return tuple(sorted(axes_of([self.parameters[parameter].dims[dim]])))
-
-    @property
-    def not_offered(self) -> str:
-        """The refusal of a supplier that offers only the plain case; empty if the site needs nothing more."""
-        return self.lacking(())
 
     def lacking(self, offered: Iterable[str]) -> str:
         """The refusal of a supplier that offers `offered` beyond the plain case; empty if that suffices."""
@@ -60,12 +70,6 @@ class Site:
 
 Supports = Callable[[Site, "Run"], bool | str]
 """(site, run) -> True; a reason why it cannot serve the site; or False if it is not meant for the site."""
-
-
-def _refuse_unknown(slots: Iterable[str]) -> None:
-    for slot in slots:
-        if slot not in KIND_OF:
-            raise ValueError(f"'{slot}' is not a slot{suggest(slot, KIND_OF)}")
 
 
 def _always(site: Site, run: "Run") -> bool:
@@ -88,13 +92,24 @@ StepEnded = Callable[[Mapping[str, "Tensor"]], Mapping[str, "Tensor"]]
 class Offer:
     """Suppliers for one slot, or for several slots of one module at once (a fused norm and gemm).
 
-    `supports` must be truthful: only it states capabilities, and it must refuse every need that it does not know.
+    What a supplier can compute is data where data can say it. The host refuses a site that asks for anything else:
+
+    - `serves`: the needs of a site (`Site.needs`) that it serves beyond the plain case. Every other need is refused.
+    - `requires`: needs that a site must have; the offer is not meant for other sites.
+    - `devices` ('cuda', 'cpu'), `dtypes` of activations ('bfloat16'), `chips`: where it runs; empty: everywhere. A
+      chip is a compute capability of CUDA ('9.0'), or the oldest of them ('8.0+').
+    - `shapes`: sizes by attribute of the site's module: {'head_dim': range(8, 129, 8)}.
+
+    `supports(site, run)` says the rest. The host calls it for sites that pass all of these, and the answer is True, a
+    reason against the site, or False if the offer is not meant for the site. If an `optional` offer does not serve the
+    needs of a site, the site keeps its default in plain torch, unless the config names the plugin for the kind of slot.
+
     `varies(site, run)` returns what in the supplier depends on the layout, or an empty string; attention whose dropout
     draws from torch's generators must report that. `note(site, run)` returns which of several implementations it will
     use ('cuDNN'), or an empty string.
 
     Each supplier is one callable for all sites of a role. It owns no parameter. A plugin that chooses between several
-    suppliers makes one offer of each; only one of them may support a site. An unknown slot is a ValueError.
+    suppliers makes one offer of each; only one of them may support a site. Slots that the model lacks are ignored.
 
     A `fallback` fills a site only if no other offer does: a strategy offers a faster way to compute, and a kernel that
     the config names replaces it. If a fallback refuses a site, the default in plain torch fills the slot.
@@ -116,19 +131,23 @@ class Offer:
     buffers: Callable[[Site], Mapping[str, SlotBuffer]] = _no_buffers
     fallback: bool = False
     step_ended: StepEnded | None = None
-
-    def __post_init__(self) -> None:
-        _refuse_unknown(self.suppliers)
+    serves: Iterable[str] = frozenset()
+    requires: frozenset[str] = frozenset()
+    optional: bool = False
+    devices: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    chips: tuple[str, ...] = ()
+    shapes: Mapping[str, Container[int]] = field(default_factory=dict)
 
     def answer(self, site: Site, run: "Run") -> bool | str:
-        """The answer of `supports` for a site, or a refusal if `supports` also accepts a need that does not exist."""
-        answer = self.supports(site, run)
-        if answer is True and site.needs:
-            impossible = replace(site, needs=site.needs | {UNKNOWN_NEED})
-            if self.supports(impossible, run) is True:
-                needs = listed(sorted(site.needs))
-                return f"the site needs {needs}, and the plugin's `supports` accepts every need, even an unknown one"
-        return answer
+        """True, a reason against a site, or False if the offer is not meant for it; by its data, then by `supports`."""
+        if not self.requires <= site.needs:
+            return False
+        if lacking := site.lacking(self.serves):
+            is_named = not self.optional or site.kind in run.config.kernels.kinds
+            return lacking if is_named else False
+        limits = Limits(self.devices, self.dtypes, self.chips, self.shapes)
+        return limits.reason(site.module, run) or self.supports(site, run)
 
 
 @dataclass(frozen=True)
@@ -147,7 +166,7 @@ class Wrap:
       serves every need.
 
     `note` names the method in a word if the plugin has several. A `dispensable` wrap changes no result: if the supplier
-    of a wider slot does not call the wrapped slot, the run works without the wrap. An unknown slot is a ValueError.
+    of a wider slot does not call the wrapped slot, the run works without the wrap.
 
     A wrap that `passes_buffers` passes the keyword argument `buffers` on unchanged. The host refuses any other wrap
     below `RECOMPUTING` around a supplier that declares buffers.
@@ -166,10 +185,6 @@ class Wrap:
     dispensable: bool = False
     serves: frozenset[str] = frozenset()
     passes_buffers: bool = False
-
-    def __post_init__(self) -> None:
-        if self.slot != UNIT:
-            _refuse_unknown([self.slot])
 
     @property
     def label(self) -> str:
@@ -214,8 +229,8 @@ class Unmet:
 
     @property
     def kind(self) -> str:
-        """The kind of the slot, as the config's `kernels` section calls it."""
-        return KIND_OF.get(self.site.slot, UNIT)
+        """The kind of the slot."""
+        return self.site.kind
 
     def __str__(self) -> str:
         return f"{self.plugin} cannot serve {self.site.slot} of '{self.site.role}': {self.reason}"

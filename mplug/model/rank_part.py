@@ -12,6 +12,7 @@ from mplug.model.generator_seeds import GeneratorSeeds
 from mplug.model.offers import Filled
 from mplug.model.placed import Placed
 from mplug.model.units import run_units
+from mplug.slots import Slot, declared_slots
 
 if TYPE_CHECKING:
     from mplug.model.slot_states import HeldBuffers
@@ -21,9 +22,7 @@ if TYPE_CHECKING:
 class RankPart(Placed):
     """A model of which this rank keeps its units, with the suppliers in their slots.
 
-    `slot_buffers` are the buffers that suppliers of this rank's slots keep. In a run that samples, `uncached` says why
-    it does so without a cache (empty: it has one), `growing` says why its caches grow (empty: they are static), and
-    `replaced` are messages about kernels of the config that plain torch replaces.
+    `slot_buffers` are the buffers that suppliers of this rank's slots keep.
     """
 
     own_units: tuple[Unit, ...] = ()
@@ -32,15 +31,19 @@ class RankPart(Placed):
     unit_wraps: list[Filled] = field(default_factory=list)
     slot_buffers: "list[HeldBuffers]" = field(default_factory=list)
     seeds: GeneratorSeeds | None = None
-    uncached: str = ""
-    growing: str = ""
-    replaced: tuple[str, ...] = ()
+    _declared: dict[str, Slot] | None = None
+
+    @property
+    def declared(self) -> dict[str, Slot]:
+        """The slots that the blocks of the whole model declare, by name, also those of other stages of a pipeline."""
+        return declared_slots(self.module.modules()) if self._declared is None else self._declared
 
     def keep_stage(self, rank: int) -> None:
         """Remove the units of other ranks' chunks; `rank` is the index along the pipeline's axis.
 
         It sets `own_chunks`, and `own_units` to the remaining units.
         """
+        self._declared = self.declared
         self.own_chunks = self.stages.chunks_of(rank)
         kept = {name for chunk in self.own_chunks for name in self.stages.units[chunk]}
         for unit in self.plan.units:

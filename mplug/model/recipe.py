@@ -13,7 +13,7 @@ from mplug.errors import UsageError, listed, suggest
 from mplug.layout.names import role_of, within
 from mplug.layout.plan import Plan
 from mplug.model.offers import Site
-from mplug.slot_kinds import PRODUCTS
+from mplug.slots import slots_of
 
 if TYPE_CHECKING:
     from mplug.model.built import Built
@@ -52,7 +52,7 @@ def choose_base_modules(run: "Run", model: "Built") -> tuple[str, ...]:
                 f"{where}: the pattern '{pattern}' of base modules matches no module of the model"
                 f"{suggest(pattern, modules)}; 'mplug explain' lists the modules"
             )
-    products = [name for name, part in model.module.named_modules() if set(PRODUCTS) & set(_slots(part))]
+    products = [name for name, part in model.module.named_modules() if any(slot.multiplies for slot in slots_of(part))]
     if not any(not is_base(name, patterns) for name in products):
         reason = f"all of its {len(products)} products are in base modules ({listed(patterns)})"
         raise UsageError(
@@ -61,11 +61,6 @@ def choose_base_modules(run: "Run", model: "Built") -> tuple[str, ...]:
             f"precision"
         )
     return patterns
-
-
-def _slots(part: object) -> tuple[str, ...]:
-    slots: tuple[str, ...] = getattr(type(part), "SLOTS", ())
-    return slots
 
 
 def is_base(name: str, patterns: Iterable[str]) -> bool:
@@ -77,5 +72,5 @@ def with_recipe(sites: Iterable[Site], model: "Built") -> Iterator[Site]:
     """The sites; a product outside of the base modules also needs the model's recipe."""
     recipe = model.recipe
     for site in sites:
-        by_recipe = recipe is not None and site.slot in PRODUCTS and not is_base(site.name, model.base_modules)
+        by_recipe = recipe is not None and site.declared.multiplies and not is_base(site.name, model.base_modules)
         yield replace(site, needs=site.needs | {recipe.need}) if recipe is not None and by_recipe else site

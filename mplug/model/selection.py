@@ -1,14 +1,18 @@
-"""Which offer fills each site: collected, selected by the config, conflicts refused. Pure; imports no torch."""
+"""Which offer fills each site. Pure; imports no torch.
 
-from collections.abc import Collection, Iterable, Iterator
+`select` makes one table: a row for each site, with the wraps around it and the answer of every supplier that is offered
+for it. Each rule then is one function of rows.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from mplug.errors import UsageError, listed
 from mplug.model.offers import PLAIN, UNIT, Filled, Offer, Site, Unmet, Wrap
-from mplug.slot_kinds import CALLED_BY, FUSED_PRODUCTS, KIND_OF, WIDE_PRODUCTS
-from mplug.tensors.supplier import Supplier, statements_of
+from mplug.slots import Slot
+from mplug.tensors.supplier import statements_of
 
 if TYPE_CHECKING:
     from mplug.config.binding import Kernels
@@ -24,12 +28,26 @@ class Selection:
     unmet: list[Unmet] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Row:
+    """A site with all its needs, the wraps that support it, and every answer of a plugin that is asked about it.
+
+    An answer is True, a reason against the site, or False if the offer is not meant for it.
+    """
+
+    site: Site
+    wraps: tuple[Wrap, ...]
+    of_wraps: tuple[tuple[Wrap, bool | str], ...]
+    of_suppliers: tuple[tuple[Offer, bool | str], ...]
+
+
 def select(
     sites: Iterable[Site],
     offers: Iterable[Offer | Wrap],
     kernels: "Kernels",
     run: "Run",
     elsewhere: Collection[str] = (),
+    known: Mapping[str, Slot] | None = None,
 ) -> Selection:
     """Select a supplier and wraps for each site.
 
@@ -38,37 +56,149 @@ def select(
     suppliers claim one site or two plugins wrap one site at the same layer.
 
     A kernel that the config names for a kind of slot must fill at least one site. This does not hold for the kinds in
-    `elsewhere`: their sites may be in other stages of the pipeline.
+    `elsewhere`: their sites may be in other stages of the pipeline. `known` are all slots that offers may name; None:
+    those of the sites.
     """
-    offers = list(offers)
-    suppliers = [offer for offer in offers if isinstance(offer, Offer) and _is_chosen(offer, kernels)]
+    sites, offers = list(sites), list(offers)
+    if known is None:
+        known = {site.slot: site.declared for site in sites}
     wraps = [wrap for wrap in offers if isinstance(wrap, Wrap)]
-    selection = Selection()
-    for site in sites:
-        applied, unmet = _wraps_of(site, wraps, run)
-        if site.slot == UNIT:
-            selection.units += [Filled(site, None, applied)] if applied else []
-            selection.unmet += unmet
-            continue
-        site = replace(site, needs=site.needs.union(*(wrap.needs for wrap in applied)))
-        supplier, reasons = _supplier_of(site, suppliers, kernels, run)
-        selection.filled.append(Filled(site, supplier, applied))
-        selection.unmet += [*unmet, *reasons]
-    wider = Wider(selection.filled)
-    selection.filled = [_without_idle_fallback(filled, wider, kernels) for filled in selection.filled]
-    wider = Wider(selection.filled)
-    selection.unmet = [unmet for unmet in selection.unmet if not any(wider.replacing(unmet.site))]
-    selection.unmet = [unmet for unmet in selection.unmet if not _follows(unmet, selection.unmet)]
-    selection.unmet += [one for one in _idle(selection, kernels) if one.kind not in elsewhere]
-    _refuse_uncalled(selection.filled, wider, kernels)
-    return selection
+    suppliers = [one for one in offers if isinstance(one, Offer) and _counts(one, kernels, known)]
+    table = [_row(site, wraps, suppliers, run) for site in sites]
+    for row in table:
+        _refuse_two_wraps_at_one_layer(row)
+    units, slots = _divided(table)
+    contents = [Filled(row.site, _supplier(row, kernels), row.wraps) for row in slots]
+    contents = _without_idle_fallbacks(contents, kernels)
+    unmet = [reason for row in units for reason in _reasons_of_wraps(row)]
+    for row in slots:
+        unmet += [*_reasons_of_wraps(row), *_reasons_of_suppliers(row, suppliers, kernels, known)]
+    unmet = _unmet_where_called(unmet, contents)
+    unmet = _without_consequences(unmet)
+    unmet += [one for one in _idle(contents, unmet, kernels) if one.kind not in elsewhere]
+    _refuse_uncalled(contents, kernels)
+    return Selection(contents, [Filled(row.site, None, row.wraps) for row in units if row.wraps], unmet)
 
 
-def _idle(selection: Selection, kernels: "Kernels") -> list[Unmet]:
+def _counts(offer: Offer, kernels: "Kernels", known: Mapping[str, Slot]) -> bool:
+    """Whether an offer counts: one of a kernel plugin only if the config names the plugin for all of its slots."""
+    kinds = {known[slot].kind for slot in offer.suppliers if slot in known}
+    return not offer.plugin.startswith("kernels/") or all(kernels.chosen(kind) == offer.plugin for kind in kinds)
+
+
+def _row(site: Site, wraps: Iterable[Wrap], suppliers: Iterable[Offer], run: "Run") -> Row:
+    """Ask all wraps and suppliers of the slot; what the wraps need becomes a need of the site."""
+    of_wraps = tuple((wrap, wrap.answer(site, run)) for wrap in wraps if wrap.slot == site.slot)
+    applied = tuple(sorted((wrap for wrap, answer in of_wraps if answer is True), key=lambda wrap: wrap.layer))
+    if site.slot == UNIT:
+        return Row(site, applied, of_wraps, ())
+    site = replace(site, needs=site.needs.union(*(wrap.needs for wrap in applied)))
+    answers = ((offer, offer.answer(site, run)) for offer in suppliers if site.slot in offer.suppliers)
+    return Row(site, applied, of_wraps, tuple(answers))
+
+
+def _divided(table: Iterable[Row]) -> tuple[list[Row], list[Row]]:
+    """(the rows of units, the rows of slots)."""
+    rows = list(table)
+    return [row for row in rows if row.site.slot == UNIT], [row for row in rows if row.site.slot != UNIT]
+
+
+def _refuse_two_wraps_at_one_layer(row: Row) -> None:
+    for inner, outer in pairwise(row.wraps):
+        if inner.layer == outer.layer and inner.plugin != outer.plugin:
+            raise UsageError(
+                f"{inner.plugin} and {outer.plugin} both wrap {row.site.slot} of '{row.site.role}' at layer "
+                f"{inner.layer}, so their order is undefined; use only one of them"
+            )
+
+
+def _supplier(row: Row, kernels: "Kernels") -> Offer | None:
+    """The one supplier that fills a site, or None. The default kernel and fallbacks give way to other suppliers."""
+    able, site = [offer for offer, answer in row.of_suppliers if answer is True], row.site
+    if site.kind not in kernels.kinds:
+        able = [offer for offer in able if offer.plugin != kernels.default] or able
+    able = [offer for offer in able if not offer.fallback] or able
+    if len(able) > 1:
+        raise UsageError(
+            f"{listed(offer.plugin for offer in able)} both fill {site.slot} of '{site.role}'; "
+            f"change kernels.{site.kind} or the layout so that only one of them remains"
+        )
+    return able[0] if able else None
+
+
+def _without_idle_fallbacks(contents: list[Filled], kernels: "Kernels") -> list[Filled]:
+    """The contents, without a fallback that the supplier of a wider slot would never call.
+
+    The default kernel is a fallback for a norm or an activation together with a product: without it, the norm runs.
+    """
+    wider = Wider(contents)
+
+    def is_idle(filled: Filled) -> bool:
+        fuses = bool(filled.site.declared.fuses) and filled.supplier == kernels.default
+        is_fallback = filled.offer is not None and (filled.offer.fallback or fuses)
+        return is_fallback and any(wider.replacing(filled.site))
+
+    return [replace(filled, offer=None) if is_idle(filled) else filled for filled in contents]
+
+
+def _reasons_of_wraps(row: Row) -> list[Unmet]:
+    return [Unmet(wrap.plugin, row.site, answer) for wrap, answer in row.of_wraps if isinstance(answer, str)]
+
+
+def _reasons_of_suppliers(
+    row: Row, suppliers: Iterable[Offer], kernels: "Kernels", known: Mapping[str, Slot]
+) -> list[Unmet]:
+    """Why no supplier serves a site, if none does and the site must not keep its default in plain torch."""
+    site = row.site
+    if any(answer is True for _, answer in row.of_suppliers):
+        return []
+    refusals = [(offer, answer) for offer, answer in row.of_suppliers if not offer.fallback]
+    said = [Unmet(offer.plugin, site, answer) for offer, answer in refusals if isinstance(answer, str)]
+    unmet = list(dict.fromkeys(said))  # offers of one plugin may lack the same need
+    named = kernels.kinds.get(site.kind)
+    offered = {slot for offer in suppliers if offer.plugin == named for slot in offer.suppliers}
+    if named and not any(slot in known and known[slot].kind == site.kind for slot in offered):
+        unmet.append(Unmet(named, site, f"it offers no supplier for slots of the kind '{site.kind}' alone"))
+    if not unmet and (lacking := site.lacking(offered_in_plain_torch(site))):
+        unmet.append(Unmet(PLAIN, site, lacking))
+    return unmet
+
+
+def offered_in_plain_torch(site: Site) -> frozenset[str]:
+    """The needs of a site that its default in plain torch serves; none if the site holds something else."""
+    slot = site.declared
+    if site.content is not slot.default:
+        return frozenset()
+    return site.needs if slot.composes else frozenset(slot.serves)
+
+
+def _unmet_where_called(unmet: Iterable[Unmet], contents: Iterable[Filled]) -> list[Unmet]:
+    """The unmet needs of slots that the contents of wider slots do call."""
+    wider = Wider(contents)
+    return [one for one in unmet if not any(wider.replacing(one.site))]
+
+
+def _without_consequences(unmet: list[Unmet]) -> list[Unmet]:
+    """Leave out what plain torch lacks only because a plugin refuses the wider slot of the same module."""
+
+    def follows(one: Unmet) -> bool:
+        return one.plugin == PLAIN and any(
+            other.plugin != PLAIN
+            and other.site.name == one.site.name
+            and one.site.slot in other.site.declared.calls.get("", ())
+            for other in unmet
+        )
+
+    return [one for one in unmet if not follows(one)]
+
+
+def _idle(contents: Iterable[Filled], unmet: Iterable[Unmet], kernels: "Kernels") -> list[Unmet]:
     """The plugins that the config names for a kind of slot, and that fill none of the model's sites of this kind."""
-    working = {(KIND_OF[filled.site.slot], filled.supplier) for filled in selection.filled}
-    reported = {(unmet.kind, unmet.plugin) for unmet in selection.unmet}
-    first = {KIND_OF[filled.site.slot]: filled.site for filled in reversed(selection.filled)}
+    working = {(filled.site.kind, filled.supplier) for filled in contents}
+    reported = {(one.kind, one.plugin) for one in unmet}
+    first: dict[str, Site] = {}
+    for filled in contents:
+        first.setdefault(filled.site.kind, filled.site)
     return [
         Unmet(plugin, first[kind], f"it fills none of the slots of the kind '{kind}' that this model has")
         for kind, plugin in kernels.kinds.items()
@@ -76,62 +206,12 @@ def _idle(selection: Selection, kernels: "Kernels") -> list[Unmet]:
     ]
 
 
-def _follows(unmet: Unmet, others: Iterable[Unmet]) -> bool:
-    """Whether plain torch lacks a need only because a plugin refuses the wider slot of the same module."""
-    wider = CALLED_BY.get(("", unmet.site.slot), ())
-    return unmet.plugin == PLAIN and any(
-        one.site.name == unmet.site.name and one.site.slot in wider and one.plugin != PLAIN for one in others
-    )
-
-
-class Wider:
-    """The wider slots whose content does not call the narrower ones."""
-
-    def __init__(self, contents: Iterable[Filled]) -> None:
-        self._contents = {(filled.site.name, filled.site.slot): filled for filled in contents}
-
-    def replacing(self, site: Site) -> Iterator[tuple[str, str]]:
-        """(plugin, slot) of each wider slot whose content never calls the slot of a site."""
-        parent, _, child = site.name.rpartition(".")
-        for name, part in ((site.name, ""), (parent, child)):
-            for slot in CALLED_BY.get((part, site.slot), ()):
-                filled = self._contents.get((name, slot))
-                plugin = filled and _replaces(filled, site.slot)
-                if plugin:
-                    yield plugin, slot
-        for name, slot in sorted(site.within):
-            filled = self._contents.get((name, slot))
-            if filled and filled.offer:
-                yield filled.supplier, slot
-
-
-def _without_idle_fallback(filled: Filled, wider: Wider, kernels: "Kernels") -> Filled:
-    """The content of a site, without a fallback that the supplier of a wider slot would never call.
-
-    The default kernel is a fallback for a norm or an activation together with a product: without it, the norm runs.
-    """
-    if filled.offer is None:
-        return filled
-    fuses = filled.site.slot in FUSED_PRODUCTS and filled.supplier == kernels.default
-    idle = (filled.offer.fallback or fuses) and any(wider.replacing(filled.site))
-    return replace(filled, offer=None) if idle else filled
-
-
-def _replaces(filled: Filled, narrower: str) -> str:
-    """The plugin whose content of a wider slot does not call a narrower slot; empty if the content calls it.
-
-    Wraps around the default of `MLP.core` call the narrowest slots.
-    """
-    if filled.offer:
-        return "" if narrower in statements_of(filled.offer.suppliers[filled.site.slot]).calls else filled.supplier
-    return filled.wraps[0].plugin if filled.wraps and narrower in WIDE_PRODUCTS else ""
-
-
-def _refuse_uncalled(contents: list[Filled], wider: Wider, kernels: "Kernels") -> None:
+def _refuse_uncalled(contents: list[Filled], kernels: "Kernels") -> None:
     """Refuse a supplier or wrap that would never run, because another supplier replaces the wider slot around it.
 
     Suppliers of the default kernel are exempt: they are fallbacks.
     """
+    wider = Wider(contents)
     for filled in contents:
         required = [wrap.plugin for wrap in filled.wraps if not wrap.dispensable]
         if filled.offer and filled.supplier != kernels.default:
@@ -140,63 +220,46 @@ def _refuse_uncalled(contents: list[Filled], wider: Wider, kernels: "Kernels") -
             uncalled = [plugin for plugin in required if plugin != fused]
             if uncalled:
                 raise UsageError(
-                    f"{fused} replaces {slot} of '{filled.site.role}' as a whole, so the part that {uncalled[0]} puts "
-                    f"into {filled.site.slot} would never run; set kernels.{KIND_OF[slot]}=null, or use a layout "
+                    f"{fused} replaces {slot.name} of '{filled.site.role}' as a whole, so the part that {uncalled[0]} "
+                    f"puts into {filled.site.slot} would never run; set kernels.{slot.kind}=null, or use a layout "
                     f"without {uncalled[0]}"
                 )
 
 
-def _is_chosen(offer: Offer, kernels: "Kernels") -> bool:
-    is_kernel = offer.plugin.startswith("kernels/")
-    return not is_kernel or all(kernels.chosen(KIND_OF[slot]) == offer.plugin for slot in offer.suppliers)
+class Wider:
+    """The wider slots whose content does not call the narrower ones."""
+
+    def __init__(self, contents: Iterable[Filled]) -> None:
+        self._at: dict[str, list[Filled]] = {}
+        for filled in contents:
+            if filled.site.declared.calls or filled.offer:
+                self._at.setdefault(filled.site.name, []).append(filled)
+
+    def replacing(self, site: Site) -> Iterator[tuple[str, Slot]]:
+        """(plugin, slot) of each wider slot whose content never calls the slot of a site."""
+        for name, part in _modules_around(site.name):
+            for filled in self._at.get(name, ()):
+                slot = filled.site.declared
+                if site.slot in slot.calls.get(part, ()) and (plugin := _replaces(filled, site.slot)):
+                    yield plugin, slot
+        for name, wide in sorted(site.within):
+            for filled in self._at.get(name, ()):
+                if filled.site.slot == wide and filled.offer:
+                    yield filled.supplier, filled.site.declared
 
 
-def _wraps_of(site: Site, wraps: list[Wrap], run: "Run") -> tuple[tuple[Wrap, ...], list[Unmet]]:
-    answers = [(wrap, wrap.answer(site, run)) for wrap in wraps if wrap.slot == site.slot]
-    applied = sorted((wrap for wrap, answer in answers if answer is True), key=lambda wrap: wrap.layer)
-    for inner, outer in pairwise(applied):
-        if inner.layer == outer.layer and inner.plugin != outer.plugin:
-            raise UsageError(
-                f"{inner.plugin} and {outer.plugin} both wrap {site.slot} of '{site.role}' at layer {inner.layer}, so "
-                f"their order is undefined; use only one of them"
-            )
-    return tuple(applied), [Unmet(wrap.plugin, site, answer) for wrap, answer in answers if isinstance(answer, str)]
+def _modules_around(name: str) -> Iterator[tuple[str, str]]:
+    """(module, the rest of the name) for the module itself and every module that contains it: ('mlp', 'up')."""
+    yield name, ""
+    outer, part = name, ""
+    while outer:
+        outer, _, child = outer.rpartition(".")
+        part = f"{child}.{part}" if part else child
+        yield outer, part
 
 
-def _supplier_of(
-    site: Site, suppliers: list[Offer], kernels: "Kernels", run: "Run"
-) -> tuple[Offer | None, list[Unmet]]:
-    answers = [(offer, offer.answer(site, run)) for offer in suppliers if site.slot in offer.suppliers]
-    able, kind = [offer for offer, answer in answers if answer is True], KIND_OF[site.slot]
-    if kind not in kernels.kinds:  # the default kernel is the fallback for slots without another supplier
-        able = [offer for offer in able if offer.plugin != kernels.default] or able
-    able = [offer for offer in able if not offer.fallback] or able
-    if len(able) > 1:
-        raise UsageError(
-            f"{listed(offer.plugin for offer in able)} both fill {site.slot} of '{site.role}'; "
-            f"change kernels.{kind} or the layout so that only one of them remains"
-        )
-    if able:
-        return able[0], []
-    chosen = kernels.chosen(kind)
-    required = [(offer, answer) for offer, answer in answers if not offer.fallback]
-    unmet = [Unmet(offer.plugin, site, answer) for offer, answer in required if isinstance(answer, str)]
-    of_chosen = [offer for offer in suppliers if offer.plugin == chosen]
-    if chosen and kind in kernels.kinds and not _supplies(kind, of_chosen):
-        unmet.append(Unmet(chosen, site, f"it offers no supplier for slots of the kind '{kind}' alone"))
-    if not unmet and (lacking := site.lacking(offered_in_plain_torch(site))):
-        unmet.append(Unmet(PLAIN, site, lacking))
-    return None, unmet
-
-
-def offered_in_plain_torch(site: Site) -> frozenset[str]:
-    """The needs of a site that its default in plain torch serves."""
-    default = getattr(site.module, site.slot.rpartition(".")[2], None)
-    default = default.function if isinstance(default, Supplier) else default
-    if getattr(default, "only_composes", False):
-        return site.needs
-    return getattr(default, "offers", frozenset())
-
-
-def _supplies(kind: str, offers: list[Offer]) -> bool:
-    return any(KIND_OF[slot] == kind for offer in offers for slot in offer.suppliers)
+def _replaces(filled: Filled, narrower: str) -> str:
+    """The plugin whose content of a wider slot does not call a narrower slot; empty if the content calls it."""
+    if filled.offer:
+        return "" if narrower in statements_of(filled.offer.suppliers[filled.site.slot]).calls else filled.supplier
+    return filled.wraps[0].plugin if filled.wraps and narrower in filled.site.declared.unless_wrapped else ""

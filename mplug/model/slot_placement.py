@@ -21,7 +21,6 @@ from mplug.model.offers import RECOMPUTING, Filled
 from mplug.model.slot_buffer import SlotBuffer
 from mplug.model.slot_states import HeldBuffers
 from mplug.run.run import Run
-from mplug.slot_kinds import WHOLE_PRODUCTS
 from mplug.tensors.slot_buffers import hold
 
 
@@ -109,11 +108,11 @@ def _placed(model: Model, run: Run, own: HeldBuffers, name: str) -> Placement:
 def _sees_a_part(own: HeldBuffers, name: str, axis: Axis) -> bool:
     """Whether the ranks of an axis that splits the site's weight have parts of the operand of a statistic.
 
-    A supplier of a whole product (`Linear.product`) sees operands as they come, outside of the collectives: if the
-    weight's outputs are split, parts of the input, and if its inputs are split, parts of the output's gradient.
+    A supplier that does the work of the collectives sees operands as they come, outside of them: if the weight's
+    outputs are split, parts of the input, and if its inputs are split, parts of the output's gradient.
     """
     one, weight = own.declared[name], own.site.parameters.get("weight")
-    if own.site.slot not in WHOLE_PRODUCTS or weight is None or not set(one.over).intersection(axis.activations):
+    if not own.site.declared.collectives or weight is None or not set(one.over).intersection(axis.activations):
         return False
     outputs, inputs = (axes_of([dim]) for dim in weight.dims)
     operand = axes_of(one.dims) | set(one.over)

@@ -1,4 +1,4 @@
-"""The host's own offer for `Router.summed`: sums over the ranks that divide tokens, which modules use in forward."""
+"""The host's own offers: sums over the ranks that divide tokens, which modules use in forward (`Slot.sums_tokens`)."""
 
 from itertools import combinations
 
@@ -14,9 +14,9 @@ TOKENS = ("batch", "sequence")
 
 
 def token_sums(run: Run, model: Model) -> list[Offer]:
-    """The supplier of `Router.summed`: it sums over the mesh axes of the dense view that divide the named axes.
+    """The supplier of such slots: it sums over the mesh axes of the dense view that divide the named axes.
 
-    Collective: all ranks make the process groups here, including ranks whose stage has no router.
+    Collective: all ranks make the process groups here, including ranks whose stage has no such slot.
     """
     view = [axis for axis in run.mesh.views["dense"] if any(axis.divides(named) for named in TOKENS)]
     if not model.plan.buffers or not view:
@@ -30,4 +30,5 @@ def token_sums(run: Run, model: Model) -> list[Offer]:
     def summed(values: Tensor, over: tuple[str, ...]) -> Tensor:
         return ops.all_reduce(values, groups[frozenset(over)])
 
-    return [Offer({"Router.summed": summed}, plugin="host")]
+    slots = [slot.name for slot in model.declared.values() if slot.sums_tokens]
+    return [Offer({slot: summed}, plugin="host") for slot in slots]

@@ -41,8 +41,8 @@ def rounding_of_sums(word: str) -> float | None:
 class Recipe:
     """How the matrix products of a model compute if they do not compute in the precision's own formats (TF32).
 
-    The host adds `need` to the needs of every slot that computes such a product (`mplug.slot_kinds.PRODUCTS`), outside
-    of the base modules. So only a supplier that states the need in its `supports` fills the slot; the host refuses
+    The host adds `need` to the needs of every slot that computes such a product (`Slot.multiplies`), outside of the
+    base modules. So only a supplier that states the need in its `supports` fills the slot; the host refuses
     every other supplier and the composition in plain torch. `name` is the name of the computation, the same for every
     supplier that implements it. `options` are data for the suppliers, which read them from `run.precision.recipe`; the
     host only prints them.

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 from mplug.config.entry import Entry
 from mplug.errors import UsageError, listed, suggest
-from mplug.slot_kinds import SLOT_KINDS
+from mplug.registry.made_plugin import MadePlugin
 from mplug.system.version import __version__
 
 KINDS = (
@@ -47,11 +47,16 @@ OPEN_LISTS = "open_lists"
 
 The entry points of a list's group are not plugins: each adds an entry to the list.
 """
-GROUPS = (*KINDS, FLAGS, ARCHITECTURES, FORMAT_FILES, TOKENIZER_FILES, SCHEDULES, OPEN_LISTS)
+SLOTS = "slots"
+"""The group 'mplug.slots', by which a distribution publishes the slots of its blocks: each maps a slot to its kind."""
+GROUPS = (*KINDS, FLAGS, ARCHITECTURES, FORMAT_FILES, TOKENIZER_FILES, SCHEDULES, OPEN_LISTS, SLOTS)
 """The groups that exist without any other distribution, without 'mplug.'."""
 RESERVED_FIELDS = ("name", "preset")
-RESERVED_NAMES = {"kernels": (*SLOT_KINDS, "default"), "parallel": ("layout", "data")}
-"""By kind, the names that no plugin may have: the host has fields with these names beside the plugins' sub-sections."""
+RESERVED_NAMES = {"kernels": ("default",), "parallel": ("layout", "data")}
+"""By kind, the names that no plugin may have: the host has fields with these names beside the plugins' sub-sections.
+
+Kernels cannot have the name of a published kind of slots either.
+"""
 
 
 NATIVE = "Part of mplug: weights and activations in a format of torch, without a recipe"
@@ -143,6 +148,18 @@ class Registry:
         """The entries of a group that is no kind of plugins: looking up `name` gives `target`."""
         return [entry for entry in self._scan[0] if entry.kind == group]
 
+    def slot_kinds(self) -> list[str]:
+        """The kinds of the slots that installed distributions publish: fields of the section 'kernels'."""
+        return list(dict.fromkeys(entry.target for entry in self.table(SLOTS)))
+
+    def name_fault(self, kind: str, name: str) -> str:
+        """Why no plugin of a kind can have a name; the empty string if one can."""
+        reserved = RESERVED_NAMES.get(kind, ())
+        if name not in (*reserved, *(self.slot_kinds() if kind == "kernels" else ())):
+            return ""
+        field = f"a field of the host ('{kind}.{name}')"
+        return f"no plugin of kind '{kind}' can be named '{name}', {field}; rename the plugin"
+
     def shadowed(self) -> list[Shadowed]:
         """Copies of plugins' metadata that have no effect."""
         return self._scan[1]
@@ -196,20 +213,15 @@ class Registry:
             plugin = getattr(import_module(module), attribute)
         except (Exception, SystemExit) as error:  # a plugin that calls exit() must not look like a completed run
             raise BrokenPlugin(f"{entry.label} ({entry.origin}) cannot be imported:\n{_trace(error)}") from error
+        if isinstance(plugin, MadePlugin):
+            plugin = plugin.plugin
         if not isinstance(plugin, type):
             raise BrokenPlugin(f"{entry.label} ({entry.origin}): '{entry.target}' is not a class")
-        broken = [*filter(None, [name_fault(entry.kind, entry.name)]), *faults(plugin), *_config_faults(plugin)]
+        broken = [*filter(None, [self.name_fault(entry.kind, entry.name)]), *faults(plugin), *_config_faults(plugin)]
         broken += _missing_hook(entry.kind, plugin)
         if broken:
             raise BrokenPlugin(f"{entry.label} ({entry.origin}) breaks the plugin contract: {'; '.join(broken)}")
         return plugin
-
-
-def name_fault(kind: str, name: str) -> str:
-    """Why a plugin of a kind cannot have a name; the empty string if it can."""
-    if name not in RESERVED_NAMES.get(kind, ()):
-        return ""
-    return f"no plugin of kind '{kind}' can be named '{name}', a field of the host ('{kind}.{name}'); rename the plugin"
 
 
 def refuse_other_versions(entry: Entry) -> None:

@@ -10,7 +10,6 @@ from mplug.config import host_sections as sections
 from mplug.config.binding import HOST_SECTIONS, KIND_OF_SECTION, OPTIONAL_SECTIONS
 from mplug.config.sources import NAMED_SECTIONS
 from mplug.registry.entry_points import Registry
-from mplug.slot_kinds import SLOT_KINDS
 
 
 def config_schema(registry: Registry, names: Mapping[str, str]) -> dict[str, Any]:
@@ -27,7 +26,7 @@ def config_schema(registry: Registry, names: Mapping[str, str]) -> dict[str, Any
         fields[section] = (_partial(create_model(section, __base__=plugin.Config, **extra)), None)
     for section, model in HOST_SECTIONS.items():
         fields[section] = (_partial(model), None)
-    kernels: dict[str, Any] = dict.fromkeys((*SLOT_KINDS, "default"), (str | None, None))
+    kernels: dict[str, Any] = dict.fromkeys((*registry.slot_kinds(), "default"), (str | None, None))
     fields["kernels"] = (create_model("kernels", __config__=ConfigDict(extra="allow"), **kernels), None)
     parallel: dict[str, Any] = {"layout": (str, ""), "data": (str | None, None)}
     fields["parallel"] = (create_model("parallel", __config__=ConfigDict(extra="allow"), **parallel), None)

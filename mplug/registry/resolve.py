@@ -31,7 +31,6 @@ from mplug.registry.bind_section import bind
 from mplug.registry.entry_points import BrokenPlugin, Registry
 from mplug.registry.fallbacks import without_missing
 from mplug.registry.public import with_public_settings
-from mplug.slot_kinds import SLOT_KINDS
 
 
 def resolve(registry: Registry, base: Settings, overrides: Settings) -> RunConfig:
@@ -219,15 +218,24 @@ class _Resolver:
         return Parallel(word, degrees, data, replicated)
 
     def _kernels(self) -> Kernels:
-        raw = self._raw("kernels")
-        fields = (*SLOT_KINDS, "default")
-        words = {kind: raw.pop(kind) for kind in fields if kind in raw}
+        raw, kinds = self._raw("kernels"), self.registry.slot_kinds()
+        fields = (*kinds, "default")
+        words = {kind: raw.pop(kind) for kind in list(raw) if kind in fields or self._may_be_kind(kind, raw, fields)}
         entries = {kind: word and self._plugin("kernels", word, ("kernels", kind)) for kind, word in words.items()}
         chosen = dict.fromkeys(str(words[kind]) for kind, entry in entries.items() if entry)
         self._sub_sections("kernels", chosen, raw, fields)
         labels = {kind: entry.label if entry else None for kind, entry in entries.items()}
         default = labels.pop("default", None)
         return Kernels(labels, default)
+
+    def _may_be_kind(self, word: str, raw: dict[str, Any], fields: Iterable[str]) -> bool:
+        """Whether a field of 'kernels' may name a kind of slots that only the blocks of the model declare.
+
+        The host checks it when the model is built. A word that resembles a published kind or a plugin is a mistake.
+        """
+        plugins = [name for e in self.registry.entries("kernels") for name in (e.name, f"{e.distribution}/{e.name}")]
+        is_choice = isinstance(raw[word], str | None) and word not in plugins
+        return is_choice and word.isidentifier() and not suggest(word, [*fields, *plugins])
 
     def _precision(self) -> None:
         """Choose the precision that `trainer.precision` names, with its options."""

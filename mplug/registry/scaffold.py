@@ -9,7 +9,7 @@ from pathlib import Path
 from string import Template
 
 from mplug.errors import UsageError
-from mplug.registry.entry_points import Registry, name_fault
+from mplug.registry.entry_points import Registry
 
 TEMPLATES = Path(__file__).with_name("templates")
 REQUIREMENT = "mplug>=0.1,<0.2"
@@ -19,7 +19,7 @@ BLOCKS = "mplug-nn>=0.1,<0.2"
 SUMMARIES = {
     "models": "A small decoder",
     "parallel": "A data-parallel strategy",
-    "kernels": "Causal attention that computes some heads at a time",
+    "kernels": "Causal attention that computes one KV head at a time",
     "optimizers": "Gradient descent with momentum",
     "precisions": "Weights in fp32, and matrix products of operands in bf16",
     "data": "Synthetic samples that count upwards",
@@ -80,13 +80,17 @@ class Package:
         camel = "".join(part.capitalize() for part in re.split("[-_]", self.name))
         if keyword.iskeyword(camel) or camel in self._imported_names:
             camel += "Plugin"
+        function = self.name.replace("-", "_")
+        if keyword.iskeyword(function) or function in {*self._imported_names, "supports"}:
+            function += "_core"
         return {
             "distribution": self.distribution,
             "package": package,
             "kind": self.kind,
             "name": self.name,
             "Class": camel,
-            "target": "command" if self.kind == "commands" else camel,
+            "function": function,
+            "target": {"commands": "command", "kernels": function}.get(self.kind, camel),
             "summary": SUMMARIES[self.kind],
             "requirements": ", ".join(f'"{one}"' for one in self._requirements),
             "use": self.use,
@@ -106,7 +110,7 @@ def describe(kind: str, distribution: str) -> Package:
     package = distribution.replace("-", "_")
     if find_spec(package) is not None and distribution not in {entry.distribution for entry in Registry().entries()}:
         raise UsageError(f"a module '{package}' is already installed; use another name, such as 'acme-{distribution}'")
-    if fault := name_fault(kind, name):
+    if fault := Registry().name_fault(kind, name):
         raise UsageError(fault)
     if kind == "parallel" and not name.isalpha():
         raise UsageError(

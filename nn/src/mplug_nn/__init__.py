@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from mplug.model.description import Description as Description
     from mplug.model.description import describe as describe
     from mplug.model.description import flops_of as flops_of
+    from mplug.slots import Fusible as Fusible
+    from mplug.slots import states as states
     from mplug.tensors.gathered_form import GatheredForm as GatheredForm
     from mplug.tensors.operator import fake as fake
     from mplug.tensors.operator import operator as operator
@@ -95,10 +97,8 @@ if TYPE_CHECKING:
     from mplug_nn.experts import Experts as Experts
     from mplug_nn.experts import Route as Route
     from mplug_nn.experts import within_capacity as within_capacity
-    from mplug_nn.fusible import Fusible as Fusible
     from mplug_nn.fusible import fusible_norm as fusible_norm
     from mplug_nn.fusible import normed as normed
-    from mplug_nn.fusible import states as states
     from mplug_nn.gemm import Gemm as Gemm
     from mplug_nn.gemm import weight_gradient as weight_gradient
     from mplug_nn.grouped import GroupedProduct as GroupedProduct
@@ -153,6 +153,8 @@ if TYPE_CHECKING:
     from mplug_nn.scores import RouterScore as RouterScore
     from mplug_nn.shared_fields import SHARED_FIELDS as SHARED_FIELDS
     from mplug_nn.shared_fields import unused as unused
+    from mplug_nn.slots import BLOCKS as BLOCKS
+    from mplug_nn.slots import SLOTS as SLOTS
     from mplug_nn.specification import AttentionInputs as AttentionInputs
     from mplug_nn.specification import AttentionSpec as AttentionSpec
     from mplug_nn.specification import StaticKeys as StaticKeys
@@ -163,6 +165,7 @@ publish(
     {
         "mplug.layout.inits": ("Entries", "Inits"),
         "mplug.model.description": ("Description", "describe", "flops_of"),
+        "mplug.slots": ("Fusible", "states"),
         "mplug.tensors.gathered_form": ("GatheredForm",),
         "mplug.tensors.operator": ("fake", "operator"),
         "mplug.tensors.sink": ("Operand", "Sink", "Weights", "add_product", "add_rows", "aligned", "zero_if_stale"),
@@ -224,7 +227,7 @@ publish(
         "mplug_nn.dropout": ("Dropout", "Jitter"),
         "mplug_nn.embedding": ("Embedding",),
         "mplug_nn.experts": ("Experts", "Route", "within_capacity"),
-        "mplug_nn.fusible": ("Fusible", "fusible_norm", "normed", "states"),
+        "mplug_nn.fusible": ("fusible_norm", "normed"),
         "mplug_nn.gemm": ("Gemm", "weight_gradient"),
         "mplug_nn.grouped": ("GroupedProduct", "grouped_linear"),
         "mplug_nn.head": ("Head",),
@@ -256,6 +259,7 @@ publish(
         "mplug_nn.router": ("Choice", "Router"),
         "mplug_nn.scores": ("RouterScore",),
         "mplug_nn.shared_fields": ("SHARED_FIELDS", "unused"),
+        "mplug_nn.slots": ("BLOCKS", "SLOTS"),
         "mplug_nn.specification": ("AttentionInputs", "AttentionSpec", "StaticKeys"),
         "mplug_nn.static_cache": ("static_keys",),
     },

@@ -14,9 +14,9 @@ from mplug.layout.inits import ONES, TOKENS, ZEROS, Entries, Inits
 from mplug.layout.plan import Parameter, Segment
 from mplug.layout.work import ActivationProduct, Flops, Step
 from mplug.model.work import in_order
+from mplug.slots import Slot, set_defaults
 from mplug.tensors.host_buffers import register_host_buffer
 from mplug.tensors.random import mix, uniform
-from mplug_nn.arguments import by_arguments
 from mplug_nn.cache import Cache, CacheSize
 from mplug_nn.core import AttentionCore, packed_heads_of
 from mplug_nn.linear import Linear
@@ -24,10 +24,9 @@ from mplug_nn.norms import offset
 from mplug_nn.packed_heads import PackedHeads, passes_through
 from mplug_nn.parts import PLAIN_PARTS
 from mplug_nn.prologue import Projected
-from mplug_nn.rotary import Rotary, Turns
+from mplug_nn.rotary import ROTARY_NEEDS, Rotary, Turns
 from mplug_nn.specification import (
     DOCUMENTS,
-    FULL,
     KNOWN,
     LOG_SUM_EXP,
     NO_INPUTS,
@@ -85,7 +84,6 @@ def scaled_dot_product(
     return torch.einsum("bhst,bthk->bshk", weights, v)
 
 
-scaled_dot_product.offers = KNOWN | {LOG_SUM_EXP}  # type: ignore[attr-defined]
 DOT_PRODUCT = AttentionCore(scaled_dot_product, parts=PLAIN_PARTS)
 
 
@@ -95,10 +93,15 @@ def _softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
     return torch.cat((scores, nothing), dim=-1).softmax(dim=-1)[..., :-1]
 
 
-attention = by_arguments(scaled_dot_product)
-"""Attention by keyword arguments, as in version 0.1; `scaled_dot_product` serves what these cannot express."""
-attention.offers = frozenset({LOG_SUM_EXP, DOCUMENTS, FULL})  # type: ignore[attr-defined]
-ATTENTION = AttentionCore(attention, parts=PLAIN_PARTS)
+def needs_of_specification(module: nn.Module, entries: Container[str]) -> frozenset[str]:
+    """What a core must offer for the specification of a module (`spec`)."""
+    spec = getattr(module, "spec", None)
+    return replace(spec, documents=DOCUMENTS in entries).needs if isinstance(spec, AttentionSpec) else frozenset()
+
+
+CORE = Slot("Attention.core", "attention", DOT_PRODUCT, serves=KNOWN | {LOG_SUM_EXP}, needs=needs_of_specification)
+PREPARE_QK = Slot("Attention.prepare_qk", "qk", PASSING_QK, serves=ROTARY_NEEDS | {WIDE_NORM})
+PREPARE_QKV = Slot("Attention.prepare_qkv", "qk", PASSING_QKV, calls={"": (PREPARE_QK.name,)}, composes=True)
 
 
 class DotProductAttention(nn.Module):
@@ -116,11 +119,13 @@ class DotProductAttention(nn.Module):
     last positions of its samples, adds their rows to the cache, and attends to all rows in it.
     """
 
-    SLOTS: ClassVar[tuple[str, ...]] = ("Attention.core", "Attention.prepare_qk")
+    SLOTS: ClassVar[tuple[Slot, ...]] = (CORE, PREPARE_QK)
     mixes: ClassVar[frozenset[str]] = frozenset()  # only inside a slot
     caches: ClassVar[bool] = True
     static_cache: ClassVar[bool] = True
     cache: Cache | None = None
+    core: Callable[..., Tensor]
+    prepare_qk: Callable[..., tuple[Tensor, Tensor]]
     site: Tensor
 
     def __init__(
@@ -157,8 +162,7 @@ class DotProductAttention(nn.Module):
         self.k_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
         self.sinks = nn.Parameter(torch.empty(num_heads)) if sinks else None
         register_host_buffer(self, "site", "site key")
-        self.core: Callable[..., Tensor] = DOT_PRODUCT
-        self.prepare_qk: Callable[..., tuple[Tensor, Tensor]] = PASSING_QK
+        set_defaults(self)
 
     def plan_entries(self, inits: Inits) -> Entries:
         """The meaning of the parameters between the projections."""
@@ -211,9 +215,9 @@ class DotProductAttention(nn.Module):
         self.spec = replace(self.spec, causal=causal)
 
     def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
-        """What a supplier of a slot must offer here; `entries` are the optional entries that micro batches have."""
-        if slot == "Attention.core":
-            return replace(self.spec, documents=DOCUMENTS in entries).needs
+        """What a supplier of a slot must offer here, beyond the needs of the specification."""
+        if slot == CORE.name:
+            return frozenset()
         turning = self.theta.needs if isinstance(self.theta, Turns) else frozenset()
         return turning | ({WIDE_NORM} if self.q_norm is not None and self.qk_norm_offset else set())
 
@@ -282,10 +286,11 @@ class Attention(DotProductAttention):
     `out_bias` None: `out` has a bias if `qkv` has one.
     """
 
-    SLOTS: ClassVar[tuple[str, ...]] = (*DotProductAttention.SLOTS, "Attention.prepare_qkv")
+    SLOTS: ClassVar[tuple[Slot, ...]] = (*DotProductAttention.SLOTS, PREPARE_QKV)
     mixes: ClassVar[frozenset[str]] = frozenset()  # only inside a slot
     caches: ClassVar[bool] = True
     static_cache: ClassVar[bool] = True
+    prepare_qkv: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
     def __init__(
         self,
@@ -313,7 +318,6 @@ class Attention(DotProductAttention):
         super().__init__(num_heads, num_kv_heads, head_dim, qk_norm=qk_norm, qk_norm_offset=qk_norm_offset, **named)
         self.qkv = Linear(dim, (num_heads + 2 * num_kv_heads) * head_dim, bias)
         self.out = Linear(num_heads * head_dim, dim, bias if out_bias is None else out_bias)
-        self.prepare_qkv: Callable[..., tuple[Tensor, Tensor, Tensor]] = PASSING_QKV
 
     def plan_entries(self, inits: Inits) -> Entries:
         """The meaning of the parameters."""
@@ -366,7 +370,7 @@ class Attention(DotProductAttention):
     @property
     def _packed_heads(self) -> PackedHeads | None:
         """What attends from packed heads; None if something may stand between the projection and the core."""
-        packed = packed_heads_of(self.core)
+        packed = packed_heads_of(self.core) if type(self) is Attention else None  # subclasses may call it otherwise
         if packed is None or self.theta is not None or self.cache is not None or self.scales_of_norm[0] is not None:
             return None
         return packed if passes_through(self.prepare_qkv) and passes_through(self.prepare_qk) else None

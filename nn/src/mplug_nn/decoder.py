@@ -10,10 +10,11 @@ from mplug.contracts import DOCUMENTS, IGNORED
 from mplug.layout.inits import TOKENS, Entries, Inits
 from mplug.layout.plan import Parameter, Plan, Shift, Unit
 from mplug.model.description import describe
+from mplug.slots import Fusible, states
 from mplug_nn.ahead import DepthAhead, TokensAhead
 from mplug_nn.dropout import Dropout
 from mplug_nn.embedding import Embedding
-from mplug_nn.fusible import Fusible, fusible_norm, normed, states
+from mplug_nn.fusible import fusible_norm, normed
 from mplug_nn.head import Head
 from mplug_nn.moe import MixtureOfExperts
 from mplug_nn.norm import Norm

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from mplug.slots import Slot
 from mplug.tensors.host_buffers import register_host_buffer
 from mplug.tensors.random import uniform_like
 
@@ -14,6 +15,9 @@ def all_rows(positions: Tensor) -> Tensor:
     return positions
 
 
+ROWS = Slot("Dropout.rows", "dropout", all_rows)
+
+
 class Dropout(nn.Module):
     """Dropout whose mask is a function of (seed, step, site, sample, position, feature).
 
@@ -21,7 +25,7 @@ class Dropout(nn.Module):
     divides the sequence inside the model, the slot `rows` selects the positions of the rows of x.
     """
 
-    SLOTS = ("Dropout.rows",)
+    SLOTS: ClassVar[tuple[Slot, ...]] = (ROWS,)
     mixes: ClassVar[frozenset[str]] = frozenset()
     site: Tensor
 
@@ -45,7 +49,7 @@ class Jitter(nn.Module):
     Like a dropout mask, the noise is a function of (seed, step, site, sample, position, feature).
     """
 
-    SLOTS = ("Dropout.rows",)
+    SLOTS: ClassVar[tuple[Slot, ...]] = (ROWS,)
     mixes: ClassVar[frozenset[str]] = frozenset()
     site: Tensor
 

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from mplug.layout.inits import Entries, Inits
 from mplug.layout.plan import Parameter, Segment
+from mplug.slots import Slot
 from mplug.tensors.sink import Weights, add_rows
 
 
@@ -44,10 +45,13 @@ class _Lookup(torch.autograd.Function):
         return None, None, None, None
 
 
+LOOKUP = Slot("Embedding.lookup", "embedding", lookup)
+
+
 class Embedding(nn.Module):
     """A table [V, D]."""
 
-    SLOTS = ("Embedding.lookup",)
+    SLOTS: ClassVar[tuple[Slot, ...]] = (LOOKUP,)
     mixes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, num_embeddings: int, dim: int) -> None:

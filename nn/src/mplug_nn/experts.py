@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mplug.layout.inits import ZEROS, Entries, Inits
 from mplug.layout.plan import Parameter, Segment
+from mplug.slots import Slot
 from mplug.tensors.delayed import Later, Operands
 from mplug.tensors.sink import Sink, Weights
 from mplug.tensors.slot_buffers import held
@@ -115,7 +116,18 @@ def compute(
     return adapted(adapters[1], hidden, grouped_linear(hidden, counts, down), counts)
 
 
-compute.only_composes = True  # type: ignore[attr-defined]  # its needs are those of `Experts.product`
+DISPATCH = Slot("Experts.dispatch", "experts", dispatch)
+PRODUCT = Slot("Experts.product", "experts", PLAIN_GROUPED, multiplies=True)
+COMPUTE = Slot(
+    "Experts.compute",
+    "experts",
+    compute,
+    calls={"": ("MLP.activation", PRODUCT.name)},
+    unless_wrapped=(PRODUCT.name,),
+    composes=True,
+    multiplies=True,
+)
+COMBINE = Slot("Experts.combine", "experts", combine)
 
 
 def adapted(adapter: nn.Module | None, rows: Tensor, y: Tensor, counts: Tensor) -> Tensor:
@@ -148,13 +160,7 @@ class Experts(Activation, ProductModule):
     takes the place of y.
     """
 
-    SLOTS: ClassVar[tuple[str, ...]] = (
-        *Activation.SLOTS,
-        "Experts.dispatch",
-        "Experts.compute",
-        "Experts.product",
-        "Experts.combine",
-    )
+    SLOTS: ClassVar[tuple[Slot, ...]] = (*Activation.SLOTS, DISPATCH, COMPUTE, PRODUCT, COMBINE)
     CASTS: ClassVar[Mapping[str, str]] = {"up": "up_casts", "down": "down_casts"}
     up_casts: tuple[Tensor, ...] = ()
     down_casts: tuple[Tensor, ...] = ()

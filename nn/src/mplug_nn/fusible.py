@@ -5,34 +5,13 @@ a subclass may override the method.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from mplug.slots import Fusible, states
 from mplug_nn.linear import Linear
-from mplug_nn.norm import Norm
+from mplug_nn.norm import NORM_RESIDUAL, Norm
 from mplug_nn.prologue import NORM_PRODUCT, SEPARATE, Inputs, Projected, Prologue
-
-
-class Fusible(NamedTuple):
-    """A prologue and the linear layer that alone reads its result.
-
-    `slot` is the slot of `linear` that a supplier of both fills. `inner` is the module of the prologue, whose slot
-    `inner_slot` such a supplier does not call. `kind` is the kind of the prologue, a need of the site.
-    """
-
-    slot: str
-    linear: Linear
-    inner: nn.Module
-    inner_slot: str
-    kind: str
-
-
-def fusibles(module: nn.Module) -> Iterator[Fusible]:
-    """The prologues that a module states in its method `fusibles`, unless a subclass has overridden its `forward`."""
-    method = getattr(type(module), "fusibles", None)
-    if method is not None and states(module, "fusibles", "forward"):
-        yield from method(module)
 
 
 def fusible_norm(norm: nn.Module, reader: nn.Module | None) -> Iterator[Fusible]:
@@ -44,22 +23,12 @@ def fusible_norm(norm: nn.Module, reader: nn.Module | None) -> Iterator[Fusible]
         return
     linear = _input_linear(reader) if states(reader, "input_linear", "forward") else None
     if linear is not None and is_plain(linear):
-        yield Fusible(NORM_PRODUCT, linear, norm, "Norm.norm_residual", norm.kind)
+        yield Fusible(NORM_PRODUCT, linear, norm, NORM_RESIDUAL.name, norm.kind)
 
 
 def is_plain(linear: nn.Module) -> bool:
     """Whether a module computes as `Linear` does; a subclass, or an adapter, may add something to the product."""
     return isinstance(linear, Linear) and linear.adapter is None and linear.computes_as_linear
-
-
-def states(module: nn.Module, statement: str, method: str) -> bool:
-    """Whether a module's statement is about the code that runs: no subclass of its class overrides the method."""
-    for part in type(module).__mro__:
-        if statement in vars(part):
-            return True
-        if method in vars(part):
-            return False
-    return False
 
 
 def normed(norm: Norm, reader: nn.Module | None, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:

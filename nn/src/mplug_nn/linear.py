@@ -1,19 +1,31 @@
 """A linear layer whose matrix products and collectives are slots."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from mplug.layout.work import Branches, Step, WeightProduct
+from mplug.slots import Slot
 from mplug.tensors.delayed import Later, Operands
 from mplug.tensors.sink import Sink, Weights
 from mplug.tensors.slot_buffers import held
 from mplug.tensors.weight_product import ProductModule
 from mplug_nn.gemm import NOTHING, PLAIN, Gemm, weight_gradient
 from mplug_nn.product import COMPOSED, Boundary, Collective, Narrow, Product, apply_product
-from mplug_nn.prologue import FUSED_SLOTS, SEPARATE, FusedProduct, Inputs, Projected, Prologue, apply_fused
+from mplug_nn.prologue import (
+    ACTIVATION_PRODUCT,
+    FUSED_SLOTS,
+    NORM_PRODUCT,
+    SEPARATE,
+    FusedProduct,
+    Inputs,
+    Projected,
+    Prologue,
+    apply_fused,
+)
 
 __all__ = ["PLAIN", "Gemm", "Linear", "multiply", "weight_gradient"]
 
@@ -37,6 +49,30 @@ def _identity(x: Tensor) -> Tensor:
 
 COMPUTES = ("forward", "without_bias", "unadapted", "multiply")
 """The methods of `Linear` that compute."""
+GATHER = Slot("Linear.gather", "linear", _identity)
+SCATTER = Slot("Linear.scatter", "linear", _identity)
+GEMM = Slot("Linear.gemm", "linear", PLAIN, multiplies=True)
+PRODUCT = Slot(
+    "Linear.product",
+    "linear",
+    COMPOSED,
+    calls={"": (GEMM.name,)},
+    composes=True,
+    multiplies=True,
+    collectives=(GATHER.name, SCATTER.name),
+)
+NORM_SLOT, ACTIVATION_SLOT = (
+    replace(
+        PRODUCT,
+        name=name,
+        kind=name.partition(".")[2],
+        default=SEPARATE,
+        calls={"": (PRODUCT.name, GEMM.name)},
+        unless_wrapped=(PRODUCT.name,),
+        fuses=fuses,
+    )
+    for name, fuses in ((NORM_PRODUCT, "norm"), (ACTIVATION_PRODUCT, "activation"))
+)
 ADAPTERS = "adapters"
 """The need of a site whose supplier multiplies by weights that have adapters, and would not call the adapters."""
 
@@ -82,9 +118,8 @@ class Linear(ProductModule):
     adapter. A block that cannot state it sets `adaptable` to False, and the linear then has no adapter.
     """
 
-    SLOTS = ("Linear.product", "Linear.gemm", "Linear.gather", "Linear.scatter")
-    FUSED_SLOTS: ClassVar[tuple[str, ...]] = FUSED_SLOTS
-    """Slots that a layer has only where a block states it (`mplug_nn.fusible`)."""
+    SLOTS: ClassVar[tuple[Slot, ...]] = (PRODUCT, GEMM, GATHER, SCATTER, NORM_SLOT, ACTIVATION_SLOT)
+    """A layer has the last two only where a block states it (`mplug.Fusible`)."""
     BUFFERED_SLOTS = ("Linear.product", "Linear.gemm", *FUSED_SLOTS)
     CASTS: ClassVar[Mapping[str, str]] = {"weight": "casts"}
     casts: tuple[Tensor, ...] = ()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mplug.contracts import IGNORED as IGNORED
+from mplug.slots import Slot
 
 CAPPED = "logit soft cap"
 """The need of a loss whose `project` is more than a `Linear`."""
@@ -38,7 +39,7 @@ def cross_entropy(hidden: Tensor, project: Callable[[Tensor], Tensor], labels: T
     return loss_sum(project(hidden).flatten(0, -2), flat, counted), counted.sum()
 
 
-cross_entropy.offers = frozenset({CAPPED})  # type: ignore[attr-defined]
+CROSS_ENTROPY = Slot("Loss.cross_entropy", "loss", cross_entropy, serves=frozenset({CAPPED}))
 
 
 def loss_sum(logits: Tensor, labels: Tensor, counted: Tensor, merge: Merge = _whole) -> Tensor:
@@ -91,7 +92,7 @@ class _CrossEntropy(torch.autograd.Function):
 class Loss(nn.Module):
     """Next-token cross-entropy; `soft_cap` is that of the logits, which the head applies."""
 
-    SLOTS = ("Loss.cross_entropy",)
+    SLOTS: ClassVar[tuple[Slot, ...]] = (CROSS_ENTROPY,)
     mixes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, soft_cap: float | None = None) -> None:

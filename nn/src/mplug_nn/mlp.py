@@ -7,9 +7,10 @@ from torch import Tensor, nn
 
 from mplug.layout.inits import ZEROS, Entries, Inits
 from mplug.layout.plan import Parameter, Segment
+from mplug.slots import Fusible, Slot, states
 from mplug.tensors.sink import Weights
 from mplug_nn.activations import ACTIVATIONS
-from mplug_nn.fusible import Fusible, is_plain, states
+from mplug_nn.fusible import is_plain
 from mplug_nn.linear import ADAPTERS, Linear
 from mplug_nn.named import NeedsOf
 from mplug_nn.prologue import ACTIVATION_PRODUCT, SEPARATE, Inputs, Projected, Prologue
@@ -28,13 +29,13 @@ def activation(x: Tensor, bias: Tensor | None, kind: Kind) -> Tensor:
     return function.compute(*x.chunk(2, dim=-1)) if function.gated else function.compute(x)
 
 
-activation.offers = NeedsOf(ACTIVATIONS)  # type: ignore[attr-defined]
+ACTIVATION = Slot("MLP.activation", "activation", activation, serves=NeedsOf(ACTIVATIONS))
 
 
 class Activation(nn.Module):
     """The activation between an MLP's projections, for blocks that fuse the projections with others."""
 
-    SLOTS: ClassVar[tuple[str, ...]] = ("MLP.activation",)
+    SLOTS: ClassVar[tuple[Slot, ...]] = (ACTIVATION,)
     mixes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, kind: Kind) -> None:
@@ -44,9 +45,7 @@ class Activation(nn.Module):
 
     def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
         """What a supplier of a slot that computes the activation must offer here."""
-        return (
-            ACTIVATIONS.needs(self.kind) if slot in ("MLP.activation", "MLP.core", "Experts.compute") else frozenset()
-        )
+        return ACTIVATIONS.needs(self.kind) if slot in (ACTIVATION.name, "MLP.core", "Experts.compute") else frozenset()
 
     def activate(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., F] (gated: [..., 2F], gate first) plus bias -> [..., F]."""
@@ -66,7 +65,19 @@ def core(
     return composed(x)
 
 
-core.only_composes = True  # type: ignore[attr-defined]  # its needs are those of the slots that it calls
+CORE = Slot(
+    "MLP.core",
+    "mlp",
+    core,
+    calls={
+        "": (ACTIVATION.name,),
+        "up": ("Linear.norm_product", "Linear.product", "Linear.gemm", "Linear.scatter"),
+        "down": ("Linear.gather", "Linear.activation_product", "Linear.product", "Linear.gemm"),
+    },
+    unless_wrapped=("Linear.norm_product", "Linear.activation_product", "Linear.product"),
+    composes=True,
+    multiplies=True,
+)
 
 
 class MLP(Activation):
@@ -75,7 +86,7 @@ class MLP(Activation):
     `kind` is a name of the open list of activations. If it is gated (SwiGLU), gate and up are one fused matrix.
     """
 
-    SLOTS = (*Activation.SLOTS, "MLP.core")
+    SLOTS: ClassVar[tuple[Slot, ...]] = (*Activation.SLOTS, CORE)
     mixes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, dim: int, ffn_dim: int, kind: Kind, bias: bool) -> None:
@@ -99,7 +110,7 @@ class MLP(Activation):
     def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
         """What a supplier of a slot must offer here."""
         is_adapted = self.up.adapter is not None or self.down.adapter is not None
-        return super().needs(slot, entries) | ({ADAPTERS} if slot == "MLP.core" and is_adapted else set())
+        return super().needs(slot, entries) | ({ADAPTERS} if slot == CORE.name and is_adapted else set())
 
     def input_linear(self) -> Linear | None:
         """The layer that alone reads the input of `forward`; None if the slot `MLP.core` reads it."""
@@ -108,7 +119,7 @@ class MLP(Activation):
     def fusibles(self) -> Iterator[Fusible]:
         """The activation, whose result only the down projection reads."""
         if self.core is core and is_plain(self.down) and states(self, "fusibles", "activate"):
-            yield Fusible(ACTIVATION_PRODUCT, self.down, self, "MLP.activation", self.kind)
+            yield Fusible(ACTIVATION_PRODUCT, self.down, self, ACTIVATION.name, self.kind)
 
     def forward(self, x: Tensor | Projected) -> Tensor:
         """[B, S, D] -> [B, S, D]; or the product that x is."""

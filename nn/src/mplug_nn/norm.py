@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from mplug.layout.inits import ZEROS, Entries, Inits
 from mplug.layout.plan import Init, Parameter
+from mplug.slots import Slot
 from mplug_nn.named import NeedsOf
 from mplug_nn.norms import NORMS
 
@@ -27,13 +28,13 @@ def norm_residual(
     return NORMS[kind].compute(summed, weight, bias, eps), summed
 
 
-norm_residual.offers = NeedsOf(NORMS)  # type: ignore[attr-defined]
+NORM_RESIDUAL = Slot("Norm.norm_residual", "norm", norm_residual, serves=NeedsOf(NORMS))
 
 
 class Norm(nn.Module):
     """A norm over the last dimension. `kind` is a name of the open list of norms."""
 
-    SLOTS = ("Norm.norm_residual",)
+    SLOTS: ClassVar[tuple[Slot, ...]] = (NORM_RESIDUAL,)
     mixes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, dim: int, kind: Kind, eps: float = 1e-5, bias: bool = False) -> None:

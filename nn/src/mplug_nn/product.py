@@ -7,7 +7,7 @@ the weight's gradient later. R ranks, I inputs, O outputs; [..., n, I] are a ran
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -153,7 +153,6 @@ class Composed(Product):
     Backward gathers the input again, which takes R times less memory than keeping the gathered input.
     """
 
-    only_composes: ClassVar[bool] = True
     calls = ("Linear.gemm",)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Composed":

@@ -5,7 +5,7 @@ B batch, S sequence, D embed, E experts, k experts chosen by a token.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from mplug.layout.inits import TOKENS, ZEROS, Entries, Inits
 from mplug.layout.plan import Buffer, Parameter
 from mplug.layout.work import Step, WeightProduct
+from mplug.slots import Slot
 from mplug.tensors.host_buffers import register_host_buffer
 from mplug.tensors.sink import Weights, add_product
 from mplug.tensors.statistics import add_auxiliary, count
@@ -35,6 +36,9 @@ def summed(values: Tensor, over: tuple[str, ...]) -> Tensor:
     divided. The host fills this slot under every layout.
     """
     return values
+
+
+SUMMED = Slot("Router.summed", "router", summed, sums_tokens=True)
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,7 @@ class Router(nn.Module):
     [E] (if `choice_bias`, or if that is None and `bias_rate` > 0) and `last_load` [E] (if `balance` is 'global_batch').
     """
 
-    SLOTS = ("Router.summed",)
+    SLOTS: ClassVar[tuple[Slot, ...]] = (SUMMED,)
     load: Tensor
     losses: Tensor
     token_scale: Tensor

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from mplug.tensors.operator import fake, operator
 from mplug_nn.packed_heads import Preparation
-from mplug_nn.rotary import ROTARY_NEEDS, Turns
+from mplug_nn.rotary import Turns
 
 Turning = float | Turns
 """How pairs turn: the base of plain rotary positions, or `Turns` at sites that need another kind."""
@@ -160,7 +160,6 @@ def prepare_qk(
     return q, k
 
 
-prepare_qk.offers = ROTARY_NEEDS | {WIDE_NORM}  # type: ignore[attr-defined]
 PASSING_QK = Preparation(prepare_qk, passes_through=True)
 
 
@@ -189,5 +188,4 @@ def prepare_qkv(
     return q, k, v
 
 
-prepare_qkv.only_composes = True  # type: ignore[attr-defined]  # its needs are those of the slot that it calls
 PASSING_QKV = Preparation(prepare_qkv, passes_through=True)

@@ -60,21 +60,22 @@ def drawing_attention(calls: list[None]) -> Iterator[None]:
 
     Every call appends to `calls`.
     """
-    from mplug_nn import attention
+    from mplug_nn import SLOTS
     from torch.nn.functional import dropout
 
-    plain = attention.attention
+    slot = SLOTS["Attention.core"]
+    plain = slot.default
 
     def drawing(*arguments: Any, **named: Any) -> "Tensor":
         calls.append(None)
         return dropout(plain(*arguments, **named), 0.3)
 
     drawing.__dict__.update(vars(plain))
-    attention.attention = drawing
+    object.__setattr__(slot, "default", drawing)  # new modules take it from there (`set_defaults`)
     try:
         yield
     finally:
-        attention.attention = plain
+        object.__setattr__(slot, "default", plain)
 
 
 def first_gradients(settings: "TinySettings") -> "dict[str, Tensor]":

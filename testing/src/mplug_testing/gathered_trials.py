@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 from mplug_nn import GatheredForm, Linear, WeightProduct
+from mplug_nn.prologue import FUSED_SLOTS
 from torch import Tensor, nn
 
 from mplug.model.offers import Offer
-from mplug.slot_kinds import WHOLE_PRODUCTS
 from mplug.tensors.slot_buffers import hold
 from mplug_testing.buffer_trials import site_of
 from mplug_testing.fused import FusedLinear
@@ -19,7 +19,7 @@ ROWS, INPUTS, OUTPUTS, RANKS = 32, 128, 64, 5
 
 def gathered_forms(offer: Offer) -> dict[str, GatheredForm | str]:
     """What the products of an offer declare, by slot: a form, or the reason against one."""
-    products = {slot: offer.suppliers[slot] for slot in WHOLE_PRODUCTS if slot in offer.suppliers}
+    products = {slot: offer.suppliers[slot] for slot in ("Linear.product", *FUSED_SLOTS) if slot in offer.suppliers}
     return {slot: one.gathered_form() for slot, one in products.items() if isinstance(one, WeightProduct)}
 
 

@@ -109,7 +109,7 @@ def sites_of(case: "Case") -> Iterator[Site]:
 def answer_of(offer: Offer, site: Site, run: "Run") -> bool | str:
     """The answer of `supports`, which must be True, False or a reason."""
     with naming_failures(f"supports for a site of {site.slot}"):
-        answer: Any = offer.supports(site, run)
+        answer: Any = offer.answer(site, run)
     sound = answer is True or answer is False or (isinstance(answer, str) and answer.strip())
     require(sound, f"supports returns {answer!r} for a site of {site.slot}; it must return True, False or a reason")
     return answer  # type: ignore[no-any-return]

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import SkipTest
 
 from mplug.errors import UsageError, listed
+from mplug.model.fill import known_slots, refuse_unknown_slots
 from mplug.model.offers import Filled, Offer, Site
-from mplug.slot_kinds import PRODUCTS
 from mplug_testing.harness import difference, run_tolerance, tiny_run, train_steps
 from mplug_testing.kernel_buffers import BufferChecks, answer_of, declared_by, sites_of
 from mplug_testing.kernel_packed_heads import PackedHeadsChecks
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from mplug_testing.capabilities import Setting
     from mplug_testing.kernel_cases import Case
     from mplug_testing.trials import Trial
-
-UNKNOWN = "a capability that does not exist"
 
 
 class KernelSuite(BufferChecks, PackedHeadsChecks, PluginSuite):
@@ -102,7 +100,7 @@ class KernelSuite(BufferChecks, PackedHeadsChecks, PluginSuite):
         from mplug_testing.capabilities import parts_fault
 
         run, _ = self._offered()
-        packed = offer.supports(replace(site, needs=site.needs | {"document_lengths"}), run) is True
+        packed = offer.answer(replace(site, needs=site.needs | {"document_lengths"}), run) is True
         return parts_fault(parts, self._setting(site), packed)
 
     def _setting(self, site: Site) -> "Setting":
@@ -138,8 +136,12 @@ class KernelSuite(BufferChecks, PackedHeadsChecks, PluginSuite):
     @smoke
     def test_it_offers_suppliers_of_slots(self) -> None:
         """It offers at least one supplier, for slots that exist."""
-        _, offers = self._offered()
+        from mplug_testing.blueprint import on_meta
+
+        run, offers = self._offered()
         require(any(offer.suppliers for offer in offers), f"'{self.plugin}' offers no supplier of any slot")
+        with refusals("an offer", named_by_author=True):
+            refuse_unknown_slots(offers, known_slots(on_meta(run)))
 
     @smoke
     def test_supports_is_a_pure_function_with_three_answers(self) -> None:
@@ -162,18 +164,6 @@ class KernelSuite(BufferChecks, PackedHeadsChecks, PluginSuite):
             require(isinstance(varies, str), f"varies returns {varies!r} for {_case_name(case, site)}; return a string")
             note = offer.note(site, run)
             require(isinstance(note, str), f"note returns {note!r} for {_case_name(case, site)}; return a string")
-
-    @smoke
-    def test_it_refuses_needs_that_it_does_not_know(self) -> None:
-        """A wrap with an unknown need must not get a supplier that ignores this need."""
-        run, offers = self._offered()
-        for offer, case, site in self._sites(run, offers):
-            wanting = replace(site, needs=site.needs | {UNKNOWN})
-            require(
-                answer_of(offer, wanting, run) is not True,
-                f"supports returns True for {_case_name(case, site)} with an unknown need, '{UNKNOWN}'; it must refuse "
-                f"every need in site.needs that the kernel does not offer",
-            )
 
     @smoke
     def test_another_function_has_a_name_and_a_reference(self) -> None:
@@ -326,7 +316,7 @@ class KernelSuite(BufferChecks, PackedHeadsChecks, PluginSuite):
                 case = replace(case, needs=case.needs | {self.computes}, truth={"Attention.core": self.reference})
             for offer, site in product(offers, sites_of(case)):
                 if site.slot in offer.suppliers:
-                    needs = {recipe.need} if recipe is not None and site.slot in PRODUCTS else set()
+                    needs = {recipe.need} if recipe is not None and site.declared.multiplies else set()
                     yield offer, case, replace(site, needs=site.needs | needs)
 
     def _trials(self, dtype: str, only: str | None = None) -> "list[Trial]":

@@ -6,13 +6,13 @@ from warnings import catch_warnings
 import torch
 from mplug_nn import Experts, Linear
 from mplug_nn.grouped import apply_grouped
+from mplug_nn.prologue import FUSED_SLOTS
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mplug.layout.plan import Init, Parameter
 from mplug.model.offers import Offer, Site
 from mplug.model.tracer import prepare_compiler
-from mplug.slot_kinds import WHOLE_PRODUCTS
 from mplug.tensors.delayed import Later, Operands, Taps, without_memory
 from mplug.tensors.sink import Weights
 from mplug.tensors.slot_buffers import hold
@@ -20,7 +20,7 @@ from mplug_testing.fused import FusedLinear
 from mplug_testing.grouped import expert_site
 from mplug_testing.trials import initial
 
-SLOTS = (*WHOLE_PRODUCTS, "Experts.product")
+SLOTS = ("Linear.product", *FUSED_SLOTS, "Experts.product")
 ROWS, INPUTS, OUTPUTS, EXPERTS = 32, 32, 48, 2
 OF_AUTOGRAD = ("returned an invalid gradient", "returned an incorrect number of gradients")
 """torch's words for gradients whose shapes or number are not those of the tensors, here the declared operands."""

@@ -287,7 +287,7 @@ def require_true_offers(run: Run, model: "Model", label: str) -> None:
 def _require_answers(offered: Offer | Wrap, site: Site, run: Run) -> None:
     name = f"{site.slot} of '{site.name}'"
     with errors_as_faults(f"`supports` for {name}"):
-        answer = offered.supports(site, run)
+        answer = offered.answer(site, run)
     require(
         isinstance(answer, bool) or (isinstance(answer, str) and answer.strip()),
         f"`supports` for {name} returns {answer!r}; it must return True, False or a reason",

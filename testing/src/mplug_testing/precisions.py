@@ -19,7 +19,6 @@ from unittest import SkipTest, mock
 from mplug.errors import listed
 from mplug.registry.entry_points import BrokenPlugin
 from mplug.registry.precisions import defined, precision_among
-from mplug.slot_kinds import KIND_OF, PRODUCTS
 from mplug_testing.harness import difference, installed_plugins, run_tolerance, tiny_run, train_ranks, train_steps
 from mplug_testing.suite import Fault, PluginSuite, refusals, require, smoke
 
@@ -102,7 +101,8 @@ class PrecisionSuite(PluginSuite):
         with refusals("a tiny run in this precision", named_by_author=True):
             model = build_model(tiny_run(self.tiny()))
         followed = [filled.site.role for filled in model.slots if precision.recipe.need in filled.site.needs]
-        require(followed, f"no slot of {listed(PRODUCTS)} follows the recipe '{precision.recipe.name}'")
+        products = [slot.name for slot in model.declared.values() if slot.multiplies]
+        require(followed, f"no slot of {listed(products)} follows the recipe '{precision.recipe.name}'")
 
     def test_training_stays_near_fp64(self) -> None:
         """Losses, gradients and norms of a tiny run are those of fp64 within the tolerance."""
@@ -116,8 +116,11 @@ class PrecisionSuite(PluginSuite):
         if precision.recipe is None:
             raise SkipTest(f"'{self.plugin}' has no recipe")
         found = train_steps(self.tiny())
+        from mplug_testing.blueprint import on_meta
+
+        products = (slot for slot in on_meta(tiny_run(self.tiny())).declared.values() if slot.multiplies)
+        suppliers = {f"kernels.{slot.kind}" for slot in products}  # without a site to fill, they are refused
         with _without_recipe():
-            suppliers = {f"kernels.{KIND_OF[slot]}" for slot in PRODUCTS}  # without a site to fill, they are refused
             settings = {name: value for name, value in self.tiny().items() if name not in suppliers}
             plain = train_steps({**settings, "trainer.base_modules": None})
         require(

@@ -14,7 +14,6 @@ from warnings import catch_warnings
 
 import torch
 from mplug_nn import AttentionInputs, AttentionSpec
-from mplug_nn.arguments import by_specification
 from torch import Tensor, nn
 
 from mplug.model.slot_buffer import SlotBuffer
@@ -257,9 +256,9 @@ def own_dropout_fault(
     q, k = torch.randn(2, b, s, h, s, generator=torch.Generator().manual_seed(0)).to(device, dtype).unbind()
     v = torch.eye(s, device=device, dtype=dtype)[None, :, None].expand(b, s, h, s).contiguous()
     inputs = AttentionInputs(torch.arange(b, device=device), num_heads=h)
-    spec, call = AttentionSpec(s**-0.5, s, s), by_specification(core)
-    whole = call(q, k, v, spec, inputs).float()  # outputs are weights [b, s, h, s]
-    dropped = call(q, k, v, replace(spec, dropout=probability), inputs).float()
+    spec = AttentionSpec(s**-0.5, s, s)
+    whole = core(q, k, v, spec, inputs).float()  # outputs are weights [b, s, h, s]
+    dropped = core(q, k, v, replace(spec, dropout=probability), inputs).float()
     past = torch.ones(s, s, dtype=torch.bool, device=device).tril()[None, :, None].expand_as(whole)
     ratio = (dropped / whole)[past]
     kept = ratio.abs() > 0.5
@@ -271,7 +270,7 @@ def own_dropout_fault(
         return f"with dropout {probability}, it keeps {share:.1%} of the weights"
 
     def drop(values: Tensor) -> Tensor:
-        return call(q, k, values, replace(spec, dropout=probability), inputs)
+        return core(q, k, values, replace(spec, dropout=probability), inputs)
 
     found = _drawn_fault(drop, v)
     return f"with dropout {probability}, {found}" if found else ""

@@ -51,13 +51,14 @@ def machine(monkeypatch: pytest.MonkeyPatch, installed: tuple[int, ...], capabil
 
 def chosen(at: Site, during: Any, version: Any = "auto") -> str:
     """What the one offer that supports a site says of itself."""
-    (offer,) = (offer for offer in offers(version, during) if offer.supports(at, during) is True)
+    (offer,) = (offer for offer in offers(version, during) if offer.answer(at, during) is True)
     return offer.note(at, during)
 
 
 def refusal(at: Site, during: Any, version: Any = "auto") -> str:
     """What the offers say when none supports a site: one reason."""
-    (reason,) = (one for one in (offer.supports(at, during) for offer in offers(version, during)) if one is not False)
+    answers = {offer.answer(at, during) for offer in offers(version, during)}
+    (reason,) = answers - {False}
     assert isinstance(reason, str)
     return reason
 
@@ -196,7 +197,7 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no
 def served(version: int, head_dim: int) -> None:
     """Skip what this machine does not have."""
     at = site(head_dim=head_dim)
-    answer = offers(version)[0].supports(at, run())
+    answer = offers(version)[0].answer(at, run())
     if answer is not True:
         pytest.skip(str(answer))
 

@@ -260,7 +260,7 @@ def run(device: str = "cuda", precision: str = "bf16", deterministic: bool = Fal
 
 def answer(at: Site, during: Any) -> bool | str:
     (offer,) = Flex(Flex.Config()).offer()
-    return offer.supports(at, during)
+    return offer.answer(at, during)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from mplug_fp8.products import Delayed, Rowwise, Tensorwise
 from mplug_fp8.recipes import Options
 from mplug_fp8.scaled import Products
 from mplug_nn import Boundary, Experts, Linear, Narrow, Operand
+from mplug_nn.prologue import FUSED_SLOTS
 from mplug_testing import KernelSuite, PrecisionSuite, kernel_cases, run_workers, runs
 from mplug_testing.harness import Trace, difference, tiny_config, tiny_run, train_ranks, train_steps
 from pydantic import ValidationError
@@ -266,7 +267,7 @@ def answer(
     assert recipe is not None
     precision = SimpleNamespace(recipe=recipe, activations=activations)
     mesh = Mesh.of([Axis("tp", tp, splits=("mlp",))], tp)
-    kernels = SimpleNamespace(kinds={slot.rpartition(".")[2]: "kernels/fp8"} if slot in Linear.FUSED_SLOTS else {})
+    kernels = SimpleNamespace(kinds={slot.rpartition(".")[2]: "kernels/fp8"} if slot in FUSED_SLOTS else {})
     config = SimpleNamespace(kernels=kernels)
     run: Any = SimpleNamespace(device=device, precision=precision, mesh=mesh, config=config)
     weights = ("up", "down") if isinstance(module, Experts) else ("weight",)
@@ -275,12 +276,12 @@ def answer(
     described = {name: Parameter(dims, Init("normal")) for name in weights}
     site = Site("blocks.*.up", slot, module, "blocks.0.up", frozenset({recipe.need, *needs}), described)
     offers = [one for one in FP8Products(FP8Products.Config()).offer(run) if slot in one.suppliers]
-    answers = [answer for offer in offers if (answer := offer.supports(site, run)) is not False]
+    answers = {offer.answer(site, run) for offer in offers} - {False}
     assert len(answers) < 2
-    return answers[0] if answers else False
+    return answers.pop() if answers else False
 
 
-NORM, ACTIVATION = Linear.FUSED_SLOTS
+NORM, ACTIVATION = FUSED_SLOTS
 DELAYED_RECIPE = FP8(FP8.Config(when="delayed")).define_precision().recipe
 
 

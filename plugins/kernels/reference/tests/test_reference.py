@@ -47,8 +47,8 @@ def test_each_slot_is_an_offer_of_its_own() -> None:
 @pytest.mark.parametrize("slot", SLOTS)
 def test_it_supports_what_needs_nothing_and_says_which_needs_it_does_not_meet(slot: str) -> None:
     (offer,) = (offer for offer in offers() if slot in offer.suppliers)
-    assert offer.supports(site(slot), None) is True  # type: ignore[arg-type]
-    answer = offer.supports(site(slot, "log_sum_exp"), None)  # type: ignore[arg-type]
+    assert offer.answer(site(slot), None) is True  # type: ignore[arg-type]
+    answer = offer.answer(site(slot, "log_sum_exp"), None)  # type: ignore[arg-type]
     assert isinstance(answer, str)
     assert "log_sum_exp" in answer
     assert offer.varies(site(slot), None) == ""  # type: ignore[arg-type]

@@ -63,12 +63,12 @@ def chip(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], cudnn: in
 
 def chosen(at: Site, during: Any, backend: str = "auto") -> str:
     """What the one offer that supports a site says of itself."""
-    (offer,) = (offer for offer in offers(backend) if offer.supports(at, during) is True)
+    (offer,) = (offer for offer in offers(backend) if offer.answer(at, during) is True)
     return offer.note(at, during)
 
 
 def reasons(at: Site, during: Any, backend: str) -> list[bool | str]:
-    return [offer.supports(at, during) for offer in offers(backend)]
+    return [offer.answer(at, during) for offer in offers(backend)]
 
 
 def test_it_supplies_the_attention_core_and_nothing_else() -> None:
@@ -95,7 +95,7 @@ def test_it_supports_any_site_that_needs_no_more_than_the_values(
 
 @pytest.mark.parametrize("backend", ["auto", "math"])
 def test_it_says_once_which_needs_it_does_not_meet(backend: str) -> None:
-    (answer,) = (one for one in reasons(site(needs=("varlen", "log_sum_exp")), run("cpu"), backend) if one)
+    (answer,) = {one for one in reasons(site(needs=("varlen", "log_sum_exp")), run("cpu"), backend) if one}
     assert answer == "it does not offer log_sum_exp, varlen"
 
 

@@ -105,9 +105,7 @@ def attention(*needs: str, **named: Any) -> Site:
 def answers(site: Site, during: Any) -> list[bool | str]:
     """The answers of the offers for a slot, but False."""
     found: list[Offer] = TransformerEngine(TransformerEngine.Config()).offer(during)
-    return [
-        answer for one in found if site.slot in one.suppliers and (answer := one.supports(site, during)) is not False
-    ]
+    return [answer for one in found if site.slot in one.suppliers and (answer := one.answer(site, during)) is not False]
 
 
 # What it serves.
@@ -194,7 +192,7 @@ def test_a_cuda_graph_replays_the_products_that_a_gpu_has_replayed(monkeypatch: 
         during.hooks = SimpleNamespace(plugins={"kernels/te": plugin})
         slots = []
         for at in filled:
-            (offer,) = (one for one in plugin.offer(during) if at.slot in one.suppliers and one.supports(at, during))
+            (offer,) = (one for one in plugin.offer(during) if at.slot in one.suppliers and one.answer(at, during))
             slots.append(Filled(at, replace(offer, plugin="kernels/te")))
         other = Filled(linear(), Offer({"Linear.product": object()}, plugin="kernels/other"))
         model: Any = SimpleNamespace(slots=[*slots, other, Filled(linear())])

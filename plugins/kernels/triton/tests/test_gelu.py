@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from mplug_nn import SLOTS
 from mplug_nn.mlp import activation as composition
 from mplug_testing import precision_named, run_workers
 from mplug_testing.harness import Trace, difference, tiny_run, train_steps
@@ -162,6 +163,12 @@ def test_between_two_products_one_tensor_of_the_mlps_width_is_kept_for_backward(
 # Where it is offered.
 
 
+class Block(SimpleNamespace):
+    """A module with every slot."""
+
+    SLOTS = (*SLOTS.values(),)
+
+
 def answer(
     kind: str = "gelu",
     compiler: str | None = "inductor",
@@ -170,14 +177,14 @@ def answer(
     needs: frozenset[str] = frozenset(),
 ) -> bool | str:
     offer = next(one for one in Triton(Triton.Config()).offer() if "MLP.activation" in one.suppliers)
-    site = Site("blocks.*.mlp", "MLP.activation", SimpleNamespace(kind=kind), "", needs)
+    site = Site("blocks.*.mlp", "MLP.activation", Block(kind=kind), "", needs)
     config = SimpleNamespace(
         trainer=SimpleNamespace(precision=precision, compile=compiler or "never"),
         kernels=SimpleNamespace(kinds={"activation": "kernels/triton"} if named else {}),
     )
     formats = precision_named(precision)
     run: Any = SimpleNamespace(device="cuda", compiler=compiler, config=config, precision=formats)
-    return offer.supports(site, run)
+    return offer.answer(site, run)
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -14,6 +14,7 @@ from typing import Any
 import mplug_triton
 import pytest
 import torch
+from mplug_nn import SLOTS
 from mplug_testing import KernelSuite, precision_named
 from mplug_testing.harness import tiny_run
 from mplug_triton import WIDEST, Triton
@@ -58,16 +59,22 @@ def test_what_runs_on_a_device_runs_in_tritons_interpreter_too() -> None:
 NORM, QKV = "Norm.norm_residual", "Attention.prepare_qkv"
 
 
+class Block(SimpleNamespace):
+    """A module with every slot."""
+
+    SLOTS = (*SLOTS.values(),)
+
+
 def answer(
     slot: str, size: int = 64, device: str = "cuda", *needs: str, precision: str = "bf16", named: bool = True
 ) -> bool | str:
     """To a norm of a width, or to attention of a head dim; `named`: the config names the plugin for these slots."""
-    module = SimpleNamespace(weight=torch.empty(size, device="meta"), head_dim=size)
+    module = Block(weight=torch.empty(size, device="meta"), head_dim=size)
     offered = next(one for one in Triton(Triton.Config()).offer() if slot in one.suppliers)
     kinds = dict.fromkeys(("norm", "qk"), "kernels/triton") if named else {}
     config = SimpleNamespace(trainer=SimpleNamespace(precision=precision), kernels=SimpleNamespace(kinds=kinds))
     run: Any = SimpleNamespace(device=device, config=config, precision=precision_named(precision))
-    return offered.supports(Site("blocks.*", slot, module, "", frozenset(needs)), run)
+    return offered.answer(Site("blocks.*", slot, module, "", frozenset(needs)), run)
 
 
 @pytest.fixture

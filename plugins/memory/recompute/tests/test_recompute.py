@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -188,7 +187,7 @@ def test_recomputed_attention_draws_the_same_numbers_from_torchs_generator() -> 
 def test_slots_that_are_misspelt_absent_or_not_recomputable_are_refused() -> None:
     for slots, reason in (
         (["atention"], "did you mean 'attention'"),
-        (["experts"], "models/gpt has no slot 'experts'; remove 'experts'"),
+        (["experts"], "the model has no slot 'experts' .*remove 'experts'"),
         (["linear"], "recomputing 'Linear.product' frees no memory"),
         (["Experts.product"], "recomputing 'Experts.product' frees no memory"),
         ([], "is empty"),
@@ -231,7 +230,12 @@ def _runs_another_forward(patch: pytest.MonkeyPatch) -> None:
 def _draws_other_numbers(patch: pytest.MonkeyPatch) -> None:
     import mplug_recompute.again as again
 
-    patch.setattr(again, "checkpoint", partial(again.checkpoint, preserve_rng_state=False))
+    plain = again.checkpoint
+
+    def forgetting(*arguments: Any, **named: Any) -> Any:
+        return plain(*arguments, **{**named, "preserve_rng_state": False})
+
+    patch.setattr(again, "checkpoint", forgetting)
 
 
 def _keeps_everything(patch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from mplug_nn import (
     PackedHeads,
     packed_heads_of,
 )
-from mplug_nn.attention import attention
+from mplug_nn.attention import scaled_dot_product
 from mplug_testing import run_workers
 from mplug_tp.pipelines import name_for
 from mplug_tp.product import OVERLAPPED
@@ -264,7 +264,8 @@ def test_dropout_drops_what_it_drops_in_one_process(choice: str) -> None:
     whole.site = torch.tensor(5)
     left = whole(stream, keys, positions)
     q, k, v = (drawn(B, S, HEADS, D // HEADS, seed=seed) for seed in (5, 6, 7))
-    mixed = attention(q, k, v, scale=0.5, dropout=0.5, keys=keys)
+    spec = AttentionSpec(0.5, D // HEADS, D // HEADS, dropout=0.5)
+    mixed = scaled_dot_product(q, k, v, spec, AttentionInputs(keys))
     for rank, (own_left, own_mixed) in enumerate(run_workers(2, dropped, choice)):
         assert torch.equal(own_left, own(left, rank) if choice == WITH else left)
         torch.testing.assert_close(own_mixed, own(mixed, rank, dim=2))

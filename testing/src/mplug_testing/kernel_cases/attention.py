@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from mplug_nn import Attention, AttentionInputs, AttentionSpec
-from mplug_nn.arguments import by_specification
 from mplug_nn.rotary import Rotary
 from mplug_nn.specification import ALIBI, RELATIVE
 from mplug_nn.static_cache import static_keys
@@ -135,7 +134,7 @@ def _core(
         inputs["bias_table"] = drawn.normal(h, 2 * REACH + 1)
 
     def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
-        core = by_specification(suppliers["Attention.core"])
+        core = suppliers["Attention.core"]
         keys, lengths, sinks, table = map(x.get, ("keys", "document_lengths", "sinks", "bias_table"))
         given = AttentionInputs(keys, lengths, sinks, table, first_head, h + first_head)
         if not spec.static_keys:

@@ -42,14 +42,18 @@ def _linear(name: str, rows: tuple[int, ...], i: int, o: int, sink: bool = False
 
     def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
         linear = with_weight(i, o, x["weight"], x.get(SINK))
-        for slot in Linear.SLOTS:
+        for slot in PLAIN_SLOTS:
             setattr(linear, slot.rpartition(".")[2], suppliers[slot])
         for slot, buffers in suppliers.get(BUFFERS, {}).items():
             hold(linear, slot, buffers)
         return lambda: {"output": linear(x["x"])}
 
     weight = Parameter(("mlp", "embed"), Init("normal"))
-    return Case(Linear.SLOTS, name, Linear(i, o, bias=False), inputs, bind, parameters={"weight": weight})
+    return Case(PLAIN_SLOTS, name, Linear(i, o, bias=False), inputs, bind, parameters={"weight": weight})
+
+
+PLAIN_SLOTS = tuple(slot.name for slot in Linear.SLOTS if not slot.fuses)
+"""The slots that every linear layer has."""
 
 
 def _fused_norms() -> Iterator[Case]:

@@ -35,6 +35,7 @@ class Flash:
     def offer(self, run: "Run") -> list[Offer]:
         """Offers of the attention core, one for each version that may be selected."""
         from mplug_flash.attention import core
+        from mplug_flash.versions import SERVED
 
         deterministic = run.config.trainer.deterministic
         return [
@@ -43,6 +44,7 @@ class Flash:
                 partial(self._supports, version),
                 varies,
                 note=partial(_note, version),
+                serves=SERVED,
             )
             for version in self._candidates
         ]

@@ -68,6 +68,8 @@ VERSIONS = {
 
 ALWAYS_OFFERED = (DOCUMENTS, FULL)
 """Needs that every version serves beyond the plain case."""
+SERVED = frozenset({*ALWAYS_OFFERED, LOG_SUM_EXP})
+"""Needs that some version serves."""
 
 
 def choose(candidates: Iterable[int], site: Site, run: "Run") -> tuple[int | None, str]:
@@ -92,8 +94,6 @@ def choose(candidates: Iterable[int], site: Site, run: "Run") -> tuple[int | Non
 
 def _unfit(site: Site, run: "Run") -> str:
     """Why no version can serve the site; the empty string if some may."""
-    if reason := site.lacking((*ALWAYS_OFFERED, LOG_SUM_EXP)):
-        return reason
     if run.device != "cuda":
         return "flash-attn needs a CUDA GPU, and this run is on the CPU"
     if run.precision.activations in ("bfloat16", "float16"):
@@ -104,7 +104,7 @@ def _unfit(site: Site, run: "Run") -> str:
 
 def _limit(candidate: Version, site: Site, run: "Run", capability: tuple[int, int]) -> str:
     narrow, wide = candidate.head_dims
-    if reason := site.lacking((*ALWAYS_OFFERED, LOG_SUM_EXP) if candidate.parts else ALWAYS_OFFERED):
+    if reason := site.lacking(SERVED if candidate.parts else ALWAYS_OFFERED):
         return f"does not support the site: {reason}"
     if capability[0] not in candidate.chips:
         chip, last = ".".join(map(str, capability)), max(candidate.chips)

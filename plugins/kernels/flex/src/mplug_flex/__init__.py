@@ -28,9 +28,9 @@ class Flex:
     def offer(self) -> list[Offer]:
         """The offer of the attention core."""
         from mplug_flex.attention import attention
-        from mplug_flex.limits import supports
+        from mplug_flex.limits import OFFERED, supports
 
-        return [Offer({"Attention.core": attention}, supports, note=_note)]
+        return [Offer({"Attention.core": attention}, supports, note=_note, serves=OFFERED)]
 
 
 def _note(site: Site, run: "Run") -> str:

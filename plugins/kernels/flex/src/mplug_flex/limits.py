@@ -31,8 +31,6 @@ OFFERED = frozenset(
 
 def supports(site: Site, run: "Run") -> bool | str:
     """True if flex_attention computes the site in this run; else the reason why it does not."""
-    if reason := site.lacking(OFFERED):
-        return reason
     if {DOCUMENTS, KEY_LENGTH} <= site.needs:
         return "it supports documents only if there are as many keys as queries, and this site needs 'key length'"
     spec = site.module.spec

@@ -6,7 +6,6 @@ import torch
 
 from mplug import Recipe, Site, triton_builds
 from mplug_fp8.emulation import BLOCK, ROWS
-from mplug_fp8.prologues import ACTIVATIONS, NORMS
 from mplug_fp8.recipes import BLOCKWISE, DELAYED, NAMES, ROWWISE, Options
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ BLOCKWISE_CUDA = (12, 9)
 
 
 def supports_linear(site: Site, run: "Run") -> bool | str:
-    """True if the products compute the site in the run's recipe; False without a recipe; else the reason."""
+    """True if the products compute the site in the run's recipe; else the reason."""
     return _supports(site, run, ("weight",))
 
 
@@ -28,19 +27,19 @@ def supports_experts(site: Site, run: "Run") -> bool | str:
 
 def supports_norm(site: Site, run: "Run") -> bool | str:
     """The same for a norm and the linear layer after it."""
-    return _supports_fused(site, run, NORMS)
+    return _supports_fused(site, run)
 
 
 def supports_activation(site: Site, run: "Run") -> bool | str:
     """The same for an activation and the linear layer after it."""
-    return _supports_fused(site, run, ACTIVATIONS)
+    return _supports_fused(site, run)
 
 
-def _supports_fused(site: Site, run: "Run", kinds: tuple[str, ...]) -> bool | str:
+def _supports_fused(site: Site, run: "Run") -> bool | str:
     """Only delayed scaling knows the scale of an operand before the operand exists."""
     recipe, kind = run.precision.recipe, site.slot.rpartition(".")[2]
-    if recipe is None or recipe.need not in site.needs or recipe.name == DELAYED:
-        return _supports(site, run, ("weight",), kinds)
+    if recipe is None or recipe.name == DELAYED:
+        return _supports(site, run, ("weight",))
     return (
         f"it fuses only operands of '{DELAYED}', whose scales are known before, and trainer.precision asks for "
         f"'{recipe.name}'; set precisions.fp8.when=delayed, or kernels.{kind}=null"
@@ -52,9 +51,9 @@ def note(site: Site, run: "Run") -> str:
     return "emulated on a CPU" if run.device == "cpu" else ""
 
 
-def _supports(site: Site, run: "Run", weights: tuple[str, ...], kinds: tuple[str, ...] = ()) -> bool | str:
+def _supports(site: Site, run: "Run", weights: tuple[str, ...]) -> bool | str:
     recipe = run.precision.recipe
-    if recipe is None or recipe.need not in site.needs:
+    if recipe is None:
         return False
     if recipe.name not in NAMES:
         return f"it computes the recipes {', '.join(NAMES)}, and trainer.precision asks for '{recipe.name}'"
@@ -64,8 +63,7 @@ def _supports(site: Site, run: "Run", weights: tuple[str, ...], kinds: tuple[str
             f"for '{recipe.name}'; set precisions.fp8.scaling=rowwise, or name the experts in trainer.base_modules"
         )
     return (
-        site.lacking({recipe.need, *kinds})
-        or _against_recipe(recipe, run)
+        _against_recipe(recipe, run)
         or next((reason for weight in weights if (reason := _against_shape(site, run, weight, recipe.name))), "")
         or _against_device(recipe, run)
         or True

@@ -9,7 +9,7 @@ from mplug import Offer, Recipe, Site
 from mplug_fp8.grouped import RowwiseGroups
 from mplug_fp8.limits import note, supports_activation, supports_experts, supports_linear, supports_norm
 from mplug_fp8.products import Blockwise, Delayed, Rowwise, Tensorwise
-from mplug_fp8.prologues import ActivationProduct, NormProduct
+from mplug_fp8.prologues import ACTIVATIONS, NORMS, ActivationProduct, NormProduct
 from mplug_fp8.recipes import BLOCKWISE, DELAYED, GRADIENT, INPUT, LIMITS, ROWWISE, TENSORWISE, Options
 from mplug_fp8.scaled import Products
 
@@ -54,13 +54,16 @@ def offers(recipe: Recipe | None, keeps_weights: bool, named: Container[str] = (
     kind = PRODUCTS[recipe.name if recipe and recipe.name in PRODUCTS else TENSORWISE]
     grouped: dict[str, Any] = {"Experts.product": RowwiseGroups(options)}
     delayed = recipe is not None and recipe.name == DELAYED
-    linear = [_linear(kind(options, keeps_input, keeps_weights), options, delayed) for keeps_input in (False, True)]
+    needs = frozenset() if recipe is None else frozenset({recipe.need})
+    linear = [
+        _linear(kind(options, keeps_input, keeps_weights), options, delayed, needs) for keeps_input in (False, True)
+    ]
     product = Delayed(options, keeps_weights=keeps_weights)
-    fused = [_fused(kind, product, options) for kind in FUSED if delayed or kind in named]
-    return [*linear, *fused, Offer(grouped, supports_experts, note=note)]
+    fused = [_fused(kind, product, options, needs) for kind in FUSED if delayed or kind in named]
+    return [*linear, *fused, Offer(grouped, supports_experts, note=note, serves=needs, requires=needs)]
 
 
-def _linear(supplier: Products, options: Options, delayed: bool) -> Offer:
+def _linear(supplier: Products, options: Options, delayed: bool, needs: frozenset[str]) -> Offer:
     """The offer of a product to those sites whose input it saves as they need."""
     product: dict[str, Any] = {"Linear.product": supplier}
 
@@ -69,24 +72,26 @@ def _linear(supplier: Products, options: Options, delayed: bool) -> Offer:
         return supports_linear(site, run) if inner == supplier.keeps_input else False
 
     if not delayed:
-        return Offer(product, supports, note=note)
+        return Offer(product, supports, note=note, serves=needs, requires=needs)
     scaling = delayed_scaling_of(options)
-    return Offer(product, supports, note=note, buffers=scaling.buffers, step_ended=scaling.step_ended)
+    kept: dict[str, Any] = {"buffers": scaling.buffers, "step_ended": scaling.step_ended}
+    return Offer(product, supports, note=note, serves=needs, requires=needs, **kept)
 
 
-FUSED: dict[str, tuple[type[FusedProduct], Supports]] = {
-    "norm_product": (NormProduct, supports_norm),
-    "activation_product": (ActivationProduct, supports_activation),
+FUSED: dict[str, tuple[type[FusedProduct], Supports, tuple[str, ...]]] = {
+    "norm_product": (NormProduct, supports_norm, NORMS),
+    "activation_product": (ActivationProduct, supports_activation, ACTIVATIONS),
 }
-"""Kinds of slots of a product together with what computes its input."""
+"""Kinds of slots of a product together with what computes its input, and what they compute."""
 
 
-def _fused(kind: str, product: Delayed, options: Options) -> Offer:
+def _fused(kind: str, product: Delayed, options: Options, needs: frozenset[str]) -> Offer:
     make: Any
-    make, supports = FUSED[kind]
+    make, supports, prologues = FUSED[kind]
     scaling, supplier = delayed_scaling_of(options), make(product)
     buffers = {"buffers": scaling.buffers, "step_ended": scaling.step_ended}
-    return Offer({f"Linear.{kind}": supplier}, supports, note=note, **buffers)
+    serves = needs.union(prologues)
+    return Offer({f"Linear.{kind}": supplier}, supports, note=note, serves=serves, requires=needs, **buffers)
 
 
 def delayed_scaling_of(options: Options) -> DelayedScaling:

@@ -37,8 +37,6 @@ def supports(site: Site, run: "Run") -> bool | str:
     from mplug_quack.mlp import ALIGNED, KINDS
     from mplug_quack.needs import missing
 
-    if site.needs:
-        return site.not_offered
     if site.module.kind not in KINDS:
         return f"it supports the activations {' and '.join(KINDS)}, and this site's activation is {site.module.kind}"
     if run.device != "cuda":

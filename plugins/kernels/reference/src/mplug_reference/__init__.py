@@ -1,13 +1,8 @@
 """The reference for other kernels: attention, norms, activation and loss in eager fp32, in a run of any precision."""
 
-from typing import TYPE_CHECKING
-
 from pydantic import BaseModel, ConfigDict
 
-from mplug import Offer, Site, hookimpl
-
-if TYPE_CHECKING:
-    from mplug import Run
+from mplug import Offer, hookimpl
 
 
 class Reference:
@@ -27,12 +22,6 @@ class Reference:
     @hookimpl
     def offer(self) -> list[Offer]:
         """Attention, norms, activation and loss."""
-        from mplug_reference.wide import SUPPLIERS
+        from mplug_reference.wide import OFFERED, SUPPLIERS
 
-        return [Offer({slot: supplier}, _supports) for slot, supplier in SUPPLIERS.items()]
-
-
-def _supports(site: Site, run: "Run") -> bool | str:
-    from mplug_reference.wide import OFFERED
-
-    return site.lacking(OFFERED.get(site.slot, ())) or True
+        return [Offer({slot: supplier}, serves=OFFERED[slot]) for slot, supplier in SUPPLIERS.items()]

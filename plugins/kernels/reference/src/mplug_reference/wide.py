@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from mplug_nn import AttentionCore, AttentionInputs, attention, loss, mlp, norm
+from mplug_nn import SLOTS, AttentionCore, AttentionInputs, attention, loss, mlp, norm
 from mplug_nn.parts import PLAIN_PARTS
-from mplug_nn.specification import KNOWN, LOG_SUM_EXP
 
 
 def in_fp32_at_least(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,14 +32,6 @@ def _narrowed(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if value.is_floating_point() else value
 
 
-OFFERED: dict[str, Iterable[str]] = {
-    "Attention.core": KNOWN | {LOG_SUM_EXP},
-    "Attention.prepare_qk": attention.prepare_qk.offers,  # type: ignore[attr-defined]
-    "Norm.norm_residual": norm.norm_residual.offers,  # type: ignore[attr-defined]
-    "MLP.activation": mlp.activation.offers,  # type: ignore[attr-defined]
-    "Loss.cross_entropy": loss.cross_entropy.offers,  # type: ignore[attr-defined]
-}
-"""Slot -> the needs that its supplier serves: those of the composition that it calls."""
 SUPPLIERS: dict[str, Callable[..., Any]] = {
     "Attention.core": AttentionCore(in_fp32_at_least(attention.scaled_dot_product), parts=PLAIN_PARTS),
     "Attention.prepare_qk": in_fp32_at_least(attention.prepare_qk),
@@ -49,3 +40,5 @@ SUPPLIERS: dict[str, Callable[..., Any]] = {
     "Loss.cross_entropy": loss.cross_entropy,
 }
 """Slot -> supplier. The loss and the parts of attention compute in fp32 without widening."""
+OFFERED: dict[str, Iterable[str]] = {slot: SLOTS[slot].serves for slot in SUPPLIERS}
+"""Slot -> the needs that its supplier serves: those of the composition that it calls."""

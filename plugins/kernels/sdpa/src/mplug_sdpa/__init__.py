@@ -45,11 +45,18 @@ class SDPA:
     def offer(self) -> list[Offer]:
         """Offers of the attention core, one for each backend that may be selected."""
         from mplug_sdpa.attention import CORES
+        from mplug_sdpa.limits import SERVED
 
         candidates = ("cudnn", "flash", "torch", "math") if self.config.backend == "auto" else (self.config.backend,)
         supports = self._supports_best if self.config.backend == "auto" else self._supports_configured
         return [
-            Offer({"Attention.core": CORES[name]}, partial(supports, name), varies, note=partial(_note, name))
+            Offer(
+                {"Attention.core": CORES[name]},
+                partial(supports, name),
+                varies,
+                note=partial(_note, name),
+                serves=SERVED,
+            )
             for name in candidates
         ]
 

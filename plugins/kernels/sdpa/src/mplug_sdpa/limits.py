@@ -32,6 +32,8 @@ OFFERED = {
 
 'torch' serves MASKED too on a CPU, and at sites with keys from a cache, where a mask has few rows (`lacking`).
 """
+SERVED = frozenset({LOG_SUM_EXP, FULL, VALUE_WIDTH, KEY_LENGTH, STATIC_KEYS, *MASKED})
+"""The needs that at least one supplier serves."""
 
 
 def auto(site: Site, run: "Run") -> str:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mplug import Run
 
 OFFERED = frozenset({DOCUMENTS, FULL, KEY_LENGTH, SINKS, VALUE_WIDTH, WINDOW})
+SERVED = OFFERED | {LOG_SUM_EXP}
 """Needs that it serves beyond the plain case, as far as cuDNN does."""
 FIRST_SOUND_CUDNN = 91501
 """Older versions give wrong results if 128 does not divide the sequence length (pytorch #169849)."""
@@ -90,9 +91,8 @@ class CudnnParts(AttentionParts):
 
 def supports(site: Site, run: "Run") -> bool | str:
     """True if Transformer Engine and cuDNN can compute the site's attention on this machine; else the reason."""
-    offered = OFFERED if DOCUMENTS in site.needs else OFFERED | {LOG_SUM_EXP}  # parts with segments are not offered
-    if reason := site.lacking(offered):
-        return reason
+    if DOCUMENTS in site.needs and (reason := site.lacking(OFFERED)):
+        return reason  # parts with segments are not offered
     if {DOCUMENTS, KEY_LENGTH} <= site.needs:
         return "it supports documents only if there are as many keys as queries, and this site needs 'key length'"
     return runs(run) or _refused_by_cudnn(site, run) or True

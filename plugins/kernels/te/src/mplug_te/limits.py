@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mplug import Recipe, Site
-from mplug_te.activations import FUNCTIONS
 from mplug_te.library import missing
-from mplug_te.prologues import NORMS
 from mplug_te.recipes import BLACKWELL, BLOCKWISE, DELAYED, NAMES, Options, options_of
 
 if TYPE_CHECKING:
@@ -19,22 +17,18 @@ HOPPER, BLACKWELL_CHIP = (9, 0), (10, 0)
 ALIGNED, BLOCK = 16, 128
 """Multiples of the widths of FP8 products: of tensorwise scaled operands, and of operands in blocks."""
 FIRST_CUDA_OF_BLOCKS = (12, 9)
+RECIPES = frozenset(Recipe(name).need for name in (*NAMES, *BLACKWELL))
+"""The needs of sites whose products follow a recipe of this plugin."""
 
 
 def supports_half(site: Site, run: "Run") -> bool | str:
     """Products in bf16 or fp16; False for sites that need a recipe, which another offer serves."""
-    if any(need in site.needs for need in map(_need, (*NAMES, *BLACKWELL))):
-        return False
-    return site.not_offered or runs(run) or True
+    return False if RECIPES & site.needs else runs(run) or True
 
 
-def supports_fp8(
-    name: str, site: Site, run: "Run", kinds: tuple[str, ...] = (), weights: tuple[str, ...] = ("weight",)
-) -> bool | str:
-    """Products by the recipe `name`, alone or after prologues of some kinds; False for sites that do not need it."""
-    if _need(name) not in site.needs:
-        return False
-    if reason := site.lacking({_need(name), *kinds}) or runs(run):
+def supports_fp8(name: str, site: Site, run: "Run", weights: tuple[str, ...] = ("weight",)) -> bool | str:
+    """Products by the recipe `name`, alone or after a prologue."""
+    if reason := runs(run):
         return reason
     widths = (_refused_widths(name, site, run, weight) for weight in weights)
     if reason := refused_by_chip(name) or next(filter(None, widths), ""):
@@ -50,24 +44,24 @@ def supports_fp8(
 
 def supports_norm_product(name: str, site: Site, run: "Run") -> bool | str:
     """A norm together with the product of its result."""
-    return _not_fused(name, "norm", site) or supports_fp8(name, site, run, NORMS)
+    return _not_fused(name, "norm") or supports_fp8(name, site, run)
 
 
 def supports_activation(name: str, site: Site, run: "Run") -> bool | str:
     """An activation together with the product of its result."""
-    if reason := _not_fused(name, "activation", site):
+    if reason := _not_fused(name, "activation"):
         return reason
-    if "gelu" in site.needs and _need(name) in site.needs:
+    if "gelu" in site.needs:
         return (
             "Transformer Engine's GELU is its approximation by tanh, and this MLP has the exact one; set "
             "model.activation=gelu_tanh or kernels.activation_product=null"
         )
-    return supports_fp8(name, site, run, tuple(FUNCTIONS))
+    return supports_fp8(name, site, run)
 
 
-def _not_fused(name: str, prologue: str, site: Site) -> str:
-    """Why a recipe's scales do not allow a fusion; empty for sites that do not need the recipe."""
-    if name == DELAYED or _need(name) not in site.needs:
+def _not_fused(name: str, prologue: str) -> str:
+    """Why a recipe's scales do not allow a fusion; empty if they do."""
+    if name == DELAYED:
         return ""
     return (
         f"Transformer Engine computes a norm or an activation in FP8 only if the scale is known before ('{DELAYED}'), "
@@ -77,14 +71,12 @@ def _not_fused(name: str, prologue: str, site: Site) -> str:
 
 
 def supports_experts(name: str, site: Site, run: "Run") -> bool | str:
-    """The products of experts by the recipe `name`; False for sites that do not need it."""
+    """The products of experts by the recipe `name`."""
     return supports_fp8(name, site, run, weights=("up", "down"))
 
 
 def refuses_blackwell(name: str, site: Site, run: "Run") -> bool | str:
-    """The reason against a recipe for Blackwell; False for sites that do not need it."""
-    if _need(name) not in site.needs:
-        return False
+    """The reason against a recipe for Blackwell."""
     if reason := runs(run):
         return reason
     capability = torch.cuda.get_device_capability()
@@ -101,7 +93,7 @@ def refuses_blackwell(name: str, site: Site, run: "Run") -> bool | str:
 
 def supports_norm(site: Site, run: "Run") -> bool | str:
     """Norms in bf16 or fp16."""
-    return site.not_offered or runs(run) or True
+    return runs(run) or True
 
 
 def _refused_widths(name: str, site: Site, run: "Run", weight: str) -> str:
@@ -146,10 +138,6 @@ def runs(run: "Run") -> str:
         word, format_ = run.config.trainer.precision, run.precision.activations
         return f"it computes in bf16 or fp16, and trainer.precision={word} computes in {format_}"
     return ""
-
-
-def _need(name: str) -> str:
-    return Recipe(name).need
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -46,31 +46,21 @@ class Triton:
         from mplug_triton.qkv import prepare_qkv
 
         return [
-            Offer({"Norm.norm_residual": norm_residual}, supports_norm),
-            Offer({"Attention.prepare_qkv": prepare_qkv}, supports_qkv),
-            Offer({"MLP.activation": activation}, supports_activation),
+            Offer({"Norm.norm_residual": norm_residual}, supports_norm, optional=True),
+            Offer({"Attention.prepare_qkv": prepare_qkv}, supports_qkv, serves={SCALED}, optional=True),
+            Offer({"MLP.activation": activation}, supports_activation, optional=True),
         ]
 
 
 def supports_qkv(site: Site, run: "Run") -> bool | str:
-    """True for an even head dim, with Triton and a CUDA GPU or Triton's interpreter; else the reason.
-
-    For partial or interleaved rotary positions: the reason if the user chose a kernel, else False.
-    """
-    if lacking := site.lacking({SCALED}):
-        return lacking if "qk" in run.config.kernels.kinds else False
+    """True for an even head dim, with Triton and a CUDA GPU or Triton's interpreter; else the reason."""
     if site.module.head_dim % 2:
         return f"it supports even head dims, and this site's head dim is {site.module.head_dim}"
     return _runs(run)
 
 
 def supports_norm(site: Site, run: "Run") -> bool | str:
-    """True for LayerNorm and RMSNorm of rows up to WIDEST, with Triton and a CUDA GPU or its interpreter.
-
-    For other norms: the reason if the user chose a kernel for norms, else False, so that plain torch serves them.
-    """
-    if lacking := site.not_offered:
-        return lacking if "norm" in run.config.kernels.kinds else False
+    """True for rows up to WIDEST, with Triton and a CUDA GPU or its interpreter; else the reason."""
     width = len(site.module.weight)
     if width > WIDEST:
         return f"it supports rows of up to {WIDEST} elements, which fit into registers, and this site's have {width}"
@@ -104,8 +94,6 @@ def _reason_against_activation(site: Site, run: "Run") -> str:
         return (
             f"it supports 'gelu' only, and this site's activation is '{site.module.kind}'; set kernels.activation=null"
         )
-    if site.needs:
-        return site.not_offered
     if run.precision.activations not in HALF:
         return f"its slopes have errors of up to 2.8e-6, which are too large for {run.precision.activations}"
     if run.compiler is None:

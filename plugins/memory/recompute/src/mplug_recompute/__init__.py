@@ -53,15 +53,11 @@ class Recompute:
 
     @hookimpl
     def configure(self, config: "RunConfig") -> None:
-        """Refuse unknown slots, an empty list, and single products, whose recomputation saves no memory."""
+        """Refuse an empty list, and the products of experts. The slots of the model are known later (`offer`)."""
         if not self.config.slots:
             raise UsageError(f"{SLOTS} is empty; set it to slots, or set memory.recompute.mode=none")
-        for slot in slots_named(self.config.slots, SLOTS):
-            if slot.startswith("Linear.") or (slot == PRODUCT and slot in self.config.slots):
-                raise UsageError(
-                    f"{SLOTS}: recomputing '{slot}' frees no memory, because it keeps only its input for backward; "
-                    f"use a slot between the linear layers, or set memory.recompute.mode=full"
-                )
+        if PRODUCT in self.config.slots:
+            raise _frees_nothing(PRODUCT)
 
     @hookimpl
     def offer(self, run: "Run", model: "Model") -> list[Wrap]:
@@ -86,17 +82,24 @@ class Recompute:
         return "copies activations to the CPU (memory.recompute.offload=true)" if self.config.offload else True
 
     def _selective(self, run: "Run", model: "Model", chosen: frozenset[str]) -> list[Wrap]:
-        present = {slot for part in model.module.modules() for slot in getattr(type(part), "SLOTS", ())}
-        for word in self.config.slots:
-            if len(model.stages.units) == 1 and present.isdisjoint(slots_named([word], SLOTS)):
-                (owner,) = run.hooks.implementers("build_model")
-                raise UsageError(f"{SLOTS}: {owner} has no slot '{word}'; remove '{word}'")
+        named = slots_named(self.config.slots, SLOTS, model.declared)
+        for slot in named:
+            if slot.startswith("Linear."):
+                raise _frees_nothing(slot)
         supports, again = _inside(chosen), _recomputed(run)
         return [
             Wrap(slot, again, RECOMPUTE, supports=supports, note="run again", dispensable=True)
-            for slot in slots_named(self.config.slots, SLOTS)
+            for slot in named
             if slot != PRODUCT
         ]
+
+
+def _frees_nothing(slot: str) -> UsageError:
+    """The refusal of a single product."""
+    return UsageError(
+        f"{SLOTS}: recomputing '{slot}' frees no memory, because it keeps only its input for backward; use a slot "
+        f"between the linear layers, or set memory.recompute.mode=full"
+    )
 
 
 def chosen_units(model: "Model", every: int, first: int | None) -> list[str]:

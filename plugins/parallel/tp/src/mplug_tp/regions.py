@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mplug import Model, Run
+from mplug import Model, Run, slots_of
 from mplug_tp.boundary import SEQUENCE
 from mplug_tp.suppliers import dim_of_tp
 
@@ -111,14 +111,13 @@ def _one_rank(run: Run, model: Model, divided: _Divided) -> Iterator[None]:
     of_weights = {("Linear.gather", 0): gather, ("Linear.scatter", 1): scatter}
     with ExitStack() as stack:
         for name, part in model.module.named_modules():
-            for slot in getattr(type(part), "SLOTS", ()):
-                stand_in = stand_ins.get(slot)
-                if slot.startswith("Linear."):
-                    stand_in = of_weights.get((slot, dim_of_tp(model, f"{name}.weight")))
+            for slot in slots_of(part):
+                stand_in = stand_ins.get(slot.name)
+                if slot.name.startswith("Linear."):
+                    stand_in = of_weights.get((slot.name, dim_of_tp(model, f"{name}.weight")))
                 if stand_in is not None:
-                    attribute = slot.rpartition(".")[2]
-                    stack.callback(setattr, part, attribute, getattr(part, attribute))
-                    setattr(part, attribute, stand_in)
+                    stack.callback(setattr, part, slot.attribute, getattr(part, slot.attribute))
+                    setattr(part, slot.attribute, stand_in)
         for entered in (torch.device("meta"), torch.no_grad(), divided):
             stack.enter_context(entered)
         yield

@@ -67,7 +67,7 @@ def offers(run: Run, model: Model, sequence_parallel: bool, overlap: bool) -> li
     if overlap:
         found.append(Offer({"Linear.product": OVERLAPPED}, split_either_way, note=_overlap, fallback=True))
     if vocabulary.size is not None:
-        found.append(Offer({"Loss.cross_entropy": vocabulary.cross_entropy}, _any_projection))
+        found.append(Offer({"Loss.cross_entropy": vocabulary.cross_entropy}, serves={CAPPED}))
     if sequence_parallel:
         found.append(Offer({"Embedding.lookup": look_up_positions}, weight_split_along(None)))
         found.append(Offer({"Dropout.rows": own_positions}))
@@ -81,10 +81,6 @@ def dim_of_tp(model: Model, name: str) -> int | None:
         if any(placement.splits.get(segment.axis) == "tp" for segment in segments):
             return dim
     return None
-
-
-def _any_projection(site: Site, run: Run) -> bool | str:
-    return site.lacking({CAPPED}) or True
 
 
 def _overlap(site: Site, run: Run) -> str:

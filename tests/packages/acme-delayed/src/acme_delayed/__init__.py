@@ -6,14 +6,10 @@ collects the largest value of a step in forward (input, weight) and in backward 
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from mplug import Offer, Site, SlotBuffer, hookimpl
-
-if TYPE_CHECKING:
-    from mplug import Run
 
 TOKENS = ("batch", "sequence")
 
@@ -43,8 +39,8 @@ class Delayed:
         groups = experts.Groups(self.config.bits, self.config.margin)
         of_groups = partial(experts.buffers, history=self.config.history)
         return [
-            Offer({"Linear.gemm": gemm}, supports, buffers=self.buffers, step_ended=step_ended),
-            Offer({"Experts.product": groups}, supports, buffers=of_groups, step_ended=experts.step_ended),
+            Offer({"Linear.gemm": gemm}, buffers=self.buffers, step_ended=step_ended),
+            Offer({"Experts.product": groups}, buffers=of_groups, step_ended=experts.step_ended),
         ]
 
     def buffers(self, site: Site) -> Mapping[str, SlotBuffer]:
@@ -65,8 +61,3 @@ class Delayed:
             "row_totals": SlotBuffer(**rows, over=TOKENS),
             "last_row_totals": SlotBuffer(**rows),
         }
-
-
-def supports(site: Site, run: "Run") -> bool | str:
-    """Every linear layer, and all experts."""
-    return site.not_offered or True

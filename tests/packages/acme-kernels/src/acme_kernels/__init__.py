@@ -46,12 +46,7 @@ class Verbose:
     @hookimpl
     def offer(self) -> list[Offer]:
         """An attention core for those who need its largest scores."""
-        return [Offer({"Attention.core": _attention}, _offers_largest_scores)]
-
-
-def _offers_largest_scores(site: Site, run: "Run") -> bool | str:
-    missing = site.needs - {"largest scores"}
-    return f"it does not offer {', '.join(sorted(missing))}" if missing else True
+        return [Offer({"Attention.core": _attention}, serves={"largest scores"})]
 
 
 def _attention(*arguments: Any, **named: Any) -> Any:

@@ -4,14 +4,10 @@ The grid of the inputs spans the largest value of the last step, that of a weigh
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from mplug import Offer, Site, SlotBuffer, hookimpl
-
-if TYPE_CHECKING:
-    from mplug import Run
 
 TOKENS = ("batch", "sequence")
 
@@ -35,12 +31,7 @@ class Rounded:
         from acme_product.products import Rounding, step_ended
 
         product = Rounding(self.config.levels)
-        return [Offer({"Linear.product": product}, supports, buffers=buffers, step_ended=step_ended)]
-
-
-def supports(site: Site, run: "Run") -> bool | str:
-    """Every linear layer."""
-    return site.not_offered or True
+        return [Offer({"Linear.product": product}, buffers=buffers, step_ended=step_ended)]
 
 
 def buffers(site: Site) -> Mapping[str, SlotBuffer]:

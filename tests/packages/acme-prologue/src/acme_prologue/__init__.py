@@ -4,14 +4,10 @@ Each site keeps the largest result of the last step.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
 from mplug import Offer, Site, SlotBuffer, hookimpl
-
-if TYPE_CHECKING:
-    from mplug import Run
 
 KINDS = ("layernorm", "rmsnorm", "gelu", "swiglu")
 
@@ -34,12 +30,7 @@ class Remembering:
 
         product = Again()
         slots = ("Linear.norm_product", "Linear.activation_product")
-        return [Offer({slot: product}, supports, buffers=buffers, step_ended=step_ended) for slot in slots]
-
-
-def supports(site: Site, run: "Run") -> bool | str:
-    """The prologues that it knows."""
-    return site.lacking(KINDS) or True
+        return [Offer({slot: product}, serves=KINDS, buffers=buffers, step_ended=step_ended) for slot in slots]
 
 
 def buffers(site: Site) -> Mapping[str, SlotBuffer]:

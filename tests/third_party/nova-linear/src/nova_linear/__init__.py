@@ -97,15 +97,13 @@ class Chunked:
 
         from nova_linear.chunks import attention
 
-        return [Offer({"Attention.core": partial(attention, chunk=self.config.chunk)}, supports)]
+        return [Offer({"Attention.core": partial(attention, chunk=self.config.chunk)}, supports, serves={LINEAR})]
 
 
 def supports(site: Site, run: "Run") -> bool | str:
     """Sites that ask for linear attention, and for nothing beyond it; no dropout."""
     if LINEAR not in site.needs:
         return f"it computes {LINEAR}, and this site asks for another function"
-    if lacking := site.lacking({LINEAR}):
-        return lacking
     if site.module.dropout > 0:
         return f"it drops no attention weights, and this site's dropout is {site.module.dropout}"
     return True

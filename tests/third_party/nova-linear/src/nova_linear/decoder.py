@@ -1,12 +1,13 @@
 """The decoder: embedding, blocks, head. B batch, S sequence, D embed, V vocabulary."""
 
 from collections.abc import Container
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from mplug_nn import MLP, Attention, Embedding, Head, Norm
+from mplug_nn import MLP, SLOTS, Attention, Embedding, Head, Norm
 from torch import Tensor, nn
 
-from mplug import ActivationProduct, Declared, Flops, Step, declare
+from mplug import ActivationProduct, Declared, Flops, Slot, Step, declare
 from nova_linear import LINEAR
 from nova_linear.weights import linear_attention
 
@@ -17,11 +18,15 @@ if TYPE_CHECKING:
 class LinearAttention(Attention):
     """Projections around linear attention: a supplier of its core must offer that, too."""
 
+    SLOTS: ClassVar[tuple[Slot, ...]] = (
+        replace(SLOTS["Attention.core"], default=linear_attention, serves=frozenset({LINEAR})),
+        SLOTS["Attention.prepare_qk"],
+        SLOTS["Attention.prepare_qkv"],
+    )
     mixes: ClassVar[frozenset[str]] = frozenset()  # its core does, in a slot
 
     def __init__(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__(dim, num_heads, num_heads, head_dim, bias=False, qk_norm=False, theta=None)
-        self.core = linear_attention
 
     def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
         """Of the core, linear attention."""

@@ -34,8 +34,6 @@ class Ringo:
 
 def supports(site: Site, run: "Run") -> bool | str:
     """Any heads, widths and lengths; no dropout, and nothing beyond the attended values."""
-    if site.needs:
-        return f"it does not offer {', '.join(sorted(site.needs))}"
     if site.module.dropout > 0:
         return f"it drops no attention weights, and this site's dropout is {site.module.dropout}"
     return True

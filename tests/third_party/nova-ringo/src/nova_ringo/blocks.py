@@ -16,28 +16,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from mplug_nn import AttentionInputs, AttentionSpec
 from torch import Tensor
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    dropout: float = 0.0,
-    keys: Tensor | None = None,
-    first_head: int = 0,
-    block: int,
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs, *, block: int) -> Tensor:
     """Causal attention: q [B, S, H, K], k and v [B, S, G, K] -> [B, S, H, K].
 
-    A site with dropout is refused before the run, so `dropout`, `keys` and `first_head` have nothing to say here.
+    Sites with needs or dropout are refused before the run, so only the scale of the specification matters.
     """
     groups = k.shape[2]
     q = q.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)  # [B, G, R, S, K]
     k, v = (x.permute(0, 2, 1, 3)[:, :, None] for x in (k, v))  # [B, G, 1, S, K]
-    mixed: Tensor = _BlockAttention.apply(q, k, v, scale, block)
+    mixed: Tensor = _BlockAttention.apply(q, k, v, spec.scale, block)
     return mixed.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 

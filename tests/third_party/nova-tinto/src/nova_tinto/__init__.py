@@ -67,14 +67,12 @@ class Press:
 
         recipe = run.precision.recipe
         bits = recipe.options["bits"] if recipe is not None and recipe.name == SHORT else 24
-        return [Offer({"Linear.gemm": gemm_of(bits)}, supports)]
+        need = frozenset({Recipe(SHORT).need})
+        return [Offer({"Linear.gemm": gemm_of(bits)}, supports, serves=need, requires=need)]
 
 
 def supports(site: Site, run: "Run") -> bool | str:
-    """Sites whose precision needs the recipe, and that need nothing else."""
-    need = Recipe(SHORT).need
-    if need not in site.needs:
-        return False
+    """Runs whose activations have the format that it rounds."""
     if run.precision.activations != "float32":
         return f"it rounds fp32 operands, and trainer.precision computes in {run.precision.activations}"
-    return site.lacking({need}) or True
+    return True

@@ -9,8 +9,8 @@ inside, as the core takes    [B, S, H/R, K]       [B, S, G'/R, K]
 from collections.abc import Callable
 from functools import partial
 from math import gcd, prod
-from typing import Any
 
+from mplug_nn import AttentionInputs, AttentionSpec
 from torch import Tensor
 
 from mplug import Run, Site, Wrap, ops
@@ -43,13 +43,13 @@ def _local_heads(site: Site, run: Run) -> int:
 def exchanged(group: ops.Group, size: int, index: int, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """An attention core for tensors whose sequence is divided, from one for whole sequences and part of the heads."""
 
-    def core(q: Tensor, k: Tensor, v: Tensor, *, first_head: int = 0, **named: Any) -> Tensor:
+    def core(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
         """q [B, S/R, H, K], k and v [B, S/R, G, K] -> [B, S/R, H, K]."""
         repeats = kv_repeats(q.shape[HEADS], k.shape[HEADS], size)
         k, v = (x.repeat_interleave(repeats, dim=HEADS) if repeats > 1 else x for x in (k, v))  # [B, S/R, G', K]
         q, k, v = (ops.exchange(x, group, HEADS, SEQUENCE) for x in (q, k, v))
-        own_first = first_head + index * q.shape[HEADS]
-        return ops.exchange(inner(q, k, v, first_head=own_first, **named), group, SEQUENCE, HEADS)
+        inputs = inputs._replace(first_head=inputs.first_head + index * q.shape[HEADS])
+        return ops.exchange(inner(q, k, v, spec, inputs), group, SEQUENCE, HEADS)
 
     return core
 

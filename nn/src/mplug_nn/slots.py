@@ -1,0 +1,19 @@
+"""The slots of the building blocks, by name."""
+
+from torch import nn
+
+from mplug.slots import Slot
+from mplug_nn.attention import Attention
+from mplug_nn.dropout import Dropout
+from mplug_nn.embedding import Embedding
+from mplug_nn.experts import Experts
+from mplug_nn.linear import Linear
+from mplug_nn.loss import Loss
+from mplug_nn.mlp import MLP
+from mplug_nn.norm import Norm
+from mplug_nn.router import Router
+
+BLOCKS: tuple[type[nn.Module], ...] = (Attention, Linear, Norm, MLP, Embedding, Dropout, Loss, Router, Experts)
+"""The blocks that declare slots. Other blocks share the slots of these."""
+SLOTS: dict[str, Slot] = {slot.name: slot for block in BLOCKS for slot in block.SLOTS}  # type: ignore[attr-defined]
+"""The name of each slot -> what its block declares."""

@@ -165,7 +165,8 @@ def test_issue_2559_documents_of_a_sample_compute_what_they_compute_alone(tokens
         batch = {**batch, "tokens": ids}
 
     def loss(sample: dict[str, Tensor]) -> float:
-        return parts.model.loss(parts.stepper.entries(sample, 1))[0].item()  # type: ignore[attr-defined]
+        (one,) = parts.train_loader.step_of([sample])
+        return parts.model.loss(parts.stepper.entries(one, 1))[0].item()  # type: ignore[attr-defined]
 
     each = [loss(sample) for sample in in_parts(batch, lengths)]
     assert loss(batch) == pytest.approx(sum(each), rel=1e-13)

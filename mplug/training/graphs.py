@@ -2,8 +2,8 @@
 
 The whole step is one recording: the exchange of the weights of the last update, forward and backward of all micro
 batches, the reduction of gradients, their norm, the update. So the CPU launches one graph instead of thousands of
-kernels. Before a replay, the CPU copies the step's micro batches, learning rate, weight decay, random key and request
-to stop into the tensors that the recording reads. After it, the results are copied out.
+kernels. Before a replay, the CPU copies the step's micro batches and the counts of their targets, learning rate, weight
+decay, random key and request to stop into the tensors that the recording reads. After it, the results are copied out.
 
 No Python code of a step runs in a replay. Two consequences:
 

@@ -330,7 +330,8 @@ def test_answers_depend_on_their_own_conversation_alone() -> None:
     )
 
     def loss(entries: MicroBatch) -> float:
-        return float(parts.model.loss(parts.stepper.entries(entries, 1))[0].detach())  # type: ignore[attr-defined]
+        (one,) = parts.train_loader.step_of([entries])
+        return float(parts.model.loss(parts.stepper.entries(one, 1))[0].detach())  # type: ignore[attr-defined]
 
     alone = 0.0
     for row, lengths in enumerate(batch["document_lengths"].tolist()):

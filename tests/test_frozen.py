@@ -28,7 +28,6 @@ from torch import Tensor
 
 from mplug import UsageError
 from mplug.checkpoint.folder import newest, read_manifest
-from mplug.checkpoint.states import load_for_inference
 from mplug.model.build import build_model, measure_bytes
 from mplug.run.prepare import prepare
 from mplug.training.assembly import Parts, build
@@ -128,13 +127,6 @@ def test_a_family_with_a_field_of_that_name_keeps_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(GPT, "Config", Config)
     config = tiny_config({"model.frozen": 4})
     assert (config.model.frozen, config.frozen, config.resolved()["model"]["frozen"]) == (4, (), 4)
-
-
-def test_the_resolved_config_and_its_sources_have_the_field() -> None:
-    config, plain = tiny_config(FIRST), tiny_config({})
-    assert config.resolved()["model"]["frozen"] == ["embedding", "blocks.0"]
-    assert config.sources()["model.frozen"] == "the suite's settings"
-    assert (plain.resolved()["model"]["frozen"], plain.sources()["model.frozen"]) == ([], "default of mplug")
 
 
 # One process.
@@ -436,12 +428,6 @@ def test_a_new_run_begins_with_the_weights_of_a_run_that_froze_others(case: dict
     begun = position_of({**case, "trainer.seed": 77}, tmp_path / "new")
     load_weights(begun.run, begun.parts.model, begun.parts.pieces, saved(tmp_path))
     assert all(torch.equal(values, wanted[name]) for name, values in values_of(begun).items())
-
-
-def test_inference_has_the_frozen_weights_too(tmp_path: Path) -> None:
-    wanted = values_of(stepped(position_of(FIRST, tmp_path)))
-    model = load_for_inference(prepare(tiny_config({**SMALL, **FIRST, "trainer.precision": "fp32"})), saved(tmp_path))
-    assert all(torch.equal(parameter, wanted[name]) for name, parameter in model.parameters().items())
 
 
 # What is told.

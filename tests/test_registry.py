@@ -326,11 +326,6 @@ def test_two_plugins_that_answer_a_hook_for_one_are_refused_naming_both(
     assert_refused(result, "models/gpt", "extensions/usurper", "'build_model'")
 
 
-def test_two_suppliers_of_one_slot_are_refused_naming_both(cli: Cli, installed: Path, tiny: list[str]) -> None:
-    result = cli("explain", *tiny, "--attention", "sdpa", "--set", "extensions.meddler={}", path=installed)
-    assert_refused(result, "kernels/sdpa", "extensions/meddler", "Attention.core", "kernels.attention")
-
-
 def test_a_default_kernel_leaves_a_slot_to_whoever_else_claims_it(cli: Cli, installed: Path, tiny: list[str]) -> None:
     result = cli("explain", *tiny, "--kernels", "sdpa", "--set", "extensions.meddler={}", path=installed)
     core = next(line for line in result.stdout.splitlines() if "Attention.core" in line)

@@ -142,28 +142,12 @@ def test_accumulation_divides_by_all_targets_once_however_they_are_spread(tmp_pa
     assert float(results[0].grad_norm) == pytest.approx(float(results[1].grad_norm), rel=1e-6)
 
 
-def test_the_reference_attention_gives_the_numbers_of_sdpa(tmp_path: Path, fields: list[str]) -> None:
-    fields = [*fields, "trainer.steps=20", "trainer.precision=fp64"]
-    for name in ("reference", "sdpa", "null"):
-        trained(tmp_path / name, [*fields, f"kernels.attention={name}"])
-    trained(tmp_path / "all", [*fields, "kernels.attention=null", "kernels.default=reference"])
-    for name in ("sdpa", "null", "all"):
-        assert_close(tmp_path / "reference", tmp_path / name, 1e-10)
-
-
 def test_a_run_gives_the_same_bits_twice_and_others_under_another_seed(tmp_path: Path, fields: list[str]) -> None:
     for name, seed in (("one", 1), ("two", 1), ("other", 2)):
         torch.manual_seed(len(name))
         trained(tmp_path / name, [*fields, *NOISY, f"trainer.seed={seed}"])
     assert figures(tmp_path / "one") == figures(tmp_path / "two") != figures(tmp_path / "other")
     assert_bitwise(saved(tmp_path / "one", 4), saved(tmp_path / "two", 4))
-
-
-def test_a_run_learns(tmp_path: Path, fields: list[str]) -> None:
-    trained(tmp_path, [*fields, "trainer.steps=60", "optimizer.lr=0.01"])
-    losses = [line["loss"] for line in metrics(tmp_path)]
-    assert losses[0] == pytest.approx(math.log(256), abs=0.3)
-    assert losses[-1] < 3.0
 
 
 # Resuming.
@@ -448,13 +432,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_what_was_before(tmp_p
     assert checkpoints(tmp_path) == ["step_00000001"]
 
 
-def test_a_loss_that_is_not_finite_exits_with_1_in_a_sentence(tiny: list[str], text_file: Path, cli: Cli) -> None:
-    finished = cli("train", *tiny, "--set", f"data.path={text_file}", "--set", "optimizer.lr=1e30")
-    assert finished.returncode == 1
-    assert "has a loss of" in finished.stderr
-    assert "Traceback" not in finished.stderr + finished.stdout
-
-
 @pytest.fixture
 def infinite_at_step_3(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient of the third step is infinite."""
@@ -580,12 +557,6 @@ def test_a_picture_of_the_loss_that_cannot_be_drawn_does_not_end_the_run(
 
 
 # What a run writes.
-
-
-@pytest.mark.parametrize(("keep", "kept"), [(1, [7]), (2, [6, 7]), (9, [2, 4, 6, 7])])
-def test_the_newest_checkpoints_are_kept(tmp_path: Path, fields: list[str], keep: int, kept: list[int]) -> None:
-    trained(tmp_path, [*fields, "trainer.steps=7", "checkpoint.every=2", f"checkpoint.keep={keep}"])
-    assert checkpoints(tmp_path) == [f"step_{step:08d}" for step in kept]
 
 
 def test_without_an_interval_the_end_of_the_run_is_saved(tmp_path: Path, fields: list[str]) -> None:

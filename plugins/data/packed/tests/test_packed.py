@@ -270,14 +270,6 @@ def test_a_line_that_is_no_conversation_is_named(tmp_path: Path, line: str | byt
         loader(path)
 
 
-def test_a_compressed_file_that_is_not_is_named(tmp_path: Path) -> None:
-    for content in (b"plain text", gzip.compress(GOOD.encode() * 100)[:-20]):
-        path = tmp_path / "broken.jsonl.gz"
-        path.write_bytes(content)
-        with pytest.raises(UsageError, match=r"cannot read '.*broken\.jsonl\.gz'"):
-            loader(path)
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -354,12 +346,3 @@ def test_a_layout_gives_the_run_of_one_process(layout: str) -> None:
         del settings["parallel.pp.schedule"]
     alone = train_steps(settings)
     assert difference(train_ranks(2, {**settings, "parallel.layout": layout}), alone) == ""
-
-
-def test_the_fingerprint_is_of_the_conversations_wherever_they_are(tmp_path: Path) -> None:
-    chats = [asked("Hi", "Ho"), asked("What?", "That.")]
-    one, moved = (written(tmp_path / f"{name}.jsonl", *chats) for name in ("one", "moved"))
-    other = written(tmp_path / "other.jsonl", asked("Hi", "Hu"), chats[1])
-    own, elsewhere, changed = (loader(path).fingerprint for path in (one, moved, other))
-    assert own == elsewhere != changed
-    assert loader(one, data__max_documents=6).fingerprint != own, "what is packed with what may be another"

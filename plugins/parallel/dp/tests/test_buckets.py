@@ -100,22 +100,9 @@ def test_buckets_are_the_arena_cut_in_its_order(layers_each: int, traffic: Traff
     assert len(buckets) == -(-DEPTH // layers_each)
 
 
-def test_the_first_bucket_holds_the_last_layers(traffic: Traffic) -> None:
-    sinks, buckets = listening(Chain(), 2 * LAYER_BYTES, traffic)
-    held = {sink: bucket for bucket in range(len(buckets)) for sink in sinks if lies_in(sinks, sink, buckets[bucket])}
-    assert held == {f"layers.{layer}.weight": (DEPTH - 1 - layer) // 2 for layer in range(DEPTH)}
-
-
 def lies_in(sinks: Sinks, name: str, bucket: Bucket) -> bool:
     start, address = bucket.gradients.data_ptr(), sinks[name].buffer.data_ptr()
     return start <= address < start + bucket.gradients.nbytes
-
-
-@pytest.mark.parametrize("bucket_bytes", [1, LAYER_BYTES, LAYER_BYTES + 1, 3 * LAYER_BYTES - 1, 10**9])
-def test_a_bucket_is_as_small_as_its_size_allows(bucket_bytes: int, traffic: Traffic) -> None:
-    _, buckets = listening(Chain(), bucket_bytes, traffic)
-    for bucket in buckets[:-1]:
-        assert bucket.gradients.nbytes >= bucket_bytes > bucket.gradients.nbytes - LAYER_BYTES
 
 
 @pytest.mark.parametrize(("bucket_mib", "number"), [(LAYER_BYTES / 2**20, 5), (2 * LAYER_BYTES / 2**20, 3), (32, 1)])
@@ -145,12 +132,6 @@ def wrapped(chain: Chain, group: Any, axes: tuple[str, ...], bucket_mib: float =
 
 def is_listened_to(sinks: Sinks) -> bool:
     return bool(sinks.when_finished) or any(sink.listeners for sink in sinks.values())
-
-
-def test_alone_a_rank_sends_nothing() -> None:
-    sinks = wrapped(Chain(), None, ())
-    assert not sinks.reduced_over
-    assert not is_listened_to(sinks)
 
 
 def test_what_it_sums_over_is_on_record() -> None:
@@ -223,18 +204,6 @@ def test_every_bucket_leaves_as_soon_as_backward_has_passed_its_layers(traffic: 
     for layer in reversed(range(DEPTH)):
         wanted += [f"launch {DEPTH - 1 - layer}", f"gradient reaches the input of {layer}"]
     assert traffic.events == [*wanted, "backward 0 ends", *(f"wait {number}" for number in range(DEPTH))]
-
-
-@pytest.mark.parametrize("layers_each", [1, 2, 3])
-def test_all_buckets_but_the_last_leave_while_there_is_backward_to_hide_behind(
-    layers_each: int, traffic: Traffic
-) -> None:
-    chain = Chain()
-    sinks, buckets = listening(chain, layers_each * LAYER_BYTES, traffic)
-    step(sinks, chain, 1, traffic.events)
-    at = traffic.events.index
-    assert all(at(f"launch {n}") < at("gradient reaches the input of 0") for n in range(len(buckets) - 1))
-    assert at(f"launch {len(buckets) - 1}") < at("backward 0 ends")
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])

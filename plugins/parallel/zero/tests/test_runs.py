@@ -273,9 +273,3 @@ MUTATIONS: dict[str, Callable[[], None]] = {
 def test_the_comparison_catches(mutation: str, replicated: list[Trace]) -> None:
     found = run_workers(2, trained, settings("zero2", parallel__zero__stage=2), mutation)
     assert difference(found, _whole(replicated)) or weights_off(found, _whole(replicated))
-
-
-def test_without_a_mistake_it_catches_nothing(replicated: list[Trace]) -> None:
-    found = run_workers(2, trained, settings("zero2", parallel__zero__stage=2))
-    assert difference(found, _whole(replicated)) == ""
-    assert weights_off(found, _whole(replicated)) == ""

@@ -132,15 +132,6 @@ def test_installing_a_precision_changes_nothing_and_its_options_are_bound_only_b
         assert said in str(refused.value)
 
 
-def test_dtypes_for_plugins_of_0_1_follow_the_installed_precisions(plant: Plant) -> None:
-    plant("nova-tinto")
-    assert set(mplug.DTYPES) == {*NATIVE, "fp8", "te-fp8", "tinto", "patient"}
-    native = [mplug.DTYPES[word] for word in NATIVE]
-    assert native == [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-    assert mplug.DTYPES["tinto"] is torch.float32
-    assert "fp4" not in mplug.DTYPES
-
-
 BREACHES = {
     "another type": (
         'return Precision(weights="float32", activations="float32", masters="float64", gradients="float64")',
@@ -342,13 +333,6 @@ def test_the_suite_catches_what_authors_get_wrong(plant: Plant, monkeypatch: pyt
 @pytest.mark.wide("suites")
 def test_sound_precisions_pass_their_suites(own_tests: Callable[..., str]) -> None:
     assert "failed" not in own_tests("nova-tinto")
-
-
-def test_metadata_without_the_hosts_precisions_ask_for_a_new_installation() -> None:
-    with pytest.raises(UsageError, match=r"\(installed: none\); .* lacks the host's own plugins: install mplug again"):
-        Registry([]).find("precisions", "bf16")
-    with pytest.raises(UsageError, match=r"\(installed: none\)$"):
-        Registry([]).find("models", "gpt")
 
 
 def test_the_hosts_own_precisions_belong_to_its_version() -> None:

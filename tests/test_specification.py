@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from mplug_nn import Attention, AttentionInputs, AttentionSpec, scaled_dot_product
-from mplug_nn.arguments import by_arguments, by_either, by_specification, takes_specification, wrapped
+from mplug_nn.arguments import by_arguments, by_specification, takes_specification, wrapped
 from mplug_nn.attention import attention
 from mplug_nn.parts import PLAIN_PARTS, parts_of
 from torch import Tensor, nn
@@ -215,22 +215,6 @@ def old_wrap(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return core
 
 
-def test_cores_and_wraps_of_version_0_1_are_called_as_they_were() -> None:
-    qkv, keys = given(SPEC)[0], torch.tensor([5, 6])
-    spec = replace(SPEC, dropout=0.5)
-    expected = scaled_dot_product(*qkv, spec, AttentionInputs(keys, first_head=1))
-    for core in (old_core, scaled_dot_product):
-        inner = by_specification(core)
-        assert takes_specification(inner)
-        around = wrapped(old_wrap, inner)
-        assert takes_specification(around)
-        found = around(*qkv, spec, AttentionInputs(keys, num_heads=H))
-        torch.testing.assert_close(found, 2 * expected)
-    torch.testing.assert_close(
-        by_arguments(scaled_dot_product)(*qkv, scale=0.7, dropout=0.5, keys=keys, first_head=1), expected
-    )
-
-
 def test_a_core_may_call_its_arguments_what_it_likes() -> None:
     def ignoring(q: Tensor, k: Tensor, v: Tensor, _spec: AttentionSpec, _inputs: AttentionInputs) -> Tensor:
         return v
@@ -240,13 +224,6 @@ def test_a_core_may_call_its_arguments_what_it_likes() -> None:
 
     assert takes_specification(ignoring)
     assert not takes_specification(positional), "version 0.1 named these arguments, wherever they stand"
-
-
-def test_documents_and_full_attention_reach_a_core_of_version_0_1() -> None:
-    spec = replace(SPEC, documents=True, causal=False)
-    qkv, inputs = given(spec)
-    expected = scaled_dot_product(*qkv, spec, inputs)
-    torch.testing.assert_close(by_specification(attention)(*qkv, spec, inputs), expected)
 
 
 def test_what_stands_between_has_the_parts_of_the_core() -> None:
@@ -271,13 +248,6 @@ def test_a_wrap_that_wears_the_name_of_what_it_wraps_is_known_by_its_own_signatu
     qkv = given(SPEC)[0]
     found = wrapped(around, scaled_dot_product)(*qkv, SPEC, AttentionInputs())
     torch.testing.assert_close(found, 2 * scaled_dot_product(*qkv, SPEC, AttentionInputs(first_head=1)))
-
-
-def test_a_block_that_calls_its_core_as_version_0_1_did_may_go_on() -> None:
-    qkv = given(SPEC)[0]
-    either = by_either(scaled_dot_product)
-    for found in (either(*qkv, SPEC, AttentionInputs()), either(*qkv, scale=0.7)):
-        torch.testing.assert_close(found, scaled_dot_product(*qkv, SPEC))
 
 
 def test_a_module_that_states_a_specification_need_not_repeat_it_as_needs() -> None:

@@ -52,12 +52,6 @@ def test_runs_have_the_same_losses_within_their_rounding(recipe: str) -> None:
     assert found.norms == pytest.approx(other.norms, rel=0.05)
 
 
-# Activations with the product of their result.
-
-
-# Experts.
-
-
 def test_a_run_with_te_in_all_slots_has_the_losses_of_bf16_within_the_rounding() -> None:
     for slots, recipe in (((NORM_PRODUCT, ACTIVATION_PRODUCT), "delayed"), ((EXPERTS,), "delayed")):
         run = {**settings(recipe, "te", *slots), "kernels.attention": "te", "kernels.norm": "te", "trainer.steps": 2}

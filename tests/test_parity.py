@@ -35,18 +35,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("pp4", {"parallel.pp.units_per_stage": [1, 1, 3, 1], **TIED}),
     ("tp2", {"kernels.default": "reference", "model.attention_dropout": 0.1, "model.dropout": 0.1}),
 ]
-MORE: list[tuple[str, dict[str, Any]]] = [
-    *((f"{layout} {WHOLE_STREAM}", {}) for layout in ("dp2tp2", "tp2pp2", "dp2tp2pp2")),
-    (f"tp4 {WHOLE_STREAM}", ONE_KV_HEAD),
-    ("tp4", {"model.num_kv_heads": 4}),
-    ("pp4", TIED),
-    ("dp2pp2", TIED),
-]
 
 
-@pytest.mark.parametrize(
-    ("layout", "settings"), [*CASES, *(pytest.param(*one, marks=pytest.mark.wide("layouts")) for one in MORE)], ids=str
-)
+@pytest.mark.parametrize(("layout", "settings"), CASES, ids=str)
 def test_a_layout_of_any_model_gives_the_run_of_one_process(layout: str, settings: dict[str, Any]) -> None:
     require_parity(settings, layout)
 

@@ -121,21 +121,6 @@ class TestGPT(ModelSuite):
         return decode(weights, config, batch["tokens"], batch["positions"])
 
 
-@pytest.mark.wide("layouts")
-class TestGPTUnderEveryPair(TestGPT):
-    """Every pair that does not divide experts; mixtral's suite has the pairs that do."""
-
-    checks_fields = False
-
-    layouts = ("", *PAIRS)
-
-
-@pytest.mark.wide("layouts")
-class TestGPTUnderAllLayouts(TestGPT):
-    checks_fields = False
-    layouts = None
-
-
 class TestGPTWithEverything(TestGPT):
     checks_fields = False
     positions = "absolute"

@@ -122,15 +122,6 @@ class TestMixtral(ModelSuite):
         super().test_every_field_of_its_config_has_an_effect()
 
 
-@pytest.mark.wide("layouts")
-class TestMixtralUnderEveryPair(TestMixtral):
-    """Every pair that divides experts; gpt's suite has the pairs that do not."""
-
-    checks_fields = False
-
-    layouts = ("dp2", "ep2etp2", *(f"{other}2{own}2" for other in OTHERS for own in DIVIDE_EXPERTS))
-
-
 class TestMixtralOfFineGrainedExperts(ModelSuite):
     plugin = "mixtral"
     settings = {

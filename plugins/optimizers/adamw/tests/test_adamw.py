@@ -111,8 +111,3 @@ class TestAdamW(OptimizerSuite):
         for gradient, lr, decay in steps:
             paper.update(gradient, lr, decay)
         return paper.weight
-
-
-@pytest.mark.wide("layouts")
-class TestAdamWUnderEveryStrategy(TestAdamW):
-    layouts = None

@@ -55,11 +55,6 @@ def adamw(weight: Tensor, steps: list[DenseStep], config: Muon.Config) -> Tensor
     return tensor.detach()
 
 
-@pytest.mark.wide("layouts")
-class TestMuonUnderEveryStrategy(TestMuon):
-    layouts = None
-
-
 class TestOriginal(TestMuon):
     """As its author published it, with AdamW at a rate of its own."""
 

@@ -26,11 +26,6 @@ class TestSGD(OptimizerSuite):
         return dense.detach()
 
 
-@pytest.mark.wide("layouts")
-class TestSGDUnderEveryStrategy(TestSGD):
-    layouts = None
-
-
 class TestWithNesterov(TestSGD):
     checks_fields = False
     settings = {"optimizer.nesterov": True, "optimizer.momentum": 0.95}

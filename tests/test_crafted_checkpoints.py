@@ -413,17 +413,6 @@ def test_no_command_shows_a_traceback_or_hangs(cli: Cli, crafted: Path, craft: s
 # Coverage.
 
 
-def grid(rows: int, columns: int, height: int, width: int) -> list[tuple[list[int], list[int]]]:
-    return [([r * height, c * width], [height, width]) for r, c in product(range(rows), range(columns))]
-
-
-def test_ten_thousand_chunks_cover_their_tensor() -> None:
-    boxes = grid(100, 100, 3, 5)
-    assert uncovered([300, 500], boxes) == ""
-    moved = [*boxes[:-1], ([0, 0], [3, 5])]
-    assert uncovered([300, 500], moved) == "its chunks overlap and leave gaps"
-
-
 def random_cuts(draw: random.Random, start: list[int], size: list[int]) -> Iterator[tuple[list[int], list[int]]]:
     """A box cut into boxes, in any way."""
     axis = draw.randrange(len(size))

@@ -3,7 +3,6 @@
 B batch, S queries, T keys, H query heads, G KV heads, K head dim.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 from mplug_nn import Attention, AttentionInputs, AttentionSpec, scaled_dot_product
-from mplug_nn.arguments import by_arguments, by_specification, takes_specification, wrapped
 from mplug_nn.attention import attention
-from mplug_nn.parts import PLAIN_PARTS, parts_of
 from torch import Tensor, nn
 
 from mplug import Offer, Site, Wrap
@@ -199,57 +196,6 @@ def test_a_supplier_that_says_yes_to_needs_that_do_not_exist_is_not_believed() -
     ]
 
 
-# Version 0.1.
-
-
-def old_core(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0, keys: Any = None, first_head: int = 0
-) -> Tensor:
-    return attention(q, k, v, scale=scale, dropout=dropout, keys=keys, first_head=first_head)
-
-
-def old_wrap(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def core(q: Tensor, k: Tensor, v: Tensor, *, first_head: int = 0, **named: Any) -> Tensor:
-        return 2 * inner(q, k, v, first_head=first_head + 1, **named)
-
-    return core
-
-
-def test_a_core_may_call_its_arguments_what_it_likes() -> None:
-    def ignoring(q: Tensor, k: Tensor, v: Tensor, _spec: AttentionSpec, _inputs: AttentionInputs) -> Tensor:
-        return v
-
-    def positional(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float = 0.0, keys: Any = None) -> Tensor:
-        return v
-
-    assert takes_specification(ignoring)
-    assert not takes_specification(positional), "version 0.1 named these arguments, wherever they stand"
-
-
-def test_what_stands_between_has_the_parts_of_the_core() -> None:
-    assert parts_of(by_specification(attention)) is PLAIN_PARTS
-    assert parts_of(by_arguments(scaled_dot_product)) is PLAIN_PARTS
-
-
-def test_what_keyword_arguments_cannot_say_is_refused_and_never_dropped() -> None:
-    needs = replace(SPEC, window=4, documents=True).needs
-    for make in (lambda: by_specification(old_core, needs), lambda: wrapped(old_wrap, scaled_dot_product, needs)):
-        with pytest.raises(ValueError, match=r"takes keyword arguments, which cannot say window$"):
-            make()
-    qkv = given(SPEC)[0]
-    with pytest.raises(ValueError, match="cannot say attention sinks"):
-        by_specification(old_core)(*qkv, replace(SPEC, sinks=True), AttentionInputs())
-
-
-def test_a_wrap_that_wears_the_name_of_what_it_wraps_is_known_by_its_own_signature() -> None:
-    def around(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return functools.wraps(inner)(old_wrap(inner))
-
-    qkv = given(SPEC)[0]
-    found = wrapped(around, scaled_dot_product)(*qkv, SPEC, AttentionInputs())
-    torch.testing.assert_close(found, 2 * scaled_dot_product(*qkv, SPEC, AttentionInputs(first_head=1)))
-
-
 def test_a_module_that_states_a_specification_need_not_repeat_it_as_needs() -> None:
     class Forgetful(Attention):
         def needs(self, slot: str, entries: Any) -> frozenset[str]:
@@ -260,8 +206,3 @@ def test_a_module_that_states_a_specification_need_not_repeat_it_as_needs() -> N
     found = {site.slot: site.needs for site in sites(module, ("document_lengths",))}
     assert found["Attention.core"] == {"window", "document_lengths"}
     assert found["Attention.prepare_qk"] == frozenset()
-
-
-def test_a_core_that_takes_a_specification_is_left_as_it_is() -> None:
-    assert by_specification(scaled_dot_product) is scaled_dot_product
-    assert wrapped(unchanged, scaled_dot_product) is scaled_dot_product

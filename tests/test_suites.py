@@ -170,7 +170,7 @@ class TestDelayed(KernelSuite):
         plant("acme-delayed")
 
 
-OTHERS = ("glyph", "jotter", "peregrine", "plotter", "table", "tally", "tinto", "ulys")
+OTHERS = ("glyph", "jotter", "lento", "peregrine", "plotter", "table", "tally", "tinto", "ulys")
 SKIPPED_BY_PEREGRINE = (
     "is refused",
     "(ParallelBlock) and 'readout' (Readout) declare no mixing",  # it was written before declarations

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
+from checkpoints import flip_bit
 
-from mplug.checkpoint.folder import read_valid
 from mplug.errors import UsageError
 from mplug.run.prepare import check_data
 
@@ -25,9 +25,6 @@ def assert_refused(result: subprocess.CompletedProcess[str], *words: str) -> Non
     assert "Traceback" not in result.stderr
     assert result.stderr.startswith("mplug:")
     assert [word for word in words if word not in result.stderr] == [], result.stderr
-
-
-# Names.
 
 
 # Fields.
@@ -306,62 +303,22 @@ def test_a_runs_damaged_config_is_refused_with_its_line(cli: Cli, trained: Path)
 # Checkpoints.
 
 
-def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
-    """Change the bytes of a file."""
-    path.write_bytes(change(path.read_bytes()))
-
-
-def flip_the_middle(data: bytes) -> bytes:
-    """The same bytes but one bit."""
-    middle = len(data) // 2
-    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
-
-
-def first_half(data: bytes) -> bytes:
+def halve_the_manifest(checkpoint: Path) -> None:
     """What a copy that broke off leaves."""
-    return data[: len(data) // 2]
+    path = checkpoint / "checkpoint.json"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def without_the_loader(data: bytes) -> bytes:
-    """A manifest that lacks an entry."""
-    return json.dumps({key: value for key, value in json.loads(data).items() if key != "loader"}).encode()
+def damage_the_weights(checkpoint: Path) -> None:
+    """One bit of a tensor is another one."""
+    flip_bit(checkpoint / "rank00000.safetensors")
 
 
-def flip_in(path: Path, kind: str) -> None:
-    """Flip a bit in the first tensor of a kind ('weight', 'exp_avg') of a safetensors file."""
-    data = path.read_bytes()
-    header = 8 + int.from_bytes(data[:8], "little")
-    tensors = json.loads(data[8:header])
-    low, high = next(entry["data_offsets"] for name, entry in tensors.items() if f"/{kind}@" in name)
-    start, end = header + low, header + high
-    path.write_bytes(data[:start] + flip_the_middle(data[start:end]) + data[end:])
-
-
-DAMAGES: dict[str, Callable[[Path], None]] = {
-    "truncated weights": lambda folder: rewrite(folder / "rank00000.safetensors", first_half),
-    "a flipped bit in the weights": lambda folder: flip_in(folder / "rank00000.safetensors", "weight"),
-    "a flipped bit in the optimizer state": lambda folder: flip_in(folder / "rank00000.safetensors", "exp_avg"),
-    "no weights": lambda folder: (folder / "rank00000.safetensors").unlink(),
-    "no manifest": lambda folder: (folder / "checkpoint.json").unlink(),
-    "half a manifest": lambda folder: rewrite(folder / "checkpoint.json", first_half),
-    "an incomplete manifest": lambda folder: rewrite(folder / "checkpoint.json", without_the_loader),
-}
-
-
-@pytest.mark.parametrize("damage", list(DAMAGES))
-def test_damage_is_found(trained: Path, damage: str) -> None:
-    path = trained / "checkpoints" / "step_00000004"
-    assert read_valid(path)["step"] == 4
-    DAMAGES[damage](path)
-    with pytest.raises(UsageError, match=r"runs/done/checkpoints/step_00000004' is damaged: .*; remove it to use the"):
-        read_valid(path)
-
-
-@pytest.mark.parametrize(("damage", "begins"), [("a flipped bit in the optimizer state", 4), ("half a manifest", 2)])
+@pytest.mark.parametrize(("damage", "begins"), [(damage_the_weights, 4), (halve_the_manifest, 2)])
 def test_a_run_continues_from_the_newest_valid_checkpoint_and_reports_the_one_that_it_skips(
-    cli: Cli, trained: Path, damage: str, begins: int
+    cli: Cli, trained: Path, damage: Callable[[Path], None], begins: int
 ) -> None:
-    DAMAGES[damage](trained / "checkpoints" / "step_00000004")
+    damage(trained / "checkpoints" / "step_00000004")
     result = cli("train", "--resume", "--set", "trainer.steps=6")
     assert result.returncode == 0, result.stderr
     assert f"6 steps, from step {begins}" in result.stdout, "before it starts, a run reads the manifests only"
@@ -372,7 +329,7 @@ def test_a_run_continues_from_the_newest_valid_checkpoint_and_reports_the_one_th
 
 
 def test_a_sample_is_of_the_newest_valid_checkpoint_and_reports_the_one_that_it_skips(cli: Cli, trained: Path) -> None:
-    DAMAGES["a flipped bit in the weights"](trained / "checkpoints" / "step_00000004")
+    damage_the_weights(trained / "checkpoints" / "step_00000004")
     result = cli("generate", "--tokens", "1", "--prompt", "ab")
     assert result.returncode == 0, result.stderr
     assert "mplug: skipped: checkpoint 'runs/done/checkpoints/step_00000004' is damaged" in result.stderr
@@ -416,21 +373,6 @@ def assert_failed_in_one_sentence(result: subprocess.CompletedProcess[str], *wor
     assert len(result.stderr.splitlines()) == 1, result.stderr
     assert result.stderr.startswith("mplug: ")
     assert [word for word in words if word not in result.stderr] == [], result.stderr
-
-
-def test_a_disk_that_is_full_at_the_second_checkpoint_leaves_the_first_as_it_was(
-    cli: Cli, tiny: list[str], text_file: Path, small_disk: Path
-) -> None:
-    saving = ("checkpoint.every=1", "checkpoint.keep=9", "model.hidden_size=40")  # 0.7 MB a checkpoint
-    fields = (*saving, f"data.path={text_file}")
-    options = [word for field in fields for word in ("--set", field)]
-    result = cli("train", *tiny, *options, "--name", "full", cwd=small_disk)
-    assert_failed_in_one_sentence(result, "step_00000002", "no space left", "step_00000001", "intact")
-    checkpoints = small_disk / "runs" / "full" / "checkpoints"
-    assert [path.name for path in checkpoints.iterdir()] == ["step_00000001"]
-    sample = cli("generate", "--tokens", "1", "--prompt", "2 times", cwd=small_disk)
-    assert sample.returncode == 0, sample.stderr
-    assert sample.stdout.startswith("2 times")
 
 
 def test_a_disk_that_is_full_before_any_checkpoint_ends_the_run_in_one_sentence(

@@ -204,6 +204,9 @@ CRAFTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a pipe as manifest": (replaced_by(os.mkfifo, "checkpoint.json"), r"is not a regular file"),
     "a folder as file": (replaced_by(Path.mkdir), r"is not a regular file"),
     "a folder that is a link": (link_to_itself_elsewhere, r"it is a link"),
+    "half of a file": (lambda path: os.truncate(path / FILE, 5000), r"has changed since it was saved|bytes"),
+    "a file that is not there": (lambda path: (path / FILE).unlink(), r"missing"),
+    "no manifest": (lambda path: (path / "checkpoint.json").unlink(), r"'checkpoint.json' is missing"),
     "no files": (set_at("files", to={}), r"'files'.*at least 1 item"),
     "no tensors": (set_at("tensors", to={}), r"'tensors'.*at least 1 item"),
     "a file that is not listed": (

@@ -5,10 +5,7 @@ import logging
 import math
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +45,6 @@ from mplug.training.loop import Ending, train
 from mplug.training.observers import MetricsFile
 from mplug.training.stepper import DefaultStepper
 
-Cli = Callable[..., subprocess.CompletedProcess[str]]
 NOISY = ["model.dropout=0.1", "model.attention_dropout=0.1"]
 
 
@@ -275,48 +271,6 @@ def test_a_run_that_failed_after_its_checkpoint_repeats_the_steps_since_and_thei
 
 
 # Stopping from outside, by the command line.
-
-
-def wait_for_lines(path: Path, number: int, process: subprocess.Popen[str]) -> None:
-    for _ in range(24000):
-        if path.exists() and len(path.read_text().splitlines()) >= number:
-            return
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
-    raise AssertionError(f"{path} has no {number} lines")
-
-
-@pytest.mark.wide("kills")
-def test_sigterm_saves_and_exits_with_143_and_resuming_is_bitwise_the_uninterrupted_run(
-    tmp_path: Path, tiny: list[str], text_file: Path, cli: Cli
-) -> None:
-    options = [*tiny, "--set", f"data.path={text_file}", "--set", "trainer.steps=100", "--set", "trainer.log_every=100"]
-    options += [word for field in NOISY for word in ("--set", field)]
-    command = [sys.executable, "-m", "mplug", "train", "--name", "stopped", *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    stopped, whole = tmp_path / "runs" / "stopped", tmp_path / "runs" / "whole"
-    wait_for_lines(stopped / "metrics.jsonl", 10, process)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 128 + signal.SIGTERM, err
-    assert "Traceback" not in err
-    done = len(metrics(stopped))
-    assert 10 <= done < 100
-    assert checkpoints(stopped) == [f"step_{done:08d}"]
-    assert f"step {done}" in out
-    assert "--resume" in out
-    told = "depends on the layout: Attention.core of blocks.*.attn (kernels/sdpa): its dropout mask is drawn"
-    assert [line for line in out.splitlines() if line.startswith("depends")] == [out.splitlines()[1]]
-    assert out.splitlines()[1].startswith(told), "the second line, before the first step's"
-    (reason,) = json.loads((stopped / "record.json").read_text())["depends_on_layout"]
-    assert out.splitlines()[1].endswith(reason)
-    assert cli("train", "--resume", "--name", "stopped").returncode == 0
-    assert cli("train", "--name", "whole", *options).returncode == 0
-    assert figures(stopped) == figures(whole)
-    assert_bitwise(saved(stopped, 100), saved(whole, 100))
 
 
 # The update.

@@ -44,7 +44,6 @@ FINE: dict[str, Any] = {
     "expert_bias_rate": 1e-3,
     "qk_norm": True,
 }
-SHAPES = [SMALL, {**SMALL, "moe_router_normalize": False}, {**SMALL, "num_experts_per_token": 1}, FINE]
 
 
 def on_meta(shape: dict[str, Any]) -> Model:
@@ -59,16 +58,6 @@ def built(shape: dict[str, Any], seed: int = 1) -> Model:
     model.keep_stage(0)
     allocate(model, 0, torch.device("cpu"), torch.float32, seed)
     initialize(model.parameters(), model.placements, 0, seed)
-    return model
-
-
-def shaken(shape: dict[str, Any]) -> Model:
-    """The model in fp64 with values under which every parameter matters, and so do the experts' biases."""
-    model, generator = built(shape), torch.Generator().manual_seed(5)
-    model.module.double()
-    with torch.no_grad():
-        for tensor in (*model.parameters().values(), *model.states().values()):
-            tensor.add_(torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * 0.3)
     return model
 
 
@@ -229,27 +218,6 @@ def decode(w: Weights, states: Weights, c: Any, tokens: Tensor) -> Tensor:
         else:
             x = x + mixture(h, w, f"{name}.moe", c, states.get(f"{name}.moe.router.bias"))
     return norm(x, w["head.norm.weight"], c.norm_eps) @ w["head.project.weight"].T
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=["mixtral", "gates as they are", "switch", "fine"])
-def test_loss_logits_and_all_gradients_are_those_of_the_papers(shape: dict[str, Any]) -> None:
-    model, given = shaken(shape), batch()
-    weights = {name: p.detach().clone().requires_grad_() for name, p in model.parameters().items()}
-    logits = decode(weights, model.states(), Mixtral.Config(**shape), given["tokens"])
-    logs = logits - torch.logsumexp(logits, -1, keepdim=True)
-    picked = logs.gather(-1, given["labels"].clamp(min=0)[..., None])[..., 0]
-    expected = -(picked * (given["labels"] >= 0)).sum()
-    expected.backward()
-    loss, count = model.loss(given)
-    loss.backward()
-    assert int(count) == B * S - 1
-    torch.testing.assert_close(model.logits(given), logits, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)  # summed in fp32
-    for name, parameter in model.parameters().items():
-        right = weights[name].grad
-        assert parameter.grad is not None, name
-        assert right is not None, name
-        assert float((parameter.grad - right).abs().max()) < 1e-5 * max(float(right.abs().max()), 1e-3), name
 
 
 # The plan.

@@ -10,7 +10,6 @@ import torch
 from mplug_gpt import GPT
 from mplug_testing import ModelSuite
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from mplug import Mesh, Model, UsageError
 from mplug.model.memory import allocate, initialize
@@ -258,21 +257,6 @@ def test_projections_into_the_residual_stream_begin_smaller_by_the_root_of_their
 # FLOPs.
 
 
-def closed_formula(c: Any, sequences: int, s: int, a: int) -> int:
-    """F = B s [6 L (h (q + 2k) + q h + m h f) + 6 h V] + A L q B s²."""
-    layers, h, width = c.num_layers, c.hidden_size, c.head_dim or c.hidden_size // c.num_attention_heads
-    q, k = c.num_attention_heads * width, (c.num_kv_heads or c.num_attention_heads) * width
-    m, f = (3 if c.activation == "swiglu" else 2), c.ffn_hidden_size
-    dense = 6 * layers * (h * (q + 2 * k) + q * h + m * h * f) + 6 * h * c.vocab_size
-    return sequences * s * dense + a * layers * q * sequences * s**2
-
-
-@pytest.mark.parametrize("shape", SHAPES[::7])
-def test_flops_are_the_closed_formula(shape: dict[str, Any]) -> None:
-    flops = on_meta(shape).plan.flops
-    assert flops.of(5 * 64, 5 * 64**2) == closed_formula(GPT.Config(**shape), 5, 64, a=6)
-
-
 def preset(name: str) -> dict[str, Any]:
     chosen: dict[str, Any] = GPT.presets[name]["model"]
     return chosen
@@ -300,23 +284,6 @@ def test_gpt2_and_gpt3_have_their_published_number_of_parameters() -> None:
 
 # Dropout.
 
-NOISY = {**SMALL, "dropout": 0.3, "attention_dropout": 0.3}
-
-
-def keyed(given: dict[str, Tensor], seed: int, step: int) -> dict[str, Tensor]:
-    return {**given, "keys": sample_keys(seed, step, given["sample_ids"])}
-
-
-def test_dropout_is_one_function_of_seed_and_step() -> None:
-    model, given = built(NOISY), batch()
-    losses = {
-        (seed, step): float(model.loss(keyed(given, seed, step))[0].detach()) for seed in (1, 2) for step in (1, 2)
-    }
-    torch.manual_seed(3)
-    again = {key: float(model.loss(keyed(given, *key))[0].detach()) for key in losses}
-    assert again == losses
-    assert len(set(losses.values())) == 4
-
 
 @pytest.mark.parametrize("field", ["dropout", "attention_dropout"])
 def test_either_dropout_acts_in_training_and_only_there(field: str) -> None:
@@ -327,57 +294,7 @@ def test_either_dropout_acts_in_training_and_only_there(field: str) -> None:
     assert float(model.loss(given)[0].detach()) == exact
 
 
-def test_every_site_drops_by_a_mask_of_its_own() -> None:
-    model = built(NOISY)
-    keys = {name: int(buffer) for name, buffer in model.module.named_buffers()}
-    assert set(keys) == {
-        "embedding.dropout.site",
-        *(f"blocks.{n}.{part}.site" for n in range(2) for part in ("attn", "dropout1", "dropout2")),
-    }
-    assert len(set(keys.values())) == len(keys)
-
-
-def test_a_sample_is_dropped_alike_in_any_micro_batch() -> None:
-    model, given = built(NOISY), keyed(batch(samples=4), 1, 7)
-    whole = float(model.loss(given)[0].detach())
-
-    def part(rows: list[int]) -> float:
-        cut = {name: value[rows] if name != "positions" else value for name, value in given.items()}
-        return float(model.loss(cut)[0].detach())
-
-    assert part([0, 1]) + part([2, 3]) == pytest.approx(whole, rel=1e-6)
-    assert part([3, 1, 0, 2]) == pytest.approx(whole, rel=1e-6)
-
-
 # Compiling.
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {**NOISY, "num_kv_heads": 2, "activation": "swiglu", "qk_norm": True},
-        pytest.param(SMALL, marks=pytest.mark.wide("compile")),
-    ],
-)
-def test_all_blocks_are_one_compiled_graph_that_gives_the_same_bits(shape: dict[str, Any]) -> None:
-    torch.compiler.reset()
-    plain, compiled, given = built(shape), built(shape), batch()
-    counter = CompileCounterWithBackend("aot_eager")
-    blocks: Any = compiled.module.get_submodule("blocks")
-    for block in blocks.values():
-        block.forward = torch.compile(block.forward, backend=counter, fullgraph=True)
-    for step in (1, 2):
-        losses = [model.loss(keyed(given, 1, step))[0] for model in (plain, compiled)]
-        assert torch.equal(*losses)
-        for loss in losses:
-            loss.backward()
-    assert counter.frame_count == 1
-    expected = {name: parameter.grad for name, parameter in plain.parameters().items()}
-    for name, parameter in compiled.parameters().items():
-        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-6, msg=name)
-    torch.compiler.reset()
 
 
 # Refusals.

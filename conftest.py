@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from command_line import cli, cli_here  # noqa: F401 (fixtures of all tests)
 from hypothesis import HealthCheck, settings
 from mplug_testing.workers import PRELOAD
 from warm import forking_modules

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 from mplug_nn import AttentionInputs, AttentionSpec
+from mplug_testing.attention_errors import Heads, attention_errors
 from mplug_testing.harness import tiny_run
-from mplug_testing.precision import Heads, attention_errors
 
 from mplug.errors import UsageError
 from mplug.model.build import build_model, unmet_reasons

@@ -9,17 +9,18 @@ import argparse
 import time
 
 import torch
-from mplug_testing.harness import tiny_run
+from mplug_generate.decoding import sample
+from mplug_generate.fast_steps import compiled_step
+from mplug_generate.sampler import Sampler, sampling_run
+from mplug_generate.sampling import Sampling, sample_key
+from mplug_generate.token_steps import Replays, replays_for
+from mplug_testing.harness import tiny_config
 
 from mplug.errors import listed
 from mplug.model.build import allocate_parts, build_model
-from mplug.model.compilation import compiled_step
-from mplug.model.decoding import sample
 from mplug.model.memory import initialize
 from mplug.model.model import Model
-from mplug.model.sampling import Sampling, sample_key
-from mplug.model.token_steps import Replays, replays_for
-from mplug.run.run import Decoding, Run
+from mplug.run.run import Run
 
 SHAPES = {
     "small": {"num_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "num_kv_heads": 4, "vocab_size": 8192},
@@ -30,7 +31,7 @@ COPIED = 1 << 30
 """Bytes of the copy that measures the memory's bandwidth."""
 
 
-def built(asked: argparse.Namespace, length: int) -> tuple[Run, Model]:
+def built(asked: argparse.Namespace, length: int) -> tuple[Run, Sampler]:
     """A llama of random weights that samples one prompt at a time."""
     fields = {**SHAPES[asked.shape], "ffn_hidden_size": WIDTHS[asked.shape], "init_std": 0.02}
     settings = {"model.name": "llama", **{f"model.{name}": value for name, value in fields.items()}}
@@ -38,8 +39,8 @@ def built(asked: argparse.Namespace, length: int) -> tuple[Run, Model]:
     settings |= {"trainer.compile": "inductor" if asked.compile else "never", "trainer.tune_kernels": asked.tune}
     if asked.kernels:
         settings |= {"kernels.default": asked.kernels, "kernels.attention": "sdpa"}
-    run = tiny_run(settings)
-    run.decoding = Decoding(graphs=True)
+    sampler = Sampler(graphs=True)
+    run = sampling_run(tiny_config(settings), sampler)
     model = build_model(run)
     allocate_parts(run, model)
     if asked.shape == "small":
@@ -47,13 +48,13 @@ def built(asked: argparse.Namespace, length: int) -> tuple[Run, Model]:
     else:
         for parameter in model.parameters().values():
             parameter.data.normal_(std=0.02)
-    return run, model
+    return run, sampler
 
 
 class Measured:
     """The seconds per token after the first one, whose time is that of the prompt, and the tokens."""
 
-    def __init__(self, model: Model, asked: argparse.Namespace, replays: Replays, tokens: int) -> None:
+    def __init__(self, sampler: Sampler, asked: argparse.Namespace, replays: Replays, tokens: int) -> None:
         self.tokens: list[int] = []
         times: list[float] = []
         prompt = [number % 1000 + 1 for number in range(asked.prompt)]
@@ -64,7 +65,7 @@ class Measured:
             return False
 
         context, sampling = asked.prompt + asked.tokens, Sampling(asked.temperature)
-        sample(model, [prompt], [sample_key(0)], tokens, context, sampling, take, replays=replays)
+        sample(sampler, [prompt], [sample_key(0)], tokens, context, sampling, take, replays=replays)
         self.seconds = (times[-1] - times[0]) / (tokens - 1)
 
     def __str__(self) -> str:
@@ -92,11 +93,11 @@ def copy_bandwidth() -> float:
     return 10 * 2 * COPIED / (events[0].elapsed_time(events[1]) / 1000)
 
 
-def profile(model: Model, asked: argparse.Namespace, replays: Replays) -> None:
+def profile(sampler: Sampler, asked: argparse.Namespace, replays: Replays) -> None:
     """Print the time on the GPU and the number of launches of each kernel, per token."""
     tokens = 17
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        Measured(model, asked, replays, tokens)
+        Measured(sampler, asked, replays, tokens)
         torch.cuda.synchronize()
     rows = sorted(profiler.key_averages(), key=lambda row: -row.self_device_time_total)
     print("microseconds per token, launches per token, kernel (the prompt's kernels are among them)")
@@ -123,33 +124,33 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.threads:
         torch.set_num_threads(asked.threads)
-    run, model = built(asked, asked.prompt + asked.tokens)
-    compiled, reason = compiled_step(run, model)
+    run, sampler = built(asked, asked.prompt + asked.tokens)
+    compiled, reason = compiled_step(run, sampler)
     if asked.compile and not compiled:
         raise SystemExit(f"the step of a token is not compiled, because {reason}")
-    recorded, reasons = replays_for(run, model, compiled)
+    recorded, reasons = replays_for(run, sampler, compiled)
     if asked.device == "cuda" and reasons:
         print(f"no graph replays the step of a token, because {listed(reasons)}", flush=True)
     found = {}
     for way in ("growing caches", "static caches", "a CUDA graph"):
-        if (way == "static caches" and model.growing) or (way == "a CUDA graph" and recorded.make is None):
+        if (way == "static caches" and sampler.growing) or (way == "a CUDA graph" and recorded.make is None):
             continue
-        replays, reason = recorded if way == "a CUDA graph" else Replays(compiled=recorded.compiled), model.growing
-        model.growing = reason or ("they are measured" if way == "growing caches" else "")
+        replays, reason = recorded if way == "a CUDA graph" else Replays(compiled=recorded.compiled), sampler.growing
+        sampler.growing = reason or ("they are measured" if way == "growing caches" else "")
         warmup = 6 if way == "growing caches" else asked.tokens  # as many tokens have the same recording
-        Measured(model, asked, replays, warmup)  # kernels compile, and the step is recorded
-        found[way] = Measured(model, asked, replays, asked.tokens)
-        model.growing = reason
+        Measured(sampler, asked, replays, warmup)  # kernels compile, and the step is recorded
+        found[way] = Measured(sampler, asked, replays, asked.tokens)
+        sampler.growing = reason
         print(f"with {way}: {found[way]}", flush=True)
         if asked.device == "cuda":
-            report_bandwidth(bytes_per_token(run, model, asked), found[way].seconds, asked.bandwidth)
+            report_bandwidth(bytes_per_token(run, sampler.model, asked), found[way].seconds, asked.bandwidth)
     if recorded.make is not None and found["a CUDA graph"].tokens != found["static caches"].tokens:
         raise SystemExit("the graph gives other tokens than eager steps")
     if asked.profile:
-        profile(model, asked, recorded)
+        profile(sampler, asked, recorded)
     if not asked.only_cached:
-        model.uncached = "full recomputation is measured"
-        whole = Measured(model, asked, Replays(), asked.tokens)
+        sampler.uncached = "full recomputation is measured"
+        whole = Measured(sampler, asked, Replays(), asked.tokens)
         fastest = min(one.seconds for one in found.values())
         print(f"without a cache: {whole}; {whole.seconds / fastest:.1f} times as long")
 

@@ -31,7 +31,7 @@ PLUGIN = """
 import os, signal, sys, time
 from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
-from mplug import hookimpl
+from mplug import Activity, hookimpl
 
 class Misfortune:
     class Config(BaseModel):
@@ -75,7 +75,6 @@ class Misfortune:
     def step_started(self, run):
         if self.began is None:
             self.began = time.monotonic()
-            self.in_evaluation(run)
             self.in_loader(run)
         self.strike(run, "step")
 
@@ -86,13 +85,10 @@ class Misfortune:
             yield from loader.take(samples)
         feed.Feed.take = lambda feeding, samples: feed.MovedBatches(reading(feeding.loader, samples), feeding._move)
 
-    def in_evaluation(self, run):
-        from mplug.training import loop
-        original = loop.evaluate
-        def evaluate(run, parts):
+    @hookimpl
+    def activity_began(self, run):
+        if run.activity.name == Activity.EVALUATION:
             self.strike(run, "evaluation")
-            return original(run, parts)
-        loop.evaluate = evaluate
 
     @hookimpl
     def state(self, run):
@@ -122,9 +118,9 @@ OPTIONS = {
     "model.num_attention_heads": "2",
     "model.vocab_size": "256",
     "data.path": "text.txt",
-    "watchdog.timeout": str(TIMEOUT),
-    "watchdog.first": str(FIRST),
-    "watchdog.multiple": "3",
+    "extensions.watchdog.timeout": str(TIMEOUT),
+    "extensions.watchdog.first": str(FIRST),
+    "extensions.watchdog.multiple": "3",
 }
 
 

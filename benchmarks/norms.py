@@ -21,8 +21,8 @@ import torch
 from mplug_nn.norm import Kind, norm_residual
 from torch import Tensor
 
-from mplug import DTYPES
 from mplug.cli.tables import table
+from mplug.registry.precisions import precision_named
 from mplug.training.hardware import Moment
 
 NormResidual = Callable[..., tuple[Tensor, Tensor]]
@@ -92,7 +92,7 @@ class Problem:
     def __init__(self, options: argparse.Namespace, residual: bool, device: str) -> None:
         torch.manual_seed(0)
         self.device, self.residual, self.kind = device, residual, options.kind
-        dtype, shape = DTYPES[options.dtype], (options.rows, options.width)
+        dtype, shape = precision_named(options.dtype).weight_dtype, (options.rows, options.width)
         inputs = {"x": 0.5 + torch.randn(shape), "weight": 1 + 0.1 * torch.randn(options.width)}
         if residual:
             inputs["residual"] = torch.randn(shape)

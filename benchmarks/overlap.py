@@ -89,7 +89,7 @@ def main() -> int:
     for strategy in options.only:
         task = Task(settings_of(strategy, options), options.warmup, options.steps, profile=True)
         try:
-            found[strategy] = figures(turn(task, options.ranks))
+            found[strategy] = figures(turn(task))
         except UsageError as error:
             print(f"'{strategy}' is skipped: {error}", file=sys.stderr)
     print(table(HEADER, (row(strategy, one) for strategy, one in found.items())))

@@ -14,16 +14,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from mplug_huggingface_format.folder import INDEX
+from mplug_huggingface_format.model_config import config_of
+from mplug_huggingface_format.opened import open_folder
+from mplug_huggingface_format.weights import PublicWeights
 from safetensors.torch import load_file, save_file
 
-from mplug.checkpoint.public_folder import INDEX, open_public
+from mplug.checkpoint.external_form import conversion
 from mplug.checkpoint.public_load import fill_from, weights_of
-from mplug.checkpoint.public_weights import PublicWeights, conversion
 from mplug.config.defaults import default_settings
 from mplug.config.sources import from_mapping
 from mplug.model.build import allocate_parts, build_model
 from mplug.registry.entry_points import Registry
-from mplug.registry.public_export import public_config_of
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
@@ -53,7 +55,7 @@ def write(folder: Path) -> None:
         save_file({name: torch.randn(made.shape(name)).bfloat16() for name in own}, folder / file)
         placed |= dict.fromkeys(own, file)
     (folder / INDEX).write_text(json.dumps({"weight_map": placed}))
-    (folder / "config.json").write_text(json.dumps(public_config_of(run.config)))
+    (folder / "config.json").write_text(json.dumps(config_of(run.config)))
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -83,7 +85,7 @@ def measure(folder: Path, layout: str, rank: int) -> tuple[float, int, int]:
 
     PublicWeights._slice = counted  # type: ignore[method-assign]
     try:
-        spent = seconds(lambda: fill_from(open_public(folder), run, model, weights_of(model)))
+        spent = seconds(lambda: fill_from(open_folder(folder), run, model, weights_of(model)))
     finally:
         PublicWeights._slice = original  # type: ignore[method-assign]
     own = sum(2 * box.numel for name in model.parameters() for box in model.placements[name].boxes(rank))

@@ -22,8 +22,8 @@ import torch
 from mplug_nn.attention import prepare_qk, prepare_qkv, rotations
 from torch import Tensor
 
-from mplug import DTYPES
 from mplug.cli.tables import table
+from mplug.registry.precisions import precision_named
 
 Prepare = Callable[..., tuple[Tensor, Tensor, Tensor]]
 EPS, THETA = 1e-5, 10000.0
@@ -116,7 +116,7 @@ class Problem:
 
     def __init__(self, options: argparse.Namespace, device: str) -> None:
         torch.manual_seed(0)
-        self.device, self.dtype = device, DTYPES[options.dtype]
+        self.device, self.dtype = device, precision_named(options.dtype).weight_dtype
         self.sizes = (options.batch, options.length, options.heads, options.kv_heads, options.head_dim)
         b, s, h, g, k = self.sizes
         self.heads = self._drawn(b, s, h + 2 * g, k).requires_grad_()

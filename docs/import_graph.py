@@ -19,14 +19,13 @@ ORDER = (
     ("gradients",),
     ("run",),
     ("distributed", "ops"),
-    ("native_precisions",),
     ("registry",),
     ("config",),
-    ("contracts", "precision", "slot_kinds"),
+    ("contracts", "precisions", "slot_kinds"),
     ("tensors",),
     ("layout",),
     ("open_lists",),
-    ("dtypes", "errors", "files", "lazy", "version"),
+    ("errors", "system"),
 )
 """The packages and files of `mplug`, top to bottom. An import never runs upwards."""
 

@@ -1,4 +1,4 @@
-"""Draw the loss of a run as an SVG. `mplug train` draws the same picture as loss.svg of the run's folder.
+"""Draw the loss of a run as an SVG. The extension `losspicture` draws the same picture in the folder of a run.
 
     python docs/loss_picture.py runs/first/metrics.jsonl loss.svg    every step of a run
     python docs/loss_picture.py README.md docs/first_session.svg     the step lines that a page or a log shows
@@ -7,13 +7,13 @@ A file whose name ends in `.jsonl` is read as the metrics of a run. Any other fi
 `step N/M  loss X ...` are drawn.
 """
 
-import json
 import re
 import sys
 from pathlib import Path
 
-from mplug.run.metrics_file import read_lines
-from mplug.training.loss_picture import Curve, svg
+from mplug_losspicture.drawing import Curve, svg
+
+from mplug import read_records
 
 STEP_LINE = re.compile(r"^\s*step +(\d+)/\d+ +loss (\S+)(?:.* val loss (\S+))?", re.MULTILINE)
 
@@ -22,8 +22,7 @@ def read(path: Path) -> tuple[Curve, Curve]:
     """The training losses and the validation losses of a file."""
     training, validation = Curve(), Curve()
     if path.suffix == ".jsonl":
-        records = [json.loads(line) for _, line in read_lines(path)]
-        rows = [(record["step"], record.get("loss"), record.get("val_loss")) for record in records]
+        rows = [(record["step"], record.get("loss"), record.get("val_loss")) for record in read_records(path)]
     else:
         found = STEP_LINE.findall(path.read_text(encoding="utf-8"))
         rows = [(int(step), float(loss), float(val) if val else None) for step, loss, val in found]

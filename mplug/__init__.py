@@ -7,25 +7,30 @@ torch.
 from typing import TYPE_CHECKING
 
 from mplug import hookspecs as _hookspecs  # noqa: F401 (fills the table of specifications)
-from mplug.lazy import publish
-from mplug.version import __version__  # noqa: F401
+from mplug.system.lazy import publish
+from mplug.system.version import __version__  # noqa: F401
 
 if TYPE_CHECKING:
+    from mplug.checkpoint.adapter_files import adapter_conversion as adapter_conversion
+    from mplug.checkpoint.adapter_files import adapters_of as adapters_of
+    from mplug.checkpoint.external_form import conversion as conversion
     from mplug.checkpoint.foreign import ForeignCheckpoint as ForeignCheckpoint
     from mplug.checkpoint.foreign import ForeignTensor as ForeignTensor
-    from mplug.checkpoint.weight_decoders import WeightDecoder as WeightDecoder
+    from mplug.checkpoint.format import Format as Format
+    from mplug.checkpoint.published import Export as Export
+    from mplug.checkpoint.published import ExportOptions as ExportOptions
+    from mplug.checkpoint.published import ExportValues as ExportValues
+    from mplug.checkpoint.published import FolderWeights as FolderWeights
+    from mplug.checkpoint.published import PublishedFolder as PublishedFolder
+    from mplug.checkpoint.reading import read_whole_header as read_whole_header
+    from mplug.checkpoint.safetensors_file import write_safetensors as write_safetensors
+    from mplug.checkpoint.wanted import Wanted as Wanted
     from mplug.config.binding import RunConfig as RunConfig
-    from mplug.config.public_fields import SHARED_FIELDS as SHARED_FIELDS
-    from mplug.config.public_fields import unused as unused
-    from mplug.config.public_form import FixedField as FixedField
-    from mplug.config.public_form import PublicField as PublicField
-    from mplug.config.public_form import PublicForm as PublicForm
-    from mplug.config.public_form import PublicSettings as PublicSettings
-    from mplug.config.public_form import ReadField as ReadField
-    from mplug.config.public_form import SumField as SumField
-    from mplug.config.public_form import UnusedField as UnusedField
-    from mplug.config.public_form import Values as Values
+    from mplug.config.described import DescribedModel as DescribedModel
+    from mplug.config.described import PublicSettings as PublicSettings
     from mplug.config.sum_format import SumFormat as SumFormat
+    from mplug.contracts import DOCUMENTS as DOCUMENTS
+    from mplug.contracts import IGNORED as IGNORED
     from mplug.contracts import MAY_CHANGE as MAY_CHANGE
     from mplug.contracts import MAY_MOVE as MAY_MOVE
     from mplug.contracts import OF_TRAINING as OF_TRAINING
@@ -44,14 +49,20 @@ if TYPE_CHECKING:
     from mplug.contracts import Tokenizer as Tokenizer
     from mplug.contracts import Variance as Variance
     from mplug.contracts import distinct as distinct
+    from mplug.distributed.supervision import Hang as Hang
+    from mplug.distributed.supervision import Monitor as Monitor
+    from mplug.distributed.supervision import PluginMessage as PluginMessage
+    from mplug.distributed.supervision import Send as Send
+    from mplug.distributed.supervision import Supervisor as Supervisor
     from mplug.errors import RunError as RunError
     from mplug.errors import UsageError as UsageError
-    from mplug.files import sync_file as sync_file
-    from mplug.files import sync_path as sync_path
-    from mplug.files import write_whole as write_whole
+    from mplug.errors import brief as brief
+    from mplug.errors import counted as counted
+    from mplug.errors import listed as listed
+    from mplug.errors import quoted as quoted
+    from mplug.errors import some as some
     from mplug.gradients.owned_memory import Shard as Shard
     from mplug.gradients.owned_memory import Shards as Shards
-    from mplug.gradients.precision import DTYPES as DTYPES
     from mplug.gradients.sinks import GradientSink as GradientSink
     from mplug.gradients.sinks import Sinks as Sinks
     from mplug.layout.actions import Action as Action
@@ -60,6 +71,8 @@ if TYPE_CHECKING:
     from mplug.layout.actions import Table as Table
     from mplug.layout.actions import forward_half as forward_half
     from mplug.layout.actions import with_transfers as with_transfers
+    from mplug.layout.conversion import Conversion as Conversion
+    from mplug.layout.conversion import conversion_of as conversion_of
     from mplug.layout.external import ExternalMap as ExternalMap
     from mplug.layout.external import ExternalNames as ExternalNames
     from mplug.layout.external import Factor as Factor
@@ -69,6 +82,8 @@ if TYPE_CHECKING:
     from mplug.layout.external import Part as Part
     from mplug.layout.external import Transposed as Transposed
     from mplug.layout.gathered import GatheredPlacement as GatheredPlacement
+    from mplug.layout.inits import Entries as Entries
+    from mplug.layout.inits import Inits as Inits
     from mplug.layout.mesh import Axis as Axis
     from mplug.layout.mesh import IndexMap as IndexMap
     from mplug.layout.mesh import Mesh as Mesh
@@ -80,7 +95,6 @@ if TYPE_CHECKING:
     from mplug.layout.placement import Box as Box
     from mplug.layout.placement import Placement as Placement
     from mplug.layout.plan import Buffer as Buffer
-    from mplug.layout.plan import Flops as Flops
     from mplug.layout.plan import Init as Init
     from mplug.layout.plan import Parameter as Parameter
     from mplug.layout.plan import Plan as Plan
@@ -90,11 +104,22 @@ if TYPE_CHECKING:
     from mplug.layout.plan import Unit as Unit
     from mplug.layout.ranks import Grouping as Grouping
     from mplug.layout.ranks import Ranks as Ranks
+    from mplug.layout.work import ActivationProduct as ActivationProduct
+    from mplug.layout.work import Branches as Branches
+    from mplug.layout.work import Flops as Flops
+    from mplug.layout.work import Step as Step
+    from mplug.layout.work import WeightProduct as WeightProduct
+    from mplug.layout.work import Work as Work
     from mplug.model.adapters import Adapters as Adapters
     from mplug.model.adapters import Merge as Merge
     from mplug.model.adapters import RowNorms as RowNorms
     from mplug.model.adapters import row_norms as row_norms
-    from mplug.model.delayed_scaling import DelayedScaling as DelayedScaling
+    from mplug.model.declaring import Declared as Declared
+    from mplug.model.declaring import declare as declare
+    from mplug.model.declaring import parameter as parameter
+    from mplug.model.description import Description as Description
+    from mplug.model.description import describe as describe
+    from mplug.model.description import flops_of as flops_of
     from mplug.model.gathered_copies import GatheredCopies as GatheredCopies
     from mplug.model.gathered_copies import gathered_copies as gathered_copies
     from mplug.model.model import Model as Model
@@ -104,9 +129,11 @@ if TYPE_CHECKING:
     from mplug.model.offers import Wrap as Wrap
     from mplug.model.slot_buffer import SlotBuffer as SlotBuffer
     from mplug.model.weight_gradients import WeightGradients as WeightGradients
-    from mplug.precision import Precision as Precision
-    from mplug.precision import Recipe as Recipe
-    from mplug.precision import rounding_of_sums as rounding_of_sums
+    from mplug.open_lists import OpenList as OpenList
+    from mplug.precisions.dtypes import FORMATS as FORMATS
+    from mplug.precisions.precision import Precision as Precision
+    from mplug.precisions.precision import Recipe as Recipe
+    from mplug.precisions.precision import rounding_of_sums as rounding_of_sums
     from mplug.registry.schedules import find_schedule as find_schedule
     from mplug.registry.schedules import proven_table as proven_table
     from mplug.registry.specification import hookimpl as hookimpl
@@ -115,9 +142,18 @@ if TYPE_CHECKING:
     from mplug.registry.tokenizers import keep_tokenizer as keep_tokenizer
     from mplug.registry.tokenizers import load_tokenizer as load_tokenizer
     from mplug.registry.tokenizers import read_tokenizer as read_tokenizer
+    from mplug.run.activity import READING as READING
+    from mplug.run.activity import Activity as Activity
+    from mplug.run.metrics_file import read_records as read_records
     from mplug.run.run import Run as Run
     from mplug.run.toolchain import triton_builds as triton_builds
     from mplug.slot_kinds import slots_named as slots_named
+    from mplug.system.files import sync_file as sync_file
+    from mplug.system.files import sync_path as sync_path
+    from mplug.system.files import write_whole as write_whole
+    from mplug.tensors.supplier import Statements as Statements
+    from mplug.tensors.supplier import Supplier as Supplier
+    from mplug.tensors.supplier import statements_of as statements_of
     from mplug.training.map_loader import MapLoader as MapLoader
     from mplug.training.stepper import DefaultStepper as DefaultStepper
     from mplug.training.torch_optimizer import TorchOptimizer as TorchOptimizer
@@ -125,73 +161,45 @@ if TYPE_CHECKING:
 publish(
     __name__,
     {
-        "mplug.checkpoint.foreign": (
-            "ForeignCheckpoint",
-            "ForeignTensor",
-        ),
-        "mplug.checkpoint.weight_decoders": ("WeightDecoder",),
+        "mplug.checkpoint.adapter_files": ("adapter_conversion", "adapters_of"),
+        "mplug.checkpoint.external_form": ("conversion",),
+        "mplug.checkpoint.foreign": ("ForeignCheckpoint", "ForeignTensor"),
+        "mplug.checkpoint.format": ("Format",),
+        "mplug.checkpoint.published": ("Export", "ExportOptions", "ExportValues", "FolderWeights", "PublishedFolder"),
+        "mplug.checkpoint.reading": ("read_whole_header",),
+        "mplug.checkpoint.safetensors_file": ("write_safetensors",),
+        "mplug.checkpoint.wanted": ("Wanted",),
         "mplug.config.binding": ("RunConfig",),
-        "mplug.config.public_fields": (
-            "SHARED_FIELDS",
-            "unused",
-        ),
-        "mplug.config.public_form": (
-            "FixedField",
-            "PublicField",
-            "PublicForm",
-            "PublicSettings",
-            "ReadField",
-            "SumField",
-            "UnusedField",
-            "Values",
-        ),
+        "mplug.config.described": ("DescribedModel", "PublicSettings"),
         "mplug.config.sum_format": ("SumFormat",),
         "mplug.contracts": (
             "CorpusTokenizer",
+            "DOCUMENTS",
             "FolderTokenizer",
+            "IGNORED",
             "Loader",
             "MAY_CHANGE",
             "MAY_MOVE",
-            "OF_TRAINING",
             "MicroBatch",
+            "OF_TRAINING",
             "Optimizer",
             "Piece",
             "Record",
+            "Relay",
             "Stateful",
             "StepResult",
             "StepScalars",
-            "Relay",
             "Stepper",
             "Tokenizer",
             "Variance",
             "distinct",
         ),
-        "mplug.errors": (
-            "RunError",
-            "UsageError",
-        ),
-        "mplug.files": (
-            "sync_file",
-            "sync_path",
-            "write_whole",
-        ),
-        "mplug.gradients.owned_memory": (
-            "Shard",
-            "Shards",
-        ),
-        "mplug.gradients.precision": ("DTYPES",),
-        "mplug.gradients.sinks": (
-            "GradientSink",
-            "Sinks",
-        ),
-        "mplug.layout.actions": (
-            "Action",
-            "Kind",
-            "Shape",
-            "Table",
-            "forward_half",
-            "with_transfers",
-        ),
+        "mplug.distributed.supervision": ("Hang", "Monitor", "PluginMessage", "Send", "Supervisor"),
+        "mplug.errors": ("RunError", "UsageError", "brief", "counted", "listed", "quoted", "some"),
+        "mplug.gradients.owned_memory": ("Shard", "Shards"),
+        "mplug.gradients.sinks": ("GradientSink", "Sinks"),
+        "mplug.layout.actions": ("Action", "Kind", "Shape", "Table", "forward_half", "with_transfers"),
+        "mplug.layout.conversion": ("Conversion", "conversion_of"),
         "mplug.layout.external": (
             "ExternalMap",
             "ExternalNames",
@@ -203,66 +211,25 @@ publish(
             "Transposed",
         ),
         "mplug.layout.gathered": ("GatheredPlacement",),
-        "mplug.layout.mesh": (
-            "Axis",
-            "IndexMap",
-            "Mesh",
-            "contiguous",
-        ),
-        "mplug.layout.ownership": (
-            "Bucket",
-            "Engine",
-            "Sharding",
-            "Stretch",
-        ),
-        "mplug.layout.placement": (
-            "Box",
-            "Placement",
-        ),
-        "mplug.layout.plan": (
-            "Buffer",
-            "Flops",
-            "Init",
-            "Parameter",
-            "Plan",
-            "Segment",
-            "Shift",
-            "Stages",
-            "Unit",
-        ),
-        "mplug.layout.ranks": (
-            "Grouping",
-            "Ranks",
-        ),
-        "mplug.model.adapters": (
-            "Adapters",
-            "Merge",
-            "RowNorms",
-            "row_norms",
-        ),
-        "mplug.model.delayed_scaling": ("DelayedScaling",),
-        "mplug.model.gathered_copies": (
-            "GatheredCopies",
-            "gathered_copies",
-        ),
+        "mplug.layout.inits": ("Entries", "Inits"),
+        "mplug.layout.mesh": ("Axis", "IndexMap", "Mesh", "contiguous"),
+        "mplug.layout.ownership": ("Bucket", "Engine", "Sharding", "Stretch"),
+        "mplug.layout.placement": ("Box", "Placement"),
+        "mplug.layout.plan": ("Buffer", "Init", "Parameter", "Plan", "Segment", "Shift", "Stages", "Unit"),
+        "mplug.layout.ranks": ("Grouping", "Ranks"),
+        "mplug.layout.work": ("ActivationProduct", "Branches", "Flops", "Step", "WeightProduct", "Work"),
+        "mplug.model.adapters": ("Adapters", "Merge", "RowNorms", "row_norms"),
+        "mplug.model.declaring": ("Declared", "declare", "parameter"),
+        "mplug.model.description": ("Description", "describe", "flops_of"),
+        "mplug.model.gathered_copies": ("GatheredCopies", "gathered_copies"),
         "mplug.model.model": ("Model",),
-        "mplug.model.offers": (
-            "Offer",
-            "Site",
-            "UNIT",
-            "Wrap",
-        ),
+        "mplug.model.offers": ("Offer", "Site", "UNIT", "Wrap"),
         "mplug.model.slot_buffer": ("SlotBuffer",),
         "mplug.model.weight_gradients": ("WeightGradients",),
-        "mplug.precision": (
-            "Precision",
-            "Recipe",
-            "rounding_of_sums",
-        ),
-        "mplug.registry.schedules": (
-            "find_schedule",
-            "proven_table",
-        ),
+        "mplug.open_lists": ("OpenList",),
+        "mplug.precisions.dtypes": ("FORMATS",),
+        "mplug.precisions.precision": ("Precision", "Recipe", "rounding_of_sums"),
+        "mplug.registry.schedules": ("find_schedule", "proven_table"),
         "mplug.registry.specification": ("hookimpl",),
         "mplug.registry.tokenizers": (
             "TokenizerRecord",
@@ -271,9 +238,13 @@ publish(
             "load_tokenizer",
             "read_tokenizer",
         ),
+        "mplug.run.activity": ("Activity", "READING"),
+        "mplug.run.metrics_file": ("read_records",),
         "mplug.run.run": ("Run",),
         "mplug.run.toolchain": ("triton_builds",),
         "mplug.slot_kinds": ("slots_named",),
+        "mplug.system.files": ("sync_file", "sync_path", "write_whole"),
+        "mplug.tensors.supplier": ("Statements", "Supplier", "statements_of"),
         "mplug.training.map_loader": ("MapLoader",),
         "mplug.training.stepper": ("DefaultStepper",),
         "mplug.training.torch_optimizer": ("TorchOptimizer",),

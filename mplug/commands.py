@@ -1,63 +1,121 @@
 """The names of the host that a plugin of kind `commands` may use: configs, launching processes, models and steps.
 
+A command may build the model of a run for something else than training. It passes an object with hooks of its own to
+`prepare(config, {f"{COMMAND}NAME": object})`, and sets `run.trains = False` if the model only runs forward: the model
+then has neither sinks nor an optimizer. `build_model` calls the hooks, also those of the object, on every rank: in
+`adapt_model` it may change what sites need, and in `offers_selected` which needs must be met. `load_for_inference`, or
+`allocate_parts` and `load_public_for_inference`, fill the weights under any layout.
+
 The names are imported when they are first used, because some of them import torch or pydantic.
 """
 
 from typing import TYPE_CHECKING
 
-from mplug.lazy import publish
+from mplug.system.lazy import publish
 
 if TYPE_CHECKING:
+    from mplug.checkpoint.choice import choose as choose
+    from mplug.checkpoint.folder import at_step as at_step
+    from mplug.checkpoint.public_load import load_public_for_inference as load_public_for_inference
+    from mplug.checkpoint.public_load import refuse_other_model as refuse_other_model
+    from mplug.checkpoint.states import load_for_inference as load_for_inference
+    from mplug.checkpoint.verified import Verified as Verified
+    from mplug.cli.hints import assignment_hint as assignment_hint
+    from mplug.cli.options import Finite as Finite
+    from mplug.cli.options import PluginName as PluginName
+    from mplug.cli.options import RunName as RunName
     from mplug.cli.options import config_options as config_options
     from mplug.cli.options import overrides as overrides
     from mplug.cli.tables import table as table
     from mplug.config.defaults import default_settings as default_settings
+    from mplug.config.defaults import saved_settings as saved_settings
     from mplug.config.sources import Settings as Settings
     from mplug.config.sources import merge as merge
     from mplug.config.sources import read_assignments as read_assignments
     from mplug.config.sources import read_file as read_file
-    from mplug.distributed.heartbeats import Beat as Beat
     from mplug.distributed.launch import Stopped as Stopped
     from mplug.distributed.launch import launch as launch
     from mplug.distributed.signals import Signals as Signals
+    from mplug.distributed.supervision import Send as Send
+    from mplug.distributed.world import World as World
     from mplug.distributed.world import launched as launched
     from mplug.errors import listed as listed
-    from mplug.gradients.precision import DTYPES as DTYPES
+    from mplug.layout.names import modules_around as modules_around
+    from mplug.model.build import allocate_parts as allocate_parts
     from mplug.model.build import build_model as build_model
     from mplug.model.build import choose_device as choose_device
     from mplug.model.build import measure_bytes as measure_bytes
     from mplug.model.compilation import compiled_graphs as compiled_graphs
+    from mplug.model.compilation import compiled_units as compiled_units
+    from mplug.model.compilation import compiler_of as compiler_of
+    from mplug.model.cuda_graph import CudaGraph as CudaGraph
+    from mplug.model.cuda_graph import Recording as Recording
+    from mplug.model.cuda_graph import use_own_stream as use_own_stream
+    from mplug.model.graphs import forward_obstacles as forward_obstacles
+    from mplug.model.mixing import covers as covers
+    from mplug.model.mixing import statements as statements
+    from mplug.model.selection import Selection as Selection
+    from mplug.model.selection import offered_in_plain_torch as offered_in_plain_torch
+    from mplug.model.units import AS_THEY_ARE as AS_THEY_ARE
+    from mplug.model.units import Instead as Instead
+    from mplug.model.units import run_units as run_units
+    from mplug.registry.blame import cause_of as cause_of
+    from mplug.registry.blame import failed_part as failed_part
     from mplug.registry.entry_points import Registry as Registry
+    from mplug.registry.formats import format_of as format_of
+    from mplug.registry.formats import is_public as is_public
+    from mplug.registry.hooks import COMMAND as COMMAND
+    from mplug.registry.public import folder_tokenizer as folder_tokenizer
+    from mplug.registry.public import longest_sequence as longest_sequence
     from mplug.registry.resolve import resolve as resolve
+    from mplug.run.folder import find_directory as find_directory
     from mplug.run.prepare import prepare as prepare
     from mplug.training.assembly import build as build
     from mplug.training.hardware import peak_memory_gib as peak_memory_gib
     from mplug.training.hardware import peak_tflops as peak_tflops
     from mplug.training.hardware import timed as timed
     from mplug.training.job import among as among
+    from mplug.training.job import settle as settle
+    from mplug.training.job import supervisor_of as supervisor_of
     from mplug.training.loop import launch_step as launch_step
 
 publish(
     __name__,
     {
-        "mplug.cli.options": ("config_options", "overrides"),
+        "mplug.checkpoint.choice": ("choose",),
+        "mplug.checkpoint.folder": ("at_step",),
+        "mplug.checkpoint.public_load": ("load_public_for_inference", "refuse_other_model"),
+        "mplug.checkpoint.states": ("load_for_inference",),
+        "mplug.checkpoint.verified": ("Verified",),
+        "mplug.cli.hints": ("assignment_hint",),
+        "mplug.cli.options": ("Finite", "PluginName", "RunName", "config_options", "overrides"),
         "mplug.cli.tables": ("table",),
-        "mplug.config.defaults": ("default_settings",),
+        "mplug.config.defaults": ("default_settings", "saved_settings"),
         "mplug.config.sources": ("Settings", "merge", "read_assignments", "read_file"),
-        "mplug.distributed.heartbeats": ("Beat",),
         "mplug.distributed.launch": ("Stopped", "launch"),
         "mplug.distributed.signals": ("Signals",),
-        "mplug.distributed.world": ("launched",),
+        "mplug.distributed.supervision": ("Send",),
+        "mplug.distributed.world": ("World", "launched"),
         "mplug.errors": ("listed",),
-        "mplug.gradients.precision": ("DTYPES",),
-        "mplug.model.build": ("build_model", "choose_device", "measure_bytes"),
-        "mplug.model.compilation": ("compiled_graphs",),
+        "mplug.layout.names": ("modules_around",),
+        "mplug.model.build": ("allocate_parts", "build_model", "choose_device", "measure_bytes"),
+        "mplug.model.compilation": ("compiled_graphs", "compiled_units", "compiler_of"),
+        "mplug.model.cuda_graph": ("CudaGraph", "Recording", "use_own_stream"),
+        "mplug.model.graphs": ("forward_obstacles",),
+        "mplug.model.mixing": ("covers", "statements"),
+        "mplug.model.selection": ("Selection", "offered_in_plain_torch"),
+        "mplug.model.units": ("AS_THEY_ARE", "Instead", "run_units"),
+        "mplug.registry.blame": ("cause_of", "failed_part"),
         "mplug.registry.entry_points": ("Registry",),
+        "mplug.registry.formats": ("format_of", "is_public"),
+        "mplug.registry.hooks": ("COMMAND",),
+        "mplug.registry.public": ("folder_tokenizer", "longest_sequence"),
         "mplug.registry.resolve": ("resolve",),
+        "mplug.run.folder": ("find_directory",),
         "mplug.run.prepare": ("prepare",),
         "mplug.training.assembly": ("build",),
         "mplug.training.hardware": ("peak_memory_gib", "peak_tflops", "timed"),
-        "mplug.training.job": ("among",),
+        "mplug.training.job": ("among", "settle", "supervisor_of"),
         "mplug.training.loop": ("launch_step",),
     },
 )

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from mplug.layout.plan import Parameter
 
 MicroBatch = Mapping[str, "Tensor"]
+IGNORED = -100
+"""The label of a position that has no target."""
+DOCUMENTS = "document_lengths"
+"""The entry of a packed micro batch with the lengths of each sample's documents [B, M]."""
 Record = dict[str, Any]
 """A line of metrics.jsonl.
 
@@ -163,7 +167,7 @@ class CorpusTokenizer(Tokenizer, Protocol):
 
 
 class FolderTokenizer(Protocol):
-    """The tokenizer of a published model, read from its folder, as `mplug generate --pretrained` uses it.
+    """The tokenizer of a published model, read from its folder, for commands that read or write its text.
 
     A plugin of the kind `tokenizers` that reads such folders has a static method `read_folder(folder: Path)`, which
     returns this object. Its distribution names the file that it needs in the entry-point group

@@ -84,3 +84,10 @@ def quoted(value: Any) -> str:
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = LONGEST_SHOWN
+
+
+def some(names: Iterable[str]) -> str:
+    """Names for a sentence: the first of them, and how many more there are."""
+    names = sorted(names)
+    shown = listed(f"'{brief(name)}'" for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {counted(len(names) - 3, 'other')}"

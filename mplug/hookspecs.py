@@ -13,19 +13,21 @@ whenever it needs the answer.
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from mplug.registry.specification import all_plugins, at_most_one, exactly_one
+from mplug.registry.specification import all_plugins, at_most_one, exactly_one, or_attribute
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from mplug.config.binding import RunConfig
     from mplug.contracts import Loader, Optimizer, Piece, Record, Relay, Stateful, Stepper, Tokenizer, Variance
+    from mplug.distributed.supervision import Supervisor
     from mplug.layout.mesh import Axis
     from mplug.layout.ownership import Sharding
     from mplug.layout.plan import Stages
     from mplug.model.model import Model
     from mplug.model.offers import Offer, Wrap
-    from mplug.precision import Precision
+    from mplug.model.selection import Selection
+    from mplug.precisions.precision import Precision
     from mplug.run.run import Run
     from mplug.training.stepper import DefaultStepper
 
@@ -53,7 +55,7 @@ def define_precision() -> "Precision":
 def mesh_axes(config: "RunConfig") -> "list[Axis]":
     """The axes that a parallel strategy adds to the mesh. Pure, and called before torch is imported.
 
-    A view of the mesh may need more ranks than the strategies of the layout fill in the attention view. The host then
+    A view of the mesh may need more ranks than the strategies of the layout fill in the dense view. The host then
     adds the strategy of `parallel.data` to the layout of the config, and asks all strategies again.
     """
 
@@ -82,14 +84,25 @@ def check_data(config: "RunConfig") -> "Sequence[str] | None":
     """Check the data that `build_loader` will read. Return sentences that the user must know ("... is repeated").
 
     Only `mplug train` calls it, on every process that a user or a launcher has started: before it announces the run,
-    creates its folder or starts a process, and before torch is imported. `mplug explain` and `mplug generate` work
-    without the data, so `configure` must not read it.
+    creates its folder or starts a process, and before torch is imported. Other commands work without the data, so
+    `configure` must not read it.
 
     Check everything that is cheap: the files exist and can be read, their headers are those of the format, each split
     that the run reads has enough for a sample (validation is read if `trainer.eval_every` is not 0). Do not read a
     whole corpus. Raise UsageError, and name the file; an OSError also refuses the data. The host prints the sentences
     below the line that announces the run. `build_loader` is also called without this check (in tests, for example), so
     it must refuse bad data as well.
+    """
+
+
+@at_most_one
+def supervise(run: "Run") -> "Supervisor | None":
+    """The object that finds processes of a training run that hang, and ends the run.
+
+    Called in `mplug train` before it starts the processes of a run, and in each process before it joins the others. At
+    that time, `run.rank` is not set. `mplug.Supervisor` says what the host lends the object, which can observe the run
+    by `activity_began`, `run.activity` and `run.collectives_begun()`. Without an answer, torch ends a collective after
+    30 minutes.
     """
 
 
@@ -107,9 +120,9 @@ def adapt_model(run: "Run", model: "Model") -> None:
     (integers, 0 if absent), the innermost first.
 
     - `model.attach(modules)` adds modules, by their names in the model, and the meaning of their parameters and buffers
-      to the plan. A block computes with an added module only where its class says so:
-      `mplug_nn.Linear.adapter`, `mplug_nn.Experts.up_adapter` and `down_adapter`. Elsewhere, the plugin replaces a
-      module (`setattr`) by one of its own, which contains the replaced one and passes its attributes on.
+      to the plan. A block computes with an added module only where its class says so, as a linear layer has an
+      attribute `adapter`. Elsewhere, the plugin replaces a module (`setattr`) by one of its own, which contains the
+      replaced one and passes its attributes on.
     - `model.freeze(names)` states that parameters are no longer trainable. The model then has neither their gradients
       nor their masters and optimizer states.
     - `model.merges` says how an export multiplies adapters into the weights that they adapt (`Merge`), and
@@ -132,7 +145,7 @@ def split_model(run: "Run", model: "Model") -> "Stages":
 def support_mixing(
     run: "Run", model: "Model", mixing: "Mapping[str, frozenset[str]]"
 ) -> "Mapping[str, bool | str] | None":
-    """Which mixing modules compute, under your mesh axes, what one process computes. Pure.
+    """The mixing modules whose results under your mesh axes are those of one process. Pure.
 
     `mixing` maps names of modules to named axes: those that the module mixes, or may mix, and that the layout divides.
     The answer maps names of modules to one of two values:
@@ -165,8 +178,19 @@ def offer(run: "Run", model: "Model") -> "list[Offer | Wrap]":
 
 
 @all_plugins
+def offers_selected(run: "Run", model: "Model", selection: "Selection") -> None:
+    """The host has selected suppliers and wraps, and neither refused nor installed any of them yet.
+
+    It is for a command that builds a model for something else than training (`mplug.commands`). `selection.filled` has
+    the content of every site of this rank. The command may remove entries from `selection.unmet`, the needs that no
+    chosen plugin serves: then the default of the slot computes these sites.
+    """
+
+
+@or_attribute
+@all_plugins
 def captures(run: "Run", model: "Model") -> "bool | str | None":
-    """Whether a CUDA graph can replay this plugin's part of a step (`trainer.graphs`, `mplug generate` on a GPU). Pure.
+    """Whether a CUDA graph can replay this plugin's part of a step (`trainer.graphs`, or a forward pass). Pure.
 
     A graph records the kernels of a step once, with their arguments and addresses, and replays them in every further
     step. No Python code of the step runs then. Return True if all of this holds for the part:
@@ -179,13 +203,14 @@ def captures(run: "Run", model: "Model") -> "bool | str | None":
     - When the step ends, the current stream has waited for every other stream. A plugin that appends to
       `model.when_written` appends to `model.when_settled` too.
 
-    Otherwise return the reason, as a clause about the plugin ("moves activations to the CPU"). The host refuses
+    Otherwise return the reason, as a clause about the plugin ("moves activations to the CPU"). A plugin whose answer is
+    constant states it as a class attribute instead: `captures = True`. The host refuses
     `trainer.graphs` unless every plugin that takes part in a step returns True: the model, adapters, the strategies,
     the optimizer, the plugins with a selected supplier or wrap, and those that implement `parameters_updated`, which
     runs after each replay and outside of the graph.
 
-    In a run that samples (`run.decoding` is not None), a step computes one token of each text. Its steps run eagerly
-    unless the model, the strategies, the adapters, and the plugins with a selected supplier or wrap return True.
+    In a run that does not train (`run.trains` is False), a step is a forward pass. It runs eagerly unless the model,
+    the strategies, the adapters, and the plugins with a selected supplier or wrap return True.
 
     Called when the slots are filled, before launch and on every rank.
     """
@@ -199,7 +224,7 @@ def shard_states(run: "Run", model: "Model", needs: "Literal['elements', 'matric
     called before launch: the host allocates memory and makes pieces by the answer. In `wrap_model` the same plugin sums
     each gradient onto its owner, and appends to `model.when_written` the function that begins to send the new weights
     from the owners. Frozen parameters (`placement.parameter.trainable` is False) have no such states: the host refuses
-    a sharding that has one.
+    a sharding that contains a frozen parameter.
 
     A strategy that runs the engine of another framework returns a sharding with an `engine`. It declines gradient
     sinks: parameters get an ordinary `.grad`, and the same plugin supplies the pieces (`model.supply`) and the stepper.
@@ -229,7 +254,7 @@ def build_optimizer(run: "Run", pieces: "list[Piece]") -> "Optimizer":
 
 @at_most_one
 def build_tokenizer(run: "Run") -> "Tokenizer | None":
-    """The tokenizer of this data: text to tokens and back. `mplug generate` needs it.
+    """The tokenizer of this data: text to tokens and back. Commands that read or write text use it.
 
     A plugin of the kind `tokenizers` implements this hook too. The host then calls it without a run, and the answer is
     a `CorpusTokenizer`.
@@ -258,11 +283,11 @@ def build_stepper(run: "Run", model: "Model", default: "DefaultStepper") -> "Ste
 
 @at_most_one
 def build_relay(run: "Run", model: "Model", crossing: "Sequence[tuple[str, ...]]") -> "Relay":
-    """In a run that samples: runs a model forward that `split_model` has divided into stages. Collective.
+    """In a run that does not train: runs a model forward that `split_model` has divided into stages. Collective.
 
     `crossing` names the activations that enter each chunk, which are those of the plan's inference units: they may
-    differ from those of training. The number of samples and of positions changes from call to call. Without this hook,
-    the host refuses to sample from a model that is divided into stages.
+    differ from those of training. The number of samples and of positions changes from call to call. The command that
+    runs the model calls it, and refuses a model that is divided into stages without it.
     """
 
 
@@ -271,7 +296,7 @@ def build_relay(run: "Run", model: "Model", crossing: "Sequence[tuple[str, ...]]
 
 @all_plugins
 def parameters_updated(run: "Run") -> None:
-    """The optimizer has updated this rank's pieces: gather parameters, cast them, update expert biases."""
+    """The optimizer has updated this rank's pieces: gather parameters, cast them, update buffers."""
 
 
 @all_plugins
@@ -284,6 +309,14 @@ def state(run: "Run") -> "dict[str, Stateful]":
 
 
 # Observers. The host calls them on every rank, sorted by name. They read a run and never change it.
+
+
+@all_plugins
+def activity_began(run: "Run") -> None:
+    """The main thread begins `run.activity`: it builds the model, runs a step, evaluates or saves (`mplug.Activity`).
+
+    Called a few times in a step, also before `run_started` and after an error. Return within microseconds.
+    """
 
 
 @all_plugins

@@ -1,12 +1,18 @@
 """Open lists: names of small functions that a config selects, such as activations. Distributions add their own.
 
-A distribution adds an entry to a list by an entry point in the list's group:
+A distribution opens a list by an object of `OpenList`, and states its group by an entry point whose name is the group's
+without 'mplug.':
+
+    [project.entry-points."mplug.open_lists"]
+    activations = "acme_blocks:ACTIVATIONS"
+
+Any distribution adds an entry to a list by an entry point in the list's group:
 
     [project.entry-points."mplug.activations"]
     xielu = "acme_xielu:XIELU"
 
-The name is then valid wherever a config names an entry of the list (`model.activation=xielu`). Looking up a name of the
-host reads no metadata of distributions. Imports no torch.
+The name is then valid wherever a config names an entry of the list (`model.activation=xielu`). Looking up a name that
+the list itself has reads no metadata of distributions. Imports no torch.
 """
 
 from collections.abc import Mapping
@@ -23,18 +29,19 @@ from mplug.errors import listed, suggest
 class OpenList:
     """The names of one list. `noun` is the word for an entry in errors, `group` the group of entry points.
 
-    `own` maps the host's names to their targets ('module:attribute').
+    `own` maps the list's own names to their targets ('module:attribute'), which belong to the distribution `owner`.
     """
 
     noun: str
     group: str
     own: Mapping[str, str]
+    owner: str = "mplug"
 
     def __hash__(self) -> int:
         return hash(self.group)
 
     def names(self) -> list[str]:
-        """All names: the host's, then those of other distributions."""
+        """All names: the list's own, then those of other distributions."""
         return [*self.own, *sorted({point.name for point in _added(self.group)} - {*self.own})]
 
     def check(self, name: str) -> str:
@@ -48,7 +55,7 @@ class OpenList:
         """The entry of a name. ValueError if the name is unknown, or if two distributions claim it."""
         self.check(name)
         claims = [point for point in _added(self.group) if point.name == name]
-        owners = [*(["mplug"] if name in self.own else []), *map(_owner, claims)]
+        owners = [*([self.owner] if name in self.own else []), *map(_owner, claims)]
         if len(owners) > 1:
             raise ValueError(
                 f"the {self.noun} '{name}' is claimed by {listed(owners)}; uninstall one, or rename its entry point"
@@ -66,40 +73,3 @@ def _added(group: str) -> tuple[EntryPoint, ...]:
 
 def _owner(point: EntryPoint) -> str:
     return str(point.dist.metadata["Name"]) if point.dist is not None else point.value
-
-
-ACTIVATIONS = OpenList(
-    "activation",
-    "mplug.activations",
-    {
-        name: f"mplug_nn.activations:{name.upper()}"
-        for name in ("gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh", "clamped_swiglu")
-    },
-)
-"""Targets are `mplug_nn.ActivationFunction` objects."""
-NORMS = OpenList(
-    "norm",
-    "mplug.norms",
-    {name: f"mplug_nn.norms:{name.upper()}" for name in ("layernorm", "rmsnorm", "offset_layernorm", "offset_rmsnorm")},
-)
-"""Targets are `mplug_nn.NormFunction` objects."""
-SCALINGS = OpenList(
-    "scaling of rotary positions",
-    "mplug.rotary_scalings",
-    {name: f"mplug_nn.rotary:{name}" for name in ("linear", "llama3", "yarn")},
-)
-"""Targets are functions as `mplug_nn.rotary.linear` is; their module must not import torch."""
-SCORES = OpenList(
-    "score of routers",
-    "mplug.router_scores",
-    {name: f"mplug_nn.scores:{name.upper()}" for name in ("softmax", "sigmoid", "softmax_of_chosen")},
-)
-"""Targets are `mplug_nn.RouterScore` objects."""
-WEIGHT_DECODERS = OpenList("decoder of quantised weights", "mplug.weight_decoders", {})
-"""Names are those of `quant_method` in a config.json, targets are `mplug.WeightDecoder` classes. The host's names are
-entry points of its own distribution."""
-FOREIGN_CHECKPOINTS = OpenList(
-    "form of checkpoints", "mplug.foreign_checkpoints", {"megatron": "mplug.checkpoint.megatron:MegatronCheckpoint"}
-)
-"""Names are the words after `mplug checkpoint import --from`, targets are `mplug.ForeignCheckpoint` classes."""
-LISTS = (ACTIVATIONS, NORMS, SCALINGS, SCORES, WEIGHT_DECODERS, FOREIGN_CHECKPOINTS)

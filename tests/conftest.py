@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import surroundings
 from machines import Machines, unavailable
 from safetensors.torch import load_file
 from torch import Tensor
 from warm import STRICT, run_module
 
 from mplug.checkpoint.folder import read_manifest, verify
-from mplug.cli import main
 
 collect_ignore = ["third_party"]  # its packages are not installed; their suites run where they are planted
 
@@ -58,40 +58,6 @@ def two_machines() -> Iterator[Machines]:
         pytest.skip(reason)
     with Machines(2) as machines:
         yield machines
-
-
-def surroundings(path: Path | None) -> dict[str, str]:
-    """The environment of a command; `path` goes in front of PYTHONPATH."""
-    found_first = [str(path)] if path is not None else []
-    searched = os.pathsep.join([*found_first, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": searched}
-
-
-@pytest.fixture
-def cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `mplug` as a user would, in a folder of its own, in a process that has imported torch already."""
-
-    def run(*arguments: str, path: Path | None = None, cwd: Path = tmp_path, timeout: float = 600):
-        return run_module("mplug", *arguments, cwd=cwd, environment=surroundings(path), timeout=timeout)
-
-    return run
-
-
-@pytest.fixture
-def cli_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `mplug` as `cli` does, in this process: for commands that change nothing in it, such as `mplug config`."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main(list(arguments), prog_name="mplug")
-        return subprocess.CompletedProcess(["mplug", *arguments], int(ended.value.code or 0), *capfd.readouterr())
-
-    return run
 
 
 @pytest.fixture

@@ -63,7 +63,9 @@ def publishing(name: str) -> Callable[..., None]:
 
     def adapt_model(run: Any, model: Model) -> None:
         model.attach({f"{name}.adapter": Shift(32)})
-        model.adapters = Adapters(ExternalNames({f"{name}.adapter.shift": f"{name}.shift"}), {"peft_type": "SHIFT"})
+        model.adapters = Adapters(
+            "peft", ExternalNames({f"{name}.adapter.shift": f"{name}.shift"}), {"peft_type": "SHIFT"}
+        )
 
     return adapt_model
 

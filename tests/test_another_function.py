@@ -121,15 +121,15 @@ FAULTS = {
         suite=ModelsSuite,
     ),
     "the plan states the FLOPs of softmax attention": Planted(
-        "Flops(6 * weights + config.num_layers * core.per_token, 0)",
-        "Flops(6 * weights, 6 * config.num_layers * hidden)",
+        'return ("qkv", ActivationProduct(flops), "out")',
+        "return super().plan_work()",
         FLOPS,
         ("FLOPs per token, and the products with weights need", "and its attention cores 9,216"),
         suite=ModelsSuite,
     ),
     "the plan states the FLOPs of both": Planted(
-        "core.per_token, 0)",
-        "core.per_token, 6 * config.num_layers * hidden)",
+        "ActivationProduct(flops)",
+        "ActivationProduct(Flops(flops.per_token, 6 * self.num_heads * self.head_dim))",
         FLOPS,
         ("states 576 FLOPs per squared length, and cores of linear attention need 0",),
         suite=ModelsSuite,
@@ -233,8 +233,8 @@ def test_a_site_of_softmax_attention_is_none_of_the_kernels(plant: Plant) -> Non
     [
         ("", "", "; no other installed kernel can; set kernels.attention=null for the composition in plain torch"),
         (
-            "linear_attention.offers = frozenset({LINEAR})",
-            "linear_attention.offers = frozenset()",
+            "serves=frozenset({LINEAR})",
+            "serves=frozenset()",
             "; no other installed kernel can, and neither can the composition in plain torch",
         ),
     ],

@@ -166,6 +166,7 @@ def test_every_field_of_an_observer_may_change(plant: Callable[..., None]) -> No
     before, after = ({"extensions.plotter.every": every} for every in (2, 3))
     assert changes(before, after).lines() == ["extensions.plotter.every: 2 -> 3"]
     assert changes(before, {}).lines() == ["extensions.plotter: used -> not used"]
+    assert changes(before, {"extensions.plotter": False}).lines() == ["extensions.plotter: used -> not used"]
 
 
 def test_sections_of_plugins_that_the_run_does_not_use_change_nothing() -> None:

@@ -33,8 +33,8 @@ from mplug.checkpoint.reading import CODES, _unique
 from mplug.checkpoint.states import load_for_inference
 from mplug.checkpoint.verified import Verified
 from mplug.cli import main
-from mplug.dtypes import FORMATS
 from mplug.errors import UsageError
+from mplug.precisions.dtypes import FORMATS
 from mplug.run.prepare import prepare
 from mplug.training.loop import train
 

@@ -30,6 +30,7 @@ from mplug_nn import (
     Router,
     build_decoder,
     describe,
+    written_config,
 )
 from mplug_testing.published import require_tables
 from pydantic import Field
@@ -37,7 +38,6 @@ from torch import nn
 
 from mplug import Buffer, Init, Model, Parameter, Segment
 from mplug.model.units import run_units
-from mplug.registry.public_export import written
 
 PAGE = Path(__file__).parent.parent / "docs" / "writing-a-model.md"
 INITS = Inits(Init("normal", std=2.0), Init("normal", std=1.0))
@@ -97,9 +97,9 @@ def test_the_form_of_the_page_reads_and_writes_the_family_of_the_page() -> None:
     ripple = shown("family")["RippleConfig"]
     plugin = shown("form", RippleConfig=ripple)["PublishedRipple"]
     require_tables(plugin)
-    assert written(plugin, ripple(window=64, num_layers=3))["sliding_window"] == 64
+    assert written_config(plugin, ripple(window=64, num_layers=3))["sliding_window"] == 64
     with pytest.raises(ValueError, match=r"cannot express model\.qk_norm=True"):
-        written(plugin, ripple(qk_norm=True))
+        written_config(plugin, ripple(qk_norm=True))
     with pytest.raises(ValueError, match=r"Ripple does not scale rotary positions"):
         plugin.public_forms[0].read({"model_type": "ripple", "rope_scaling": {"type": "yarn"}})
 
@@ -192,7 +192,7 @@ def test_the_outer_block_decides_what_an_inner_module_means() -> None:
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        ({}, "no building block describes the parameter 'linear.weight'; give Linear, or a block around it"),
+        ({}, "no building block describes the parameter 'linear.weight'; declare it where Linear creates it"),
         ({"linear.weight": Buffer(("embed",))}, "no building block describes the parameter 'linear.weight'"),
         (
             {"linear.weight": LINEAR, "gain": LINEAR},

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from mplug_nn import Experts, Linear
+from mplug_nn import DelayedScaling, Experts, Linear
 from torch import Tensor
 
-from mplug import DelayedScaling, Site
+from mplug import Site
 from mplug.layout.plan import Init, Parameter
 
 E4M3, E5M2 = 448.0, 57344.0

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_nn import Attention
-from mplug_nn.attention import attention
-from mplug_nn.parts import PLAIN_PARTS, numbered, parts_of
+from mplug_nn import Attention, parts_of
+from mplug_nn.attention import ATTENTION, attention
+from mplug_nn.parts import PLAIN_PARTS, numbered
 from mplug_testing.capabilities import Setting, parts_fault
 from mplug_testing.harness import tiny_run
 from mplug_testing.samples import malformed
@@ -84,7 +84,7 @@ def test_a_query_without_a_key_has_nothing_and_says_so() -> None:
 
 
 def test_a_core_that_has_no_parts_is_told_from_one_that_has() -> None:
-    assert parts_of(attention) is PLAIN_PARTS
+    assert parts_of(ATTENTION) is PLAIN_PARTS
     with pytest.raises(ValueError, match="must refuse 'log-sum-exp'"):
         parts_of(torch.add)
 

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import SimpleNamespace
@@ -15,15 +15,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mplug import Factor, ForeignCheckpoint, ForeignTensor, Link, Part, UsageError
+from mplug.checkpoint.external_form import conversion
 from mplug.checkpoint.folder import read_valid
 from mplug.checkpoint.foreign_import import NewTensor, _read
 from mplug.checkpoint.foreign_match import match
-from mplug.checkpoint.public_weights import conversion
 from mplug.checkpoint.transfer import fill_ours, fill_theirs
+from mplug.cli.options import PluginName
 from mplug.errors import PluginError
 from mplug.model.build import build_model
 from mplug.model.model import Model
-from mplug.open_lists import FOREIGN_CHECKPOINTS, _added
 from mplug.run.prepare import prepare
 
 Cli = Callable[..., CompletedProcess[str]]
@@ -224,12 +224,12 @@ def test_a_read_that_breaks_the_contract_is_an_error_of_the_plugin(answer: Any, 
 
 CODE = """
 import torch
-from mplug import ForeignCheckpoint, ForeignTensor
+from mplug import ForeignCheckpoint, ForeignTensor, Format
 SHAPES = {shapes!r}
 STATES = {states!r}
 FAILS = {fails!r}
 
-class Acme(ForeignCheckpoint):
+class Checkpoint(ForeignCheckpoint):
     step = 7
 
     def __init__(self, folder):
@@ -245,15 +245,19 @@ class Acme(ForeignCheckpoint):
             return SHAPES["absent"]
         return torch.full(tuple(shape), {{"weight": 1.0, "exp_avg": 2.0, "exp_avg_sq": 3.0}}[state])
 
-def no_class(folder):
-    pass
+class Acme(Format):
+    def open(self, folder):
+        return folder if FAILS == "type" else Checkpoint(folder)
+
+class Plain:
+    Config, __init__ = Format.Config, Format.__init__
 """
-POINTS = "[mplug.foreign_checkpoints]\nacme = acme_forms:Acme\nplain = acme_forms:no_class\ngone = acme_gone:X\n"
+POINTS = "[mplug.formats]\nacme = acme_forms:Acme\nplain = acme_forms:Plain\ngone = acme_gone:X\n"
 
 
 @pytest.fixture
-def form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Install a distribution with the form 'acme'."""
+def form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Install a distribution with the format 'acme'."""
 
     def install(states: Mapping[str, float | None] | None = None, fails: str = "") -> None:
         folder = tmp_path / "site" / "acme_forms-1.0.dist-info"
@@ -265,14 +269,12 @@ def form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         (tmp_path / "site" / "acme_forms.py").write_text(code)
         monkeypatch.syspath_prepend(tmp_path / "site")
         monkeypatch.delitem(sys.modules, "acme_forms", raising=False)
-        _added.cache_clear()
 
-    yield install
-    _added.cache_clear()
+    return install
 
 
 def words(tmp_path: Path, form: str = "acme", **settings: Any) -> list[str]:
-    tiny = Path(__file__).parents[1] / "mplug" / "testing" / "tiny.yaml"
+    tiny = Path(__file__).parents[1] / "testing" / "src" / "mplug_testing" / "tiny.yaml"
     own = [word for name, value in {**GPT, **settings}.items() for word in ("--set", f"{name}={value}")]
     folder = tmp_path / "theirs"
     folder.mkdir(exist_ok=True)
@@ -345,8 +347,10 @@ def test_an_import_that_fails_while_it_reads_leaves_nothing(
 @pytest.mark.parametrize(
     ("fails", "status", "sentence"),
     [
-        ("constructor", 1, "--from 'acme': acme_forms.Acme failed with AttributeError: 'Acme' object has no attribute"),
-        ("bug", 1, "Acme.read failed on 'embedding.token.weight' (weight) of"),
+        ("constructor", 1, "the format 'acme' failed to open '"),
+        ("constructor", 1, "with AttributeError: 'Checkpoint' object has no attribute"),
+        ("type", 1, "which is no mplug.ForeignCheckpoint"),
+        ("bug", 1, "Checkpoint.read failed on 'embedding.token.weight' (weight) of"),
         ("nan", 2, "has NaN, or no values at all, for some elements of 'embedding.token.weight/weight'"),
     ],
 )
@@ -363,9 +367,10 @@ def test_bugs_of_a_form_and_values_that_are_not_numbers_are_errors(
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("acmee", "no form of checkpoints is named 'acmee'; did you mean 'acme'? (known: megatron, acme"),
-        ("plain", "is no subclass of mplug.ForeignCheckpoint"),
-        ("gone", "its module cannot be imported (No module named 'acme_gone')"),
+        ("acmee", "no plugin 'acmee' of kind 'formats' is installed; did you mean 'acme'? (installed: acme, "),
+        ("plain", "is no subclass of mplug.Format"),
+        ("gone", "No module named 'acme_gone'"),
+        ("huggingface", "this format has no import; if '"),
     ],
 )
 def test_a_form_that_does_not_exist_or_breaks_the_contract_is_refused(
@@ -378,10 +383,7 @@ def test_a_form_that_does_not_exist_or_breaks_the_contract_is_refused(
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_shell_completes_installed_forms(form: Callable[..., None]) -> None:
-    from mplug.cli.conversion import ForeignForm
-
+def test_the_shell_completes_installed_formats(form: Callable[..., None]) -> None:
     form()
-    assert {"megatron", "acme"} <= set(FOREIGN_CHECKPOINTS.names())
     parameter: Any = SimpleNamespace()
-    assert [item.value for item in ForeignForm().shell_complete(parameter, parameter, "ac")] == ["acme"]
+    assert [item.value for item in PluginName("formats").shell_complete(parameter, parameter, "ac")] == ["acme"]

@@ -163,7 +163,7 @@ def test_weights_that_are_not_for_one_product_alone_are_gathered_as_they_are() -
     as_they_are = {name: own for name, own in found.items() if isinstance(own, str)}
     assert as_they_are["embedding.token.weight"] == "several modules read it"
     assert as_they_are["blocks.0.mlp.up.weight"] == "its product reads no copies", "a base module"
-    assert as_they_are["blocks.1.norm1.weight"] == "no product of a linear layer reads it"
+    assert as_they_are["blocks.1.norm1.weight"] == "no product in a slot reads it"
     assert all(name.startswith("blocks.1.") for name in found.keys() - as_they_are.keys())
     borders = reasons({**BLOCKS, "parallel.layout": "fsdp4"})
     assert borders["attn.qkv.weight"] == "copies"

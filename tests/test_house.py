@@ -73,6 +73,47 @@ def test_the_host_knows_no_plugin_by_name(path: Path) -> None:
     assert not [text for text in strings(source) if text in NAMES or text in PACKAGES]
 
 
+BLOCKS_PENDING = {
+    "mplug/model/fill.py": "slots become open",
+}
+"""Files of the host that still import the building blocks, and why."""
+
+
+def test_the_host_imports_no_building_block() -> None:
+    importing = {
+        str(path.relative_to(ROOT))
+        for path in HOST.rglob("*.py")
+        if any(module.split(".")[0] == "mplug_nn" for module in imports(path.read_text()))
+    }
+    assert importing - {*BLOCKS_PENDING} == set()
+    assert {*BLOCKS_PENDING} - importing == set(), "these no longer import mplug_nn: delete their lines"
+
+
+FOREIGN_WORDS = ("attention", "expert", "image", "fp8", "hugging", "megatron", "deepspeed")
+OF_FORMATS = "readers and writers of other libraries' checkpoints become plugins of the kind formats"
+OF_SAMPLING = "becomes a part of the command generate"
+OF_SLOTS = "slots become open: the blocks name them"
+FOREIGN_WORDS_PENDING = {
+    "mplug/model/fill.py": OF_SLOTS,
+    "mplug/model/offers.py": OF_SLOTS,
+    "mplug/model/slot_placement.py": OF_SLOTS,
+    "mplug/model/weight_gradients.py": OF_SLOTS,
+    "mplug/registry/scaffold.py": "the template of a kernel plugin is a core of attention",
+    "mplug/slot_kinds.py": OF_SLOTS,
+}
+"""Files of the host that speak of what only plugins know, and why."""
+
+
+def test_the_host_speaks_of_no_kind_of_block_and_of_no_other_library() -> None:
+    speaking = {
+        str(path.relative_to(ROOT))
+        for path in HOST.rglob("*.py")
+        if any(word in path.read_text().lower() for word in FOREIGN_WORDS)
+    }
+    assert speaking - {*FOREIGN_WORDS_PENDING} == set(), f"none of {FOREIGN_WORDS} belongs into the host"
+    assert {*FOREIGN_WORDS_PENDING} - speaking == set(), "these no longer speak of it: delete their lines"
+
+
 @pytest.mark.parametrize("plugin", [*PLUGINS, *STRANGERS], ids=package_of)
 def test_a_plugin_imports_no_other_plugin_and_only_the_public_modules_of_the_host(plugin: Path) -> None:
     for path in plugin.rglob("src/**/*.py"):
@@ -285,7 +326,8 @@ def test_the_requirements_name_the_host_and_every_bundled_plugin() -> None:
 def test_a_bundled_plugin_is_laid_out_like_the_others(plugin: Path) -> None:
     described, host = project(plugin), project(ROOT)
     kind, name = plugin.parent.name, plugin.name
-    assert described["name"] == f"mplug-{name}"
+    # a format shares its word with a strategy or a tokenizer of the same library, so its distribution names the kind
+    assert described["name"] == (f"mplug-{name}-format" if kind == "formats" else f"mplug-{name}")
     assert described["version"] == host["version"]
     assert described["entry-points"][f"mplug.{kind}"][name].startswith(f"{package_of(plugin)}:")
     assert (plugin / "src" / package_of(plugin) / "__init__.py").is_file()

@@ -470,7 +470,16 @@ HOW_WORKERS_FAIL = [
 def test_with_a_restart_a_run_of_which_a_worker_is_killed_or_stopped_ends_as_if_nothing_had_happened(
     folder: Path, options: list[str], whole: Whole, assert_bitwise: Same, layout: str, rank: int, number: signal.Signals
 ) -> None:
-    words = ("--name", f"restarted-{layout}", "--parallel", layout, "--restarts", "1", "--set", "watchdog.timeout=6")
+    words = (
+        "--name",
+        f"restarted-{layout}",
+        "--parallel",
+        layout,
+        "--restarts",
+        "1",
+        "--set",
+        "extensions.watchdog.timeout=6",
+    )
     command, run = begin(folder, *MPLUG, "train", *words, *options), folder / "runs" / f"restarted-{layout}"
     wait_for_steps(command, run, 7)
     poll(lambda: any((run / "checkpoints").glob("step_*")), f"{run.name} has saved a checkpoint")

@@ -33,7 +33,7 @@ def refusal(*assignments: str) -> str:
 def test_settings_that_only_look_odd_are_accepted() -> None:
     """A trial of a few steps keeps its warm-up, a ramp may start at its end, and a strategy of data may be unused."""
     odd = ["trainer.steps=2", "schedule.warmup_steps=50", "schedule.batch_rampup.start=8", "parallel.data=fsdp"]
-    odd += ["schedule.name=constant", "schedule.min_lr=1", "watchdog.timeout=0"]
+    odd += ["schedule.name=constant", "schedule.min_lr=1", "extensions.watchdog.timeout=0"]
     assert prepare(resolve(Registry(), default_settings(), read_assignments(odd))).config.trainer.steps == 2
 
 
@@ -228,13 +228,6 @@ def test_a_section_is_not_refused_for_what_the_user_does_not_say_or_may_say(valu
 )
 def test_what_the_user_says_of_such_a_section_is_refused(values: dict[str, Any], place: tuple[str, ...]) -> None:
     assert [problem.path for problem in bind(Valid, values)[1]] == [place]
-
-
-def test_torch_ends_a_collective_long_after_the_watchdog_acts() -> None:
-    words = ["watchdog.timeout=1e5", "watchdog.first=1e6"]
-    section = resolve(Registry(), default_settings(), read_assignments(words)).watchdog
-    assert section.collective >= 2e6
-    assert resolve(Registry(), default_settings(), {}).watchdog.collective == 24 * 3600
 
 
 def test_a_fault_in_the_checks_of_a_section_names_its_line() -> None:

@@ -16,8 +16,8 @@ from mplug.run.run import Run
 
 TP = Axis("tp", 2, splits=("heads", "mlp"))
 CP = Axis("cp", 2, entries={"sequence": contiguous}, distance=1)
-PP = Axis("pp", 2, distance=100, views=("attention", "expert"))
-EP = Axis("ep", 4, splits=("expert",), views=("expert",))
+PP = Axis("pp", 2, distance=100, views=("dense", "sparse"))
+EP = Axis("ep", 4, splits=("expert",), views=("sparse",))
 
 
 def dp(size: int, name: str = "dp", distance: int = 50) -> Axis:
@@ -108,7 +108,7 @@ def test_without_axes_a_world_is_one_data_axis() -> None:
 def test_the_nearest_axis_varies_fastest_whatever_the_order_of_the_plugins() -> None:
     for axes in ([TP, CP, PP], [PP, CP, TP], [CP, TP, PP]):
         mesh = Mesh.of(axes, 8)
-        assert [axis.name for axis in mesh.views["attention"]] == ["pp", "cp", "tp"]
+        assert [axis.name for axis in mesh.views["dense"]] == ["pp", "cp", "tp"]
         assert mesh.coordinates(5) == {"pp": 1, "cp": 0, "tp": 1}
         assert [mesh.index(5, name) for name in ("pp", "cp", "tp")] == [1, 0, 1]
         assert tuple(mesh.group(5, "tp")) == (4, 5)
@@ -117,13 +117,13 @@ def test_the_nearest_axis_varies_fastest_whatever_the_order_of_the_plugins() -> 
         assert tuple(mesh.group(5, "tp", "pp")) == (0, 1, 4, 5)
 
 
-def test_an_expert_view_folds_over_the_ranks_of_the_attention_view() -> None:
+def test_the_sparse_view_folds_over_the_ranks_of_the_dense_view() -> None:
     mesh = Mesh.of([TP, CP, PP, EP], 8)
     assert mesh.world_size == 8
-    assert [(axis.name, axis.size) for axis in mesh.views["attention"]] == [("pp", 2), ("cp", 2), ("tp", 2)]
-    assert [(axis.name, axis.size) for axis in mesh.views["expert"]] == [("pp", 2), ("ep", 4)]
+    assert [(axis.name, axis.size) for axis in mesh.views["dense"]] == [("pp", 2), ("cp", 2), ("tp", 2)]
+    assert [(axis.name, axis.size) for axis in mesh.views["sparse"]] == [("pp", 2), ("ep", 4)]
     assert mesh.coordinates(6) == {"pp": 1, "cp": 1, "tp": 0}
-    assert mesh.coordinates(6, "expert") == {"pp": 1, "ep": 2}
+    assert mesh.coordinates(6, "sparse") == {"pp": 1, "ep": 2}
     assert mesh.index(6, "ep") == 2
     assert tuple(mesh.group(6, "ep")) == (4, 5, 6, 7)
     assert tuple(mesh.group(6, "cp", "tp")) == (4, 5, 6, 7)
@@ -132,12 +132,12 @@ def test_an_expert_view_folds_over_the_ranks_of_the_attention_view() -> None:
 
 def test_ranks_that_are_left_are_a_data_axis_between_the_stages_and_the_rest_in_each_view() -> None:
     mesh = Mesh.of([TP, CP, PP, EP], 16)
-    assert [axis.size for axis in mesh.views["attention"]] == [2, 2, 2, 2]
-    assert [axis.size for axis in mesh.views["expert"]] == [2, 2, 4]
-    data, expert_data = mesh.views["attention"][1].name, mesh.views["expert"][1].name
-    assert data != expert_data
+    assert [axis.size for axis in mesh.views["dense"]] == [2, 2, 2, 2]
+    assert [axis.size for axis in mesh.views["sparse"]] == [2, 2, 4]
+    data, sparse_data = mesh.views["dense"][1].name, mesh.views["sparse"][1].name
+    assert data != sparse_data
     assert tuple(mesh.group(5, data)) == (1, 5)
-    assert tuple(mesh.group(5, expert_data)) == (1, 5)
+    assert tuple(mesh.group(5, sparse_data)) == (1, 5)
     assert tuple(mesh.group(5, "ep")) == (4, 5, 6, 7)
     assert tuple(mesh.group(5, "pp")) == (5, 13)
 
@@ -170,7 +170,7 @@ def test_axes_of_different_views_make_no_group() -> None:
         ([Axis("tp", 3)], 8, ["tp=3", "8"]),
         ([Axis("tp", 16)], 8, ["tp=16", "8"]),
         ([TP, Axis("cp", 3, distance=1)], 8, ["tp=2", "cp=3", "6", "8"]),
-        ([TP, PP, Axis("ep", 8, views=("expert",))], 8, ["ep=8", "pp=2", "16", "8"]),
+        ([TP, PP, Axis("ep", 8, views=("sparse",))], 8, ["ep=8", "pp=2", "16", "8"]),
     ],
 )
 def test_degrees_that_do_not_divide_the_world_are_refused_with_the_numbers(
@@ -193,9 +193,9 @@ def meshes(draw: st.DrawFn) -> Mesh:
     world_size = tp * cp * pp * data
     near = draw(st.booleans())  # whether context ranks sit nearer than tensor ranks
     axes = [Axis("tp", tp, distance=1), Axis("cp", cp, distance=0 if near else 2)]
-    axes.append(Axis("pp", pp, distance=9, views=("attention", "expert")))
+    axes.append(Axis("pp", pp, distance=9, views=("dense", "sparse")))
     ep = draw(st.sampled_from([n for n in range(1, tp * cp * data + 1) if (tp * cp * data) % n == 0]))
-    axes.append(Axis("ep", ep, views=("expert",)))
+    axes.append(Axis("ep", ep, views=("sparse",)))
     return Mesh.of(draw(st.permutations(axes)), world_size)
 
 
@@ -240,13 +240,13 @@ def test_groups_partition_the_ranks(mesh: Mesh, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("world_size", [4, 8, 16])
 def test_views_agree_on_a_shared_axis_that_is_near_or_refuse_it(world_size: int) -> None:
-    shared = Axis("tp", 2, views=("attention", "expert"))
+    shared = Axis("tp", 2, views=("dense", "sparse"))
     try:
-        mesh = Mesh.of([shared, Axis("ep", 4, distance=1, views=("expert",))], world_size)
+        mesh = Mesh.of([shared, Axis("ep", 4, distance=1, views=("sparse",))], world_size)
     except (UsageError, ValueError):
         return
     for rank in range(mesh.world_size):
-        assert mesh.coordinates(rank, "attention")["tp"] == mesh.coordinates(rank, "expert")["tp"]
+        assert mesh.coordinates(rank, "dense")["tp"] == mesh.coordinates(rank, "sparse")["tp"]
 
 
 @settings(max_examples=60)
@@ -310,7 +310,7 @@ def test_views_whose_degrees_differ_need_a_data_parallel_strategy_for_the_rest()
     with pytest.raises(UsageError) as caught:
         divided(TP, EP)
     for words in (
-        "2 ranks in the view 'attention' and 4 ranks in the view 'expert'",
+        "2 ranks in the view 'dense' and 4 ranks in the view 'sparse'",
         "a run of 4 ranks",
         "2 times",
         "parallel.data is null",

@@ -289,10 +289,10 @@ def test_a_named_axis_of_a_strategy_that_the_plan_does_not_have_is_refused(plant
 
 
 def test_an_axis_that_a_parameter_is_broadcast_over_and_the_plan_does_not_have_is_refused(plant: Plant) -> None:
-    norm = '"blocks.*.norm.weight": Parameter(("embed",), ones)'
-    plant("nova-lento", norm, '"blocks.*.norm.weight": Parameter(("embed",), ones, over=("batch", "sequnce"))')
+    initial = 'Init("constant", value=1.0))'
+    plant("nova-lento", initial, 'Init("constant", value=1.0), over=("batch", "sequnce"))')
     assert refusal(LENTO) == (
-        "the plan declares that parameter 'blocks.*.norm.weight' is over 'sequnce', and no parameter, entry or "
+        "the plan declares that parameter 'blocks.*.scan.decay' is over 'sequnce', and no parameter, entry or "
         "activation has this axis; did you mean 'sequence'?"
     )
 

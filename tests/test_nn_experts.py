@@ -167,12 +167,14 @@ def test_experts_multiply_by_the_product_in_their_slot_and_by_its_copies() -> No
     class Doubling(GroupedProduct):
         num_casts = 0
 
-        def cast(self, weight: Tensor) -> tuple[Tensor, ...]:
+        def cast(self, weight: Tensor, buffers: Any) -> tuple[Tensor, ...]:
             Doubling.num_casts += 1
             return (2 * weight,)
 
-        def forward(self, rows: Tensor, ends: Tensor, weight: Operand) -> tuple[Tensor, tuple[Tensor, ...]]:
-            return super().forward(rows, ends, Operand(weight.casts[0]))
+        def forward(
+            self, rows: Tensor, weight: Operand, ends: Tensor, buffers: Any
+        ) -> tuple[Tensor, tuple[Tensor, ...]]:
+            return super().forward(rows, Operand(weight.casts[0]), ends, buffers)
 
     experts = filled(Experts(D, F_, 3, "gelu"))
     given = drawn(3, D), torch.tensor([[0], [2], [0]]), torch.ones(3, 1, dtype=torch.float64)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_nn import MLP, Attention, Boundary, DenseBlock, Inputs, Linear, Narrow, Norm, Projected, Prologue
+from mplug_nn import MLP, Attention, Boundary, Collective, DenseBlock, Inputs, Linear, Narrow, Norm, Projected, Prologue
 from mplug_nn.fusible import fusibles
 from mplug_nn.prologue import ACTIVATION_PRODUCT, FUSED_SLOTS, NORM_PRODUCT, apply_fused
 from mplug_testing import run_workers
@@ -162,8 +162,8 @@ def test_a_layer_with_a_fused_supplier_still_multiplies_an_input_by_its_own_prod
         calls.append(1)
         return part
 
-    gather.boundary = Boundary(gather, lambda y: y, lambda x: x)  # type: ignore[attr-defined]
-    layer.gather, layer.norm_product = gather, Again()
+    collective = Collective(gather, boundary=Boundary(gather, lambda y: y, lambda x: x))
+    layer.gather, layer.norm_product = collective, Again()
     layer.casts = (torch.zeros(D, 3),)
     torch.testing.assert_close(layer(x), expected)
     assert len(calls) == 1
@@ -229,9 +229,9 @@ def test_the_suite_calls_a_supplier_with_a_prologue_that_it_computes(plant: Plan
     from acme_prologue.products import Again
 
     class Gated(Again):
-        def forward(self, prologue: Prologue, *others: Any) -> Any:
-            assert prologue.kind == "swiglu"
-            return super().forward(prologue, *others)
+        def forward(self, given: Any, *others: Any) -> Any:
+            assert given[0].kind == "swiglu"
+            return super().forward(given, *others)
 
     offer: Offer = replace(
         Remembering(Remembering.Config()).offer()[1],

@@ -4,6 +4,7 @@ import cmath
 import math
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from mplug_nn import MLP, Attention, Choice, Experts, MixtureOfExperts, Norm, Ro
 from mplug_nn.activations import ACTIVATIONS
 from mplug_nn.experts import add_of_group
 from mplug_nn.norms import NORMS
+from mplug_nn.open_lists import SCORES
 from mplug_nn.scores import SCORES as SCORED
 from mplug_nn.turning import rotate
 from torch import Tensor
 
 from mplug import Offer, Run, Site
-from mplug.open_lists import LISTS, SCORES, _added
-from mplug.registry.entry_points import Registry
+from mplug.open_lists import _added
+from mplug.registry.entry_points import OPEN_LISTS, Registry
 
 Install = Callable[[str, str, str], None]
 
@@ -72,7 +74,7 @@ def test_two_distributions_with_one_name_are_refused_and_so_is_a_name_of_the_hos
     with pytest.raises(ValueError, match=r"'xielu' is claimed by (acme|zenith)_xielu and (acme|zenith)_xielu"):
         MLP(8, 16, "xielu", bias=False)
     install("rude", "[mplug.norms]\nrmsnorm = rude:NORM\n")
-    with pytest.raises(ValueError, match="the norm 'rmsnorm' is claimed by mplug and rude"):
+    with pytest.raises(ValueError, match="the norm 'rmsnorm' is claimed by mplug-nn and rude"):
         Norm(8, "rmsnorm")
 
 
@@ -152,9 +154,28 @@ def test_a_wrong_name_or_list_is_refused_with_the_remedy(fields: dict[str, Any],
         config("llama", **fields)
 
 
-def test_the_hosts_entries_load() -> None:
-    for one in LISTS:
+def test_every_entry_of_every_installed_list_loads() -> None:
+    lists = {one.name: EntryPoint(one.name, one.target, "").load() for one in Registry().table(OPEN_LISTS)}
+    assert set(lists) >= {"activations", "norms", "rotary_scalings", "router_scores"}
+    for group, one in lists.items():
+        assert one.group == f"mplug.{group}"
         assert all(one.load(name) is not None for name in one.names()), one.noun
+
+
+def test_a_distribution_opens_a_list_and_another_adds_an_entry_to_it(install: Install) -> None:
+    added = "[mplug.windows]\nhann = zenith_hann:HANN\n"
+    install("zenith_hann", added, "HANN = 'the window'")
+    (lost,) = [one for one in Registry().misplaced() if one.distribution == "zenith_hann"]
+    assert "is in the group 'mplug.windows', which mplug" in str(lost)
+    code = "from mplug import OpenList\nWINDOWS = OpenList('window function', 'mplug.windows', {}, 'acme-windows')\n"
+    install("acme_windows", "[mplug.open_lists]\nwindows = acme_windows:WINDOWS\n", code)
+    assert not [one for one in Registry().misplaced() if one.distribution in ("zenith_hann", "acme_windows")]
+    (opened,) = [one for one in Registry().table(OPEN_LISTS) if one.name == "windows"]
+    windows = EntryPoint("windows", opened.target, "").load()
+    assert windows.names() == ["hann"]
+    assert windows.load("hann") == "the window"
+    with pytest.raises(ValueError, match="no window function is named 'han'; did you mean 'hann'"):
+        windows.check("han")
 
 
 # Kernels.
@@ -186,8 +207,8 @@ def test_a_kernel_that_does_not_know_an_entry_is_refused(module: Any, slot: str,
 def test_plain_torch_offers_every_entry_and_nothing_else() -> None:
     for module, slot, need in NEW[:2]:
         default: Any = getattr(module, slot.rpartition(".")[2])
-        assert not site(module, slot).lacking(default.offers)
-        assert Site("", slot, module, "", frozenset({need, "fp3"})).lacking(default.offers) == "it does not offer fp3"
+        assert not site(module, slot).lacking(default.serves)
+        assert Site("", slot, module, "", frozenset({need, "fp3"})).lacking(default.serves) == "it does not offer fp3"
 
 
 def attention(rotary: Rotary) -> Attention:

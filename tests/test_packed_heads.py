@@ -14,18 +14,18 @@ import pytest
 import torch
 from mplug_nn import (
     Attention,
+    AttentionCore,
     AttentionInputs,
     AttentionSpec,
     PackedHeads,
     Part,
+    Preparation,
     fake,
     operator,
     packed_heads_of,
-    passing_through,
-    with_packed_heads,
 )
 from mplug_nn.arguments import by_either
-from mplug_nn.attention import prepare_qk, prepare_qkv, scaled_dot_product
+from mplug_nn.attention import DOT_PRODUCT, prepare_qk, prepare_qkv, scaled_dot_product
 from mplug_nn.cache import CacheSize
 from mplug_nn.parts import PLAIN_PARTS
 from mplug_nn.specification import KNOWN
@@ -135,7 +135,7 @@ def acme() -> tuple[Callable[..., Tensor], AcmePacked]:
         return scaled_dot_product(q, k, v, spec, inputs)
 
     packed = AcmePacked()
-    return with_packed_heads(core, packed), packed
+    return AttentionCore(core, packed_heads=packed), packed
 
 
 def attention(core: Callable[..., Tensor] = scaled_dot_product, made: type[Attention] = Attention, **named: Any) -> Any:
@@ -320,13 +320,12 @@ def test_a_module_with_a_cache_adds_to_it() -> None:
 
 
 def test_a_supplier_of_prepare_qkv_that_says_it_passes_through_is_not_called() -> None:
-    @passing_through
     def prepare(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
         raise AssertionError("it is called")
 
     core, packed = acme()
     module = attention(core)
-    module.prepare_qkv = prepare
+    module.prepare_qkv = Preparation(prepare, passes_through=True)
     assert_same(outcome(module), outcome(attention()))
     assert packed.calls == 1
 
@@ -350,7 +349,7 @@ def test_it_serves_only_needs_that_it_offers() -> None:
     for more in ({"causal": False}, {"window": 2}, {"bias": "unheard of"}, {"own_key_length": True}, {"dropout": 0.1}):
         named: dict[str, Any] = dict(more)
         assert not packed.serves(AttentionSpec(1.0, K, K, **named))
-    assert packed_heads_of(scaled_dot_product) is None
+    assert packed_heads_of(DOT_PRODUCT) is None
 
 
 # What the suite of kernels says of it.
@@ -432,7 +431,7 @@ class TrialsOf(PackedHeadsChecks):
 
 @pytest.mark.parametrize(("packed", "words"), PACKED_FAULTS.values(), ids=PACKED_FAULTS)
 def test_the_suite_says_what_is_wrong_with_packed_heads(packed: PackedHeads, words: str) -> None:
-    checks = TrialsOf(with_packed_heads(lambda *given: scaled_dot_product(*given), packed))
+    checks = TrialsOf(AttentionCore(lambda *given: scaled_dot_product(*given), packed_heads=packed))
     with pytest.raises(Fault) if words else nullcontext() as raised, catch_warnings(action="ignore"):
         checks.test_attention_from_packed_heads_is_that_of_plain_torch("fp32")
     assert raised is None or words in str(raised.value)
@@ -446,6 +445,6 @@ def test_the_suite_skips_a_core_without_packed_heads_and_refuses_those_that_serv
         def serves(self, spec: AttentionSpec) -> bool:
             return False
 
-    idle = TrialsOf(with_packed_heads(lambda *given: scaled_dot_product(*given), Idle()))
+    idle = TrialsOf(AttentionCore(lambda *given: scaled_dot_product(*given), packed_heads=Idle()))
     with pytest.raises(Fault, match="serve none of the cases"):
         idle.test_attention_from_packed_heads_is_that_of_plain_torch("fp32")

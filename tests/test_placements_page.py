@@ -23,10 +23,10 @@ from mplug.layout.ranks import Grouping
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 MESH = Mesh.of(
     [
-        Axis("pp", 2, activations=("units",), distance=100, views=("attention", "expert")),
+        Axis("pp", 2, activations=("units",), distance=100, views=("dense", "sparse")),
         Axis("dp", 2, entries={"batch": contiguous}, distance=20),
         Axis("tp", 4, splits=("heads", "kv_heads", "vocab"), activations=("sequence",)),
-        Axis("ep", 2, splits=("expert",), views=("expert",)),
+        Axis("ep", 2, splits=("expert",), views=("sparse",)),
     ],
     16,
 )

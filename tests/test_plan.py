@@ -28,7 +28,7 @@ def cp(size: int) -> Axis:
 
 
 def mesh_of(*axes: Axis) -> Mesh:
-    return Mesh.of(axes, math.prod(axis.size for axis in axes if "attention" in axis.views))
+    return Mesh.of(axes, math.prod(axis.size for axis in axes if "dense" in axis.views))
 
 
 def place(
@@ -205,7 +205,7 @@ def test_segments_of_two_dimensions_make_a_box_for_each_pair() -> None:
         ((tp(2, "sequence"), dp(2)), (0, 1, 2, 3)),
         ((tp(2), cp(2)), (0, 2)),
         ((tp(4),), (0,)),
-        ((tp(2), Axis("pp", 2, distance=99, views=("attention", "expert"))), (0,)),
+        ((tp(2), Axis("pp", 2, distance=99, views=("dense", "sparse"))), (0,)),
     ],
 )
 def test_a_norm_is_partial_over_what_divides_batch_and_sequence(
@@ -230,18 +230,18 @@ def test_a_split_weight_is_partial_over_context_ranks_and_not_over_sequence_para
 
 
 def test_an_expert_is_partial_over_the_data_ranks_of_its_own_view() -> None:
-    ep = Axis("ep", 4, splits=("expert",), views=("expert",))
+    ep = Axis("ep", 4, splits=("expert",), views=("sparse",))
     mesh = mesh_of(tp(2), dp(4), ep)
     placement = place(mesh, (8, 3), "expert", "embed")
-    (box,) = placement.boxes(5)  # expert_data 1, ep 1
+    (box,) = placement.boxes(5)  # sparse_data 1, ep 1
     assert listed((box,)) == (Box((2, 0), (2, 3), (0, 0), (1, 5), (1, 5)),)
     (dense,) = place(mesh, (3,), "embed").boxes(5)
     assert tuple(dense.partial) == (1, 3, 5, 7)
 
 
 def test_what_experts_share_is_partial_over_all_ranks_of_their_view() -> None:
-    ep, etp = (Axis(f"e{n}p", 2, splits=(f"expert{n}",), views=("expert",)) for n in ("", "_mlp"))
-    mesh = mesh_of(tp(4), ep, etp)  # no axis of the attention view divides tokens
+    ep, etp = (Axis(f"e{n}p", 2, splits=(f"expert{n}",), views=("sparse",)) for n in ("", "_mlp"))
+    mesh = mesh_of(tp(4), ep, etp)  # no axis of the dense view divides tokens
     over = ("batch", "sequence", "expert", "expert_mlp")
     (shared,) = place(mesh, (3,), "embed", over=over).boxes(1)
     assert ([*shared.copies], [*shared.partial]) == ([0, 1, 2, 3], [0, 1, 2, 3])
@@ -250,7 +250,7 @@ def test_what_experts_share_is_partial_over_all_ranks_of_their_view() -> None:
 
 
 def test_a_gradient_without_a_view_of_the_axes_that_it_is_partial_over_is_refused() -> None:
-    ep = Axis("ep", 2, splits=("expert",), views=("expert",))
+    ep = Axis("ep", 2, splits=("expert",), views=("sparse",))
     over = ("batch", "sequence", "expert")
     with pytest.raises(UsageError, match="axes tp and ep split 'w' or what it is broadcast over, and no view"):
         place(mesh_of(tp(2), ep), (4, 3), "mlp", "embed", over=over).boxes(0)
@@ -258,10 +258,10 @@ def test_a_gradient_without_a_view_of_the_axes_that_it_is_partial_over_is_refuse
 
 
 def test_data_parallelism_sums_over_what_divides_the_batchs_entries_in_the_view_of_the_parameter() -> None:
-    ep = Axis("ep", 4, splits=("expert",), views=("expert",))
+    ep = Axis("ep", 4, splits=("expert",), views=("sparse",))
     mesh = mesh_of(tp(2, "sequence"), cp(2), dp(2), ep)
     expert, norm = place(mesh, (8, 3), "expert", "embed"), place(mesh, (3,), "embed")
-    assert expert.data_axes == expert.partial_axes == ("expert_data",)
+    assert expert.data_axes == expert.partial_axes == ("sparse_data",)
     assert (norm.data_axes, norm.partial_axes) == (("dp", "cp"), ("dp", "cp", "tp"))
     assert place(mesh, (3,), "embed", over=("sequence",)).data_axes == ("cp",)
 
@@ -363,8 +363,8 @@ def placements(draw: st.DrawFn) -> Placement:
     world_size = math.prod(axis.size for axis in axes)
     etp = draw(st.sampled_from([size for size in (1, 2) if world_size % size == 0]))
     ep = draw(st.sampled_from([size for size in (1, 2, 4) if world_size % (size * etp) == 0]))
-    axes.append(Axis("etp", etp, splits=("expert_mlp",), views=("expert",)))
-    axes.append(Axis("ep", ep, splits=("expert",), distance=1, views=("expert",)))
+    axes.append(Axis("etp", etp, splits=("expert_mlp",), views=("sparse",)))
+    axes.append(Axis("ep", ep, splits=("expert",), distance=1, views=("sparse",)))
     kinds = Parameter(dims, NORMAL).axes
     wider = [("heads",)] if kinds.isdisjoint(("expert", "expert_mlp")) else [("expert",), ("expert", "expert_mlp")]
     if kinds.isdisjoint((*SPLIT_BY_TP, "embed")):

@@ -18,10 +18,11 @@ from mplug_testing.runs import trained
 import mplug
 from mplug.cli import main
 from mplug.errors import UsageError
-from mplug.layout.plan import Flops, Plan, Unit
+from mplug.layout.plan import Plan, Unit
+from mplug.layout.work import Flops
 from mplug.model.build import build_model
 from mplug.model.recipe import default_base_modules
-from mplug.precision import Precision, Recipe, rounding_of_sums
+from mplug.precisions.precision import Precision, Recipe, rounding_of_sums
 from mplug.registry.entry_points import BrokenPlugin, Registry
 from mplug.training.assembly import build
 
@@ -77,7 +78,7 @@ def test_every_format_that_does_not_fit_is_a_fault(fields: dict[str, Any], fault
 
 
 def test_the_bits_of_the_formats_are_those_of_torch() -> None:
-    from mplug.dtypes import FORMATS
+    from mplug.precisions.dtypes import FORMATS
 
     for name, known in FORMATS.items():
         dtype = getattr(torch, name)

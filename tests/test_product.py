@@ -10,6 +10,7 @@ import torch
 from mplug_nn import (
     MLP,
     Boundary,
+    Collective,
     GatheredForm,
     Gemm,
     GroupedProduct,
@@ -121,12 +122,8 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
 def test_the_product_runs_the_collectives_of_the_narrower_slots() -> None:
     boundary = Boundary(lambda x: torch.cat((x, x), 1), lambda y: y[:, :S] + y[:, S:], lambda x: x)
 
-    def gather(x: Tensor) -> Tensor:
-        return boundary.whole(x)
-
-    gather.boundary = boundary  # type: ignore[attr-defined]
     layer, plain = filled(Linear(I_, O_), Doubled()), filled(Linear(I_, O_))
-    layer.gather = gather
+    layer.gather = Collective(boundary.whole, boundary=boundary)
     plain.gather = lambda x: 2 * torch.cat((x, x), 1)
     found, expected = drawn(B, S, I_).requires_grad_(), drawn(B, S, I_).requires_grad_()
     grad = drawn(B, 2 * S, O_, seed=8)
@@ -367,5 +364,5 @@ def test_a_collective_without_a_boundary_is_refused(plant: Plant) -> None:
         "        return [Offer(",
         "        return [Offer({'Linear.gather': lambda x: x}, lambda *_: True), Offer(",
     )
-    with pytest.raises(UsageError, match="the collective has no attribute `boundary`"):
+    with pytest.raises(UsageError, match="the collective states no boundary"):
         build_model(tiny_run(SETTINGS))

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from mplug.cli import generate, main
+from mplug.cli import explain, main
 from mplug.training.interrupt import Interrupt
 from mplug.training.observers import ProgressLine
 
@@ -61,5 +61,5 @@ def test_ctrl_c_ends_a_command_with_the_status_of_the_signal(monkeypatch: pytest
     def interrupted(**_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate.command, "callback", interrupted)
-    assert CliRunner().invoke(main, ["generate"]).exit_code == 128 + signal.SIGINT
+    monkeypatch.setattr(explain.command, "callback", interrupted)
+    assert CliRunner().invoke(main, ["explain"]).exit_code == 128 + signal.SIGINT

@@ -101,7 +101,7 @@ def test_the_facts_about_stages_are_named_because_an_older_placement_listed_rank
 
 def test_the_axis_of_a_pipeline_must_be_in_the_view_of_every_parameter() -> None:
     stages = Axis("stages", 2, activations=("units",), distance=100)
-    experts = Axis("experts", 2, splits=("expert",), views=("expert",))
+    experts = Axis("experts", 2, splits=("expert",), views=("sparse",))
     mesh = Mesh.of([stages, experts, ROWS], 4)
     parameter = Parameter(("expert", "embed"), Init("constant"), ("batch",))
     placement = Placement("a", parameter, (4, 2), mesh, stage_axis="stages", stages=(1,))

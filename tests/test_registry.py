@@ -83,7 +83,7 @@ def test_an_extension_that_is_named_with_its_distribution_gets_what_the_config_s
 ) -> None:
     result = cli("config", "show", "--set", "extensions.acme-watch/watch.file=seen.txt", path=installed)
     assert result.returncode == 0, result.stderr
-    assert [section["file"] for section in yaml.safe_load(result.stdout)["extensions"].values()] == ["seen.txt"]
+    assert yaml.safe_load(result.stdout)["extensions"]["acme-watch/watch"]["file"] == "seen.txt"
 
 
 def test_two_extensions_of_one_name_are_both_bound_or_both_named_in_the_error(cli: Cli, installed: Path) -> None:
@@ -178,7 +178,7 @@ def complete(words: str, path: Path, cwd: Path) -> list[str]:
         ("mplug train --model fos", ["fossil"]),
         ("mplug train --model acme-", ["acme-gpt/gpt-mini"]),
         ("mplug train --attention pic", ["picky"]),
-        ("mplug plugins show extensions/wat", ["extensions/watch"]),
+        ("mplug plugins show extensions/stum", ["extensions/stumble"]),
     ],
 )
 def test_the_shell_completes_installed_names_without_importing_plugins(
@@ -394,6 +394,7 @@ def test_the_record_and_the_checkpoint_say_where_every_plugin_came_from(
     assert record["mplug"] == version("mplug")
     plugins = {plugin["plugin"]: plugin for plugin in record["plugins"]}
     ours = {"models/gpt", "optimizers/adamw", "data/text", "kernels/sdpa", "precisions/fp32"}
+    ours |= {"extensions/losspicture", "extensions/watchdog"}
     assert set(plugins) == {*ours, "extensions/watch"}
     watch, gpt = plugins["extensions/watch"], plugins["models/gpt"]
     assert (watch["distribution"], watch["version"]) == ("acme-watch", "1.4.0")

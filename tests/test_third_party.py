@@ -111,7 +111,7 @@ def assert_they_train_together(mplug: Mplug, forked: Mplug, folder: Path, *layou
     record = json.loads((folder / "runs" / "one" / "record.json").read_text())
     named = {plugin["distribution"] for plugin in record["plugins"]}
     ours = {"nova-peregrine", "nova-ringo", "nova-orthon", "nova-jotter", "nova-plotter"}
-    assert named == {*ours, "mplug-sdpa", "mplug"}
+    assert named == {*ours, "mplug-losspicture", "mplug-sdpa", "mplug-watchdog", "mplug"}
 
 
 def assert_undeclared_blocks_are_refused(forked: Mplug) -> None:

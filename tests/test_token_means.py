@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mplug import MicroBatch, Run, UsageError
+from mplug.tensors.host_buffers import register_host_buffer
 from mplug.training.assembly import Parts, build
 from mplug.training.stepper import DefaultStepper
 from mplug.training.token_scale import TokenScale
@@ -142,7 +143,7 @@ class Mean(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("token_scale", torch.ones(()))
+        register_host_buffer(self, "scale", "token scale")
 
 
 def test_the_factor_has_the_loss_scale_for_a_module_without_a_buffer_of_it() -> None:
@@ -151,8 +152,8 @@ def test_the_factor_has_the_loss_scale_for_a_module_without_a_buffer_of_it() -> 
     scale = TokenScale(run, part, loss_scale)
     labels = torch.tensor([[1, 2, -100, -100, -100, -100, -100, -100]])
     assert scale.read([{"labels": labels}]) is not None
-    assert float(part.get_buffer("token_scale")) == 64 * 2 / 8
+    assert float(part.get_buffer("scale")) == 64 * 2 / 8
     loss_scale.fill_(32)
     scale.begin_step()
     scale.read([{"labels": labels}])
-    assert float(part.get_buffer("token_scale")) == 32 * 2 / 8
+    assert float(part.get_buffer("scale")) == 32 * 2 / 8

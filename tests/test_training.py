@@ -40,7 +40,6 @@ from mplug.training import loop
 from mplug.training.assembly import Parts, _wrap, build
 from mplug.training.evaluation import evaluate
 from mplug.training.figures import Figures
-from mplug.training.job import _observers
 from mplug.training.loop import Ending, train
 from mplug.training.observers import MetricsFile
 from mplug.training.stepper import DefaultStepper
@@ -497,17 +496,6 @@ def test_an_observer_that_fails_is_told_of_once_on_the_terminal(
     assert messages == [
         "mplug: observer 'extensions/fails' failed in step_finished; the run continues; its log has the traceback"
     ]
-
-
-def test_a_picture_of_the_loss_that_cannot_be_drawn_does_not_end_the_run(
-    tmp_path: Path, fields: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = prepared(tmp_path, fields)
-    run.hooks = Hooks({**run.hooks.plugins, **_observers(run.config, rank=0)})
-    (tmp_path / "loss.svg").mkdir()
-    train(run)
-    assert "observer 'loss.svg' failed in run_finished; the run continues" in capsys.readouterr().err
-    assert run.step == len(metrics(tmp_path)) == 4
 
 
 # What a run writes.

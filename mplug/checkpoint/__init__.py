@@ -5,7 +5,6 @@
 
 torch.distributed.checkpoint coordinates the ranks (`saver.py`, `boxes.py`). Rank 0 reads and validates manifests for
 all ranks (`opened.py`, `index.py`). The plan of a save serves later saves of the same boxes (`plans.py`). The files are
-safetensors and JSON (`storage.py`). All plans follow the placements: a rank writes the boxes of which it is the first
-holder. It reads those parts of saved boxes that overlap its own boxes. So a checkpoint of any layout loads under any
-other layout.
+safetensors and JSON (`storage.py`). All plans follow the placements: the first rank that holds a box writes it. A rank
+reads the parts of saved boxes that overlap its own boxes. So a checkpoint of any layout loads under any other layout.
 """

@@ -1,24 +1,21 @@
-"""The files of adapters alone, as the library PEFT reads and writes them: a new run begins with them.
+"""The adapters of a model alone: their published form, and the folder with which a new run begins.
 
-adapter_config.json · adapter_model.safetensors
+The format that `Adapters.format` names reads and writes such folders.
 """
 
-from collections.abc import Collection, Iterable, Mapping
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
-from mplug.checkpoint.public_folder import PublicFolder, Stored, read_tensors, some
-from mplug.checkpoint.public_weights import PublicWeights
+from mplug.checkpoint.published import FolderWeights
 from mplug.checkpoint.transfer import fill_ours
-from mplug.config.public import read_json
-from mplug.errors import UsageError
+from mplug.errors import UsageError, some
 from mplug.gradients.region import region
 from mplug.layout.conversion import Conversion, conversion_of
 from mplug.model.adapters import Adapters, RowNorms, squares_of_rows
 from mplug.model.pieces import held_values, write_weights
+from mplug.registry.formats import format_named
 
 if TYPE_CHECKING:
     from mplug.contracts import Piece
@@ -26,17 +23,15 @@ if TYPE_CHECKING:
     from mplug.model.pieces import Held
     from mplug.run.run import Run
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PICKLE = "adapter_model.bin"
-UNPUBLISHED = "the adapters of this run have no form that PEFT reads:"
+UNPUBLISHED = "the adapters of this run have no form of their own:"
 
 
 def adapters_of(model: "Model") -> Adapters:
     """The published form of a model's adapters; UsageError if it has none."""
     if model.adapters is None:
         raise UsageError(
-            "this run has no adapters: no plugin of it attaches any; train with --adapt, or use --to hf for the whole "
-            "model"
+            "this run has no adapters: no plugin of it attaches any; train with --adapt, or name the format of a whole "
+            "model with --to"
         )
     if model.adapters.names is None:
         raise UsageError(f"{UNPUBLISHED} {model.adapters.reason}")
@@ -68,58 +63,18 @@ def unpublished(model: "Model") -> str:
     return ""
 
 
-def open_adapters(path: Path) -> PublicFolder:
-    """Read adapter_config.json and the header of the tensors. Raises UsageError for a folder that is not of PEFT."""
-    config = read_json(path / CONFIG)
-    if not (path / WEIGHTS).is_file():
-        pickled = f"has its tensors in '{PICKLE}', a pickle, which can run code when it is read"
-        raise UsageError(
-            f"'{path}' {pickled if (path / PICKLE).is_file() else f'has a {CONFIG} and no {WEIGHTS}'}; save the "
-            f"adapters with PEFT's save_pretrained, or download '{WEIGHTS}'"
-        )
-    tensors = {name: Stored(WEIGHTS, code, shape) for name, (code, shape) in read_tensors(path, WEIGHTS).items()}
-    return PublicFolder(path, config, tensors)
-
-
 def refuse_other_adapters(model: "Model") -> None:
     """Raise UsageError unless the folder with which a new run begins has the adapters of the model. Reads headers."""
     adapters = model.adapters
     if adapters is not None and adapters.path is not None:
-        _checked(open_adapters(adapters.path), model)
+        _opened(model, adapters)
 
 
-def _checked(folder: PublicFolder, model: "Model") -> PublicWeights:
-    adapters, conversion = adapters_of(model), adapter_conversion(model)
-    label = f"the adapters in '{folder.path}'"
-    try:
-        (adapters.check or partial(_refuse_other_fields, adapters.config))(folder.config, folder.tensors.keys())
-    except ValueError as error:
-        raise UsageError(f"{label} {error}") from None
-    missing = [name for name in conversion.public if name not in folder.tensors]
-    unused = [name for name in folder.tensors if name not in conversion.public]
-    wrong = [
-        f"'{name}' has shape {folder.tensors[name].shape}, but the model needs {conversion.shape(name)}"
-        for name in conversion.public
-        if name in folder.tensors and folder.tensors[name].shape != conversion.shape(name)
-    ]
-    problems = [f"they lack {some(missing)}"] if missing else []
-    problems += [f"the run has no place for {some(unused)}"] if unused else []
-    if problems or wrong:
-        raise UsageError(
-            f"{label} are those of another base model or of other layers: {'; '.join([*problems, *wrong[:1]])}; use "
-            f"the base model and the layers (adapters.*.targets) of the folder"
-        )
-    return PublicWeights(folder, conversion)
-
-
-def _refuse_other_fields(own: "Mapping[str, Any]", fields: "Mapping[str, Any]", _tensors: "Collection[str]") -> None:
-    """Raise ValueError for the first field of a folder that differs from the run's; an absent one is null."""
-    for name in sorted({*own, *fields}):
-        if own.get(name) != fields.get(name):
-            raise ValueError(
-                f"have {name}={fields.get(name)!r} in {CONFIG}, and those of the run have {own.get(name)!r}; use the "
-                f"settings of the folder"
-            )
+def _opened(model: "Model", adapters: Adapters) -> FolderWeights:
+    """The adapters of the folder with which a new run begins; UsageError if they are not those of the model."""
+    assert adapters.path is not None
+    found: FolderWeights = format_named(adapters.format).format.open_adapters(adapters.path, model)
+    return found
 
 
 def load_adapters(run: "Run", model: "Model", pieces: "Iterable[Piece]") -> None:
@@ -133,8 +88,8 @@ def load_adapters(run: "Run", model: "Model", pieces: "Iterable[Piece]") -> None
     pieces = list(pieces)
     held = {one.name: one for one in held_values(model, pieces)}
     norms = {name: _norms(run, model, held, rows) for name, rows in adapters.offsets.items()}
-    with _checked(open_adapters(adapters.path), model) as weights:
-        for name, links in weights.conversion.links.items():
+    with _opened(model, adapters) as weights:
+        for name, links in weights.links.items():
             for box in held[name].placement.boxes(run.rank) if name in held else ():
                 values = region(held[name].values, box)
                 fill_ours(links, box.start, values, weights.read)

@@ -33,7 +33,7 @@ class Boxed:
 
 
 State = dict[str, Boxed]
-"""The tensors of a checkpoint by name. A rank may leave out a tensor of which it has no part."""
+"""The tensors of a checkpoint by name. A rank may leave out a tensor if it has no part of it."""
 
 
 def held_boxes(placement: Placement, tensor: Tensor, rank: int) -> Boxed:
@@ -47,7 +47,7 @@ def held_boxes(placement: Placement, tensor: Tensor, rank: int) -> Boxed:
 
 
 def owned_boxes(placement: Placement, tensor: Tensor, rank: int) -> Boxed:
-    """The boxes of one of a parameter's tensors that a rank writes: those of which it is the first holder.
+    """The boxes that a rank writes of a parameter's tensor: the first rank that holds a box writes it.
 
     The first holder of the parameter's first element writes a scalar.
     """
@@ -66,8 +66,8 @@ def buffer_boxes(model: Model, rank: int, boxes_of: Callable[[Placement, Tensor,
 class BoxSavePlanner(SavePlanner):
     """Plans to write every part of a rank.
 
-    The ranks send compact plans, and only those that have changed since the last save (`plans`). What torch gathers,
-    scatters and broadcasts besides is empty. The coordinator checks that parts neither overlap nor leave gaps.
+    The ranks send compact plans, and only those that have changed since the last save (`plans`). Torch's own gathers,
+    scatters and broadcasts transfer empty data. The coordinator checks that parts neither overlap nor leave gaps.
     """
 
     def __init__(self, plans: KeptPlans) -> None:

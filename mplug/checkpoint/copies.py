@@ -1,28 +1,25 @@
 """Public tensors that repeat a parameter, such as a head beside a tied embedding. They are equal, or are refused."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from mplug.checkpoint.published import FolderWeights
 from mplug.checkpoint.transfer import fill_ours
 from mplug.errors import UsageError
 from mplug.layout.external import Link
 from mplug.layout.placement import Box
-
-if TYPE_CHECKING:
-    from mplug.checkpoint.public_weights import PublicWeights
 
 COMPARED = 1 << 22
 """The maximum number of elements that are compared at a time: 16 MiB in fp32."""
 Slab = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def refuse_other_copies(label: str, weights: "PublicWeights", name: str, copies: tuple[Link, ...], box: Box) -> None:
+def refuse_other_copies(label: str, weights: FolderWeights, name: str, copies: Sequence[Link], box: Box) -> None:
     """Raise UsageError unless a box of a parameter has the same values in the copies; `label` names the folder."""
-    links = weights.conversion.links[name]
+    links = weights.links[name]
     for copy in copies:
         if not all(torch.equal(*_both(weights, links, copy, slab)) for slab in _slabs(box)):
             repeated = links[0].public(0)
@@ -33,7 +30,7 @@ def refuse_other_copies(label: str, weights: "PublicWeights", name: str, copies:
             )
 
 
-def _both(weights: "PublicWeights", links: tuple[Link, ...], copy: Link, slab: Slab) -> tuple[Tensor, Tensor]:
+def _both(weights: FolderWeights, links: Sequence[Link], copy: Link, slab: Slab) -> tuple[Tensor, Tensor]:
     """The values of a slab, and those of the copy, in a type that holds both exactly."""
     start, shape = slab
     ours = torch.zeros(shape, dtype=weights.widest)

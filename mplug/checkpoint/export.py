@@ -1,14 +1,10 @@
-"""Write the weights of a checkpoint as a published checkpoint: safetensors files, an index, config.json.
+"""Write the weights of a checkpoint in a format: the host reads the checkpoint, and the format writes its files.
 
-At most one public tensor and one box of ours are in memory at a time.
+At most one exported tensor and one box of ours are in memory at a time.
 """
 
-import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +15,11 @@ from torch import Tensor
 from mplug.checkpoint.index import Index, Shape
 from mplug.checkpoint.manifest import name_in_file
 from mplug.checkpoint.opened import Opened
-from mplug.checkpoint.public_folder import INDEX, WHOLE
-from mplug.checkpoint.published import Kept, Published
+from mplug.checkpoint.published import Export
 from mplug.checkpoint.transfer import fill_theirs
-from mplug.config.public import CONFIG
-from mplug.dtypes import FORMATS
-from mplug.errors import RunError, UsageError, listed
-from mplug.files import sync_file, sync_path, write_whole
-from mplug.layout.conversion import Conversion
-from mplug.model.adapters import Merge, RowNorms, row_norms
-
-
-@dataclass(frozen=True)
-class Export:
-    """What to write: the form, config.json, the type of tensors that the original folder does not have, shard size."""
-
-    conversion: Conversion
-    config: Mapping[str, Any]
-    dtype: str
-    shard_bytes: int
-    original: Published | None = None
-    fixed_dtype: str | None = None
-    """The type of all tensors, if the user chose one."""
-    whole: str = WHOLE
-    """The name of the file with the tensors, if there is one file."""
-    config_file: str = CONFIG
-    merges: Mapping[str, Merge] = field(default_factory=dict)
-    """The parameters whose values an export computes from several parameters."""
-    offsets: Mapping[str, RowNorms] = field(default_factory=dict)
-    """The parameters that an export writes as their sum with norms."""
+from mplug.errors import RunError, UsageError
+from mplug.model.adapters import row_norms
+from mplug.system.files import sync_path
 
 
 class CheckpointBoxes:
@@ -145,110 +117,19 @@ def export_public(export: Export, opened: Opened, target: Path) -> list[str]:
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        shards = _write_shards(export, opened, partial)
-        _write_files(export, partial)
+        with CheckpointBoxes(opened) as stored:
+            boxes = MergedBoxes(stored, export)
+
+            def values(tensor: str, dtype: str) -> Tensor:
+                found = torch.empty(export.conversion.shape(tensor), dtype=getattr(torch, dtype))
+                fill_theirs(export.conversion.public[tensor], found, boxes.read)
+                return found
+
+            files = export.write(partial, values)
         sync_path(partial)
         partial.rename(target)
         sync_path(target.parent)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise RunError(f"cannot write '{target}': {error.strerror or error}") from error
-    return shards
-
-
-def _write_shards(export: Export, opened: Opened, folder: Path) -> list[str]:
-    made = export.conversion
-    kept = {tensor: _kept(export, tensor) for tensor in made.public}
-    sizes = {tensor: prod(made.shape(tensor)) * FORMATS[one.dtype].bytes for tensor, one in kept.items()}
-    shards = _shards(export, kept, sizes)
-    with CheckpointBoxes(opened) as stored:
-        boxes = MergedBoxes(stored, export)
-        for file, tensors in shards.items():
-
-            def produce(tensor: str) -> Tensor:
-                values = torch.empty(made.shape(tensor), dtype=getattr(torch, kept[tensor].dtype))
-                fill_theirs(made.public[tensor], values, boxes.read)
-                return values
-
-            entries = [(kept[tensor].name, kept[tensor].dtype, made.shape(tensor), tensor) for tensor in tensors]
-            write_safetensors(folder / file, entries, produce)
-    if list(shards) != [export.whole]:
-        index = {
-            "metadata": {"total_size": sum(sizes.values())},
-            "weight_map": {kept[tensor].name: file for file, tensors in shards.items() for tensor in sorted(tensors)},
-        }
-        write_whole(folder / INDEX, json.dumps(index, indent=2) + "\n")
-    return list(shards)
-
-
-def _kept(export: Export, tensor: str) -> Kept:
-    """The name, file and type of a public tensor in the export."""
-    original = export.original.tensors.get(tensor) if export.original is not None else None
-    kept = original or Kept(tensor, "", export.dtype)
-    is_plain = FORMATS[kept.dtype].is_floating and FORMATS[kept.dtype].bytes > 1
-    dtype = export.fixed_dtype or (kept.dtype if is_plain else export.dtype)
-    return Kept(kept.name, kept.file, dtype)
-
-
-def _shards(export: Export, kept: Mapping[str, Kept], sizes: Mapping[str, int]) -> dict[str, list[str]]:
-    """The tensors of each file: those of the original folder if it has all of them, else files of limited size."""
-    found: dict[str, list[str]] = {}
-    if all(one.file for one in kept.values()) and export.fixed_dtype is None:
-        for tensor, one in kept.items():
-            found.setdefault(one.file, []).append(tensor)
-        return dict(sorted(found.items()))
-    groups: list[list[str]] = [[]]
-    filled = 0
-    for tensor, size in sizes.items():
-        if groups[-1] and filled + size > export.shard_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(tensor)
-        filled += size
-    if len(groups) == 1:
-        return {export.whole: groups[0]}
-    names = (f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors" for number in range(len(groups)))
-    return dict(zip(names, groups, strict=True))
-
-
-def _write_files(export: Export, folder: Path) -> None:
-    """Copy the files beside the weights, and write config.json."""
-    if export.original is not None:
-        shutil.copytree(export.original.files, folder, dirs_exist_ok=True)
-        if export.config == export.original.config:
-            return
-    write_whole(folder / export.config_file, json.dumps(export.config, indent=2) + "\n")
-
-
-def write_safetensors(
-    path: Path, entries: Iterable[tuple[str, str, Shape, str]], produce: Callable[[str], Tensor]
-) -> None:
-    """Write a safetensors file tensor by tensor; `entries` are (name, type, shape, argument of `produce`)."""
-    entries = list(entries)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, dtype, shape, _ in entries:
-        begin, end = end, end + prod(shape) * FORMATS[dtype].bytes
-        header[name] = {"dtype": FORMATS[dtype].code, "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for data in _bytes(entries, produce):
-            file.write(data)
-        sync_file(file)
-
-
-def _bytes(entries: Iterable[tuple[str, str, Shape, str]], produce: Callable[[str], Tensor]) -> Iterator[bytes]:
-    for _, _, _, argument in entries:
-        flat = produce(argument).contiguous().reshape(-1)
-        yield flat.view(torch.uint8).numpy().tobytes()
-
-
-def refuse_lossy(conversion: Conversion, placements: Iterable[str]) -> None:
-    """Raise UsageError if an export would drop a parameter. States that public checkpoints do not have are dropped."""
-    if lost := sorted(conversion.absent & set(placements)):
-        raise UsageError(
-            f"the published form of this model has no place for {listed(lost[:3])}"
-            f"{f' and {len(lost) - 3} others' if len(lost) > 3 else ''}; export a model without them"
-        )
+    return files

@@ -1,17 +1,16 @@
-"""Checkpoints of other libraries that `mplug checkpoint import` reads, by the name of their form. Imports no torch.
+"""Checkpoints of other libraries, as a format opens them (`Format.open`). Imports no torch.
 
-A form is an entry of the open list `mplug.foreign_checkpoints`. Its class says which tensors a folder has and reads
-boxes of them. The host finds out which parameters these tensors are, and writes the new run.
+The class says which tensors a folder has, and reads boxes of them. The host finds out which parameters these tensors
+are, and writes the new run.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mplug.errors import PluginError, RunError, UsageError
-from mplug.open_lists import FOREIGN_CHECKPOINTS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,11 +41,7 @@ class ForeignTensor:
 
 
 class ForeignCheckpoint(ABC):
-    """A checkpoint of another library. A distribution adds a class in the group 'mplug.foreign_checkpoints'.
-
-    The name of the entry point is the word after `--from`. The constructor takes the folder that the user names. It
-    reads the description of the tensors and no values. It raises UsageError, with one sentence, for a folder that it
-    cannot read. It never runs code that the checkpoint contains.
+    """A checkpoint of another library. The constructor reads the description of the tensors and no values.
 
     `path` is the folder with the files, for messages. `tensors` are all weights by their names in the checkpoint,
     without anything that is no weight. `step` is the number of updates that the optimizer has made.
@@ -55,9 +50,6 @@ class ForeignCheckpoint(ABC):
     path: Path
     tensors: Mapping[str, ForeignTensor]
     step: int = 0
-
-    @abstractmethod
-    def __init__(self, folder: Path) -> None: ...
 
     @abstractmethod
     def read(self, tensor: str, start: Shape, shape: Shape, state: str = WEIGHT, part: int = 0) -> "Tensor":
@@ -83,30 +75,25 @@ class ForeignCheckpoint(ABC):
         return ()
 
 
-def open_foreign(form: str, folder: Path) -> ForeignCheckpoint:
-    """The checkpoint in a folder. UsageError if no distribution reads this form, or the folder is not of this form."""
+def open_foreign(name: str, open_folder: Callable[[Path], ForeignCheckpoint], folder: Path) -> ForeignCheckpoint:
+    """The checkpoint that a format opens in a folder; `name` is the word that the user typed for the format."""
     try:
-        kind = FOREIGN_CHECKPOINTS.load(form)
-    except ValueError as error:
-        raise UsageError(f"--from: {error}") from None
-    except ImportError as error:
-        raise UsageError(f"--from '{form}' cannot be used: its module cannot be imported ({error})") from error
-    if not (isinstance(kind, type) and issubclass(kind, ForeignCheckpoint)):
-        raise UsageError(f"--from '{form}' cannot be used: {kind!r} is no subclass of mplug.ForeignCheckpoint")
-    try:
-        opened: ForeignCheckpoint = kind(folder)
-        wrong = [name for name, found in opened.tensors.items() if not _is_valid(found)]
+        opened = open_folder(folder)
+        is_one = isinstance(opened, ForeignCheckpoint)
+        wrong = [one for one, found in opened.tensors.items() if not _is_valid(found)] if is_one else []
     except (UsageError, RunError):
         raise
     except Exception as error:
         raise PluginError(
-            f"--from '{form}': {kind.__module__}.{kind.__name__} failed with {type(error).__name__}: {error}; report "
-            f"it to the authors of the form"
+            f"the format '{name}' failed to open '{folder}' with {type(error).__name__}: {error}; report it to the "
+            f"authors of the format"
         ) from error
+    if not is_one:
+        raise PluginError(f"the format '{name}' opened '{folder}' as {opened!r}, which is no mplug.ForeignCheckpoint")
     if wrong:
         raise PluginError(
-            f"--from '{form}': {kind.__module__}.{kind.__name__} describes '{wrong[0]}' by "
-            f"{opened.tensors[wrong[0]]!r}, which is no valid mplug.ForeignTensor"
+            f"the format '{name}' describes '{wrong[0]}' of '{folder}' by {opened.tensors[wrong[0]]!r}, which is no "
+            f"valid mplug.ForeignTensor"
         )
     return opened
 

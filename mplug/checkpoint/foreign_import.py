@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mplug.checkpoint.export import write_safetensors
 from mplug.checkpoint.foreign import WEIGHT, Shape
 from mplug.checkpoint.foreign_match import Match
 from mplug.checkpoint.foreign_states import States
 from mplug.checkpoint.manifest import TensorTable, encode, name_in_file
 from mplug.checkpoint.names import MANIFEST, file_of, path_of
+from mplug.checkpoint.safetensors_file import write_safetensors
 from mplug.checkpoint.storage import crc32
 from mplug.checkpoint.transfer import fill_ours
-from mplug.dtypes import FORMATS
 from mplug.errors import RunError, UsageError, printable
-from mplug.files import sync_path, write_whole
 from mplug.model.model import Model
+from mplug.precisions.dtypes import FORMATS
 from mplug.run.folder import make_directory
 from mplug.run.record import provenance
 from mplug.run.run import Run
+from mplug.system.files import sync_path, write_whole
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from mplug.checkpoint.external_form import conversion
 from mplug.checkpoint.foreign import WEIGHT, ForeignCheckpoint, Shape
-from mplug.checkpoint.public_folder import some
-from mplug.checkpoint.public_weights import conversion
 from mplug.checkpoint.transfer import Read
-from mplug.errors import PluginError, RunError, UsageError
+from mplug.checkpoint.wanted import Wanted
+from mplug.errors import PluginError, RunError, UsageError, some
 from mplug.layout.external import Factor, Link, Part
 from mplug.layout.placement import Placement
 from mplug.model.model import Model
@@ -115,21 +115,33 @@ class Match:
         return values
 
 
+def needed_of(model: Model) -> dict[str, Placement]:
+    """The parameters and states that a checkpoint of the model has."""
+    states = {name: one for name, one in model.buffer_placements.items() if not one.parameter.over}
+    return model.placements | states
+
+
 def match(model: Model, checkpoint: ForeignCheckpoint) -> Match:
     """The tensors of every parameter and state of a model.
 
     Raises UsageError unless the checkpoint has exactly these: with their shapes, and with no other tensor.
     """
-    states = {name: one for name, one in model.buffer_placements.items() if not one.parameter.over}
-    needed = model.placements | states
+    found = best_match(model, checkpoint)
+    refuse_mismatch(
+        found, needed_of(model), f"'{checkpoint.path}'", "set the section 'model' to that of the checkpoint"
+    )
+    return found
+
+
+def best_match(model: Model, checkpoint: ForeignCheckpoint) -> Match:
+    """The tensors of as many parameters and states of a model as possible, by the names that the checkpoint uses."""
+    needed = needed_of(model)
     links = checkpoint.links(model)
     if links is not None:
         candidates = [Match(checkpoint, links)]
     else:
         candidates = [_by_own_names(model, checkpoint, needed), *_by_public_names(model, checkpoint)]
-    found = min(candidates, key=lambda one: len(_missing(one, needed)))  # the first one of equal ones
-    _refuse_other_model(found, needed)
-    return found
+    return min(candidates, key=lambda one: len(_missing(one, needed)))  # the first one of equal ones
 
 
 def _missing(found: Match, needed: Iterable[str]) -> list[str]:
@@ -172,10 +184,19 @@ def _by_public_names(model: Model, checkpoint: ForeignCheckpoint) -> Iterator[Ma
     yield Match(checkpoint, made.links, names, frozenset(unneeded), made.copies)
 
 
-def _refuse_other_model(found: Match, needed: Mapping[str, Placement]) -> None:
-    """Raise UsageError unless each parameter has its tensors, of the right shapes, and each tensor is one's."""
+def refuse_mismatch(
+    found: Match, needed: Mapping[str, Placement], label: str, remedy: str, wanted: Wanted | None = None
+) -> None:
+    """Raise UsageError unless each parameter has its tensors, of the right shapes, and each tensor is one's.
+
+    Without `wanted`, all parameters are needed.
+    """
     checkpoint, missing = found.checkpoint, _missing(found, needed)
-    unused = [name for name in checkpoint.tensors if name not in found.shapes and name not in found.unneeded]
+    unused = [
+        name
+        for name in checkpoint.tensors
+        if name not in found.shapes and name not in found.unneeded and not (wanted is not None and wanted.allows(name))
+    ]
     problems = [f"it has no counterpart of {some(missing)}"] if missing else []
     problems += [f"the model does not use {some(unused)}"] if unused else []
     wrong = [
@@ -186,10 +207,7 @@ def _refuse_other_model(found: Match, needed: Mapping[str, Placement]) -> None:
     ]
     wrong = wrong or list(_ambiguous_cuts(found, needed)) if not missing else wrong
     if problems or wrong:
-        raise UsageError(
-            f"'{checkpoint.path}' does not fit the model: {'; '.join([*problems, *wrong[:1]])}; set the section "
-            f"'model' to that of the checkpoint"
-        )
+        raise UsageError(f"{label} does not fit the model: {'; '.join([*problems, *wrong[:1]])}; {remedy}")
 
 
 def _wrong_shapes(found: Match, name: str) -> Iterator[str]:

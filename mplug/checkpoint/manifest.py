@@ -14,8 +14,8 @@ from typing_extensions import TypedDict  # pydantic reads typing's from Python 3
 from mplug.checkpoint.coverage import uncovered
 from mplug.checkpoint.names import MANIFEST
 from mplug.checkpoint.reading import LARGEST, MOST_DIMS, Expected, parse_json
-from mplug.dtypes import FORMATS
 from mplug.errors import LONGEST_TEXT
+from mplug.precisions.dtypes import FORMATS
 
 FORMAT = 2
 """The version of the format that this version of mplug writes and reads."""

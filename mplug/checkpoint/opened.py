@@ -37,7 +37,7 @@ class Opened:
 
 
 def open_together(run: Run, path: Path) -> Opened:
-    """Open a checkpoint. Collective: what one rank cannot read or finds damaged is raised on all ranks.
+    """Open a checkpoint. Collective: if one rank cannot read it, or finds it damaged, all ranks raise the error.
 
     Raises RunError if a machine sees another checkpoint at `path` than rank 0 does.
     """

@@ -30,7 +30,7 @@ class KeptPlans:
         self._table: TensorTable | None = None
 
     def to_send(self, plan: bytes) -> bytes | None:
-        """What a rank sends of its plan: None if the coordinator has it."""
+        """The plan that a rank sends to the coordinator; None if the coordinator has it."""
         return None if plan == self._own else plan
 
     def keep(self, plan: bytes) -> None:

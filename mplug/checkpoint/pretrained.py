@@ -8,10 +8,10 @@ from mplug.checkpoint.folder import complete, read_manifest
 from mplug.checkpoint.index import shapes_of
 from mplug.checkpoint.names import MANIFEST
 from mplug.checkpoint.wanted import FIELD, Wanted, wanted_of
-from mplug.config.public import is_public
 from mplug.config.sources import source_of
 from mplug.contracts import Piece
 from mplug.errors import UsageError, counted
+from mplug.registry.formats import is_public
 from mplug.run.run import Run
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def newest_pretrained(run: Run) -> Path | None:
                 f"folder on this machine, of a published checkpoint, a run or a checkpoint"
             )
         raise UsageError(
-            f"{FIELD} ({source}): '{section.path}' is not a checkpoint or the folder of a run with one, and has no "
-            f"config.json of a published checkpoint; use a folder of one of these"
+            f"{FIELD} ({source}): '{section.path}' is not a checkpoint or the folder of a run with one, and no "
+            f"installed format reads it; use a folder of one of these"
         )
     return paths[-1]
 
@@ -123,7 +123,7 @@ def refuse_larger(label: str, weights: "Iterable[str]", model: "Model") -> None:
 
 
 def weights_in(shapes: "Mapping[str, tuple[int, ...]]") -> dict[str, tuple[int, ...]]:
-    """Of the shapes of a checkpoint's tensors, those of its parameters, by their names."""
+    """The shapes of a checkpoint's parameters by name, from the shapes of all its tensors."""
     return {
         name.removesuffix("/weight"): shape
         for name, shape in shapes.items()
@@ -182,8 +182,7 @@ def _wanted(section: "Pretrained | None", model: "Model", saved: "Iterable[str]"
 
 def keep_original(run: Run, begun: "Chosen | Begun") -> None:
     """Rank 0 keeps in the run's folder what an export needs of the published checkpoint that the weights come from."""
-    from mplug.checkpoint.public_load import Begun
-    from mplug.checkpoint.published import PUBLISHED, carry_published
+    from mplug.checkpoint.public_load import KEPT, Begun, carry_kept
 
     assert run.directory is not None
     if run.rank != 0:
@@ -191,4 +190,4 @@ def keep_original(run: Run, begun: "Chosen | Begun") -> None:
     if isinstance(begun, Begun):
         begun.keep(run.directory)
     else:
-        carry_published(begun.path.parent.parent / PUBLISHED, run.directory)
+        carry_kept(begun.path.parent.parent / KEPT, run.directory)

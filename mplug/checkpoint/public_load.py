@@ -1,5 +1,6 @@
-"""Load the weights of a published checkpoint into the model of a run: each rank reads the boxes that it holds."""
+"""Load the weights of a folder of a format into the model of a run: each rank reads the boxes that it holds."""
 
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,32 +8,32 @@ from pathlib import Path
 from torch import Tensor
 
 from mplug.checkpoint.copies import refuse_other_copies
-from mplug.checkpoint.public_folder import PublicFolder, open_public
-from mplug.checkpoint.public_weights import PublicWeights, conversion
-from mplug.checkpoint.published import keep_published
+from mplug.checkpoint.foreign_match import needed_of
+from mplug.checkpoint.published import FolderWeights, PublishedFolder
 from mplug.checkpoint.together import from_rank, raise_alike
 from mplug.checkpoint.transfer import fill_ours
 from mplug.checkpoint.wanted import FIELD, Wanted, wanted_of
 from mplug.config.host_sections import Pretrained
-from mplug.config.public import CONFIG
 from mplug.contracts import Piece
 from mplug.errors import RunError, UsageError
 from mplug.gradients.region import region
 from mplug.layout.placement import Placement
 from mplug.model.model import Model
 from mplug.model.pieces import Held, held_values, write_weights
+from mplug.registry.formats import format_of
 from mplug.run.run import Run
 
-ADAPTERS = "adapter_config.json"
-"""The file of PEFT that says that a folder has adapters."""
+KEPT = "published"
+"""The folder of a run with what a format needs beside the weights for an export, in a folder of the format's name."""
 
 
 @dataclass(frozen=True)
 class Begun:
-    """A published checkpoint whose weights a run has loaded."""
+    """A published checkpoint, of the format `name`, whose weights a run has loaded."""
 
     path: Path
-    weights: PublicWeights
+    name: str
+    weights: FolderWeights
 
     def lines(self, use: str = "") -> list[str]:
         """Nothing to print: no checkpoint was skipped."""
@@ -40,24 +41,27 @@ class Begun:
 
     def keep(self, directory: Path) -> None:
         """Keep in the folder of the run what an export needs beside the weights."""
-        keep_published(self.path, self.weights.kept(), directory)
+        self.weights.keep(directory / KEPT / self.name)
 
 
-def _refuse_adapters(path: Path, model: Model) -> None:
-    """Raise UsageError if a folder has adapters that the run would not apply."""
-    own = model.adapters.path if model.adapters is not None else None
-    if (path / ADAPTERS).exists() and (own is None or own.resolve() != path.resolve()):
-        raise UsageError(
-            f"{FIELD} '{path}' has '{ADAPTERS}' beside {CONFIG}: adapters, which would not be applied to the model; "
-            f"move them to a folder of their own, and name it in the settings of the plugin that reads adapters"
-        )
+def carry_kept(source: Path, directory: Path) -> None:
+    """Copy what another run has kept into the folder of a run that begins with its weights."""
+    if source.is_dir():
+        shutil.copytree(source, directory / KEPT, dirs_exist_ok=True)
 
 
-def _checked(folder: PublicFolder, model: Model, section: Pretrained | None) -> tuple[PublicWeights, Wanted]:
-    made = conversion(model)
-    weights = PublicWeights(folder, made)
-    names = {*made.links, *made.absent}
-    wanted = wanted_of(section, model.plan, sorted(names), weights.stored)
+def open_published(path: Path) -> tuple[str, PublishedFolder]:
+    """(the name of its format, a folder that an installed format recognises)."""
+    found = format_of(path)
+    if found is None:
+        raise UsageError(f"no installed format reads '{path}' any more; was it changed?")
+    folder: PublishedFolder = found.format.open_published(path)
+    return found.name, folder
+
+
+def _checked(folder: PublishedFolder, model: Model, section: Pretrained | None) -> tuple[FolderWeights, Wanted]:
+    weights = folder.weights(model)
+    wanted = wanted_of(section, model.plan, sorted(needed_of(model)), weights.present)
     weights.refuse_other_model(f"{FIELD} '{folder.path}'", wanted)
     return weights, wanted
 
@@ -67,8 +71,7 @@ def refuse_other_model(path: Path, model: Model, section: Pretrained | None) -> 
 
     The values of tensors that must be equal are compared while they are read (`load_public`).
     """
-    _refuse_adapters(path, model)
-    _checked(open_public(path), model, section)
+    _checked(open_published(path)[1], model, section)
 
 
 def load_public(run: Run, model: Model, pieces: Iterable[Piece], path: Path) -> Begun:
@@ -77,10 +80,10 @@ def load_public(run: Run, model: Model, pieces: Iterable[Piece], path: Path) -> 
     No rank holds more than its own parts and one box of a public tensor.
     """
     pieces = list(pieces)
-    weights = _load(run, model, held_values(model, pieces), path)
+    name, weights = _load(run, model, held_values(model, pieces), path)
     write_weights(pieces)
     model.weights_written()
-    return Begun(path, weights)
+    return Begun(path, name, weights)
 
 
 def load_public_for_inference(run: Run, model: Model, path: Path) -> None:
@@ -93,34 +96,35 @@ def weights_of(model: Model) -> list[Held]:
     return [Held(name, one.data, model.placements[name]) for name, one in model.parameters().items()]
 
 
-def _load(run: Run, model: Model, held: Iterable[Held], path: Path) -> PublicWeights:
-    folder, error = None, None
+def _load(run: Run, model: Model, held: Iterable[Held], path: Path) -> tuple[str, FolderWeights]:
+    opened, error = None, None
     if run.rank == 0:
         try:
-            folder = open_public(path)
+            opened = open_published(path)
         except (UsageError, RunError) as raised:
             error = raised
     raise_alike(run, error)
-    folder = from_rank(run, 0, folder)
-    assert folder is not None
-    weights: PublicWeights | None = None
+    opened = from_rank(run, 0, opened)
+    assert opened is not None
+    name, folder = opened
+    weights: FolderWeights | None = None
     try:
         weights = fill_from(folder, run, model, held)
     except (UsageError, RunError) as raised:
         error = raised
     raise_alike(run, error)
     assert weights is not None
-    return weights
+    return name, weights
 
 
-def fill_from(folder: PublicFolder, run: Run, model: Model, held: Iterable[Held]) -> PublicWeights:
+def fill_from(folder: PublishedFolder, run: Run, model: Model, held: Iterable[Held]) -> FolderWeights:
     """Fill the values and states of this rank from a folder. The ranks do not communicate."""
     weights, wanted = _checked(folder, model, run.config.checkpoint.pretrained)
     states = [(name, state, model.buffer_placements[name]) for name, state in model.states().items()]
     values: list[tuple[str, Tensor, Placement]] = [(one.name, one.values, one.placement) for one in held]
     with weights:
         for name, tensor, placement in [*values, *states]:
-            links = weights.conversion.links.get(name, ()) if name in wanted.names else ()
+            links = weights.links.get(name, ()) if name in wanted.names else ()
             copies = weights.copies(name, wanted)
             for box in placement.boxes(run.rank) if links else ():
                 fill_ours(links, box.start, region(tensor, box), weights.read)

@@ -1,74 +1,113 @@
-"""What a run keeps of the published checkpoint that it began with: the files beside the weights, and their form.
+"""What a format exchanges with the host: the weights of a folder for one model, and what an export writes.
 
-    runs/<name>/published/files/          config.json, the tokenizer, the chat template, generation_config.json ...
-    runs/<name>/published/tensors.json    the name, file and type of every tensor
-
-`mplug checkpoint export` needs them, also when the original folder is gone. Imports no torch.
+Importing this module imports no torch.
 """
 
-import json
-import shutil
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Self
 
-from mplug.checkpoint.public_folder import INDEX
-from mplug.config.public import CONFIG, read_json
-from mplug.errors import UsageError
-from mplug.files import write_whole
+from mplug.checkpoint.foreign import Shape
 
-PUBLISHED, FILES, TENSORS = "published", "files", "tensors.json"
-KEPT = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "*.md", "LICENSE*", "additional_chat_templates/*")
-"""The files beside the weights."""
-LARGEST_FILE = 1 << 28
-"""Maximum size in bytes of a file that is kept: a tokenizer has at most some tens of megabytes."""
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from mplug.checkpoint.wanted import Wanted
+    from mplug.layout.conversion import Conversion
+    from mplug.layout.external import Link
+    from mplug.model.adapters import Merge, RowNorms
+    from mplug.model.model import Model
+
+
+class FolderWeights(ABC):
+    """The weights of a folder for one model. Each rank makes one, and reads the boxes that it holds.
+
+    `links` are the regions of the folder's tensors that hold each parameter and state, by our names; a name without
+    links keeps its initial values. `present` are the names of the folder's tensors, which patterns of
+    `checkpoint.pretrained.except` may match. The object is a context: files stay open in its block only.
+    """
+
+    links: "Mapping[str, Sequence[Link]]"
+    present: Collection[str]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the files."""
+        del error
+
+    @abstractmethod
+    def refuse_other_model(self, label: str, wanted: "Wanted") -> None:
+        """Raise UsageError unless the folder has the wanted parameters, and nothing that the model does not use.
+
+        `label` names the folder in the error. Reads no values.
+        """
+
+    @abstractmethod
+    def read(self, tensor: str, start: Shape, shape: Shape) -> "Tensor":
+        """A box of a tensor that a link names."""
+
+    def copies(self, name: str, wanted: "Wanted") -> "Sequence[Link]":
+        """The links of tensors in the folder that repeat a parameter: they must be equal to it."""
+        del name, wanted
+        return ()
+
+    @property
+    def widest(self) -> "torch.dtype":
+        """A type that holds all values of the folder exactly."""
+        import torch  # what only describes folders imports no torch
+
+        return torch.float64
+
+    def keep(self, directory: Path) -> None:
+        """Write what an export of this format needs of the folder beside the weights into a folder of the run."""
+        del directory
+
+
+class PublishedFolder(ABC):
+    """A folder whose description rank 0 has read. It is pickled, and sent to the other ranks."""
+
+    path: Path
+
+    @abstractmethod
+    def weights(self, model: "Model") -> FolderWeights:
+        """The weights for a model. Reads no values. UsageError if the model has no form of this format."""
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A tensor of the original folder: its name there, its file, and torch's name of its type."""
+class ExportOptions:
+    """What the user of an export has chosen.
 
-    name: str
-    file: str
-    dtype: str
+    `dtype` is the type of all tensors; None: that of the folder with which the run began, or that of the run.
+    `shard_bytes` is the maximum size of a file. `kept` is the folder to which `FolderWeights.keep` wrote; None if the
+    run did not begin with a folder of this format.
+    """
 
-
-@dataclass(frozen=True)
-class Published:
-    """The original folder of a run: its files beside the weights, its config.json, and its tensors by public name."""
-
-    files: Path
-    config: Mapping[str, Any]
-    tensors: Mapping[str, Kept]
+    dtype: str | None
+    shard_bytes: int
+    kept: Path | None = None
 
 
-def keep_published(path: Path, tensors: Mapping[str, Kept], directory: Path) -> None:
-    """Copy what an export needs into the folder of a run. `tensors` are those of the folder by public name."""
-    folder = directory / PUBLISHED
-    (folder / FILES).mkdir(parents=True, exist_ok=True)
-    for pattern in KEPT:
-        for file in sorted(path.glob(pattern)):
-            if file.name != INDEX and file.is_file() and file.stat().st_size <= LARGEST_FILE:
-                target = folder / FILES / file.relative_to(path)
-                target.parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, target)
-    write_whole(folder / TENSORS, json.dumps({name: asdict(one) for name, one in tensors.items()}) + "\n")
+ExportValues = Callable[[str, str], "Tensor"]
+"""A whole tensor of an export: (its name in `Export.conversion`, torch's name of its type) -> its values."""
 
 
-def carry_published(source: Path, directory: Path) -> None:
-    """Copy what another run has kept into the folder of a run that begins with its weights."""
-    if source.is_dir():
-        shutil.copytree(source, directory / PUBLISHED, dirs_exist_ok=True)
+class Export(ABC):
+    """What an export writes. The host reads the checkpoint, and at most one tensor is in memory at a time.
 
+    `conversion` are the exported tensors and the regions of our parameters that they hold. `merges` are parameters
+    whose values the host computes from several ones, and `offsets` parameters that are written as their sum with
+    norms.
+    """
 
-def published_of(directory: Path) -> Published | None:
-    """What a run has kept; None if it did not begin with a published checkpoint."""
-    folder = directory / PUBLISHED
-    if not folder.is_dir():
-        return None
-    try:
-        tensors = {name: Kept(**one) for name, one in read_json(folder / TENSORS).items()}
-    except TypeError:
-        raise UsageError(f"'{folder / TENSORS}' is damaged; restore it from a backup, or remove '{folder}'") from None
-    return Published(folder / FILES, read_json(folder / FILES / CONFIG), tensors)
+    conversion: "Conversion"
+    merges: "Mapping[str, Merge]"
+    offsets: "Mapping[str, RowNorms]"
+
+    @abstractmethod
+    def write(self, folder: Path, values: ExportValues) -> list[str]:
+        """Write all files into a new folder; returns the names of those with tensors."""

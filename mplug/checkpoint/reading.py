@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mplug.dtypes import FORMATS
+from mplug.precisions.dtypes import FORMATS
 
 LARGEST_HEADER = 100_000_000
 """Maximum size of a safetensors header in bytes; the library has the same limit."""

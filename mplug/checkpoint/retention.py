@@ -10,7 +10,7 @@ from mplug.checkpoint.folder import OtherVersion, complete, read_manifest, verif
 from mplug.checkpoint.names import MANIFEST, partial_path, step_of
 from mplug.checkpoint.verified import Signature, Verified, signature_of
 from mplug.errors import RunError, UsageError
-from mplug.files import sync_path
+from mplug.system.files import sync_path
 
 log = logging.getLogger("mplug")
 

@@ -224,7 +224,7 @@ def _together(run: Run) -> dict[str, Any]:
 
 
 def _alone() -> dict[str, Any]:
-    """How torch.distributed.checkpoint plans without other ranks; of that it need not warn."""
+    """Arguments that make torch.distributed.checkpoint plan for this process alone, without its warning about that."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
     return {"no_dist": True}
 

@@ -23,7 +23,7 @@ from mplug.checkpoint.names import MANIFEST, SUFFIX, file_of, partial_path
 from mplug.checkpoint.plans import KeptPlans
 from mplug.checkpoint.reading import checksum_of, open_file
 from mplug.checkpoint.retention import Retention
-from mplug.files import sync_path, write_whole
+from mplug.system.files import sync_path, write_whole
 
 log = logging.getLogger("mplug")
 
@@ -79,7 +79,7 @@ class FolderWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
-        """Write all parts of this rank to its file; the result is one per file, and none of a replica of others."""
+        """Write all parts of this rank to its file, which has one result. A rank without a part writes nothing."""
         assert isinstance(planner, BoxSavePlanner)
         future: Future[list[WriteResult]] = Future()
         tensors = {

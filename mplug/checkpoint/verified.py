@@ -22,7 +22,7 @@ class Verified:
         self._signatures = {file: signature for file, signature in self._signatures.items() if file.parent != path}
 
     def unverified(self, path: Path, names: Iterable[str]) -> list[str]:
-        """Those of the files of a checkpoint that are not known to match their checksums: they must be read."""
+        """The files of a checkpoint that must be read, because it is unknown whether they match their checksums."""
         return [name for name in names if self._signatures.get(path / name, ()) != signature_of(path / name)]
 
 

@@ -10,6 +10,8 @@ from mplug.layout.names import within
 from mplug.layout.plan import Plan
 
 FIELD = "checkpoint.pretrained"
+REMEDY = f"name them in {FIELD}.except, or use a checkpoint of this model"
+"""What to do if a folder does not fit the model."""
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,10 @@ from click.shell_completion import CompletionItem
 from mplug.config.entry import Entry
 from mplug.errors import RunError, UsageError, suggest
 from mplug.registry.entry_points import Registry
-from mplug.version import __version__
+from mplug.system.version import __version__
 
 COMMANDS = {
     "train": "Train a model, or continue a run.",
-    "generate": "Sample text from a trained run.",
     "explain": "Show the units, slots, placements and bytes of a run, without starting it.",
     "config": "Show the resolved config, or its JSON Schema.",
     "checkpoint": "List, show, verify, export and import checkpoints.",
@@ -136,6 +135,5 @@ def main() -> None:
 
     \b
     mplug train                    train a small GPT on Python's own source text
-    mplug generate                 sample from the newest run
     mplug train --model gpt --preset 125m --set data.path=books/
     """

@@ -93,31 +93,36 @@ def about_weights(run: "Run", model: "Model", pretrained: Path | None) -> list[s
     """
     from mplug.checkpoint.folder import read_manifest
     from mplug.checkpoint.pretrained import has_adapters
-    from mplug.checkpoint.published import PUBLISHED
-    from mplug.config.public import is_public
+    from mplug.checkpoint.public_load import KEPT
+    from mplug.registry.formats import format_of
     from mplug.training.begun import other_model_settings, refuse_other_adapters
 
     if pretrained is None:
         return []
-    if is_public(pretrained):
-        return about_export(run)
+    found = format_of(pretrained)
+    if found is not None:
+        return about_export(run, found.name)
     manifest = read_manifest(pretrained)
     if has_adapters(pretrained, model, run.config.checkpoint.pretrained):
         refuse_other_adapters(pretrained, manifest, run.config)
     other = other_model_settings(manifest, run.config)
-    was_published = (pretrained.parent.parent / PUBLISHED).is_dir()
+    kept = pretrained.parent.parent / KEPT
+    formats = sorted(path.name for path in kept.iterdir()) if kept.is_dir() else []
     return [
         *(f"the run of the weights had other settings: {line}" for line in other),
-        *(about_export(run) if was_published else []),
+        *(line for name in formats for line in about_export(run, name)),
     ]
 
 
-def about_export(run: "Run") -> list[str]:
-    """A line that says why the run's model cannot be published; none if it can."""
-    from mplug.registry.public_export import why_not_published
+def about_export(run: "Run", name: str) -> list[str]:
+    """A line that says why the run's model cannot be exported in a format; none if it can."""
+    from mplug.registry.formats import format_named
 
-    reason = why_not_published(run.config)
-    return [] if reason is None else [f"'mplug checkpoint export --to hf' will refuse this run: {reason}"]
+    try:
+        format_named(name).format.form_of(run.config)
+    except UsageError as reason:
+        return [f"'mplug checkpoint export --to {name}' will refuse this run: {reason}"]
+    return []
 
 
 def saved_since(run: "Run", before: "Choice | None") -> int:

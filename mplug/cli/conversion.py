@@ -1,23 +1,16 @@
 """mplug checkpoint export and import."""
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.shell_completion import CompletionItem
 
-from mplug.cli.options import RunName, config_options, resolved
+from mplug.cli.options import PluginName, RunName, config_options, resolved
 from mplug.errors import UsageError, counted
-from mplug.open_lists import FOREIGN_CHECKPOINTS
 
 if TYPE_CHECKING:
-    from mplug.checkpoint.export import Export
-    from mplug.checkpoint.published import Published
-    from mplug.model.model import Model
     from mplug.run.run import Run
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -27,11 +20,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option(
     "--to",
-    "form",
-    type=click.Choice(["hf", "peft"]),
+    "name_of_format",
+    type=PluginName("formats"),
     required=True,
-    help="The form: hf is the whole model for Hugging Face's transformers, with adapters merged into its weights; peft "
-    "is the adapters alone.",
+    help="The format (an installed plugin): that of a whole model, into whose weights adapters are merged, or that of "
+    "adapters alone.",
 )
 @click.option("--name", type=RunName(), help="Name of the run; default: the newest run.")
 @click.option("--step", type=click.IntRange(0), help="Step of the checkpoint; default: the newest valid one.")
@@ -47,110 +40,73 @@ DTYPES = ("float32", "bfloat16", "float16")
     type=click.FloatRange(0, 1e6, min_open=True),
     help="Maximum size of a file in GB. A run that began with a published checkpoint keeps that checkpoint's files.",
 )
-def export_(folder: Path, form: str, name: str | None, step: int | None, dtype: str | None, shard_size: float) -> None:
-    """Write the weights of a run to FOLDER, in the form in which models are published.
+def export_(
+    folder: Path, name_of_format: str, name: str | None, step: int | None, dtype: str | None, shard_size: float
+) -> None:
+    """Write the weights of a run to FOLDER, in a format of other software.
 
-    FOLDER must not exist. The transformers library loads it, and so does 'mplug train --pretrained FOLDER'. If the run
-    began with a published checkpoint, its tokenizer, chat template, config.json and generation_config.json are kept.
+    FOLDER must not exist. 'mplug plugins list --kind formats' lists the installed formats, and 'mplug explain' says
+    what they write of a run. If the run began with a published checkpoint of the format, the files that this checkpoint
+    has beside its weights are kept, such as the tokenizer and the chat template.
 
-    If the run has adapters (mplug train --adapt), '--to hf' multiplies them into the weights, in fp32. '--to peft'
-    writes the adapters alone, as the library PEFT reads them.
-
-    \b
-    mplug checkpoint export --to hf my-model --name chat
-    mplug checkpoint export --to peft my-adapters --name chat
+    If the run has adapters (mplug train --adapt), an export of the whole model multiplies them into the weights, in
+    fp32.
     """
     from mplug.checkpoint.export import export_public
+    from mplug.checkpoint.external_form import refuse_lossy
     from mplug.checkpoint.folder import at_step
     from mplug.checkpoint.opened import open_together
+    from mplug.checkpoint.public_load import KEPT
+    from mplug.checkpoint.published import ExportOptions
     from mplug.checkpoint.verified import Verified
     from mplug.model.build import build_model
+    from mplug.registry.formats import format_named
     from mplug.run.folder import find_directory
 
-    directory = find_directory(name)
+    found, directory = format_named(name_of_format), find_directory(name)
     if folder.exists() or folder.is_symlink():
         raise UsageError(f"'{folder}' exists already; use another folder, or remove it")
     checkpoint, run = at_step(directory / "checkpoints", step), saved_run(directory)
-    export = (_whole_model if form == "hf" else _adapters)(run, directory, build_model, dtype, int(shard_size * 1e9))
+    kept = directory / KEPT / found.name
+    options = ExportOptions(dtype, int(shard_size * 1e9), kept if kept.is_dir() else None)
+    model = build_model(run)
+    export = found.format.export(run, model, options)
+    merged = {name for merge in export.merges.values() for name in merge.inputs}
+    refuse_lossy(export.conversion, model.placements.keys() - merged)
     if step is None:
         from mplug.checkpoint.choice import choose
 
         opened = choose(run, checkpoint, Verified()).opened
     else:
         opened = open_together(run, checkpoint)
-    shards = export_public(export, opened, folder)
+    files = export_public(export, opened, folder)
     number = counted(len(export.conversion.public), "tensor")
-    click.echo(f"'{folder}' has {number} of '{opened.path}' in {counted(len(shards), 'file')}")
-
-
-def _whole_model(
-    run: "Run", directory: Path, build_model: "Callable[[Run], Model]", dtype: str | None, shard_bytes: int
-) -> "Export":
-    """The export of the whole model, with its adapters merged into the weights."""
-    from mplug.checkpoint.export import Export, refuse_lossy
-    from mplug.checkpoint.public_weights import conversion
-    from mplug.checkpoint.published import published_of
-
-    original = published_of(directory)
-    config = _config_json(run, original)
-    model = build_model(run)
-    made = conversion(model)
-    merged = {name for merge in model.merges.values() for name in merge.inputs}
-    refuse_lossy(made, model.placements.keys() - merged)
-    weights = dtype or _config_dtype(config) or str(run.precision.weights)
-    export = Export(made, {**config, "dtype": weights}, weights, shard_bytes, original, dtype, merges=model.merges)
-    if original is not None and dtype is None and "quantization_config" not in original.config:
-        return replace(export, config=original.config)
-    return export
-
-
-def _adapters(
-    run: "Run", _directory: Path, build_model: "Callable[[Run], Model]", dtype: str | None, _shard_bytes: int
-) -> "Export":
-    """The export of the adapters alone, in the dtype of their masters: one file, whatever its size."""
-    from mplug.checkpoint.adapter_files import CONFIG, WEIGHTS, adapter_conversion, adapters_of
-    from mplug.checkpoint.export import Export
-
-    model = build_model(run)
-    adapters, made = adapters_of(model), adapter_conversion(model)
-    weights = dtype or str(run.precision.masters)
-    files = Export(made, adapters.config, weights, sys.maxsize, None, dtype, WEIGHTS, CONFIG)
-    return replace(files, offsets=adapters.offsets)
-
-
-class ForeignForm(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
-    """The name of a form of foreign checkpoints, of the host or of an installed distribution."""
-
-    name = "form"
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """The names that begin with `incomplete`."""
-        return [CompletionItem(name) for name in FOREIGN_CHECKPOINTS.names() if name.startswith(incomplete)]
+    click.echo(f"'{folder}' has {number} of '{opened.path}' in {counted(len(files), 'file')}")
 
 
 @click.command("import")
 @click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option(
     "--from",
-    "form",
-    type=ForeignForm(),
+    "name_of_format",
+    type=PluginName("formats"),
     required=True,
-    help="The form: megatron (torch_dist of Megatron-LM), or one that an installed plugin adds.",
+    help="The format of the checkpoint (an installed plugin).",
 )
 @config_options
 @click.option("--name", type=RunName(), required=True, help="Name of the new run, which has one checkpoint.")
-def import_(folder: Path, form: str, name: str, **options: Any) -> None:
+def import_(folder: Path, name_of_format: str, name: str, **options: Any) -> None:
     """Read a checkpoint of another library into a new run.
 
     The section 'model' must describe the model: the shapes of all tensors are compared, and the settings that the
-    checkpoint states. The tensors have the names of the model's own parameters or of its published form, or the form
-    knows its names. The tokenizer is not imported. Reading the checkpoint runs no code from it.
+    checkpoint states. The tensors have the names of the model's own parameters or of its published form, or the
+    format knows its names. The tokenizer is not imported. Reading the checkpoint runs no code from it.
 
     If the checkpoint has the states that the run's optimizer keeps, they are imported too, and the run can be resumed
     at the checkpoint's step. Otherwise the new run has one checkpoint, of step 0, whose weights start other runs.
 
     \b
-    mplug checkpoint import --from megatron ckpt --name base --model llama --set model.num_layers=32 ...
+    mplug checkpoint import --from FORMAT ckpt --name base --model llama --set model.num_layers=32 ...
     mplug train --name chat --pretrained runs/base ...
     """
     from mplug.checkpoint.foreign import open_foreign
@@ -158,20 +114,22 @@ def import_(folder: Path, form: str, name: str, **options: Any) -> None:
     from mplug.checkpoint.foreign_match import match
     from mplug.checkpoint.foreign_states import states_of
     from mplug.model.build import build_model
+    from mplug.registry.formats import format_named
     from mplug.run.folder import new_directory
     from mplug.run.prepare import prepare
 
+    source = format_named(name_of_format)
     config = resolved({**options, "parallel": ""})
     run = prepare(config)
     run.directory = new_directory(config, name)
     refuse_unusable_name(run.directory)
-    model, read = build_model(run), open_foreign(form, folder)
+    model, read = build_model(run), open_foreign(source.name, source.format.open, folder)
     notes = [*read.compare(config)]
     found = match(model, read)
     states = states_of(run, model, found)
     total = sum(one.num_bytes for one in contents(run, model, states))
     with _progress(f"importing '{read.path}'", total) as advance:
-        write_import(run, model, found, states, form, advance)
+        write_import(run, model, found, states, source.name, advance)
     number = counted(len(model.placements), "parameter")
     click.echo("; ".join([f"run '{run.directory}' has the {number} of '{read.path}'", *notes]))
     if states.of:
@@ -211,18 +169,3 @@ def saved_run(directory: Path) -> "Run":
 
     own = ("trainer.device=cpu", "parallel.layout=", "trainer.graphs=false")
     return prepare(resolve(Registry(), saved_settings(directory), read_assignments(own, "checkpoint export")))
-
-
-def _config_json(run: "Run", original: "Published | None") -> dict[str, Any]:
-    """The config.json of the export, without a quantisation: the original one if it describes the run's model."""
-    from mplug.registry.public_export import describes, public_config_of
-
-    if original is not None and describes(run.config, original.files / "config.json"):
-        return {name: value for name, value in original.config.items() if name != "quantization_config"}
-    return public_config_of(run.config)
-
-
-def _config_dtype(config: dict[str, Any]) -> str | None:
-    """The type of the weights that a config.json states, if it is one that can be written."""
-    named = str(config.get("dtype", config.get("torch_dtype")))
-    return named if named in DTYPES else None

@@ -9,8 +9,8 @@ import click
 
 from mplug.cli.options import config_options, resolved
 from mplug.cli.tables import human_bytes, table
-from mplug.files import write_whole
 from mplug.slot_kinds import PRODUCTS
+from mplug.system.files import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -74,16 +74,20 @@ def command(rank: int, schedule: bool, svg: "Path | None", **options: Any) -> No
 
 
 def _published(run: "Run") -> str:
-    """What 'mplug checkpoint export --to hf' writes, or why it refuses this model; empty if the family has no form."""
-    from mplug.registry.public import forms_of, model_of
-    from mplug.registry.public_export import public_config_of, why_not_published
+    """What an export writes in each installed format, or why it refuses this model; empty if none has a form for it."""
+    from mplug.errors import UsageError
+    from mplug.registry.entry_points import Registry
+    from mplug.registry.formats import KIND, load_format
 
-    if not forms_of(model_of(run.config).plugin):
-        return ""
-    reason = why_not_published(run.config)
-    if reason is not None:
-        return f"'mplug checkpoint export --to hf' refuses this run: {reason}"
-    return f"'mplug checkpoint export --to hf' writes {public_config_of(run.config)['architectures'][0]}"
+    registry, lines = Registry(), list[str]()
+    for entry in registry.entries(KIND):
+        command = f"'mplug checkpoint export --to {entry.name}'"
+        try:
+            form = load_format(registry, entry).format.form_of(run.config)
+            lines += [] if form is None else [f"{command} writes {form}"]
+        except UsageError as reason:
+            lines.append(f"{command} refuses this run: {reason}")
+    return "\n".join(lines)
 
 
 def _schedule(run: "Run", model: "Model", svg: "Path | None") -> None:
@@ -201,7 +205,12 @@ def _step(run: "Run", model: "Model") -> str:
         )
     ]
     trained = f"{all_elements:,} parameters, {f'{frozen:,} of them frozen' if frozen else 'all of them trained'}"
-    return f"{trained}\n{_replay(run, model)}\n{table(('COMPUTES', 'FLOPS'), rows)}"
+    unstated = passes.unstated.of(samples * length, samples * length**2) if frozen else 0
+    note = (
+        f"\n{unstated:,} FLOPs count as if all their passes were computed: no module states which parameters they "
+        f"belong to (plan_work)"
+    )
+    return f"{trained}\n{_replay(run, model)}\n{table(('COMPUTES', 'FLOPS'), rows)}{note if unstated else ''}"
 
 
 def _replay(run: "Run", model: "Model") -> str:
@@ -346,7 +355,8 @@ def _adapters(model: "Model") -> str:
     from mplug.checkpoint.adapter_files import adapter_conversion, unpublished
     from mplug.errors import counted
 
-    command = "'mplug checkpoint export --to peft'"
+    assert model.adapters is not None
+    command = f"'mplug checkpoint export --to {model.adapters.format}'"
     if reason := unpublished(model):
         return f"{command} refuses this run: {reason}"
     return f"{command} writes {counted(len(adapter_conversion(model).public), 'tensor')}"

@@ -1,7 +1,7 @@
 """Options that several commands share, and their conversion to settings of the config."""
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,7 +23,6 @@ FLAGS = {
     "model": "model.name",
     "preset": "model.preset",
     "parallel": "parallel.layout",
-    "attention": "kernels.attention",
     "optimizer": "optimizer.name",
     "data": "data.name",
     "precision": "trainer.precision",
@@ -88,7 +87,11 @@ def config_options(function: F) -> F:
     of_command = {parameter.name for parameter in getattr(function, "__click_params__", ())}
     for name, entry in added_flags({*HOST_NAMES, *of_command}).items():
         text = f"Set {entry.target} (from {entry.distribution})."
-        options.insert(-2, click.option(f"--{entry.name}", name, metavar="VALUE", help=text))
+        value: dict[str, Any] = {"metavar": "VALUE"}
+        if entry.target.startswith(KERNELS):
+            text = f"Kernel plugin for {entry.target.removeprefix(KERNELS)} (from {entry.distribution})."
+            value = {"type": PluginName("kernels")}
+        options.insert(-2, click.option(f"--{entry.name}", name, help=text, **value))
     for option in reversed(options):
         function = option(function)
     return function
@@ -98,7 +101,6 @@ HOST_OPTIONS = [
     click.option("--model", type=PluginName("models"), help="Model family (an installed plugin)."),
     click.option("--preset", metavar="NAME", help="Preset of the model: nano, 125m, ..."),
     click.option("--parallel", metavar="LAYOUT", help="Layout: strategies with their degrees, such as tp4pp2."),
-    click.option("--attention", type=PluginName("kernels"), help="Kernel plugin for the attention core."),
     click.option(
         "--kernels",
         metavar="NAME",
@@ -111,7 +113,7 @@ HOST_OPTIONS = [
     click.option(
         "--pretrained",
         metavar="PATH",
-        help="Start with these weights: a folder with a config.json (Hugging Face), a checkpoint, or a run's folder.",
+        help="Start with these weights: a published folder (of an installed format), a checkpoint, or a run's folder.",
     ),
     click.option(
         "--adapt",
@@ -129,8 +131,8 @@ HOST_OPTIONS = [
     ),
 ]
 """The host's own options of `config_options`."""
-ATTENTION = "--attention (--kernels attention=NAME)"
-"""The two options that choose the supplier of attention."""
+KERNELS = "kernels."
+"""The section of the config whose fields name the supplier of a kind of slots."""
 HOST_NAMES = (*FLAGS, "kernels", "adapt", "file", "assignments", "config", "set")
 """Names that a plugin's flag must not have."""
 
@@ -153,8 +155,9 @@ def overrides(
         if value is not None:
             settings = merge(settings, read_assignments([f"{fields[flag]}={value}"], f"--{flag.replace('_', '-')}"))
     suppliers = [value.rpartition("=") for value in kernels]
-    attention = [ATTENTION] if flags.get("attention") is not None else []
-    _refuse_repeated([*attention, *(_kernel_option(kind) for kind, _, _ in suppliers)])
+    by_kind = {field.removeprefix(KERNELS): flag for flag, field in fields.items() if field.startswith(KERNELS)}
+    by_flag = [kind for kind, flag in by_kind.items() if flags.get(flag) is not None]
+    _refuse_repeated([_kernel_option(kind, by_kind) for kind in (*by_flag, *(kind for kind, _, _ in suppliers))])
     _refuse_repeated([f"--adapt {name}" for name in adapt])
     for kind, _, name in suppliers:
         settings = merge(settings, read_assignments([f"kernels.{kind or 'default'}={name}"], "--kernels"))
@@ -163,13 +166,14 @@ def overrides(
     return merge(settings, read_assignments(assignments))
 
 
-def _kernel_option(kind: str) -> str:
-    """The option that chooses the supplier of a kind of slots."""
-    return ATTENTION if kind == "attention" else f"--kernels {kind}=NAME" if kind else "--kernels NAME"
+def _kernel_option(kind: str, flags: Mapping[str, str]) -> str:
+    """The options that choose the supplier of a kind of slots; `flags` are those of some kinds."""
+    option = f"--kernels {kind}=NAME" if kind else "--kernels NAME"
+    return f"--{flags[kind]} ({option})" if kind in flags else option
 
 
 def _refuse_repeated(options: Sequence[str]) -> None:
-    """Raise UsageError if an option that may be repeated occurs twice for one field: the later would replace it."""
+    """Raise UsageError if a repeated option sets one field twice: the second value would replace the first."""
     for number, option in enumerate(options):
         if option in options[:number]:
             raise UsageError(

@@ -10,6 +10,7 @@ from mplug.cli.beginning import beginning, readable_after, saved_since
 from mplug.cli.options import Finite, RunName, config_options, overrides
 from mplug.cli.train_start import Request, Start, prepare_start
 from mplug.errors import Diverged, RunError
+from mplug.registry.entry_points import Registry
 
 if TYPE_CHECKING:
     from mplug.run.run import Run
@@ -36,7 +37,7 @@ PORT = click.IntRange(1, 65535)
     "--restarts",
     type=click.IntRange(0, 10**6),
     default=0,
-    help="Maximum restarts from the newest valid checkpoint after a process dies or hangs (watchdog.timeout).",
+    help="Maximum restarts from the newest valid checkpoint after a process dies or hangs.",
 )
 @click.option("--deterministic", is_flag=True, help="Make the run repeatable bit for bit on the same machines.")
 @click.option(
@@ -63,8 +64,8 @@ def command(
     With --deterministic (trainer.deterministic), mplug omits kernels that are not repeatable bit for bit, and refuses
     them if the config names them. Results can still depend on the layout: 'mplug explain' lists how.
 
-    A run of several processes ends when one of them hangs for minutes (watchdog.timeout, in seconds; longer if steps
-    are long). The error names its rank and its last activity.
+    A run of several processes ends when one of them hangs for minutes (extensions.watchdog.timeout, in seconds;
+    longer if steps are long). The error names its rank and its last activity.
 
     A resumed run keeps the settings of its checkpoint. You may change the number of steps, the layout, the kernels, and
     how the run saves, evaluates and reports; the log lists every change. mplug refuses any other change, such as
@@ -79,7 +80,7 @@ def command(
 
     \b
     mplug train --set data.path=book.txt --set trainer.steps=500
-    mplug train --model gpt --preset 125m --attention reference
+    mplug train --model gpt --preset 125m --kernels reference
     mplug train --pretrained Qwen3-8B --adapt lora --data packed --set data.path=chats.jsonl
     mplug train --parallel tp2pp2 --restarts 3
     mplug train --resume --set trainer.steps=3000
@@ -114,14 +115,15 @@ def _work(start: Start, deadline: float | None) -> "Outcome":
     from mplug.checkpoint.folder import complete
     from mplug.checkpoint.pretrained import pretrained_of
     from mplug.distributed.launch import Stopped, launch
-    from mplug.training.job import Outcome, work
+    from mplug.training.job import Outcome, supervisor_of, work
 
     job, run, readable, restarts = start.job(deadline), start.run, start.readable, start.request.restarts
     if start.world is not None or (run.mesh.world_size == 1 and not restarts):
         return work(job)
     for restart in range(1, restarts + 2):
         try:
-            outcome: Outcome = launch(run.mesh.world_size, work, job, port=start.request.master_port)
+            port, supervisor = start.request.master_port, supervisor_of(run)
+            outcome: Outcome = launch(run.mesh.world_size, work, job, port=port, supervisor=supervisor)
             return outcome
         except Stopped as stop:
             return Outcome(job.directory, saved_since(run, readable), signal=stop.signal)
@@ -179,6 +181,6 @@ def _report(outcome: "Outcome", run: "Run", seconds: float) -> None:
         click.echo(f"{reason} after step {outcome.step}, which is saved; {rest}")
         return
     loss = f", validation loss {outcome.val_loss:.4f}" if outcome.val_loss is not None else ""
-    has_tokenizer = run.hooks.implementers("build_tokenizer")
-    sample = f"; sample from it with: mplug generate --name {name}" if has_tokenizer else ""
+    can_sample = run.hooks.implementers("build_tokenizer") and "generate" in Registry().names("commands")
+    sample = f"; sample from it with: mplug generate --name {name}" if can_sample else ""
     click.echo(f"done in {duration(seconds)}{loss}{sample}")

@@ -61,7 +61,7 @@ class Start:
         return _is_first(self.world)
 
     def job(self, deadline: float | None) -> "Job":
-        """What each training process receives."""
+        """The job that each training process receives."""
         from mplug.training.job import Job
 
         assert self.run.directory is not None
@@ -178,6 +178,6 @@ def _refuse_model(
     if not resume_from:
         refuse_other_adapters(model)
     lines = about_weights(run, model, pretrained)
-    if lost := unpublished(model):
-        lines.append(f"'mplug checkpoint export --to peft' will refuse this run: {lost}")
+    if model.adapters is not None and (lost := unpublished(model)):
+        lines.append(f"'mplug checkpoint export --to {model.adapters.format}' will refuse this run: {lost}")
     return pretrained, lines

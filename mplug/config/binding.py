@@ -16,10 +16,12 @@ HOST_SECTIONS: dict[str, type[sections.Section]] = {
     "trainer": sections.Trainer,
     "schedule": sections.Schedule,
     "checkpoint": sections.Checkpoint,
-    "watchdog": sections.Watchdog,
 }
 FREE_SECTIONS = ("memory", "adapters", "extensions")
-"""Sections that choose any number of plugins. A sub-section with the name of a plugin chooses this plugin."""
+"""Sections that choose any number of plugins.
+
+A sub-section with the name of a plugin chooses this plugin. The value `false` removes the choice of a lower source.
+"""
 OPTIONS_OF_PRECISIONS = "precisions"
 """The section with the options of precisions, each in a sub-section; `trainer.precision` chooses one of them."""
 PLUGIN_SECTIONS = ("parallel", "kernels", OPTIONS_OF_PRECISIONS, *FREE_SECTIONS)
@@ -82,7 +84,6 @@ class RunConfig:
     trainer: sections.Trainer
     schedule: sections.Schedule
     checkpoint: sections.Checkpoint
-    watchdog: sections.Watchdog
     parallel: Parallel
     kernels: Kernels
     chosen: tuple[Chosen, ...]

@@ -12,7 +12,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    FiniteFloat,
     NonNegativeInt,
     PositiveInt,
     create_model,
@@ -21,10 +20,6 @@ from pydantic import (
 )
 
 from mplug.contracts import MAY_CHANGE, distinct
-
-LEAST_TIMEOUT = 3.0
-"""Minimum watchdog timeout in seconds: a process sends three heartbeats in this time."""
-
 
 PluginName = Annotated[str, Field(min_length=1, description="name of an installed plugin")]
 
@@ -83,16 +78,16 @@ class Trainer(Section):
         "('mplug plugins list --kind precisions'); its options are in the section `precisions`"
     )
     base_modules: Names | None = Field(
-        description="modules whose matrix products ignore the recipe of the precision (fp8, for example), as patterns "
+        description="modules whose matrix products ignore the recipe of the precision, as patterns "
         "of names ('*' matches one part of a name); null: those of the precision, by default the embedding, the head, "
         "and the first and last block; []: none"
     )
     loss_scale: LossScale = Field(description="dynamic loss scaling, of precisions that use it (fp16)")
     gradients: Literal["auto", "fp32", "masters"] = Field(
-        description="number format of gradients; 'auto' uses the format that the precision states for gradients to "
-        "which nothing is added (bf16: that of the weights) if that is so (one micro batch per step, no data "
-        "parallelism) and the optimizer supports the format; 'masters' and its older name 'fp32' use the format of the "
-        "master weights"
+        description="number format of gradients; 'masters' and its older name 'fp32' use the format of the master "
+        "weights; 'auto' saves memory in a run with one micro batch per step and without data parallelism, where each "
+        "gradient is a single product: it uses the format that the precision states for such gradients (bf16: that of "
+        "the weights) if the optimizer supports it, and otherwise the format of the master weights"
     )
     compile: Annotated[Literal["auto", "never", "inductor", "aot_eager"], MAY_CHANGE] = Field(
         description="torch.compile's backend for each unit of the model; 'auto' uses inductor on a GPU and does not "
@@ -161,7 +156,7 @@ class Pretrained(Section):
 
     path: str = Field(
         min_length=1,
-        description="a checkpoint, a run's folder, or a folder with a config.json and safetensors files",
+        description="a checkpoint, a run's folder, or a published folder of an installed format",
     )
     only: Names | None = Field(
         None, description="patterns of the parameters or modules to load; null: all. The others keep initial values"
@@ -214,36 +209,6 @@ class Checkpoint(Section):
         if value is None or (value.only is None and not value.excluded):
             return None if value is None else value.path
         return value.model_dump(mode="json")
-
-
-def _timeout_is_valid(value: float) -> float:
-    if 0 < value < LEAST_TIMEOUT:
-        raise ValueError(
-            f"must be 0, or at least {LEAST_TIMEOUT:g} (a process sends one heartbeat per second), not {value:g}"
-        )
-    return value
-
-
-class Watchdog(Section):
-    """Detection of processes that hang in a run of several: the run ends with an error that names the rank."""
-
-    timeout: Annotated[FiniteFloat, Field(ge=0, le=10**7), AfterValidator(_timeout_is_valid), MAY_CHANGE] = Field(
-        description="the run ends after this many seconds without a heartbeat, or without progress in a step; at least "
-        "3, or 0 to disable the watchdog"
-    )
-    first: Annotated[FiniteFloat, Field(ge=0, le=10**7), MAY_CHANGE] = Field(
-        description="timeout in seconds for activities of unknown duration: building, loading, the first step (which "
-        "compiles), the first evaluation and the first save"
-    )
-    multiple: Annotated[FiniteFloat, Field(ge=1, le=10**4), MAY_CHANGE] = Field(
-        description="a step, an evaluation or a save may take this many times as long as the longest one so far, if "
-        "that is more than `timeout`"
-    )
-
-    @property
-    def collective(self) -> float:
-        """Timeout in seconds of torch's own collectives: much longer than that of the watchdog, if it is enabled."""
-        return max(24 * 3600, 2 * self.timeout, 2 * self.first) if self.timeout else max(1800, self.first)
 
 
 class Model(Section):

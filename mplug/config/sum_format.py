@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 from mplug.errors import listed, suggest
-from mplug.precision import SUM_FORMATS
+from mplug.precisions.precision import SUM_FORMATS
 
 
 def _known(word: str) -> str:

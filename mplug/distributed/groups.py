@@ -4,10 +4,13 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from mplug.distributed.heartbeats import DESCRIBED, LONGEST_WRITE
 from mplug.layout.ranks import Grouping, Ranks
 
-PATIENCE = {"saves": timedelta(seconds=LONGEST_WRITE)}
+DESCRIBED = "mplug "
+"""The beginning of the descriptions of process groups that this module makes."""
+SAVES = "saves"
+"""The use of the group in which a thread of an asynchronous save communicates."""
+PATIENCE = {SAVES: timedelta(hours=6)}
 """Time-outs of uses in which a rank may be slow (a write to slow storage). Other uses have that of collectives."""
 
 
@@ -19,7 +22,7 @@ class Groups:
         self._made: dict[tuple[str, Ranks], dist.ProcessGroup | None] = {}
         self._by_use: dict[str, dist.ProcessGroup] = {}
 
-    def beside(self, use: str = "saves") -> dist.ProcessGroup:
+    def beside(self, use: str = SAVES) -> dist.ProcessGroup:
         """A gloo group of all ranks, for collectives of another thread while training uses the other groups.
 
         Each use has a group of its own, because collectives of one group wait for each other. Collective: all ranks
@@ -42,7 +45,7 @@ class Groups:
         return self._made[use, grouping.leader]
 
     def _make(self, grouping: Grouping) -> dist.ProcessGroup | None:
-        """Make the groups of all ranks. Their description is the same on all ranks, as heartbeats need it.
+        """Make the groups of all ranks. Their description is the same on all ranks, as `collectives_begun` needs it.
 
         Their names are not: the name of a split group counts the groups of its rank, and some ranks are in fewer.
         """
@@ -57,6 +60,29 @@ class Groups:
             group = dist.new_group(list(members), timeout=self._timeout, group_desc=description)
             found = group if members == own else found
         return found
+
+    @staticmethod
+    def collectives_begun() -> dict[str, dict[str, int]]:
+        """By thread ('main', or 'saves' for that of an asynchronous save) and process group: the collectives begun.
+
+        The number is the group's sequence number. A group has the same key on all of its ranks: its description, or its
+        name if mplug did not make it. (The names of groups split from NCCL's differ between ranks.) This reads torch's
+        state only, so any thread may call it.
+        """
+        numbers: dict[str, dict[str, int]] = {"main": {}, SAVES: {}}
+        world = dist.distributed_c10d._world
+        for group, name in list(world.pg_names.items()):
+            ranks = world.pg_group_ranks.get(group)
+            try:
+                number = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+            except (RuntimeError, AttributeError):  # the backend does not count, or the rank is not in the group
+                continue
+            if ranks and number >= 0:
+                description = group.group_desc
+                key = description if description.startswith(DESCRIBED) else name
+                thread = SAVES if description == f"{DESCRIBED}{SAVES}" else "main"
+                numbers[thread][f"{key}/{hash(tuple(sorted(ranks))):x}"] = int(number)
+        return numbers
 
 
 def _splits_at_once() -> bool:

@@ -4,6 +4,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import select
 import signal
 import socket
 import threading
@@ -17,17 +18,15 @@ from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
 
-from mplug.distributed.heartbeat_transport import Pipe
-from mplug.distributed.heartbeats import Beat
 from mplug.distributed.signals import Signals
-from mplug.distributed.watchdog import Ward
+from mplug.distributed.supervision import Monitor, PluginMessage, Supervisor
 from mplug.distributed.world import World
 from mplug.errors import Diverged, PluginError, RunError, UsageError
 
 GRACE = 3.0
 """Seconds in which the other processes may report their errors and end, after one has failed."""
 AT_ONCE = 0.3
-"""Maximum delay in seconds with which the death of a process is noticed after the errors that it causes elsewhere."""
+"""Maximum number of seconds by which the launcher may notice a death later than the errors that it causes elsewhere."""
 TERMINATED = "terminated"
 """The message of a process that ends because the launcher sent SIGTERM; it has not failed."""
 PASSED_UNCHANGED: dict[str, type[UsageError | RunError]] = {
@@ -69,11 +68,11 @@ def joined(
     world: World,
     device: str,
     timeout: timedelta | None = None,
-    watching: Callable[[], AbstractContextManager[None]] = nullcontext,
+    exchanging: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[None]:
     """Make this process part of its world for the block: set its GPU, its threads, torch's default process group.
 
-    `timeout` is torch's time-out for a collective. The context manager that `watching` returns is entered after the
+    `timeout` is torch's time-out for a collective. The context manager that `exchanging` returns is entered after the
     processes have met, and surrounds the rest of the block.
     """
     import torch
@@ -99,7 +98,7 @@ def joined(
         torch.zeros((), device="cuda", requires_grad=True).backward()  # creates the CUDA context of autograd's thread
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")  # known, and intended
         options = {"backend": "nccl", "device_id": torch.device("cuda", gpu)}
-    with watching():
+    with exchanging():
         dist.init_process_group(store=store, rank=world.rank, world_size=world.size, timeout=timeout, **options)
         yield
         gc.collect()  # a CUDA graph in a reference cycle would keep the communicators in use that it has recorded
@@ -115,23 +114,29 @@ def agreed(value: Any) -> Any:
     return values[0]
 
 
-def launch(size: int, work: Callable[..., Any], *arguments: Any, port: int | None = None) -> Any:
+def launch(
+    size: int,
+    work: Callable[..., Any],
+    *arguments: Any,
+    port: int | None = None,
+    supervisor: Supervisor | None = None,
+) -> Any:
     """Run `work(*arguments, send)` in `size` processes on this machine, and return the result of rank 0.
 
     Each process reads its rank from the environment, as under torchrun, and calls `send(step)` at every step. If a
     process dies, the launcher ends the others and raises the error of the first one: a UsageError or RunError
-    unchanged, any other error as a RunError that names rank, host and step. If the processes send heartbeats
-    (`send(beat)`), the launcher kills a process that hangs, and the error names it. It forwards SIGINT and SIGTERM to
-    the processes; a second signal kills them at once. No process outlives this one.
+    unchanged, any other error as a RunError that names rank, host and step. With a supervisor, the launcher kills a
+    process that hangs, and the error names it. It forwards SIGINT and SIGTERM to the processes; a second signal kills
+    them at once. No process outlives this one.
     """
     multiprocessing.set_forkserver_preload(["mplug.training.loop", "mplug.training.job"])
-    pipes = Pipes(size)
+    pipes = Pipes(size, supervisor.monitor() if supervisor else None)
     with ThreadPoolExecutor(1) as pool, Handler(pipes) as handler:
         # In a separate thread: in the main thread, elastic installs signal handlers, and does not poll while it stops.
         running = pool.submit(_elastic, size, port, work, arguments, pipes.child_ends)
         while not running.done():
             pipes.listen(0.2)
-            pipes.watch()
+            pipes.end_hang()
             if pipes.failing_for() > GRACE:
                 pipes.kill()  # a process that waits in a collective for a dead one does not handle elastic's SIGTERM
     pipes.listen(0.0)
@@ -162,16 +167,33 @@ class Started:
     pid: int
 
 
+class Pipe:
+    """A process's end of the pipe to the launcher; all threads of the process may use it."""
+
+    def __init__(self, line: Connection) -> None:
+        self._line, self._lock = line, threading.RLock()  # a signal may interrupt the main thread while it sends
+
+    def send(self, message: object) -> None:
+        """Send a message; drop that of a plugin if the pipe is full, because the launcher may be suspended."""
+        with self._lock:
+            if not isinstance(message, PluginMessage) or select.select([], [self._line], [], 0)[1]:
+                self._line.send(message)
+
+    def recv(self) -> Any:
+        """Wait for the launcher's next message."""
+        return self._line.recv()
+
+
 class Pipes:
     """The launcher's pipes to its processes: it sends signals, and receives messages.
 
-    A process sends `Started`, the number of each step that it starts, a heartbeat per second, and at its end "done",
-    "terminated" or its error. A process whose pipe closes without one of these three was killed. The launcher needs
-    these messages because elastic reports one failure only, which may be that of a process whose connection broke when
-    another one died.
+    A process sends `Started`, the number of each step that it starts, messages of a plugin for `monitor`, and at its
+    end "done", "terminated" or its error. A process whose pipe closes without one of these three was killed. The
+    launcher needs these messages because elastic reports one failure only. This may be the failure of a process whose
+    connection broke when another process died.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, monitor: Monitor | None = None) -> None:
         pairs = [multiprocessing.Pipe() for _ in range(size)]
         self.child_ends = [child_end for _, child_end in pairs]
         self.own_ends = {own_end: rank for rank, (own_end, _) in enumerate(pairs)}
@@ -179,8 +201,8 @@ class Pipes:
         """(time, rank, last message or None) of every process that has ended or is about to end."""
         self.steps: dict[int, int] = {}
         self.pids: dict[int, int] = {}
-        self.ward = Ward(range(size))
-        self.last_watch = time.monotonic()
+        self.monitor = monitor
+        self.last_look = time.monotonic()
 
     def listen(self, seconds: float) -> None:
         """Receive the messages of the processes; wait at most `seconds` for the first."""
@@ -195,33 +217,37 @@ class Pipes:
                 message = line.recv()
                 if isinstance(message, Started):
                     self.pids[rank] = message.pid
-                elif isinstance(message, Beat):
-                    self.ward.hear(message)
+                elif isinstance(message, PluginMessage):
+                    if self.monitor is not None:
+                        self.monitor.hear(rank, message.content)
                 elif isinstance(message, int):
                     self.steps[rank] = message
-                    self.ward.note_step(rank, message)
+                    if self.monitor is not None:
+                        self.monitor.begin_step(rank, message)
                 else:
-                    self.ends.append((time.monotonic(), rank, message))
-                    self.ward.leave(rank)
+                    self._end(rank, message)
             except (EOFError, OSError):
-                self.ends.append((time.monotonic(), rank, None))
-                self.ward.leave(rank)
+                self._end(rank, None)
                 self.own_ends.pop(line, None)
         if self.child_ends and len(self.pids) == len(self.child_ends):
             self._close_child_ends()
 
-    def watch(self) -> None:
-        """Kill the processes that hang, as heartbeats show, and record their failure as the first."""
+    def _end(self, rank: int, message: Any, seconds_ago: float = 0.0) -> None:
+        """Record the end of a process with its last message, or None if it sent none."""
+        self.ends.append((time.monotonic() - seconds_ago, rank, message))
+        if self.monitor is not None:
+            self.monitor.leave(rank)
+
+    def end_hang(self) -> None:
+        """Kill the processes that hang, as the monitor reports, and record their failure as the first."""
         now = time.monotonic()
-        self.ward.pass_time(now - self.last_watch)
-        self.last_watch = now
-        verdict = self.ward.verdict()
-        if verdict is None or self._failures():
+        elapsed, self.last_look = now - self.last_look, now
+        hang = self.monitor.hang(elapsed) if self.monitor is not None else None
+        if hang is None or self._failures():
             return
-        for rank in verdict.ranks:
-            self.ends.append((now - 2 * AT_ONCE, rank, (RunError.__name__, verdict.text)))
+        for rank in hang.ranks:
+            self._end(rank, (RunError.__name__, hang.sentence), seconds_ago=2 * AT_ONCE)
             self._kill(rank)
-            self.ward.leave(rank)
 
     def _kill(self, rank: int) -> None:
         """Kill a process and its children with SIGKILL, which also works on stopped processes."""

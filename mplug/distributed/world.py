@@ -90,7 +90,7 @@ class Launcher:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The variables that belong to this launcher alone: with all of them, the others must be there too."""
+        """Variables that only this launcher sets. If all of them are set, its other variables must be set too."""
         return (*self.variables[:2], *self.own)
 
     def job_in(self, environment: Environment) -> str:

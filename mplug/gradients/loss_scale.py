@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mplug.run.run import Run
-
-BUFFER = "loss_scale"
-"""The name of the module buffer that holds the scale, for losses that add their gradient inside blocks."""
+from mplug.tensors.host_buffers import fill_host_buffers
 
 
 class LossScale:
@@ -26,9 +24,7 @@ class LossScale:
         self.config, device = run.config.trainer.loss_scale, run.device
         self.scale = torch.full((), self.config.initial, device=device)
         self.good, self.overflows = torch.zeros((2,), device=device).unbind()
-        for part in module.modules():
-            if BUFFER in part._buffers:
-                part._buffers[BUFFER] = self.scale  # the same tensor, so that no copy is needed
+        fill_host_buffers(module, "loss scale", self.scale)
 
     @classmethod
     def of(cls, run: Run, module: nn.Module) -> "LossScale | None":

@@ -1,7 +1,7 @@
 """Finish gradients by placement: one pass of the host, in a fixed order.
 
-For every gradient, the host sums over the axes over which its placement says that it is partial, except the axes in
-`sinks.reduced_over`: a listening strategy (data parallelism) has summed over those. Examples of what remains: norms
+The host sums every gradient over the mesh axes over which it is partial (`Placement.partial_axes`). It omits the axes
+in `sinks.reduced_over`: a listening strategy (data parallelism) has summed over those. Examples of what remains: norms
 under sequence parallelism, QK-norms, KV heads that several ranks hold, tied embeddings on two stages.
 """
 
@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mplug.contracts import Piece
-from mplug.gradients.precision import wide
 from mplug.gradients.region import region
+from mplug.gradients.wide import wide
 from mplug.layout.placement import Placement
 from mplug.layout.ranks import Ranks
 from mplug.ops.exchanges import Exchange, Item, in_order
 from mplug.run.run import Run
 
 IN_PLACE = 1 << 18
-"""Number of elements from which a gradient is reduced on its own: a flat copy of large ones doubles their memory."""
+"""A gradient of at least this many elements is reduced on its own, because a flat copy would double its memory."""
 
 
 class Reduction:
@@ -89,7 +89,7 @@ class Reduction:
 
 
 def _refuse_apart_and_partial(placement: Placement) -> None:
-    """Raise ValueError if ranks keep different parts along an axis over which their gradients still have to be summed.
+    """Raise ValueError if gradients must still be summed over an axis along which ranks keep different parts.
 
     The host cannot sum them: each rank has the gradients of its own part only.
     """

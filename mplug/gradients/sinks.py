@@ -10,8 +10,8 @@ the sink has a hook on that node.
 
 No pass over memory zeroes the buffers: the first contribution of a step overwrites the values of the last step. The
 CPU tensor `main_grad_stale`, next to the buffer, says whether that contribution is still missing. Code that adds to
-`main_grad` outside of a linear layer's gemm or an embedding's look-up must use `mplug_nn.add_product` or `add_rows`, or
-call `mplug_nn.zero_if_stale` first.
+`main_grad` outside of a linear layer's gemm or an embedding's look-up must use `add_product` or `add_rows` of
+`mplug.tensors.sink`, or call its `zero_if_stale` first.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -96,8 +96,9 @@ class GradientSink:
         """Add the gradient of a whole backward pass, in the buffer's shape; call it once per backward pass.
 
         A strategy that gathers weights needs this, because autograd never sees the sink's parameter. It sums the
-        gradient over the ranks that gather, and contributes this rank's part. While the buffer is stale, this
-        strategy may keep other values in its memory, and `gradient` may be the buffer itself.
+        gradient over the ranks that gather, and contributes this rank's part. As long as the sink is stale, the
+        strategy may use the buffer's memory for other values. If it has computed the gradient there, it passes the
+        buffer itself as `gradient`.
         """
         if self.stale:
             self.buffer.copy_(gradient)

@@ -120,7 +120,7 @@ class Statistics:
         return {name: total.view(shape) for (name, shape), total in zip(shapes.items(), totals, strict=True)}
 
     def _own_part(self, name: str, nothing: Tensor) -> Tensor:
-        """This rank's values in the logical tensor, flat; `nothing` [...] is the tensor without any value."""
+        """This rank's values in the logical tensor, flat; `nothing` [...] has the value that changes no result."""
         if not self.placements[name].splits:
             return self.own[name].flatten()
         whole = nothing.to(self.own[name].dtype, copy=True)
@@ -142,7 +142,7 @@ class Statistics:
             yield box, region(self.own[name], box)
 
     def tell(self, skip: Tensor) -> None:
-        """Update states from the step's statistics; with `skip` = 1, nothing may be learned from the step."""
+        """Update states from the step's statistics. With `skip` = 1, the states must stay as they are."""
         for update in self.updates:
             update(skip)
         for module in self.learners:

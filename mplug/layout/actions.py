@@ -119,7 +119,7 @@ def with_transfers(rows: tuple[Row, ...], ranks: tuple[int, ...]) -> Table:
 def forward_half(table: Table) -> Table:
     """The forward passes of a table with their transfers: the order of an evaluation, and of sampling.
 
-    If the table cannot deadlock, neither can this half: it lacks whole pairs of a send and its receive.
+    It cannot deadlock if the table cannot: each send that it omits is omitted together with its receive.
     """
     kinds = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
     rows = (tuple(action for action in row if action.kind in kinds) for row in table.rows)

@@ -49,7 +49,7 @@ class ExternalMap:
     """A region of our parameter and the region of a public tensor that holds its values, factor by factor.
 
     This is the general form: it permutes, transposes, reshapes and strides. A label in braces in the tensor's name
-    ('experts.{e}.w1') says that there is one public tensor for each index of this factor of ours. A factor without a
+    ('blocks.{e}.w1') says that there is one public tensor for each index of this factor of ours. A factor without a
     partner on the other side selects a single index.
     """
 

@@ -37,8 +37,8 @@ class Axis:
     The axis divides the named axes `splits` of *parameters*, `entries` of *batch entries* and `activations` of
     activations inside the model. `entries` maps each named axis to the index map that selects a rank's indices.
     Examples of `activations`: the residual stream's sequence under sequence parallelism; heads, if the ranks divide
-    attention by heads but not its weights. The loader divides samples into equal, contiguous parts. The host cuts every
-    other axis of an entry before the first unit receives it.
+    what is computed by heads but not its weights. The loader divides samples into equal, contiguous parts. The host
+    cuts every other axis of an entry before the first unit receives it.
 
     `distance` says how near its ranks must be: the axis with the smallest distance varies fastest over ranks (tensor
     parallelism inside a node), the axis with the largest varies slowest (pipeline stages). `views` are the views of the
@@ -51,7 +51,7 @@ class Axis:
     entries: Mapping[str, IndexMap] = field(default_factory=dict)
     activations: tuple[str, ...] = ()
     distance: int = 0
-    views: tuple[str, ...] = ("attention",)
+    views: tuple[str, ...] = ("dense",)
 
     def divides(self, named_axis: str) -> bool:
         """Whether ranks along this axis see different parts of `named_axis`, so that a sum over it is partial."""
@@ -95,7 +95,7 @@ def _why_unparsed(rest: str, names: list[str]) -> str:
 def view_sizes(axes: Iterable[Axis]) -> dict[str, int]:
     """For each view, the product of its axes' sizes; the world size must be a multiple of each product."""
     axes = list(axes)
-    views = dict.fromkeys(["attention", *(axis.views[0] for axis in axes if len(axis.views) == 1)])
+    views = dict.fromkeys(["dense", *(axis.views[0] for axis in axes if len(axis.views) == 1)])
     return {view: math.prod(axis.size for axis in axes if view in axis.views) for view in views}
 
 
@@ -103,8 +103,8 @@ def view_sizes(axes: Iterable[Axis]) -> dict[str, int]:
 class Mesh:
     """Named views of one rank order; each view lists its axes from the slowest-varying to the fastest.
 
-    Every view covers all ranks, and the views agree on the axes that they share. So an expert view folds over the same
-    ranks as the attention view, and expert degrees do not multiply the world size.
+    Every view covers all ranks, and the views agree on the axes that they share. So the sparse view folds over the same
+    ranks as the dense view, and its degrees do not multiply the world size.
     """
 
     world_size: int
@@ -136,7 +136,7 @@ class Mesh:
         """Every axis by its name."""
         return {axis.name: axis for members in self.views.values() for axis in members}
 
-    def coordinates(self, rank: int, view: str = "attention") -> dict[str, int]:
+    def coordinates(self, rank: int, view: str = "dense") -> dict[str, int]:
         """The index of `rank` along each axis of a view."""
         indices: dict[str, int] = {}
         for axis in reversed(self.views[view]):
@@ -175,7 +175,7 @@ class Mesh:
 
     def batch_shard(self, rank: int) -> tuple[int, int]:
         """(index, count): this rank reads part `index` of the `count` equal parts of the global batch."""
-        axes = [axis for axis in self.views["attention"] if "batch" in axis.entries]
+        axes = [axis for axis in self.views["dense"] if "batch" in axis.entries]
         return self.number(rank, [axis.name for axis in axes]), math.prod(axis.size for axis in axes)
 
     def place(self, rank: int, flowing: Collection[str], weights: str) -> int:
@@ -187,7 +187,7 @@ class Mesh:
         """
         dividing = [
             axis.name
-            for axis in self.views["attention"]
+            for axis in self.views["dense"]
             if axis.divides(weights) or not {*axis.entries, *axis.activations}.isdisjoint(flowing)
         ]
         return self.number(rank, dividing)

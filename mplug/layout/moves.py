@@ -80,7 +80,7 @@ def _selected(
 
 
 def _range(factor: Factor, low: int, high: int) -> tuple[int, int]:
-    """Of the selected indices of a factor, the range of those between `low` and `high`."""
+    """The range of a factor's selected indices that lie between `low` and `high`."""
     first, last = -(-(low - factor.start) // factor.step), -(-(high - factor.start) // factor.step)
     return max(first, 0), min(last, factor.length)
 
@@ -94,7 +94,8 @@ def _slice(factor: Factor, own: tuple[int, int], origin: int) -> slice:
 def _source(dims: Dims, ranges: dict[str, tuple[int, int]]) -> View:
     """The smallest box, aligned to factors, that contains the selected indices `ranges`, and its view.
 
-    Of a factor with steps, the box also has the indices between: then maps that interleave read equal boxes.
+    If a factor has steps, the box also contains the indices between the selected ones. So maps that interleave tensors
+    read equal boxes.
     """
     starts, shapes, sizes, slices, labels = [], [], [], [], []
     for dim in dims:

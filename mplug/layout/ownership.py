@@ -101,10 +101,10 @@ class Bucket:
 class Engine:
     """The memory of an engine of another framework that keeps masters, optimizer states and gradients of a run itself.
 
-    `num_bytes` are the bytes on a rank by kind ("masters"; "masters, in files" if they are elsewhere), without those of
-    the optimizer's states. For `mplug explain`, the host adds the states and the kinds that are not among them.
-    `making_states()` is a context in which the host builds the optimizer: an engine can choose there where new states
-    are.
+    `num_bytes` maps kinds of memory ("masters", or "masters, in files" if they are not in memory) to their bytes on a
+    rank. The optimizer's states are not included. `mplug explain` adds these, and the kinds that `num_bytes` does not
+    list. `making_states()` is a context in which the host builds the optimizer: an engine can choose there where new
+    states are.
     """
 
     num_bytes: Mapping[str, int]

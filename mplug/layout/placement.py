@@ -78,9 +78,10 @@ def _shares(segment: Segment, axis: Axis) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Region:
-    """A segment of every dimension, of which each rank holds at most one box.
+    """A combination of one segment per dimension; a rank holds at most one box of it.
 
-    `copies` groups the ranks that hold the same box, and `partial` those whose gradients sum to the box's.
+    `copies` groups the ranks that hold the same box. `partial` groups the ranks whose gradients add up to that of the
+    box.
     """
 
     cuts: tuple[Cut, ...]
@@ -95,8 +96,8 @@ class Placement:
     `stages` are the indices along `stage_axis` whose ranks hold it: one pipeline stage, or two for tied embeddings. On
     an axis that the mesh does not have, every rank has index 0. Along the axes in `apart`, ranks keep different parts
     of what would be copies (rows at rest, ranges of an optimizer's state). Over those in `summed`, the gradient is
-    complete before the gradient sink receives it. `beside` are axes that split what it is used with: the weights of
-    experts, for a statistic of their rows.
+    complete before the gradient sink receives it. `beside` are axes that split what it is used with: the weights
+    that multiply the rows, for a statistic of these rows.
 
     Everything about one rank follows from these facts, in a time that does not depend on the number of ranks.
     """
@@ -192,7 +193,7 @@ class Placement:
     def data_axes(self) -> tuple[str, ...]:
         """Those of `partial_axes` that divide batch entries: data parallelism sums the gradient over them.
 
-        For an expert's weight these are axes of the expert view: one may span several axes of the attention view.
+        Axes of the sparse view may each span several axes of the dense view.
         """
         axes = [self.mesh.axes[name] for name in self.partial_axes]
         return tuple(axis.name for axis in axes if any(named in axis.entries for named in self.parameter.over))
@@ -256,7 +257,7 @@ class Placement:
         return tuple(boxes)
 
     def _region(self, cuts: tuple[Cut, ...]) -> Region:
-        """Copies share the index along each axis that cuts; those of few KV heads do different work, so they sum."""
+        """Copies have the same index along each axis that cuts. The gradients of a KV head's copies are partial."""
         names, sizes = tuple(axis.name for axis in self.view), tuple(axis.size for axis in self.view)
         together: dict[str, int | tuple[int, ...]] = dict(zip(names, sizes, strict=True))
         together |= dict.fromkeys(self.apart, 1) | {cut.axis: cut.copies for cut in cuts if cut.axis}
@@ -268,5 +269,5 @@ class Placement:
 
 
 def facts_of(placement: Placement) -> dict[str, Any]:
-    """The facts of a placement by name, from which one of another class can be made."""
+    """The facts of a placement by name, to make a placement of another class."""
     return {name: getattr(placement, name) for name in Placement.__dataclass_fields__}

@@ -9,6 +9,7 @@ from mplug.errors import listed, suggest
 from mplug.layout.actions import Table
 from mplug.layout.external import ExternalNames
 from mplug.layout.names import compiled, within
+from mplug.layout.work import Flops, Work
 
 
 @dataclass(frozen=True)
@@ -179,21 +180,6 @@ class Stages:
 
 
 @dataclass(frozen=True)
-class Flops:
-    """Floating-point operations of a forward and backward pass (2 per multiply-add; backward is twice forward).
-
-    `per_token` counts products with weights, `per_squared_length` attention (only the unmasked half if it is causal).
-    """
-
-    per_token: int
-    per_squared_length: int
-
-    def of(self, tokens: int, squared_lengths: int) -> int:
-        """FLOPs of sequences with `tokens` tokens in total, whose squared lengths sum to `squared_lengths`."""
-        return self.per_token * tokens + self.per_squared_length * squared_lengths
-
-
-@dataclass(frozen=True)
 class Plan:
     """The data that a model publishes about itself.
 
@@ -201,14 +187,15 @@ class Plan:
     fully qualified names ('*' matches one dotted component) to the meaning of their dimensions. `context` names the
     axes of every batch entry, `activations` those of every activation that travels between units. `tied` are groups of
     names of the same parameter; the pattern of the first name describes it. `buffers` map patterns to the modules'
-    buffers, except those that the host sets itself. `mixing` maps patterns of modules to the named axes that these
+    buffers, except those that the host fills. `mixing` maps patterns of modules to the named axes that these
     modules and their submodules mix; use it for classes of other packages, which cannot declare it (`mixes`). `frozen`
     are patterns of parameters and modules that are not trained, even if `parameters` says otherwise; the host adds the
     patterns of the config (`model.frozen`). `base_modules` are patterns of modules that keep the formats of a precision
-    if its recipe computes products in others (a router that is not `mplug_nn.Router`). The first and the last unit of
-    a row of blocks, and all units outside of a row, are base modules in any case. `external` says which tensors of
+    if its recipe computes products in others (a product whose result must be in fp32). The first and the last unit of a
+    row of blocks, and all units outside of a row, are base modules in any case. `external` says which tensors of
     published checkpoints hold which parameters; None: the model has no published form. `shifted` are entries that the
-    host makes from those of the loader; `context` names their axes too.
+    host makes from those of the loader; `context` names their axes too. `work` says what the FLOPs belong to: which
+    parameter, or which module. If it is None, the host collects it from what the modules state (`plan_work`).
     """
 
     units: tuple[Unit, ...]
@@ -224,6 +211,7 @@ class Plan:
     base_modules: tuple[str, ...] = ()
     external: ExternalNames | None = None
     shifted: Mapping[str, Shift] = field(default_factory=dict)
+    work: tuple[Work, ...] | None = None
 
     def match_buffers(self, names: Iterable[str]) -> dict[str, Buffer]:
         """Each matched buffer's entry; ValueError if a pattern matches no buffer, or two match the same buffer."""

@@ -74,8 +74,9 @@ class Grouping:
     """A partition of ranks into groups, in which ranks differ only along some axes of one view.
 
     `axes` and `sizes` are the view's, the slowest-varying first. `together` says, for each axis, which indices a group
-    spans: blocks of so many consecutive indices (1: the ranks of a group have the same index; the axis' size: they have
-    all), or these indices only (tied embeddings are on the first and the last stage). A rank at another index is alone.
+    spans. A number n stands for blocks of n consecutive indices: with 1, the ranks of a group have the same index; with
+    the axis' size, they have all indices. A tuple stands for these indices only (tied embeddings are on the first and
+    the last stage); a rank at another index is alone.
     """
 
     axes: tuple[str, ...]

@@ -103,7 +103,7 @@ def _missing(action: Action, rank: int, table: Table, done: set[Action]) -> list
         return [] if any(one in done for one in kinds) else [kinds[0]]
 
     def arrived(receive: Kind) -> list[Action]:
-        """Of a neighbouring chunk: the receive of its result, or the computation of it in this rank."""
+        """The action that provides a neighbouring chunk's result: its receive, or its computation on this rank."""
         neighbour = chunk - RECEIVES[receive][1]
         if not 0 <= neighbour < len(table.ranks):
             return []

@@ -48,18 +48,19 @@ def squares_of_rows(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Adapters:
-    """The published form of the adapters alone: the folder that the library PEFT reads and writes.
+    """The published form of the adapters alone: a folder that the format `format` (a name) reads and writes.
 
-    `names` maps the adapters' parameters to the tensors of adapter_model.safetensors; None, with a `reason`, if there
-    is no such form. `config` is adapter_config.json. A parameter in `offsets` is published as its sum with these norms
-    (the magnitudes of DoRA). A new run begins with the adapters of the folder `path`.
+    `names` maps the adapters' parameters to the tensors of the folder; None, with a `reason`, if there is no such form.
+    `config` are the fields that describe the adapters in the folder. A parameter in `offsets` is published as its sum
+    with these norms (the magnitudes of DoRA). A new run begins with the adapters of the folder `path`.
 
-    `check` compares such a folder with the run: check(the fields of its adapter_config.json, the names of its tensors)
-    raises ValueError, with a clause ('have r=4, and the run has 8; use the settings of the folder'), unless PEFT
-    computes with the folder what the run computes. Without it, all fields must be those of `config`. The host compares
-    the names and shapes of the tensors.
+    `check` compares such a folder with the run: check(the fields of its description, the names of its tensors) raises
+    ValueError, with a clause ('have r=4, and the run has 8; use the settings of the folder'), unless the software of
+    this format computes with the folder what the run computes. Without it, all fields must be those of `config`. The
+    format compares the names and shapes of the tensors.
     """
 
+    format: str
     names: ExternalNames | None
     config: Mapping[str, Any]
     offsets: Mapping[str, RowNorms] = field(default_factory=dict)

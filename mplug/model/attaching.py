@@ -1,17 +1,18 @@
-"""The plan of a model to which plugins attach modules, and of which they freeze parameters."""
+"""How the plan of a model changes when plugins attach modules to the model or freeze its parameters."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mplug_nn.description import describe_added
-from mplug_nn.inits import ZEROS, Inits
-from mplug_nn.linear import Linear
 from torch import nn
 
 from mplug.layout.external import ExternalNames
+from mplug.layout.inits import ZEROS, Inits
 from mplug.layout.names import compiled
 from mplug.layout.plan import Parameter, Plan
+from mplug.layout.work import Work
+from mplug.model.description import describe_added
+from mplug.model.work import work_of
 
 
 def with_attached(plan: Plan, model: nn.Module, modules: Mapping[str, nn.Module]) -> Plan:
@@ -21,8 +22,8 @@ def with_attached(plan: Plan, model: nn.Module, modules: Mapping[str, nn.Module]
         parent = model.get_submodule(parent_name)
         if getattr(parent, attribute, None) is not None:
             raise ValueError(f"'{parent_name}' has the attribute '{attribute}' already; attach the module elsewhere")
-        if isinstance(parent, Linear) and attribute == "adapter" and not parent.adaptable:
-            raise ValueError(f"'{parent_name}' cannot have an adapter: its block multiplies by the weight itself")
+        if not getattr(parent, "adaptable", True):
+            raise ValueError(f"'{parent_name}' cannot have an adapter: its block states so (adaptable=False)")
         setattr(parent, attribute, module)
     added = describe_added(modules, Inits(ZEROS, ZEROS))
     per_token = plan.flops.per_token + added.flops.per_token
@@ -32,7 +33,15 @@ def with_attached(plan: Plan, model: nn.Module, modules: Mapping[str, nn.Module]
         buffers={**plan.buffers, **added.buffers},
         flops=replace(plan.flops, per_token=per_token),
         external=_without(plan.external, [*added.parameters, *_states(added.buffers)]),
+        work=None if plan.work is None else (*plan.work, *_added_work(plan, modules)),
     )
+
+
+def _added_work(plan: Plan, modules: Mapping[str, nn.Module]) -> Iterator[Work]:
+    """The work of added modules, for a plan that states its own; the input of each may depend on the whole unit."""
+    for name, module in modules.items():
+        unit = next(unit.name for unit in plan.units if name.startswith(f"{unit.name}."))
+        yield from (replace(work, unit=unit, after=(unit,)) for work in work_of(module, name))
 
 
 def _states(buffers: Mapping[str, Any]) -> list[str]:

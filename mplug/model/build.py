@@ -13,13 +13,6 @@ from mplug.contracts import Optimizer, Piece
 from mplug.errors import UsageError, listed
 from mplug.model.adapting import adapt
 from mplug.model.alternatives import kernels_that_would_do
-from mplug.model.caching import (
-    choose_static_caches,
-    find_uncached,
-    refuse_to_sample,
-    serve_caches,
-    use_plain_attention,
-)
 from mplug.model.casts import copies_of
 from mplug.model.count_passes import passes_of
 from mplug.model.draws import Draws, drawing_plugin
@@ -65,8 +58,8 @@ def build_model(run: Run) -> Model:
         representatives = {(u.plugin, u.kind): u for u in different.values()}  # trying a kernel costs one process
         remedies = {key: _remedy(run.config, unmet) for key, unmet in representatives.items()}
         raise UsageError("\n".join(f"{text}{remedies[u.plugin, u.kind]}" for text, u in different.items()))
-    if run.decoding is not None:
-        return model  # sampling has no optimizer
+    if not run.trains:
+        return model  # there is no optimizer
     trained = {name: placement for name, placement in model.placements.items() if placement.parameter.trainable}
     cut = [(axis, name) for name, placement in trained.items() for axis in placement.cut_by]
     shards = bool(run.hooks.implementers("shard_states"))
@@ -103,7 +96,7 @@ def _refuse_states_of_frozen(run: Run, model: Model) -> None:
 
 
 def _refuse_transient_gradients(run: Run, model: Model) -> None:
-    """Raise UsageError if every backward pass sums gradients, and passes do not compute the gradients of all units."""
+    """Raise UsageError if every backward pass sums gradients, but one pass does not compute those of all units."""
     if model.sharding is None or not model.sharding.transient:
         return
     if model.stages.backward == "split" or len(model.own_chunks) > 1:
@@ -131,21 +124,15 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
         _refuse_unused_entries(run, model)
         adapt(run, model)
     freeze(model, run.config)
+    model.plan = replace(model.plan, work=model.work)
     model.recipe, model.base_modules = run.precision.recipe, choose_base_modules(run, model)
     model.place(run.mesh, run.hooks.call.split_model(run=run, model=model))
     refuse_mixing(run, model)
     model.passes = passes_of(model)
-    if run.decoding is not None:
-        find_uncached(model)
     model.keep_stage(run.mesh.index(run.rank, model.stages.axis))
     run.hooks.call.shard_model(run=run, model=model)
-    if run.decoding is not None:
-        refuse_to_sample(run, model)
-        serve_caches(run, model)
     selection = select_offers(model, run, collect_offers(run, model))
-    if run.decoding is not None:
-        use_plain_attention(model, selection)
-        choose_static_caches(run, model, selection)
+    run.hooks.call.offers_selected(run=run, model=model, selection=selection)
     add_slot_buffers(model, run, selection.filled)
     fill_slots(model, selection)
     drawing = drawing_plugin(run, model.slots)

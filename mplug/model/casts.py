@@ -1,11 +1,10 @@
-"""Copies of weights in other formats (`mplug_nn.Product.cast`), made once for each version of the weights."""
+"""Copies of weights in other formats (`WeightProduct.cast`), made once for each version of the weights."""
 
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import torch
-from mplug_nn import FusedProduct, GroupedProduct, Linear, Product
 from torch import Tensor
 
 from mplug.model.model import Model
@@ -54,10 +53,5 @@ def copies_of(model: Model) -> list[Tensor]:
 
 def _kept(model: Model, unit: str) -> list[ProductWeight]:
     """The weights of a unit that have copies at rest."""
-    return [one for one in weights_at_rest(model, unit, "CASTS") if _makes_copies(one.module)]
-
-
-def _makes_copies(module: Any) -> bool:
-    """Whether the product of a module has a `cast` of its own: those of the base classes return no copies."""
-    content = module.content[0] if isinstance(module, Linear) else module.product
-    return type(content).cast not in (Product.cast, FusedProduct.cast, GroupedProduct.cast)
+    found = weights_at_rest(model, unit, "CASTS")
+    return [one for one in found if one.module.product_of(one.weight)[0].makes_copies]

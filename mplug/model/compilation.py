@@ -5,16 +5,13 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
 from torch.fx import GraphModule
 
 from mplug.errors import UsageError
 from mplug.layout.plan import Unit
-from mplug.model.caching import without_static_caches
 from mplug.model.compiler_cache import repair_libraries
 from mplug.model.model import Model
 from mplug.model.tracer import prepare_compiler
-from mplug.model.units import AS_THEY_ARE, Instead
 from mplug.run.run import Run
 from mplug.run.toolchain import triton_builds
 
@@ -74,29 +71,6 @@ def compiled_units(
     named: dict[str, Any] = {"backend": _recomputing(backend), "fullgraph": True, "dynamic": False}
     own = ((unit, getattr(model.module.get_submodule(unit.name), unit.method)) for unit in units)
     return [(unit, torch.compile(run, **named)) for unit, run in own]
-
-
-def compiled_step(run: Run, model: Model) -> tuple[Instead, str]:
-    """(the inference units as compiled functions, by their names; why there are none although the run asks for them).
-
-    Every token of a cache that grows has other shapes, so its steps are not compiled. A unit whose module has hooks
-    stays eager, because a call of its method would omit them.
-    """
-    trainer = run.config.trainer
-    if trainer.compile == "never":
-        return AS_THEY_ARE, ""
-    if growing := without_static_caches(model):
-        return AS_THEY_ARE, growing
-    backend = compiler_of(run)
-    if backend is None:
-        return AS_THEY_ARE, f"trainer.compile={trainer.compile} compiles nothing on this machine's {run.device.upper()}"
-    units = [unit for unit in model.plan.inference if not _has_hooks(model.module.get_submodule(unit.name))]
-    found = compiled_units(model, units, backend, trainer.tune_kernels)
-    return {unit.name: compiled for unit, compiled in found}, ""
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _recomputing(name: str) -> Callable[..., Any]:

@@ -6,8 +6,8 @@ the order in which a pipeline runs its micro batches, on earlier draws, or on a 
 generator state.
 
 The place is the rank's number among the ranks that compute different parts of the unit, or different heads. Ranks that
-hold copies of attention draw the same numbers; all other ranks draw different ones. Therefore only attention may draw
-by itself: ranks that hold copies of anything else would draw different masks.
+hold copies of the same heads draw the same numbers; all other ranks draw different ones. Therefore only what is divided
+by heads may draw by itself: ranks that hold copies of anything else would draw different masks.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,7 +28,7 @@ ENTRY = "draws"
 """The entry of a micro batch that holds its key: a Python int, which no unit takes."""
 
 HEADS = "heads"
-"""The named axis of attention's weights that its inputs do not have."""
+"""The named axis of weights that the inputs of a unit do not have."""
 
 
 def micro_batch_key(seed: int, step: int, number: int) -> int:

@@ -1,12 +1,10 @@
-"""The weights of which a strategy gathers copies for each pass (`mplug_nn.GatheredForm`), and why not of the others."""
+"""The weights for which a strategy gathers copies in each pass, and why it gathers the other weights themselves."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from mplug_nn import FusedProduct, GatheredForm, Linear, Product
-from mplug_nn.fusible import computes_as_linear
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -15,9 +13,11 @@ from mplug.layout.gathered import GatheredPlacement
 from mplug.model.model import Model
 from mplug.model.selection import Wider
 from mplug.run.run import Run
+from mplug.tensors.gathered_form import GatheredForm
 from mplug.tensors.slot_buffers import held
+from mplug.tensors.weight_product import ProductModule
 
-SHARED, NO_PRODUCT = "several modules read it", "no product of a linear layer reads it"
+SHARED, NO_PRODUCT = "several modules read it", "no product in a slot reads it"
 NO_COPIES = "its product reads no copies"
 
 
@@ -25,7 +25,7 @@ NO_COPIES = "its product reads no copies"
 class GatheredCopies:
     """The copies of one weight that ranks gather instead of it. `like` are the whole copies, without memory."""
 
-    module: Linear
+    module: ProductModule
     slot: str
     attribute: str
     form: GatheredForm
@@ -75,18 +75,18 @@ def _of_parameter(
     name, module, attribute = holders[0]
     if len(holders) > 1:
         return SHARED
-    if not isinstance(module, Linear) or attribute not in module.CASTS:
+    if not isinstance(module, ProductModule) or attribute not in module.CASTS:
         return NO_PRODUCT
-    product, slot = module.content
+    product, slot = module.product_of(attribute)
     filled = next((one for one in model.slots if (one.site.name, one.site.slot) == (name, slot)), None)
-    if filled is None or filled.offer is None or not isinstance(product, Product | FusedProduct):
+    if filled is None or filled.offer is None:
         return NO_COPIES
     form = product.gathered_form()
     if isinstance(form, str):
         return form
     if replacing := next(wider.replacing(filled.site), None):
         return f"{replacing[0]} replaces {replacing[1]} and reads it"
-    if reason := _against_layer(module):
+    if reason := module.other_readers(attribute):
         return reason
     each = placement.rows_each
     if each % form.rows_multiple:
@@ -94,17 +94,6 @@ def _of_parameter(
     like, parts = _without_memory(run, placement, form, held(module, slot), filled.supplier)
     part_bytes = sum(part.nbytes for part, travels in zip(parts, form.along_rows, strict=True) if travels)
     return GatheredCopies(module, slot, module.CASTS[attribute], form, filled.supplier, like, part_bytes)
-
-
-def _against_layer(module: Linear) -> str:
-    """Why code besides the product may read the weight of a layer, or empty."""
-    if not computes_as_linear(module):
-        return f"{type(module).__name__} changes how a linear layer computes"
-    if not module.adaptable:
-        return "its block may read it without calling the layer (Linear.adaptable)"
-    if module.adapter is not None and getattr(module.adapter, "reads_weight", True):
-        return "its adapter may read it (reads_weight)"
-    return ""
 
 
 def _without_memory(

@@ -1,6 +1,6 @@
 """Why a CUDA graph cannot replay the steps of a run. A part of a step that does not state that it can is refused.
 
-A step of training is the whole step. A step of sampling computes one token of each text.
+A step of training is the whole step. A command may also record a forward pass (`forward_obstacles`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -9,10 +9,10 @@ from mplug.config.binding import RunConfig
 from mplug.config.sources import source_of
 from mplug.contracts import Optimizer
 from mplug.errors import UsageError, listed
-from mplug.model.caching import without_static_caches
 from mplug.model.draws import drawing_plugin
 from mplug.model.model import Model
 from mplug.run.run import Run
+from mplug.tensors.weight_product import ProductModule
 
 HOOK = "captures"
 IN_A_STEP = (
@@ -26,8 +26,8 @@ IN_A_STEP = (
     "build_optimizer",
 )
 """Hooks whose results run in every step."""
-IN_SAMPLING = ("build_model", "adapt_model", "mesh_axes", "shard_model")
-"""Hooks whose results run in every step of sampling."""
+IN_FORWARD = ("build_model", "adapt_model", "mesh_axes", "shard_model")
+"""Hooks whose results run in every forward pass."""
 AFTER_A_STEP = ("parameters_updated",)
 """Hooks that the host calls after every step: they find what the replayed step has written."""
 
@@ -55,21 +55,9 @@ def obstacles(run: Run, model: Model, optimizer: Optimizer) -> list[str]:
     return [*steppers, *of_plugins, *_of_draws(run, model), *_of_modules(run, model), *_of_decay(run, optimizer)]
 
 
-def sampling_obstacles(run: Run, model: Model) -> list[str]:
-    """The reasons, as clauses, why no graph can replay the steps of sampling; empty if one can."""
-    if not run.device.startswith("cuda"):
-        return ["the run is on the CPU"]
-    if growing := without_static_caches(model):
-        return [*_of_exchanges(run), growing]
-    return [*_of_exchanges(run), *_of_plugins(run, model, IN_SAMPLING), *_of_modules(run, model)]
-
-
-def _of_exchanges(run: Run) -> Iterator[str]:
-    """Mesh axes whose ranks exchange activations; ranks that only divide the batch do not."""
-    owners = {axis.name: label for label, axes in run.hooks.each("mesh_axes", config=run.config) for axis in axes}
-    for axis in run.mesh.axes.values():
-        if axis.size > 1 and (set(axis.entries) != {"batch"} or axis.splits or axis.activations):
-            yield f"the ranks of {owners.get(axis.name, 'the layout')} exchange activations ({axis.name}={axis.size})"
+def forward_obstacles(run: Run, model: Model) -> list[str]:
+    """The reasons, as clauses, why no graph can replay the parts of a forward pass; empty if one can."""
+    return [*_of_plugins(run, model, IN_FORWARD), *_of_modules(run, model)]
 
 
 def _of_plugins(run: Run, model: Model, hooks: Iterable[str]) -> Iterator[str]:
@@ -96,17 +84,17 @@ def _of_draws(run: Run, model: Model) -> Iterator[str]:
     if drawing:
         yield (
             f"{drawing} draws dropout masks from torch's generator, which the host seeds for every unit (without "
-            f"dropout in attention, it draws none)"
+            f"dropout, it draws none)"
         )
 
 
 def _of_modules(run: Run, model: Model) -> Iterator[str]:
-    """Defaults of slots in which the CPU waits for the device (`waits` of the module)."""
+    """Defaults of slots in which the CPU waits for the device (`ProductModule.waits`)."""
     reasons = dict[str, list[str]]()
     for filled in model.slots:
-        waits = getattr(filled.site.module, "waits", None)
-        if filled.offer is None and waits is not None:
-            reason = waits(filled.site.slot, run.precision.activation_dtype)
+        module = filled.site.module
+        if filled.offer is None and isinstance(module, ProductModule):
+            reason = module.waits(filled.site.slot, run.precision.activation_dtype)
             if reason:
                 reasons.setdefault(reason, []).append(filled.site.role)
     for reason, roles in reasons.items():

@@ -26,7 +26,7 @@ def shape_of(run: Run, model: Model, name: str) -> tuple[int, ...] | None:
         if named not in lengths:
             return None
         length = lengths[named]
-        for axis in run.mesh.views["attention"]:
+        for axis in run.mesh.views["dense"]:
             if named != "batch" and (named in axis.entries or named in axis.activations):
                 length = -(-length // axis.size)
         shape.append(length)

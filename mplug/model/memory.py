@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from mplug.gradients.owned_memory import Shards
-from mplug.gradients.precision import wide
 from mplug.gradients.region import region
+from mplug.gradients.wide import wide
 from mplug.layout.placement import Box, Placement
 from mplug.model.model import Model
+from mplug.tensors.host_buffers import purpose_of
 from mplug.tensors.random import key_of, normal
 
 CHUNK = 1 << 22
@@ -59,14 +60,18 @@ def allocate(
 
 
 def _first_value(model: Model, name: str, buffer: Tensor, rank: int, device: torch.device, seed: int) -> Tensor:
-    """A buffer with its initial value: the plan describes all but `site`, `loss_scale` and `token_scale`."""
+    """A buffer with its initial value: the plan describes all that the host does not fill."""
     module, _, attribute = name.rpartition(".")
-    if attribute == "site":
+    purpose = purpose_of(model.module.get_submodule(module), attribute)
+    if purpose == "site key":
         return torch.tensor(key_of(seed, "site", module), device=device)
-    if attribute in ("loss_scale", "token_scale"):
+    if purpose is not None:
         return torch.ones((), device=device)
     if name not in model.buffer_placements:
-        raise ValueError(f"buffer '{name}' has no initial value; describe it in the plan's buffers")
+        raise ValueError(
+            f"buffer '{name}' has no initial value; describe it in the plan's buffers, or register it by "
+            f"mplug.tensors.host_buffers.register_host_buffer if the host fills it"
+        )
     placement = model.buffer_placements[name]
     return torch.full(placement.local_shape(rank), placement.parameter.init.value, dtype=buffer.dtype, device=device)
 

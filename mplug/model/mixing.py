@@ -1,8 +1,8 @@
 """Mixing of tokens: the declarations of modules, and the refusal of layouts that would compute them wrongly.
 
 A module *mixes* a named axis if, outside of slots, its result at one index of the axis depends on another index. A scan
-or a convolution mixes `sequence`; experts with a capacity mix `batch` and `sequence`. The class declares it, in the
-coordinates of its input; a property may declare it if it depends on the configuration:
+or a convolution mixes `sequence`; tokens that compete for places mix `batch` and `sequence`. The class declares it, in
+the coordinates of its input; a property may declare it if it depends on the configuration:
 
     mixes: ClassVar[frozenset[str]] = frozenset({"sequence"})
 

@@ -6,7 +6,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from mplug_nn.description import weights_per_token
 from torch import Tensor, nn
 
 from mplug.errors import UsageError
@@ -16,12 +15,14 @@ from mplug.layout.gradient_flow import carrying
 from mplug.layout.names import modules_around
 from mplug.layout.ownership import Engine, Sharding
 from mplug.layout.placement import Placement
-from mplug.layout.plan import Flops, Init, Parameter, Plan, Stages, Unit
+from mplug.layout.plan import Init, Parameter, Plan, Stages, Unit
+from mplug.layout.work import Flops, Work
 from mplug.model.draws import Draws
 from mplug.model.offers import Filled
 from mplug.model.units import run_units
+from mplug.model.work import work_of_units
 from mplug.ops.exchanges import Item, in_order
-from mplug.precision import Recipe
+from mplug.precisions.precision import Recipe
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -48,9 +49,7 @@ class Model:
     of the run's precision; products of the modules that `base_modules` match ignore it. `master_dtype` is the dtype of
     the masters; it is set when memory is allocated. `attached` are the modules that plugins have added, `merges` says
     how an export multiplies them into the model's parameters, and `adapters` is their published form.
-    `weights_version` grows whenever pieces have new weights. In a run that samples, `uncached` says why it does so
-    without a cache (empty: it has one), `growing` says why its caches grow (empty: they are static), and `replaced` are
-    messages about kernels of the config that plain torch replaces.
+    `weights_version` grows whenever pieces have new weights.
     """
 
     module: nn.Module
@@ -78,9 +77,6 @@ class Model:
     merges: "dict[str, Merge]" = field(default_factory=dict)
     adapters: "Adapters | None" = None
     weights_version: int = 0
-    uncached: str = ""
-    growing: str = ""
-    replaced: tuple[str, ...] = ()
     _sinks: Sinks | None = None
     _supplied: "tuple[Piece, ...] | None" = None
 
@@ -95,13 +91,18 @@ class Model:
         """The FLOPs of a step's passes: the plan's, minus those that frozen parameters make unnecessary."""
         return self.plan.flops if self.passes is None else self.passes.flops
 
+    @property
+    def work(self) -> tuple[Work, ...]:
+        """What the plan's FLOPs belong to; before the host has added it to the plan, from the whole module."""
+        return work_of_units(self.module, self.plan.units) if self.plan.work is None else self.plan.work
+
     def attach(self, modules: Mapping[str, nn.Module]) -> None:
         """Add modules to the model, by their names in it ('blocks.0.attn.qkv.adapter'), and to the plan.
 
-        Call it in `adapt_model`. Each module describes its parameters by a method `plan_entries(inits)`, as the blocks
-        of `mplug_nn` do. The attribute must be absent or None: `Linear.adapter`, `Experts.up_adapter`. Published
-        checkpoints of the model do not have the parameters. ValueError for an attribute that is taken, and for a linear
-        that is not `adaptable`.
+        Call it in `adapt_model`. Each module describes its parameters: by a method `plan_entries(inits)`, or
+        where it creates them (`mplug.parameter`). The attribute must be absent or None, and the code of the module that
+        has it calls what is there. Published checkpoints of the model do not have the parameters. ValueError for an
+        attribute that is taken, and for a module that states `adaptable=False`.
         """
         from mplug.model.attaching import with_attached
 
@@ -144,7 +145,7 @@ class Model:
         return self._supplied
 
     def weights_written(self) -> None:
-        """This rank's pieces have new weights, other ranks' copies do not: call the functions in `when_written`."""
+        """Call the functions in `when_written`: this rank's pieces have new weights, and other ranks lack them."""
         self.weights_version += 1
         for begin in self.when_written:
             begin()
@@ -219,8 +220,8 @@ class Model:
     def learning(self, chunk: int) -> frozenset[str]:
         """The activations before a chunk of the pipeline that carry a gradient because an earlier unit is trained.
 
-        Backward hands the gradients of exactly these activations to the previous chunk. For the chunk number after the
-        last one, they are the activations with which backward starts.
+        Backward hands the gradients of exactly these activations to the previous chunk. If `chunk` is the number of
+        chunks, the answer is the activations with which backward starts.
         """
         before = sum(len(units) for units in self.stages.units[:chunk])
         return carrying(self.plan.units, self.trained_units())[before]
@@ -261,8 +262,8 @@ class Model:
         return tuple(name for name in dict.fromkeys(made) if name in used)
 
     def unit_weight(self, name: str) -> int:
-        """Number of weight elements that a unit multiplies with a token: those of linear layers and chosen experts."""
-        return weights_per_token(self.module.get_submodule(name))
+        """Number of weight elements that a unit multiplies with a token."""
+        return sum(work.flops.per_token // 6 for work in self.work if work.is_weight and work.unit == name)
 
     def placement_of(self, name: str) -> Placement:
         """The placement of a parameter by any of its names."""

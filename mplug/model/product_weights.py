@@ -1,17 +1,18 @@
 """The weights of products, with the attributes of their modules that the host fills: copies, and later gradients."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from mplug.model.model import Model
+from mplug.tensors.weight_product import ProductModule
 
 Table = Literal["CASTS", "LATER"]
-"""The class variable of a module that maps the names of its weights to attributes (see `mplug_nn.Linear`)."""
+"""The class variable of a `ProductModule` that maps the names of its weights to attributes."""
 
 
 class ProductWeight(NamedTuple):
     """A weight of a module, the attribute that belongs to it, and the weight's name in the whole model."""
 
-    module: Any
+    module: ProductModule
     weight: str
     attribute: str
     parameter: str
@@ -23,6 +24,7 @@ def weights_at_rest(model: Model, unit: str, table: Table) -> list[ProductWeight
     found = [
         ProductWeight(module, weight, attribute, names[id(getattr(module, weight))])
         for module in model.module.get_submodule(unit).modules()
-        for weight, attribute in getattr(type(module), table, {}).items()
+        if isinstance(module, ProductModule)
+        for weight, attribute in (module.CASTS if table == "CASTS" else module.LATER).items()
     ]
     return [one for one in found if model.placements[one.parameter].gathered_along is None]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mplug.errors import UsageError, listed
 from mplug.model.offers import PLAIN, UNIT, Filled, Offer, Site, Unmet, Wrap
 from mplug.slot_kinds import CALLED_BY, FUSED_PRODUCTS, KIND_OF, WIDE_PRODUCTS
+from mplug.tensors.supplier import statements_of
 
 if TYPE_CHECKING:
     from mplug.config.binding import Kernels
@@ -36,7 +37,8 @@ def select(
     offers always count, and precede those of the default kernel. Raises UsageError, naming both plugins, if two
     suppliers claim one site or two plugins wrap one site at the same layer.
 
-    `elsewhere` are kinds of slots whose sites for a named kernel may all be in other stages of a pipeline.
+    A kernel that the config names for a kind of slot must fill at least one site. This does not hold for the kinds in
+    `elsewhere`: their sites may be in other stages of the pipeline.
     """
     offers = list(offers)
     suppliers = [offer for offer in offers if isinstance(offer, Offer) and _is_chosen(offer, kernels)]
@@ -121,8 +123,7 @@ def _replaces(filled: Filled, narrower: str) -> str:
     Wraps around the default of `MLP.core` call the narrowest slots.
     """
     if filled.offer:
-        calls: tuple[str, ...] = getattr(filled.offer.suppliers[filled.site.slot], "calls", ())
-        return "" if narrower in calls else filled.supplier
+        return "" if narrower in statements_of(filled.offer.suppliers[filled.site.slot]).calls else filled.supplier
     return filled.wraps[0].plugin if filled.wraps and narrower in WIDE_PRODUCTS else ""
 
 
@@ -190,10 +191,8 @@ def _supplier_of(
 
 def offered_in_plain_torch(site: Site) -> frozenset[str]:
     """The needs of a site that its default in plain torch serves."""
-    default = getattr(site.module, site.slot.rpartition(".")[2], None)
-    if getattr(default, "only_composes", False):
-        return site.needs
-    return getattr(default, "offers", frozenset())
+    stated = statements_of(getattr(site.module, site.slot.rpartition(".")[2], None))
+    return site.needs if stated.only_composes else frozenset(stated.serves)
 
 
 def _supplies(kind: str, offers: list[Offer]) -> bool:

@@ -9,8 +9,8 @@ from pydantic import BaseModel
 
 from mplug.config.binding import RunConfig
 from mplug.config.sources import source_of
-from mplug.dtypes import FORMATS
 from mplug.errors import UsageError
+from mplug.precisions.dtypes import FORMATS
 from mplug.run.rank_limit import layout_words
 
 if TYPE_CHECKING:

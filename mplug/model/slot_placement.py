@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from mplug.errors import UsageError, listed, suggest
-from mplug.gradients.precision import wide
+from mplug.gradients.wide import wide
 from mplug.layout.mesh import Axis
 from mplug.layout.names import role_of
 from mplug.layout.placement import Placement

@@ -14,11 +14,11 @@ TOKENS = ("batch", "sequence")
 
 
 def token_sums(run: Run, model: Model) -> list[Offer]:
-    """The supplier of `Router.summed`: it sums over the mesh axes of the attention view that divide the named axes.
+    """The supplier of `Router.summed`: it sums over the mesh axes of the dense view that divide the named axes.
 
     Collective: all ranks make the process groups here, including ranks whose stage has no router.
     """
-    view = [axis for axis in run.mesh.views["attention"] if any(axis.divides(named) for named in TOKENS)]
+    view = [axis for axis in run.mesh.views["dense"] if any(axis.divides(named) for named in TOKENS)]
     if not model.plan.buffers or not view:
         return []
     wanted = [named for count in (1, 2) for named in combinations(TOKENS, count)]

@@ -68,7 +68,7 @@ def refuse_bypassing_layout(run: Run, model: Model) -> None:
 
 
 def refuse_bypassing(run: Run, model: Model, summers: Mapping[str, str]) -> None:
-    """Raise UsageError if another plugin than the one that declares an axis, or the host, sums gradients over it.
+    """Raise UsageError if a plugin declares an axis, and the host or another plugin sums gradients over it.
 
     `summers` maps the axes in `sinks.reduced_over` to the labels of the plugins that sum over them; the host sums over
     all other axes.

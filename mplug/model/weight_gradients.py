@@ -1,7 +1,8 @@
 """Backward passes in two halves: a pass computes the gradients of activations, and those of weights follow later.
 
-The operands of the products of a pass leave it as gradients of taps (`mplug.tensors.delayed`), whose shapes a pass
-without memory finds out once for each shape of micro batches.
+The operands of the products of a pass leave it as gradients of taps (`mplug.tensors.delayed`). Products declare the
+shapes of their operands for an input (`WeightProduct.operands`); a forward pass without memory, once for each shape of
+micro batches, finds the inputs.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,13 +20,14 @@ from mplug.model.model import Model
 from mplug.model.offers import RECOMPUTING
 from mplug.model.product_weights import weights_at_rest
 from mplug.model.units import run_units
-from mplug.tensors.delayed import Later, Operands, Taps
+from mplug.tensors.delayed import Later, Operands, Taps, without_memory
+from mplug.tensors.weight_product import ProductModule
 
 
 class Site(NamedTuple):
     """A weight of a module whose gradient can be computed later; `attribute` is that of its `Later`."""
 
-    module: Any
+    module: ProductModule
     weight: str
     attribute: str
     sink: GradientSink
@@ -95,34 +97,26 @@ class WeightGradients:
             yield Postponed(taps)
 
     def _of_pass(self, entries: Mapping[str, Tensor]) -> list[Operands | None]:
-        """The operands of every site in a pass without memory, on the meta device.
+        """The operands that every site's product declares in a forward pass without memory, on the meta device.
 
         None if the pass omits the site or multiplies there more than once, or if the shape of an operand depends on
         values.
         """
         found: list[list[Operands | None]] = [[] for _ in self.sites]
-        seed = torch.zeros((), requires_grad=True)
 
-        def keeper(number: int) -> Callable[[Operands], None]:
-            def keep(operands: Operands) -> None:
+        def declares(number: int) -> Callable[[Operands], None]:
+            def declare(operands: Operands) -> None:
                 varies = any(isinstance(length, torch.SymInt) for one in operands for length in one.shape)
-                found[number].append(None if varies else tuple(map(_without_memory, operands)))
+                found[number].append(None if varies else tuple(map(without_memory, operands)))
 
-            return keep
+            return declare
 
-        laters = [(site, Later((seed,), keeper(number))) for number, site in enumerate(self.sites)]
+        laters = [(site, Later(declare=declares(number))) for number, site in enumerate(self.sites)]
         fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
         with _later(laters), _plain_units(self.model), fake as mode:
             given = {name: mode.from_tensor(x) if _is_tensor(x) else x for name, x in entries.items()}
-            values = run_units(self.model.module, self.units, given)
-            outputs = {name for unit in self.units for name in unit.outputs}
-            ends = [values[name] for name in sorted(outputs) if values[name].requires_grad]
-            torch.autograd.grad(ends, seed, [torch.ones_like(one) for one in ends], allow_unused=True)
+            run_units(self.model.module, self.units, given)
         return [calls[0] if len(calls) == 1 else None for calls in found]
-
-
-def _without_memory(x: Tensor) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def _is_tensor(entry: object) -> bool:

@@ -1,4 +1,4 @@
-"""All-to-all of rows in data-dependent numbers (arXiv 2006.16668): expert parallelism sends rows to experts with it.
+"""All-to-all of rows in data-dependent numbers (arXiv 2006.16668), which sends rows to the ranks that compute them.
 
 A rank has rows in E = R e bins; each rank of the group owns e consecutive bins. R ranks, e bins per rank, N rows to
 send, M rows received.

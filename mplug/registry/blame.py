@@ -12,7 +12,7 @@ from traceback import walk_tb
 from types import FrameType
 
 from mplug.errors import PluginError, RunError, UsageError, listed
-from mplug.registry.hooks import HOST, Hooks
+from mplug.registry.hooks import COMMAND, HOST, Hooks
 
 LONGEST = 300
 """Maximum number of characters of an exception in a message."""
@@ -89,7 +89,7 @@ def _labels(hooks: Hooks) -> Mapping[str, Sequence[str]]:
     labels: dict[str, list[str]] = {}
     for label, plugin in hooks.plugins.items():
         package = type(plugin).__module__.partition(".")[0]
-        if not label.startswith(HOST) and package != "mplug":
+        if not label.startswith((HOST, COMMAND)) and package != "mplug":
             labels.setdefault(package, []).append(label)
     return labels
 

@@ -7,15 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from importlib.metadata import Distribution, PackageMetadata, distributions
-from typing import Any
+from importlib.metadata import Distribution, EntryPoint, PackageMetadata, distributions
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from mplug.config.entry import Entry
 from mplug.errors import UsageError, listed, suggest
-from mplug.open_lists import LISTS
 from mplug.slot_kinds import SLOT_KINDS
-from mplug.version import __version__
+from mplug.system.version import __version__
 
 KINDS = (
     "models",
@@ -25,6 +24,7 @@ KINDS = (
     "precisions",
     "data",
     "tokenizers",
+    "formats",
     "memory",
     "adapters",
     "extensions",
@@ -35,14 +35,20 @@ HOST_DISTRIBUTION = "mplug"
 FLAGS = "flags"
 """The group 'mplug.flags', whose entry points are not plugins: each maps a flag to the config field that it sets."""
 ARCHITECTURES = "architectures"
-"""The group 'mplug.architectures': each maps an architecture of a config.json to the name of its model family."""
+"""The group 'mplug.architectures': each maps the public name of an architecture to the name of its model family."""
+FORMAT_FILES = "format_files"
+"""The group 'mplug.format_files': each maps the name of a file to the name of the format of folders that have it."""
 TOKENIZER_FILES = "tokenizer_files"
 """The group 'mplug.tokenizer_files': each maps the name of a file to the name of the tokenizer that reads it."""
 SCHEDULES = "schedules"
 """The group 'mplug.schedules', whose entry points are functions from a `Shape` to the `Table` of a pipeline."""
-GROUPS_OF_LISTS = tuple(one.group.removeprefix("mplug.") for one in LISTS)
-"""Groups whose entry points are not plugins: each adds an entry to an open list (`mplug.open_lists`)."""
-GROUPS = (*KINDS, FLAGS, ARCHITECTURES, TOKENIZER_FILES, SCHEDULES, *GROUPS_OF_LISTS)
+OPEN_LISTS = "open_lists"
+"""The group 'mplug.open_lists': each entry opens a list, whose group is 'mplug.' and its name (`mplug.OpenList`).
+
+The entry points of a list's group are not plugins: each adds an entry to the list.
+"""
+GROUPS = (*KINDS, FLAGS, ARCHITECTURES, FORMAT_FILES, TOKENIZER_FILES, SCHEDULES, OPEN_LISTS)
+"""The groups that exist without any other distribution, without 'mplug.'."""
 RESERVED_FIELDS = ("name", "preset")
 RESERVED_NAMES = {"kernels": (*SLOT_KINDS, "default"), "parallel": ("layout", "data")}
 """By kind, the names that no plugin may have: the host has fields with these names beside the plugins' sub-sections."""
@@ -71,15 +77,19 @@ class Shadowed:
 
 @dataclass(frozen=True)
 class Misplaced:
-    """An entry point without effect: the name of its group starts with 'mplug.', but mplug has no such group."""
+    """An entry point without effect: the name of its group starts with 'mplug.', but mplug has no such group.
+
+    `groups` are those that mplug and the installed distributions have, without 'mplug.'.
+    """
 
     group: str
     name: str
     distribution: str
     version: str
+    groups: tuple[str, ...]
 
     def __str__(self) -> str:
-        groups = [f"mplug.{kind}" for kind in GROUPS]
+        groups = [f"mplug.{kind}" for kind in self.groups]
         return (
             f"the entry point '{self.name}' of {self.distribution} {self.version} is in the group '{self.group}', "
             f"which mplug {__version__} does not have{suggest(self.group, groups)}"
@@ -94,10 +104,8 @@ class Registry:
 
     @cached_property
     def _scan(self) -> tuple[list[Entry], list[Shadowed], list[Misplaced]]:
-        entries: list[Entry] = []
         shadowed: list[Shadowed] = []
-        misplaced: list[Misplaced] = []
-        seen: set[str] = set()
+        seen: dict[str, tuple[_Metadata, list[EntryPoint]]] = {}
         for distribution in self._installed:
             text = distribution.read_text("entry_points.txt") or ""
             if "[mplug." not in text:
@@ -108,13 +116,19 @@ class Registry:
             if normalized in seen:
                 shadowed.append(Shadowed(name, metadata["Version"], source))
                 continue
-            seen.add(normalized)
-            entries += _entries(distribution, metadata, source)
-            misplaced += [
-                Misplaced(point.group, point.name, name, metadata["Version"])
-                for point in distribution.entry_points
-                if point.group.startswith("mplug.") and point.group.removeprefix("mplug.") not in GROUPS
-            ]
+            points = [point for point in distribution.entry_points if point.group.startswith("mplug.")]
+            seen[normalized] = (_metadata(distribution, metadata, source), points)
+        opened = {one.name for _, points in seen.values() for one in points if one.group == f"mplug.{OPEN_LISTS}"}
+        groups = (*GROUPS, *sorted(opened))
+        entries: list[Entry] = []
+        misplaced: list[Misplaced] = []
+        for described, points in seen.values():
+            for point in points:
+                kind = point.group.removeprefix("mplug.")
+                if kind in groups:
+                    entries.append(_entry(kind, point, described))
+                else:
+                    misplaced.append(Misplaced(point.group, point.name, described.name, described.version, groups))
         return sorted(entries, key=lambda entry: (entry.kind, entry.name, entry.distribution)), shadowed, misplaced
 
     def entries(self, kind: str | None = None) -> list[Entry]:
@@ -126,7 +140,7 @@ class Registry:
         return [entry for entry in self._scan[0] if entry.kind == FLAGS]
 
     def table(self, group: str) -> list[Entry]:
-        """The entries of a group that is no kind: `name` is what is looked up, `target` the name that it gives."""
+        """The entries of a group that is no kind of plugins: looking up `name` gives `target`."""
         return [entry for entry in self._scan[0] if entry.kind == group]
 
     def shadowed(self) -> list[Shadowed]:
@@ -209,22 +223,27 @@ def refuse_other_versions(entry: Entry) -> None:
         )
 
 
-def _entries(distribution: Distribution, metadata: PackageMetadata, source: str) -> list[Entry]:
+class _Metadata(NamedTuple):
+    """What a distribution says of itself."""
+
+    name: str
+    version: str
+    summary: str
+    requires: str | None
+    source: str
+
+
+def _metadata(distribution: Distribution, metadata: PackageMetadata, source: str) -> _Metadata:
     name, version = metadata["Name"], metadata["Version"]
     summary = next(iter(metadata.get_all("Summary") or []), "")
     requires = _requirement_on_host(metadata.get_all("Requires-Dist") or distribution.requires or [])
-    if name == HOST_DISTRIBUTION:
-        requires = f"=={version}"
+    return _Metadata(name, version, summary, f"=={version}" if name == HOST_DISTRIBUTION else requires, source)
 
-    def summary_of(kind: str) -> str:
-        """The summary of the distribution; that of the host describes mplug as a whole, and not its precisions."""
-        return NATIVE if name == HOST_DISTRIBUTION and kind == "precisions" else summary
 
-    return [
-        Entry(kind, point.name, point.value, name, version, summary_of(kind), requires, source)
-        for point in distribution.entry_points
-        if point.group.startswith("mplug.") and (kind := point.group.removeprefix("mplug.")) in GROUPS
-    ]
+def _entry(kind: str, point: EntryPoint, of: _Metadata) -> Entry:
+    """An entry point; the summary of the host describes mplug as a whole, and not its precisions."""
+    summary = NATIVE if of.name == HOST_DISTRIBUTION and kind == "precisions" else of.summary
+    return Entry(kind, point.name, point.value, of.name, of.version, summary, of.requires, of.source)
 
 
 def _source(distribution: Distribution) -> str:

@@ -10,22 +10,29 @@ from typing import Any
 import pluggy
 
 from mplug.errors import RunError, UsageError, listed, suggest
-from mplug.registry.specification import SPECIFICATIONS, hooks_answered_by
+from mplug.registry.specification import CONSTANTS, SPECIFICATIONS, hooks_answered_by
 
 log = logging.getLogger("mplug")
 
 HOST = "host/"
 """Prefix of the labels of the host's own observers."""
+COMMAND = "commands/"
+"""Prefix of the label of the object with which a command takes part in the runs that it builds."""
 
 
 def implemented(plugin: type) -> list[str]:
-    """The hooks that a plugin class implements."""
-    return [name for name, function in _methods(plugin) if hasattr(function, "mplug_impl")]
+    """The hooks that a plugin class implements, by a method or by an attribute."""
+    methods = [name for name, function in _methods(plugin) if hasattr(function, "mplug_impl")]
+    return sorted([*methods, *(name for name in CONSTANTS if _is_constant(plugin, name))])
 
 
 def faults(plugin: type) -> list[str]:
     """The faults of a plugin class, one message each. Pluggy alone does not report most of them."""
-    messages = []
+    messages = [
+        f"'{name}' has the name of a hook and is no method; write a method with @hookimpl, or rename the attribute"
+        for name in SPECIFICATIONS
+        if name not in CONSTANTS and hasattr(plugin, name) and not inspect.isroutine(getattr(plugin, name))
+    ]
     for name, function in _methods(plugin):
         marked = hasattr(function, "mplug_impl")
         if marked and name not in SPECIFICATIONS:
@@ -41,6 +48,11 @@ def faults(plugin: type) -> list[str]:
                 if argument not in specified
             ]
     return messages
+
+
+def _is_constant(plugin: object, name: str) -> bool:
+    """Whether a plugin, or its class, answers a hook by an attribute."""
+    return name in CONSTANTS and hasattr(plugin, name) and not inspect.isroutine(getattr(plugin, name))
 
 
 def _methods(plugin: type) -> list[tuple[str, Callable[..., Any]]]:
@@ -69,15 +81,15 @@ class Hooks:
 
     def implementers(self, hook: str) -> list[str]:
         """Labels of the plugins that implement a hook, in the order in which they are called."""
-        return [implementation.plugin_name for implementation in reversed(self._implementations(hook))]
+        found = {*self._constants(hook), *(one.plugin_name for one in self._implementations(hook))}
+        return [label for label in self.plugins if label in found]
 
     def each(self, hook: str, **arguments: Any) -> list[tuple[str, Any]]:
         """The label and answer of every plugin that does not answer None, in the order of the calls."""
-        implementations = reversed(self._implementations(hook))
-        answers = [
-            (implementation.plugin_name, _bound(implementation)(**arguments)) for implementation in implementations
-        ]
-        return [(label, answer) for label, answer in answers if answer is not None]
+        answers = self._constants(hook)
+        for implementation in reversed(self._implementations(hook)):
+            answers[implementation.plugin_name] = _bound(implementation)(**arguments)
+        return [(label, answers[label]) for label in self.plugins if answers.get(label) is not None]
 
     def layered(self, hook: str) -> list[tuple[str, Callable[..., Any]]]:
         """The labels and implementations of a hook, sorted by their plugins' declared `layer`, innermost first."""
@@ -95,6 +107,10 @@ class Hooks:
                     raise
                 self._report_once(implementation.plugin_name, hook)
                 log.exception("observer '%s' failed in %s; the run continues", implementation.plugin_name, hook)
+
+    def _constants(self, hook: str) -> dict[str, Any]:
+        """The answers that plugins state as attributes, by label."""
+        return {label: getattr(one, hook) for label, one in self.plugins.items() if _is_constant(one, hook)}
 
     def _report_once(self, label: str, hook: str) -> None:
         if (label, hook) not in self._reported:

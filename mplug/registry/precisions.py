@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mplug.precision import Precision
+from mplug.precisions.precision import Precision
 from mplug.registry.asking import asking
 from mplug.registry.entry_points import BrokenPlugin, Registry
 

@@ -1,63 +1,51 @@
-"""The settings of a run that starts with a published checkpoint, whose config.json decides the section 'model'."""
+"""The settings of a run that starts with a folder of a format, whose description decides the section 'model'."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mplug.config.binding import Chosen, RunConfig
+from mplug.config.described import DescribedModel, PublicSettings
 from mplug.config.entry import Entry
-from mplug.config.public import CONFIG, architectures_of, is_public, read_json
-from mplug.config.public_form import PublicForm, PublicSettings, form_of
 from mplug.config.sources import Settings, from_mapping, merge, nested, source_of
 from mplug.errors import UsageError, brief, listed, quoted
 from mplug.registry.bind_section import bind
 from mplug.registry.entry_points import ARCHITECTURES, TOKENIZER_FILES, BrokenPlugin, Registry
+from mplug.registry.formats import Found, format_of, public_folder
 
 if TYPE_CHECKING:
     from mplug.contracts import FolderTokenizer
 
 DATA = "folder_settings"
 """A static method of a data plugin: from the folder of a published checkpoint to settings of its section."""
-FORMS = "public_forms"
-"""An attribute of a family: the tables of the config.json's that it reads and writes (`PublicForm`)."""
-
-
-def public_folder(settings: Settings) -> Path | None:
-    """The folder of the published checkpoint that `checkpoint.pretrained` names; None if it names none."""
-    for key in (("checkpoint", "pretrained", "path"), ("checkpoint", "pretrained")):
-        setting = settings.get(key)
-        if setting is not None and isinstance(setting.value, str):
-            folder = Path(setting.value).expanduser()
-            return folder if is_public(folder) else None
-    return None
 
 
 def with_public_settings(registry: Registry, base: Settings, overrides: Settings) -> tuple[Settings, Settings]:
-    """(base, overrides), with the model that a published checkpoint describes if `overrides` name one.
+    """(base, overrides), with the model that a published folder describes if `overrides` name one.
 
-    A resumed run keeps the model that its folder states: its published checkpoint is in `base`, not in `overrides`.
-    Raises UsageError if no installed family reads the checkpoint, if the family does not support its config.json, or
-    if settings of the user contradict it; the error lists all of these settings.
+    A resumed run keeps the model that its folder states: its published folder is in `base`, not in `overrides`.
+    Raises UsageError if no installed family reads the folder, if the family does not support its description, or if
+    settings of the user contradict it; the error lists all of these settings.
     """
     folder = public_folder(overrides)
-    if folder is None:
+    opened = None if folder is None else format_of(folder, registry)
+    if folder is None or opened is None:
         return base, overrides
-    path = folder / CONFIG
-    fields = read_json(path)
+    described = opened.format.describe(folder)
+    path = described.path
     named = overrides.get(("model", "name"))
-    entry, word = _family(registry, path, fields, None if named is None else str(named.value))
+    entry, word = _family(registry, described, None if named is None else str(named.value))
     plugin = registry.load(entry)
-    found = read_public_config(entry, plugin, path, fields)
+    found = read_settings(entry, plugin, opened, folder, path)
     preset, name = overrides.get(("model", "preset")), {("model", "name")}
     if preset is not None and preset.value in getattr(plugin, "presets", {}):
         overrides = merge(from_mapping(plugin.presets[preset.value], f"preset {preset.value}"), overrides)
         del overrides["model", "preset"]
     own = {key: setting for key, setting in overrides.items() if key[0] == "model" and key not in name}
     _refuse_contradictions(entry, plugin, path, found, own)
-    described = from_mapping({"name": word, **found.choices, **found.fixed}, str(path), ("model",))
+    model = from_mapping({"name": word, **found.choices, **found.fixed}, str(path), ("model",))
     base = {key: setting for key, setting in base.items() if key[0] != "model"}
-    described = merge(described, _data_settings(registry, folder, base, overrides))
-    return base, merge(merge({}, described), overrides)
+    model = merge(model, _data_settings(registry, folder, base, overrides))
+    return base, merge(merge({}, model), overrides)
 
 
 def _data_settings(registry: Registry, folder: Path, base: Settings, overrides: Settings) -> Settings:
@@ -81,17 +69,10 @@ def _data_settings(registry: Registry, folder: Path, base: Settings, overrides: 
     return from_mapping(found, str(folder), ("data",))
 
 
-def forms_of(plugin: Any) -> tuple[PublicForm, ...]:
-    """The forms of config.json that a family states; empty if it has none."""
-    return tuple(getattr(plugin, FORMS, ()))
-
-
-def read_public_config(entry: Entry, plugin: Any, path: Path, fields: Mapping[str, Any]) -> PublicSettings:
-    """A config.json as a family reads it. Raises UsageError for content that the family does not support."""
-    if not forms_of(plugin):
-        raise UsageError(f"{entry.label} ({entry.origin}) reads no published checkpoints; use another --model")
+def read_settings(entry: Entry, plugin: Any, opened: Found, folder: Path, path: Path) -> PublicSettings:
+    """The settings that a folder describes for a family. UsageError for content that the family does not support."""
     try:
-        found = form_of(forms_of(plugin), fields).read(fields)
+        found: PublicSettings | None = opened.format.settings(folder, plugin)
     except ValueError as error:
         raise UsageError(
             f"{entry.label} cannot read '{path}': {brief_reason(error)}; use a checkpoint that it supports"
@@ -103,9 +84,13 @@ def read_public_config(entry: Entry, plugin: Any, path: Path, fields: Mapping[st
             f"{entry.label} ({entry.origin}) fails to read '{path}': {type(error).__name__}: {error}; report it to the "
             f"authors of {entry.distribution}"
         ) from error
+    if found is None:
+        raise UsageError(f"{entry.label} ({entry.origin}) reads no published checkpoints; use another --model")
     known = set(plugin.Config.model_fields)
     if wrong := sorted({*found.fixed, *found.choices} - known):
-        raise BrokenPlugin(f"{entry.label} ({entry.origin}): '{FORMS}' sets {listed(wrong)}, which its Config lacks")
+        raise BrokenPlugin(
+            f"{entry.label} ({entry.origin}): what it reads of '{path}' sets {listed(wrong)}, which its Config lacks"
+        )
     return found
 
 
@@ -114,9 +99,14 @@ def brief_reason(error: ValueError) -> str:
     return " ".join(str(error).split())
 
 
-def _family(registry: Registry, path: Path, fields: Mapping[str, Any], word: str | None) -> tuple[Entry, str]:
-    """The family that reads a config.json, and the word that names it: the one that the user named, or the only one."""
-    architectures = architectures_of(fields)
+def _family(registry: Registry, described: DescribedModel, word: str | None) -> tuple[Entry, str]:
+    """The family that reads a folder, and the word that names it: the one that the user named, or the only one."""
+    path, architectures = described.path, described.architectures
+    if described.family is not None:
+        entry = registry.find("models", described.family)
+        if word is not None and registry.find("models", word) != entry:
+            raise UsageError(f"'{path}' describes a model of {entry.label}; use --model {described.family}")
+        return entry, word or described.family
     if not architectures:
         raise UsageError(f"'{path}' names no architecture; download the file again, or use another folder")
     label = architectures[0]
@@ -174,8 +164,9 @@ def model_of(config: RunConfig) -> Chosen:
 
 def longest_sequence(config: RunConfig, folder: Path) -> int | None:
     """The length of the longest sequence that the model of a folder was made for; None if its family does not know."""
-    chosen = model_of(config)
-    return read_public_config(chosen.entry, chosen.plugin, folder / CONFIG, read_json(folder / CONFIG)).longest
+    chosen, opened = model_of(config), format_of(folder)
+    assert opened is not None
+    return read_settings(chosen.entry, chosen.plugin, opened, folder, opened.format.describe(folder).path).longest
 
 
 def folder_tokenizer(registry: Registry, folder: Path) -> "FolderTokenizer":

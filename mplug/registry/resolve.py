@@ -29,6 +29,7 @@ from mplug.errors import UsageError, brief, listed, quoted, suggest
 from mplug.layout.mesh import parse_layout
 from mplug.registry.bind_section import bind
 from mplug.registry.entry_points import BrokenPlugin, Registry
+from mplug.registry.fallbacks import without_missing
 from mplug.registry.public import with_public_settings
 from mplug.slot_kinds import SLOT_KINDS
 
@@ -36,7 +37,7 @@ from mplug.slot_kinds import SLOT_KINDS
 def resolve(registry: Registry, base: Settings, overrides: Settings) -> RunConfig:
     """The config of a run: `overrides` (a file, the command line) over the model's preset over `base`.
 
-    If `overrides` name a published checkpoint (`checkpoint.pretrained`), its config.json decides the section 'model'.
+    If `overrides` name a published checkpoint (`checkpoint.pretrained`), its description decides the section 'model'.
     Raises a UsageError that lists every problem with its field and source; a BrokenPlugin if a plugin is at fault.
     """
     return _Resolver(registry, *with_public_settings(registry, base, overrides)).run()
@@ -50,8 +51,10 @@ class _Resolver:
         self.chosen: list[Chosen] = []
         self.loaded: dict[Entry, type[Any]] = {}
         self.settings = merge(base, overrides)
+        self.of_base = {key[:2] for key in base}
         named: Settings = {key: setting for key, setting in overrides.items() if key == ("model", "name")}
         self.settings = merge(merge(merge(base, named), self._preset()), overrides)
+        self.settings = without_missing(registry, base, self.settings)
         self.tree = nested(self.settings)
 
     def run(self) -> RunConfig:
@@ -72,7 +75,7 @@ class _Resolver:
         parallel, kernels, frozen = self._parallel(), self._kernels(), self._frozen()
         self._precision()
         for section in FREE_SECTIONS:
-            raw = self._raw(section)
+            raw = self._named_in(section)
             self._sub_sections(section, list(raw), raw)
         if self.problems:
             raise self.error("\n".join(self.problems))
@@ -93,6 +96,19 @@ class _Resolver:
         fields = self.tree.get(section)
         return dict(fields) if isinstance(fields, dict) else {}
 
+    def _named_in(self, section: str) -> dict[str, Any]:
+        """The sub-sections of a free section, without plugins whose value is `false`: the config omits them.
+
+        Such a plugin is installed, or `base` names it.
+        """
+        raw, named = self._raw(section), dict[str, Any]()
+        for name, value in raw.items():
+            if value is not False:
+                named[name] = value
+            elif (section, name) not in self.of_base:
+                self._plugin(section, name, (section, name))
+        return named
+
     def _problem(self, key: Key, message: str, source: str | None = None) -> None:
         source = source or source_of(self.settings, key)
         self.problems[f"{brief('.'.join(key))}{f' ({source})' if source else ''}: {message}"] = None
@@ -106,8 +122,13 @@ class _Resolver:
         except UsageError as error:
             if isinstance(error, BrokenPlugin):
                 self.error = BrokenPlugin
-            self._problem(key, f"{error}{_path_hint(key, str(word))}")
+            self._problem(key, f"{error}{_path_hint(key, str(word))}{self._omission_hint(key)}")
             return None
+
+    def _omission_hint(self, key: Key) -> str:
+        """The remedy if a plugin that the default run or a saved run names is missing or broken."""
+        is_default = key[0] in FREE_SECTIONS and key in self.of_base
+        return f"; to run without it, use --set {'.'.join(key)}=false" if is_default else ""
 
     def _preset(self) -> Settings:
         """The settings of the preset that the config names; empty if it names none."""

@@ -14,6 +14,8 @@ from mplug.registry.entry_points import Registry, name_fault
 TEMPLATES = Path(__file__).with_name("templates")
 REQUIREMENT = "mplug>=0.1,<0.2"
 """The requirement on mplug of a plugin that is written for this version."""
+BLOCKS = "mplug-nn>=0.1,<0.2"
+"""The requirement on the building blocks, for the templates that import them."""
 SUMMARIES = {
     "models": "A small decoder",
     "parallel": "A data-parallel strategy",
@@ -62,6 +64,12 @@ class Package:
         return {word for line in lines if "import " in line for word in re.findall(r"\w+", line)}
 
     @property
+    def _requirements(self) -> list[str]:
+        modules = [path for path in (TEMPLATES / self.kind).glob("*.py.txt") if path.name != "test.py.txt"]
+        needs_blocks = any("from mplug_nn import" in path.read_text() for path in modules)
+        return [REQUIREMENT, *([BLOCKS] if needs_blocks else [])]
+
+    @property
     def words(self) -> dict[str, str]:
         """The values of the templates' placeholders."""
         package = re.sub("[-.]", "_", self.distribution)
@@ -76,7 +84,7 @@ class Package:
             "Class": camel,
             "target": "command" if self.kind == "commands" else camel,
             "summary": SUMMARIES[self.kind],
-            "requirement": REQUIREMENT,
+            "requirements": ", ".join(f'"{one}"' for one in self._requirements),
             "use": self.use,
         }
 

@@ -17,6 +17,8 @@ _spec = pluggy.HookspecMarker("mplug")
 
 SPECIFICATIONS: dict[str, Callable[..., Any]] = {}
 """Every hook by name, in the order of a run."""
+CONSTANTS: set[str] = set()
+"""The hooks that a plugin may answer by a class attribute: `captures = True`."""
 
 
 def _answered_by(answers: Answers) -> Callable[[F], F]:
@@ -27,6 +29,12 @@ def _answered_by(answers: Answers) -> Callable[[F], F]:
         return marked
 
     return mark
+
+
+def or_attribute(function: F) -> F:
+    """Allow a plugin whose answer is constant to state it as a class attribute with the hook's name."""
+    CONSTANTS.add(function.__name__)
+    return function
 
 
 all_plugins = _answered_by("all")

@@ -18,9 +18,9 @@ from typing_extensions import TypedDict
 from mplug.config.entry import Entry
 from mplug.contracts import CorpusTokenizer
 from mplug.errors import UsageError
-from mplug.files import write_whole
 from mplug.registry.bind_section import bind
 from mplug.registry.entry_points import Registry
+from mplug.system.files import write_whole
 
 KIND = "tokenizers"
 SUFFIX = ".tokenizer"

@@ -11,8 +11,8 @@ import yaml
 
 from mplug.config.binding import RunConfig
 from mplug.errors import UsageError, listed
-from mplug.files import write_whole
 from mplug.run.run import Run
+from mplug.system.files import write_whole
 
 RUNS = Path("runs")
 

@@ -39,6 +39,11 @@ def read_lines(path: Path) -> list[tuple[int, str]]:
     return records
 
 
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The record of every step in a metrics file; empty if there is no file. UsageError for a damaged line."""
+    return [json.loads(line) for _, line in read_lines(path)]
+
+
 def _step_of(record: Any) -> int:
     step = record.get("step") if isinstance(record, dict) else None
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:

@@ -16,16 +16,19 @@ from mplug.run.run import Run
 
 def prepare(
     config: RunConfig,
-    host_plugins: dict[str, object] | None = None,
+    further: dict[str, object] | None = None,
     directory: Path | None = None,
     world_size: int | None = None,
 ) -> Run:
     """The run of a config. Raises UsageError with the problems that the plugins and the host find in the config.
 
+    `further` are objects with hooks, by their labels, that no config names: the host's observers, and the part of a
+    command in the runs that it builds (its label is `COMMAND` and the command's name).
+
     The default of `world_size` is the smallest number of ranks that every view of the mesh divides. The strategy of
     `parallel.data` gets the ranks that the layout's own axes do not use; the layout in the run's config then names it.
     """
-    hooks = _hooks_of(config, host_plugins)
+    hooks = _hooks_of(config, further)
     problems = []
     for label, check in hooks.layered("configure"):
         try:
@@ -47,8 +50,8 @@ def prepare(
     ranks = world_size or math.lcm(*sizes.values())
     refuse_too_many_ranks(config, ranks)
     mesh = Mesh.of(axes, ranks)
-    if ranks > sizes["attention"]:
-        return prepare(_with_rest(config, axes, ranks), host_plugins, directory, ranks)
+    if ranks > sizes["dense"]:
+        return prepare(_with_rest(config, axes, ranks), further, directory, ranks)
     _refuse_uneven_batch(config, mesh)
     _refuse_uneven_sequence(config, mesh)
     entries = frozenset(hooks.call.batch_entries(config=config) or ())
@@ -101,20 +104,20 @@ def _refuse_unused_base_modules(run: Run) -> None:
 
 
 def _with_rest(config: RunConfig, axes: list[Axis], ranks: int) -> RunConfig:
-    """The config, with the data-parallel strategy over the ranks that the axes of the attention view do not use."""
+    """The config, with the data-parallel strategy over the ranks that the axes of the dense view do not use."""
     sizes, parallel = view_sizes(axes), config.parallel
     if parallel.rest is not None:
-        return config.with_rest(ranks // sizes["attention"], f"{ranks} ranks")
+        return config.with_rest(ranks // sizes["dense"], f"{ranks} ranks")
     views = " and ".join(f"{size} ranks in the view '{view}'" for view, size in sizes.items())
     data = f"the layout fixes the degree of '{parallel.data}'" if parallel.data else "parallel.data is null"
     raise UsageError(
-        f"{layout_words(config)} has {views}; a run of {ranks} ranks needs {ranks // sizes['attention']} times as many "
+        f"{layout_words(config)} has {views}; a run of {ranks} ranks needs {ranks // sizes['dense']} times as many "
         f"data-parallel ranks, but {data}; change the degrees in the layout"
     )
 
 
-def _hooks_of(config: RunConfig, host_plugins: dict[str, object] | None = None) -> Hooks:
-    plugins = dict(host_plugins or {})
+def _hooks_of(config: RunConfig, further: dict[str, object] | None = None) -> Hooks:
+    plugins = dict(further or {})
     for chosen in config.chosen:
         with asking(chosen.label, "__init__"):
             plugins[chosen.label] = chosen.plugin(chosen.config)
@@ -179,7 +182,7 @@ def _refuse_uneven_batch(config: RunConfig, mesh: Mesh) -> None:
 
 def _refuse_uneven_sequence(config: RunConfig, mesh: Mesh) -> None:
     """Raise UsageError if the mesh axes cannot divide the sequence, in batch entries and then inside the model."""
-    dividing = [axis for axis in mesh.views["attention"] if axis.divides("sequence")]
+    dividing = [axis for axis in mesh.views["dense"] if axis.divides("sequence")]
     dividing.sort(key=lambda axis: "sequence" not in axis.entries)
     length, names = config.trainer.seq_length, list[str]()
     for axis in dividing:

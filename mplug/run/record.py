@@ -9,9 +9,9 @@ from importlib.metadata import version
 from typing import Any
 
 from mplug.errors import printable
-from mplug.files import write_whole
 from mplug.run.run import Run
-from mplug.version import __version__
+from mplug.system.files import write_whole
+from mplug.system.version import __version__
 
 
 def provenance(run: Run) -> dict[str, Any]:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from mplug.config.binding import RunConfig
 from mplug.contracts import Variance
-from mplug.distributed.heartbeats import Pulse
 from mplug.layout.mesh import Mesh
-from mplug.precision import Precision
+from mplug.precisions.precision import Precision
 from mplug.registry.hooks import Hooks
 from mplug.registry.precisions import precision_among
+from mplug.run.activity import Activity
 from mplug.run.toolchain import triton_builds
 
 if TYPE_CHECKING:
@@ -20,18 +20,6 @@ if TYPE_CHECKING:
 
     from mplug.distributed.groups import Groups
     from mplug.run.lock import Claim
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """How a run samples.
-
-    `padded`: the samples of a batch may have padding, because their lengths differ. `graphs`: on a GPU, caches are
-    static and the step of a token is replayed as a CUDA graph, if all parts of the run can do so.
-    """
-
-    padded: bool = False
-    graphs: bool = False
 
 
 @dataclass
@@ -49,14 +37,29 @@ class Run:
     groups: "Groups | None" = None
     claim: "Claim | None" = None
     """The lock of the directory, on rank 0 of a run that a command has started."""
-    pulse: Pulse = field(default_factory=Pulse)
-    """The current activity of this process; heartbeats report it."""
+    activity: Activity = field(default_factory=Activity)
+    """What the main thread of this process does."""
     entries: frozenset[str] = frozenset()
     """The optional entries of the loader's micro batches."""
-    decoding: Decoding | None = None
-    """How the run samples instead of training; None: it trains."""
+    trains: bool = True
+    """Whether the run trains. A command that only runs the model forward sets it to False before it builds the model.
+
+    Such a model has no optimizer, and nothing is refused or sharded because of one."""
     depends_on_layout: tuple[str, ...] = ()
     """Messages about everything in the run that depends on the layout. Set when a training process is built."""
+
+    def enter(self, activity: str, step: int = 0) -> None:
+        """Record that the main thread ends its activity and begins another one (see `Activity`)."""
+        self.activity = Activity(activity, step, self.activity.number + 1)
+        self.hooks.observe("activity_began", run=self)
+
+    def collectives_begun(self) -> dict[str, dict[str, int]]:
+        """By thread and process group: the number of collectives that this process has begun.
+
+        The threads are 'main' and 'saves', which is that of an asynchronous save. A group has the same key on all of
+        its ranks. Any thread may call this.
+        """
+        return self.groups.collectives_begun() if self.groups is not None else {"main": {}, "saves": {}}
 
     @cached_property
     def variances(self) -> dict[str, Variance]:
@@ -111,7 +114,7 @@ class Run:
         own = self.mesh.coordinates(self.rank)
         return all(
             own[axis.name] == 0
-            for axis in self.mesh.views["attention"]
+            for axis in self.mesh.views["dense"]
             if not axis.entries and "units" not in axis.activations
         )
 
@@ -119,7 +122,7 @@ class Run:
     def counts_samples(self) -> bool:
         """Whether the host counts this rank's samples. Of ranks that read the same ones, it counts only the first."""
         own = self.mesh.coordinates(self.rank)
-        return all(own[axis.name] == 0 for axis in self.mesh.views["attention"] if "batch" not in axis.entries)
+        return all(own[axis.name] == 0 for axis in self.mesh.views["dense"] if "batch" not in axis.entries)
 
     def summed(self, values: "Tensor") -> "Tensor":
         """The sum of a small tensor over all ranks."""

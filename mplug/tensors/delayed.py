@@ -18,22 +18,17 @@ class Later(NamedTuple):
     """What a product receives if it must not compute the gradient of its weight now.
 
     `taps` are tensors that have the shapes and dtypes of `bits_of` the operands. The operands become their gradients.
-    Without known shapes, there is one tap of any shape, which gets no gradient, and `keep` receives the operands: this
-    works outside of compiled code only.
+    To find these shapes, a pass of tensors without memory has no taps: `declare` receives what each product declares
+    (`WeightProduct.operands`). Such a pass has no backward.
     """
 
-    taps: Operands
-    keep: Callable[[Operands], None] | None = None
+    taps: Operands = ()
+    declare: Callable[[Operands], None] | None = None
 
 
-def hand_out(operands: Operands, keep: Callable[[Operands], None] | None, num_taps: int) -> tuple[Tensor | None, ...]:
+def hand_out(operands: Operands, num_taps: int) -> Operands:
     """The gradients of the taps, in a backward pass."""
-    if not num_taps:
-        return ()
-    if keep is not None:
-        keep(operands)
-        return (None,) * num_taps
-    return tuple(bits_of(one) for one in operands)
+    return tuple(bits_of(one) for one in operands) if num_taps else ()
 
 
 def bits_of(operand: Tensor) -> Tensor:
@@ -51,6 +46,11 @@ def bits_of(operand: Tensor) -> Tensor:
             f"gradient later, the last dimension must be even"
         )
     return operand.view(FLOATS[2])
+
+
+def without_memory(operand: Tensor) -> Tensor:
+    """A tensor on the meta device with the shape, strides and dtype of an operand."""
+    return torch.empty_strided(operand.shape, operand.stride(), dtype=operand.dtype, device="meta")
 
 
 class _Tap(torch.autograd.Function):

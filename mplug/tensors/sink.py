@@ -18,7 +18,7 @@ ALIGNMENT = 16
 
 
 class Operand(NamedTuple):
-    """A weight [O, I] or experts [e, O, I], and the copies that a product's `cast` returns.
+    """A weight [O, I] or a stack of them [e, O, I], and the copies that a product's `cast` returns.
 
     If ranks have gathered copies instead of the weight (`GatheredForm`), the values are NaN.
     """
@@ -30,7 +30,7 @@ class Operand(NamedTuple):
 class Sink(NamedTuple):
     """Where a weight's gradient is added: `total`, of its shape, and `stale`, which is true before the first addition.
 
-    `mplug_nn.add_product(*sink, a, b)` adds a product. Code that can only add calls `mplug_nn.zero_if_stale(*sink)`
+    `add_product(*sink, a, b)` adds a product. Code that can only add calls `zero_if_stale(*sink)`
     first.
     """
 
@@ -39,7 +39,7 @@ class Sink(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """A weight [O, I], a table [V, D] or this rank's experts [e, O, I], with the gradient sink that it has in training.
+    """A weight [O, I], a table [V, D] or a stack of weights [e, O, I], with the gradient sink that it has in training.
 
     `main_grad` (of the shape of `values`) and `stale` belong to the sink. Both are None if autograd keeps the gradient.
     """
@@ -66,8 +66,8 @@ def aligned(total: Tensor) -> Tensor:
     """`total`, or a copy of it if it is not contiguous or does not begin at a multiple of 16 bytes.
 
     Sinks are parts of one tensor: after a parameter of 3 elements, the next one begins at an odd address. cuBLAS has no
-    FP8 product that writes to such an address. A supplier that lets a library write to a sink writes to this tensor,
-    and copies it to the sink if it is another one.
+    product of 8-bit numbers that writes to such an address. A supplier that lets a library write to a sink writes to
+    this tensor, and copies it to the sink if it is another one.
     """
     suits = total.is_contiguous() and total.data_ptr() % ALIGNMENT == 0
     return total if suits else total.clone(memory_format=torch.contiguous_format)

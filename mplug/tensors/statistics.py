@@ -72,9 +72,8 @@ def add_auxiliary(x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
 
     `loss` must be a sum over tokens, like the model's loss; the host divides both by the global number of targets. The
     loss stays on the rank that computes it: its value does not travel to the last unit. `scale` [] is a buffer of the
-    module, which the host fills: `loss_scale` is the factor by which the model's loss is multiplied before backward.
-    `token_scale` is this factor times targets / tokens of the global batch, for a loss that is a mean over all tokens,
-    with or without a target.
+    module that the host fills (`register_host_buffer`): for 'loss scale', or for 'token scale' if the loss is a mean
+    over all tokens, with or without a target.
     """
     result: Tensor = _Auxiliary.apply(x, loss, scale.to(loss.dtype))  # type: ignore[no-untyped-call]
     return result

@@ -4,12 +4,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from mplug_nn.loss import IGNORED
-from mplug_nn.parts import numbered
-from mplug_nn.specification import DOCUMENTS
 from torch import Tensor
 
-from mplug.contracts import MicroBatch
+from mplug.contracts import DOCUMENTS, IGNORED, MicroBatch
+from mplug.tensors.segments import numbered
 
 if TYPE_CHECKING:
     from mplug.layout.mesh import Mesh
@@ -26,7 +24,7 @@ def own_entries(batch: MicroBatch, context: Mapping[str, tuple[str, ...]], mesh:
     own = dict(batch)
     for name in own.keys() & context.keys():
         for dim, named in enumerate(context[name]):
-            for axis in mesh.views["attention"]:
+            for axis in mesh.views["dense"]:
                 if named != "batch" and named in axis.entries:
                     length, index = own[name].shape[dim], mesh.index(rank, axis.name)
                     own[name] = _joined(own[name], dim, axis.entries[named](length, axis.size, index))
@@ -59,7 +57,7 @@ def _joined(x: Tensor, dim: int, ranges: tuple[range, ...]) -> Tensor:
 def even_parts(take: Callable[[int], Iterable[MicroBatch]], num_samples: int, run: "Run") -> Iterator[MicroBatch]:
     """This rank's part of `num_samples` samples, in micro batches whose number and sizes are equal on every rank.
 
-    Ranks that communicate inside a unit (experts exchange tokens) must all run the same number of micro batches. If the
+    Ranks that communicate inside a unit (by exchanging tokens) must all run the same number of micro batches. If the
     ranks do not divide the samples, a few more samples are read, and the labels of the extra ones are ignored.
     """
     index, shards = run.mesh.batch_shard(run.rank)

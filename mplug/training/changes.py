@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from mplug.checkpoint.folder import damaged
 from mplug.config.binding import (
+    FREE_SECTIONS,
     HOST_SECTIONS,
     KIND_OF_SECTION,
     OPTIONS_OF_PRECISIONS,
@@ -258,7 +259,10 @@ def _of_plugins(
     The section's own fields say which strategies and kernels are chosen. Sections of plugins that are not chosen change
     nothing.
     """
-    own, other = ({n: v for n, v in tree.items() if not isinstance(v, dict)} for tree in (old, new))
+    own, other = (
+        {n: v for n, v in tree.items() if not isinstance(v, dict) and not (v is False and section in FREE_SECTIONS)}
+        for tree in (old, new)
+    )
     yield from compared((section,), None, own, other, _free)
     held = {label for label in before if label.startswith(f"{section}/")}
     if not other and section != OPTIONS_OF_PRECISIONS:  # `trainer.precision` says which one is used
@@ -299,7 +303,7 @@ def _is_same(chosen: Chosen, word: Any, before: Mapping[str, Any]) -> bool:
 
 
 def _named(word: Any, recorded: Mapping[str, Any] | None, chosen: Chosen) -> Any:
-    """The checkpoint's word for a plugin; with its distribution, if a plugin of another one has this name now."""
+    """The checkpoint's name for a plugin; with its distribution, if the name now means a plugin of another one."""
     if recorded is not None and recorded["plugin"] == chosen.label:
         return f"{word} of {recorded['distribution']}"
     return word

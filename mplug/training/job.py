@@ -1,7 +1,7 @@
 """The description of a run that each of its processes receives, and the work of such a process."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -9,19 +9,19 @@ from pathlib import Path
 
 from mplug.config.binding import RunConfig
 from mplug.config.sources import Settings, merge, read_assignments
-from mplug.distributed.heartbeat_transport import beating_to, watching
-from mplug.distributed.heartbeats import Beat
 from mplug.distributed.launch import agreed, joined
+from mplug.distributed.supervision import Send, Supervisor
 from mplug.distributed.world import World, launched
 from mplug.errors import RunError, UsageError
 from mplug.registry.entry_points import Registry
 from mplug.registry.hooks import HOST
 from mplug.registry.resolve import resolve
+from mplug.registry.specification import hookimpl
+from mplug.run.activity import Activity
 from mplug.run.lock import Claim
 from mplug.run.prepare import prepare
 from mplug.run.record import provenance
 from mplug.run.run import Run
-from mplug.training.heart import heart_of
 from mplug.training.shared_folder import refuse_unshared_folder
 
 
@@ -76,20 +76,19 @@ class Outcome:
     """The run had done all its steps before."""
 
 
-def work(job: Job, send: Callable[[int | Beat], None] | None = None) -> Outcome:
+def work(job: Job, send: Send | None = None) -> Outcome:
     """Do the work of one process of a run: join the other processes, if there are any, and train.
 
-    It calls `send` with the number of every step, and with a heartbeat every second.
+    It calls `send` with the number of every step; a plugin that supervises the run may send messages.
     """
     config, world = resolve(Registry(), job.base, job.overrides), launched()
     rank = world.rank if world else 0
-    run = prepare(config, _observers(config, rank))
-    run.pulse.send = send
+    run = prepare(config, _observers(config, rank, send))
     from mplug.model.build import choose_device  # imports torch, so only after the config is valid
 
     run.device = choose_device(config)
     run.claim = job.claim if rank == 0 else None
-    with among(world, run, send):
+    with among(world, run, supervisor_of(run), send):
         run.directory, resume_from = job.directory, job.resume_from
         if world is not None:
             run.directory, resume_from = agreed((run.directory, resume_from))  # nodes may see different folders
@@ -101,25 +100,40 @@ def work(job: Job, send: Callable[[int | Beat], None] | None = None) -> Outcome:
     return outcome
 
 
+COLLECTIVE_SECONDS = 1800.0
+"""Seconds after which torch ends a collective of a run that no plugin supervises."""
+
+
+def supervisor_of(run: Run) -> Supervisor | None:
+    """The object of the plugin that finds processes of this run that hang; None if the config names no such plugin."""
+    supervisor: Supervisor | None = run.hooks.call.supervise(run=run)
+    return supervisor
+
+
 @contextmanager
-def among(world: World | None, run: Run, send: Callable[[Beat], None] | None = None) -> Iterator[None]:
+def among(
+    world: World | None, run: Run, supervisor: Supervisor | None = None, send: Send | None = None
+) -> Iterator[None]:
     """Make this process one of the world's for the block: set the rank and the process groups of the run.
 
-    With `trainer.deterministic`, the process computes deterministically in the block. It passes its heartbeats to
-    `send`. If another launcher has started the processes, `send` is None and the ranks exchange heartbeats instead.
+    With `trainer.deterministic`, the process computes deterministically in the block. The supervisor sends its reports
+    through `send`. If another launcher has started the processes, `send` is None, and the supervisors of all ranks
+    exchange their reports.
     """
     run.rank = world.rank if world else 0
-    heart = heart_of(run)
-    with _determinism(run), beating_to(send, heart):
+    with _determinism(run), supervisor.report(send) if supervisor and send else nullcontext():
         if world is None:
             yield
             return
         from mplug.distributed.groups import Groups
 
-        run.pulse.enter("joining the other processes")
-        own = heart if send is None else None
-        timeout = timedelta(seconds=run.config.watchdog.collective)
-        with joined(world, run.device, timeout, lambda: watching(own, world.size, f"{world.job}_{world.restart}")):
+        run.enter("joining the other processes")
+        timeout = timedelta(seconds=supervisor.collective_seconds if supervisor else COLLECTIVE_SECONDS)
+
+        def exchanging() -> AbstractContextManager[None]:
+            return supervisor.exchange(f"{world.job}_{world.restart}") if supervisor and not send else nullcontext()
+
+        with joined(world, run.device, timeout, exchanging):
             run.groups = Groups(run.rank, timeout)
             _refuse_other_plugins(run)
             yield
@@ -153,13 +167,27 @@ def _refuse_other_plugins(run: Run) -> None:
             )
 
 
-def _observers(config: RunConfig, rank: int) -> dict[str, object]:
-    """The host's own observers, which run on rank 0 only. A failure of those named `HOST` ends the run."""
+class StepMessages:
+    """Sends the number of every step to the launcher when the step begins."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    @hookimpl
+    def activity_began(self, run: Run) -> None:
+        """Send the number if the activity is a step."""
+        if run.activity.name == Activity.STEP:
+            self._send(run.activity.step)
+
+
+def _observers(config: RunConfig, rank: int, send: Send | None = None) -> dict[str, object]:
+    """The host's own observers. Most run on rank 0 only. A failure of one of them ends the run."""
     from rich.console import Console
 
-    from mplug.training.observers import LossPicture, MetricsFile, ProgressLine
+    from mplug.training.observers import MetricsFile, ProgressLine
 
+    messages: dict[str, object] = {f"{HOST}messages": StepMessages(send)} if send is not None else {}
     if rank != 0:
-        return {}
+        return messages
     progress = ProgressLine(Console(), config.trainer.steps, config.trainer.log_every)
-    return {f"{HOST}metrics": MetricsFile(), f"{HOST}progress": progress, LossPicture.NAME: LossPicture()}
+    return {**messages, f"{HOST}metrics": MetricsFile(), f"{HOST}progress": progress}

@@ -16,10 +16,10 @@ from pathlib import Path
 from mplug.checkpoint.adapter_files import load_adapters
 from mplug.checkpoint.pretrained import keep_original, load_weights, newest_pretrained
 from mplug.contracts import StepResult
-from mplug.distributed.heartbeats import EVALUATION, SAVING, STEP, WRITING
 from mplug.errors import Diverged, PluginError, UsageError
 from mplug.model.variance import layout_dependence_of_all
 from mplug.registry.blame import plugin_error
+from mplug.run.activity import Activity
 from mplug.run.folder import logging_to, make_directory
 from mplug.run.record import write_record
 from mplug.run.run import Run
@@ -58,11 +58,11 @@ def train(
     exception ends the run, the rank's log and the hook `run_failed` receive it.
     """
     with logging_to(run), _reporting_failure(run):
-        run.pulse.enter("building the model")
+        run.enter("building the model")
         parts = build(run)
         run.depends_on_layout = layout_dependence_of_all(run, parts.model)
         position = Position(run, parts)
-        run.pulse.enter("loading a checkpoint" if resume_from else "beginning the run")
+        run.enter("loading a checkpoint" if resume_from else "beginning the run")
         pretrained, begun = newest_pretrained(run) if resume_from is None else None, None
         if resume_from is not None:
             choice = position.choose(resume_from)
@@ -141,7 +141,7 @@ def _finishing_saves_on_failure(run: Run, position: Position) -> Iterator[None]:
         yield
     except BaseException as error:
         if run.groups is None or isinstance(error, Diverged):  # all ranks raise Diverged at the same step
-            run.pulse.enter(WRITING)
+            run.enter(Activity.WRITING)
             position.saver.let_finish()
         raise
 
@@ -155,29 +155,29 @@ def _steps(run: Run, parts: Parts, position: Position, time_left: TimeLeft) -> f
     trainer, val_loss, report = run.config.trainer, None, Report(run, parts, position)
     while run.step < trainer.steps and not report.stop:
         run.step += 1
-        run.pulse.enter(STEP, run.step)
+        run.enter(Activity.STEP, run.step)
         run.hooks.observe("step_started", run=run)
         report.follow(_step(run, parts, position))
         last = run.step == trainer.steps
         if _is_due(run.step, trainer.eval_every) or (last and parts.validation_loader is not None):
             report.settle()
-            run.pulse.enter(EVALUATION, run.step)
+            run.enter(Activity.EVALUATION, run.step)
             val_loss = _evaluate(run, parts, report, time_left)
             report.publish(**({} if val_loss is None else {"val_loss": val_loss}))
         if last or report.stop or _is_due(run.step, run.config.checkpoint.every):
             report.settle()
             report.publish()
-            run.pulse.enter(WRITING)
+            run.enter(Activity.WRITING)
             position.saver.wait()
-            run.pulse.enter(SAVING, run.step)
+            run.enter(Activity.SAVING, run.step)
             position.save()
         report.publish()
         report.pause()
         _report_saved(run, position)
         time_left.check()
-    run.pulse.enter(WRITING)
+    run.enter(Activity.WRITING)
     position.saver.wait()
-    run.pulse.enter("ending the run")
+    run.enter("ending the run")
     _report_saved(run, position)
     return val_loss
 

@@ -6,6 +6,8 @@ without a row in the embedding ends the process by a device assertion.
 
 from typing import TYPE_CHECKING
 
+from mplug.contracts import DOCUMENTS, IGNORED
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -37,12 +39,12 @@ def malformed(batch: "MicroBatch", length: int) -> str:
             return f"'{name}' has dtype {tensor.dtype}; it must hold signed integers"
     if batch["labels"].dtype.itemsize != 8:
         return f"'labels' has dtype {batch['labels'].dtype}; a loss takes int64"
-    return _length_fault(batch["document_lengths"], size, length) if "document_lengths" in batch else ""
+    return _length_fault(batch[DOCUMENTS], size, length) if DOCUMENTS in batch else ""
 
 
 def _length_fault(lengths: "Tensor", size: int, length: int) -> str:
     """A fault of the document lengths of samples of `length` tokens; '' if there is none."""
-    name = f"'document_lengths' {tuple(lengths.shape)} of {lengths.dtype}"
+    name = f"'{DOCUMENTS}' {tuple(lengths.shape)} of {lengths.dtype}"
     if lengths.dim() != 2 or len(lengths) != size or lengths.is_floating_point() or lengths.dtype.itemsize != 8:
         return f"{name} must be [B, M] of int64, here with B={size}"
     if lengths.device.type != "cpu":
@@ -58,8 +60,6 @@ def out_of_range(batch: "MicroBatch", vocab_size: int) -> str:
 
     Entries on another device than the CPU are not checked: the CPU would wait for the device.
     """
-    from mplug_nn.loss import IGNORED  # imports torch
-
     length = batch["tokens"].shape[1]
     ends = {
         "tokens": (vocab_size, "the loader's vocab_size"),

@@ -1,4 +1,4 @@
-"""The host's own observers: metrics.jsonl, loss.svg and the progress line. They use the same hooks as third parties."""
+"""The host's own observers: metrics.jsonl and the progress line. They use the same hooks as third parties."""
 
 import json
 import logging
@@ -12,11 +12,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
 from mplug.contracts import Record
-from mplug.files import write_whole
 from mplug.registry.specification import hookimpl
 from mplug.run.metrics_file import METRICS, read_lines
 from mplug.run.run import Run
-from mplug.training.loss_picture import MARK, Curve, svg
+from mplug.system.files import write_whole
 
 log = logging.getLogger("mplug")
 
@@ -57,76 +56,6 @@ class MetricsFile:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-class LossPicture:
-    """Draws loss.svg on rank 0: at most once a minute, for checkpoints, and when the run ends or fails.
-
-    A resumed run continues the picture, from metrics.jsonl. A file loss.svg of another program stays as it is.
-    """
-
-    NAME = "loss.svg"
-    PAUSE, PAUSE_FOR_CHECKPOINTS = 60.0, 10.0
-    """Minimum seconds between two drawings, and before one for a checkpoint."""
-
-    def __init__(self) -> None:
-        self.path: Path | None = None
-        self.training, self.validation = Curve(), Curve()
-        self._drawn = 0.0
-
-    @hookimpl
-    def run_started(self, run: Run) -> None:
-        """Read the steps that are done."""
-        if run.rank != 0 or run.directory is None:
-            return
-        self.path, self._drawn = run.directory / self.NAME, time.monotonic()
-        for step, line in read_lines(run.directory / METRICS):
-            if step <= run.step:
-                self._add(json.loads(line))
-
-    @hookimpl
-    def step_finished(self, record: Record) -> None:
-        """Add the step."""
-        self._add(record)
-        self._draw(self.PAUSE)
-
-    @hookimpl
-    def checkpoint_saved(self) -> None:
-        """Draw the steps that the checkpoint holds."""
-        self._draw(self.PAUSE_FOR_CHECKPOINTS)
-
-    @hookimpl
-    def run_finished(self) -> None:
-        """Draw the whole run."""
-        self._draw(0)
-
-    @hookimpl
-    def run_failed(self) -> None:
-        """Draw the run up to its failure."""
-        self._draw(0)
-
-    def _add(self, record: Record) -> None:
-        self.training.add(record["step"], record.get("loss"))
-        self.validation.add(record["step"], record.get("val_loss"))
-
-    def _draw(self, pause: float) -> None:
-        """Draw, unless the last drawing was less than `pause` seconds ago."""
-        now = time.monotonic()
-        if self.path is None or now - self._drawn < pause:
-            return
-        self._drawn = now
-        picture = svg(self.training, self.validation)
-        if picture is not None and not _is_foreign(self.path):
-            write_whole(self.path, picture)
-
-
-def _is_foreign(picture: Path) -> bool:
-    """Whether another program has drawn the picture that is there."""
-    try:
-        with picture.open(encoding="utf-8", errors="replace") as file:
-            return MARK not in file.read(1000)
-    except FileNotFoundError:
-        return False
 
 
 def _finite(value: object) -> object:

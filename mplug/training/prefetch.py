@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mplug.contracts import Loader, MicroBatch
-from mplug.distributed.heartbeats import READING
+from mplug.run.activity import READING
 from mplug.training.supervised_loader import Source, Supervised
 
 Move = Callable[[MicroBatch], MicroBatch]

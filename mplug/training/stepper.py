@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mplug.contracts import MicroBatch, Optimizer, Piece, StepResult
-from mplug.gradients.loss_scale import BUFFER, LossScale
+from mplug.gradients.loss_scale import LossScale
 from mplug.gradients.norm import GlobalNorm, owned_gradients
 from mplug.gradients.reduction import Reduction
 from mplug.gradients.statistics import Statistics
@@ -21,6 +21,7 @@ from mplug.model.model import Model
 from mplug.model.pieces import write_weights
 from mplug.model.slot_states import slot_updates
 from mplug.run.run import Run
+from mplug.tensors.host_buffers import fill_host_buffers
 from mplug.tensors.random import keys_of_samples, step_key
 from mplug.training.batch_parts import own_entries, with_shifted
 from mplug.training.step_values import StepValues
@@ -142,9 +143,7 @@ class DefaultStepper:
     def scale_added(self, scale: Tensor) -> None:
         """Set the factor on the gradients that blocks add themselves (load balancing) to that of the loss."""
         self.token_scale.loss_scale = scale
-        for part in self.model.module.modules():
-            if BUFFER in part._buffers:
-                part._buffers[BUFFER] = scale
+        fill_host_buffers(self.model.module, "loss scale", scale)
 
     def apply(
         self, values: StepValues, written: Callable[[], None], norm_of_rank: Callable[[], Tensor] | None = None

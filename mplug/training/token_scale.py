@@ -9,19 +9,16 @@ batch needs this factor: a step with such losses reads its micro batches before 
 from collections.abc import Iterable
 
 import torch
-from mplug_nn.loss import IGNORED
 from torch import Tensor, nn
 
-from mplug.contracts import MicroBatch
+from mplug.contracts import IGNORED, MicroBatch
 from mplug.errors import UsageError
 from mplug.run.run import Run
-
-BUFFER = "token_scale"
-"""The name of the module buffer that holds the factor, times the loss scale."""
+from mplug.tensors.host_buffers import fill_host_buffers, host_buffers
 
 
 class TokenScale:
-    """Counts the targets of a step in advance, and fills the buffers `token_scale`.
+    """Counts the targets of a step in advance, and fills the buffers for 'token scale' with the factor.
 
     `is_missing` says that losses of this step need the factor, and that it is not known yet. `loss_scale` [] is the
     factor by which the model's loss is multiplied before backward, or None for 1. Building is collective: all ranks
@@ -30,12 +27,10 @@ class TokenScale:
 
     def __init__(self, run: Run, module: nn.Module, loss_scale: Tensor | None) -> None:
         self.run, self.loss_scale = run, loss_scale
-        parts = [part for part in module.modules() if BUFFER in part._buffers]
-        self._is_needed = any(run.gathered(bool(parts)))
+        self._is_needed = any(run.gathered(bool(host_buffers(module, "token scale"))))
         self.is_missing = self._is_needed
         self.scale = torch.ones((), dtype=run.precision.master_dtype, device=run.device)
-        for part in parts:
-            part._buffers[BUFFER] = self.scale  # one tensor for all of them
+        fill_host_buffers(module, "token scale", self.scale)
 
     def begin_step(self) -> None:
         """Forget the last step's factor."""

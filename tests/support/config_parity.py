@@ -22,9 +22,9 @@ import torch
 from config_cases import Case
 from config_values import Fields
 from library_models import decoder, gpt2, summed_loss, wide
+from mplug_huggingface_format.opened import open_folder
 from torch import Tensor
 
-from mplug.checkpoint.public_folder import open_public
 from mplug.checkpoint.public_load import fill_from, weights_of
 from mplug.config.defaults import default_settings
 from mplug.config.sources import from_mapping, merge
@@ -127,7 +127,7 @@ def read(folder: Path, config: Any) -> Model:
         run = prepare(config)
         model = build_model(run)
     allocate_parts(run, model)
-    fill_from(open_public(folder), run, model, weights_of(model))
+    fill_from(open_folder(folder), run, model, weights_of(model))
     model.module.eval()
     return model
 

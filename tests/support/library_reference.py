@@ -7,22 +7,22 @@ from typing import Any
 import pytest
 import torch
 from library_models import wide
+from mplug_huggingface_format.model_config import config_of
 from mplug_testing import ModelSuite
 from mplug_testing.blueprint import on_meta
 from mplug_testing.harness import tiny_run
 from torch import Tensor
 
-from mplug.checkpoint.public_weights import conversion
+from mplug.checkpoint.external_form import conversion
 from mplug.checkpoint.transfer import fill_theirs
 from mplug.layout.mesh import Mesh
-from mplug.registry.public_export import public_config_of
 
 
 def library_logits(suite: ModelSuite, weights: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
     """[B, S] -> [B, S, V] in fp64: the library's model of the run's public config, with the run's weights."""
     transformers = pytest.importorskip("transformers")
     run = tiny_run(suite.tiny())
-    public = dict(public_config_of(run.config))
+    public = dict(config_of(run.config))
     kind = public["model_type"]
     module = kind.removesuffix("_text")
     importlib.import_module(f"transformers.models.{module}.modeling_{module}")

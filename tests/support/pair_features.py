@@ -282,6 +282,6 @@ def _execution(case: Case) -> Settings:
 
 
 def _is_ep_alone(case: Mapping[str, str]) -> bool:
-    """Whether the ranks of experts are data-parallel ranks of the attention view, which nothing else divides."""
+    """Whether the ranks of experts are data-parallel ranks of the dense view, which nothing else divides."""
     divides = any(case[name] != "none" for name in ("tensor", "context"))
     return case["experts"] != "none" and case["data"] == "none" and not divides

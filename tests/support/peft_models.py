@@ -11,11 +11,11 @@ import peft
 import torch
 import transformers
 from library_models import wide
+from mplug_huggingface_format.opened import open_folder
 from mplug_testing.harness import as_rank
 from torch import Tensor
 
 from mplug.checkpoint.adapter_files import adapter_conversion, load_adapters
-from mplug.checkpoint.public_folder import open_public
 from mplug.checkpoint.public_load import fill_from, weights_of
 from mplug.checkpoint.transfer import fill_theirs
 from mplug.config.defaults import default_settings
@@ -157,7 +157,7 @@ def loaded_here(settings: dict[str, Any], base: Path) -> tuple[Run, Model]:
     run = as_rank(run_of(settings))
     model = build_model(run)
     allocate_parts(run, model)
-    fill_from(open_public(base), run, model, weights_of(model))
+    fill_from(open_folder(base), run, model, weights_of(model))
     model.listen(model.master_dtype)
     load_adapters(run, model, make_pieces(model))
     return run, model

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mplug_huggingface_format.opened import open_folder
+from mplug_huggingface_format.weights import PublicWeights
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mplug.checkpoint.pretrained import refuse_another_model
-from mplug.checkpoint.public_folder import open_public
 from mplug.checkpoint.public_load import fill_from, weights_of
-from mplug.checkpoint.public_weights import PublicWeights
 from mplug.config.defaults import default_settings
 from mplug.config.sources import from_mapping, merge
 from mplug.layout.placement import Box
@@ -141,7 +141,7 @@ def loaded(folder: Path, layout: str = "", rank: int = 0, **settings: Any) -> tu
     run.rank = rank
     model = build_model(run)
     allocate_parts(run, model)
-    fill_from(open_public(folder), run, model, weights_of(model))
+    fill_from(open_folder(folder), run, model, weights_of(model))
     model.module.eval()
     return run, model
 

@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from mplug_testing.harness import tiny_run
+from mplug_generate.decoding import ALONE, sample
+from mplug_generate.sampler import Sampler, sampling_run
+from mplug_generate.sampling import Sampling, sample_key
+from mplug_generate.token_steps import Replays
+from mplug_testing.harness import as_rank, tiny_config
 
 from mplug.model.build import allocate_parts, build_model
-from mplug.model.decoding import ALONE, sample
 from mplug.model.memory import initialize
-from mplug.model.model import Model
-from mplug.model.sampling import Sampling, sample_key
-from mplug.model.token_steps import Replays
-from mplug.run.run import Decoding, Run
+from mplug.run.run import Run
 
 SHAPE: dict[str, Any] = {
     "model.num_layers": 2,
@@ -52,18 +52,18 @@ PROMPTS = [[1], [200, 7, 7], [5] * 9, [*range(40, 54)], [3, 1], [*range(7)], [9,
 TOKENS, CONTEXT, PLAIN = 8, 64, Sampling(1.0)
 
 
-def built(settings: dict[str, Any], *, padded: bool = True, graphs: bool = False) -> tuple[Run, Model]:
-    """A run that samples, and its model with initial weights."""
-    run = tiny_run({**SHAPE, **settings})
-    run.decoding = Decoding(padded, graphs)
+def built(settings: dict[str, Any], *, padded: bool = True, graphs: bool = False) -> tuple[Run, Sampler]:
+    """A run that samples, and its sampler, whose model has initial weights."""
+    sampler = Sampler(padded=padded, graphs=graphs)
+    run = as_rank(sampling_run(tiny_config({**SHAPE, **settings}), sampler))
     model = build_model(run)
     allocate_parts(run, model)
     initialize({name: one.data for name, one in model.parameters().items()}, model.placements, run.rank, 3)
-    return run, model
+    return run, sampler
 
 
 def texts(
-    model: Model,
+    sampler: Sampler,
     prompts: list[list[int]],
     context: int = CONTEXT,
     sampling: Sampling = PLAIN,
@@ -79,5 +79,5 @@ def texts(
         found[number].append(token)
         return False
 
-    sample(model, prompts, keys, num_tokens, context, sampling, take, ranks, replays)
+    sample(sampler, prompts, keys, num_tokens, context, sampling, take, ranks, replays)
     return found

@@ -9,9 +9,15 @@ This module imports no torch: a name is imported when it is first used.
 
 from typing import TYPE_CHECKING
 
-from mplug.lazy import publish
+from mplug.system.lazy import publish
 
 if TYPE_CHECKING:
+    from mplug.layout.inits import Entries as Entries
+    from mplug.layout.inits import Inits as Inits
+    from mplug.model.description import Description as Description
+    from mplug.model.description import describe as describe
+    from mplug.model.description import flops_of as flops_of
+    from mplug.tensors.gathered_form import GatheredForm as GatheredForm
     from mplug.tensors.operator import fake as fake
     from mplug.tensors.operator import operator as operator
     from mplug.tensors.sink import Operand as Operand
@@ -27,6 +33,8 @@ if TYPE_CHECKING:
     from mplug.tensors.statistics import in_backward as in_backward
     from mplug.tensors.statistics import keep_max as keep_max
     from mplug.tensors.statistics import keep_max_in_backward as keep_max_in_backward
+    from mplug.tensors.weight_product import ProductModule as ProductModule
+    from mplug.tensors.weight_product import WeightProduct as WeightProduct
     from mplug_nn.activations import ActivationFunction as ActivationFunction
     from mplug_nn.ahead import DepthAhead as DepthAhead
     from mplug_nn.ahead import TokensAhead as TokensAhead
@@ -35,6 +43,9 @@ if TYPE_CHECKING:
     from mplug_nn.attention import scaled_dot_product as scaled_dot_product
     from mplug_nn.cache import Cache as Cache
     from mplug_nn.cache import CacheSize as CacheSize
+    from mplug_nn.core import AttentionCore as AttentionCore
+    from mplug_nn.core import packed_heads_of as packed_heads_of
+    from mplug_nn.core import parts_of as parts_of
     from mplug_nn.decoder import Block as Block
     from mplug_nn.decoder import Decoder as Decoder
     from mplug_nn.decoder import DenseBlock as DenseBlock
@@ -43,6 +54,7 @@ if TYPE_CHECKING:
     from mplug_nn.decoder import decoder_plan as decoder_plan
     from mplug_nn.decoders.build import build_decoder as build_decoder
     from mplug_nn.decoders.config import DecoderConfig as DecoderConfig
+    from mplug_nn.decoders.family import DecoderFamily as DecoderFamily
     from mplug_nn.decoders.general import GeneralDecoderConfig as GeneralDecoderConfig
     from mplug_nn.decoders.general import RopeScaling as RopeScaling
     from mplug_nn.decoders.parts import ActivationName as ActivationName
@@ -76,10 +88,7 @@ if TYPE_CHECKING:
     from mplug_nn.decoders.public_fields import written_rotary as written_rotary
     from mplug_nn.decoders.published import published_names as published_names
     from mplug_nn.decoders.sparse import SparseDecoderConfig as SparseDecoderConfig
-    from mplug_nn.description import Description as Description
-    from mplug_nn.description import describe as describe
-    from mplug_nn.description import flops_of as flops_of
-    from mplug_nn.description import weights_per_token as weights_per_token
+    from mplug_nn.delayed_scaling import DelayedScaling as DelayedScaling
     from mplug_nn.dropout import Dropout as Dropout
     from mplug_nn.dropout import Jitter as Jitter
     from mplug_nn.embedding import Embedding as Embedding
@@ -90,17 +99,15 @@ if TYPE_CHECKING:
     from mplug_nn.fusible import fusible_norm as fusible_norm
     from mplug_nn.fusible import normed as normed
     from mplug_nn.fusible import states as states
-    from mplug_nn.gathered_form import GatheredForm as GatheredForm
     from mplug_nn.gemm import Gemm as Gemm
     from mplug_nn.gemm import weight_gradient as weight_gradient
     from mplug_nn.grouped import GroupedProduct as GroupedProduct
     from mplug_nn.grouped import grouped_linear as grouped_linear
     from mplug_nn.head import Head as Head
-    from mplug_nn.inits import Entries as Entries
-    from mplug_nn.inits import Inits as Inits
     from mplug_nn.latent import LatentAttention as LatentAttention
     from mplug_nn.linear import ADAPTERS as ADAPTERS
     from mplug_nn.linear import Linear as Linear
+    from mplug_nn.linear import LinearAdapter as LinearAdapter
     from mplug_nn.linear import boundary_of as boundary_of
     from mplug_nn.loss import Loss as Loss
     from mplug_nn.mlp import MLP as MLP
@@ -112,29 +119,40 @@ if TYPE_CHECKING:
     from mplug_nn.normal import NORMAL_TAIL_SLOPE as NORMAL_TAIL_SLOPE
     from mplug_nn.norms import NormFunction as NormFunction
     from mplug_nn.packed_heads import PackedHeads as PackedHeads
-    from mplug_nn.packed_heads import packed_heads_of as packed_heads_of
-    from mplug_nn.packed_heads import passing_through as passing_through
-    from mplug_nn.packed_heads import with_packed_heads as with_packed_heads
+    from mplug_nn.packed_heads import Preparation as Preparation
     from mplug_nn.parts import AttentionParts as AttentionParts
     from mplug_nn.parts import Part as Part
-    from mplug_nn.parts import parts_of as parts_of
-    from mplug_nn.parts import with_parts as with_parts
     from mplug_nn.pipeline import Arrival as Arrival
     from mplug_nn.pipeline import Pipeline as Pipeline
     from mplug_nn.pipeline import Produce as Produce
     from mplug_nn.pipeline import Rows as Rows
     from mplug_nn.pipeline import pipeline_named as pipeline_named
     from mplug_nn.product import Boundary as Boundary
+    from mplug_nn.product import Collective as Collective
     from mplug_nn.product import Narrow as Narrow
     from mplug_nn.product import Product as Product
     from mplug_nn.prologue import FusedProduct as FusedProduct
     from mplug_nn.prologue import Inputs as Inputs
     from mplug_nn.prologue import Projected as Projected
     from mplug_nn.prologue import Prologue as Prologue
+    from mplug_nn.prologue import Upstream as Upstream
+    from mplug_nn.public_config import differences as differences
+    from mplug_nn.public_config import forms_of as forms_of
+    from mplug_nn.public_config import written_config as written_config
+    from mplug_nn.public_form import FixedField as FixedField
+    from mplug_nn.public_form import PublicField as PublicField
+    from mplug_nn.public_form import PublicForm as PublicForm
+    from mplug_nn.public_form import ReadField as ReadField
+    from mplug_nn.public_form import SumField as SumField
+    from mplug_nn.public_form import UnusedField as UnusedField
+    from mplug_nn.public_form import Values as Values
+    from mplug_nn.public_form import form_of as form_of
     from mplug_nn.rotary import Rotary as Rotary
     from mplug_nn.router import Choice as Choice
     from mplug_nn.router import Router as Router
     from mplug_nn.scores import RouterScore as RouterScore
+    from mplug_nn.shared_fields import SHARED_FIELDS as SHARED_FIELDS
+    from mplug_nn.shared_fields import unused as unused
     from mplug_nn.specification import AttentionInputs as AttentionInputs
     from mplug_nn.specification import AttentionSpec as AttentionSpec
     from mplug_nn.specification import StaticKeys as StaticKeys
@@ -143,19 +161,11 @@ if TYPE_CHECKING:
 publish(
     __name__,
     {
-        "mplug.tensors.operator": (
-            "fake",
-            "operator",
-        ),
-        "mplug.tensors.sink": (
-            "Operand",
-            "Sink",
-            "Weights",
-            "add_product",
-            "add_rows",
-            "aligned",
-            "zero_if_stale",
-        ),
+        "mplug.layout.inits": ("Entries", "Inits"),
+        "mplug.model.description": ("Description", "describe", "flops_of"),
+        "mplug.tensors.gathered_form": ("GatheredForm",),
+        "mplug.tensors.operator": ("fake", "operator"),
+        "mplug.tensors.sink": ("Operand", "Sink", "Weights", "add_product", "add_rows", "aligned", "zero_if_stale"),
         "mplug.tensors.statistics": (
             "add_auxiliary",
             "count",
@@ -164,34 +174,17 @@ publish(
             "keep_max",
             "keep_max_in_backward",
         ),
+        "mplug.tensors.weight_product": ("ProductModule", "WeightProduct"),
         "mplug_nn.activations": ("ActivationFunction",),
-        "mplug_nn.ahead": (
-            "DepthAhead",
-            "TokensAhead",
-        ),
-        "mplug_nn.attention": (
-            "Attention",
-            "DotProductAttention",
-            "scaled_dot_product",
-        ),
-        "mplug_nn.cache": (
-            "Cache",
-            "CacheSize",
-        ),
-        "mplug_nn.decoder": (
-            "Block",
-            "Decoder",
-            "DenseBlock",
-            "SparseBlock",
-            "TokenEmbedding",
-            "decoder_plan",
-        ),
+        "mplug_nn.ahead": ("DepthAhead", "TokensAhead"),
+        "mplug_nn.attention": ("Attention", "DotProductAttention", "scaled_dot_product"),
+        "mplug_nn.cache": ("Cache", "CacheSize"),
+        "mplug_nn.core": ("AttentionCore", "packed_heads_of", "parts_of"),
+        "mplug_nn.decoder": ("Block", "Decoder", "DenseBlock", "SparseBlock", "TokenEmbedding", "decoder_plan"),
         "mplug_nn.decoders.build": ("build_decoder",),
         "mplug_nn.decoders.config": ("DecoderConfig",),
-        "mplug_nn.decoders.general": (
-            "GeneralDecoderConfig",
-            "RopeScaling",
-        ),
+        "mplug_nn.decoders.family": ("DecoderFamily",),
+        "mplug_nn.decoders.general": ("GeneralDecoderConfig", "RopeScaling"),
         "mplug_nn.decoders.parts": (
             "ActivationName",
             "AttentionConfig",
@@ -227,102 +220,43 @@ publish(
         ),
         "mplug_nn.decoders.published": ("published_names",),
         "mplug_nn.decoders.sparse": ("SparseDecoderConfig",),
-        "mplug_nn.description": (
-            "Description",
-            "describe",
-            "flops_of",
-            "weights_per_token",
-        ),
-        "mplug_nn.dropout": (
-            "Dropout",
-            "Jitter",
-        ),
+        "mplug_nn.delayed_scaling": ("DelayedScaling",),
+        "mplug_nn.dropout": ("Dropout", "Jitter"),
         "mplug_nn.embedding": ("Embedding",),
-        "mplug_nn.experts": (
-            "Experts",
-            "Route",
-            "within_capacity",
-        ),
-        "mplug_nn.fusible": (
-            "Fusible",
-            "fusible_norm",
-            "normed",
-            "states",
-        ),
-        "mplug_nn.gathered_form": ("GatheredForm",),
-        "mplug_nn.gemm": (
-            "Gemm",
-            "weight_gradient",
-        ),
-        "mplug_nn.grouped": (
-            "GroupedProduct",
-            "grouped_linear",
-        ),
+        "mplug_nn.experts": ("Experts", "Route", "within_capacity"),
+        "mplug_nn.fusible": ("Fusible", "fusible_norm", "normed", "states"),
+        "mplug_nn.gemm": ("Gemm", "weight_gradient"),
+        "mplug_nn.grouped": ("GroupedProduct", "grouped_linear"),
         "mplug_nn.head": ("Head",),
-        "mplug_nn.inits": (
-            "Entries",
-            "Inits",
-        ),
         "mplug_nn.latent": ("LatentAttention",),
-        "mplug_nn.linear": (
-            "ADAPTERS",
-            "Linear",
-            "boundary_of",
-        ),
+        "mplug_nn.linear": ("ADAPTERS", "Linear", "LinearAdapter", "boundary_of"),
         "mplug_nn.loss": ("Loss",),
-        "mplug_nn.mlp": (
-            "Activation",
-            "MLP",
-        ),
+        "mplug_nn.mlp": ("Activation", "MLP"),
         "mplug_nn.moe": ("MixtureOfExperts",),
         "mplug_nn.norm": ("Norm",),
-        "mplug_nn.normal": (
-            "NORMAL_TAIL",
-            "NORMAL_TAIL_END",
-            "NORMAL_TAIL_SLOPE",
-        ),
+        "mplug_nn.normal": ("NORMAL_TAIL", "NORMAL_TAIL_END", "NORMAL_TAIL_SLOPE"),
         "mplug_nn.norms": ("NormFunction",),
-        "mplug_nn.packed_heads": (
-            "PackedHeads",
-            "packed_heads_of",
-            "passing_through",
-            "with_packed_heads",
-        ),
-        "mplug_nn.parts": (
-            "AttentionParts",
-            "Part",
-            "parts_of",
-            "with_parts",
-        ),
-        "mplug_nn.pipeline": (
-            "Arrival",
-            "Pipeline",
-            "Produce",
-            "Rows",
-            "pipeline_named",
-        ),
-        "mplug_nn.product": (
-            "Boundary",
-            "Narrow",
-            "Product",
-        ),
-        "mplug_nn.prologue": (
-            "FusedProduct",
-            "Inputs",
-            "Projected",
-            "Prologue",
+        "mplug_nn.packed_heads": ("PackedHeads", "Preparation"),
+        "mplug_nn.parts": ("AttentionParts", "Part"),
+        "mplug_nn.pipeline": ("Arrival", "Pipeline", "Produce", "Rows", "pipeline_named"),
+        "mplug_nn.product": ("Boundary", "Collective", "Narrow", "Product"),
+        "mplug_nn.prologue": ("FusedProduct", "Inputs", "Projected", "Prologue", "Upstream"),
+        "mplug_nn.public_config": ("differences", "forms_of", "written_config"),
+        "mplug_nn.public_form": (
+            "FixedField",
+            "PublicField",
+            "PublicForm",
+            "ReadField",
+            "SumField",
+            "UnusedField",
+            "Values",
+            "form_of",
         ),
         "mplug_nn.rotary": ("Rotary",),
-        "mplug_nn.router": (
-            "Choice",
-            "Router",
-        ),
+        "mplug_nn.router": ("Choice", "Router"),
         "mplug_nn.scores": ("RouterScore",),
-        "mplug_nn.specification": (
-            "AttentionInputs",
-            "AttentionSpec",
-            "StaticKeys",
-        ),
+        "mplug_nn.shared_fields": ("SHARED_FIELDS", "unused"),
+        "mplug_nn.specification": ("AttentionInputs", "AttentionSpec", "StaticKeys"),
         "mplug_nn.static_cache": ("static_keys",),
     },
 )

@@ -9,11 +9,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from mplug.layout.inits import TOKENS, Entries, Inits
 from mplug.layout.plan import Buffer, Parameter
+from mplug.layout.work import Step, WeightProduct
+from mplug.model.work import in_order
+from mplug.tensors.host_buffers import register_host_buffer
 from mplug.tensors.statistics import add_auxiliary, count
 from mplug_nn.embedding import Embedding
 from mplug_nn.head import Head
-from mplug_nn.inits import TOKENS, Entries, Inits
 from mplug_nn.linear import Linear
 from mplug_nn.norm import Norm
 
@@ -71,7 +74,7 @@ class TokensAhead(nn.Module):
         self.head.soft_cap = self.head.loss.soft_cap = head.soft_cap
         self.depths = nn.ModuleList(depths)
         self.register_buffer("losses", torch.zeros(len(depths), dtype=torch.float64), persistent=False)
-        self.register_buffer("loss_scale", torch.ones(()), persistent=False)
+        register_host_buffer(self, "loss_scale", "loss scale")
         self.tie(embedding, head)
 
     def tie(self, embedding: Embedding, head: Head) -> None:
@@ -84,10 +87,10 @@ class TokensAhead(nn.Module):
         """The meaning of the statistic."""
         return {"losses": Buffer(("depth",), over=TOKENS, per_target=True)}
 
-    @property
-    def weights_per_token(self) -> int:
-        """Number of weight elements of the projection that a token is multiplied by more often than once."""
-        return (len(self.depths) - 1) * self.head.project.weight.numel()
+    def plan_work(self) -> Step:
+        """The submodules in order; every depth multiplies by the head's projection, which states the product once."""
+        more = (len(self.depths) - 1) * self.head.project.weight.numel()
+        return (*in_order(self), *((WeightProduct("head.project.weight", more),) if more else ()))
 
     def blocks(self) -> list[nn.Module]:
         """The blocks of all depths."""

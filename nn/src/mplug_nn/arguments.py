@@ -6,11 +6,12 @@ and code that passes a specification. B batch, S queries, T keys, H query heads,
 
 import inspect
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 from torch import Tensor
 
+from mplug.tensors.supplier import Supplier
+from mplug_nn.core import AttentionCore
 from mplug_nn.specification import DOCUMENTS, FULL, KNOWN, AttentionInputs, AttentionSpec
 
 Core = Callable[..., Tensor]
@@ -24,11 +25,17 @@ def takes_specification(core: Core) -> bool:
     It is if it has a parameter `spec`, or `*args` (which it passes on), or at least five positional parameters none of
     which is `scale`. A positional `scale` belongs to the signature of version 0.1.
     """
-    parameters = inspect.signature(core, follow_wrapped=False).parameters.values()
+    function = core.function if isinstance(core, Supplier) else core
+    parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
     if any(one.name == "spec" or one.kind is one.VAR_POSITIONAL for one in parameters):
         return True
     positional = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     return len(positional) >= 5 and "scale" not in positional
+
+
+def _with_parts_of(core: Core, called: Core) -> Core:
+    """A function that calls a core in another convention, with the parts of the core."""
+    return AttentionCore(called, parts=core.parts) if isinstance(core, AttentionCore) else called
 
 
 def by_specification(core: Core, needs: frozenset[str] = frozenset()) -> Core:
@@ -41,7 +48,6 @@ def by_specification(core: Core, needs: frozenset[str] = frozenset()) -> Core:
     if unsaid := (needs & KNOWN) - SAID:
         raise ValueError(f"its core takes keyword arguments, which cannot say {', '.join(sorted(unsaid))}")
 
-    @wraps(core)
     def called(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
         if unsaid := spec.needs - SAID:
             raise ValueError(f"{core!r} takes keyword arguments, which cannot say {', '.join(sorted(unsaid))}")
@@ -54,13 +60,12 @@ def by_specification(core: Core, needs: frozenset[str] = frozenset()) -> Core:
             named["causal"] = False
         return core(q, k, v, **named)
 
-    return called
+    return _with_parts_of(core, called)
 
 
 def by_arguments(core: Core) -> Core:
     """Return a core that takes keyword arguments, made from one that takes a specification."""
 
-    @wraps(core)
     def called(
         q: Tensor,
         k: Tensor,
@@ -78,18 +83,17 @@ def by_arguments(core: Core) -> Core:
         )
         return core(q, k, v, spec, AttentionInputs(keys, document_lengths, first_head=first_head))
 
-    return called
+    return _with_parts_of(core, called)
 
 
 def by_either(core: Core) -> Core:
     """Return a core that takes a specification or keyword arguments, made from one that takes a specification."""
     by_name = by_arguments(core)
 
-    @wraps(core)
     def called(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Tensor:
         return core(q, k, v, *rest) if rest else by_name(q, k, v, **named)
 
-    return called
+    return _with_parts_of(core, called)
 
 
 def wrapped(wrap: Callable[[Core], Core], inner: Core, needs: frozenset[str] = frozenset()) -> Core:

@@ -3,22 +3,26 @@
 B batch, S query length, T key length, D embed, H query heads, G KV heads, K head dim, M documents of a sample.
 """
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from mplug.layout.inits import ONES, TOKENS, ZEROS, Entries, Inits
 from mplug.layout.plan import Parameter, Segment
+from mplug.layout.work import ActivationProduct, Flops, Step
+from mplug.model.work import in_order
+from mplug.tensors.host_buffers import register_host_buffer
 from mplug.tensors.random import mix, uniform
 from mplug_nn.arguments import by_arguments
 from mplug_nn.cache import Cache, CacheSize
-from mplug_nn.inits import ONES, TOKENS, ZEROS, Entries, Inits
+from mplug_nn.core import AttentionCore, packed_heads_of
 from mplug_nn.linear import Linear
 from mplug_nn.norms import offset
-from mplug_nn.packed_heads import PackedHeads, packed_heads_of, passes_through
-from mplug_nn.parts import PLAIN_PARTS, with_parts
+from mplug_nn.packed_heads import PackedHeads, passes_through
+from mplug_nn.parts import PLAIN_PARTS
 from mplug_nn.prologue import Projected
 from mplug_nn.rotary import Rotary, Turns
 from mplug_nn.specification import (
@@ -33,9 +37,10 @@ from mplug_nn.specification import (
     bias_of,
     unseen,
 )
+from mplug_nn.turning import PREPARE_QK, PREPARE_QKV
 from mplug_nn.turning import WIDE_NORM as WIDE_NORM
 from mplug_nn.turning import prepare_qk as prepare_qk
-from mplug_nn.turning import prepare_qkv
+from mplug_nn.turning import prepare_qkv as prepare_qkv
 from mplug_nn.turning import rotate as rotate
 from mplug_nn.turning import rotations as rotations
 
@@ -50,9 +55,9 @@ def scaled_dot_product(
     everything that the two define. A site's needs are `spec.needs`. The `supports` of a supplier must refuse every need
     that it does not know.
 
-    A supplier that offers 'log-sum-exp' has an attribute `parts` (`mplug_nn.AttentionParts`). Wraps that compute
-    attention part by part (context parallelism) call it. A supplier that can also compute attention from the packed
-    projection, and write one packed gradient, is marked by `mplug_nn.with_packed_heads` (docs/kernels.md).
+    A supplier that offers 'log-sum-exp' is a `mplug_nn.AttentionCore` with `parts` (`mplug_nn.AttentionParts`). Wraps
+    that compute attention part by part (context parallelism) call it. A supplier that can also compute attention from
+    the packed projection, and write one packed gradient, has `packed_heads` (docs/kernels.md).
     """
     heads, groups, length = q.shape[2], k.shape[2], (q.shape[1], k.shape[1])
     if spec.static_keys:  # a cache is much larger than its query, so no head of it is repeated
@@ -80,7 +85,7 @@ def scaled_dot_product(
     return torch.einsum("bhst,bthk->bshk", weights, v)
 
 
-with_parts(scaled_dot_product, PLAIN_PARTS).offers = KNOWN | {LOG_SUM_EXP}  # type: ignore[attr-defined]
+DOT_PRODUCT = AttentionCore(scaled_dot_product, serves=KNOWN | {LOG_SUM_EXP}, parts=PLAIN_PARTS)
 
 
 def _softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
@@ -91,7 +96,7 @@ def _softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
 
 attention = by_arguments(scaled_dot_product)
 """Attention by keyword arguments, as in version 0.1; `scaled_dot_product` serves what these cannot express."""
-attention.offers = frozenset({LOG_SUM_EXP, DOCUMENTS, FULL})  # type: ignore[attr-defined]
+ATTENTION = AttentionCore(attention, serves=frozenset({LOG_SUM_EXP, DOCUMENTS, FULL}), parts=PLAIN_PARTS)
 
 
 class DotProductAttention(nn.Module):
@@ -149,9 +154,9 @@ class DotProductAttention(nn.Module):
         self.q_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
         self.k_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
         self.sinks = nn.Parameter(torch.empty(num_heads)) if sinks else None
-        self.register_buffer("site", torch.zeros((), dtype=torch.int64), persistent=False)
-        self.core = scaled_dot_product
-        self.prepare_qk = prepare_qk
+        register_host_buffer(self, "site", "site key")
+        self.core: Callable[..., Tensor] = DOT_PRODUCT
+        self.prepare_qk: Callable[..., tuple[Tensor, Tensor]] = PREPARE_QK
 
     def plan_entries(self, inits: Inits) -> Entries:
         """The meaning of the parameters between the projections."""
@@ -163,6 +168,18 @@ class DotProductAttention(nn.Module):
         if self.sinks is not None:
             entries["sinks"] = Parameter((Segment("heads", self.num_heads),), inits.weight)
         return entries
+
+    def plan_work(self) -> Step:
+        """Attention of operands from elsewhere in the unit; then the submodules of a derived class, in order."""
+        return (self._core_work(after_unit=True), *in_order(self))
+
+    def _core_work(self, after_unit: bool) -> ActivationProduct:
+        """Softmax attention as if causal: a key and a value of each head for half of all pairs of positions.
+
+        It counts as much with a window or without a mask, so that the figures of models can be compared.
+        """
+        pairs = 3 * self.num_heads * (self.spec.key_width + self.spec.value_width)
+        return ActivationProduct(Flops(0, pairs), after_unit)
 
     @property
     def scale(self) -> float:
@@ -294,7 +311,7 @@ class Attention(DotProductAttention):
         super().__init__(num_heads, num_kv_heads, head_dim, qk_norm=qk_norm, qk_norm_offset=qk_norm_offset, **named)
         self.qkv = Linear(dim, (num_heads + 2 * num_kv_heads) * head_dim, bias)
         self.out = Linear(num_heads * head_dim, dim, bias if out_bias is None else out_bias)
-        self.prepare_qkv = prepare_qkv
+        self.prepare_qkv: Callable[..., tuple[Tensor, Tensor, Tensor]] = PREPARE_QKV
 
     def plan_entries(self, inits: Inits) -> Entries:
         """The meaning of the parameters."""
@@ -311,6 +328,11 @@ class Attention(DotProductAttention):
         if self.out.bias is not None:
             entries["out.bias"] = Parameter(("embed",), ZEROS)
         return entries
+
+    def plan_work(self) -> Step:
+        """The projections around attention."""
+        own = (name for name, _ in self.named_parameters(recurse=False))
+        return ("qkv", *own, self._core_work(after_unit=False), "out")
 
     def input_linear(self) -> Linear:
         """The layer that alone reads x in `forward`."""

@@ -6,19 +6,17 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from mplug.contracts import DOCUMENTS, IGNORED
+from mplug.layout.inits import TOKENS, Entries, Inits
 from mplug.layout.plan import Parameter, Plan, Shift, Unit
+from mplug.model.description import describe
 from mplug_nn.ahead import DepthAhead, TokensAhead
-from mplug_nn.description import describe
 from mplug_nn.dropout import Dropout
 from mplug_nn.embedding import Embedding
 from mplug_nn.fusible import Fusible, fusible_norm, normed, states
 from mplug_nn.head import Head
-from mplug_nn.inits import TOKENS, Entries, Inits
-from mplug_nn.loss import IGNORED
 from mplug_nn.moe import MixtureOfExperts
 from mplug_nn.norm import Norm
-
-DOCUMENTS = "document_lengths"
 
 
 class TokenEmbedding(nn.Module):
@@ -197,13 +195,11 @@ def decoder_plan(decoder: Decoder, inits: Inits) -> Plan:
     takes = ("hidden", "positions", "keys")
     blocks = [Unit(f"blocks.{name}", takes, ("hidden",), optional=optional) for name in decoder.blocks]
     body = (Unit("embedding", ("tokens", "positions", "keys"), ("hidden",)), *blocks)
-    described, shifted = describe(decoder, inits), _shifted(decoder)
+    shifted = _shifted(decoder)
     ahead = (Unit("ahead", (*takes, *shifted), ("hidden",), optional=optional),) if shifted else ()
-    return Plan(
+    return describe(decoder, inits).plan(
         units=(*body, *ahead, Unit("head", ("hidden", "labels"), ("loss", "num_targets"))),
         inference=(*body, Unit("head", ("hidden",), ("logits",), method="logits")),
-        parameters=described.parameters,
-        buffers=described.buffers,
         context={
             "tokens": TOKENS,
             "labels": TOKENS,
@@ -219,8 +215,6 @@ def decoder_plan(decoder: Decoder, inits: Inits) -> Plan:
             "num_targets": (),
             "logits": (*TOKENS, "vocab"),
         },
-        tied=described.tied,
-        flops=described.flops,
         shifted=shifted,
     )
 

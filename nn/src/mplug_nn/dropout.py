@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
+from mplug.tensors.host_buffers import register_host_buffer
 from mplug.tensors.random import uniform_like
 
 
@@ -17,7 +17,7 @@ def all_rows(positions: Tensor) -> Tensor:
 class Dropout(nn.Module):
     """Dropout whose mask is a function of (seed, step, site, sample, position, feature).
 
-    `site` is a buffer that the host sets from the module's name. So all sites share one compiled graph. If a strategy
+    `site` is a buffer that the host fills from the module's name. So all sites share one compiled graph. If a strategy
     divides the sequence inside the model, the slot `rows` selects the positions of the rows of x.
     """
 
@@ -29,7 +29,7 @@ class Dropout(nn.Module):
         super().__init__()
         self.probability = probability
         self.rows: Callable[[Tensor], Tensor] = all_rows
-        self.register_buffer("site", torch.zeros((), dtype=torch.int64), persistent=False)
+        register_host_buffer(self, "site", "site key")
 
     def forward(self, x: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
         """x [B, S, D], keys [B], positions [1 or B, S] -> [B, S, D]."""
@@ -53,7 +53,7 @@ class Jitter(nn.Module):
         super().__init__()
         self.epsilon = epsilon
         self.rows: Callable[[Tensor], Tensor] = all_rows
-        self.register_buffer("site", torch.zeros((), dtype=torch.int64), persistent=False)
+        register_host_buffer(self, "site", "site key")
 
     def forward(self, x: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
         """x [B, S, D], keys [B], positions [1 or B, S] -> [B, S, D]."""

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mplug.layout.inits import Entries, Inits
 from mplug.layout.plan import Parameter, Segment
 from mplug.tensors.sink import Weights, add_rows
-from mplug_nn.inits import Entries, Inits
 
 
 def lookup(indices: Tensor, weight: Tensor) -> Tensor:

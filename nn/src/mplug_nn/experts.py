@@ -11,13 +11,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from mplug.layout.inits import ZEROS, Entries, Inits
 from mplug.layout.plan import Parameter, Segment
 from mplug.tensors.delayed import Later, Operands
 from mplug.tensors.sink import Sink, Weights
 from mplug.tensors.slot_buffers import held
+from mplug.tensors.supplier import Supplier
+from mplug.tensors.weight_product import ProductModule
 from mplug_nn.gemm import NOTHING
-from mplug_nn.grouped import PLAIN_GROUPED, apply_grouped, further, grouped_linear, waits_for_device
-from mplug_nn.inits import ZEROS, Entries, Inits
+from mplug_nn.grouped import PLAIN_GROUPED, GroupedProduct, apply_grouped, grouped_linear, waits_for_device
 from mplug_nn.linear import ADAPTERS
 from mplug_nn.mlp import Activation, Kind
 
@@ -114,7 +116,7 @@ def compute(
     return adapted(adapters[1], hidden, grouped_linear(hidden, counts, down), counts)
 
 
-compute.only_composes = True  # type: ignore[attr-defined]  # its needs are those of `Experts.product`
+COMPUTE = Supplier(compute, only_composes=True)
 
 
 def adapted(adapter: nn.Module | None, rows: Tensor, y: Tensor, counts: Tensor) -> Tensor:
@@ -135,7 +137,7 @@ def add_of_group(rows: Tensor, counts: Tensor, bias: Tensor) -> Tensor:
     return rows + torch.cat((bias, torch.zeros_like(bias[:1]))).to(rows.dtype).index_select(0, group)
 
 
-class Experts(Activation):
+class Experts(Activation, ProductModule):
     """E feed-forward networks of the same shape.
 
     `num_experts` is that of the whole model, also on a rank that holds only some of the experts. With `bias`, every
@@ -155,15 +157,12 @@ class Experts(Activation):
         "Experts.combine",
     )
     CASTS: ClassVar[Mapping[str, str]] = {"up": "up_casts", "down": "down_casts"}
-    """Weights -> the attributes with the copies that the product reads, if the host keeps them."""
     up_casts: tuple[Tensor, ...] = ()
     down_casts: tuple[Tensor, ...] = ()
     LATER: ClassVar[Mapping[str, str]] = {"up": "up_later", "down": "down_later"}
-    """Weights -> the attributes with their `Later`, if their gradients are computed later."""
     BUFFERED_SLOTS = ("Experts.product",)
     BUFFER_PREFIXES = ("up_", "down_")
     """What the names of the slot's buffers begin with: the weight of the product to which a buffer belongs."""
-    slot_buffers: Mapping[str, tuple[str, ...]] = NOTHING
     up_later: Later | None = None
     down_later: Later | None = None
     up_adapter: nn.Module | None
@@ -179,8 +178,9 @@ class Experts(Activation):
         self.up_bias = nn.Parameter(torch.empty(num_experts, wide)) if bias else None
         self.register_module("up_adapter", None)
         self.register_module("down_adapter", None)
-        self.dispatch, self.compute, self.combine = dispatch, compute, combine
-        self.product = PLAIN_GROUPED
+        self.dispatch, self.combine = dispatch, combine
+        self.compute: Callable[..., Tensor] = COMPUTE
+        self.product: GroupedProduct = PLAIN_GROUPED
 
     def plan_entries(self, inits: Inits) -> Entries:
         """The meaning of the weights."""
@@ -207,20 +207,20 @@ class Experts(Activation):
 
     def waits(self, slot: str, dtype: torch.dtype) -> str:
         """Why the CPU waits for the device in the default of a slot that computes in `dtype`; empty if it does not."""
-        multiplies = slot == ("Experts.product" if self.compute is compute else "Experts.compute")
+        multiplies = slot == ("Experts.product" if self.compute is COMPUTE else "Experts.compute")
         return waits_for_device(dtype, (*self.up.shape[1:], self.down.shape[2])) if multiplies else ""
 
     def forward(self, x: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
         """x [N, D], chosen [N, k] (`num_experts`: dropped), gates [N, k] -> [N, D]."""
         rows, counts, route = self.dispatch(x, chosen, self.num_experts)
         up, down = Weights.of(self.up), Weights.of(self.down)
-        if self.compute is compute:
-            hidden = apply_grouped(self.product, rows, counts, up, self.up_casts, self.up_later, self._held("up"))
+        if self.compute is COMPUTE:
+            hidden = apply_grouped(self.product, rows, counts, up, self.up_casts, self.up_later, self.buffers_of("up"))
             hidden = adapted(self.up_adapter, rows, hidden, counts)
             if self.up_bias is not None:
                 hidden = add_of_group(hidden, counts, self.up_bias)
             hidden = self.activate(hidden)
-            of_down = self.down_casts, self.down_later, self._held("down")
+            of_down = self.down_casts, self.down_later, self.buffers_of("down")
             y = apply_grouped(self.product, hidden, counts, down, *of_down)
             rows = adapted(self.down_adapter, hidden, y, counts)
         else:
@@ -233,14 +233,14 @@ class Experts(Activation):
         """Add the gradient of a weight to its sink, from operands that a pass has handed out (`up_later`, ...)."""
         own, (ends, *rest) = getattr(self, weight), operands
         sink = Sink(own.main_grad, own.main_grad_stale)
-        self.product.wgrad(tuple(rest), ends, sink, **further(self.product, "wgrad", self._held(weight)))
+        self.product.wgrad(tuple(rest), sink, ends, self.buffers_of(weight))
 
-    def cast(self, weight: str) -> tuple[Tensor, ...]:
-        """New copies of a weight, as the product reads them."""
-        return self.product.cast(getattr(self, weight), **further(self.product, "cast", self._held(weight)))
+    def product_of(self, weight: str) -> tuple[GroupedProduct, str]:
+        """One product multiplies by both weights."""
+        return self.product, "Experts.product"
 
-    def _held(self, weight: str) -> Mapping[str, Tensor]:
-        """The buffers of the product with a weight."""
+    def buffers_of(self, weight: str) -> Mapping[str, Tensor]:
+        """The buffers of the product with a weight, without the weight's name before theirs."""
         if not self.slot_buffers:
             return NOTHING
         own, prefix = held(self, "Experts.product"), f"{weight}_"

@@ -13,9 +13,6 @@ from mplug_nn.linear import Linear
 from mplug_nn.norm import Norm
 from mplug_nn.prologue import NORM_PRODUCT, SEPARATE, Inputs, Projected, Prologue
 
-COMPUTES = ("forward", "without_bias", "unadapted", "multiply")
-"""The methods of `Linear` that compute."""
-
 
 class Fusible(NamedTuple):
     """A prologue and the linear layer that alone reads its result.
@@ -52,12 +49,7 @@ def fusible_norm(norm: nn.Module, reader: nn.Module | None) -> Iterator[Fusible]
 
 def is_plain(linear: nn.Module) -> bool:
     """Whether a module computes as `Linear` does; a subclass, or an adapter, may add something to the product."""
-    return isinstance(linear, Linear) and linear.adapter is None and computes_as_linear(linear)
-
-
-def computes_as_linear(linear: Linear) -> bool:
-    """Whether no subclass has overridden how a linear layer computes its product."""
-    return all(getattr(type(linear), one) is getattr(Linear, one) for one in COMPUTES)
+    return isinstance(linear, Linear) and linear.adapter is None and linear.computes_as_linear
 
 
 def states(module: nn.Module, statement: str, method: str) -> bool:

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 from mplug.tensors.delayed import Later, hand_out
 from mplug.tensors.operator import fake, operator
 from mplug.tensors.sink import Operand, Sink, Weights, add_product
+from mplug.tensors.weight_product import WeightProduct
 from mplug_nn.gemm import NOTHING
 
 
@@ -27,34 +28,35 @@ def grouped_linear(rows: Tensor, counts: Tensor, weights: Weights) -> Tensor:
     return apply_grouped(PLAIN_GROUPED, rows, counts, weights)
 
 
-class GroupedProduct:
-    """The content of the slot `Experts.product`; a supplier subclasses it. The base class is the default.
+class GroupedProduct(WeightProduct):
+    """The content of the slot `Experts.product`; a supplier subclasses it. It is a `WeightProduct`.
 
-    The parts exchange tensors only, as those of `mplug_nn.Product` do, and the same rules hold. `ends` [e] int32 is the
-    index after the last row of each group.
-
-    If the offer declares buffers (`Offer.buffers`), each method has a further keyword argument `buffers`, a mapping
-    from names to tensors. A method that is the default of this class does not receive it. `Experts` has two weights, so
-    a declared name begins with that of a weight: 'up_largest' is 'largest' in the product with `up`.
+    This class is the default. `ends` [e] int32 is the index after the last row of each group. `Experts` has two
+    weights, so the name of a declared buffer begins with that of a weight: 'up_largest' is 'largest' in the product
+    with `up`.
     """
 
-    def cast(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """Copies of the weights [e, O, I] in other formats, made once for each version of the weights."""
-        return ()
-
-    def forward(self, rows: Tensor, ends: Tensor, weight: Operand) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """rows [M, I] -> ([M, O], the tensors that `dgrad` needs)."""
+    def forward(
+        self, rows: Tensor, weight: Operand, ends: Tensor, buffers: Mapping[str, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """rows [M, I], weights [e, O, I] -> ([M, O], the tensors that `dgrad` needs)."""
         return grouped_product(rows, weight.values, ends, True), (rows,)
 
     def dgrad(
-        self, grad_y: Tensor, ends: Tensor, weight: Operand, saved: tuple[Tensor, ...], needs_rows: bool
+        self,
+        grad_y: Tensor,
+        weight: Operand,
+        saved: tuple[Tensor, ...],
+        ends: Tensor,
+        buffers: Mapping[str, Tensor],
+        needs_rows: bool,
     ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
         """grad_y [M, O] -> (the gradient of the rows, None unless `needs_rows`; the operands of `wgrad`)."""
         grad_rows = grouped_product(grad_y, weight.values, ends, False) if needs_rows else None
         return grad_rows, (grad_y, *saved)
 
-    def wgrad(self, operands: tuple[Tensor, ...], ends: Tensor, sink: Sink) -> None:
-        """Add the weights' gradient [e, O, I] to the sink."""
+    def wgrad(self, operands: tuple[Tensor, ...], sink: Sink, ends: Tensor, buffers: Mapping[str, Tensor]) -> None:
+        """Add the weights' gradient [e, O, I] to the sink, which always exists."""
         grad_y, rows = operands
         add_grouped_product(*sink, grad_y, rows, ends)
 
@@ -67,45 +69,38 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *call):  # type: ignore[no-untyped-def]  # parameters as in `mplug_nn.product`
-        product, keep, num_taps, own, rows, weight, main_grad, stale, ends, *tensors = call
+        product, num_taps, own, rows, weight, main_grad, stale, ends, *tensors = call
         tensors = tensors[: len(tensors) - num_taps]
         operand, buffers = _arranged(product, own, weight, tensors)
-        y, saved = product.forward(rows, ends, operand, **further(product, "forward", buffers))
+        y, saved = product.forward(rows, operand, ends, buffers)
         ctx.save_for_backward(weight, ends, *saved)
         ctx.product, ctx.own, ctx.main_grad, ctx.stale, ctx.tensors = product, own, main_grad, stale, tensors
-        ctx.keep, ctx.num_taps = keep, num_taps
+        ctx.num_taps = num_taps
         return y
 
     @staticmethod
     def backward(ctx, grad_y):  # type: ignore[no-untyped-def]
         weight, ends, *saved = ctx.saved_tensors
-        product, needs_rows = ctx.product, ctx.needs_input_grad[4]
+        product, needs_rows = ctx.product, ctx.needs_input_grad[3]
         operand, buffers = _arranged(product, ctx.own, weight, ctx.tensors)
-        named = further(product, "dgrad", buffers)
-        grad_rows, operands = product.dgrad(grad_y, ends, operand, tuple(saved), needs_rows, **named)
+        grad_rows, operands = product.dgrad(grad_y, operand, tuple(saved), ends, buffers, needs_rows)
         grad_weight = None
-        if ctx.needs_input_grad[5]:
+        if ctx.needs_input_grad[4]:
             sink = Sink(ctx.main_grad, ctx.stale)
             if ctx.main_grad is None:
                 grad_weight = torch.zeros_like(weight)
                 sink = Sink(grad_weight, torch.ones((), dtype=torch.bool, device="cpu"))
-            product.wgrad(operands, ends, sink, **further(product, "wgrad", buffers))
-        handed_out = hand_out((ends, *operands), ctx.keep, ctx.num_taps)
+            product.wgrad(operands, sink, ends, buffers)
+        handed_out = hand_out((ends, *operands), ctx.num_taps)
         others = (None for _ in ctx.tensors)
-        return None, None, None, None, grad_rows, grad_weight, None, None, None, *others, *handed_out
+        return None, None, None, grad_rows, grad_weight, None, None, None, *others, *handed_out
 
 
 def _arranged(product, own, weight, tensors) -> tuple[Operand, Mapping[str, Tensor]]:  # type: ignore[no-untyped-def]
     """The weights and the buffers of a call; `tensors` are the buffers, named `own`, and the weights' copies."""
     buffers = {name: tensors[number] for number, name in enumerate(own)}
-    casts = tuple(tensors[len(own) :]) or product.cast(weight, **further(product, "cast", buffers))
+    casts = tuple(tensors[len(own) :]) or product.cast(weight, buffers)
     return Operand(weight, casts), buffers
-
-
-def further(product: GroupedProduct, method: str, buffers: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The further keyword arguments of a supplier's method: its buffers; none if it is the default."""
-    is_default = getattr(type(product), method) is getattr(GroupedProduct, method)
-    return {} if is_default or not buffers else {"buffers": buffers}
 
 
 def apply_grouped(
@@ -122,9 +117,13 @@ def apply_grouped(
     With `later`, backward hands out `ends` and the operands of the weights' gradient instead of computing it.
     """
     ends = counts.cumsum(0).to(torch.int32)
-    keep, taps = (None, ()) if later is None else (later.keep, later.taps)
+    taps = () if later is None else later.taps
     values = weights.values if later is None else weights.values.detach()
-    slots = product, keep, len(taps), tuple(buffers)
+    if later is not None and later.declare is not None:
+        with torch.no_grad():
+            operand = Operand(values, casts or product.cast(values, buffers))
+            later.declare((ends, *product.operands(rows, operand, ends, buffers)))
+    slots = product, len(taps), tuple(buffers)
     tensors = (*buffers.values(), *casts, *taps)
     call = (*slots, rows, values, weights.main_grad, weights.stale, ends, *tensors)
     y: Tensor = _GroupedProduct.apply(*call)  # type: ignore[no-untyped-call]

@@ -5,8 +5,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from mplug.layout.inits import Entries, Inits
 from mplug.layout.plan import Parameter, Segment
-from mplug_nn.inits import Entries, Inits
 from mplug_nn.linear import Linear
 from mplug_nn.loss import Loss
 from mplug_nn.norm import Norm

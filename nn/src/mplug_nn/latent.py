@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from mplug.layout.inits import ONES, Entries, Inits
 from mplug.layout.plan import Parameter, Segment
 from mplug_nn.attention import DotProductAttention, refuse_documents
 from mplug_nn.cache import Cache, CacheSize
-from mplug_nn.inits import ONES, Entries, Inits
 from mplug_nn.linear import Linear
 from mplug_nn.norm import Norm
 from mplug_nn.rotary import Rotary

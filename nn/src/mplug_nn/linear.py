@@ -1,16 +1,18 @@
 """A linear layer whose matrix products and collectives are slots."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from mplug.layout.work import Branches, Step, WeightProduct
 from mplug.tensors.delayed import Later, Operands
 from mplug.tensors.sink import Sink, Weights
 from mplug.tensors.slot_buffers import held
+from mplug.tensors.weight_product import ProductModule
 from mplug_nn.gemm import NOTHING, PLAIN, Gemm, weight_gradient
-from mplug_nn.product import COMPOSED, Boundary, Narrow, Product, apply_product
+from mplug_nn.product import COMPOSED, Boundary, Collective, Narrow, Product, apply_product
 from mplug_nn.prologue import FUSED_SLOTS, SEPARATE, FusedProduct, Inputs, Projected, Prologue, apply_fused
 
 __all__ = ["PLAIN", "Gemm", "Linear", "multiply", "weight_gradient"]
@@ -33,6 +35,8 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
+COMPUTES = ("forward", "without_bias", "unadapted", "multiply")
+"""The methods of `Linear` that compute."""
 ADAPTERS = "adapters"
 """The need of a site whose supplier multiplies by weights that have adapters, and would not call the adapters."""
 
@@ -40,17 +44,31 @@ ADAPTERS = "adapters"
 def boundary_of(collective: Any) -> Boundary | None:
     """The boundary of what a strategy puts into `Linear.gather` or `Linear.scatter`; None without a collective.
 
-    Raises ValueError if the strategy does not state it (`boundary`).
+    Raises ValueError if the strategy does not state it (`Collective`).
     """
     if collective is _identity:
         return None
-    boundary = getattr(collective, "boundary", None)
-    if not isinstance(boundary, Boundary):
-        raise ValueError("the collective has no attribute `boundary` (mplug_nn.Boundary)")
-    return boundary
+    if not isinstance(collective, Collective) or collective.boundary is None:
+        raise ValueError("the collective states no boundary (mplug_nn.Collective)")
+    return collective.boundary
 
 
-class Linear(nn.Module):
+class LinearAdapter(nn.Module):
+    """An adapter of a `Linear` that calls the product itself, and that states whether it reads the weight."""
+
+    reads_weight: bool = True
+    """Whether it reads `linear.weight`. If so, a strategy that gathers weights gathers this one as it is."""
+
+    def around(self, x: Tensor, linear: "Linear") -> Tensor:
+        """x [..., in] as it comes -> [..., out], in place of the product without bias.
+
+        It calls `linear.unadapted(x)` for the product. So it can pass another input, and its backward can take part in
+        the gradient of the input.
+        """
+        raise NotImplementedError
+
+
+class Linear(ProductModule):
     """y = x Wᵀ + b, with weight [out, in] as in torch.
 
     `gather` runs before the product and `scatter` after it. Both are identities until a strategy puts its collective
@@ -59,25 +77,18 @@ class Linear(nn.Module):
 
     `adapter` is None, or a module that a plugin has attached (`mplug.Model.attach`). It is called as adapter(x, y,
     linear) with the input x [..., in] as it comes, the product y [..., out] without bias, and this linear. Its result
-    [..., out] takes the place of y. If the adapter has a method `around`, it is called as around(x, linear) instead:
-    its result takes the place of y, and it calls `linear.unadapted(x)` for the product. So it can pass another input,
-    and its backward can take part in the gradient of the input. Code that multiplies by the weight without calling the
-    linear must state the need `ADAPTERS` (`needs`), and must not run if there is an adapter. A block that cannot state
-    it sets `adaptable` to False, and the linear then has no adapter. An adapter that never reads `linear.weight` sets
-    its attribute `reads_weight` to False; otherwise a strategy that gathers weights gathers this one as it is
-    (`GatheredForm`).
+    [..., out] takes the place of y. A `LinearAdapter` is called as around(x, linear) instead. Code that multiplies by
+    the weight without calling the linear must state the need `ADAPTERS` (`needs`), and must not run if there is an
+    adapter. A block that cannot state it sets `adaptable` to False, and the linear then has no adapter.
     """
 
     SLOTS = ("Linear.product", "Linear.gemm", "Linear.gather", "Linear.scatter")
     FUSED_SLOTS: ClassVar[tuple[str, ...]] = FUSED_SLOTS
     """Slots that a layer has only where a block states it (`mplug_nn.fusible`)."""
     BUFFERED_SLOTS = ("Linear.product", "Linear.gemm", *FUSED_SLOTS)
-    slot_buffers: Mapping[str, tuple[str, ...]] = NOTHING
     CASTS: ClassVar[Mapping[str, str]] = {"weight": "casts"}
-    """The weight -> the attribute with the copies that the product reads, if the host keeps them."""
     casts: tuple[Tensor, ...] = ()
     LATER: ClassVar[Mapping[str, str]] = {"weight": "later"}
-    """The weight -> the attribute with its `Later`, if its gradient is computed later."""
     later: Later | None = None
     mixes: ClassVar[frozenset[str]] = frozenset()
     adaptable = True
@@ -92,7 +103,8 @@ class Linear(nn.Module):
         self.norm_product: FusedProduct = SEPARATE
         self.activation_product: FusedProduct = SEPARATE
         self.gemm = PLAIN
-        self.gather = self.scatter = _identity
+        self.gather: Callable[[Tensor], Tensor] = _identity
+        self.scatter: Callable[[Tensor], Tensor] = _identity
 
     def without_bias(self, x: Tensor | Projected) -> Tensor:
         """x [..., in] -> x Wᵀ [..., out], for callers that fuse the bias; or the product that x is (`Projected`)."""
@@ -100,8 +112,9 @@ class Linear(nn.Module):
             return x.values
         if self.adapter is None:
             return self.unadapted(x)
-        around = getattr(self.adapter, "around", None)
-        adapted: Tensor = self.adapter(x, self.unadapted(x), self) if around is None else around(x, self)
+        if isinstance(self.adapter, LinearAdapter):
+            return self.adapter.around(x, self)
+        adapted: Tensor = self.adapter(x, self.unadapted(x), self)
         return adapted
 
     def unadapted(self, x: Tensor) -> Tensor:
@@ -129,6 +142,11 @@ class Linear(nn.Module):
         weight, own = Weights.of(self.weight), self._held(slot)
         return apply_fused(product, prologue, inputs, weight, self._narrow(product), own, self.casts, self.later)
 
+    def plan_work(self) -> Step:
+        """The product with the weight; an adapter takes the same input."""
+        product = WeightProduct("weight", self.weight.numel())
+        return product if self.adapter is None else Branches((product, "adapter"))
+
     @property
     def content(self) -> tuple[Product | FusedProduct, str]:
         """What multiplies by the weight, and its slot."""
@@ -152,10 +170,24 @@ class Linear(nn.Module):
         y = self.without_bias(x)
         return y if self.bias is None else y + self.bias
 
-    def cast(self, weight: str) -> tuple[Tensor, ...]:
-        """New copies of the weight, as the product reads them."""
-        product, slot = self.content
-        return product.cast(getattr(self, weight), self._held(slot))
+    @property
+    def computes_as_linear(self) -> bool:
+        """Whether no subclass has overridden how a linear layer computes its product."""
+        return all(getattr(type(self), method) is getattr(Linear, method) for method in COMPUTES)
+
+    def product_of(self, weight: str) -> tuple[Product | FusedProduct, str]:
+        """`content`: it multiplies by the only weight."""
+        return self.content
+
+    def other_readers(self, weight: str) -> str:
+        """Subclasses that compute in another way, blocks that take the weight, and adapters that read it."""
+        if not self.computes_as_linear:
+            return f"{type(self).__name__} changes how a linear layer computes"
+        if not self.adaptable:
+            return "its block may read it without calling the layer (Linear.adaptable)"
+        if self.adapter is None or (isinstance(self.adapter, LinearAdapter) and not self.adapter.reads_weight):
+            return ""
+        return "its adapter may read it (reads_weight)"
 
     def compute_later(self, weight: str, operands: Operands) -> None:
         """Add the gradient of the weight to its sink, from operands that a pass has handed out (`later`)."""

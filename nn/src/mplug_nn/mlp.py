@@ -5,11 +5,12 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from mplug.layout.inits import ZEROS, Entries, Inits
 from mplug.layout.plan import Parameter, Segment
 from mplug.tensors.sink import Weights
+from mplug.tensors.supplier import Supplier
 from mplug_nn.activations import ACTIVATIONS
 from mplug_nn.fusible import Fusible, is_plain, states
-from mplug_nn.inits import ZEROS, Entries, Inits
 from mplug_nn.linear import ADAPTERS, Linear
 from mplug_nn.named import NeedsOf
 from mplug_nn.prologue import ACTIVATION_PRODUCT, SEPARATE, Inputs, Projected, Prologue
@@ -28,7 +29,7 @@ def activation(x: Tensor, bias: Tensor | None, kind: Kind) -> Tensor:
     return function.compute(*x.chunk(2, dim=-1)) if function.gated else function.compute(x)
 
 
-activation.offers = NeedsOf(ACTIVATIONS)  # type: ignore[attr-defined]
+ACTIVATION = Supplier(activation, serves=NeedsOf(ACTIVATIONS))
 
 
 class Activation(nn.Module):
@@ -40,7 +41,7 @@ class Activation(nn.Module):
     def __init__(self, kind: Kind) -> None:
         super().__init__()
         self.kind, self.gated = kind, ACTIVATIONS.load(kind).gated
-        self.activation = activation
+        self.activation: Callable[..., Tensor] = ACTIVATION
 
     def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
         """What a supplier of a slot that computes the activation must offer here."""
@@ -66,7 +67,7 @@ def core(
     return composed(x)
 
 
-core.only_composes = True  # type: ignore[attr-defined]  # its needs are those of the slots that it calls
+CORE = Supplier(core, only_composes=True)
 
 
 class MLP(Activation):
@@ -82,7 +83,7 @@ class MLP(Activation):
         super().__init__(kind)
         self.up = Linear(dim, ffn_dim * (2 if self.gated else 1), bias)
         self.down = Linear(ffn_dim, dim, bias)
-        self.core = core
+        self.core: Callable[..., Tensor] = CORE
 
     def plan_entries(self, inits: Inits) -> Entries:
         """The meaning of the parameters."""
@@ -103,17 +104,17 @@ class MLP(Activation):
 
     def input_linear(self) -> Linear | None:
         """The layer that alone reads the input of `forward`; None if the slot `MLP.core` reads it."""
-        return self.up if self.core is core else None
+        return self.up if self.core is CORE else None
 
     def fusibles(self) -> Iterator[Fusible]:
         """The activation, whose result only the down projection reads."""
-        if self.core is core and is_plain(self.down) and states(self, "fusibles", "activate"):
+        if self.core is CORE and is_plain(self.down) and states(self, "fusibles", "activate"):
             yield Fusible(ACTIVATION_PRODUCT, self.down, self, "MLP.activation", self.kind)
 
     def forward(self, x: Tensor | Projected) -> Tensor:
         """[B, S, D] -> [B, S, D]; or the product that x is."""
         up, down = self.up, self.down
-        if self.core is core:
+        if self.core is CORE:
             y = self._whole(x)
         elif up.adapter is not None or down.adapter is not None:  # the core is the default, wrapped
             assert isinstance(x, Tensor)

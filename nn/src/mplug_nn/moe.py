@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor, nn
 
+from mplug.layout.inits import ZEROS, Entries, Inits
 from mplug.layout.plan import Parameter
+from mplug.layout.work import Branches, Step, WeightProduct
 from mplug_nn.experts import Dropping, Experts, within_capacity
-from mplug_nn.inits import ZEROS, Entries, Inits
 from mplug_nn.linear import Linear
 from mplug_nn.mlp import MLP, Kind
 from mplug_nn.router import Router
@@ -46,16 +47,14 @@ class MixtureOfExperts(nn.Module):
         biased = self.down_bias is not None
         return gate | ({"down_bias": Parameter(("every_expert", "embed"), ZEROS, decay=False)} if biased else {})
 
-    @property
-    def weights_per_token(self) -> int:
-        """Number of weight elements that one token is multiplied by in the router and in its chosen experts."""
+    def plan_work(self) -> Step:
+        """Router, experts and shared experts take the same input; a token is multiplied by its chosen experts alone."""
         choice, experts = self.router.choice, self.experts
-        biases = 0 if self.down_bias is None else self.down_bias.numel()
-        return (
-            self.router.weight.numel()
-            + biases
-            + (experts.up.numel() + experts.down.numel()) * choice.top_k // choice.num_experts
-        )
+        up, down = (weight.numel() * choice.top_k // choice.num_experts for weight in (experts.up, experts.down))
+        biases = () if self.down_bias is None else (WeightProduct("down_bias", self.down_bias.numel()),)
+        shared = (name for name in ("shared", "shared_gate") if getattr(self, name) is not None)
+        routed = (WeightProduct("experts.up", up), WeightProduct("experts.down", down))
+        return Branches((("router", *biases), routed, *shared))
 
     @property
     def mixes(self) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""The functions behind the names of an open list, as modules and slots look them up. See `mplug.open_lists`."""
+"""The functions behind the names of an open list, as modules and slots look them up. See `mplug.OpenList`."""
 
 from collections.abc import Callable, Collection, Iterator
 from typing import Generic, TypeVar

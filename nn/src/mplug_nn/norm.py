@@ -1,13 +1,14 @@
 """Normalisation, fused with the residual addition before it."""
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from mplug.layout.inits import ZEROS, Entries, Inits
 from mplug.layout.plan import Init, Parameter
-from mplug_nn.inits import ZEROS, Entries, Inits
+from mplug.tensors.supplier import Supplier
 from mplug_nn.named import NeedsOf
 from mplug_nn.norms import NORMS
 
@@ -27,7 +28,7 @@ def norm_residual(
     return NORMS[kind].compute(summed, weight, bias, eps), summed
 
 
-norm_residual.offers = NeedsOf(NORMS)  # type: ignore[attr-defined]
+NORM_RESIDUAL = Supplier(norm_residual, serves=NeedsOf(NORMS))
 
 
 class Norm(nn.Module):
@@ -42,7 +43,7 @@ class Norm(nn.Module):
         self.initial = NORMS.load(kind).initial
         self.weight = nn.Parameter(torch.empty(dim))
         self.bias = nn.Parameter(torch.empty(dim)) if bias else None
-        self.norm_residual = norm_residual
+        self.norm_residual: Callable[..., tuple[Tensor, Tensor]] = NORM_RESIDUAL
 
     def plan_entries(self, inits: Inits) -> Entries:
         """The meaning of the parameters, for a norm of the residual stream."""

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mplug.open_lists import NORMS as NAMES
 from mplug_nn.named import Named, differs_in_parts, tried_numbers
+from mplug_nn.open_lists import NORMS as NAMES
 
 
 @dataclass(frozen=True)

@@ -4,27 +4,27 @@ B batch, S sequence, H query heads, G KV heads, K head dim. Without rotary posit
 the projection and the core, and queries, keys and values are views of the projection's output. In backward, autograd
 concatenates their three gradients: a pass that reads and writes the whole gradient. A core that knows of the packed
 heads can write the three parts of one tensor instead.
-
-The three marks of this module name the function that bears them. `functools.wraps` copies attributes, so a wrap may
-carry the mark of the function inside it. Such a mark names another function, and does not count.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
+from mplug.tensors.supplier import Supplier
 from mplug_nn.specification import AttentionInputs, AttentionSpec
 
-C = TypeVar("C", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class PackedHeads:
-    """Attention from packed heads, by a supplier of `Attention.core` (`with_packed_heads`); a subclass has `attend`.
+    """Attention from packed heads, by a supplier of `Attention.core` (`AttentionCore`); a subclass has `attend`.
 
     `mplug_nn.Attention` calls it instead of the core if nothing stands between the projection and the core: neither
     rotary positions nor QK-norm, only suppliers of `prepare_qk` and `prepare_qkv` that then change nothing
-    (`passing_through`), no cache, and no wrap around the core.
+    (`Preparation`), no cache, and no wrap around the core.
     """
 
     offers: frozenset[str] = frozenset()
@@ -48,31 +48,17 @@ class PackedHeads:
         raise NotImplementedError
 
 
-def with_packed_heads(core: C, packed: PackedHeads) -> C:
-    """Mark a supplier of `Attention.core` as one that also computes attention by `packed`, and return the supplier.
+@dataclass(frozen=True, eq=False)
+class Preparation(Supplier[P, R]):
+    """A supplier of `Attention.prepare_qk` or `prepare_qkv`.
 
-    A wrap around the core hides the mark. A wrap that can serve packed heads marks its own function in the same way.
+    `passes_through`: it changes no value unless asked to. Without weights and without `theta`, it returns its queries
+    and keys, or the three parts of its packed heads. A call may then be omitted.
     """
-    core.packed_heads = (core, packed)  # type: ignore[attr-defined]
-    return core
 
-
-def packed_heads_of(core: Callable[..., Any]) -> PackedHeads | None:
-    """What computes the same function as a core from packed heads, or None."""
-    marked, packed = getattr(core, "packed_heads", (None, None))
-    return packed if marked is core else None
-
-
-def passing_through(prepare: C) -> C:
-    """Mark a supplier of `Attention.prepare_qk` or `prepare_qkv` that changes no value unless asked to; return it.
-
-    Without weights and without `theta`, it returns its queries and keys, or the three parts of its packed heads. A call
-    may then be omitted.
-    """
-    prepare.passes_through = prepare  # type: ignore[attr-defined]
-    return prepare
+    passes_through: bool = False
 
 
 def passes_through(prepare: Callable[..., Any]) -> bool:
-    """Whether a function has the mark of `passing_through`."""
-    return getattr(prepare, "passes_through", None) is prepare
+    """Whether a content of `Attention.prepare_qk` or `prepare_qkv` states that it passes its arguments through."""
+    return isinstance(prepare, Preparation) and prepare.passes_through

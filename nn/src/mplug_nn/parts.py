@@ -6,19 +6,18 @@ log-sum-exps (FlashAttention, arXiv 2205.14135, section 3.1). Backward needs onl
 whole: with P = exp(scores - log-sum-exp), every part computes its own share of dq, dk and dv.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from mplug.tensors.segments import numbered as numbered
 
 Lengths = tuple[Tensor, Tensor]
 """Lengths of the segments (of queries, of keys), int64 [B, N] each, with sums S and T.
 
 Segment n of the queries sees only segment n of the keys.
 """
-
-C = TypeVar("C", bound=Callable[..., Any])
 
 
 class Part(NamedTuple):
@@ -38,7 +37,7 @@ class Part(NamedTuple):
 
 
 class AttentionParts:
-    """The attribute `parts` of a supplier of `Attention.core` that offers 'log-sum-exp'.
+    """The field `parts` of an `AttentionCore` that offers 'log-sum-exp'.
 
     A supplier's class implements `attend` and `differentiate`. Wraps that compute attention part by part (context
     parallelism) call `forward` and `backward`, inside an operator, so neither a compiler nor autograd traces them. A
@@ -85,28 +84,6 @@ class AttentionParts:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`differentiate`, for callers."""
         return self.differentiate(Part(q, k, v, scale, causal, lengths), grad, output, log_sum_exp)
-
-
-def with_parts(core: C, parts: AttentionParts) -> C:
-    """Set the attribute `parts` of a supplier of `Attention.core`, and return the supplier."""
-    core.parts = parts  # type: ignore[attr-defined]
-    return core
-
-
-def parts_of(core: Callable[..., Any]) -> AttentionParts:
-    """The parts of a supplier of `Attention.core`; ValueError if it has none."""
-    parts: AttentionParts | None = getattr(core, "parts", None)
-    if parts is None:
-        raise ValueError(f"{core!r} computes attention whole only; its 'supports' must refuse 'log-sum-exp'")
-    return parts
-
-
-def numbered(lengths: Tensor, length: int) -> Tensor:
-    """The number of the segment that contains each of `length` positions: lengths [B, N] -> [B, length]."""
-    ends = lengths.cumsum(dim=1)  # [B, N]
-    return torch.searchsorted(
-        ends, torch.arange(length, device=ends.device).expand(len(ends), -1).contiguous(), right=True
-    )
 
 
 class PlainParts(AttentionParts):

@@ -7,23 +7,27 @@ the weight's gradient later. R ranks, I inputs, O outputs; [..., n, I] are a ran
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from mplug.tensors.delayed import Later, hand_out
 from mplug.tensors.sink import Operand, Sink, Weights
-from mplug_nn.gathered_form import NO_GATHERED_FORM, GatheredForm
+from mplug.tensors.supplier import Supplier
+from mplug.tensors.weight_product import WeightProduct
 from mplug_nn.gemm import NOTHING, PLAIN, Gemm, arguments, weight_gradient
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
 class Boundary:
     """The collectives between a rank's part of the activations and the whole operand of a product.
 
-    A strategy attaches it to what it puts into `Linear.gather` and `Linear.scatter`, as the attribute `boundary`. None
-    of the functions is differentiable: a product's `dgrad` calls the other function of the pair.
+    A strategy states it with what it puts into `Linear.gather` and `Linear.scatter` (`Collective`). None of the
+    functions is differentiable: a product's `dgrad` calls the other function of the pair.
 
     - `whole(part [..., n, X]) -> [..., R n, X]`: the parts of all ranks, in any dtype; or `part` itself, if the
       strategy does not split the activations.
@@ -45,6 +49,16 @@ class Boundary:
         gathered = self.whole(own)
         summed = gathered.sum(dim=1) if gathered.shape[1] > 1 else self.summed(own)
         return summed.view_as(x)
+
+
+@dataclass(frozen=True, eq=False)
+class Collective(Supplier[P, R]):
+    """A supplier of `Linear.gather` or `Linear.scatter`, with its boundary.
+
+    Without a boundary, no supplier of a whole product can do its work.
+    """
+
+    boundary: Boundary | None = None
 
 
 class Narrow(NamedTuple):
@@ -80,29 +94,11 @@ class Narrow(NamedTuple):
 WHOLE = Narrow()
 
 
-class Product:
-    """The content of the slot `Linear.product`; a supplier subclasses it. One instance serves all sites of a role.
+class Product(WeightProduct):
+    """The content of the slot `Linear.product`; a supplier subclasses it. It is a `WeightProduct`.
 
-    An instance has no state that changes. Buffers that the offer declares (`Offer.buffers`) arrive in `buffers`, by
-    name; values may be written only by operators that state it (`mplug_nn.count`, `keep_max`, ...). The methods are
-    traced, so everything that a compiler cannot look into must be an operator (`mplug.tensors.operator`).
+    `narrow` has the contents of the narrower slots. If `calls` names one of them, the product calls it itself.
     """
-
-    only_composes: ClassVar[bool] = False
-    calls: ClassVar[tuple[str, ...]] = ()
-    """The narrower slots that the product calls itself; the host refuses suppliers of the others, which never run."""
-
-    def cast(self, weight: Tensor, buffers: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Copies of a weight [O, I] in other formats, which the products read; none by default.
-
-        It depends on the weight and on buffers that are states. The host calls it once for each version of the weight
-        (initialisation, load, update), or in every pass if a strategy gathers the weight for every pass.
-        """
-        return ()
-
-    def gathered_form(self) -> GatheredForm | str:
-        """How a strategy that gathers the weight for every pass may gather copies instead; or why it must not."""
-        return NO_GATHERED_FORM
 
     def forward(
         self, x: Tensor, weight: Operand, narrow: Narrow, buffers: Mapping[str, Tensor]
@@ -206,19 +202,19 @@ class _Applied(torch.autograd.Function):
     # (counting `*tensors` as one). A call never has just two arguments.
     @staticmethod
     def forward(ctx, *call):  # type: ignore[no-untyped-def]
-        product, gemm, before, after, of_gemm, own, keep, num_taps, x, value, main_grad, stale, *tensors = call
+        product, gemm, before, after, of_gemm, own, num_taps, x, value, main_grad, stale, *tensors = call
         tensors = tensors[: len(tensors) - num_taps]
         weight, narrow, buffers = _arranged(product, gemm, before, after, of_gemm, own, value, tensors)
         y, saved = product.forward(x, weight, narrow, buffers)
         ctx.save_for_backward(value, *saved)
         ctx.slots = product, gemm, before, after, of_gemm, own
-        ctx.main_grad, ctx.stale, ctx.tensors, ctx.keep, ctx.num_taps = main_grad, stale, tensors, keep, num_taps
+        ctx.main_grad, ctx.stale, ctx.tensors, ctx.num_taps = main_grad, stale, tensors, num_taps
         return y
 
     @staticmethod
     def backward(ctx, grad_y):  # type: ignore[no-untyped-def]
         value, *saved = ctx.saved_tensors
-        product, needs_x, needs_weight = ctx.slots[0], ctx.needs_input_grad[8], ctx.needs_input_grad[9]
+        product, needs_x, needs_weight = ctx.slots[0], ctx.needs_input_grad[7], ctx.needs_input_grad[8]
         weight, narrow, buffers = _arranged(*ctx.slots, value, ctx.tensors)  # type: ignore[call-arg]
         grad_x, grad_weight, operands = None, None, ()
         if needs_weight:
@@ -226,8 +222,8 @@ class _Applied(torch.autograd.Function):
             grad_x, grad_weight = product.backward(grad_y, weight, tuple(saved), sink, narrow, buffers, needs_x)
         elif needs_x or ctx.num_taps:
             grad_x, operands = product.dgrad(grad_y, weight, tuple(saved), narrow, buffers, needs_x)
-        handed_out = hand_out(operands, ctx.keep, ctx.num_taps)
-        return *[None] * 8, grad_x, grad_weight, None, None, *(None for _ in ctx.tensors), *handed_out
+        handed_out = hand_out(operands, ctx.num_taps)
+        return *[None] * 7, grad_x, grad_weight, None, None, *(None for _ in ctx.tensors), *handed_out
 
 
 def _arranged(  # type: ignore[no-untyped-def]
@@ -265,6 +261,10 @@ def apply_product(
     tensors = (*narrow.buffers.values(), *buffers.values(), *casts, *taps)
     slots = product, narrow.gemm, narrow.before, narrow.after, tuple(narrow.buffers), tuple(buffers)
     values = weight.values if later is None else weight.values.detach()
-    call = (*slots, later and later.keep, len(taps), x, values, weight.main_grad, stale, *tensors)
+    if later is not None and later.declare is not None:
+        with torch.no_grad():
+            operand = Operand(values, casts or product.cast(values, buffers))
+            later.declare(product.operands(x, operand, narrow, buffers))
+    call = (*slots, len(taps), x, values, weight.main_grad, stale, *tensors)
     y: Tensor = _Applied.apply(*call)  # type: ignore[no-untyped-call]
     return y

@@ -8,14 +8,14 @@ rows.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mplug.tensors.delayed import Later, hand_out
 from mplug.tensors.sink import Operand, Sink, Weights
-from mplug_nn.gathered_form import NO_GATHERED_FORM, GatheredForm
+from mplug.tensors.weight_product import WeightProduct
 from mplug_nn.gemm import NOTHING
 from mplug_nn.product import Narrow
 
@@ -45,31 +45,29 @@ class Inputs(NamedTuple):
     bias: Tensor | None = None
 
 
-class FusedProduct:
-    """The content of `Linear.norm_product` and `Linear.activation_product`; a supplier subclasses it.
+class Upstream(NamedTuple):
+    """The gradients of a fused product's results: of this rank's part of the product, and of the residual stream.
 
-    It computes a norm or an activation and the product of its result, and owns everything that backward needs. The
-    rules of `mplug_nn.Product` hold: one instance without changing state serves all sites of a role, the parts exchange
-    tensors only, and code that a compiler cannot look into must be an operator. `site.needs` has the kind of the norm
-    ('layernorm', 'rmsnorm') or of the activation ('gelu', 'gelu_tanh', 'swiglu').
+    `summed` is None for an activation.
     """
 
-    only_composes: ClassVar[bool] = False
-    calls: ClassVar[tuple[str, ...]] = ()
-    """The narrower slots that the supplier calls itself; the host refuses suppliers of the others, which never run."""
+    prologue: Prologue
+    y: Tensor
+    summed: Tensor | None = None
 
-    def cast(self, weight: Tensor, buffers: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Copies of the weight [O, D] in other formats, made once for each version of the weight; none by default."""
-        return ()
 
-    def gathered_form(self) -> GatheredForm | str:
-        """How a strategy that gathers the weight for every pass may gather copies instead; or why it must not."""
-        return NO_GATHERED_FORM
+class FusedProduct(WeightProduct):
+    """The content of `Linear.norm_product` and `Linear.activation_product`; a supplier subclasses it.
+
+    It is a `WeightProduct`. It computes a norm or an activation and the product of its result, and owns everything that
+    backward needs. `site.needs` has the kind of the norm ('layernorm', 'rmsnorm') or of the activation ('gelu',
+    'gelu_tanh', 'swiglu').
+    """
 
     def forward(
-        self, prologue: Prologue, inputs: Inputs, weight: Operand, narrow: Narrow, buffers: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor | None, Saved]:
-        """(this rank's part of the product, the residual stream, the tensors that `dgrad` needs).
+        self, given: tuple[Prologue, Inputs], weight: Operand, narrow: Narrow, buffers: Mapping[str, Tensor]
+    ) -> tuple[tuple[Tensor, Tensor | None], Saved]:
+        """((this rank's part of the product, the residual stream), the tensors that `dgrad` needs).
 
         The residual stream is x + residual [..., n, D]; None for an activation, and for a norm without a residual.
         """
@@ -77,24 +75,33 @@ class FusedProduct:
 
     def dgrad(
         self,
-        prologue: Prologue,
-        grad_y: Tensor,
-        grad_summed: Tensor | None,
+        upstream: Upstream,
         weight: Operand,
         saved: Saved,
         narrow: Narrow,
         buffers: Mapping[str, Tensor],
+        needs_x: bool,
     ) -> tuple[Gradients, Saved]:
         """(the gradients of x, of the norm's weight and of the bias; the operands of `wgrad`).
 
-        `grad_summed` is the gradient of the residual stream; None for an activation. It is part of the gradient of x,
-        which is also that of the residual. The gradients of tensors that the prologue does not have are None.
+        The gradient of the residual stream is part of the gradient of x, which is also that of the residual. The
+        gradients of tensors that the prologue does not have are None.
         """
         raise NotImplementedError
 
     def wgrad(self, operands: Saved, sink: Sink | None, narrow: Narrow, buffers: Mapping[str, Tensor]) -> Tensor | None:
         """Add the gradient of the product's weight [O, D] to the sink and return None; or return it without a sink."""
         raise NotImplementedError
+
+    def operands(
+        self, given: tuple[Prologue, Inputs], weight: Operand, narrow: Narrow, buffers: Mapping[str, Tensor]
+    ) -> Saved:
+        """The operands of `wgrad`, without memory."""
+        prologue, inputs = given
+        (y, summed), saved = self.forward(given, weight, narrow, buffers)
+        stream = inputs.x if inputs.weight is not None and summed is None else summed
+        upstream = Upstream(prologue, torch.empty_like(y), None if stream is None else torch.empty_like(stream))
+        return self.dgrad(upstream, weight, saved, narrow, buffers, False)[1]
 
 
 class Separate(FusedProduct):
@@ -121,16 +128,16 @@ class _Applied(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *call):  # type: ignore[no-untyped-def]
-        product, prologue, gemm, before, after, own, keep, num_taps, *tensors = call
+        product, prologue, gemm, before, after, own, num_taps, *tensors = call
         x, residual, norm_weight, bias, value, main_grad, stale, *rest = tensors
         rest = rest[: len(rest) - num_taps]
         weight, narrow, buffers = _arranged(product, gemm, before, after, own, value, rest)
         inputs = Inputs(x, residual, norm_weight, bias)
-        y, summed, saved = product.forward(prologue, inputs, weight, narrow, buffers)
+        (y, summed), saved = product.forward((prologue, inputs), weight, narrow, buffers)
         ctx.save_for_backward(value, *saved)
         ctx.slots = product, gemm, before, after, own
         ctx.prologue, ctx.main_grad, ctx.stale, ctx.rest = prologue, main_grad, stale, rest
-        ctx.keep, ctx.num_taps, ctx.is_norm = keep, num_taps, norm_weight is not None
+        ctx.num_taps, ctx.is_norm = num_taps, norm_weight is not None
         ctx.types = tuple(None if one is None else one.dtype for one in inputs)
         if not ctx.is_norm:
             return y
@@ -141,17 +148,19 @@ class _Applied(torch.autograd.Function):
         value, *saved = ctx.saved_tensors
         product = ctx.slots[0]
         weight, narrow, buffers = _arranged(*ctx.slots, value, ctx.rest)  # type: ignore[call-arg]
-        grads, operands = product.dgrad(ctx.prologue, grad_y, grad_summed, weight, tuple(saved), narrow, buffers)
+        upstream = Upstream(ctx.prologue, grad_y, grad_summed)
+        needs_x = any(ctx.needs_input_grad[7:11])
+        grads, operands = product.dgrad(upstream, weight, tuple(saved), narrow, buffers, needs_x)
         grad_weight = None
-        if ctx.needs_input_grad[12]:
+        if ctx.needs_input_grad[11]:
             sink = None if ctx.main_grad is None else Sink(ctx.main_grad, ctx.stale)
             grad_weight = product.wgrad(operands, sink, narrow, buffers)
             operands = ()
-        handed_out = hand_out(operands, ctx.keep, ctx.num_taps)
+        handed_out = hand_out(operands, ctx.num_taps)
         grad_x, of_norm, of_bias = grads
         pairs = zip((grad_x, grad_x, of_norm, of_bias), ctx.types, strict=True)
         of_inputs = (None if one is None or dtype is None else one.to(dtype) for one, dtype in pairs)
-        return *[None] * 8, *of_inputs, grad_weight, None, None, *(None for _ in ctx.rest), *handed_out
+        return *[None] * 7, *of_inputs, grad_weight, None, None, *(None for _ in ctx.rest), *handed_out
 
 
 def _arranged(  # type: ignore[no-untyped-def]
@@ -182,6 +191,10 @@ def apply_fused(
         stale = torch.zeros((), dtype=torch.bool, device="cpu")
     taps = () if later is None else later.taps
     values = weight.values if later is None else weight.values.detach()
-    slots = product, prologue, narrow.gemm, narrow.before, narrow.after, tuple(buffers), later and later.keep, len(taps)
+    if later is not None and later.declare is not None:
+        with torch.no_grad():
+            operand = Operand(values, casts or product.cast(values, buffers))
+            later.declare(product.operands((prologue, inputs), operand, narrow, buffers))
+    slots = product, prologue, narrow.gemm, narrow.before, narrow.after, tuple(buffers), len(taps)
     call = (*slots, *inputs, values, weight.main_grad, stale, *buffers.values(), *casts, *taps)
     return _Applied.apply(*call)  # type: ignore[no-untyped-call]

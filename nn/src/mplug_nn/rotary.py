@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mplug.errors import listed, suggest
-from mplug.open_lists import SCALINGS
+from mplug_nn.open_lists import SCALINGS
 
 SCALED, PARTIAL, INTERLEAVED = "scaled rotary", "partial rotary", "interleaved rotary"
 ROTARY_NEEDS = frozenset({SCALED, PARTIAL, INTERLEAVED})

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mplug.layout.inits import TOKENS, ZEROS, Entries, Inits
 from mplug.layout.plan import Buffer, Parameter
+from mplug.layout.work import Step, WeightProduct
+from mplug.tensors.host_buffers import register_host_buffer
 from mplug.tensors.sink import Weights, add_product
 from mplug.tensors.statistics import add_auxiliary, count
 from mplug_nn.dropout import Jitter
-from mplug_nn.inits import TOKENS, ZEROS, Entries, Inits
 from mplug_nn.linear import Gemm, multiply
 from mplug_nn.scores import SCORES
 
@@ -165,7 +167,7 @@ class Router(nn.Module):
         self.register_buffer("losses", torch.zeros(2, dtype=torch.float64), persistent=False)
         self.adds_loss = bool(z_coefficient or (balance != "none" and balance_coefficient))
         if self.adds_loss:
-            self.register_buffer("token_scale", torch.ones(()), persistent=False)
+            register_host_buffer(self, "token_scale", "token scale")
         biased = bias_rate > 0 if choice_bias is None else choice_bias
         self.register_buffer("bias", torch.zeros(experts) if biased else None)
         last_load = torch.zeros(experts, dtype=torch.float64) if balance == "global_batch" else None
@@ -182,6 +184,10 @@ class Router(nn.Module):
             **({} if self.bias is None else {"bias": state}),
             **({} if self.last_load is None else {"last_load": state}),
         }
+
+    def plan_work(self) -> Step:
+        """The product with the weight, and what is added to it."""
+        return (WeightProduct("weight", self.weight.numel()), *(() if self.logit_bias is None else ("logit_bias",)))
 
     @property
     def mixes(self) -> frozenset[str]:

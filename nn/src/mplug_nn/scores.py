@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mplug.open_lists import SCORES as NAMES
 from mplug_nn.named import ROUNDING, Named, differs_in_parts, tried_numbers
+from mplug_nn.open_lists import SCORES as NAMES
 
 
 def _unchanged(x: Tensor) -> Tensor:

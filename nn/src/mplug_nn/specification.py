@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mplug_nn.parts import numbered
+from mplug.contracts import DOCUMENTS as DOCUMENTS
+from mplug.tensors.segments import numbered
 
-LOG_SUM_EXP, DOCUMENTS, FULL = "log-sum-exp", "document_lengths", "full attention"
+LOG_SUM_EXP, FULL = "log-sum-exp", "full attention"
 WINDOW, SOFT_CAP, SINKS = "window", "soft cap", "attention sinks"
 VALUE_WIDTH, KEY_LENGTH, STATIC_KEYS = "value width", "key length", "static keys"
 ALIBI, RELATIVE = "alibi", "relative"

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mplug.tensors.operator import fake, operator
-from mplug_nn.packed_heads import passing_through
+from mplug_nn.packed_heads import Preparation
 from mplug_nn.rotary import ROTARY_NEEDS, Turns
 
 Turning = float | Turns
@@ -136,7 +136,6 @@ def _normalised(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 
-@passing_through
 def prepare_qk(
     q: Tensor,
     k: Tensor,
@@ -161,10 +160,9 @@ def prepare_qk(
     return q, k
 
 
-prepare_qk.offers = ROTARY_NEEDS | {WIDE_NORM}  # type: ignore[attr-defined]
+PREPARE_QK = Preparation(prepare_qk, serves=ROTARY_NEEDS | {WIDE_NORM}, passes_through=True)
 
 
-@passing_through
 def prepare_qkv(
     heads: Tensor,
     num_heads: int,
@@ -183,11 +181,11 @@ def prepare_qkv(
     work does not call it. v is the values' part of `heads`, as a view if possible.
 
     If there are neither weights nor `theta` and the core attends from packed heads, `mplug_nn.Attention` omits the call
-    of a supplier that is marked by `mplug_nn.passing_through`. It calls any other supplier.
+    of a supplier that states `passes_through` (`mplug_nn.Preparation`). It calls any other supplier.
     """
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
     q, k = prepare_qk(q, k, positions, q_weight, k_weight, eps, theta)
     return q, k, v
 
 
-prepare_qkv.only_composes = True  # type: ignore[attr-defined]  # its needs are those of the slot that it calls
+PREPARE_QKV = Preparation(prepare_qkv, only_composes=True, passes_through=True)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from mplug.lazy import publish
+from mplug.system.lazy import publish
 
 if TYPE_CHECKING:
     from mplug.registry.precisions import precision_named as precision_named

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from mplug_nn import DotProductAttention
 from mplug_nn.arguments import by_specification
-from mplug_nn.attention import attention, scaled_dot_product
+from mplug_nn.attention import ATTENTION, DOT_PRODUCT, attention, scaled_dot_product
 from mplug_nn.specification import KNOWN
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -177,7 +177,7 @@ def require_own_cores(model: Model) -> None:
         if site.slot != "Attention.core" or not hasattr(site.module, "spec") or other_functions(site):
             continue
         core: Callable[..., Tensor] = site.module.core
-        if core not in (scaled_dot_product, attention):
+        if core not in (DOT_PRODUCT, ATTENTION, scaled_dot_product, attention):
             with naming_failures(f"the attention core of '{site.name}'"):
                 is_sound = is_specified(by_specification(core), site.module)
             require(

@@ -12,7 +12,7 @@ from warnings import catch_warnings
 
 import torch
 from mplug_nn import Linear, Narrow, Operand, Sink, Weights
-from mplug_nn.grouped import apply_grouped, further
+from mplug_nn.grouped import apply_grouped
 from mplug_nn.linear import PLAIN
 from mplug_nn.prologue import FUSED_SLOTS, NORM_PRODUCT
 from torch import Tensor
@@ -174,12 +174,12 @@ class BufferTrial:
             before = set(own)
             tokens, counts = (one.to(self.device) for one in routed(WHOLE, SIZES["batch"], SIZES["sequence"]))
             rows, grad = (one.flatten(0, 1).index_select(0, tokens) for one in (x, upstream))
-            ends, named = counts.cumsum(0).to(torch.int32), partial(further, supplier, buffers=own)
-            operand = Operand(weight, supplier.cast(weight, **named("cast")))
-            _, saved = supplier.forward(rows, ends, operand, **named("forward"))
-            _, wanted = supplier.dgrad(grad, ends, operand, saved, True, **named("dgrad"))
+            ends = counts.cumsum(0).to(torch.int32)
+            operand = Operand(weight, supplier.cast(weight, own))
+            _, saved = supplier.forward(rows, operand, ends, own)
+            _, wanted = supplier.dgrad(grad, operand, saved, ends, own, True)
             sink = Sink(torch.zeros_like(weight), torch.ones((), dtype=torch.bool, device="cpu"))
-            supplier.wgrad(wanted, ends, sink, **named("wgrad"))
+            supplier.wgrad(wanted, sink, ends, own)
             buffers |= {f"{self._weight}_{name}": one for name, one in own.items() if name not in before}
         elif self.slot in FUSED_SLOTS:
             layer = FusedLinear(x.shape[-1], len(weight), self.slot, self.kind)

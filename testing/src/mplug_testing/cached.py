@@ -3,15 +3,16 @@
 from unittest import SkipTest
 
 import torch
+from mplug_generate.decoding import Alone, sample
+from mplug_generate.sampler import Sampler, sampling_run
+from mplug_generate.sampling import Sampling
 from torch import Tensor
 
 from mplug.model.build import allocate_parts, build_model
-from mplug.model.decoding import Alone, sample
 from mplug.model.memory import initialize
 from mplug.model.model import Model
-from mplug.model.sampling import Sampling
-from mplug.run.run import Decoding, Run
-from mplug_testing.harness import TinySettings, in_fp64, tiny_run
+from mplug.run.run import Run
+from mplug_testing.harness import TinySettings, as_rank, in_fp64, tiny_config
 from mplug_testing.suite import Fault
 
 ENTRIES = {"tokens", "positions", "sample_ids", "keys"}
@@ -35,15 +36,15 @@ class _Recording(Alone):
 
 def require_exact_cache(settings: TinySettings) -> None:
     """Raise Fault if logits with a cache differ; SkipTest if the model is sampled from without one, or not at all."""
-    run = tiny_run({"kernels.default": None, **in_fp64(settings)})
-    run.decoding = Decoding(padded=True)
+    sampler = Sampler(padded=True)
+    run = as_rank(sampling_run(tiny_config({"kernels.default": None, **in_fp64(settings)}), sampler))
     (owner,) = run.hooks.implementers("build_model")
     model = _built(run)
     used = {name for unit in model.plan.inference for name in unit.inputs} & set(model.plan.context)
     if not used <= ENTRIES:
         raise SkipTest(f"sampling has no entry '{min(used - ENTRIES)}'")
-    if model.uncached:
-        raise SkipTest(f"{owner} is sampled from without a cache, because {model.uncached}")
+    if sampler.uncached:
+        raise SkipTest(f"{owner} is sampled from without a cache, because {sampler.uncached}")
     recording, texts = _Recording(), [list(prompt) for prompt in PROMPTS]
 
     def take(number: int, token: int) -> bool:
@@ -51,7 +52,7 @@ def require_exact_cache(settings: TinySettings) -> None:
         return False
 
     room = len(PROMPTS[0]) + NEW
-    sample(model, PROMPTS, range(len(PROMPTS)), NEW, room, Sampling(temperature=2.0), take, recording)
+    sample(sampler, PROMPTS, range(len(PROMPTS)), NEW, room, Sampling(temperature=2.0), take, recording)
     for number, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
         found = torch.stack([logits[number] for logits in recording.logits])
         whole = _logits(model, text[:-1])[len(prompt) - 1 :]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from mplug_nn import FusedProduct, Inputs, Linear, Narrow, Operand, Prologue
+from mplug_nn import FusedProduct, Inputs, Linear, Narrow, Operand, Prologue, Upstream
 from mplug_nn.activations import ACTIVATIONS, is_gated
 from mplug_nn.mlp import activation
 from mplug_nn.norm import norm_residual
@@ -72,7 +72,8 @@ class FusedLinear(Linear):
         """Call the three parts of a supplier with x, a weight and the gradient of the product."""
         x, weight, upstream = operands
         operand, narrow, prologue = Operand(weight, product.cast(weight, buffers)), Narrow(), self.prologue
-        _, _, saved = product.forward(prologue, inputs_of(prologue, x), operand, narrow, buffers)
+        _, saved = product.forward((prologue, inputs_of(prologue, x)), operand, narrow, buffers)
         beside = torch.zeros_like(x) if self.slot == NORM_PRODUCT else None
-        _, wanted = product.dgrad(prologue, upstream, beside, operand, saved, narrow, buffers)
+        gradients = Upstream(prologue, upstream, beside)
+        _, wanted = product.dgrad(gradients, operand, saved, narrow, buffers, True)
         product.wgrad(wanted, None, narrow, buffers)

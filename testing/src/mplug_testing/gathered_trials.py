@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from mplug_nn import FusedProduct, GatheredForm, Linear, Product
+from mplug_nn import GatheredForm, Linear, WeightProduct
 from torch import Tensor, nn
 
 from mplug.model.offers import Offer
@@ -20,7 +20,7 @@ ROWS, INPUTS, OUTPUTS, RANKS = 32, 128, 64, 5
 def gathered_forms(offer: Offer) -> dict[str, GatheredForm | str]:
     """What the products of an offer declare, by slot: a form, or the reason against one."""
     products = {slot: offer.suppliers[slot] for slot in WHOLE_PRODUCTS if slot in offer.suppliers}
-    return {slot: one.gathered_form() for slot, one in products.items() if isinstance(one, Product | FusedProduct)}
+    return {slot: one.gathered_form() for slot, one in products.items() if isinstance(one, WeightProduct)}
 
 
 def gathered_fault(offer: Offer, slot: str, form: GatheredForm, dtype: torch.dtype, device: str) -> str:

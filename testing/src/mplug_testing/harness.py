@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from mplug.config.defaults import default_settings
 from mplug.config.sources import Settings, from_mapping, merge, read_file
-from mplug.dtypes import FORMATS
 from mplug.errors import UsageError
+from mplug.precisions.dtypes import FORMATS
 from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
@@ -93,8 +93,9 @@ def tiny_config(settings: TinySettings) -> "RunConfig":
 
 @cache
 def tiny_settings() -> Settings:
-    """The default run, overridden by the tiny run. Nothing changes settings in place."""
-    return merge(default_settings(), read_file(Path(__file__).with_name("tiny.yaml"), "tiny.yaml"))
+    """The default run without its extensions, overridden by the tiny run. Nothing changes settings in place."""
+    default = {key: setting for key, setting in default_settings().items() if key[0] != "extensions"}
+    return merge(default, read_file(Path(__file__).with_name("tiny.yaml"), "tiny.yaml"))
 
 
 def installed_plugins() -> Registry:

@@ -23,7 +23,7 @@ class BufferChecks:
 
     def test_its_buffers_are_what_it_declares(self, dtype: str) -> None:
         """Statistics of parts combine to those of the whole, and all state is in states that `step_ended` changes."""
-        from mplug.gradients.precision import DTYPES
+        from mplug.registry.precisions import precision_named
         from mplug_testing.buffer_trials import SLOTS, BufferTrial, site_of
         from mplug_testing.fused import kind_of
         from mplug_testing.grouped import PRODUCT, WEIGHTS
@@ -41,14 +41,14 @@ class BufferChecks:
             kind = kind_of(slot, partial(_computes, offer, site_of(slot, 32, 16), run))
             for part in WEIGHTS if slot == PRODUCT else (kind,):
                 where = f"the buffers of {slot}, {dtype}" + (f", '{part}'" if slot == PRODUCT else "")
-                trial = BufferTrial(offer, slot, DTYPES[dtype], run.device, where, part)
+                trial = BufferTrial(offer, slot, precision_named(dtype).weight_dtype, run.device, where, part)
                 with naming_failures(trial.where):
                     found = trial.fault(self.compiles)
                 require(not found, found)
 
     def test_weight_gradients_can_be_computed_later(self, dtype: str) -> None:
         """Products whose operands leave a compiled backward pass: the gradients are bitwise those of the pass."""
-        from mplug.gradients.precision import DTYPES
+        from mplug.registry.precisions import precision_named
         from mplug_testing.buffer_trials import site_of
         from mplug_testing.fused import kind_of
         from mplug_testing.later_trials import INPUTS, OUTPUTS, SLOTS, later_fault
@@ -61,7 +61,7 @@ class BufferChecks:
             where = f"{slot}, {dtype}"
             kind = kind_of(slot, partial(_computes, offer, site_of(slot, OUTPUTS, INPUTS), run))
             with naming_failures(where):
-                found = later_fault(offer, slot, DTYPES[dtype], run.device, self.compiles, kind)
+                found = later_fault(offer, slot, precision_named(dtype).weight_dtype, run.device, self.compiles, kind)
             require(not found, f"{where}: {found}")
 
     def test_gathered_copies_of_its_weights_give_the_same_bits(self, dtype: str) -> None:

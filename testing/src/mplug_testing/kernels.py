@@ -89,8 +89,10 @@ class KernelSuite(BufferChecks, PackedHeadsChecks, PluginSuite):
         This method checks the log-sum-exp of attention. The plugin's author must write the checks of other
         capabilities.
         """
+        from mplug_nn import AttentionCore
+
         core, found = offer.suppliers[site.slot], ""
-        if need == "log-sum-exp" and hasattr(core, "parts"):
+        if need == "log-sum-exp" and isinstance(core, AttentionCore) and core.parts is not None:
             found = self._parts_fault(core.parts, site, offer)
         else:
             found = "this suite cannot check it; refuse the need, or override check_capability"

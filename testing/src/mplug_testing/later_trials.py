@@ -7,12 +7,13 @@ import torch
 from mplug_nn import Experts, Linear
 from mplug_nn.grouped import apply_grouped
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mplug.layout.plan import Init, Parameter
 from mplug.model.offers import Offer, Site
 from mplug.model.tracer import prepare_compiler
 from mplug.slot_kinds import WHOLE_PRODUCTS
-from mplug.tensors.delayed import Later, Operands, Taps
+from mplug.tensors.delayed import Later, Operands, Taps, without_memory
 from mplug.tensors.sink import Weights
 from mplug.tensors.slot_buffers import hold
 from mplug_testing.fused import FusedLinear
@@ -35,7 +36,7 @@ class _Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """rows [M, I] -> [M, O]."""
         up = Weights.of(self.experts.up)
-        own = self.experts._held("up")
+        own = self.experts.buffers_of("up")
         return apply_grouped(self.experts.product, x, self.counts, up, later=self.experts.up_later, buffers=own)
 
 
@@ -45,10 +46,7 @@ def later_fault(offer: Offer, slot: str, dtype: torch.dtype, device: str, compil
     `kind` is that of the prologue of a fused slot.
     """
     now_x, now_weight, _ = _gradients(offer, slot, dtype, device, None, False, kind)
-    found: list[Operands] = []
-    seed = torch.zeros((), device=device, requires_grad=True)
-    _gradients(offer, slot, dtype, device, Later((seed,), found.append), False, kind)
-    taps = Taps(found[0], torch.device(device))
+    taps = Taps(_declared(offer, slot, dtype, device, kind), torch.device(device))
     later_x, _, module = _gradients(offer, slot, dtype, device, taps.later, compiles, kind)
     operands = taps.take()
     assert operands is not None
@@ -68,6 +66,31 @@ def _gradients(
     offer: Offer, slot: str, dtype: torch.dtype, device: str, later: Later | None, compiled: bool, kind: str
 ) -> tuple[Tensor, Tensor, Any]:
     """(the gradient of the input, that of the weight in its sink, the module) of one pass over fixed numbers."""
+    module, weight, x, upstream = _prepared(offer, slot, dtype, device, later, kind)
+    call = module
+    if compiled:
+        prepare_compiler()
+        torch.compiler.reset()
+        call = torch.compile(module, backend="aot_eager", fullgraph=True)
+    x.requires_grad_()
+    with catch_warnings(action="ignore"):  # warnings of torch's tracer do not concern the supplier
+        (grad_x,) = torch.autograd.grad(call(x), x, upstream) if later is None else _with_taps(call, x, upstream)
+    return grad_x, weight.main_grad.clone(), module
+
+
+def _declared(offer: Offer, slot: str, dtype: torch.dtype, device: str, kind: str) -> Operands:
+    """The operands of the weight's gradient that the product declares for the trial, on the meta device."""
+    found: list[Operands] = []
+    module, _, x, _ = _prepared(offer, slot, dtype, device, Later(declare=found.append), kind)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        module(mode.from_tensor(x))
+    return tuple(map(without_memory, found[0]))
+
+
+def _prepared(
+    offer: Offer, slot: str, dtype: torch.dtype, device: str, later: Later | None, kind: str
+) -> tuple[Any, Any, Tensor, Tensor]:
+    """(the module with the supplier, its weight with a sink, the input, the gradient of the output)."""
     module = _module(offer, slot, kind).to(device, dtype)
     weight = module.experts.up if slot == "Experts.product" else module.weight
     generator = torch.Generator().manual_seed(3)
@@ -91,15 +114,7 @@ def _gradients(
         declared = offer.buffers(expert_site(INPUTS, OUTPUTS))
         if declared:
             hold(module.experts, slot, initial(declared, dtype, device))
-    call = module
-    if compiled:
-        prepare_compiler()
-        torch.compiler.reset()
-        call = torch.compile(module, backend="aot_eager", fullgraph=True)
-    x.requires_grad_()
-    with catch_warnings(action="ignore"):  # warnings of torch's tracer do not concern the supplier
-        (grad_x,) = torch.autograd.grad(call(x), x, upstream) if later is None else _with_taps(call, x, upstream)
-    return grad_x, weight.main_grad.clone(), module
+    return module, weight, x, upstream
 
 
 def _module(offer: Offer, slot: str, kind: str) -> Any:

@@ -214,7 +214,7 @@ def require_every_token_once(ranks: Ranks, whole: Tokens) -> None:
     parts: dict[tuple[int, ...], tuple[int, Tokens]] = {}
     for run, model in ranks:
         place = run.mesh.coordinates(run.rank)
-        key = tuple(place[axis.name] for axis in run.mesh.views["attention"] if axis.entries)
+        key = tuple(place[axis.name] for axis in run.mesh.views["dense"] if axis.entries)
         first, tokens = parts.setdefault(key, (run.rank, tokens_of(run, model)))
         if first != run.rank:
             same = tokens == tokens_of(run, model)

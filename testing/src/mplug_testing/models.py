@@ -16,7 +16,7 @@ from mplug_testing.suite import Fault, PluginSuite, smoke
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mplug.layout.plan import Flops
+    from mplug.layout.work import Flops
     from mplug.model.model import Model
     from mplug_testing.trial import Trial
 
@@ -229,14 +229,14 @@ class ModelSuite(PluginSuite):
         from mplug_testing import replays
 
         run = tiny_run(self.tiny())
-        if f"{self.kind}/{self.plugin}" not in run.hooks.implementers("captures"):
+        if not replays.is_stated(run, self.entry().label):
             raise SkipTest(f"'{self.plugin}' does not state that its steps can be replayed")
         if run.config.trainer.device != "cpu":
             raise SkipTest("the suite replays steps on the CPU only")
         fault = replays.model_replay_fault(self.tiny())
         if fault:
             raise Fault(
-                f"its plugin implements 'captures', and {fault}; read what changes from step to step from tensors, and "
+                f"its plugin states 'captures', and {fault}; read what changes from step to step from tensors, and "
                 f"change state in place"
             )
 

@@ -250,12 +250,12 @@ class OptimizerSuite(WeightSuite):
         from mplug_testing import replays
 
         one, other = self._bench(), self._bench()
-        if f"{self.kind}/{self.plugin}" not in one.run.hooks.implementers("captures"):
+        if not replays.is_stated(one.run, self.entry().label):
             raise SkipTest(f"'{self.plugin}' does not state that its steps can be replayed")
         fault = "" if one.pieces[0].master.is_cuda else replays.replay_fault(one, other)
         require(
             not fault,
-            f"its plugin implements 'captures', and {fault}; read what changes from step to step from tensors, and "
+            f"its plugin states 'captures', and {fault}; read what changes from step to step from tensors, and "
             f"change state in place",
         )
 

@@ -24,7 +24,7 @@ from mplug_testing.harness import difference, installed_plugins, run_tolerance, 
 from mplug_testing.suite import Fault, PluginSuite, refusals, require, smoke
 
 if TYPE_CHECKING:
-    from mplug.precision import Precision
+    from mplug.precisions.precision import Precision
 
 
 class PrecisionSuite(PluginSuite):

@@ -5,15 +5,14 @@ from typing import TYPE_CHECKING, Any
 from unittest import SkipTest
 
 import torch
+from mplug_nn.public_config import FORMS, forms_of, written_config
+from mplug_nn.public_form import PublicForm, ReadField
 from torch import Tensor
 
-from mplug.checkpoint.public_weights import conversion
+from mplug.checkpoint.external_form import conversion
 from mplug.checkpoint.transfer import Read, fill_ours, fill_theirs
-from mplug.config.public_form import PublicForm, ReadField
 from mplug.errors import UsageError
 from mplug.layout.mesh import Mesh
-from mplug.registry.public import FORMS, forms_of
-from mplug.registry.public_export import public_config_of
 from mplug.run.run import Run
 from mplug_testing.suite import Fault, require
 
@@ -26,14 +25,17 @@ def require_published(run: Run, model: "Model") -> None:
 
     SkipTest if the family has no published form, or none for this config.
     """
-    plugin = next(one for one in run.config.chosen if one.section == ("model",)).plugin
+    chosen = next(one for one in run.config.chosen if one.section == ("model",))
+    plugin = chosen.plugin
     if model.plan.external is None:
         require(not forms_of(plugin), f"it has '{FORMS}', but its plan has no external names (Plan.external)")
         raise SkipTest("its plan has no external names, so it has no published form")
+    if not forms_of(plugin):
+        raise SkipTest(f"it has no '{FORMS}', so no config.json describes it")
     try:
-        public_config_of(run.config)
-    except UsageError as error:
-        raise SkipTest(f"{error}") from None
+        written_config(plugin, chosen.config)
+    except ValueError as error:
+        raise SkipTest(f"the model has no published form: {error}") from None
     model.place(Mesh.of([], 1), None)
     try:
         made = conversion(model)

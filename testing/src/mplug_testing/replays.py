@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 
 from mplug.errors import RunError
+from mplug.model.build import build_model
+from mplug.run.run import Run
 from mplug.training.assembly import build
 from mplug.training.graphs import WARMUP, GraphedStepper
 from mplug.training.loop import launch_step
@@ -16,6 +18,11 @@ STEPS = ((2e-2, 0.3, 0.25, 0.0), (5e-3, 0.0, 4.0, 0.0), (1e-2, 0.2, 1.0, 1.0), (
 """(learning rate, weight decay, scale, skip) of the replayed steps of an optimizer."""
 REPLAYED = 3
 """Replayed steps of a model."""
+
+
+def is_stated(run: Run, label: str) -> bool:
+    """Whether a plugin says by the hook `captures` that its part of the run's steps can be replayed."""
+    return dict(run.hooks.each("captures", run=run, model=build_model(run))).get(label) is True
 
 
 def replay_fault(eager: dense.Bench, replayed: dense.Bench) -> str:

@@ -1,11 +1,12 @@
 """Samples of a model that a strategy divides into stages, compared with those of one process."""
 
+from mplug_generate.decoding import Ranks, sample
+from mplug_generate.sampler import Sampler, sampling_run
+from mplug_generate.sampling import Sampling, sample_key
+
 from mplug.model.build import allocate_parts, build_model
-from mplug.model.decoding import Ranks, sample
 from mplug.model.memory import initialize
-from mplug.model.sampling import Sampling, sample_key
-from mplug.run.run import Decoding
-from mplug_testing.harness import TinySettings, in_fp64, tiny_run
+from mplug_testing.harness import TinySettings, as_rank, in_fp64, tiny_config
 from mplug_testing.workers import WorkerFailed, run_workers
 
 PROMPTS, NEW, SEED = ([3, 1, 2, 5, 4], [6], [1, 2, 7]), 6, 5
@@ -30,8 +31,8 @@ def sampling_fault(world_size: int, settings: TinySettings) -> str:
 
 def _texts(settings: TinySettings) -> list[list[int]]:
     """Be one rank: the tokens after each prompt."""
-    run = tiny_run(in_fp64({"kernels.default": None, **settings}))
-    run.decoding = Decoding(padded=True)
+    sampler = Sampler(padded=True)
+    run = as_rank(sampling_run(tiny_config(in_fp64({"kernels.default": None, **settings})), sampler))
     model = build_model(run)
     allocate_parts(run, model)
     parameters = {name: parameter.data for name, parameter in model.parameters().items()}
@@ -45,5 +46,5 @@ def _texts(settings: TinySettings) -> list[list[int]]:
         return False
 
     keys = [sample_key(SEED, number) for number in range(len(PROMPTS))]
-    sample(model, PROMPTS, keys, NEW, len(PROMPTS[0]) + NEW, Sampling(), take, Ranks(run, model))
+    sample(sampler, PROMPTS, keys, NEW, len(PROMPTS[0]) + NEW, Sampling(), take, Ranks(run, sampler))
     return found

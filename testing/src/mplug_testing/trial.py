@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mplug.contracts import MicroBatch
 from mplug.errors import listed
-from mplug.layout.plan import Flops, Unit
+from mplug.layout.plan import Unit
+from mplug.layout.work import Flops
 from mplug.model.fill import sites
 from mplug.model.model import Model
 from mplug.model.units import run_units

@@ -45,7 +45,7 @@ class Watch:
 
     def _watched(self, plugin: type[Any]) -> type[Any]:
         hooks = {name: self._watched_hook(name, getattr(plugin, name)) for name in implemented(plugin)}
-        return type(plugin.__name__, (plugin,), hooks)
+        return type(plugin.__name__, (plugin,), {**hooks, "__module__": plugin.__module__})  # errors name the plugin
 
     def _watched_hook(self, hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function)

@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
+from mplug.layout.inits import Inits
 from mplug.model.model import Model
 from mplug_nn.ahead import DepthAhead
 from mplug_nn.decoder import Decoder, decoder_plan
 from mplug_nn.decoders.config import DecoderConfig
 from mplug_nn.head import Head
-from mplug_nn.inits import Inits
 
 
 def build_decoder(config: DecoderConfig) -> Model:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from pydantic import AfterValidator
 
-from mplug.open_lists import ACTIVATIONS, NORMS, SCORES
+from mplug_nn.open_lists import ACTIVATIONS, NORMS, SCORES
 from mplug_nn.rotary import Rotary
 
 if TYPE_CHECKING:

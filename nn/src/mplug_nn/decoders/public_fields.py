@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mplug.config.public_fields import SHARED_FIELDS
-from mplug.config.public_form import FixedField, PublicField, ReadField, UnusedField, Values, shown
 from mplug_nn.decoders.general import GeneralDecoderConfig
 from mplug_nn.decoders.sparse import SparseDecoderConfig
+from mplug_nn.public_form import FixedField, PublicField, ReadField, UnusedField, Values, shown
+from mplug_nn.shared_fields import SHARED_FIELDS
 
 ACTIVATIONS = {
     "silu": "swiglu",

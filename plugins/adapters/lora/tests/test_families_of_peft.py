@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 from library_models import summed_loss, wide  # noqa: E402
+from mplug_huggingface_format.opened import open_folder  # noqa: E402
 from mplug_lora.fields import FIELDS, FILE, WEIGHTS  # noqa: E402
 from peft_models import exact, off, published, run_of  # noqa: E402
 from published import FAMILIES, VOCAB, save  # noqa: E402
@@ -28,7 +29,6 @@ from mplug.checkpoint.adapter_files import (  # noqa: E402
     refuse_other_adapters,
     unpublished,
 )
-from mplug.checkpoint.public_folder import open_public  # noqa: E402
 from mplug.checkpoint.public_load import fill_from, weights_of  # noqa: E402
 from mplug.errors import UsageError  # noqa: E402
 from mplug.model.build import allocate_parts, build_model  # noqa: E402
@@ -87,7 +87,7 @@ def test_peft_computes_with_our_folder_what_the_run_computes(case: str, tmp_path
     run = run_of({**settings, "adapters.lora.path": str(tmp_path / "adapters")})
     model = build_model(run)
     allocate_parts(run, model)
-    fill_from(open_public(tmp_path / "base"), run, model, weights_of(model))
+    fill_from(open_folder(tmp_path / "base"), run, model, weights_of(model))
     model.listen(model.master_dtype)
     load_adapters(run, model, make_pieces(model))
     kind = library.config.model_type

@@ -29,7 +29,7 @@ from peft_models import (  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from mplug.checkpoint.adapter_files import refuse_other_adapters  # noqa: E402
-from mplug.checkpoint.public_weights import conversion  # noqa: E402
+from mplug.checkpoint.external_form import conversion  # noqa: E402
 from mplug.checkpoint.transfer import fill_theirs  # noqa: E402
 from mplug.cli import main  # noqa: E402
 from mplug.errors import UsageError  # noqa: E402
@@ -162,7 +162,7 @@ def test_files_of_peft_return_bit_by_bit_and_peft_loads_ours(
     tokens = torch.arange(16)[None]
     with torch.no_grad():
         assert torch.equal(again(tokens).logits, pair.model.eval()(tokens).logits)
-    done = CliRunner().invoke(main, ["checkpoint", "export", "--to", "hf", "merged", "--name", "one"])
+    done = CliRunner().invoke(main, ["checkpoint", "export", "--to", "huggingface", "merged", "--name", "one"])
     assert done.exit_code == 0, done.output
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     with torch.no_grad():

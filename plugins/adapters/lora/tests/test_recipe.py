@@ -89,7 +89,7 @@ def test_the_recipe_trains_adapters_on_answers_and_writes_a_folder(
     assert "name: packed" in config
     assert "tokenizer: huggingface" in config
     assert str(tmp_path / "model") in config
-    run("checkpoint", "export", "--to", "hf", "merged", "--name", "chat")
+    run("checkpoint", "export", "--to", "huggingface", "merged", "--name", "chat")
     run("checkpoint", "export", "--to", "peft", "adapters", "--name", "chat")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "merged")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")

@@ -73,7 +73,7 @@ def said(tokens: Sequence[int]) -> str:
 # Text.
 
 
-def test_a_text_is_read_in_windows_whose_last_is_filled_up(tmp_path: Path, prepare: Callable[..., Path]) -> None:
+def test_a_text_is_read_in_windows_and_the_last_one_is_padded(tmp_path: Path, prepare: Callable[..., Path]) -> None:
     text = "".join(map(chr, range(65, 65 + 40)))
     path = prepare(tmp_path / "one", {"train": [{"only": {"txt": text.encode()}}]}, "TextSample", text="txt")
     first, second = rows(found := loader(path, **{"data.streams": 1}), 2)
@@ -91,14 +91,16 @@ def test_an_epoch_of_the_streams_has_every_sample_once(text_set: Path) -> None:
         assert {said(row).partition(":")[0] for row in found} == {f"{p} {n}" for p in names.split() for n in range(40)}
 
 
-def test_a_data_set_without_a_type_is_read_by_its_files_names(tmp_path: Path, prepare: Callable[..., Path]) -> None:
+def test_the_names_of_files_decide_the_type_of_a_data_set_without_one(
+    tmp_path: Path, prepare: Callable[..., Path]
+) -> None:
     sets = {"train": [{"a": {"txt": b"plain"}, "b": {"json": b'{"text": "inside", "other": 1}'}}]}
     path = prepare(tmp_path / "crude", sets, "CrudeWebdataset")
     found = rows(loader(path, **{"data.streams": 1}), 2)
     assert {said(row) for row in found} == {"plain", "inside"}
 
 
-def test_a_blend_takes_its_sets_by_their_weights_and_resumes_exactly(
+def test_a_blend_follows_the_weights_of_its_data_sets_and_resumes_exactly(
     tmp_path: Path, text_set: Path, prepare: Callable[..., Path], write_texts: Any
 ) -> None:
     other = prepare(tmp_path / "other", {"train": [write_texts("delta", 30, "and away")]}, "TextSample", text="txt")
@@ -152,7 +154,9 @@ def first_images(path: Path, count: int, **changes: Any) -> MicroBatch:
     return next(found.take(count))
 
 
-def test_images_come_beside_the_tokens_of_their_captions(picture_set: Path, paint: Callable[[int], bytes]) -> None:
+def test_a_micro_batch_has_images_and_the_tokens_of_their_captions(
+    picture_set: Path, paint: Callable[[int], bytes]
+) -> None:
     batch = first_images(picture_set, 4, **{"data.task_encoder_options": {"image_size": 20}})
     assert batch["images"].shape == (4, 3, 20, 20)
     for image, tokens, labels in zip(batch["images"], batch["tokens"].tolist(), batch["labels"].tolist(), strict=True):
@@ -163,7 +167,7 @@ def test_images_come_beside_the_tokens_of_their_captions(picture_set: Path, pain
         assert set(labels[len(caption) + 1 :]) == {IGNORED}
 
 
-def test_an_image_may_come_as_grey_tokens_before_its_caption(picture_set: Path, paint: Callable[[int], bytes]) -> None:
+def test_an_image_can_be_grey_tokens_before_its_caption(picture_set: Path, paint: Callable[[int], bytes]) -> None:
     found = loader(picture_set, **IMAGES, **{"data.task_encoder_options": {"pixels": 3}, "model.vocab_size": 513})
     assert found.vocab_size == 257 + 256
     batch = next(found.take(2))
@@ -207,7 +211,7 @@ WEIGHTS = ("0", "-1", ".nan", ".inf", "null", "much")
         ({"data.tokenizer": "bites"}, r"did you mean 'bytes'"),
     ],
 )
-def test_what_cannot_be_is_refused_before_launch(
+def test_settings_that_cannot_work_are_refused_before_launch(
     text_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], what: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -252,7 +256,7 @@ def encoders(monkeypatch: pytest.MonkeyPatch) -> str:
         ),
     ],
 )
-def test_an_encoder_that_does_not_do_is_named(
+def test_the_error_names_an_encoder_that_breaks_the_contract(
     text_set: Path, encoders: str, encoder: str, options: dict[str, Any], error: type[Exception], what: str
 ) -> None:
     own = {"data.task_encoder": f"{encoders}:{encoder}", "data.task_encoder_options": options}
@@ -260,7 +264,7 @@ def test_an_encoder_that_does_not_do_is_named(
         list(loader(text_set, **own).take(4))
 
 
-def test_an_encoder_of_ones_own_gives_tokens_labels_positions_and_entries(text_set: Path, encoders: str) -> None:
+def test_a_custom_encoder_supplies_tokens_labels_positions_and_entries(text_set: Path, encoders: str) -> None:
     own = {"data.task_encoder": f"{encoders}:Counting", "data.task_encoder_options": {"first": 0}}
     found = loader(text_set, **own, **{"data.entries": ["extra"]})
     assert found.vocab_size == 33
@@ -299,7 +303,7 @@ def test_an_image_encoder_refuses_text_and_too_many_pixels(text_set: Path) -> No
         loader(text_set, **IMAGES, **{"data.task_encoder_options": {"pixels": 6}})
 
 
-def test_a_part_that_the_data_set_lacks_is_named(text_set: Path) -> None:
+def test_the_error_names_a_part_that_the_data_set_lacks(text_set: Path) -> None:
     with pytest.raises(UsageError, match=r"data\.path '.*text': Energon cannot read part 'dev'"):
         loader(text_set, **{"data.train_part": "dev"})
 
@@ -316,7 +320,7 @@ def test_a_tar_file_that_is_damaged_is_refused(text_set: Path, tmp_path: Path, d
         list(loader(folder).take(4))
 
 
-def test_a_text_that_is_empty_is_named(tmp_path: Path, prepare: Callable[..., Path]) -> None:
+def test_the_error_names_an_empty_text(tmp_path: Path, prepare: Callable[..., Path]) -> None:
     samples = {f"{n}": {"txt": b""} for n in range(4)}
     folder = prepare(tmp_path / "empty", {"train": [samples]}, "TextSample", text="txt")
     with pytest.raises(UsageError, match=r"sample '.*' has an empty text; remove it, or set data\.on_error=skip"):
@@ -330,12 +334,12 @@ def test_more_streams_than_samples_are_refused(tmp_path: Path, prepare: Callable
         list(loader(path).take(4))
 
 
-def test_streams_that_ranks_do_not_divide_are_refused(text_set: Path) -> None:
+def test_a_number_of_streams_that_ranks_do_not_divide_is_refused(text_set: Path) -> None:
     with pytest.raises(UsageError, match=r"data\.streams=3 is not a multiple of the 2 data-parallel ranks"):
         loader(text_set, **{"parallel.layout": "dp2", "data.streams": 3})
 
 
-def test_a_state_of_other_streams_or_another_data_set_is_refused_and_changes_nothing(
+def test_a_state_of_other_streams_or_of_another_data_set_is_refused_without_a_change(
     text_set: Path, tmp_path: Path
 ) -> None:
     found, expected = loader(text_set), rows(loader(text_set), 8)

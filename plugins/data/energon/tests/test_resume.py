@@ -14,9 +14,7 @@ ALIKE = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 
 @given(LAYOUTS, PORTIONS, LAYOUTS)
 @settings(max_examples=10, suppress_health_check=ALIKE)
-def test_streams_go_on_exactly_where_they_were_killed(
-    text_set: Path, before: str, portions: list[int], after: str
-) -> None:
+def test_streams_resume_exactly_after_a_kill(text_set: Path, before: str, portions: list[int], after: str) -> None:
     own = {
         "data.name": "energon",
         "data.path": str(text_set),
@@ -28,7 +26,7 @@ def test_streams_go_on_exactly_where_they_were_killed(
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")  # Energon forks, which Python 3.12 tells of
-def test_worker_processes_go_on_there_too(text_set: Path) -> None:
+def test_worker_processes_resume_exactly_after_a_kill(text_set: Path) -> None:
     own = {
         "data.name": "energon",
         "data.path": str(text_set),

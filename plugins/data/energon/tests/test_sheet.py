@@ -50,11 +50,11 @@ def test_a_sheet_shows_every_image_of_the_batch(
         ("one two three four five six seven eight nine ten", ["one two", "three four", "five six", "seven ..."]),
     ],
 )
-def test_a_text_is_broken_between_words_and_what_is_left_out_shows(text: str, lines: list[str]) -> None:
+def test_a_text_is_wrapped_between_words_and_an_omission_is_marked(text: str, lines: list[str]) -> None:
     assert lines_of(text, SimpleNamespace(textlength=len), 12) == lines  # type: ignore[arg-type]
 
 
-def test_a_folder_that_cannot_be_written_is_named(picture_set: Path, tmp_path: Path) -> None:
+def test_the_error_names_a_folder_that_cannot_be_written(picture_set: Path, tmp_path: Path) -> None:
     output = tmp_path / "nowhere" / "batch.png"
     with pytest.raises(UsageError, match=r"cannot write '.*batch\.png': No such file"):
         command.main([str(picture_set), f"--output={output}"], standalone_mode=False)

@@ -19,7 +19,7 @@ IMAGES = {"data.task_encoder": "mplug_energon.encoders:ImageText"}
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_sample_that_cannot_be_used_names_its_tar_and_its_file(
+def test_the_error_for_a_bad_sample_names_its_tar_and_its_file(
     text_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     """A worker process's traceback stays out of the sentence, and in the log."""

@@ -30,14 +30,14 @@ from mplug_testing.samples import kept
         [True] * 40,
     ],
 )
-def test_a_value_comes_back_as_it_was_through_a_checkpoint(value: Any) -> None:
+def test_a_checkpoint_restores_every_kind_of_value(value: Any) -> None:
     back = from_plain(kept(to_plain(value)))
     assert back == value
     assert type(back) is type(value)
     assert repr(back) == repr(value)
 
 
-def test_random_states_come_back_exactly() -> None:
+def test_a_checkpoint_restores_random_states_exactly() -> None:
     saved = SystemRng.save_state()
     of = SavableDatasetState(rng=saved, dataset_state=FlexState(a=1), sample_index=7)
     state = SavableDataLoaderState(
@@ -52,7 +52,7 @@ def test_random_states_come_back_exactly() -> None:
     assert [random.random(), np.random.random(), float(torch.rand(()))] == drawn
 
 
-def test_what_is_not_known_is_refused_and_nothing_is_made_of_a_name() -> None:
+def test_unknown_types_are_refused_and_no_object_is_made_from_a_name() -> None:
     with pytest.raises(TypeError, match="contains a object"):
         to_plain([object()])
     with pytest.raises(TypeError, match="contains the unknown kind 'Popen'"):

@@ -34,7 +34,7 @@ def files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
 
 
-def test_an_entry_is_made_once_and_found_again(tmp_path: Path) -> None:
+def test_an_entry_is_made_once_and_then_read(tmp_path: Path) -> None:
     make = Making()
     for _ in range(3):
         check(Cache(tmp_path).get({"of": 1}, make))
@@ -43,7 +43,7 @@ def test_an_entry_is_made_once_and_found_again(tmp_path: Path) -> None:
     assert make.times == 2
 
 
-def test_the_order_of_a_description_does_not_matter(tmp_path: Path) -> None:
+def test_the_order_of_keys_in_a_description_does_not_matter(tmp_path: Path) -> None:
     make = Making()
     for description in ({"a": 1, "b": [2]}, {"b": [2], "a": 1}):
         Cache(tmp_path).get(description, make)
@@ -66,7 +66,7 @@ DAMAGES: dict[str, Any] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", ["small.npy", "large.npy", "entry.json"])
-def test_a_damaged_entry_is_noticed_and_made_anew(tmp_path: Path, name: str, damage: str) -> None:
+def test_a_damaged_entry_is_made_again(tmp_path: Path, name: str, damage: str) -> None:
     make = Making()
     Cache(tmp_path).get({"of": 1}, make)
     whole = files(tmp_path)
@@ -88,7 +88,7 @@ def test_a_damaged_entry_is_noticed_and_made_anew(tmp_path: Path, name: str, dam
         '{"description": {"of": 1}, "checksums": {"small": null}}',
     ],
 )
-def test_an_entry_that_says_something_else_is_made_anew(tmp_path: Path, text: str) -> None:
+def test_an_entry_with_another_description_is_made_again(tmp_path: Path, text: str) -> None:
     make = Making()
     Cache(tmp_path).get({"of": 1}, make)
     next(tmp_path.rglob("entry.json")).write_text(text)
@@ -96,7 +96,7 @@ def test_an_entry_that_says_something_else_is_made_anew(tmp_path: Path, text: st
     assert make.times == 2
 
 
-def test_what_is_not_finished_is_no_entry(tmp_path: Path) -> None:
+def test_an_interrupted_entry_is_made_again(tmp_path: Path) -> None:
     def dies() -> Arrays:
         raise KeyboardInterrupt
 
@@ -107,7 +107,7 @@ def test_what_is_not_finished_is_no_entry(tmp_path: Path) -> None:
     assert make.times == 1
 
 
-def test_a_disk_that_fills_while_an_entry_is_written_leaves_none(small_disk: Path) -> None:
+def test_a_disk_that_fills_while_an_entry_is_written_leaves_no_entry(small_disk: Path) -> None:
     large = {"large": np.zeros(1 << 20)}
     with pytest.raises(
         RunError, match=r"cannot write '.*': No space left on device; free some space.* set data\.cache"
@@ -128,11 +128,11 @@ def slowly(folder: str) -> bool:
     return make.times == 1
 
 
-def test_of_many_processes_one_makes_an_entry(tmp_path: Path) -> None:
+def test_one_of_many_processes_makes_an_entry(tmp_path: Path) -> None:
     assert sorted(run_workers(3, slowly, str(tmp_path))) == [False, False, True]
 
 
-def test_without_locks_every_process_has_the_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_file_locks_every_process_gets_the_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(*args: Any) -> None:
         raise OSError(95, "Operation not supported")
 
@@ -149,7 +149,7 @@ def test_without_locks_every_process_has_the_entry(tmp_path: Path, monkeypatch: 
     assert len(files(tmp_path)) == 3
 
 
-def test_entries_stand_beside_the_data_or_where_the_user_keeps_caches(
+def test_entries_are_next_to_the_data_or_in_the_users_cache_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
@@ -166,7 +166,7 @@ def test_entries_stand_beside_the_data_or_where_the_user_keeps_caches(
         choose_folder(None, tmp_path / "corpus")
 
 
-def test_a_digest_is_of_all_bytes() -> None:
+def test_a_digest_covers_all_bytes() -> None:
     array = np.arange(5_000_000, dtype=np.int32)
     before = digest(array)
     array[-1] += 1

@@ -50,7 +50,7 @@ def corpus(prefix: Path, *texts: str, tokenizer: str = "bytes", **options: Any) 
     return prefix
 
 
-def test_a_corpus_is_told_by_its_numbers_and_its_text(tmp_path: Path) -> None:
+def test_show_prints_the_numbers_and_the_text_of_a_corpus(tmp_path: Path) -> None:
     found = describe(corpus(tmp_path / "a", "one", "zwölf", "3" * 50))
     row = (str(tmp_path / "a"), "3", "3", "62", "uint16", "124", "bytes", "257", "256")
     assert found.row == row
@@ -59,7 +59,7 @@ def test_a_corpus_is_told_by_its_numbers_and_its_text(tmp_path: Path) -> None:
         list(sample(found, 3, 1, 10))
 
 
-def test_a_corpus_without_a_record_is_told_by_its_tokens(tmp_path: Path) -> None:
+def test_show_prints_the_tokens_of_a_corpus_without_a_record(tmp_path: Path) -> None:
     with Writer(tmp_path / "a", np.int32) as writer:
         writer.add_document(np.array([5, 6, 7]), [2, 1])
     found = describe(tmp_path / "a")
@@ -67,7 +67,7 @@ def test_a_corpus_without_a_record_is_told_by_its_tokens(tmp_path: Path) -> None
     assert list(sample(found, 0, 1, 10)) == [(0, "5 6 7")]
 
 
-def test_a_text_that_is_no_corpus_yet_and_a_misspelt_one_are_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_the_errors_for_a_text_file_and_for_a_misspelt_corpus_state_the_remedy(tmp_path: Path) -> None:
     corpus(tmp_path / "a", "one")
     with pytest.raises(UsageError, match=r"a\.jsonl' is not tokenized; run 'mplug data preprocess .*a\."):
         describe(tmp_path / "a.jsonl")
@@ -75,7 +75,7 @@ def test_a_text_that_is_no_corpus_yet_and_a_misspelt_one_are_refused_with_what_t
         describe(tmp_path / "b")
 
 
-def test_merged_corpora_are_all_documents_in_order_with_their_tokenizer(tmp_path: Path) -> None:
+def test_a_merged_corpus_has_all_documents_in_order_and_their_tokenizer(tmp_path: Path) -> None:
     one, two = corpus(tmp_path / "one", "a", "b"), corpus(tmp_path / "two", "c")
     corpus(tmp_path / "all", "a", "b", "c")
     merge([str(one), str(two)], tmp_path / "merged", overwrite=False)
@@ -97,7 +97,7 @@ def test_a_corpus_may_be_named_by_either_of_its_files(tmp_path: Path, suffix: st
         assert ".bin" not in result.output
 
 
-def test_a_damaged_index_is_refused_by_whatever_reads_it(tmp_path: Path) -> None:
+def test_every_command_refuses_a_damaged_index(tmp_path: Path) -> None:
     prefix = corpus(tmp_path / "a", "one", "two", "three")
     with Path(f"{prefix}.idx").open("r+b") as file:
         file.seek(34 + 4)
@@ -143,7 +143,7 @@ def test_a_corpus_that_is_named_twice_is_refused(tmp_path: Path) -> None:
         blend([f"{prefix}=1", f"{prefix}.bin=2"], None, by_size=False)
 
 
-def test_the_whole_of_corpora_without_a_tokenizers_record_has_none(tmp_path: Path) -> None:
+def test_corpora_without_a_tokenizers_record_merge_to_one_without_a_record(tmp_path: Path) -> None:
     whole = corpus(tmp_path / "whole", "one")
     with Writer(tmp_path / "bare", np.uint16) as writer:
         writer.add_documents(np.array([1]), [1])
@@ -171,7 +171,7 @@ def test_corpora_of_two_tokenizers_are_neither_merged_nor_blended(tmp_path: Path
             act()
 
 
-def test_the_copy_beside_the_data_is_used_and_a_changed_one_is_refused(tmp_path: Path) -> None:
+def test_the_tokenizers_copy_next_to_the_data_is_used_and_a_changed_copy_is_refused(tmp_path: Path) -> None:
     path = Path(trained(tmp_path, "learnt.json", 300))
     prefix = corpus(tmp_path / "one", "a word and a word", tokenizer="huggingface", path=str(path))
     path.unlink()
@@ -190,7 +190,7 @@ def test_the_copy_beside_the_data_is_used_and_a_changed_one_is_refused(tmp_path:
     assert not list(tmp_path.glob("all*"))
 
 
-def test_verify_finds_a_changed_byte_a_token_too_high_and_a_cut_file(tmp_path: Path) -> None:
+def test_verify_finds_a_changed_byte_a_token_beyond_the_vocabulary_and_a_truncated_file(tmp_path: Path) -> None:
     prefix = corpus(tmp_path / "a", "one", "two", "three")
     assert "every token is below 257; checksums match the report" in verify(str(prefix), None)
     whole = (tmp_path / "a.bin").read_bytes()
@@ -207,7 +207,7 @@ def test_verify_finds_a_changed_byte_a_token_too_high_and_a_cut_file(tmp_path: P
         verify(str(prefix), 256)
 
 
-def test_a_blend_is_shares_of_tokens_and_epochs(tmp_path: Path) -> None:
+def test_the_report_of_a_blend_has_shares_of_tokens_and_epochs(tmp_path: Path) -> None:
     one, two = corpus(tmp_path / "one", "x" * 99), corpus(tmp_path / "two", "x" * 299)
     mixed = blend([f"{one}=3", f"{two}=1"], 800, by_size=False)
     assert mixed.rows == [
@@ -233,7 +233,7 @@ def test_a_small_share_stays_above_0_in_the_config_that_is_written(tmp_path: Pat
     assert mixed["data"]["path"][str(one)] == pytest.approx(1e-9)
 
 
-def test_a_learnt_tokenizer_knows_the_texts_words_and_any_other(tmp_path: Path) -> None:
+def test_a_trained_tokenizer_encodes_the_texts_words_and_all_other_texts(tmp_path: Path) -> None:
     path = trained(tmp_path, "learnt.json", 300)
     tokenizer = load_tokenizer(describe_tokenizer("huggingface", {"path": path}))
     assert (tokenizer.vocab_size, tokenizer.eod) == (300, 0)

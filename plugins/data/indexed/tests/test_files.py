@@ -30,7 +30,7 @@ def pair(tmp_path: Path) -> Path:
 # The format.
 
 
-def test_a_pair_is_these_bytes(pair: Path) -> None:
+def test_the_files_of_a_pair_have_the_bytes_of_the_format(pair: Path) -> None:
     assert bin_path(pair).read_bytes() == struct.pack("<6H", 1, 2, 3, 4, 5, 65_535)
     index = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 4, 5)
     index += struct.pack("<4i", 3, 0, 2, 1) + struct.pack("<4q", 0, 6, 6, 10) + struct.pack("<5q", 0, 1, 2, 3, 4)
@@ -48,7 +48,7 @@ def test_a_document_may_have_several_sequences(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", CODES.values(), ids=str)
-def test_what_is_written_is_read(tmp_path: Path, dtype: Any) -> None:
+def test_written_documents_are_read_back(tmp_path: Path, dtype: Any) -> None:
     random = np.random.default_rng(1)
     documents = [random.integers(0, 100, random.integers(0, 50)).astype(dtype) for _ in range(40)]
     write(tmp_path / "c", *documents, dtype=dtype)  # type: ignore[arg-type]
@@ -62,7 +62,7 @@ def test_what_is_written_is_read(tmp_path: Path, dtype: Any) -> None:
         np.testing.assert_array_equal(reader.read(number, len(expected) // 2), expected[len(expected) // 2 :])
 
 
-def test_pieces_are_gathered_one_after_the_other(pair: Path) -> None:
+def test_gathered_pieces_are_concatenated(pair: Path) -> None:
     reader = Reader(pair)
     assert reader.gather([2, 0, 1, 0], [0, 1, 0, 0], [2, 2, 0, 1]).tolist() == [4, 5, 2, 3, 1]
     assert reader.gather([3, 1, 0]).tolist() == [65_535, 1, 2, 3]
@@ -70,7 +70,7 @@ def test_pieces_are_gathered_one_after_the_other(pair: Path) -> None:
 
 
 @pytest.mark.parametrize("piece", [(4, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 0, 4), (0, 4, 0), (0, 1, -1)])
-def test_tokens_beyond_a_sequence_are_out_of_reach(pair: Path, piece: tuple[int, int, int]) -> None:
+def test_tokens_beyond_a_sequence_cannot_be_read(pair: Path, piece: tuple[int, int, int]) -> None:
     reader = Reader(pair)
     with pytest.raises(IndexError):
         reader.read(*piece)
@@ -82,7 +82,7 @@ def test_a_vocabulary_decides_the_type() -> None:
     assert [dtype_for(size).name for size in (2, 65_499, 65_500, 200_000)] == ["uint16", "uint16", "int32", "int32"]
 
 
-def test_merging_is_writing_all_documents_to_one(tmp_path: Path) -> None:
+def test_a_merged_file_equals_one_written_with_all_documents(tmp_path: Path) -> None:
     parts = [[[1, 2], [3]], [], [[], [4, 5, 6]]]
     for number, documents in enumerate(parts):
         write(tmp_path / f"part{number}", *documents)
@@ -94,7 +94,7 @@ def test_merging_is_writing_all_documents_to_one(tmp_path: Path) -> None:
         assert path(tmp_path / "merged").read_bytes() == path(tmp_path / "whole").read_bytes()
 
 
-def test_sequences_that_stand_in_another_order_are_merged_in_theirs(tmp_path: Path, pair: Path) -> None:
+def test_merging_keeps_the_order_of_the_index_if_the_file_has_another(tmp_path: Path, pair: Path) -> None:
     content = bytearray(idx_path(pair).read_bytes())
     struct.pack_into("<4i", content, 34, 1, 0, 2, 3)
     struct.pack_into("<4q", content, 34 + 16, 10, 0, 6, 0)
@@ -105,7 +105,7 @@ def test_sequences_that_stand_in_another_order_are_merged_in_theirs(tmp_path: Pa
     assert [reader.read(n).tolist() for n in range(4)] == [[65_535], [], [4, 5], [1, 2, 3]]
 
 
-def test_modes_are_told_by_the_size_of_the_file(pair: Path) -> None:
+def test_the_size_of_the_file_decides_whether_it_has_modes(pair: Path) -> None:
     with idx_path(pair).open("ab") as file:
         file.write(bytes([0, 1, 0, 1]))
     modes = Reader(pair).modes
@@ -113,7 +113,7 @@ def test_modes_are_told_by_the_size_of_the_file(pair: Path) -> None:
     assert modes.tolist() == [0, 1, 0, 1]
 
 
-def test_a_data_set_without_documents_is_whole(tmp_path: Path) -> None:
+def test_a_data_set_without_documents_is_valid(tmp_path: Path) -> None:
     reader = Reader(write(tmp_path / "c"))
     reader.verify()
     assert (len(reader), reader.document_indices.tolist(), len(reader.tokens)) == (0, [0], 0)
@@ -122,7 +122,7 @@ def test_a_data_set_without_documents_is_whole(tmp_path: Path) -> None:
 # Writing.
 
 
-def test_nothing_stands_under_its_names_before_it_is_whole(tmp_path: Path) -> None:
+def test_the_files_have_their_names_only_when_they_are_complete(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "c", np.uint16)
     writer.add_documents(np.array([1]), [1])
     assert not bin_path(tmp_path / "c").exists()
@@ -132,7 +132,7 @@ def test_nothing_stands_under_its_names_before_it_is_whole(tmp_path: Path) -> No
     assert {path.name for path in tmp_path.iterdir()} == {"c.bin", "c.idx"}
 
 
-def test_an_exception_leaves_what_was_there(pair: Path) -> None:
+def test_an_exception_leaves_the_existing_files(pair: Path) -> None:
     before = Reader(pair).tokens.tolist()
     with pytest.raises(UsageError), Writer(pair, np.uint16) as writer:
         writer.add_documents(np.array([9, 70_000]), [2])
@@ -140,7 +140,7 @@ def test_an_exception_leaves_what_was_there(pair: Path) -> None:
     assert len(list(pair.parent.iterdir())) == 2
 
 
-def test_at_no_time_does_an_index_stand_beside_other_tokens(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_is_never_next_to_the_tokens_of_another(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever rename is the last before the machine stops."""
     seen = []
     real = Path.replace
@@ -154,7 +154,7 @@ def test_at_no_time_does_an_index_stand_beside_other_tokens(pair: Path, monkeypa
     assert seen == [(12, False), (200, False)]
 
 
-def test_a_disk_that_fills_leaves_nothing_of_what_was_written(small_disk: Path) -> None:
+def test_a_disk_that_fills_keeps_no_part_of_the_written_files(small_disk: Path) -> None:
     """Also where closing the file fails once more."""
     documents = np.ones(1 << 20)
     with pytest.raises(RunError, match="No space left on device"), Writer(small_disk / "c", np.uint16) as writer:
@@ -162,7 +162,7 @@ def test_a_disk_that_fills_leaves_nothing_of_what_was_written(small_disk: Path) 
     assert not list(small_disk.iterdir())
 
 
-def test_a_place_that_cannot_be_written_is_the_users_affair(pair: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_a_usage_error(pair: Path) -> None:
     with pytest.raises(UsageError, match=r"cannot write '.*corpus\.bin/c\.bin': .*; use another location"):
         Writer(bin_path(pair) / "c", np.uint16)
 
@@ -236,7 +236,9 @@ def test_a_damaged_index_is_refused_in_one_sentence(pair: Path, at: int, content
         (82 + 8, q(3), "its documents overlap"),
     ],
 )
-def test_verifying_finds_every_entry_that_points_out(pair: Path, at: int, content: bytes, sentence: str) -> None:
+def test_verify_finds_every_entry_that_points_outside_of_the_file(
+    pair: Path, at: int, content: bytes, sentence: str
+) -> None:
     overwrite(idx_path(pair), at, content)
     reader = Reader(pair)
     if "nothing" in sentence:
@@ -273,13 +275,13 @@ def test_sequences_that_overlap_are_refused_by_their_numbers(
 @pytest.mark.parametrize(
     ("size", "sentence"), [(10, "needs 12: it is truncated"), (11, "not a whole number of uint16")]
 )
-def test_a_cut_off_bin_is_refused(pair: Path, size: int, sentence: str) -> None:
+def test_a_truncated_bin_is_refused(pair: Path, size: int, sentence: str) -> None:
     os.truncate(bin_path(pair), size)
     with pytest.raises(UsageError, match=sentence):
         Reader(pair)
 
 
-def test_a_bin_of_more_bytes_than_the_index_speaks_of_belongs_to_another(pair: Path) -> None:
+def test_a_bin_with_more_bytes_than_the_index_states_is_refused(pair: Path) -> None:
     other = write(pair.with_name("other"), [1, 2, 3], [4] * 9)
     bin_path(other).replace(bin_path(pair))
     with pytest.raises(
@@ -289,13 +291,13 @@ def test_a_bin_of_more_bytes_than_the_index_speaks_of_belongs_to_another(pair: P
 
 
 @pytest.mark.parametrize("path", [bin_path, idx_path])
-def test_half_a_pair_is_refused_by_the_name_of_what_is_not_there(pair: Path, path: Any) -> None:
+def test_the_error_for_half_a_pair_names_the_missing_file(pair: Path, path: Any) -> None:
     path(pair).unlink()
     with pytest.raises(UsageError, match=rf"{path(pair).name}' does not exist"):
         Reader(pair)
 
 
-def test_a_folder_is_told_the_data_sets_in_it(pair: Path) -> None:
+def test_the_error_for_a_folder_names_the_data_sets_in_it(pair: Path) -> None:
     with pytest.raises(UsageError, match=rf"is a folder; use a data set in it, such as '{pair}'"):
         Reader(pair.parent)
 
@@ -316,7 +318,7 @@ def garbled(true: bytes, draw: random.Random) -> bytes:
     return content[: draw.choice([len(content)] * 3 + [draw.randrange(len(content))])]
 
 
-def test_of_ten_thousand_headers_each_fits_its_file_or_is_refused(pair: Path) -> None:
+def test_each_of_ten_thousand_headers_fits_its_file_or_is_refused(pair: Path) -> None:
     """Never another error, and never more entries than the file has bytes for."""
     draw, true = random.Random(20_011), idx_path(pair).read_bytes()
     outcomes = {"fits": 0, "refused": 0}

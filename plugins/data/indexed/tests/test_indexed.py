@@ -154,7 +154,7 @@ def test_splits_share_no_token_and_leave_none_out(numbered: str) -> None:
     assert tokens - S - 2 <= len(first) + len(second) < tokens
 
 
-def test_what_is_left_at_the_end_is_padded_and_has_no_target_there() -> None:
+def test_the_last_tokens_are_padded_and_padding_has_no_target() -> None:
     path = str(write(FOLDER / "short", [np.arange(1, 30)]))
     batch = taken(build({"path": path, "split": "0,1", "drop_last": False}, "validation", eval_samples=1), 2)
     assert sorted(batch["tokens"].tolist()) == sorted([[*range(1, 17)], [*range(17, 30), 0, 0, 0]])
@@ -178,7 +178,7 @@ def test_a_padding_token_is_never_a_target_and_read_as_token_0() -> None:
 # Documents in a sample.
 
 
-def test_positions_attention_and_loss_keep_to_documents() -> None:
+def test_positions_attention_and_loss_do_not_cross_documents() -> None:
     path = str(write(FOLDER / "three", [[1, 2, 3, EOD, 4, EOD, EOD, *range(5, 15), EOD]]))
     config = {"path": path, "split": "1", "samples": 1, "eod_token": EOD}
     everything = {"eod_mask_loss": True, "reset_positions": True, "reset_attention": True, "max_documents": 6}
@@ -193,14 +193,14 @@ def test_positions_attention_and_loss_keep_to_documents() -> None:
     assert "document_lengths" not in plain
 
 
-def test_there_is_room_for_the_documents_of_every_sample() -> None:
+def test_the_entry_of_documents_has_room_for_every_sample() -> None:
     config = {"path": [ONE, TWO], "split": "1", "eod_token": EOD, "reset_attention": True}
     lengths = taken(build(config), 200)["document_lengths"]
     assert (lengths.sum(dim=1) == S).all()
     assert lengths.shape[1] == 1 << (lengths.shape[1] - 1).bit_length()
 
 
-def test_more_documents_than_there_is_room_for_are_refused_with_the_number() -> None:
+def test_too_many_documents_in_a_sample_are_refused_with_their_number() -> None:
     path = str(write(FOLDER / "many", [[1, EOD] * 20]))
     loader = build({"path": path, "split": "1", "samples": 1, "eod_token": EOD, "reset_attention": True})
     with pytest.raises(UsageError, match=r"has 8 documents, and the maximum is 2; set data\.max_documents=8"):
@@ -265,7 +265,7 @@ def test_a_rate_is_the_share_of_rearranged_documents() -> None:
     assert 0.15 < sum(row[1] == SUF for row in found) / len(found) < 0.36
 
 
-def test_a_sample_is_rearranged_alike_whatever_it_is_read_with() -> None:
+def test_a_sample_is_rearranged_in_the_same_way_in_every_batch() -> None:
     config = {"path": ONE, "split": "1", **FIM, "fim_rate": 0.5}
     whole = windows(build(config), 24)
     parts = build(config)
@@ -304,7 +304,7 @@ def test_a_run_resumes_exactly_under_another_data_parallel_size(
     assert rows == expected[-40:]
 
 
-def test_a_longer_run_goes_on_in_the_order_of_the_shorter_one_or_is_refused() -> None:
+def test_a_longer_run_continues_the_order_of_the_shorter_one_or_is_refused() -> None:
     config = {"path": ONE, "split": "1"}
     short = build(config, steps=10)  # within an epoch, whose order does not depend on the run's length
     list(short.take(16))
@@ -319,7 +319,7 @@ def test_a_longer_run_goes_on_in_the_order_of_the_shorter_one_or_is_refused() ->
     assert windows(kept, 8) == windows(short, 8)
 
 
-def test_data_sets_of_a_mix_come_by_their_sizes() -> None:
+def test_a_mix_takes_data_sets_in_proportion_to_their_sizes() -> None:
     config = {"path": [ONE, TWO], "split": "1", "samples": "epoch"}
     alone = [build({**config, "path": path}) for path in (ONE, TWO)]
     rows = [tuple(row) for loader in alone for row in windows(loader, loader.samples_per_epoch)]
@@ -357,7 +357,7 @@ def test_data_sets_of_a_mix_come_by_their_sizes() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_said_before_launch(config: dict[str, Any], sentence: str) -> None:
+def test_bad_data_is_refused_before_launch(config: dict[str, Any], sentence: str) -> None:
     trainer = SimpleNamespace(seed=1, eval_every=1, seq_length=S)
     run: Any = SimpleNamespace(trainer=trainer, model=SimpleNamespace(vocab_size=256))
     plugin = Indexed(Indexed.Config(**config))
@@ -385,12 +385,12 @@ def test_what_is_wrong_is_said_before_launch(config: dict[str, Any], sentence: s
         ({"path": "a", "fim_rate": 0.5}, "fim_rate needs fim_prefix_token, fim_middle_token and fim_suffix_token"),
     ],
 )
-def test_a_config_that_cannot_be_meant_is_refused(config: dict[str, Any], sentence: str) -> None:
+def test_a_config_that_contradicts_itself_is_refused(config: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Indexed.Config(**config)
 
 
-def test_tokens_that_part_documents_are_those_of_the_tokenizer_beside_the_data(tmp_path: Path) -> None:
+def test_the_tokenizer_next_to_the_data_decides_which_token_ends_documents(tmp_path: Path) -> None:
     random = np.random.default_rng(7)
     prefix = write(tmp_path / "corpus", [np.append(random.integers(10, 250, 30), 3) for _ in range(50)])
     vocabulary = {"[UNK]": 0, "<PRE>": 4, "<MID>": 5, "<SUF>": 6, "</s>": 3}
@@ -470,7 +470,7 @@ def test_a_short_corpus_beside_a_long_one_gives_as_many_samples_as_its_epochs_ne
     assert len(taken(loader, loader.order.size)["sample_ids"]) == loader.order.size
 
 
-def test_what_is_repeated_is_reported_with_its_numbers_and_no_tokens_at_all_are_refused() -> None:
+def test_repeated_data_is_reported_with_numbers_and_data_without_tokens_is_refused() -> None:
     path, trainer = str(write(FOLDER / "short", [[1, 2, 3]])), SimpleNamespace(seed=1, eval_every=0, seq_length=S)
     run: Any = SimpleNamespace(trainer=trainer, model=SimpleNamespace(vocab_size=256))
     (sentence,) = Indexed(Indexed.Config(path=path, split="1")).check_data(run)
@@ -493,7 +493,7 @@ def test_numbers_that_are_no_tokens_are_refused() -> None:
 
 
 @pytest.mark.parametrize("token", [256, 60_000])
-def test_a_token_beyond_the_vocabulary_is_refused_by_its_sample(token: int) -> None:
+def test_the_error_for_a_token_beyond_the_vocabulary_names_its_sample(token: int) -> None:
     path = str(write(FOLDER / "large", [[1] * 20 + [token] + [1] * 20]))
     with pytest.raises(UsageError, match=rf"of '.*large' has token {token}, and the vocabulary has 256"):
         taken(build({"path": path, "split": "1"}), 2)
@@ -514,7 +514,7 @@ def test_a_damaged_index_is_refused_when_it_is_first_used_and_later() -> None:
         taken(build({"path": str(path), "split": "1"}), 6)
 
 
-def test_a_blend_of_too_few_samples_is_refused_by_their_number() -> None:
+def test_the_error_for_a_blend_of_too_few_samples_states_their_number() -> None:
     paths = {str(write(FOLDER / f"b{n}", [np.arange(1, 200)])): 0.9 if n == 0 else 0.001 for n in range(80)}
     with pytest.raises(UsageError, match=r"the blend needs \d+ samples of '.*b0'.*: 10 samples are too few for 80"):
         build({"path": paths, "split": "1", "samples": 10})

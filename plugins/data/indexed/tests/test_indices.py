@@ -77,14 +77,14 @@ def test_more_than_four_billion_entries_take_two_draws_each() -> None:
 
 @settings(max_examples=50)
 @given(st.integers(2, 400), st.integers(1, 9), st.integers(0, 1), st.integers(1, 300))
-def test_epochs_are_as_few_as_do(tokens: int, seq_length: int, extra: int, samples: int) -> None:
+def test_there_are_as_few_epochs_as_the_samples_need(tokens: int, seq_length: int, extra: int, samples: int) -> None:
     number = Cut(seq_length, extra).epochs(tokens, samples).number
     needed = samples * seq_length + extra
     assert number * tokens >= needed
     assert number == 1 or (number - 1) * tokens < needed
 
 
-def test_a_last_epoch_of_less_than_four_fifths_comes_last() -> None:
+def test_a_last_epoch_that_is_used_to_less_than_four_fifths_is_shuffled_alone() -> None:
     """A hundred documents of ten tokens, samples of ten: 100 a first epoch without the extra token."""
     lengths, cut = np.full(100, 10, dtype=np.int32), Cut(10, 0)
     assert cut.epochs(1000, 179) == Epochs(2, 100)
@@ -96,13 +96,13 @@ def test_a_last_epoch_of_less_than_four_fifths_comes_last() -> None:
     assert sorted(together[:100]) != list(range(100))
 
 
-def test_the_rest_of_a_stream_is_a_sample_where_it_is_kept() -> None:
+def test_keep_rest_makes_a_sample_of_the_rest_of_a_stream() -> None:
     assert (Cut(10, 1).samples(95), Cut(10, 1, keep_rest=True).samples(95)) == (9, 10)
     assert (Cut(10, 1).samples(91), Cut(10, 1, keep_rest=True).samples(91)) == (9, 9)
     assert Cut(10, 1, keep_rest=True).samples(170_000_002) == 17_000_000  # fp32: 17,000,001 would be exact
 
 
-def test_splits_are_weights_of_sequences() -> None:
+def test_splits_divide_the_sequences_by_weights() -> None:
     assert parse_split("969,30,1") == [(0.0, 0.969), (0.969, 0.969 + 0.03), (0.969 + 0.03, 0.969 + 0.03 + 0.001)]
     assert parse_split("1") == [(0.0, 1.0), None, None]
     assert parse_split("0,1") == [None, (0.0, 1.0), None]
@@ -112,14 +112,14 @@ def test_splits_are_weights_of_sequences() -> None:
 
 
 @pytest.mark.parametrize("split", ["", "a,b", "0,0,0", "1,-1", "1,1,1,1", "nan", "inf,1"])
-def test_a_split_that_is_no_weights_is_refused(split: str) -> None:
+def test_a_split_without_valid_weights_is_refused(split: str) -> None:
     with pytest.raises(UsageError, match=r"data\.split '.*' is not a list of one to three shares"):
         parse_split(split)
 
 
 @settings(max_examples=50)
 @given(st.lists(st.floats(0.001, 10), min_size=1, max_size=12), st.integers(1, 500))
-def test_every_prefix_of_a_blend_has_its_weights(weights: list[float], size: int) -> None:
+def test_every_prefix_of_a_blend_follows_the_weights(weights: list[float], size: int) -> None:
     """No data set is ever more than one sample per other data set away from its share."""
     shares = np.array(normalize(weights))
     blend, taken = build_blend(shares.tolist(), size)

@@ -27,7 +27,7 @@ def _benchmark() -> Any:
 BENCHMARK = _benchmark()
 
 
-def test_the_record_has_every_rule_in_it() -> None:
+def test_the_recorded_cases_cover_every_rule() -> None:
     cases = RECORDED["indices"]
     assert len(cases) == 1000
     assert sum(case["before_last"] is not None for case in cases) > 100

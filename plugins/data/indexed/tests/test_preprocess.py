@@ -85,7 +85,7 @@ def test_the_files_are_those_of_the_format(tmp_path: Path, texts: Path, eod: boo
     assert leftovers(tmp_path) == []
 
 
-def test_neither_chunks_nor_workers_change_a_bit(tmp_path: Path, texts: Path) -> None:
+def test_chunks_and_workers_do_not_change_a_byte(tmp_path: Path, texts: Path) -> None:
     for number, (chunk_size, workers) in enumerate([(211, 1), (1 << 20, 1), (900, 3)]):
         prefix = tmp_path / f"out{number}"
         preprocess(job(prefix, texts, chunk_size=chunk_size, workers=workers))
@@ -93,7 +93,7 @@ def test_neither_chunks_nor_workers_change_a_bit(tmp_path: Path, texts: Path) ->
 
 
 @pytest.mark.parametrize("end", [b"", b"\n", b"\n\n", b"\r\n"])
-def test_every_cut_of_a_file_gives_each_line_once_with_its_number(tmp_path: Path, end: bytes) -> None:
+def test_however_a_file_is_cut_each_line_is_read_once_with_its_number(tmp_path: Path, end: bytes) -> None:
     path = written(tmp_path / "t.jsonl", b'{"text": "a"}\n\n{"text": "bb"}\r\n{"no": 1}\n{"text": "c"}' + end)
     sources = find_sources([str(path)], None, None)
     for size in range(1, path.stat().st_size + 2):
@@ -131,7 +131,7 @@ def test_every_format_gives_the_same_documents(tmp_path: Path) -> None:
         assert data_of(tmp_path / name) == expected(DOCUMENTS), name
 
 
-def test_a_folder_is_its_files_in_order_and_of_text_each_is_a_document(tmp_path: Path) -> None:
+def test_a_folder_stands_for_its_files_in_order_and_each_text_file_is_a_document(tmp_path: Path) -> None:
     for number, text in enumerate(DOCUMENTS[:30]):
         written(tmp_path / "texts" / f"{number % 3}" / f"{number:03}.txt", text.encode())
     in_order = [DOCUMENTS[number] for number in sorted(range(30), key=lambda number: (number % 3, number))]
@@ -141,7 +141,7 @@ def test_a_folder_is_its_files_in_order_and_of_text_each_is_a_document(tmp_path:
     assert data_of(tmp_path / "some") == expected(DOCUMENTS[:30:3])
 
 
-def test_inputs_come_in_the_order_in_which_they_are_named(tmp_path: Path) -> None:
+def test_documents_have_the_order_of_the_named_inputs(tmp_path: Path) -> None:
     one = written(tmp_path / "z.jsonl", lines_of(["one"]))
     two = written(tmp_path / "a.txt", b"two")
     preprocess(job(tmp_path / "out", one, two))
@@ -161,7 +161,7 @@ def test_numbers_that_json_lacks_do_not_make_a_document_bad(tmp_path: Path) -> N
     assert data_of(tmp_path / "out") == expected(["kept"])
 
 
-def test_the_report_tells_what_the_data_was_made_of(tmp_path: Path, texts: Path) -> None:
+def test_the_report_lists_the_inputs_of_the_data(tmp_path: Path, texts: Path) -> None:
     preprocess(job(tmp_path / "out", texts))
     told = json.loads((tmp_path / "out.preprocess.json").read_text())
     assert (told["documents"], told["num_bad"], told["dtype"]) == (len(DOCUMENTS), 0, "uint16")
@@ -185,7 +185,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("line", BAD, ids=BAD.values())
-def test_a_bad_line_stops_the_work_or_is_left_out_by_its_file_and_number(tmp_path: Path, line: bytes) -> None:
+def test_a_bad_line_is_an_error_or_is_skipped_and_reported_with_file_and_number(tmp_path: Path, line: bytes) -> None:
     good = lines_of(DOCUMENTS[:50])
     place = good[: len(good) // 2].count(b"\n") + 1
     lines = good.splitlines(keepends=True)
@@ -200,7 +200,7 @@ def test_a_bad_line_stops_the_work_or_is_left_out_by_its_file_and_number(tmp_pat
     assert data_of(tmp_path / "out") == expected(DOCUMENTS[:50])
 
 
-def test_the_first_bad_line_is_the_one_that_is_named_whoever_finds_one_first(tmp_path: Path) -> None:
+def test_the_error_names_the_first_bad_line_whichever_worker_fails_first(tmp_path: Path) -> None:
     lines = [b"broken\n" if number in (40, 90) else b'{"text": "some text"}\n' for number in range(1, 101)]
     path = written(tmp_path / "t.jsonl", b"".join(lines))
     with pytest.raises(UsageError, match=r"t\.jsonl:40 is not valid JSON"):
@@ -209,7 +209,7 @@ def test_the_first_bad_line_is_the_one_that_is_named_whoever_finds_one_first(tmp
     assert [sentence.split(" ")[0] for sentence in outcome.bad] == [f"{path}:40", f"{path}:90"]
 
 
-def test_bad_rows_and_bad_files_are_named_too(tmp_path: Path) -> None:
+def test_the_errors_name_bad_rows_and_bad_files(tmp_path: Path) -> None:
     table = parquet(tmp_path / "t.parquet", ["one", None, "two"])
     broken = written(tmp_path / "broken.txt", b"half \xe4")
     outcome = preprocess(job(tmp_path / "out", table, broken, bad_lines="skip"))
@@ -220,7 +220,7 @@ def test_bad_rows_and_bad_files_are_named_too(tmp_path: Path) -> None:
     assert data_of(tmp_path / "out") == expected(["one", "two"])
 
 
-def test_empty_documents_are_counted_and_left_out(tmp_path: Path) -> None:
+def test_empty_documents_are_counted_and_skipped(tmp_path: Path) -> None:
     path = written(tmp_path / "t.jsonl", lines_of(["", "one", "", "two"]))
     assert preprocess(job(tmp_path / "out", path)).empty == 2
     assert data_of(tmp_path / "out") == expected(["one", "two"])
@@ -267,7 +267,7 @@ def test_inputs_without_documents_and_damaged_ones_are_refused(
     assert not (tmp_path / "out.idx").exists()
 
 
-def test_inputs_that_are_not_there_or_twice_are_refused(tmp_path: Path, texts: Path) -> None:
+def test_missing_and_repeated_inputs_are_refused(tmp_path: Path, texts: Path) -> None:
     with pytest.raises(UsageError, match=r"cannot read '.*nowhere\.jsonl': No such file"):
         find_sources([str(tmp_path / "nowhere.jsonl")], None, None)
     with pytest.raises(UsageError, match="is given twice"):
@@ -278,13 +278,13 @@ def test_inputs_that_are_not_there_or_twice_are_refused(tmp_path: Path, texts: P
         find_sources([str(tmp_path)], None, "/*")
 
 
-def test_a_column_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_column_is_refused(tmp_path: Path) -> None:
     table = parquet(tmp_path / "t.parquet", ["one"])
     with pytest.raises(UsageError, match=r"has no column 'body' \(it has id, text\); set --key"):
         preprocess(job(tmp_path / "out", table, key="body"))
 
 
-def test_what_a_damaged_table_holds_is_named(tmp_path: Path) -> None:
+def test_the_error_names_the_damaged_part_of_a_table(tmp_path: Path) -> None:
     """Text that is none is a bad row; a page that does not unpack damages the file."""
     arrow = pytest.importorskip("pyarrow")
     from pyarrow.parquet import write_table
@@ -316,7 +316,7 @@ def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path, texts: Path, m
 
 
 @pytest.mark.parametrize("fails_at", [0, 7, 40])
-def test_a_full_disk_is_a_sentence_and_the_same_job_goes_on_once_there_is_room(
+def test_a_full_disk_gives_one_sentence_and_the_job_resumes_when_there_is_room(
     tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
     calls: list[int] = []
@@ -340,7 +340,7 @@ def test_a_full_disk_is_a_sentence_and_the_same_job_goes_on_once_there_is_room(
     assert data_of(tmp_path / "out") == expected(DOCUMENTS)
 
 
-def test_data_that_is_there_is_replaced_only_when_told(tmp_path: Path, texts: Path) -> None:
+def test_existing_data_is_replaced_only_with_overwrite(tmp_path: Path, texts: Path) -> None:
     written(tmp_path / "out.bin", b"precious")
     with pytest.raises(UsageError, match=r"out\.bin' exists; use another --output, or add --overwrite to replace it"):
         preprocess(job(tmp_path / "out", texts))
@@ -349,7 +349,7 @@ def test_data_that_is_there_is_replaced_only_when_told(tmp_path: Path, texts: Pa
     assert data_of(tmp_path / "out") == expected(DOCUMENTS)
 
 
-def test_two_processes_do_not_write_one_data_set(tmp_path: Path, texts: Path) -> None:
+def test_a_second_process_that_writes_the_same_data_set_is_refused(tmp_path: Path, texts: Path) -> None:
     (tmp_path / "out.parts").mkdir()
     with (tmp_path / "out.parts" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -371,7 +371,7 @@ def stopped_after(parts: int) -> Callable[[Outcome, int], None]:
     return stop
 
 
-def test_parts_of_another_job_are_not_gone_on_with(tmp_path: Path, texts: Path) -> None:
+def test_parts_of_another_job_are_not_used(tmp_path: Path, texts: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         preprocess(job(tmp_path / "out", texts), stopped_after(3))
     other = written(tmp_path / "other.jsonl", lines_of(DOCUMENTS[:60]))
@@ -406,7 +406,7 @@ def test_a_damaged_part_is_made_again(tmp_path: Path, texts: Path, name: str, co
     assert data_of(tmp_path / "out") == expected(DOCUMENTS)
 
 
-def test_an_input_that_changes_meanwhile_is_refused(tmp_path: Path, texts: Path) -> None:
+def test_an_input_that_changes_during_the_job_is_refused(tmp_path: Path, texts: Path) -> None:
     begun = job(tmp_path / "out", texts)
     os.utime(texts, ns=(1, 1))
     with pytest.raises(UsageError, match="has changed while it was read"):
@@ -436,7 +436,7 @@ the tokenizer's record, both files again into their place, the report."""
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.wide("kills")) for seed in (1, 2, 3))])
-def test_a_kill_at_any_moment_leaves_nothing_that_looks_whole_and_costs_only_time(tmp_path: Path, seed: int) -> None:
+def test_after_a_kill_at_any_moment_no_data_looks_complete_and_the_job_resumes(tmp_path: Path, seed: int) -> None:
     path = written(tmp_path / "t.jsonl", lines_of(DOCUMENTS))
     assert len(list(cut(find_sources([str(path)], None, None), 3300))) == 6
     first = random.Random(seed).randrange(1, POINTS - 3)
@@ -476,7 +476,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_no_process_outlives_a_kill_and_the_rest_is_done_by_the_same_command(tmp_path: Path) -> None:
+def test_no_process_outlives_a_kill_and_the_same_command_completes_the_job(tmp_path: Path) -> None:
     path = written(tmp_path / "t.jsonl", lines_of(DOCUMENTS * 20))
     command = [sys.executable, "-m", "mplug", "data", "preprocess", str(path), "--output", str(tmp_path / "out")]
     command += ["--tokenizer", "bytes", "--append-eod", "--chunk-mib", "0.002", "--workers", "2"]
@@ -500,7 +500,7 @@ def test_no_process_outlives_a_kill_and_the_rest_is_done_by_the_same_command(tmp
     assert data_of(tmp_path / "out") == expected(DOCUMENTS * 20)
 
 
-def test_a_worker_that_dies_is_a_sentence_with_the_worlds_status(tmp_path: Path) -> None:
+def test_a_worker_that_dies_gives_one_sentence_and_exit_status_1(tmp_path: Path) -> None:
     path = written(tmp_path / "t.jsonl", lines_of(DOCUMENTS))
     code = (
         "import os, mplug_bytes\n"
@@ -520,7 +520,7 @@ def test_a_worker_that_dies_is_a_sentence_with_the_worlds_status(tmp_path: Path)
     assert not (tmp_path / "out.bin").exists()
 
 
-def test_a_document_is_encoded_as_its_tokenizer_says(tmp_path: Path, texts: Path) -> None:
+def test_documents_have_the_tokens_of_their_tokenizer(tmp_path: Path, texts: Path) -> None:
     from mplug_indexed.preprocess.parts import Work
 
     work = Work(str(tmp_path), "text", True, "<u2", BYTES)
@@ -529,7 +529,7 @@ def test_a_document_is_encoded_as_its_tokenizer_says(tmp_path: Path, texts: Path
     assert lengths.tolist() == [3, 1, 3]
 
 
-def test_a_wrong_key_leaves_nothing_that_the_right_one_meets(tmp_path: Path) -> None:
+def test_a_wrong_key_leaves_no_parts(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
     sources, record = find_sources([str(tmp_path / "t.jsonl")], None, None), describe_tokenizer("bytes", {})
     with pytest.raises(UsageError, match=r"has no field 'text' \(it has body\); set --key to a field"):

@@ -15,7 +15,7 @@ from warm import run_module
 from mplug import UsageError, describe_tokenizer, keep_tokenizer
 
 
-def test_from_texts_to_a_trained_model_that_speaks(tmp_path: Path) -> None:
+def test_the_session_of_the_docs_makes_a_corpus_trains_and_samples(tmp_path: Path) -> None:
     def mplug(*words: str, status: int = 0) -> str:
         finished = run_module("mplug", *words, cwd=tmp_path, environment={**os.environ, "OMP_NUM_THREADS": "1"})
         assert finished.returncode == status, finished.stdout + finished.stderr

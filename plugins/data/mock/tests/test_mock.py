@@ -45,12 +45,12 @@ def test_tokens_are_uniform_below_the_vocabulary(vocab_size: int | None, expecte
     assert float((shares - 1 / expected).abs().max()) <= 5 * spread
 
 
-def test_no_two_samples_are_alike_of_one_seed_or_two() -> None:
+def test_all_samples_differ_within_a_seed_and_between_seeds() -> None:
     rows = [row for seed in (1, 2) for batch in loader(run(seed=seed)).take(50) for row in batch["tokens"].tolist()]
     assert len({tuple(row) for row in rows}) == 100
 
 
-def test_reading_leaves_torchs_own_generator_alone() -> None:
+def test_reading_does_not_use_torchs_generator() -> None:
     before = torch.get_rng_state()
     list(loader().take(4))
     assert torch.equal(torch.get_rng_state(), before)
@@ -75,14 +75,14 @@ def test_documents_have_positions_and_targets_of_their_own(documents: int) -> No
             assert batch["positions"][row].tolist() == [p for length in lengths for p in range(length)]
 
 
-def test_every_way_to_cut_a_sample_comes_about_as_often() -> None:
+def test_all_ways_to_cut_a_sample_are_equally_frequent() -> None:
     lengths = torch.cat([batch["document_lengths"] for batch in loader(documents=2).take(3000)])
     shares = torch.bincount(lengths[:, 0], minlength=S)[1:].double() / len(lengths)
     assert len(shares) == S - 1
     assert float((shares - 1 / (S - 1)).abs().max()) <= 5 * (1 / (S - 1) / len(lengths)) ** 0.5
 
 
-def test_it_says_beforehand_that_it_packs() -> None:
+def test_batch_entries_announces_packed_samples() -> None:
     assert tiny_run({"data.documents": 3}).entries == {"document_lengths"}
     assert tiny_run({}).entries == frozenset()
 

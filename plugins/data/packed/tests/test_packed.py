@@ -73,7 +73,7 @@ def rows(batch: MicroBatch, row: int = 0) -> dict[str, list[int]]:
 # What a sample is.
 
 
-def test_a_sample_holds_conversations_one_after_the_other_and_fills_up(tmp_path: Path) -> None:
+def test_a_sample_has_concatenated_conversations_and_padding(tmp_path: Path) -> None:
     path = written(tmp_path / "two.jsonl", asked("Hi", "Ho"), [*asked("What?", "That."), *asked("Really?", "Yes.")])
     found = loader(path, trainer__seq_length=160)
     longer = (
@@ -89,7 +89,7 @@ def test_a_sample_holds_conversations_one_after_the_other_and_fills_up(tmp_path:
     assert row["positions"] == [place for length in (*map(len, parts), rest) for place in range(length)]
 
 
-def test_targets_are_the_answers_and_the_tokens_that_end_them(tmp_path: Path) -> None:
+def test_targets_are_the_answers_and_their_end_tokens(tmp_path: Path) -> None:
     path = written(tmp_path / "one.jsonl", [("system", "So."), *asked("A?", "Bé"), *asked("C?", "D")])
     row = rows(next(iter(loader(path).take(1))))
     targets = [label for label in row["labels"] if label != IGNORED]
@@ -102,7 +102,7 @@ def test_targets_are_the_answers_and_the_tokens_that_end_them(tmp_path: Path) ->
     )  # fmt: skip
 
 
-def test_no_document_has_the_next_ones_token_as_a_target() -> None:
+def test_no_target_belongs_to_the_next_document() -> None:
     for batch in loader(CHATS).take(40):
         for row in range(len(batch["tokens"])):
             ends = batch["document_lengths"][row].cumsum(0) - 1
@@ -128,7 +128,7 @@ def test_every_conversation_is_in_one_sample_of_an_epoch() -> None:
     assert sorted(document for document in seen if document[0] != 256) == sorted(expected)
 
 
-def test_a_conversation_that_is_cut_keeps_the_target_after_its_last_token(tmp_path: Path) -> None:
+def test_a_truncated_conversation_keeps_the_target_after_its_last_token(tmp_path: Path) -> None:
     path = written(tmp_path / "long.jsonl", asked("A?", "0123456789" * 30))
     row = rows(next(iter(loader(path).take(1))))
     whole = tokens("<|im_start|>user\nA?<|im_end|>\n<|im_start|>assistant\n" + "0123456789" * 30)
@@ -176,7 +176,7 @@ def told(caplog: pytest.LogCaptureFixture, path: Path, **changes: Any) -> str:
     return caplog.messages[-1]
 
 
-def test_what_is_left_out_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_skipped_conversations_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = written(
         tmp_path / "mixed.jsonl",
         asked("Fine?", "Fine."),
@@ -200,7 +200,7 @@ def test_a_conversation_of_one_token_more_than_the_sequence_is_whole(
         assert said in told(caplog, path)
 
 
-def test_a_split_of_which_nothing_is_left_is_refused_with_the_counts(tmp_path: Path) -> None:
+def test_an_empty_split_is_refused_with_the_counts(tmp_path: Path) -> None:
     path = written(tmp_path / "mute.jsonl", [("user", "Hello?")], asked("x" * 200, "Late."))
     with pytest.raises(
         UsageError, match=r"mute\.jsonl.*no conversation of the train split can be used: of 2, .* 2 have no answer"
@@ -211,7 +211,7 @@ def test_a_split_of_which_nothing_is_left_is_refused_with_the_counts(tmp_path: P
 # Splits.
 
 
-def test_those_for_validation_are_told_by_their_messages(tmp_path: Path) -> None:
+def test_the_messages_of_a_conversation_decide_its_split(tmp_path: Path) -> None:
     def shown(path: Path, split: str) -> set[tuple[int, ...]]:
         found = loader(path, split, data__validation_path=None, data__max_documents=2)
         batches = found.take(found.samples_per_epoch)  # type: ignore[attr-defined]
@@ -231,7 +231,7 @@ def test_those_for_validation_are_told_by_their_messages(tmp_path: Path) -> None
     assert shown(backwards, "validation") == held_out & (shown(backwards, "train") | shown(backwards, "validation"))
 
 
-def test_files_may_be_compressed_and_several(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_several_files_and_compressed_files_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain = written(tmp_path / "b.jsonl", asked("A?", "B."))
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes() * 2))
     (tmp_path / "notes.txt").write_text("not one of them")
@@ -263,7 +263,7 @@ GOOD = '{"messages": [{"role": "user", "content": "A?"}, {"role": "assistant", "
         ),
     ],
 )
-def test_a_line_that_is_no_conversation_is_named(tmp_path: Path, line: str | bytes, said: str) -> None:
+def test_the_error_names_a_line_that_is_no_conversation(tmp_path: Path, line: str | bytes, said: str) -> None:
     path = tmp_path / "chats.jsonl"
     path.write_bytes(f"{GOOD}\n\n".encode() + (line if isinstance(line, bytes) else line.encode()) + b"\n")
     with pytest.raises(UsageError, match=said):
@@ -283,7 +283,7 @@ def test_a_line_that_is_no_conversation_is_named(tmp_path: Path, line: str | byt
         ({"data.max_documents": S + 1}, rf"data\.max_documents={S + 1} is more than trainer\.seq_length={S}"),
     ],
 )
-def test_what_cannot_be_is_refused_before_launch(
+def test_settings_that_cannot_work_are_refused_before_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -304,7 +304,7 @@ def test_a_file_without_a_conversation_and_one_that_is_damaged_are_refused_befor
         check_data(tiny_run({**TINY, "data.path": str(tmp_path)}))
 
 
-def test_it_says_beforehand_that_it_packs() -> None:
+def test_batch_entries_announces_packed_samples() -> None:
     assert tiny_run({**TINY, "data.path": str(CHATS)}).entries == {"document_lengths"}
 
 

@@ -33,11 +33,11 @@ def fewest_bins(lengths: list[int], capacity: int) -> int:
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(1, 10), max_size=6))
-def test_it_needs_few_more_bins_than_the_best_packing(lengths: list[int]) -> None:
+def test_packing_needs_few_more_bins_than_the_best_packing(lengths: list[int]) -> None:
     assert len(best_fit_decreasing(lengths, 10, 99)) <= 11 / 9 * fewest_bins(lengths, 10) + 1
 
 
-def test_an_item_goes_where_it_leaves_the_least_room() -> None:
+def test_an_item_is_put_into_the_bin_with_the_least_room_left() -> None:
     assert best_fit_decreasing([5, 3, 6, 2, 4], 10, 9) == [[2, 4], [0, 1, 3]]
     assert best_fit_decreasing([1, 1, 1, 1], 10, 3) == [[0, 1, 2], [3]]
     assert best_fit_decreasing([], 10, 3) == []
@@ -111,7 +111,7 @@ def test_several_answers_are_found_in_one_text() -> None:
     assert marked(vocabulary, text, (2, 6), (8, 14)) == ["b", "<e>", "dd", "<e>>"]
 
 
-def test_letters_of_several_bytes_are_whole() -> None:
+def test_characters_of_several_bytes_are_not_cut() -> None:
     encoded = Vocabulary(Bytes(), []).encode_answers("aé:ß€", [(3, 5)])
     assert [t for t, answer in zip(encoded.tokens, encoded.answers, strict=True) if answer] == list("ß€".encode())
 

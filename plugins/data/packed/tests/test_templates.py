@@ -38,7 +38,7 @@ def answers(template: Template, messages: list[dict[str, Any]], tools: Any = Non
     return [rendered.text[begin:end] for begin, end in rendered.answers]
 
 
-def test_chatml_is_what_it_is_known_for() -> None:
+def test_chatml_renders_its_published_example() -> None:
     template = read_template("chatml", {})
     assert template.render(TALK).text == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo<|im_end|>\n"
@@ -47,7 +47,7 @@ def test_chatml_is_what_it_is_known_for() -> None:
     assert answers(template, TALK) == ["Ho<|im_end|>", "Because.<|im_end|>"]
 
 
-def test_llama3_is_what_it_is_known_for() -> None:
+def test_llama3_renders_its_published_example() -> None:
     template = read_template("llama3", {})
     assert template.render(TALK[:3]).text == (
         "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
@@ -56,13 +56,13 @@ def test_llama3_is_what_it_is_known_for() -> None:
     assert answers(template, TALK) == ["Ho<|eot_id|>", "Because.<|eot_id|>"]
 
 
-def test_what_follows_the_last_answer_is_left_out() -> None:
+def test_messages_after_the_last_answer_are_omitted() -> None:
     template = read_template("chatml", {})
     assert template.render(TALK[:4]) == template.render(TALK[:3])
     assert template.render(TALK[:2]).answers == ()
 
 
-def test_a_template_without_headers_of_answers_is_told_by_what_it_adds(tmp_path: Path) -> None:
+def test_answers_are_found_in_a_template_without_headers_of_answers(tmp_path: Path) -> None:
     path = tmp_path / "chat_template.jinja"
     path.write_text(INST)
     template = read_template(str(path), {"eos_token": "</s>"})
@@ -82,12 +82,12 @@ def test_a_template_without_headers_of_answers_is_told_by_what_it_adds(tmp_path:
         ("{% generation %}{{ m.content }}<end>{% endgeneration %}\n\n", "Ho", "Ho<end>"),
     ],
 )
-def test_an_answer_ends_with_the_mark_of_its_end(source: str, content: str, answer: str) -> None:
+def test_an_answer_includes_its_end_mark(source: str, content: str, answer: str) -> None:
     template = Template("own", "{% for m in messages %}" + source + "{% endfor %}")
     assert answers(template, [{"role": "assistant", "content": content}]) == [answer]
 
 
-def test_a_template_sees_tools_calls_and_json() -> None:
+def test_a_template_receives_tools_and_calls_and_can_write_json() -> None:
     source = (
         "{{ tools | tojson }}{% for m in messages %}{% if add_generation_prompt or not loop.last %}{% endif %}"
         "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% continue %}{% endif %}{{ m.content }}{% endfor %}"
@@ -122,7 +122,7 @@ def test_a_template_that_rewrites_earlier_answers_is_refused() -> None:
         template.render(TALK)
 
 
-def test_a_template_whose_header_is_no_beginning_of_the_answer_is_refused() -> None:
+def test_a_template_whose_generation_header_does_not_begin_the_answer_is_refused() -> None:
     source = (
         "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}>{% endif %}"
     )
@@ -144,7 +144,7 @@ def test_a_template_whose_header_is_no_beginning_of_the_answer_is_refused() -> N
         ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "recursion"),
     ],
 )
-def test_what_a_template_does_not_take_is_told_in_its_words(source: str, said: str) -> None:
+def test_the_error_of_a_template_has_the_templates_own_words(source: str, said: str) -> None:
     with pytest.raises(ValueError, match=f"data.template 'own' fails for this conversation: .*({said})"):
         Template("own", source).render(TALK)
 
@@ -164,14 +164,14 @@ def test_what_a_template_does_not_take_is_told_in_its_words(source: str, said: s
         ),
     ],
 )
-def test_a_file_that_is_no_template_is_named(tmp_path: Path, name: str, content: str, said: str) -> None:
+def test_the_error_names_a_file_that_is_no_template(tmp_path: Path, name: str, content: str, said: str) -> None:
     path = tmp_path / name
     path.write_text(content)
     with pytest.raises(UsageError, match=said):
         read_template(str(path), {})
 
 
-def test_the_folder_of_a_published_model_has_its_template_in_either_file(tmp_path: Path) -> None:
+def test_the_template_of_a_published_folder_is_read_from_either_file(tmp_path: Path) -> None:
     own = {"eos_token": "</s>", "chat_template": "{% for m in messages %}{{ m.content }}|{% endfor %}"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
     found = read_template(str(tmp_path), {})

@@ -69,7 +69,7 @@ def names(found: tuple[Path, list[Path]]) -> list[str]:
     return [file.relative_to(root).as_posix() for file in files]
 
 
-def test_a_folder_is_all_files_in_it_and_below_sorted(tmp_path: Path) -> None:
+def test_a_folder_stands_for_all_files_below_it_sorted(tmp_path: Path) -> None:
     write(tmp_path, b_txt="b", a__z_txt="z", a__b__c_py="c", a_txt="a")
     assert names(find_files(str(tmp_path), "**/*")) == sorted(["a.txt", "a/b/c.py", "a/z.txt", "b.txt"], key=Path)
 
@@ -80,7 +80,7 @@ def test_a_pattern_chooses_files_of_a_folder(tmp_path: Path) -> None:
     assert names(find_files(str(tmp_path), "*.txt")) == ["b.txt"]
 
 
-def test_a_glob_is_the_files_that_match_it_sorted(tmp_path: Path) -> None:
+def test_a_glob_stands_for_the_matching_files_sorted(tmp_path: Path) -> None:
     write(tmp_path, x__b_txt="b", x__a_txt="a", x__y__c_txt="c", x__d_py="d")
     root, files = find_files(str(tmp_path / "x" / "*.txt"), "**/*")
     assert (root, [file.name for file in files]) == (tmp_path / "x", ["a.txt", "b.txt"])
@@ -94,7 +94,7 @@ def test_the_home_folder_may_be_written_as_a_tilde(book: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("pattern", ["", "/x/*"])
-def test_a_pattern_that_is_none_is_refused(tmp_path: Path, pattern: str) -> None:
+def test_an_invalid_pattern_is_refused(tmp_path: Path, pattern: str) -> None:
     with pytest.raises(
         UsageError, match=rf"data\.pattern '{re.escape(pattern)}' is not a valid glob: .*; use one such as"
     ):
@@ -102,7 +102,7 @@ def test_a_pattern_that_is_none_is_refused(tmp_path: Path, pattern: str) -> None
 
 
 @pytest.mark.parametrize(("path", "pattern"), [("nowhere.txt", "**/*"), ("*.nowhere", "**/*"), (".", "*.nowhere")])
-def test_a_path_without_files_is_refused_by_its_name(tmp_path: Path, path: str, pattern: str) -> None:
+def test_the_error_names_a_path_without_files(tmp_path: Path, path: str, pattern: str) -> None:
     write(tmp_path, a_txt="a")
     with pytest.raises(UsageError, match=r"data\.path '.*nowhere"):
         find_files(str(tmp_path / path), pattern)
@@ -140,7 +140,7 @@ def documents(root: Path, files: list[Path], split: str, percent: int = 10) -> l
     return text_of(root, files, split, percent).split("\0")[:-1]
 
 
-def test_many_files_are_split_whole_disjoint_and_without_loss(tmp_path: Path) -> None:
+def test_many_files_are_divided_between_the_splits_as_whole_files(tmp_path: Path) -> None:
     root, files = find_files(str(numbered(tmp_path, 300)), "**/*")
     train, validation = documents(root, files, "train"), documents(root, files, "validation")
     everything = [file.read_text() for file in files]
@@ -149,7 +149,7 @@ def test_many_files_are_split_whole_disjoint_and_without_loss(tmp_path: Path) ->
     assert 15 <= len(validation) <= 45  # 10% of 300, within three standard deviations
 
 
-def test_which_side_a_file_is_on_depends_on_its_own_path_below_the_root_only(tmp_path: Path) -> None:
+def test_the_split_of_a_file_depends_only_on_its_path_below_the_root(tmp_path: Path) -> None:
     root, files = find_files(str(numbered(tmp_path / "one", 120)), "**/*")
     held_out = set(documents(root, files, "validation"))
     fewer = [file for number, file in enumerate(files) if number % 3]
@@ -161,25 +161,25 @@ def test_which_side_a_file_is_on_depends_on_its_own_path_below_the_root_only(tmp
     assert {text.removesuffix("changed") for text in documents(root, files, "validation")} == held_out
 
 
-def test_a_greater_share_holds_out_more_files_and_all_of_the_smaller_shares(tmp_path: Path) -> None:
+def test_a_larger_validation_share_includes_the_files_of_a_smaller_share(tmp_path: Path) -> None:
     root, files = find_files(str(numbered(tmp_path, 200)), "**/*")
     shares = [set(documents(root, files, "validation", percent)) for percent in (5, 20, 50)]
     assert shares[0] < shares[1] < shares[2]
 
 
-def test_a_corpus_of_one_file_holds_out_its_end(book: Path) -> None:
+def test_the_end_of_a_single_file_is_the_validation_split(book: Path) -> None:
     text = book.read_text()
     assert text_of(book.parent, [book], "train", 5) == text[:950] + "\0"
     assert text_of(book.parent, [book], "validation", 5) == text[950:] + "\0"
 
 
-def test_a_few_files_hold_out_the_end_of_each(tmp_path: Path) -> None:
+def test_the_ends_of_a_few_files_are_the_validation_split(tmp_path: Path) -> None:
     root, files = find_files(str(write(tmp_path, a_txt="0123456789", b_txt="abcdefghij")), "**/*")
     assert text_of(root, files, "train", 20) == "01234567\0abcdefgh\0"
     assert text_of(root, files, "validation", 20) == "89\0ij\0"
 
 
-def test_a_separator_ends_every_document_and_empty_files_leave_no_trace(tmp_path: Path) -> None:
+def test_a_separator_ends_every_document_and_empty_files_have_none(tmp_path: Path) -> None:
     root, files = find_files(str(write(tmp_path, a_txt="", b_txt="bb", c_txt="", d_txt="dddd")), "**/*")
     assert text_of(root, files, "train", 50) == "b\0dd\0"
     assert text_of(root, files, "validation", 50) == "b\0dd\0"
@@ -198,7 +198,7 @@ def stream(length: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("length", [2 * S + 1, 100, 101, 104, 105, 257])
-def test_every_window_comes_once_an_epoch_and_windows_do_not_overlap(length: int) -> None:
+def test_every_window_is_in_an_epoch_once_and_windows_do_not_overlap(length: int) -> None:
     data = stream(length)
     windows = Windows(data, S, 7)
     at = {data[start : start + S + 1].tobytes(): start for start in range(length - S)}
@@ -235,7 +235,7 @@ def test_a_text_shorter_than_two_windows_is_repeated_without_end(text: bytes) ->
     assert found == (text * 300)[offset : offset + 30 * S]
 
 
-def test_every_epoch_of_short_documents_has_each_once_in_its_own_order() -> None:
+def test_every_epoch_has_each_short_document_once_in_an_order_of_its_own() -> None:
     documents = [b"one\0", b"two\0", b"six\0"]
     windows = RepeatedWindows(np.frombuffer(b"".join(documents), np.uint8), S, 1)
     found = bytes_of(windows, range(60))
@@ -305,7 +305,7 @@ def test_a_file_that_may_not_be_read_is_refused(book: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".bin"])
-def test_files_whose_bytes_are_more_than_text_are_read_and_told_of(
+def test_files_that_are_not_text_are_read_and_reported(
     book: Path, suffix: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     loader(book)
@@ -335,7 +335,7 @@ class Words:
         return [[ord(character.upper()) for character in text] for text in texts]
 
 
-def test_a_tokenizer_encodes_each_document_and_its_end_follows() -> None:
+def test_each_document_is_encoded_and_followed_by_the_end_token() -> None:
     stream = np.frombuffer(b"ab\0c\0", dtype=np.uint8)
     tokenizer: Any = Words()
     assert tokens_of(stream, tokenizer).tolist() == [65, 66, 200, 67, 200]

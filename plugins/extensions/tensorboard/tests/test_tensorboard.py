@@ -66,7 +66,7 @@ def test_every_number_of_a_record_is_a_scalar_at_its_step(tmp_path: Path) -> Non
     }
 
 
-def test_a_resumed_run_has_every_step_once_as_it_was_trained_last(tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path: Path) -> None:
     write(tmp_path, range(1, 7))
     (first,) = (tmp_path / "tensorboard").iterdir()
     first.rename(first.with_name("events.out.tfevents.0000000001.first"))  # names count seconds: this test has none
@@ -76,7 +76,7 @@ def test_a_resumed_run_has_every_step_once_as_it_was_trained_last(tmp_path: Path
     assert found["val_loss"] == [(3, 1.5), (6, 3)]
 
 
-def test_every_nth_step_is_written_and_every_evaluated_one(tmp_path: Path) -> None:
+def test_every_nth_step_and_every_evaluated_step_is_written(tmp_path: Path) -> None:
     write(tmp_path, range(1, 9), every=4)
     assert [step for step, _ in read(tmp_path / "tensorboard")["loss"]] == [3, 4, 6, 8]
 

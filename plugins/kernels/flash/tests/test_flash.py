@@ -11,11 +11,11 @@ from mplug_flash.attention import core
 from mplug_flash.fourth import FourthPacked
 from mplug_flash.versions import VERSIONS, Version
 from mplug_nn import AttentionInputs, AttentionSpec, packed_heads_of
-from mplug_nn.parts import parts_of
+from mplug_nn.core import parts_of
 from mplug_testing import KernelSuite, precision_named
+from mplug_testing.attention_errors import Heads, attention_errors
 from mplug_testing.capabilities import Setting, core_fault, parts_fault
 from mplug_testing.harness import train_steps
-from mplug_testing.precision import Heads, attention_errors
 from torch import Tensor
 
 from mplug import Offer, Site

@@ -9,12 +9,12 @@ from mplug_flex import programs
 from mplug_flex.attention import attention
 from mplug_nn import AttentionInputs, AttentionSpec
 from mplug_nn.attention import scaled_dot_product
-from mplug_nn.parts import parts_of
+from mplug_nn.core import parts_of
 from mplug_nn.specification import ALIBI, RELATIVE
 from mplug_testing import KernelSuite
+from mplug_testing.attention_errors import Heads, attention_errors
 from mplug_testing.capabilities import Setting, parts_fault
 from mplug_testing.harness import train_steps
-from mplug_testing.precision import Heads, attention_errors
 
 pytestmark = [
     pytest.mark.gpu,

@@ -245,11 +245,11 @@ class TestProductsOnAGPU:
         found = {}
         for device in ("cpu", "cuda"):
             own = ends.to(device)
-            operand = Operand(weight.to(device), supplier.cast(weight.to(device)))
-            y, saved = supplier.forward(x.to(device), own, operand)
-            grad_x, operands = supplier.dgrad(grad_y.to(device), own, operand, saved, True)
+            operand = Operand(weight.to(device), supplier.cast(weight.to(device), {}))
+            y, saved = supplier.forward(x.to(device), operand, own, {})
+            grad_x, operands = supplier.dgrad(grad_y.to(device), operand, saved, own, {}, True)
             total, stale = torch.full((4, 384, 256), 7.0, device=device), torch.ones((), dtype=torch.bool)
-            supplier.wgrad(operands, own, Sink(total, stale))
+            supplier.wgrad(operands, Sink(total, stale), own, {})
             assert grad_x is not None
             assert not stale
             found[device] = [y[:480], grad_x[:480], total]

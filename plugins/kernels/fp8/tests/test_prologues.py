@@ -7,7 +7,7 @@ import pytest
 import torch
 from mplug_fp8 import FP8Products
 from mplug_fp8.recipes import INPUT
-from mplug_nn import Boundary, Inputs, Linear, Narrow, Prologue
+from mplug_nn import Boundary, DelayedScaling, Inputs, Linear, Narrow, Prologue
 from mplug_nn.product import apply_product
 from mplug_nn.prologue import ACTIVATION_PRODUCT, NORM_PRODUCT, apply_fused
 from mplug_testing.fused import composed
@@ -15,7 +15,6 @@ from mplug_testing.harness import tiny_run
 from mplug_testing.trials import initial
 from torch import Tensor
 
-from mplug import DelayedScaling
 from mplug.layout.plan import Init, Parameter
 from mplug.model.build import build_model
 from mplug.model.offers import Offer, Site

@@ -294,10 +294,10 @@ def test_a_grouped_product_is_that_of_each_group_alone() -> None:
     ends = torch.tensor([0, 33, 33, 80], dtype=torch.int32)
     x, grad_y, weight = even(90, 64), even(90, 96, seed=1), even(4, 96, 64, seed=2)
     x[80:] = math.nan  # rows after the groups have arbitrary content
-    operand, total = Operand(weight, supplier.cast(weight)), torch.full((4, 96, 64), 7.0)
-    y, saved = supplier.forward(x, ends, operand)
-    grad_x, operands = supplier.dgrad(grad_y, ends, operand, saved, True)
-    supplier.wgrad(operands, ends, Sink(total, torch.ones((), dtype=torch.bool)))
+    operand, total = Operand(weight, supplier.cast(weight, {})), torch.full((4, 96, 64), 7.0)
+    y, saved = supplier.forward(x, operand, ends, {})
+    grad_x, operands = supplier.dgrad(grad_y, operand, saved, ends, {}, True)
+    supplier.wgrad(operands, Sink(total, torch.ones((), dtype=torch.bool)), ends, {})
     assert grad_x is not None
     for group, (start, stop) in enumerate([(0, 0), (0, 33), (33, 33), (33, 80)]):
         alone = torch.zeros(96, 64)
@@ -306,7 +306,7 @@ def test_a_grouped_product_is_that_of_each_group_alone() -> None:
         assert torch.equal(y[start:stop], right[0])
         assert torch.equal(grad_x[start:stop], right[1])
         torch.testing.assert_close(total[group], alone, rtol=1e-5, atol=1e-5)
-    assert supplier.dgrad(grad_y, ends, operand, saved, False)[0] is None
+    assert supplier.dgrad(grad_y, operand, saved, ends, {}, False)[0] is None
 
 
 # Operators.

@@ -9,13 +9,13 @@ from warnings import catch_warnings
 import pytest
 import torch
 from click.testing import CliRunner
-from mplug_nn import AttentionInputs, AttentionSpec
+from mplug_nn import AttentionInputs, AttentionSpec, parts_of
 from mplug_sdpa import SDPA
 from mplug_sdpa.attention import CORES
 from mplug_sdpa.limits import OFFERED
 from mplug_testing import KernelSuite, precision_named
+from mplug_testing.attention_errors import Heads, attention_errors
 from mplug_testing.capabilities import Setting, core_fault, parts_fault
-from mplug_testing.precision import Heads, attention_errors
 
 from mplug import Offer, Site
 from mplug.cli import main
@@ -338,6 +338,6 @@ def test_parts_and_documents_on_a_gpu_are_those_of_the_composition_in_fp64(
         pytest.skip(str(supports))
     setting, offered, core = Setting(*heads, torch.bfloat16, "cuda"), OFFERED[backend], CORES[backend]
     assert core_fault(core, setting, causal=False) == ""
-    assert parts_fault(core.parts, setting, packed="document_lengths" in offered) == ""  # type: ignore[attr-defined]
+    assert parts_fault(parts_of(core), setting, packed="document_lengths" in offered) == ""
     if "document_lengths" in offered:
         assert core_fault(core, setting, documents=True) == ""

@@ -10,7 +10,7 @@ from warnings import catch_warnings
 import pytest
 import torch
 from engine_in_torch import stand_ins
-from mplug_nn import Boundary, Inputs, Linear, Narrow, Prologue
+from mplug_nn import Boundary, DelayedScaling, Inputs, Linear, Narrow, Prologue
 from mplug_nn.prologue import apply_fused
 from mplug_te.activations import FUNCTIONS, GATED, ActivationProduct
 from mplug_te.linear import DelayedProduct
@@ -20,12 +20,13 @@ from mplug_testing.fused import composed
 from mplug_testing.harness import difference, tiny_run, train_steps
 from mplug_testing.later_trials import later_fault
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mplug import DelayedScaling, Offer, Site
+from mplug import Offer, Site
 from mplug.layout.plan import Init, Parameter
 from mplug.model.build import build_model
 from mplug.model.tracer import prepare_compiler
-from mplug.tensors.delayed import Later
+from mplug.tensors.delayed import Later, Taps, without_memory
 from mplug.tensors.sink import Sink, Weights
 
 B, S, D, O_ = 2, 24, 64, 128
@@ -134,16 +135,22 @@ def test_it_traces_into_one_graph_and_its_weight_gradient_can_be_computed_later(
     prepare_compiler()
     torch.compiler.reset()
     compiled = torch.compile(apply_fused, backend="aot_eager", fullgraph=True)
-    outcomes, handed_out = [], list[tuple[Tensor, ...]]()
-    later = Later((torch.zeros((), requires_grad=True),), handed_out.append)
-    for call, given in ((apply_fused, None), (compiled, None), (apply_fused, later)):
+    outcomes, declared = [], list[tuple[Tensor, ...]]()
+    plain = Weights(drawn(O_, D, seed=4))
+    given = PRODUCT, Prologue("swiglu"), inputs_of("swiglu", False), plain, Narrow(), buffers(), ()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        apply_fused(*given, Later(declare=declared.append))
+    taps = Taps(map(without_memory, declared[0]), torch.device("cpu"))
+    for call, later in ((apply_fused, None), (compiled, None), (apply_fused, taps.later)):
         inputs, sink = inputs_of("swiglu", False), Sink(torch.full((O_, D), 5.0), torch.ones((), dtype=torch.bool))
         weight = Weights(drawn(O_, D, seed=4).requires_grad_(), *sink)
         with catch_warnings(action="ignore"):  # torch's own, as it traces
-            y = call(PRODUCT, Prologue("swiglu"), inputs, weight, Narrow(), buffers(), (), given)
+            y = call(PRODUCT, Prologue("swiglu"), inputs, weight, Narrow(), buffers(), (), later)
         y.backward(drawn(B, S, O_, seed=5))
-        if given is not None:
-            assert PRODUCT.wgrad(handed_out[0], sink, Narrow(), buffers()) is None
+        if later is not None:
+            operands = taps.take()
+            assert operands is not None
+            assert PRODUCT.wgrad(operands, sink, Narrow(), buffers()) is None
         outcomes.append([y.detach(), inputs.x.grad, sink.total])
     for other in outcomes[1:]:
         assert all(map(torch.equal, outcomes[0], other))

@@ -11,7 +11,7 @@ from warnings import catch_warnings
 import pytest
 import torch
 from engine_in_torch import stand_ins
-from mplug_nn import GroupedProduct, Product
+from mplug_nn import DelayedScaling, GroupedProduct, Product
 from mplug_nn.grouped import apply_grouped
 from mplug_nn.product import WHOLE, apply_product
 from mplug_te.grouped import groups_by
@@ -22,7 +22,7 @@ from mplug_testing.harness import difference, train_steps
 from mplug_testing.later_trials import later_fault
 from torch import Tensor
 
-from mplug import DelayedScaling, Offer
+from mplug import Offer
 from mplug.model.tracer import prepare_compiler
 from mplug.tensors.sink import Weights
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from engine_in_torch import stand_ins
-from mplug_nn import Boundary, Linear, Product
+from mplug_nn import Boundary, DelayedScaling, Linear, Product
 from mplug_nn.product import Narrow, apply_product
 from mplug_te.linear import HalfProduct, product_of
 from mplug_te.recipes import (
@@ -31,7 +31,7 @@ from mplug_testing.harness import difference, train_steps
 from mplug_testing.later_trials import later_fault
 from torch import Tensor
 
-from mplug import DelayedScaling, Offer, Site
+from mplug import Offer, Site
 from mplug.layout.plan import Init, Parameter
 from mplug.model.tracer import prepare_compiler
 from mplug.tensors.sink import Weights

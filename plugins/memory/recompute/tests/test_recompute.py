@@ -123,7 +123,7 @@ def wrapped(settings: dict[str, Any]) -> list[str]:
     return [filled.site.name for filled in model.unit_wraps]
 
 
-def test_units_are_chosen_by_every_and_first_and_never_the_last() -> None:
+def test_every_and_first_choose_units_and_the_last_unit_is_never_chosen() -> None:
     assert wrapped(settings_of(mode="full")) == ["embedding", *(f"blocks.{n}" for n in range(4))]
     assert wrapped(settings_of(every=2)) == ["embedding", "blocks.1", "blocks.3"]
     assert wrapped(settings_of(first=2)) == ["embedding", "blocks.0"]
@@ -132,7 +132,7 @@ def test_units_are_chosen_by_every_and_first_and_never_the_last() -> None:
     assert wrapped(settings_of(mode="none")) == []
 
 
-def test_what_stays_on_the_device_is_in_the_order_of_what_is_run_again() -> None:
+def test_the_more_is_recomputed_the_less_memory_is_kept() -> None:
     kept = {
         name: kept_bytes(run := tiny_run(settings), build(run))
         for name, settings in {
@@ -168,12 +168,12 @@ def _counting(inner: Callable[..., Any], name: str, calls: dict[str, int]) -> Ca
     return call
 
 
-def test_attention_that_draws_torchs_own_numbers_draws_the_same_again() -> None:
+def test_recomputed_attention_draws_the_same_numbers_from_torchs_generator() -> None:
     own = {"model.attention_dropout": 0.1}
     require_same([train_steps({**own, **settings_of(mode="full")})], [train_steps(own)])
 
 
-def test_slots_that_are_misspelt_or_absent_or_cannot_be_run_again_are_refused() -> None:
+def test_slots_that_are_misspelt_absent_or_not_recomputable_are_refused() -> None:
     for slots, reason in (
         (["atention"], "did you mean 'attention'"),
         (["experts"], "models/gpt has no slot 'experts'; remove 'experts'"),
@@ -185,7 +185,7 @@ def test_slots_that_are_misspelt_or_absent_or_cannot_be_run_again_are_refused() 
             build_model(tiny_run(settings_of(mode="selective", slots=slots)))
 
 
-def test_a_word_sets_the_mode_on_the_command_line() -> None:
+def test_the_flag_recompute_sets_the_mode() -> None:
     from mplug.cli.options import added_flags
 
     assert added_flags()["recompute"].target == "memory.recompute.mode"

@@ -151,9 +151,9 @@ def test_a_bucket_holds_gradients_of_one_group_alone_and_all_are_in_one(
     bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[set[str]] = []
-    families = {f"layers.{n}.weight": ("expert_data",) if n % 2 else ("dp",) for n in range(DEPTH)}
+    families = {f"layers.{n}.weight": ("sparse_data",) if n % 2 else ("dp",) for n in range(DEPTH)}
     sinks = Sinks(dict(Chain().named_parameters()), families)
-    groups = {name: OTHERS if axes == ("expert_data",) else GROUP for name, axes in families.items()}
+    groups = {name: OTHERS if axes == ("sparse_data",) else GROUP for name, axes in families.items()}
 
     def all_reduce(tensor: Tensor, group: Any, async_op: bool) -> SimpleNamespace:
         assert async_op

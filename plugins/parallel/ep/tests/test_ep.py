@@ -83,7 +83,7 @@ def sums(settings: dict[str, Any]) -> tuple[set[str], int]:
 
 def test_all_gradients_are_summed_while_backward_runs_those_of_experts_over_their_own_ranks() -> None:
     for axes, left in run_workers(4, sums, {**EXPERTS, "parallel.layout": "dp4ep2"}):
-        assert axes == {"dp", "expert_data"}
+        assert axes == {"dp", "sparse_data"}
         assert left == 0
 
 
@@ -116,7 +116,7 @@ def experts_left_to_themselves() -> None:
     original = Placement.__dict__["partial_axes"].func
 
     def partial_axes(self: Placement) -> tuple[str, ...]:
-        return tuple(axis for axis in original(self) if axis != "expert_data")
+        return tuple(axis for axis in original(self) if axis != "sparse_data")
 
     Placement.partial_axes = property(partial_axes)  # type: ignore[assignment, method-assign]
 
@@ -198,7 +198,7 @@ def test_the_comparison_catches(mutation: str, alone: Trace) -> None:
         ),
         (
             {**EXPERTS, "parallel.layout": "dp2ep4"},
-            ("'dp2ep4'", "2 ranks in the view 'attention' and 4 ranks in the view 'expert'", "4 ranks needs 2 times"),
+            ("'dp2ep4'", "2 ranks in the view 'dense' and 4 ranks in the view 'sparse'", "4 ranks needs 2 times"),
         ),
         (
             {**EXPERTS, "parallel.layout": "tp2ep4", "parallel.data": None},

@@ -20,8 +20,8 @@ from mplug.distributed.groups import Groups
 from mplug.run.run import Run
 
 D = 3
-EP, EP4 = (Axis("ep", size, splits=("expert",), distance=10, views=("expert",)) for size in (2, 4))
-ETP = Axis("etp", 2, splits=("expert_mlp",), views=("expert",))
+EP, EP4 = (Axis("ep", size, splits=("expert",), distance=10, views=("sparse",)) for size in (2, 4))
+ETP = Axis("etp", 2, splits=("expert_mlp",), views=("sparse",))
 COPIES = Axis("acme", 2, splits=("heads",))
 STREAM = Axis("acme", 2, splits=("heads",), activations=("sequence",))
 

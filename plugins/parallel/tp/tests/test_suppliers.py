@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mplug_nn import (
+    AttentionCore,
     AttentionInputs,
     AttentionSpec,
     Boundary,
@@ -16,7 +17,6 @@ from mplug_nn import (
     Operand,
     PackedHeads,
     packed_heads_of,
-    with_packed_heads,
 )
 from mplug_nn.attention import attention
 from mplug_testing import run_workers
@@ -128,7 +128,7 @@ def test_packed_heads_know_their_numbers_in_the_whole_model_too() -> None:
         raise AssertionError("it is called")
 
     assert packed_heads_of(_with_global_heads(1, core)) is None
-    packed = packed_heads_of(_with_global_heads(1, with_packed_heads(core, Listening())))
+    packed = packed_heads_of(_with_global_heads(1, AttentionCore(core, packed_heads=Listening())))
     assert packed is not None
     assert packed.attend(torch.zeros(1, 1, 8, 2), 4, 2, AttentionSpec(1.0, 2, 2), AttentionInputs()) == 4
     assert packed.serves(AttentionSpec(1.0, 2, 2, dropout=0.5))

@@ -12,7 +12,7 @@ class TestBytes(TokenizerSuite):
         return list(text.encode())
 
 
-def test_tokens_are_the_bytes_of_utf_8_and_one_more_ends_a_document() -> None:
+def test_tokens_are_the_bytes_of_utf_8_and_token_256_ends_a_document() -> None:
     assert ByteTokenizer().encode("aü") == [97, 0xC3, 0xBC]
     assert (ByteTokenizer.vocab_size, ByteTokenizer.eod) == (257, 256)
     assert ByteTokenizer().decode([97, 0xC3, 256, 98]) == "a\ufffdb"

@@ -89,7 +89,7 @@ def built(path: Path, **options: str) -> tuple[int, int | None]:
     return tokenizer.vocab_size, tokenizer.eod
 
 
-def test_the_end_of_a_document_is_the_one_named_or_the_first_known_special_token(tmp_path: Path) -> None:
+def test_the_option_eod_or_the_first_known_special_token_ends_a_document(tmp_path: Path) -> None:
     path = trained(tmp_path / "a.json", "<pad>", "</s>", "<mine>")
     assert built(path)[1] == 1
     assert built(path, eod="<mine>")[1] == 2
@@ -105,7 +105,7 @@ def test_the_vocabulary_counts_added_tokens(tmp_path: Path) -> None:
     assert built(path)[0] == before + 1
 
 
-def test_a_wrong_end_and_a_wrong_file_are_refused(tmp_path: Path) -> None:
+def test_an_unknown_end_token_and_a_wrong_file_are_refused(tmp_path: Path) -> None:
     path = trained(tmp_path / "a.json")
     with pytest.raises(UsageError, match=r"eod '<end>' is no token of path '.*a\.json'"):
         built(path, eod="<end>")
@@ -127,7 +127,7 @@ def test_a_tokenizer_that_cannot_encode_is_refused(tmp_path: Path) -> None:
         HuggingFace(HuggingFace.Config(path=str(tmp_path / "empty.json"))).build_tokenizer()
 
 
-def test_special_tokens_are_told_by_their_texts_and_no_text_has_them(tmp_path: Path) -> None:
+def test_special_tokens_are_listed_by_text_and_are_not_made_from_texts(tmp_path: Path) -> None:
     path = trained(tmp_path / "tokenizer.json", "<|im_start|>", "</s>")
     tokenizer = HuggingFace(HuggingFace.Config(path=str(path))).build_tokenizer()
     assert set(tokenizer.special_tokens) == {"<|im_start|>", "</s>"}

@@ -82,7 +82,7 @@ MORE = [pytest.param(name, marks=pytest.mark.wide("fuzz")) for name in ("byte le
 
 
 @pytest.mark.parametrize("name", ["qwen2", *MORE])
-def test_every_character_has_the_librarys_tokens_beside_every_kind_of_character(name: str, tmp_path: Path) -> None:
+def test_every_character_has_the_librarys_tokens_next_to_every_kind_of_character(name: str, tmp_path: Path) -> None:
     ours, library = both(trained(CUTS[name]), tmp_path)
     neighbours = ("a{}b", " {}", "1{}1", "'{}", "{0}{0}", "\n{}\n", ".{} .")
     texts = ["".join(map(around.format, BMP)) for around in neighbours]
@@ -103,7 +103,7 @@ def test_random_texts_have_the_librarys_tokens(cut: pre_tokenizers.PreTokenizer,
     assert tokens(ours, LEARNT) == library(LEARNT)
 
 
-def test_a_text_with_an_added_token_that_is_not_special_has_it(tmp_path: Path) -> None:
+def test_an_added_token_that_is_not_special_is_made_from_its_text(tmp_path: Path) -> None:
     tokenizer = trained(BYTE_LEVEL)
     tokenizer.add_tokens([AddedToken("<tool (a)>", normalized=False), AddedToken("zz", lstrip=True)])
     ours, library = both(tokenizer, tmp_path)
@@ -114,7 +114,7 @@ def test_a_text_with_an_added_token_that_is_not_special_has_it(tmp_path: Path) -
     assert library(texts)[0].count(tokenizer.token_to_id("<tool (a)>")) == 1
 
 
-def test_what_is_normalized_has_the_librarys_tokens(tmp_path: Path) -> None:
+def test_normalized_texts_have_the_librarys_tokens(tmp_path: Path) -> None:
     for form in (normalizers.NFC(), normalizers.NFKD()):
         tokenizer = trained(BYTE_LEVEL)
         tokenizer.normalizer = form
@@ -153,14 +153,14 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("which", OTHERS)
-def test_what_is_not_known_to_be_the_same_is_left_to_the_library(which: str, tmp_path: Path) -> None:
+def test_the_library_encodes_with_tokenizers_of_other_forms(which: str, tmp_path: Path) -> None:
     ours, library = both(OTHERS[which](), tmp_path)
     assert ours.words is None
     texts = ["Fox 12 ﬁ it's", "the quick  brown", ""]
     assert tokens(ours, texts) == library(texts)
 
 
-def test_dropout_is_left_to_the_library(tmp_path: Path) -> None:
+def test_the_library_encodes_with_dropout(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     trained(BYTE_LEVEL).save(str(path))
     said = json.loads(path.read_text())
@@ -170,7 +170,7 @@ def test_dropout_is_left_to_the_library(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["s", "L"])
-def test_a_library_that_cuts_otherwise_than_is_written_here_is_asked_itself(
+def test_the_library_encodes_if_it_cuts_words_in_another_way(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(words.ASCII, name, "a-y")
@@ -179,7 +179,7 @@ def test_a_library_that_cuts_otherwise_than_is_written_here_is_asked_itself(
     assert tokens(ours, LEARNT) == library(LEARNT)
 
 
-def test_a_library_with_other_letters_beyond_ascii_is_asked_for_such_texts(
+def test_the_library_encodes_texts_beyond_ascii_if_its_letters_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(words, "_classes", lambda: words.ASCII)
@@ -189,7 +189,7 @@ def test_a_library_with_other_letters_beyond_ascii_is_asked_for_such_texts(
     assert tokens(ours, LEARNT) == library(LEARNT)
 
 
-def test_words_are_forgotten_and_have_the_same_tokens_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_word_that_left_the_cache_has_the_same_tokens_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(words, "REMEMBERED", 20)
     ours, library = both(trained(BYTE_LEVEL), tmp_path)
     assert ours.words is not None
@@ -201,7 +201,7 @@ def test_words_are_forgotten_and_have_the_same_tokens_again(tmp_path: Path, monk
     assert max(len(memory), len(memory._before)) <= 20
 
 
-def test_words_are_forgotten_within_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_leave_the_cache_within_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(words, "REMEMBERED", 20)
     ours, library = both(trained(BYTE_LEVEL), tmp_path)
     text = " ".join(map(str, range(1000)))
@@ -210,7 +210,7 @@ def test_words_are_forgotten_within_a_text(tmp_path: Path, monkeypatch: pytest.M
     assert max(len(ours.words._memory), len(ours.words._memory._before)) <= 20
 
 
-def test_long_words_are_not_remembered(tmp_path: Path) -> None:
+def test_long_words_are_not_cached(tmp_path: Path) -> None:
     ours, library = both(trained(BYTE_LEVEL), tmp_path)
     texts = ["xqzj" * 1000, "fox"]
     assert tokens(ours, texts) == library(texts)
@@ -218,7 +218,7 @@ def test_long_words_are_not_remembered(tmp_path: Path) -> None:
     assert list(ours.words._memory) == ["fox"]
 
 
-def test_long_words_of_few_tokens_are_not_remembered(tmp_path: Path) -> None:
+def test_long_words_of_few_tokens_are_not_cached(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     trained(BYTE_LEVEL).save(str(path))
     said = json.loads(path.read_text())
@@ -231,13 +231,13 @@ def test_long_words_of_few_tokens_are_not_remembered(tmp_path: Path) -> None:
     assert list(ours.words._memory) == ["fox"]
 
 
-def test_a_copy_by_pickle_takes_special_tokens_for_text_too(tmp_path: Path) -> None:
+def test_a_pickled_copy_also_encodes_special_tokens_as_text(tmp_path: Path) -> None:
     ours, library = both(trained(BYTE_LEVEL), tmp_path)
     texts = ["fox <|endoftext|>", "<|endoftext|> 🌍"]
     assert tokens(pickle.loads(pickle.dumps(ours)), texts) == tokens(ours, texts) == library(texts)
 
 
-def test_added_tokens_of_one_number_are_left_to_the_library(tmp_path: Path) -> None:
+def test_the_library_encodes_if_two_added_tokens_share_a_number(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     trained(BYTE_LEVEL).save(str(path))
     said = json.loads(path.read_text())
@@ -252,7 +252,7 @@ def test_added_tokens_of_one_number_are_left_to_the_library(tmp_path: Path) -> N
     assert tokens(ours, texts) == [library.encode(text).ids for text in texts]
 
 
-def test_a_template_without_the_text_is_left_to_the_library(tmp_path: Path) -> None:
+def test_the_library_encodes_if_the_template_omits_the_text(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     tokenizer = variant(twice)
     tokenizer.save(str(path))

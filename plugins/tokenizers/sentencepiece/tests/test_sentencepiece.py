@@ -53,7 +53,7 @@ class TestNormalizing(TestSentencePiece):
         cls.settings = {"path": str(path)}
 
 
-def test_the_end_of_a_document_is_the_models_or_the_piece_that_is_named(tmp_path: Path) -> None:
+def test_the_models_end_piece_or_the_named_piece_ends_a_document(tmp_path: Path) -> None:
     path = trained(tmp_path / "a.model", user_defined_symbols=["<mine>"])
     processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
     assert SentencePiece(SentencePiece.Config(path=str(path))).build_tokenizer().eod == processor.eos_id()
@@ -63,7 +63,7 @@ def test_the_end_of_a_document_is_the_models_or_the_piece_that_is_named(tmp_path
     assert SentencePiece(SentencePiece.Config(path=str(without))).build_tokenizer().eod is None
 
 
-def test_a_wrong_end_and_a_wrong_file_are_refused(tmp_path: Path) -> None:
+def test_an_unknown_end_piece_and_a_wrong_file_are_refused(tmp_path: Path) -> None:
     path = trained(tmp_path / "a.model")
     with pytest.raises(UsageError, match=r"eod '<end>' is no piece of path '.*a\.model'"):
         SentencePiece(SentencePiece.Config(path=str(path), eod="<end>")).build_tokenizer()

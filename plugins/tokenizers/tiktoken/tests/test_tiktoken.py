@@ -57,7 +57,7 @@ def build(path: Path | str, **options: object) -> tuple[int, int | None, list[in
     return tokenizer.vocab_size, tokenizer.eod, tokenizer.encode("in the")
 
 
-def test_ranks_are_tokens_and_the_end_comes_after_them_or_where_it_is_said(tmp_path: Path) -> None:
+def test_tokens_are_ranks_and_the_end_token_follows_them_or_has_the_given_number(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tiktoken", BYTES + MERGES)
     after = 256 + len(MERGES)
     assert build(path) == (after + 1, after, [259, 258])
@@ -67,13 +67,13 @@ def test_ranks_are_tokens_and_the_end_comes_after_them_or_where_it_is_said(tmp_p
     assert Tiktoken(Tiktoken.Config(path=str(path), eod="<end>")).build_tokenizer().special_tokens == {"<end>": after}
 
 
-def test_the_end_comes_after_the_largest_rank_where_ranks_have_gaps(tmp_path: Path) -> None:
+def test_the_end_token_follows_the_largest_rank_if_ranks_have_gaps(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tiktoken", BYTES + MERGES)
     path.write_text(path.read_text() + f"{base64.b64encode(b'in the').decode()} 400\n")
     assert build(path, pattern="(?s:.+)") == (402, 401, [400])
 
 
-def test_a_file_that_changes_under_its_name_is_read_anew(tmp_path: Path) -> None:
+def test_a_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tiktoken", BYTES)
     assert build(path)[2] == list(b"in the")
     write(path, BYTES + MERGES)

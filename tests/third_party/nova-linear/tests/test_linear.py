@@ -38,7 +38,7 @@ class TestLinearTransformer(ModelSuite):
         return layer_norm(x, weights["head.norm.weight"]) @ weights["head.project.weight"].T
 
     def core_flops(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Any:
-        from nova_linear.plan import core_flops
+        from nova_linear.decoder import core_flops
 
         return core_flops(q.shape[2], spec.key_width, spec.value_width)
 
@@ -103,7 +103,7 @@ def multiplied(length: int, chunk: int, width: int) -> int:
 
 
 def test_the_kernels_work_grows_with_the_length_and_the_plan_states_what_no_chunk_can_save() -> None:
-    from nova_linear.plan import core_flops
+    from nova_linear.decoder import core_flops
 
     assert multiplied(64, 8, 16) == 4 * multiplied(16, 8, 16)
     stated = core_flops(3, 16, 16)

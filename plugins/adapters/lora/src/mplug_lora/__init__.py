@@ -50,6 +50,9 @@ class LoRA:
             "names of their public modules (q_proj), or patterns of names (blocks.*.attn.qkv)",
         )
 
+    captures = True
+    """Adapters are products; their dropout follows from the samples' keys."""
+
     def __init__(self, config: Config) -> None:
         self.config = config
 
@@ -80,8 +83,3 @@ class LoRA:
         from mplug_lora.dropout import wraps
 
         return wraps(run, model) if self.config.dropout else []
-
-    @hookimpl
-    def captures(self) -> bool:
-        """Adapters are products; their dropout follows from the samples' keys."""
-        return True

@@ -51,6 +51,7 @@ def adapt(model: Model, config: Any, scale: float, base: str | None) -> None:
         for number in (one.chosen if config.dora else ())
     }
     model.adapters = Adapters(
+        "peft",
         None if reason else names_of(targets, config.rank, config.dora),
         config_of(targets, layers, config, base),
         offsets,

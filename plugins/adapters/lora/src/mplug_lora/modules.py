@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
-from mplug_nn import Dropout, Entries, Inits, Linear, Weights, boundary_of, grouped_linear
+from mplug_nn import Dropout, Entries, Inits, Linear, LinearAdapter, Weights, boundary_of, grouped_linear
 from torch import Tensor, nn
 
 from mplug import Init, Parameter, Segment
@@ -36,7 +36,7 @@ def _squares(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.stack((base, base + 2 * scale * mixed + scale**2 * update))
 
 
-class LowRank(nn.Module):
+class LowRank(LinearAdapter):
     """y + scale B A x for each chosen pair of a linear (arXiv 2106.09685); an adapter of `mplug_nn.Linear`.
 
     `pairs` are all pairs of the linear: consecutive ranges of its outputs. `chosen` are the numbers of those that have

@@ -126,8 +126,8 @@ def products(run: Run, model: Model) -> list[Work]:
     counts = Counter(
         (
             model.placement_of(f"{name}.weight").local_shape(run.rank),
-            name not in passes.no_dgrad,
-            name not in passes.no_wgrad,
+            f"{name}.weight" not in passes.no_dgrad,
+            f"{name}.weight" not in passes.no_wgrad,
         )
         for name in names
     )
@@ -196,7 +196,7 @@ def _own_heads(run: Run, part: Any) -> tuple[int, int]:
     """(query heads, KV heads) of this rank; it has at least one KV head, a copy if there are more ranks than heads."""
     found = []
     for named, number in (("heads", part.num_heads), ("kv_heads", part.num_kv_heads)):
-        for axis in run.mesh.views["attention"]:
+        for axis in run.mesh.views["dense"]:
             number = number // axis.size if named in axis.splits else number
         found.append(max(number, 1))
     return found[0], found[1]
@@ -205,7 +205,7 @@ def _own_heads(run: Run, part: Any) -> tuple[int, int]:
 def _own_length(run: Run) -> int:
     """Number of sequence positions in this rank's entries."""
     length = run.config.trainer.seq_length
-    for axis in run.mesh.views["attention"]:
+    for axis in run.mesh.views["dense"]:
         if "sequence" in axis.entries:
             index = run.mesh.index(run.rank, axis.name)
             length = sum(map(len, axis.entries["sequence"](length, axis.size, index)))

@@ -88,10 +88,9 @@ def command(
     }
     facts = {variant: facts_of(*checked(task.overrides)) for variant, task in tasks.items()}
     opponent = Opponent.of(script, base, facts) if script is not None else None
-    sizes = {variant: fact.world_size for variant, fact in facts.items()}
     try:
-        measured, opposing = _measured(tasks, sizes, opponent, rounds, profile)
-        ceilings = _limits(tasks, sizes) if limits else {}
+        measured, opposing = _measured(tasks, opponent, rounds, profile)
+        ceilings = _limits(tasks) if limits else {}
     except Stopped as stop:
         raise SystemExit(128 + stop.signal) from None
     everyone = measured | ({opponent.name: opposing} if opponent and opposing else {})
@@ -105,7 +104,7 @@ def command(
 
 
 def _measured(
-    tasks: "dict[str, Task]", sizes: dict[str, int], opponent: "Opponent | None", rounds: int, profile: bool
+    tasks: "dict[str, Task]", opponent: "Opponent | None", rounds: int, profile: bool
 ) -> "tuple[dict[str, Measured], Measured | None]":
     """Measure all participants in turn, round by round; only the first round is profiled, after its steps."""
     from mplug_bench.measure import shown, turn
@@ -116,7 +115,7 @@ def _measured(
         profiling = profile and number == 0
         for variant, task in tasks.items():
             click.echo(f"round {number + 1} of {rounds}: {shown(variant)}", err=True)
-            result = turn(replace(task, profile=profiling), sizes[variant])
+            result = turn(replace(task, profile=profiling))
             _report(result)
             measured[variant] = measured[variant].joined(result) if variant in measured else result
         if opponent is not None:
@@ -133,13 +132,13 @@ def _report(result: "Measured") -> None:
     click.echo(f"    {result.step * 1e3:,.1f} ms per step, {result.tokens_per_s:,.0f} tokens/s/GPU", err=True)
 
 
-def _limits(tasks: "dict[str, Task]", sizes: dict[str, int]) -> "dict[str, Limits]":
+def _limits(tasks: "dict[str, Task]") -> "dict[str, Limits]":
     from mplug_bench.measure import limits, shown
 
     ceilings = {}
     for variant, task in tasks.items():
         click.echo(f"limits: {shown(variant)}", err=True)
-        ceilings[variant] = limits(task, sizes[variant])
+        ceilings[variant] = limits(task)
     return ceilings
 
 

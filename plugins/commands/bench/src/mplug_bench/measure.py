@@ -1,7 +1,7 @@
 """Measure the steps of a run as `mplug train` executes them, without logs, evaluation or checkpoints."""
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from mplug import Run, RunError, UsageError
 from mplug.commands import (
-    Beat,
     Registry,
+    Send,
     Settings,
     among,
     default_settings,
@@ -21,6 +21,7 @@ from mplug.commands import (
     read_assignments,
     read_file,
     resolve,
+    supervisor_of,
 )
 from mplug_bench.profiling import RECORDED, Event, Profile, profile_of, profiled
 from mplug_bench.script import Script, task_of
@@ -137,31 +138,37 @@ def facts_of(run: Run, model: "Model") -> Facts:
 # A variant's turn, in processes of its own.
 
 
-def turn(task: Task, world_size: int) -> Measured:
+def turn(task: Task) -> Measured:
     """Measure one round of a variant."""
-    result: Measured = launch(world_size, _measure, task)
+    run = _prepared(task)
+    result: Measured = launch(run.mesh.world_size, _measure, task, supervisor=supervisor_of(run))
     return result
 
 
-def limits(task: Task, world_size: int) -> "Limits":
+def limits(task: Task) -> "Limits":
     """Measure the limits of the machine, and the time of a variant's work at these limits."""
-    result: Limits = launch(world_size, _limits, task)
+    run = _prepared(task)
+    result: Limits = launch(run.mesh.world_size, _limits, task, supervisor=supervisor_of(run))
     return result
+
+
+def _prepared(task: Task) -> Run:
+    return prepare(resolve(Registry(), bench_settings(), task.overrides))
 
 
 @contextmanager
-def _running(task: Task, send: Callable[[int | Beat], None]) -> Iterator[Run]:
+def _running(task: Task, send: Send) -> Iterator[Run]:
     """Make this process one of a measurement for the block."""
-    run = prepare(resolve(Registry(), bench_settings(), task.overrides))
+    run = _prepared(task)
     from mplug.commands import choose_device  # imports torch, so only after the config is valid
 
     run.device = choose_device(run.config)
-    with among(launched(), run, send):
+    with among(launched(), run, supervisor_of(run), send):
         yield run
 
 
-def _measure(task: Task, send: Callable[[int | Beat], None]) -> Measured:
-    """Measure one round in this process; `send` receives the number of every step, and a heartbeat every second."""
+def _measure(task: Task, send: Send) -> Measured:
+    """Measure one round in this process; `send` receives the number of every step."""
     with _running(task, send) as run:
         from mplug.commands import build, compiled_graphs, launch_step, peak_memory_gib, peak_tflops, timed
 
@@ -196,7 +203,7 @@ def _recorded(stepper: Any) -> int:
     return int(getattr(stepper, "num_recorded", 0))
 
 
-def _limits(task: Task, send: Callable[[int | Beat], None]) -> "Limits":
+def _limits(task: Task, send: Send) -> "Limits":
     with _running(task, send) as run:
         from mplug_bench.ceilings import ceilings
 

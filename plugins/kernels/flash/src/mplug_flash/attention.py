@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from mplug_nn import AttentionInputs, AttentionSpec, with_packed_heads, with_parts
+from mplug_nn import AttentionCore, AttentionInputs, AttentionSpec
 from torch import Tensor
 
 from mplug_flash import fourth
@@ -52,8 +52,8 @@ def _core(version: int, deterministic: bool, packed_heads: bool) -> Callable[...
 
     if version != 4:
         return attention
-    with_parts(attention, FourthParts(deterministic))
-    return with_packed_heads(attention, FourthPacked(deterministic)) if packed_heads else attention
+    packed = FourthPacked(deterministic) if packed_heads else None
+    return AttentionCore(attention, parts=FourthParts(deterministic), packed_heads=packed)
 
 
 def _fourth(q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:

@@ -18,6 +18,9 @@ class Flex:
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
+    captures = "has not been tested in a CUDA graph yet"
+    """Unknown: no run on a GPU has replayed all of these kernels yet."""
+
     def __init__(self, config: Config) -> None:
         self.config = config
 
@@ -28,11 +31,6 @@ class Flex:
         from mplug_flex.limits import supports
 
         return [Offer({"Attention.core": attention}, supports, note=_note)]
-
-    @hookimpl
-    def captures(self) -> str:
-        """Unknown: no run on a GPU has replayed all of these kernels yet."""
-        return "has not been tested in a CUDA graph yet"
 
 
 def _note(site: Site, run: "Run") -> str:

@@ -8,8 +8,8 @@ again by every unit that contains it.
 from typing import Any, Optional
 
 import torch
-from mplug_nn import AttentionInputs, AttentionSpec, fake, operator
-from mplug_nn.parts import AttentionParts, Part, with_parts
+from mplug_nn import AttentionCore, AttentionInputs, AttentionSpec, fake, operator
+from mplug_nn.parts import AttentionParts, Part
 from mplug_nn.specification import ALIBI, RELATIVE, alibi_slopes
 from torch import Tensor
 
@@ -110,7 +110,7 @@ class _Attention(torch.autograd.Function):
         return *grads, *optional, None, *(None for _ in ctx.static)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
+def _attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
     """Attention by flex_attention: q [B, S, H, K], k [B, T, G, K] and v [B, T, G, V] -> [B, S, H, V], contiguous."""
     table = inputs.bias_table if spec.bias == RELATIVE else None
     static = (spec.scale, spec.causal, spec.window, spec.soft_cap, spec.bias, inputs.first_head, inputs.num_heads or 0)
@@ -140,7 +140,7 @@ class FlexParts(AttentionParts):
         return dq, dk, dv
 
 
-with_parts(attention, FlexParts())
+attention = AttentionCore(_attention, parts=FlexParts())
 
 
 def _form_of(part: Part) -> Form:

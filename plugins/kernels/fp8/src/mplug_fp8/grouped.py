@@ -5,6 +5,7 @@ of an operand. The weights' gradient contracts the rows of each group, which mus
 every group are padded with zeros.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ from mplug_fp8.emulation import E4M3, columns_of_groups
 from mplug_fp8.operators import cast_rowwise
 from mplug_fp8.recipes import Options
 
+Buffers = Mapping[str, Tensor]
+
 
 @dataclass(frozen=True)
 class RowwiseGroups(GroupedProduct):
@@ -25,17 +28,25 @@ class RowwiseGroups(GroupedProduct):
 
     options: Options
 
-    def cast(self, weight: Tensor) -> tuple[Tensor, ...]:
+    def cast(self, weight: Tensor, buffers: Buffers) -> tuple[Tensor, ...]:
         """weight [e, O, I] -> rows [e, O, I] with inverses [e, O], columns [e, I, O] with inverses [e, I]."""
         return cast_rowwise(weight, self.options.power_of_two, True, True)
 
-    def forward(self, rows: Tensor, ends: Tensor, weight: Operand) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(
+        self, rows: Tensor, weight: Operand, ends: Tensor, buffers: Buffers
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """rows [M, I] -> ([M, O], the columns of the rows, their inverses and the ends of their groups)."""
         numbers, inverse, *columns = cast_grouped(rows, ends, self.options.power_of_two)
         return multiply_grouped(numbers, weight.casts[0], inverse, weight.casts[1], ends, True), tuple(columns)
 
     def dgrad(
-        self, grad_y: Tensor, ends: Tensor, weight: Operand, saved: tuple[Tensor, ...], needs_rows: bool
+        self,
+        grad_y: Tensor,
+        weight: Operand,
+        saved: tuple[Tensor, ...],
+        ends: Tensor,
+        buffers: Buffers,
+        needs_rows: bool,
     ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
         """grad_y [M, O] -> (the gradient of the rows, the columns of grad_y and of the rows)."""
         numbers, inverse, columns, column_inverse, _ = cast_grouped(grad_y, ends, self.options.power_of_two)
@@ -44,7 +55,7 @@ class RowwiseGroups(GroupedProduct):
             return None, operands
         return multiply_grouped(numbers, weight.casts[2], inverse, weight.casts[3], ends, False), operands
 
-    def wgrad(self, operands: tuple[Tensor, ...], ends: Tensor, sink: Sink) -> None:
+    def wgrad(self, operands: tuple[Tensor, ...], sink: Sink, ends: Tensor, buffers: Buffers) -> None:
         """Add the weights' gradient [e, O, I] to the sink."""
         columns, inverse, row_columns, row_inverse, column_ends = operands
         add_multiplied_columns(*sink, columns, row_columns, inverse, row_inverse, column_ends)

@@ -3,10 +3,9 @@
 The names of shapes are those of `scaled`, which has what all recipes share.
 """
 
-from mplug_nn import Boundary, GatheredForm, Operand
+from mplug_nn import Boundary, DelayedScaling, GatheredForm, Operand
 from torch import Tensor
 
-from mplug import DelayedScaling
 from mplug_fp8.emulation import BLOCK
 from mplug_fp8.operators import (
     BLOCKS,

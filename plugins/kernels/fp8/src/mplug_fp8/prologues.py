@@ -8,10 +8,9 @@ anyway. Backward computes the columns that the weight's gradient reads from it a
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mplug_nn import FusedProduct, GatheredForm, Inputs, Narrow, Operand, Prologue, Sink
+from mplug_nn import DelayedScaling, FusedProduct, GatheredForm, Inputs, Narrow, Operand, Prologue, Sink, Upstream
 from torch import Tensor
 
-from mplug import DelayedScaling
 from mplug_fp8.operators import rows_of
 from mplug_fp8.products import Delayed
 from mplug_fp8.prologue_operators import activated, activation_gradient, norm_gradient, normed, normed_again
@@ -57,9 +56,10 @@ class NormProduct(Fused):
     """LayerNorm or RMSNorm, after the residual addition, and the product. Saves the residual stream."""
 
     def forward(
-        self, prologue: Prologue, inputs: Inputs, weight: Operand, narrow: Narrow, buffers: Buffers
-    ) -> tuple[Tensor, Tensor | None, Saved]:
+        self, given: tuple[Prologue, Inputs], weight: Operand, narrow: Narrow, buffers: Buffers
+    ) -> tuple[tuple[Tensor, Tensor | None], Saved]:
         """(the product, the residual stream if there is a residual, it and its statistics and the norm's weights)."""
+        prologue, inputs = given
         x, residual, norm_weight, bias = inputs
         assert norm_weight is not None
         rows, inverse, summed, *statistics = normed(
@@ -75,19 +75,19 @@ class NormProduct(Fused):
         stream = x if residual is None else summed.view(x.shape)
         y = self.product.of_numbers(rows.view(x.shape), inverse, weight, narrow, buffers)
         saved = (stream, inverse, *statistics, norm_weight, *([] if bias is None else [bias]))
-        return y, None if residual is None else stream, saved
+        return (y, None if residual is None else stream), saved
 
     def dgrad(
         self,
-        prologue: Prologue,
-        grad_y: Tensor,
-        grad_summed: Tensor | None,
+        upstream: Upstream,
         weight: Operand,
         saved: Saved,
         narrow: Narrow,
         buffers: Buffers,
+        needs_x: bool,
     ) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], Saved]:
         """(the gradients of the sum, of the norm's weight and of its bias; the operands of `wgrad`)."""
+        _, grad_y, grad_summed = upstream
         stream, inverse, *statistics, norm_weight = saved[:5]
         bias = saved[5] if len(saved) > 5 else None
         summed, shape = rows_of(stream), tuple(stream.shape)
@@ -104,26 +104,27 @@ class ActivationProduct(Fused):
     """GELU or SwiGLU and the product. Saves what the activation reads."""
 
     def forward(
-        self, prologue: Prologue, inputs: Inputs, weight: Operand, narrow: Narrow, buffers: Buffers
-    ) -> tuple[Tensor, Tensor | None, Saved]:
+        self, given: tuple[Prologue, Inputs], weight: Operand, narrow: Narrow, buffers: Buffers
+    ) -> tuple[tuple[Tensor, Tensor | None], Saved]:
         """(the product, None, what the activation reads and the inverse of the scale)."""
+        prologue, inputs = given
         x, bias = inputs.x, inputs.bias
         rows, inverse = activated(rows_of(x), bias, prologue.kind, buffers[SCALE], buffers[INPUT])
         numbers = rows.view(*x.shape[:-1], rows.shape[1])
         y = self.product.of_numbers(numbers, inverse, weight, narrow, buffers)
-        return y, None, (x, inverse, *([] if bias is None else [bias]))
+        return (y, None), (x, inverse, *([] if bias is None else [bias]))
 
     def dgrad(
         self,
-        prologue: Prologue,
-        grad_y: Tensor,
-        grad_summed: Tensor | None,
+        upstream: Upstream,
         weight: Operand,
         saved: Saved,
         narrow: Narrow,
         buffers: Buffers,
+        needs_x: bool,
     ) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], Saved]:
         """(the gradients of x and of its bias; the operands of `wgrad`)."""
+        prologue, grad_y, _ = upstream
         x, inverse, *rest = saved
         bias, shape = rest[0] if rest else None, tuple(x.shape)
         grad, operands = self.differentiated(grad_y, weight, narrow, buffers)

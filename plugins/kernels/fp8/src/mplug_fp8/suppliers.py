@@ -3,9 +3,9 @@
 from collections.abc import Callable, Container, Iterable
 from typing import TYPE_CHECKING, Any
 
-from mplug_nn import FusedProduct
+from mplug_nn import DelayedScaling, FusedProduct
 
-from mplug import DelayedScaling, Offer, Recipe, Site
+from mplug import Offer, Recipe, Site
 from mplug_fp8.grouped import RowwiseGroups
 from mplug_fp8.limits import note, supports_activation, supports_experts, supports_linear, supports_norm
 from mplug_fp8.products import Blockwise, Delayed, Rowwise, Tensorwise

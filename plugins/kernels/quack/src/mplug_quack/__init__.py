@@ -18,6 +18,9 @@ class Quack:
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
+    captures = True
+    """The kernels of an MLP read everything from tensors (tests/test_gpu_graphs.py)."""
+
     def __init__(self, config: Config) -> None:
         self.config = config
 
@@ -27,11 +30,6 @@ class Quack:
         from mplug_quack.mlp import core
 
         return [Offer({"MLP.core": core}, supports)]
-
-    @hookimpl
-    def captures(self) -> bool:
-        """The kernels of an MLP read everything from tensors (tests/test_gpu_graphs.py)."""
-        return True
 
 
 def supports(site: Site, run: "Run") -> bool | str:

@@ -18,6 +18,9 @@ class Reference:
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
+    captures = True
+    """The compositions launch the same kernels in every step."""
+
     def __init__(self, config: Config) -> None:
         self.config = config
 
@@ -27,11 +30,6 @@ class Reference:
         from mplug_reference.wide import SUPPLIERS
 
         return [Offer({slot: supplier}, _supports) for slot, supplier in SUPPLIERS.items()]
-
-    @hookimpl
-    def captures(self) -> bool:
-        """The compositions launch the same kernels in every step."""
-        return True
 
 
 def _supports(site: Site, run: "Run") -> bool | str:

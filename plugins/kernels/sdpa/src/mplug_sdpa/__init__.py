@@ -35,6 +35,9 @@ class SDPA:
             "cudnn, flash, efficient, math: this backend; the run is refused if it does not support the run",
         )
 
+    captures = True
+    """The kernels read tensors and shapes only; lengths of documents stay on the device."""
+
     def __init__(self, config: Config) -> None:
         self.config = config
 
@@ -49,11 +52,6 @@ class SDPA:
             Offer({"Attention.core": CORES[name]}, partial(supports, name), varies, note=partial(_note, name))
             for name in candidates
         ]
-
-    @hookimpl
-    def captures(self) -> bool:
-        """The kernels read tensors and shapes only; lengths of documents stay on the device."""
-        return True
 
     def _supports_best(self, name: str, site: Site, run: "Run") -> bool | str:
         from mplug_sdpa.limits import auto, nothing_offers

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import reduce
 
 import torch
-from mplug_nn import AttentionInputs, AttentionSpec
-from mplug_nn.parts import PLAIN_PARTS, with_parts
+from mplug_nn import AttentionCore, AttentionInputs, AttentionSpec
+from mplug_nn.parts import PLAIN_PARTS
 from mplug_nn.specification import FULL, KEY_LENGTH, VALUE_WIDTH, WINDOW, bias_of, unseen
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -139,10 +139,10 @@ def _documents_by_flash(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, in
 
 
 CORES = {
-    "torch": with_parts(attention_by(_torch, _masked_by_torch), PLAIN_PARTS),
-    "cudnn": with_parts(attention_by(_cudnn), CUDNN_PARTS),
-    "flash": with_parts(attention_by(_flash, _documents_by_flash), FLASH_PARTS),
+    "torch": AttentionCore(attention_by(_torch, _masked_by_torch), parts=PLAIN_PARTS),
+    "cudnn": AttentionCore(attention_by(_cudnn), parts=CUDNN_PARTS),
+    "flash": AttentionCore(attention_by(_flash, _documents_by_flash), parts=FLASH_PARTS),
     "efficient": attention_by(_efficient),
-    "math": with_parts(attention_by(_math, _masked_by_math), PLAIN_PARTS),
+    "math": AttentionCore(attention_by(_math, _masked_by_math), parts=PLAIN_PARTS),
 }
 """Backend -> supplier; the config's 'auto' selects one of them."""

@@ -6,10 +6,9 @@ of the product, P padded rows; x is [N, D], or [N, 2 D] for a gated activation (
 """
 
 import torch
-from mplug_nn import Inputs, Narrow, Operand, Prologue, fake, keep_max, operator
+from mplug_nn import DelayedScaling, Inputs, Narrow, Operand, Prologue, Upstream, fake, keep_max, operator
 from torch import Tensor
 
-from mplug import DelayedScaling
 from mplug_te.casts import padded, transposed
 from mplug_te.fusion import Buffers, DelayedFusion, Saved, rows_of
 from mplug_te.library import library, number_of
@@ -84,9 +83,10 @@ class ActivationProduct(DelayedFusion):
     """
 
     def forward(
-        self, prologue: Prologue, inputs: Inputs, weight: Operand, narrow: Narrow, buffers: Buffers
-    ) -> tuple[Tensor, Tensor | None, Saved]:
+        self, given: tuple[Prologue, Inputs], weight: Operand, narrow: Narrow, buffers: Buffers
+    ) -> tuple[tuple[Tensor, Tensor | None], Saved]:
         """(the product, None, what the activation reads)."""
+        prologue, inputs = given
         x = inputs.x if inputs.bias is None else inputs.x + inputs.bias
         scale = buffers[DelayedScaling.scale_name(INPUT)]
         rows, inverse, largest = quantised_activation(rows_of(x), prologue.kind, scale, self.product.forward_format)
@@ -94,19 +94,19 @@ class ActivationProduct(DelayedFusion):
         part = rows.view(*x.shape[:-1], rows.shape[1])
         y = self.product.multiplied(narrow.gathered(part), inverse, weight, x.dtype)
         has_bias = [] if inputs.bias is None else [inputs.bias]
-        return narrow.scattered(y), None, (x, *has_bias)
+        return (narrow.scattered(y), None), (x, *has_bias)
 
     def dgrad(
         self,
-        prologue: Prologue,
-        grad_y: Tensor,
-        grad_summed: Tensor | None,
+        upstream: Upstream,
         weight: Operand,
         saved: Saved,
         narrow: Narrow,
         buffers: Buffers,
+        needs_x: bool,
     ) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], Saved]:
         """(the gradients of x and of its bias; the operands of `wgrad`)."""
+        prologue, grad_y, _ = upstream
         x, *bias = saved
         grad, of_gradient = self.product.dgrad(grad_y, weight, (), narrow, buffers, True)
         assert grad is not None

@@ -8,8 +8,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from mplug_nn import AttentionInputs, AttentionSpec, scaled_dot_product
-from mplug_nn.parts import PLAIN_PARTS, AttentionParts, Part, with_parts
+from mplug_nn import AttentionCore, AttentionInputs, AttentionSpec, scaled_dot_product
+from mplug_nn.parts import PLAIN_PARTS, AttentionParts, Part
 from mplug_nn.specification import DOCUMENTS, FULL, KEY_LENGTH, LOG_SUM_EXP, SINKS, VALUE_WIDTH, WINDOW
 from torch import Tensor
 
@@ -63,7 +63,7 @@ def core(deterministic: bool) -> Callable[..., Tensor]:
         )
         return output
 
-    return with_parts(attention, CudnnParts(deterministic))
+    return AttentionCore(attention, parts=CudnnParts(deterministic))
 
 
 class CudnnParts(AttentionParts):

@@ -9,10 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from mplug_nn import GroupedProduct, Operand, Sink, aligned, fake, keep_max, keep_max_in_backward, operator
+from mplug_nn import (
+    DelayedScaling,
+    GroupedProduct,
+    Operand,
+    Sink,
+    aligned,
+    fake,
+    keep_max,
+    keep_max_in_backward,
+    operator,
+)
 from torch import Tensor
 
-from mplug import DelayedScaling
 from mplug_te.casts import ALIGNED, BLOCK
 from mplug_te.groups import (
     Group,
@@ -31,7 +40,6 @@ from mplug_te.products import operand
 from mplug_te.recipes import BLOCKWISE, DELAYED, GRADIENT, INPUT, TENSORWISE, Options
 
 Buffers = Mapping[str, Tensor]
-NOTHING: Buffers = {}
 
 # torch reads an operator's schema from its annotated arguments.
 
@@ -193,20 +201,28 @@ def _add(
 class HalfGroups(GroupedProduct):
     """Products in bf16 or fp16, accumulated in fp32."""
 
-    def forward(self, rows: Tensor, ends: Tensor, weight: Operand) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(
+        self, rows: Tensor, weight: Operand, ends: Tensor, buffers: Buffers
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """y = x Wᵀ; it saves x."""
         counts = counts_of(ends)
         return half_groups(weight.values, rows, counts, True), (rows, counts)
 
     def dgrad(
-        self, grad_y: Tensor, ends: Tensor, weight: Operand, saved: tuple[Tensor, ...], needs_rows: bool
+        self,
+        grad_y: Tensor,
+        weight: Operand,
+        saved: tuple[Tensor, ...],
+        ends: Tensor,
+        buffers: Buffers,
+        needs_rows: bool,
     ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
         """grad_x = grad_y W."""
         rows, counts = saved
         grad_rows = half_groups(weight.values, grad_y, counts, False) if needs_rows else None
         return grad_rows, (grad_y, rows)
 
-    def wgrad(self, operands: tuple[Tensor, ...], ends: Tensor, sink: Sink) -> None:
+    def wgrad(self, operands: tuple[Tensor, ...], sink: Sink, ends: Tensor, buffers: Buffers) -> None:
         """grad_yᵀ x."""
         grad_y, rows = operands
         add_half_groups(*sink, rows, grad_y, counts_of(ends))
@@ -220,12 +236,12 @@ class TensorwiseGroups(GroupedProduct):
     gradient_format: str
     power_of_two: bool
 
-    def cast(self, weight: Tensor, buffers: Buffers = NOTHING) -> tuple[Tensor, ...]:
+    def cast(self, weight: Tensor, buffers: Buffers) -> tuple[Tensor, ...]:
         """Rows [e, O, I], columns [e, I, O] and inverses [e]."""
         return cast_experts(weight, self.forward_format, self.power_of_two)
 
     def forward(
-        self, rows: Tensor, ends: Tensor, weight: Operand, buffers: Buffers = NOTHING
+        self, rows: Tensor, weight: Operand, ends: Tensor, buffers: Buffers
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """y = x Wᵀ; it saves the columns of x, and the numbers of rows on the CPU."""
         counts = counts_of(ends)
@@ -236,11 +252,11 @@ class TensorwiseGroups(GroupedProduct):
     def dgrad(
         self,
         grad_y: Tensor,
-        ends: Tensor,
         weight: Operand,
         saved: tuple[Tensor, ...],
+        ends: Tensor,
+        buffers: Buffers,
         needs_rows: bool,
-        buffers: Buffers = NOTHING,
     ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
         """grad_x = grad_y W; the operands of `wgrad` are the columns of grad_y and of x."""
         *of_input, counts = saved
@@ -251,7 +267,7 @@ class TensorwiseGroups(GroupedProduct):
         form, matrices = self.gradient_format, weight.casts[1]
         return self._times(matrices, weight, numbers, inverses, form, counts, grad_y, True), operands
 
-    def wgrad(self, operands: tuple[Tensor, ...], ends: Tensor, sink: Sink, buffers: Buffers = NOTHING) -> None:
+    def wgrad(self, operands: tuple[Tensor, ...], sink: Sink, ends: Tensor, buffers: Buffers) -> None:
         """grad_yᵀ x."""
         columns, inverses, of_input, input_inverses = operands
         total, stale = sink
@@ -304,18 +320,26 @@ class BlockwiseGroups(GroupedProduct):
     format_name: str
     power_of_two: bool
 
-    def cast(self, weight: Tensor) -> tuple[Tensor, ...]:
+    def cast(self, weight: Tensor, buffers: Buffers) -> tuple[Tensor, ...]:
         """Rows [e, O, I] with their inverses, columns [e, I, O] with theirs."""
         return cast_expert_blocks(weight, self.format_name, self.power_of_two)
 
-    def forward(self, rows: Tensor, ends: Tensor, weight: Operand) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(
+        self, rows: Tensor, weight: Operand, ends: Tensor, buffers: Buffers
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """y = x Wᵀ; it saves the columns of x, and the numbers of rows on the CPU."""
         counts = counts_of(ends)
         numbers, inverses, *columns = cast_group_blocks(rows, counts, self.format_name, self.power_of_two)
         return self._times(weight.casts[:2], numbers, inverses, counts, rows), (*columns, counts)
 
     def dgrad(
-        self, grad_y: Tensor, ends: Tensor, weight: Operand, saved: tuple[Tensor, ...], needs_rows: bool
+        self,
+        grad_y: Tensor,
+        weight: Operand,
+        saved: tuple[Tensor, ...],
+        ends: Tensor,
+        buffers: Buffers,
+        needs_rows: bool,
     ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
         """grad_x = grad_y W; the operands of `wgrad` are the columns of grad_y and of x."""
         *of_input, counts = saved
@@ -325,7 +349,7 @@ class BlockwiseGroups(GroupedProduct):
             return None, operands
         return self._times(weight.casts[2:], numbers, inverses, counts, grad_y), operands
 
-    def wgrad(self, operands: tuple[Tensor, ...], ends: Tensor, sink: Sink) -> None:
+    def wgrad(self, operands: tuple[Tensor, ...], sink: Sink, ends: Tensor, buffers: Buffers) -> None:
         """grad_yᵀ x."""
         columns, inverses, of_input, input_inverses = operands
         a, b = (of_input, input_inverses, self.format_name), (columns, inverses, self.format_name)

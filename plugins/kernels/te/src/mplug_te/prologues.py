@@ -7,10 +7,9 @@ this rank's fp8 numbers; backward transposes them. N rows, D inputs, P padded ro
 from typing import Any, Optional
 
 import torch
-from mplug_nn import Inputs, Narrow, Operand, Prologue, fake, keep_max, operator
+from mplug_nn import DelayedScaling, Inputs, Narrow, Operand, Prologue, Upstream, fake, keep_max, operator
 from torch import Tensor
 
-from mplug import DelayedScaling
 from mplug_te.casts import ALIGNED, transposed
 from mplug_te.fusion import Buffers, DelayedFusion, Saved, rows_of
 from mplug_te.library import library, number_of
@@ -70,9 +69,10 @@ class NormProduct(DelayedFusion):
     """A norm, after the residual addition, and the product of its result."""
 
     def forward(
-        self, prologue: Prologue, inputs: Inputs, weight: Operand, narrow: Narrow, buffers: Buffers
-    ) -> tuple[Tensor, Tensor | None, Saved]:
+        self, given: tuple[Prologue, Inputs], weight: Operand, narrow: Narrow, buffers: Buffers
+    ) -> tuple[tuple[Tensor, Tensor | None], Saved]:
         """(the product, the residual stream if there is a residual, the tensors for backward)."""
+        prologue, inputs = given
         x, residual, norm_weight, bias = inputs
         assert norm_weight is not None
         stream = x if residual is None else x + residual
@@ -91,19 +91,19 @@ class NormProduct(DelayedFusion):
         y = self.product.multiplied(narrow.gathered(part), inverse, weight, x.dtype)
         has_bias = [] if bias is None else [bias]
         saved = (stream, part, inverse, norm_weight, *statistics, *has_bias)
-        return narrow.scattered(y), None if residual is None else stream, saved
+        return (narrow.scattered(y), None if residual is None else stream), saved
 
     def dgrad(
         self,
-        prologue: Prologue,
-        grad_y: Tensor,
-        grad_summed: Tensor | None,
+        upstream: Upstream,
         weight: Operand,
         saved: Saved,
         narrow: Narrow,
         buffers: Buffers,
+        needs_x: bool,
     ) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], Saved]:
         """(the gradients of the sum, of the norm's weight and of its bias; the operands of `wgrad`)."""
+        prologue, grad_y, grad_summed = upstream
         stream, part, inverse, norm_weight, means, deviations, *rest = saved
         kept = transposed(rows_of(part)) if narrow.before is None else part
         grad, operands = self.product.dgrad(grad_y, weight, (kept, inverse), narrow, buffers, True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from mplug import Recipe
 
 if TYPE_CHECKING:
-    from mplug import DelayedScaling
+    from mplug_nn import DelayedScaling
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 LIMITS = {E4M3: 448.0, E5M2: 57344.0}
@@ -61,7 +61,7 @@ def options_of(recipe: Recipe) -> Options | str:
 
 def delayed_scaling_of(options: Options) -> "DelayedScaling":
     """The scales of inputs and gradients. A weight is cast once for each version, so its scale is its own."""
-    from mplug import DelayedScaling  # imports torch
+    from mplug_nn import DelayedScaling  # imports torch
 
     limits = {INPUT: LIMITS[options.forward], GRADIENT: LIMITS[options.gradient]}
     return DelayedScaling(limits, options.history, options.margin, options.power_of_two)

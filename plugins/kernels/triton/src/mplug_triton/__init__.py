@@ -32,6 +32,9 @@ class Triton:
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
+    captures = True
+    """The kernels read tensors and shapes only."""
+
     def __init__(self, config: Config) -> None:
         self.config = config
 
@@ -47,11 +50,6 @@ class Triton:
             Offer({"Attention.prepare_qkv": prepare_qkv}, supports_qkv),
             Offer({"MLP.activation": activation}, supports_activation),
         ]
-
-    @hookimpl
-    def captures(self) -> bool:
-        """The kernels read tensors and shapes only."""
-        return True
 
 
 def supports_qkv(site: Site, run: "Run") -> bool | str:

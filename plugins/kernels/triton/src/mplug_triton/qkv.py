@@ -4,13 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from mplug_nn import fake, operator, passing_through
+from mplug_nn import Preparation, fake, operator
 from mplug_nn.turning import Turning, table_of_rotations
 from torch import Tensor
 
 
-@passing_through
-def prepare_qkv(
+def _prepare_qkv(
     heads: Tensor,
     num_heads: int,
     num_kv_heads: int,
@@ -32,6 +31,9 @@ def prepare_qkv(
     arguments = (heads, num_heads, num_kv_heads, turns, q_weight, k_weight, eps)
     prepared: tuple[Tensor, Tensor, Tensor] = _Prepared.apply(*arguments)  # type: ignore[no-untyped-call]
     return prepared
+
+
+prepare_qkv = Preparation(_prepare_qkv, passes_through=True)
 
 
 class _Prepared(torch.autograd.Function):

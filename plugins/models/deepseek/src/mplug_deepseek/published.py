@@ -9,13 +9,18 @@ from mplug_nn import (
     ROUTER_LOSS_FIELDS,
     SLICES_FIELDS,
     UNTIED_FIELDS,
+    FixedField,
+    PublicField,
+    PublicForm,
+    ReadField,
+    SumField,
+    Values,
     decoder_fields,
     rotary_fields,
     rotary_settings,
+    unused,
     written_rotary,
 )
-
-from mplug import FixedField, PublicField, PublicForm, ReadField, SumField, Values, unused
 
 if TYPE_CHECKING:
     from mplug_deepseek.config import DeepseekConfig

@@ -7,6 +7,12 @@ from mplug_nn import (
     EXPERTS_ALTERING,
     EXPERTS_TRAINING,
     LAYER_TYPES_FIELDS,
+    FixedField,
+    PublicField,
+    PublicForm,
+    ReadField,
+    SumField,
+    Values,
     activation_field,
     attention_types,
     decoder_fields,
@@ -19,8 +25,6 @@ from mplug_nn import (
     written_heads,
     written_rotary,
 )
-
-from mplug import FixedField, PublicField, PublicForm, ReadField, SumField, Values
 
 if TYPE_CHECKING:
     from mplug_gemma.config import GemmaConfig

@@ -9,6 +9,12 @@ from mplug_nn import (
     LAYER_TYPES_FIELDS,
     ROUTER_LOSS_FIELDS,
     UNTIED_FIELDS,
+    FixedField,
+    PublicForm,
+    ReadField,
+    SumField,
+    UnusedField,
+    Values,
     attention_types,
     decoder_fields,
     heads_fields,
@@ -18,8 +24,6 @@ from mplug_nn import (
     written_heads,
     written_rotary,
 )
-
-from mplug import FixedField, PublicForm, ReadField, SumField, UnusedField, Values
 
 if TYPE_CHECKING:
     from mplug_gpt_oss.config import GptOssConfig

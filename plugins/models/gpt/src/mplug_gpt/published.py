@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from mplug import SHARED_FIELDS, FixedField, PublicForm, ReadField, UnusedField, Values, unused
+from mplug_nn import SHARED_FIELDS, FixedField, PublicForm, ReadField, UnusedField, Values, unused
 
 if TYPE_CHECKING:
     from mplug_gpt.config import GPTConfig

@@ -6,6 +6,9 @@ from mplug_nn import (
     EXPERTS_ALTERING,
     EXPERTS_TRAINING,
     SLICES_FIELDS,
+    PublicForm,
+    ReadField,
+    Values,
     decoder_fields,
     heads_fields,
     rotary_fields,
@@ -14,8 +17,6 @@ from mplug_nn import (
     written_heads,
     written_rotary,
 )
-
-from mplug import PublicForm, ReadField, Values
 
 if TYPE_CHECKING:
     from mplug_llama.config import LlamaConfig

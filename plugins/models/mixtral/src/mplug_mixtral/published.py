@@ -6,6 +6,10 @@ from typing import TYPE_CHECKING, Any
 from mplug_nn import (
     ROUTER_LOSS_FIELDS,
     UNTIED_FIELDS,
+    FixedField,
+    PublicForm,
+    ReadField,
+    Values,
     decoder_fields,
     heads_fields,
     rotary_fields,
@@ -13,8 +17,6 @@ from mplug_nn import (
     written_heads,
     written_rotary,
 )
-
-from mplug import FixedField, PublicForm, ReadField, Values
 
 if TYPE_CHECKING:
     from mplug_mixtral.config import MixtralConfig

@@ -8,6 +8,11 @@ from mplug_nn import (
     EXPERTS_TRAINING,
     LAYER_TYPES_FIELDS,
     ROUTER_LOSS_FIELDS,
+    FixedField,
+    PublicField,
+    PublicForm,
+    ReadField,
+    Values,
     attention_types,
     decoder_fields,
     heads_fields,
@@ -19,8 +24,6 @@ from mplug_nn import (
     written_heads,
     written_rotary,
 )
-
-from mplug import FixedField, PublicField, PublicForm, ReadField, Values
 
 if TYPE_CHECKING:
     from mplug_qwen.config import QwenConfig

@@ -9,6 +9,9 @@ class AdamW:
 
     Config = AdamWConfig
 
+    captures = True
+    """The number of updates and everything else that changes is on the device."""
+
     def __init__(self, config: Config) -> None:
         self.config = config
 
@@ -18,8 +21,3 @@ class AdamW:
         from mplug_adamw.choice import optimizer_of
 
         return optimizer_of(pieces, self.config)
-
-    @hookimpl
-    def captures(self) -> bool:
-        """The number of updates and everything else that changes is on the device."""
-        return True

@@ -9,6 +9,9 @@ class Lion:
 
     Config = LionConfig
 
+    captures = True
+    """The number of updates and everything else that changes is on the device."""
+
     def __init__(self, config: Config) -> None:
         self.config = config
 
@@ -18,8 +21,3 @@ class Lion:
         from mplug_lion.foreach import ForeachLion
 
         return ForeachLion(pieces, self.config)
-
-    @hookimpl
-    def captures(self) -> bool:
-        """The number of updates and everything else that changes is on the device."""
-        return True

@@ -14,6 +14,9 @@ class Muon:
 
     Config = MuonConfig
 
+    captures = True
+    """The number of updates and everything else that changes is on the device."""
+
     def __init__(self, config: Config) -> None:
         self.config = config
 
@@ -23,8 +26,3 @@ class Muon:
         from mplug_muon.both import MuonAndAdamW
 
         return MuonAndAdamW(pieces, run.rank, self.config)
-
-    @hookimpl
-    def captures(self) -> bool:
-        """The number of updates and everything else that changes is on the device."""
-        return True

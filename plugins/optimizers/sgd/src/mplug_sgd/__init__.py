@@ -9,6 +9,9 @@ class SGD:
 
     Config = SGDConfig
 
+    captures = True
+    """The number of updates and everything else that changes is on the device."""
+
     def __init__(self, config: Config) -> None:
         self.config = config
 
@@ -18,8 +21,3 @@ class SGD:
         from mplug_sgd.fused import FusedSGD
 
         return FusedSGD(pieces, self.config)
-
-    @hookimpl
-    def captures(self) -> bool:
-        """The number of updates and everything else that changes is on the device."""
-        return True

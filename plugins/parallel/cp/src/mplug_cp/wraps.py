@@ -5,8 +5,7 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
-from mplug_nn import AttentionInputs, AttentionSpec
-from mplug_nn.parts import AttentionParts, parts_of
+from mplug_nn import AttentionInputs, AttentionParts, AttentionSpec, parts_of
 from mplug_nn.specification import DOCUMENTS, FULL, KEY_LENGTH, KNOWN, LOG_SUM_EXP, STATIC_KEYS, VALUE_WIDTH
 from torch import Tensor
 from torch.nn.functional import pad

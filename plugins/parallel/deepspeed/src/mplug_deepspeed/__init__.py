@@ -20,6 +20,9 @@ class DeepSpeed:
 
     Config = DeepSpeedConfig
 
+    captures = "reads values of the device on the CPU in every step"
+    """The engine reads the norm on the CPU in every step."""
+
     def __init__(self, config: DeepSpeedConfig) -> None:
         self.config = config
         self._running: Running | None = None
@@ -65,11 +68,6 @@ class DeepSpeed:
 
         assert self._running is not None
         return EngineStepper(run, model, default, self._running)
-
-    @hookimpl
-    def captures(self) -> str:
-        """The engine reads the norm on the CPU in every step."""
-        return "reads values of the device on the CPU in every step"
 
     @hookimpl
     def run_finished(self) -> None:

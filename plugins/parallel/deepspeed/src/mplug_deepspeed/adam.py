@@ -33,6 +33,9 @@ class FusedAdam:
     Config = AdamConfig
     NAME = "deepspeed_adam"
 
+    captures = "reads on the CPU whether a step is skipped"
+    """The number of updates is a number of the CPU."""
+
     def __init__(self, config: AdamConfig) -> None:
         self.config = config
 
@@ -46,11 +49,6 @@ class FusedAdam:
         """An optimizer of these pieces."""
         refuse_without_toolchain(self.NAME, needs_nvcc=run.device == "cuda")
         return AdamOfPieces(pieces, self.config, "FusedAdam")
-
-    @hookimpl
-    def captures(self) -> str:
-        """The number of updates is a number of the CPU."""
-        return "reads on the CPU whether a step is skipped"
 
 
 class CPUAdam(FusedAdam):

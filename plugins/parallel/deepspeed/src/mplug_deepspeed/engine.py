@@ -184,7 +184,7 @@ def _join_world(run: "Run") -> bool:
 
 def _groups(run: "Run", axes: tuple[str, ...]) -> "tuple[ProcessGroup, ProcessGroup | None]":
     """(the group over which gradients are summed, the group of the other ranks that compute the same samples)."""
-    others = tuple(axis.name for axis in run.mesh.views["attention"] if axis.name not in axes)
+    others = tuple(axis.name for axis in run.mesh.views["dense"] if axis.name not in axes)
     data, same = run.group(*axes), run.group(*others) if others else None
     if data is None:
         for rank in range(run.mesh.world_size):  # every rank takes part in making each group

@@ -20,6 +20,9 @@ class DataParallel:
 
         bucket_mib: Annotated[float, MAY_CHANGE] = Field(32.0, gt=0, description="size of a bucket of fp32 gradients")
 
+    captures = True
+    """Every step starts the same sums, and waits for them."""
+
     def __init__(self, config: Config) -> None:
         self.config = config
 
@@ -43,8 +46,3 @@ class DataParallel:
         if groups:
             model.sinks.reduced_over.update(*(axes[name] for name in groups))
             reduce_in_buckets(model.sinks, groups, int(self.config.bucket_mib * 2**20))
-
-    @hookimpl
-    def captures(self) -> bool:
-        """Every step starts the same sums, and waits for them."""
-        return True

@@ -1,7 +1,7 @@
 """Expert parallelism (arXiv 2006.16668) and expert tensor parallelism, in their own mesh view (arXiv 2504.14960).
 
-`ep` splits the experts over ranks, and `etp` splits the width of each expert. The expert view folds over the ranks of
-the attention view, so neither degree multiplies the world size.
+`ep` splits the experts over ranks, and `etp` splits the width of each expert. The sparse view folds over the ranks of
+the dense view, so neither degree multiplies the world size.
 """
 
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,8 +13,8 @@ from mplug import MAY_CHANGE, Axis, hookimpl
 if TYPE_CHECKING:
     from mplug import Model, Run, RunConfig, Wrap
 
-VIEW = "expert"
-"""The mesh view of the experts' axes; it shares the pipeline axis with the attention view."""
+VIEW = "sparse"
+"""The mesh view of the experts' axes; it shares the pipeline axis with the dense view."""
 
 
 class ExpertParallel:
@@ -36,7 +36,7 @@ class ExpertParallel:
 
     @hookimpl
     def mesh_axes(self, config: "RunConfig") -> list[Axis]:
-        """One axis of the expert view; its ranks are farther apart than those of expert tensor parallelism."""
+        """One axis of the sparse view; its ranks are farther apart than those of expert tensor parallelism."""
         return [Axis("ep", config.parallel.degrees["ep"], splits=("expert",), distance=10, views=(VIEW,))]
 
     @hookimpl
@@ -67,7 +67,7 @@ class ExpertTensorParallel:
 
     @hookimpl
     def mesh_axes(self, config: "RunConfig") -> list[Axis]:
-        """One axis of the expert view."""
+        """One axis of the sparse view."""
         return [Axis("etp", config.parallel.degrees["etp"], splits=("expert_mlp",), distance=0, views=(VIEW,))]
 
     @hookimpl

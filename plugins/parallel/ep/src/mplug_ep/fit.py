@@ -25,14 +25,14 @@ def copying_axes(mesh: Mesh) -> tuple[str, ...]:
     """Axes along which ranks hold copies of the same tokens: they split no batch, sequence or units."""
     return tuple(
         axis.name
-        for axis in mesh.views["attention"]
+        for axis in mesh.views["dense"]
         if axis.size > 1 and not axis.entries and not axis.divides("sequence") and not axis.divides("units")
     )
 
 
 def _refuse_uneven_tokens(mesh: Mesh, seq_length: int) -> None:
     copies = [mesh.axes[name] for name in copying_axes(mesh)]
-    length = seq_length // prod(axis.size for axis in mesh.views["attention"] if "sequence" in axis.entries)
+    length = seq_length // prod(axis.size for axis in mesh.views["dense"] if "sequence" in axis.entries)
     if length % prod(axis.size for axis in copies):
         degrees = " and ".join(f"{axis.name}={axis.size}" for axis in copies)
         raise UsageError(

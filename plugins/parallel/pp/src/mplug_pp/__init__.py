@@ -65,7 +65,7 @@ class PipelineParallel:
     @hookimpl
     def mesh_axes(self, config: "RunConfig") -> list[Axis]:
         """One axis, shared by all views, with the largest distance between its ranks."""
-        views = ("attention", "expert")
+        views = ("dense", "sparse")
         return [Axis("pp", config.parallel.degrees["pp"], activations=("units",), distance=100, views=views)]
 
     @hookimpl
@@ -82,7 +82,7 @@ class PipelineParallel:
                 config.schedule, Shape(size, num_micro_batches, config.chunks, config.group, config.limit)
             )
 
-        tables = [table(number) for number in run.micro_batch_counts()] if run.decoding is None else [table(1)]
+        tables = [table(number) for number in run.micro_batch_counts()] if run.trains else [table(1)]
         if any(one.ranks != tables[0].ranks for one in tables):
             raise UsageError(
                 f"parallel.pp.schedule={self.config.schedule} gives chunks to other ranks if the number of micro "

@@ -16,7 +16,7 @@ In backward, gather and scatter are each other's dual, and so are copy and reduc
 from collections.abc import Callable
 from functools import partial
 
-from mplug_nn import AttentionInputs, AttentionSpec, PackedHeads, packed_heads_of, with_packed_heads
+from mplug_nn import AttentionCore, AttentionInputs, AttentionSpec, Collective, PackedHeads, packed_heads_of
 from mplug_nn.embedding import lookup
 from mplug_nn.loss import CAPPED
 from mplug_nn.specification import KNOWN
@@ -44,7 +44,7 @@ def offers(run: Run, model: Model, sequence_parallel: bool, overlap: bool) -> li
     def leave(y: Tensor) -> Tensor:
         return ops.scatter(y, group, SEQUENCE) if sequence_parallel else ops.reduce(y, group)
 
-    enter.boundary = leave.boundary = boundary(group, sequence_parallel, pipeline)  # type: ignore[attr-defined]
+    around = boundary(group, sequence_parallel, pipeline)
 
     def split_either_way(site: Site, _: Run) -> bool:
         return not site.needs and dim_of_tp(model, f"{site.name}.weight") is not None
@@ -59,8 +59,8 @@ def offers(run: Run, model: Model, sequence_parallel: bool, overlap: bool) -> li
         return lookup(own_positions(indices), weight)
 
     found: list[Offer | Wrap] = [
-        Offer({"Linear.gather": enter}, weight_split_along(0)),
-        Offer({"Linear.scatter": leave}, weight_split_along(1)),
+        Offer({"Linear.gather": Collective(enter, boundary=around)}, weight_split_along(0)),
+        Offer({"Linear.scatter": Collective(leave, boundary=around)}, weight_split_along(1)),
         Offer({"Embedding.lookup": look_up_tokens}, weight_split_along(0)),
         Wrap("Attention.core", partial(_with_global_heads, run.mesh.index(run.rank, "tp")), layer=100, serves=KNOWN),
     ]
@@ -116,7 +116,7 @@ def _with_global_heads(index: int, inner: Callable[..., Tensor]) -> Callable[...
         return inner(q, k, v, spec, inputs._replace(first_head=index * q.shape[2]))
 
     packed = packed_heads_of(inner)
-    return core if packed is None else with_packed_heads(core, _GlobalPackedHeads(index, packed))
+    return core if packed is None else AttentionCore(core, packed_heads=_GlobalPackedHeads(index, packed))
 
 
 class _GlobalPackedHeads(PackedHeads):

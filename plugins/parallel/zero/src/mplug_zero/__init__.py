@@ -18,6 +18,9 @@ class ZeRO:
 
     Config = ZeROConfig
 
+    captures = True
+    """Every step starts the same sums and gathers, and waits for them."""
+
     def __init__(self, config: Config) -> None:
         self.config = config
         self._weights: Weights | None = None
@@ -58,11 +61,6 @@ class ZeRO:
             return
         sum_onto_owners(run, model, groups, self.config)
         self._weights = Weights(model, groups, overlap=self.config.overlap)
-
-    @hookimpl
-    def captures(self) -> bool:
-        """Every step starts the same sums and gathers, and waits for them."""
-        return True
 
     @hookimpl
     def run_finished(self) -> None:

@@ -24,28 +24,28 @@ class Groups(GroupedProduct):
     def __init__(self, bits: int, margin: float) -> None:
         self.largest, self.margin = 2 ** (bits - 1) - 1, margin
 
-    def forward(  # type: ignore[override]
-        self, rows: Tensor, ends: Tensor, weight: Operand, buffers: Buffers
+    def forward(
+        self, rows: Tensor, weight: Operand, ends: Tensor, buffers: Buffers
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """rows [M, I] -> ([M, O], the rounded rows)."""
         own = _own(rows, ends)
         keep_max(buffers["input"], _largest(own))
         count(buffers["total"], own.abs().sum(dtype=buffers["total"].dtype))
-        return super().forward(self._on_grid(own, buffers, INPUT), ends, weight)
+        return super().forward(self._on_grid(own, buffers, INPUT), weight, ends, buffers)
 
-    def dgrad(  # type: ignore[override]
+    def dgrad(
         self,
         grad_y: Tensor,
-        ends: Tensor,
         weight: Operand,
         saved: tuple[Tensor, ...],
-        needs_rows: bool,
+        ends: Tensor,
         buffers: Buffers,
+        needs_rows: bool,
     ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
         """grad_y [M, O] -> (the gradient of the rows, the rounded operands of `wgrad`)."""
         own = _own(grad_y, ends)
         keep_max_in_backward(buffers["gradient"], _largest(own))
-        return super().dgrad(self._on_grid(own, buffers, GRADIENT), ends, weight, saved, needs_rows)
+        return super().dgrad(self._on_grid(own, buffers, GRADIENT), weight, saved, ends, buffers, needs_rows)
 
     def _on_grid(self, x: Tensor, buffers: Buffers, operand: int) -> Tensor:
         span = self.margin * buffers["history"][operand].amax().to(x.dtype)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 import torch
-from mplug_nn import FusedProduct, Inputs, Narrow, Operand, Prologue, Sink, add_product, keep_max
+from mplug_nn import FusedProduct, Inputs, Narrow, Operand, Prologue, Sink, Upstream, add_product, keep_max
 from torch import Tensor
 
 Buffers = Mapping[str, Tensor]
@@ -17,28 +17,29 @@ class Again(FusedProduct):
         return (weight.t().contiguous(),)
 
     def forward(
-        self, prologue: Prologue, inputs: Inputs, weight: Operand, narrow: Narrow, buffers: Buffers
-    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+        self, given: tuple[Prologue, Inputs], weight: Operand, narrow: Narrow, buffers: Buffers
+    ) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, ...]]:
         """(the product, the residual stream, what the prologue reads)."""
+        prologue, inputs = given
         x, residual, norm_weight, bias = inputs
         read = x if residual is None else x + residual
         weights = [one for one in (norm_weight, bias) if one is not None]
         result = _result(prologue, read, weights)
         keep_max(buffers["largest"], result.abs().amax())
         y = narrow.scattered(narrow.gathered(result) @ weight.casts[0])
-        return y, None if residual is None else read, (read, *weights)
+        return (y, None if residual is None else read), (read, *weights)
 
     def dgrad(
         self,
-        prologue: Prologue,
-        grad_y: Tensor,
-        grad_summed: Tensor | None,
+        upstream: Upstream,
         weight: Operand,
         saved: tuple[Tensor, ...],
         narrow: Narrow,
         buffers: Buffers,
+        needs_x: bool,
     ) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], tuple[Tensor, ...]]:
         """(the gradients of what the prologue reads; the gradient of the product and the prologue's result)."""
+        prologue, grad_y, grad_summed = upstream
         grad_y = narrow.gathered_gradient(grad_y)
         grad = narrow.scattered_gradient(grad_y @ weight.casts[0].t())
         read, *weights = saved

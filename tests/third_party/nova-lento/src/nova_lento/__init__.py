@@ -34,4 +34,5 @@ class Lento:
         from nova_lento.decoder import Decoder
         from nova_lento.plan import make_plan
 
-        return Model(Decoder(self.config), make_plan(self.config))
+        decoder = Decoder(self.config)
+        return Model(decoder, make_plan(decoder, self.config))

@@ -7,6 +7,8 @@ from mplug_nn import Embedding, Head, Linear, Norm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mplug import Declared, Init, Segment, declare, parameter
+
 if TYPE_CHECKING:
     from nova_lento import Lento
 
@@ -18,7 +20,7 @@ class Recurrence(nn.Module):
 
     def __init__(self, state_size: int) -> None:
         super().__init__()
-        self.decay = nn.Parameter(torch.empty(state_size))
+        self.decay = parameter((state_size,), (Segment("mlp", state_size),), Init("constant", value=1.0))
 
     def forward(self, forget: Tensor, value: Tensor) -> Tensor:
         """Two times [B, S, F] -> [B, S, F]."""
@@ -38,9 +40,12 @@ class Block(nn.Module):
     def __init__(self, config: "Lento.Config") -> None:
         super().__init__()
         self.norm = Norm(config.hidden_size, "rmsnorm")
-        self.enter = Linear(config.hidden_size, 3 * config.state_size, bias=False)
+        state = Segment("mlp", config.state_size)
+        enter = Linear(config.hidden_size, 3 * config.state_size, bias=False)
+        self.enter = declare(enter, weight=Declared(((state, state, state), "embed")))
         self.scan = Recurrence(config.state_size)
-        self.leave = Linear(config.state_size, config.hidden_size, bias=False)
+        leave = Linear(config.state_size, config.hidden_size, bias=False)
+        self.leave = declare(leave, weight=Declared(("embed", state)))
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, D] -> [B, S, D]."""

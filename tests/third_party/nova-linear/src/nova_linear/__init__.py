@@ -73,7 +73,8 @@ class LinearTransformer:
         from nova_linear.decoder import Decoder
         from nova_linear.plan import make_plan
 
-        return Model(Decoder(self.config), make_plan(self.config))
+        decoder = Decoder(self.config)
+        return Model(decoder, make_plan(decoder, self.config))
 
 
 class Chunked:

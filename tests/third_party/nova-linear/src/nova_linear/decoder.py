@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, ClassVar
 from mplug_nn import MLP, Attention, Embedding, Head, Norm
 from torch import Tensor, nn
 
+from mplug import ActivationProduct, Declared, Flops, Step, declare
 from nova_linear import LINEAR
-from nova_linear.weights import linear_attention
+from nova_linear.weights import LINEAR_ATTENTION
 
 if TYPE_CHECKING:
     from nova_linear import LinearTransformer
@@ -20,12 +21,22 @@ class LinearAttention(Attention):
 
     def __init__(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__(dim, num_heads, num_heads, head_dim, bias=False, qk_norm=False, theta=None)
-        self.core = linear_attention
+        self.core = LINEAR_ATTENTION
 
     def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
         """Of the core, linear attention."""
         needs = super().needs(slot, entries)
         return needs | {LINEAR} if slot == "Attention.core" else needs
+
+    def plan_work(self) -> Step:
+        """The projections around linear attention."""
+        flops = core_flops(self.num_heads, self.spec.key_width, self.spec.value_width)
+        return ("qkv", ActivationProduct(flops), "out")
+
+
+def core_flops(num_heads: int, key_width: int, value_width: int) -> Flops:
+    """Of one layer's linear attention: a token adds its key times its value to a matrix, and its query reads it."""
+    return Flops(per_token=3 * 2 * num_heads * 2 * key_width * value_width, per_squared_length=0)
 
 
 class TokenEmbedding(nn.Module):
@@ -36,7 +47,8 @@ class TokenEmbedding(nn.Module):
     def __init__(self, config: "LinearTransformer.Config") -> None:
         super().__init__()
         self.token = Embedding(config.vocab_size, config.hidden_size)
-        self.position = Embedding(config.max_position_embeddings, config.hidden_size)
+        table = Embedding(config.max_position_embeddings, config.hidden_size)
+        self.position = declare(table, weight=Declared(("positions", "embed")))
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens [B, S], positions [1 or B, S] -> [B, S, D]."""

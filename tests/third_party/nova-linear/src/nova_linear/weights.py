@@ -11,6 +11,7 @@ import torch
 from mplug_nn import AttentionInputs, AttentionSpec
 from torch import Tensor
 
+from mplug import Supplier
 from nova_linear import LINEAR
 
 
@@ -27,4 +28,4 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, input
     return torch.einsum("bhst,bthv->bshv", weights, v)
 
 
-linear_attention.offers = frozenset({LINEAR})  # type: ignore[attr-defined]
+LINEAR_ATTENTION = Supplier(linear_attention, serves=frozenset({LINEAR}))

@@ -1,0 +1,324 @@
+"""The table of a config.json: each of its fields is read, fixed, or has no effect. Data, without torch.
+
+A family states one `PublicForm` for each kind of config.json that it reads and writes. The format 'huggingface' reads
+every config.json through this table, so a field is honoured or refused, and never overlooked.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mplug.config.described import PublicSettings
+from mplug.errors import brief, listed, suggest
+
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Fields with numbers of tokens, which the tokenizer's files state."""
+
+LARGEST = (1 << 63) - 1
+"""The largest integer of a field that is read."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """Which values of a field are supported, and how an error describes them: 'an integer of at least 1'."""
+
+    accepts: Callable[[Any], bool]
+    text: str
+    samples: tuple[Any, ...] = ()
+    """Supported values that take different paths through a form's function; the suite for families tries them."""
+
+    @property
+    def or_null(self) -> "Values":
+        """The same values, and null."""
+        return Values(lambda value: value is None or self.accepts(value), f"{self.text}, or null", self.samples)
+
+    @staticmethod
+    def integer(least: int = 1, most: int | None = None) -> "Values":
+        """Integers of at least `least`, and of at most `most` if there is a limit."""
+        text = f"an integer of at least {least}" + (f" and at most {most}" if most is not None else "")
+        limit = LARGEST if most is None else most
+        return Values(lambda value: type(value) is int and least <= value <= limit, text)
+
+    @staticmethod
+    def positive() -> "Values":
+        """Finite numbers above 0."""
+        return Values(lambda value: _is_number(value) and value > 0, "a number above 0")
+
+    @staticmethod
+    def not_negative() -> "Values":
+        """Finite numbers from 0 on."""
+        return Values(lambda value: _is_number(value) and value >= 0, "a number of at least 0")
+
+    @staticmethod
+    def share() -> "Values":
+        """Numbers from 0 to less than 1, such as the rate of dropout."""
+        return Values(lambda value: _is_number(value) and 0 <= value < 1, "a number of at least 0 and less than 1")
+
+    @staticmethod
+    def flag() -> "Values":
+        """true and false."""
+        return Values(lambda value: isinstance(value, bool), "true or false", (True, False))
+
+    @staticmethod
+    def one_of(*allowed: Any) -> "Values":
+        """These values."""
+        words = " or ".join(json.dumps(one) for one in allowed)
+        return Values(lambda value: any(same_value(value, one) for one in allowed), words, allowed)
+
+    @staticmethod
+    def mapping() -> "Values":
+        """Mappings of any content, which the form's function checks."""
+        return Values(lambda value: isinstance(value, dict), "a mapping")
+
+    @staticmethod
+    def indices() -> "Values":
+        """Lists of numbers of blocks."""
+        return Values(
+            lambda value: isinstance(value, list) and all(type(one) is int and one >= 0 for one in value),
+            "a list of integers of at least 0",
+        )
+
+    @staticmethod
+    def names() -> "Values":
+        """Lists of names."""
+        return Values(
+            lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value), "a list of names"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return abs(value) <= LARGEST if type(value) is int else type(value) is float and math.isfinite(value)
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two values of JSON are equal: 0 is 0.0, but not false."""
+    return isinstance(one, bool) is isinstance(other, bool) and bool(one == other)
+
+
+@dataclass(frozen=True)
+class ReadField:
+    """A field whose value the family uses.
+
+    `default` is what the transformers library takes if the field is absent. Null is a value of its own: only `values`
+    that accept it (`or_null`) allow it. `settings` are the fields of the family's Config that receive the value, after
+    `ours` has translated it. The function `PublicForm.settings` reads a field that has no `settings`. With `training`,
+    only training uses the value, so a user may set another one. With `required`, the library computes nothing with its
+    default.
+    """
+
+    default: Any
+    values: Values
+    settings: tuple[str, ...] = ()
+    ours: Mapping[Any, Any] | None = None
+    training: bool = False
+    required: bool = False
+
+    def check(self, name: str, value: Any) -> str | None:
+        """What is wrong with a value; None if it is supported."""
+        if self.values.accepts(value):
+            return None
+        if type(value) is int and abs(value) > LARGEST:
+            return f"its field '{name}' is an integer of {value.bit_length()} bits, which is too large"
+        if self.values.text.startswith(("a ", "an ")):
+            return f"its field '{name}' is {shown(value)}, but must be {self.values.text}"
+        return f"its field '{name}' is {shown(value)}, but the family supports {self.values.text} only"
+
+    def written(self, name: str, config: Any) -> Any:
+        """The value that a config of the family has for this field. Raises ValueError if there is none."""
+        found = [getattr(config, setting) for setting in self.settings]
+        pairs = [(found[0], found[0])] if self.ours is None else list(self.ours.items())
+        for theirs, ours in pairs:
+            if all(same_value(ours, one) for one in found) and self.values.accepts(theirs):
+                return theirs
+        settings = listed(f"model.{one}={value!r}" for one, value in zip(self.settings, found, strict=True))
+        raise ValueError(f"no value of '{name}' means {settings}")
+
+
+@dataclass(frozen=True)
+class FixedField:
+    """A field of which the family supports some values only. `because` is the reason, which ends the refusal."""
+
+    default: Any
+    accepted: tuple[Any, ...]
+    because: str = ""
+
+    def check(self, name: str, value: Any) -> str | None:
+        """What is wrong with a value; None if it is accepted."""
+        if any(same_value(value, one) for one in self.accepted):
+            return None
+        words = " or ".join(json.dumps(one) for one in self.accepted)
+        reason = f" ({self.because})" if self.because else ""
+        return f"its field '{name}' is {shown(value)}, but the family supports {words} only{reason}"
+
+
+@dataclass(frozen=True)
+class SumField:
+    """A field that repeats other fields: it must be the sum of their values. With `or_null`, it may be null, too.
+
+    A `default` of None means that the field may be absent.
+    """
+
+    default: Any
+    names: tuple[str, ...]
+    or_null: bool = False
+
+
+@dataclass(frozen=True)
+class UnusedField:
+    """A field without effect on what the model computes, for the reason `because`."""
+
+    because: str
+
+
+PublicField = ReadField | FixedField | SumField | UnusedField
+"""A row of the table."""
+
+
+def _nothing(_: Any) -> Mapping[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublicForm:
+    """A kind of config.json: all of its fields, and how they become the section 'model' and the reverse.
+
+    `fields` has every field of the library's configuration class, of older and of newer releases; a field that is not
+    in it is refused. `aliases` are other names of fields: {'num_experts': 'num_local_experts'}. `settings` computes
+    what several fields decide together, from the values of all fields that are read. `write` is its inverse: from the
+    family's Config, the fields that no setting decides alone; it may also write one that a setting decides. `implied`
+    are settings that the form does not state. `training` and `altering` are settings without a field (see
+    `PublicSettings`), with the values that the form implies. `longest` is the field with the length of the longest
+    sequence.
+
+    An export reads what `write` returns through the same table. If this gives another model, the form cannot express
+    the config, and the export is refused. So `write` cannot lose a setting, and needs no checks of its own.
+    """
+
+    architecture: str
+    model_type: str
+    fields: Mapping[str, PublicField]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    settings: Callable[[Mapping[str, Any]], Mapping[str, Any]] = _nothing
+    write: Callable[[Any], Mapping[str, Any]] = _nothing
+    implied: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+    altering: Mapping[str, Any] = field(default_factory=dict)
+    longest: str | None = None
+
+    def values(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The checked values of all fields that are read. Raises ValueError with one sentence."""
+        given = self._without_aliases(given)
+        if unknown := sorted(name for name in given if name not in self.fields):
+            raise ValueError(self._unknown(unknown))
+        found: dict[str, Any] = {}
+        for name, row in self.fields.items():
+            if isinstance(row, ReadField):
+                found[name] = self._read(row, name, given)
+            elif isinstance(row, FixedField):
+                problem = row.check(name, given.get(name, row.default))
+                if problem is not None:
+                    raise ValueError(problem if name in given else f"it lacks the field '{name}': {problem}")
+        for name, row in self.fields.items():
+            if isinstance(row, SumField):
+                self._check_sum(row, name, given, found)
+        return found
+
+    def read(self, given: Mapping[str, Any]) -> PublicSettings:
+        """The settings that a config.json describes. Raises ValueError with one sentence."""
+        return self.settings_of(self.values(given))
+
+    def settings_of(self, values: Mapping[str, Any]) -> PublicSettings:
+        """The settings that the values of all fields describe. Raises ValueError if they do not fit together."""
+        fixed, free = {**self.implied}, {**self.training}
+        for name, row in self.fields.items():
+            if isinstance(row, ReadField) and row.settings:
+                value = values[name] if row.ours is None else row.ours[values[name]]
+                (free if row.training else fixed).update(dict.fromkeys(row.settings, value))
+        fixed.update(self.settings(values))
+        longest = values[self.longest] if self.longest is not None else None
+        return PublicSettings(fixed, free, self.altering, longest)
+
+    def written(self, config: Any) -> dict[str, Any]:
+        """The config.json of a family's Config; `mplug_nn.written_config` checks that it reads as the same model."""
+        own = self.write(config)
+        rows = {name: row for name, row in self.fields.items() if isinstance(row, ReadField) and row.settings}
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            **{name: None for name in TOKENS if name in self.fields},  # the library's defaults are of other tokenizers
+            **{name: row.written(name, config) for name, row in rows.items() if name not in own},
+            **own,
+        }
+
+    def with_fields(self, **rows: PublicField) -> "PublicForm":
+        """The form with further rows, or with others."""
+        return replace(self, fields={**self.fields, **rows})
+
+    def _without_aliases(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        found = {name: value for name, value in given.items() if name not in self.aliases}
+        for alias, name in self.aliases.items():
+            if alias not in given:
+                continue
+            if name in found and not same_value(found[name], given[alias]):
+                raise ValueError(
+                    f"its fields '{name}' and '{alias}' are one, but have the values {shown(found[name])} and "
+                    f"{shown(given[alias])}"
+                )
+            found[name] = given[alias]
+        return found
+
+    def _unknown(self, names: list[str]) -> str:
+        several = len(names) > 1
+        own = [name for name, row in self.fields.items() if not isinstance(row, UnusedField)]
+        near = "" if several else suggest(names[0], own)
+        return (
+            f"its {'fields' if several else 'field'} {listed(repr(brief(name)) for name in names[:8])} "
+            f"{'are' if several else 'is'} unknown to the family, and could change what the model computes{near}"
+        )
+
+    def _read(self, row: ReadField, name: str, given: Mapping[str, Any]) -> Any:
+        if name not in given:
+            if row.required:
+                raise ValueError(f"it lacks the field '{name}'")
+            return row.default
+        problem = row.check(name, given[name])
+        if problem is not None:
+            raise ValueError(problem)
+        return given[name]
+
+    def _check_sum(self, row: SumField, name: str, given: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+        value = given.get(name, row.default)
+        if value is None and (row.or_null or name not in given):
+            return
+        total = sum(found[one] for one in row.names)
+        if not same_value(value, total):
+            state = "is" if name in given else "is absent, which means"
+            raise ValueError(
+                f"its field '{name}' {state} {shown(value)}, but the family supports {total} only, which is "
+                f"{' + '.join(row.names)}"
+            )
+
+
+def shown(value: Any) -> str:
+    """A value of JSON for a sentence."""
+    return brief(repr(value)) if isinstance(value, str) else brief(json.dumps(value))
+
+
+def form_of(forms: tuple[PublicForm, ...], given: Mapping[str, Any]) -> PublicForm:
+    """The form of a config.json, by its `model_type`, else by its `architectures`. Raises ValueError."""
+    kind, architectures = given.get("model_type"), given.get("architectures")
+    named = architectures if isinstance(architectures, list) else []
+    by_name = [form for form in forms if form.architecture in named]
+    if kind is None:
+        if len(by_name) != 1:
+            raise ValueError(f"it lacks the field 'model_type' ({listed(form.model_type for form in forms)})")
+        return by_name[0]
+    for form in forms:
+        if same_value(kind, form.model_type):
+            if by_name and form not in by_name:
+                raise ValueError(f"its field 'model_type' is {shown(kind)}, but 'architectures' is {shown(named)}")
+            return form
+    words = " or ".join(json.dumps(form.model_type) for form in forms)
+    raise ValueError(f"its field 'model_type' is {shown(kind)}, but the family supports {words} only")

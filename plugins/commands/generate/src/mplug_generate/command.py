@@ -1,0 +1,296 @@
+"""mplug generate."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mplug.commands import Finite, PluginName, RunName
+
+if TYPE_CHECKING:
+    from mplug import Run
+    from mplug.commands import Settings, World
+    from mplug_generate.prompts import Prompt
+    from mplug_generate.work import Job, Wanted
+
+
+@click.command()
+@click.option("--name", type=RunName(), help="Name of the run; default: the newest run.")
+@click.option("--step", type=click.IntRange(0), help="Step of the checkpoint; default: the newest valid one.")
+@click.option("--prompt", help="Text to continue; default: 'def '.")
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="FILE",
+    help="File of prompts: one per line, or JSON lines with the field 'prompt' if its name ends in '.jsonl'.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="With --prompts: file for the texts, as JSON lines in the order of the prompts; default: standard output.",
+)
+@click.option(
+    "--batch-size",
+    default=8,
+    show_default=True,
+    type=click.IntRange(1, 2**20),
+    help="With --prompts: prompts that are computed together. It does not change their texts.",
+)
+@click.option(
+    "--tokens", default=300, show_default=True, type=click.IntRange(1, 10**9), help="Number of tokens to add."
+)
+@click.option(
+    "--temperature",
+    default=0.8,
+    show_default=True,
+    type=Finite(0),
+    help="Sampling temperature; 0: always the most probable token.",
+)
+@click.option(
+    "--top-k", default=0, type=click.IntRange(0, 2**31), help="Sample from the k most probable tokens; 0: from all."
+)
+@click.option(
+    "--top-p",
+    default=1.0,
+    type=Finite(0, 1, min_open=True),
+    help="Sample from the most probable tokens that together have this probability.",
+)
+@click.option("--stop", "stops", multiple=True, metavar="WORD", help="End the text before this word; may be repeated.")
+@click.option("--seed", default=0, show_default=True, type=int, help="The same seed gives the same text.")
+@click.option("--device", default="auto", type=click.Choice(["auto", "cpu", "cuda"]), help="Device to compute on.")
+@click.option(
+    "--graphs",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "never"]),
+    help="auto: on a GPU, replay the step of a token as a CUDA graph if all parts of the run state that they can.",
+)
+@click.option(
+    "--compile",
+    default="never",
+    show_default=True,
+    type=click.Choice(["auto", "never"]),
+    help="auto: on a GPU, compile the step of a token: a later first token, and faster ones.",
+)
+@click.option(
+    "--pretrained",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Sample from a published checkpoint (a folder of an installed format) instead of a run.",
+)
+@click.option(
+    "--chat", is_flag=True, help="With --pretrained: the prompt is a user's message, in the folder's chat template."
+)
+@click.option("--attention", type=PluginName("kernels"), help="Kernel plugin for attention; default: the run's.")
+@click.option("--parallel", metavar="LAYOUT", help="Layout of strategies that divide the computation: tp2, ep4.")
+@click.option("--set", "assignments", metavar="FIELD=VALUE", multiple=True, help="Set a field: kernels.attention=null.")
+@click.option("--precision", type=PluginName("precisions"), help="With --pretrained: number formats; default: fp32.")
+def command(**options: Any) -> None:
+    """Sample text from a trained run, or from a published checkpoint.
+
+    With --pretrained, the folder's own tokenizer encodes the prompt, and the text ends at the end token that the
+    folder states.
+
+    A cache holds the keys and values of earlier positions, if all modules of the model declare that they serve one;
+    otherwise every token computes the whole text again. A text that is longer than the run's trainer.seq_length (or
+    than the published model supports) continues from its last tokens, without a cache.
+
+    With --prompts, each line of the output has the fields of its prompt, and 'completion', 'num_tokens' and 'ended'
+    ('end': an end token, 'stop': a word of --stop, 'length': --tokens). A text depends on the seed, on its prompt, and
+    on how often the same prompt came before; not on other prompts or on --batch-size.
+
+    \b
+    mplug generate --prompt "class Parser" --tokens 500 --temperature 0.7
+    mplug generate --pretrained Qwen3-8B --chat --prompt "Why is the sky blue?" --precision bf16
+    mplug generate --pretrained Qwen3-8B --prompts questions.jsonl --output answers.jsonl --parallel tp2
+    """
+    from mplug.commands import launched
+    from mplug_generate.work import start
+
+    asked, world = Asked(**options), launched()
+    asked.refuse_contradictions()
+    job, run = _published(asked, world) if asked.pretrained is not None else _of_run(asked, world)
+    if asked.output is not None and (world is None or world.rank == 0):
+        _refuse_unwritable(asked.output)
+    start(job, run, world)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The options of the command line."""
+
+    name: str | None
+    step: int | None
+    prompt: str | None
+    prompts: Path | None
+    output: Path | None
+    batch_size: int
+    tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    stops: tuple[str, ...]
+    seed: int
+    device: str
+    graphs: str
+    compile: str
+    pretrained: Path | None
+    chat: bool
+    precision: str | None
+    attention: str | None
+    parallel: str | None
+    assignments: tuple[str, ...]
+
+    def refuse_contradictions(self) -> None:
+        """Raise UsageError for options that contradict each other, or that are no texts."""
+        from mplug import UsageError
+        from mplug_generate.prompts import is_text
+
+        if self.pretrained is not None and (self.name is not None or self.step is not None):
+            raise UsageError("--pretrained names a folder, and --name and --step a run; use one of them")
+        if self.pretrained is None and (self.chat or self.precision is not None):
+            raise UsageError(
+                "--chat and --precision apply only to published checkpoints; add --pretrained. To chat with a run, "
+                "export it first: mplug checkpoint export --to FORMAT FOLDER, then --pretrained FOLDER"
+            )
+        if self.prompts is not None and self.prompt is not None:
+            raise UsageError("--prompt is one prompt, and --prompts a file of them; use one of them")
+        if self.prompts is None and self.output is not None:
+            raise UsageError("--output is the file for the texts of --prompts; add --prompts, or redirect the output")
+        if self.prompts is not None and self.output is not None and _is_same(self.prompts, self.output):
+            raise UsageError(f"--prompts and --output both name '{self.output}'; write to another file")
+        if "" in self.stops:
+            raise UsageError("--stop is empty; give a word that ends the text")
+        for option, text in (("--prompt", self.prompt or ""), *(("--stop", stop) for stop in self.stops)):
+            if not is_text(text):
+                raise UsageError(f"{option} has bytes that are no characters in UTF-8; give a text")
+
+    def read(self) -> "list[Prompt]":
+        """The prompts, before they are encoded."""
+        from mplug_generate.prompts import Prompt, read_prompts
+
+        if self.prompts is not None:
+            return read_prompts(self.prompts, chat=self.chat)
+        return [Prompt("--prompt", "def " if self.prompt is None else self.prompt)]
+
+    def settings(self, *own: str, world: "World | None") -> "Settings":
+        """The settings of the command: `own`, those that a layout needs for batches of any size, and the user's."""
+        from mplug.commands import assignment_hint, merge, read_assignments
+
+        assignment_hint(self.assignments)
+        fixed = [
+            f"trainer.device={self.device}",
+            "trainer.graphs=false",
+            f"trainer.compile={self.compile}",
+            "trainer.tune_kernels=false",
+            f"parallel.layout={self.parallel or ''}",
+            *own,
+        ]
+        fixed += [f"kernels.attention={self.attention}"] if self.attention is not None else []
+        if self.parallel or world is not None:
+            fixed += ["trainer.micro_batch_size=1", "trainer.eval_every=0", "schedule.batch_rampup.start=null"]
+        return merge(read_assignments(fixed, "generate"), read_assignments(self.assignments))
+
+    def wanted(
+        self, prompts: "Sequence[Prompt]", encoded: Sequence[Sequence[int]], context: int, vocab_size: int | None
+    ) -> "Wanted":
+        """What to sample, with the defaults of a run; UsageError if a prompt has no token."""
+        from mplug import UsageError
+        from mplug_generate.sampling import Sampling
+        from mplug_generate.work import Wanted
+
+        for prompt, tokens in zip(prompts, encoded, strict=True):
+            if not tokens:
+                raise UsageError(f"{prompt.where} is empty; give at least one character to continue")
+        return Wanted(
+            prompts=tuple(prompts),
+            encoded=tuple(map(tuple, encoded)),
+            num_tokens=self.tokens,
+            context=context,
+            sampling=Sampling(self.temperature, self.top_k, self.top_p, self.seed, vocab_size),
+            ends=frozenset(),
+            stops=self.stops,
+            batch_size=self.batch_size,
+            graphs=self.graphs == "auto",
+            echo=self.prompts is None and not self.chat,
+            lines=self.prompts is not None,
+            output=self.output,
+        )
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    return other.exists() and one.samefile(other)
+
+
+def _refuse_unwritable(output: Path) -> None:
+    """Raise UsageError, before a long computation, if a file cannot be written. What it holds stays until a batch ends.
+
+    A refusal of the run, or a failure before its first texts, then loses no earlier texts.
+    """
+    from mplug import UsageError
+
+    is_new = not output.exists()
+    try:
+        output.open("a").close()
+        if is_new:
+            output.unlink()
+    except OSError as error:
+        raise UsageError(f"cannot write --output '{output}': {error.strerror}; use another file") from None
+
+
+def _settled(base: "Settings", overrides: "Settings", world: "World | None") -> "tuple[Run, Settings]":
+    """The prepared run with its global batch size, which every number of data-parallel ranks must divide."""
+    from math import prod
+
+    from mplug.commands import Registry, merge, read_assignments, resolve, settle
+
+    ranks = prod(resolve(Registry(), base, overrides).parallel.degrees.values()) * (world.size if world else 1)
+    if ranks > 1:
+        overrides = merge(read_assignments([f"trainer.global_batch_size={ranks}"], "generate"), overrides)
+    return settle(base, overrides, world)
+
+
+def _of_run(asked: Asked, world: "World | None") -> "tuple[Job, Run]":
+    from mplug import Mesh, UsageError
+    from mplug.commands import Verified, at_step, choose, find_directory, saved_settings
+    from mplug_generate.work import Job
+
+    prompts = asked.read()
+    directory = find_directory(asked.name)
+    checkpoint = at_step(directory / "checkpoints", asked.step)
+    base = saved_settings(directory)
+    run, overrides = _settled(base, asked.settings(world=world), world)
+    tokenizer = run.hooks.call.build_tokenizer(run=run)
+    if tokenizer is None:
+        raise UsageError(
+            f"the data plugin of run '{directory}' has no tokenizer to decode tokens; use another run with --name"
+        )
+    encoded = [tokenizer.encode(prompt.text) for prompt in prompts]
+    size = getattr(tokenizer, "vocab_size", None)
+    wanted = asked.wanted(prompts, encoded, run.config.trainer.seq_length, size)
+    if asked.step is not None:
+        return Job(base, overrides, checkpoint, False, wanted), run
+    verified = Verified()
+    choice = choose(replace(run, mesh=Mesh.of([], 1)), checkpoint, verified)  # this process reads all files
+    for line in choice.lines("sampling from"):
+        click.echo(f"mplug: {line}", err=True)
+    return Job(base, overrides, choice.path, False, wanted, verified), run
+
+
+def _published(asked: Asked, world: "World | None") -> "tuple[Job, Run]":
+    from mplug_generate.pretrained import encode, end_tokens, settings_of, tokenizer_in
+    from mplug_generate.work import Job
+
+    assert asked.pretrained is not None
+    tokenizer, prompts = tokenizer_in(asked.pretrained), asked.read()
+    encoded = [tuple(encode(tokenizer, prompt, chat=asked.chat)) for prompt in prompts]
+    here = asked.settings(f"trainer.precision={asked.precision or 'fp32'}", world=world)
+    names = [prompt.where for prompt in prompts]
+    wanted = asked.wanted(prompts, encoded, 0, None)  # refuses empty prompts
+    base, settings, context = settings_of(asked.pretrained, encoded, names, asked.tokens, here)
+    run, overrides = _settled(base, settings, world)
+    wanted = replace(wanted, context=context, ends=end_tokens(asked.pretrained))
+    return Job(base, overrides, asked.pretrained, True, wanted), run

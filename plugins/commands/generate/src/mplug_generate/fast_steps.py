@@ -1,0 +1,50 @@
+"""Steps of a token that a compiler has compiled, and those that a CUDA graph can replay."""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from mplug import Run
+from mplug.commands import AS_THEY_ARE, Instead, compiled_units, compiler_of, forward_obstacles
+from mplug_generate.sampler import Sampler, owners_of_axes
+
+
+def obstacles(run: Run, sampler: Sampler) -> list[str]:
+    """The reasons, as clauses, why no CUDA graph can replay the step of a token; empty if one can."""
+    if not run.device.startswith("cuda"):
+        return ["the run is on the CPU"]
+    if sampler.eager_because:
+        return [*_of_exchanges(run), sampler.eager_because]
+    return [*_of_exchanges(run), *forward_obstacles(run, sampler.model)]
+
+
+def _of_exchanges(run: Run) -> Iterator[str]:
+    """Mesh axes whose ranks exchange activations; ranks that only divide the batch do not."""
+    owners = owners_of_axes(run)
+    for axis in run.mesh.axes.values():
+        if axis.size > 1 and (set(axis.entries) != {"batch"} or axis.splits or axis.activations):
+            yield f"the ranks of {owners.get(axis.name, 'the layout')} exchange activations ({axis.name}={axis.size})"
+
+
+def compiled_step(run: Run, sampler: Sampler) -> tuple[Instead, str]:
+    """(the inference units as compiled functions, by their names; why there are none although the run asks for them).
+
+    Every token of a cache that grows has other shapes, so its steps are not compiled. A unit whose module has hooks
+    stays eager, because a call of its method would omit them.
+    """
+    trainer = run.config.trainer
+    if trainer.compile == "never":
+        return AS_THEY_ARE, ""
+    if sampler.eager_because:
+        return AS_THEY_ARE, sampler.eager_because
+    backend = compiler_of(run)
+    if backend is None:
+        return AS_THEY_ARE, f"trainer.compile={trainer.compile} compiles nothing on this machine's {run.device.upper()}"
+    model = sampler.model
+    units = [unit for unit in model.plan.inference if not _has_hooks(model.module.get_submodule(unit.name))]
+    found = compiled_units(model, units, backend, trainer.tune_kernels)
+    return {unit.name: compiled for unit, compiled in found}, ""
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -1,0 +1,72 @@
+"""mplug generate --pretrained: the prompts and the run of a published checkpoint, by the folder's own tokenizer."""
+
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mplug import UsageError
+from mplug_generate.prompts import Prompt
+
+if TYPE_CHECKING:
+    from mplug import FolderTokenizer
+    from mplug.commands import Settings
+
+
+def tokenizer_in(folder: Path) -> "FolderTokenizer":
+    """The tokenizer of a published folder; UsageError if the folder is none."""
+    from mplug.commands import Registry, folder_tokenizer, is_public
+
+    if not is_public(folder):
+        if not folder.exists():
+            raise UsageError(
+                f"--pretrained '{folder}' does not exist; mplug downloads nothing: use a folder on this machine"
+            )
+        is_run = (folder / "config.yaml").is_file()
+        remedy = f"it is a run: use --name {folder.name}" if is_run else "use the folder of a published checkpoint"
+        raise UsageError(f"--pretrained '{folder}': no installed format reads it; {remedy}")
+    return folder_tokenizer(Registry(), folder)
+
+
+def encode(tokenizer: "FolderTokenizer", prompt: Prompt, *, chat: bool) -> list[int]:
+    """The tokens of a prompt; with `chat`, of a conversation that ends with it."""
+    if not chat:
+        return tokenizer.encode_prompt(prompt.text)
+    return tokenizer.encode_chat(prompt.messages or [{"role": "user", "content": prompt.text}])
+
+
+def settings_of(
+    folder: Path, encoded: Sequence[tuple[int, ...]], names: Sequence[str], num_tokens: int, here: "Settings"
+) -> "tuple[Settings, Settings, int]":
+    """(base, overrides, context): the settings of a run of the folder's model, and the tokens that the model sees.
+
+    `names` name the prompts in errors. Raises UsageError if a prompt is longer than the model supports.
+    """
+    from mplug.commands import Registry, default_settings, longest_sequence, merge, read_assignments, resolve
+
+    registry = Registry()
+    pretrained = read_assignments([f"checkpoint.pretrained.path={folder}"], "--pretrained")
+    first = read_assignments(["trainer.seq_length=1"], "generate")
+    base, settings = default_settings(), merge(merge(first, here), pretrained)
+    config = resolve(registry, base, settings)
+    longest = longest_sequence(config, folder)
+    lengths = [len(tokens) for tokens in encoded]
+    if longest is not None:
+        for name, length in zip(names, lengths, strict=True):
+            if length > longest:
+                raise UsageError(f"{name} has {length} tokens, and the model supports {longest}; shorten it")
+    context = min(max(lengths) + num_tokens, longest or max(lengths) + num_tokens)
+    degrees = prod(config.parallel.degrees.values())
+    whole = -(-context // degrees) * degrees  # a layout may have to divide the sequence
+    if longest is not None and whole > longest:
+        whole = max(longest // degrees, 1) * degrees
+    return base, merge(settings, read_assignments([f"trainer.seq_length={whole}"], "generate")), context
+
+
+def end_tokens(folder: Path) -> frozenset[int]:
+    """The tokens that end a text, by a published folder."""
+    from mplug.commands import format_of
+
+    found = format_of(folder)
+    ends: frozenset[int] = frozenset() if found is None else found.format.end_tokens(folder)
+    return ends

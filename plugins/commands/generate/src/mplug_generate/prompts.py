@@ -1,0 +1,188 @@
+"""The prompts of `mplug generate`: files of prompts, and the texts that follow them, token by token."""
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from mplug import UsageError
+
+OWN_FIELDS = ("completion", "num_tokens", "ended")
+"""The fields that `mplug generate` adds to a line of its output."""
+INCOMPLETE = "\ufffd"
+"""The last character of a text whose last bytes are the beginning of a character."""
+LENGTH = "length"
+"""Why a text ended if no token and no word ended it."""
+
+
+class Decodes(Protocol):
+    """Any tokenizer, as far as texts need it."""
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt of a file or of the command line: a text, or the messages of a chat.
+
+    `fields` are those of its line in a JSONL file; the output repeats them. `where` names the prompt in errors.
+    """
+
+    where: str
+    text: str = ""
+    messages: tuple[Mapping[str, str], ...] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+def is_text(text: str) -> bool:
+    """Whether a text of the command line or of JSON consists of characters: UTF-8 has no form for half of one."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def read_prompts(path: Path, *, chat: bool) -> list[Prompt]:
+    """The prompts of a file: JSON lines if its name ends in '.jsonl', else a text of one prompt per line.
+
+    A byte order mark at the beginning of the file is no part of a prompt. Raises UsageError that names the first line
+    which is no prompt.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"cannot read --prompts '{path}': {reason}") from None
+    if lines[-1] == "":
+        lines.pop()
+    if not lines:
+        raise UsageError(f"--prompts '{path}' is empty; write one prompt per line")
+    read = _json_line if path.suffix == ".jsonl" else _text_line
+    return [read(line.removesuffix("\r"), f"'{path}', line {number}", chat) for number, line in enumerate(lines, 1)]
+
+
+def _text_line(line: str, where: str, chat: bool) -> Prompt:
+    if not line:
+        raise UsageError(f"{where} is empty; write a prompt there, or remove the line")
+    return Prompt(where, line, fields={"prompt": line})
+
+
+def _json_line(line: str, where: str, chat: bool) -> Prompt:
+    try:
+        value = json.loads(line, object_pairs_hook=_once)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # the output repeats it
+    except UnicodeEncodeError as error:
+        part = error.object[error.start].encode("ascii", "backslashreplace").decode()
+        raise UsageError(f"{where} has '{part}', which is half a character; write the whole character") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where} is no JSON: {error}; a line is an object with the field 'prompt'") from None
+    fields = {"prompt": value} if isinstance(value, str) else value
+    if not isinstance(fields, dict):
+        raise UsageError(f"{where} is neither an object nor a text; write an object with the field 'prompt'")
+    if used := [name for name in OWN_FIELDS if name in fields]:
+        raise UsageError(f"{where} has the field '{used[0]}', which the output uses for its own; rename the field")
+    if chat and "messages" in fields:
+        return Prompt(where, messages=_messages(fields["messages"], where), fields=fields)
+    text = fields.get("prompt")
+    if not isinstance(text, str) or not text:
+        also = " or 'messages'" if chat else ""
+        raise UsageError(f"{where} has no text in the field 'prompt'; every line needs 'prompt'{also}")
+    return Prompt(where, text, fields=fields)
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The object; ValueError if a field stands in it twice, of which JSON would keep the last one."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the field '{next(name for name in names if names.count(name) > 1)}' stands there twice")
+    return fields
+
+
+def _messages(value: Any, where: str) -> tuple[Mapping[str, str], ...]:
+    fits = isinstance(value, list) and all(
+        isinstance(one, dict) and all(isinstance(one.get(name), str) for name in ("role", "content")) for one in value
+    )
+    if not fits or not value:
+        raise UsageError(f"{where}: 'messages' must be a list of objects with the texts 'role' and 'content'")
+    return tuple(value)
+
+
+class Text:
+    """The text that follows a prompt. It ends before an end token or a stop word, which are not part of it."""
+
+    def __init__(
+        self, tokenizer: Decodes, prompt: Sequence[int], ends: Collection[int], stops: Sequence[str] = ()
+    ) -> None:
+        self.tokenizer, self.ends, self.stops = tokenizer, ends, stops
+        self.text, self.ended, self.num_tokens = "", LENGTH, 0
+        self._tokens = list(prompt)
+        self._begin, self._read = 0, len(prompt)  # tokens before `_begin` are no longer decoded
+        self._shown = 0
+
+    def take(self, token: int) -> bool:
+        """Add the next token; returns whether the text ends with it."""
+        if token in self.ends:
+            self.ended = "end"
+            return True
+        self.num_tokens += 1
+        self._tokens.append(token)
+        new = self._undecoded()
+        if new and not new.endswith(INCOMPLETE):
+            self._begin, self._read = self._read, len(self._tokens)
+            return self._append(new)
+        return False
+
+    def finish(self) -> None:
+        """No token follows: the bytes of an incomplete character become U+FFFD."""
+        if self.ended != "stop":
+            self._append(self._undecoded())
+
+    def shown(self, *, is_last: bool = False) -> str:
+        """The part of the text that is certain and was not returned before.
+
+        The beginning of a stop word is not certain until the next tokens come, or until the text ends (`is_last`).
+        """
+        certain = len(self.text) if is_last or self.ended != LENGTH else len(self.text) - self._held_back()
+        part = self.text[self._shown : certain]
+        self._shown = max(self._shown, certain)
+        return part
+
+    def _undecoded(self) -> str:
+        """The text of the tokens that have none yet; decoded with the tokens before them, which may change it."""
+        before = self.tokenizer.decode(self._tokens[self._begin : self._read])
+        return self.tokenizer.decode(self._tokens[self._begin :])[len(before) :]
+
+    def _append(self, new: str) -> bool:
+        longest = max(map(len, self.stops), default=0)
+        first = max(0, len(self.text) - longest + 1)
+        self.text += new
+        found = [at for at in (self.text.find(stop, first) for stop in self.stops) if at >= 0]
+        if found:
+            self.text, self.ended = self.text[: min(found)], "stop"
+        return bool(found)
+
+    def _held_back(self) -> int:
+        """Number of last characters that may be the beginning of a stop word."""
+        for length in range(max(map(len, self.stops), default=1) - 1, 0, -1):
+            end = self.text[-length:]
+            if len(end) == length and any(stop.startswith(end) for stop in self.stops if len(stop) > length):
+                return length
+        return 0
+
+
+def output_line(prompt: Prompt, text: Text) -> str:
+    """The line of the output for a prompt: its fields, the text, its number of tokens, and why it ended."""
+    own = dict(zip(OWN_FIELDS, (text.text, text.num_tokens, text.ended), strict=True))
+    return json.dumps({**prompt.fields, **own}, ensure_ascii=False)
+
+
+def occurrences(prompts: Iterable[tuple[int, ...]]) -> Iterator[int]:
+    """For each prompt, how often an equal one came before."""
+    counts: dict[tuple[int, ...], int] = {}
+    for prompt in prompts:
+        counts[prompt] = counts.get(prompt, -1) + 1
+        yield counts[prompt]

@@ -1,0 +1,235 @@
+"""The part of `mplug generate` in the build of a model: whether it samples with a cache, and with which kind.
+
+A model samples with a cache if its modules declare enough:
+
+- Every module declares what it mixes (`mixes`), and in evaluation none mixes positions or samples outside of slots. So
+  the last positions can be computed alone, and several samples together.
+- Every module with the slot `Attention.core` declares that it serves a cache:
+
+      caches: ClassVar[bool] = True
+
+  Then it has `serve_cache()`, `new_cache(size)` and an attribute `cache`, as `mplug_nn.DotProductAttention` has them.
+  As for `mixes`, a declaration covers the code of its class and what the class inherits, not the code of subclasses.
+
+Any other model samples one prompt at a time, and computes all its positions again for every token.
+
+The caches are static (`mplug_nn.static_cache`) if all modules with this slot also declare
+
+      static_cache: ClassVar[bool] = True
+
+if all their cores offer 'static keys', if no pipeline divides the model, and if no ranks divide the positions of a call
+among themselves. Otherwise the rows that a core receives grow with every token.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from mplug_nn.specification import DOCUMENTS, STATIC_KEYS
+from torch import nn
+
+from mplug import Mesh, Model, Run, RunConfig, UsageError, hookimpl
+from mplug.commands import (
+    COMMAND,
+    Selection,
+    covers,
+    listed,
+    modules_around,
+    offered_in_plain_torch,
+    prepare,
+    statements,
+)
+
+LABEL = f"{COMMAND}generate"
+NAME = "caches"
+"""The attribute by which a class declares that its modules serve a cache."""
+STATIC = "static_cache"
+"""The attribute by which a class declares that its modules also serve a static cache."""
+CORE = "Attention.core"
+PROTOCOL = ("cache", "serve_cache", "new_cache")
+OUTERMOST = 1 << 30
+"""A layer outside of those of all adapters: what they add to the model declares something too."""
+
+
+class Sampler:
+    """The model of a run that samples, and how it samples. Its hooks take part in the build of the model.
+
+    `padded`: the samples of a batch may have padding, because their lengths differ or the layout divides positions.
+    `graphs`: on a GPU, the step of a token is replayed as a CUDA graph, if all parts of the run can do so.
+
+    The build sets the other attributes: `model`; `uncached`, why it samples without a cache (empty: it has one);
+    `growing`, why its caches grow (empty: they are static); and `replaced`, messages about kernels of the config that
+    plain torch replaces.
+    """
+
+    layer = OUTERMOST
+    model: Model
+
+    def __init__(self, *, padded: bool = False, graphs: bool = False) -> None:
+        self.padded, self.graphs = padded, graphs
+        self.uncached = self.growing = ""
+        self.replaced: tuple[str, ...] = ()
+
+    @hookimpl
+    def adapt_model(self, run: Run, model: Model) -> None:
+        """Let attention serve caches from now on, if the model can sample with them: sites then need what caches need.
+
+        The model still has the units of all stages, so all ranks agree. Attention receives padding as a document of its
+        own, so sites need documents if there may be padding.
+        """
+        _refuse_unable(run, model)
+        self.model = model
+        model.module.eval()  # some modules mix samples in training only
+        self.uncached = _reason_against(model)
+        self.padded = self.padded or multiple_of_positions(run.mesh) > 1
+        if self.uncached:
+            return
+        for module in _attending(model):
+            module.serve_cache()
+        if self.padded:
+            run.entries |= {DOCUMENTS}
+
+    @hookimpl
+    def offers_selected(self, run: Run, model: Model, selection: Selection) -> None:
+        """Replace kernels that do not serve keys from a cache, and find out whether caches are static."""
+        _refuse_stages_and_parts(run, model)
+        if not self.uncached:
+            self._use_plain_attention(selection)
+        self.growing = self.uncached or _reason_against_static(run, model, selection)
+
+    @hookimpl
+    def captures(self) -> bool:
+        """True: the steps of a token read no value of the CPU that differs between steps."""
+        return True
+
+    @property
+    def eager_because(self) -> str:
+        """Why no step of a token repeats the shapes of the one before, as a clause; empty if the caches are static."""
+        if self.uncached:
+            return f"the model has no cache, because {self.uncached}"
+        return f"its caches grow, because {self.growing}" if self.growing else ""
+
+    def _use_plain_attention(self, selection: Selection) -> None:
+        """Let plain torch fill the attention cores that the config's kernel cannot compute with a cache.
+
+        A kernel that trains a model need not serve keys from a cache.
+        """
+        kept, messages = [], dict[str, None]()
+        for unmet in selection.unmet:
+            by_kernel = unmet.site.slot == CORE and unmet.plugin.startswith("kernels/")
+            if by_kernel and not unmet.site.lacking(offered_in_plain_torch(unmet.site)):
+                messages[f"{unmet}; plain torch computes it"] = None
+            else:
+                kept.append(unmet)
+        selection.unmet = kept
+        self.replaced = tuple(messages)
+
+
+def sampling_run(config: RunConfig, sampler: Sampler) -> Run:
+    """The prepared run of a config, which samples instead of training."""
+    run = prepare(config, {LABEL: sampler})
+    run.trains = False
+    return run
+
+
+def _refuse_unable(run: Run, model: Model) -> None:
+    """Raise UsageError if the model has no inference units, or if the layout divides the positions of a sample."""
+    (owner,) = run.hooks.implementers("build_model")
+    if not model.plan.inference:
+        raise UsageError(f"the plan of {owner} has no inference units, so the model cannot be sampled from")
+    owners = owners_of_axes(run)
+    for axis in run.mesh.axes.values():
+        divided = sorted({*axis.entries} - {"batch"})
+        if axis.size > 1 and divided:
+            raise UsageError(
+                f"{owners.get(axis.name, 'the layout')} divides the {listed(divided)} of a sample "
+                f"({axis.name}={axis.size}), which grows token by token; use a layout without it"
+            )
+
+
+def _refuse_stages_and_parts(run: Run, model: Model) -> None:
+    """Raise UsageError if stages cannot run forward, or if the layout stores parts of weights."""
+    axis = run.mesh.axes.get(model.stages.axis)
+    if axis is not None and axis.size > 1 and not run.hooks.implementers("build_relay"):
+        raise UsageError(
+            f"{owners_of_axes(run).get(axis.name, 'the layout')} divides the model into stages "
+            f"({axis.name}={axis.size}), and does not run them forward for sampling (the hook build_relay); use a "
+            f"layout without it, such as tensor parallelism"
+        )
+    for name, placement in model.placements.items():
+        if placement.gathered_along:
+            raise UsageError(
+                f"the layout '{run.config.parallel.layout}' stores parts of '{name}' that training gathers for each "
+                f"pass, and sampling gathers no weights; use a layout that divides the computation (tensor or expert "
+                f"parallelism)"
+            )
+
+
+def owners_of_axes(run: Run) -> dict[str, str]:
+    """The label of the strategy of each mesh axis."""
+    return {axis.name: label for label, axes in run.hooks.each("mesh_axes", config=run.config) for axis in axes}
+
+
+def multiple_of_positions(mesh: Mesh) -> int:
+    """The number that must divide the positions of a call, because ranks divide these among themselves.
+
+    They do so inside the model (sequence parallelism), or before experts in a mesh view of their own.
+    """
+    inside = [axis for axis in mesh.views["dense"] if not axis.entries]
+    divided = any(axis.divides("sequence") for axis in inside) or len(mesh.views) > 1
+    return math.prod(axis.size for axis in inside) if divided else 1
+
+
+def cached_modules(model: Model) -> Iterator[Any]:
+    """The modules of this rank that keep a cache, in order."""
+    return _attending(model, {unit.name for unit in model.own_units})
+
+
+def _attending(model: Model, own: set[str] | None = None) -> Iterator[Any]:
+    """The modules of the inference units with the slot of attention, or of those inference units in `own` units."""
+    for unit in model.plan.inference:
+        if own is not None and own.isdisjoint((unit.name, *modules_around(unit.name))):
+            continue
+        for module in model.module.get_submodule(unit.name).modules():
+            if _attends(module):
+                yield module
+
+
+def _attends(module: nn.Module) -> bool:
+    return CORE in getattr(type(module), "SLOTS", ())
+
+
+def _reason_against(model: Model) -> str:
+    """Why a model cannot sample with a cache, as a clause; empty if it can."""
+    for statement in statements(model):
+        if statement.axes is None:
+            return f"no declaration states what {statement.label} mixes (`mixes`)"
+        if mixed := sorted(statement.axes & {"sequence", "batch"}):
+            return f"{statement.label} mixes the {listed(mixed)}"
+        module: Any = statement.module
+        if not _attends(module):
+            continue
+        if not covers(type(module), NAME) or module.caches is not True:
+            return f"{statement.label} does not declare that it serves a cache (`{NAME}`)"
+        if missing := [name for name in PROTOCOL if not hasattr(module, name)]:
+            raise UsageError(f"{statement.label} declares `{NAME}`, and lacks {listed(missing)}")
+    return ""
+
+
+def _reason_against_static(run: Run, model: Model, selection: Selection) -> str:
+    if len(model.stages.units) > 1:
+        return "the model is divided into the chunks of a pipeline"
+    if (multiple := multiple_of_positions(run.mesh)) > 1:
+        return f"the layout divides the positions of a call among {multiple} ranks"
+    for module in cached_modules(model):
+        if not covers(type(module), STATIC) or getattr(module, STATIC) is not True:
+            return f"'{type(module).__name__}' does not declare that it serves a static cache (`{STATIC}`)"
+    for filled in selection.filled:
+        if filled.site.slot == CORE:
+            site = replace(filled.site, needs=filled.site.needs | {STATIC_KEYS})
+            offered = filled.offer is not None or not site.lacking(offered_in_plain_torch(site))
+            answers = [one.answer(site, run) for one in (filled.offer, *filled.wraps) if one is not None]
+            if not offered or not all(answer is True for answer in answers):
+                return f"{filled.supplier} does not offer '{STATIC_KEYS}' for {CORE} of '{site.role}'"
+    return ""

@@ -1,0 +1,100 @@
+"""Forward passes of a model that a strategy has divided into stages.
+
+The chunks are those of training (`Stages`). Each runs the inference units of the plan that belong to it; a chunk
+without any passes on what it receives.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from mplug import Model, Relay, Run, Unit, UsageError
+from mplug.commands import AS_THEY_ARE, Instead, modules_around, run_units
+
+RunUnits = Callable[[Sequence[Unit], Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""(inference units, values) -> the values, with the outputs of the units."""
+Choose = Callable[[Tensor], Tensor]
+"""The logits [b, V / R] of the last position -> tokens [b]."""
+
+
+def run_last(
+    model: Model, units: Sequence[Unit], entries: Mapping[str, Tensor], instead: Instead = AS_THEY_ARE
+) -> dict[str, Tensor]:
+    """Run some inference units of a model whose modules have caches; the last unit computes the last position only."""
+    *_, head = model.plan.inference
+    values = run_units(model.module, [unit for unit in units if unit is not head], entries, instead=instead)
+    if head not in units:
+        return values
+    activations = model.plan.activations
+    for name in head.inputs:  # under sequence parallelism, the last position of each rank's part
+        if "sequence" in activations.get(name, ()):
+            dim = activations[name].index("sequence")
+            values[name] = values[name].narrow(dim, values[name].shape[dim] - 1, 1).contiguous()
+    return run_units(model.module, [head], values, instead=instead)
+
+
+@dataclass(frozen=True)
+class DividedModel:
+    """The inference units of each chunk, the activations that enter each, and the strategy's relay, which runs them.
+
+    An activation enters a chunk if it is computed before it and used in it or later. Logits are always used.
+    """
+
+    relay: Relay
+    units: tuple[tuple[Unit, ...], ...]
+    crossing: tuple[tuple[str, ...], ...]
+
+    def next_tokens(self, entries: Mapping[str, Tensor], run: RunUnits, choose: Choose) -> Tensor:
+        """The next token [b] of each sample, on every rank; `run` runs inference units on values."""
+
+        def compute(chunk: int, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            values = run(self.units[chunk], values)
+            if chunk + 1 == len(self.units):
+                return {"tokens": choose(values["logits"][:, -1])}
+            return {name: values[name] for name in self.crossing[chunk + 1]}
+
+        tokens = entries["tokens"]
+        return self.relay(entries, compute, torch.empty(len(tokens), dtype=torch.int64, device=tokens.device))
+
+
+def divided(run: Run, model: Model) -> DividedModel | None:
+    """How ranks run the model together, if it is divided into several chunks. Collective."""
+    if len(model.stages.units) == 1:
+        return None
+    units = _divided(model)
+    crossing = tuple(_entering(units, chunk) for chunk in range(len(units)))
+    return DividedModel(run.hooks.call.build_relay(run=run, model=model, crossing=crossing), units, crossing)
+
+
+def _divided(model: Model) -> tuple[tuple[Unit, ...], ...]:
+    """The inference units of each chunk; UsageError if they do not follow the order of the chunks."""
+    units = model.plan.inference
+    chunks = [_chunk_of(model, unit) for unit in units]
+    for unit, (before, after) in zip(units[1:], pairwise(chunks), strict=True):
+        if after < before:
+            raise UsageError(
+                f"the inference unit '{unit.name}' is in chunk {after} of the pipeline, and the unit before it in "
+                f"chunk {before}; use a layout without pipeline stages"
+            )
+    numbers = range(len(model.stages.units))
+    return tuple(tuple(unit for unit, chunk in zip(units, chunks, strict=True) if chunk == one) for one in numbers)
+
+
+def _entering(units: tuple[tuple[Unit, ...], ...], chunk: int) -> tuple[str, ...]:
+    made = [name for part in units[:chunk] for unit in part for name in unit.outputs]
+    used = {name for part in units[chunk:] for unit in part for name in (*unit.inputs, *unit.optional)}
+    return tuple(name for name in dict.fromkeys(made) if name in used | {"logits"})
+
+
+def _chunk_of(model: Model, unit: Unit) -> int:
+    around = (unit.name, *modules_around(unit.name))
+    found = next((model.stages.of[name] for name in around if name in model.stages.of), None)
+    if found is None:
+        raise UsageError(
+            f"the inference unit '{unit.name}' is in no unit that trains, so it is in no stage of the pipeline; use a "
+            f"layout without pipeline stages"
+        )
+    return found

@@ -1,0 +1,214 @@
+"""The work of `mplug generate` in each of its processes: load the weights, sample, print or write the texts.
+
+The command imports this module before it has checked its options, so functions import torch themselves.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mplug import RunError
+from mplug.commands import listed
+from mplug_generate.prompts import Prompt, Text, occurrences, output_line
+
+if TYPE_CHECKING:
+    from mplug import Model, Run
+    from mplug.commands import Settings, Verified, World
+    from mplug_generate.decoding import Alone
+    from mplug_generate.sampler import Sampler
+    from mplug_generate.sampling import Sampling
+    from mplug_generate.token_steps import Replays
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to sample: the prompts with their tokens, and when texts end.
+
+    `echo`: print the prompt before its text. `output`: the file for the texts, one JSON object per line; with `lines`
+    and no file, these lines are printed. Otherwise there is one prompt, whose text is printed as it is sampled.
+    """
+
+    prompts: tuple[Prompt, ...]
+    encoded: tuple[tuple[int, ...], ...]
+    num_tokens: int
+    context: int
+    sampling: "Sampling"
+    ends: frozenset[int]
+    stops: tuple[str, ...]
+    batch_size: int
+    graphs: bool
+    echo: bool
+    lines: bool
+    output: Path | None
+
+    def batches(self) -> list[slice]:
+        """The prompts that are sampled together, in their order."""
+        count = len(self.prompts)
+        return [slice(begin, min(begin + self.batch_size, count)) for begin in range(0, count, self.batch_size)]
+
+    @property
+    def differ(self) -> bool:
+        """Whether prompts of a batch have different lengths."""
+        return any(len({len(tokens) for tokens in self.encoded[batch]}) > 1 for batch in self.batches())
+
+
+@dataclass(frozen=True)
+class Job:
+    """The description of the work that each process receives: plain data that can be pickled.
+
+    `weights` is a checkpoint of a run, or the folder of a published one (`published`).
+    """
+
+    base: "Settings"
+    overrides: "Settings"
+    weights: Path
+    published: bool
+    wanted: Wanted
+    verified: "Verified | None" = None
+
+
+def start(job: Job, run: "Run", world: "World | None") -> None:
+    """Refuse what cannot be sampled, then do the work in this process or in those of the layout, started here."""
+    from mplug.commands import Stopped, launch
+    from mplug_generate.decoding import Ranks, refuse_undivided
+
+    if world is not None or run.mesh.world_size == 1:
+        work(job)
+        return
+    tried, sampler = _prepared(job)
+    _built(tried, job)  # refuses before any process starts
+    refuse_undivided(sampler, Ranks(tried, sampler))
+    try:
+        launch(run.mesh.world_size, work, job)
+    except Stopped as stop:
+        raise SystemExit(128 + stop.signal) from None
+
+
+def work(job: Job, send: Callable[..., None] | None = None) -> None:
+    """Sample as one process; the first one prints and writes."""
+    from mplug.commands import among, launched
+    from mplug_generate.decoding import Ranks, refuse_undivided
+    from mplug_generate.fast_steps import compiled_step
+    from mplug_generate.token_steps import replays_for
+
+    world = launched()
+    run, sampler = _prepared(job)
+    with among(world, run):
+        _load(run, job)
+        ranks = Ranks(run, sampler)
+        refuse_undivided(sampler, ranks)
+        if run.rank == 0:
+            for message in sampler.replaced:
+                click.echo(f"mplug: {message}", err=True)
+        compiled, reason = compiled_step(run, sampler)
+        if run.rank == 0 and reason:
+            click.echo(f"mplug: the step of a token is not compiled, because {reason}", err=True)
+        replays, reasons = replays_for(run, sampler, compiled)
+        if run.rank == 0 and reasons and run.device.startswith("cuda"):
+            click.echo(f"mplug: no CUDA graph replays the step of a token, because {listed(reasons)}", err=True)
+        _sample(run, sampler, job, ranks, replays)
+
+
+def _prepared(job: Job) -> "tuple[Run, Sampler]":
+    """The run, which samples instead of training, and what will sample when its model is built."""
+    from mplug.commands import Registry, choose_device, resolve
+    from mplug_generate.sampler import Sampler, sampling_run
+
+    sampler = Sampler(padded=job.wanted.differ, graphs=job.wanted.graphs)
+    run = sampling_run(resolve(Registry(), job.base, job.overrides), sampler)
+    run.device = choose_device(run.config)
+    return run, sampler
+
+
+def _built(run: "Run", job: Job) -> "Model":
+    """The model on the meta device; UsageError if the weights are those of another one."""
+    from mplug.commands import build_model, refuse_other_model
+
+    model = build_model(run)
+    if job.published:
+        refuse_other_model(job.weights, model, run.config.checkpoint.pretrained)
+    return model
+
+
+def _load(run: "Run", job: Job) -> None:
+    """Build the model of the run and load its weights."""
+    from mplug.commands import allocate_parts, load_for_inference, load_public_for_inference
+
+    if not job.published:
+        load_for_inference(run, job.weights, job.verified)
+        return
+    model = _built(run, job)
+    allocate_parts(run, model)
+    load_public_for_inference(run, model, job.weights)
+
+
+def tokenizer_of(run: "Run", published: Path | None) -> Any:
+    """The tokenizer of a run's data (None if it has none), or that of a published folder."""
+    from mplug.commands import Registry, folder_tokenizer
+
+    return folder_tokenizer(Registry(), published) if published else run.hooks.call.build_tokenizer(run=run)
+
+
+def _sample(run: "Run", sampler: "Sampler", job: Job, ranks: "Alone", replays: "Replays") -> None:
+    from mplug_generate.decoding import sample
+    from mplug_generate.sampling import sample_key
+
+    wanted = job.wanted
+    tokenizer = tokenizer_of(run, job.weights if job.published else None)
+    keys = [sample_key(wanted.sampling.seed, number) for number in occurrences(wanted.encoded)]
+    for batch in wanted.batches():
+        encoded = wanted.encoded[batch]
+        texts = [Text(tokenizer, tokens, wanted.ends, wanted.stops) for tokens in encoded]
+        show = _Terminal(texts[0], run.rank == 0 and not wanted.lines)
+        if wanted.echo:
+            show.print(tokenizer.decode(encoded[0]))
+
+        def take(number: int, token: int, texts: Sequence[Text] = texts, show: _Terminal = show) -> bool:
+            has_ended = texts[number].take(token)
+            show.update()
+            return has_ended
+
+        sample(sampler, encoded, keys[batch], wanted.num_tokens, wanted.context, wanted.sampling, take, ranks, replays)
+        for text in texts:
+            text.finish()
+        show.finish()
+        if run.rank == 0 and wanted.lines:
+            lines = [output_line(*one) for one in zip(wanted.prompts[batch], texts, strict=True)]
+            _write(wanted.output, lines, is_first=batch.start == 0)
+
+
+class _Terminal:
+    """Prints a text as it grows."""
+
+    def __init__(self, text: Text, is_on: bool) -> None:
+        self.text, self.is_on = text, is_on
+
+    def print(self, words: str) -> None:
+        """Print without the end of a line; the terminal shows it at once."""
+        if self.is_on and words:
+            click.echo(words, nl=False)
+
+    def update(self) -> None:
+        """Print what is certain."""
+        self.print(self.text.shown())
+
+    def finish(self) -> None:
+        """Print the rest, and end the line."""
+        if self.is_on:
+            click.echo(self.text.shown(is_last=True))
+
+
+def _write(output: Path | None, lines: Sequence[str], *, is_first: bool) -> None:
+    """Print lines, or write them to a file; the first ones replace what the file holds."""
+    if output is None:
+        for line in lines:
+            click.echo(line)
+        return
+    try:
+        with output.open("w" if is_first else "a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+    except OSError as error:
+        raise RunError(f"cannot write --output '{output}': {error.strerror}") from None

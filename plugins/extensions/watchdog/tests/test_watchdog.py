@@ -1,0 +1,568 @@
+"""A process that hangs: which rank a run names, after how long, and what is no hang."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from mplug_testing import ExtensionSuite
+from mplug_testing.harness import tiny_run
+from mplug_watchdog import Watch, transport
+from mplug_watchdog.heartbeats import (
+    LONGEST_WRITE,
+    TICK,
+    Beat,
+    Durations,
+    Heartbeats,
+    Limits,
+    Place,
+    born,
+    main_thread,
+)
+from mplug_watchdog.listener import Listener, waited_for
+from mplug_watchdog.transport import Exchange, exchanging, reporting
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from mplug import Activity, PluginMessage, RunError, UsageError
+from mplug.distributed.launch import Pipes
+from mplug.training.assembly import build
+from mplug.training.loop import train
+from mplug.training.position import Position
+from mplug.training.prefetch import Feed
+
+STEP, EVALUATION, SAVING, WRITING = Activity.STEP, Activity.EVALUATION, Activity.SAVING, Activity.WRITING
+LIMITS = Limits(timeout=300, first=1800, multiple=10)
+BEAT = Beat(
+    rank=0,
+    number=1,
+    host="node01",
+    pid=1,
+    born="",
+    phrase="in step 5",
+    entered=7,
+    collectives={},
+    quiet=0,
+    allowed=300,
+    timeout=300,
+    first=1800,
+    at="loader.py:88 in read",
+)
+
+
+NO_EFFECT = "it decides when a run that hangs ends, and no run of the suite hangs"
+
+
+class TestWatchdog(ExtensionSuite):
+    plugin = "watchdog"
+    without_effect = {"timeout": NO_EFFECT, "first": NO_EFFECT, "multiple": NO_EFFECT}
+
+
+class Ranks:
+    """A run as its listener sees it: in each second, every rank that is not `stopped` sends a heartbeat."""
+
+    def __init__(self, *beats: Beat) -> None:
+        self.beats = {rank: replace(beat, rank=rank) for rank, beat in enumerate(beats)}
+        self.listener = Listener(self.beats)
+        self.stopped: set[int] = set()
+        self.second = 0
+
+    def seconds_until_verdict(self, limit: int, progress: Mapping[int, bool] | None = None) -> tuple[int, str] | None:
+        """When the run ends, and why; None if it goes on for `limit` seconds. Ranks with `progress` are never quiet."""
+        for second in range(1, limit + 1):
+            self.second += 1
+            self.listener.pass_time(1.0)
+            for rank, beat in self.beats.items():
+                if rank not in self.stopped:
+                    quiet = 0.0 if progress and progress.get(rank) else beat.quiet + 1.0
+                    self.beats[rank] = replace(beat, number=beat.number + 1, quiet=quiet)
+                    self.listener.hear(rank, self.beats[rank])
+            if (verdict := self.listener.verdict()) is not None:
+                return second, verdict.text
+        return None
+
+
+EVERYONE = dict.fromkeys(range(4), True)
+
+
+def test_a_rank_without_heartbeats_is_named_within_seconds_of_the_timeout() -> None:
+    ranks = Ranks(BEAT, BEAT, replace(BEAT, host="node02"), BEAT)
+    assert ranks.seconds_until_verdict(1000, progress=EVERYONE) is None
+    ranks.stopped = {2}
+    found = ranks.seconds_until_verdict(1000)
+    assert found is not None
+    assert 300 <= found[0] <= 302
+    assert found[1].startswith("rank 2 on node02, last seen in step 5, stopped sending heartbeats 301 s ago")
+    assert "extensions.watchdog.timeout=300 s" in found[1]
+
+
+def test_all_ranks_behind_a_cut_link_are_named_together() -> None:
+    there = replace(BEAT, host="node02")
+    ranks = Ranks(BEAT, BEAT, there, there)
+    assert ranks.seconds_until_verdict(1, progress=EVERYONE) is None
+    ranks.stopped = {3}
+    assert ranks.seconds_until_verdict(2, progress=EVERYONE) is None  # they beat at different moments
+    ranks.stopped = {2, 3}
+    found = ranks.seconds_until_verdict(1000)
+    assert found is not None
+    assert found[1].startswith("ranks 2 and 3 on node02, last seen in step 5, stopped sending heartbeats")
+
+
+def test_a_run_whose_processes_were_all_suspended_continues() -> None:
+    ranks = Ranks(BEAT, BEAT)
+    assert ranks.seconds_until_verdict(10, progress=EVERYONE) is None
+    ranks.listener.pass_time(100_000.0)
+    assert ranks.listener.verdict() is None
+    assert ranks.seconds_until_verdict(10, progress=EVERYONE) is None
+
+
+def test_a_process_without_a_first_heartbeat_is_named_after_the_timeout_first() -> None:
+    ranks = Ranks(BEAT, BEAT)
+    ranks.stopped = {1}
+    found = ranks.seconds_until_verdict(3000, progress=EVERYONE)
+    assert found is not None
+    assert 1800 <= found[0] <= 1802
+    assert found[1].startswith("rank 1, before the first heartbeat, stopped")
+
+
+def test_processes_without_heartbeats_and_those_that_are_done_are_not_watched() -> None:
+    silent = Listener(range(2))
+    for _ in range(10_000):
+        silent.pass_time(TICK)
+    assert silent.verdict() is None
+    ranks = Ranks(BEAT, BEAT)
+    ranks.listener.hear(1, replace(BEAT, rank=1, over=True))
+    ranks.stopped = {1}
+    assert ranks.seconds_until_verdict(5000, progress=EVERYONE) is None
+
+
+# All heartbeats come, and the main threads are stuck.
+
+
+def in_groups(**groups: tuple[int, ...]) -> list[Beat]:
+    """Ranks with these numbers of collectives: 'tp_01=(3, 4)' are those of ranks 0 and 1 in a group of the two."""
+    found = [BEAT] * 4
+    for name, numbers in groups.items():
+        for rank, number in zip(map(int, name.partition("_")[2]), numbers, strict=True):
+            found[rank] = replace(found[rank], rank=rank, collectives={**found[rank].collectives, name: number})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("beats", "named"),
+    [
+        (in_groups(dp_0123=(9, 9, 8, 9)), [2]),
+        (in_groups(dp_0123=(9, 8, 8, 9)), [1, 2]),
+        # Rank 3 waits for its tensor-parallel partner 2, rank 0 for its data-parallel partner 2, and rank 1 for rank 3.
+        (in_groups(tp_01=(40, 40), tp_23=(37, 38), dp_02=(5, 4), dp_13=(5, 4)), [2]),
+        ([replace(beat, entered=8 - (beat.rank == 3)) for beat in in_groups(dp_0123=(9, 8, 9, 9))], [3]),
+        # Point-to-point messages are not counted: who reads data, or does not communicate, is waited for.
+        ([replace(beat, reads=beat.rank == 1, waits=True) for beat in in_groups(pp_0123=(2, 2, 2, 2))], [1]),
+        ([replace(beat, waits=beat.rank != 1) for beat in in_groups(pp_0123=(2, 2, 2, 2))], [1]),
+        ([replace(beat, waits=True) for beat in in_groups(pp_0123=(2, 2, 2, 2))], [0, 1, 2, 3]),
+        # Every rank waits for another.
+        ([replace(beat, waits=True) for beat in in_groups(a_01=(3, 4), b_10=(3, 4), c_23=(1, 1))], [0, 1, 2, 3]),
+    ],
+)
+def test_the_rank_that_the_others_wait_for_is_found(beats: list[Beat], named: list[int]) -> None:
+    assert [beat.rank for beat in waited_for(beats)] == named
+
+
+def test_the_error_names_the_line_at_which_a_main_thread_is_stuck() -> None:
+    found = Ranks(*in_groups(dp_0123=(9, 9, 8, 9))).seconds_until_verdict(1000)
+    assert found is not None
+    assert 300 <= found[0] <= 302
+    assert found[1].startswith("rank 2 on node01, in step 5 at loader.py:88 in read, made no progress for 301 s")
+
+
+def test_if_no_rank_is_behind_the_error_lists_all_ranks() -> None:
+    found = Ranks(*[replace(BEAT, waits=True)] * 4).seconds_until_verdict(1000)
+    assert found is not None
+    assert "no rank has made progress for 301 s, and no rank is behind the others: ranks 0, 1, 2 and 3" in found[1]
+
+
+def test_ranks_may_wait_as_long_as_the_activity_of_the_rank_behind_may_take() -> None:
+    """Rank 0 saves for the first time, which may take 1,800 s; the others are in the next step already."""
+    ahead = replace(BEAT, entered=8)
+    saving = replace(BEAT, phrase="saving step 5", allowed=1800)
+    ranks = Ranks(saving, ahead, ahead, ahead)
+    assert ranks.seconds_until_verdict(1799) is None
+    found = ranks.seconds_until_verdict(10)
+    assert found is not None
+    assert found[1].startswith("rank 0 on node01, saving step 5 at")
+
+
+def test_no_rank_is_named_while_the_last_heartbeat_of_another_is_out_of_date() -> None:
+    """Rank 2's last heartbeat is old: it is not yet time to name it, and rank 1, which waits for it, is not named."""
+    beats = in_groups(dp_0123=(9, 8, 9, 9))
+    ranks = Ranks(*[replace(beat, quiet=290) for beat in beats])
+    ranks.listener.hear(2, ranks.beats[2])
+    ranks.stopped = {2}
+    assert ranks.seconds_until_verdict(299) is None
+    found = ranks.seconds_until_verdict(10)
+    assert found is not None
+    assert found[1].startswith("rank 2 ")
+
+
+# What a process reports.
+
+
+def nothing_begun() -> dict[str, dict[str, int]]:
+    return {"main": {}, "saves": {}}
+
+
+def heartbeats(
+    durations: Durations,
+    begun: Callable[[], Mapping[str, Mapping[str, int]]] = nothing_begun,
+    place: Callable[[], int] = int,
+) -> Heartbeats:
+    return Heartbeats(3, durations, LIMITS, begun, lambda: Place("file.py:1 in f", place(), reads=False, waits=False))
+
+
+def enter(durations: Durations, name: str, step: int) -> None:
+    durations.begin(Activity(name, step, durations.activity.number + 1))
+
+
+def test_a_limit_follows_the_longest_activity_of_its_kind() -> None:
+    durations = Durations()
+    beats = heartbeats(durations)
+    enter(durations, STEP, 1)
+    for _ in range(100):
+        beats.next(TICK)
+    assert beats.next(TICK).allowed == 1800
+    enter(durations, STEP, 2)
+    assert beats.next(TICK).allowed == pytest.approx(1010)
+    enter(durations, EVALUATION, 2)
+    assert beats.next(TICK).allowed == 1800
+    enter(durations, SAVING, 2)
+    assert beats.next(TICK).allowed == 1800
+    enter(durations, EVALUATION, 3)
+    assert beats.next(TICK).allowed == 300
+    assert beats.next(TICK).phrase == "in the evaluation after step 3"
+
+
+def test_the_second_duration_of_an_activity_replaces_the_first_which_compiles() -> None:
+    durations = Durations()
+    beats, allowed = heartbeats(durations), []
+    for step, seconds in enumerate((600, 50, 40, 70, 60)):
+        enter(durations, STEP, step)
+        for _ in range(seconds):
+            beats.next(TICK)
+        allowed.append(durations.allowed(LIMITS))
+    assert allowed == pytest.approx([1800, 6000, 500, 500, 700])
+
+
+def test_a_wait_for_an_asynchronous_write_may_take_hours_and_does_not_count_as_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saves return after a second of staging, and every wait for what they write takes an hour."""
+    settings = {"trainer.steps": 2, "checkpoint.every": 1, "trainer.eval_every": 0, "extensions.watchdog.timeout": 300}
+    run = tiny_run(settings)
+    run.directory = tmp_path / "run"
+    watch = run.hooks.call.supervise(run=run)
+    assert isinstance(watch, Watch)
+    beats, activities, over = watch._heartbeats, list[str](), list[float]()
+    monkeypatch.setattr(beats, "place", lambda: Place("", 0, reads=False, waits=False))
+    original = run.enter
+
+    def recorded(activity: str, step: int = 0) -> None:
+        original(activity, step)
+        activities.append(activity)
+
+    def taking(seconds: int) -> None:
+        found = [beats.next(TICK) for _ in range(seconds)]
+        over.extend(beat.quiet for beat in found if beat.quiet > beat.allowed)
+
+    saver = SimpleNamespace(
+        wait=lambda: taking(3600), saved=list, expected_seconds=float, let_finish=lambda: None, expect=lambda _: None
+    )
+    monkeypatch.setattr("mplug.training.position.Saver", lambda _: saver)
+    monkeypatch.setattr(Position, "save", lambda _: taking(1))
+    monkeypatch.setattr(run, "enter", recorded)
+    train(run)
+    assert over == []
+    first = activities.index(STEP)
+    saved = [activity for activity in activities[first:] if activity != EVALUATION]
+    assert saved == [STEP, WRITING, SAVING, STEP, WRITING, SAVING, WRITING, "ending the run"]
+    assert LONGEST_WRITE > 3600
+
+
+def test_collectives_of_the_thread_that_saves_are_progress_and_name_no_rank() -> None:
+    durations, begun = Durations(), {"main": {"dp": 3}, "saves": {"all": 5}}
+    beats = heartbeats(durations, lambda: deepcopy(begun))
+    counted = dict[str, int]()
+    for activity in (STEP, EVALUATION, SAVING, WRITING):
+        enter(durations, activity, 1)
+        counted[activity] = len(beats.next(TICK).collectives)
+    assert counted == {STEP: 1, EVALUATION: 1, SAVING: 2, WRITING: 2}
+    enter(durations, STEP, 2)
+    assert [beats.next(TICK).quiet for _ in range(2)] == [0, 1]
+    begun["saves"]["all"] += 1
+    assert beats.next(TICK).quiet == 0
+
+
+def test_progress_is_a_new_activity_or_collective_and_in_an_unmeasured_activity_a_main_thread_that_moves() -> None:
+    durations, begun, places = Durations(), {"main": {"dp": 0}, "saves": {}}, iter(range(1000))
+    beats = heartbeats(durations, lambda: deepcopy(begun), lambda: next(places))
+    enter(durations, STEP, 1)
+    assert [beats.next(TICK).quiet for _ in range(3)] == [0, 0, 0]  # it compiles
+    enter(durations, STEP, 2)
+    assert [beats.next(TICK).quiet for _ in range(3)] == [0, 1, 2]
+    begun["main"]["dp"] += 1
+    assert [beats.next(TICK).quiet for _ in range(2)] == [0, 1]
+    enter(durations, STEP, 3)
+    assert [beats.next(TICK).quiet for _ in range(2)] == [0, 1]
+
+
+def test_time_in_which_a_process_is_suspended_does_not_count() -> None:
+    durations = Durations()
+    beats = heartbeats(durations)
+    beats.next(TICK)
+    assert beats.next(100_000).quiet <= 2 * TICK
+    assert durations.clock <= 3 * TICK
+
+
+class Asks:
+    """A loader whose next micro batch asks another thread where the main thread is."""
+
+    vocab_size = 2
+
+    def take(self, num_samples: int) -> Iterator[Any]:
+        with ThreadPoolExecutor(1) as pool:
+            yield {"place": torch.tensor(pool.submit(self.look).result())}
+
+    def look(self) -> int:
+        self.place = main_thread()
+        return 0
+
+
+def test_a_heartbeat_says_that_the_main_thread_waits_for_its_loader_and_where() -> None:
+    loader = Asks()
+    next(Feed(loader, "cpu").take(1))  # type: ignore[arg-type]
+    assert loader.place.reads
+    assert "test_watchdog.py:" in loader.place.at
+    assert loader.place.at.endswith("in take")
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(main_thread).result().reads
+
+
+# On their way.
+
+
+def test_the_launcher_kills_the_rank_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr("os.killpg", lambda pid, _: killed.append(pid))
+    listener = Listener(range(2))
+    lines = Pipes(2, listener)
+    lines.pids = {0: 1000, 1: 1001}  # as `Started` tells them
+    for rank, end in enumerate(lines.child_ends):
+        end.send(PluginMessage(replace(BEAT, rank=rank)))
+        end.send(9)  # a step begins after the heartbeat
+    for _ in range(2):
+        lines.listen(0.0)
+    listener.last_beats[1].silent = 301.0
+    lines.end_hang()
+    assert killed == [1001]
+    assert str(lines.first_failure({})).startswith("rank 1 on node01, last seen in step 9, stopped sending heartbeats")
+    assert lines.failing_for() > 0
+    lines.end_hang()
+    assert killed == [1001]
+    lines.close()
+
+
+def test_the_last_heartbeat_says_whether_the_process_ended_without_an_error() -> None:
+    heard: list[Any] = []
+    with reporting(heartbeats(Durations()), heard.append):
+        pass
+    assert heard[-1].content.over
+    with pytest.raises(ZeroDivisionError), reporting(heartbeats(Durations()), heard.append):
+        raise ZeroDivisionError
+    assert not heard[-1].content.over
+
+
+class Recorded(Exchange):
+    """An exchange that ends nothing, and keeps why it would."""
+
+    text = ""
+
+    def _end(self, text: str, named: Any) -> None:
+        self.text = self.text or text
+        self._over.set()
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
+    """A store at which the exchanges of this process meet, twenty times a second."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    monkeypatch.setattr(transport, "TICK", 0.05)
+    return store
+
+
+def exchange(rank: int, timeout: float, size: int = 3) -> Recorded:
+    limits, durations = Limits(timeout, 60, 10), Durations()
+    enter(durations, STEP, 4)
+    place = Place("a.py:1 in f", 0, reads=False, waits=True)
+    return Recorded(Heartbeats(rank, durations, limits, nothing_begun, lambda: place), size=size, attempt="0")
+
+
+def until(condition: Callable[[], Any], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.01)
+
+
+def test_all_ranks_read_the_name_of_the_stopped_rank_from_the_store(store: TCPStore) -> None:
+    ranks = [exchange(rank, timeout=3) for rank in range(3)]
+    with ranks[0].running(), ranks[1].running():
+        ranks[2]._exchange(ranks[2]._connected())  # one heartbeat
+        until(lambda: ranks[0].text and ranks[1].text)
+    assert ranks[0].text == ranks[1].text
+    assert ranks[0].text.startswith("rank 2 on ")
+    assert "last seen in step 4, stopped sending heartbeats" in ranks[0].text
+
+
+def test_the_other_ranks_name_rank_0_if_it_sends_no_heartbeat(store: TCPStore) -> None:
+    ranks = [exchange(rank, timeout=2) for rank in range(3)]
+    ranks[0]._exchange(ranks[0]._connected())
+    with ranks[1].running():
+        until(lambda: ranks[1].text)
+    assert ranks[1].text.startswith("rank 0 on ")
+
+
+def test_if_the_store_does_not_answer_the_error_names_rank_0_and_its_machine(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = exchange(1, timeout=1)
+    answers = threading.Event()
+    monkeypatch.setattr(rank, "_exchange", lambda _: answers.wait(60))
+    with rank.running():
+        until(lambda: rank.text)
+        answers.set()  # before the block joins the thread
+    assert rank.text.startswith("rank 0 stopped answering")
+    assert rank.address in rank.text
+
+
+def test_the_error_for_a_broken_connection_names_the_lost_rank(store: TCPStore) -> None:
+    peers = [exchange(rank, timeout=60) for rank in (0, 2)]
+    peers[1]._exchange(peers[1]._connected())
+    own = exchange(1, timeout=60).heartbeats
+    with peers[0].running(), pytest.raises(RunError) as failure, exchanging(own, size=3, attempt="0"):
+        raise RuntimeError("Connection closed by peer [10.0.0.2]")
+    assert str(failure.value).startswith("rank 2 on ")
+    assert "died or is unreachable" in str(failure.value)
+    assert "Connection closed by peer" in str(failure.value.__cause__)
+
+
+def test_a_standstill_is_found_although_heartbeats_of_many_ranks_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    own = exchange(0, timeout=300, size=2048)
+    assert own.interval == 8
+    own._latest = replace(own._latest, quiet=301, allowed=300)
+    for rank in range(1, 2048):
+        own.listener.hear(rank, replace(own._latest, rank=rank))
+    own.listener.pass_time(own.interval)
+    verdict = own._verdict()
+    assert verdict is not None
+    assert "no rank has made progress for 301 s" in verdict.text
+
+
+def test_an_error_of_the_connection_to_the_store_does_not_end_the_run(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, peers, calls = exchange(1, timeout=60), exchange(0, timeout=60), list[Any]()
+    peers._exchange(peers._connected())
+    done = rank._exchange
+
+    def failing_at_first(connection: Any) -> None:
+        calls.append(connection)
+        if len(calls) in (2, 4):
+            raise RuntimeError("Connection reset by peer")
+        done(connection)
+
+    monkeypatch.setattr(rank, "_exchange", failing_at_first)
+    with rank.running():
+        until(lambda: len(calls) > 5, seconds=5)
+    assert rank.text == ""
+    assert len({id(connection) for connection in calls[:5]}) == 3
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:99"),
+        RuntimeError("NCCL error: remote process exited or there was a network error"),
+        dist.DistBackendError("a collective of another rank was aborted"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_the_error_for_a_connection_that_breaks_in_a_plugins_code_names_the_lost_rank(
+    store: TCPStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: RuntimeError
+) -> None:
+    peers = [exchange(rank, timeout=60) for rank in (0, 2)]
+    peers[1]._exchange(peers[1]._connected())
+    run = tiny_run({"trainer.steps": 2})
+    run.directory = tmp_path / "run"
+    plugin = dict[str, Any](__name__="mplug_adamw.waiting", error=error)
+    exec("def step(*_, **__):\n    raise error", plugin)
+    monkeypatch.setattr(type(build(run).optimizer), "step", plugin["step"])
+    own = exchange(1, timeout=60).heartbeats
+    with peers[0].running(), pytest.raises(RunError) as failure, exchanging(own, size=3, attempt="0"):
+        train(run)
+    assert str(failure.value).startswith("rank 2 on ")
+    assert failure.value.__cause__ is error
+
+
+def test_a_process_is_identified_by_its_start_time() -> None:
+    assert born(os.getpid()) == born(os.getpid()) != ""
+    assert born(2**22 + 1) == ""
+
+
+# Its settings.
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"timeout": 1}, "must be 0, or at least 3"),
+        ({"timeout": 1e9}, "must be less than or equal to 10000000"),
+        ({"first": 1e300}, "must be less than or equal to 10000000"),
+        ({"multiple": 1e5}, "must be less than or equal to 10000"),
+    ],
+    ids=str,
+)
+def test_a_timeout_that_no_run_can_use_is_refused(settings: dict[str, float], sentence: str) -> None:
+    with pytest.raises(UsageError, match=rf"extensions.watchdog.{next(iter(settings))} \(.*\): {sentence}"):
+        tiny_run({"extensions.watchdog": settings})
+
+
+def collective_seconds(**settings: float) -> float:
+    run = tiny_run({"extensions.watchdog": settings})
+    watch: Watch = run.hooks.call.supervise(run=run)
+    return watch.collective_seconds
+
+
+def test_torch_ends_a_collective_long_after_the_watchdog_acts() -> None:
+    assert collective_seconds() == 24 * 3600
+    assert collective_seconds(timeout=1e5, first=1e6) >= 2e6
+    assert collective_seconds(timeout=0, first=3600) == 3600
+    assert collective_seconds(timeout=0, first=60) == 1800
+
+
+def test_a_timeout_of_0_sends_no_heartbeat() -> None:
+    run, sent = tiny_run({"extensions.watchdog.timeout": 0}), list[Any]()
+    watch: Watch = run.hooks.call.supervise(run=run)
+    with watch.report(sent.append), watch.exchange("job"):
+        pass
+    assert sent == []

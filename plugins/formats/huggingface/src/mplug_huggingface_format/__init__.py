@@ -1,0 +1,68 @@
+"""Folders of Hugging Face's libraries: models of transformers (config.json, safetensors), and adapters of PEFT."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mplug import DescribedModel, Format, PublicSettings, UsageError, listed
+from mplug_huggingface_format.config_file import CONFIG, architectures_of, read_json
+from mplug_huggingface_format.model_config import config_of, has_forms, settings_of
+
+if TYPE_CHECKING:
+    from mplug import Export, ExportOptions, FolderWeights, Model, PublishedFolder, Run, RunConfig
+
+
+class HuggingFace(Format):
+    """A whole model, as the library transformers reads and writes it. Adapters are merged into the weights."""
+
+    def describe(self, folder: Path) -> DescribedModel:
+        """The architectures that config.json names."""
+        path = folder / CONFIG
+        return DescribedModel(path, tuple(architectures_of(read_json(path))))
+
+    def settings(self, folder: Path, family: type[Any]) -> PublicSettings | None:
+        """The settings by the family's table of its config.json (`public_forms`)."""
+        return settings_of(family, read_json(folder / CONFIG))
+
+    def end_tokens(self, folder: Path) -> frozenset[int]:
+        """Those of generation_config.json, else those of config.json."""
+        files = [folder / "generation_config.json", folder / CONFIG]
+        for fields in (read_json(file) for file in files if file.is_file()):
+            found: Any = fields.get("eos_token_id")
+            if found is not None:
+                ends = found if isinstance(found, list) else [found]
+                if not all(type(end) is int for end in ends):
+                    raise UsageError(f"'{folder}' has the end tokens {listed(map(repr, ends))}; they must be integers")
+                return frozenset(ends)
+        return frozenset()
+
+    def form_of(self, config: "RunConfig") -> str | None:
+        """The architecture of the config.json that an export writes."""
+        return str(config_of(config)["architectures"][0]) if has_forms(config) else None
+
+    def open_published(self, folder: Path) -> "PublishedFolder":
+        """The folder, whose headers are read."""
+        from mplug_huggingface_format.opened import open_folder  # imports torch
+
+        return open_folder(folder)
+
+    def export(self, run: "Run", model: "Model", options: "ExportOptions") -> "Export":
+        """The whole model, with the files that the original folder has beside the weights."""
+        from mplug_huggingface_format.export import whole_model  # imports torch
+
+        return whole_model(run, model, options)
+
+
+class PEFT(Format):
+    """The adapters of a model alone, as the library PEFT reads and writes them."""
+
+    def export(self, run: "Run", model: "Model", options: "ExportOptions") -> "Export":
+        """The adapters of the run, which their plugin describes (`mplug.Adapters`)."""
+        from mplug_huggingface_format.export import adapters_alone  # imports torch
+
+        return adapters_alone(run, model, options)
+
+    def open_adapters(self, folder: Path, model: "Model") -> "FolderWeights":
+        """The adapters in a folder, compared with those of the model."""
+        from mplug_huggingface_format.adapter_folder import checked, open_adapters  # imports torch
+
+        return checked(open_adapters(folder), model)

@@ -1,0 +1,52 @@
+"""The config.json of a run's model, by the tables of its family (`public_forms`). Imports no torch."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mplug_nn import differences, form_of, forms_of, written_config
+
+from mplug import PublicSettings, UsageError
+from mplug_huggingface_format.config_file import read_json
+
+if TYPE_CHECKING:
+    from mplug import RunConfig
+
+
+def settings_of(family: Any, fields: Mapping[str, Any]) -> PublicSettings | None:
+    """What a config.json describes for a family; None if it has no tables. ValueError for unsupported content."""
+    forms = forms_of(family)
+    return form_of(forms, fields).read(fields) if forms else None
+
+
+def config_of(config: "RunConfig") -> dict[str, Any]:
+    """The config.json of a run's model. Raises UsageError if its family has no published form for it."""
+    chosen = _family_of(config)
+    if not forms_of(chosen.plugin):
+        raise UsageError(f"{chosen.label} ({chosen.entry.origin}) writes no published checkpoints")
+    try:
+        return written_config(chosen.plugin, chosen.config)
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"the model of {chosen.label} has no published form: {reason}") from None
+
+
+def describes(config: "RunConfig", path: Path) -> bool:
+    """Whether a config.json describes the model of a run. UsageError if its family cannot read it."""
+    chosen = _family_of(config)
+    try:
+        found = settings_of(chosen.plugin, read_json(path))
+    except ValueError as error:
+        raise UsageError(
+            f"{chosen.label} cannot read '{path}': {' '.join(str(error).split())}; use a checkpoint that it supports"
+        ) from None
+    return found is not None and not differences(type(chosen.config), chosen.config, found)
+
+
+def has_forms(config: "RunConfig") -> bool:
+    """Whether a run's family has tables."""
+    return bool(forms_of(_family_of(config).plugin))
+
+
+def _family_of(config: "RunConfig") -> Any:
+    return next(one for one in config.chosen if one.section == ("model",))

@@ -1,0 +1,608 @@
+"""Published checkpoints: what the transformers library computes and writes is what mplug computes and writes."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers")
+
+from mplug_huggingface_format.decoders import weight_decoder  # noqa: E402
+from mplug_huggingface_format.folder import open_public  # noqa: E402
+from published import (  # noqa: E402
+    FAMILIES,
+    VOCAB,
+    Made,
+    Reads,
+    at,
+    edited,
+    loaded,
+    logits,
+    require_fitting,
+    rewritten,
+    run_of,
+    save,
+    tensors,
+)
+
+from mplug.errors import UsageError  # noqa: E402
+from mplug.gradients.region import region  # noqa: E402
+from mplug.training.loop import train  # noqa: E402
+
+Cli = Callable[..., CompletedProcess[str]]
+TOKENS = torch.randint(0, VOCAB, (2, 24), generator=torch.Generator().manual_seed(3))
+ONE_STEP = {
+    "trainer.steps": 1,
+    "trainer.global_batch_size": 2,
+    "trainer.eval_every": 0,
+    "optimizer.lr": 1e-30,
+    "optimizer.weight_decay": 0.0,
+}
+"""With this learning rate, the weights of a checkpoint are those that the run began with."""
+
+
+def quick(*names: str) -> list[Any]:
+    """All families: those of `names` in the quick tests, the others in the wide set."""
+    wide = pytest.mark.wide("families")
+    return [name if name in names else pytest.param(name, marks=wide) for name in FAMILIES]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made(tmp_path_factory.mktemp("families"))
+
+
+def require_equal(found: Path, expected: Path) -> None:
+    one, other = tensors(found), tensors(expected)
+    assert one.keys() == other.keys()
+    for name, (file, tensor) in other.items():
+        assert one[name][0] == file
+        assert one[name][1].dtype == tensor.dtype
+        assert torch.equal(one[name][1], tensor), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_library(family: str, models: Made) -> None:
+    folder, theirs = models[family]
+    _, ours = loaded(folder)
+    with torch.no_grad():
+        expected = theirs(TOKENS).logits
+    assert expected.abs().max() > 0.5
+    assert (logits(ours, TOKENS) - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("family", quick("gpt2", "gpt-oss"))
+def test_the_export_of_an_import_is_equal_bit_by_bit(family: str, tmp_path: Path, cli_here: Cli) -> None:
+    source = tmp_path / "source"
+    save(FAMILIES[family](), source, 2, torch.bfloat16)
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    run = run_of(source, ONE_STEP)
+    run.directory = tmp_path / "runs" / "imported"
+    train(run)
+    shutil.copytree(source, tmp_path / "original")
+    shutil.rmtree(source)  # the run has kept what it needs
+    result = cli_here("checkpoint", "export", "--to", "huggingface", "exported")
+    assert result.returncode == 0, result.stderr
+    require_equal(tmp_path / "exported", tmp_path / "original")
+    for name in ("config.json", "generation_config.json", "chat_template.jinja"):
+        assert (tmp_path / "exported" / name).read_bytes() == (tmp_path / "original" / name).read_bytes()
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
+    _, ours = loaded(tmp_path / "exported")
+    with torch.no_grad():
+        expected = again(TOKENS).logits
+    assert (expected - logits(ours, TOKENS)).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("family", quick("mixtral"))
+def test_a_run_from_scratch_is_exported_with_a_config_of_its_own(
+    family: str, models: Made, tmp_path: Path, cli_here: Cli
+) -> None:
+    """The config is written by the family, not kept: the settings alone describe the model."""
+    folder, theirs = models[family]
+    run = run_of(folder, ONE_STEP)
+    run.directory = tmp_path / "runs" / "scratch"
+    train(run)
+    shutil.rmtree(run.directory / "published")
+    result = cli_here("checkpoint", "export", "--to", "huggingface", "exported", "--shard-size", "1e-4")
+    assert result.returncode == 0, result.stderr
+    assert len(list((tmp_path / "exported").glob("*.safetensors"))) > 1
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.equal(again(TOKENS).logits, theirs(TOKENS).logits)
+
+
+@pytest.mark.parametrize("family", quick("gpt2", "gpt-oss"))
+def test_each_rank_reads_its_own_boxes_and_at_most_one_tensor_more(
+    family: str, models: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three files under tp2pp2. The test counts the bytes that a rank reads: its memory depends on the system."""
+    folder, _ = models[family]
+    whole = {name: parameter.data for name, parameter in loaded(folder)[1].parameters().items()}
+    largest = max(tensor.nbytes for _, tensor in tensors(folder).values())
+    everything = sum(tensor.nbytes for _, tensor in tensors(folder).values())
+    for rank in range(4):
+        with monkeypatch.context() as patch:
+            reads = Reads(patch)
+            _, model = loaded(folder, "tp2pp2", rank)
+        own = 0
+        for name, parameter in model.parameters().items():
+            for box in model.placements[name].boxes(rank):
+                assert torch.equal(region(parameter.data, box), at(whole[name], box)), name
+                own += 4 * box.numel
+        assert own < everything / 2
+        assert reads.total <= own + largest
+        assert reads.largest <= largest
+
+
+def test_what_is_divided_in_other_ways_is_read_too(models: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts, and rows at rest, whose boxes cut through heads and segments."""
+    folder, _ = models["mixtral"]
+    whole = {name: parameter.data for name, parameter in loaded(folder)[1].parameters().items()}
+    for layout in ("tp2ep2", "fsdp2ep2", "fsdp2tp2"):
+        for rank in range(4 if "tp" in layout else 2):
+            _, model = loaded(folder, layout, rank)
+            for name, parameter in model.parameters().items():
+                for box in model.placements[name].boxes(rank):
+                    assert torch.equal(region(parameter.data, box), at(whole[name], box)), (layout, rank, name)
+
+
+# Quantised weights.
+
+
+def quantise(source: Path, target: Path, block: int) -> Path:
+    """Quantise the matrices of a folder block by block; returns the folder of the dequantised twin."""
+    config, twin = json.loads((source / "config.json").read_text()), target.with_name("twin")
+    stored, plain = {}, {}
+    for name, (_, tensor) in tensors(source).items():
+        if tensor.dim() != 2 or "gate.weight" in name or "embed" in name or "lm_head" in name:
+            stored[name] = plain[name] = tensor
+            continue
+        rows, columns = (-(-size // block) for size in tensor.shape)
+        factors, codes, exact = torch.zeros(rows, columns), torch.zeros(tensor.shape), torch.zeros(tensor.shape)
+        for i in range(rows):
+            for j in range(columns):
+                at = slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block)
+                factors[i, j] = tensor[at].abs().max() / 448
+                codes[at] = (tensor[at] / factors[i, j]).to(torch.float8_e4m3fn).float()
+                exact[at] = codes[at] * factors[i, j]
+        stored[name], plain[name] = codes.to(torch.float8_e4m3fn), exact
+        stored[f"{name}_scale_inv"] = factors
+    for folder, weights in ((target, stored), (twin, plain)):
+        folder.mkdir()
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+        quantised = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [block, block]}
+        config["quantization_config"] = quantised if folder == target else None
+        (folder / "config.json").write_text(json.dumps(config))
+    return twin
+
+
+def test_a_quantised_folder_equals_its_dequantised_twin(models: Made, tmp_path: Path) -> None:
+    """Blocks of 12, which no rank's box is a multiple of."""
+    twin = quantise(models["mixtral"][0], tmp_path / "quantised", 12)
+    assert open_public(tmp_path / "quantised").quantisation is not None
+    for layout, ranks in (("", 1), ("tp2pp2", 4)):
+        for rank in range(ranks):
+            (_, found), (_, expected) = (loaded(folder, layout, rank) for folder in (tmp_path / "quantised", twin))
+            pairs = zip(found.parameters().items(), expected.parameters().values(), strict=True)
+            assert all(torch.equal(one, other) for (name, one), other in pairs)
+    exact = dict(loaded(models["mixtral"][0])[1].parameters().items())
+    for name, one in loaded(twin)[1].parameters().items():
+        assert torch.equal(one, exact[name]) == (
+            name.endswith(("norm1.weight", "norm2.weight", "router.weight")) or (not name.startswith("blocks"))
+        )
+        assert (one - exact[name]).abs().max() < 0.07
+
+
+def slices(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))
+
+
+def test_mxfp4_is_decoded_as_the_library_decodes_it() -> None:
+    """Any box, also one that begins inside a group of 32 values."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(1)
+    blocks = torch.randint(0, 256, (3, 10, 4, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(100, 140, (3, 10, 4), generator=generator, dtype=torch.uint8)
+    whole = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)  # [E, in, out]
+    assert whole.shape == (3, 128, 10)
+    decoder, stored = weight_decoder({"quant_method": "mxfp4"}), {"up_blocks": blocks, "up_scales": scales}
+    assert decoder.stored("up", (3, 128, 10), stored) == {"up_blocks": (3, 10, 4, 16), "up_scales": (3, 10, 4)}
+    assert decoder.stored("down", (3, 128, 10), stored) == {}
+    for start, shape in (((0, 0, 0), (3, 128, 10)), ((1, 37, 2), (1, 60, 5)), ((2, 127, 9), (1, 1, 1))):
+        boxes = decoder.boxes("up", start, shape)
+        parts = {name: stored[name][slices(low, length)] for name, (low, length) in boxes.items()}
+        found = decoder.decode("up", start, shape, parts)
+        assert torch.equal(found, whole[slices(start, shape)])
+    assert boxes["up_blocks"] == ((2, 9, 3, 0), (1, 1, 1, 16)), "one group of 32 values"
+
+
+def pack_experts(source: Path, target: Path) -> Path:
+    """Replace the experts of a gpt-oss by random MXFP4 weights; returns the folder of the dequantised twin."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    config, twin = json.loads((source / "config.json").read_text()), target.with_name("twin")
+    generator = torch.Generator().manual_seed(2)
+    stored, plain = {}, {}
+    for name, (_, tensor) in tensors(source).items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            stored[name] = plain[name] = tensor
+            continue
+        experts, inside, outside = tensor.shape
+        groups = (experts, outside, inside // 32)
+        blocks = torch.randint(0, 256, (*groups, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(120, 126, groups, generator=generator, dtype=torch.uint8)
+        stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
+        plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+    for folder, weights in ((target, stored), (twin, plain)):
+        folder.mkdir()
+        save_file(weights, folder / "model.safetensors")
+        config["quantization_config"] = {"quant_method": "mxfp4"} if folder == target else None
+        (folder / "config.json").write_text(json.dumps(config))
+    return twin
+
+
+def test_packed_experts_equal_their_dequantised_twin(tmp_path: Path) -> None:
+    save(FAMILIES["gpt-oss"](intermediate_size=64, num_hidden_layers=2), tmp_path / "source")
+    twin = pack_experts(tmp_path / "source", tmp_path / "packed")
+    for layout, ranks in (("", 1), ("tp2ep2", 2)):
+        for rank in range(ranks):
+            (_, found), (_, expected) = (loaded(folder, layout, rank) for folder in (tmp_path / "packed", twin))
+            for name, parameter in expected.parameters().items():
+                assert torch.equal(found.parameters()[name], parameter), name
+    library = transformers.AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32)
+    with torch.no_grad():
+        expected = library(TOKENS).logits
+    assert (logits(loaded(tmp_path / "packed")[1], TOKENS) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+# Generation.
+
+
+def with_tokenizer(folder: Path) -> Any:
+    """Give a folder a byte-level tokenizer, with a start token that its post-processor adds, and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<s>", "</s>", "<|user|>", "<|answer|>"]
+    tokenizer = Tokenizer(models.BPE({text: number for number, text in enumerate([*special, *alphabet])}, []))
+    tokenizer.add_special_tokens(special)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    made.chat_template = (
+        "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>{{ message.content | trim }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|answer|>{% endif %}"
+    )
+    made.save_pretrained(folder)
+    return made
+
+
+@pytest.mark.parametrize("family", quick("gpt2"))
+def test_greedy_text_is_that_of_the_library(family: str, models: Made, tmp_path: Path, cli_here: Cli) -> None:
+    """64 tokens, once after a prompt and once as an answer in the folder's chat template; then up to an end token."""
+    shutil.copytree(models[family][0], tmp_path / "folder")
+    tokenizer, theirs = with_tokenizer(tmp_path / "folder"), models[family][1]
+    prompt = tokenizer("What is 2 + 3?", return_tensors="pt").input_ids
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": " Hello "}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    ).input_ids
+
+    def expected(tokens: Tensor) -> Tensor:
+        """[tokens of the prompt and 64 more]."""
+        options = {"attention_mask": torch.ones_like(tokens), "do_sample": False, "pad_token_id": 0}
+        return theirs.generate(tokens, max_new_tokens=64, **options)[0]
+
+    fields = json.loads((tmp_path / "folder" / "config.json").read_text())
+    kernel = ("--attention", "reference") if fields.get("sliding_window") else ()
+    words = ("generate", "--pretrained", "folder", "--tokens", "64", "--temperature", "0", *kernel, "--prompt")
+    result = cli_here(*words, "What is 2 + 3?")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == tokenizer.decode(expected(prompt), skip_special_tokens=True) + "\n"
+    answer = expected(chat)[chat.shape[1] :]
+    result = cli_here(*words, " Hello ", "--chat")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == tokenizer.decode(answer, skip_special_tokens=True) + "\n"
+    end, place = max(((int(token), answer.tolist().index(token)) for token in answer), key=lambda pair: pair[1])
+    assert place > 0
+    (tmp_path / "folder" / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, end]}))
+    shorter = cli_here(*words, " Hello ", "--chat").stdout
+    assert shorter == tokenizer.decode(answer[:place], skip_special_tokens=True) + "\n"
+
+
+def test_many_prompts_give_the_texts_that_each_gives_alone(models: Made, tmp_path: Path, cli_here: Cli) -> None:
+    """From a file, in batches, under tp2, and each alone."""
+    shutil.copytree(models["gpt2"][0], tmp_path / "folder")
+    with_tokenizer(tmp_path / "folder")
+    (tmp_path / "some.txt").write_text("Why?\nWhat is 2 + 3?\nWhy?\n")
+    words = ("generate", "--pretrained", "folder", "--tokens", "12", "--seed", "3", "--temperature", "2")
+    files = ("--prompts", "some.txt", "--output")
+    result = cli_here(*words, *files, "all.jsonl", "--batch-size", "3")
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == ["Why?", "What is 2 + 3?", "Why?"]
+    assert lines[0]["completion"] != lines[2]["completion"], "a prompt that comes again gets another text"
+    alone = cli_here(*words, "--prompt", lines[1]["prompt"])
+    assert alone.stdout == lines[1]["prompt"] + lines[1]["completion"] + "\n", alone.stderr
+    result = cli_here(*words, *files, "divided.jsonl", "--batch-size", "2", "--parallel", "tp2")
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "divided.jsonl").read_text() == (tmp_path / "all.jsonl").read_text()
+    stop = lines[1]["completion"][5:7]
+    printed = cli_here(*words, "--prompts", "some.txt", "--stop", stop).stdout.splitlines()
+    shorter = json.loads(printed[1])
+    assert (shorter["completion"], shorter["ended"]) == (lines[1]["completion"].partition(stop)[0], "stop")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--prompts", "some.txt", "--prompt", "a"), "--prompt is one prompt, and --prompts a file of them"),
+        (("--output", "o"), "--output is the file for the texts of --prompts"),
+        (("--prompts", "some.txt", "--output", "some.txt"), "both name 'some.txt'"),
+        (("--prompts", "some.txt", "--output", "none/o"), "cannot write --output 'none/o'"),
+        (("--prompts", "long.txt"), "'long.txt', line 2 has 101 tokens, and the model supports 96"),
+        (("--stop", ""), "--stop is empty"),
+        (("--prompt", "a\udcff"), "--prompt has bytes that are no characters in UTF-8"),
+        (("--stop", "\udcff"), "--stop has bytes that are no characters in UTF-8"),
+        (("--parallel", "cp2"), "divides the sequence of a sample (cp=2)"),
+        (("--prompts", "some.txt", "--output", "earlier", "--parallel", "cp2"), "divides the sequence of a sample"),
+        (("--prompts", "some.txt", "--output", "new", "--parallel", "cp2"), "divides the sequence of a sample"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_before_weights_are_read(
+    words: tuple[str, ...], sentence: str, models: Made, tmp_path: Path, cli_here: Cli
+) -> None:
+    shutil.copytree(models["gpt2"][0], tmp_path / "folder")
+    with_tokenizer(tmp_path / "folder")
+    (tmp_path / "some.txt").write_text("Why?\n")
+    (tmp_path / "long.txt").write_text("a\n" + "x" * 100)
+    (tmp_path / "earlier").write_text("texts of another command")
+    refused = cli_here("generate", "--pretrained", "folder", *words)
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert sentence in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1, refused.stderr
+    assert (tmp_path / "earlier").read_text() == "texts of another command"
+    assert not (tmp_path / "new").exists()
+    assert (tmp_path / "some.txt").read_text() == "Why?\n"
+
+
+def test_a_run_that_begins_with_a_published_model_reads_text_by_the_tokenizer_of_the_folder(
+    models: Made, tmp_path: Path, cli_here: Cli
+) -> None:
+    """Bytes would be other tokens of the model: it would train on noise."""
+    shutil.copytree(models["gpt2"][0], tmp_path / "folder")
+    with_tokenizer(tmp_path / "folder")
+    words = ("config", "show", "--pretrained", "folder", "--set", "trainer.seq_length=64")
+    shown = cli_here(*words)
+    assert shown.returncode == 0, shown.stderr
+    data = yaml.safe_load(shown.stdout)["data"]
+    assert data["tokenizer"] == "huggingface"
+    assert data["tokenizer_options"]["path"] == str(tmp_path / "folder" / "tokenizer.json")
+    own = yaml.safe_load(cli_here(*words, "--set", "data.tokenizer=bytes", "--set", "data.tokenizer_options={}").stdout)
+    assert (own["data"]["tokenizer"], own["data"]["tokenizer_options"]) == ("bytes", {})
+
+
+def test_what_cannot_be_generated_is_refused(models: Made, tmp_path: Path, cli_here: Cli) -> None:
+    shutil.copytree(models["gpt2"][0], tmp_path / "folder")
+    words = ("generate", "--pretrained", "folder")
+    assert "has no tokenizer that an installed plugin reads (tokenizer.json)" in cli_here(*words).stderr
+    with_tokenizer(tmp_path / "folder")
+    assert "the model supports 96; shorten it" in cli_here(*words, "--prompt", "x" * 100).stderr
+    assert "and --name and --step a run; use one of them" in cli_here(*words, "--name", "first").stderr
+    unpublished = cli_here("generate", "--chat").stderr
+    assert "apply only to published checkpoints" in unpublished
+    assert "export it first: mplug checkpoint export --to FORMAT FOLDER" in unpublished
+    (tmp_path / "runs" / "told").mkdir(parents=True)
+    (tmp_path / "runs" / "told" / "config.yaml").write_text("")
+    assert "it is a run: use --name told" in cli_here("generate", "--pretrained", "runs/told").stderr
+    assert "'absent' does not exist" in cli_here("generate", "--pretrained", "absent").stderr
+    (tmp_path / "folder" / "chat_template.jinja").write_text("{{ raise_exception('no users') }}")
+    refused = cli_here(*words, "--chat")
+    assert refused.returncode == 2
+    assert "the chat template of 'folder' fails for these messages: no users; change the messages" in refused.stderr
+    (tmp_path / "folder" / "chat_template.jinja").unlink()
+    assert "'folder' has no chat template" in cli_here(*words, "--chat").stderr
+
+
+# Folders that do not fit.
+
+
+def pickled(folder: Path) -> None:
+    for file in [*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"]:
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+
+
+def cut_short(folder: Path) -> None:
+    file = min(folder.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+LAYER = "transformer.h.0"
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a missing shard": (lambda f: min(f.glob("*.safetensors")).unlink(), "lacks 'model-00001-of-00003.safetensors'"),
+    "a shard cut short": (cut_short, "exceed the file; download the file again"),
+    "a missing tensor": (
+        lambda f: rewritten(f, lambda t: t.pop(f"{LAYER}.mlp.c_fc.weight")),
+        f"it lacks '{LAYER}.mlp.c_fc.weight'; name them in checkpoint.pretrained.except",
+    ),
+    "a wrong shape": (
+        lambda f: rewritten(f, lambda t: t.update({f"{LAYER}.ln_1.weight": torch.ones(7)})),
+        f"'{LAYER}.ln_1.weight' has shape (7,), but the model has (32,)",
+    ),
+    "a wrong type": (
+        lambda f: rewritten(f, lambda t: t.update({f"{LAYER}.ln_1.weight": torch.ones(32, dtype=torch.int64)})),
+        f"'{LAYER}.ln_1.weight' has the type I64",
+    ),
+    "an extra tensor": (
+        lambda f: rewritten(f, lambda t: t.update({f"{LAYER}.adapter.weight": torch.ones(7)})),
+        f"the model does not use '{LAYER}.adapter.weight'",
+    ),
+    "several of these": (
+        lambda f: rewritten(f, lambda t: t.update(a=t.pop("transformer.wte.weight"), b=torch.ones(1))),
+        "it lacks 'transformer.wte.weight'; the model does not use 'a' and 'b'",
+    ),
+    "a pickle": (pickled, "has its weights in 'pytorch_model.bin', a pickle, which can run code"),
+    "no weights": (lambda f: [file.unlink() for file in f.glob("model*")], "but no safetensors files"),
+    "an index that is no mapping": (
+        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": []}'),
+        "has no valid 'weight_map'",
+    ),
+    "an index that leads out of the folder": (
+        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}'),
+        "has no valid 'weight_map'",
+    ),
+    "another architecture": (
+        lambda f: edited(f, architectures=["BloomForCausalLM"], model_type="bloom"),
+        "no installed model family reads 'BloomForCausalLM'",
+    ),
+    "no architecture": (lambda f: edited(f, architectures=None, model_type=None), "names no architecture"),
+    "a config that is no JSON": (lambda f: (f / "config.json").write_text("{"), "download the file again"),
+    "a size that is a text": (
+        lambda f: edited(f, n_embd="32"),
+        "its field 'n_embd' is '32', but must be an integer of at least 1",
+    ),
+    "a size that does not fit": (
+        lambda f: edited(f, n_head=5),
+        "describes no model of models/gpt: num_attention_heads=5 does not divide",
+    ),
+    "a size that is null": (
+        lambda f: edited(f, n_layer=None),
+        "its field 'n_layer' is null, but must be an integer of at least 1",
+    ),
+    "another size than the tensors": (lambda f: edited(f, n_layer=5), "it lacks 'transformer.h.4."),
+    "a field with an unsupported value": (
+        lambda f: edited(f, scale_attn_weights=False),
+        "its field 'scale_attn_weights' is false, but the family supports true only",
+    ),
+    "a field that nobody knows": (
+        lambda f: edited(f, sparse_attention=4),
+        "its field 'sparse_attention' is unknown to the family",
+    ),
+    "an unknown quantisation": (
+        lambda f: edited(f, quantization_config={"quant_method": "gptq"}),
+        "no decoder of quantised weights is named 'gptq' (known: fp8 and mxfp4)",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_folder_that_does_not_fit_is_refused_in_one_sentence(damage: str, models: Made, tmp_path: Path) -> None:
+    shutil.copytree(models["gpt2"][0], tmp_path / "folder")
+    change, sentence = DAMAGES[damage]
+    change(tmp_path / "folder")
+    with pytest.raises(UsageError) as refused:
+        require_fitting(tmp_path / "folder")
+    assert sentence in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("damage", ["a missing shard", "a field that nobody knows", "an extra tensor"])
+def test_the_command_refuses_it_before_it_starts_a_run(
+    damage: str, models: Made, tmp_path: Path, cli_here: Cli
+) -> None:
+    shutil.copytree(models["gpt2"][0], tmp_path / "folder")
+    change, sentence = DAMAGES[damage]
+    change(tmp_path / "folder")
+    result = cli_here("train", "--pretrained", "folder", "--set", "trainer.seq_length=32", "--parallel", "tp2")
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert sentence in result.stderr
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_settings_that_contradict_the_config_are_listed_in_one_error(
+    models: Made, tmp_path: Path, cli_here: Cli
+) -> None:
+    folder = models["mixtral"][0]
+    words = ("--set", "model.num_layers=3", "--set", "model.qk_norm=true", "--set", "model.init_std=0.5")
+    result = cli_here("config", "show", "--pretrained", str(folder), *words, "--set", "model.hidden_size=32")
+    assert result.returncode == 2
+    assert f"settings contradict '{folder}/config.json'; remove them:" in result.stderr
+    assert "model.num_layers (--set): 3, but the weights need 4" in result.stderr
+    assert "model.qk_norm (--set): True, but the weights need False" in result.stderr
+    assert "init_std" not in result.stderr
+    assert "hidden_size" not in result.stderr
+    result = cli_here("config", "show", "--pretrained", str(folder), "--set", "model.init_std=0.5")
+    assert result.returncode == 0, result.stderr
+    assert "init_std: 0.5" in result.stdout
+
+
+def test_a_family_that_does_not_read_the_architecture_is_refused(models: Made, cli_here: Cli) -> None:
+    words = ("config", "show", "--pretrained", str(models["gpt2"][0]), "--set", "trainer.seq_length=32", "--model")
+    result = cli_here(*words, "mixtral")
+    assert result.returncode == 2
+    assert (
+        "describes 'GPT2LMHeadModel', which models/mixtral does not read (it reads MixtralForCausalLM" in result.stderr
+    )
+    assert cli_here(*words, "gpt").returncode == 0
+
+
+def test_the_layer_for_multi_token_prediction_is_read_if_the_model_has_one(models: Made, tmp_path: Path) -> None:
+    """It is the layer after the last one. The library does not write it, so it is a copy of the last one here."""
+    shutil.copytree(models["deepseek-v3"][0], tmp_path / "folder")
+
+    def add(found: dict[str, Tensor]) -> None:
+        last = {name: one for name, one in found.items() if name.startswith("model.layers.3.")}
+        found |= {name.replace("layers.3.", "layers.4."): one * 2 for name, one in last.items()}
+        for name, shape in (("enorm", (32,)), ("hnorm", (32,)), ("shared_head.norm", (32,)), ("eh_proj", (32, 64))):
+            found[f"model.layers.4.{name}.weight"] = torch.randn(shape)
+        found["model.layers.4.embed_tokens.weight"] = found["model.embed_tokens.weight"].clone()
+        found["model.layers.4.shared_head.head.weight"] = found["lm_head.weight"].clone()
+
+    rewritten(tmp_path / "folder", add)
+    stored = tensors(tmp_path / "folder")
+    _, plain = loaded(tmp_path / "folder")
+    assert not [name for name in plain.parameters() if name.startswith("ahead.")]
+    _, model = loaded(tmp_path / "folder", model__num_mtp_layers=1)
+    own = model.parameters()
+    assert torch.equal(own["ahead.depths.0.merge.weight"], stored["model.layers.4.eh_proj.weight"][1])
+    assert torch.equal(own["ahead.depths.0.norm.weight"], stored["model.layers.4.shared_head.norm.weight"][1])
+    for name in ("attn.kv_up.weight", "moe.experts.up", "norm2.weight"):
+        assert torch.equal(own[f"ahead.depths.0.block.{name}"], 2 * own[f"blocks.3.{name}"])
+    with pytest.raises(UsageError, match=r"it lacks 'model.layers.4.eh_proj.weight'"):
+        loaded(models["deepseek-v3"][0], model__num_mtp_layers=1)
+
+
+# A part of the weights.
+
+
+def test_patterns_choose_what_is_loaded(models: Made, tmp_path: Path) -> None:
+    folder, _ = models["mixtral"]
+    _, whole = loaded(folder)
+    part = {"checkpoint__pretrained__only": ["blocks", "head"], "checkpoint__pretrained__except": ["blocks.*.moe"]}
+    _, some = loaded(folder, **part)
+    kept = {name for name, one in some.parameters().items() if torch.equal(one, dict(whole.parameters().items())[name])}
+    assert kept == {
+        name for name in whole.parameters() if name.startswith(("blocks.", "head.")) and ".moe." not in name
+    }
+    shutil.copytree(folder, tmp_path / "more")
+    rewritten(tmp_path / "more", lambda t: (t.update({"vision.a": torch.ones(2)}), t.pop("lm_head.weight")))
+    with pytest.raises(UsageError, match=r"it lacks 'lm_head.weight'; the model does not use 'vision.a'"):
+        loaded(tmp_path / "more")
+    loaded(tmp_path / "more", checkpoint__pretrained__except=["vision", "head.project"])
+    with pytest.raises(UsageError, match=r"except: no parameter or module matches 'blocks.9'"):
+        loaded(folder, checkpoint__pretrained__except=["blocks.9"])
+
+
+def test_a_folder_without_the_prefix_is_read_and_exported_without_it(models: Made, tmp_path: Path) -> None:
+    folder, _ = models["gpt2"]
+    shutil.copytree(folder, tmp_path / "base")
+
+    def strip(found: dict[str, Tensor]) -> None:
+        for name in [*found]:
+            found[name.removeprefix("transformer.")] = found.pop(name)
+        found["h.0.attn.bias"] = torch.ones(2)  # a mask that older releases saved
+
+    rewritten(tmp_path / "base", strip)
+    (_, found), (_, expected) = loaded(tmp_path / "base"), loaded(folder)
+    assert torch.equal(logits(found, TOKENS), logits(expected, TOKENS))

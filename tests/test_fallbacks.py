@@ -1,0 +1,45 @@
+"""What the default run names and this installation lacks: a run does without it, unless the user has named it."""
+
+import pytest
+
+from mplug.config.defaults import default_settings
+from mplug.config.sources import read_assignments
+from mplug.errors import UsageError
+from mplug.registry.entry_points import Registry
+from mplug.registry.resolve import resolve
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *labels: str) -> None:
+    """Hide installed plugins."""
+    entries = Registry.entries
+
+    def visible(self: Registry, kind: str | None = None) -> list:
+        return [one for one in (entries(self) if kind is None else entries(self, kind)) if one.label not in labels]
+
+    monkeypatch.setattr(Registry, "entries", visible)
+
+
+def test_a_run_does_without_the_default_kernel_and_strategy_that_are_not_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without(monkeypatch, "kernels/sdpa", "parallel/dp")
+    config = resolve(Registry(), default_settings(), {})
+    assert (config.kernels.default, config.parallel.data) == (None, None)
+    assert config.settings["kernels", "default"].source.endswith("; 'sdpa' is not installed")
+
+
+@pytest.mark.parametrize("field", ["kernels.default=sdpa", "parallel.data=dp"])
+def test_what_the_user_names_is_never_dropped(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
+    without(monkeypatch, "kernels/sdpa", "parallel/dp")
+    name = field.partition("=")[2]
+    with pytest.raises(UsageError, match=f"'{name}'"):
+        resolve(Registry(), default_settings(), read_assignments([field]))
+
+
+def test_observers_of_the_default_run_that_are_not_installed_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = {**default_settings(), **read_assignments(["extensions.tensorboard.every=3"], "default.yaml")}
+    assert any(one.label == "extensions/tensorboard" for one in resolve(Registry(), base, {}).chosen)
+    without(monkeypatch, "extensions/tensorboard")
+    assert not [one for one in resolve(Registry(), base, {}).chosen if one.label == "extensions/tensorboard"]
+    with pytest.raises(UsageError, match="tensorboard"):
+        resolve(Registry(), base, read_assignments(["extensions.tensorboard.every=4"]))

@@ -1,0 +1,139 @@
+"""What the FLOPs of a model belong to, as its modules state it, and what that means for frozen parameters."""
+
+from dataclasses import replace
+from typing import Any
+
+import mplug_gpt
+import pytest
+import torch
+from click.testing import CliRunner
+from mplug_testing.harness import tiny_run
+from torch import Tensor, nn
+
+from mplug import ActivationProduct, Branches, Flops, Init, Parameter, Step, WeightProduct, hookimpl
+from mplug.cli import main
+from mplug.model.build import build_model
+from mplug.model.work import flops_of_work, work_of
+
+
+class Gated(nn.Module):
+    """A foreign block: norm, then a product with its table beside a linear of torch, then products of both results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 6)
+        self.table, self.out = nn.Parameter(torch.zeros(6, 4)), nn.Linear(6, 4, bias=False)
+
+    def plan_work(self) -> Step:
+        """The steps, as an author writes them."""
+        sides = Branches((WeightProduct("table", 24), WeightProduct("linear.weight", 24)))
+        return ("norm", sides, ActivationProduct(Flops(12, 30)), WeightProduct("out.weight", 24))
+
+
+class Twice(nn.Module):
+    """Two of them; it states nothing itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(4))
+        self.first, self.second = Gated(), Gated()
+
+
+def test_each_part_depends_on_what_its_module_states_before_it() -> None:
+    found = {work.name: work for work in work_of(Twice(), "blocks.0")}
+    assert list(found) == [
+        f"blocks.0.{half}{name}"
+        for half in ("first", "second")
+        for name in (".table", ".linear.weight", "", ".out.weight")
+    ]
+    first, of = ("blocks.0.bias",), "blocks.0.first"
+    assert found[f"{of}.table"].after == found[f"{of}.linear.weight"].after == (*first, f"{of}.norm")
+    assert found[of].after == (*first, f"{of}.norm", f"{of}.table", f"{of}.linear.weight")
+    assert found[f"{of}.out.weight"].after == found[of].after
+    assert found["blocks.0.second.table"].after == (*first, of, "blocks.0.second.norm")
+    assert [work.is_weight for work in found.values()] == [True, True, False, True] * 2
+    assert {work.unit for work in found.values()} == {"blocks.0"}
+    assert flops_of_work(found.values()) == Flops(2 * (3 * 6 * 24 + 12), 60)
+
+
+def test_a_step_that_a_module_does_not_have_is_refused() -> None:
+    class Wrong(Gated):
+        def plan_work(self) -> Step:
+            return ("norm", "gate")
+
+    with pytest.raises(ValueError, match=r"Wrong\.plan_work names 'gate', which is no submodule and no parameter"):
+        work_of(Wrong())
+
+
+class Silent(nn.Module):
+    """x Wᵀ, without a word about it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(32, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        return x @ self.weight.t()
+
+
+class Stated(Silent):
+    """The same, with a statement."""
+
+    def plan_work(self) -> Step:
+        """The product."""
+        return WeightProduct("weight", 1024)
+
+
+def with_block(monkeypatch: pytest.MonkeyPatch, block: type[nn.Module]) -> None:
+    """The models of the family gpt have a foreign block in the place of each MLP, and their plans state its FLOPs."""
+    build = mplug_gpt.GPT.build_model
+
+    @hookimpl
+    def built(self: Any) -> Any:
+        model = build(self)
+        parameters, per_token = dict(model.plan.parameters), model.plan.flops.per_token
+        for number in range(self.config.num_layers):
+            old = model.module.blocks[str(number)].mlp
+            per_token += 6 * (1024 - old.up.weight.numel() - old.down.weight.numel())
+            model.module.blocks[str(number)].mlp = block()
+        for name in [one for one in parameters if ".mlp." in one]:
+            del parameters[name]
+        parameters["blocks.*.mlp.weight"] = Parameter(("mlp", "embed"), Init("normal", std=0.02))
+        flops = Flops(per_token, model.plan.flops.per_squared_length)
+        model.plan = replace(model.plan, parameters=parameters, flops=flops)
+        return model
+
+    monkeypatch.setattr(mplug_gpt.GPT, "build_model", built)
+
+
+SHAPE = {"model.name": "gpt", "model.num_layers": 3, "model.hidden_size": 32, "model.num_attention_heads": 4}
+FROZEN = {**SHAPE, "model.frozen": ["embedding", "blocks.0", "blocks.1.mlp"]}
+
+
+def test_a_foreign_product_counts_by_its_statement_and_without_one_as_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for block in (Silent, Stated):
+        with monkeypatch.context() as patch:
+            with_block(patch, block)
+            found[block] = build_model(tiny_run(FROZEN)).passes
+    silent, stated = found[Silent], found[Stated]
+    assert silent.unstated == Flops(3 * 6 * 1024, 0)
+    assert stated.unstated == Flops(0, 0)
+    assert stated.forward == silent.forward
+    # Nothing before the product of block 0 is trained; the product of block 1 has a frozen weight alone.
+    assert silent.activations.per_token - stated.activations.per_token == 2 * 1024
+    assert silent.weights.per_token - stated.weights.per_token == 2 * 2 * 1024
+    assert stated.no_dgrad - silent.no_dgrad == {"blocks.0.mlp.weight"}
+    assert stated.no_wgrad - silent.no_wgrad == {"blocks.0.mlp.weight", "blocks.1.mlp.weight"}
+
+
+def test_explain_says_which_flops_nothing_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [word for name, value in SHAPE.items() for word in ("--set", f"{name}={value}")]
+    words += ["--set", "trainer.global_batch_size=2", "--set", "trainer.seq_length=16"]
+    with_block(monkeypatch, Silent)
+    frozen = CliRunner().invoke(main, ["explain", *words, "--set", "model.frozen=[embedding]"])
+    assert f"{3 * 6 * 1024 * 2 * 16:,} FLOPs count as if all their passes were computed: no module" in frozen.output
+    trained = CliRunner().invoke(main, ["explain", *words])
+    assert trained.exit_code == 0
+    assert "count as if" not in trained.output

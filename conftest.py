@@ -61,7 +61,7 @@ WIDE = {
     "pairs": "every pair of values of all features, and the product of some, compared with one process in fp64",
     "mutants": "every recorded mutant of what ranks exchange, made from the code, with the test that kills it",
     "precision": "more layouts and methods in bf16, fp16 and FP8",
-    "reshard": "resumes of loaders, optimizers and DeepSpeed under other layouts",
+    "reshard": "resumes of optimizers and DeepSpeed under other layouts",
     "scaffold": "every kind of package that `plugins new` writes: installed, tested and used",
     "session": "the first training run of README.md with all its steps",
     "suites": "every planted mistake that a suite of mplug_testing must catch, all kernel cases for kernels/flex, and "

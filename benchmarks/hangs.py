@@ -79,11 +79,13 @@ class Misfortune:
         self.strike(run, "step")
 
     def in_loader(self, run):
-        from mplug.training import prefetch as feed
+        from mplug.training import feed
         def reading(loader, samples):
             self.strike(run, "loader")
             yield from loader.take(samples)
-        feed.Feed.take = lambda feeding, samples: feed.MovedBatches(reading(feeding.loader, samples), feeding._move)
+        feed.Feed.take = lambda feeding, samples: feed.RankBatches(
+            reading(feeding.loader, samples), samples, 0, feeding._cut, feeding._move
+        )
 
     @hookimpl
     def activity_began(self, run):

@@ -13,12 +13,11 @@ import argparse
 import math
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import torch
 from mplug_adamw import AdamW
-from mplug_adamw.choice import optimizer_of
 from mplug_adamw.fused import FusedAdamW
+from mplug_adamw.implementation import optimizer_of
 
 from mplug import Init, Mesh, Optimizer, Parameter, Piece, Placement, Sinks, StepScalars
 from mplug.cli.tables import table
@@ -82,7 +81,7 @@ def made(parameters: float, device: str) -> tuple[Sinks, list[Piece]]:
 def paths(sinks: Sinks, pieces: list[Piece], norms: dict[str, GlobalNorm], device: str) -> dict[tuple[str, int], Path]:
     """(what is measured, bytes a parameter that it must move) -> what does it."""
     ones, zero = torch.ones((), device=device), torch.zeros((), device=device)
-    scalars = StepScalars(1e-3 * ones, ones, zero, 0.1)
+    scalars = StepScalars(1e-3 * ones, ones, zero, 0.1 * ones)
     fused: Optimizer = FusedAdamW(pieces, AdamW.Config())
 
     def in_two_passes() -> None:
@@ -96,8 +95,7 @@ def paths(sinks: Sinks, pieces: list[Piece], norms: dict[str, GlobalNorm], devic
     }
     chosen = optimizer_of(pieces, AdamW.Config())
     if getattr(chosen, "one_pass", False):
-        decay = torch.full((), 0.1, device=device) if getattr(chosen, "tensor_decay", False) else 0.1
-        found["one pass", 30] = lambda: chosen.step(replace(scalars, weight_decay=decay))
+        found["one pass", 30] = lambda: chosen.step(scalars)
     return found | {(f"norm {name}", 4): norm for name, norm in norms.items()}
 
 

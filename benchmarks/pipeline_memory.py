@@ -52,6 +52,7 @@ from mplug.layout.table_check import peak
 from mplug.layout.table_memory import Footprint, peak_bytes
 from mplug.layout.table_times import Costs, timeline
 from mplug.model.handovers import shape_of
+from mplug.training.feed import RankBatches
 
 BUILDS = {
     ("zb-h1", 1): ("1f1b", "zb-h1", "zb-limited"),
@@ -128,9 +129,10 @@ class Rank:
         assert None not in shapes, f"the plan does not state the shapes of {names}, which enter chunk {chunk}"
         return [(self.run.precision.activation_dtype, shape) for shape in shapes if shape is not None]
 
-    def batches(self, number: int) -> Iterator[MicroBatch]:
+    def batches(self, number: int) -> RankBatches:
         """Micro batches from the loader."""
-        return islice(self.parts.train_loader.take(self.run.config.trainer.global_batch_size), number)
+        feed = self.parts.train_loader
+        return feed.step_of(list(islice(feed.loader.take(self.run.config.trainer.global_batch_size), number)))
 
     def chunk_figures(self, repeats: int) -> dict[int, tuple[Footprint, Costs]]:
         """The bytes and the milliseconds of the passes of one micro batch in each chunk of the rank."""
@@ -163,7 +165,7 @@ class Rank:
         self.run.step += 1
         self.meter.begin()
         held = self.meter.held()
-        self.stepper.forward_backward(Promised(self.batches(number), number), self.run.step)
+        self.stepper.forward_backward(self.batches(number), self.run.step)
         return self.meter.peak() - held
 
     def close(self) -> None:
@@ -186,19 +188,6 @@ def in_a_world(rank: int, size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-class Promised:
-    """Micro batches whose number is known."""
-
-    def __init__(self, batches: Iterator[MicroBatch], number: int) -> None:
-        self.batches, self.number = batches, number
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return self.batches
-
-    def __length_hint__(self) -> int:
-        return self.number
 
 
 class One:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from mplug.contracts import MicroBatch as MicroBatch
     from mplug.contracts import Optimizer as Optimizer
     from mplug.contracts import Piece as Piece
+    from mplug.contracts import RankBatch as RankBatch
     from mplug.contracts import Record as Record
     from mplug.contracts import Relay as Relay
     from mplug.contracts import Stateful as Stateful
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     from mplug.errors import counted as counted
     from mplug.errors import listed as listed
     from mplug.errors import quoted as quoted
-    from mplug.errors import some as some
+    from mplug.errors import some_names as some_names
     from mplug.gradients.owned_memory import Shard as Shard
     from mplug.gradients.owned_memory import Shards as Shards
     from mplug.gradients.sinks import GradientSink as GradientSink
@@ -184,6 +185,7 @@ publish(
             "OF_TRAINING",
             "Optimizer",
             "Piece",
+            "RankBatch",
             "Record",
             "Relay",
             "Stateful",
@@ -195,7 +197,7 @@ publish(
             "distinct",
         ),
         "mplug.distributed.supervision": ("Hang", "Monitor", "PluginMessage", "Send", "Supervisor"),
-        "mplug.errors": ("RunError", "UsageError", "brief", "counted", "listed", "quoted", "some"),
+        "mplug.errors": ("RunError", "UsageError", "brief", "counted", "listed", "quoted", "some_names"),
         "mplug.gradients.owned_memory": ("Shard", "Shards"),
         "mplug.gradients.sinks": ("GradientSink", "Sinks"),
         "mplug.layout.actions": ("Action", "Kind", "Shape", "Table", "forward_half", "with_transfers"),

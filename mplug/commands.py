@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from mplug.system.lazy import publish
 
 if TYPE_CHECKING:
-    from mplug.checkpoint.choice import choose as choose
     from mplug.checkpoint.folder import at_step as at_step
+    from mplug.checkpoint.newest_valid import choose as choose
     from mplug.checkpoint.public_load import load_public_for_inference as load_public_for_inference
     from mplug.checkpoint.public_load import refuse_other_model as refuse_other_model
     from mplug.checkpoint.states import load_for_inference as load_for_inference
@@ -82,7 +82,7 @@ if TYPE_CHECKING:
 publish(
     __name__,
     {
-        "mplug.checkpoint.choice": ("choose",),
+        "mplug.checkpoint.newest_valid": ("choose",),
         "mplug.checkpoint.folder": ("at_step",),
         "mplug.checkpoint.public_load": ("load_public_for_inference", "refuse_other_model"),
         "mplug.checkpoint.states": ("load_for_inference",),

@@ -22,6 +22,33 @@ IGNORED = -100
 """The label of a position that has no target."""
 DOCUMENTS = "document_lengths"
 """The entry of a packed micro batch with the lengths of each sample's documents [B, M]."""
+
+
+@dataclass(frozen=True, eq=False)
+class RankBatch(Mapping[str, "Tensor"]):
+    """A rank's part of a micro batch on the device, as the host's feed hands it to a stepper.
+
+    `number` is that of the micro batch in the step, from 0 on. `is_last` says that the step ends with it. `positions`
+    and `targets` are the numbers of labels, and of labels that are not ignored, in the whole micro batch. A micro batch
+    without labels has no `targets`; labels that a loader keeps on a device are counted there.
+    """
+
+    entries: MicroBatch
+    number: int
+    is_last: bool
+    positions: int
+    targets: "int | Tensor | None"
+
+    def __getitem__(self, name: str) -> "Tensor":
+        return self.entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
 Record = dict[str, Any]
 """A line of metrics.jsonl.
 
@@ -211,14 +238,13 @@ class StepScalars:
     """The values that change from step to step, as fp32 scalars on the device, so that the CPU never waits for them.
 
     The optimizer must multiply gradients by `scale` (clipping and the token count). If `skip` is 1, no bit of masters,
-    state or weights may change, whatever the values of the gradients and of the other scalars. `weight_decay` is a
-    scalar on the device too if the optimizer states `tensor_decay`; for any other optimizer it is a number.
+    state or weights may change, whatever the values of the gradients and of the other scalars.
     """
 
     lr: "Tensor"
     scale: "Tensor"
     skip: "Tensor"
-    weight_decay: "Tensor | float"
+    weight_decay: "Tensor"
 
 
 class Optimizer(Protocol):
@@ -232,8 +258,6 @@ class Optimizer(Protocol):
       rounded to nearest. If `skip` is 1, `step` writes no weight.
     - `low_precision_gradients` True: the host may pass a gradient that is a single product, never added to, rounded to
       the weight's dtype. This halves its memory.
-    - `tensor_decay` True: `StepScalars.weight_decay` is a tensor. Without it (as in plugins written for 0.1), it is a
-      number, which a CUDA graph would freeze: `trainer.graphs` then requires a constant weight decay.
     """
 
     needs: Literal["elements", "matrices"]
@@ -291,13 +315,13 @@ class Relay(Protocol):
 class Stepper(Protocol):
     """Owns the training step: it turns micro batches into gradients, and gradients into an update."""
 
-    def forward_backward(self, micro_batches: Iterable[MicroBatch], step: int) -> None:
+    def forward_backward(self, micro_batches: Iterable[RankBatch], step: int) -> None:
         """Sum the gradients of a step's micro batches into the sinks; sum losses and token counts as well."""
 
     def update(self, lr: float, weight_decay: float) -> StepResult:
         """Finish gradients, clip them, check that they are finite, and let the optimizer update its pieces."""
 
-    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> "Tensor":
+    def evaluate(self, micro_batches: Iterable[RankBatch]) -> "Tensor":
         """The mean loss over all tokens of the micro batches, without gradients or dropout.
 
         The stepper must take each micro batch only when it computes it next, and the same number on every rank. If the

@@ -86,7 +86,7 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = LONGEST_SHOWN
 
 
-def some(names: Iterable[str]) -> str:
+def some_names(names: Iterable[str]) -> str:
     """Names for a sentence: the first of them, and how many more there are."""
     names = sorted(names)
     shown = listed(f"'{brief(name)}'" for name in names[:3])

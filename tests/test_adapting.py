@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from mplug_testing.harness import tiny_run, train_steps
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from mplug import Adapters, ExternalNames, Init, Mesh, Model, Parameter, UsageError
+from mplug import Adapters, Declared, ExternalNames, Flops, Init, Mesh, Model, Parameter, UsageError, declare
 from mplug.checkpoint.adapter_files import refuse_other_adapters, unpublished
 from mplug.model.adapting import adapt
 from mplug.model.build import build_model
@@ -48,6 +49,34 @@ def adapted_by(change: Callable[[Model], None]) -> Model:
 def attach(model: Model) -> None:
     model.freeze([*model.parameters()])
     model.attach({"blocks.0.attn.out.adapter": Shift(32)})
+
+
+class Added(Shift):
+    """The same with a product, which it states as a linear."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.linear = declare(Linear(width, width, bias=False), weight=Declared(("embed", "added")))
+
+
+def test_the_work_of_an_attached_module_joins_that_of_the_plan() -> None:
+    name = "blocks.0.attn.out.adapter"
+
+    def attach_to(model: Model, states_work: bool) -> None:
+        model.freeze([*model.parameters()])
+        if states_work:
+            model.plan = replace(model.plan, work=model.work)
+        model.attach({name: Added(32)})
+
+    for states_work in (False, True):
+        model = adapted_by(partial(attach_to, states_work=states_work))
+        (work,) = (one for one in model.work if one.name == f"{name}.linear.weight")
+        assert (work.unit, work.flops, work.is_weight) == ("blocks.0", Flops(6 * 32 * 32, 0), True)
+        # A plan with work of its own cannot say what precedes an added module, so the whole unit may.
+        assert work.after == ("blocks.0",) if states_work else work.after[-1] == f"{name}.shift"
+        assert model.passes is not None
+        assert model.passes.unstated == Flops(0, 0)
+        assert work.name not in model.passes.no_wgrad
 
 
 def test_an_attached_module_is_part_of_the_plan_and_of_the_placements() -> None:

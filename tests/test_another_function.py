@@ -233,8 +233,8 @@ def test_a_site_of_softmax_attention_is_none_of_the_kernels(plant: Plant) -> Non
     [
         ("", "", "; no other installed kernel can; set kernels.attention=null for the composition in plain torch"),
         (
-            "serves=frozenset({LINEAR})",
-            "serves=frozenset()",
+            "linear_attention.offers = frozenset({LINEAR})",
+            "linear_attention.offers = frozenset()",
             "; no other installed kernel can, and neither can the composition in plain torch",
         ),
     ],

@@ -23,11 +23,11 @@ from click.testing import CliRunner
 from mplug_testing.harness import tiny_config
 from safetensors.torch import load_file, save_file
 
-from mplug.checkpoint.choice import choose
 from mplug.checkpoint.coverage import uncovered
 from mplug.checkpoint.folder import read_described, read_manifest, read_valid
 from mplug.checkpoint.manifest import DEEPEST, TensorTable, decode, encode
 from mplug.checkpoint.names import path_of
+from mplug.checkpoint.newest_valid import choose
 from mplug.checkpoint.pretrained import pretrained_of, refuse_another_model
 from mplug.checkpoint.reading import CODES, _unique
 from mplug.checkpoint.states import load_for_inference

@@ -72,7 +72,8 @@ class Flat:
             gradient.copy_(parameter.grad.view(-1))
             parameter.grad = None
         self.default.reduction.finish()
-        return self.default.apply(self.default.values(lr, weight_decay), self.write)
+        self.default.set_rates(lr, weight_decay)
+        return self.default.apply(self.default.norm(), self.write)
 
     def evaluate(self, micro_batches: Any) -> Any:
         return self.default.evaluate(micro_batches)

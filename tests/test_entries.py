@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mplug import Axis, Mesh, contiguous
-from mplug.run.run import Run
-from mplug.training.batch_parts import even_parts, own_entries
+from mplug.training.batch_parts import own_entries
+from mplug.training.feed import Feed
 from mplug.training.map_loader import MapLoader
+from mplug.training.supervised_loader import Source
 
 B, S, PIXELS = 2, 24, 5
 CONTEXT = {
@@ -96,9 +97,10 @@ def test_every_rank_evaluates_as_many_micro_batches_and_together_each_sample_onc
 ) -> None:
     mesh, seen, shapes = Mesh.of([Axis("dp", shards, entries={"batch": contiguous})], shards), list[int](), set()
     for rank in range(shards):
-        run = Run(None, None, mesh, "cpu", rank)  # type: ignore[arg-type]
-        loader = MapLoader(read, vocab_size=1, shard=mesh.batch_shard(rank), micro_batch_size=micro_batch_size)
-        batches = list(even_parts(loader.take, num_samples, run))
+        part, count = mesh.batch_shard(rank)
+        source = Source("data/acme", "validation", S, count, rank, part=part)
+        loader = MapLoader(read, vocab_size=100, shard=(part, count), micro_batch_size=micro_batch_size)
+        batches = list(Feed(loader, "cpu", source).take_evenly(num_samples))
         shapes.add(tuple(len(batch["sample_ids"]) for batch in batches))
         for batch in batches:
             counted = (batch["labels"] != -100).all(dim=1)
@@ -110,4 +112,5 @@ def test_every_rank_evaluates_as_many_micro_batches_and_together_each_sample_onc
 
 def read(sample_ids: range) -> dict[str, torch.Tensor]:
     ids = torch.tensor(list(sample_ids))
-    return {"sample_ids": ids, "labels": ids[:, None].expand(-1, S)}
+    rows = ids[:, None].expand(-1, S)
+    return {"sample_ids": ids, "tokens": rows, "labels": rows, "positions": torch.arange(S)[None]}

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from mplug_testing.harness import as_rank, tiny_config
 from mplug_testing.workers import run_workers
 
-from mplug.contracts import MicroBatch
+from mplug.contracts import RankBatch
 from mplug.distributed.groups import Groups
 from mplug.layout.mesh import Mesh
 from mplug.registry.hooks import HOST
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
 from mplug.training import evaluation
-from mplug.training.batch_parts import even_parts
 from mplug.training.evaluation import UntilStopped
+from mplug.training.feed import Feed
 from mplug.training.loop import Ending, train
 from mplug.training.observers import MetricsFile
 
@@ -38,8 +38,8 @@ class Counting:
     def __init__(self, at: int, rank: int, happens: Any) -> None:
         self.at, self.rank, self.happens, self.taken = at, rank, happens, 0
 
-    def __call__(self, take: Any, num_samples: int, run: Run) -> Iterator[MicroBatch]:
-        for batch in even_parts(take, num_samples, run):
+    def __call__(self, run: Run, feed: Feed) -> Iterator[RankBatch]:
+        for batch in feed.take_evenly(run.config.trainer.eval_samples):
             self.taken += 1
             if self.taken == self.at and run.rank == self.rank:
                 self.happens()
@@ -61,7 +61,7 @@ def stopped(
         now = time.time
         happens = terminated if deadline is None else lambda: patch.setattr(time, "time", lambda: now() + 3600)
         counting = Counting(at, rank, happens)
-        patch.setattr(evaluation, "even_parts", counting)
+        patch.setattr(evaluation, "_micro_batches", counting)
         config = tiny_config({**SHORT, "parallel.layout": layout, **changes})
         run = as_rank(prepare(config, {f"{HOST}metrics": MetricsFile()}, folder))
         return train(run, deadline=deadline), counting.taken

@@ -1,16 +1,18 @@
 """The feed: micro batches are read when they are asked for, in order, and the time that this takes is counted."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from mplug_testing.harness import tiny_run
+from mplug_testing.workers import run_workers
 
-import mplug.training.prefetch
-from mplug import MapLoader, MicroBatch
+import mplug.training.feed
+from mplug import MapLoader, MicroBatch, RunError
 from mplug.training.assembly import Parts, build
-from mplug.training.prefetch import Feed
+from mplug.training.feed import Feed
 
 SIZE = 2
 STEP = 8
@@ -62,11 +64,11 @@ def test_micro_batches_come_as_the_loader_gives_them_and_in_its_order() -> None:
 
 
 def test_on_a_cpu_a_micro_batch_is_the_loaders_own() -> None:
-    batch = {"tokens": torch.zeros(1)}
+    batch = {"sample_ids": torch.zeros(SIZE)}
     own = loader()
     own.read = lambda _: batch
     (taken,) = Feed(own, "cpu").take(SIZE)
-    assert taken is batch
+    assert taken.entries is batch
 
 
 def test_nothing_is_read_before_it_is_asked_for_and_nothing_beyond_what_was_taken() -> None:
@@ -74,7 +76,7 @@ def test_nothing_is_read_before_it_is_asked_for_and_nothing_beyond_what_was_take
     taken = Feed(Lazy(read.append), "cpu").take(3)
     for number in range(3):
         assert read == list(range(number))
-        next(taken)
+        assert next(taken).is_last == (number == 2)
     with pytest.raises(StopIteration):
         next(taken)
     assert read == [0, 1, 2]
@@ -103,6 +105,62 @@ def test_what_a_loader_raises_comes_where_its_micro_batch_is_asked_for() -> None
         next(taken)
 
 
+def test_the_micro_batch_that_ends_the_step_is_marked_whatever_the_sizes() -> None:
+    batches = [{"sample_ids": torch.arange(size)} for size in (1, 3, 2)]
+    marked = [(batch.number, batch.is_last) for batch in Feed(loader(), "cpu").step_of(batches)]
+    assert marked == [(0, False), (1, False), (2, True)]
+
+
+@pytest.mark.parametrize(("size", "words"), [(1, "ended 3 samples before"), (4, "has 2 samples more")])
+def test_a_loader_with_other_samples_than_promised_is_an_error(size: int, words: str) -> None:
+    own: Any = Lazy()
+    own.take = lambda _: iter([{"sample_ids": torch.arange(size)}] * (2 if size == 4 else 3))
+    with pytest.raises(RunError, match=words):
+        list(Feed(own, "cpu").take(6))
+
+
+def test_positions_and_targets_are_those_of_the_whole_micro_batch() -> None:
+    labels = torch.tensor([[1, -100, 3, -100]])
+    whole = {"sample_ids": torch.zeros(1), "labels": labels}
+    (batch,) = Feed(loader(), "cpu", cut=lambda batch: {**batch, "labels": labels[:, :1]}).step_of([whole])
+    assert (batch.positions, batch.targets, batch["labels"].numel()) == (4, 2, 1)
+
+
+def test_a_stepper_that_leaves_out_the_last_micro_batch_is_an_error(parts: Parts) -> None:
+    with pytest.raises(RuntimeError, match="has not run the last micro batch"):
+        parts.stepper.forward_backward(list(parts.train_loader.take(STEP))[:-1], 1)
+
+
+# What is copied.
+
+
+def copied_bytes(settings: dict[str, Any]) -> dict[str, int]:
+    """Be one rank: the bytes of every entry that a step's copies to the device receive."""
+    run = tiny_run({"trainer.micro_batch_size": SIZE, "trainer.global_batch_size": STEP, **settings})
+    parts, found = build(run), Counter[str]()
+
+    def count(batch: MicroBatch) -> MicroBatch:
+        found.update({name: entry.nbytes for name, entry in batch.items()})
+        return batch
+
+    parts.train_loader._move = count
+    parts.stepper.forward_backward(parts.train_loader.take(STEP), 1)
+    return dict(found)
+
+
+SHIFTED = {"model.name": "llama", "model.num_layers": 1, "model.hidden_size": 32, "model.ffn_hidden_size": 32}
+SHIFTED |= {"model.num_attention_heads": 2, "model.num_kv_heads": 2, "model.vocab_size": 259, "model.num_mtp_layers": 1}
+
+
+@pytest.mark.parametrize("settings", [{}, SHIFTED], ids=["gpt", "a model with shifted entries"])
+def test_a_context_parallel_rank_copies_only_its_part_to_the_device(settings: dict[str, Any]) -> None:
+    whole = copied_bytes(settings)
+    for rank in run_workers(2, copied_bytes, {**settings, "parallel.layout": "cp2"}):
+        assert rank.keys() == whole.keys()
+        for name, num_bytes in whole.items():
+            assert rank[name] == (num_bytes if name == "sample_ids" else num_bytes // 2), name
+
+
 # What it costs.
 
 
@@ -112,7 +170,7 @@ def test_the_time_that_the_loader_takes_is_counted_and_no_other(monkeypatch: pyt
     def clock(seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr(mplug.training.prefetch.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(mplug.training.feed.time, "perf_counter", lambda: now[0])
     taken = Feed(Lazy(lambda number: clock([0.5, 0.25, 2.0][number])), "cpu").take(3)
     clock(64.0)
     waited = []
@@ -124,7 +182,7 @@ def test_the_time_that_the_loader_takes_is_counted_and_no_other(monkeypatch: pyt
 
 def test_the_time_before_a_loader_fails_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([1.0, 4.0])
-    monkeypatch.setattr(mplug.training.prefetch.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(mplug.training.feed.time, "perf_counter", lambda: next(times))
 
     def fail(number: int) -> None:
         raise OSError("the disk is gone")
@@ -166,12 +224,9 @@ def told(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return log
 
 
-def test_a_step_reads_the_micro_batch_after_the_one_that_it_computes_and_no_further(
-    parts: Parts, told: list[str]
-) -> None:
+def test_a_step_reads_each_micro_batch_once_the_one_before_it_was_launched(parts: Parts, told: list[str]) -> None:
     parts.stepper.forward_backward(parts.train_loader.take(STEP), 1)
-    expected = ["read 0", "read 1", "compute 0", "read 2", "compute 1", "read 3", "compute 2", "compute 3"]
-    assert told == expected
+    assert told == [f"{what} {number}" for number in range(STEP // SIZE) for what in ("read", "compute")]
     assert parts.train_loader.state_dict() == {"samples": STEP}
 
 

@@ -15,8 +15,8 @@ from mplug import hookimpl
 from mplug.errors import Diverged
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
+from mplug.training.feed import Copies, Feed
 from mplug.training.loop import Ending, train
-from mplug.training.prefetch import Copies, Feed
 from mplug.training.stepper import DefaultStepper
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")]
@@ -192,7 +192,7 @@ class Numbers:
     def take(self, num_samples: int) -> Iterator[dict[str, torch.Tensor]]:
         for number in range(num_samples):
             tokens = torch.full((1024, 1024), number)
-            yield {"tokens": tokens, "labels": tokens[:, 1:]}
+            yield {"tokens": tokens, "labels": tokens[:, 1:], "sample_ids": torch.tensor([number])}
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -206,7 +206,7 @@ def test_micro_batches_that_are_dropped_while_the_gpu_is_busy_keep_their_values(
     for batch in Feed(Numbers(), "cuda").take(48):
         assert all(entry.is_cuda for entry in batch.values())
         torch.mm(work, work)  # what the sums wait for, and copies do not
-        sums.append(torch.stack([entry.sum() for entry in batch.values()]))
+        sums.append(torch.stack([batch[name].sum() for name in ("tokens", "labels")]))
         del batch
     expected = [[number * 1024 * 1024, number * 1024 * 1023] for number in range(48)]
     assert torch.stack(sums).tolist() == expected

@@ -14,7 +14,6 @@ from torch import Tensor
 from mplug.gradients.sinks import GradientSink
 from mplug.model.weight_gradients import Postponed, WeightGradients
 from mplug.tensors.delayed import Taps, bits_of
-from mplug.training.batch_parts import with_shifted
 
 Plant = Callable[..., None]
 Settings = dict[str, Any]
@@ -106,7 +105,7 @@ def test_a_postponed_pass_has_the_gradients_of_a_pass(case: str) -> None:
 
     parts = build(tiny_run(in_fp64({**ONE_PASS[case], "model.num_layers": 1})))
     model, sinks, later = parts.model, parts.model.sinks, WeightGradients(parts.model)
-    batch = with_shifted(next(iter(parts.train_loader.take(2))), model.plan)
+    batch = next(iter(parts.train_loader.take(2)))
     entries = {**batch, "keys": torch.arange(2)}
 
     def gradients(postponed: bool) -> dict[str, Tensor]:

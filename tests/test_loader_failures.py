@@ -17,8 +17,8 @@ from mplug.distributed.launch import Pipes
 from mplug.errors import PluginError, RunError, UsageError
 from mplug.registry.blame import plugin_error
 from mplug.training.assembly import build
+from mplug.training.feed import Feed
 from mplug.training.loop import train
-from mplug.training.prefetch import Feed
 from mplug.training.supervised_loader import Source, Supervised
 
 S, V, SIZE = 6, 11, 2

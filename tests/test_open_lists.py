@@ -207,8 +207,8 @@ def test_a_kernel_that_does_not_know_an_entry_is_refused(module: Any, slot: str,
 def test_plain_torch_offers_every_entry_and_nothing_else() -> None:
     for module, slot, need in NEW[:2]:
         default: Any = getattr(module, slot.rpartition(".")[2])
-        assert not site(module, slot).lacking(default.serves)
-        assert Site("", slot, module, "", frozenset({need, "fp3"})).lacking(default.serves) == "it does not offer fp3"
+        assert not site(module, slot).lacking(default.offers)
+        assert Site("", slot, module, "", frozenset({need, "fp3"})).lacking(default.offers) == "it does not offer fp3"
 
 
 def attention(rotary: Rotary) -> Attention:

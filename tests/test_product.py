@@ -188,6 +188,16 @@ def test_the_suite_accepts_products_and_their_buffers(plant: Plant) -> None:
     )
 
 
+@pytest.mark.parametrize("declared", [lambda x, y: (y, x[..., 1:]), lambda *both: both[1:]], ids=["shape", "number"])
+def test_the_suite_reports_a_product_that_declares_other_operands_than_it_hands_out(declared: Any) -> None:
+    class Misstated(Doubled):
+        def operands(self, x: Tensor, weight: Operand, narrow: Narrow, buffers: Any) -> Any:
+            return declared(x, x.new_empty(*x.shape[:-1], len(weight.values)))
+
+    told = later_fault(Offer({"Linear.product": Misstated()}), "Linear.product", torch.float32, "cpu", False)
+    assert told.startswith("`operands` declares other operands of `wgrad` than `dgrad` returns: ")
+
+
 def test_the_suite_reports_a_product_that_cannot_be_postponed() -> None:
     class Different(Doubled):
         def backward(self, grad_y: Tensor, weight: Operand, saved: Any, sink: Any, *rest: Any) -> Any:

@@ -14,9 +14,9 @@ from mplug_testing.harness import tiny_config
 
 from mplug import hookimpl
 from mplug.checkpoint import manifest, retention, saver
-from mplug.checkpoint.choice import choose, newest_readable
 from mplug.checkpoint.folder import OtherVersion, complete, read_manifest, read_valid
 from mplug.checkpoint.names import path_of, step_of
+from mplug.checkpoint.newest_valid import choose, newest_readable
 from mplug.checkpoint.pretrained import pretrained_of
 from mplug.checkpoint.verified import Verified
 from mplug.errors import RunError, UsageError

@@ -20,6 +20,7 @@ USE = {
     "optimizers": ("train", "--optimizer", "ringo"),
     "precisions": ("train", "--precision", "ringo"),
     "data": ("train", "--data", "ringo"),
+    "formats": ("checkpoint", "export", "--to", "ringo", "pages"),
     "tokenizers": ("data", "preprocess", "texts.jsonl", "--tokenizer", "ringo"),
     "memory": ("train", "--set", "memory.ringo.every=1"),
     "adapters": ("train", "--adapt", "ringo"),
@@ -28,7 +29,7 @@ USE = {
 }
 
 
-QUICK = {"commands", "tokenizers"}
+QUICK = {"commands", "tokenizers", "formats"}
 """The kinds whose suites take seconds; `pytest --wide scaffold` runs those of the others."""
 SUITES = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.wide("scaffold")) for kind in KINDS]
 
@@ -67,7 +68,7 @@ def run_in(folder: Path, cli: Cli, site: Path, *words: str) -> None:
 def test_new_plugins_of_all_kinds_run(cli: Cli, site: Path, tmp_path: Path) -> None:
     """Those that a training run uses run together."""
     trained = [words for words in USE.values() if words[0] == "train"]
-    assert len(trained) == len(KINDS) - 2
+    assert len(trained) == len(KINDS) - len(QUICK)
     run_in(tmp_path, cli, site, "train", *(word for _, *options in trained for word in options))
     for kind in QUICK:
         run_in(tmp_path, cli, site, *USE[kind])
@@ -76,6 +77,8 @@ def test_new_plugins_of_all_kinds_run(cli: Cli, site: Path, tmp_path: Path) -> N
 @pytest.mark.wide("scaffold")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_new_plugin_runs(cli: Cli, site: Path, tmp_path: Path, kind: str) -> None:
+    if kind == "formats":
+        run_in(tmp_path, cli, site, "train", "--data", "mock")  # something to export
     run_in(tmp_path, cli, site, *USE[kind])
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mplug import Run
 from mplug.checkpoint import opened
-from mplug.checkpoint.choice import choose
 from mplug.checkpoint.folder import newest
+from mplug.checkpoint.newest_valid import choose
 from mplug.checkpoint.plans import KeptPlans
 from mplug.checkpoint.verified import Verified
 from mplug.run.prepare import prepare

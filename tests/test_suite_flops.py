@@ -63,6 +63,14 @@ def test_true_flops_of_attention_without_the_slot_pass(
     OwnAttention().test_its_flops_are_those_of_its_matrix_products()
 
 
+def test_modules_that_state_more_than_the_plan_fail(plant: Callable[..., None]) -> None:
+    forward = "    def forward(self, x: Tensor, positions: Tensor, keys: Tensor, document_lengths"
+    work = "    def plan_work(self):\n        return ('enter', 'enter', 'leave')\n\n"
+    plant("nova-peregrine", forward, work + forward)
+    with pytest.raises(Fault, match=r"the modules state [\d,]+ FLOPs per token \(plan_work\), and the plan "):
+        OwnAttention().test_its_flops_are_those_of_its_matrix_products()
+
+
 @pytest.mark.parametrize(
     ("attention", "stated", "words"),
     [

@@ -10,9 +10,10 @@ from mplug_testing.harness import Trace, difference, tiny_run, train_ranks, trai
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mplug import MicroBatch, Run, UsageError
+from mplug import MicroBatch, RankBatch, Run, UsageError
 from mplug.tensors.host_buffers import register_host_buffer
 from mplug.training.assembly import Parts, build
+from mplug.training.batch_parts import count_targets
 from mplug.training.stepper import DefaultStepper
 from mplug.training.token_scale import TokenScale
 
@@ -56,7 +57,8 @@ def sink_of(settings: Settings) -> tuple[Tensor, Tensor, Tensor, int]:
     router = parts.model.module.get_submodule("blocks.0.moe.router")
     router.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].detach().clone()))
     run.step = 1
-    parts.stepper.forward_backward(answers(parts.train_loader.take(BATCH)), 1)
+    feed = parts.train_loader
+    parts.stepper.forward_backward(feed.step_of(list(answers(feed.loader.take(BATCH)))), 1)
     sink = parts.model.sinks[ROUTER]
     return sink.buffer.clone(), sink.parameter.detach().clone(), torch.cat(seen), int(parts_targets(parts))
 
@@ -135,7 +137,7 @@ def test_micro_batches_without_labels_are_refused_by_every_rank(counts: bool, mo
     stepper = build(run).stepper
     assert isinstance(stepper, DefaultStepper)
     with pytest.raises(UsageError, match="no entry 'labels' whose targets could be counted"):
-        stepper.read([{"tokens": torch.zeros(1, S, dtype=torch.int64)}])
+        stepper.read([RankBatch({"tokens": torch.zeros(1, S, dtype=torch.int64)}, 0, True, 0, None)])
 
 
 class Mean(nn.Module):
@@ -151,9 +153,10 @@ def test_the_factor_has_the_loss_scale_for_a_module_without_a_buffer_of_it() -> 
     run.device = "cpu"
     scale = TokenScale(run, part, loss_scale)
     labels = torch.tensor([[1, 2, -100, -100, -100, -100, -100, -100]])
-    assert scale.read([{"labels": labels}]) is not None
+    batch = RankBatch({"labels": labels}, 0, True, *count_targets({"labels": labels}))
+    assert scale.read([batch]) is not None
     assert float(part.get_buffer("scale")) == 64 * 2 / 8
     loss_scale.fill_(32)
     scale.begin_step()
-    scale.read([{"labels": labels}])
+    scale.read([batch])
     assert float(part.get_buffer("scale")) == 32 * 2 / 8

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mplug import (
-    MicroBatch,
     Piece,
+    RankBatch,
     Record,
     Run,
     RunError,
@@ -39,9 +39,9 @@ from mplug.run.prepare import prepare
 from mplug.training import loop
 from mplug.training.assembly import Parts, _wrap, build
 from mplug.training.evaluation import evaluate
-from mplug.training.figures import Figures
 from mplug.training.loop import Ending, train
 from mplug.training.observers import MetricsFile
+from mplug.training.report import PendingRecord
 from mplug.training.stepper import DefaultStepper
 
 NOISY = ["model.dropout=0.1", "model.attention_dropout=0.1"]
@@ -122,7 +122,7 @@ def test_accumulating_micro_batches_gives_the_numbers_of_one_batch(
 def test_accumulation_divides_by_all_targets_once_however_they_are_spread(tmp_path: Path, fields: list[str]) -> None:
     run = prepared(None, fields)
     parts = build(run)
-    whole, *_ = parts.train_loader.take(2)
+    whole, *_ = parts.train_loader.loader.take(2)
     labels = whole["labels"].clone()
     labels[0, 3:] = -100  # 3 targets in the first sample, 32 in the second
     batch = {**whole, "labels": labels}
@@ -130,7 +130,7 @@ def test_accumulation_divides_by_all_targets_once_however_they_are_spread(tmp_pa
     results = []
     for micro_batches in ([batch], halves):
         stepper = descending(run, parts, max_norm=0.0)
-        stepper.forward_backward(micro_batches, 1)
+        stepper.forward_backward(parts.train_loader.step_of(micro_batches), 1)
         results.append(stepper.update(0.0, 0.0))
     assert [int(result.tokens) for result in results] == [35, 35]
     assert float(results[0].loss) == pytest.approx(float(results[1].loss), rel=1e-6)
@@ -401,7 +401,7 @@ def infinite_at_step_3(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def late_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: the host reads a step's figures when it has launched the next."""
-    monkeypatch.setattr(Figures, "ready", False)
+    monkeypatch.setattr(PendingRecord, "ready", False)
 
 
 @pytest.mark.usefixtures("infinite_at_step_3")
@@ -585,7 +585,7 @@ class Recording:
     def build_stepper(self, default: Stepper) -> Stepper:
         around = default.forward_backward
 
-        def forward_backward(micro_batches: Iterable[MicroBatch], step: int) -> None:
+        def forward_backward(micro_batches: Iterable[RankBatch], step: int) -> None:
             batches = list(micro_batches)
             self.samples[step] = [batch["sample_ids"].tolist() for batch in batches]
             around(batches, step)

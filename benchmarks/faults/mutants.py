@@ -19,7 +19,7 @@ WHOLE = (
     "mplug/gradients/*.py",
     "mplug/distributed/groups.py",
     "mplug/checkpoint/boxes.py",
-    "mplug/checkpoint/together.py",
+    "mplug/checkpoint/rank_exchanges.py",
     "mplug/checkpoint/transfer.py",
     "mplug/layout/actions.py",
     "mplug/layout/gathered.py",

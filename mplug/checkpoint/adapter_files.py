@@ -10,7 +10,7 @@ import torch
 
 from mplug.checkpoint.published import FolderWeights
 from mplug.checkpoint.transfer import fill_ours
-from mplug.errors import UsageError, some
+from mplug.errors import UsageError, some_names
 from mplug.gradients.region import region
 from mplug.layout.conversion import Conversion, conversion_of
 from mplug.model.adapters import Adapters, RowNorms, squares_of_rows
@@ -46,7 +46,7 @@ def adapter_conversion(model: "Model") -> Conversion:
     placements = {name: one for name, one in model.placements.items() if name.startswith(prefixes)}
     others = [n for n, one in model.placements.items() if one.parameter.trainable and not n.startswith(prefixes)]
     if others:
-        raise UsageError(f"{UNPUBLISHED} the run also trains {some(others)} of the model itself")
+        raise UsageError(f"{UNPUBLISHED} the run also trains {some_names(others)} of the model itself")
     try:
         return conversion_of(adapters.names, placements)
     except ValueError as error:  # a module of another plugin, for example

@@ -11,7 +11,7 @@ from mplug.checkpoint.external_form import conversion
 from mplug.checkpoint.foreign import WEIGHT, ForeignCheckpoint, Shape
 from mplug.checkpoint.transfer import Read
 from mplug.checkpoint.wanted import Wanted
-from mplug.errors import PluginError, RunError, UsageError, some
+from mplug.errors import PluginError, RunError, UsageError, some_names
 from mplug.layout.external import Factor, Link, Part
 from mplug.layout.placement import Placement
 from mplug.model.model import Model
@@ -197,8 +197,8 @@ def refuse_mismatch(
         for name in checkpoint.tensors
         if name not in found.shapes and name not in found.unneeded and not (wanted is not None and wanted.allows(name))
     ]
-    problems = [f"it has no counterpart of {some(missing)}"] if missing else []
-    problems += [f"the model does not use {some(unused)}"] if unused else []
+    problems = [f"it has no counterpart of {some_names(missing)}"] if missing else []
+    problems += [f"the model does not use {some_names(unused)}"] if unused else []
     wrong = [
         sentence
         for name, placement in needed.items()

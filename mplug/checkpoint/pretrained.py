@@ -17,7 +17,7 @@ from mplug.run.run import Run
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from mplug.checkpoint.choice import Chosen
+    from mplug.checkpoint.newest_valid import Chosen
     from mplug.checkpoint.public_load import Begun
     from mplug.config.host_sections import Pretrained
     from mplug.model.model import Model
@@ -31,7 +31,7 @@ def pretrained_of(run: Run) -> Path | None:
     path = newest_pretrained(run)
     if path is None or not _is_of_named_run(run, path):
         return path
-    from mplug.checkpoint.choice import newest_readable  # imports pydantic
+    from mplug.checkpoint.newest_valid import newest_readable  # imports pydantic
 
     return newest_readable(path.parent).path
 
@@ -138,7 +138,7 @@ def load_weights(run: Run, model: "Model", pieces: list[Piece], path: Path) -> "
     If the config names the checkpoint's run and the checkpoint is not valid, load the newest valid one before it.
     """
     from mplug.checkpoint.boxes import State, buffer_boxes, held_boxes
-    from mplug.checkpoint.choice import Chosen, choose
+    from mplug.checkpoint.newest_valid import Chosen, choose
     from mplug.checkpoint.opened import open_together
     from mplug.checkpoint.saver import load
     from mplug.checkpoint.verified import Verified

@@ -10,7 +10,7 @@ from torch import Tensor
 from mplug.checkpoint.copies import refuse_other_copies
 from mplug.checkpoint.foreign_match import needed_of
 from mplug.checkpoint.published import FolderWeights, PublishedFolder
-from mplug.checkpoint.together import from_rank, raise_alike
+from mplug.checkpoint.rank_exchanges import from_rank, raise_alike
 from mplug.checkpoint.transfer import fill_ours
 from mplug.checkpoint.wanted import FIELD, Wanted, wanted_of
 from mplug.config.host_sections import Pretrained

@@ -21,9 +21,9 @@ from mplug.checkpoint.folder import complete, read_manifest, verify
 from mplug.checkpoint.names import partial_path, path_of
 from mplug.checkpoint.opened import Opened
 from mplug.checkpoint.plans import KeptPlans
+from mplug.checkpoint.rank_exchanges import raise_alike
 from mplug.checkpoint.retention import Retention
 from mplug.checkpoint.storage import FolderReader, FolderWriter
-from mplug.checkpoint.together import raise_alike
 from mplug.checkpoint.verified import Verified
 from mplug.errors import RunError, UsageError, listed
 from mplug.run.run import Run

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from mplug.errors import RunError, UsageError
 
 if TYPE_CHECKING:
-    from mplug.checkpoint.choice import Choice
+    from mplug.checkpoint.newest_valid import Choice
     from mplug.model.model import Model
     from mplug.run.lock import Claim, Lock
     from mplug.run.run import Run
@@ -57,7 +57,7 @@ def readable_of(resume_from: Path | None) -> "Choice | None":
     """The newest checkpoint with a valid manifest, before any process starts. The ranks read its files later."""
     if resume_from is None:
         return None
-    from mplug.checkpoint.choice import newest_readable  # imports pydantic
+    from mplug.checkpoint.newest_valid import newest_readable  # imports pydantic
 
     return newest_readable(resume_from.parent)
 
@@ -95,7 +95,7 @@ def about_weights(run: "Run", model: "Model", pretrained: Path | None) -> list[s
     from mplug.checkpoint.pretrained import has_adapters
     from mplug.checkpoint.public_load import KEPT
     from mplug.registry.formats import format_of
-    from mplug.training.begun import other_model_settings, refuse_other_adapters
+    from mplug.training.pretrained_settings import other_model_settings, refuse_other_adapters
 
     if pretrained is None:
         return []
@@ -119,7 +119,7 @@ def about_export(run: "Run", name: str) -> list[str]:
     from mplug.registry.formats import format_named
 
     try:
-        format_named(name).format.form_of(run.config)
+        format_named(name).ask("form_of", run.config)
     except UsageError as reason:
         return [f"'mplug checkpoint export --to {name}' will refuse this run: {reason}"]
     return []

@@ -74,7 +74,7 @@ def export_(
     merged = {name for merge in export.merges.values() for name in merge.inputs}
     refuse_lossy(export.conversion, model.placements.keys() - merged)
     if step is None:
-        from mplug.checkpoint.choice import choose
+        from mplug.checkpoint.newest_valid import choose
 
         opened = choose(run, checkpoint, Verified()).opened
     else:

@@ -83,7 +83,7 @@ def _published(run: "Run") -> str:
     for entry in registry.entries(KIND):
         command = f"'mplug checkpoint export --to {entry.name}'"
         try:
-            form = load_format(registry, entry).format.form_of(run.config)
+            form = load_format(registry, entry).ask("form_of", run.config)
             lines += [] if form is None else [f"{command} writes {form}"]
         except UsageError as reason:
             lines.append(f"{command} refuses this run: {reason}")
@@ -215,11 +215,11 @@ def _step(run: "Run", model: "Model") -> str:
 
 def _replay(run: "Run", model: "Model") -> str:
     """Whether a CUDA graph replays the step, and, if the setting is off, whether one could."""
-    from mplug.model.build import graph_obstacles
+    from mplug.model.graphs import obstacles
 
     if run.config.trainer.graphs:  # otherwise the run is refused
         return "replayed as one CUDA graph for each shape of a step, after a few eager steps"
-    reasons = ", and ".join(graph_obstacles(run, model))
+    reasons = ", and ".join(obstacles(run, model))
     return f"not replayed as a CUDA graph: {reasons or 'trainer.graphs=false'}"
 
 

@@ -16,7 +16,7 @@ from mplug.cli.beginning import (
 from mplug.errors import UsageError
 
 if TYPE_CHECKING:
-    from mplug.checkpoint.choice import Choice
+    from mplug.checkpoint.newest_valid import Choice
     from mplug.config.sources import Settings
     from mplug.distributed.world import World
     from mplug.run.lock import Claim, Lock

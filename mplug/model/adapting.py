@@ -6,11 +6,11 @@ from mplug.errors import UsageError, counted
 
 if TYPE_CHECKING:
     from mplug.layout.plan import Parameter
-    from mplug.model.model import Model
+    from mplug.model.built import Built
     from mplug.run.run import Run
 
 
-def adapt(run: "Run", model: "Model") -> None:
+def adapt(run: "Run", model: "Built") -> None:
     """Let the plugins of the run adapt the model, from the innermost layer outwards.
 
     Raises UsageError, with the plugin's label, if a plugin changes a parameter of the model that it got.
@@ -28,7 +28,7 @@ def adapt(run: "Run", model: "Model") -> None:
         publisher = publisher or (label if model.adapters is not None else "")
 
 
-def _described(model: "Model") -> "dict[str, tuple[tuple[int, ...], Parameter]]":
+def _described(model: "Built") -> "dict[str, tuple[tuple[int, ...], Parameter]]":
     """The shape and the plan's entry of every parameter."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.parameters().items()}
     return {name: (shapes[name], entry) for name, entry in model.plan.match(shapes).items()}

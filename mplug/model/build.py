@@ -15,12 +15,12 @@ from mplug.model.adapting import adapt
 from mplug.model.alternatives import kernels_that_would_do
 from mplug.model.casts import copies_of
 from mplug.model.count_passes import passes_of
-from mplug.model.draws import Draws, drawing_plugin
 from mplug.model.engine import planned_pieces, refuse_incomplete_engine
 from mplug.model.fill import fill_slots, select_offers
 from mplug.model.freezing import freeze
 from mplug.model.gathered_copies import refuse_idle_copies
-from mplug.model.graphs import obstacles, refuse_graphs
+from mplug.model.generator_seeds import GeneratorSeeds, drawing_plugin
+from mplug.model.graphs import refuse_graphs
 from mplug.model.memory import allocate
 from mplug.model.mixing import refuse_mixing
 from mplug.model.model import Model
@@ -75,13 +75,8 @@ def build_model(run: Run) -> Model:
     refuse_idle_copies(run, model)
     refuse_bypassing_layout(run, model)
     if run.config.trainer.graphs:
-        refuse_graphs(run, model, _optimizer_without_memory(run, model))
+        refuse_graphs(run, model)
     return model
-
-
-def graph_obstacles(run: Run, model: Model) -> list[str]:
-    """Why a CUDA graph cannot replay the steps of the run, as clauses; empty if it can."""
-    return obstacles(run, model, _optimizer_without_memory(run, model))
 
 
 def _refuse_states_of_frozen(run: Run, model: Model) -> None:
@@ -136,7 +131,7 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
     add_slot_buffers(model, run, selection.filled)
     fill_slots(model, selection)
     drawing = drawing_plugin(run, model.slots)
-    model.draws = Draws(model.plan, run.mesh, run.rank, run.device, drawing)
+    model.seeds = GeneratorSeeds(model.plan, run.mesh, run.rank, run.device, drawing)
     return model, selection
 
 

@@ -10,12 +10,12 @@ from mplug.layout.names import within
 
 if TYPE_CHECKING:
     from mplug.config.binding import RunConfig
-    from mplug.model.model import Model
+    from mplug.model.built import Built
 
 FIELD = "model.frozen"
 
 
-def freeze(model: "Model", config: "RunConfig") -> None:
+def freeze(model: "Built", config: "RunConfig") -> None:
     """Add the config's frozen patterns to the model's plan.
 
     Raises UsageError if a pattern matches nothing, or if no trained parameter remains.

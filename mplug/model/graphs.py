@@ -5,11 +5,9 @@ A step of training is the whole step. A command may also record a forward pass (
 
 from collections.abc import Iterable, Iterator
 
-from mplug.config.binding import RunConfig
 from mplug.config.sources import source_of
-from mplug.contracts import Optimizer
 from mplug.errors import UsageError, listed
-from mplug.model.draws import drawing_plugin
+from mplug.model.generator_seeds import drawing_plugin
 from mplug.model.model import Model
 from mplug.run.run import Run
 from mplug.tensors.weight_product import ProductModule
@@ -32,9 +30,9 @@ AFTER_A_STEP = ("parameters_updated",)
 """Hooks that the host calls after every step: they find what the replayed step has written."""
 
 
-def refuse_graphs(run: Run, model: Model, optimizer: Optimizer) -> None:
+def refuse_graphs(run: Run, model: Model) -> None:
     """Raise UsageError if the config sets `trainer.graphs`, and a part of the run's steps cannot be replayed."""
-    found = obstacles(run, model, optimizer) if run.config.trainer.graphs else []
+    found = obstacles(run, model) if run.config.trainer.graphs else []
     if found:
         source = source_of(run.config.settings, ("trainer", "graphs"))
         raise UsageError(
@@ -43,8 +41,8 @@ def refuse_graphs(run: Run, model: Model, optimizer: Optimizer) -> None:
         )
 
 
-def obstacles(run: Run, model: Model, optimizer: Optimizer) -> list[str]:
-    """The reasons, as clauses; empty if a graph can replay the steps. `optimizer` may be without memory."""
+def obstacles(run: Run, model: Model) -> list[str]:
+    """The reasons, as clauses; empty if a graph can replay the steps."""
     if not run.device.startswith("cuda"):
         return ["the run is on the CPU"]
     steppers = [
@@ -52,7 +50,7 @@ def obstacles(run: Run, model: Model, optimizer: Optimizer) -> list[str]:
         for label in run.hooks.implementers("build_stepper")
     ]
     of_plugins = _of_plugins(run, model, (*IN_A_STEP, *AFTER_A_STEP))
-    return [*steppers, *of_plugins, *_of_draws(run, model), *_of_modules(run, model), *_of_decay(run, optimizer)]
+    return [*steppers, *of_plugins, *_of_draws(run, model), *_of_modules(run, model)]
 
 
 def forward_obstacles(run: Run, model: Model) -> list[str]:
@@ -99,18 +97,3 @@ def _of_modules(run: Run, model: Model) -> Iterator[str]:
                 reasons.setdefault(reason, []).append(filled.site.role)
     for reason, roles in reasons.items():
         yield f"the CPU waits for the device in '{listed(dict.fromkeys(roles))}': {reason}"
-
-
-def _of_decay(run: Run, optimizer: Optimizer) -> Iterator[str]:
-    if not getattr(optimizer, "tensor_decay", False) and decay_changes(run.config):
-        (label,) = run.hooks.implementers("build_optimizer")
-        yield (
-            f"{label} reads the weight decay as a number, which a graph freezes, and schedule.weight_decay changes it "
-            f"(with schedule.weight_decay.name=constant, it does not)"
-        )
-
-
-def decay_changes(config: RunConfig) -> bool:
-    """Whether the schedule changes the weight decay within the run."""
-    schedule = config.schedule.weight_decay
-    return schedule.name != "constant" and schedule.end not in (None, config.optimizer.weight_decay)

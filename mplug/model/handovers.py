@@ -4,11 +4,11 @@ from collections import Counter
 from math import prod
 
 from mplug.layout.actions import TRANSFERS, Kind, Table
-from mplug.model.model import Model
+from mplug.model.placed import Placed
 from mplug.run.run import Run
 
 
-def shape_of(run: Run, model: Model, name: str) -> tuple[int, ...] | None:
+def shape_of(run: Run, model: Placed, name: str) -> tuple[int, ...] | None:
     """The shape of a rank's part of an activation of one micro batch, from the declared axes of the plan.
 
     Ranks divide the sequence under context and sequence parallelism. None if the plan does not state the length of an
@@ -33,17 +33,17 @@ def shape_of(run: Run, model: Model, name: str) -> tuple[int, ...] | None:
     return tuple(shape)
 
 
-def bytes_entering(run: Run, model: Model, chunk: int) -> int | None:
+def bytes_entering(run: Run, model: Placed, chunk: int) -> int | None:
     """Bytes of the activations of one micro batch that enter a chunk, or None if a shape is not declared."""
     return _bytes_of(run, model, model.crossing(chunk))
 
 
-def bytes_returning(run: Run, model: Model, chunk: int) -> int | None:
+def bytes_returning(run: Run, model: Placed, chunk: int) -> int | None:
     """Bytes of the gradients of these activations that leave the chunk, or None if a shape is not declared."""
     return _bytes_of(run, model, tuple(name for name in model.crossing(chunk) if name in model.learning(chunk)))
 
 
-def bytes_sent(run: Run, model: Model, table: Table, rank: int) -> int | None:
+def bytes_sent(run: Run, model: Placed, table: Table, rank: int) -> int | None:
     """Bytes that a rank of the pipeline sends in a step, or None if a shape is not declared."""
     total = 0
     for (kind, chunk), number in Counter((one.kind, one.chunk) for one in table.rows[rank]).items():
@@ -56,7 +56,7 @@ def bytes_sent(run: Run, model: Model, table: Table, rank: int) -> int | None:
     return total
 
 
-def _bytes_of(run: Run, model: Model, names: tuple[str, ...]) -> int | None:
+def _bytes_of(run: Run, model: Placed, names: tuple[str, ...]) -> int | None:
     itemsize: int = run.precision.activation_dtype.itemsize
     shapes = [shape_of(run, model, name) for name in names]
     return None if None in shapes else sum(itemsize * prod(shape) for shape in shapes if shape is not None)

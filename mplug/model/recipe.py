@@ -16,7 +16,7 @@ from mplug.model.offers import Site
 from mplug.slot_kinds import PRODUCTS
 
 if TYPE_CHECKING:
-    from mplug.model.model import Model
+    from mplug.model.built import Built
     from mplug.run.run import Run
 
 FIELD = "trainer.base_modules"
@@ -31,7 +31,7 @@ def default_base_modules(plan: Plan) -> tuple[str, ...]:
     return (*dict.fromkeys(ends), *plan.base_modules)
 
 
-def choose_base_modules(run: "Run", model: "Model") -> tuple[str, ...]:
+def choose_base_modules(run: "Run", model: "Built") -> tuple[str, ...]:
     """The patterns of the base modules of a whole model; empty if the precision has no recipe.
 
     Raises UsageError if a pattern matches no module, or if the recipe then applies to no product.
@@ -73,7 +73,7 @@ def is_base(name: str, patterns: Iterable[str]) -> bool:
     return any(within(pattern).fullmatch(name) for pattern in patterns)
 
 
-def with_recipe(sites: Iterable[Site], model: "Model") -> Iterator[Site]:
+def with_recipe(sites: Iterable[Site], model: "Built") -> Iterator[Site]:
     """The sites; a product outside of the base modules also needs the model's recipe."""
     recipe = model.recipe
     for site in sites:

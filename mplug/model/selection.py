@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mplug.errors import UsageError, listed
 from mplug.model.offers import PLAIN, UNIT, Filled, Offer, Site, Unmet, Wrap
 from mplug.slot_kinds import CALLED_BY, FUSED_PRODUCTS, KIND_OF, WIDE_PRODUCTS
-from mplug.tensors.supplier import statements_of
+from mplug.tensors.supplier import Supplier, statements_of
 
 if TYPE_CHECKING:
     from mplug.config.binding import Kernels
@@ -191,8 +191,11 @@ def _supplier_of(
 
 def offered_in_plain_torch(site: Site) -> frozenset[str]:
     """The needs of a site that its default in plain torch serves."""
-    stated = statements_of(getattr(site.module, site.slot.rpartition(".")[2], None))
-    return site.needs if stated.only_composes else frozenset(stated.serves)
+    default = getattr(site.module, site.slot.rpartition(".")[2], None)
+    default = default.function if isinstance(default, Supplier) else default
+    if getattr(default, "only_composes", False):
+        return site.needs
+    return getattr(default, "offers", frozenset())
 
 
 def _supplies(kind: str, offers: list[Offer]) -> bool:

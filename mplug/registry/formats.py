@@ -26,6 +26,11 @@ class Found:
         """The word that names it after --from and --to."""
         return self.entry.name
 
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """What a method that only describes answers. BrokenPlugin if it fails."""
+        with asking(self.entry.label, method):
+            return getattr(self.format, method)(*arguments)
+
 
 def load_format(registry: Registry, entry: Entry) -> Found:
     """An installed format. BrokenPlugin if it is none."""
@@ -53,7 +58,7 @@ def format_of(folder: Path, registry: Registry | None = None) -> Found | None:
     registry = registry or Registry()
     claims = [one for one in registry.table(FORMAT_FILES) if (folder / one.name).is_file()]
     entries = dict.fromkeys(registry.find(KIND, f"{one.distribution}/{one.target}") for one in claims)
-    found = [one for one in (load_format(registry, entry) for entry in entries) if one.format.recognises(folder)]
+    found = [one for one in (load_format(registry, entry) for entry in entries) if one.ask("recognises", folder)]
     if len(found) > 1:
         raise UsageError(
             f"'{folder}' is recognised by {listed(f'{one.entry.label} ({one.entry.origin})' for one in found)}; "

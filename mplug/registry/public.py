@@ -30,7 +30,7 @@ def with_public_settings(registry: Registry, base: Settings, overrides: Settings
     opened = None if folder is None else format_of(folder, registry)
     if folder is None or opened is None:
         return base, overrides
-    described = opened.format.describe(folder)
+    described: DescribedModel = opened.ask("describe", folder)
     path = described.path
     named = overrides.get(("model", "name"))
     entry, word = _family(registry, described, None if named is None else str(named.value))
@@ -166,7 +166,7 @@ def longest_sequence(config: RunConfig, folder: Path) -> int | None:
     """The length of the longest sequence that the model of a folder was made for; None if its family does not know."""
     chosen, opened = model_of(config), format_of(folder)
     assert opened is not None
-    return read_settings(chosen.entry, chosen.plugin, opened, folder, opened.format.describe(folder).path).longest
+    return read_settings(chosen.entry, chosen.plugin, opened, folder, opened.ask("describe", folder).path).longest
 
 
 def folder_tokenizer(registry: Registry, folder: Path) -> "FolderTokenizer":

@@ -24,6 +24,7 @@ SUMMARIES = {
     "precisions": "Weights in fp32, and matrix products of operands in bf16",
     "data": "Synthetic samples that count upwards",
     "tokenizers": "A tokenizer with a token per character of a file, and a token per byte",
+    "formats": "Models as folders of plain arrays",
     "memory": "Recomputation of units in backward",
     "adapters": "Training of the norms alone",
     "extensions": "A table of losses in the folder of a run",
@@ -37,11 +38,14 @@ USES = {
     "precisions": "mplug train --precision {name}",
     "data": "mplug train --data {name}",
     "tokenizers": "mplug data preprocess texts.jsonl --tokenizer {name}",
+    "formats": "mplug checkpoint export --to {name} FOLDER",
     "memory": "mplug train --set memory.{name}.every=1",
     "adapters": "mplug train --adapt {name}",
     "extensions": "mplug train --set extensions.{name}.every=10",
     "commands": "mplug {name}",
 }
+FURTHER_POINTS = {"formats": '\n[project.entry-points."mplug.format_files"]\n"{name}.json" = "{name}"\n'}
+"""By kind, further entry points of the package."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,7 @@ class Package:
             "summary": SUMMARIES[self.kind],
             "requirements": ", ".join(f'"{one}"' for one in self._requirements),
             "use": self.use,
+            "more": FURTHER_POINTS.get(self.kind, "").format(name=self.name),
         }
 
 

@@ -5,7 +5,7 @@ statements, whose functions a block calls by name (`WeightProduct`). A block who
 its own class from `Supplier`, with a typed field for each. The host and wraps read statements with `statements_of`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -16,12 +16,13 @@ R = TypeVar("R")
 class Statements:
     """What the content of a slot states about itself. These are the statements of a plain callable."""
 
-    serves: Iterable[str] = frozenset()
-    """The needs of a site that a default in plain torch serves. A plugin states this with its offer instead."""
     calls: tuple[str, ...] = ()
     """The narrower slots that the content calls itself. The host refuses suppliers of the others, which never run."""
-    only_composes: bool = False
-    """Whether the content is a default that only calls narrower slots, so that its needs are theirs."""
+
+    @property
+    def is_replaceable(self) -> bool:
+        """Whether it states enough for the supplier of a wider slot to do its work, as a collective with a boundary."""
+        return False
 
 
 NOTHING_STATED = Statements()
@@ -36,9 +37,7 @@ class Supplier(Statements, Generic[P, R]):
     """
 
     function: Callable[P, R]
-    serves: Iterable[str] = frozenset()
     calls: tuple[str, ...] = ()
-    only_composes: bool = False
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function."""

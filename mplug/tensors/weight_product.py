@@ -60,25 +60,18 @@ class WeightProduct(Statements):
         raise NotImplementedError
 
     def operands(self, x: Any, weight: Operand, around: Any, buffers: Buffers) -> Operands:
-        """The operands of `wgrad` for an input like x, without memory: their shapes and dtypes are declared by this.
+        """The shapes and dtypes of the operands of `wgrad` for an input like x, as tensors without memory.
 
-        The call is inside of torch's `FakeTensorMode`. By default the shapes are those that `forward` and `dgrad`
-        return for tensors without memory. A product whose parts are expensive to trace may override this method.
+        The host calls it inside of torch's `FakeTensorMode`, before it postpones the weight's gradient. By default the
+        shapes are those that `forward` and `dgrad` return for such tensors. A product may state them itself.
         """
         y, saved = self.forward(x, weight, around, buffers)
-        return self.dgrad(_like(y), weight, saved, around, buffers, False)[1]
+        return self.dgrad(torch.empty_like(y), weight, saved, around, buffers, False)[1]
 
     @property
     def makes_copies(self) -> bool:
         """Whether the product reads copies of its weight: a product without a `cast` of its own has none."""
         return type(self).cast is not WeightProduct.cast
-
-
-def _like(y: Any) -> Any:
-    """A gradient of an output, which is a tensor or a tuple of tensors, some of which may be None."""
-    if y is None or isinstance(y, Tensor):
-        return None if y is None else torch.empty_like(y)
-    return type(y)(*map(_like, y))
 
 
 class ProductModule(nn.Module):

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from itertools import combinations
 
@@ -19,8 +20,9 @@ from mplug.model.model import Model
 from mplug.model.pieces import Held, held_values, make_pieces, write_weights
 from mplug.model.variance import refuse_bypassing
 from mplug.run.run import Run
+from mplug.training.batch_parts import own_part
+from mplug.training.feed import Feed
 from mplug.training.graphs import GraphedStepper
-from mplug.training.prefetch import Feed
 from mplug.training.stepper import DefaultStepper
 from mplug.training.supervised_loader import Source
 
@@ -58,8 +60,8 @@ def build(run: Run) -> Parts:
     _refuse_other_stages(run, model)
     if trainer.graphs:
         use_own_stream()
-    train_loader = _feed(run, "train")
-    validation_loader = _feed(run, "validation") if trainer.eval_every else None
+    train_loader = _feed(run, model, "train")
+    validation_loader = _feed(run, model, "validation") if trainer.eval_every else None
     compile_units(model, compiler_of(run), tune_kernels=trainer.tune_kernels)
     wrap_units(model)
     gradients = gradient_dtype(run, model)
@@ -150,8 +152,9 @@ def _refuse_other_axes(run: Run, summers: dict[str, str]) -> None:
             )
 
 
-def _feed(run: Run, split: str) -> Feed:
-    return Feed(build_loader(run, split), run.device, Source.of(run, split))
+def _feed(run: Run, model: Model, split: str) -> Feed:
+    cut = partial(own_part, plan=model.plan, mesh=run.mesh, rank=run.rank)
+    return Feed(build_loader(run, split), run.device, Source.of(run, split), cut)
 
 
 def build_loader(run: Run, split: str) -> Loader:

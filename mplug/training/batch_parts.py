@@ -1,6 +1,6 @@
-"""Cut a rank's part out of the entries of a micro batch, and give every rank the same number of micro batches."""
+"""What the feed makes of a loader's micro batch: derived entries, counts, and the part of a rank."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +12,11 @@ from mplug.tensors.segments import numbered
 if TYPE_CHECKING:
     from mplug.layout.mesh import Mesh
     from mplug.layout.plan import Plan
-    from mplug.run.run import Run
+
+
+def own_part(batch: MicroBatch, plan: "Plan", mesh: "Mesh", rank: int) -> MicroBatch:
+    """The part of a whole micro batch that `rank` computes, with the entries that the plan makes from others."""
+    return own_entries(with_shifted(batch, plan), plan.context, mesh, rank)
 
 
 def own_entries(batch: MicroBatch, context: Mapping[str, tuple[str, ...]], mesh: "Mesh", rank: int) -> MicroBatch:
@@ -54,19 +58,24 @@ def _joined(x: Tensor, dim: int, ranges: tuple[range, ...]) -> Tensor:
     return torch.cat([x[(*before, slice(part.start, part.stop, part.step))] for part in ranges], dim)
 
 
-def even_parts(take: Callable[[int], Iterable[MicroBatch]], num_samples: int, run: "Run") -> Iterator[MicroBatch]:
-    """This rank's part of `num_samples` samples, in micro batches whose number and sizes are equal on every rank.
+def count_targets(batch: MicroBatch) -> "tuple[int, int | Tensor | None]":
+    """(positions, targets) of a whole micro batch; (0, None) without labels.
 
-    Ranks that communicate inside a unit (by exchanging tokens) must all run the same number of micro batches. If the
-    ranks do not divide the samples, a few more samples are read, and the labels of the extra ones are ignored.
+    The number of targets is a tensor if the labels are on a device, because the CPU would wait for the device.
     """
-    index, shards = run.mesh.batch_shard(run.rank)
-    each = -(-num_samples // shards)
-    remaining = num_samples - index * each
-    for batch in take(each * shards):
+    if "labels" not in batch:
+        return 0, None
+    labels = batch["labels"]
+    targets = (labels != IGNORED).sum()
+    return labels.numel(), int(targets) if labels.device.type == "cpu" else targets
+
+
+def without_extra_targets(batches: Iterable[MicroBatch], num_samples: int) -> Iterator[MicroBatch]:
+    """The micro batches; those after the first `num_samples` samples have no targets."""
+    for batch in batches:
         size = len(batch["sample_ids"])
-        yield batch if size <= remaining else _without_targets_from(max(remaining, 0), batch)
-        remaining -= size
+        yield batch if size <= num_samples else _without_targets_from(max(num_samples, 0), batch)
+        num_samples -= size
 
 
 def _without_targets_from(row: int, batch: MicroBatch) -> MicroBatch:

@@ -111,7 +111,7 @@ def changes_on_resume(path: Path, manifest: Mapping[str, Any], run: Run, allowed
     """
     if not isinstance(manifest.get("config"), dict):
         raise damaged(path, "it does not hold the config of its run")
-    settings = list(_settings(manifest, run))
+    settings = list(_Comparison.of(manifest, run).changed_settings())
     changes = Changes(settings, _versions(manifest, run), _effects(manifest, run.config), allowed)
     refused = [change for change in settings if change.refusal and not changes.allows(change)]
     if refused:
@@ -177,45 +177,93 @@ UNDECLARED = "{owner} does not declare that it may change"
 UNVERIFIED = "the checkpoint holds no fingerprint of its data, so the new data may differ"
 
 
-def _settings(manifest: Mapping[str, Any], run: Run) -> Iterator[Change]:
-    """Every change, in the order of the config's sections."""
-    config, old = run.config, manifest["config"]
-    defaults, new = nested(default_settings()), config.resolved()
-    recorded = {plugin["plugin"]: plugin for plugin in manifest["provenance"]["plugins"]}
-    by_section = {chosen.section: chosen for chosen in config.chosen}
+@dataclass(frozen=True)
+class _Comparison:
+    """The config of a checkpoint's run and the config of the resumed run, section by section."""
 
-    def compared(key: Key, model: type[BaseModel] | None, was: Any, now: Any, judge: "_Judge") -> Iterator[Change]:
+    manifest: Mapping[str, Any]
+    run: Run
+    old: Mapping[str, Any]
+    new: Mapping[str, Any]
+    recorded: Mapping[str, Mapping[str, Any]]
+    """The plugins of the checkpoint's run, by label."""
+
+    @classmethod
+    def of(cls, manifest: Mapping[str, Any], run: Run) -> "_Comparison":
+        recorded = {plugin["plugin"]: plugin for plugin in manifest["provenance"]["plugins"]}
+        return cls(manifest, run, manifest["config"], run.config.resolved(), recorded)
+
+    def changed_settings(self) -> Iterator[Change]:
+        """Every changed setting, in the order of the config's sections."""
+        for section in NAMED_SECTIONS:
+            yield from self._of_named(section)
+        for section in PLUGIN_SECTIONS:
+            found = list(self._of_plugins(section))
+            yield from found
+            refused = {change.key[:2] for change in found if change.refusal}
+            variances = _of_variances(section, self.manifest, self.run)
+            yield from (change for change in variances if change.key not in refused)
+        for section, model in HOST_SECTIONS.items():
+            yield from self._of_host(section, model)
+
+    def _compared(
+        self, key: Key, model: type[BaseModel] | None, was: Any, now: Any, judge: "_Judge"
+    ) -> Iterator[Change]:
         before, after = (dict(leaves(model, values)) for values in (was, now))
         for inner in dict.fromkeys([*before, *after]):
             was, now = before.get(inner, ABSENT), after.get(inner, ABSENT)
             if was != now:
-                source = source_of(config.settings, (*key, *inner)) or ""
+                source = source_of(self.run.config.settings, (*key, *inner)) or ""
                 yield judge((*key, *inner), was, now, mark_of(model, inner), source)
 
-    for section in NAMED_SECTIONS:
-        chosen = by_section[section,]
-        was, now = dict(old.get(section) or {}), new[section]
-        if _is_same(chosen, was.get("name"), recorded):
+    def _of_named(self, section: str) -> Iterator[Change]:
+        """The changes of a section that names one plugin."""
+        chosen = next(chosen for chosen in self.run.config.chosen if chosen.section == (section,))
+        was, now = dict(self.old.get(section) or {}), self.new[section]
+        if _is_same(chosen, was.get("name"), self.recorded):
             hosts = {} if "frozen" in chosen.plugin.Config.model_fields else _OF_HOST.get(section, {})
             own = {name: value for name, value in was.items() if name not in hosts}
             was = {**hosts, **was, **bound(chosen, own), "name": now["name"]}
-            yield from compared((section,), chosen.plugin.Config, was, now, _bymark_of(chosen, manifest))
+            yield from self._compared((section,), chosen.plugin.Config, was, now, _bymark_of(chosen, self.manifest))
         else:  # compare only the fields that both plugins have
-            was["name"] = _named(was.get("name"), recorded.get(_label(section, was.get("name"))), chosen)
+            was["name"] = _named(was.get("name"), self.recorded.get(_label(section, was.get("name"))), chosen)
             common = {name: value for name, value in was.items() if name in now}
             now = {name: value for name, value in now.items() if name in was}
-            yield from compared((section,), None, common, now, _refused)
-    for section in PLUGIN_SECTIONS:
-        plugins = [chosen for chosen in config.chosen if chosen.section[0] == section and len(chosen.section) == 2]
-        found = list(_of_plugins(section, plugins, old.get(section) or {}, new[section], recorded, manifest, compared))
-        yield from found
-        refused = {change.key[:2] for change in found if change.refusal}
-        yield from (change for change in _of_variances(section, manifest, run) if change.key not in refused)
-    for section, model in HOST_SECTIONS.items():
-        was = {**defaults[section], **(old.get(section) or {})}
+            yield from self._compared((section,), None, common, now, _refused)
+
+    def _of_plugins(self, section: str) -> Iterator[Change]:
+        """The changes of a section that names several plugins: its own fields, its list of plugins, and their fields.
+
+        The section's own fields say which strategies and kernels are chosen. Sections of plugins that are not chosen
+        change nothing.
+        """
+        old, new = self.old.get(section) or {}, self.new[section]
+        removed = section in FREE_SECTIONS  # there, `NAME: false` removes a plugin
+        own, other = (
+            {n: v for n, v in tree.items() if not isinstance(v, dict) and not (v is False and removed)}
+            for tree in (old, new)
+        )
+        yield from self._compared((section,), None, own, other, _free)
+        plugins = [one for one in self.run.config.chosen if one.section[0] == section and len(one.section) == 2]
+        held = {label for label in self.recorded if label.startswith(f"{section}/")}
+        if not other and section != OPTIONS_OF_PRECISIONS:  # `trainer.precision` says which one is used
+            for label in sorted(held ^ {chosen.label for chosen in plugins}):
+                key = (section, label.partition("/")[2])
+                was, now = ("used", "not used") if label in held else ("not used", "used")
+                yield Change(key, was, now, COURSE if section == ADAPTING else "")
+        for chosen in plugins:
+            if chosen.label in held:
+                saved = old.get(chosen.section[1], old.get(chosen.entry.name))
+                values = bound(chosen, saved if isinstance(saved, dict) else {})
+                judge = _free if section == OBSERVING else _bymark_of(chosen, self.manifest)
+                yield from self._compared(chosen.section, chosen.plugin.Config, values, new[chosen.section[1]], judge)
+
+    def _of_host(self, section: str, model: type[BaseModel]) -> Iterator[Change]:
+        """The changes of a section of the host."""
+        was = {**nested(default_settings())[section], **(self.old.get(section) or {})}
         if section == "trainer":
-            was["precision"] = _saved_precision(was["precision"], recorded, config)
-        yield from compared((section,), model, was, new[section], _bymark_of(None, manifest))
+            was["precision"] = _saved_precision(was["precision"], self.recorded, self.run.config)
+        yield from self._compared((section,), model, was, self.new[section], _bymark_of(None, self.manifest))
 
 
 _OF_HOST: dict[str, dict[str, Any]] = {"model": {"frozen": []}}
@@ -243,41 +291,6 @@ def _bymark_of(chosen: Chosen | None, manifest: Mapping[str, Any]) -> _Judge:
         return Change(key, old, new, "" if mark == MAY_CHANGE else refusal, source)
 
     return judge
-
-
-def _of_plugins(
-    section: str,
-    plugins: list[Chosen],
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
-    before: Mapping[str, Any],
-    manifest: Mapping[str, Any],
-    compared: Callable[..., Iterator[Change]],
-) -> Iterator[Change]:
-    """The changes of a section that names several plugins: its own fields, its list of plugins, and their fields.
-
-    The section's own fields say which strategies and kernels are chosen. Sections of plugins that are not chosen change
-    nothing.
-    """
-    own, other = (
-        {n: v for n, v in tree.items() if not isinstance(v, dict) and not (v is False and section in FREE_SECTIONS)}
-        for tree in (old, new)
-    )
-    yield from compared((section,), None, own, other, _free)
-    held = {label for label in before if label.startswith(f"{section}/")}
-    if not other and section != OPTIONS_OF_PRECISIONS:  # `trainer.precision` says which one is used
-        for label in sorted(held ^ {chosen.label for chosen in plugins}):
-            key = (section, label.partition("/")[2])
-            was, now = ("used", "not used") if label in held else ("not used", "used")
-            yield Change(key, was, now, COURSE if section == ADAPTING else "")
-    for chosen in plugins:
-        if chosen.label in held:
-            saved = old.get(chosen.section[1], old.get(chosen.entry.name))
-            saved = saved if isinstance(saved, dict) else {}
-            judge = _free if section == OBSERVING else _bymark_of(chosen, manifest)
-            yield from compared(
-                chosen.section, chosen.plugin.Config, bound(chosen, saved), new[chosen.section[1]], judge
-            )
 
 
 def _of_variances(section: str, manifest: Mapping[str, Any], run: Run) -> Iterator[Change]:

@@ -9,17 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mplug.contracts import MicroBatch
+from mplug.contracts import RankBatch
 from mplug.run.run import Run
 from mplug.training.assembly import Parts
-from mplug.training.batch_parts import even_parts
-from mplug.training.prefetch import Feed
+from mplug.training.feed import Feed
 
 PAUSE = 0.25
 """Minimum time between votes, in seconds, if micro batches are shorter than that."""
 
 
-Watch = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
+Watch = Callable[[Iterator[RankBatch]], Iterator[RankBatch]]
 
 
 def evaluate(run: Run, parts: Parts, watch: Watch = iter) -> float:
@@ -58,8 +57,8 @@ def evaluate_unless_stopped(run: Run, parts: Parts, due: Callable[[float], bool]
     return Evaluation(float(loss), batches.stop)
 
 
-def _micro_batches(run: Run, loader: Feed) -> Iterator[MicroBatch]:
-    return even_parts(loader.take, run.config.trainer.eval_samples, run)
+def _micro_batches(run: Run, feed: Feed) -> Iterator[RankBatch]:
+    return feed.take_evenly(run.config.trainer.eval_samples)
 
 
 class UntilStopped:
@@ -71,7 +70,7 @@ class UntilStopped:
     batches; if these are short, ranks vote less often.
     """
 
-    def __init__(self, batches: Iterable[MicroBatch], run: Run, stages: int, due: Callable[[float], bool]) -> None:
+    def __init__(self, batches: Iterable[RankBatch], run: Run, stages: int, due: Callable[[float], bool]) -> None:
         self._batches, self._run, self._age, self._due = iter(batches), run, stages, due
         self._group = run.groups.beside("votes") if run.groups is not None else None
         self._votes: deque[tuple[int, Any, torch.Tensor]] = deque()
@@ -79,10 +78,10 @@ class UntilStopped:
         self._began = time.monotonic()
         self.stop = self.left = False
 
-    def __iter__(self) -> Iterator[MicroBatch]:
+    def __iter__(self) -> Iterator[RankBatch]:
         return self
 
-    def __next__(self) -> MicroBatch:
+    def __next__(self) -> RankBatch:
         if self._number > 0:  # steppers need not support an evaluation without micro batches
             self._vote()
         if self.stop:

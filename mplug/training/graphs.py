@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mplug.contracts import MicroBatch, StepResult
+from mplug.contracts import RankBatch, StepResult
 from mplug.errors import RunError, UsageError
 from mplug.model.cuda_graph import CudaGraph, Recording
 from mplug.model.graphs import refuse_graphs
@@ -43,33 +43,34 @@ WARMUP = 3
 MOST = 8
 """Shapes of which recordings are kept; a batch ramp-up has more, but never returns to one."""
 
-Entries = dict[str, Tensor]
-
 
 @dataclass
 class Shape:
     """The steps with micro batches of the same shapes: the memory of the micro batches, and the recording."""
 
-    batches: list[Entries]
+    batches: list[RankBatch]
     num_eager: int = 0
     recording: Recording | None = None
     result: StepResult | None = None
 
     @classmethod
-    def of(cls, batches: list[MicroBatch]) -> "Shape":
+    def of(cls, batches: list[RankBatch]) -> "Shape":
         """A shape without a recording, with memory of its own."""
-        return cls([{name: torch.empty_like(x) for name, x in batch.items()} for batch in batches])
+        return cls([replace(one, entries={name: torch.empty_like(x) for name, x in one.items()}) for one in batches])
 
-    def fill(self, batches: list[MicroBatch]) -> None:
+    def fill(self, batches: list[RankBatch]) -> None:
         """Copy a step's micro batches into the memory that the recording reads."""
         for own, batch in zip(self.batches, batches, strict=True):
             for name, entry in own.items():
                 entry.copy_(batch[name], non_blocking=True)
 
 
-def shape_of(batches: Iterable[MicroBatch]) -> tuple[Any, ...]:
-    """What must be equal for steps that share a recording: names, shapes and dtypes of the entries."""
-    return tuple(tuple((name, tuple(x.shape), x.dtype) for name, x in batch.items()) for batch in batches)
+def shape_of(batches: Iterable[RankBatch]) -> tuple[Any, ...]:
+    """What must be equal for steps that share a recording: names, shapes and dtypes of the entries, and positions."""
+    return tuple(
+        (batch.is_last, batch.positions, *((name, tuple(x.shape), x.dtype) for name, x in batch.items()))
+        for batch in batches
+    )
 
 
 class GraphedStepper:
@@ -78,7 +79,7 @@ class GraphedStepper:
     def __init__(self, default: DefaultStepper, recording: Callable[[], Recording] | None = None) -> None:
         self.default, self.run, self.model = default, default.run, default.model
         if recording is None:
-            refuse_graphs(self.run, self.model, default.optimizer)
+            refuse_graphs(self.run, self.model)
             recording = partial(CudaGraph, torch.cuda.graph_pool_handle())
         if len(self.model.when_settled) < len(self.model.when_written):
             raise UsageError(
@@ -86,23 +87,23 @@ class GraphedStepper:
                 "for its exchange of weights; append the function that waits, or set trainer.graphs=false"
             )
         self._recording = recording
-        self._values = default.values(0.0, default.run.config.optimizer.weight_decay)
         self._key = torch.zeros((), dtype=torch.int64, device=self.run.device)
         self._shapes: dict[tuple[Any, ...], Shape] = {}
         self._next: Shape | None = None
 
-    def forward_backward(self, micro_batches: Iterable[MicroBatch], step: int) -> None:
+    def forward_backward(self, micro_batches: Iterable[RankBatch], step: int) -> None:
         """Take the step's micro batches; `update` computes the step."""
         batches = list(micro_batches)
         self._next = self._shape(batches)
         self._next.fill(batches)
+        self.default.token_scale.count(batches)
         self._key.fill_(step_key(self.default.seed, step))
 
     def update(self, lr: float, weight_decay: float) -> StepResult:
         """Compute the whole step: eagerly, or by a replay."""
         assert self._next is not None, "forward_backward comes first"
         shape, self._next = self._next, None
-        self._take(lr, weight_decay)
+        self.default.set_rates(lr, weight_decay)
         if shape.num_eager < WARMUP:
             shape.num_eager += 1
             return self._step(shape)
@@ -113,7 +114,7 @@ class GraphedStepper:
         shape.recording.replay()
         return copied(shape.result)
 
-    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
+    def evaluate(self, micro_batches: Iterable[RankBatch]) -> Tensor:
         """The mean loss of forward passes, which are never recorded."""
         self.model.weights_written()
         return self.default.evaluate(micro_batches)
@@ -123,7 +124,7 @@ class GraphedStepper:
         """How many shapes have a recording now."""
         return sum(shape.recording is not None for shape in self._shapes.values())
 
-    def _shape(self, batches: list[MicroBatch]) -> Shape:
+    def _shape(self, batches: list[RankBatch]) -> Shape:
         key = shape_of(batches)
         if key not in self._shapes:
             if len(self._shapes) == MOST:
@@ -131,25 +132,14 @@ class GraphedStepper:
             self._shapes[key] = Shape.of(batches)
         return self._shapes[key]
 
-    def _take(self, lr: float, weight_decay: float) -> None:
-        """Write the step's numbers into the tensors that the recording reads."""
-        if self.default.tensor_decay or self.num_recorded == 0:
-            self._values = replace(self._values, decay_number=weight_decay)
-        elif weight_decay != self._values.decay_number:
-            raise RunError(
-                f"the weight decay changes from {self._values.decay_number:g} to {weight_decay:g} in step "
-                f"{self.run.step}, and the optimizer has read it as a number, which the CUDA graph has frozen; set "
-                f"trainer.graphs=false, or schedule.weight_decay.name=constant"
-            )
-        self._values.fill(lr, weight_decay, self.run.stop_requested)
-
     def _step(self, shape: Shape) -> StepResult:
         """The work of a step. It reads no value of the CPU that differs between steps of the shape."""
         default = self.default
         self.model.weights_written()
-        default.begin_step(0)
-        default.accumulate(default.read(shape.batches), partial(default.keyed, key=self._key))
-        result = default.apply(self._values, _nothing)
+        default.begin_step(self.run.step)
+        default.token_scale.set()
+        default.accumulate(shape.batches, partial(default.keyed, key=self._key))
+        result = default.apply(default.norm(), _nothing)
         self.model.weights_settled()  # a unit that does not run has not waited for its weights
         return result
 

@@ -8,9 +8,10 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mplug.checkpoint.adapter_files import load_adapters
@@ -25,9 +26,9 @@ from mplug.run.record import write_record
 from mplug.run.run import Run
 from mplug.training.assembly import Parts, build
 from mplug.training.evaluation import evaluate_unless_stopped
-from mplug.training.figures import Figures, LaunchedStep, Report
 from mplug.training.interrupt import Interrupt, TimeLeft
 from mplug.training.position import Position
+from mplug.training.report import PendingRecord, Report
 from mplug.training.schedule import batch_size, learning_rate, weight_decay
 
 log = logging.getLogger("mplug")
@@ -63,34 +64,17 @@ def train(
         run.depends_on_layout = layout_dependence_of_all(run, parts.model)
         position = Position(run, parts)
         run.enter("loading a checkpoint" if resume_from else "beginning the run")
-        pretrained, begun = newest_pretrained(run) if resume_from is None else None, None
-        if resume_from is not None:
+        if resume_from is None:
+            sources = _begin(run, parts)
+        else:
             choice = position.choose(resume_from)
-            resume_from = choice.path
             _report(run, choice.lines())
             if choice.manifest["step"] == run.config.trainer.steps:
                 run.step = choice.manifest["step"]
                 return Ending(nothing_left=True)
             position.load(choice, allowed)
-        elif pretrained is not None:
-            begun = load_weights(run, parts.model, parts.pieces, pretrained)
-            pretrained = begun.path
-            _report(run, begun.lines("beginning with the weights of"))
-        if resume_from is None:
-            load_adapters(run, parts.model, parts.pieces)
-        if run.claim is not None:
-            run.claim.confirm()
-        make_directory(run)
-        if begun is not None:
-            keep_original(run, begun)
-        log.info("rank %d of %d, process %d on %s", run.rank, run.mesh.world_size, os.getpid(), socket.gethostname())
-        sources = {"resumed_from": resume_from and str(resume_from), "pretrained": pretrained and str(pretrained)}
-        tokenizer = getattr(parts.train_loader.loader, "tokenizer", None)
-        for line in position.changes.lines():
-            log.info("changed since %s: %s", resume_from, line)
-        sizes = {"parameters": parts.num_parameters, "frozen": parts.num_frozen}
-        facts = {"depends_on_layout": run.depends_on_layout, "changes": position.history, "tokenizer": tokenizer}
-        write_record(run, {**sizes, **sources, **facts})
+            sources = Sources(resumed_from=choice.path)
+        _write_beginning(run, parts, position, sources)
         with Interrupt(run) as interrupt, _finishing_saves_on_failure(run, position):
             run.hooks.observe("run_started", run=run)
             time_left = TimeLeft(run, deadline, position.saver.expected_seconds)
@@ -101,6 +85,50 @@ def train(
             reasons = run.gathered((interrupt.signal, time_left.expired))  # one rank's reason ends all ranks alike
     stopped_by = next((number for number, _ in reasons if number is not None), None)
     return Ending(val_loss, stopped_by, out_of_time=stopped_by is None)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a run starts from: the checkpoint that it resumes, or the weights of another run; None: neither.
+
+    `keep` copies into the run's folder what an export needs of the other run's checkpoint.
+    """
+
+    resumed_from: Path | None = None
+    pretrained: Path | None = None
+    keep: Callable[[], None] | None = None
+
+    def record(self) -> dict[str, str | None]:
+        """The paths, for the run's record."""
+        paths = {"resumed_from": self.resumed_from, "pretrained": self.pretrained}
+        return {name: None if path is None else str(path) for name, path in paths.items()}
+
+
+def _begin(run: Run, parts: Parts) -> Sources:
+    """Load the weights and adapters that a new run begins with, if the config names any."""
+    path, sources = newest_pretrained(run), Sources()
+    if path is not None:
+        loaded = load_weights(run, parts.model, parts.pieces, path)
+        _report(run, loaded.lines("beginning with the weights of"))
+        sources = Sources(pretrained=loaded.path, keep=partial(keep_original, run, loaded))
+    load_adapters(run, parts.model, parts.pieces)
+    return sources
+
+
+def _write_beginning(run: Run, parts: Parts, position: Position, sources: Sources) -> None:
+    """Make the run's folder, and write into logs and record what the run starts from."""
+    if run.claim is not None:
+        run.claim.confirm()
+    make_directory(run)
+    if sources.keep is not None:
+        sources.keep()
+    log.info("rank %d of %d, process %d on %s", run.rank, run.mesh.world_size, os.getpid(), socket.gethostname())
+    for line in position.changes.lines():
+        log.info("changed since %s: %s", sources.resumed_from, line)
+    tokenizer = getattr(parts.train_loader.loader, "tokenizer", None)
+    sizes = {"parameters": parts.num_parameters, "frozen": parts.num_frozen}
+    facts = {"depends_on_layout": run.depends_on_layout, "changes": position.history, "tokenizer": tokenizer}
+    write_record(run, {**sizes, **sources.record(), **facts})
 
 
 def _report(run: Run, lines: list[str]) -> None:
@@ -197,7 +225,7 @@ def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _step(run: Run, parts: Parts, position: Position) -> LaunchedStep:
+def _step(run: Run, parts: Parts, position: Position) -> PendingRecord:
     """Launch a step. The CPU does not wait for the device."""
     config, step = run.config, run.step
     samples = batch_size(position.samples, config.trainer, config.schedule.batch_rampup)
@@ -205,7 +233,7 @@ def _step(run: Run, parts: Parts, position: Position) -> LaunchedStep:
     decay = weight_decay(step, config.optimizer.weight_decay, config.schedule.weight_decay, config.trainer.steps)
     result, wait_seconds = launch_step(run, parts, samples, lr, decay)
     position.samples += samples
-    return LaunchedStep(step, samples, lr, wait_seconds, Figures(result, run.device))
+    return PendingRecord(result, run.device, step, samples, lr, wait_seconds)
 
 
 def launch_step(run: Run, parts: Parts, samples: int, lr: float, decay: float) -> tuple[StepResult, float]:

@@ -10,14 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from mplug.checkpoint.boxes import Boxed, State, buffer_boxes, held_boxes, owned_boxes
-from mplug.checkpoint.choice import Chosen, choose
 from mplug.checkpoint.folder import damaged
+from mplug.checkpoint.newest_valid import Chosen, choose
 from mplug.checkpoint.opened import Opened
 from mplug.checkpoint.plain_data import lift, lower
 from mplug.checkpoint.pretrained import refuse_larger, weights_in
+from mplug.checkpoint.rank_exchanges import at_first
 from mplug.checkpoint.saver import Saver, load
 from mplug.checkpoint.storage import FolderReader
-from mplug.checkpoint.together import at_first
 from mplug.contracts import Stateful
 from mplug.errors import RunError, UsageError, printable
 from mplug.layout.placement import Placement

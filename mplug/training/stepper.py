@@ -1,72 +1,73 @@
-"""The default stepper: it accumulates micro batches, then updates. The CPU never waits for the device here.
+"""The default stepper, and the functions of a step that every stepper calls. The CPU never waits for the device here.
 
-`accumulate` and `apply` are the parts of a step that a CUDA graph can replay (`mplug.training.graphs`): everything that
-changes from step to step enters them as a tensor, and what outlives a step is changed in place.
+A step in order: `begin_step`, `read`, then for each micro batch `entries` and `backward`; `finish_step`, and `update`.
+`accumulate` and `apply` are the parts that a CUDA graph can replay (`mplug.training.graphs`): everything that changes
+from step to step enters them as a tensor, and what outlives a step is changed in place.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mplug.contracts import MicroBatch, Optimizer, Piece, StepResult
+from mplug.contracts import MicroBatch, Optimizer, Piece, RankBatch, StepResult, StepScalars
 from mplug.gradients.loss_scale import LossScale
 from mplug.gradients.norm import GlobalNorm, owned_gradients
 from mplug.gradients.reduction import Reduction
 from mplug.gradients.statistics import Statistics
-from mplug.model.draws import ENTRY, micro_batch_key
+from mplug.model.generator_seeds import ENTRY, micro_batch_key
 from mplug.model.model import Model
 from mplug.model.pieces import write_weights
 from mplug.model.slot_states import slot_updates
 from mplug.run.run import Run
 from mplug.tensors.host_buffers import fill_host_buffers
 from mplug.tensors.random import keys_of_samples, step_key
-from mplug.training.batch_parts import own_entries, with_shifted
-from mplug.training.step_values import StepValues
 from mplug.training.token_scale import TokenScale
 
 
 class DefaultStepper:
-    """Runs micro batches in order through all units, then one update.
+    """Runs micro batches in order through all units, then one update. Its methods are the functions of every step.
 
     A strategy with a stepper of its own calls the methods `begin_step`, `entries`, `loss_gradient`, `finish_step` and
     `update` of this one, and takes the step's micro batches from `read`. A stepper of another framework, whose engine
     keeps gradients itself (`Sharding.engine`), calls `begin_step`, `read`, `entries` and `count`, and in the update
-    `reduction.finish` and `apply`. It sets `gradient_scale`, the factor that the gradients of pieces then have, and
-    `loss_scale` if its engine has a loss scale of its own. It calls `scale_added` with the factor that the loss has
-    when backward starts.
+    `set_rates`, `reduction.finish`, `norm` and `apply`. It sets `gradient_scale`, the factor that the gradients of
+    pieces then have, and `loss_scale` if its engine has a loss scale of its own. It calls `scale_added` with the factor
+    that the loss has when backward starts.
     """
 
     def __init__(self, run: Run, model: Model, pieces: list[Piece], optimizer: Optimizer) -> None:
         self.run, self.model, self.sinks, self.pieces, self.optimizer = run, model, model.sinks, pieces, optimizer
         self.seed, self.max_norm = run.config.trainer.seed, run.config.trainer.max_grad_norm
         self.one_pass: bool = getattr(optimizer, "one_pass", False)
-        self.tensor_decay: bool = getattr(optimizer, "tensor_decay", False)
-        self.updated_on = pieces[0].master.device if pieces else torch.device(run.device)  # the CPU, if offloaded
+        updated_on = pieces[0].master.device if pieces else torch.device(run.device)  # the CPU, if offloaded
         self.wide = run.precision.master_dtype
-        self.norm = GlobalNorm(owned_gradients(pieces, run.rank), self.updated_on.type, self.wide)
+        self.norm = GlobalNorm(owned_gradients(pieces, run.rank), updated_on.type, self.wide)
         self.reduction = Reduction(run, model.placements, model.sinks.reduced_over, pieces)
         updates = slot_updates(model.slot_buffers)
         self.statistics = Statistics(run, model.module, model.plan, model.buffer_placements, updates)
         self.loss_scale: LossScale | None = LossScale.of(run, model.module)
         self.token_scale = TokenScale(run, model.module, None if self.loss_scale is None else self.loss_scale.scale)
         self.gradient_scale: Tensor | float | None = None
+        self.scalars = StepScalars(*(torch.zeros((), dtype=torch.float32, device=updated_on) for _ in range(4)))
+        self.stop = torch.zeros((), dtype=self.wide, device=run.device)
         self.sums = torch.zeros(2, dtype=self.wide, device=run.device)
         self.stop_at_nonfinite = run.config.trainer.nonfinite == "stop"
         self.halted = torch.zeros((), device=run.device)
-        self.micro_batches = self.positions = 0
+        self.positions, self.is_complete = 0, False
 
     def begin_step(self, step: int) -> None:
         """Set training mode, mark gradients as stale, and set statistics to zero."""
         self.model.module.train()
-        self.micro_batches = self.positions = 0
+        self.positions, self.is_complete = 0, False
         self.token_scale.begin_step()
         self.sinks.begin_step()
         self.statistics.begin_step()
 
-    def read(self, micro_batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
+    def read(self, micro_batches: Iterable[RankBatch]) -> Iterable[RankBatch]:
         """The step's micro batches, after `begin_step`.
 
         They are read on request, unless a loss inside of blocks is a mean over tokens (`TokenScale`): then all are read
@@ -74,33 +75,31 @@ class DefaultStepper:
         """
         return self.token_scale.read(micro_batches)
 
-    def entries(self, batch: MicroBatch, step: int) -> MicroBatch:
-        """The entries of a micro batch for this rank's units: its part of each entry, and this step's random keys.
+    def entries(self, batch: RankBatch, step: int) -> MicroBatch:
+        """What this rank's units receive of a micro batch: its entries, and this step's random keys.
 
         `keys` [B] are those of the samples; `draws` is the key of the random numbers that kernels draw themselves
-        (`mplug.model.draws`). The latter depends on the number of the micro batch in the step, so call this method once
-        for each micro batch, in the loader's order, after `begin_step`.
+        (`mplug.model.generator_seeds`). Call this method once for each micro batch.
         """
-        draws: Any = micro_batch_key(self.seed, step, self.micro_batches)
-        self.micro_batches += 1
+        draws: Any = micro_batch_key(self.seed, step, batch.number)
         return {**self.keyed(batch, step_key(self.seed, step)), ENTRY: draws}
 
-    def keyed(self, batch: MicroBatch, key: Tensor | int) -> MicroBatch:
-        """This rank's part of each entry, and the samples' keys in the step with this key."""
-        self.positions += batch["labels"].numel() if "labels" in batch else 0
-        own = own_entries(with_shifted(batch, self.model.plan), self.model.plan.context, self.run.mesh, self.run.rank)
-        return {**own, "keys": keys_of_samples(key, batch["sample_ids"])}
+    def keyed(self, batch: RankBatch, key: Tensor | int) -> MicroBatch:
+        """The entries of a micro batch, and the samples' keys in the step with this key."""
+        self.positions += batch.positions
+        self.is_complete = batch.is_last
+        return {**batch, "keys": keys_of_samples(key, batch["sample_ids"])}
 
-    def forward_backward(self, micro_batches: Iterable[MicroBatch], step: int) -> None:
+    def forward_backward(self, micro_batches: Iterable[RankBatch], step: int) -> None:
         """Sum the gradients of a step's micro batches into the sinks, and sum their losses and target counts."""
         self.begin_step(step)
         self.accumulate(self.read(micro_batches), partial(self.entries, step=step))
 
-    def accumulate(self, micro_batches: Iterable[MicroBatch], entries: Callable[[MicroBatch], MicroBatch]) -> None:
+    def accumulate(self, micro_batches: Iterable[RankBatch], entries: Callable[[RankBatch], MicroBatch]) -> None:
         """Run forward and backward of every micro batch; `entries` returns what the units receive of one."""
         losses = []
-        for batch, last in _with_last_flag(micro_batches):
-            if last:
+        for batch in micro_batches:
+            if batch.is_last:
                 self.sinks.expect_last()
             loss, num_targets = self.model.loss(entries(batch))
             loss.backward(self.loss_gradient(loss))
@@ -119,6 +118,8 @@ class DefaultStepper:
 
     def count(self, losses: list[tuple[Tensor, Tensor]]) -> None:
         """Keep this rank's sums of `losses`: (loss, number of targets) per micro batch."""
+        if not self.is_complete:
+            raise RuntimeError("the stepper has not run the last micro batch of the step (RankBatch.is_last)")
         self.sums = self._own_sums(losses)
 
     def _own_sums(self, losses: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -133,40 +134,44 @@ class DefaultStepper:
 
         The optimizer applies clipping and the division by the token count (`StepScalars.scale`).
         """
-        return self.apply(self.values(lr, weight_decay), self.model.weights_written)
+        self.set_rates(lr, weight_decay)
+        return self.apply(self.norm(), self.model.weights_written)
 
-    def values(self, lr: float, weight_decay: float) -> StepValues:
-        """The values of the run's current step, on the device."""
-        stop = torch.full_like(self.sums[0], float(self.run.stop_requested))
-        return StepValues.of(lr, weight_decay, stop, self.updated_on)
+    def set_rates(self, lr: float, weight_decay: float) -> None:
+        """Write the values that the CPU decides for an update into tensors on the device, which `apply` reads.
+
+        Fills, unlike copies from the CPU's memory, never make the CPU wait.
+        """
+        self.scalars.lr.fill_(lr)
+        self.scalars.weight_decay.fill_(weight_decay)
+        self.stop.fill_(float(self.run.stop_requested))
 
     def scale_added(self, scale: Tensor) -> None:
         """Set the factor on the gradients that blocks add themselves (load balancing) to that of the loss."""
         self.token_scale.loss_scale = scale
         fill_host_buffers(self.model.module, "loss scale", scale)
 
-    def apply(
-        self, values: StepValues, written: Callable[[], None], norm_of_rank: Callable[[], Tensor] | None = None
-    ) -> StepResult:
-        """`update` with values on the device; it calls `written` when this rank's pieces have their new weights.
+    def apply(self, norm: Tensor, written: Callable[[], None]) -> StepResult:
+        """Update all pieces with the rates of `set_rates`; `norm` [] is that of this rank's gradients.
 
-        `norm_of_rank` replaces the norm of this rank's gradients.
+        It calls `written` when this rank's pieces have their new weights.
         """
         if self.token_scale.is_missing:
             raise RuntimeError(
                 "a loss inside of the model's blocks is a mean over tokens, and its factor is not set: the stepper "
                 "must take the step's micro batches from default.read(micro_batches)"
             )
-        squares = (norm_of_rank or self.norm)().square().to(self.run.device)
+        squares = norm.square().to(self.run.device)
         tokens = torch.full_like(squares, float(self.positions if self.run.counts_samples else 0))
-        sums = self.run.summed(torch.stack([*self.sums, squares, values.stop, tokens]))
+        sums = self.run.summed(torch.stack([*self.sums, squares, self.stop, tokens]))
         loss_sum, num_targets, squares, stop, num_tokens = sums.unbind()
         counted = num_targets * self._scale_of_gradients()
         loss, norm, scale = loss_sum / num_targets, squares.sqrt() / counted, 1 / counted
         if self.max_norm > 0:
             scale = scale * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         skip, failed, figures = self._check_finite(loss, norm)
-        self.optimizer.step(values.scalars(scale, skip, self.tensor_decay))
+        lr = self.scalars.lr
+        self.optimizer.step(replace(self.scalars, scale=scale.to(lr), skip=skip.to(lr.device)))
         if not self.one_pass:
             write_weights(self.pieces)
         written()
@@ -200,7 +205,7 @@ class DefaultStepper:
         return skip.float(), torch.maximum(failed.float(), self.halted), figures
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
+    def evaluate(self, micro_batches: Iterable[RankBatch]) -> Tensor:
         """The mean loss over all tokens of the micro batches, without gradients or dropout."""
         self.model.module.eval()
         return self.mean_loss([self.model.loss(self.entries(batch, self.run.step)) for batch in micro_batches])
@@ -209,12 +214,3 @@ class DefaultStepper:
         """The mean loss over the targets of all ranks; `losses` are this rank's (loss, number of targets)."""
         loss_sum, num_targets = self.run.summed(self._own_sums(losses)).unbind()
         return loss_sum / num_targets
-
-
-def _with_last_flag(micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
-    iterator = iter(micro_batches)
-    held = next(iterator)
-    for following in iterator:
-        yield held, False
-        held = following
-    yield held, True

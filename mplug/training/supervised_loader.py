@@ -34,13 +34,15 @@ class Source:
     shards: int
     rank: int
     micro_batch_size: int = 0
+    part: int = 0
+    """The number of this rank's part of the batch, among `shards` parts."""
 
     @staticmethod
     def of(run: "Run", split: str) -> "Source":
         """The source of a run's split."""
         (plugin,) = run.hooks.implementers("build_loader")
-        shards, size = run.mesh.batch_shard(run.rank)[1], run.micro_batch_size
-        return Source(plugin, split, run.config.trainer.seq_length, shards, run.rank, size)
+        part, shards = run.mesh.batch_shard(run.rank)
+        return Source(plugin, split, run.config.trainer.seq_length, shards, run.rank, run.micro_batch_size, part)
 
 
 class Supervised:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from mplug.contracts import IGNORED, MicroBatch
+from mplug.contracts import RankBatch
 from mplug.errors import UsageError
 from mplug.run.run import Run
 from mplug.tensors.host_buffers import fill_host_buffers, host_buffers
@@ -31,12 +31,14 @@ class TokenScale:
         self.is_missing = self._is_needed
         self.scale = torch.ones((), dtype=run.precision.master_dtype, device=run.device)
         fill_host_buffers(module, "token scale", self.scale)
+        self.counts = torch.zeros(2, dtype=torch.float64, device=run.device)
+        """[targets, tokens] of this rank's samples in the step; zeros if another rank counts the same samples."""
 
     def begin_step(self) -> None:
         """Forget the last step's factor."""
         self.is_missing = self._is_needed
 
-    def read(self, micro_batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
+    def read(self, micro_batches: Iterable[RankBatch]) -> Iterable[RankBatch]:
         """The step's micro batches; if a loss needs the factor, all of them are read here, and it is set. Collective.
 
         The CPU does not wait for the device.
@@ -44,22 +46,29 @@ class TokenScale:
         if not self._is_needed:
             return micro_batches
         batches = list(micro_batches)
-        targets, tokens = self.run.summed(self._counts(batches)).unbind()
-        factor = (targets / tokens).to(self.scale.dtype)
-        self.scale.copy_(factor if self.loss_scale is None else factor * self.loss_scale)
-        self.is_missing = False
+        self.count(batches)
+        self.set()
         return batches
 
-    def _counts(self, batches: list[MicroBatch]) -> Tensor:
-        """[targets, tokens] of this rank's samples; zeros if another rank counts the same samples."""
-        counts = torch.zeros(2, dtype=torch.float64, device=self.run.device)
-        if any("labels" not in batch for batch in batches):  # on every rank, or the others would wait for the counts
+    def count(self, batches: list[RankBatch]) -> None:
+        """Write the counts of a step's micro batches to the device, if a loss needs the factor."""
+        if not self._is_needed:
+            return
+        targets = [batch.targets for batch in batches if batch.targets is not None]
+        if len(targets) < len(batches):  # on every rank, or the others would wait for the counts
             raise UsageError(
                 "a loss inside of the model's blocks is a mean over tokens, and the micro batches of the data plugin "
                 "have no entry 'labels' whose targets could be counted; use another data plugin, or set the "
                 "coefficients of the loss to 0"
             )
-        for batch in batches if self.run.counts_samples else ():
-            counts[0] += (batch["labels"] != IGNORED).sum()
-            counts[1] += batch["labels"].numel()
-        return counts
+        if self.run.counts_samples:
+            self.counts[0].fill_(sum(targets))
+            self.counts[1].fill_(sum(batch.positions for batch in batches))
+
+    def set(self) -> None:
+        """Set the factor from the counts of all ranks, if a loss needs it. Collective; a CUDA graph can replay it."""
+        if self._is_needed:
+            targets, tokens = self.run.summed(self.counts).unbind()
+            factor = (targets / tokens).to(self.scale.dtype)
+            self.scale.copy_(factor if self.loss_scale is None else factor * self.loss_scale)
+            self.is_missing = False

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mplug_testing.harness import EXACT, as_rank, tiny_config, with_ragged_labels
+from mplug_testing.harness import EXACT, as_rank, changed_batches, tiny_config
 from torch import Tensor
 
 from mplug.gradients.region import region
@@ -66,7 +66,7 @@ def follow(settings: dict[str, Any], directory: Path, resume_from: Path | None =
 def _step(run: Run, parts: Parts, position: Position, trace: Trace) -> None:
     config = run.config
     run.step += 1
-    batches = map(with_ragged_labels, parts.train_loader.take(config.trainer.global_batch_size))
+    batches = changed_batches(parts, config.trainer.global_batch_size)
     parts.stepper.forward_backward(batches, run.step)
     trace.gradients[run.step] = {piece.name: _boxes(run, piece.gradient, piece.placement) for piece in parts.pieces}
     lr = learning_rate(run.step, config.optimizer.lr, config.schedule, config.trainer.steps)

@@ -37,7 +37,7 @@ from mplug_nn.specification import (
     bias_of,
     unseen,
 )
-from mplug_nn.turning import PREPARE_QK, PREPARE_QKV
+from mplug_nn.turning import PASSING_QK, PASSING_QKV
 from mplug_nn.turning import WIDE_NORM as WIDE_NORM
 from mplug_nn.turning import prepare_qk as prepare_qk
 from mplug_nn.turning import prepare_qkv as prepare_qkv
@@ -85,7 +85,8 @@ def scaled_dot_product(
     return torch.einsum("bhst,bthk->bshk", weights, v)
 
 
-DOT_PRODUCT = AttentionCore(scaled_dot_product, serves=KNOWN | {LOG_SUM_EXP}, parts=PLAIN_PARTS)
+scaled_dot_product.offers = KNOWN | {LOG_SUM_EXP}  # type: ignore[attr-defined]
+DOT_PRODUCT = AttentionCore(scaled_dot_product, parts=PLAIN_PARTS)
 
 
 def _softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
@@ -96,7 +97,8 @@ def _softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
 
 attention = by_arguments(scaled_dot_product)
 """Attention by keyword arguments, as in version 0.1; `scaled_dot_product` serves what these cannot express."""
-ATTENTION = AttentionCore(attention, serves=frozenset({LOG_SUM_EXP, DOCUMENTS, FULL}), parts=PLAIN_PARTS)
+attention.offers = frozenset({LOG_SUM_EXP, DOCUMENTS, FULL})  # type: ignore[attr-defined]
+ATTENTION = AttentionCore(attention, parts=PLAIN_PARTS)
 
 
 class DotProductAttention(nn.Module):
@@ -156,7 +158,7 @@ class DotProductAttention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(num_heads)) if sinks else None
         register_host_buffer(self, "site", "site key")
         self.core: Callable[..., Tensor] = DOT_PRODUCT
-        self.prepare_qk: Callable[..., tuple[Tensor, Tensor]] = PREPARE_QK
+        self.prepare_qk: Callable[..., tuple[Tensor, Tensor]] = PASSING_QK
 
     def plan_entries(self, inits: Inits) -> Entries:
         """The meaning of the parameters between the projections."""
@@ -311,7 +313,7 @@ class Attention(DotProductAttention):
         super().__init__(num_heads, num_kv_heads, head_dim, qk_norm=qk_norm, qk_norm_offset=qk_norm_offset, **named)
         self.qkv = Linear(dim, (num_heads + 2 * num_kv_heads) * head_dim, bias)
         self.out = Linear(num_heads * head_dim, dim, bias if out_bias is None else out_bias)
-        self.prepare_qkv: Callable[..., tuple[Tensor, Tensor, Tensor]] = PREPARE_QKV
+        self.prepare_qkv: Callable[..., tuple[Tensor, Tensor, Tensor]] = PASSING_QKV
 
     def plan_entries(self, inits: Inits) -> Entries:
         """The meaning of the parameters."""

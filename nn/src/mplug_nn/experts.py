@@ -16,7 +16,6 @@ from mplug.layout.plan import Parameter, Segment
 from mplug.tensors.delayed import Later, Operands
 from mplug.tensors.sink import Sink, Weights
 from mplug.tensors.slot_buffers import held
-from mplug.tensors.supplier import Supplier
 from mplug.tensors.weight_product import ProductModule
 from mplug_nn.gemm import NOTHING
 from mplug_nn.grouped import PLAIN_GROUPED, GroupedProduct, apply_grouped, grouped_linear, waits_for_device
@@ -116,7 +115,7 @@ def compute(
     return adapted(adapters[1], hidden, grouped_linear(hidden, counts, down), counts)
 
 
-COMPUTE = Supplier(compute, only_composes=True)
+compute.only_composes = True  # type: ignore[attr-defined]  # its needs are those of `Experts.product`
 
 
 def adapted(adapter: nn.Module | None, rows: Tensor, y: Tensor, counts: Tensor) -> Tensor:
@@ -178,8 +177,7 @@ class Experts(Activation, ProductModule):
         self.up_bias = nn.Parameter(torch.empty(num_experts, wide)) if bias else None
         self.register_module("up_adapter", None)
         self.register_module("down_adapter", None)
-        self.dispatch, self.combine = dispatch, combine
-        self.compute: Callable[..., Tensor] = COMPUTE
+        self.dispatch, self.compute, self.combine = dispatch, compute, combine
         self.product: GroupedProduct = PLAIN_GROUPED
 
     def plan_entries(self, inits: Inits) -> Entries:
@@ -207,14 +205,14 @@ class Experts(Activation, ProductModule):
 
     def waits(self, slot: str, dtype: torch.dtype) -> str:
         """Why the CPU waits for the device in the default of a slot that computes in `dtype`; empty if it does not."""
-        multiplies = slot == ("Experts.product" if self.compute is COMPUTE else "Experts.compute")
+        multiplies = slot == ("Experts.product" if self.compute is compute else "Experts.compute")
         return waits_for_device(dtype, (*self.up.shape[1:], self.down.shape[2])) if multiplies else ""
 
     def forward(self, x: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
         """x [N, D], chosen [N, k] (`num_experts`: dropped), gates [N, k] -> [N, D]."""
         rows, counts, route = self.dispatch(x, chosen, self.num_experts)
         up, down = Weights.of(self.up), Weights.of(self.down)
-        if self.compute is COMPUTE:
+        if self.compute is compute:
             hidden = apply_grouped(self.product, rows, counts, up, self.up_casts, self.up_later, self.buffers_of("up"))
             hidden = adapted(self.up_adapter, rows, hidden, counts)
             if self.up_bias is not None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from mplug.contracts import IGNORED as IGNORED
-from mplug.tensors.supplier import Supplier
 
 CAPPED = "logit soft cap"
 """The need of a loss whose `project` is more than a `Linear`."""
@@ -39,7 +38,7 @@ def cross_entropy(hidden: Tensor, project: Callable[[Tensor], Tensor], labels: T
     return loss_sum(project(hidden).flatten(0, -2), flat, counted), counted.sum()
 
 
-CROSS_ENTROPY = Supplier(cross_entropy, serves=frozenset({CAPPED}))
+cross_entropy.offers = frozenset({CAPPED})  # type: ignore[attr-defined]
 
 
 def loss_sum(logits: Tensor, labels: Tensor, counted: Tensor, merge: Merge = _whole) -> Tensor:
@@ -98,7 +97,7 @@ class Loss(nn.Module):
     def __init__(self, soft_cap: float | None = None) -> None:
         super().__init__()
         self.soft_cap = soft_cap
-        self.cross_entropy: Callable[..., tuple[Tensor, Tensor]] = CROSS_ENTROPY
+        self.cross_entropy = cross_entropy
 
     def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
         """What a supplier of the slot must offer here."""

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from mplug.layout.inits import ZEROS, Entries, Inits
 from mplug.layout.plan import Parameter, Segment
 from mplug.tensors.sink import Weights
-from mplug.tensors.supplier import Supplier
 from mplug_nn.activations import ACTIVATIONS
 from mplug_nn.fusible import Fusible, is_plain, states
 from mplug_nn.linear import ADAPTERS, Linear
@@ -29,7 +28,7 @@ def activation(x: Tensor, bias: Tensor | None, kind: Kind) -> Tensor:
     return function.compute(*x.chunk(2, dim=-1)) if function.gated else function.compute(x)
 
 
-ACTIVATION = Supplier(activation, serves=NeedsOf(ACTIVATIONS))
+activation.offers = NeedsOf(ACTIVATIONS)  # type: ignore[attr-defined]
 
 
 class Activation(nn.Module):
@@ -41,7 +40,7 @@ class Activation(nn.Module):
     def __init__(self, kind: Kind) -> None:
         super().__init__()
         self.kind, self.gated = kind, ACTIVATIONS.load(kind).gated
-        self.activation: Callable[..., Tensor] = ACTIVATION
+        self.activation = activation
 
     def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
         """What a supplier of a slot that computes the activation must offer here."""
@@ -67,7 +66,7 @@ def core(
     return composed(x)
 
 
-CORE = Supplier(core, only_composes=True)
+core.only_composes = True  # type: ignore[attr-defined]  # its needs are those of the slots that it calls
 
 
 class MLP(Activation):
@@ -83,7 +82,7 @@ class MLP(Activation):
         super().__init__(kind)
         self.up = Linear(dim, ffn_dim * (2 if self.gated else 1), bias)
         self.down = Linear(ffn_dim, dim, bias)
-        self.core: Callable[..., Tensor] = CORE
+        self.core = core
 
     def plan_entries(self, inits: Inits) -> Entries:
         """The meaning of the parameters."""
@@ -104,17 +103,17 @@ class MLP(Activation):
 
     def input_linear(self) -> Linear | None:
         """The layer that alone reads the input of `forward`; None if the slot `MLP.core` reads it."""
-        return self.up if self.core is CORE else None
+        return self.up if self.core is core else None
 
     def fusibles(self) -> Iterator[Fusible]:
         """The activation, whose result only the down projection reads."""
-        if self.core is CORE and is_plain(self.down) and states(self, "fusibles", "activate"):
+        if self.core is core and is_plain(self.down) and states(self, "fusibles", "activate"):
             yield Fusible(ACTIVATION_PRODUCT, self.down, self, "MLP.activation", self.kind)
 
     def forward(self, x: Tensor | Projected) -> Tensor:
         """[B, S, D] -> [B, S, D]; or the product that x is."""
         up, down = self.up, self.down
-        if self.core is CORE:
+        if self.core is core:
             y = self._whole(x)
         elif up.adapter is not None or down.adapter is not None:  # the core is the default, wrapped
             assert isinstance(x, Tensor)

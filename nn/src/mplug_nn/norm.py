@@ -1,6 +1,6 @@
 """Normalisation, fused with the residual addition before it."""
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 from typing import ClassVar
 
 import torch
@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from mplug.layout.inits import ZEROS, Entries, Inits
 from mplug.layout.plan import Init, Parameter
-from mplug.tensors.supplier import Supplier
 from mplug_nn.named import NeedsOf
 from mplug_nn.norms import NORMS
 
@@ -28,7 +27,7 @@ def norm_residual(
     return NORMS[kind].compute(summed, weight, bias, eps), summed
 
 
-NORM_RESIDUAL = Supplier(norm_residual, serves=NeedsOf(NORMS))
+norm_residual.offers = NeedsOf(NORMS)  # type: ignore[attr-defined]
 
 
 class Norm(nn.Module):
@@ -43,7 +42,7 @@ class Norm(nn.Module):
         self.initial = NORMS.load(kind).initial
         self.weight = nn.Parameter(torch.empty(dim))
         self.bias = nn.Parameter(torch.empty(dim)) if bias else None
-        self.norm_residual: Callable[..., tuple[Tensor, Tensor]] = NORM_RESIDUAL
+        self.norm_residual = norm_residual
 
     def plan_entries(self, inits: Inits) -> Entries:
         """The meaning of the parameters, for a norm of the residual stream."""

@@ -7,7 +7,7 @@ the weight's gradient later. R ranks, I inputs, O outputs; [..., n, I] are a ran
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,6 +59,11 @@ class Collective(Supplier[P, R]):
     """
 
     boundary: Boundary | None = None
+
+    @property
+    def is_replaceable(self) -> bool:
+        """Whether the supplier of a whole product can do its work."""
+        return self.boundary is not None
 
 
 class Narrow(NamedTuple):
@@ -148,7 +153,7 @@ class Composed(Product):
     Backward gathers the input again, which takes R times less memory than keeping the gathered input.
     """
 
-    only_composes = True
+    only_composes: ClassVar[bool] = True
     calls = ("Linear.gemm",)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Composed":

@@ -8,7 +8,7 @@ rows.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,7 +107,7 @@ class FusedProduct(WeightProduct):
 class Separate(FusedProduct):
     """The default: the block calls the prologue and the linear layer, each by its own slots."""
 
-    only_composes = True
+    only_composes: ClassVar[bool] = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Separate":
         """Itself: copies of a model have the same default."""

@@ -160,7 +160,8 @@ def prepare_qk(
     return q, k
 
 
-PREPARE_QK = Preparation(prepare_qk, serves=ROTARY_NEEDS | {WIDE_NORM}, passes_through=True)
+prepare_qk.offers = ROTARY_NEEDS | {WIDE_NORM}  # type: ignore[attr-defined]
+PASSING_QK = Preparation(prepare_qk, passes_through=True)
 
 
 def prepare_qkv(
@@ -188,4 +189,5 @@ def prepare_qkv(
     return q, k, v
 
 
-PREPARE_QKV = Preparation(prepare_qkv, only_composes=True, passes_through=True)
+prepare_qkv.only_composes = True  # type: ignore[attr-defined]  # its needs are those of the slot that it calls
+PASSING_QKV = Preparation(prepare_qkv, passes_through=True)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from mplug_testing.commands import CommandSuite as CommandSuite
     from mplug_testing.data import DataSuite as DataSuite
     from mplug_testing.extensions import ExtensionSuite as ExtensionSuite
+    from mplug_testing.formats import FormatSuite as FormatSuite
     from mplug_testing.kernels import KernelSuite as KernelSuite
     from mplug_testing.memory import MemorySuite as MemorySuite
     from mplug_testing.models import ModelSuite as ModelSuite
@@ -34,15 +35,27 @@ publish(
         "mplug_testing.commands": ("CommandSuite",),
         "mplug_testing.data": ("DataSuite",),
         "mplug_testing.extensions": ("ExtensionSuite",),
+        "mplug_testing.formats": ("FormatSuite",),
         "mplug_testing.kernels": ("KernelSuite",),
         "mplug_testing.memory": ("MemorySuite",),
         "mplug_testing.models": ("ModelSuite",),
-        "mplug_testing.optimizers": ("DenseStep", "OptimizerSuite"),
+        "mplug_testing.optimizers": (
+            "DenseStep",
+            "OptimizerSuite",
+        ),
         "mplug_testing.parallel": ("ParallelSuite",),
         "mplug_testing.plugin_check": ("suite_of",),
         "mplug_testing.precisions": ("PrecisionSuite",),
-        "mplug_testing.suite": ("Fault", "PluginSuite", "require", "smoke"),
+        "mplug_testing.suite": (
+            "Fault",
+            "PluginSuite",
+            "require",
+            "smoke",
+        ),
         "mplug_testing.tokenizers": ("TokenizerSuite",),
-        "mplug_testing.workers": ("WorkerFailed", "run_workers"),
+        "mplug_testing.workers": (
+            "WorkerFailed",
+            "run_workers",
+        ),
     },
 )

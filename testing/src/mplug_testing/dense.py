@@ -121,9 +121,7 @@ class Bench:
         """A step's scalars, on the device."""
         device = self.run.device
         tensors = (torch.tensor(value, device=device) for value in (lr, scale, skip, weight_decay))
-        scalars = StepScalars(next(tensors), next(tensors), next(tensors), next(tensors))
-        is_tensor = getattr(self.optimizer, "tensor_decay", False)
-        return scalars if is_tensor else replace(scalars, weight_decay=weight_decay)
+        return StepScalars(*tensors)
 
     def step(self, number: int, gradient: Gradient = gradient_of, **scalars: float) -> None:
         """Run an update with the gradients of a step; they depend only on its number."""

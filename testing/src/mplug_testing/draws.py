@@ -78,13 +78,14 @@ def drawing_attention(calls: list[None]) -> Iterator[None]:
 
 
 def first_gradients(settings: "TinySettings") -> "dict[str, Tensor]":
-    """The gradients in the sinks after the first micro batch of a tiny run."""
+    """The gradients in the sinks after the first micro batch of a tiny run, which is a whole step."""
     from mplug.training.assembly import build
     from mplug_testing.harness import in_fp64, tiny_run
 
     run = tiny_run(in_fp64(settings))
     parts = build(run)
     run.step = 1
-    batches = list(parts.train_loader.take(run.config.trainer.global_batch_size))
-    parts.stepper.forward_backward(batches[:1], 1)
+    feed = parts.train_loader
+    first = next(iter(feed.loader.take(run.config.trainer.global_batch_size)))
+    parts.stepper.forward_backward(feed.step_of([first]), 1)
     return {name: sink.buffer.clone() for name, sink in parts.model.sinks.items()}

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mplug.config.binding import RunConfig
-    from mplug.contracts import MicroBatch
+    from mplug.contracts import MicroBatch, RankBatch
     from mplug.gradients.sinks import GradientSink
     from mplug.layout.placement import Placement
     from mplug.training.assembly import Parts
@@ -64,8 +64,8 @@ class Trace:
     first step, `weights` those after the last. `announced` holds for every step how often each gradient of the rank was
     announced as final. `statistics` are those of each step, over all ranks. `drawn` holds the states of torch's
     generator when a unit began to compute. `places` holds the rank's index among the ranks that compute different parts
-    of a unit (`mplug.model.draws`). `taken` is the number of micro batches of the evaluation. `taken_early` is whether
-    the stepper took many of them before it needed them.
+    of a unit (`mplug.model.generator_seeds`). `taken` is the number of micro batches of the evaluation. `taken_early`
+    is whether the stepper took many of them before it needed them.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -169,10 +169,10 @@ def train_steps(
     trace.initial = owned_values(run, parts)
     announced = listen(parts)
     watch_units(run, parts, lambda call: trace.drawn.setdefault(call, set()).add(generator_state()))
-    trace.places = dict(parts.model.draws.places) if parts.model.draws else {}
+    trace.places = dict(parts.model.seeds.places) if parts.model.seeds else {}
     for step in range(1, STEPS + 1):
         run.step = step
-        batches = map(with_ragged_labels, portions(parts.train_loader.take(config.trainer.global_batch_size)))
+        batches = changed_batches(parts, config.trainer.global_batch_size, portions)
         parts.stepper.forward_backward(batches, step)
         trace.announced.append(dict(announced))
         announced.update(dict.fromkeys(announced, 0))
@@ -191,6 +191,12 @@ def train_steps(
     return trace
 
 
+def changed_batches(parts: "Parts", num_samples: int, portions: Portions = as_they_come) -> "Iterator[RankBatch]":
+    """The micro batches of a step, after `portions` and with ragged labels."""
+    whole = parts.train_loader.loader.take(num_samples)
+    return parts.train_loader.step_of([with_ragged_labels(batch) for batch in portions(whole)])
+
+
 class _Taking:
     """Counts the micro batches that a stepper takes for an evaluation, and how many of them it takes `ahead` of use."""
 
@@ -204,7 +210,7 @@ class _Taking:
         self.ahead = max(self.ahead, self.taken - self.computed)
         return self._run(batch, chunk)
 
-    def watch(self, batches: "Iterator[MicroBatch]") -> "Iterator[MicroBatch]":
+    def watch(self, batches: "Iterator[RankBatch]") -> "Iterator[RankBatch]":
         """Yield the same micro batches, and count them."""
         for batch in batches:
             self.taken += 1

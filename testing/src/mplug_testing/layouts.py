@@ -193,11 +193,11 @@ def require_one_truth(ranks: Ranks) -> None:
 def tokens_of(run: Run, model: "Model") -> Tokens:
     """The tokens and labels of the next global batch with which a rank computes."""
     from mplug.training.assembly import build_loader
-    from mplug.training.batch_parts import own_entries, with_shifted
+    from mplug.training.batch_parts import own_part
 
     found: Tokens = {}
     for batch in build_loader(run, "train").take(run.config.trainer.global_batch_size):
-        own = own_entries(with_shifted(batch, model.plan), model.plan.context, run.mesh, run.rank)
+        own = own_part(batch, model.plan, run.mesh, run.rank)
         positions = own["positions"].expand_as(own["tokens"])
         for row, sample in enumerate(own["sample_ids"].tolist()):
             columns = (own[name][row].tolist() for name in ("tokens", "labels"))

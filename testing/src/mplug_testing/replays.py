@@ -26,10 +26,7 @@ def is_stated(run: Run, label: str) -> bool:
 
 
 def replay_fault(eager: dense.Bench, replayed: dense.Bench) -> str:
-    """What differs between steps of two equal optimizers if those of the second are replayed; empty if nothing does.
-
-    An optimizer without `tensor_decay` gets a constant weight decay.
-    """
+    """What differs between steps of two equal optimizers if those of the second are replayed; empty if nothing does."""
     for bench in (eager, replayed):
         bench.step(1)
     scalars, recording = replayed.scalars(), Operations()
@@ -39,15 +36,11 @@ def replay_fault(eager: dense.Bench, replayed: dense.Bench) -> str:
         return f"its step cannot be recorded: {read}"
     for number, (lr, decay, scale, skip) in enumerate(STEPS, start=2):
         values = {"lr": lr, "weight_decay": decay, "scale": scale, "skip": skip}
-        if not isinstance(scalars.weight_decay, torch.Tensor):
-            values["weight_decay"] = scalars.weight_decay
         eager.step(number, dense.gradient_of, **values)
         for piece in replayed.pieces:
             piece.gradient.copy_(dense.gradient_of(piece, number))
         for name, value in values.items():
-            tensor = getattr(scalars, name)
-            if isinstance(tensor, torch.Tensor):
-                tensor.fill_(value)
+            getattr(scalars, name).fill_(value)
         recording.replay()
         changed = dense.other_bits(eager.snapshot(), replayed.snapshot())
         if changed:

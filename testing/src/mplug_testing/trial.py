@@ -20,6 +20,7 @@ from mplug.layout.work import Flops
 from mplug.model.fill import sites
 from mplug.model.model import Model
 from mplug.model.units import run_units
+from mplug.model.work import flops_of_work
 from mplug.run.run import Run
 from mplug.tensors.random import sample_keys
 from mplug.training.assembly import build
@@ -68,7 +69,7 @@ class Trial:
                 **with_shifted(with_ragged_labels(batch), parts.model.plan),
                 "keys": sample_keys(seed, 1, batch["sample_ids"]),
             }
-            for batch in parts.train_loader.take(2 * SAMPLES)
+            for batch in parts.train_loader.loader.take(2 * SAMPLES)
         )
         return cls(run, parts.model, (first, second))
 
@@ -351,7 +352,8 @@ class Trial:
         The check replaces the slot of attention by a core that multiplies nothing. It counts H K multiply-adds with
         keys and as many with values for each of the S² / 2 pairs that a causal mask leaves: 6 FLOPs each with backward.
         For a core other than softmax attention, `core_flops` states the FLOPs. If a model does not use the slot, the
-        check estimates attention from the growth of the count with the length, and the plan must not state less.
+        check estimates attention from the growth of the count with the length, and the plan must not state less. In
+        both cases, the modules must not state more (`plan_work`) than the plan.
         """
         calls: list[tuple[str, tuple[Any, ...]]] = []
         for site in sites(self.model.module):
@@ -361,6 +363,7 @@ class Trial:
         counted = self._products(batch)
         if not calls:
             self._require_no_fewer_flops(counted)
+            self._require_work_of_plan()
             return
         stated, weights = self.model.plan.flops, 3 * counted // batch["tokens"].numel()
         cores = [_flops_of(call, other, core_flops) for other, call in calls]
@@ -378,6 +381,16 @@ class Trial:
         require(
             stated.per_squared_length == squared,
             f"the plan states {stated.per_squared_length:,} FLOPs per squared length, and {cores_need} {squared:,}",
+        )
+        self._require_work_of_plan()
+
+    def _require_work_of_plan(self) -> None:
+        """The FLOPs that modules state are a part of the plan's: a frozen model skips some of them."""
+        stated, found = self.model.plan.flops, flops_of_work(self.model.work)
+        require(
+            found.per_token <= stated.per_token,
+            f"the modules state {found.per_token:,} FLOPs per token (plan_work), and the plan {stated.per_token:,}, so "
+            f"a run with frozen parameters would skip more than there is",
         )
 
     def _products(self, batch: MicroBatch) -> int:

@@ -11,7 +11,7 @@ from mplug_testing.harness import tiny_run
 
 from mplug import RunError, UsageError
 from mplug.training.assembly import build_loader
-from mplug.training.prefetch import Feed
+from mplug.training.feed import Feed
 from mplug.training.supervised_loader import Source
 
 TINY: dict[str, Any] = {"data.name": "energon", "data.streams": 1, "trainer.seq_length": 32}

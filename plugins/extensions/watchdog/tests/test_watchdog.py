@@ -35,9 +35,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from mplug import Activity, PluginMessage, RunError, UsageError
 from mplug.distributed.launch import Pipes
 from mplug.training.assembly import build
+from mplug.training.feed import Feed
 from mplug.training.loop import train
 from mplug.training.position import Position
-from mplug.training.prefetch import Feed
 
 STEP, EVALUATION, SAVING, WRITING = Activity.STEP, Activity.EVALUATION, Activity.SAVING, Activity.WRITING
 LIMITS = Limits(timeout=300, first=1800, multiple=10)
@@ -337,7 +337,7 @@ class Asks:
 
     def take(self, num_samples: int) -> Iterator[Any]:
         with ThreadPoolExecutor(1) as pool:
-            yield {"place": torch.tensor(pool.submit(self.look).result())}
+            yield {"sample_ids": torch.tensor([pool.submit(self.look).result()])}
 
     def look(self) -> int:
         self.place = main_thread()

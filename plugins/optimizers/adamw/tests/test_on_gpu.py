@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from mplug_adamw import AdamW
-from mplug_adamw.choice import optimizer_of
 from mplug_adamw.fused import FusedAdamW
+from mplug_adamw.implementation import optimizer_of
 from mplug_testing import DenseStep, OptimizerSuite
 from mplug_testing.harness import tiny_run
 from torch import Tensor

@@ -118,10 +118,10 @@ def leaking() -> None:
 
 def straight() -> None:
     """Positions are cut into contiguous parts, and everything else in zigzag."""
-    import mplug.training.stepper
+    import mplug.training.batch_parts
     from mplug import contiguous
 
-    original = mplug.training.stepper.own_entries
+    original = mplug.training.batch_parts.own_entries
 
     def own_entries(batch: Any, context: Any, mesh: Any, rank: int) -> Any:
         own = dict(original(batch, context, mesh, rank))
@@ -129,7 +129,7 @@ def straight() -> None:
         own["positions"] = batch["positions"][:, part.start : part.stop]
         return own
 
-    mplug.training.stepper.own_entries = own_entries
+    mplug.training.batch_parts.own_entries = own_entries
 
 
 def unsummed() -> None:

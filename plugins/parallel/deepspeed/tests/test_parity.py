@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from mplug_testing import run_workers
-from mplug_testing.harness import logical, owned_values, tiny_run, with_ragged_labels
+from mplug_testing.harness import changed_batches, logical, owned_values, tiny_run
 
 pytestmark = pytest.mark.skipif(
     find_spec("mplug_deepspeed") is None or find_spec("deepspeed") is None, reason="it is not installed"
@@ -40,7 +40,7 @@ def trained(settings: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"losses": [], "norms": [], "skipped": [], "scales": []}
     for step in range(1, STEPS + 1):
         run.step = step
-        batches = map(with_ragged_labels, parts.train_loader.take(config.trainer.global_batch_size))
+        batches = changed_batches(parts, config.trainer.global_batch_size)
         parts.stepper.forward_backward(batches, step)
         lr = learning_rate(step, config.optimizer.lr, config.schedule, STEPS)
         result = parts.stepper.update(lr, config.optimizer.weight_decay)

@@ -7,8 +7,8 @@ import pytest
 from mplug_testing.harness import difference, tiny_run, train_steps
 
 from mplug.training.assembly import build
-from mplug.training.figures import Figures
 from mplug.training.loop import launch_step
+from mplug.training.report import PendingRecord
 
 ONE_RANK: dict[str, Any] = {"parallel.layout": "pp1", "trainer.micro_batch_size": 1, "trainer.precision": "fp64"}
 TIED = {"model.tie_embeddings": True}
@@ -70,6 +70,4 @@ def test_a_step_reads_micro_batches_when_it_needs_them_and_reports_its_bubble(mo
     result, _ = launch_step(run, parts, 8, 1e-3, 0.0)
     assert read == 8
     assert max(ahead) <= 0, "a micro batch was read before it was computed"
-    figures = Figures(result, "cpu")
-    figures.read()
-    assert 0 < figures.read_more()["bubble"] < 1
+    assert 0 < PendingRecord(result, "cpu", 1, 8).read()["bubble"] < 1

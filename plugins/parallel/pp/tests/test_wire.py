@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_pp.feed import Batches
+from mplug_pp.batches import Batches
 from mplug_pp.wire import HEADER, Crossing, Wire, key_of
 from torch import Tensor
 

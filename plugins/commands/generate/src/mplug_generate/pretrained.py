@@ -68,5 +68,5 @@ def end_tokens(folder: Path) -> frozenset[int]:
     from mplug.commands import format_of
 
     found = format_of(folder)
-    ends: frozenset[int] = frozenset() if found is None else found.format.end_tokens(folder)
+    ends: frozenset[int] = frozenset() if found is None else found.ask("end_tokens", folder)
     return ends

@@ -6,7 +6,7 @@ parts, the last one padded; a rank's parts of all parameters of a group are cons
 ones, are in the model files.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -110,7 +110,7 @@ def _shapes(model: Mapping[str, Any]) -> dict[str, Shape]:
 
 
 def _of_stages_1_and_2(
-    path: Path, optimizers: list[Mapping[str, Any]], shapes: Mapping[str, Shape]
+    path: Path, optimizers: Sequence[Mapping[str, Any]], shapes: Mapping[str, Shape]
 ) -> Iterator[tuple[str, Saved]]:
     if "param_slice_mappings" not in optimizers[0]:
         raise UsageError(
@@ -132,7 +132,9 @@ def _of_stages_1_and_2(
         yield name, Saved(shapes[name], own, numbers[name])
 
 
-def _of_stage_3(optimizers: list[Mapping[str, Any]], groups: list[Mapping[str, Any]]) -> Iterator[tuple[str, Saved]]:
+def _of_stage_3(
+    optimizers: Sequence[Mapping[str, Any]], groups: list[Mapping[str, Any]]
+) -> Iterator[tuple[str, Saved]]:
     ranks = len(optimizers)
     for group, sizes in enumerate(groups):
         flats = [optimizer["fp32_flat_groups"][group].reshape(-1) for optimizer in optimizers]

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mplug import UsageError, adapter_conversion, adapters_of, some
+from mplug import UsageError, adapter_conversion, adapters_of, some_names
 from mplug_huggingface_format.config_file import read_json
 from mplug_huggingface_format.folder import PublicFolder, Stored, read_tensors
 from mplug_huggingface_format.weights import PublicWeights
@@ -48,8 +48,8 @@ def checked(folder: PublicFolder, model: "Model") -> PublicWeights:
         for name in conversion.public
         if name in folder.tensors and folder.tensors[name].shape != conversion.shape(name)
     ]
-    problems = [f"they lack {some(missing)}"] if missing else []
-    problems += [f"the run has no place for {some(unused)}"] if unused else []
+    problems = [f"they lack {some_names(missing)}"] if missing else []
+    problems += [f"the run has no place for {some_names(unused)}"] if unused else []
     if problems or wrong:
         raise UsageError(
             f"{label} are those of another base model or of other layers: {'; '.join([*problems, *wrong[:1]])}; use "

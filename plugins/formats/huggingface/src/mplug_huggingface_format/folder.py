@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mplug import UsageError, brief, read_whole_header, some
+from mplug import UsageError, brief, read_whole_header, some_names
 from mplug_huggingface_format.config_file import CONFIG, read_json
 
 INDEX = "model.safetensors.index.json"
@@ -74,7 +74,8 @@ def open_public(path: Path) -> PublicFolder:
             tensors[name] = Stored(file, code, shape)
     if absent := [name for name in placed if name not in tensors]:
         raise UsageError(
-            f"'{path / placed[absent[0]]}' lacks {some(absent)}, which '{INDEX}' has in it; download the file again"
+            f"'{path / placed[absent[0]]}' lacks {some_names(absent)}, which '{INDEX}' has in it; download the file "
+            f"again"
         )
     return PublicFolder(path, config, tensors)
 
@@ -89,15 +90,15 @@ def _placed(path: Path) -> dict[str, str]:
             raise UsageError(f"'{path / INDEX}' has no valid 'weight_map'; download the file again")
         if others := parts - {*found.values()}:
             raise UsageError(
-                f"'{path}' has {some(others)}, which '{INDEX}' does not name, so it could hold two models; remove the "
-                f"index or the files that do not belong to the model"
+                f"'{path}' has {some_names(others)}, which '{INDEX}' does not name, so it could hold two models; "
+                f"remove the index or the files that do not belong to the model"
             )
         return found
     if (path / WHOLE).is_file():
         if others := parts - {WHOLE}:
             raise UsageError(
-                f"'{path}' has '{WHOLE}' and {some(others)} without an index, so it could hold two models; remove the "
-                f"files that do not belong to the model, or download '{INDEX}'"
+                f"'{path}' has '{WHOLE}' and {some_names(others)} without an index, so it could hold two models; "
+                f"remove the files that do not belong to the model, or download '{INDEX}'"
             )
         return {}
     if any(name.endswith(SUFFIX) for name in names):

@@ -10,7 +10,7 @@ import safetensors
 import torch
 from torch import Tensor
 
-from mplug import FORMATS, Conversion, FolderWeights, Link, RunError, UsageError, listed, some
+from mplug import FORMATS, Conversion, FolderWeights, Link, RunError, UsageError, listed, some_names
 from mplug_huggingface_format.decoders import WeightDecoder, weight_decoder
 from mplug_huggingface_format.folder import PublicFolder, Stored
 from mplug_huggingface_format.kept import Kept, keep_published
@@ -68,7 +68,7 @@ class PublicWeights(FolderWeights):
         return {name if name in public else f"{prefix}{name}": stored for name, stored in tensors.items()}
 
     @cached_property
-    def widest(self) -> torch.dtype:  # type: ignore[override]
+    def widest(self) -> torch.dtype:
         """A type that holds all values of the folder exactly; decoded values are in fp32."""
         wide = any(stored.code == FORMATS["float64"].code for stored in self.stored.values())
         return torch.float64 if wide else torch.float32
@@ -105,8 +105,8 @@ class PublicWeights(FolderWeights):
             for name in self.stored
             if name not in known and not self.conversion.ignores(name, self.stored) and not wanted.allows(name)
         ]
-        problems = [f"it lacks {some(missing)}"] if missing else []
-        problems += [f"the model does not use {some(unused)}"] if unused else []
+        problems = [f"it lacks {some_names(missing)}"] if missing else []
+        problems += [f"the model does not use {some_names(unused)}"] if unused else []
         problems += self._wrong(needed)
         if problems:
             remedy = "name them in checkpoint.pretrained.except, or use a checkpoint of this model"

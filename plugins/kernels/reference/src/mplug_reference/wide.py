@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from mplug_nn import AttentionCore, AttentionInputs, attention, loss, mlp, norm, turning
+from mplug_nn import AttentionCore, AttentionInputs, attention, loss, mlp, norm
 from mplug_nn.parts import PLAIN_PARTS
 from mplug_nn.specification import KNOWN, LOG_SUM_EXP
 
@@ -35,10 +35,10 @@ def _narrowed(value: Any, dtype: torch.dtype) -> Any:
 
 OFFERED: dict[str, Iterable[str]] = {
     "Attention.core": KNOWN | {LOG_SUM_EXP},
-    "Attention.prepare_qk": turning.PREPARE_QK.serves,
-    "Norm.norm_residual": norm.NORM_RESIDUAL.serves,
-    "MLP.activation": mlp.ACTIVATION.serves,
-    "Loss.cross_entropy": loss.CROSS_ENTROPY.serves,
+    "Attention.prepare_qk": attention.prepare_qk.offers,  # type: ignore[attr-defined]
+    "Norm.norm_residual": norm.norm_residual.offers,  # type: ignore[attr-defined]
+    "MLP.activation": mlp.activation.offers,  # type: ignore[attr-defined]
+    "Loss.cross_entropy": loss.cross_entropy.offers,  # type: ignore[attr-defined]
 }
 """Slot -> the needs that its supplier serves: those of the composition that it calls."""
 SUPPLIERS: dict[str, Callable[..., Any]] = {

@@ -18,6 +18,6 @@ class AdamW:
     @hookimpl
     def build_optimizer(self, pieces: list[Piece]) -> Optimizer:
         """An optimizer of these pieces."""
-        from mplug_adamw.choice import optimizer_of
+        from mplug_adamw.implementation import optimizer_of
 
         return optimizer_of(pieces, self.config)

@@ -37,7 +37,6 @@ class OnePassAdamW:
     needs: Literal["elements"] = "elements"
     one_pass: Literal[True] = True
     low_precision_gradients: Literal[True] = True
-    tensor_decay: Literal[True] = True
 
     def __init__(self, pieces: list[Piece], config: "AdamWConfig") -> None:
         self._pieces, self._states, self._config = pieces, States(pieces), config

@@ -19,7 +19,6 @@ class ForeachLion:
     """Updates pieces group by group; gradients are scratch memory, and directions are freed after each group."""
 
     needs: Literal["elements"] = "elements"
-    tensor_decay: Literal[True] = True
 
     def __init__(self, pieces: list[Piece], config: "LionConfig") -> None:
         self._config = config

@@ -10,12 +10,12 @@ partial over other axes (tensor parallelism), computes the exact norm, clips, an
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mplug import DefaultStepper, MicroBatch, StepResult
+from mplug import DefaultStepper, RankBatch, StepResult
 from mplug_deepspeed.engine import Running
 from mplug_deepspeed.scaler import EngineScale
 
@@ -41,20 +41,17 @@ class EngineStepper:
         default.scale_added(self.added)
         running.update.on_step = self._receive
         self._received = 0
-        self._values: Any = None
         self._result: StepResult | None = None
 
-    def forward_backward(self, micro_batches: Iterable[MicroBatch], step: int) -> None:
+    def forward_backward(self, micro_batches: Iterable[RankBatch], step: int) -> None:
         """Run every micro batch; the last one lets DeepSpeed finish the gradients."""
         default, engine = self.default, self.engine
         default.begin_step(step)
         if self.scale is not None:
             self.added.fill_(self.seed * self.scale.begin_step())
-        losses, batches = [], iter(default.read(micro_batches))
-        following: MicroBatch | None = next(batches)
-        while following is not None:
-            batch, following = following, next(batches, None)
-            engine.set_gradient_accumulation_boundary(following is None)
+        losses = []
+        for batch in default.read(micro_batches):
+            engine.set_gradient_accumulation_boundary(batch.is_last)
             loss, num_targets = self.model.loss(default.entries(batch, step))
             engine.backward(loss * self.seed, scale_wrt_gas=False)
             losses.append((loss.detach(), num_targets))
@@ -62,7 +59,8 @@ class EngineStepper:
 
     def update(self, lr: float, weight_decay: float) -> StepResult:
         """Let the engine step; its optimizer runs the host's update. An overflow that DeepSpeed finds skips it."""
-        self._values, self._result, self._received = self.default.values(lr, weight_decay), None, 0
+        self.default.set_rates(lr, weight_decay)
+        self._result, self._received = None, 0
         for group in self.running.update.param_groups:
             group["lr"] = lr
         self.engine.step()
@@ -83,14 +81,14 @@ class EngineStepper:
             if self.scale is not None:
                 self.default.gradient_scale = self.scale.left / self.tokens
             self.default.reduction.finish()
-            self._result = self.default.apply(self._values, _nothing)
+            self._result = self.default.apply(self.default.norm(), _nothing)
 
     def _overflow(self) -> None:
         self.partitions.blank()
         infinite = torch.full((), float("inf"), device=self.run.device)
-        self._result = self.default.apply(self._values, _nothing, lambda: infinite)
+        self._result = self.default.apply(infinite, _nothing)
 
-    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
+    def evaluate(self, micro_batches: Iterable[RankBatch]) -> Tensor:
         """The mean loss over all tokens of the micro batches, without gradients or dropout."""
         return self.default.evaluate(micro_batches)
 

@@ -8,10 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mplug import Action, DefaultStepper, Kind, MicroBatch, Model, Run, StepResult, Table, UsageError, forward_half
+from mplug import Action, DefaultStepper, Kind, Model, RankBatch, Run, StepResult, Table, UsageError, forward_half
+from mplug_pp.batches import Batches
 from mplug_pp.busy import Busy
 from mplug_pp.chunk import Chunk
-from mplug_pp.feed import Batches
 from mplug_pp.wire import Crossing, Key, key_of, wires_of
 
 Place = tuple[int, int]
@@ -50,7 +50,7 @@ class PipelineStepper:
             Kind.RECEIVE_BACKWARD: self._receive_backward,
         }
 
-    def forward_backward(self, micro_batches: Iterable[MicroBatch], step: int) -> None:
+    def forward_backward(self, micro_batches: Iterable[RankBatch], step: int) -> None:
         """Run this rank's actions of the table for the step's number of micro batches."""
         self.default.begin_step(step)
         self.batches = Batches(self.default.read(micro_batches), partial(self.default.entries, step=step))
@@ -137,7 +137,7 @@ class PipelineStepper:
         return replace(self.default.update(lr, weight_decay), measured=self.busy.measured())
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
+    def evaluate(self, micro_batches: Iterable[RankBatch]) -> Tensor:
         """The mean loss of forward passes, by the forward half of the table of the run's steps."""
         self.model.module.eval()
         self.losses, self.split = [], set()

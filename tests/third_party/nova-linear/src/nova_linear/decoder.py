@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mplug import ActivationProduct, Declared, Flops, Step, declare
 from nova_linear import LINEAR
-from nova_linear.weights import LINEAR_ATTENTION
+from nova_linear.weights import linear_attention
 
 if TYPE_CHECKING:
     from nova_linear import LinearTransformer
@@ -21,7 +21,7 @@ class LinearAttention(Attention):
 
     def __init__(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__(dim, num_heads, num_heads, head_dim, bias=False, qk_norm=False, theta=None)
-        self.core = LINEAR_ATTENTION
+        self.core = linear_attention
 
     def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
         """Of the core, linear attention."""

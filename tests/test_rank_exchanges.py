@@ -8,7 +8,7 @@ import torch.distributed as dist
 from mplug_testing import run_workers
 
 from mplug import RunError, UsageError
-from mplug.checkpoint.together import at_first, divided, from_rank, raise_alike
+from mplug.checkpoint.rank_exchanges import at_first, divided, from_rank, raise_alike
 from mplug.distributed.groups import Groups
 from mplug.run.run import Run
 

@@ -4,20 +4,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from operator import length_hint
 
-from mplug import Action, MicroBatch, RunError
+from mplug import Action, MicroBatch, RankBatch, RunError
 
-Entries = Callable[[MicroBatch], MicroBatch]
+Entries = Callable[[RankBatch], MicroBatch]
 
 
 class Batches:
     """The micro batches of a step, or of a part of an evaluation.
 
-    `entries` returns the part of a micro batch that this rank's units receive; it is called in the loader's order.
+    `entries` returns what this rank's units receive of a micro batch.
     `number` is the number of micro batches. An iterator that does not know it is read as a whole; with `open_end`, it
     is read until it ends, and `number` is 0.
     """
 
-    def __init__(self, micro_batches: Iterable[MicroBatch], entries: Entries, open_end: bool = False) -> None:
+    def __init__(self, micro_batches: Iterable[RankBatch], entries: Entries, open_end: bool = False) -> None:
         self.number = 0 if open_end else length_hint(micro_batches)
         if not self.number and not open_end:
             micro_batches = list(micro_batches)

@@ -22,7 +22,7 @@ from mplug import Axis, UsageError
 from mplug.layout.mesh import Mesh, contiguous
 from mplug.layout.plan import Plan, Unit
 from mplug.model.build import build_model
-from mplug.model.draws import ENTRY, Draws, micro_batch_key, place_of
+from mplug.model.generator_seeds import ENTRY, GeneratorSeeds, micro_batch_key, place_of
 from mplug.registry.entry_points import Registry
 from mplug.training.assembly import build
 
@@ -220,14 +220,14 @@ def seeded_once_a_step() -> None:
         original(self, step)
 
     DefaultStepper.begin_step = begin_step  # type: ignore[method-assign]
-    Draws.begin = lambda *_, **__: None  # type: ignore[method-assign, assignment]
+    GeneratorSeeds.begin = lambda *_, **__: None  # type: ignore[method-assign, assignment]
 
 
 def key_without(*missing: str) -> Callable[[], None]:
     def plant() -> None:
-        original = Draws.begin
+        original = GeneratorSeeds.begin
 
-        def begin(self: Draws, unit: Unit, key: int) -> None:
+        def begin(self: GeneratorSeeds, unit: Unit, key: int) -> None:
             if "unit" in missing:
                 self.places = dict.fromkeys(["unit", *self.places], self.places[unit.name])
                 unit = Unit("unit", unit.inputs, unit.outputs)
@@ -235,7 +235,7 @@ def key_without(*missing: str) -> Callable[[], None]:
                 self.places = dict.fromkeys(self.places, 0)
             original(self, unit, 0 if "micro batch" in missing else key)
 
-        Draws.begin = begin  # type: ignore[method-assign]
+        GeneratorSeeds.begin = begin  # type: ignore[method-assign]
 
     return plant
 
@@ -251,7 +251,7 @@ MISTAKES: dict[str, Callable[[], None]] = {
 @pytest.mark.parametrize("mistake", ["no unit", "no micro batch"])
 def test_masks_that_are_drawn_twice_are_seen(mistake: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Draws, "begin", Draws.begin)  # put back afterwards
+        patch.setattr(GeneratorSeeds, "begin", GeneratorSeeds.begin)  # put back afterwards
         found = masks({}, mistake)
     with pytest.raises(AssertionError):
         assert_own([found])
@@ -297,8 +297,8 @@ def test_ranks_along_axes_that_divide_attention_have_places_of_their_own(layout:
     model = build_model(run)
     block = next(unit for unit in model.plan.units if unit.name == "blocks.1")
     assert [place_of(block, model.plan, run.mesh, rank) for rank in range(run.mesh.world_size)] == places
-    assert model.draws is not None
-    assert model.draws.places["blocks.1"] == places[-1]
+    assert model.seeds is not None
+    assert model.seeds.places["blocks.1"] == places[-1]
 
 
 PLAN = Plan(
@@ -333,9 +333,9 @@ def test_ranks_that_hold_copies_of_a_unit_have_one_place(axis: Axis, text: list[
 def test_numbers_are_a_function_of_seed_step_micro_batch_unit_and_place_and_of_nothing_before() -> None:
     text, vision = PLAN.units
     mesh = Mesh.of([Axis("mine", 2, splits=("heads",))], 2)
-    one, other = (Draws(PLAN, mesh, rank, "cpu", "") for rank in range(2))
+    one, other = (GeneratorSeeds(PLAN, mesh, rank, "cpu", "") for rank in range(2))
 
-    def drawn(draws: Draws, unit: Unit, *words: int) -> float:
+    def drawn(draws: GeneratorSeeds, unit: Unit, *words: int) -> float:
         draws.begin(unit, micro_batch_key(*words))
         return float(torch.rand(()))
 

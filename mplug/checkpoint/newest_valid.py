@@ -15,7 +15,7 @@ from mplug.checkpoint.folder import (
 )
 from mplug.checkpoint.names import step_of
 from mplug.checkpoint.opened import Opened, open_together
-from mplug.checkpoint.together import from_rank, raise_alike
+from mplug.checkpoint.rank_exchanges import from_rank, raise_alike
 from mplug.checkpoint.verified import Verified
 from mplug.errors import RunError, UsageError
 

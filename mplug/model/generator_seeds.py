@@ -36,7 +36,7 @@ def micro_batch_key(seed: int, step: int, number: int) -> int:
     return key_of(seed, "draws", step, number)
 
 
-class Draws:
+class GeneratorSeeds:
     """Seeds the generators of a rank before each unit.
 
     `drawing` is the label of a plugin whose kernel draws random numbers itself; it is empty if there is none.

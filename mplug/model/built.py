@@ -1,0 +1,66 @@
+"""The first stage of a model: a module and its plan."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from mplug.layout.plan import Plan
+from mplug.layout.work import Work
+from mplug.model.work import work_of_units
+from mplug.precisions.precision import Recipe
+
+if TYPE_CHECKING:
+    from mplug.model.adapters import Adapters, Merge
+
+
+@dataclass
+class Built:
+    """A module on the meta device, and its plan, as `build_model` returns them and `adapt_model` changes them.
+
+    `recipe` is that of the run's precision; products of the modules that `base_modules` match ignore it. `attached` are
+    the modules that plugins have added, `merges` says how an export multiplies them into the model's parameters, and
+    `adapters` is their published form.
+    """
+
+    module: nn.Module
+    plan: Plan
+    recipe: Recipe | None = None
+    base_modules: tuple[str, ...] = ()
+    attached: dict[str, nn.Module] = field(default_factory=dict)
+    merges: "dict[str, Merge]" = field(default_factory=dict)
+    adapters: "Adapters | None" = None
+
+    def attach(self, modules: Mapping[str, nn.Module]) -> None:
+        """Add modules to the model, by their names in it ('blocks.0.attn.qkv.adapter'), and to the plan.
+
+        Call it in `adapt_model`. Each module describes its parameters: by a method `plan_entries(inits)`, or
+        where it creates them (`mplug.parameter`). The attribute must be absent or None, and the code of the module that
+        has it calls what is there. Published checkpoints of the model do not have the parameters. ValueError for an
+        attribute that is taken, and for a module that states `adaptable=False`.
+        """
+        from mplug.model.attaching import with_attached
+
+        self.plan = with_attached(self.plan, self.module, modules)
+        self.attached |= modules
+
+    def freeze(self, names: Iterable[str]) -> None:
+        """State in the plan that parameters are not trained, by their names. Call it in `adapt_model`."""
+        from mplug.model.attaching import with_frozen
+
+        self.plan = with_frozen(self.plan, names, list(self.parameters()))
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Every parameter once, in the order of the modules; a tied one has the first of its names."""
+        first = {name: names[0] for names in self.plan.tied for name in names}
+        return {first.get(name, name): parameter for name, parameter in self.module.named_parameters()}
+
+    def unit_weight(self, name: str) -> int:
+        """Number of weight elements that a unit multiplies with a token."""
+        return sum(work.flops.per_token // 6 for work in self.work if work.is_weight and work.unit == name)
+
+    @property
+    def work(self) -> tuple[Work, ...]:
+        """What the plan's FLOPs belong to; before the host has added it to the plan, from the whole module."""
+        return work_of_units(self.module, self.plan.units) if self.plan.work is None else self.plan.work

@@ -1,0 +1,155 @@
+"""The feed of a step: from a loader's micro batches to this rank's parts of them on the device.
+
+A micro batch is read when the stepper requests it, never before: the device still runs the kernels that were launched
+last, so reading and copying cost no device time. While it is on the CPU, the feed checks it, adds the entries that the
+plan makes from others, counts its positions and targets, and cuts this rank's part out of it. Only that part is copied
+to the device, asynchronously. A step with a loss that is a mean over tokens requests all of its micro batches when it
+begins (`mplug.training.token_scale`).
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mplug.contracts import Loader, MicroBatch, RankBatch
+from mplug.errors import RunError
+from mplug.run.activity import READING
+from mplug.training.batch_parts import count_targets, without_extra_targets
+from mplug.training.supervised_loader import Source, Supervised
+
+Change = Callable[[MicroBatch], MicroBatch]
+
+
+class Feed:
+    """A loader, and this rank's parts of its micro batches on the run's `device`. Position and state are the loader's.
+
+    With a `source`, it checks micro batches while they are on the CPU, and errors name the plugin and the samples.
+    `cut` returns this rank's part of a whole micro batch; by default it is all of it.
+    """
+
+    def __init__(self, loader: Loader, device: str, source: Source | None = None, cut: Change | None = None) -> None:
+        self.vocab_size = loader.vocab_size
+        self._part, self._shards = (0, 1) if source is None else (source.part, source.shards)
+        self._micro_batch_size = 0 if source is None else source.micro_batch_size
+        self._loader: Loader | Supervised = loader if source is None else Supervised(loader, source)
+        self._cut = _as_it_is if cut is None else cut
+        self._move: Change = Copies() if device.startswith("cuda") else _as_it_is
+
+    @property
+    def loader(self) -> Loader:
+        """The loader itself, for its optional attributes (such as `fingerprint`)."""
+        return self._loader.loader if isinstance(self._loader, Supervised) else self._loader
+
+    @loader.setter
+    def loader(self, loader: Loader) -> None:
+        if isinstance(self._loader, Supervised):
+            self._loader.loader = loader
+        else:
+            self._loader = loader
+
+    def take(self, num_samples: int) -> "RankBatches":
+        """The micro batches of a step of the next `num_samples` global samples."""
+        start, stop = (num_samples * part // self._shards for part in (self._part, self._part + 1))
+        return self._batches(self._loader.take(num_samples), stop - start)
+
+    def take_evenly(self, num_samples: int) -> "RankBatches":
+        """The micro batches of an evaluation on `num_samples` samples; their number and sizes are equal on every rank.
+
+        Ranks that communicate inside a unit (by exchanging tokens) must all run the same number of micro batches. If
+        the ranks do not divide the samples, a few more samples are read, and the labels of the extra ones are ignored.
+        """
+        each = -(-num_samples // self._shards)
+        batches = self._loader.take(each * self._shards)
+        return self._batches(without_extra_targets(batches, num_samples - self._part * each), each)
+
+    def step_of(self, batches: Sequence[MicroBatch]) -> "RankBatches":
+        """The micro batches of a step of these whole micro batches, which need not come from the loader."""
+        return self._batches(batches, sum(len(batch["sample_ids"]) for batch in batches))
+
+    def _batches(self, batches: Iterable[MicroBatch], num_samples: int) -> "RankBatches":
+        expected = -(-num_samples // self._micro_batch_size) if self._micro_batch_size else 0
+        expected = len(batches) if isinstance(batches, Sequence) else expected
+        return RankBatches(batches, num_samples, expected, self._cut, self._move)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's state."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], samples: int = 0) -> None:
+        """Continue at a saved state of the loader. `samples` is its number of global samples; errors report it."""
+        if isinstance(self._loader, Supervised):
+            self._loader.load_state_dict(state, samples)
+        else:
+            self._loader.load_state_dict(state)
+
+
+class RankBatches:
+    """An iterator over a rank's parts of the micro batches of a step; it marks the part that ends the step.
+
+    `num_samples` is the number of samples in all of them. `wait_seconds` is the CPU's time in the loader so far.
+    `operator.length_hint` is the number of micro batches that the loader's contract promises; 0 if it is unknown.
+    """
+
+    def __init__(
+        self, batches: Iterable[MicroBatch], num_samples: int, expected: int, cut: Change, move: Change
+    ) -> None:
+        self._batches, self._cut, self._move = iter(batches), cut, move
+        self._expected, self._unread, self._number = expected, num_samples, 0
+        self.wait_seconds = 0.0
+
+    def __length_hint__(self) -> int:
+        return self._expected
+
+    def __iter__(self) -> Iterator[RankBatch]:
+        return self
+
+    def __next__(self) -> RankBatch:
+        start = time.perf_counter()
+        try:
+            whole = next(self._batches)
+        except StopIteration:
+            if self._unread:
+                raise RunError(f"the data loader ended {self._unread} samples before the end of the step") from None
+            raise
+        finally:
+            self.wait_seconds += time.perf_counter() - start
+        self._unread -= len(whole["sample_ids"])
+        if self._unread < 0:
+            raise RunError(f"the data loader has {-self._unread} samples more than the step")
+        number, self._number = self._number, self._number + 1
+        positions, targets = count_targets(whole)
+        return RankBatch(self._move(self._cut(whole)), number, self._unread == 0, positions, targets)
+
+
+READING.add(RankBatches.__next__.__code__)
+
+
+def _as_it_is(batch: MicroBatch) -> MicroBatch:
+    return batch
+
+
+class Copies:
+    """Copies micro batches to the current GPU on a separate stream; entries on a GPU are not copied."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+
+    def __call__(self, batch: MicroBatch) -> MicroBatch:
+        """The micro batch on the GPU; the current stream waits for the copies, the CPU does not."""
+        computing = torch.cuda.current_stream()
+        with torch.cuda.stream(self._stream):
+            moved = {name: x if x.is_cuda else self._copied(x) for name, x in batch.items()}
+        computing.wait_stream(self._stream)
+        for name, copied in moved.items():
+            if copied is not batch[name]:
+                copied.record_stream(computing)  # the copying stream allocated it, and the computing stream uses it
+        return moved
+
+    def _copied(self, x: Tensor) -> Tensor:
+        # The source must be contiguous pinned memory; any other source makes the CPU wait. Torch does not reuse that
+        # memory before the copies from it are complete.
+        pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        return pinned.copy_(x).to(self._stream.device, non_blocking=True)

@@ -1,0 +1,137 @@
+"""Report the figures of each step to observers, without making the device wait for the CPU.
+
+On a GPU, the figures of a step are read while the next step runs. On a CPU, a step is complete when its call returns.
+"""
+
+import math
+from math import prod
+
+import torch
+
+from mplug.contracts import Record, StepResult
+from mplug.errors import Diverged
+from mplug.run.run import Run
+from mplug.training.assembly import Parts
+from mplug.training.hardware import Moment, peak_memory_gib, peak_tflops
+from mplug.training.position import Position
+
+
+class PendingRecord:
+    """The record of a launched step, whose results are copied to the CPU; the copy is complete at the moment `copied`.
+
+    The CPU knows `step`, `samples`, `lr` and `data_wait_s` already.
+    """
+
+    def __init__(
+        self, result: StepResult, device: str, step: int, samples: int, lr: float = 0.0, data_wait_s: float = 0.0
+    ) -> None:
+        self.step, self.samples, self.lr, self.data_wait_s = step, samples, lr, data_wait_s
+        failed = result.skipped if result.failed is None else result.failed
+        always = {name: getattr(result, name) for name in ("loss", "grad_norm", "tokens", "skipped", "stop")}
+        scalars = {**always, "failed": failed, **result.figures}
+        self._scalars = tuple(scalars)
+        self._shapes = {name: tuple(value.shape) for name, value in result.statistics.items()}
+        self._measured = result.measured
+        tensors = (*scalars.values(), *result.statistics.values())
+        values = torch.cat([tensor.double().flatten() for tensor in tensors])
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+        else:
+            self._values = values
+        self.copied = Moment(device)
+
+    @property
+    def ready(self) -> bool:
+        """Whether `read` returns at once on every rank."""
+        return self.copied.passed
+
+    def read(self) -> Record:
+        """All results by name; waits for the step and for nothing after it.
+
+        The statistics of modules are numbers and lists, under 'statistics' if there are any.
+        """
+        self.copied.wait()
+        scalars, *statistics = self._values.split([len(self._scalars), *(prod(one) for one in self._shapes.values())])
+        found: Record = dict(zip(self._scalars, scalars.tolist(), strict=True))
+        found |= {name: bool(found[name]) for name in ("skipped", "stop", "failed")}
+        found |= {} if self._measured is None else self._measured()
+        if statistics:
+            parts = zip(self._shapes.items(), statistics, strict=True)
+            found["statistics"] = {name: part.view(shape).tolist() for (name, shape), part in parts}
+        return found
+
+
+class Report:
+    """Reports every step to observers, in order. `stop` becomes true when any rank was asked to stop."""
+
+    stop = False
+
+    def __init__(self, run: Run, parts: Parts, position: Position) -> None:
+        self.run, self.parts, self.position = run, parts, position
+        self._launched: PendingRecord | None = None
+        self._record: Record | None = None
+        self._mark = Moment(run.device)
+
+    def pause(self) -> None:
+        """If no step is running, exclude the time since the last one (an evaluation, a save) from the next one."""
+        if self._launched is None:
+            self._mark = Moment(self.run.device)
+
+    def follow(self, step: PendingRecord) -> None:
+        """Register a launched step, and report the previous one."""
+        self.settle()
+        self.publish()
+        self._launched = step
+        if step.ready:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the running step and read its figures.
+
+        Raises Diverged if the step failed and `trainer.nonfinite` is 'stop'.
+        """
+        if self._launched is None:
+            return
+        step, self._launched = self._launched, None
+        results = step.read()
+        seconds, self._mark = step.copied.since(self._mark), step.copied
+        if results.pop("failed") and self.run.config.trainer.nonfinite == "stop":
+            raise _diverged(step.step, results)
+        self.stop = results.pop("stop") or self.stop
+        self.position.tokens += int(results["tokens"])
+        self._record = {
+            "step": step.step,
+            "loss": results.pop("loss"),
+            "grad_norm": results.pop("grad_norm"),
+            "lr": step.lr,
+            "tokens": self.position.tokens,
+            **self._speed(step.samples, seconds),
+            "memory_gib": peak_memory_gib(self.run.device),
+            "data_wait_s": step.data_wait_s,
+            **{name: value for name, value in results.items() if name != "tokens"},
+        }
+
+    def publish(self, **more: float) -> None:
+        """Report the settled step to observers, once, with the further figures `more`; do nothing if there is none."""
+        if self._record is not None:
+            if self.run.claim is not None:
+                self.run.claim.keep()
+            record, self._record = {**self._record, **more}, None
+            self.run.hooks.observe("step_finished", run=self.run, record=record)
+
+    def _speed(self, samples: int, seconds: float) -> Record:
+        length, world_size = self.run.config.trainer.seq_length, self.run.mesh.world_size
+        flops = self.parts.model.flops.of(samples * length, samples * length**2)
+        tflops, peak = flops / seconds / 1e12 / world_size, peak_tflops(self.run.device)
+        return {"tokens_per_s": samples * length / seconds, "tflops": tflops, "mfu": tflops / peak if peak else None}
+
+
+def _diverged(step: int, results: Record) -> Diverged:
+    loss, scale = results["loss"], results.get("loss_scale")
+    at = f" at the smallest loss scale ({scale:g})" if scale is not None and math.isfinite(loss) else ""
+    return Diverged(
+        f"step {step} has a loss of {loss} and a gradient norm of {results['grad_norm']}{at}; it changed no weight. "
+        f"Resume with a lower optimizer.lr, check the data of this step, or set trainer.nonfinite=skip to skip such "
+        f"steps"
+    )

@@ -51,17 +51,17 @@ PRELOAD.extend(modules_of_plugins())
 WIDE = {
     "compile": "longer tests of compiled units, and the yardstick of `mplug bench`",
     "configs": "1,000 generated config.json files of each architecture, computed beside the transformers library",
-    "experts": "every way of routing, balancing and dispatching experts under every layout",
+    "experts": "every way of routing and balancing experts, under several layouts",
     "families": "more families: greedy text, logits and round trips, beside the transformers library",
     "fuzz": "broken configs, checkpoints, files of runs and indices: 10,000 in one process, 50 in processes; "
     "every character, as more tokenizers cut it",
     "kills": "more points at which workers are killed, damaged and crafted checkpoints",
-    "layouts": "more layouts, products of strategies, methods and options, and all shapes of the model gpt",
+    "layouts": "more layouts of what the set `pairs` does not combine, and all shapes of the model gpt",
     "machines": "torchrun and mpirun on two machines, which are network namespaces",
     "pairs": "every pair of values of all features, and the product of some, compared with one process in fp64",
     "mutants": "every recorded mutant of what ranks exchange, made from the code, with the test that kills it",
     "precision": "more layouts and methods in bf16, fp16 and FP8",
-    "reshard": "more pairs of layouts between which checkpoints go",
+    "reshard": "resumes of optimizers and DeepSpeed under other layouts",
     "scaffold": "every kind of package that `plugins new` writes: installed, tested and used",
     "session": "the first training run of README.md with all its steps",
     "suites": "every planted mistake that a suite of mplug_testing must catch, all kernel cases for kernels/flex, and "

@@ -52,7 +52,6 @@ def trained(runs: list[dict[str, object]]) -> list[Trace]:
 WIDE = pytest.mark.wide("layouts")
 LAYOUTS = [
     pytest.param("", 1, 6, FUSED, marks=WIDE),
-    pytest.param("tp2", 2, 6, KEYED, marks=WIDE),
     pytest.param("pp2", 2, 4, FUSED, marks=WIDE),
     pytest.param("dp2", 2, 6, KEYED, marks=WIDE),
 ]

@@ -204,6 +204,9 @@ CRAFTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a pipe as manifest": (replaced_by(os.mkfifo, "checkpoint.json"), r"is not a regular file"),
     "a folder as file": (replaced_by(Path.mkdir), r"is not a regular file"),
     "a folder that is a link": (link_to_itself_elsewhere, r"it is a link"),
+    "half of a file": (lambda path: os.truncate(path / FILE, 5000), r"has changed since it was saved|bytes"),
+    "a file that is not there": (lambda path: (path / FILE).unlink(), r"missing"),
+    "no manifest": (lambda path: (path / "checkpoint.json").unlink(), r"'checkpoint.json' is missing"),
     "no files": (set_at("files", to={}), r"'files'.*at least 1 item"),
     "no tensors": (set_at("tensors", to={}), r"'tensors'.*at least 1 item"),
     "a file that is not listed": (
@@ -411,17 +414,6 @@ def test_no_command_shows_a_traceback_or_hangs(cli: Cli, crafted: Path, craft: s
 
 
 # Coverage.
-
-
-def grid(rows: int, columns: int, height: int, width: int) -> list[tuple[list[int], list[int]]]:
-    return [([r * height, c * width], [height, width]) for r, c in product(range(rows), range(columns))]
-
-
-def test_ten_thousand_chunks_cover_their_tensor() -> None:
-    boxes = grid(100, 100, 3, 5)
-    assert uncovered([300, 500], boxes) == ""
-    moved = [*boxes[:-1], ([0, 0], [3, 5])]
-    assert uncovered([300, 500], moved) == "its chunks overlap and leave gaps"
 
 
 def random_cuts(draw: random.Random, start: list[int], size: list[int]) -> Iterator[tuple[list[int], list[int]]]:

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_nn import Attention, AttentionCore, parts_of
+from mplug_nn import Attention, parts_of
 from mplug_nn.attention import DOT_PRODUCT, needs_of_specification
-from mplug_nn.parts import PLAIN_PARTS, Part, numbered
+from mplug_nn.parts import PLAIN_PARTS, numbered
 from mplug_testing.capabilities import Setting, parts_fault
 from mplug_testing.harness import tiny_run
 from mplug_testing.samples import malformed
@@ -73,24 +73,6 @@ def test_the_parts_in_plain_torch_are_right_by_autograd(heads: tuple[int, int, i
         for found, right in zip(PLAIN_PARTS.backward(gradient, q, k, v, output, sums, **named), exact, strict=True):
             torch.testing.assert_close(found, right)
     assert parts_fault(PLAIN_PARTS, Setting(h, g, width, torch.float32, "cpu"), packed=True) == ""
-
-
-class FirstParts:
-    """Parts as version 0.1 defined them: a class of its own with the whole signature."""
-
-    name = "first"
-
-    def forward(self, q: Any, k: Any, v: Any, *, scale: float, causal: bool, lengths: Any = None) -> Any:
-        return PLAIN_PARTS.attend(Part(q, k, v, scale, causal, lengths))
-
-    def backward(self, grad: Any, q: Any, k: Any, v: Any, output: Any, log_sum_exp: Any, **how: Any) -> Any:
-        return PLAIN_PARTS.differentiate(Part(q, k, v, **how), grad, output, log_sum_exp)
-
-
-def test_parts_of_version_0_1_are_called_as_they_were() -> None:
-    parts: Any = FirstParts()
-    assert parts_of(AttentionCore(lambda: None, parts=parts)) is parts
-    assert parts_fault(parts, Setting(4, 2, 8, torch.float32, "cpu"), packed=True) == ""
 
 
 def test_a_query_without_a_key_has_nothing_and_says_so() -> None:

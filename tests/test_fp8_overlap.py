@@ -36,7 +36,6 @@ ROUNDING = 2.0**-8
 """Relative error of a sum in bf16, for each rank: its number and the partial sum are rounded, by 2^-9 each.
 
 A number in FP8 with another scale is off by 2^-4."""
-each_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 
 def drawn(*shape: int, seed: int) -> Tensor:

@@ -91,16 +91,6 @@ def test_buffers_hold_the_sum_over_micro_batches_that_autograd_gives(number: int
     assert_sums(sinks, by_autograd(net, batches))
 
 
-def test_a_weight_used_by_a_linear_and_by_an_embedding_has_one_sink_with_both_contributions() -> None:
-    net, batches = Net(), micro_batches(2)
-    sinks, _ = listened(net)
-    assert "project.weight" not in sinks
-    step(sinks, net, batches)
-    torch.testing.assert_close(
-        sinks["table.weight"].buffer.double(), by_autograd(net, batches)["table.weight"], rtol=2e-5, atol=2e-5
-    )
-
-
 def test_a_weight_used_twice_by_linears_holds_both_contributions() -> None:
     layer = Linear(D, D, bias=True)
     nn.init.normal_(layer.weight)
@@ -112,13 +102,6 @@ def test_a_weight_used_twice_by_linears_holds_both_contributions() -> None:
     bias = layer.bias.detach().double()
     F.linear(F.linear(x.double(), weight, bias), weight, bias).sum().backward()
     torch.testing.assert_close(sinks["weight"].buffer.double(), weight.grad, rtol=1e-5, atol=1e-5)
-
-
-def test_autograd_keeps_no_gradient_of_its_own() -> None:
-    net = Net()
-    sinks, _ = listened(net)
-    step(sinks, net, micro_batches(2))
-    assert all(parameter.grad is None for parameter in net.parameters())
 
 
 def test_gradients_that_are_brought_are_summed_in_fp32_and_final_with_the_last() -> None:
@@ -138,14 +121,6 @@ def test_gradients_that_are_brought_are_summed_in_fp32_and_final_with_the_last()
         assert heard == ["weight"]
         assert bool((sink.buffer == 300 / 256).all()), "bf16 stops growing at 1"
         heard.clear()
-
-
-def test_a_second_step_forgets_the_first() -> None:
-    net, batches = Net(), micro_batches(4)
-    sinks, _ = listened(net)
-    step(sinks, net, batches[:2])
-    step(sinks, net, batches[2:])
-    assert_sums(sinks, by_autograd(net, batches[2:]))
 
 
 def adding(grad_y: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor | None:
@@ -217,16 +192,6 @@ def test_what_a_listener_hears_is_the_whole_gradient() -> None:
     step(sinks, net, batches)
     for name, sink in sinks.items():
         torch.testing.assert_close(snapshots[name], sink.buffer, rtol=0, atol=0)
-
-
-def test_every_listener_hears_and_in_the_order_in_which_they_came() -> None:
-    net, heard = Net(), list[int]()
-    sink = Sinks(dict(net.named_parameters()))["norm.weight"]
-    sink.listeners += [lambda _: heard.append(1), lambda _: heard.append(2)]
-    sink.begin_step()
-    sink.expect_last()
-    net(*micro_batches(1)[0]).backward()
-    assert heard == [1, 2]
 
 
 def test_a_parameter_that_takes_part_in_some_micro_batches_only_is_announced_once_with_their_sum() -> None:

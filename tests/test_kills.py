@@ -1,73 +1,87 @@
-"""Whatever moment all processes of a run die at, the newest complete checkpoint is whole, and the run goes on."""
+"""Runs that are killed many times, and whose newest checkpoint is damaged, end like a run that nothing disturbed.
 
+    MPLUG_KILLS=200 MPLUG_DAMAGED=50 pytest -n 8 --wide kills tests/test_kills.py
+
+A journey is one run: its processes are killed at random moments, half of them inside a save, and each life continues
+from the newest valid checkpoint. The numbers are divided among journeys of LIVES kills, of every layout and `keep`.
+The last life of some journeys continues under another layout. The quick journeys die inside of saves only.
+"""
+
+import json
 import os
 import random
-import shutil
 import signal
+import sys
+import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from checkpoints import flip_bit, valid_in
 from mplug_testing import WorkerFailed, run_workers
 
 from mplug.checkpoint.folder import complete, newest
 from mplug.checkpoint.names import path_of, step_of
 
-NUMBER = 50
-"""How many points the quick tests and those of `pytest --wide kills` try together."""
-QUICK = {2, 21}
-"""The points of the quick tests: every layout, within a step, and before, inside and after the parts of a save."""
-STEPS, EVERY = 6, 2
+KILLS, DAMAGED = int(os.environ.get("MPLUG_KILLS", "12")), int(os.environ.get("MPLUG_DAMAGED", "6"))
+"""Kills and damaged checkpoints of all journeys together."""
+SEED = int(os.environ.get("MPLUG_KILLS_SEED", "19"))
+LAYOUTS = {"": 1, "zero2": 2, "tp2pp2": 4}
+COURSES = [(layout, keep) for layout in LAYOUTS for keep in (1, 2)]
+LIVES = 10
+STEPS = 8
 SETTINGS = {
     "model.num_layers": 2,
     "model.dropout": 0.1,
     "trainer.steps": STEPS,
     "trainer.eval_every": 0,
-    "checkpoint.every": EVERY,
-    "checkpoint.keep": 2,
+    "trainer.precision": "fp64",
+    "checkpoint.every": 1,
 }
-LAYOUTS = {"tp2pp2": 4, "dp2tp2": 4, "": 1, "tp4": 4}
-"""The layouts, in the order in which a run that dies goes over from one to the next, and their processes."""
 Same = Callable[[Path, Path], None]
 
 
 @dataclass(frozen=True)
-class Point:
-    """When to die: in the `nth` of the calls that `where` names, counted over the run, before or after or inside it."""
+class Moment:
+    """When all processes of a life die: after a share of a life's time, or of its system calls inside saves."""
 
-    where: str
-    nth: int
-    when: str
-    asynchronous: bool
-
-    def __str__(self) -> str:
-        how = "asynchronous" if self.asynchronous else "synchronous"
-        return f"{self.when} call {self.nth} of {self.where} ({how})"
+    share: float
+    inside_a_save: bool
 
 
-BETWEEN = {"forward_backward": STEPS, "update": STEPS}
-"""What a step does, and how often a run does it."""
-INSIDE = {"mkdir": 3, "save_file": 3, "fsync": 9, "crc32": 3, "write_whole": 3, "rename": 4, "rmtree": 1}
-"""What rank 0 does to save, and how often a run of three saves, of which it keeps two, does it."""
+@dataclass
+class Watch:
+    """Counts the system calls on checkpoints; what dies at one of them dies before it."""
+
+    die_at: int | None
+    die: Callable[[], None]
+    calls: int = 0
+    lock: Any = field(default_factory=threading.Lock)
+
+    def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event.startswith(("os.", "open", "shutil.")) and any("step_" in str(one) for one in arguments):
+            with self.lock:
+                self.calls += 1
+                if self.calls == self.die_at:
+                    self.die()
 
 
-def points(number: int) -> list[Point]:
-    """Seeded points, half of them inside a save."""
-    draw = random.Random(20260)
-    found = []
-    for index in range(number):
-        calls = INSIDE if index % 2 else BETWEEN
-        where = draw.choice(list(calls))
-        when = draw.choice(["before", "inside", "after"] if where == "save_file" else ["before", "after"])
-        found.append(Point(where, draw.randint(1, calls[where]), when, draw.random() < 0.5))
-    return found
+@dataclass(frozen=True)
+class Life:
+    """What an undisturbed run does: losses, seconds, and system calls on checkpoints."""
+
+    losses: list[float]
+    seconds: float
+    calls: int
 
 
-def train(layout: str, directory: Path, resume: bool, point: Point | None, asynchronous: bool) -> list[float]:
-    """Be a rank of a run, and die at a point. Returns the losses of the steps that it did."""
+def live(layout: str, directory: Path, keep: int, asynchronous: bool, moment: Moment | None, whole: Any) -> Life:
+    """Be a rank of a run that continues where it can, and dies at a moment."""
     from mplug_testing.harness import tiny_config
 
     from mplug import hookimpl
@@ -78,61 +92,34 @@ def train(layout: str, directory: Path, resume: bool, point: Point | None, async
 
     losses: list[float] = []
 
-    class Losses:
+    class Told:
+        @hookimpl
+        def run_started(self, run: Run) -> None:
+            if run.rank == 0:
+                (directory / "begun").write_text(str(run.step))
+
         @hookimpl
         def step_finished(self, record: dict[str, Any]) -> None:
             losses.append(record["loss"])
 
-    settings = {**SETTINGS, "trainer.precision": "fp64", "parallel.layout": layout}
-    settings |= {"checkpoint.asynchronous": asynchronous}
-    run: Run = prepare(tiny_config(settings), {"host/losses": Losses()}, directory)
+    settings = {**SETTINGS, "parallel.layout": layout, "checkpoint.keep": keep, "checkpoint.asynchronous": asynchronous}
+    run: Run = prepare(tiny_config(settings), {"host/told": Told()}, directory)
+    pids: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
     if run.mesh.world_size > 1:
         run.rank, run.groups = dist.get_rank(), Groups(dist.get_rank())
-    if point is not None:
-        pids: list[int] = [0] * dist.get_world_size()
-        dist.all_gather_object(pids, os.getpid())
-        if run.rank == 0:
-            arm(point, pids)
-    loop.train(run, newest(run.checkpoints) if resume else None)
-    return losses
-
-
-def arm(point: Point, pids: list[int]) -> None:
-    """Make a call kill all processes of the run."""
-    from mplug.checkpoint import storage
-    from mplug.training.stepper import DefaultStepper
-
-    places: dict[str, tuple[Any, str]] = {
-        "forward_backward": (DefaultStepper, "begin_step"),
-        "update": (DefaultStepper, "update"),
-        "mkdir": (Path, "mkdir"),
-        "save_file": (storage, "save_file"),
-        "fsync": (os, "fsync"),
-        "crc32": (storage, "crc32"),
-        "write_whole": (storage, "write_whole"),
-        "rename": (Path, "rename"),
-        "rmtree": (shutil, "rmtree"),
-    }
-    owner, name = places[point.where]
-    original: Callable[..., Any] = getattr(owner, name)
-    calls = 0
-
-    def call(*arguments: Any, **named: Any) -> Any:
-        nonlocal calls
-        if point.where in INSIDE and not any("step_" in str(argument) for argument in arguments) and name != "fsync":
-            return original(*arguments, **named)
-        calls += 1
-        if calls == point.nth and point.when == "before":
-            die(pids)
-        result = original(*arguments, **named)
-        if calls == point.nth:
-            if point.when == "inside":
-                path = arguments[1]
-                os.truncate(path, path.stat().st_size // 2)
-            die(pids)
-        return result
-
-    setattr(owner, name, call)
+    watch = Watch(None, lambda: die(pids))
+    if run.rank == 0:
+        if moment is not None and moment.inside_a_save:
+            watch.die_at = 1 + int(moment.share * whole.calls)
+        elif moment is not None:
+            timer = threading.Timer(moment.share * whole.seconds, watch.die)
+            timer.daemon = True
+            timer.start()
+        sys.addaudithook(watch.hear)
+    began, found = time.monotonic(), complete(run.checkpoints)
+    loop.train(run, found[-1] if found else None)
+    return Life(losses, time.monotonic() - began, watch.calls)
 
 
 def die(pids: list[int]) -> None:
@@ -141,73 +128,121 @@ def die(pids: list[int]) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-# The comparison.
+# Damage.
 
 
-@dataclass(frozen=True)
-class Whole:
-    """A run that nothing disturbed: its losses, and the folder in which all its checkpoints are."""
+def damage(path: Path, draw: random.Random) -> None:
+    """Damage a file of a checkpoint in one of the ways of disks and copies."""
+    file = draw.choice(sorted(path.iterdir()))
+    kind = draw.choice(["flip", "truncate", "remove", "empty", "lengthen"])
+    if kind == "flip":
+        flip_bit(file, draw.randrange(file.stat().st_size), draw.randrange(8))
+    elif kind == "truncate":
+        os.truncate(file, draw.randrange(file.stat().st_size))
+    elif kind == "remove":
+        file.unlink()
+    elif kind == "empty":
+        os.truncate(file, 0)
+    else:
+        with file.open("ab") as end:
+            end.write(b"\0")
 
-    losses: list[float]
-    checkpoints: Path
+
+# Journeys.
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Whole]:
-    """The undisturbed run under a layout, made once."""
-    made: dict[str, Whole] = {}
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Life, Path]]:
+    """The undisturbed run under a layout, made once, and the folder that has all its checkpoints."""
+    made: dict[str, tuple[Life, Path]] = {}
 
-    def whole(layout: str) -> Whole:
+    def whole(layout: str) -> tuple[Life, Path]:
         if layout not in made:
-            folder, kept = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("kept")
-            losses = run_workers(LAYOUTS[layout], keeping_all, layout, folder, kept)[0]
-            made[layout] = Whole(losses, kept)
+            folder = tmp_path_factory.mktemp("whole")
+            life = run_workers(LAYOUTS[layout], live, layout, folder, STEPS, False, None, None)[0]
+            made[layout] = (life, folder / "checkpoints")
         return made[layout]
 
     return whole
 
 
-def keeping_all(layout: str, directory: Path, kept: Path) -> list[float]:
-    """Train undisturbed; rank 0 copies every checkpoint before it may be removed."""
-    SETTINGS["checkpoint.keep"] = STEPS
-    losses = train(layout, directory, False, None, False)
-    if dist.get_rank() == 0:
-        shutil.copytree(directory / "checkpoints", kept, dirs_exist_ok=True)
-    return losses
-
-
-def assert_nothing_lost(directory: Path, reference: Whole, assert_bitwise: Same) -> Path | None:
-    """Every visible checkpoint is bitwise what the undisturbed run saved; returns the newest."""
-    found = complete(directory / "checkpoints")
-    for path in found:
-        assert_bitwise(path, path_of(reference.checkpoints, step_of(path)))
-    return found[-1] if found else None
-
-
-CASES = [
-    pytest.param(index, point, marks=[pytest.mark.wide("kills")] if index not in QUICK else [], id=f"{index}-{point}")
-    for index, point in enumerate(points(NUMBER))
+QUICK = [
+    pytest.param("tp2pp2", "tp2pp2", 1, 3, 1, 0, 0.0, id="quick-tp2pp2"),
+    pytest.param("zero2", "", 2, 4, 2, 0, 0.0, id="quick-zero2"),
 ]
 
 
-@pytest.mark.parametrize(("index", "point"), CASES)
-def test_a_run_that_dies_goes_on_from_its_newest_checkpoint_as_if_nothing_had_happened(
-    tmp_path: Path, undisturbed: Callable[[str], Whole], assert_bitwise: Same, index: int, point: Point
+def shares() -> list[Any]:
+    """(layout, layout of the last life, keep, seed, kills, damaged checkpoints, moments by time) of every journey."""
+    journeys = max(len(COURSES), ceil(KILLS / LIVES))
+    kills, damaged = (
+        [total * (n + 1) // journeys - total * n // journeys for n in range(journeys)] for total in (KILLS, DAMAGED)
+    )
+    found = []
+    for n in range(journeys):
+        layout, keep = COURSES[n % len(COURSES)]
+        last = list(LAYOUTS)[n % len(LAYOUTS)]
+        values = (layout, last, keep, SEED + n, kills[n], damaged[n], 0.5)
+        found.append(pytest.param(*values, marks=pytest.mark.wide("kills"), id=f"{n}-{COURSES[n % len(COURSES)]}"))
+    return found
+
+
+@pytest.mark.parametrize(("layout", "last", "keep", "seed", "kills", "damaged", "by_time"), [*QUICK, *shares()])
+def test_a_run_that_is_killed_many_times_ends_like_one_that_nothing_disturbed(
+    tmp_path: Path,
+    undisturbed: Callable[[str], tuple[Life, Path]],
+    assert_bitwise: Same,
+    layout: str,
+    last: str,
+    keep: int,
+    seed: int,
+    kills: int,
+    damaged: int,
+    by_time: float,
 ) -> None:
-    layouts = list(LAYOUTS)
-    layout, following = layouts[index % 4], layouts[(index + 1) % 4]
-    reference, directory = undisturbed(layout), tmp_path / "run"
-    with pytest.raises(WorkerFailed, match="died of SIGKILL"):
-        run_workers(LAYOUTS[layout], train, layout, directory, False, point, point.asynchronous)
-    saved = assert_nothing_lost(directory, reference, assert_bitwise)
-    done = step_of(saved) if saved else 0
-    if done == STEPS:  # it died when all was saved
-        return
-    if index % 3 == 0 and saved:  # under another layout
-        losses = run_workers(LAYOUTS[following], train, following, directory, True, None, point.asynchronous)[0]
-        assert losses == pytest.approx(reference.losses[done:], rel=1e-10)
-        return
-    losses = run_workers(LAYOUTS[layout], train, layout, directory, saved is not None, None, point.asynchronous)[0]
-    assert losses == reference.losses[done:]
-    assert_bitwise(newest(directory / "checkpoints"), path_of(reference.checkpoints, STEPS))
-    assert [path.name for path in (directory / "checkpoints").glob(".*")] == [], "nothing half-written is left"
+    whole, reference = undisturbed(layout)
+    draw, number, done = random.Random(seed), 0, 0
+    directory, known = tmp_path / "run0", list[Path]()
+    while kills or damaged:
+        for_damage = damaged > 0  # this life keeps two, so that the next one can go back to the older
+        moment = Moment(draw.uniform(0.2, 1.0) if for_damage else draw.random(), draw.random() >= by_time)
+        begins = step_of(known[-1]) if known else 0
+        (directory / "begun").unlink(missing_ok=True)
+        arguments = (layout, directory, 2 if for_damage else keep, draw.random() < 0.5, moment, whole)
+        try:
+            losses = run_workers(LAYOUTS[layout], live, *arguments)[0].losses
+        except WorkerFailed as failure:
+            if "SIGKILL" not in str(failure):
+                raise
+            kills = max(0, kills - 1)
+            done += 1
+            losses = None
+        if (directory / "begun").exists():
+            assert int((directory / "begun").read_text()) == begins, "it continues from the newest valid checkpoint"
+        found = valid_in(directory / "checkpoints")
+        assert found or not known, "a valid checkpoint was there, and none is left"
+        assert not known or step_of(found[-1]) >= begins
+        for path in found:
+            assert_bitwise(path, path_of(reference, step_of(path)))
+        if losses is not None or step_of(found[-1] if found else path_of(tmp_path, 0)) == STEPS:
+            assert losses is None or losses == whole.losses[begins:]
+            number += 1
+            directory, known = tmp_path / f"run{number}", []
+            continue
+        if damaged and len(found) > 1:
+            damage(found[-1], draw)
+            assert valid_in(directory / "checkpoints") == found[:-1]
+            found, damaged = found[:-1], damaged - 1
+        known = found
+    begins = step_of(known[-1]) if known else 0
+    losses = run_workers(LAYOUTS[last], live, last, directory, keep, True, None, None)[0].losses
+    folder = directory / "checkpoints"
+    if last == layout:
+        assert losses == whole.losses[begins:]
+        assert_bitwise(newest(folder), path_of(reference, STEPS))
+    else:
+        assert losses == pytest.approx(whole.losses[begins:], rel=1e-10)
+    assert complete(folder) == valid_in(folder)
+    assert len(complete(folder)) == min(keep, STEPS - begins + len(known))
+    assert [path.name for path in folder.glob(".*")] == []
+    print(json.dumps({"layout": layout, "keep": keep, "kills": done, "seed": seed}))

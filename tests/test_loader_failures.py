@@ -11,12 +11,11 @@ import torch
 from mplug_testing.harness import tiny_run
 from torch.utils.data import DataLoader, Dataset
 
-from mplug import MapLoader, MicroBatch, hookimpl
+from mplug import MapLoader, MicroBatch
 from mplug.contracts import Loader
 from mplug.distributed.launch import Pipes
 from mplug.errors import PluginError, RunError, UsageError
-from mplug.registry.blame import cause_of, plugin_error, sentence_of
-from mplug.registry.hooks import Hooks
+from mplug.registry.blame import plugin_error
 from mplug.training.assembly import build
 from mplug.training.feed import Feed
 from mplug.training.loop import train
@@ -198,14 +197,6 @@ def test_what_a_worker_process_raises_is_one_sentence(error: Exception, sentence
     assert "Traceback" in str(caught.value.__cause__)
 
 
-def test_a_cause_is_one_line_and_a_sentence_stays_itself() -> None:
-    assert cause_of(ValueError("a\n  b")) == "ValueError: a b"
-    assert cause_of(AssertionError()) == "AssertionError"
-    assert len(cause_of(ValueError("x" * 9999))) <= 310
-    own = UsageError("plain")
-    assert sentence_of(own) is own
-
-
 def test_the_numbers_of_samples_on_a_device_are_not_read_while_all_is_well() -> None:
     """A tensor of the device 'meta' cannot be read at all."""
     fed = loader(lambda sample_ids: {name: entry.to("meta") for name, entry in batch(sample_ids).items()})
@@ -287,19 +278,6 @@ def test_of_two_plugins_of_a_package_the_one_that_ran_is_blamed_and_both_where_n
     assert blamed(left.helper) == "parallel/left failed in step 7"
     assert blamed(lambda: module.Left.parameters_updated(None)) == "parallel/left failed in step 7"
     assert blamed(module.Stepper().run) == "one of parallel/left and parallel/right failed in step 7"
-
-
-def test_an_exception_in_a_hook_notes_the_plugin_and_the_hook() -> None:
-    class Acme:
-        @hookimpl
-        def parameters_updated(self) -> None:
-            raise TypeError("no")
-
-    hooks = Hooks({**tiny_run({}).hooks.plugins, "optimizers/acme": Acme()})
-    for call in (lambda: hooks.call.parameters_updated(run=None), lambda: hooks.each("parameters_updated", run=None)):
-        with pytest.raises(TypeError, match="no") as caught:
-            call()
-        assert caught.value.__notes__ == ["raised in the hook 'parameters_updated' of optimizers/acme"]
 
 
 def test_a_bug_in_an_optimizer_ends_a_run_in_one_sentence_and_keeps_its_traceback(

@@ -86,13 +86,6 @@ def test_a_process_runs_until_it_is_dead_also_while_nobody_asks_for_its_status()
     assert other.runs() is False
 
 
-def test_of_a_process_in_another_place_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Process.this()
-    assert replace(own, place=ELSEWHERE).runs() is None
-    monkeypatch.setattr(process, "_place", lambda: process.UNKNOWN)
-    assert Process.this().runs() is None, "a system that does not say where a process is"
-
-
 def test_a_container_of_the_same_host_name_is_another_place() -> None:
     words = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", sys.executable, "-c"]
     asked = [*words, "from mplug.run.process import Process; print(Process.this().place)"]

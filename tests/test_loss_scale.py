@@ -98,12 +98,6 @@ def test_losses_inside_of_blocks_are_scaled_like_the_models() -> None:
     assert off(router_gradient({**FP16, **loss_scale(initial=SCALE)}) / SCALE, exact) < 0.05
 
 
-def test_the_comparison_catches_an_auxiliary_loss_that_is_not_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mplug.training.token_scale.fill_host_buffers", lambda *_: None)
-    exact = router_gradient({})
-    assert off(router_gradient({**FP16, **loss_scale(initial=SCALE)}) / SCALE, exact) > 0.2
-
-
 # Under layouts.
 
 

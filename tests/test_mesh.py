@@ -51,10 +51,6 @@ def test_a_layout_word_is_names_with_degrees_the_longest_name_first(
     assert parse_layout(word, strategies) == degrees
 
 
-def test_the_order_of_the_word_is_kept() -> None:
-    assert list(parse_layout("pp2tp4cp8", ["cp", "pp", "tp"])) == ["pp", "tp", "cp"]
-
-
 @pytest.mark.parametrize(
     ("word", "strategies", "said"),
     [
@@ -98,11 +94,6 @@ def test_contiguous_parts_are_equal_and_partition_a_dimension(part: int, size: i
     parts = [contiguous(part * size, size, index) for index in range(size)]
     assert [index for ranges in parts for held in ranges for index in held] == list(range(part * size))
     assert {sum(map(len, ranges)) for ranges in parts} == {part}
-
-
-def test_contiguous_refuses_what_does_not_divide_saying_which_number() -> None:
-    with pytest.raises(UsageError, match=r"3 .* divide .* 8"):
-        contiguous(8, 3, 0)
 
 
 # The mesh by hand.
@@ -247,13 +238,6 @@ def test_groups_partition_the_ranks(mesh: Mesh, data: st.DataObject) -> None:
     assert all(rank in mesh.group(rank, *chosen) for rank in range(mesh.world_size))
 
 
-@settings(max_examples=60)
-@given(meshes())
-def test_views_agree_on_the_stages_that_they_share(mesh: Mesh) -> None:
-    for rank in range(mesh.world_size):
-        assert mesh.coordinates(rank, "dense")["pp"] == mesh.coordinates(rank, "sparse")["pp"]
-
-
 @pytest.mark.parametrize("world_size", [4, 8, 16])
 def test_views_agree_on_a_shared_axis_that_is_near_or_refuse_it(world_size: int) -> None:
     shared = Axis("tp", 2, views=("dense", "sparse"))
@@ -320,10 +304,6 @@ def divided(*axes: Axis, seq_length: int = 8) -> Run:
         settings={("trainer", "seq_length"): Setting(seq_length, "run.yaml:3")},
     )
     return prepare(config, {**strategies, "test/rest": Rest()})  # type: ignore[arg-type]
-
-
-def test_expert_degrees_do_not_multiply_the_world() -> None:
-    assert divided(TP, CP, PP, EP).mesh.world_size == 8
 
 
 def test_views_whose_degrees_differ_need_a_data_parallel_strategy_for_the_rest() -> None:

@@ -63,11 +63,6 @@ def test_a_recurrence_computes_what_one_process_does(layout: str, plant: Plant) 
     assert error_of(LENTO, layout) < EXACT
 
 
-@pytest.mark.wide("suites")
-def test_the_package_as_it_is_passes_its_own_tests(own_tests: Callable[..., str]) -> None:
-    assert "failed" not in own_tests("nova-lento")
-
-
 @pytest.mark.parametrize("strategy", ["cp", "ulys"])
 def test_a_recurrence_whose_sequence_is_divided_is_refused(strategy: str, plant: Plant) -> None:
     plant("nova-lento")
@@ -87,38 +82,6 @@ def test_a_recurrence_that_declares_nothing_is_refused_with_the_declaration_to_a
     )
     for layout in ("", "tp2", "pp2", "zero2", "fsdp2"):  # of none of them the recurrence sees a part of the sequence
         accept(LENTO, layout)
-
-
-def test_the_suite_passes_a_recurrence_that_declares_what_it_does(plant: Plant) -> None:
-    plant("nova-lento")
-    kind = type("Suite", (ModelSuite,), {"plugin": "lento", "settings": LENTO})
-    kind().test_what_its_modules_mix_is_declared()
-
-
-NORMED = "        h, x = self.norm(x)\n"
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        (DECLARATION, WITHOUT, "(modules without a declaration: Recurrence); add `mixes = "),
-        (NORMED, f"{NORMED}        h = h + h.roll(1, 1)\n", "(modules without a declaration: none)"),
-        (
-            NORMED,
-            f"{NORMED}        h = h - h.mean(0)\n",
-            "unit 'blocks.*' mixes the batch: the input at one sample changes",
-        ),
-        (
-            NORMED,
-            f"{NORMED}        h = h if self.training else h + h.roll(1, 1)\n",
-            "unit 'blocks.*' mixes the sequence in evaluation",
-        ),
-    ],
-    ids=["a scan that declares nothing", "a block that declares too little", "samples", "evaluation alone"],
-)
-def test_the_suite_finds_mixing_that_is_not_declared(old: str, new: str, said: str, plant: Plant) -> None:
-    plant("nova-lento", old, new)
-    assert said in fault_of_suite(LENTO)
 
 
 # Tensor parallelism: where the stream is divided.
@@ -315,11 +278,6 @@ def test_an_answer_that_is_no_yes_is_a_refusal(answer: str, said: str, plant: Pl
     support = "def support_mixing(self, mixing):"
     plant("nova-ulys", PLAIN_INIT, hook(support, f"    return {{'blocks.0.scan': {answer}}}"))
     assert refusal(LENTO, "ulys2").splitlines()[0].endswith(said)
-
-
-def test_one_strategys_yes_is_not_anothers(plant: Plant) -> None:
-    plant("nova-lento")
-    assert refusal(LENTO, "tp2cp2").startswith("parallel/cp divides the sequence (cp=2)")
 
 
 def test_a_named_axis_of_a_strategy_that_the_plan_does_not_have_is_refused(plant: Plant) -> None:

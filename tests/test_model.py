@@ -138,14 +138,6 @@ def test_the_cuts_are_those_that_the_plan_says() -> None:
     assert torch.equal(third["table.weight"], torch.cat((whole["table.weight"][9:], torch.zeros(2, D))))
 
 
-def test_a_seed_gives_one_model_whatever_torch_has_drawn_before() -> None:
-    one = values(filled(mesh(1)))
-    torch.manual_seed(99)
-    torch.rand(7)
-    other = values(filled(mesh(1)))
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
 def test_another_seed_gives_another_model_and_each_parameter_numbers_of_its_own() -> None:
     one, other = values(filled(mesh(1), seed=1)), values(filled(mesh(1), seed=2))
     assert not torch.equal(one["table.weight"], other["table.weight"])
@@ -184,15 +176,6 @@ def test_tied_parameters_stay_tied_and_count_once() -> None:
     assert tuple(module.project.weight.shape) == (5, D)
 
 
-def test_every_parameter_gets_memory_in_full_precision_and_its_local_shape() -> None:
-    model = filled(mesh(4), rank=3)
-    for name, parameter in model.parameters().items():
-        assert parameter.device == CPU
-        assert parameter.dtype is torch.float32
-        assert parameter.requires_grad
-        assert tuple(parameter.shape) == model.placements[name].local_shape(3)
-
-
 def test_every_site_gets_a_key_of_its_own_that_depends_on_the_seed_and_not_on_the_rank() -> None:
     def keys(rank: int, seed: int) -> list[int]:
         return [int(buffer) for _, buffer in filled(mesh(2), rank, seed).module.named_buffers()]
@@ -224,11 +207,6 @@ def test_a_buffer_that_nobody_initializes_is_refused_by_its_name() -> None:
 def test_a_plan_of_another_shape_is_refused_naming_the_parameter(parameter: Parameter, said: str) -> None:
     with pytest.raises(ValueError, match=rf"'table\.weight'.*{said}|{said}.*'table\.weight'"):
         toy(**{"table.weight": parameter}).place(mesh(1), None)
-
-
-def test_a_layout_that_does_not_divide_the_heads_is_refused_before_anything_is_allocated() -> None:
-    with pytest.raises(UsageError, match="tp=3 does not divide the 4 heads"):
-        toy().place(mesh(3), None)
 
 
 # Units.
@@ -265,14 +243,6 @@ def test_a_unit_that_returns_another_number_of_outputs_is_an_error() -> None:
 
 
 # Slots: sites.
-
-
-@pytest.mark.parametrize(
-    ("name", "role"),
-    [("blocks.3.attn", "blocks.*.attn"), ("a.0.1.b", "a.*.*.b"), ("0", "*"), ("", ""), ("w2.mlp3", "w2.mlp3")],
-)
-def test_a_role_is_a_name_with_its_indices_starred(name: str, role: str) -> None:
-    assert role_of(name) == role
 
 
 def test_every_slot_of_every_module_is_a_site() -> None:
@@ -369,12 +339,6 @@ def test_a_slot_that_nothing_declares_is_an_error_that_names_the_plugin_and_sugg
             fill(toy(), chosen(), [offered])
 
 
-def test_without_offers_every_site_is_plain_torch() -> None:
-    selection = selected([site(CORE), site(NORM)], [], chosen(), RUN)
-    assert suppliers(selection) == ["plain torch"] * 2
-    assert selection.unmet == []
-
-
 def test_a_kernel_fills_the_kind_that_the_config_names_it_for_and_no_other() -> None:
     offers = [offer("kernels/fast", CORE), offer("kernels/fast", NORM), offer("kernels/other", CORE)]
     selection = selected([site(CORE), site(NORM)], offers, chosen(attention="kernels/fast"), RUN)
@@ -402,10 +366,6 @@ def test_a_kernel_that_is_named_and_fills_nothing_is_told() -> None:
         "kernels/fast cannot serve Attention.prepare_qk of 'blocks.*.part': it fills none of the slots of the kind "
         "'qk' that this model has"
     )
-
-
-def test_a_strategys_offer_always_counts() -> None:
-    assert suppliers(selected([site(GEMM)], [offer("parallel/tp", GEMM)], chosen(), RUN)) == ["parallel/tp"]
 
 
 def test_an_offer_of_several_slots_fills_them_all_where_it_is_named_for_all() -> None:
@@ -440,14 +400,6 @@ def test_a_supplier_that_cannot_does_not_conflict() -> None:
     refusing = offer("kernels/fast", GEMM, supports=answering("it needs another chip"))
     selection = selected([site(GEMM)], [refusing, offer("parallel/tp", GEMM)], chosen(linear="kernels/fast"), RUN)
     assert suppliers(selection) == ["parallel/tp"]
-
-
-def test_a_named_kernel_that_cannot_is_unmet_with_its_reason() -> None:
-    refusing = offer("kernels/fast", CORE, supports=answering("it needs another chip"))
-    (unmet,) = selected([site(CORE)], [refusing], chosen(attention="kernels/fast"), RUN).unmet
-    assert (unmet.kind, unmet.plugin) == ("attention", "kernels/fast")
-    for words in ("kernels/fast", "Attention.core", "blocks.*.part", "it needs another chip"):
-        assert words in str(unmet)
 
 
 def test_a_named_kernel_without_an_offer_of_the_kind_is_unmet() -> None:
@@ -614,13 +566,6 @@ def test_a_site_that_is_wrapped_otherwise_than_the_rest_of_its_role_has_its_own_
     module: Any = model.module
     assert module.blocks["1"].attn.core is default
     assert module.blocks["0"].attn.core is not default
-
-
-def test_what_fills_each_site_is_kept_with_the_model() -> None:
-    model = toy()
-    selection = fill(model, chosen(attention="kernels/fast"), [offer("kernels/fast", CORE)])
-    assert model.slots == selection.filled
-    assert sum(filled.supplier == "kernels/fast" for filled in model.slots) == 2
 
 
 # Bytes.

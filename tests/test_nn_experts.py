@@ -19,7 +19,7 @@ from mplug_nn import (
     add_auxiliary,
     grouped_linear,
 )
-from mplug_nn.experts import Route, combine, dispatch, within_capacity
+from mplug_nn.experts import combine, dispatch, within_capacity
 from mplug_nn.router import Balance
 from torch import Tensor
 from torch.nn import functional as F
@@ -161,25 +161,6 @@ def test_experts_are_their_papers_formula_with_all_gradients(chosen: list[list[i
     torch.testing.assert_close(ours[1].grad, theirs[1].grad.masked_fill(number == 3, 0))
     torch.testing.assert_close(experts.up.grad, theirs[2].grad)
     torch.testing.assert_close(experts.down.grad, theirs[3].grad)
-
-
-def test_experts_call_what_fills_their_slots() -> None:
-    experts, called = filled(Experts(D, F_, 3, "gelu")), list[str]()
-
-    def told(name: str) -> Any:
-        inner = getattr(experts, name)
-
-        def outer(*arguments: Any) -> Any:
-            called.append(name)
-            return inner(*arguments)
-
-        return outer
-
-    for name in ("dispatch", "compute", "combine", "activation"):
-        setattr(experts, name, told(name))
-    experts(drawn(3, D), torch.tensor([[0], [2], [0]]), torch.ones(3, 1, dtype=torch.float64))
-    assert called == ["dispatch", "compute", "activation", "combine"]
-    assert {slot.attribute for slot in Experts.SLOTS} == {*called, "product"}
 
 
 def test_experts_multiply_by_the_product_in_their_slot_and_by_its_copies() -> None:
@@ -440,31 +421,3 @@ def test_a_token_whose_choices_were_all_dropped_keeps_the_shared_part_only() -> 
     y = moe(drawn(B, S, D).abs(), POSITIONS, KEYS).flatten(0, 1)  # all choose expert 2, which has room for one
     assert y[0].any()
     assert not y[1:].any()
-
-
-def test_what_depends_on_the_layout_is_said() -> None:
-    said = {
-        balance: Router(D, CHOICES[0], balance=balance).varies
-        for balance in ("none", "micro_batch", "sequence", "global_batch")
-    }
-    assert {balance for balance, reason in said.items() if reason} == {"micro_batch"}
-    router = Router(D, CHOICES[0])
-    assert not MixtureOfExperts(router, D, F_, "gelu").varies
-    assert "dropped" in MixtureOfExperts(router, D, F_, "gelu", capacity_factor=1.0).varies
-
-
-def test_a_route_is_whatever_dispatch_and_combine_agree_on() -> None:
-    experts = filled(Experts(D, F_, 3, "gelu"))
-    seen = list[Route]()
-
-    def collected(rows: Tensor, gates: Tensor, route: Route) -> Tensor:
-        seen.append(route)
-        return rows[: len(gates)]
-
-    def kept(x: Tensor, chosen: Tensor, _: int) -> tuple[Tensor, Tensor, Route]:
-        return x, torch.tensor([len(x), 0, 0]), (chosen,)
-
-    experts.dispatch, experts.combine = kept, collected
-    chosen = torch.tensor([[0], [0]])
-    experts(drawn(2, D), chosen, drawn(2, 1))
-    assert seen[0][0] is chosen

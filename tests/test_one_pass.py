@@ -1,24 +1,22 @@
 """An optimizer that says `one_pass` trains as one does for which the host writes weights."""
 
-import runpy
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from mplug_testing.harness import Boxes, tiny_run, train_steps
+from one_pass import ONE_PASS
 
 from mplug.run.run import Run
 from mplug.training.assembly import Parts, build
 
-SUITE = runpy.run_path(str(Path(__file__).with_name("test_suite_optimizers.py")))
 Plant = Callable[..., None]
 ORTHON = {"optimizer.name": "orthon"}
 
 
 @pytest.fixture
 def one_pass(plant: Plant) -> None:
-    plant("nova-orthon", SUITE["STEP"], SUITE["ONE_PASS"])
+    plant("nova-orthon", *ONE_PASS)
 
 
 def built(precision: str = "bf16") -> tuple[Run, Parts]:
@@ -38,7 +36,7 @@ def assert_same_bits(one: dict[str, Boxes], other: dict[str, Boxes]) -> None:
 def test_a_run_has_the_same_bits_whoever_writes_the_weights(plant: Plant, precision: str) -> None:
     plant("nova-orthon")
     by_host = train_steps({**ORTHON, "trainer.precision": precision})
-    plant("nova-orthon", SUITE["STEP"], SUITE["ONE_PASS"])
+    plant("nova-orthon", *ONE_PASS)
     in_one_pass = train_steps({**ORTHON, "trainer.precision": precision})
     assert in_one_pass.losses == by_host.losses
     assert in_one_pass.norms == by_host.norms

@@ -336,13 +336,6 @@ def test_sound_precisions_pass_their_suites(own_tests: Callable[..., str]) -> No
     assert "failed" not in own_tests("nova-tinto")
 
 
-def test_metadata_without_the_hosts_precisions_ask_for_a_new_installation() -> None:
-    with pytest.raises(UsageError, match=r"\(installed: none\); .* lacks the host's own plugins: install mplug again"):
-        Registry([]).find("precisions", "bf16")
-    with pytest.raises(UsageError, match=r"\(installed: none\)$"):
-        Registry([]).find("models", "gpt")
-
-
 def test_the_hosts_own_precisions_belong_to_its_version() -> None:
     entries = {entry.name: entry for entry in Registry().entries("precisions") if entry.distribution == "mplug"}
     assert set(entries) == set(NATIVE)

@@ -1,15 +1,11 @@
 """Learning rate, weight decay and batch size as functions of the step."""
 
 import math
-from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.optim import lr_scheduler
 
 from mplug.config.defaults import default_settings
 from mplug.config.host_sections import BatchRampup, Schedule, Trainer, WeightDecay
@@ -69,40 +65,6 @@ def test_the_rate_rises_linearly_to_the_peak_over_the_warm_up(name: str) -> None
 )
 def test_the_rate_has_the_shape_that_is_named(shape: Schedule, points: dict[int, float]) -> None:
     assert {step: learning_rate(step, 1.0, shape, 100) for step in points} == pytest.approx(points, abs=1e-12)
-
-
-def torch_rates(steps: int, peak: float, make: Callable[[Any], Any]) -> list[float]:
-    """The rates of a scheduler of torch at steps 0, 1, ..."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=peak)
-    scheduler, rates = make(optimizer), []
-    for _ in range(steps + 1):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    return rates
-
-
-@pytest.mark.parametrize("warmup", [0, 7])
-def test_cosine_is_that_of_torch(warmup: int) -> None:
-    decay, peak, floor = 43, 3e-3, 3e-4
-    expected = torch_rates(decay, peak, lambda o: lr_scheduler.CosineAnnealingLR(o, decay, eta_min=floor))
-    shape = schedule("cosine", warmup, decay, floor)
-    found = [learning_rate(warmup + step, peak, shape, 100) for step in range(1, decay + 1)]
-    assert found == pytest.approx(expected[1:], rel=1e-9)
-
-
-def test_linear_decay_is_that_of_torch() -> None:
-    expected = torch_rates(50, 2e-3, lambda o: lr_scheduler.LinearLR(o, 1.0, 0.1, total_iters=40))
-    shape = schedule("linear", 10, 40, 2e-4)
-    assert [learning_rate(10 + step, 2e-3, shape, 60) for step in range(1, 51)] == pytest.approx(expected[1:], rel=1e-9)
-
-
-def test_inverse_sqrt_is_the_formula_of_the_transformer_paper() -> None:
-    # arXiv 1706.03762, equation 3: min(step^-0.5, step * warmup^-1.5), here with its maximum scaled to the peak.
-    warmup, peak = 30, 0.7
-    expected = [peak * min(n**-0.5, n * warmup**-1.5) / warmup**-0.5 for n in range(1, 200)]
-    shape = schedule("inverse_sqrt", warmup)
-    assert [learning_rate(n, peak, shape, 200) for n in range(1, 200)] == pytest.approx(expected)
 
 
 @given(
@@ -170,15 +132,6 @@ def test_increases_are_equal_and_at_equal_numbers_of_samples() -> None:
 def test_the_last_increase_stops_at_the_whole_batch() -> None:
     rampup = BatchRampup(start=1, increment=4, samples=20)
     assert [batch_size(n, trainer(8), rampup) for n in (0, 9, 10, 19, 20)] == [1, 1, 5, 5, 8]
-
-
-@pytest.mark.parametrize("start", [8, 16])
-def test_a_ramp_up_that_starts_at_the_whole_batch_or_above_changes_nothing(start: int) -> None:
-    assert sizes(8, BatchRampup(start=start, increment=1, samples=100), 2) == [8, 8]
-
-
-def test_a_ramp_up_over_no_samples_is_over_at_once() -> None:
-    assert sizes(8, BatchRampup(start=2, increment=2, samples=0), 2) == [8, 8]
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 16), st.integers(0, 500))

@@ -5,10 +5,7 @@ import logging
 import math
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,7 +44,6 @@ from mplug.training.observers import MetricsFile
 from mplug.training.report import PendingRecord
 from mplug.training.stepper import DefaultStepper
 
-Cli = Callable[..., subprocess.CompletedProcess[str]]
 NOISY = ["model.dropout=0.1", "model.attention_dropout=0.1"]
 
 
@@ -141,28 +137,12 @@ def test_accumulation_divides_by_all_targets_once_however_they_are_spread(tmp_pa
     assert float(results[0].grad_norm) == pytest.approx(float(results[1].grad_norm), rel=1e-6)
 
 
-def test_the_reference_attention_gives_the_numbers_of_sdpa(tmp_path: Path, fields: list[str]) -> None:
-    fields = [*fields, "trainer.steps=20", "trainer.precision=fp64"]
-    for name in ("reference", "sdpa", "null"):
-        trained(tmp_path / name, [*fields, f"kernels.attention={name}"])
-    trained(tmp_path / "all", [*fields, "kernels.attention=null", "kernels.default=reference"])
-    for name in ("sdpa", "null", "all"):
-        assert_close(tmp_path / "reference", tmp_path / name, 1e-10)
-
-
 def test_a_run_gives_the_same_bits_twice_and_others_under_another_seed(tmp_path: Path, fields: list[str]) -> None:
     for name, seed in (("one", 1), ("two", 1), ("other", 2)):
         torch.manual_seed(len(name))
         trained(tmp_path / name, [*fields, *NOISY, f"trainer.seed={seed}"])
     assert figures(tmp_path / "one") == figures(tmp_path / "two") != figures(tmp_path / "other")
     assert_bitwise(saved(tmp_path / "one", 4), saved(tmp_path / "two", 4))
-
-
-def test_a_run_learns(tmp_path: Path, fields: list[str]) -> None:
-    trained(tmp_path, [*fields, "trainer.steps=60", "optimizer.lr=0.01"])
-    losses = [line["loss"] for line in metrics(tmp_path)]
-    assert losses[0] == pytest.approx(math.log(256), abs=0.3)
-    assert losses[-1] < 3.0
 
 
 # Resuming.
@@ -292,48 +272,6 @@ def test_a_run_that_failed_after_its_checkpoint_repeats_the_steps_since_and_thei
 # Stopping from outside, by the command line.
 
 
-def wait_for_lines(path: Path, number: int, process: subprocess.Popen[str]) -> None:
-    for _ in range(24000):
-        if path.exists() and len(path.read_text().splitlines()) >= number:
-            return
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
-    raise AssertionError(f"{path} has no {number} lines")
-
-
-@pytest.mark.wide("kills")
-def test_sigterm_saves_and_exits_with_143_and_resuming_is_bitwise_the_uninterrupted_run(
-    tmp_path: Path, tiny: list[str], text_file: Path, cli: Cli
-) -> None:
-    options = [*tiny, "--set", f"data.path={text_file}", "--set", "trainer.steps=100", "--set", "trainer.log_every=100"]
-    options += [word for field in NOISY for word in ("--set", field)]
-    command = [sys.executable, "-m", "mplug", "train", "--name", "stopped", *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    stopped, whole = tmp_path / "runs" / "stopped", tmp_path / "runs" / "whole"
-    wait_for_lines(stopped / "metrics.jsonl", 10, process)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 128 + signal.SIGTERM, err
-    assert "Traceback" not in err
-    done = len(metrics(stopped))
-    assert 10 <= done < 100
-    assert checkpoints(stopped) == [f"step_{done:08d}"]
-    assert f"step {done}" in out
-    assert "--resume" in out
-    told = "depends on the layout: Attention.core of blocks.*.attn (kernels/sdpa): its dropout mask is drawn"
-    assert [line for line in out.splitlines() if line.startswith("depends")] == [out.splitlines()[1]]
-    assert out.splitlines()[1].startswith(told), "the second line, before the first step's"
-    (reason,) = json.loads((stopped / "record.json").read_text())["depends_on_layout"]
-    assert out.splitlines()[1].endswith(reason)
-    assert cli("train", "--resume", "--name", "stopped").returncode == 0
-    assert cli("train", "--name", "whole", *options).returncode == 0
-    assert figures(stopped) == figures(whole)
-    assert_bitwise(saved(stopped, 100), saved(whole, 100))
-
-
 # The update.
 
 
@@ -445,13 +383,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_what_was_before(tmp_p
         trained(tmp_path, [*fields, "optimizer.lr=1e30", "schedule.warmup_steps=0", "checkpoint.every=1"])
     assert [line["step"] for line in metrics(tmp_path)] == [1]
     assert checkpoints(tmp_path) == ["step_00000001"]
-
-
-def test_a_loss_that_is_not_finite_exits_with_1_in_a_sentence(tiny: list[str], text_file: Path, cli: Cli) -> None:
-    finished = cli("train", *tiny, "--set", f"data.path={text_file}", "--set", "optimizer.lr=1e30")
-    assert finished.returncode == 1
-    assert "has a loss of" in finished.stderr
-    assert "Traceback" not in finished.stderr + finished.stdout
 
 
 @pytest.fixture
@@ -568,12 +499,6 @@ def test_an_observer_that_fails_is_told_of_once_on_the_terminal(
 
 
 # What a run writes.
-
-
-@pytest.mark.parametrize(("keep", "kept"), [(1, [7]), (2, [6, 7]), (9, [2, 4, 6, 7])])
-def test_the_newest_checkpoints_are_kept(tmp_path: Path, fields: list[str], keep: int, kept: list[int]) -> None:
-    trained(tmp_path, [*fields, "trainer.steps=7", "checkpoint.every=2", f"checkpoint.keep={keep}"])
-    assert checkpoints(tmp_path) == [f"step_{step:08d}" for step in kept]
 
 
 def test_without_an_interval_the_end_of_the_run_is_saved(tmp_path: Path, fields: list[str]) -> None:

@@ -1,6 +1,5 @@
 """The harness that runs a test's function on several ranks."""
 
-import gc
 import os
 import signal
 import subprocess
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from mplug_testing import WorkerFailed, harness, run_workers, workers
+from mplug_testing import WorkerFailed, run_workers, workers
 from torch import Tensor
 
 from mplug import UsageError
@@ -45,11 +44,6 @@ def facts() -> tuple[int, int, str, str]:
 
 def parent() -> int:
     return os.getppid()
-
-
-def inherited() -> tuple[bool, bool]:
-    """Whether the server has read the default settings, and has left its objects out of garbage collections."""
-    return harness.tiny_settings.cache_info().currsize == 1, gc.get_freeze_count() > 100_000
 
 
 def marked() -> int:
@@ -130,21 +124,6 @@ def gone(pids: list[int]) -> bool:
     return within(120, lambda: not any(map(alive, pids)))
 
 
-def test_workers_inherit_what_the_server_has_read() -> None:
-    assert run_workers(1, inherited) == [(True, True)]
-
-
-def test_a_package_that_is_installed_later_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    os.utime(tmp_path, (0, 0))  # the clock of folders ticks every few milliseconds
-    assert "late" not in harness.installed_plugins().names("extensions")
-    information = tmp_path / "acme_late-1.0.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-late\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text("[mplug.extensions]\nlate = acme_late:Late\n")
-    assert "late" in harness.installed_plugins().names("extensions")
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_results_come_in_the_order_of_ranks(world_size: int) -> None:
     assert run_workers(world_size, rank_and_size) == [(rank, world_size) for rank in range(world_size)]
@@ -202,11 +181,6 @@ def test_a_timeout_shows_where_the_ranks_stand_and_leaves_neither_them_nor_their
     with pytest.raises(TimeoutError, match=r"(?s)no result after 0\.1 s\n.*rank 1: .*in wait_for_ever"):
         run_workers(2, hang, tmp_path, timeout=0.1)
     assert gone([int(path.read_text()) for path in paths[:4]])
-
-
-def test_no_worker_outlives_a_call(tmp_path: Path) -> None:
-    run_workers(2, write_pid, tmp_path)
-    assert not any(alive(int((tmp_path / str(rank)).read_text())) for rank in range(2))
 
 
 def test_no_worker_outlives_its_caller(tmp_path: Path) -> None:

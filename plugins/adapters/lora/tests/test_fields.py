@@ -113,10 +113,6 @@ def refuse(model: Model, folder: Path) -> None:
         model.adapters = kept
 
 
-def test_the_folder_of_peft_is_accepted(made: Made) -> None:
-    refuse(made.model, made.adapters)
-
-
 UNUSED: dict[str, Any] = {
     "lora_dropout": 0.3,
     "fan_in_fan_out": True,

@@ -1,7 +1,4 @@
-"""LoRA keeps the contract of adapters; only adapters have states; what cannot work is refused.
-
-`pytest --wide layouts` adds layouts.
-"""
+"""LoRA keeps the contract of adapters; only adapters have states; what cannot work is refused."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -49,19 +46,6 @@ ALL = {"adapters.lora.targets": ["linear", "experts"]}
 SHARED = {**EXPERTS, "adapters.lora.targets": ["experts"], "adapters.lora.experts": "shared"}
 COPIES = "parallel.tp.sequence_parallel=false"
 DORA = {**SMALL, "adapters.lora.dora": True}
-LAYOUTS = (
-    "tp2 parallel.tp.sequence_parallel=false",
-    "pp2",
-    "zero2",
-    "zero2 parallel.zero.stage=2",
-    "fsdp2",
-    "dp2",
-    "cp2",
-    "tp2pp2",
-    "fsdp2tp2",
-    "tp4",
-    "pp2 parallel.pp.schedule=zb-h1",
-)
 
 
 class TestLoRA(AdapterSuite):
@@ -76,12 +60,6 @@ class TestLoRA(AdapterSuite):
         "base": "a name in folders of PEFT (test_fields.py reads and writes it)",
     }
     test_replayed_steps_are_steps = pytest.mark.wide("suites")(AdapterSuite.test_replayed_steps_are_steps)
-
-
-@pytest.mark.wide("layouts")
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_gives_the_run_of_one_process(layout: str) -> None:
-    require_parity(SMALL, layout)
 
 
 ZB_V = pytest.param("zb-v", marks=pytest.mark.wide("layouts"))
@@ -99,33 +77,9 @@ def test_an_mlp_without_a_gate_has_adapters_in_a_family_whose_public_form_has_on
     require_parity({**SMALL, "model.activation": "relu2"}, "tp2")
 
 
-@pytest.mark.wide("layouts")
-@pytest.mark.parametrize("layout", ["tp2", "tp2 parallel.tp.sequence_parallel=false", "fsdp2", "tp2pp2", "zero2"])
-def test_dora_under_a_layout_is_that_of_one_process(layout: str) -> None:
-    require_parity(DORA, layout)
-
-
-OF_EXPERTS = ("tp2", "ep2", "etp2", "tp2ep2", "tp2etp2", "fsdp2ep2", "zero2ep2", "pp2ep2", f"tp2etp2 {COPIES}")
-
-
-@pytest.mark.wide("layouts")
-@pytest.mark.parametrize("layout", [*OF_EXPERTS, f"tp2ep2 {COPIES}"])
-def test_adapters_of_experts_under_a_layout_are_those_of_one_process(layout: str) -> None:
-    require_parity({**EXPERTS, **LORA, **ALL}, layout)
-
-
-@pytest.mark.parametrize(
-    "layout", [f"tp2ep2 {COPIES}", *(pytest.param(one, marks=pytest.mark.wide("layouts")) for one in OF_EXPERTS)]
-)
+@pytest.mark.parametrize("layout", [f"tp2ep2 {COPIES}"])
 def test_an_adapter_that_experts_share_has_the_gradient_of_one_process(layout: str) -> None:
     require_parity({**SHARED, **LORA}, layout)
-
-
-@pytest.mark.wide("layouts")
-@pytest.mark.parametrize("layout", ["dp2", "zero2", "pp2", "pp2 parallel.pp.schedule=zb-h1"])
-@pytest.mark.parametrize("settings", [SMALL, DORA], ids=["lora", "dora"])
-def test_dropout_under_a_layout_is_that_of_one_process(layout: str, settings: dict[str, Any]) -> None:
-    require_parity({**settings, "adapters.lora.dropout": 0.2}, layout)
 
 
 @pytest.mark.wide("layouts")

@@ -107,18 +107,6 @@ def test_an_interrupted_entry_is_made_again(tmp_path: Path) -> None:
     assert make.times == 1
 
 
-def test_a_full_disk_gives_one_sentence_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(np, "save", full)
-    with pytest.raises(
-        RunError, match=r"cannot write '.*': No space left on device; free some space.* set data\.cache"
-    ):
-        Cache(tmp_path).get({"of": 1}, Making())
-    assert not files(tmp_path)
-
-
 def test_a_disk_that_fills_while_an_entry_is_written_leaves_no_entry(small_disk: Path) -> None:
     large = {"large": np.zeros(1 << 20)}
     with pytest.raises(

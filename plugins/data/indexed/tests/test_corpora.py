@@ -1,7 +1,6 @@
 """mplug data as a command, and what it tells of corpora: inspect, merge, verify, blend; and learning a tokenizer."""
 
 import json
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +95,6 @@ def test_a_corpus_may_be_named_by_either_of_its_files(tmp_path: Path, suffix: st
         assert result.exit_code == 0, result.output
         assert str(prefix) in result.output
         assert ".bin" not in result.output
-
-
-def test_a_corpus_without_documents_has_none_to_show(tmp_path: Path) -> None:
-    with Writer(tmp_path / "none", np.uint16):
-        pass
-    assert list(sample(describe(tmp_path / "none"), 0, 1, 10)) == []
 
 
 def test_every_command_refuses_a_damaged_index(tmp_path: Path) -> None:
@@ -238,29 +231,6 @@ def test_a_small_share_stays_above_0_in_the_config_that_is_written(tmp_path: Pat
     one, two = corpus(tmp_path / "one", "x"), corpus(tmp_path / "two", "x")
     mixed = blend([f"{one}=1e-9", f"{two}=1"], None, by_size=False).as_mapping()
     assert mixed["data"]["path"][str(one)] == pytest.approx(1e-9)
-
-
-def test_a_disk_that_fills_while_corpora_are_merged_keeps_no_part_of_the_result(
-    small_disk: Path, tmp_path: Path
-) -> None:
-    one, two = corpus(tmp_path / "one", "x" * 200_000), corpus(tmp_path / "two", "y" * 200_000)
-    (small_disk / "filler").write_bytes(bytes(400_000))
-    with pytest.raises(RunError, match=r"cannot write '.*whole\.bin': No space left on device; free some space"):
-        merge([str(one), str(two)], small_disk / "whole", overwrite=False)
-    assert [path.name for path in small_disk.iterdir()] == ["filler"]
-
-
-def test_a_blend_that_cannot_be_written_leaves_the_previous_file(small_disk: Path, tmp_path: Path) -> None:
-    mixed = blend([f"{corpus(tmp_path / 'one', 'x')}=1"], None, by_size=False)
-    mixed.write(small_disk / "blend.yaml")
-    before = (small_disk / "blend.yaml").read_bytes()
-    with suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as filler:
-        while True:
-            filler.write(bytes(4096))
-    with pytest.raises(RunError, match=r"cannot write '.*blend\.yaml': No space left on device; free some space"):
-        mixed.write(small_disk / "blend.yaml")
-    assert (small_disk / "blend.yaml").read_bytes() == before
-    assert {path.name for path in small_disk.iterdir()} == {"blend.yaml", "filler"}
 
 
 def test_a_trained_tokenizer_encodes_the_texts_words_and_all_other_texts(tmp_path: Path) -> None:

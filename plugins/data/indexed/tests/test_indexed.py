@@ -518,14 +518,3 @@ def test_the_error_for_a_blend_of_too_few_samples_states_their_number() -> None:
     paths = {str(write(FOLDER / f"b{n}", [np.arange(1, 200)])): 0.9 if n == 0 else 0.001 for n in range(80)}
     with pytest.raises(UsageError, match=r"the blend needs \d+ samples of '.*b0'.*: 10 samples are too few for 80"):
         build({"path": paths, "split": "1", "samples": 10})
-
-
-def test_the_fingerprint_depends_on_the_tokens_and_not_on_their_place(tmp_path: Path) -> None:
-    documents = random_documents(1)
-    others = [document.copy() for document in documents]
-    next(one for one in others if len(one))[0] += 1
-    moved, other = write(tmp_path / "moved", documents), write(tmp_path / "other", others)
-    own, elsewhere, changed = (build({"path": str(path)}).fingerprint for path in (ONE, moved, other))
-    assert own == elsewhere != changed
-    blends = [{str(ONE): 1.0, TWO: weight} for weight in (1.0, 2.0)]
-    assert len({own, *(build({"path": path}).fingerprint for path in blends)}) == 3

@@ -406,14 +406,6 @@ def test_a_damaged_part_is_made_again(tmp_path: Path, texts: Path, name: str, co
     assert data_of(tmp_path / "out") == expected(DOCUMENTS)
 
 
-def test_a_failed_job_without_parts_does_not_block_the_next_job(tmp_path: Path) -> None:
-    table = parquet(tmp_path / "t.parquet", DOCUMENTS)
-    with pytest.raises(UsageError, match="has no column 'body'"):
-        preprocess(job(tmp_path / "out", table, key="body"))
-    preprocess(job(tmp_path / "out", table))
-    assert data_of(tmp_path / "out") == expected(DOCUMENTS)
-
-
 def test_an_input_that_changes_during_the_job_is_refused(tmp_path: Path, texts: Path) -> None:
     begun = job(tmp_path / "out", texts)
     os.utime(texts, ns=(1, 1))

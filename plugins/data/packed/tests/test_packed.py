@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from mplug_testing import DataSuite
-from mplug_testing.harness import difference, tiny_run, train_ranks, train_steps
+from mplug_testing.harness import tiny_run
 
 from mplug import Loader, MicroBatch, UsageError
 from mplug.run.prepare import check_data
@@ -270,14 +270,6 @@ def test_the_error_names_a_line_that_is_no_conversation(tmp_path: Path, line: st
         loader(path)
 
 
-def test_the_error_names_a_file_that_is_not_compressed_as_its_name_says(tmp_path: Path) -> None:
-    for content in (b"plain text", gzip.compress(GOOD.encode() * 100)[:-20]):
-        path = tmp_path / "broken.jsonl.gz"
-        path.write_bytes(content)
-        with pytest.raises(UsageError, match=r"cannot read '.*broken\.jsonl\.gz'"):
-            loader(path)
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -317,50 +309,3 @@ def test_batch_entries_announces_packed_samples() -> None:
 
 
 # Runs.
-
-
-def test_answers_depend_on_their_own_conversation_alone() -> None:
-    """Losses of a packed sample are those of its conversations, each by itself."""
-    from mplug.training.assembly import build
-
-    run = tiny_run({**TINY, "data.path": str(CHATS)})
-    parts = build(run)
-    batch = next(
-        batch for batch in parts.train_loader.take(8) if bool((batch["document_lengths"] > 0).sum(1).gt(2).any())
-    )
-
-    def loss(entries: MicroBatch) -> float:
-        (one,) = parts.train_loader.step_of([entries])
-        return float(parts.model.loss(parts.stepper.entries(one, 1))[0].detach())  # type: ignore[attr-defined]
-
-    alone = 0.0
-    for row, lengths in enumerate(batch["document_lengths"].tolist()):
-        for number, part in enumerate(torch.arange(S).split([length for length in lengths if length])):
-            if batch["labels"][row, part].eq(IGNORED).all():
-                continue
-            length = lengths[number]
-            single = {name: batch[name][row : row + 1, part] for name in ("tokens", "labels", "positions")}
-            counted = torch.tensor([[length, 0, 0, 0, 0]])
-            alone += loss({**single, "sample_ids": batch["sample_ids"][row : row + 1], "document_lengths": counted})
-    assert loss(batch) == pytest.approx(alone, rel=1e-5)
-
-
-MORE = [pytest.param(layout, marks=pytest.mark.wide("layouts")) for layout in ("dp2", "tp2")]
-
-
-@pytest.mark.parametrize("layout", ["pp2", "cp2", *MORE])
-def test_a_layout_gives_the_run_of_one_process(layout: str) -> None:
-    settings = {**TINY, "data.path": str(CHATS), "model.num_layers": 2, "parallel.pp.schedule": "1f1b"}
-    if layout != "pp2":
-        del settings["parallel.pp.schedule"]
-    alone = train_steps(settings)
-    assert difference(train_ranks(2, {**settings, "parallel.layout": layout}), alone) == ""
-
-
-def test_the_fingerprint_depends_on_the_conversations_and_not_on_their_place(tmp_path: Path) -> None:
-    chats = [asked("Hi", "Ho"), asked("What?", "That.")]
-    one, moved = (written(tmp_path / f"{name}.jsonl", *chats) for name in ("one", "moved"))
-    other = written(tmp_path / "other.jsonl", asked("Hi", "Hu"), chats[1])
-    own, elsewhere, changed = (loader(path).fingerprint for path in (one, moved, other))
-    assert own == elsewhere != changed
-    assert loader(one, data__max_documents=6).fingerprint != own, "what is packed with what may be another"

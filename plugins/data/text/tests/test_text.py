@@ -69,10 +69,6 @@ def names(found: tuple[Path, list[Path]]) -> list[str]:
     return [file.relative_to(root).as_posix() for file in files]
 
 
-def test_a_path_can_be_a_file(book: Path) -> None:
-    assert names(find_files(str(book), "**/*")) == ["book.txt"]
-
-
 def test_a_folder_stands_for_all_files_below_it_sorted(tmp_path: Path) -> None:
     write(tmp_path, b_txt="b", a__z_txt="z", a__b__c_py="c", a_txt="a")
     assert names(find_files(str(tmp_path), "**/*")) == sorted(["a.txt", "a/b/c.py", "a/z.txt", "b.txt"], key=Path)
@@ -189,31 +185,11 @@ def test_a_separator_ends_every_document_and_empty_files_have_none(tmp_path: Pat
     assert text_of(root, files, "validation", 50) == "b\0dd\0"
 
 
-def test_the_default_corpus_has_both_splits() -> None:
-    root, files = find_files(None, "**/*")
-    train, validation = (len(read_split(root, files, split, 5)) for split in ("train", "validation"))
-    assert 0.01 < validation / (train + validation) < 0.12
-    assert train + validation == sum(file.stat().st_size + (file.stat().st_size > 0) for file in files)
-
-
-def test_the_error_names_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    gone = tmp_path / "gone.txt"
-    with pytest.raises(UsageError, match=r"gone\.txt"):
-        read_split(tmp_path, [gone], "train", 5)
-
-
 # Windows.
 
 
 def take(found: MapLoader, number: int) -> list[MicroBatch]:
     return list(found.take(number))
-
-
-def test_a_sample_is_a_range_of_the_text_and_the_byte_after_it(book: Path) -> None:
-    text = book.read_bytes()
-    for batch in take(loader(book), 20):
-        for tokens, labels in zip(batch["tokens"].tolist(), batch["labels"].tolist(), strict=True):
-            assert bytes([*tokens, labels[-1]]) in text
 
 
 def stream(length: int) -> np.ndarray:
@@ -238,25 +214,6 @@ def test_every_window_is_in_an_epoch_once_and_windows_do_not_overlap(length: int
 def test_an_epoch_uses_all_but_the_bytes_of_two_windows() -> None:
     for length in range(2 * S + 1, 200):
         assert Windows(stream(length), S, 1).count * S >= length - 2 * S - 1
-
-
-def orders(seed: int, epochs: int) -> list[list[list[int]]]:
-    windows = Windows(stream(400), S, seed)
-    return [windows.read(range(n * windows.count, (n + 1) * windows.count))["tokens"].tolist() for n in range(epochs)]
-
-
-def test_epochs_have_different_orders_and_a_seed_determines_them() -> None:
-    first, second, third = orders(1, 3)
-    assert first != second != third != first
-    assert orders(1, 3) == [first, second, third]
-    assert orders(2, 1)[0] != first
-
-
-def test_a_micro_batch_may_span_the_border_of_epochs() -> None:
-    windows = Windows(stream(100), S, 1)
-    border = range(windows.count - 2, windows.count + 2)
-    one_by_one = [windows.read(range(n, n + 1))["tokens"] for n in border]
-    assert torch.equal(Windows(stream(100), S, 1).read(border)["tokens"], torch.cat(one_by_one))
 
 
 # Short texts.

@@ -10,7 +10,7 @@ from mplug_testing import KernelSuite
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mplug import Offer, Site
+from mplug import Offer
 
 B, S, H, K, D, V = 2, 6, 2, 8, 16, 11
 SLOTS = [
@@ -35,23 +35,9 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Te
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def site(slot: str, *needs: str) -> Site:
-    return Site("role", slot, None, "name", frozenset(needs))
-
-
 def test_each_slot_is_an_offer_of_its_own() -> None:
     assert sorted(slot for offer in offers() for slot in offer.suppliers) == SLOTS
     assert all(len(offer.suppliers) == 1 for offer in offers())
-
-
-@pytest.mark.parametrize("slot", SLOTS)
-def test_it_supports_what_needs_nothing_and_says_which_needs_it_does_not_meet(slot: str) -> None:
-    (offer,) = (offer for offer in offers() if slot in offer.suppliers)
-    assert offer.answer(site(slot), None) is True  # type: ignore[arg-type]
-    answer = offer.answer(site(slot, "log_sum_exp"), None)  # type: ignore[arg-type]
-    assert isinstance(answer, str)
-    assert "log_sum_exp" in answer
-    assert offer.varies(site(slot), None) == ""  # type: ignore[arg-type]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

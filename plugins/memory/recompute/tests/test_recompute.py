@@ -71,24 +71,12 @@ class TestSelective(MemorySuite):
     layouts = ()
 
 
-@pytest.mark.wide("layouts")
-class TestSelectiveUnderEveryLayout(TestSelective):
-    compilers = ("aot_eager",)
-    layouts = (CP, *EVERY_LAYOUT)
-
-
 class TestSelectiveOfExperts(MemorySuite):
     plugin = "recompute"
     checks_fields = False
     compilers = ()
     settings = {**EXPERTS, "memory.recompute.mode": "selective", "memory.recompute.slots": ["norm", "experts"]}
     layouts = ("ep2",)
-
-
-@pytest.mark.wide("layouts")
-class TestSelectiveOfExpertsUnderMoreLayouts(TestSelectiveOfExperts):
-    compilers = ("aot_eager",)
-    layouts = ("ep2", "ep2 parallel.ep.dispatch=all_gather", "tp2")
 
 
 class TestOffload(MemorySuite):

@@ -43,25 +43,6 @@ class TestDeepseek(ModelSuite):
         return library_logits(self, weights, batch["tokens"])
 
 
-@pytest.mark.wide("layouts")
-class TestDeepseekUnderLayouts(TestDeepseek):
-    checks_fields = False
-    layouts = (
-        "cp2",
-        "tp2",
-        "pp2",
-        "pp2 parallel.pp.schedule=zb-v",
-        "cp2 parallel.cp.method=ulysses",
-        "tp2pp2",
-        "zero2",
-        "fsdp2",
-        "ep2",
-        "tp2ep2",
-        "tp2ep2 parallel.tp.sequence_parallel=false",
-        "etp2",
-    )
-
-
 SIZES = {
     "v2-lite": 15.706,
     "v2": 235.741,

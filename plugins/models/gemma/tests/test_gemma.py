@@ -51,20 +51,6 @@ class TestGemma3(TestGemma):
         return library_logits(self, weights, batch["tokens"])
 
 
-@pytest.mark.wide("layouts")
-class TestGemmaUnderLayouts(TestGemma):
-    checks_fields = False
-    layouts = (
-        "tp2",
-        "pp2",
-        "cp2 parallel.cp.method=ulysses",
-        "tp2pp2",
-        "zero2",
-        "fsdp2",
-        "tp2 parallel.tp.sequence_parallel=false",
-    )
-
-
 SIZES = {
     "2-2b": 2.614,
     "2-9b": 9.242,

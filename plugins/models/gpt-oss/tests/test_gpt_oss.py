@@ -43,23 +43,6 @@ class TestGptOss(ModelSuite):
         super().test_every_field_of_its_config_has_an_effect()
 
 
-@pytest.mark.wide("layouts")
-class TestGptOssUnderLayouts(TestGptOss):
-    checks_fields = False
-    layouts = (
-        "tp2",
-        "pp2",
-        "cp2 parallel.cp.method=ulysses",
-        "tp2pp2",
-        "zero2",
-        "fsdp2",
-        "ep2",
-        "tp2ep2",
-        "tp2ep2 parallel.tp.sequence_parallel=false",
-        "etp2",
-    )
-
-
 SIZES = {
     "20b": 20.915,
     "120b": 116.829,

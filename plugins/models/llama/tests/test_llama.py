@@ -10,8 +10,6 @@ from mplug_testing import ModelSuite
 from tiny_models import DECODER, billions
 from torch import Tensor
 
-LAYOUTS = ("tp2", "pp2", "cp2", "tp2pp2", "zero2", "fsdp2")
-
 
 class TestLlama(ModelSuite):
     plugin = "llama"
@@ -33,12 +31,6 @@ class TestLlama(ModelSuite):
 
     def reference(self, weights: Any, batch: Any, config: Any) -> Tensor:
         return library_logits(self, weights, batch["tokens"])
-
-
-@pytest.mark.wide("layouts")
-class TestLlamaUnderLayouts(TestLlama):
-    checks_fields = False
-    layouts = LAYOUTS
 
 
 SIZES = {

@@ -10,9 +10,6 @@ from mplug_testing import ModelSuite
 from tiny_models import DECODER, billions
 from torch import Tensor
 
-LAYOUTS = ("tp2", "pp2", "cp2", "tp2pp2", "zero2", "fsdp2")
-
-
 WIDE = pytest.mark.wide("suites")
 """The suites of llama and deepseek test the fields that all decoders share in the quick set."""
 
@@ -38,22 +35,6 @@ class TestQwenOfExperts(ModelSuite):
     @WIDE
     def test_every_field_of_its_config_has_an_effect(self) -> None:
         super().test_every_field_of_its_config_has_an_effect()
-
-
-@pytest.mark.wide("layouts")
-class TestQwenOfExpertsUnderLayouts(TestQwenOfExperts):
-    checks_fields = False
-    layouts = (*LAYOUTS, "ep2", "tp2ep2")
-
-
-@pytest.mark.wide("layouts")
-class TestQwen2(ModelSuite):
-    """Qwen2.5."""
-
-    plugin = "qwen"
-    checks_fields = False
-    settings = {**DECODER, "model.qkv_bias": True, "model.qk_norm": False, "model.tie_embeddings": True}
-    layouts = LAYOUTS
 
 
 SIZES = {

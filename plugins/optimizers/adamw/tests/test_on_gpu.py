@@ -1,6 +1,5 @@
 """On a GPU: the one pass in runs, beside torch's implementation and in the suite."""
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -83,20 +82,6 @@ def test_a_run_has_the_weights_and_moments_of_torchs_implementation(precision: s
     for _ in range(20):
         steps(run, parts, 1)
         both.assert_alike()
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_step_that_is_not_finite_changes_nothing(precision: str) -> None:
-    run, parts = built(precision, **{"trainer.nonfinite": "skip"})
-    steps(run, parts, 3)
-    held = {"master": [piece.master for piece in parts.pieces], "weight": list(parts.model.parameters().values())}
-    held["state"] = [tensor for piece in parts.pieces for tensor in parts.optimizer.state(piece).values()]
-    before = {name: [tensor.clone() for tensor in tensors] for name, tensors in held.items()}
-    parts.stepper.forward_backward(parts.train_loader.take(8), 4)
-    parts.model.sinks.arena[3] = math.nan
-    assert float(parts.stepper.update(1e-3, 0.1).skipped) == 1
-    for name, tensors in held.items():
-        assert all(map(torch.equal, tensors, before[name])), name
 
 
 def test_state_of_torchs_implementation_continues_in_one_pass() -> None:

@@ -55,11 +55,6 @@ def adamw(weight: Tensor, steps: list[DenseStep], config: Muon.Config) -> Tensor
     return tensor.detach()
 
 
-@pytest.mark.wide("layouts")
-class TestMuonUnderEveryStrategy(TestMuon):
-    layouts = None
-
-
 class TestOriginal(TestMuon):
     """As its author published it, with AdamW at a rate of its own."""
 
@@ -167,25 +162,6 @@ def test_five_iterations_bring_singular_values_near_one(
     assert 0.6 < float(values.min()) <= float(values.max()) < 1.25
     rotated = u.mT @ y.float() @ vh.mT  # diagonal where singular vectors are kept
     assert float((rotated - torch.diag_embed(rotated.diagonal(dim1=-2, dim2=-1))).abs().max()) < 0.05
-
-
-def test_a_matrix_without_a_gradient_stays() -> None:
-    bench = dense.Bench(tiny_run({"optimizer.name": "muon"}), dense.make_pieces("cpu"))
-    before = bench.masters()
-    bench.step(1, dense.times(0.0), weight_decay=0.0)
-    assert not dense.other_bits(before, bench.masters())
-
-
-@pytest.mark.parametrize(("scale", "lr"), [("original", 0.02), ("match_rms_adamw", 5e-3)])
-def test_it_learns_a_batch(scale: str, lr: float) -> None:
-    settings = {"optimizer.scale": scale, "optimizer.lr": lr, "optimizer.adamw_lr": 5e-3}
-    run = tiny_run({"optimizer.name": "muon", "trainer.micro_batch_size": 8, **settings})
-    parts = build(run)
-    batches, losses = list(parts.train_loader.take(8)), []
-    for step in range(1, 41):
-        parts.stepper.forward_backward(batches, step)
-        losses.append(float(parts.stepper.update(lr, 0.1).loss))
-    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_biases_of_experts_are_stacked_vectors_and_no_matrices() -> None:

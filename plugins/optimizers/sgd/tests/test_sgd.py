@@ -1,16 +1,12 @@
 """SGD over pieces: mplug's suite against torch.optim.SGD in fp64, in every variant."""
 
-from typing import Any
-
 import pytest
 import torch
 from mplug_sgd import SGD
 from mplug_testing import DenseStep, OptimizerSuite
-from mplug_testing.harness import tiny_run
 from torch import Tensor
 
 from mplug import Parameter
-from mplug.training.assembly import build
 
 
 class TestSGD(OptimizerSuite):
@@ -28,11 +24,6 @@ class TestSGD(OptimizerSuite):
             torchs.param_groups[0].update(lr=lr, weight_decay=0.0 if config.decoupled_weight_decay else decay)
             torchs.step()
         return dense.detach()
-
-
-@pytest.mark.wide("layouts")
-class TestSGDUnderEveryStrategy(TestSGD):
-    layouts = None
 
 
 class TestWithNesterov(TestSGD):
@@ -65,15 +56,3 @@ class TestOnAGPU(TestSGD):
 def test_nesterov_without_momentum_is_refused() -> None:
     with pytest.raises(ValueError, match=r"nesterov=true requires momentum, which is 0"):
         SGD.Config(momentum=0.0, nesterov=True)
-
-
-@pytest.mark.parametrize("fields", [{}, {"nesterov": True}, {"momentum": 0.0}])
-def test_it_learns_a_batch(fields: dict[str, Any]) -> None:
-    own = {f"optimizer.{name}": value for name, value in fields.items()}
-    run = tiny_run({"optimizer.name": "sgd", "trainer.micro_batch_size": 8, **own})
-    parts = build(run)
-    batches, losses = list(parts.train_loader.take(8)), []
-    for step in range(1, 41):
-        parts.stepper.forward_backward(batches, step)
-        losses.append(float(parts.stepper.update(0.2, 0.0).loss))
-    assert losses[-1] < 0.6 * losses[0]

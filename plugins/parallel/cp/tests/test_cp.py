@@ -1,11 +1,7 @@
-"""Context parallelism passes the suite of strategies, by a ring; each other method has one layout.
-
-`pytest --wide layouts` tries every method under every layout, eager and compiled.
-"""
+"""Context parallelism passes the suite of strategies, by a ring; each other method has one layout."""
 
 import warnings
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
@@ -50,16 +46,6 @@ CHOSEN: list[tuple[str, Settings]] = [
     ("cp2tp2", {**ALL_GATHER, **DOCUMENTS}),
     ("cp2pp2", {**ULYSSES, **DOCUMENTS}),
 ]
-METHODS = ({}, ALL_GATHER, ULYSSES, HIERARCHICAL)
-WORDS = ("cp2", "cp4", "cp2tp2", "cp2pp2", "dp2cp2", "cp4tp2", "dp2cp2tp2")
-MATRIX = [
-    (word, {**method, **packed, **compiled})
-    for word, method, packed, compiled in product(
-        WORDS, METHODS, ({}, DOCUMENTS), ({}, {"trainer.compile": "aot_eager"})
-    )
-    if (word, method) != ("cp4tp2", ULYSSES)  # it is refused: 4 does not divide the 2 query heads of a rank
-]
-LAYOUTS = [*CHOSEN, *(pytest.param(choice, marks=pytest.mark.wide("layouts")) for choice in MATRIX)]
 
 
 def told(choice: tuple[str, Settings]) -> str:
@@ -88,7 +74,7 @@ def ranks(layout: str, changes: Settings, mutation: str | None = None) -> list[T
     return run_workers(tiny_run(settings).mesh.world_size, trained, settings, mutation)
 
 
-@pytest.mark.parametrize("choice", LAYOUTS, ids=told)
+@pytest.mark.parametrize("choice", CHOSEN, ids=told)
 def test_every_method_gives_the_run_of_one_process(choice: tuple[str, Settings]) -> None:
     layout, changes = choice
     assert difference(ranks(layout, changes), alone(changes)) == ""

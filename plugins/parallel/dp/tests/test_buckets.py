@@ -13,12 +13,6 @@ from mplug_testing import run_workers
 from torch import Tensor, nn
 
 from mplug import Sinks
-from mplug.config.defaults import default_settings
-from mplug.config.sources import read_assignments
-from mplug.registry.entry_points import Registry
-from mplug.registry.resolve import resolve
-from mplug.run.prepare import prepare
-from mplug.training.assembly import Parts, build
 
 D, DEPTH = 8, 5
 LAYER_BYTES = D * D * 4
@@ -100,22 +94,9 @@ def test_buckets_are_the_arena_cut_in_its_order(layers_each: int, traffic: Traff
     assert len(buckets) == -(-DEPTH // layers_each)
 
 
-def test_the_first_bucket_holds_the_last_layers(traffic: Traffic) -> None:
-    sinks, buckets = listening(Chain(), 2 * LAYER_BYTES, traffic)
-    held = {sink: bucket for bucket in range(len(buckets)) for sink in sinks if lies_in(sinks, sink, buckets[bucket])}
-    assert held == {f"layers.{layer}.weight": (DEPTH - 1 - layer) // 2 for layer in range(DEPTH)}
-
-
 def lies_in(sinks: Sinks, name: str, bucket: Bucket) -> bool:
     start, address = bucket.gradients.data_ptr(), sinks[name].buffer.data_ptr()
     return start <= address < start + bucket.gradients.nbytes
-
-
-@pytest.mark.parametrize("bucket_bytes", [1, LAYER_BYTES, LAYER_BYTES + 1, 3 * LAYER_BYTES - 1, 10**9])
-def test_a_bucket_is_as_small_as_its_size_allows(bucket_bytes: int, traffic: Traffic) -> None:
-    _, buckets = listening(Chain(), bucket_bytes, traffic)
-    for bucket in buckets[:-1]:
-        assert bucket.gradients.nbytes >= bucket_bytes > bucket.gradients.nbytes - LAYER_BYTES
 
 
 @pytest.mark.parametrize(("bucket_mib", "number"), [(LAYER_BYTES / 2**20, 5), (2 * LAYER_BYTES / 2**20, 3), (32, 1)])
@@ -145,12 +126,6 @@ def wrapped(chain: Chain, group: Any, axes: tuple[str, ...], bucket_mib: float =
 
 def is_listened_to(sinks: Sinks) -> bool:
     return bool(sinks.when_finished) or any(sink.listeners for sink in sinks.values())
-
-
-def test_alone_a_rank_sends_nothing() -> None:
-    sinks = wrapped(Chain(), None, ())
-    assert not sinks.reduced_over
-    assert not is_listened_to(sinks)
 
 
 def test_what_it_sums_over_is_on_record() -> None:
@@ -225,18 +200,6 @@ def test_every_bucket_leaves_as_soon_as_backward_has_passed_its_layers(traffic: 
     assert traffic.events == [*wanted, "backward 0 ends", *(f"wait {number}" for number in range(DEPTH))]
 
 
-@pytest.mark.parametrize("layers_each", [1, 2, 3])
-def test_all_buckets_but_the_last_leave_while_there_is_backward_to_hide_behind(
-    layers_each: int, traffic: Traffic
-) -> None:
-    chain = Chain()
-    sinks, buckets = listening(chain, layers_each * LAYER_BYTES, traffic)
-    step(sinks, chain, 1, traffic.events)
-    at = traffic.events.index
-    assert all(at(f"launch {n}") < at("gradient reaches the input of 0") for n in range(len(buckets) - 1))
-    assert at(f"launch {len(buckets) - 1}") < at("backward 0 ends")
-
-
 @pytest.mark.parametrize("number", [1, 2, 4])
 def test_each_bucket_leaves_once_a_step_and_in_the_last_backward_pass(number: int, traffic: Traffic) -> None:
     chain = Chain()
@@ -273,83 +236,8 @@ def test_a_bucket_with_a_weight_that_takes_no_part_still_leaves_once(layers_each
 
 # A whole model.
 
-RUN = [
-    "model.num_layers=3",
-    "model.hidden_size=32",
-    "model.num_attention_heads=2",
-    "trainer.seq_length=16",
-    "trainer.micro_batch_size=1",
-    "trainer.global_batch_size=4",
-    "trainer.device=cpu",
-    "trainer.eval_every=0",
-    "data.name=mock",
-]
-
-
-def parts_of(*assignments: str) -> Parts:
-    return build(prepare(resolve(Registry(), default_settings(), read_assignments([*RUN, *assignments]))))
-
-
-@pytest.mark.parametrize("fields", [[], ["model.tie_embeddings=true", "model.bias=true", "model.position=learned"]])
-def test_the_buckets_of_a_gpt_leave_once_a_step_and_in_order_while_backward_runs(
-    fields: list[str], traffic: Traffic
-) -> None:
-    parts = parts_of(*fields)
-    buckets = reduce_in_buckets(parts.model.sinks, dict.fromkeys(parts.model.sinks, GROUP), 20_000)
-    assert len(buckets) > 4
-    traffic.expect(buckets)
-    first = parts.model.module.get_submodule("blocks.0")
-    first.register_full_backward_hook(lambda *_: traffic.events.append("the first block is done"))
-    for number in (1, 2):
-        traffic.events.clear()
-        parts.stepper.forward_backward(parts.train_loader.take(4), number)
-        assert sorted(traffic.launches, key=lambda event: int(event.split()[1])) == [
-            f"launch {n}" for n in range(len(buckets))
-        ]
-        done = [at for at, event in enumerate(traffic.events) if event == "the first block is done"]
-        assert len(done) == 4
-        early = [event for event in traffic.events[done[-2] : done[-1]] if event.startswith("launch")]
-        assert len(early) >= len(buckets) - 2  # the embedding's, and the one that holds the first block's end
-
 
 # Sums.
-
-
-def batch_part(module: nn.Module, rank: int, num_micro_batches: int) -> list[Tensor]:
-    return [inputs(rank * num_micro_batches + number) for number in range(num_micro_batches)]
-
-
-def reduced(bucket_bytes: int, num_micro_batches: int) -> tuple[Tensor, Tensor]:
-    """The gradients [elements] after each of two steps on this rank's part."""
-    chain = Chain()
-    sinks = Sinks(dict(chain.named_parameters()))
-    reduce_in_buckets(sinks, dict.fromkeys(sinks, dist.group.WORLD), bucket_bytes)
-    results = []
-    for _ in range(2):
-        sinks.begin_step()
-        for number, x in enumerate(batch_part(chain, dist.get_rank(), num_micro_batches)):
-            if number == num_micro_batches - 1:
-                sinks.expect_last()
-            chain(x).sum().backward()
-        sinks.finish()
-        results.append(torch.cat([sink.buffer.flatten() for sink in sinks.values()]))
-    return results[0], results[1]
-
-
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
-@pytest.mark.parametrize("bucket_bytes", [1, 2 * LAYER_BYTES, 10**9])
-def test_every_rank_gets_the_gradient_of_the_whole_batch(bucket_bytes: int, num_micro_batches: int) -> None:
-    weights = [layer.weight.detach().double().requires_grad_() for layer in Chain().layers]
-    for rank in range(2):
-        for x in batch_part(Chain(), rank, num_micro_batches):
-            hidden = x.double()
-            for weight in weights:
-                hidden = (hidden @ weight.t()).tanh()
-            hidden.sum().backward()
-    wanted = torch.cat([weight.grad.flatten() for weight in weights])
-    for first, second in run_workers(2, reduced, bucket_bytes, num_micro_batches):
-        torch.testing.assert_close(first.double(), wanted, rtol=1e-5, atol=1e-5)
-        assert torch.equal(first, second)
 
 
 class Fork(nn.Module):

@@ -1,27 +1,20 @@
-"""Fully sharded data parallelism passes the suite of strategies; and the comparison catches what could go wrong.
-
-`pytest --wide layouts` adds the layouts of more strategies and ranks.
-"""
+"""Fully sharded data parallelism passes the suite of strategies; and the comparison catches what could go wrong."""
 
 import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from mplug_testing import ParallelSuite, run_workers
-from mplug_testing.harness import EXACT, Trace, difference, tiny_config, tiny_run, train_steps
+from mplug_testing.harness import Trace, difference, tiny_run, train_steps
 from mplug_testing.parity import require_parity
-from mplug_testing.runs import trained as run_of
-from safetensors.torch import load_file
 from tiny_models import EXPERTS
 from torch import Tensor
 
 from mplug import UsageError, ops
-from mplug.checkpoint.folder import newest, read_manifest
 from mplug.model.build import build_model
 from mplug.training.assembly import build
 
@@ -45,27 +38,12 @@ class TestFullyShardedDataParallel(ParallelSuite):
         super().test_every_field_of_its_config_has_an_effect()
 
 
-@pytest.mark.wide("layouts")
-class TestFullyShardedDataParallelBesideOthers(TestFullyShardedDataParallel):
-    checks_fields = False
-    layouts = ("fsdp4", "fsdp2tp2", "fsdp2pp2", "cp2fsdp2", "dp2fsdp2tp2", "dp2fsdp2pp2", "fsdp2tp2pp2")
-    variants = {}
-    refused = {}
-
-
 QUICK: dict[str, dict[str, Any]] = {"fsdp4": {**UNEVEN, "model.tie_embeddings": True}}
-WIDE: dict[str, dict[str, Any]] = {
-    "ep2fsdp2": EXPERTS,
-    "ep2fsdp4": EXPERTS,
-    "cp2fsdp2": {"data.documents": 5},
-    "fsdp2pp2": {**KEPT, "parallel.pp.schedule": "gpipe", "model.tie_embeddings": True},
-    "fsdp2tp2": {"parallel.tp.sequence_parallel": False, "model.num_kv_heads": 1},
-}
 
 
-@pytest.mark.parametrize("layout", [*QUICK, *(pytest.param(word, marks=pytest.mark.wide("layouts")) for word in WIDE)])
+@pytest.mark.parametrize("layout", QUICK)
 def test_other_models_give_the_run_of_one_process(layout: str) -> None:
-    require_parity((QUICK | WIDE)[layout], layout)
+    require_parity(QUICK[layout], layout)
 
 
 def by_another_method() -> None:
@@ -299,68 +277,6 @@ def test_weights_are_gathered_around_compiled_units_of_one_graph_each(alone: Tra
 
 
 # Checkpoints.
-
-
-def saved_run(layout: str, steps: int, directory: Path, resume_from: Path | None = None) -> list[float]:
-    """Be one rank of a run that is saved at its end: its losses."""
-    settings = {"parallel.layout": layout, "trainer.steps": steps, "trainer.eval_every": 0, **UNEVEN}
-    settings |= {"trainer.precision": "fp64"}
-    return run_of(tiny_config(settings), directory, resume_from=resume_from).losses
-
-
-@pytest.mark.wide("reshard")
-def test_a_checkpoint_of_divided_weights_goes_on_under_any_layout_and_comes_back(tmp_path: Path) -> None:
-    whole = run_workers(1, saved_run, "", 4, tmp_path / "whole")[0]
-    begun = run_workers(2, saved_run, "fsdp2", 2, tmp_path / "begun")[0]
-    first = newest(tmp_path / "begun" / "checkpoints")
-    for layout, ranks in (("", 1), ("tp2", 2), ("fsdp2", 2)):
-        ended = run_workers(ranks, saved_run, layout, 3, tmp_path / f"then-{layout}", first)[0]
-        assert [*begun, *ended] == pytest.approx(whole[:3], rel=EXACT), layout
-    second = newest(tmp_path / "then-" / "checkpoints")
-    ended = run_workers(2, saved_run, "fsdp2", 4, tmp_path / "back", second)[0]
-    assert ended == pytest.approx(whole[3:], rel=EXACT)
-    run_workers(2, resaved, first, tmp_path / "one")
-    run_workers(1, resaved, newest(tmp_path / "one" / "checkpoints"), tmp_path / "other")
-    assert_same_tensors(first, newest(tmp_path / "one" / "checkpoints"))
-    assert_same_tensors(first, newest(tmp_path / "other" / "checkpoints"))
-
-
-def resaved(path: Path, folder: Path) -> None:
-    """Load a checkpoint on all ranks (of which two divide the weights), and save it again, untouched."""
-    import torch.distributed as dist
-
-    from mplug.training.position import Position
-
-    layout = "fsdp2" if dist.get_world_size() == 2 else ""
-    settings = {"parallel.layout": layout, "trainer.eval_every": 0, "trainer.precision": "fp64"}
-    run = tiny_run({**settings, **UNEVEN})
-    run.directory = folder
-    position = Position(run, build(run))
-    position.load(position.choose(path))
-    position.save()
-    position.saver.wait()
-
-
-def tensors_of(path: Path) -> dict[str, Tensor]:
-    """Every logical tensor of a checkpoint, put together from its chunks, each element of which is in one."""
-    manifest = read_manifest(path)
-    files = {name: load_file(path / name) for name in manifest["files"]}
-    found = {}
-    for name, saved in manifest["tensors"].items():
-        found[name] = torch.full(saved["shape"], float("nan"), dtype=torch.float64)
-        for file, start, shape in saved["chunks"]:
-            box = tuple(slice(first, first + length) for first, length in zip(start, shape, strict=True))
-            assert bool(found[name][box].isnan().all()), f"'{name}' has an element twice"
-            found[name][box] = files[file][f"{name}@{','.join(map(str, start))}"]
-        assert not bool(found[name].isnan().any()), f"'{name}' lacks an element"
-    return found
-
-
-def assert_same_tensors(one: Path, other: Path) -> None:
-    """Two checkpoints hold the same logical tensors, to the bit."""
-    found, wanted = tensors_of(one), tensors_of(other)
-    assert found.keys() == wanted.keys()
-    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 
 # What does not fit.

@@ -1,4 +1,4 @@
-"""Runs of the schedules beside other strategies: the run of one process. `pytest --wide layouts` runs all of them."""
+"""Runs of the schedules: the run of one process. `--wide layouts` has more, and `--wide pairs` the other strategies."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -23,26 +23,15 @@ QUICK: list[tuple[str, Settings]] = [
     ("zero2pp2", {SCHEDULE: "zb-h1", "trainer.global_batch_size": 6}),
 ]
 """`test_pp.py` and `test_runtime.py` have more quick ones; `tests/test_later.py` has a compiled one."""
-OTHERS: tuple[tuple[str, Settings], ...] = (
-    ("tp2", {}),
-    ("zero2", {}),
-    ("dp2", {}),
-    ("cp2", {}),
-    ("", RECOMPUTE),
-)
 WIDE: list[tuple[str, Settings]] = [
     ("pp2", {SCHEDULE: "interleaved", "parallel.pp.chunks": 3}),
     *product(("pp2", "pp3"), [{SCHEDULE: name} for name in ("interleaved", *SPLIT)]),
     *(("pp4", {SCHEDULE: name, "model.num_layers": 8}) for name in ("interleaved", *SPLIT)),
-    *((f"{other}pp2", {SCHEDULE: name, **more}) for name in ("interleaved", *SPLIT) for other, more in OTHERS),
-    *((f"pp2ep2{data}2", {SCHEDULE: name, **EXPERTS}) for name in ("interleaved", *SPLIT) for data in ("dp", "zero")),
     *(("pp2", {SCHEDULE: "interleaved", "parallel.pp.chunks": 3, "trainer.global_batch_size": m}) for m in (1, 3, 5)),
     *(("pp3", {SCHEDULE: name, "trainer.global_batch_size": m}) for name in SPLIT for m in (1, 2, 4, 7)),
     ("pp2", {SCHEDULE: "interleaved", "parallel.pp.group": 3, "trainer.global_batch_size": 7}),
     ("pp2", {SCHEDULE: "zb-limited", "parallel.pp.limit": 3}),
     ("pp2", {SCHEDULE: "zb-v", "parallel.pp.split": [1, 2, 4, 1]}),
-    ("fsdp2pp2", {SCHEDULE: "interleaved"}),
-    *(("pp2", {SCHEDULE: name, "trainer.compile": "aot_eager"}) for name in ("interleaved", *SPLIT)),
 ]
 COMPILED: list[tuple[str, Settings]] = [
     ("pp2", {SCHEDULE: "interleaved"}),

@@ -89,15 +89,6 @@ def test_these_sites_and_no_others_are_supplied(choice: str, wanted: set[tuple[s
     assert set(found.values()) == {TP, PLAIN}
 
 
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-@pytest.mark.parametrize("heads", [[], ["model.num_kv_heads=2"], ["model.num_kv_heads=1"]], ids=str)
-@pytest.mark.parametrize("bias", ["true", "false"])
-def test_the_shape_of_a_block_changes_no_supplier(activation: str, heads: list[str], bias: str) -> None:
-    fields = [f"model.activation={activation}", f"model.bias={bias}", "model.norm=rmsnorm", *heads]
-    found = suppliers(build_model(prepared(*fields)))
-    assert {site for site, supplier in found.items() if supplier == TP} == ALWAYS | IN_THE_STREAM
-
-
 @pytest.mark.parametrize("choice", [WITH, WITHOUT])
 def test_with_overlap_the_products_of_split_weights_are_supplied_too(choice: str) -> None:
     plain, found = (suppliers(build_model(prepared(choice, f"parallel.tp.overlap={on}"))) for on in ("null", "true"))
@@ -121,13 +112,6 @@ def test_a_supplied_gemm_is_called_whole_within_the_collectives() -> None:
 
 def test_sequence_parallelism_is_the_default() -> None:
     assert suppliers(build_model(prepared())) == suppliers(build_model(prepared(WITH)))
-
-
-@pytest.mark.parametrize("choice", [WITH, WITHOUT])
-def test_every_attention_core_knows_its_heads_in_the_whole_model(choice: str) -> None:
-    model = build_model(prepared(choice))
-    wrapped = {f.site.name: [wrap.plugin for wrap in f.wraps] for f in model.slots if f.wraps}
-    assert wrapped == {f"blocks.{number}.attn": [TP] for number in range(2)}
 
 
 class Listening(PackedHeads):
@@ -167,10 +151,6 @@ def test_a_default_kernel_stands_back_only_where_tensor_parallelism_must_be() ->
     assert {site for site, supplier in found.items() if supplier == TP} == ALWAYS | IN_THE_STREAM
 
 
-def test_a_layout_without_tensor_parallelism_is_plain() -> None:
-    assert set(suppliers(build_model(prepared(layout="pp2"))).values()) == {PLAIN}
-
-
 # Refusals.
 
 
@@ -190,13 +170,6 @@ def test_a_sequence_that_the_ranks_do_not_divide_is_refused_only_where_it_is_div
 def test_what_the_ranks_do_not_divide_is_refused(layout: str, fields: list[str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         build_model(prepared(*fields, layout=layout))
-
-
-def test_a_vocabulary_need_not_divide() -> None:
-    model = build_model(prepared("model.vocab_size=31"))
-    placement = model.placements["embedding.token.weight"]
-    assert [placement.local_shape(rank)[0] for rank in range(2)] == [16, 16]
-    assert [sum(box.shape[0] for box in placement.boxes(rank)) for rank in range(2)] == [16, 15]
 
 
 # What the suppliers do, on two ranks.

@@ -138,10 +138,6 @@ def lower(tokenizer: Tokenizer) -> None:
     tokenizer.normalizer = normalizers.Lowercase()
 
 
-def nothing(_: Tokenizer) -> None:
-    pass
-
-
 OTHERS = {
     "a space before the text": lambda: trained(pre_tokenizers.ByteLevel(add_prefix_space=True)),
     "digits one by one": lambda: trained(

@@ -2,11 +2,8 @@
 
 from pathlib import Path
 
-import pytest
 from mplug_testing import TokenizerSuite
-from nova_glyph import END, Glyph, Words
-
-from mplug import UsageError
+from nova_glyph import END
 
 WORDS = Path(__file__).with_name("words.txt")
 
@@ -25,12 +22,3 @@ class TestGlyph(TokenizerSuite):
             tokens += [END + 1 + words.index(found)] if found in words else found.encode()
             text = text[len(found) :]
         return tokens
-
-
-def test_the_longest_word_that_matches_is_a_token() -> None:
-    assert Words(["in", "inside", "out"]).encode("insideout!") == [END + 2, END + 3, ord("!")]
-
-
-def test_a_list_that_is_not_there_is_refused_by_its_name() -> None:
-    with pytest.raises(UsageError, match=r"nowhere\.txt"):
-        Glyph(Glyph.Config(path="nowhere.txt")).build_tokenizer()

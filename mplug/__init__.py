@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from mplug.contracts import StepScalars as StepScalars
     from mplug.contracts import Tokenizer as Tokenizer
     from mplug.contracts import Variance as Variance
+    from mplug.contracts import WeightExchange as WeightExchange
     from mplug.contracts import distinct as distinct
     from mplug.distributed.supervision import Hang as Hang
     from mplug.distributed.supervision import Monitor as Monitor
@@ -175,6 +176,7 @@ publish(
             "Stepper",
             "Tokenizer",
             "Variance",
+            "WeightExchange",
             "distinct",
         ),
         "mplug.distributed.supervision": ("Hang", "Monitor", "PluginMessage", "Send", "Supervisor"),

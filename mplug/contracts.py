@@ -203,6 +203,20 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class WeightExchange:
+    """How other ranks, or other copies, get the weights that this rank has updated; in `Model.exchanges`.
+
+    The host calls `begin` when pieces have new weights: after each update, and when it has initialised or loaded
+    masters. `begin` may only start the exchange, which forward then hides: the units wait for the weights that they
+    use. `wait` waits for all that is under way (on a GPU, lets the current stream wait). It is None if nothing is under
+    way when `begin` returns.
+    """
+
+    begin: "Callable[[], None]"
+    wait: "Callable[[], None] | None"
+
+
+@dataclass(frozen=True)
 class StepScalars:
     """The values that change from step to step, as fp32 scalars on the device, so that the CPU never waits for them.
 

@@ -200,14 +200,13 @@ def captures(run: "Run", model: "Model") -> "bool | str | None":
       frozen. What outlives a step is changed in place.
     - State on the CPU is the same at the end of a step as at its beginning.
     - It draws no random numbers from torch's generators.
-    - When the step ends, the current stream has waited for every other stream. A plugin that appends to
-      `model.when_written` appends to `model.when_settled` too.
+    - When the step ends, the current stream has waited for every other stream, and every `WeightExchange` under way has
+      ended when its `wait` returns.
 
     Otherwise return the reason, as a clause about the plugin ("moves activations to the CPU"). A plugin whose answer is
     constant states it as a class attribute instead: `captures = True`. The host refuses
     `trainer.graphs` unless every plugin that takes part in a step returns True: the model, adapters, the strategies,
-    the optimizer, the plugins with a selected supplier or wrap, and those that implement `parameters_updated`, which
-    runs after each replay and outside of the graph.
+    the optimizer, and the plugins with a selected supplier or wrap.
 
     In a run that does not train (`run.trains` is False), a step is a forward pass. It runs eagerly unless the model,
     the strategies, the adapters, and the plugins with a selected supplier or wrap return True.
@@ -222,8 +221,8 @@ def shard_states(run: "Run", model: "Model", needs: "Literal['elements', 'matric
 
     `needs` is what the optimizer declares: 'elements' may be cut anywhere, 'matrices' must stay whole. Pure, and also
     called before launch: the host allocates memory and makes pieces by the answer. In `wrap_model` the same plugin sums
-    each gradient onto its owner, and appends to `model.when_written` the function that begins to send the new weights
-    from the owners. Frozen parameters (`placement.parameter.trainable` is False) have no such states: the host refuses
+    each gradient onto its owner, and appends to `model.exchanges` the `WeightExchange` that sends the new weights from
+    the owners. Frozen parameters (`placement.parameter.trainable` is False) have no such states: the host refuses
     a sharding that contains a frozen parameter.
 
     A strategy that runs the engine of another framework returns a sharding with an `engine`. It declines gradient
@@ -291,12 +290,7 @@ def build_relay(run: "Run", model: "Model", crossing: "Sequence[tuple[str, ...]]
     """
 
 
-# Every step.
-
-
-@all_plugins
-def parameters_updated(run: "Run") -> None:
-    """The optimizer has updated this rank's pieces: gather parameters, cast them, update expert biases."""
+# Checkpoints.
 
 
 @all_plugins

@@ -9,7 +9,7 @@ import pytest
 import torch
 from mplug_testing.harness import tiny_config
 
-from mplug import Bucket, Engine, Piece, Sharding, UsageError, hookimpl
+from mplug import Bucket, Engine, Piece, Sharding, UsageError, WeightExchange, hookimpl
 from mplug.model.build import build_model, measure_bytes
 from mplug.model.engine import refuse_other_sums
 from mplug.run.prepare import prepare
@@ -43,7 +43,7 @@ class Flat:
             pieces.append(Piece(name, next(views), next(views), None, placement.parameter, placement))
         if (supplied := self.mistake(pieces)) is not None:
             model.supply(supplied)
-        model.when_written.append(self.write)
+        model.exchanges.append(WeightExchange(begin=self.write, wait=None))
 
     @torch.no_grad()
     def write(self) -> None:

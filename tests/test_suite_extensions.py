@@ -38,12 +38,13 @@ PUBLISHED = "aside.replace(self.path)"
 ADDED = "    def _add(self, record: Record) -> None:"
 DECAYS = """    @hookimpl
     def wrap_model(self, model):
-        self.model = model
+        from mplug import WeightExchange
 
-    @hookimpl
-    def parameters_updated(self):
-        for weight in self.model.parameters().values():
-            weight.data.mul_(0.999)
+        def decay():
+            for weight in model.parameters().values():
+                weight.data.mul_(0.999)
+
+        model.exchanges.append(WeightExchange(begin=decay, wait=None))
 
 """
 CHILD = "import subprocess as s; self.viewer = s.Popen(['cat'], stdin=s.PIPE)"

@@ -27,8 +27,6 @@ IN_A_STEP = (
 """Hooks whose results run in every step."""
 IN_FORWARD = ("build_model", "adapt_model", "mesh_axes", "shard_model")
 """Hooks whose results run in every forward pass."""
-AFTER_A_STEP = ("parameters_updated",)
-"""Hooks that the host calls after every step: they find what the replayed step has written."""
 
 
 def refuse_graphs(run: Run, model: Model, optimizer: Optimizer) -> None:
@@ -50,7 +48,7 @@ def obstacles(run: Run, model: Model, optimizer: Optimizer) -> list[str]:
         f"{label} runs the step in an order of its own (the hook 'build_stepper')"
         for label in run.hooks.implementers("build_stepper")
     ]
-    of_plugins = _of_plugins(run, model, (*IN_A_STEP, *AFTER_A_STEP))
+    of_plugins = _of_plugins(run, model, IN_A_STEP)
     return [*steppers, *of_plugins, *_of_draws(run, model), *_of_modules(run, model), *_of_decay(run, optimizer)]
 
 

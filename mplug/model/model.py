@@ -1,6 +1,6 @@
 """A model as the host handles it: a module, its plan, the placements of its parameters, its slots."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ from mplug.precisions.precision import Recipe
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from mplug.contracts import Piece
+    from mplug.contracts import Piece, WeightExchange
     from mplug.layout.mesh import Mesh
     from mplug.model.adapters import Adapters, Merge
     from mplug.model.mixing_statement import Statement
@@ -42,9 +42,8 @@ class Model:
     `frozen` are this rank's untrained parameters, as stored at rest. A plugin that moves the memory of one, or replaces
     it in the module, must keep its `data` pointing to the values. `sharding` maps each part of a sharded optimizer
     state to the rank that owns it; `shards` is its memory on this rank. A plugin that exchanges updated weights between
-    ranks appends to `when_written` a function that starts the exchange, and to `when_settled` one that waits for it (on
-    a GPU, lets the current stream wait). `passes` describes the passes that a step of
-    the whole model computes. `slot_buffers` are the buffers that suppliers of this rank's slots keep. `recipe` is that
+    ranks appends a `WeightExchange` to `exchanges`. `passes` describes the passes that a step of the whole model
+    computes. `slot_buffers` are the buffers that suppliers of this rank's slots keep. `recipe` is that
     of the run's precision; products of the modules that `base_modules` match ignore it. `master_dtype` is the dtype of
     the masters; it is set when memory is allocated. `attached` are the modules that plugins have added, `merges` says
     how an export multiplies them into the model's parameters, and `adapters` is their published form.
@@ -63,8 +62,7 @@ class Model:
     own_chunks: tuple[int, ...] = (0,)
     sharding: Sharding | None = None
     shards: Shards | None = None
-    when_written: list[Callable[[], None]] = field(default_factory=list)
-    when_settled: list[Callable[[], None]] = field(default_factory=list)
+    exchanges: "list[WeightExchange]" = field(default_factory=list)
     frozen: dict[str, nn.Parameter] = field(default_factory=dict)
     passes: "Passes | None" = None
     mixing: "tuple[Statement, ...]" = ()
@@ -139,15 +137,16 @@ class Model:
         return self._supplied
 
     def weights_written(self) -> None:
-        """Call the functions in `when_written`: this rank's pieces have new weights, and other ranks lack them."""
+        """Begin all `exchanges`: this rank's pieces have new weights, and other ranks lack them."""
         self.weights_version += 1
-        for begin in self.when_written:
-            begin()
+        for exchange in self.exchanges:
+            exchange.begin()
 
     def weights_settled(self) -> None:
-        """Call the functions in `when_settled`: wait for the exchanges that `weights_written` has started."""
-        for wait in self.when_settled:
-            wait()
+        """Wait for the exchanges that `weights_written` has begun."""
+        for exchange in self.exchanges:
+            if exchange.wait is not None:
+                exchange.wait()
 
     def data_groups(self, run: "Run") -> dict[str, "ProcessGroup | None"]:
         """The process group of each parameter of the whole model over which its gradient is data-parallel.

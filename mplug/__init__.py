@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mplug.contracts import MicroBatch as MicroBatch
     from mplug.contracts import Optimizer as Optimizer
     from mplug.contracts import Piece as Piece
+    from mplug.contracts import Pipeline as Pipeline
     from mplug.contracts import Record as Record
     from mplug.contracts import Relay as Relay
     from mplug.contracts import Stateful as Stateful
@@ -168,6 +169,7 @@ publish(
             "OF_TRAINING",
             "Optimizer",
             "Piece",
+            "Pipeline",
             "Record",
             "Relay",
             "Stateful",

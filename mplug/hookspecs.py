@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mplug.config.binding import RunConfig
-    from mplug.contracts import Loader, Optimizer, Piece, Record, Relay, Stateful, Stepper, Tokenizer, Variance
+    from mplug.contracts import Loader, Optimizer, Piece, Pipeline, Record, Stateful, Stepper, Tokenizer, Variance
     from mplug.distributed.supervision import Supervisor
     from mplug.layout.mesh import Axis
     from mplug.layout.ownership import Sharding
-    from mplug.layout.plan import Stages
     from mplug.model.model import Model
     from mplug.model.offers import Offer, Wrap
     from mplug.model.selection import Selection
@@ -134,10 +133,12 @@ def adapt_model(run: "Run", model: "Model") -> None:
 
 
 @at_most_one
-def split_model(run: "Run", model: "Model") -> "Stages":
-    """Divide the units of the plan into the chunks of a pipeline, and give each chunk to a rank.
+def build_pipeline(run: "Run", model: "Model") -> "Pipeline | None":
+    """Divide the units of the plan into the chunks of a pipeline, and say how ranks run them.
 
-    Pure: the host keeps the units of this rank's chunks; names stay global.
+    Pure: the host keeps the units of this rank's chunks; names stay global. Called when the model has all its units.
+    The host calls `Pipeline.stepper` in training, when everything else is built. The command that runs a divided model
+    forward calls `Pipeline.relay`; the number of samples and of positions changes from call to call.
     """
 
 
@@ -275,18 +276,11 @@ def build_loader(run: "Run", split: "Literal['train', 'validation']") -> "Loader
 def build_stepper(run: "Run", model: "Model", default: "DefaultStepper") -> "Stepper":
     """A stepper that replaces the host's `default`, which computes one micro batch after the other.
 
+    For a strategy that runs the whole model in another way, such as the engine of another framework. A strategy that
+    divides the model into stages states its stepper in `build_pipeline`; the host refuses a run with both.
+
     If your stepper changes only how gradients are computed, it passes `update` on to the default. Its backward pass
     begins with `default.loss_gradient(loss)`, which is the loss scale in fp16.
-    """
-
-
-@at_most_one
-def build_relay(run: "Run", model: "Model", crossing: "Sequence[tuple[str, ...]]") -> "Relay":
-    """In a run that does not train: runs a model forward that `split_model` has divided into stages. Collective.
-
-    `crossing` names the activations that enter each chunk, which are those of the plan's inference units: they may
-    differ from those of training. The number of samples and of positions changes from call to call. The command that
-    runs the model calls it, and refuses a model that is divided into stages without it.
     """
 
 

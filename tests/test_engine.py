@@ -102,6 +102,12 @@ def test_an_engine_that_declines_sinks_gives_the_steps_of_the_default_stepper() 
         assert own == pytest.approx(expected, rel=1e-10)
 
 
+def test_a_stepper_beside_that_of_a_pipeline_is_refused() -> None:
+    run = prepare(tiny_config({**SETTINGS, "parallel.layout": "pp2"}), {"host/engine": Flat()})
+    with pytest.raises(UsageError, match=r"parallel/pp runs the step of its stages .* host/engine replaces the step"):
+        build_model(run)
+
+
 def test_the_bytes_of_an_engine_are_those_that_it_states_and_the_optimizers() -> None:
     run = run_with(Flat())
     model = build_model(run)

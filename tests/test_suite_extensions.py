@@ -37,11 +37,11 @@ TOLD = '''def step_finished(self, record: Record) -> None:
 PUBLISHED = "aside.replace(self.path)"
 ADDED = "    def _add(self, record: Record) -> None:"
 DECAYS = """    @hookimpl
-    def wrap_model(self, model):
+    def wrap_model(self, run, model):
         from mplug import WeightExchange
 
         def decay():
-            for weight in model.parameters().values():
+            for weight in model.parameters().values() if run.step else ():
                 weight.data.mul_(0.999)
 
         model.exchanges.append(WeightExchange(begin=decay, wait=None))

@@ -17,7 +17,7 @@ HOOK = "captures"
 IN_A_STEP = (
     "build_model",
     "adapt_model",
-    "split_model",
+    "build_pipeline",
     "mesh_axes",
     "shard_model",
     "shard_states",
@@ -44,9 +44,11 @@ def obstacles(run: Run, model: Model, optimizer: Optimizer) -> list[str]:
     """The reasons, as clauses; empty if a graph can replay the steps. `optimizer` may be without memory."""
     if not run.device.startswith("cuda"):
         return ["the run is on the CPU"]
+    hooks = ("build_stepper",) if model.pipeline is None else ("build_pipeline", "build_stepper")
     steppers = [
-        f"{label} runs the step in an order of its own (the hook 'build_stepper')"
-        for label in run.hooks.implementers("build_stepper")
+        f"{label} runs the step in an order of its own (the hook '{hook}')"
+        for hook in hooks
+        for label in run.hooks.implementers(hook)
     ]
     of_plugins = _of_plugins(run, model, IN_A_STEP)
     return [*steppers, *of_plugins, *_of_draws(run, model), *_of_modules(run, model), *_of_decay(run, optimizer)]

@@ -26,7 +26,7 @@ from mplug.precisions.precision import Recipe
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from mplug.contracts import Piece, WeightExchange
+    from mplug.contracts import Piece, Pipeline, WeightExchange
     from mplug.layout.mesh import Mesh
     from mplug.model.adapters import Adapters, Merge
     from mplug.model.mixing_statement import Statement
@@ -42,12 +42,12 @@ class Model:
     `frozen` are this rank's untrained parameters, as stored at rest. A plugin that moves the memory of one, or replaces
     it in the module, must keep its `data` pointing to the values. `sharding` maps each part of a sharded optimizer
     state to the rank that owns it; `shards` is its memory on this rank. A plugin that exchanges updated weights between
-    ranks appends a `WeightExchange` to `exchanges`. `passes` describes the passes that a step of the whole model
-    computes. `slot_buffers` are the buffers that suppliers of this rank's slots keep. `recipe` is that
-    of the run's precision; products of the modules that `base_modules` match ignore it. `master_dtype` is the dtype of
-    the masters; it is set when memory is allocated. `attached` are the modules that plugins have added, `merges` says
-    how an export multiplies them into the model's parameters, and `adapters` is their published form.
-    `weights_version` grows whenever pieces have new weights.
+    ranks appends a `WeightExchange` to `exchanges`. `pipeline` says how ranks run the `stages`, if a strategy has made
+    some. `passes` describes the passes that a step of the whole model computes. `slot_buffers` are the buffers that
+    suppliers of this rank's slots keep. `recipe` is that of the run's precision; products of the modules that
+    `base_modules` match ignore it. `master_dtype` is the dtype of the masters; it is set when memory is allocated.
+    `attached` are the modules that plugins have added, `merges` says how an export multiplies them into the model's
+    parameters, and `adapters` is their published form. `weights_version` grows whenever pieces have new weights.
     """
 
     module: nn.Module
@@ -62,6 +62,7 @@ class Model:
     own_chunks: tuple[int, ...] = (0,)
     sharding: Sharding | None = None
     shards: Shards | None = None
+    pipeline: "Pipeline | None" = None
     exchanges: "list[WeightExchange]" = field(default_factory=list)
     frozen: dict[str, nn.Parameter] = field(default_factory=dict)
     passes: "Passes | None" = None

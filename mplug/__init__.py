@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from mplug.contracts import MicroBatch as MicroBatch
     from mplug.contracts import Optimizer as Optimizer
     from mplug.contracts import Piece as Piece
+    from mplug.contracts import Pipeline as Pipeline
     from mplug.contracts import RankBatch as RankBatch
     from mplug.contracts import Record as Record
     from mplug.contracts import Relay as Relay
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from mplug.contracts import StepScalars as StepScalars
     from mplug.contracts import Tokenizer as Tokenizer
     from mplug.contracts import Variance as Variance
+    from mplug.contracts import WeightExchange as WeightExchange
     from mplug.contracts import distinct as distinct
     from mplug.distributed.supervision import Hang as Hang
     from mplug.distributed.supervision import Monitor as Monitor
@@ -189,6 +191,7 @@ publish(
             "OF_TRAINING",
             "Optimizer",
             "Piece",
+            "Pipeline",
             "RankBatch",
             "Record",
             "Relay",
@@ -198,6 +201,7 @@ publish(
             "Stepper",
             "Tokenizer",
             "Variance",
+            "WeightExchange",
             "distinct",
         ),
         "mplug.distributed.supervision": ("Hang", "Monitor", "PluginMessage", "Send", "Supervisor"),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mplug.layout.placement import Placement
-    from mplug.layout.plan import Parameter
+    from mplug.layout.plan import Parameter, Stages
 
 MicroBatch = Mapping[str, "Tensor"]
 IGNORED = -100
@@ -234,6 +234,20 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class WeightExchange:
+    """How other ranks, or other copies, get the weights that this rank has updated; in `Model.exchanges`.
+
+    The host calls `begin` when pieces have new weights: after each update, and when it has initialised or loaded
+    masters. `begin` may only start the exchange, which forward then hides: the units wait for the weights that they
+    use. `wait` waits for all that is under way (on a GPU, lets the current stream wait). It is None if nothing is under
+    way when `begin` returns.
+    """
+
+    begin: "Callable[[], None]"
+    wait: "Callable[[], None] | None"
+
+
+@dataclass(frozen=True)
 class StepScalars:
     """The values that change from step to step, as fp32 scalars on the device, so that the CPU never waits for them.
 
@@ -310,6 +324,22 @@ class Relay(Protocol):
         activations that leave it. The last chunk returns one tensor instead, of the dtype and shape of `result`; the
         relay may receive it in `result`.
         """
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A model that is divided into stages, and how its ranks run: the answer of the hook `build_pipeline`.
+
+    `stages` is pure data: the host keeps the units of this rank's chunks. `stepper(default)` returns the stepper that
+    runs the chunks, around the host's default stepper (`DefaultStepper`). `relay(crossing)` returns what runs the
+    chunks forward in a run that does not train, on all ranks together. `crossing` names the activations that enter each
+    chunk, which are those of the plan's inference units: they may differ from those of training. None: the strategy
+    cannot run its stages forward, and the commands that would are refused.
+    """
+
+    stages: "Stages"
+    stepper: "Callable[[Any], Stepper]"
+    relay: "Callable[[Sequence[tuple[str, ...]]], Relay] | None"
 
 
 class Stepper(Protocol):

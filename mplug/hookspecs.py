@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mplug.config.binding import RunConfig
-    from mplug.contracts import Loader, Optimizer, Piece, Record, Relay, Stateful, Stepper, Tokenizer, Variance
+    from mplug.contracts import Loader, Optimizer, Piece, Pipeline, Record, Stateful, Stepper, Tokenizer, Variance
     from mplug.distributed.supervision import Supervisor
     from mplug.layout.mesh import Axis
     from mplug.layout.ownership import Sharding
-    from mplug.layout.plan import Stages
     from mplug.model.model import Model
     from mplug.model.offers import Offer, Wrap
     from mplug.model.selection import Selection
@@ -134,10 +133,12 @@ def adapt_model(run: "Run", model: "Model") -> None:
 
 
 @at_most_one
-def split_model(run: "Run", model: "Model") -> "Stages":
-    """Divide the units of the plan into the chunks of a pipeline, and give each chunk to a rank.
+def build_pipeline(run: "Run", model: "Model") -> "Pipeline | None":
+    """Divide the units of the plan into the chunks of a pipeline, and say how ranks run them.
 
-    Pure: the host keeps the units of this rank's chunks; names stay global.
+    Pure: the host keeps the units of this rank's chunks; names stay global. Called when the model has all its units.
+    The host calls `Pipeline.stepper` in training, when everything else is built. The command that runs a divided model
+    forward calls `Pipeline.relay`; the number of samples and of positions changes from call to call.
     """
 
 
@@ -200,14 +201,13 @@ def captures(run: "Run", model: "Model") -> "bool | str | None":
       frozen. What outlives a step is changed in place.
     - State on the CPU is the same at the end of a step as at its beginning.
     - It draws no random numbers from torch's generators.
-    - When the step ends, the current stream has waited for every other stream. A plugin that appends to
-      `model.when_written` appends to `model.when_settled` too.
+    - When the step ends, the current stream has waited for every other stream, and every `WeightExchange` under way has
+      ended when its `wait` returns.
 
     Otherwise return the reason, as a clause about the plugin ("moves activations to the CPU"). A plugin whose answer is
     constant states it as a class attribute instead: `captures = True`. The host refuses
     `trainer.graphs` unless every plugin that takes part in a step returns True: the model, adapters, the strategies,
-    the optimizer, the plugins with a selected supplier or wrap, and those that implement `parameters_updated`, which
-    runs after each replay and outside of the graph.
+    the optimizer, and the plugins with a selected supplier or wrap.
 
     In a run that does not train (`run.trains` is False), a step is a forward pass. It runs eagerly unless the model,
     the strategies, the adapters, and the plugins with a selected supplier or wrap return True.
@@ -222,8 +222,8 @@ def shard_states(run: "Run", model: "Model", needs: "Literal['elements', 'matric
 
     `needs` is what the optimizer declares: 'elements' may be cut anywhere, 'matrices' must stay whole. Pure, and also
     called before launch: the host allocates memory and makes pieces by the answer. In `wrap_model` the same plugin sums
-    each gradient onto its owner, and appends to `model.when_written` the function that begins to send the new weights
-    from the owners. Frozen parameters (`placement.parameter.trainable` is False) have no such states: the host refuses
+    each gradient onto its owner, and appends to `model.exchanges` the `WeightExchange` that sends the new weights from
+    the owners. Frozen parameters (`placement.parameter.trainable` is False) have no such states: the host refuses
     a sharding that contains a frozen parameter.
 
     A strategy that runs the engine of another framework returns a sharding with an `engine`. It declines gradient
@@ -276,27 +276,15 @@ def build_loader(run: "Run", split: "Literal['train', 'validation']") -> "Loader
 def build_stepper(run: "Run", model: "Model", default: "DefaultStepper") -> "Stepper":
     """A stepper that replaces the host's `default`, which computes one micro batch after the other.
 
+    For a strategy that runs the whole model in another way, such as the engine of another framework. A strategy that
+    divides the model into stages states its stepper in `build_pipeline`; the host refuses a run with both.
+
     If your stepper changes only how gradients are computed, it passes `update` on to the default. Its backward pass
     begins with `default.loss_gradient(loss)`, which is the loss scale in fp16.
     """
 
 
-@at_most_one
-def build_relay(run: "Run", model: "Model", crossing: "Sequence[tuple[str, ...]]") -> "Relay":
-    """In a run that does not train: runs a model forward that `split_model` has divided into stages. Collective.
-
-    `crossing` names the activations that enter each chunk, which are those of the plan's inference units: they may
-    differ from those of training. The number of samples and of positions changes from call to call. The command that
-    runs the model calls it, and refuses a model that is divided into stages without it.
-    """
-
-
-# Every step.
-
-
-@all_plugins
-def parameters_updated(run: "Run") -> None:
-    """The optimizer has updated this rank's pieces: gather parameters, cast them, update buffers."""
+# Checkpoints.
 
 
 @all_plugins

@@ -9,7 +9,7 @@ import pytest
 import torch
 from mplug_testing.harness import tiny_config
 
-from mplug import Bucket, Engine, Piece, Sharding, UsageError, hookimpl
+from mplug import Bucket, Engine, Piece, Sharding, UsageError, WeightExchange, hookimpl
 from mplug.model.build import build_model, measure_bytes
 from mplug.model.engine import refuse_other_sums
 from mplug.run.prepare import prepare
@@ -43,7 +43,7 @@ class Flat:
             pieces.append(Piece(name, next(views), next(views), None, placement.parameter, placement))
         if (supplied := self.mistake(pieces)) is not None:
             model.supply(supplied)
-        model.when_written.append(self.write)
+        model.exchanges.append(WeightExchange(begin=self.write, wait=None))
 
     @torch.no_grad()
     def write(self) -> None:
@@ -101,6 +101,12 @@ def figures(plugin: object | None) -> list[tuple[float, float]]:
 def test_an_engine_that_declines_sinks_gives_the_steps_of_the_default_stepper() -> None:
     for own, expected in zip(figures(Flat()), figures(None), strict=True):
         assert own == pytest.approx(expected, rel=1e-10)
+
+
+def test_a_stepper_beside_that_of_a_pipeline_is_refused() -> None:
+    run = prepare(tiny_config({**SETTINGS, "parallel.layout": "pp2"}), {"host/engine": Flat()})
+    with pytest.raises(UsageError, match=r"parallel/pp runs the step of its stages .* host/engine replaces the step"):
+        build_model(run)
 
 
 def test_the_bytes_of_an_engine_are_those_that_it_states_and_the_optimizers() -> None:

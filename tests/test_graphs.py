@@ -16,7 +16,7 @@ from mplug_testing.recording import Operations
 from replayed import EXPERTS, GPT, STEPS, Seen, assert_equal, graphed, trained
 from torch import Tensor
 
-from mplug.contracts import StepScalars
+from mplug.contracts import StepScalars, WeightExchange
 from mplug.errors import RunError, UsageError
 from mplug.model import graphs as obstacles_of
 from mplug.model.build import build_model
@@ -133,11 +133,18 @@ def test_weights_that_a_step_exchanges_first_are_those_that_the_last_step_exchan
         assert_equal(deferred, eager)
 
 
-def test_a_strategy_that_does_not_wait_for_its_weights_is_refused() -> None:
+def test_a_recorded_step_begins_and_ends_every_exchange_of_weights() -> None:
+    calls: list[str] = []
     parts = build(tiny_run({}))
-    parts.model.when_written.append(lambda: None)
-    with pytest.raises(UsageError, match=r"appends to model\.when_written and not to model\.when_settled"):
-        graphed(parts)
+    parts.model.exchanges += [
+        WeightExchange(begin=lambda: calls.append("begin"), wait=lambda: calls.append("wait")),
+        WeightExchange(begin=lambda: calls.append("write"), wait=None),
+    ]
+    stepper, around = graphed(parts), parts.stepper.apply  # type: ignore[attr-defined]
+    parts.stepper.apply = lambda *given: (calls.append("update"), around(*given))[1]  # type: ignore[attr-defined]
+    stepper.forward_backward(parts.train_loader.take(8), 1)
+    stepper.update(1e-3, 0.0)
+    assert calls == ["begin", "write", "update", "wait"]
 
 
 def test_recordings_of_many_shapes_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -534,7 +534,7 @@ def test_workers_do_not_outlive_the_command_that_is_killed(folder: Path, options
 
 FALLS = """
 from pydantic import BaseModel, ConfigDict, Field
-from mplug import RunError, UsageError, hookimpl
+from mplug import RunError, UsageError, WeightExchange, hookimpl
 
 class Falls:
     class Config(BaseModel):
@@ -545,9 +545,12 @@ class Falls:
         self.error = {"ValueError": ValueError, "RunError": RunError, "UsageError": UsageError}[config.error]
 
     @hookimpl
-    def parameters_updated(self, run):
-        if run.rank == 1 and run.step == 2:
-            raise self.error("over the second step")
+    def wrap_model(self, run, model):
+        def fall():
+            if run.rank == 1 and run.step == 2:
+                raise self.error("over the second step")
+
+        model.exchanges.append(WeightExchange(begin=fall, wait=None))
 """
 
 

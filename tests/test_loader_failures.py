@@ -216,9 +216,9 @@ ACME = """
 class Acme:
     def step(self, *_):
         raise self.error
-    def parameters_updated(self):
+    def shard_model(self):
         self.step()
-    parameters_updated.mplug_impl = {}
+    shard_model.mplug_impl = {}
 """
 
 
@@ -237,7 +237,7 @@ def test_an_exception_of_a_plugin_is_attributed_to_it_by_its_traceback() -> None
         "optimizers/acme failed in step 7, in Acme.step (mplug_acme.py:4): TypeError: no; "
         "its traceback is in logs/rank0.log"
     )
-    assert "in the hook 'parameters_updated', in Acme.step" in blamed(TypeError("no"), plugin.parameters_updated)
+    assert "in the hook 'shard_model', in Acme.step" in blamed(TypeError("no"), plugin.shard_model)
     world = (torch.OutOfMemoryError("out"), torch.AcceleratorError("assert"), torch.distributed.DistNetworkError("no"))
     broken = map(RuntimeError, ("gloo/pair.cc: no", "NCCL error", "Connection reset by peer", "Broken pipe"))
     for error in (UsageError("u"), OSError(28, "full"), KeyboardInterrupt(), *world, *broken):
@@ -251,15 +251,15 @@ class Stepper:
     def run(self):
         raise TypeError("no")
 class Left:
-    def parameters_updated(self):
+    def shard_model(self):
         Stepper().run()
-    parameters_updated.mplug_impl = {}
+    shard_model.mplug_impl = {}
     def helper(self):
         Stepper().run()
 class Right(Left):
-    def parameters_updated(self):
+    def shard_model(self):
         Stepper().run()
-    parameters_updated.mplug_impl = {}
+    shard_model.mplug_impl = {}
 """
 
 
@@ -273,10 +273,10 @@ def test_of_two_plugins_of_a_package_the_one_that_ran_is_blamed_and_both_where_n
             call()
         return str(plugin_error(run.hooks, caught.value, "in step 7", "logs/rank0.log")).partition(", in ")[0]
 
-    assert blamed(left.parameters_updated) == "parallel/left failed in step 7"
-    assert blamed(right.parameters_updated) == "parallel/right failed in step 7"
+    assert blamed(left.shard_model) == "parallel/left failed in step 7"
+    assert blamed(right.shard_model) == "parallel/right failed in step 7"
     assert blamed(left.helper) == "parallel/left failed in step 7"
-    assert blamed(lambda: module.Left.parameters_updated(None)) == "parallel/left failed in step 7"
+    assert blamed(lambda: module.Left.shard_model(None)) == "parallel/left failed in step 7"
     assert blamed(module.Stepper().run) == "one of parallel/left and parallel/right failed in step 7"
 
 

@@ -125,8 +125,8 @@ class Sharding:
     weights only, and autograd gives every parameter an ordinary `.grad`. In `wrap_model`, the strategy calls
     `model.supply` with this rank's pieces: their masters are in the memory of the engine, their gradients have values
     during an update, their `weight` is None, and their placements are `Sharding.placed`. None of this memory may move.
-    A function in `model.when_written` writes the masters into the weights. Every trained parameter is in a bucket whose
-    `axes` are its `Placement.data_axes`, and the same plugin implements `build_stepper`.
+    A `WeightExchange` in `model.exchanges` writes the masters into the weights. Every trained parameter is in a bucket
+    whose `axes` are its `Placement.data_axes`, and the same plugin implements `build_stepper`.
     """
 
     buckets: tuple[Bucket, ...]

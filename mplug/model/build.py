@@ -95,7 +95,7 @@ def _refuse_transient_gradients(run: Run, model: Model) -> None:
     if model.sharding is None or not model.sharding.transient:
         return
     if model.stages.backward == "split" or len(model.own_chunks) > 1:
-        (label,), (pipeline,) = run.hooks.implementers("shard_states"), run.hooks.implementers("split_model")
+        (label,), (pipeline,) = run.hooks.implementers("shard_states"), run.hooks.implementers("build_pipeline")
         is_split = model.stages.backward == "split"
         reason = "weight gradients later" if is_split else "one chunk of a rank's units at a time"
         raise UsageError(
@@ -121,7 +121,9 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
     freeze(model, run.config)
     model.plan = replace(model.plan, work=model.work)
     model.recipe, model.base_modules = run.precision.recipe, choose_base_modules(run, model)
-    model.place(run.mesh, run.hooks.call.split_model(run=run, model=model))
+    model.pipeline = run.hooks.call.build_pipeline(run=run, model=model)
+    _refuse_two_steppers(run, model)
+    model.place(run.mesh, None if model.pipeline is None else model.pipeline.stages)
     refuse_mixing(run, model)
     model.passes = passes_of(model)
     model.keep_stage(run.mesh.index(run.rank, model.stages.axis))
@@ -133,6 +135,17 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
     drawing = drawing_plugin(run, model.slots)
     model.seeds = GeneratorSeeds(model.plan, run.mesh, run.rank, run.device, drawing)
     return model, selection
+
+
+def _refuse_two_steppers(run: Run, model: Model) -> None:
+    """Raise UsageError if a plugin replaces the stepper of a model that another has divided into stages."""
+    others = run.hooks.implementers("build_stepper")
+    if model.pipeline is not None and others:
+        (pipeline,) = run.hooks.implementers("build_pipeline")
+        raise UsageError(
+            f"{pipeline} runs the step of its stages ('build_pipeline'), and {listed(others)} replaces the step "
+            f"('build_stepper'); use only one of them"
+        )
 
 
 def _refuse_unused_entries(run: Run, model: Model) -> None:

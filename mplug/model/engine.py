@@ -18,7 +18,7 @@ def refuse_incomplete_engine(run: Run, model: Model) -> None:
     if model.engine is None or model.sharding is None:
         return
     (label,) = run.hooks.implementers("shard_states")
-    if label not in run.hooks.implementers("build_stepper"):
+    if label not in run.hooks.implementers("build_stepper" if model.pipeline is None else "build_pipeline"):
         raise UsageError(
             f"{label} declines gradient sinks (Sharding.engine), and has no stepper that computes gradients without "
             f"them; implement build_stepper in {label}"

@@ -16,7 +16,7 @@ HOOK = "captures"
 IN_A_STEP = (
     "build_model",
     "adapt_model",
-    "split_model",
+    "build_pipeline",
     "mesh_axes",
     "shard_model",
     "shard_states",
@@ -26,8 +26,6 @@ IN_A_STEP = (
 """Hooks whose results run in every step."""
 IN_FORWARD = ("build_model", "adapt_model", "mesh_axes", "shard_model")
 """Hooks whose results run in every forward pass."""
-AFTER_A_STEP = ("parameters_updated",)
-"""Hooks that the host calls after every step: they find what the replayed step has written."""
 
 
 def refuse_graphs(run: Run, model: Model) -> None:
@@ -45,11 +43,13 @@ def obstacles(run: Run, model: Model) -> list[str]:
     """The reasons, as clauses; empty if a graph can replay the steps."""
     if not run.device.startswith("cuda"):
         return ["the run is on the CPU"]
+    hooks = ("build_stepper",) if model.pipeline is None else ("build_pipeline", "build_stepper")
     steppers = [
-        f"{label} runs the step in an order of its own (the hook 'build_stepper')"
-        for label in run.hooks.implementers("build_stepper")
+        f"{label} runs the step in an order of its own (the hook '{hook}')"
+        for hook in hooks
+        for label in run.hooks.implementers(hook)
     ]
-    of_plugins = _of_plugins(run, model, (*IN_A_STEP, *AFTER_A_STEP))
+    of_plugins = _of_plugins(run, model, IN_A_STEP)
     return [*steppers, *of_plugins, *_of_draws(run, model), *_of_modules(run, model)]
 
 

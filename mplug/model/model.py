@@ -4,7 +4,7 @@ Each stage is a type that adds its fields to those of the stage before it. A fun
 type of this stage, and so cannot read what later stages add.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from mplug.gradients.sinks import Sinks
 from mplug.model.rank_part import RankPart
 
 if TYPE_CHECKING:
-    from mplug.contracts import Piece
+    from mplug.contracts import Piece, WeightExchange
 
 
 @dataclass
@@ -26,16 +26,14 @@ class Model(RankPart):
     The fields of this class are those of the last stage: the memory of this rank's part. `frozen` are its untrained
     parameters, as stored at rest. A plugin that moves the memory of one, or replaces it in the module, must keep its
     `data` pointing to the values. `shards` is the memory of a sharded optimizer state. A plugin that exchanges updated
-    weights between ranks appends to `when_written` a function that starts the exchange, and to `when_settled` one that
-    waits for it (on a GPU, lets the current stream wait). `master_dtype` is the dtype of the masters. `weights_version`
-    grows whenever pieces have new weights.
+    weights between ranks appends a `WeightExchange` to `exchanges`. `master_dtype` is the dtype of the masters.
+    `weights_version` grows whenever pieces have new weights.
     """
 
     shards: Shards | None = None
     frozen: dict[str, nn.Parameter] = field(default_factory=dict)
     master_dtype: torch.dtype = torch.float32
-    when_written: list[Callable[[], None]] = field(default_factory=list)
-    when_settled: list[Callable[[], None]] = field(default_factory=list)
+    exchanges: "list[WeightExchange]" = field(default_factory=list)
     weights_version: int = 0
     _sinks: Sinks | None = None
     _supplied: "tuple[Piece, ...] | None" = None
@@ -71,15 +69,16 @@ class Model(RankPart):
         return self._supplied
 
     def weights_written(self) -> None:
-        """Call the functions in `when_written`: this rank's pieces have new weights, and other ranks lack them."""
+        """Begin all `exchanges`: this rank's pieces have new weights, and other ranks lack them."""
         self.weights_version += 1
-        for begin in self.when_written:
-            begin()
+        for exchange in self.exchanges:
+            exchange.begin()
 
     def weights_settled(self) -> None:
-        """Call the functions in `when_settled`: wait for the exchanges that `weights_written` has started."""
-        for wait in self.when_settled:
-            wait()
+        """Wait for the exchanges that `weights_written` has begun."""
+        for exchange in self.exchanges:
+            if exchange.wait is not None:
+                exchange.wait()
 
     def trained_in(self, chunk: int) -> tuple[str, ...]:
         """The names of the trained parameters in a chunk of this rank."""

@@ -18,6 +18,7 @@ from mplug.ops.exchanges import Item, in_order
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from mplug.contracts import Pipeline
     from mplug.layout.mesh import Mesh
     from mplug.model.mixing_statement import Statement
     from mplug.model.passes import Passes
@@ -28,13 +29,15 @@ if TYPE_CHECKING:
 class Placed(Built):
     """A model whose parameters, buffers and units have their places on all ranks; these are equal on every rank.
 
-    `passes` describes the passes that a step of the whole model computes, `mixing` what its modules mix. `sharding`
-    maps each part of a sharded optimizer state to the rank that owns it.
+    `pipeline` says how ranks run the `stages`, if a strategy has made some. `passes` describes the passes that a step
+    of the whole model computes, `mixing` what its modules mix. `sharding` maps each part of a sharded optimizer state
+    to the rank that owns it.
     """
 
     placements: dict[str, Placement] = field(default_factory=dict)
     buffer_placements: dict[str, Placement] = field(default_factory=dict)
     stages: Stages = field(default=Stages("", ()))
+    pipeline: "Pipeline | None" = None
     sharding: Sharding | None = None
     passes: "Passes | None" = None
     mixing: "tuple[Statement, ...]" = ()

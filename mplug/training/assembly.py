@@ -81,10 +81,16 @@ def build(run: Run) -> Parts:
         optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
     refuse_unsavable(run, optimizer, pieces)
     default = DefaultStepper(run, model, pieces, optimizer)
-    stepper: Stepper | None = run.hooks.call.build_stepper(run=run, model=model, default=default)
-    if trainer.graphs:
-        stepper = GraphedStepper(default)
+    stepper = GraphedStepper(default) if trainer.graphs else _own_stepper(run, model, default)
     return Parts(model, pieces, optimizer, stepper or default, train_loader, validation_loader, default.loss_scale)
+
+
+def _own_stepper(run: Run, model: Model, default: DefaultStepper) -> Stepper | None:
+    """The stepper of the pipeline, or that of another strategy; None if no plugin has one."""
+    if model.pipeline is not None:
+        return model.pipeline.stepper(default)
+    stepper: Stepper | None = run.hooks.call.build_stepper(run=run, model=model, default=default)
+    return stepper
 
 
 def _refuse_other_stages(run: Run, model: Model) -> None:
@@ -104,7 +110,7 @@ def _refuse_other_stages(run: Run, model: Model) -> None:
     digests = run.gathered(digest.hexdigest())
     for rank, own in enumerate(digests):
         if own != digests[0]:
-            (label,) = run.hooks.implementers("split_model")
+            (label,) = run.hooks.implementers("build_pipeline")
             schedule = f", or its schedule '{stages.schedule}'," if stages.schedule else ""
             raise UsageError(
                 f"{label}{schedule} gives rank {rank} other stages or another order of actions than rank 0; their "

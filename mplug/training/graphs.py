@@ -81,11 +81,6 @@ class GraphedStepper:
         if recording is None:
             refuse_graphs(self.run, self.model)
             recording = partial(CudaGraph, torch.cuda.graph_pool_handle())
-        if len(self.model.when_settled) < len(self.model.when_written):
-            raise UsageError(
-                "a strategy appends to model.when_written and not to model.when_settled, so a CUDA graph cannot wait "
-                "for its exchange of weights; append the function that waits, or set trainer.graphs=false"
-            )
         self._recording = recording
         self._key = torch.zeros((), dtype=torch.int64, device=self.run.device)
         self._shapes: dict[tuple[Any, ...], Shape] = {}

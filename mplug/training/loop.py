@@ -241,7 +241,6 @@ def launch_step(run: Run, parts: Parts, samples: int, lr: float, decay: float) -
     micro_batches = parts.train_loader.take(samples)
     parts.stepper.forward_backward(micro_batches, run.step)
     result = parts.stepper.update(lr, decay)
-    run.hooks.call.parameters_updated(run=run)
     return result, micro_batches.wait_seconds
 
 

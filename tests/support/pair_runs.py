@@ -71,7 +71,6 @@ def _step(run: Run, parts: Parts, position: Position, trace: Trace) -> None:
     trace.gradients[run.step] = {piece.name: _boxes(run, piece.gradient, piece.placement) for piece in parts.pieces}
     lr = learning_rate(run.step, config.optimizer.lr, config.schedule, config.trainer.steps)
     result = parts.stepper.update(lr, config.optimizer.weight_decay)
-    run.hooks.call.parameters_updated(run=run)
     position.samples += config.trainer.global_batch_size
     trace.losses[run.step], trace.norms[run.step] = float(result.loss), float(result.grad_norm)
     trace.statistics[run.step] = {name: value.double().clone() for name, value in result.statistics.items()}

@@ -179,7 +179,6 @@ def train_steps(
         trace.gradients.append(_owned(run, [(p.name, p.gradient, p.placement) for p in parts.pieces]))
         lr = learning_rate(step, config.optimizer.lr, config.schedule, config.trainer.steps)
         result = parts.stepper.update(lr, config.optimizer.weight_decay)
-        run.hooks.call.parameters_updated(run=run)
         trace.losses.append(float(result.loss))
         trace.norms.append(float(result.grad_norm))
         trace.statistics.append({name: value.clone() for name, value in result.statistics.items()})

@@ -348,12 +348,15 @@ class ParallelSuite(PluginSuite):
         require(not found, f"{where} kernels that draw random numbers themselves draw {found}")
 
     def test_stages_sample_the_texts_of_one_process(self) -> None:
-        """If the strategy runs stages forward (`build_relay`): with caches, and prompts of different lengths."""
+        """If the strategy runs stages forward (`Pipeline.relay`): with caches, and prompts of different lengths."""
         from mplug_testing.sampled import sampling_fault
 
-        if "build_relay" not in implemented(installed_plugins().load(self.entry())):
+        settings, relay = self.at(self.alone()[0]), None
+        if "build_pipeline" in implemented(installed_plugins().load(self.entry())):
+            _, model = layouts.ranks_of(settings)[0]
+            relay = model.pipeline and model.pipeline.relay
+        if relay is None:
             raise SkipTest(f"'{self.plugin}' divides no model into stages that sample")
-        settings = self.at(self.alone()[0])
         found = sampling_fault(layouts.prepared(settings).mesh.world_size, settings)
         require(not found, f"under layout '{settings['parallel.layout']}', {found}")
 

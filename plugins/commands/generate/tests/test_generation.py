@@ -13,7 +13,7 @@ from mplug_testing import Fault, run_workers
 from mplug_testing.cached import require_exact_cache
 from sampled import CONTEXT, FAMILIES, PROMPTS, SHAPE, TOKENS, built, texts
 
-from mplug.errors import UsageError
+from mplug import UsageError, hookimpl
 
 
 def recomputed(sampler: Sampler, prompts: list[list[int]], context: int = CONTEXT) -> list[list[int]]:
@@ -290,7 +290,9 @@ def test_a_layout_that_cannot_sample_is_refused_with_the_reason(layout: str, sen
 def test_stages_of_a_strategy_that_cannot_run_them_forward_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from mplug_pp import PipelineParallel
 
-    monkeypatch.delattr(PipelineParallel, "build_relay")
+    build = PipelineParallel.build_pipeline
+    without = hookimpl(lambda self, run, model: replace(build(self, run, model), relay=None))
+    monkeypatch.setattr(PipelineParallel, "build_pipeline", without)
     sentence = r"parallel/pp divides the model into stages \(pp=2\), and does not run them forward for sampling"
     with pytest.raises(UsageError, match=sentence):
         built({**FAMILIES["llama"], "parallel.layout": "pp2"})

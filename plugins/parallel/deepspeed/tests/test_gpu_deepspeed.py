@@ -58,7 +58,6 @@ def trained_in_turn(every: list[dict[str, Any]]) -> list[tuple[list[float], list
             parts.stepper.forward_backward(parts.train_loader.take(config.trainer.global_batch_size), step)
             lr = learning_rate(step, config.optimizer.lr, config.schedule, STEPS)
             result = parts.stepper.update(lr, config.optimizer.weight_decay)
-            run.hooks.call.parameters_updated(run=run)
             losses.append(float(result.loss))
             norms.append(float(result.grad_norm))
         run.hooks.observe("run_finished", run=run)

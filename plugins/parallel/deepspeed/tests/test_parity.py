@@ -44,7 +44,6 @@ def trained(settings: dict[str, Any]) -> dict[str, Any]:
         parts.stepper.forward_backward(batches, step)
         lr = learning_rate(step, config.optimizer.lr, config.schedule, STEPS)
         result = parts.stepper.update(lr, config.optimizer.weight_decay)
-        run.hooks.call.parameters_updated(run=run)
         found["losses"].append(float(result.loss))
         found["norms"].append(float(result.grad_norm))
         found["skipped"].append(float(result.skipped))

@@ -59,7 +59,7 @@ class Ranks(Alone):
         self.of_batch = run.group(*(axis.name for axis in mesh.views["dense"] if "batch" in axis.entries))
         self.vocab_size, splitting = _split_vocabulary(sampler.model)
         self.of_vocabulary = run.group(splitting) if splitting else None
-        self.divided = divided(run, sampler.model)
+        self.divided = divided(sampler.model)
 
     def whole_vocabulary(self, logits: Tensor) -> Tensor:
         """This rank's logits [b, V / R] -> [b, V]; the last ranks' rows of a padded vocabulary are removed."""

@@ -151,10 +151,10 @@ def _refuse_unable(run: Run, model: Model) -> None:
 def _refuse_stages_and_parts(run: Run, model: Model) -> None:
     """Raise UsageError if stages cannot run forward, or if the layout stores parts of weights."""
     axis = run.mesh.axes.get(model.stages.axis)
-    if axis is not None and axis.size > 1 and not run.hooks.implementers("build_relay"):
+    if axis is not None and axis.size > 1 and (model.pipeline is None or model.pipeline.relay is None):
         raise UsageError(
             f"{owners_of_axes(run).get(axis.name, 'the layout')} divides the model into stages "
-            f"({axis.name}={axis.size}), and does not run them forward for sampling (the hook build_relay); use a "
+            f"({axis.name}={axis.size}), and does not run them forward for sampling (Pipeline.relay); use a "
             f"layout without it, such as tensor parallelism"
         )
     for name, placement in model.placements.items():

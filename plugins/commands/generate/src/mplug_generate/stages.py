@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mplug import Model, Relay, Run, Unit, UsageError
+from mplug import Model, Relay, Unit, UsageError
 from mplug.commands import AS_THEY_ARE, Instead, modules_around, run_units
 
 RunUnits = Callable[[Sequence[Unit], Mapping[str, Tensor]], Mapping[str, Tensor]]
@@ -60,13 +60,15 @@ class DividedModel:
         return self.relay(entries, compute, torch.empty(len(tokens), dtype=torch.int64, device=tokens.device))
 
 
-def divided(run: Run, model: Model) -> DividedModel | None:
+def divided(model: Model) -> DividedModel | None:
     """How ranks run the model together, if it is divided into several chunks. Collective."""
     if len(model.stages.units) == 1:
         return None
+    assert model.pipeline is not None
+    assert model.pipeline.relay is not None  # else the sampler has refused the run
     units = _divided(model)
     crossing = tuple(_entering(units, chunk) for chunk in range(len(units)))
-    return DividedModel(run.hooks.call.build_relay(run=run, model=model, crossing=crossing), units, crossing)
+    return DividedModel(model.pipeline.relay(crossing), units, crossing)
 
 
 def _divided(model: Model) -> tuple[tuple[Unit, ...], ...]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mplug import WeightExchange
 from mplug_deepspeed.files import StatesInFiles, move_weights
 from mplug_deepspeed.partitions import Partitions
 
@@ -139,7 +140,7 @@ def start(run: "Run", model: "Model", settings: "Settings") -> Running:
     partitions = Partitions(run, model, engine.optimizer, settings.stage)
     model.supply(partitions.pieces)
     model.sinks.reduced_over.update(axes)
-    model.when_written.append(partitions.write_weights)
+    model.exchanges.append(WeightExchange(begin=partitions.write_weights, wait=None))
 
     def run_units(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         units.entries = batch

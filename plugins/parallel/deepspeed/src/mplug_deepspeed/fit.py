@@ -29,7 +29,7 @@ def refuse_rivals(config: "RunConfig") -> None:
         name = chosen.label.rpartition("/")[2]
         if chosen.label == f"parallel/{AXIS}":
             continue
-        if hasattr(chosen.plugin, "split_model"):
+        if hasattr(chosen.plugin, "build_pipeline"):
             raise UsageError(
                 f"layout '{config.parallel.layout}': {chosen.label} runs parts of the model in a schedule of its own, "
                 f"and the engine of parallel/{AXIS} runs the whole model; use a layout without '{name}' or without "

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mplug import GatheredCopies, GatheredPlacement, gathered_copies, ops, rounding_of_sums
+from mplug import GatheredCopies, GatheredPlacement, WeightExchange, gathered_copies, ops, rounding_of_sums
 from mplug_fsdp.copies import Place, Rows
 from mplug_fsdp.gathered import Formats, Gathered, Lane
 
@@ -48,7 +48,7 @@ def shard_units(run: "Run", model: "Model", group: "ProcessGroup", config: "FSDP
         if name in order:
             part = model.module.get_submodule(name)
             setattr(part, method, schedule.around(getattr(part, method), [*order].index(name)))
-    model.when_written.append(schedule.forget)
+    model.exchanges.append(WeightExchange(begin=schedule.forget, wait=None))
 
 
 def _formats(run: "Run", config: "FSDPConfig", is_last_alone: bool) -> Formats:

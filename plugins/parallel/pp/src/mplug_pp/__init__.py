@@ -1,16 +1,15 @@
 """Pipeline parallelism: splits a model's units into chunks and runs each rank's chunks by a table of actions."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
-from mplug import MAY_CHANGE, Axis, Shape, Stages, Table, UsageError, find_schedule, hookimpl, proven_table
+from mplug import MAY_CHANGE, Axis, Pipeline, Shape, Stages, Table, UsageError, find_schedule, hookimpl, proven_table
 from mplug_pp.stages import Split, divide
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from mplug import DefaultStepper, Model, Relay, Run, RunConfig, Stepper
+    from mplug import Model, Run, RunConfig
 
 
 class PipelineParallel:
@@ -69,7 +68,15 @@ class PipelineParallel:
         return [Axis("pp", config.parallel.degrees["pp"], activations=("units",), distance=100, views=views)]
 
     @hookimpl
-    def split_model(self, run: "Run", model: "Model") -> Stages:
+    def build_pipeline(self, run: "Run", model: "Model") -> Pipeline:
+        """The stages, the stepper that follows the schedule's table, and the relay that follows its forward half."""
+        from mplug_pp.relay import ForwardRelay  # imports torch
+        from mplug_pp.runtime import PipelineStepper
+
+        stages = self._stages(run, model)
+        return Pipeline(stages, stepper=partial(PipelineStepper, run, model), relay=partial(ForwardRelay, run, model))
+
+    def _stages(self, run: "Run", model: "Model") -> Stages:
         """Split the units into contiguous chunks, after a proof of the tables of all steps.
 
         Sampling has a table for one micro batch: all samples that the rank computes together.
@@ -94,17 +101,3 @@ class PipelineParallel:
         units = divide(model, size, split, chunks, run.config.trainer.seq_length, field)
         backward: Literal["whole", "split"] = "split" if any(one.splits_backward for one in tables) else "whole"
         return Stages("pp", units, backward, tables[0].ranks, self.config.schedule, table)
-
-    @hookimpl
-    def build_stepper(self, run: "Run", model: "Model", default: "DefaultStepper") -> "Stepper":
-        """A stepper that follows the schedule's table."""
-        from mplug_pp.runtime import PipelineStepper
-
-        return PipelineStepper(run, model, default)
-
-    @hookimpl
-    def build_relay(self, run: "Run", model: "Model", crossing: "Sequence[tuple[str, ...]]") -> "Relay":
-        """A relay that follows the forward half of the schedule's table."""
-        from mplug_pp.relay import ForwardRelay
-
-        return ForwardRelay(run, model, crossing)

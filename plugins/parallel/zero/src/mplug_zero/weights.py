@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mplug import Model, Shard
+from mplug import Model, Shard, WeightExchange
 from mplug.ops.transfers import copying_from, joining_parts
 from mplug_zero.groups import Axes, Pair, exchange_of, group_of
 
@@ -19,8 +19,7 @@ class Weights:
         ]
         self.under_way: dict[int, list[Any]] = {}
         self.at_once: tuple[int, ...] = ()
-        model.when_written.append(self.gather)
-        model.when_settled.append(self.settle)
+        model.exchanges.append(WeightExchange(begin=self.gather, wait=self.settle))
         if overlap:
             self._let_units_wait(model)
 

@@ -1,0 +1,84 @@
+"""What `mplug plugins new` writes, compared with the docs: each page explains the names that its kind's template uses.
+
+`test_scaffold.py` installs and runs what the templates become.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import mplug_testing
+import pytest
+
+from mplug.registry.scaffold import SUMMARIES, describe, write
+from mplug.registry.specification import CONSTANTS, SPECIFICATIONS
+
+DOCS = Path(__file__).parent.parent / "docs"
+SHARED = ("plugins-tutorial.md", "plugins.md", "refusing.md", "testing-under-layouts.md")
+"""Pages for all kinds."""
+OF_KIND = {
+    "models": "writing-a-model.md",
+    "parallel": "writing-a-strategy.md",
+    "kernels": "kernels.md",
+    "precisions": "precision.md",
+    "tokenizers": "tokenizers.md",
+    "memory": "memory.md",
+    "adapters": "adapters.md",
+}
+"""The pages of single kinds; plugins.md explains the others."""
+
+
+def modules(folder: Path, kind: str) -> list[ast.Module]:
+    """The modules of a new plugin of a kind."""
+    write(describe(kind, f"{kind}-tried"), folder)
+    return [ast.parse(path.read_text(encoding="utf-8")) for path in (folder / "src").rglob("*.py")]
+
+
+def imported(module: ast.Module) -> set[str]:
+    """The names that a module imports from mplug's packages."""
+    imports = [node for node in ast.walk(module) if isinstance(node, ast.ImportFrom)]
+    ours = [node for node in imports if (node.module or "").partition(".")[0] in ("mplug", "mplug_nn", "mplug_testing")]
+    return {alias.name for node in ours for alias in node.names}
+
+
+def methods(module: ast.Module) -> Iterator[ast.FunctionDef]:
+    """The functions of a module that implement hooks."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef) and "hookimpl" in map(ast.unparse, node.decorator_list):
+            yield node
+
+
+@pytest.mark.parametrize("kind", SUMMARIES)
+def test_the_docs_explain_every_name_and_hook_of_a_template(tmp_path: Path, kind: str) -> None:
+    pages = "".join(
+        (DOCS / page).read_text(encoding="utf-8") for page in dict.fromkeys((*SHARED, OF_KIND.get(kind))) if page
+    )
+    used = [name for module in modules(tmp_path / "new", kind) for name in imported(module)]
+    used += [hook.name for module in modules(tmp_path / "again", kind) for hook in methods(module)]
+    assert used or kind == "commands"
+    assert [name for name in used if not re.search(rf"\b{name}\b", pages)] == []
+
+
+@pytest.mark.parametrize("kind", SUMMARIES)
+def test_a_template_has_the_short_forms_of_hooks(tmp_path: Path, kind: str) -> None:
+    """A constant answer is an attribute, and a method has no argument that it does not use."""
+    for module in modules(tmp_path / "new", kind):
+        for hook in methods(module):
+            assert hook.name in SPECIFICATIONS
+            given = {argument.arg for argument in hook.args.args[1:]}
+            used = {node.id for node in ast.walk(hook) if isinstance(node, ast.Name)}
+            assert given <= used, f"{hook.name} of {kind}"
+            assert given or hook.name not in CONSTANTS, f"{hook.name} of {kind}"
+
+
+@pytest.mark.parametrize("kind", SUMMARIES)
+def test_the_attributes_of_a_new_suite_are_those_of_the_suite(tmp_path: Path, kind: str) -> None:
+    write(describe(kind, f"{kind}-tried"), tmp_path / "new")
+    (path,) = (tmp_path / "new" / "tests").glob("test_*.py")
+    (suite,) = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
+    base = getattr(mplug_testing, ast.unparse(suite.bases[0]))
+    assert base.kind == kind
+    assigned = {ast.unparse(one.targets[0]) for one in suite.body if isinstance(one, ast.Assign)}
+    assert assigned - {"plugin", *dir(base)} == set()
+    assert "plugin" in assigned

@@ -18,7 +18,7 @@ from mplug_testing.harness import tiny_config
 
 from mplug import hookimpl
 from mplug.checkpoint import folder as checkpoint
-from mplug.checkpoint import opened, saver, together
+from mplug.checkpoint import opened, rank_exchanges, saver
 from mplug.checkpoint.folder import read_manifest
 from mplug.checkpoint.names import path_of
 from mplug.checkpoint.opened import Opened, open_together
@@ -98,8 +98,8 @@ def test_what_one_rank_cannot_read_is_raised_on_all_ranks(
         sent.append(number)
         return min(number, on_rank_1)
 
-    monkeypatch.setattr(together, "_least", beside_another)
-    monkeypatch.setattr(together, "from_rank", lambda _, rank, value: value if rank == 0 else "no answer")
+    monkeypatch.setattr(rank_exchanges, "_least", beside_another)
+    monkeypatch.setattr(rank_exchanges, "from_rank", lambda _, rank, value: value if rank == 0 else "no answer")
     with pytest.raises(RunError, match="rank 1: no answer"):
         READS[read](run, one)
     assert sent == [nothing]

@@ -29,7 +29,7 @@ from typing import Any
 from mplug_nn.specification import DOCUMENTS, STATIC_KEYS
 from torch import nn
 
-from mplug import Mesh, Model, Run, RunConfig, UsageError, hookimpl
+from mplug import Mesh, Model, Run, RunConfig, UsageError, hookimpl, slots_of
 from mplug.commands import (
     COMMAND,
     Selection,
@@ -197,7 +197,7 @@ def _attending(model: Model, own: set[str] | None = None) -> Iterator[Any]:
 
 
 def _attends(module: nn.Module) -> bool:
-    return CORE in getattr(type(module), "SLOTS", ())
+    return any(slot.name == CORE for slot in slots_of(module))
 
 
 def _reason_against(model: Model) -> str:

@@ -108,7 +108,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def modules_in_forks() -> Iterator[None]:
-    """The host's own subprocesses, such as `python -m mplug.model.alternatives`, are forks that have torch imported."""
+    """The subprocesses of the host (`python -m mplug.model.slots.alternatives`) are forks that have torch imported."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "run", forking_modules(subprocess.run))
         yield

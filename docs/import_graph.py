@@ -21,10 +21,9 @@ ORDER = (
     ("distributed", "ops"),
     ("registry",),
     ("config",),
-    ("contracts", "precisions", "slots"),
+    ("contracts", "precisions"),
     ("tensors",),
     ("layout",),
-    ("open_lists",),
     ("errors", "system"),
 )
 """The packages and files of `mplug`, top to bottom. An import never runs upwards."""

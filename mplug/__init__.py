@@ -113,31 +113,35 @@ if TYPE_CHECKING:
     from mplug.layout.work import Step as Step
     from mplug.layout.work import WeightProduct as WeightProduct
     from mplug.layout.work import Work as Work
-    from mplug.model.adapters import Adapters as Adapters
-    from mplug.model.adapters import Merge as Merge
-    from mplug.model.adapters import RowNorms as RowNorms
-    from mplug.model.adapters import row_norms as row_norms
-    from mplug.model.declaring import Declared as Declared
-    from mplug.model.declaring import declare as declare
-    from mplug.model.declaring import parameter as parameter
-    from mplug.model.description import Description as Description
-    from mplug.model.description import describe as describe
-    from mplug.model.description import flops_of as flops_of
-    from mplug.model.gathered_copies import GatheredCopies as GatheredCopies
-    from mplug.model.gathered_copies import gathered_copies as gathered_copies
-    from mplug.model.kernel import kernel as kernel
     from mplug.model.model import Model as Model
-    from mplug.model.offers import UNIT as UNIT
-    from mplug.model.offers import Offer as Offer
-    from mplug.model.offers import Site as Site
-    from mplug.model.offers import Wrap as Wrap
-    from mplug.model.slot_buffer import SlotBuffer as SlotBuffer
-    from mplug.model.weight_gradients import WeightGradients as WeightGradients
-    from mplug.open_lists import OpenList as OpenList
+    from mplug.model.plans.adapters import Adapters as Adapters
+    from mplug.model.plans.adapters import Merge as Merge
+    from mplug.model.plans.adapters import RowNorms as RowNorms
+    from mplug.model.plans.adapters import row_norms as row_norms
+    from mplug.model.plans.declaring import Declared as Declared
+    from mplug.model.plans.declaring import declare as declare
+    from mplug.model.plans.declaring import parameter as parameter
+    from mplug.model.plans.description import Description as Description
+    from mplug.model.plans.description import describe as describe
+    from mplug.model.plans.description import flops_of as flops_of
+    from mplug.model.products.gathered_copies import GatheredCopies as GatheredCopies
+    from mplug.model.products.gathered_copies import gathered_copies as gathered_copies
+    from mplug.model.products.weight_gradients import WeightGradients as WeightGradients
+    from mplug.model.slots.declaration import Slot as Slot
+    from mplug.model.slots.declaration import set_defaults as set_defaults
+    from mplug.model.slots.declaration import slots_named as slots_named
+    from mplug.model.slots.declaration import slots_of as slots_of
+    from mplug.model.slots.kernel import kernel as kernel
+    from mplug.model.slots.offers import UNIT as UNIT
+    from mplug.model.slots.offers import Offer as Offer
+    from mplug.model.slots.offers import Site as Site
+    from mplug.model.slots.offers import Wrap as Wrap
+    from mplug.model.slots.slot_buffer import SlotBuffer as SlotBuffer
     from mplug.precisions.dtypes import FORMATS as FORMATS
     from mplug.precisions.precision import Precision as Precision
     from mplug.precisions.precision import Recipe as Recipe
     from mplug.precisions.precision import rounding_of_sums as rounding_of_sums
+    from mplug.registry.open_lists import OpenList as OpenList
     from mplug.registry.schedules import find_schedule as find_schedule
     from mplug.registry.schedules import proven_table as proven_table
     from mplug.registry.specification import hookimpl as hookimpl
@@ -151,10 +155,6 @@ if TYPE_CHECKING:
     from mplug.run.metrics_file import read_records as read_records
     from mplug.run.run import Run as Run
     from mplug.run.toolchain import triton_builds as triton_builds
-    from mplug.slots import Slot as Slot
-    from mplug.slots import set_defaults as set_defaults
-    from mplug.slots import slots_named as slots_named
-    from mplug.slots import slots_of as slots_of
     from mplug.system.files import sync_file as sync_file
     from mplug.system.files import sync_path as sync_path
     from mplug.system.files import write_whole as write_whole
@@ -228,16 +228,16 @@ publish(
         "mplug.layout.plan": ("Buffer", "Init", "Parameter", "Plan", "Segment", "Shift", "Stages", "Unit"),
         "mplug.layout.ranks": ("Grouping", "Ranks"),
         "mplug.layout.work": ("ActivationProduct", "Branches", "Flops", "Step", "WeightProduct", "Work"),
-        "mplug.model.adapters": ("Adapters", "Merge", "RowNorms", "row_norms"),
-        "mplug.model.declaring": ("Declared", "declare", "parameter"),
-        "mplug.model.description": ("Description", "describe", "flops_of"),
-        "mplug.model.gathered_copies": ("GatheredCopies", "gathered_copies"),
-        "mplug.model.kernel": ("kernel",),
+        "mplug.model.plans.adapters": ("Adapters", "Merge", "RowNorms", "row_norms"),
+        "mplug.model.plans.declaring": ("Declared", "declare", "parameter"),
+        "mplug.model.plans.description": ("Description", "describe", "flops_of"),
+        "mplug.model.products.gathered_copies": ("GatheredCopies", "gathered_copies"),
+        "mplug.model.slots.kernel": ("kernel",),
         "mplug.model.model": ("Model",),
-        "mplug.model.offers": ("Offer", "Site", "UNIT", "Wrap"),
-        "mplug.model.slot_buffer": ("SlotBuffer",),
-        "mplug.model.weight_gradients": ("WeightGradients",),
-        "mplug.open_lists": ("OpenList",),
+        "mplug.model.slots.offers": ("Offer", "Site", "UNIT", "Wrap"),
+        "mplug.model.slots.slot_buffer": ("SlotBuffer",),
+        "mplug.model.products.weight_gradients": ("WeightGradients",),
+        "mplug.registry.open_lists": ("OpenList",),
         "mplug.precisions.dtypes": ("FORMATS",),
         "mplug.precisions.precision": ("Precision", "Recipe", "rounding_of_sums"),
         "mplug.registry.schedules": ("find_schedule", "proven_table"),
@@ -253,7 +253,7 @@ publish(
         "mplug.run.metrics_file": ("read_records",),
         "mplug.run.run": ("Run",),
         "mplug.run.toolchain": ("triton_builds",),
-        "mplug.slots": ("Slot", "set_defaults", "slots_named", "slots_of"),
+        "mplug.model.slots.declaration": ("Slot", "set_defaults", "slots_named", "slots_of"),
         "mplug.system.files": ("sync_file", "sync_path", "write_whole"),
         "mplug.tensors.supplier": ("Statements", "Supplier", "statements_of"),
         "mplug.training.map_loader": ("MapLoader",),

@@ -45,17 +45,17 @@ if TYPE_CHECKING:
     from mplug.model.build import build_model as build_model
     from mplug.model.build import choose_device as choose_device
     from mplug.model.build import measure_bytes as measure_bytes
-    from mplug.model.compilation import compiled_graphs as compiled_graphs
-    from mplug.model.compilation import compiled_units as compiled_units
-    from mplug.model.compilation import compiler_of as compiler_of
-    from mplug.model.cuda_graph import CudaGraph as CudaGraph
-    from mplug.model.cuda_graph import Recording as Recording
-    from mplug.model.cuda_graph import use_own_stream as use_own_stream
-    from mplug.model.graphs import forward_obstacles as forward_obstacles
+    from mplug.model.compiled.compilation import compiled_graphs as compiled_graphs
+    from mplug.model.compiled.compilation import compiled_units as compiled_units
+    from mplug.model.compiled.compilation import compiler_of as compiler_of
+    from mplug.model.compiled.cuda_graph import CudaGraph as CudaGraph
+    from mplug.model.compiled.cuda_graph import Recording as Recording
+    from mplug.model.compiled.cuda_graph import use_own_stream as use_own_stream
+    from mplug.model.compiled.graphs import forward_obstacles as forward_obstacles
     from mplug.model.mixing import covers as covers
     from mplug.model.mixing import statements as statements
-    from mplug.model.selection import Selection as Selection
-    from mplug.model.selection import offered_in_plain_torch as offered_in_plain_torch
+    from mplug.model.slots.selection import Selection as Selection
+    from mplug.model.slots.selection import offered_in_plain_torch as offered_in_plain_torch
     from mplug.model.units import AS_THEY_ARE as AS_THEY_ARE
     from mplug.model.units import Instead as Instead
     from mplug.model.units import run_units as run_units
@@ -99,11 +99,11 @@ publish(
         "mplug.errors": ("listed",),
         "mplug.layout.names": ("modules_around",),
         "mplug.model.build": ("allocate_parts", "build_model", "choose_device", "measure_bytes"),
-        "mplug.model.compilation": ("compiled_graphs", "compiled_units", "compiler_of"),
-        "mplug.model.cuda_graph": ("CudaGraph", "Recording", "use_own_stream"),
-        "mplug.model.graphs": ("forward_obstacles",),
+        "mplug.model.compiled.compilation": ("compiled_graphs", "compiled_units", "compiler_of"),
+        "mplug.model.compiled.cuda_graph": ("CudaGraph", "Recording", "use_own_stream"),
+        "mplug.model.compiled.graphs": ("forward_obstacles",),
         "mplug.model.mixing": ("covers", "statements"),
-        "mplug.model.selection": ("Selection", "offered_in_plain_torch"),
+        "mplug.model.slots.selection": ("Selection", "offered_in_plain_torch"),
         "mplug.model.units": ("AS_THEY_ARE", "Instead", "run_units"),
         "mplug.registry.blame": ("cause_of", "failed_part"),
         "mplug.registry.entry_points": ("Registry",),

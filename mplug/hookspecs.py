@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from mplug.layout.mesh import Axis
     from mplug.layout.ownership import Sharding
     from mplug.model.model import Model
-    from mplug.model.offers import Offer, Wrap
-    from mplug.model.selection import Selection
+    from mplug.model.slots.offers import Offer, Wrap
+    from mplug.model.slots.selection import Selection
     from mplug.precisions.precision import Precision
     from mplug.run.run import Run
     from mplug.training.stepper import DefaultStepper

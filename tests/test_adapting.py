@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from mplug import Adapters, Declared, ExternalNames, Flops, Init, Mesh, Model, Parameter, UsageError, declare
 from mplug.checkpoint.adapter_files import refuse_other_adapters, unpublished
-from mplug.model.adapting import adapt
 from mplug.model.build import build_model
-from mplug.model.fill import sites
+from mplug.model.plans.adapting import adapt
+from mplug.model.slots.fill import sites
 
 LORA: dict[str, Any] = {"adapters.lora.rank": 3, "model.num_layers": 2}
 

@@ -12,8 +12,8 @@ from mplug_testing.harness import tiny_run
 from torch import Tensor
 
 from mplug import UsageError
-from mplug.model import alternatives
 from mplug.model.build import build_model, unmet_reasons
+from mplug.model.slots import alternatives
 
 PACKAGE = "nova-linear"
 MODULE = runpy.run_path(str(Path(__file__).parent / "third_party" / PACKAGE / "tests" / "test_linear.py"))

@@ -81,7 +81,7 @@ def kept_by_a_block() -> float:
     from mplug_testing.harness import tiny_run
     from torch.autograd.graph import saved_tensors_hooks
 
-    from mplug.model.compilation import compile_units
+    from mplug.model.compiled.compilation import compile_units
     from mplug.training.assembly import build
 
     warnings.simplefilter("ignore")
@@ -121,7 +121,7 @@ def units_of_many_shapes() -> int:
     """
     from mplug_testing.harness import tiny_run
 
-    from mplug.model.compilation import compiled_graphs
+    from mplug.model.compiled.compilation import compiled_graphs
     from mplug.training.assembly import build
 
     warnings.simplefilter("ignore")
@@ -247,7 +247,7 @@ def gradients() -> Gradients:
     """For each function: the gradient of an eager unit, and that of a compiled unit or the error of compiling it."""
     from mplug_nn import fake, operator
 
-    from mplug.model.compilation import compile_units
+    from mplug.model.compiled.compilation import compile_units
 
     warnings.simplefilter("ignore")  # torch's own, as it traces
     aliasing = operator("mplug_tests::returned")(returned)
@@ -292,7 +292,7 @@ def test_auto_leaves_units_eager_where_nothing_can_build_kernels(
     from mplug_testing.harness import tiny_run
 
     from mplug import UsageError
-    from mplug.model.compilation import compiler_of
+    from mplug.model.compiled.compilation import compiler_of
 
     wanted = {name: tiny_run({"trainer.compile": name}) for name in ("auto", "inductor", "never")}
     for run in wanted.values():

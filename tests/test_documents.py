@@ -17,8 +17,8 @@ from torch import Tensor
 from mplug import Site, UsageError
 from mplug.model.build import build_model
 from mplug.model.model import Model
-from mplug.model.offers import PLAIN, Offer, Wrap
-from mplug.model.selection import select
+from mplug.model.slots.offers import PLAIN, Offer, Wrap
+from mplug.model.slots.selection import select
 from mplug.training.assembly import build
 
 PACKED = {"data.documents": 3, "kernels.default": None}

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mplug.config.sources import read_assignments
 from mplug.model.build import build_model
-from mplug.model.fill import sites
 from mplug.model.memory import allocate
+from mplug.model.slots.fill import sites
 
 B, S = 2, 16
 SPARSE: dict[str, Any] = {**tiny_models.EXPERTS, "model.num_shared_experts": 1, "model.shared_expert_gate": True}

@@ -17,7 +17,7 @@ from mplug_fsdp.copies import Place, Rows, UnitCopies
 from mplug_fsdp.gathered import Formats, Gathered, Lane
 from mplug_nn import GatheredForm, Linear, Narrow, Operand, Product, Sink
 from mplug_testing import run_workers
-from mplug_testing.gathered_trials import gathered_fault, gathered_forms
+from mplug_testing.gathered_copy_checks import gathered_fault, gathered_forms
 from mplug_testing.harness import Trace, tiny_run, train_steps
 from torch import Tensor, nn
 

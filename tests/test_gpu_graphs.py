@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from mplug import hookimpl
 from mplug.errors import RunError
-from mplug.model.graphs import obstacles
+from mplug.model.compiled.graphs import obstacles
 from mplug.run.prepare import prepare
 from mplug.training.assembly import Parts, build
 from mplug.training.loop import train

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from mplug.contracts import StepScalars, WeightExchange
 from mplug.errors import RunError, UsageError
-from mplug.model import graphs as obstacles_of
 from mplug.model.build import build_model
+from mplug.model.compiled import graphs as obstacles_of
 from mplug.training import graphs
 from mplug.training.assembly import Parts, build
 

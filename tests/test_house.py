@@ -90,9 +90,9 @@ def test_the_host_imports_no_building_block() -> None:
 FOREIGN_WORDS = ("attention", "expert", "image", "fp8")
 OF_SLOTS = "slots become open: the blocks name them"
 FOREIGN_WORDS_PENDING = {
-    "mplug/model/offers.py": OF_SLOTS,
-    "mplug/model/slot_placement.py": OF_SLOTS,
-    "mplug/model/weight_gradients.py": OF_SLOTS,
+    "mplug/model/slots/offers.py": OF_SLOTS,
+    "mplug/model/slots/slot_placement.py": OF_SLOTS,
+    "mplug/model/products/weight_gradients.py": OF_SLOTS,
     "mplug/registry/scaffold.py": "the template of a kernel plugin is a core of attention",
 }
 """Files of the host that speak of what only plugins know, and why."""

@@ -12,7 +12,7 @@ from mplug_nn import SLOTS, Attention, AttentionInputs, AttentionSpec, scaled_do
 from torch import Tensor
 
 from mplug import Offer, Site, kernel
-from mplug.model.kernel import Kernel
+from mplug.model.slots.kernel import Kernel
 
 DOCS = Path(__file__).parent.parent / "docs"
 

@@ -12,7 +12,7 @@ from mplug_testing.harness import in_fp64, tiny_run
 from torch import Tensor
 
 from mplug.gradients.sinks import GradientSink
-from mplug.model.weight_gradients import Postponed, WeightGradients
+from mplug.model.products.weight_gradients import Postponed, WeightGradients
 from mplug.tensors.delayed import Taps, bits_of
 
 Plant = Callable[..., None]

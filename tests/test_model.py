@@ -34,9 +34,9 @@ from mplug.config.sources import read_assignments
 from mplug.layout.names import role_of
 from mplug.model import memory as model_module
 from mplug.model.build import build_model, measure_bytes
-from mplug.model.fill import fill_slots, select_offers, sites
 from mplug.model.memory import allocate, initialize
-from mplug.model.selection import Selection, select
+from mplug.model.slots.fill import fill_slots, select_offers, sites
+from mplug.model.slots.selection import Selection, select
 from mplug.model.units import run_units
 from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve

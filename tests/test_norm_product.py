@@ -10,20 +10,20 @@ import torch
 from mplug_nn import MLP, Attention, Boundary, Collective, DenseBlock, Inputs, Linear, Narrow, Norm, Projected, Prologue
 from mplug_nn.prologue import ACTIVATION_PRODUCT, FUSED_SLOTS, NORM_PRODUCT, apply_fused
 from mplug_testing import run_workers
-from mplug_testing.buffer_trials import BufferTrial
+from mplug_testing.delayed_gradient_checks import later_fault
 from mplug_testing.fused import composed
 from mplug_testing.harness import difference, tiny_run, train_steps
+from mplug_testing.kernel_buffer_checks import BufferTrial
 from mplug_testing.kernel_buffers import BufferChecks
-from mplug_testing.later_trials import later_fault
 from tiny_models import MIXTRAL
 from torch import Tensor, nn
 
 from mplug import Offer, Run, UsageError
 from mplug.config.binding import Kernels
 from mplug.model.build import build_model
-from mplug.model.fill import sites
-from mplug.model.selection import select
-from mplug.slots import fusibles
+from mplug.model.slots.declaration import fusibles
+from mplug.model.slots.fill import sites
+from mplug.model.slots.selection import select
 from mplug.tensors.sink import Weights
 from mplug.tensors.slot_buffers import hold
 

@@ -30,14 +30,14 @@ from mplug_nn.parts import PLAIN_PARTS
 from mplug_nn.specification import KNOWN
 from mplug_testing import Fault
 from mplug_testing.kernel_cases.attention import attention_cases
+from mplug_testing.kernel_checks import Trial
 from mplug_testing.kernel_packed_heads import PackedHeadsChecks
-from mplug_testing.trials import Trial
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 from mplug import Offer
-from mplug.model.tracer import prepare_compiler
+from mplug.model.compiled.tracer import prepare_compiler
 
 B, S, H, G, K, D = 2, 7, 4, 2, 8, 24
 

@@ -21,7 +21,7 @@ from mplug.errors import UsageError
 from mplug.layout.plan import Plan, Unit
 from mplug.layout.work import Flops
 from mplug.model.build import build_model
-from mplug.model.recipe import default_base_modules
+from mplug.model.slots.recipe import default_base_modules
 from mplug.precisions.precision import Precision, Recipe, rounding_of_sums
 from mplug.registry.entry_points import BrokenPlugin, Registry
 from mplug.training.assembly import build

@@ -22,18 +22,18 @@ from mplug_nn import (
     add_product,
 )
 from mplug_testing import run_workers
-from mplug_testing.buffer_trials import BufferTrial
-from mplug_testing.gathered_trials import gathered_fault, gathered_forms
+from mplug_testing.delayed_gradient_checks import later_fault
+from mplug_testing.gathered_copy_checks import gathered_fault, gathered_forms
 from mplug_testing.harness import difference, tiny_run, train_steps
-from mplug_testing.later_trials import later_fault
+from mplug_testing.kernel_buffer_checks import BufferTrial
 from torch import Tensor
 
 from mplug import Offer, Site, UsageError
 from mplug.config.binding import Kernels
 from mplug.model.build import build_model
-from mplug.model.casts import keep_casts
-from mplug.model.offers import Filled
-from mplug.model.selection import select
+from mplug.model.products.casts import keep_casts
+from mplug.model.slots.offers import Filled
+from mplug.model.slots.selection import select
 from mplug.tensors.slot_buffers import hold
 
 Plant = Callable[..., None]

@@ -20,9 +20,9 @@ from mplug_testing.harness import tiny_config
 
 from mplug.cli.plugins import command as plugins_command
 from mplug.errors import UsageError
-from mplug.model import alternatives
 from mplug.model.build import can_be_built
-from mplug.model.offers import Site, Unmet
+from mplug.model.slots import alternatives
+from mplug.model.slots.offers import Site, Unmet
 from mplug.registry.entry_points import BrokenPlugin, Registry
 from mplug.registry.inspection import inspect_here
 from mplug.registry.scaffold import describe

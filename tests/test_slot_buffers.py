@@ -23,7 +23,7 @@ from mplug.checkpoint.states import refuse_unsavable_states
 from mplug.cli import main
 from mplug.gradients.statistics import Statistics
 from mplug.model.build import build_model
-from mplug.model.slot_states import HeldBuffers, slot_updates
+from mplug.model.slots.slot_states import HeldBuffers, slot_updates
 from mplug.tensors.slot_buffers import hold
 from mplug.training.assembly import Parts
 

@@ -15,8 +15,8 @@ from mplug_nn.attention import needs_of_specification
 from torch import Tensor, nn
 
 from mplug import Offer, Site, Wrap
-from mplug.model.fill import sites
-from mplug.model.selection import Selection, select
+from mplug.model.slots.fill import sites
+from mplug.model.slots.selection import Selection, select
 
 H, G, K, V, R = 4, 2, 6, 10, 2
 SPEC = AttentionSpec(0.7, K, K)

@@ -17,7 +17,7 @@ from mplug_nn.mlp import activation
 from mplug_nn.norm import norm_residual
 from mplug_testing import Fault, KernelSuite
 from mplug_testing.kernel_cases import cases
-from mplug_testing.trials import Trial, own_dropout_fault
+from mplug_testing.kernel_checks import Trial, own_dropout_fault
 from torch import Tensor
 
 PACKAGE = Path(__file__).parent / "third_party" / "nova-ringo"

@@ -27,9 +27,9 @@ from mplug_testing import (
     PrecisionSuite,
     TokenizerSuite,
 )
-from mplug_testing.buffer_trials import BufferTrial
 from mplug_testing.grouped import WEIGHTS
 from mplug_testing.harness import tiny_run
+from mplug_testing.kernel_buffer_checks import BufferTrial
 from one_pass import ONE_PASS
 from torch import Tensor
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mplug import ActivationProduct, Branches, Flops, Init, Parameter, Step, WeightProduct, hookimpl
 from mplug.cli import main
 from mplug.model.build import build_model
-from mplug.model.work import flops_of_work, work_of
+from mplug.model.plans.work import flops_of_work, work_of
 
 
 class Gated(nn.Module):

@@ -13,8 +13,8 @@ from mplug.checkpoint.transfer import fill_ours
 from mplug.errors import UsageError, some_names
 from mplug.gradients.region import region
 from mplug.layout.conversion import Conversion, conversion_of
-from mplug.model.adapters import Adapters, RowNorms, squares_of_rows
 from mplug.model.pieces import held_values, write_weights
+from mplug.model.plans.adapters import Adapters, RowNorms, squares_of_rows
 from mplug.registry.formats import format_named
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from mplug.checkpoint.opened import Opened
 from mplug.checkpoint.published import Export
 from mplug.checkpoint.transfer import fill_theirs
 from mplug.errors import RunError, UsageError
-from mplug.model.adapters import row_norms
+from mplug.model.plans.adapters import row_norms
 from mplug.system.files import sync_path
 
 

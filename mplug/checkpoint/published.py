@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from mplug.checkpoint.wanted import Wanted
     from mplug.layout.conversion import Conversion
     from mplug.layout.external import Link
-    from mplug.model.adapters import Merge, RowNorms
     from mplug.model.model import Model
+    from mplug.model.plans.adapters import Merge, RowNorms
 
 
 class FolderWeights(ABC):

@@ -214,7 +214,7 @@ def _step(run: "Run", model: "Model") -> str:
 
 def _replay(run: "Run", model: "Model") -> str:
     """Whether a CUDA graph replays the step, and, if the setting is off, whether one could."""
-    from mplug.model.graphs import obstacles
+    from mplug.model.compiled.graphs import obstacles
 
     if run.config.trainer.graphs:  # otherwise the run is refused
         return "replayed as one CUDA graph for each shape of a step, after a few eager steps"
@@ -295,7 +295,7 @@ def _gathered(run: "Run", model: "Model") -> str:
     """A table of the parameters that ranks gather for each pass: in which form, and the bytes that a rank sends."""
     from mplug.layout.gathered import GatheredPlacement
     from mplug.layout.names import role_of
-    from mplug.model.gathered_copies import GatheredCopies, gathered_copies
+    from mplug.model.products.gathered_copies import GatheredCopies, gathered_copies
 
     groups, sent = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
     copies, itemsize = gathered_copies(run, model), run.precision.weight_dtype.itemsize

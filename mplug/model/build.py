@@ -11,26 +11,26 @@ from mplug.config.binding import RunConfig
 from mplug.config.sources import from_mapping
 from mplug.contracts import Optimizer, Piece
 from mplug.errors import UsageError, listed
-from mplug.model.adapting import adapt
-from mplug.model.alternatives import kernels_that_would_do
-from mplug.model.casts import copies_of
-from mplug.model.count_passes import passes_of
+from mplug.model.compiled.graphs import refuse_graphs
 from mplug.model.engine import planned_pieces, refuse_incomplete_engine
-from mplug.model.fill import fill_slots, select_offers
-from mplug.model.freezing import freeze
-from mplug.model.gathered_copies import refuse_idle_copies
 from mplug.model.generator_seeds import GeneratorSeeds, drawing_plugin
-from mplug.model.graphs import refuse_graphs
 from mplug.model.memory import allocate
 from mplug.model.mixing import refuse_mixing
 from mplug.model.model import Model
-from mplug.model.offers import PLAIN, Offer, Unmet, Wrap
 from mplug.model.pieces import make_pieces
-from mplug.model.recipe import choose_base_modules
-from mplug.model.selection import Selection
+from mplug.model.plans.adapting import adapt
+from mplug.model.plans.count_passes import passes_of
+from mplug.model.plans.freezing import freeze
+from mplug.model.products.casts import copies_of
+from mplug.model.products.gathered_copies import refuse_idle_copies
 from mplug.model.sizes import within_reason
-from mplug.model.slot_placement import add_slot_buffers
-from mplug.model.token_sums import token_sums
+from mplug.model.slots.alternatives import kernels_that_would_do
+from mplug.model.slots.fill import fill_slots, select_offers
+from mplug.model.slots.offers import PLAIN, Offer, Unmet, Wrap
+from mplug.model.slots.recipe import choose_base_modules
+from mplug.model.slots.selection import Selection
+from mplug.model.slots.slot_placement import add_slot_buffers
+from mplug.model.slots.token_sums import token_sums
 from mplug.model.variance import refuse_bypassing_layout
 from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve

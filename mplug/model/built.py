@@ -8,11 +8,11 @@ from torch import nn
 
 from mplug.layout.plan import Plan
 from mplug.layout.work import Work
-from mplug.model.work import work_of_units
+from mplug.model.plans.work import work_of_units
 from mplug.precisions.precision import Recipe
 
 if TYPE_CHECKING:
-    from mplug.model.adapters import Adapters, Merge
+    from mplug.model.plans.adapters import Adapters, Merge
 
 
 @dataclass
@@ -40,14 +40,14 @@ class Built:
         has it calls what is there. Published checkpoints of the model do not have the parameters. ValueError for an
         attribute that is taken, and for a module that states `adaptable=False`.
         """
-        from mplug.model.attaching import with_attached
+        from mplug.model.plans.attaching import with_attached
 
         self.plan = with_attached(self.plan, self.module, modules)
         self.attached |= modules
 
     def freeze(self, names: Iterable[str]) -> None:
         """State in the plan that parameters are not trained, by their names. Call it in `adapt_model`."""
-        from mplug.model.attaching import with_frozen
+        from mplug.model.plans.attaching import with_frozen
 
         self.plan = with_frozen(self.plan, names, list(self.parameters()))
 

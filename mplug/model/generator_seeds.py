@@ -21,7 +21,7 @@ from mplug.tensors.random import key_of
 
 if TYPE_CHECKING:
     from mplug.layout.mesh import Mesh
-    from mplug.model.offers import Filled
+    from mplug.model.slots.offers import Filled
     from mplug.run.run import Run
 
 ENTRY = "draws"

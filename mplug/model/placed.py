@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mplug.contracts import Pipeline
     from mplug.layout.mesh import Mesh
     from mplug.model.mixing_statement import Statement
-    from mplug.model.passes import Passes
+    from mplug.model.plans.passes import Passes
     from mplug.run.run import Run
 
 

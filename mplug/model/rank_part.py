@@ -9,13 +9,13 @@ from torch import Tensor
 
 from mplug.layout.plan import Unit
 from mplug.model.generator_seeds import GeneratorSeeds
-from mplug.model.offers import Filled
 from mplug.model.placed import Placed
+from mplug.model.slots.declaration import Slot, declared_slots
+from mplug.model.slots.offers import Filled
 from mplug.model.units import run_units
-from mplug.slots import Slot, declared_slots
 
 if TYPE_CHECKING:
-    from mplug.model.slot_states import HeldBuffers
+    from mplug.model.slots.slot_states import HeldBuffers
 
 
 @dataclass

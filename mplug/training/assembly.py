@@ -10,14 +10,14 @@ from mplug.contracts import Loader, Optimizer, Piece, Stepper
 from mplug.errors import UsageError, listed
 from mplug.gradients.loss_scale import LossScale
 from mplug.model.build import allocate_parts, build_model, gradient_dtype, refuse_unsavable
-from mplug.model.casts import keep_casts
-from mplug.model.compilation import compile_units, compiler_of
-from mplug.model.cuda_graph import use_own_stream
+from mplug.model.compiled.compilation import compile_units, compiler_of
+from mplug.model.compiled.cuda_graph import use_own_stream
 from mplug.model.engine import refuse_missing_pieces, refuse_other_sums
-from mplug.model.fill import wrap_units
 from mplug.model.memory import initialize
 from mplug.model.model import Model
 from mplug.model.pieces import Held, held_values, make_pieces, write_weights
+from mplug.model.products.casts import keep_casts
+from mplug.model.slots.fill import wrap_units
 from mplug.model.variance import refuse_bypassing
 from mplug.run.run import Run
 from mplug.training.batch_parts import own_part

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from mplug.contracts import RankBatch, StepResult
 from mplug.errors import RunError, UsageError
-from mplug.model.cuda_graph import CudaGraph, Recording
-from mplug.model.graphs import refuse_graphs
+from mplug.model.compiled.cuda_graph import CudaGraph, Recording
+from mplug.model.compiled.graphs import refuse_graphs
 from mplug.registry.blame import failed_part
 from mplug.tensors.random import step_key
 from mplug.training.stepper import DefaultStepper

@@ -21,7 +21,7 @@ from mplug.gradients.statistics import Statistics
 from mplug.model.generator_seeds import ENTRY, micro_batch_key
 from mplug.model.model import Model
 from mplug.model.pieces import write_weights
-from mplug.model.slot_states import slot_updates
+from mplug.model.slots.slot_states import slot_updates
 from mplug.run.run import Run
 from mplug.tensors.host_buffers import fill_host_buffers
 from mplug.tensors.random import keys_of_samples, step_key

@@ -14,11 +14,11 @@ from mplug.system.lazy import publish
 if TYPE_CHECKING:
     from mplug.layout.inits import Entries as Entries
     from mplug.layout.inits import Inits as Inits
-    from mplug.model.description import Description as Description
-    from mplug.model.description import describe as describe
-    from mplug.model.description import flops_of as flops_of
-    from mplug.slots import Fusible as Fusible
-    from mplug.slots import states as states
+    from mplug.model.plans.description import Description as Description
+    from mplug.model.plans.description import describe as describe
+    from mplug.model.plans.description import flops_of as flops_of
+    from mplug.model.slots.declaration import Fusible as Fusible
+    from mplug.model.slots.declaration import states as states
     from mplug.tensors.gathered_form import GatheredForm as GatheredForm
     from mplug.tensors.operator import fake as fake
     from mplug.tensors.operator import operator as operator
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from mplug.tensors.weight_product import ProductModule as ProductModule
     from mplug.tensors.weight_product import WeightProduct as WeightProduct
     from mplug_nn.activations import ActivationFunction as ActivationFunction
-    from mplug_nn.ahead import DepthAhead as DepthAhead
-    from mplug_nn.ahead import TokensAhead as TokensAhead
     from mplug_nn.attention import Attention as Attention
     from mplug_nn.attention import DotProductAttention as DotProductAttention
     from mplug_nn.attention import scaled_dot_product as scaled_dot_product
@@ -113,11 +111,13 @@ if TYPE_CHECKING:
     from mplug_nn.mlp import MLP as MLP
     from mplug_nn.mlp import Activation as Activation
     from mplug_nn.moe import MixtureOfExperts as MixtureOfExperts
+    from mplug_nn.multi_token_prediction import DepthAhead as DepthAhead
+    from mplug_nn.multi_token_prediction import TokensAhead as TokensAhead
     from mplug_nn.norm import Norm as Norm
-    from mplug_nn.normal import NORMAL_TAIL as NORMAL_TAIL
-    from mplug_nn.normal import NORMAL_TAIL_END as NORMAL_TAIL_END
-    from mplug_nn.normal import NORMAL_TAIL_SLOPE as NORMAL_TAIL_SLOPE
-    from mplug_nn.norms import NormFunction as NormFunction
+    from mplug_nn.norm_functions import NormFunction as NormFunction
+    from mplug_nn.normal_tail import NORMAL_TAIL as NORMAL_TAIL
+    from mplug_nn.normal_tail import NORMAL_TAIL_END as NORMAL_TAIL_END
+    from mplug_nn.normal_tail import NORMAL_TAIL_SLOPE as NORMAL_TAIL_SLOPE
     from mplug_nn.packed_heads import PackedHeads as PackedHeads
     from mplug_nn.packed_heads import Preparation as Preparation
     from mplug_nn.parts import AttentionParts as AttentionParts
@@ -164,8 +164,8 @@ publish(
     __name__,
     {
         "mplug.layout.inits": ("Entries", "Inits"),
-        "mplug.model.description": ("Description", "describe", "flops_of"),
-        "mplug.slots": ("Fusible", "states"),
+        "mplug.model.plans.description": ("Description", "describe", "flops_of"),
+        "mplug.model.slots.declaration": ("Fusible", "states"),
         "mplug.tensors.gathered_form": ("GatheredForm",),
         "mplug.tensors.operator": ("fake", "operator"),
         "mplug.tensors.sink": ("Operand", "Sink", "Weights", "add_product", "add_rows", "aligned", "zero_if_stale"),
@@ -179,7 +179,7 @@ publish(
         ),
         "mplug.tensors.weight_product": ("ProductModule", "WeightProduct"),
         "mplug_nn.activations": ("ActivationFunction",),
-        "mplug_nn.ahead": ("DepthAhead", "TokensAhead"),
+        "mplug_nn.multi_token_prediction": ("DepthAhead", "TokensAhead"),
         "mplug_nn.attention": ("Attention", "DotProductAttention", "scaled_dot_product"),
         "mplug_nn.cache": ("Cache", "CacheSize"),
         "mplug_nn.core": ("AttentionCore", "packed_heads_of", "parts_of"),
@@ -237,8 +237,8 @@ publish(
         "mplug_nn.mlp": ("Activation", "MLP"),
         "mplug_nn.moe": ("MixtureOfExperts",),
         "mplug_nn.norm": ("Norm",),
-        "mplug_nn.normal": ("NORMAL_TAIL", "NORMAL_TAIL_END", "NORMAL_TAIL_SLOPE"),
-        "mplug_nn.norms": ("NormFunction",),
+        "mplug_nn.normal_tail": ("NORMAL_TAIL", "NORMAL_TAIL_END", "NORMAL_TAIL_SLOPE"),
+        "mplug_nn.norm_functions": ("NormFunction",),
         "mplug_nn.packed_heads": ("PackedHeads", "Preparation"),
         "mplug_nn.parts": ("AttentionParts", "Part"),
         "mplug_nn.pipeline": ("Arrival", "Pipeline", "Produce", "Rows", "pipeline_named"),

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from mplug.layout.inits import ONES, TOKENS, ZEROS, Entries, Inits
 from mplug.layout.plan import Parameter, Segment
 from mplug.layout.work import ActivationProduct, Flops, Step
-from mplug.model.work import in_order
-from mplug.slots import Slot, set_defaults
+from mplug.model.plans.work import in_order
+from mplug.model.slots.declaration import Slot, set_defaults
 from mplug.tensors.host_buffers import register_host_buffer
 from mplug.tensors.random import mix, uniform
 from mplug_nn.cache import Cache, CacheSize
 from mplug_nn.core import AttentionCore, packed_heads_of
 from mplug_nn.linear import Linear
-from mplug_nn.norms import offset
+from mplug_nn.norm_functions import offset
 from mplug_nn.packed_heads import PackedHeads, passes_through
 from mplug_nn.parts import PLAIN_PARTS
 from mplug_nn.prologue import Projected

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from mplug.contracts import DOCUMENTS, IGNORED
 from mplug.layout.inits import TOKENS, Entries, Inits
 from mplug.layout.plan import Parameter, Plan, Shift, Unit
-from mplug.model.description import describe
-from mplug.slots import Fusible, states
-from mplug_nn.ahead import DepthAhead, TokensAhead
+from mplug.model.plans.description import describe
+from mplug.model.slots.declaration import Fusible, states
 from mplug_nn.dropout import Dropout
 from mplug_nn.embedding import Embedding
 from mplug_nn.fusible import fusible_norm, normed
 from mplug_nn.head import Head
 from mplug_nn.moe import MixtureOfExperts
+from mplug_nn.multi_token_prediction import DepthAhead, TokensAhead
 from mplug_nn.norm import Norm
 
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from mplug.slots import Slot
+from mplug.model.slots.declaration import Slot
 from mplug.tensors.host_buffers import register_host_buffer
 from mplug.tensors.random import uniform_like
 

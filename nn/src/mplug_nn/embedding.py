@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from mplug.layout.inits import Entries, Inits
 from mplug.layout.plan import Parameter, Segment
-from mplug.slots import Slot
+from mplug.model.slots.declaration import Slot
 from mplug.tensors.sink import Weights, add_rows
 
 

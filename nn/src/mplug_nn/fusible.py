@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from mplug.slots import Fusible, states
+from mplug.model.slots.declaration import Fusible, states
 from mplug_nn.linear import Linear
 from mplug_nn.norm import NORM_RESIDUAL, Norm
 from mplug_nn.prologue import NORM_PRODUCT, SEPARATE, Inputs, Projected, Prologue

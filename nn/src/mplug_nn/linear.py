@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mplug.layout.work import Branches, Step, WeightProduct
-from mplug.slots import Slot
+from mplug.model.slots.declaration import Slot
 from mplug.tensors.delayed import Later, Operands
 from mplug.tensors.sink import Sink, Weights
 from mplug.tensors.slot_buffers import held

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mplug.contracts import IGNORED as IGNORED
-from mplug.slots import Slot
+from mplug.model.slots.declaration import Slot
 
 CAPPED = "logit soft cap"
 """The need of a loss whose `project` is more than a `Linear`."""

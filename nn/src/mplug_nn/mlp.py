@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from mplug.layout.inits import ZEROS, Entries, Inits
 from mplug.layout.plan import Parameter, Segment
-from mplug.slots import Fusible, Slot, states
+from mplug.model.slots.declaration import Fusible, Slot, states
 from mplug.tensors.sink import Weights
 from mplug_nn.activations import ACTIVATIONS
 from mplug_nn.fusible import is_plain

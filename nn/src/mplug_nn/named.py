@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from mplug.open_lists import OpenList
+from mplug.registry.open_lists import OpenList
 
 Function = TypeVar("Function")
 NUMBERS = (0.5, -1.5, 2.0, -0.25, 1.25, -3.0, 0.75, 3.5)

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from mplug.layout.inits import ZEROS, Entries, Inits
 from mplug.layout.plan import Init, Parameter
-from mplug.slots import Slot
+from mplug.model.slots.declaration import Slot
 from mplug_nn.named import NeedsOf
-from mplug_nn.norms import NORMS
+from mplug_nn.norm_functions import NORMS
 
 Kind = str
 """A name of the open list `mplug.norms`: 'layernorm', 'rmsnorm', 'offset_rmsnorm', ..."""

@@ -3,7 +3,7 @@
 See `mplug.OpenList`. Imports no torch.
 """
 
-from mplug.open_lists import OpenList
+from mplug.registry.open_lists import OpenList
 
 OWNER = "mplug-nn"
 ACTIVATIONS = OpenList(
@@ -19,7 +19,10 @@ ACTIVATIONS = OpenList(
 NORMS = OpenList(
     "norm",
     "mplug.norms",
-    {name: f"mplug_nn.norms:{name.upper()}" for name in ("layernorm", "rmsnorm", "offset_layernorm", "offset_rmsnorm")},
+    {
+        name: f"mplug_nn.norm_functions:{name.upper()}"
+        for name in ("layernorm", "rmsnorm", "offset_layernorm", "offset_rmsnorm")
+    },
     OWNER,
 )
 """Targets are `mplug_nn.NormFunction` objects."""

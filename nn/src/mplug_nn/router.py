@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from mplug.layout.inits import TOKENS, ZEROS, Entries, Inits
 from mplug.layout.plan import Buffer, Parameter
 from mplug.layout.work import Step, WeightProduct
-from mplug.slots import Slot
+from mplug.model.slots.declaration import Slot
 from mplug.tensors.host_buffers import register_host_buffer
 from mplug.tensors.sink import Weights, add_product
 from mplug.tensors.statistics import add_auxiliary, count

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from mplug.slots import Slot
+from mplug.model.slots.declaration import Slot
 from mplug_nn.attention import Attention
 from mplug_nn.dropout import Dropout
 from mplug_nn.embedding import Embedding

@@ -71,7 +71,7 @@ class AdapterSuite(PluginSuite):
         from mplug.model.build import build_model
         from mplug_testing.fields import digest
         from mplug_testing.harness import train_steps
-        from mplug_testing.trial import Trial
+        from mplug_testing.model_checks import Trial
 
         placements = build_model(tiny_run(settings)).placements
         yield "parameters", sorted((name, one.shape, repr(one.parameter)) for name, one in placements.items())
@@ -117,7 +117,7 @@ class AdapterSuite(PluginSuite):
 
     def test_an_export_computes_what_the_adapted_model_computes(self, model: str) -> None:
         """The model without the plugin, with the weights that `model.merges` computes, has the same logits."""
-        from mplug_testing.trial import Trial
+        from mplug_testing.model_checks import Trial
 
         settings = {"trainer.precision": "fp64", **self.with_model(model)}
         adapted, plain = Trial.of(settings), Trial.of(self.without(settings))

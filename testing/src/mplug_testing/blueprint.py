@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 from mplug.errors import UsageError, listed, suggest
 from mplug.layout.mesh import Mesh
 from mplug.layout.plan import Plan, Segment, Unit
-from mplug.model.fill import sites
 from mplug.model.memory import allocate
 from mplug.model.model import Model
-from mplug.model.offers import Site
+from mplug.model.slots.fill import sites
+from mplug.model.slots.offers import Site
 from mplug.run.run import Run
 from mplug_testing.capabilities import is_specified
 from mplug_testing.suite import Fault, naming_failures, require

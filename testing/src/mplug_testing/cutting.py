@@ -12,8 +12,8 @@ from mplug.errors import UsageError
 from mplug.model.model import Model
 from mplug.training.batch_parts import with_shifted
 from mplug_testing.harness import TinySettings
+from mplug_testing.model_checks import Trial
 from mplug_testing.suite import Fault, require
-from mplug_testing.trial import Trial
 
 Positions = Literal["relative", "absolute", "ignored"]
 NUM_DOCUMENTS = 3

@@ -16,8 +16,8 @@ from mplug.layout.names import role_of
 from mplug.layout.plan import Unit
 from mplug.model.units import run_units
 from mplug.tensors import statistics
+from mplug_testing.model_checks import Trial
 from mplug_testing.suite import Fault, require
-from mplug_testing.trial import Trial
 
 STEPS = (1e-5, 1e-6, 1e-7)
 """Lengths of a step along a direction. One of them must agree: a step may cross a point where the loss has a kink."""

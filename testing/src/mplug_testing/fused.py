@@ -8,7 +8,7 @@ from mplug_nn import FusedProduct, Inputs, Linear, Narrow, Operand, Prologue, Up
 from mplug_nn.activations import ACTIVATIONS, is_gated
 from mplug_nn.mlp import activation
 from mplug_nn.norm import norm_residual
-from mplug_nn.norms import NORMS
+from mplug_nn.norm_functions import NORMS
 from mplug_nn.prologue import ACTIVATION_PRODUCT, NORM_PRODUCT, SEPARATE
 from torch import Tensor
 from torch.nn import functional as F

@@ -7,7 +7,7 @@ from mplug_nn import Experts
 from torch import Tensor
 
 from mplug.layout.plan import Init, Parameter
-from mplug.model.offers import Site
+from mplug.model.slots.offers import Site
 
 PRODUCT = "Experts.product"
 EXPERTS = 2

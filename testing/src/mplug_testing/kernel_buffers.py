@@ -6,8 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import SkipTest
 
-from mplug.model.offers import Offer, Site
-from mplug.model.slot_buffer import SlotBuffer
+from mplug.model.slots.offers import Offer, Site
+from mplug.model.slots.slot_buffer import SlotBuffer
 from mplug_testing.suite import naming_failures, require
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ class BufferChecks:
     def test_its_buffers_are_what_it_declares(self, dtype: str) -> None:
         """Statistics of parts combine to those of the whole, and all state is in states that `step_ended` changes."""
         from mplug.registry.precisions import precision_named
-        from mplug_testing.buffer_trials import SLOTS, BufferTrial, site_of
         from mplug_testing.fused import kind_of
         from mplug_testing.grouped import PRODUCT, WEIGHTS
+        from mplug_testing.kernel_buffer_checks import SLOTS, BufferTrial, site_of
 
         run, offers = self._offered(dtype)
         keeping = [
@@ -49,9 +49,9 @@ class BufferChecks:
     def test_weight_gradients_can_be_computed_later(self, dtype: str) -> None:
         """Products whose operands leave a compiled backward pass: the gradients are bitwise those of the pass."""
         from mplug.registry.precisions import precision_named
-        from mplug_testing.buffer_trials import site_of
+        from mplug_testing.delayed_gradient_checks import INPUTS, OUTPUTS, SLOTS, later_fault
         from mplug_testing.fused import kind_of
-        from mplug_testing.later_trials import INPUTS, OUTPUTS, SLOTS, later_fault
+        from mplug_testing.kernel_buffer_checks import site_of
 
         run, offers = self._offered(dtype)
         products = [(offer, slot) for offer in offers for slot in SLOTS if slot in offer.suppliers]
@@ -68,7 +68,7 @@ class BufferChecks:
         """Copies that ranks make of their rows and gather give the results of the whole weight."""
         from mplug_nn import GatheredForm
 
-        from mplug_testing.gathered_trials import gathered_fault, gathered_forms
+        from mplug_testing.gathered_copy_checks import gathered_fault, gathered_forms
 
         run, offers = self._offered(dtype)
         found = [(offer, slot, form) for offer in offers for slot, form in gathered_forms(offer).items()]

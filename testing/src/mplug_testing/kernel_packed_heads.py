@@ -3,12 +3,12 @@
 from typing import TYPE_CHECKING, ClassVar
 from unittest import SkipTest
 
-from mplug.model.offers import Offer
+from mplug.model.slots.offers import Offer
 from mplug_testing.suite import naming_failures, require
 
 if TYPE_CHECKING:
     from mplug.run.run import Run
-    from mplug_testing.trials import Trial
+    from mplug_testing.kernel_checks import Trial
 
 
 class PackedHeadsChecks:
@@ -22,7 +22,7 @@ class PackedHeadsChecks:
         """Values, and the gradient of the packed heads, in every case that they serve; compiled in the first case."""
         from mplug_nn import packed_heads_of
 
-        from mplug_testing.packed_trials import SLOT, is_served, packed_compiled_fault, packed_fault
+        from mplug_testing.packed_head_checks import SLOT, is_served, packed_compiled_fault, packed_fault
 
         _, offers = self._offered(dtype)
         if not any(SLOT in offer.suppliers and packed_heads_of(offer.suppliers[SLOT]) for offer in offers):

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import SkipTest
 
 from mplug.errors import UsageError, listed
-from mplug.model.fill import known_slots, refuse_unknown_slots
-from mplug.model.offers import Filled, Offer, Site
+from mplug.model.slots.fill import known_slots, refuse_unknown_slots
+from mplug.model.slots.offers import Filled, Offer, Site
 from mplug_testing.harness import difference, run_tolerance, tiny_run, train_steps
 from mplug_testing.kernel_buffers import BufferChecks, answer_of, declared_by, sites_of
 from mplug_testing.kernel_packed_heads import PackedHeadsChecks
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mplug.run.run import Run
     from mplug_testing.capabilities import Setting
     from mplug_testing.kernel_cases import Case
-    from mplug_testing.trials import Trial
+    from mplug_testing.kernel_checks import Trial
 
 
 class KernelSuite(BufferChecks, PackedHeadsChecks, PluginSuite):
@@ -189,7 +189,7 @@ class KernelSuite(BufferChecks, PackedHeadsChecks, PluginSuite):
     @smoke
     def test_its_suppliers_own_no_parameter_and_no_module(self) -> None:
         """A supplier receives its tensors as arguments; the host places and saves them with the site."""
-        from mplug_testing.trials import owned_by
+        from mplug_testing.kernel_checks import owned_by
 
         for offer in self._offered()[1]:
             for slot, supplier in offer.suppliers.items():
@@ -241,7 +241,7 @@ class KernelSuite(BufferChecks, PackedHeadsChecks, PluginSuite):
 
     def test_a_dropout_of_its_own_drops_as_often_as_asked(self) -> None:
         """If `varies` reports that the mask does not follow the samples' keys, the mask must be right on average."""
-        from mplug_testing.trials import own_dropout_fault
+        from mplug_testing.kernel_checks import own_dropout_fault
 
         run, offers = self._offered()
         own = [
@@ -333,7 +333,7 @@ class KernelSuite(BufferChecks, PackedHeadsChecks, PluginSuite):
         self, dtype: str, only: str | None
     ) -> "tuple[dict[str, list[Trial]], dict[str, list[str]]]":
         """The trials of every slot (or of slot `only`), and the refusals of the other cases."""
-        from mplug_testing.trials import Trial
+        from mplug_testing.kernel_checks import Trial
 
         run, offers = self._offered(dtype)
         trials: dict[str, list[Trial]] = {}

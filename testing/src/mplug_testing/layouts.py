@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mplug.errors import UsageError, listed
 from mplug.layout.mesh import Axis, IndexMap
 from mplug.layout.ownership import FlatBox
-from mplug.model.offers import Offer, Site, Wrap
+from mplug.model.slots.offers import Offer, Site, Wrap
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
 from mplug_testing.harness import TinySettings, tiny_config
@@ -253,7 +253,7 @@ def require_pure_offers(run: Run, model: "Model", label: str) -> None:
 
 
 def _state_of(model: "Model") -> dict[str, object]:
-    from mplug.model.fill import sites
+    from mplug.model.slots.fill import sites
 
     slots = {f"{s.slot} of '{s.name}'": getattr(s.module, s.slot.rpartition(".")[2]) for s in sites(model.module)}
     return {
@@ -277,7 +277,7 @@ def _descriptions(offered: list[Offer | Wrap]) -> list[str]:
 
 def require_true_offers(run: Run, model: "Model", label: str) -> None:
     """Each offer answers for every site of its slots with True, False or a reason."""
-    from mplug.model.fill import sites_of
+    from mplug.model.slots.fill import sites_of
 
     for offered in offers_of(run, model, label):
         for site in (site for site in sites_of(model) if site.slot in _slots(offered)):

@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_map_only
 from mplug.errors import listed
 from mplug.layout.names import role_of
 from mplug.layout.plan import Unit
-from mplug.model.fill import sites
 from mplug.model.mixing import INDEX_OF, NAME, statements
 from mplug.model.mixing_statement import Statement
 from mplug.model.model import Model
+from mplug.model.slots.fill import sites
 from mplug.model.units import run_units
+from mplug_testing.model_checks import Trial
 from mplug_testing.suite import Fault
-from mplug_testing.trial import Trial
 
 TOLERANCE = 1e-9
 """Maximum change, relative to the largest value, that counts as rounding in fp64."""

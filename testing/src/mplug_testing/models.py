@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from mplug.layout.work import Flops
     from mplug.model.model import Model
-    from mplug_testing.trial import Trial
+    from mplug_testing.model_checks import Trial
 
 
 class ModelSuite(PluginSuite):
@@ -65,7 +65,7 @@ class ModelSuite(PluginSuite):
         from mplug_testing import blueprint
         from mplug_testing.fields import digest
         from mplug_testing.harness import train_steps
-        from mplug_testing.trial import Trial
+        from mplug_testing.model_checks import Trial
 
         yield "plans", blueprint.described(blueprint.on_meta(tiny_run(settings)))
         trial = Trial.of({"trainer.precision": "fp64", **settings})
@@ -145,7 +145,7 @@ class ModelSuite(PluginSuite):
 
     def trial(self, **changes: Any) -> "Trial":
         """The model of the suite's settings with initial values and micro batches."""
-        from mplug_testing.trial import Trial
+        from mplug_testing.model_checks import Trial
 
         return Trial.of(self.tiny(**changes))
 

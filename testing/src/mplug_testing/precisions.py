@@ -68,7 +68,7 @@ class PrecisionSuite(PluginSuite):
     def evidence(cls, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """Formats without the recipe's options; loss and gradients of a micro batch; and two steps of training."""
         from mplug_testing.fields import digest
-        from mplug_testing.trial import Trial
+        from mplug_testing.model_checks import Trial
 
         precision = tiny_run(settings).precision
         yield "formats", {name: value for name, value in precision.as_mapping().items() if name != "recipe"}
@@ -135,7 +135,7 @@ class PrecisionSuite(PluginSuite):
         Operands that the recipe leaves as they are stand in `exact`, with the reason.
         """
         from mplug_testing import rounding
-        from mplug_testing.trial import Trial
+        from mplug_testing.model_checks import Trial
 
         for operand in self.exact:
             require(

@@ -10,9 +10,9 @@ import torch
 from mplug_nn import Linear
 from torch import Tensor
 
-from mplug.model.fill import sites
-from mplug.model.offers import Filled
-from mplug_testing.trial import Trial
+from mplug.model.slots.fill import sites
+from mplug.model.slots.offers import Filled
+from mplug_testing.model_checks import Trial
 
 OPERANDS = (
     "x of forward",

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from mplug.open_lists import OpenList
+from mplug.registry.open_lists import OpenList
 
 NUMBERS = (0, 1, 2, 3, 4, 8, 16)
 """Integers to try for a field whose current value is None."""

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from mplug.layout.inits import Inits
 from mplug.model.model import Model
-from mplug_nn.ahead import DepthAhead
 from mplug_nn.decoder import Decoder, decoder_plan
 from mplug_nn.decoders.config import DecoderConfig
 from mplug_nn.head import Head
+from mplug_nn.multi_token_prediction import DepthAhead
 
 
 def build_decoder(config: DecoderConfig) -> Model:

@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mplug.errors import RunError
-from mplug.model.compilation import compiled_graphs
-from mplug.model.selection import Selection
+from mplug.model.compiled.compilation import compiled_graphs
+from mplug.model.slots.selection import Selection
 
 HOT = Sampling(2.0, top_k=100, top_p=0.9, seed=7)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mplug import Offer, Site
 from mplug.cli import main
-from mplug.model.offers import Filled
+from mplug.model.slots.offers import Filled
 
 quiet = pytest.mark.filterwarnings("ignore")
 """What flash-attn and compilers warn of is not the supplier's to answer for."""

@@ -12,12 +12,12 @@ from mplug_nn.product import apply_product
 from mplug_nn.prologue import ACTIVATION_PRODUCT, NORM_PRODUCT, apply_fused
 from mplug_testing.fused import composed
 from mplug_testing.harness import tiny_run
-from mplug_testing.trials import initial
+from mplug_testing.kernel_checks import initial
 from torch import Tensor
 
 from mplug.layout.plan import Init, Parameter
 from mplug.model.build import build_model
-from mplug.model.offers import Offer, Site
+from mplug.model.slots.offers import Offer, Site
 from mplug.tensors.sink import Weights
 
 B, S, D, O_ = 2, 16, 64, 16

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import mplug_quack.needs
 import pytest
 import torch
-from mplug_nn import MLP, Weights, normal
+from mplug_nn import MLP, Weights, normal_tail
 from mplug_nn.linear import PLAIN, multiply
 from mplug_nn.mlp import activation
 from mplug_quack import supports
@@ -26,7 +26,7 @@ from mplug_quack.needs import missing
 from mplug_testing import KernelSuite, precision_named
 from mplug_testing.harness import tiny_run
 from mplug_testing.kernel_cases import Case, cases
-from mplug_testing.trials import Trial
+from mplug_testing.kernel_checks import Trial
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -268,9 +268,9 @@ def test_epilogues_refer_to_functions_of_quack_and_cutlass_through_their_modules
         referred = inspect.getclosurevars(function).globals.values()
         unread += [one for one in referred if inspect.isfunction(one) and one not in unread]
     assert len(made) == len(epilogues.UP) + len(epilogues.DOWN)
-    assert set(reached) == {"mplug_quack.epilogues", "mplug_nn.normal"}
+    assert set(reached) == {"mplug_quack.epilogues", "mplug_nn.normal_tail"}
     folders = foreign["quack.cache"].EXTRA_SOURCE_DIRS  # type: ignore[attr-defined]
-    assert folders == [Path(mplug_quack.__file__).parent, Path(normal.__file__).parent]
+    assert folders == [Path(mplug_quack.__file__).parent, Path(normal_tail.__file__).parent]
 
 
 def test_neither_importing_it_nor_asking_it_imports_quack() -> None:

@@ -15,17 +15,17 @@ from mplug_nn.prologue import apply_fused
 from mplug_te.activations import FUNCTIONS, GATED, ActivationProduct
 from mplug_te.linear import DelayedProduct
 from mplug_te.recipes import INPUT, Options, delayed_scaling_of
-from mplug_testing.buffer_trials import BufferTrial
+from mplug_testing.delayed_gradient_checks import later_fault
 from mplug_testing.fused import composed
 from mplug_testing.harness import difference, tiny_run, train_steps
-from mplug_testing.later_trials import later_fault
+from mplug_testing.kernel_buffer_checks import BufferTrial
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mplug import Offer, Site
 from mplug.layout.plan import Init, Parameter
 from mplug.model.build import build_model
-from mplug.model.tracer import prepare_compiler
+from mplug.model.compiled.tracer import prepare_compiler
 from mplug.tensors.delayed import Later, Taps, without_memory
 from mplug.tensors.sink import Sink, Weights
 

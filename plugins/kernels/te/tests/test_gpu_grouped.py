@@ -28,7 +28,7 @@ from mplug_te.groups import (
 )
 from mplug_te.linear import DelayedProduct
 from mplug_te.recipes import BLOCKWISE, TENSORWISE, Options
-from mplug_testing.later_trials import later_fault
+from mplug_testing.delayed_gradient_checks import later_fault
 from torch import Tensor
 
 from mplug import Offer

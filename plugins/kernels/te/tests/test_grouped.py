@@ -18,12 +18,12 @@ from mplug_te.grouped import groups_by
 from mplug_te.linear import HalfProduct, product_of
 from mplug_te.recipes import BLOCKWISE, DELAYED, GRADIENT, INPUT, TENSORWISE, Options, delayed_scaling_of
 from mplug_testing import run_workers
+from mplug_testing.delayed_gradient_checks import later_fault
 from mplug_testing.harness import difference, train_steps
-from mplug_testing.later_trials import later_fault
 from torch import Tensor
 
 from mplug import Offer
-from mplug.model.tracer import prepare_compiler
+from mplug.model.compiled.tracer import prepare_compiler
 from mplug.tensors.sink import Weights
 
 I_, O_ = 128, 256

@@ -26,14 +26,14 @@ from mplug_te.recipes import (
     recipe_of,
 )
 from mplug_testing import run_workers
-from mplug_testing.buffer_trials import BufferTrial
+from mplug_testing.delayed_gradient_checks import later_fault
 from mplug_testing.harness import difference, train_steps
-from mplug_testing.later_trials import later_fault
+from mplug_testing.kernel_buffer_checks import BufferTrial
 from torch import Tensor
 
 from mplug import Offer, Site
 from mplug.layout.plan import Init, Parameter
-from mplug.model.tracer import prepare_compiler
+from mplug.model.compiled.tracer import prepare_compiler
 from mplug.tensors.sink import Weights
 
 B, S, I_, O_ = 2, 32, 128, 256

@@ -14,10 +14,10 @@ from mplug_nn.prologue import apply_fused
 from mplug_te.linear import DelayedProduct
 from mplug_te.prologues import NormProduct
 from mplug_te.recipes import INPUT, Options, delayed_scaling_of
-from mplug_testing.buffer_trials import BufferTrial
+from mplug_testing.delayed_gradient_checks import later_fault
 from mplug_testing.fused import composed
 from mplug_testing.harness import difference, tiny_run, train_steps
-from mplug_testing.later_trials import later_fault
+from mplug_testing.kernel_buffer_checks import BufferTrial
 from torch import Tensor
 
 from mplug import Offer, Site

@@ -24,7 +24,7 @@ from mplug import Offer, Precision, Recipe, Site
 from mplug.errors import UsageError
 from mplug.layout.plan import Init, Parameter
 from mplug.model.build import build_model
-from mplug.model.offers import Filled
+from mplug.model.slots.offers import Filled
 
 INSTALLED = "2.20.2"
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from mplug import Site, UsageError
 from mplug.model.build import build_model
-from mplug.model.offers import PLAIN
+from mplug.model.slots.offers import PLAIN
 
 DEVICES = [
     "cpu",

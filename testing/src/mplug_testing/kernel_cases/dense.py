@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from mplug_nn import MLP, Inputs, Linear, Norm, Prologue
 from mplug_nn.activations import ACTIVATIONS, is_gated
-from mplug_nn.norms import NORMS
+from mplug_nn.norm_functions import NORMS
 from mplug_nn.prologue import ACTIVATION_PRODUCT, FUSED_SLOTS, NORM_PRODUCT
 from torch import Tensor
 

@@ -3,7 +3,7 @@
 QuACK traces these functions into the kernel; each is plain fp32 arithmetic on one number. `acc` is the product and `c`
 a second input. "D" is the first output, in place of the product, and "y" the second.
 
-GELU is computed with a fitted power of two (`mplug_nn.normal`), the only transcendental function in both passes.
+GELU is computed with a fitted power of two (`mplug_nn.normal_tail`), the only transcendental function in both passes.
 
 QuACK names a compiled kernel after the source of its epilogue and of what the epilogue refers to. Two rules follow:
 
@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from cutlass import cute
-from mplug_nn import NORMAL_TAIL, NORMAL_TAIL_END, NORMAL_TAIL_SLOPE, normal
-from mplug_nn.normal import polynomial
+from mplug_nn import NORMAL_TAIL, NORMAL_TAIL_END, NORMAL_TAIL_SLOPE, normal_tail
+from mplug_nn.normal_tail import polynomial
 from quack import activation
 from quack.cache import EXTRA_SOURCE_DIRS
 from quack.epilogue import gemm_epilogue
 from quack.epilogue.ops import RowVecLoad
 
-EXTRA_SOURCE_DIRS.extend(Path(file).parent for file in (__file__, normal.__file__))
+EXTRA_SOURCE_DIRS.extend(Path(file).parent for file in (__file__, normal_tail.__file__))
 
 HUGE = 1e30
 """A factor that makes any nonzero x, except negligible ones, larger in size than any slope."""

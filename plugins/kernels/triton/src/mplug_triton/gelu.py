@@ -1,6 +1,7 @@
 """Exact GELU for compiled units: the supplier of `MLP.activation`.
 
-On a GPU, torch's erf and not memory bandwidth limits GELU; a fitted power of two (`mplug_nn.normal`) replaces it here.
+On a GPU, torch's erf and not memory bandwidth limits GELU; a fitted power of two (`mplug_nn.normal_tail`) replaces
+it here.
 The compiler traces this code. It can fuse it with its neighbours, and recompute it if a backward product needs it.
 """
 
@@ -10,7 +11,7 @@ import torch
 from mplug_nn import NORMAL_TAIL, NORMAL_TAIL_END, NORMAL_TAIL_SLOPE
 from mplug_nn.mlp import Kind
 from mplug_nn.mlp import activation as composition
-from mplug_nn.normal import polynomial
+from mplug_nn.normal_tail import polynomial
 from torch import Tensor
 
 

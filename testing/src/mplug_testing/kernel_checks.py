@@ -16,8 +16,8 @@ import torch
 from mplug_nn import AttentionInputs, AttentionSpec
 from torch import Tensor, nn
 
-from mplug.model.slot_buffer import SlotBuffer
-from mplug.model.tracer import prepare_compiler
+from mplug.model.compiled.tracer import prepare_compiler
+from mplug.model.slots.slot_buffer import SlotBuffer
 from mplug_testing.harness import EXACT
 from mplug_testing.kernel_cases import BUFFERS, SINK, Case, Suppliers, Tensors
 

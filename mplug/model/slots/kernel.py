@@ -4,7 +4,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from functools import cached_property, update_wrapper
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
-from mplug.model.offers import Offer, Site, Supports
+from mplug.model.slots.offers import Offer, Site, Supports
 from mplug.registry.made_plugin import MadePlugin
 from mplug.registry.specification import hookimpl
 

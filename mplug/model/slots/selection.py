@@ -10,8 +10,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from mplug.errors import UsageError, listed
-from mplug.model.offers import PLAIN, UNIT, Filled, Offer, Site, Unmet, Wrap
-from mplug.slots import Slot
+from mplug.model.slots.declaration import Slot
+from mplug.model.slots.offers import PLAIN, UNIT, Filled, Offer, Site, Unmet, Wrap
 from mplug.tensors.supplier import statements_of
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from mplug_nn import AttentionInputs, AttentionSpec, PackedHeads, packed_heads_of
 from torch import Tensor
 
-from mplug_testing.trials import Trial, strided
+from mplug_testing.kernel_checks import Trial, strided
 
 SLOT = "Attention.core"
 UNKNOWN = "a bias that does not exist"

@@ -11,8 +11,8 @@ from mplug.layout.inits import ZEROS, Inits
 from mplug.layout.names import compiled
 from mplug.layout.plan import Parameter, Plan
 from mplug.layout.work import Work
-from mplug.model.description import describe_added
-from mplug.model.work import work_of
+from mplug.model.plans.description import describe_added
+from mplug.model.plans.work import work_of
 
 
 def with_attached(plan: Plan, model: nn.Module, modules: Mapping[str, nn.Module]) -> Plan:

@@ -7,11 +7,11 @@ from mplug_nn import GatheredForm, Linear, WeightProduct
 from mplug_nn.prologue import FUSED_SLOTS
 from torch import Tensor, nn
 
-from mplug.model.offers import Offer
+from mplug.model.slots.offers import Offer
 from mplug.tensors.slot_buffers import hold
-from mplug_testing.buffer_trials import site_of
 from mplug_testing.fused import FusedLinear
-from mplug_testing.trials import initial
+from mplug_testing.kernel_buffer_checks import site_of
+from mplug_testing.kernel_checks import initial
 
 ROWS, INPUTS, OUTPUTS, RANKS = 32, 128, 64, 5
 """The last of 5 ranks has fewer of 64 rows than the others."""

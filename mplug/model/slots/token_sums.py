@@ -6,7 +6,7 @@ from torch import Tensor
 
 from mplug import ops
 from mplug.model.model import Model
-from mplug.model.offers import Offer
+from mplug.model.slots.offers import Offer
 from mplug.run.run import Run
 
 TOKENS = ("batch", "sequence")

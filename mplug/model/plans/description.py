@@ -11,8 +11,8 @@ from mplug.layout.inits import Entries, Inits
 from mplug.layout.names import compiled
 from mplug.layout.plan import Buffer, Parameter, Plan, Unit
 from mplug.layout.work import Flops
-from mplug.model.declaring import declarations
-from mplug.model.work import flops_of_work, work_of
+from mplug.model.plans.declaring import declarations
+from mplug.model.plans.work import flops_of_work, work_of
 
 Entry = TypeVar("Entry")
 Axes = Mapping[str, tuple[str, ...]]

@@ -17,9 +17,9 @@ from mplug.layout.placement import Placement
 from mplug.layout.plan import Buffer, Init, Parameter, axes_of
 from mplug.model.mixing import named_axes
 from mplug.model.model import Model
-from mplug.model.offers import RECOMPUTING, Filled
-from mplug.model.slot_buffer import SlotBuffer
-from mplug.model.slot_states import HeldBuffers
+from mplug.model.slots.offers import RECOMPUTING, Filled
+from mplug.model.slots.slot_buffer import SlotBuffer
+from mplug.model.slots.slot_states import HeldBuffers
 from mplug.run.run import Run
 from mplug.tensors.slot_buffers import hold
 

@@ -9,9 +9,9 @@ from torch.fx import GraphModule
 
 from mplug.errors import UsageError
 from mplug.layout.plan import Unit
-from mplug.model.compiler_cache import repair_libraries
+from mplug.model.compiled.compiler_cache import repair_libraries
+from mplug.model.compiled.tracer import prepare_compiler
 from mplug.model.model import Model
-from mplug.model.tracer import prepare_compiler
 from mplug.run.run import Run
 from mplug.run.toolchain import triton_builds
 

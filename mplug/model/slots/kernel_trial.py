@@ -1,14 +1,14 @@
 """Whether the kernels of a config can serve its model.
 
-`python -m mplug.model.kernel_trial` reads the config from its standard input.
-`mplug.model.alternatives` starts it in a process of its own for each kernel plugin that it considers.
+`python -m mplug.model.slots.kernel_trial` reads the config from its standard input.
+`mplug.model.slots.alternatives` starts it in a process of its own for each kernel plugin that it considers.
 """
 
 import json
 import sys
 
-from mplug.model.alternatives import YES
 from mplug.model.build import can_be_built
+from mplug.model.slots.alternatives import YES
 
 
 def main() -> None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mplug.model.offers import Offer, Site
-from mplug.model.slot_buffer import SlotBuffer
+from mplug.model.slots.offers import Offer, Site
+from mplug.model.slots.slot_buffer import SlotBuffer
 from mplug.tensors.slot_buffers import buffer_name, held
 
 Update = Callable[[Tensor], None]

@@ -19,15 +19,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mplug.layout.plan import Init, Parameter, axes_of
-from mplug.model.offers import Offer, Site
-from mplug.model.slot_buffer import SlotBuffer
-from mplug.model.slot_states import HeldBuffers, updated
-from mplug.model.tracer import prepare_compiler
+from mplug.model.compiled.tracer import prepare_compiler
+from mplug.model.slots.offers import Offer, Site
+from mplug.model.slots.slot_buffer import SlotBuffer
+from mplug.model.slots.slot_states import HeldBuffers, updated
 from mplug.tensors.slot_buffers import hold
 from mplug_testing.fused import FusedLinear
 from mplug_testing.grouped import EXPERTS, PRODUCT, WEIGHTS, after_groups, expert_site, of_weight, routed
 from mplug_testing.kernel_cases.dense import with_weight
-from mplug_testing.trials import initial
+from mplug_testing.kernel_checks import initial
 
 SLOTS = ("Linear.product", "Linear.gemm", *FUSED_SLOTS, PRODUCT)
 OUTPUTS, INPUTS = "mlp", "embed"

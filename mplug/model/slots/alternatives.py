@@ -1,7 +1,7 @@
 """Find installed kernel plugins that can replace one that cannot serve a slot; an error message proposes them.
 
-Each plugin is tried in a process of its own (`python -m mplug.model.kernel_trial`), so that a plugin that fails to
-import or hangs has no effect on this one.
+Each plugin is tried in a process of its own (`python -m mplug.model.slots.kernel_trial`), so that a plugin that fails
+to import or hangs has no effect on this one.
 """
 
 import json
@@ -14,10 +14,10 @@ from typing import Any
 
 from mplug.config.binding import RunConfig
 from mplug.errors import listed
-from mplug.model.offers import PLAIN, Unmet
+from mplug.model.slots.offers import PLAIN, Unmet
 from mplug.registry.entry_points import Registry
 
-TRIAL = "mplug.model.kernel_trial"
+TRIAL = "mplug.model.slots.kernel_trial"
 """The module that a trial's process runs; it imports torch and the plugins that the config names."""
 TIMEOUT = 60
 """Seconds that a plugin may take to answer."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mplug.layout.inits import TOKENS, Entries, Inits
 from mplug.layout.plan import Buffer, Parameter
 from mplug.layout.work import Step, WeightProduct
-from mplug.model.work import in_order
+from mplug.model.plans.work import in_order
 from mplug.tensors.host_buffers import register_host_buffer
 from mplug.tensors.statistics import add_auxiliary, count
 from mplug_nn.embedding import Embedding

@@ -10,11 +10,11 @@ from mplug.config.sources import source_of
 from mplug.errors import UsageError, listed, suggest
 from mplug.layout.names import role_of
 from mplug.model.model import Model
-from mplug.model.offers import UNIT, Filled, Site, Wrap
-from mplug.model.recipe import is_base, with_recipe
-from mplug.model.selection import Selection, select
+from mplug.model.slots.declaration import Slot, fusibles, slots_of
+from mplug.model.slots.offers import UNIT, Filled, Site, Wrap
+from mplug.model.slots.recipe import is_base, with_recipe
+from mplug.model.slots.selection import Selection, select
 from mplug.registry.entry_points import SLOTS, BrokenPlugin, Registry
-from mplug.slots import Slot, fusibles, slots_of
 from mplug.tensors.supplier import statements_of
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mplug.errors import UsageError
 from mplug.layout.gathered import GatheredPlacement
 from mplug.model.model import Model
-from mplug.model.selection import Wider
+from mplug.model.slots.selection import Wider
 from mplug.run.run import Run
 from mplug.tensors.gathered_form import GatheredForm
 from mplug.tensors.slot_buffers import held

@@ -12,8 +12,8 @@ from mplug.config.sources import source_of
 from mplug.errors import UsageError, listed, suggest
 from mplug.layout.names import role_of, within
 from mplug.layout.plan import Plan
-from mplug.model.offers import Site
-from mplug.slots import slots_of
+from mplug.model.slots.declaration import slots_of
+from mplug.model.slots.offers import Site
 
 if TYPE_CHECKING:
     from mplug.model.built import Built

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mplug.layout.plan import Init, Parameter
-from mplug.model.offers import Offer, Site
-from mplug.model.tracer import prepare_compiler
+from mplug.model.compiled.tracer import prepare_compiler
+from mplug.model.slots.offers import Offer, Site
 from mplug.tensors.delayed import Later, Operands, Taps, without_memory
 from mplug.tensors.sink import Weights
 from mplug.tensors.slot_buffers import hold
 from mplug_testing.fused import FusedLinear
 from mplug_testing.grouped import expert_site
-from mplug_testing.trials import initial
+from mplug_testing.kernel_checks import initial
 
 SLOTS = ("Linear.product", *FUSED_SLOTS, "Experts.product")
 ROWS, INPUTS, OUTPUTS, EXPERTS = 32, 32, 48, 2

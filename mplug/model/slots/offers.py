@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from mplug.errors import listed
 from mplug.layout.plan import Parameter, axes_of
-from mplug.model.kernel_limits import Limits
-from mplug.model.slot_buffer import SlotBuffer
-from mplug.slots import Slot, slot_of
+from mplug.model.slots.declaration import Slot, slot_of
+from mplug.model.slots.kernel_limits import Limits
+from mplug.model.slots.slot_buffer import SlotBuffer
 
 if TYPE_CHECKING:
     from torch import Tensor

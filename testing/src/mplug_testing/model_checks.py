@@ -17,10 +17,10 @@ from mplug.contracts import MicroBatch
 from mplug.errors import listed
 from mplug.layout.plan import Unit
 from mplug.layout.work import Flops
-from mplug.model.fill import sites
 from mplug.model.model import Model
+from mplug.model.plans.work import flops_of_work
+from mplug.model.slots.fill import sites
 from mplug.model.units import run_units
-from mplug.model.work import flops_of_work
 from mplug.run.run import Run
 from mplug.tensors.random import sample_keys
 from mplug.training.assembly import build

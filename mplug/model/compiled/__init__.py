@@ -1,0 +1,1 @@
+"""Compiled units, their caches, and CUDA graphs."""

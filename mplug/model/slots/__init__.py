@@ -1,0 +1,1 @@
+"""Slots: what blocks declare, what plugins offer, and which offer fills each site."""

@@ -42,12 +42,14 @@ class Kernel(MadePlugin, Generic[P, R]):
         def offer(plugin: Any) -> list[Offer]:
             return [self.offer]
 
-        def captures(plugin: Any) -> bool | str | None:
-            return self.captures
-
-        members = {"Config": Config, "__init__": create, "offer": hookimpl(offer), "__doc__": self.function.__doc__}
+        members: dict[str, Any] = {
+            "Config": Config,
+            "__init__": create,
+            "offer": hookimpl(offer),
+            "__doc__": self.function.__doc__,
+        }
         if self.captures is not None:
-            members["captures"] = hookimpl(captures)
+            members["captures"] = self.captures
         return type(self.function.__name__, (), {**members, "__module__": self.function.__module__})
 
 

@@ -99,7 +99,7 @@ def test_a_function_that_is_a_kernel_stays_a_function_and_has_a_plugin() -> None
     (offer,) = plugin.offer()
     assert dict(offer.suppliers) == {"Norm.norm_residual": half.function}
     assert offer.serves == {"odd norm"}
-    assert plugin.captures() == "has not been tested"
+    assert plugin.captures == "has not been tested"
     assert not hasattr(kernel("Norm.norm_residual")(half.function).plugin, "captures")
 
 

@@ -8,7 +8,7 @@ A kernel's author subclasses it in a test module:
         plugin = "ringo"
         settings = {"kernels.ringo.block": 16}
 
-The cases are in `kernel_cases`, the checks that run on each case in `trials.py`.
+The cases are in `kernel_cases`, the checks that run on each case in `kernel_checks.py`.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -12,7 +12,7 @@ The bands, in nats: 1e-3 in fp32, where only the order of sums differs, some 1e-
 (whose size does not depend on the gradient's) amplify; 2e-2 in bf16, whose roundings are 2e-3 of a value: of losses of
 about 3 nats that is 6e-3, and the weights' masters do not let it grow.
 
-The text is by default the source in `tests/frozen/`, which is the same on every machine and in every version, so that
+The text is by default the source in `tests/third_party/`, which is the same on every machine with the same checkout. So
 the CPU's losses, which take minutes, can come from another machine: `--save` writes a file of losses, `--reference`
 compares with it, and refuses one of other settings or other tokens.
 """
@@ -73,7 +73,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), metavar="RUN", help=", ".join(RUNS))
-    parser.add_argument("--text", type=Path, help="a file or a folder instead of the source in tests/frozen")
+    parser.add_argument("--text", type=Path, help="a file or a folder instead of the source in tests/third_party")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the losses of these runs")
     parser.add_argument("--reference", type=Path, metavar="FILE", help="compare with the CPU's losses in this file")
     options = parser.parse_args()

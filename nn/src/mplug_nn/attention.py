@@ -51,8 +51,8 @@ def scaled_dot_product(
 
     q [B, S, H, K], k [B, T, G, K] and v [B, T, G, V] with G dividing H -> [B, S, H, V]. `mplug_nn.AttentionSpec` lists
     what a site can require, and `mplug_nn.AttentionInputs` the tensors that come with a call. This default serves
-    everything that the two define. A site's needs are `spec.needs`. The `supports` of a supplier must refuse every need
-    that it does not know.
+    everything that the two define. A site's needs are `spec.needs`. The host refuses a supplier whose offer does not
+    declare all of them (`Offer.serves`).
 
     A supplier that offers 'log-sum-exp' is a `mplug_nn.AttentionCore` with `parts` (`mplug_nn.AttentionParts`). Wraps
     that compute attention part by part (context parallelism) call it. A supplier that can also compute attention from

@@ -119,7 +119,7 @@ class Linear(ProductModule):
     """
 
     SLOTS: ClassVar[tuple[Slot, ...]] = (PRODUCT, GEMM, GATHER, SCATTER, NORM_SLOT, ACTIVATION_SLOT)
-    """A layer has the last two only where a block states it (`mplug.Fusible`)."""
+    """A layer has the last two only where a block states it (`mplug_nn.Fusible`)."""
     BUFFERED_SLOTS = ("Linear.product", "Linear.gemm", *FUSED_SLOTS)
     CASTS: ClassVar[Mapping[str, str]] = {"weight": "casts"}
     casts: tuple[Tensor, ...] = ()

@@ -8,7 +8,7 @@ A kernel's author subclasses it in a test module:
         plugin = "ringo"
         settings = {"kernels.ringo.block": 16}
 
-The cases are in `kernel_cases`, the checks that run on each case in `trials.py`.
+The cases are in `kernel_cases`, the checks that run on each case in `kernel_checks.py`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -41,8 +41,8 @@ class KernelSuite(BufferChecks, PackedHeadsChecks, PluginSuite):
     kernel must serve each slot that it supplies in at least one of them; the suite checks it in all that it serves.
     `settings` may name a device or a compiler. An error may be `error_factor` times the error of plain torch in the
     same dtype, without a recipe. `deterministic` False skips the test that equal calls give equal bits; `compiles`
-    False skips the test that calls trace into one graph. `capabilities` are what wraps can require. If `supports`
-    grants one other than 'log-sum-exp', override `check_capability`.
+    False skips the test that calls trace into one graph. `capabilities` are what wraps can require. If the
+    offer serves one other than 'log-sum-exp', override `check_capability`.
 
     If the kernel's attention core computes another function than softmax attention, set `computes` to the need by which
     sites request that function, and override `reference`. `settings` must then name a model that has such sites, with
@@ -82,7 +82,7 @@ class KernelSuite(BufferChecks, PackedHeadsChecks, PluginSuite):
             metafunc.parametrize("dtype", self.dtypes)
 
     def check_capability(self, need: str, site: Site, offer: Offer) -> None:
-        """Raise Fault unless the offer has a capability that it grants to a site.
+        """Raise Fault unless the offer has a capability that it serves at a site.
 
         This method checks the log-sum-exp of attention. The plugin's author must write the checks of other
         capabilities.

@@ -297,10 +297,10 @@ def test_auto_leaves_units_eager_where_nothing_can_build_kernels(
     wanted = {name: tiny_run({"trainer.compile": name}) for name in ("auto", "inductor", "never")}
     for run in wanted.values():
         run.device = "cuda"
-    for module in ("run.run", "model.compilation"):
+    for module in ("run.run", "model.compiled.compilation"):
         monkeypatch.setattr(f"mplug.{module}.triton_builds", lambda: True)
     assert [compiler_of(run) for run in wanted.values()] == ["inductor", "inductor", None]
-    for module in ("run.run", "model.compilation"):
+    for module in ("run.run", "model.compiled.compilation"):
         monkeypatch.setattr(f"mplug.{module}.triton_builds", lambda: False)
     assert compiler_of(wanted["auto"]) is None
     assert "units are not compiled" in caplog.text

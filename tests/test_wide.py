@@ -23,7 +23,9 @@ def project(pytester: pytest.Pytester) -> pytest.Pytester:
     """A folder of three tests under the conftest.py of this repository."""
     root = Path(__file__).parent.parent
     pytester.makeconftest((root / "conftest.py").read_text())
-    pytester.makepyprojecttoml((root / "pyproject.toml").read_text().replace('testpaths = ["tests", "plugins"]', ""))
+    pytester.makepyprojecttoml(
+        (root / "pyproject.toml").read_text().replace('testpaths = ["tests", "nn", "testing", "plugins"]', "")
+    )
     pytester.makepyfile(test_sets=TESTS)
     return pytester
 

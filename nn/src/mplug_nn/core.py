@@ -27,7 +27,7 @@ class AttentionCore(Supplier[P, R]):
 def parts_of(core: Callable[..., Any]) -> AttentionParts:
     """The parts of a supplier of `Attention.core`; ValueError if it has none."""
     if not isinstance(core, AttentionCore) or core.parts is None:
-        raise ValueError(f"{core!r} computes attention whole only; its 'supports' must refuse 'log-sum-exp'")
+        raise ValueError(f"{core!r} computes attention whole only; its offer must not serve 'log-sum-exp'")
     return core.parts
 
 

@@ -16,7 +16,7 @@ from mplug_cp.ring import ring_of
 from mplug_cp.wraps import by_parts
 from mplug_cp.zigzag import zigzag
 from mplug_nn import AttentionInputs, AttentionSpec
-from mplug_nn.attention import scaled_dot_product
+from mplug_nn.attention import DOT_PRODUCT, scaled_dot_product
 from mplug_testing import run_workers
 from torch import Tensor
 
@@ -65,12 +65,10 @@ def distributed(case: Case, size: int, rank: int) -> tuple[object, list[int]]:
             [dist.new_group(r) for r in ([0, 1], [2, 3])],
         )
         held = [p for part in zigzag(S, 2, rank // 2) for p in part]
-        ring = by_parts(ring_of, rings[rank % 2], scaled_dot_product)
+        ring = by_parts(ring_of, rings[rank % 2], DOT_PRODUCT)
         return exchanged(pairs[rank // 2], 2, rank % 2, ring), held[rank % 2 * len(held) // 2 :][: len(held) // 2]
     operator_of = {"ring": ring_of, "all_gather": gathered_of}[case.method]
-    return by_parts(operator_of, dist.group.WORLD, scaled_dot_product), [
-        p for part in zigzag(S, size, rank) for p in part
-    ]
+    return by_parts(operator_of, dist.group.WORLD, DOT_PRODUCT), [p for part in zigzag(S, size, rank) for p in part]
 
 
 def parts_of_a_rank(tried: list[Case]) -> list[tuple[list[int], list[Tensor]]]:

@@ -7,6 +7,7 @@ import click
 
 from mplug.cli.options import PluginName, config_options, resolved
 from mplug.cli.tables import table
+from mplug.errors import UsageError
 
 
 @click.group()
@@ -48,9 +49,14 @@ def schema(**names: str | None) -> None:
     An omitted option selects the plugin of the default run.
     """
     from mplug.config.defaults import default_settings
+    from mplug.config.sources import Settings
     from mplug.registry.entry_points import Registry
+    from mplug.registry.fallbacks import missing_defaults, missing_message
     from mplug.registry.json_schema import config_schema
 
-    default = default_settings()
+    registry, default = Registry(), default_settings()
+    omitted: Settings = {(section, "name"): default[section, "name"] for section, word in names.items() if not word}
+    if missing := missing_defaults(registry, default, omitted):
+        raise UsageError(missing_message(registry, missing))
     words = {section: word or default[section, "name"].value for section, word in names.items()}
-    click.echo(json.dumps(config_schema(Registry(), words), indent=2))
+    click.echo(json.dumps(config_schema(registry, words), indent=2))

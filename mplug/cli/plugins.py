@@ -133,10 +133,12 @@ def show(plugin: str) -> None:
 def check(plugins: tuple[str, ...]) -> None:
     """Import every installed plugin in a separate process, and run the quick part of the suite of its kind.
 
-    PLUGINS limits the check to these plugins. The exit status is 1 if one of them is broken.
+    PLUGINS limits the check to these plugins. The exit status is 1 if one of them is broken. The suites are in the
+    package mplug-testing.
     """
-    from mplug.registry.inspection import check_apart
+    from mplug.registry.inspection import check_apart, refuse_missing_checks
 
+    refuse_missing_checks()
     registry = Registry()
     entries = [entry for word in plugins for entry in _named(word)] if plugins else registry.entries()
     misplaced = [] if plugins else registry.misplaced()

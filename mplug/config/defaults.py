@@ -3,12 +3,19 @@
 from pathlib import Path
 
 from mplug.config.binding import HOST_SECTIONS, OPTIONAL_SECTIONS, SECTIONS
-from mplug.config.sources import Settings, merge, read_file
+from mplug.config.sources import Setting, Settings, merge, read_file
+
+DEFAULT = "default.yaml"
 
 
 def default_settings() -> Settings:
     """The settings of the default run."""
-    return read_file(Path(__file__).with_name("default.yaml"), "default.yaml")
+    return read_file(Path(__file__).with_name(DEFAULT), DEFAULT)
+
+
+def is_default(setting: Setting) -> bool:
+    """Whether a setting of a run's base is one of the default run, and not of a saved run."""
+    return setting.source.startswith(f"{DEFAULT}:")
 
 
 def saved_settings(directory: Path) -> Settings:

@@ -88,7 +88,9 @@ def _why_unparsed(rest: str, names: list[str]) -> str:
         return f"'{name}' needs a degree, as in '{name}2'"
     if not name:
         return f"'{rest}' does not begin with a strategy's name; write it as in 'tp4pp2'"
-    similar, remedy = suggest(name, names), "; use one of them, or install the package that supplies it"
+    similar, remedy = suggest(name, names), "; install the package that supplies it"
+    if names:
+        remedy = "; use one of them, or install the package that supplies it"
     return f"unknown strategy '{name}'{similar} (installed: {listed(sorted(names))}){'' if similar else remedy}"
 
 

@@ -2,11 +2,18 @@
 
 The default run names bundled plugins for what most runs want and none needs: the default kernel, the strategy of the
 remaining ranks, observers. Where one is not installed, a run does without it. What the user names is never dropped.
+
+Every run needs a model, an optimizer and data. Where those of the default run are not installed, the message names what
+to install, and the options by which the user names others.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-from mplug.config.sources import Key, Settings
+from mplug.config.binding import KIND_OF_SECTION
+from mplug.config.defaults import is_default
+from mplug.config.sources import NAMED_SECTIONS, Key, Settings
+from mplug.errors import listed
 from mplug.registry.entry_points import Registry
 
 DISPENSABLE = {("kernels", "default"): "kernels", ("parallel", "data"): "parallel"}
@@ -30,6 +37,34 @@ def without_missing(registry: Registry, base: Settings, settings: Settings) -> S
         ):
             del kept[key]
     return kept
+
+
+def missing_defaults(registry: Registry, base: Settings, settings: Settings) -> dict[str, str]:
+    """Section -> plugin, for the sections whose plugin only the default run (`base`) names, and which is missing."""
+    keys = [(section, "name") for section in NAMED_SECTIONS if (section, "name") in settings]
+    return {
+        key[0]: str(settings[key].value)
+        for key in keys
+        if settings[key] is base.get(key)
+        and is_default(settings[key])
+        and _is_missing(registry, KIND_OF_SECTION[key[0]], settings[key].value)
+    }
+
+
+def missing_message(registry: Registry, names: Mapping[str, str]) -> str:
+    """What to install, or to name, where these plugins of the default run are missing.
+
+    The distribution of the plugin NAME of the default run is mplug-NAME.
+    """
+    labels = listed(f"{KIND_OF_SECTION[section]}/{name}" for section, name in names.items())
+    packages = " ".join(f"mplug-{name}" for name in names.values())
+    installed = {section: listed(registry.names(KIND_OF_SECTION[section])) for section in names}
+    options = listed(f"--{section} (installed: {found})" for section, found in installed.items())
+    are, them, others = ("is", "it", "another") if len(names) == 1 else ("are", "them", "others")
+    return (
+        f"{labels} of the default run {are} not installed; install {them} (pip install {packages}), or name {others} "
+        f"with {options}"
+    )
 
 
 def _is_missing(registry: Registry, kind: str, name: object) -> bool:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 MARK = "mplug report: "
 """Prefix of the line that holds the report. The plugin may print other lines."""
+CHECKS = "mplug_testing"
+"""The package of the suites, which a host without mplug-testing lacks."""
 TIMEOUT = 120
 """Maximum time in seconds for the import and the checks of a plugin."""
 
@@ -40,9 +43,17 @@ def inspect_apart(entry: Entry) -> Report:
     return report_apart("mplug.registry.inspection", entry)
 
 
+def refuse_missing_checks() -> None:
+    """Raise UsageError if the suites, which check plugins, are not installed."""
+    if find_spec(CHECKS) is None:
+        raise UsageError(
+            "the checks of plugins are in the package mplug-testing, which is not installed: pip install mplug-testing"
+        )
+
+
 def check_apart(entry: Entry) -> Report:
     """The report of `inspect_apart`, with the faults that the quick part of the suite of its kind finds."""
-    return report_apart("mplug_testing.plugin_check", entry)
+    return report_apart(f"{CHECKS}.plugin_check", entry)
 
 
 def report_apart(module: str, entry: Entry) -> Report:

@@ -29,7 +29,7 @@ from mplug.errors import UsageError, brief, listed, quoted, suggest
 from mplug.layout.mesh import parse_layout
 from mplug.registry.bind_section import bind
 from mplug.registry.entry_points import BrokenPlugin, Registry
-from mplug.registry.fallbacks import without_missing
+from mplug.registry.fallbacks import missing_defaults, missing_message, without_missing
 from mplug.registry.public import with_public_settings
 
 
@@ -51,6 +51,7 @@ class _Resolver:
         self.loaded: dict[Entry, type[Any]] = {}
         self.settings = merge(base, overrides)
         self.of_base = {key[:2] for key in base}
+        self.missing = missing_defaults(registry, base, self.settings)
         named: Settings = {key: setting for key, setting in overrides.items() if key == ("model", "name")}
         self.settings = merge(merge(merge(base, named), self._preset()), overrides)
         self.settings = without_missing(registry, base, self.settings)
@@ -113,6 +114,9 @@ class _Resolver:
         self.problems[f"{brief('.'.join(key))}{f' ({source})' if source else ''}: {message}"] = None
 
     def _plugin(self, kind: str, word: Any, key: Key) -> Entry | None:
+        if key[0] in self.missing and key[1:] == ("name",):
+            self.problems[missing_message(self.registry, self.missing)] = None
+            return None
         try:
             entry = self.registry.find(kind, str(word))
             if entry not in self.loaded:

@@ -89,7 +89,7 @@ def _placed(model: Model, run: Run, own: HeldBuffers, name: str) -> Placement:
 
     An axis may split a weight of the module, and also the activations around it (sequence parallelism). An operand is
     whole along these activations if the collectives around the product gather or scatter it. The axes belong to the
-    view of the mesh in which the weights are split: experts have the rows of the ranks of their own view.
+    view of the mesh in which the weights are split: a module of another view has the rows of the ranks of that view.
     """
     one, weights = own.declared[name], own.site.parameters.values()
     described = Parameter(one.dims, Init("constant", value=one.value), one.over)

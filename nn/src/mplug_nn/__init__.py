@@ -43,6 +43,11 @@ if TYPE_CHECKING:
     from mplug_nn.attention import scaled_dot_product as scaled_dot_product
     from mplug_nn.cache import Cache as Cache
     from mplug_nn.cache import CacheSize as CacheSize
+    from mplug_nn.chunked_collectives import Arrival as Arrival
+    from mplug_nn.chunked_collectives import ChunkedCollectives as ChunkedCollectives
+    from mplug_nn.chunked_collectives import Produce as Produce
+    from mplug_nn.chunked_collectives import Rows as Rows
+    from mplug_nn.chunked_collectives import collectives_named as collectives_named
     from mplug_nn.core import AttentionCore as AttentionCore
     from mplug_nn.core import packed_heads_of as packed_heads_of
     from mplug_nn.core import parts_of as parts_of
@@ -122,11 +127,6 @@ if TYPE_CHECKING:
     from mplug_nn.packed_heads import Preparation as Preparation
     from mplug_nn.parts import AttentionParts as AttentionParts
     from mplug_nn.parts import Part as Part
-    from mplug_nn.pipeline import Arrival as Arrival
-    from mplug_nn.pipeline import Pipeline as Pipeline
-    from mplug_nn.pipeline import Produce as Produce
-    from mplug_nn.pipeline import Rows as Rows
-    from mplug_nn.pipeline import pipeline_named as pipeline_named
     from mplug_nn.product import Boundary as Boundary
     from mplug_nn.product import Collective as Collective
     from mplug_nn.product import Narrow as Narrow
@@ -182,6 +182,7 @@ publish(
         "mplug_nn.multi_token_prediction": ("DepthAhead", "TokensAhead"),
         "mplug_nn.attention": ("Attention", "DotProductAttention", "scaled_dot_product"),
         "mplug_nn.cache": ("Cache", "CacheSize"),
+        "mplug_nn.chunked_collectives": ("Arrival", "ChunkedCollectives", "Produce", "Rows", "collectives_named"),
         "mplug_nn.core": ("AttentionCore", "packed_heads_of", "parts_of"),
         "mplug_nn.decoder": ("Block", "Decoder", "DenseBlock", "SparseBlock", "TokenEmbedding", "decoder_plan"),
         "mplug_nn.decoders.build": ("build_decoder",),
@@ -241,7 +242,6 @@ publish(
         "mplug_nn.norm_functions": ("NormFunction",),
         "mplug_nn.packed_heads": ("PackedHeads", "Preparation"),
         "mplug_nn.parts": ("AttentionParts", "Part"),
-        "mplug_nn.pipeline": ("Arrival", "Pipeline", "Produce", "Rows", "pipeline_named"),
         "mplug_nn.product": ("Boundary", "Collective", "Narrow", "Product"),
         "mplug_nn.prologue": ("FusedProduct", "Inputs", "Projected", "Prologue", "Upstream"),
         "mplug_nn.public_config": ("differences", "forms_of", "written_config"),

@@ -37,7 +37,7 @@ def add_slot_buffers(model: Model, run: Run, contents: Iterable[Filled]) -> None
         _refuse_unknown_axes(filled, declared, axes)
         try:
             tensors = {name: torch.empty(one.shape, dtype=dtype, device="meta") for name, one in declared.items()}
-            hold(site.module, site.slot, tensors)
+            hold(site.module, site.declared, tensors)
         except ValueError as error:
             raise UsageError(
                 f"{plugin} declares buffers for {site.slot} of '{site.role}' (Offer.buffers): {error}; use another "

@@ -14,9 +14,7 @@ from mplug.system.lazy import publish
 if TYPE_CHECKING:
     from mplug.layout.inits import Entries as Entries
     from mplug.layout.inits import Inits as Inits
-    from mplug.model.plans.description import Description as Description
     from mplug.model.plans.description import describe as describe
-    from mplug.model.plans.description import flops_of as flops_of
     from mplug.model.slots.declaration import Fusible as Fusible
     from mplug.model.slots.declaration import states as states
     from mplug.tensors.gathered_form import GatheredForm as GatheredForm
@@ -98,8 +96,6 @@ if TYPE_CHECKING:
     from mplug_nn.dropout import Jitter as Jitter
     from mplug_nn.embedding import Embedding as Embedding
     from mplug_nn.experts import Experts as Experts
-    from mplug_nn.experts import Route as Route
-    from mplug_nn.experts import within_capacity as within_capacity
     from mplug_nn.fusible import fusible_norm as fusible_norm
     from mplug_nn.fusible import normed as normed
     from mplug_nn.gemm import Gemm as Gemm
@@ -153,7 +149,6 @@ if TYPE_CHECKING:
     from mplug_nn.scores import RouterScore as RouterScore
     from mplug_nn.shared_fields import SHARED_FIELDS as SHARED_FIELDS
     from mplug_nn.shared_fields import unused as unused
-    from mplug_nn.slots import BLOCKS as BLOCKS
     from mplug_nn.slots import SLOTS as SLOTS
     from mplug_nn.specification import AttentionInputs as AttentionInputs
     from mplug_nn.specification import AttentionSpec as AttentionSpec
@@ -164,7 +159,7 @@ publish(
     __name__,
     {
         "mplug.layout.inits": ("Entries", "Inits"),
-        "mplug.model.plans.description": ("Description", "describe", "flops_of"),
+        "mplug.model.plans.description": ("describe",),
         "mplug.model.slots.declaration": ("Fusible", "states"),
         "mplug.tensors.gathered_form": ("GatheredForm",),
         "mplug.tensors.operator": ("fake", "operator"),
@@ -227,7 +222,7 @@ publish(
         "mplug_nn.delayed_scaling": ("DelayedScaling",),
         "mplug_nn.dropout": ("Dropout", "Jitter"),
         "mplug_nn.embedding": ("Embedding",),
-        "mplug_nn.experts": ("Experts", "Route", "within_capacity"),
+        "mplug_nn.experts": ("Experts",),
         "mplug_nn.fusible": ("fusible_norm", "normed"),
         "mplug_nn.gemm": ("Gemm", "weight_gradient"),
         "mplug_nn.grouped": ("GroupedProduct", "grouped_linear"),
@@ -259,7 +254,7 @@ publish(
         "mplug_nn.router": ("Choice", "Router"),
         "mplug_nn.scores": ("RouterScore",),
         "mplug_nn.shared_fields": ("SHARED_FIELDS", "unused"),
-        "mplug_nn.slots": ("BLOCKS", "SLOTS"),
+        "mplug_nn.slots": ("SLOTS",),
         "mplug_nn.specification": ("AttentionInputs", "AttentionSpec", "StaticKeys"),
         "mplug_nn.static_cache": ("static_keys",),
     },

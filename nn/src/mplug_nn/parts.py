@@ -40,8 +40,7 @@ class AttentionParts:
     """The field `parts` of an `AttentionCore` that offers 'log-sum-exp'.
 
     A supplier's class implements `attend` and `differentiate`. Wraps that compute attention part by part (context
-    parallelism) call `forward` and `backward`, inside an operator, so neither a compiler nor autograd traces them. A
-    class written for version 0.1 implements `forward` and `backward` itself, and need not inherit from this class.
+    parallelism) call `forward` and `backward`, inside an operator, so neither a compiler nor autograd traces them.
     """
 
     name: str

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from mplug_nn import Arrival, Boundary, Narrow, Operand, Pipeline, Produce, Product, Rows, Sink
-from mplug_nn.pipeline import flattened, name_pipeline
+from mplug_nn import Arrival, Boundary, ChunkedCollectives, Narrow, Operand, Produce, Product, Rows, Sink
+from mplug_nn.chunked_collectives import flattened, name_collectives
 from mplug_nn.product import COMPOSED
 from mplug_tp.boundary import boundary
 from mplug_tp.memory import reachable
@@ -67,8 +67,8 @@ def layers(width: int) -> list[Layer]:
     ]
 
 
-class Still(Pipeline):
-    """The chunks of a pipeline without transfers: rows of other ranks are whatever memory holds."""
+class Still(ChunkedCollectives):
+    """The chunks without transfers: rows of other ranks are whatever memory holds."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.num_parts = rank, size
@@ -93,21 +93,21 @@ class Still(Pipeline):
 
 
 class StillArrival(Arrival):
-    """The rows of a `Still` pipeline."""
+    """The rows of a `Still`."""
 
     wholes: dict[tuple[Any, ...], Tensor] = {}  # noqa: RUF012 (one tensor per shape for all calls)
 
-    def __init__(self, pipeline: Still, parts: tuple[Tensor, ...]) -> None:
-        self._pipeline, (self._part,) = pipeline, parts
+    def __init__(self, chunked: Still, parts: tuple[Tensor, ...]) -> None:
+        self._chunked, (self._part,) = chunked, parts
         samples, length, width = self._part.shape
-        shape = samples, pipeline.num_parts * length, width
-        self._whole = self.wholes.setdefault((shape, parts[0].dtype), parts[0].repeat(1, pipeline.num_parts, 1))
+        shape = samples, chunked.num_parts * length, width
+        self._whole = self.wholes.setdefault((shape, parts[0].dtype), parts[0].repeat(1, chunked.num_parts, 1))
 
     def __iter__(self) -> Iterator[tuple[Rows, tuple[Tensor, ...]]]:
         """This rank's rows, then the others'."""
         length = self._part.shape[1]
-        for step in range(self._pipeline.num_parts):
-            rows = place_of((self._pipeline.rank - step) % self._pipeline.num_parts, length)
+        for step in range(self._chunked.num_parts):
+            rows = place_of((self._chunked.rank - step) % self._chunked.num_parts, length)
             yield rows, (rows.of(self._whole) if step else self._part,)
 
     def whole(self) -> tuple[Tensor, ...]:
@@ -190,12 +190,12 @@ def seconds(call: Callable[[], Any], iterations: int, device: torch.device) -> f
 def variants(group: dist.ProcessGroup, only: list[str]) -> dict[str, tuple[Product, Boundary | None]]:
     """The product and the boundary of each variant."""
     plain = boundary(group, sequence_parallel=True)
-    made: dict[str, Pipeline] = {"chunks": Still(group.rank(), group.size()), "messages": Messages(group)}
+    made: dict[str, ChunkedCollectives] = {"chunks": Still(group.rank(), group.size()), "messages": Messages(group)}
     if "copies" in only and reachable(group):
         made["copies"] = Peers(group)
     found: dict[str, tuple[Product, Boundary | None]] = {"products": (COMPOSED, None), "waiting": (COMPOSED, plain)}
-    for name, pipeline in made.items():
-        name_pipeline(name, pipeline)
+    for name, chunked in made.items():
+        name_collectives(name, chunked)
         found[name] = Overlapped(), Boundary(plain.whole, plain.summed, plain.largest, name)
     return {name: how for name, how in found.items() if name in only}
 

@@ -65,7 +65,6 @@ if TYPE_CHECKING:
     from mplug.errors import quoted as quoted
     from mplug.errors import some_names as some_names
     from mplug.gradients.owned_memory import Shard as Shard
-    from mplug.gradients.owned_memory import Shards as Shards
     from mplug.gradients.sinks import GradientSink as GradientSink
     from mplug.gradients.sinks import Sinks as Sinks
     from mplug.layout.actions import Action as Action
@@ -121,9 +120,7 @@ if TYPE_CHECKING:
     from mplug.model.plans.declaring import Declared as Declared
     from mplug.model.plans.declaring import declare as declare
     from mplug.model.plans.declaring import parameter as parameter
-    from mplug.model.plans.description import Description as Description
     from mplug.model.plans.description import describe as describe
-    from mplug.model.plans.description import flops_of as flops_of
     from mplug.model.products.gathered_copies import GatheredCopies as GatheredCopies
     from mplug.model.products.gathered_copies import gathered_copies as gathered_copies
     from mplug.model.products.weight_gradients import WeightGradients as WeightGradients
@@ -206,7 +203,7 @@ publish(
         ),
         "mplug.distributed.supervision": ("Hang", "Monitor", "PluginMessage", "Send", "Supervisor"),
         "mplug.errors": ("RunError", "UsageError", "brief", "counted", "listed", "quoted", "some_names"),
-        "mplug.gradients.owned_memory": ("Shard", "Shards"),
+        "mplug.gradients.owned_memory": ("Shard",),
         "mplug.gradients.sinks": ("GradientSink", "Sinks"),
         "mplug.layout.actions": ("Action", "Kind", "Shape", "Table", "forward_half", "with_transfers"),
         "mplug.layout.conversion": ("Conversion", "conversion_of"),
@@ -230,7 +227,7 @@ publish(
         "mplug.layout.work": ("ActivationProduct", "Branches", "Flops", "Step", "WeightProduct", "Work"),
         "mplug.model.plans.adapters": ("Adapters", "Merge", "RowNorms", "row_norms"),
         "mplug.model.plans.declaring": ("Declared", "declare", "parameter"),
-        "mplug.model.plans.description": ("Description", "describe", "flops_of"),
+        "mplug.model.plans.description": ("describe",),
         "mplug.model.products.gathered_copies": ("GatheredCopies", "gathered_copies"),
         "mplug.model.slots.kernel": ("kernel",),
         "mplug.model.model": ("Model",),

@@ -13,13 +13,13 @@ from gpus import with_nccl
 from mplug_fp8.products import Blockwise, Delayed, Rowwise, Tensorwise
 from mplug_fp8.recipes import Options
 from mplug_fp8.scaled import Products
-from mplug_nn import Arrival, Boundary, Narrow, Operand, Pipeline, Produce, Sink, pipeline_named
-from mplug_nn.pipeline import PIPELINES, name_pipeline
+from mplug_nn import Arrival, Boundary, ChunkedCollectives, Narrow, Operand, Produce, Sink, collectives_named
+from mplug_nn.chunked_collectives import COLLECTIVES, name_collectives
 from mplug_testing import run_workers
 from mplug_testing.harness import Trace, difference, train_ranks, train_steps
 from mplug_tp.boundary import boundary
+from mplug_tp.chunked import SequenceCollectives, name_for
 from mplug_tp.peers import Peers
-from mplug_tp.pipelines import SequencePipeline, name_for
 from torch import Tensor
 
 LONG, NARROW = 512, 256
@@ -53,10 +53,10 @@ def buffers_of(device: str) -> dict[str, Tensor]:
     return {**found, **{name: torch.full((1,), scale, device=device) for name, scale in scales.items()}}
 
 
-class Watched(Pipeline):
-    """A pipeline that records the bytes of an element of what it gathers."""
+class Watched(ChunkedCollectives):
+    """Chunked collectives that record the bytes of an element of what they gather."""
 
-    def __init__(self, inner: Pipeline) -> None:
+    def __init__(self, inner: ChunkedCollectives) -> None:
         self.inner, self.num_parts, self.seen = inner, inner.num_parts, list[list[int]]()
 
     def gathering(self, *parts: Tensor, keep: bool) -> Arrival:
@@ -72,11 +72,11 @@ class Watched(Pipeline):
 
 @contextmanager
 def watched(around: Boundary) -> Iterator[list[list[int]]]:
-    inner = pipeline_named(around.pipeline)
+    inner = collectives_named(around.chunked)
     watch = Watched(inner)
-    name_pipeline(around.pipeline, watch)
+    name_collectives(around.chunked, watch)
     yield watch.seen
-    name_pipeline(around.pipeline, inner)
+    name_collectives(around.chunked, inner)
 
 
 def passes(supplier: Products, x: Tensor, weight: Tensor, grad_y: Tensor, narrow: Narrow) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def compared(
 
     The errors of its results, what it gathered, and the numbers of this rank's input.
     """
-    rank, split = dist.get_rank(), pipeline_named(around.pipeline).num_parts > 1
+    rank, split = dist.get_rank(), collectives_named(around.chunked).num_parts > 1
 
     def part(tensor: Tensor) -> Tensor:
         return parts(tensor, 1)[rank] if split else tensor
@@ -178,7 +178,7 @@ def test_overlap_changes_no_number_in_fp8_and_sums_are_rounded_as_in_bf16(found:
 def test_parts_travel_in_fp8_if_rows_and_columns_have_one_scale_or_only_rows_are_needed(
     found: list[dict[Any, Any]],
 ) -> None:
-    """Bytes of what each call of a pipeline gathers, in the order of `passes`; nothing for a sum."""
+    """Bytes of what each call of chunked collectives gathers, in the order of `passes`; nothing for a sum."""
     for of_rank in found:
         for recipe in RECIPES:
             alone, both = ([1], [1]) if recipe in ("tensorwise", "delayed") else ([1, 4], [2])
@@ -259,7 +259,7 @@ def on_gpus() -> dict[Any, Any]:
     """Be one rank: the cases on GPUs, by copies between them."""
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     with_nccl()
-    name_pipeline("copies", Peers(dist.group.WORLD))
+    name_collectives("copies", Peers(dist.group.WORLD))
     around = boundary(dist.group.WORLD, True, "copies")
     found: dict[Any, Any] = {}
     for recipe in RECIPES:
@@ -270,13 +270,13 @@ def on_gpus() -> dict[Any, Any]:
 
 
 def trained(settings: dict[str, Any]) -> tuple[Trace, str]:
-    """Be one rank: (its trace in the memory of the host, the class of the pipeline that it used)."""
+    """Be one rank: (its trace in the memory of the host, the class of the collectives that it used)."""
     with_nccl()
     trace = train_steps(settings)
     for found in (trace.initial, trace.weights, *trace.gradients):
         for name, boxes in found.items():
             found[name] = [(start, values.cpu()) for start, values in boxes]
-    used = [type(one.chosen).__name__ for one in PIPELINES.values() if isinstance(one, SequencePipeline)]
+    used = [type(one.chosen).__name__ for one in COLLECTIVES.values() if isinstance(one, SequenceCollectives)]
     return trace, ",".join(used)
 
 

@@ -73,29 +73,17 @@ def test_the_host_knows_no_plugin_by_name(path: Path) -> None:
     assert not [text for text in strings(source) if text in NAMES or text in PACKAGES]
 
 
-BLOCKS_PENDING = {}
-"""Files of the host that still import the building blocks, and why."""
-
-
 def test_the_host_imports_no_building_block() -> None:
     importing = {
         str(path.relative_to(ROOT))
         for path in HOST.rglob("*.py")
         if any(module.split(".")[0] == "mplug_nn" for module in imports(path.read_text()))
     }
-    assert importing - {*BLOCKS_PENDING} == set()
-    assert {*BLOCKS_PENDING} - importing == set(), "these no longer import mplug_nn: delete their lines"
+    assert importing == set()
 
 
 FOREIGN_WORDS = ("attention", "expert", "image", "fp8")
-OF_SLOTS = "slots become open: the blocks name them"
-FOREIGN_WORDS_PENDING = {
-    "mplug/model/slots/offers.py": OF_SLOTS,
-    "mplug/model/slots/slot_placement.py": OF_SLOTS,
-    "mplug/model/products/weight_gradients.py": OF_SLOTS,
-    "mplug/registry/scaffold.py": "the template of a kernel plugin is a core of attention",
-}
-"""Files of the host that speak of what only plugins know, and why."""
+"""Words of what only plugins know."""
 
 
 def test_the_host_speaks_of_no_kind_of_block() -> None:
@@ -104,8 +92,7 @@ def test_the_host_speaks_of_no_kind_of_block() -> None:
         for path in HOST.rglob("*.py")
         if any(word in path.read_text().lower() for word in FOREIGN_WORDS)
     }
-    assert speaking - {*FOREIGN_WORDS_PENDING} == set(), f"none of {FOREIGN_WORDS} belongs into the host"
-    assert {*FOREIGN_WORDS_PENDING} - speaking == set(), "these no longer speak of it: delete their lines"
+    assert speaking == set(), f"none of {FOREIGN_WORDS} belongs into the host"
 
 
 SOFTWARE = re.compile(r"hugging|config\.json|quant_method|megatron|deepspeed|\bpeft\b|\bhf\b", re.IGNORECASE)

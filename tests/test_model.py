@@ -341,7 +341,8 @@ def test_a_slot_that_nothing_declares_is_an_error_that_names_the_plugin_and_sugg
 
 def test_a_kernel_fills_the_kind_that_the_config_names_it_for_and_no_other() -> None:
     offers = [offer("kernels/fast", CORE), offer("kernels/fast", NORM), offer("kernels/other", CORE)]
-    selection = selected([site(CORE), site(NORM)], offers, chosen(attention="kernels/fast"), RUN)
+    named = chosen(attention="kernels/fast", linear="kernels/other")
+    selection = selected([site(CORE), site(NORM)], offers, named, RUN)
     assert suppliers(selection) == ["kernels/fast", "plain torch"]
     assert selection.unmet == []
 
@@ -352,7 +353,7 @@ def test_a_default_kernel_fills_every_slot_that_it_can_except_the_kinds_that_are
     selection = selected(there, offers, chosen("kernels/all", attention="kernels/fast"), RUN)
     assert suppliers(selection) == ["kernels/fast", "kernels/all", "plain torch"]
     assert selection.unmet == []
-    assert suppliers(selected(there, offers, chosen("kernels/all", attention=None), RUN))[0] == "plain torch"
+    assert suppliers(selected(there, offers[1:], chosen("kernels/all", attention=None), RUN))[0] == "plain torch"
 
 
 def test_a_kernel_that_is_named_and_fills_nothing_is_told() -> None:
@@ -473,7 +474,7 @@ def test_what_a_strategy_puts_into_a_slot_is_not_lost_in_a_wider_one(lost: Offer
     there, fused = [site(NARROW), site(WIDE)], offer("kernels/fused", WIDE)
     with pytest.raises(UsageError, match=r"kernels/fused replaces .*prepare_qkv.*parallel/x.*set kernels\.qk=null"):
         selected(there, [lost, fused], chosen(qk="kernels/fused"), RUN)
-    assert "kernels/fused" not in suppliers(selected(there, [lost, fused], chosen(), RUN))
+    assert "kernels/fused" not in suppliers(selected(there, [lost, fused], chosen(attention="kernels/fused"), RUN))
     elsewhere = [site(NARROW, "blocks.1.attn"), site(WIDE, "blocks.0.attn")]
     assert "kernels/fused" in suppliers(selected(elsewhere, [lost, fused], chosen(qk="kernels/fused"), RUN))
 

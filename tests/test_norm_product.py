@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from mplug import Offer, Run, UsageError
 from mplug.config.binding import Kernels
 from mplug.model.build import build_model
-from mplug.model.slots.declaration import fusibles
+from mplug.model.slots.declaration import fusibles, slot_of
 from mplug.model.slots.fill import sites
 from mplug.model.slots.selection import select
 from mplug.tensors.sink import Weights
@@ -207,7 +207,7 @@ def test_a_compiled_block_without_gradients_computes_as_an_eager_one(plant: Plan
         nn.init.uniform_(parameter, -1, 1)
     for layer, slot in ((own.attn.qkv, "norm"), (own.mlp.up, "norm"), (own.mlp.down, "activation")):
         setattr(layer, f"{slot}_product", Again())
-        hold(layer, f"Linear.{slot}_product", {"largest": torch.zeros((), dtype=torch.float64)})
+        hold(layer, slot_of(layer, f"Linear.{slot}_product"), {"largest": torch.zeros((), dtype=torch.float64)})
     inputs = torch.randn(B, S, D, dtype=torch.float64), torch.arange(S)[None], torch.arange(B)
     compiled = torch.compile(own, backend="eager", fullgraph=True)
     with torch.no_grad():

@@ -32,6 +32,7 @@ from mplug import Offer, Site, UsageError
 from mplug.config.binding import Kernels
 from mplug.model.build import build_model
 from mplug.model.products.casts import keep_casts
+from mplug.model.slots.declaration import slot_of
 from mplug.model.slots.offers import Filled
 from mplug.model.slots.selection import select
 from mplug.tensors.slot_buffers import hold
@@ -154,7 +155,7 @@ def test_a_compiled_product_gives_equal_gradients_in_one_graph(backend: str) -> 
 def test_a_compiled_product_without_gradients_receives_its_buffers(count: int) -> None:
     """torch's compiler omits an argument of autograd functions for one number of arguments."""
     layer = filled(Linear(I_, O_), Doubled())
-    hold(layer, "Linear.product", {f"buffer{number}": torch.zeros(()) for number in range(count)})
+    hold(layer, slot_of(layer, "Linear.product"), {f"buffer{number}": torch.zeros(()) for number in range(count)})
     run = torch.compile(layer, backend="eager", fullgraph=True)
     with torch.no_grad():
         torch.testing.assert_close(run(drawn(B, S, I_)), layer(drawn(B, S, I_)))

@@ -23,6 +23,7 @@ from mplug.checkpoint.states import refuse_unsavable_states
 from mplug.cli import main
 from mplug.gradients.statistics import Statistics
 from mplug.model.build import build_model
+from mplug.model.slots.declaration import slot_of
 from mplug.model.slots.slot_states import HeldBuffers, slot_updates
 from mplug.tensors.slot_buffers import hold
 from mplug.training.assembly import Parts
@@ -233,14 +234,14 @@ def test_a_buffer_of_experts_must_name_the_weight_of_its_product() -> None:
     with torch.device("meta"):
         experts = Experts(8, 16, 2, "gelu")
     with pytest.raises(ValueError, match="the name 'largest' must begin with 'up_' or 'down_', the weight's name"):
-        hold(experts, "Experts.product", {"largest": torch.zeros(())})
+        hold(experts, slot_of(experts, "Experts.product"), {"largest": torch.zeros(())})
 
 
 def test_a_name_that_the_module_uses_is_refused() -> None:
     layer = Linear(2, 2)
-    hold(layer, "Linear.gemm", {"kept": torch.zeros(())})
+    hold(layer, slot_of(layer, "Linear.gemm"), {"kept": torch.zeros(())})
     with pytest.raises(ValueError, match="Linear already has an attribute 'gemm__kept'"):
-        hold(layer, "Linear.gemm", {"kept": torch.zeros(())})
+        hold(layer, slot_of(layer, "Linear.gemm"), {"kept": torch.zeros(())})
 
 
 # What a user sees.
@@ -267,7 +268,7 @@ def held(step_ended: Any) -> HeldBuffers:
     """Two buffers of a layer: a maximum, and a state that starts at 2."""
     declared = {"largest": SlotBuffer(over=("batch",), reduction="max"), "kept": SlotBuffer((3,), ("item",), 2.0)}
     layer = Linear(2, 2, bias=False)
-    hold(layer, "Linear.gemm", {"largest": torch.tensor(5.0), "kept": torch.full((3,), 2.0)})
+    hold(layer, slot_of(layer, "Linear.gemm"), {"largest": torch.tensor(5.0), "kept": torch.full((3,), 2.0)})
     offer = Offer({"Linear.gemm": Gemm()}, buffers=lambda _: declared, step_ended=step_ended, plugin="kernels/some")
     return HeldBuffers(Site("blocks.*.up", "Linear.gemm", layer, "blocks.0.up"), offer, declared)
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import mplug_testing
 import pytest
 
-from mplug.registry.scaffold import SUMMARIES, describe, write
+from mplug.registry.entry_points import KINDS
+from mplug.registry.scaffold import describe, write
 from mplug.registry.specification import CONSTANTS, SPECIFICATIONS
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -49,7 +50,7 @@ def methods(module: ast.Module) -> Iterator[ast.FunctionDef]:
             yield node
 
 
-@pytest.mark.parametrize("kind", SUMMARIES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_docs_explain_every_name_and_hook_of_a_template(tmp_path: Path, kind: str) -> None:
     pages = "".join(
         (DOCS / page).read_text(encoding="utf-8") for page in dict.fromkeys((*SHARED, OF_KIND.get(kind))) if page
@@ -60,7 +61,7 @@ def test_the_docs_explain_every_name_and_hook_of_a_template(tmp_path: Path, kind
     assert [name for name in used if not re.search(rf"\b{name}\b", pages)] == []
 
 
-@pytest.mark.parametrize("kind", SUMMARIES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_template_has_the_short_forms_of_hooks(tmp_path: Path, kind: str) -> None:
     """A constant answer is an attribute, and a method has no argument that it does not use."""
     for module in modules(tmp_path / "new", kind):
@@ -72,7 +73,7 @@ def test_a_template_has_the_short_forms_of_hooks(tmp_path: Path, kind: str) -> N
             assert given or hook.name not in CONSTANTS, f"{hook.name} of {kind}"
 
 
-@pytest.mark.parametrize("kind", SUMMARIES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_attributes_of_a_new_suite_are_those_of_the_suite(tmp_path: Path, kind: str) -> None:
     write(describe(kind, f"{kind}-tried"), tmp_path / "new")
     (path,) = (tmp_path / "new" / "tests").glob("test_*.py")

@@ -69,6 +69,11 @@ class Kernels:
     kinds: Mapping[str, str | None]
     default: str | None
 
+    @property
+    def plugins(self) -> frozenset[str]:
+        """The labels of all kernel plugins of the run."""
+        return frozenset(label for label in (self.default, *self.kinds.values()) if label is not None)
+
     def chosen(self, kind: str) -> str | None:
         """The label of the plugin for a kind of slot; None means the composition in plain torch."""
         return self.kinds.get(kind, self.default)

@@ -107,7 +107,7 @@ def _refuse_transient_gradients(run: Run, model: Model) -> None:
 
 def _remedy(config: RunConfig, unmet: Unmet) -> str:
     """The end of the error message: the kernels to use instead; empty if a plugin of another kind has the need."""
-    is_kernel = unmet.plugin == PLAIN or unmet.plugin.startswith("kernels/")
+    is_kernel = unmet.plugin == PLAIN or unmet.plugin in config.kernels.plugins
     return kernels_that_would_do(config, unmet, can_be_built) if is_kernel else ""
 
 

@@ -75,8 +75,7 @@ class GeneratorSeeds:
 def drawing_plugin(run: "Run", slots: "Iterable[Filled]") -> str:
     """The label of a plugin whose dropout mask does not follow from the samples' keys; '' if there is none."""
     for filled in slots:
-        drops = getattr(filled.site.module, "dropout", 0) != 0
-        if drops and filled.offer is not None and filled.offer.varies(filled.site, run):
+        if filled.offer is not None and filled.offer.varies(filled.site, run):
             return filled.supplier
     return ""
 

@@ -1,5 +1,6 @@
 """Write the package of a new plugin: a small, complete example that its author then changes."""
 
+import json
 import keyword
 import re
 from collections.abc import Mapping
@@ -16,36 +17,26 @@ REQUIREMENT = "mplug>=0.1,<0.2"
 """The requirement on mplug of a plugin that is written for this version."""
 BLOCKS = "mplug-nn>=0.1,<0.2"
 """The requirement on the building blocks, for the templates that import them."""
-SUMMARIES = {
-    "models": "A small decoder",
-    "parallel": "A data-parallel strategy",
-    "kernels": "Causal attention that computes one KV head at a time",
-    "optimizers": "Gradient descent with momentum",
-    "precisions": "Weights in fp32, and matrix products of operands in bf16",
-    "data": "Synthetic samples that count upwards",
-    "tokenizers": "A tokenizer with a token per character of a file, and a token per byte",
-    "formats": "Models as folders of plain arrays",
-    "memory": "Recomputation of units in backward",
-    "adapters": "Training of the norms alone",
-    "extensions": "A table of losses in the folder of a run",
-    "commands": "A command that lists the newest runs",
-}
-USES = {
-    "models": "mplug train --model {name}",
-    "parallel": "mplug train --parallel {name}2",
-    "kernels": "mplug train --attention {name}",
-    "optimizers": "mplug train --optimizer {name}",
-    "precisions": "mplug train --precision {name}",
-    "data": "mplug train --data {name}",
-    "tokenizers": "mplug data preprocess texts.jsonl --tokenizer {name}",
-    "formats": "mplug checkpoint export --to {name} FOLDER",
-    "memory": "mplug train --set memory.{name}.every=1",
-    "adapters": "mplug train --adapt {name}",
-    "extensions": "mplug train --set extensions.{name}.every=10",
-    "commands": "mplug {name}",
-}
-FURTHER_POINTS = {"formats": '\n[project.entry-points."mplug.format_files"]\n"{name}.json" = "{name}"\n'}
-"""By kind, further entry points of the package."""
+ABOUT = "about.json"
+"""The file beside the templates of a kind that describes its package."""
+
+
+@dataclass(frozen=True)
+class About:
+    """What the templates of a kind make, as its file `ABOUT` states it; the texts have placeholders."""
+
+    summary: str
+    use: str
+    """The command that uses the plugin."""
+    target: str
+    """The object of the package that the entry point names."""
+    entry_points: str
+    """Further entry points of the package."""
+
+
+def about(kind: str) -> About:
+    """The description of the package of a kind."""
+    return About(**json.loads((TEMPLATES / kind / ABOUT).read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True)
@@ -59,7 +50,7 @@ class Package:
     @property
     def use(self) -> str:
         """The command that uses the plugin."""
-        return USES[self.kind].format(name=self.name)
+        return Template(about(self.kind).use).substitute(name=self.name)
 
     @property
     def _imported_names(self) -> set[str]:
@@ -83,18 +74,17 @@ class Package:
         function = self.name.replace("-", "_")
         if keyword.iskeyword(function) or function in {*self._imported_names, "supports"}:
             function += "_core"
+        own, names = about(self.kind), {"name": self.name, "Class": camel, "function": function}
         return {
+            **names,
             "distribution": self.distribution,
             "package": package,
             "kind": self.kind,
-            "name": self.name,
-            "Class": camel,
-            "function": function,
-            "target": {"commands": "command", "kernels": function}.get(self.kind, camel),
-            "summary": SUMMARIES[self.kind],
+            "target": Template(own.target).substitute(names),
+            "summary": own.summary,
             "requirements": ", ".join(f'"{one}"' for one in self._requirements),
             "use": self.use,
-            "more": FURTHER_POINTS.get(self.kind, "").format(name=self.name),
+            "more": Template(own.entry_points).substitute(names),
         }
 
 

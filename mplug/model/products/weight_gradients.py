@@ -61,9 +61,9 @@ class WeightGradients:
     """Runs passes of a model, or of one chunk of it, that leave the weight gradients of its products for later.
 
     All other parameters (norms, biases, embeddings, and weights that a strategy gathers for each pass) get their
-    gradients in the pass itself. So do products whose number of rows depends on values (rows that experts receive from
-    other ranks), because a tap has a fixed shape, and products of modules that a unit calls more than once, because a
-    tap carries the operands of one call.
+    gradients in the pass itself. So do products whose number of rows depends on values (rows that a module receives
+    from other ranks), because a tap has a fixed shape, and products of modules that a unit calls more than once,
+    because a tap carries the operands of one call.
     """
 
     def __init__(self, model: Model, chunk: int | None = None) -> None:

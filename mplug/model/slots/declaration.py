@@ -33,6 +33,8 @@ class Slot:
       fills one of them must state its boundary.
     - `fuses`: what a supplier computes before the product ('norm'). A module has such a slot only where another module
       states it (`Fusible`).
+    - `buffers`: what the names of a supplier's buffers (`Offer.buffers`) begin with; ('',) if any name will do. Empty
+      if the block passes no buffers to the slot. A block with several products needs the name of the weight in front.
     - `sums_tokens`: a supplier is called as `supplier(values, over)` and sums over the ranks that divide the axes
       `over` of tokens. The host supplies it.
     """
@@ -48,6 +50,7 @@ class Slot:
     multiplies: bool = False
     collectives: tuple[str, ...] = ()
     fuses: str = ""
+    buffers: tuple[str, ...] = ()
     sums_tokens: bool = False
 
     def __post_init__(self) -> None:

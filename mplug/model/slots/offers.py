@@ -29,10 +29,10 @@ class Site:
     """One slot of one module of a model.
 
     `role` is the module's name with its indices replaced by stars ('blocks.*.attn'); the sites of a role share one
-    supplier. `module` is the block, on the meta device. `needs` are what a supplier must offer beyond the
-    plain case. They come from the module (its attention's specification: 'document_lengths', 'window') and from the
-    selected wraps ('log-sum-exp'). `parameters` are the plan's entries of the module's own parameters, by name.
-    `within` are the sites of other modules, as (name, slot), whose default calls this slot.
+    supplier. `module` is the block, on the meta device. `needs` are what a supplier must offer beyond the plain case.
+    They come from the module ('document_lengths', 'window') and from the selected wraps ('log-sum-exp'). `parameters`
+    are the plan's entries of the module's own parameters, by name. `within` are the sites of other modules, as (name,
+    slot), whose default calls this slot.
     """
 
     role: str
@@ -104,7 +104,7 @@ class Offer:
     reason against the site, or False if the offer is not meant for the site. If an `optional` offer does not serve the
     needs of a site, the site keeps its default in plain torch, unless the config names the plugin for the kind of slot.
 
-    `varies(site, run)` returns what in the supplier depends on the layout, or an empty string; attention whose dropout
+    `varies(site, run)` returns what in the supplier depends on the layout, or an empty string; a kernel whose dropout
     draws from torch's generators must report that. `note(site, run)` returns which of several implementations it will
     use ('cuDNN'), or an empty string.
 

@@ -83,7 +83,7 @@ def select(
 def _counts(offer: Offer, kernels: "Kernels", known: Mapping[str, Slot]) -> bool:
     """Whether an offer counts: one of a kernel plugin only if the config names the plugin for all of its slots."""
     kinds = {known[slot].kind for slot in offer.suppliers if slot in known}
-    return not offer.plugin.startswith("kernels/") or all(kernels.chosen(kind) == offer.plugin for kind in kinds)
+    return offer.plugin not in kernels.plugins or all(kernels.chosen(kind) == offer.plugin for kind in kinds)
 
 
 def _row(site: Site, wraps: Iterable[Wrap], suppliers: Iterable[Offer], run: "Run") -> Row:

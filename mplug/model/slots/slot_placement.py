@@ -37,7 +37,7 @@ def add_slot_buffers(model: Model, run: Run, contents: Iterable[Filled]) -> None
         _refuse_unknown_axes(filled, declared, axes)
         try:
             tensors = {name: torch.empty(one.shape, dtype=dtype, device="meta") for name, one in declared.items()}
-            hold(site.module, site.slot, tensors)
+            hold(site.module, site.declared, tensors)
         except ValueError as error:
             raise UsageError(
                 f"{plugin} declares buffers for {site.slot} of '{site.role}' (Offer.buffers): {error}; use another "
@@ -89,7 +89,7 @@ def _placed(model: Model, run: Run, own: HeldBuffers, name: str) -> Placement:
 
     An axis may split a weight of the module, and also the activations around it (sequence parallelism). An operand is
     whole along these activations if the collectives around the product gather or scatter it. The axes belong to the
-    view of the mesh in which the weights are split: experts have the rows of the ranks of their own view.
+    view of the mesh in which the weights are split: a module of another view has the rows of the ranks of that view.
     """
     one, weights = own.declared[name], own.site.parameters.values()
     described = Parameter(one.dims, Init("constant", value=one.value), one.over)

@@ -14,9 +14,7 @@ from mplug.system.lazy import publish
 if TYPE_CHECKING:
     from mplug.layout.inits import Entries as Entries
     from mplug.layout.inits import Inits as Inits
-    from mplug.model.plans.description import Description as Description
     from mplug.model.plans.description import describe as describe
-    from mplug.model.plans.description import flops_of as flops_of
     from mplug.model.slots.declaration import Fusible as Fusible
     from mplug.model.slots.declaration import states as states
     from mplug.tensors.gathered_form import GatheredForm as GatheredForm
@@ -43,6 +41,11 @@ if TYPE_CHECKING:
     from mplug_nn.attention import scaled_dot_product as scaled_dot_product
     from mplug_nn.cache import Cache as Cache
     from mplug_nn.cache import CacheSize as CacheSize
+    from mplug_nn.chunked_collectives import Arrival as Arrival
+    from mplug_nn.chunked_collectives import ChunkedCollectives as ChunkedCollectives
+    from mplug_nn.chunked_collectives import Produce as Produce
+    from mplug_nn.chunked_collectives import Rows as Rows
+    from mplug_nn.chunked_collectives import collectives_named as collectives_named
     from mplug_nn.core import AttentionCore as AttentionCore
     from mplug_nn.core import packed_heads_of as packed_heads_of
     from mplug_nn.core import parts_of as parts_of
@@ -93,8 +96,6 @@ if TYPE_CHECKING:
     from mplug_nn.dropout import Jitter as Jitter
     from mplug_nn.embedding import Embedding as Embedding
     from mplug_nn.experts import Experts as Experts
-    from mplug_nn.experts import Route as Route
-    from mplug_nn.experts import within_capacity as within_capacity
     from mplug_nn.fusible import fusible_norm as fusible_norm
     from mplug_nn.fusible import normed as normed
     from mplug_nn.gemm import Gemm as Gemm
@@ -122,11 +123,6 @@ if TYPE_CHECKING:
     from mplug_nn.packed_heads import Preparation as Preparation
     from mplug_nn.parts import AttentionParts as AttentionParts
     from mplug_nn.parts import Part as Part
-    from mplug_nn.pipeline import Arrival as Arrival
-    from mplug_nn.pipeline import Pipeline as Pipeline
-    from mplug_nn.pipeline import Produce as Produce
-    from mplug_nn.pipeline import Rows as Rows
-    from mplug_nn.pipeline import pipeline_named as pipeline_named
     from mplug_nn.product import Boundary as Boundary
     from mplug_nn.product import Collective as Collective
     from mplug_nn.product import Narrow as Narrow
@@ -153,7 +149,6 @@ if TYPE_CHECKING:
     from mplug_nn.scores import RouterScore as RouterScore
     from mplug_nn.shared_fields import SHARED_FIELDS as SHARED_FIELDS
     from mplug_nn.shared_fields import unused as unused
-    from mplug_nn.slots import BLOCKS as BLOCKS
     from mplug_nn.slots import SLOTS as SLOTS
     from mplug_nn.specification import AttentionInputs as AttentionInputs
     from mplug_nn.specification import AttentionSpec as AttentionSpec
@@ -164,7 +159,7 @@ publish(
     __name__,
     {
         "mplug.layout.inits": ("Entries", "Inits"),
-        "mplug.model.plans.description": ("Description", "describe", "flops_of"),
+        "mplug.model.plans.description": ("describe",),
         "mplug.model.slots.declaration": ("Fusible", "states"),
         "mplug.tensors.gathered_form": ("GatheredForm",),
         "mplug.tensors.operator": ("fake", "operator"),
@@ -182,6 +177,7 @@ publish(
         "mplug_nn.multi_token_prediction": ("DepthAhead", "TokensAhead"),
         "mplug_nn.attention": ("Attention", "DotProductAttention", "scaled_dot_product"),
         "mplug_nn.cache": ("Cache", "CacheSize"),
+        "mplug_nn.chunked_collectives": ("Arrival", "ChunkedCollectives", "Produce", "Rows", "collectives_named"),
         "mplug_nn.core": ("AttentionCore", "packed_heads_of", "parts_of"),
         "mplug_nn.decoder": ("Block", "Decoder", "DenseBlock", "SparseBlock", "TokenEmbedding", "decoder_plan"),
         "mplug_nn.decoders.build": ("build_decoder",),
@@ -226,7 +222,7 @@ publish(
         "mplug_nn.delayed_scaling": ("DelayedScaling",),
         "mplug_nn.dropout": ("Dropout", "Jitter"),
         "mplug_nn.embedding": ("Embedding",),
-        "mplug_nn.experts": ("Experts", "Route", "within_capacity"),
+        "mplug_nn.experts": ("Experts",),
         "mplug_nn.fusible": ("fusible_norm", "normed"),
         "mplug_nn.gemm": ("Gemm", "weight_gradient"),
         "mplug_nn.grouped": ("GroupedProduct", "grouped_linear"),
@@ -241,7 +237,6 @@ publish(
         "mplug_nn.norm_functions": ("NormFunction",),
         "mplug_nn.packed_heads": ("PackedHeads", "Preparation"),
         "mplug_nn.parts": ("AttentionParts", "Part"),
-        "mplug_nn.pipeline": ("Arrival", "Pipeline", "Produce", "Rows", "pipeline_named"),
         "mplug_nn.product": ("Boundary", "Collective", "Narrow", "Product"),
         "mplug_nn.prologue": ("FusedProduct", "Inputs", "Projected", "Prologue", "Upstream"),
         "mplug_nn.public_config": ("differences", "forms_of", "written_config"),
@@ -259,7 +254,7 @@ publish(
         "mplug_nn.router": ("Choice", "Router"),
         "mplug_nn.scores": ("RouterScore",),
         "mplug_nn.shared_fields": ("SHARED_FIELDS", "unused"),
-        "mplug_nn.slots": ("BLOCKS", "SLOTS"),
+        "mplug_nn.slots": ("SLOTS",),
         "mplug_nn.specification": ("AttentionInputs", "AttentionSpec", "StaticKeys"),
         "mplug_nn.static_cache": ("static_keys",),
     },

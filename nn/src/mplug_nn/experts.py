@@ -117,7 +117,7 @@ def compute(
 
 
 DISPATCH = Slot("Experts.dispatch", "experts", dispatch)
-PRODUCT = Slot("Experts.product", "experts", PLAIN_GROUPED, multiplies=True)
+PRODUCT = Slot("Experts.product", "experts", PLAIN_GROUPED, multiplies=True, buffers=("up_", "down_"))
 COMPUTE = Slot(
     "Experts.compute",
     "experts",
@@ -165,9 +165,6 @@ class Experts(Activation, ProductModule):
     up_casts: tuple[Tensor, ...] = ()
     down_casts: tuple[Tensor, ...] = ()
     LATER: ClassVar[Mapping[str, str]] = {"up": "up_later", "down": "down_later"}
-    BUFFERED_SLOTS = ("Experts.product",)
-    BUFFER_PREFIXES = ("up_", "down_")
-    """What the names of the slot's buffers begin with: the weight of the product to which a buffer belongs."""
     up_later: Later | None = None
     down_later: Later | None = None
     up_adapter: nn.Module | None

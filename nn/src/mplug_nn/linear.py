@@ -17,7 +17,6 @@ from mplug_nn.gemm import NOTHING, PLAIN, Gemm, weight_gradient
 from mplug_nn.product import COMPOSED, Boundary, Collective, Narrow, Product, apply_product
 from mplug_nn.prologue import (
     ACTIVATION_PRODUCT,
-    FUSED_SLOTS,
     NORM_PRODUCT,
     SEPARATE,
     FusedProduct,
@@ -51,7 +50,7 @@ COMPUTES = ("forward", "without_bias", "unadapted", "multiply")
 """The methods of `Linear` that compute."""
 GATHER = Slot("Linear.gather", "linear", _identity)
 SCATTER = Slot("Linear.scatter", "linear", _identity)
-GEMM = Slot("Linear.gemm", "linear", PLAIN, multiplies=True)
+GEMM = Slot("Linear.gemm", "linear", PLAIN, multiplies=True, buffers=("",))
 PRODUCT = Slot(
     "Linear.product",
     "linear",
@@ -60,6 +59,7 @@ PRODUCT = Slot(
     composes=True,
     multiplies=True,
     collectives=(GATHER.name, SCATTER.name),
+    buffers=("",),
 )
 NORM_SLOT, ACTIVATION_SLOT = (
     replace(
@@ -120,7 +120,6 @@ class Linear(ProductModule):
 
     SLOTS: ClassVar[tuple[Slot, ...]] = (PRODUCT, GEMM, GATHER, SCATTER, NORM_SLOT, ACTIVATION_SLOT)
     """A layer has the last two only where a block states it (`mplug_nn.Fusible`)."""
-    BUFFERED_SLOTS = ("Linear.product", "Linear.gemm", *FUSED_SLOTS)
     CASTS: ClassVar[Mapping[str, str]] = {"weight": "casts"}
     casts: tuple[Tensor, ...] = ()
     LATER: ClassVar[Mapping[str, str]] = {"weight": "later"}

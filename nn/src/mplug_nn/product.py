@@ -34,14 +34,14 @@ class Boundary:
     - `summed(partial [..., R n, X]) -> [..., n, X]`: this rank's part of the sum over the ranks; or the whole sum.
     - `largest(x [...]) -> [...]`: the elementwise maximum over the ranks.
 
-    `pipeline` names the same collectives in pieces, for operators that overlap them with products (`Pipeline`); '' if
-    the strategy has none.
+    `chunked` is the name of the same collectives in chunks, for operators that overlap them with products
+    (`ChunkedCollectives`); '' if the strategy has none.
     """
 
     whole: Callable[[Tensor], Tensor]
     summed: Callable[[Tensor], Tensor]
     largest: Callable[[Tensor], Tensor]
-    pipeline: str = ""
+    chunked: str = ""
 
     def total(self, x: Tensor) -> Tensor:
         """The elementwise sum over the ranks of x, which has at most two dimensions, on every rank."""

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from mplug_testing.optimizers import DenseStep as DenseStep
     from mplug_testing.optimizers import OptimizerSuite as OptimizerSuite
     from mplug_testing.parallel import ParallelSuite as ParallelSuite
-    from mplug_testing.plugin_check import suite_of as suite_of
     from mplug_testing.precisions import PrecisionSuite as PrecisionSuite
     from mplug_testing.suite import Fault as Fault
     from mplug_testing.suite import PluginSuite as PluginSuite
@@ -44,7 +43,6 @@ publish(
             "OptimizerSuite",
         ),
         "mplug_testing.parallel": ("ParallelSuite",),
-        "mplug_testing.plugin_check": ("suite_of",),
         "mplug_testing.precisions": ("PrecisionSuite",),
         "mplug_testing.suite": (
             "Fault",

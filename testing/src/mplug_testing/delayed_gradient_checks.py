@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mplug.layout.plan import Init, Parameter
 from mplug.model.compiled.tracer import prepare_compiler
+from mplug.model.slots.declaration import slot_of
 from mplug.model.slots.offers import Offer, Site
 from mplug.tensors.delayed import Later, Operands, Taps, without_memory
 from mplug.tensors.sink import Weights
@@ -115,12 +116,12 @@ def _prepared(
         entry = Parameter(("mlp", "embed"), Init("normal"))
         declared = offer.buffers(Site("blocks.*.part", slot, module, "blocks.0.part", parameters={"weight": entry}))
         if declared:
-            hold(module, slot, initial(declared, dtype, device))
+            hold(module, slot_of(module, slot), initial(declared, dtype, device))
     else:
         module.experts.up_later = later
         declared = offer.buffers(expert_site(INPUTS, OUTPUTS))
         if declared:
-            hold(module.experts, slot, initial(declared, dtype, device))
+            hold(module.experts, slot_of(module.experts, slot), initial(declared, dtype, device))
     return module, weight, x, upstream
 
 

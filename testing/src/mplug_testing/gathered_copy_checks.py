@@ -7,6 +7,7 @@ from mplug_nn import GatheredForm, Linear, WeightProduct
 from mplug_nn.prologue import FUSED_SLOTS
 from torch import Tensor, nn
 
+from mplug.model.slots.declaration import slot_of
 from mplug.model.slots.offers import Offer
 from mplug.tensors.slot_buffers import hold
 from mplug_testing.fused import FusedLinear
@@ -81,7 +82,7 @@ def _results(
     setattr(layer, slot.rpartition(".")[2], offer.suppliers[slot])
     declared = offer.buffers(site_of(slot, *weight.shape))
     if declared:
-        hold(layer, slot, initial(declared, weight.dtype, str(weight.device)))
+        hold(layer, slot_of(layer, slot), initial(declared, weight.dtype, str(weight.device)))
     layer.casts = copies
     x = x.clone().requires_grad_()
     y = layer(x)

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mplug.layout.plan import Init, Parameter, axes_of
 from mplug.model.compiled.tracer import prepare_compiler
+from mplug.model.slots.declaration import slot_of
 from mplug.model.slots.offers import Offer, Site
 from mplug.model.slots.slot_buffer import SlotBuffer
 from mplug.model.slots.slot_states import HeldBuffers, updated
@@ -129,7 +130,7 @@ class BufferTrial:
             return self._of_experts(x, weight, upstream, buffers, part, around)
         layer = with_weight(weight.shape[1], weight.shape[0], weight, slot=self.slot, kind=self.kind)
         setattr(layer, self.slot.rpartition(".")[2], self.offer.suppliers[self.slot])
-        hold(layer, self.slot, buffers)
+        hold(layer, slot_of(layer, self.slot), buffers)
         y = layer(x) if around is None else around(layer)(x)
         return [y.detach(), *torch.autograd.grad(y, (x, weight), upstream)]
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from mplug_nn import Narrow, Operand, Pipeline, Sink, pipeline_named
-from mplug_nn.pipeline import PIPELINES, name_pipeline
+from mplug_nn import ChunkedCollectives, Narrow, Operand, Sink, collectives_named
+from mplug_nn.chunked_collectives import COLLECTIVES, name_collectives
 from mplug_nn.product import apply_product
 from mplug_testing import run_workers
 from mplug_testing.harness import Trace, difference, train_steps
 from mplug_tp.boundary import boundary
+from mplug_tp.chunked import SequenceCollectives, name_for
 from mplug_tp.peers import Peers
-from mplug_tp.pipelines import SequencePipeline, name_for
 from mplug_tp.product import OVERLAPPED
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -55,27 +55,32 @@ def mlp(shape: tuple[int, ...], sequence_parallel: bool, device: str = "cpu") ->
 
 
 def named(sequence_parallel: bool, device: str = "cpu") -> Any:
-    """A boundary with a pipeline: messages on a CPU, copies on GPUs."""
+    """A boundary with chunked collectives: messages on a CPU, copies on GPUs."""
     group = dist.group.WORLD
     return boundary(group, sequence_parallel, "copies" if device != "cpu" else name_for(group, sequence_parallel))
 
 
-# The pipelines.
+# The chunked collectives.
 
 
 def everything() -> dict[Any, Any]:
     """What the tests below compare, from one start of processes."""
     group = dist.group.WORLD
     found: dict[Any, Any] = {(shape, how): mlp(shape, how) for shape in SHAPES for how in (True, False)}
-    return {**found, "bytes": gathered(pipeline_named(name_for(group, True))), **separately(), "saved": saved_bytes()}
+    return {
+        **found,
+        "bytes": gathered(collectives_named(name_for(group, True))),
+        **separately(),
+        "saved": saved_bytes(),
+    }
 
 
-def gathered(pipeline: Pipeline) -> tuple[list[Any], list[Tensor]]:
+def gathered(chunked: ChunkedCollectives) -> tuple[list[Any], list[Tensor]]:
     """fp8 values and their scales [2, 3, ...], gathered together: (the ranks in the order of arrival, the wholes)."""
     rank, places = dist.get_rank(), []
     values = (torch.arange(24).view(2, 3, 4) + 24.0 * rank).to(torch.float8_e4m3fn)
     scales = torch.full((2, 3, 1), float(rank))
-    with pipeline.gathering(values, scales, keep=True) as arrival:
+    with chunked.gathering(values, scales, keep=True) as arrival:
         for rows, (chunk, scale) in arrival:
             places.append((rows.positions.start, scale.flatten()[0].item(), chunk.float()))
         wholes = [whole.float() for whole in arrival.whole()]
@@ -206,7 +211,7 @@ def on_gpus() -> dict[Any, Any]:
     """Be one rank; several ranks may share a GPU."""
     os.environ.update(NO_MULTICAST)
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    name_pipeline("copies", Peers(dist.group.WORLD))
+    name_collectives("copies", Peers(dist.group.WORLD))
     found: dict[Any, Any] = {}
     for round_ in range(20):  # shapes that grow and shrink, so that slots are used again before and after they grow
         for shape in SHAPES[:3]:
@@ -237,14 +242,14 @@ def with_nccl() -> None:
 
 
 def trained(settings: dict[str, Any]) -> tuple[Trace, str]:
-    """Be one rank: (its trace in the memory of the host, the class of the pipeline that it used)."""
+    """Be one rank: (its trace in the memory of the host, the class of the collectives that it used)."""
     torch.backends.cuda.matmul.allow_tf32 = False
     with_nccl()
     trace = train_steps(settings)
     for found in (trace.initial, trace.weights, *trace.gradients):
         for name, boxes in found.items():
             found[name] = [(start, values.cpu()) for start, values in boxes]
-    used = [type(one.chosen).__name__ for one in PIPELINES.values() if isinstance(one, SequencePipeline)]
+    used = [type(one.chosen).__name__ for one in COLLECTIVES.values() if isinstance(one, SequenceCollectives)]
     return trace, ",".join(used)
 
 

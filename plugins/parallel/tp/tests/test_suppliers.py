@@ -20,7 +20,7 @@ from mplug_nn import (
 )
 from mplug_nn.attention import scaled_dot_product
 from mplug_testing import run_workers
-from mplug_tp.pipelines import name_for
+from mplug_tp.chunked import name_for
 from mplug_tp.product import OVERLAPPED
 from mplug_tp.suppliers import _with_global_heads
 from torch import Tensor

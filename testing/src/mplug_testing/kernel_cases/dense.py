@@ -11,6 +11,7 @@ from mplug_nn.prologue import ACTIVATION_PRODUCT, FUSED_SLOTS, NORM_PRODUCT
 from torch import Tensor
 
 from mplug.layout.plan import Init, Parameter
+from mplug.model.slots.declaration import slot_of
 from mplug.tensors.slot_buffers import hold
 from mplug_testing.fused import FusedLinear
 from mplug_testing.kernel_cases.case import BUFFERS, SINK, Case, Drawn, Suppliers, Tensors
@@ -45,7 +46,7 @@ def _linear(name: str, rows: tuple[int, ...], i: int, o: int, sink: bool = False
         for slot in PLAIN_SLOTS:
             setattr(linear, slot.rpartition(".")[2], suppliers[slot])
         for slot, buffers in suppliers.get(BUFFERS, {}).items():
-            hold(linear, slot, buffers)
+            hold(linear, slot_of(linear, slot), buffers)
         return lambda: {"output": linear(x["x"])}
 
     weight = Parameter(("mlp", "embed"), Init("normal"))
@@ -91,7 +92,7 @@ def _fused(
         linear = with_weight(i, o, x["weight"], slot=slot)
         setattr(linear, slot.rpartition(".")[2], suppliers[slot])
         for held, buffers in suppliers.get(BUFFERS, {}).items():
-            hold(linear, held, buffers)
+            hold(linear, slot_of(linear, held), buffers)
         given = Inputs(x["x"], x.get("residual"), x.get("norm weight"), x.get("bias"))
 
         def call() -> dict[str, Tensor]:

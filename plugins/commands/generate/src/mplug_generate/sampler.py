@@ -95,7 +95,7 @@ class Sampler:
         """Replace kernels that do not serve keys from a cache, and find out whether caches are static."""
         _refuse_stages_and_parts(run, model)
         if not self.uncached:
-            self._use_plain_attention(selection)
+            self._use_plain_attention(run, selection)
         self.growing = self.uncached or _reason_against_static(run, model, selection)
 
     @hookimpl
@@ -110,14 +110,14 @@ class Sampler:
             return f"the model has no cache, because {self.uncached}"
         return f"its caches grow, because {self.growing}" if self.growing else ""
 
-    def _use_plain_attention(self, selection: Selection) -> None:
+    def _use_plain_attention(self, run: Run, selection: Selection) -> None:
         """Let plain torch fill the attention cores that the config's kernel cannot compute with a cache.
 
         A kernel that trains a model need not serve keys from a cache.
         """
         kept, messages = [], dict[str, None]()
         for unmet in selection.unmet:
-            by_kernel = unmet.site.slot == CORE and unmet.plugin.startswith("kernels/")
+            by_kernel = unmet.site.slot == CORE and unmet.plugin in run.config.kernels.plugins
             if by_kernel and not unmet.site.lacking(offered_in_plain_torch(unmet.site)):
                 messages[f"{unmet}; plain torch computes it"] = None
             else:

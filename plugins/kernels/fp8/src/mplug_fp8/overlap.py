@@ -1,4 +1,4 @@
-"""Products beside the collectives around them, chunk by chunk (`mplug_nn.Pipeline`), as operators.
+"""Products beside the collectives around them, chunk by chunk (`mplug_nn.ChunkedCollectives`), as operators.
 
 R ranks; B samples; n rows of a rank in a sample, N = R n those of all ranks (N = n if the strategy does not split
 rows); P all rows with padding; K contracted. The second operand is a `matrix` [M, K]: rows or columns of a weight.
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from mplug_nn import Produce, Rows, fake, operator, pipeline_named
+from mplug_nn import Produce, Rows, collectives_named, fake, operator
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.flop_counter import register_flop_formula
@@ -77,15 +77,15 @@ def _stretches(rows: Rows, shape: tuple[int, int], out: Tensor) -> Iterator[tupl
 
 
 def _gathered(
-    part: Tensor, inverse: Tensor, factor: _Factor, power_of_two: bool, pipeline: str, keep: bool
+    part: Tensor, inverse: Tensor, factor: _Factor, power_of_two: bool, chunked: str, keep: bool
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """gathered(part [B, n, K]) matrixᵀ -> bf16 [B, N, M]; and with `keep` what arrived.
 
     Inverses of three dimensions [B, n, *] travel with the part. A part in bf16 is quantised when it has arrived.
     """
-    y = part.new_empty(_gathered_shape(part, len(factor.matrix), pipeline), dtype=torch.bfloat16)
+    y = part.new_empty(_gathered_shape(part, len(factor.matrix), chunked), dtype=torch.bfloat16)
     sent, scaling = (part, inverse) if inverse.dim() == 3 else (part,), factor.scalings[0]
-    with pipeline_named(pipeline).gathering(*sent, keep=keep) as arrival:
+    with collectives_named(chunked).gathering(*sent, keep=keep) as arrival:
         for rows, (chunk, *with_it) in arrival:
             for number, (own, target) in enumerate(zip(chunk, rows.of(y), strict=True)):
                 if with_it:
@@ -101,15 +101,15 @@ def _gathered(
 
 
 def _summed(
-    x: Tensor, inverse: Tensor, shape: tuple[int, int], factor: _Factor, pipeline: str, fill: Any = None
+    x: Tensor, inverse: Tensor, shape: tuple[int, int], factor: _Factor, chunked: str, fill: Any = None
 ) -> Tensor:
     """summed(x [P, K] matrixᵀ) -> bf16 [B, n, M]; `fill` runs before the own rows are computed."""
     like, partial = x.new_empty(0, dtype=torch.bfloat16), (*shape, len(factor.matrix))
-    return pipeline_named(pipeline).summing(partial, like, _products(x, inverse, shape, factor), fill)
+    return collectives_named(chunked).summing(partial, like, _products(x, inverse, shape, factor), fill)
 
 
-def _gathered_shape(part: Tensor, width: int, pipeline: str) -> tuple[int, ...]:
-    return part.shape[0], part.shape[1] * pipeline_named(pipeline).num_parts, width
+def _gathered_shape(part: Tensor, width: int, chunked: str) -> tuple[int, ...]:
+    return part.shape[0], part.shape[1] * collectives_named(chunked).num_parts, width
 
 
 @operator("mplug_fp8::gathered_product")
@@ -121,11 +121,11 @@ def gathered_product(
     scaling: str,
     other_scaling: str,
     fast: bool,
-    pipeline: str,
+    chunked: str,
 ) -> Tensor:
     """fp8 numbers [B, n, K] with inverses, [1] or [B, n, *], and a matrix [M, K] -> bf16 [B, N, M]."""
     factor = _Factor(matrix, matrix_inverse, (scaling, other_scaling), fast)
-    return _gathered(part, inverse, factor, False, pipeline, keep=False)[0]
+    return _gathered(part, inverse, factor, False, chunked, keep=False)[0]
 
 
 @fake("mplug_fp8::gathered_product")
@@ -142,11 +142,11 @@ def gathered_dgrad(
     scaling: str,
     other_scaling: str,
     power_of_two: bool,
-    pipeline: str,
+    chunked: str,
 ) -> tuple[Tensor, Tensor]:
     """A gradient [B, n, K], in fp8 with an inverse [1] or in bf16 -> (bf16 [B, N, M], the gathered gradient)."""
     factor = _Factor(matrix, matrix_inverse, (scaling, other_scaling), False)
-    grad_x, (whole,) = _gathered(part, inverse, factor, power_of_two, pipeline, keep=True)
+    grad_x, (whole,) = _gathered(part, inverse, factor, power_of_two, chunked, keep=True)
     return grad_x, whole
 
 
@@ -167,16 +167,16 @@ def summed_product(
     scaling: str,
     other_scaling: str,
     fast: bool,
-    pipeline: str,
+    chunked: str,
 ) -> Tensor:
     """Rows x [P, K] of B samples of N rows, and a matrix [M, K] -> bf16 [B, n, M]."""
     factor = _Factor(matrix, matrix_inverse, (scaling, other_scaling), fast)
-    return _summed(x, inverse, (samples, length), factor, pipeline)
+    return _summed(x, inverse, (samples, length), factor, chunked)
 
 
 @fake("mplug_fp8::summed_product")
 def _(x: Tensor, inverse: Any, samples: int, length: int, matrix: Tensor, matrix_inverse: Any, *more: Any) -> Tensor:
-    shape = samples, length // pipeline_named(more[-1]).num_parts, len(matrix)
+    shape = samples, length // collectives_named(more[-1]).num_parts, len(matrix)
     return x.new_empty(shape, dtype=torch.bfloat16)
 
 
@@ -195,17 +195,17 @@ def summed_backward(
     scaling: str,
     other_scaling: str,
     power_of_two: bool,
-    pipeline: str,
+    chunked: str,
 ) -> Tensor:
     """The gradient of x [B, n, K'], bf16; and total += columns of the gradient of y times those of the gathered x.
 
     grad_rows [P, K] and grad_columns [K, P] are those of B samples of N rows; matrix [K', K]. x travels in fp8 with an
     inverse [1], or in bf16.
     """
-    pipelined = pipeline_named(pipeline)
+    collectives = collectives_named(chunked)
     factor = _Factor(matrix, matrix_inverse, (scaling, other_scaling), False)
-    shape = x.shape[0], x.shape[1] * pipelined.num_parts
-    with pipelined.gathering(x, keep=True) as arrival:
+    shape = x.shape[0], x.shape[1] * collectives.num_parts
+    with collectives.gathering(x, keep=True) as arrival:
 
         def add() -> None:
             (whole,) = arrival.whole()
@@ -216,7 +216,7 @@ def summed_backward(
                 _, _, columns, inverse = quantised(rows, scaling, power_of_two, False, True)
             add_multiplied(total, stale, grad_columns, columns, column_inverse, inverse, scaling)
 
-        return _summed(grad_rows, row_inverse, shape, factor, pipeline, add)
+        return _summed(grad_rows, row_inverse, shape, factor, chunked, add)
 
 
 @fake("mplug_fp8::summed_backward")
@@ -232,7 +232,7 @@ def _flops_of(rows: int, matrix: tuple[int, ...]) -> int:
 
 @register_flop_formula((torch.ops.mplug_fp8.gathered_product, torch.ops.mplug_fp8.gathered_dgrad))
 def _gathered_flops(part: tuple[int, ...], inverse: Any, matrix: tuple[int, ...], *more: Any, **__: Any) -> int:
-    return _flops_of(part[0] * part[1] * pipeline_named(more[-1]).num_parts, matrix)
+    return _flops_of(part[0] * part[1] * collectives_named(more[-1]).num_parts, matrix)
 
 
 @register_flop_formula(torch.ops.mplug_fp8.summed_product)
@@ -242,6 +242,6 @@ def _summed_flops(x: Any, inverse: Any, samples: int, length: int, matrix: tuple
 
 @register_flop_formula(torch.ops.mplug_fp8.summed_backward)
 def _backward_flops(total: tuple[int, ...], *given: Any, **__: Any) -> int:
-    x, matrix, pipeline = given[5], given[7], given[-1]
-    rows = x[0] * x[1] * pipeline_named(pipeline).num_parts
+    x, matrix, chunked = given[5], given[7], given[-1]
+    rows = x[0] * x[1] * collectives_named(chunked).num_parts
     return _flops_of(rows, matrix) + _flops_of(rows, total)

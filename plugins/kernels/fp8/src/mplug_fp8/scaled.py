@@ -13,7 +13,7 @@ What forward saves of x:
     `keeps_input`                       x as it comes; backward casts its columns
     otherwise                           its columns, which have half the bytes of x in bf16
 
-If a strategy has a pipeline, the products run beside its collectives (`overlap`).
+If a strategy has chunked collectives, the products run beside them (`overlap`).
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from mplug_nn import Boundary, Narrow, Operand, Product, Sink, pipeline_named
+from mplug_nn import Boundary, Narrow, Operand, Product, Sink, collectives_named
 from torch import Tensor
 
 from mplug_fp8.operators import TENSOR, add_multiplied, multiply, rows_of, transposed
@@ -152,14 +152,14 @@ class Products(Product):
     ) -> tuple[Tensor | None, Tensor | None]:
         """One operator for both gradients of a column-parallel product whose collectives overlap."""
         before = narrow.before
-        if before is None or not before.pipeline or narrow.after is not None or not needs_x:
+        if before is None or not before.chunked or narrow.after is not None or not needs_x:
             return super().backward(grad_y, weight, saved, sink, narrow, buffers, needs_x)
         rows, columns = self.quantised(grad_y, self.measured(grad_y, None), GRADIENT, buffers)
         x, x_inverse = saved if self._travels_in_fp8 else (saved[0], rows.inverse)
         own = sink or _own_sink(grad_y, x)
-        matrix, power, pipeline = self.weight_columns(weight), self.options.power_of_two, before.pipeline
+        matrix, power, chunked = self.weight_columns(weight), self.options.power_of_two, before.chunked
         operands = *rows, *columns, _samples(x), x_inverse, *matrix
-        grad_x = summed_backward(*own, *operands, self.line, self.block, power, pipeline)
+        grad_x = summed_backward(*own, *operands, self.line, self.block, power, chunked)
         return grad_x.view(x.shape), None if sink else own.total
 
     def of_numbers(self, numbers: Tensor, inverse: Tensor, weight: Operand, narrow: Narrow, buffers: Buffers) -> Tensor:
@@ -199,7 +199,7 @@ class Products(Product):
         self, x: Tensor, sent: tuple[Tensor, ...], matrix: Numbers, before: Boundary, buffers: Buffers
     ) -> Tensor:
         """gathered(x [..., n, I]) Wᵀ -> [..., N, O]."""
-        if not before.pipeline:
+        if not before.chunked:
             whole = before.whole(sent[0])
             rows, _ = self._whole(whole, sent, INPUT, buffers, (ROWS,))
             return self._summed(rows, whole.shape, matrix, None, self.fast)
@@ -208,7 +208,7 @@ class Products(Product):
         else:
             rows, _ = self.quantised(x, (), INPUT, buffers, (ROWS,))
             values, inverse = rows.values[: rows_of(x).shape[0]].view(x.shape), self._by_row(rows.inverse, x)
-        y = gathered_product(_samples(values), inverse, *matrix, self.line, self.block, self.fast, before.pipeline)
+        y = gathered_product(_samples(values), inverse, *matrix, self.line, self.block, self.fast, before.chunked)
         return y.view(*x.shape[:-2], *y.shape[1:])
 
     def _by_row(self, inverse: Tensor, x: Tensor) -> Tensor:
@@ -220,12 +220,12 @@ class Products(Product):
         self, rows: Numbers, shape: tuple[int, ...], matrix: Numbers, boundary: Boundary | None, fast: bool
     ) -> Tensor:
         """rows of an operand of `shape` [..., N, K] times a matrix [M, K] -> this rank's part of the sum over ranks."""
-        if boundary is None or not boundary.pipeline:
+        if boundary is None or not boundary.chunked:
             y = multiply(rows.values, matrix.values, rows.inverse, matrix.inverse, self.line, self.block, fast)
             y = _like(y, shape)
             return y if boundary is None else boundary.summed(y)
         samples, length = _num_rows(shape) // shape[-2], shape[-2]
-        y = summed_product(*rows, samples, length, *matrix, self.line, self.block, fast, boundary.pipeline)
+        y = summed_product(*rows, samples, length, *matrix, self.line, self.block, fast, boundary.chunked)
         return y.view(*shape[:-2], *y.shape[1:])
 
     def _dgrad_of_part(
@@ -233,10 +233,10 @@ class Products(Product):
     ) -> tuple[Tensor | None, Numbers]:
         """The gradient of this rank's part of y -> (the gradient of the whole x, the columns of the whole gradient)."""
         sent = self._sent(part, GRADIENT, after, buffers)
-        if needs_x and after.pipeline and pipeline_named(after.pipeline).num_parts > 1:
+        if needs_x and after.chunked and collectives_named(after.chunked).num_parts > 1:
             inverse = sent[1] if self._travels_in_fp8 else part.new_ones(1, dtype=torch.float32)
-            matrix, power, pipeline = self.weight_columns(weight), self.options.power_of_two, after.pipeline
-            grad_x, whole = gathered_dgrad(_samples(sent[0]), inverse, *matrix, self.line, self.block, power, pipeline)
+            matrix, power, chunked = self.weight_columns(weight), self.options.power_of_two, after.chunked
+            grad_x, whole = gathered_dgrad(_samples(sent[0]), inverse, *matrix, self.line, self.block, power, chunked)
             _, columns = self._whole(whole, sent, GRADIENT, buffers, (COLUMNS,))
             return grad_x.view(*part.shape[:-2], *grad_x.shape[1:]), columns
         whole = after.whole(sent[0])

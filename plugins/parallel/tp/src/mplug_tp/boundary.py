@@ -9,10 +9,10 @@ SEQUENCE = 1
 """The dimension of [B, S, D] that sequence parallelism splits."""
 
 
-def boundary(group: Group, sequence_parallel: bool, pipeline: str = "") -> Boundary:
+def boundary(group: Group, sequence_parallel: bool, chunked: str = "") -> Boundary:
     """The boundary between a rank's part of the residual stream and the operands of split products.
 
-    `pipeline` is the name of the pipeline of the group, if its collectives overlap with products.
+    `chunked` is the name of the chunked collectives of the group, if they overlap with products.
     """
 
     def whole(part: Tensor) -> Tensor:
@@ -30,4 +30,4 @@ def boundary(group: Group, sequence_parallel: bool, pipeline: str = "") -> Bound
     def largest(x: Tensor) -> Tensor:
         return all_reduce(x, group, "MAX")
 
-    return Boundary(whole, summed, largest, pipeline)
+    return Boundary(whole, summed, largest, chunked)

@@ -1,4 +1,4 @@
-"""Pipelines whose chunks travel as messages of the process group: every backend, also between hosts.
+"""Chunked collectives by messages of the process group: every backend, also between hosts.
 
 R ranks; [..., n, X] are a rank's rows. Gathering: at step s = 1 ... R-1, rank r sends its rows to rank r + s and
 receives those of rank r - s. Summing: a ring. At step s = 0 ... R-1, rank r computes the rows of rank r - 1 - s, adds
@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-from mplug_nn import Arrival, Pipeline, Produce, Rows
-from mplug_nn.pipeline import flattened
+from mplug_nn import Arrival, ChunkedCollectives, Produce, Rows
+from mplug_nn.chunked_collectives import flattened
 from torch import Tensor
 
 from mplug.ops import Group
@@ -95,8 +95,8 @@ class MessageArrival(Arrival):
             transfer.wait()
 
 
-class Messages(Pipeline):
-    """The pipeline of sequence parallelism: transfers between two ranks of the process group."""
+class Messages(ChunkedCollectives):
+    """The collectives of sequence parallelism: transfers between two ranks of the process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.num_parts = group, group.size()
@@ -147,8 +147,8 @@ class WholeArrival(Arrival):
         return self._parts
 
 
-class AllReduces(Pipeline):
-    """The pipeline without sequence parallelism: nothing is gathered; sums are all-reduced, in two pieces.
+class AllReduces(ChunkedCollectives):
+    """The collectives without sequence parallelism: nothing is gathered; sums are all-reduced, in two pieces.
 
     Without a group, a sum is this rank's product.
     """

@@ -1,4 +1,4 @@
-"""The pipeline of sequence parallelism between GPUs that access each other's memory: copies by the copy engines.
+"""Chunked collectives between GPUs that access each other's memory: copies by the copy engines.
 
 The steps are those of `messages.py`. Gathering: a rank copies its rows into the slots of the others. Summing: a rank
 computes into its own slot, and the next rank copies from there. Copies and signals have streams of their own: the
@@ -11,8 +11,8 @@ from itertools import cycle
 
 import torch
 import torch.distributed as dist
-from mplug_nn import Arrival, Pipeline, Produce, Rows
-from mplug_nn.pipeline import flattened
+from mplug_nn import Arrival, ChunkedCollectives, Produce, Rows
+from mplug_nn.chunked_collectives import flattened
 from torch import Tensor
 
 from mplug_tp.memory import Slot, size_of
@@ -34,7 +34,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
         own.copy_(other)
 
 
-class Peers(Pipeline):
+class Peers(ChunkedCollectives):
     """Gathering and summing through two slots in turn: a use of one can begin before the last of the other ends."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:

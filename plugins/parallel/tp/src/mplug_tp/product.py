@@ -19,7 +19,7 @@ grad_x, if x is the output of an activation.
 from collections.abc import Callable, Mapping
 
 import torch
-from mplug_nn import Narrow, Operand, Product, Rows, Sink, add_product, fake, operator, pipeline_named
+from mplug_nn import Narrow, Operand, Product, Rows, Sink, add_product, collectives_named, fake, operator
 from mplug_nn.gemm import PLAIN
 from mplug_nn.product import COMPOSED
 from torch import Tensor
@@ -48,90 +48,90 @@ def _products(x: Tensor, matrix: Tensor) -> Callable[[Rows, Tensor, bool], None]
     return produce
 
 
-def _gathered(x: Tensor, matrix: Tensor, pipeline: str, keep: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _gathered(x: Tensor, matrix: Tensor, chunked: str, keep: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
     """gathered(x [..., n, I]) matrix [I, X] -> [..., N, X]; and with `keep` the gathered x."""
-    y = x.new_empty(_gathered_shape(x, matrix.shape[1], pipeline))
-    with pipeline_named(pipeline).gathering(x, keep=keep) as arrival:
+    y = x.new_empty(_gathered_shape(x, matrix.shape[1], chunked))
+    with collectives_named(chunked).gathering(x, keep=keep) as arrival:
         for rows, (chunk,) in arrival:
             multiply(chunk, matrix, rows.of(y), False)
         return y, arrival.kept() if keep else ()
 
 
-def _summed(x: Tensor, matrix: Tensor, pipeline: str, fill: Callable[[], None] | None = None) -> Tensor:
+def _summed(x: Tensor, matrix: Tensor, chunked: str, fill: Callable[[], None] | None = None) -> Tensor:
     """summed(x [..., N, I] matrix [I, X]) -> [..., n, X]; `fill` runs before the own rows are computed."""
     shape = (*x.shape[:-1], matrix.shape[1])
-    return pipeline_named(pipeline).summing(shape, x, _products(x.contiguous(), matrix), fill)
+    return collectives_named(chunked).summing(shape, x, _products(x.contiguous(), matrix), fill)
 
 
-def _gathered_shape(x: Tensor, width: int, pipeline: str) -> tuple[int, ...]:
-    return (*x.shape[:-2], x.shape[-2] * pipeline_named(pipeline).num_parts, width)
+def _gathered_shape(x: Tensor, width: int, chunked: str) -> tuple[int, ...]:
+    return (*x.shape[:-2], x.shape[-2] * collectives_named(chunked).num_parts, width)
 
 
-def _summed_shape(x: Tensor, width: int, pipeline: str) -> tuple[int, ...]:
-    return (*x.shape[:-2], x.shape[-2] // pipeline_named(pipeline).num_parts, width)
+def _summed_shape(x: Tensor, width: int, chunked: str) -> tuple[int, ...]:
+    return (*x.shape[:-2], x.shape[-2] // collectives_named(chunked).num_parts, width)
 
 
 @operator("mplug_tp::gathered_product")
-def gathered_product(x: Tensor, weight: Tensor, pipeline: str) -> Tensor:
+def gathered_product(x: Tensor, weight: Tensor, chunked: str) -> Tensor:
     """Column-parallel: x [..., n, I] and weight [O/R, I] -> [..., N, O/R]."""
-    return _gathered(x, weight.t(), pipeline, keep=False)[0]
+    return _gathered(x, weight.t(), chunked, keep=False)[0]
 
 
 @fake("mplug_tp::gathered_product")
-def _(x: Tensor, weight: Tensor, pipeline: str) -> Tensor:
-    return x.new_empty(_gathered_shape(x, weight.shape[0], pipeline))
+def _(x: Tensor, weight: Tensor, chunked: str) -> Tensor:
+    return x.new_empty(_gathered_shape(x, weight.shape[0], chunked))
 
 
 @operator("mplug_tp::summed_product")
-def summed_product(x: Tensor, weight: Tensor, pipeline: str) -> Tensor:
+def summed_product(x: Tensor, weight: Tensor, chunked: str) -> Tensor:
     """Row-parallel: x [..., N, I/R] and weight [O, I/R] -> [..., n, O]."""
-    return _summed(x, weight.t(), pipeline)
+    return _summed(x, weight.t(), chunked)
 
 
 @fake("mplug_tp::summed_product")
-def _(x: Tensor, weight: Tensor, pipeline: str) -> Tensor:
-    return x.new_empty(_summed_shape(x, weight.shape[0], pipeline))
+def _(x: Tensor, weight: Tensor, chunked: str) -> Tensor:
+    return x.new_empty(_summed_shape(x, weight.shape[0], chunked))
 
 
 @operator("mplug_tp::summed_dgrad")
-def summed_dgrad(grad_y: Tensor, weight: Tensor, pipeline: str) -> Tensor:
+def summed_dgrad(grad_y: Tensor, weight: Tensor, chunked: str) -> Tensor:
     """Column-parallel: grad_y [..., N, O/R] and weight [O/R, I] -> grad_x [..., n, I]."""
-    return _summed(grad_y, weight, pipeline)
+    return _summed(grad_y, weight, chunked)
 
 
 @fake("mplug_tp::summed_dgrad")
-def _(grad_y: Tensor, weight: Tensor, pipeline: str) -> Tensor:
-    return grad_y.new_empty(_summed_shape(grad_y, weight.shape[1], pipeline))
+def _(grad_y: Tensor, weight: Tensor, chunked: str) -> Tensor:
+    return grad_y.new_empty(_summed_shape(grad_y, weight.shape[1], chunked))
 
 
 @operator("mplug_tp::summed_backward", mutates_args=("total", "stale"))
-def summed_backward(total: Tensor, stale: Tensor, grad_y: Tensor, x: Tensor, weight: Tensor, pipeline: str) -> Tensor:
+def summed_backward(total: Tensor, stale: Tensor, grad_y: Tensor, x: Tensor, weight: Tensor, chunked: str) -> Tensor:
     """Column-parallel: `summed_dgrad`, and total [O/R, I] += grad_yᵀ gathered(x [..., n, I])."""
-    with pipeline_named(pipeline).gathering(x, keep=True) as arrival:
+    with collectives_named(chunked).gathering(x, keep=True) as arrival:
 
         def add() -> None:
             (whole,) = arrival.whole()
             add_product(total, stale, _rows(grad_y).t(), _rows(whole))
 
-        return _summed(grad_y, weight, pipeline, add)
+        return _summed(grad_y, weight, chunked, add)
 
 
 @fake("mplug_tp::summed_backward")
-def _(total: Tensor, stale: Tensor, grad_y: Tensor, x: Tensor, weight: Tensor, pipeline: str) -> Tensor:
+def _(total: Tensor, stale: Tensor, grad_y: Tensor, x: Tensor, weight: Tensor, chunked: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
 @operator("mplug_tp::gathered_dgrad")
-def gathered_dgrad(grad_y: Tensor, weight: Tensor, pipeline: str) -> tuple[Tensor, Tensor]:
+def gathered_dgrad(grad_y: Tensor, weight: Tensor, chunked: str) -> tuple[Tensor, Tensor]:
     """Row-parallel: grad_y [..., n, O] and weight [O, I/R] -> (grad_x [..., N, I/R], gathered grad_y [..., N, O])."""
-    grad_x, (whole,) = _gathered(grad_y, weight, pipeline, keep=True)
+    grad_x, (whole,) = _gathered(grad_y, weight, chunked, keep=True)
     return grad_x, whole
 
 
 @fake("mplug_tp::gathered_dgrad")
-def _(grad_y: Tensor, weight: Tensor, pipeline: str) -> tuple[Tensor, Tensor]:
+def _(grad_y: Tensor, weight: Tensor, chunked: str) -> tuple[Tensor, Tensor]:
     widths = weight.shape[1], weight.shape[0]
-    grad_x, whole = (grad_y.new_empty(_gathered_shape(grad_y, width, pipeline)) for width in widths)
+    grad_x, whole = (grad_y.new_empty(_gathered_shape(grad_y, width, chunked)) for width in widths)
     return grad_x, whole
 
 
@@ -147,10 +147,10 @@ class Overlapped(Product):
         self, x: Tensor, weight: Operand, narrow: Narrow, buffers: Mapping[str, Tensor]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Gather and multiply, or multiply and sum."""
-        column, pipeline, gathers = _kind(narrow)
+        column, chunked, gathers = _kind(narrow)
         if narrow.gemm is not PLAIN or (column and not gathers):
             return COMPOSED.forward(x, weight, narrow, buffers)
-        return (gathered_product if column else summed_product)(x, weight.values, pipeline), (x,)
+        return (gathered_product if column else summed_product)(x, weight.values, chunked), (x,)
 
     def dgrad(
         self,
@@ -162,12 +162,12 @@ class Overlapped(Product):
         needs_x: bool,
     ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
         """The operands of `wgrad` are those of the default: the gradient of the whole output, and x as it came."""
-        column, pipeline, gathers = _kind(narrow)
+        column, chunked, gathers = _kind(narrow)
         if narrow.gemm is not PLAIN or not needs_x or not (column or gathers):
             return COMPOSED.dgrad(grad_y, weight, saved, narrow, buffers, needs_x)
         if column:
-            return summed_dgrad(grad_y, weight.values, pipeline), (grad_y, *saved)
-        grad_x, whole = gathered_dgrad(grad_y, weight.values, pipeline)
+            return summed_dgrad(grad_y, weight.values, chunked), (grad_y, *saved)
+        grad_x, whole = gathered_dgrad(grad_y, weight.values, chunked)
         return grad_x, (whole, *saved)
 
     def wgrad(
@@ -187,11 +187,11 @@ class Overlapped(Product):
         needs_x: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
         """One operator for both gradients of a column-parallel product, one for each of a row-parallel product."""
-        column, pipeline, _ = _kind(narrow)
+        column, chunked, _ = _kind(narrow)
         if narrow.gemm is not PLAIN or not column or not needs_x:
             return super().backward(grad_y, weight, saved, sink, narrow, buffers, needs_x)
         (x,), own = saved, sink or _own_sink(grad_y, *saved)
-        return summed_backward(*own, grad_y, x, weight.values, pipeline), None if sink else own.total
+        return summed_backward(*own, grad_y, x, weight.values, chunked), None if sink else own.total
 
 
 OVERLAPPED = Overlapped()
@@ -204,7 +204,7 @@ def _own_sink(grad_y: Tensor, x: Tensor) -> Sink:
 
 
 def _kind(narrow: Narrow) -> tuple[bool, str, bool]:
-    """(whether the product is column-parallel, the name of its pipeline, whether operands are gathered at all)."""
+    """(whether the product is column-parallel, the name of its chunked collectives, whether they gather at all)."""
     boundary = narrow.before or narrow.after
     assert boundary is not None
-    return narrow.before is not None, boundary.pipeline, pipeline_named(boundary.pipeline).num_parts > 1
+    return narrow.before is not None, boundary.chunked, collectives_named(boundary.chunked).num_parts > 1

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mplug import Model, Offer, Run, Site, Wrap, ops
 from mplug_tp.boundary import SEQUENCE, boundary
-from mplug_tp.pipelines import name_for
+from mplug_tp.chunked import name_for
 from mplug_tp.product import OVERLAPPED
 from mplug_tp.vocabulary import VocabularyParallel
 
@@ -32,7 +32,7 @@ from mplug_tp.vocabulary import VocabularyParallel
 def offers(run: Run, model: Model, sequence_parallel: bool, overlap: bool) -> list[Offer | Wrap]:
     """All offers and wraps of tensor parallelism for this run."""
     group = run.group("tp")
-    pipeline = name_for(group, sequence_parallel) if overlap else ""
+    chunked = name_for(group, sequence_parallel) if overlap else ""
     vocabulary = VocabularyParallel(group, _vocab_size(model))
 
     def weight_split_along(dim: int | None) -> Callable[[Site, Run], bool]:
@@ -44,7 +44,7 @@ def offers(run: Run, model: Model, sequence_parallel: bool, overlap: bool) -> li
     def leave(y: Tensor) -> Tensor:
         return ops.scatter(y, group, SEQUENCE) if sequence_parallel else ops.reduce(y, group)
 
-    around = boundary(group, sequence_parallel, pipeline)
+    around = boundary(group, sequence_parallel, chunked)
 
     def split_either_way(site: Site, _: Run) -> bool:
         return not site.needs and dim_of_tp(model, f"{site.name}.weight") is not None

@@ -1,10 +1,10 @@
-"""Chooses the pipeline of a tensor-parallel group, at its first use."""
+"""Chooses the chunked collectives of a tensor-parallel group, at their first use."""
 
 from collections.abc import Callable
 
 import torch.distributed as dist
-from mplug_nn import Arrival, Pipeline, Produce
-from mplug_nn.pipeline import name_pipeline
+from mplug_nn import Arrival, ChunkedCollectives, Produce
+from mplug_nn.chunked_collectives import name_collectives
 from torch import Tensor
 
 from mplug_tp.memory import reachable
@@ -13,18 +13,18 @@ from mplug_tp.peers import Peers
 
 
 def name_for(group: dist.ProcessGroup | None, sequence_parallel: bool) -> str:
-    """Make the pipeline of a group known, and return its name. Without a group, it is the identity (`mplug.ops`)."""
+    """Make a group's chunked collectives known; returns their name. Without a group, they are the identity."""
     if group is None or not sequence_parallel:
-        pipeline: Pipeline = AllReduces(group)
+        chunked: ChunkedCollectives = AllReduces(group)
     else:
-        pipeline = SequencePipeline(group)
+        chunked = SequenceCollectives(group)
     # The compiler's cache knows a graph by the names in it, and shapes depend on the number of parts.
-    name = f"mplug_tp/{'' if group is None else group.group_name}/{pipeline.num_parts}"
-    name_pipeline(name, pipeline)
+    name = f"mplug_tp/{'' if group is None else group.group_name}/{chunked.num_parts}"
+    name_collectives(name, chunked)
     return name
 
 
-class SequencePipeline(Pipeline):
+class SequenceCollectives(ChunkedCollectives):
     """Copies between the memories of GPUs if they reach each other, else messages of the process group.
 
     `chosen` is the one of the two that the group uses; None before its first use.
@@ -32,19 +32,19 @@ class SequencePipeline(Pipeline):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.num_parts = group, group.size()
-        self.chosen: Pipeline | None = None
+        self.chosen: ChunkedCollectives | None = None
 
     def gathering(self, *parts: Tensor, keep: bool) -> Arrival:
-        """By the chosen pipeline."""
-        return self._pipeline(parts[0]).gathering(*parts, keep=keep)
+        """By the chosen collectives."""
+        return self._chunked(parts[0]).gathering(*parts, keep=keep)
 
     def summing(
         self, partial: tuple[int, ...], like: Tensor, produce: Produce, fill: Callable[[], None] | None = None
     ) -> Tensor:
-        """By the chosen pipeline."""
-        return self._pipeline(like).summing(partial, like, produce, fill)
+        """By the chosen collectives."""
+        return self._chunked(like).summing(partial, like, produce, fill)
 
-    def _pipeline(self, operand: Tensor) -> Pipeline:
+    def _chunked(self, operand: Tensor) -> ChunkedCollectives:
         if self.chosen is None:
             copies = operand.is_cuda and reachable(self._group)
             self.chosen = Peers(self._group) if copies else Messages(self._group)

@@ -1,8 +1,8 @@
-"""Pipelines: the collectives around a product in chunks, so that they overlap with the product.
+"""The collectives around a product in chunks, so that they overlap with the product.
 
-A strategy makes pipelines, and states the name of one in a `Boundary`. A product that overlaps passes this name to an
-operator of its own (`mplug.tensors.operator`); the operator finds the pipeline with `pipeline_named` and computes chunk
-by chunk. R ranks; [..., n, X] are a rank's rows, [..., R n, X] those of all.
+A strategy makes `ChunkedCollectives`, and states their name in a `Boundary`. A product that overlaps passes this name
+to an operator of its own (`mplug.tensors.operator`); the operator finds them with `collectives_named` and computes
+chunk by chunk. R ranks; [..., n, X] are a rank's rows, [..., R n, X] those of all.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ Produce = Callable[[Rows, Tensor, bool], None]
 
 
 class Arrival:
-    """Tensors that arrive from all ranks: the result of `Pipeline.gathering`, a context manager.
+    """Tensors that arrive from all ranks: the result of `ChunkedCollectives.gathering`, a context manager.
 
     Its tensors are valid until the `with` block ends.
     """
@@ -59,7 +59,7 @@ class Arrival:
         """Release the memory of the arrived tensors."""
 
 
-class Pipeline:
+class ChunkedCollectives:
     """The collectives of a `Boundary` in chunks. The methods run eagerly, on the current stream, inside operators.
 
     All ranks of the boundary call the same methods in the same order with the same shapes. The order of every sum is
@@ -88,15 +88,15 @@ class Pipeline:
         raise NotImplementedError
 
 
-PIPELINES: dict[str, Pipeline] = {}
-"""The pipelines of this process by name."""
+COLLECTIVES: dict[str, ChunkedCollectives] = {}
+"""The chunked collectives of this process by name."""
 
 
-def name_pipeline(name: str, pipeline: Pipeline) -> None:
-    """Make a pipeline known by a name, in this process; a second one of the same name replaces the first."""
-    PIPELINES[name] = pipeline
+def name_collectives(name: str, chunked: ChunkedCollectives) -> None:
+    """Make chunked collectives known by a name, in this process; others of the same name are replaced."""
+    COLLECTIVES[name] = chunked
 
 
-def pipeline_named(name: str) -> Pipeline:
-    """The pipeline with a name (`Boundary.pipeline`)."""
-    return PIPELINES[name]
+def collectives_named(name: str) -> ChunkedCollectives:
+    """The chunked collectives with a name (`Boundary.chunked`)."""
+    return COLLECTIVES[name]

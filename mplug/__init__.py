@@ -138,10 +138,10 @@ if TYPE_CHECKING:
     from mplug.precisions.precision import Precision as Precision
     from mplug.precisions.precision import Recipe as Recipe
     from mplug.precisions.precision import rounding_of_sums as rounding_of_sums
+    from mplug.registry.implementation import hookimpl as hookimpl
     from mplug.registry.open_lists import OpenList as OpenList
     from mplug.registry.schedules import find_schedule as find_schedule
     from mplug.registry.schedules import proven_table as proven_table
-    from mplug.registry.specification import hookimpl as hookimpl
     from mplug.registry.tokenizers import TokenizerRecord as TokenizerRecord
     from mplug.registry.tokenizers import describe_tokenizer as describe_tokenizer
     from mplug.registry.tokenizers import keep_tokenizer as keep_tokenizer
@@ -238,7 +238,7 @@ publish(
         "mplug.precisions.dtypes": ("FORMATS",),
         "mplug.precisions.precision": ("Precision", "Recipe", "rounding_of_sums"),
         "mplug.registry.schedules": ("find_schedule", "proven_table"),
-        "mplug.registry.specification": ("hookimpl",),
+        "mplug.registry.implementation": ("hookimpl",),
         "mplug.registry.tokenizers": (
             "TokenizerRecord",
             "describe_tokenizer",

@@ -1,6 +1,5 @@
 """The errors that end a run early (one class per cause), and the helpers that format values for their messages."""
 
-import difflib
 import reprlib
 from collections.abc import Iterable
 from datetime import date, datetime
@@ -31,6 +30,8 @@ class Diverged(RunError):
 
 def suggest(word: str, candidates: Iterable[str]) -> str:
     """'; did you mean 'gpt'?' if a candidate is close to `word`, else the empty string."""
+    import difflib  # only errors need it
+
     close = difflib.get_close_matches(word, list(candidates), n=5, cutoff=0.6)
     close.sort(key=lambda candidate: sorted(candidate) != sorted(word))  # swapped letters are the most likely mistake
     return f"; did you mean '{close[0]}'?" if close else ""

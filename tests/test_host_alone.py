@@ -193,6 +193,12 @@ def test_what_needs_a_missing_package_is_refused_in_one_sentence_that_names_it(a
         assert (result.status, result.err) == (2, message), words
 
 
+def test_a_new_package_is_written_and_its_tests_need_a_package_that_is_named(alone: Alone) -> None:
+    written = alone.light("plugins", "new", "--kind", "optimizers", "acme-roll")
+    assert written.status == 0, written.err
+    assert "  pip install -e acme-roll pytest mplug-testing\n  pytest acme-roll\n" in written.out
+
+
 def test_packages_of_several_strangers_that_are_built_now_train_together(tmp_path: Path, host: Path) -> None:
     (tmp_path / "wheels").mkdir()
     alone = Alone(tmp_path, host, *built(tmp_path / "wheels", *BUILT))

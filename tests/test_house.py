@@ -235,6 +235,17 @@ def test_what_importing_a_file_needs_is_found(source: str, packages: set[str], i
 # What plugins require.
 
 
+@pytest.mark.parametrize("folder", [ROOT, ROOT / "nn", ROOT / "testing", *PLUGINS, *STRANGERS], ids=package_of)
+def test_a_distribution_requires_the_packages_of_mplug_that_its_modules_import(folder: Path) -> None:
+    """Its tests may import more: whoever runs tests installs mplug-testing."""
+    files = HOST.rglob("*.py") if folder == ROOT else (folder / "src").rglob("*.py")
+    imported = {module.partition(".")[0] for path in files for module in imports(path.read_text())}
+    needed = {package for package in imported if package.startswith("mplug") and package != package_of(folder)}
+    stated = {re.split("[<>=]", one)[0].replace("-", "_") for one in project(folder)["dependencies"]}
+    own = {package for package in stated if package.startswith("mplug")}
+    assert own == needed | ({"mplug"} if folder != ROOT else set())
+
+
 def test_every_requirement_of_a_plugin_has_a_lower_and_an_upper_bound() -> None:
     """The host's bounds of torch hold for all plugins."""
     unbounded = [

@@ -34,7 +34,7 @@ class Commands(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names of all commands."""
-        return [*COMMANDS, *(name for name in Registry().names("commands") if name not in COMMANDS)]
+        return _names(Registry())
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         """Import one command."""
@@ -68,9 +68,10 @@ class Commands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing one."""
-        summaries = {entry.name: f"{_summary_of(entry)} ({entry.origin})" for entry in Registry().entries("commands")}
+        registry = Registry()
+        summaries = {entry.name: f"{_summary_of(entry)} ({entry.origin})" for entry in registry.entries("commands")}
         with formatter.section("Commands"):
-            formatter.write_dl([(name, {**summaries, **COMMANDS}[name]) for name in self.list_commands(ctx)])
+            formatter.write_dl([(name, {**summaries, **COMMANDS}[name]) for name in _names(registry)])
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command. Ctrl-C gives the exit status of its signal. For an unknown word, suggest config fields."""
@@ -101,6 +102,10 @@ class Commands(click.Group):
         except OSError as error:
             file = f": '{error.filename}'" if error.filename else ""
             _fail(f"{error.strerror or error}{file}", 2 if error.errno == errno.ENAMETOOLONG else 1)
+
+
+def _names(registry: Registry) -> list[str]:
+    return [*COMMANDS, *(name for name in registry.names("commands") if name not in COMMANDS)]
 
 
 def _summary_of(entry: Entry) -> str:

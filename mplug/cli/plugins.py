@@ -171,6 +171,7 @@ def new(distribution: str, kind: str, folder: Path | None) -> None:
     \b
     mplug plugins new --kind kernels acme-ringo
     """
+    from mplug.registry.inspection import has_checks
     from mplug.registry.scaffold import describe, write
 
     package = describe(kind, distribution)
@@ -178,4 +179,5 @@ def new(distribution: str, kind: str, folder: Path | None) -> None:
     for path in write(package, folder):
         click.echo(f"wrote {path}")
     click.echo(f"\nThe plugin is named '{package.name}'. Next:\n")
-    click.echo(f"  pip install -e {folder}\n  pytest {folder}\n  {package.use}")
+    tests = "" if has_checks() else " pytest mplug-testing"
+    click.echo(f"  pip install -e {folder}{tests}\n  pytest {folder}\n  {package.use}")

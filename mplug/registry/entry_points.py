@@ -1,13 +1,11 @@
 """Entry points -> names -> plugins. Listing reads distribution metadata only and never imports a plugin."""
 
-import json
 import re
-import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from importlib.metadata import Distribution, EntryPoint, PackageMetadata, distributions
+from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -115,14 +113,13 @@ class Registry:
             text = distribution.read_text("entry_points.txt") or ""
             if "[mplug." not in text:
                 continue
-            metadata, source = distribution.metadata, _source(distribution)  # each access reads and parses it anew
-            name = metadata["Name"]
-            normalized = re.sub(r"[-_.]+", "-", name).lower()
+            described = _metadata(distribution)
+            normalized = re.sub(r"[-_.]+", "-", described.name).lower()
             if normalized in seen:
-                shadowed.append(Shadowed(name, metadata["Version"], source))
+                shadowed.append(Shadowed(described.name, described.version, described.source))
                 continue
-            points = [point for point in distribution.entry_points if point.group.startswith("mplug.")]
-            seen[normalized] = (_metadata(distribution, metadata, source), points)
+            points = [point for point in _points(text) if point.group.startswith("mplug.")]
+            seen[normalized] = (described, points)
         opened = {one.name for _, points in seen.values() for one in points if one.group == f"mplug.{OPEN_LISTS}"}
         groups = (*GROUPS, *sorted(opened))
         entries: list[Entry] = []
@@ -245,11 +242,42 @@ class _Metadata(NamedTuple):
     source: str
 
 
-def _metadata(distribution: Distribution, metadata: PackageMetadata, source: str) -> _Metadata:
-    name, version = metadata["Name"], metadata["Version"]
-    summary = next(iter(metadata.get_all("Summary") or []), "")
-    requires = _requirement_on_host(metadata.get_all("Requires-Dist") or distribution.requires or [])
-    return _Metadata(name, version, summary, f"=={version}" if name == HOST_DISTRIBUTION else requires, source)
+def _metadata(distribution: Distribution) -> _Metadata:
+    headers = _headers(distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or "")
+    name, version, summary = (headers.get(field, [""])[0] for field in ("name", "version", "summary"))
+    requires = _requirement_on_host(headers.get("requires-dist") or distribution.requires or [])
+    own = f"=={version}" if name == HOST_DISTRIBUTION else requires
+    return _Metadata(name, version, summary, own, _source(distribution))
+
+
+def _headers(text: str) -> dict[str, list[str]]:
+    """The fields before the first empty line of core metadata, by their names in lower case.
+
+    `Distribution.metadata` reads the whole text, the description included, which takes most of the time of a scan.
+    """
+    headers: dict[str, list[str]] = {}
+    values: list[str] = []
+    for line in text.split("\n"):
+        if not line:
+            break
+        if line[0] in " \t" and values:  # continues the line before
+            values[-1] += f"\n{line}"
+            continue
+        field, _, value = line.partition(":")
+        values = headers.setdefault(field.lower(), [])
+        values.append(value.strip())
+    return headers
+
+
+def _points(text: str) -> Iterator[EntryPoint]:
+    """The entry points of a file entry_points.txt."""
+    group = ""
+    for line in filter(None, map(str.strip, text.splitlines())):
+        if line.startswith("[") and line.endswith("]"):
+            group = line[1:-1]
+        elif not line.startswith("#"):
+            name, _, value = line.partition("=")
+            yield EntryPoint(name.strip(), value.strip(), group)
 
 
 def _entry(kind: str, point: EntryPoint, of: _Metadata) -> Entry:
@@ -260,9 +288,12 @@ def _entry(kind: str, point: EntryPoint, of: _Metadata) -> Entry:
 
 def _source(distribution: Distribution) -> str:
     """The source folder of an editable install, else the folder that contains the metadata."""
-    origin = json.loads(distribution.read_text("direct_url.json") or "{}")
-    if origin.get("dir_info", {}).get("editable"):
-        return unquote(origin["url"].removeprefix("file://"))
+    if (text := distribution.read_text("direct_url.json")) is not None:
+        import json  # most distributions lack the file
+
+        origin = json.loads(text)
+        if origin.get("dir_info", {}).get("editable"):
+            return unquote(origin["url"].removeprefix("file://"))
     return str(distribution.locate_file(""))
 
 
@@ -296,4 +327,6 @@ def _missing_hook(kind: str, plugin: type[Any]) -> list[str]:
 
 
 def _trace(error: BaseException) -> str:
+    import traceback  # only a plugin that cannot be imported needs it
+
     return "".join(traceback.format_exception(error)).rstrip()

@@ -59,6 +59,12 @@ def _methods(plugin: type) -> list[tuple[str, Callable[..., Any]]]:
     return inspect.getmembers(plugin, lambda member: inspect.isfunction(member))
 
 
+def _marked() -> dict[str, Any]:
+    """The specifications, marked as pluggy reads them: all hooks but those with all answers stop at the first one."""
+    mark, all_answers = pluggy.HookspecMarker("mplug"), hooks_answered_by("all")
+    return {name: mark(firstresult=name not in all_answers)(function) for name, function in SPECIFICATIONS.items()}
+
+
 class Hooks:
     """The registered plugins of one run. Example of a call: `hooks.call.build_model(run=run)`.
 
@@ -69,7 +75,7 @@ class Hooks:
     def __init__(self, plugins: dict[str, object]) -> None:
         self.plugins = dict(sorted(plugins.items()))
         self._manager = _Manager("mplug")
-        self._manager.add_hookspecs(type("Specifications", (), dict(SPECIFICATIONS)))
+        self._manager.add_hookspecs(type("Specifications", (), _marked()))
         for label, plugin in reversed(self.plugins.items()):
             self._manager.register(plugin, label)
             for caller in self._manager.get_hookcallers(plugin) or ():

@@ -43,9 +43,14 @@ def inspect_apart(entry: Entry) -> Report:
     return report_apart("mplug.registry.inspection", entry)
 
 
+def has_checks() -> bool:
+    """Whether the suites, which check plugins, are installed."""
+    return find_spec(CHECKS) is not None
+
+
 def refuse_missing_checks() -> None:
-    """Raise UsageError if the suites, which check plugins, are not installed."""
-    if find_spec(CHECKS) is None:
+    """Raise UsageError if the suites are not installed."""
+    if not has_checks():
         raise UsageError(
             "the checks of plugins are in the package mplug-testing, which is not installed: pip install mplug-testing"
         )

@@ -3,7 +3,7 @@
 from pydantic import BaseModel, ConfigDict
 
 from mplug.precisions.precision import Precision
-from mplug.registry.specification import hookimpl
+from mplug.registry.implementation import hookimpl
 
 
 class _Native:

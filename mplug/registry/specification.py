@@ -1,4 +1,4 @@
-"""Markers for the specifications and implementations of hooks, and the table of all specifications.
+"""Markers for the specifications of hooks, and the table of all specifications. Imports no pluggy, as help needs none.
 
 `mplug.hookspecs` fills the table when the package `mplug` is imported.
 """
@@ -6,14 +6,8 @@
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
-import pluggy
-
 F = TypeVar("F", bound=Callable[..., Any])
 Answers = Literal["all", "at most one", "exactly one"]
-
-hookimpl = pluggy.HookimplMarker("mplug")
-"""Marks a method of a plugin as the implementation of the hook with its name."""
-_spec = pluggy.HookspecMarker("mplug")
 
 SPECIFICATIONS: dict[str, Callable[..., Any]] = {}
 """Every hook by name, in the order of a run."""
@@ -23,10 +17,9 @@ CONSTANTS: set[str] = set()
 
 def _answered_by(answers: Answers) -> Callable[[F], F]:
     def mark(function: F) -> F:
-        marked = _spec(firstresult=answers != "all")(function)
-        marked.answers = answers  # type: ignore[attr-defined]
-        SPECIFICATIONS[function.__name__] = marked
-        return marked
+        function.answers = answers  # type: ignore[attr-defined]
+        SPECIFICATIONS[function.__name__] = function
+        return function
 
     return mark
 

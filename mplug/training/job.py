@@ -15,8 +15,8 @@ from mplug.distributed.world import World, launched
 from mplug.errors import RunError, UsageError
 from mplug.registry.entry_points import Registry
 from mplug.registry.hooks import HOST
+from mplug.registry.implementation import hookimpl
 from mplug.registry.resolve import resolve
-from mplug.registry.specification import hookimpl
 from mplug.run.activity import Activity
 from mplug.run.lock import Claim
 from mplug.run.prepare import prepare

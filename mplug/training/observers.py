@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
 from mplug.contracts import Record
-from mplug.registry.specification import hookimpl
+from mplug.registry.implementation import hookimpl
 from mplug.run.metrics_file import METRICS, read_lines
 from mplug.run.run import Run
 from mplug.system.files import write_whole

@@ -5,8 +5,8 @@ from functools import cached_property, update_wrapper
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from mplug.model.slots.offers import Offer, Site, Supports
+from mplug.registry.implementation import hookimpl
 from mplug.registry.made_plugin import MadePlugin
-from mplug.registry.specification import hookimpl
 
 if TYPE_CHECKING:
     from mplug.run.run import Run

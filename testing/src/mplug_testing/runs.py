@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mplug.registry.hooks import HOST
-from mplug.registry.specification import hookimpl
+from mplug.registry.implementation import hookimpl
 from mplug.run.prepare import prepare
 from mplug_testing.harness import as_rank
 

@@ -15,6 +15,7 @@ from plain_attention import attend
 from torch import Tensor
 
 from mplug import Site, UsageError
+from mplug.config.binding import Kernels
 from mplug.model.build import build_model
 from mplug.model.model import Model
 from mplug.model.slots.offers import PLAIN, Offer, Wrap
@@ -128,19 +129,12 @@ def test_a_model_that_takes_no_lengths_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_plain_torch_offers_counts_where_no_plugin_does() -> None:
-    class Kernels:
-        kinds: dict[str, str | None] = {}
-        default = None
-
-        def chosen(self, kind: str) -> None:
-            return None
-
     with torch.device("meta"):
         module = Attention(8, 2, 2, 4, bias=False, qk_norm=False, theta=None)
     site = Site("attn", "Attention.core", module, "attn", frozenset({"document_lengths"}))
     for need, reason in (("log-sum-exp", []), ("biases", ["it does not offer biases"])):
         wrap = Wrap("Attention.core", lambda inner: inner, 0, frozenset({need}), serves=site.needs)
-        selection = select([site], [wrap], Kernels(), None)  # type: ignore[arg-type]
+        selection = select([site], [wrap], Kernels({}, None), None)  # type: ignore[arg-type]
         assert [(unmet.plugin, unmet.reason) for unmet in selection.unmet] == [(PLAIN, one) for one in reason]
         assert selection.filled[0].site.needs == {"document_lengths", need}
 
@@ -152,18 +146,11 @@ def test_a_kernel_hears_what_the_module_needs_beside_what_wraps_need() -> None:
         asked.append(site.needs)
         return True
 
-    class Kernels:
-        kinds: dict[str, str | None] = {}
-        default = "kernels/fast"
-
-        def chosen(self, kind: str) -> str:
-            return self.default
-
     with torch.device("meta"):
         module = Attention(8, 2, 2, 4, bias=False, qk_norm=False, theta=None, causal=False)
     site = Site("attn", "Attention.core", module, "attn", needs_of_specification(module, ("document_lengths",)))
     offer = Offer({"Attention.core": DOT_PRODUCT}, supports, plugin="kernels/fast", serves={*site.needs})
-    assert select([site], [offer], Kernels(), None).filled[0].offer is offer  # type: ignore[arg-type]
+    assert select([site], [offer], Kernels({}, "kernels/fast"), None).filled[0].offer is offer  # type: ignore[arg-type]
     assert asked[0] == {"document_lengths", "full attention"}
     assert module.needs("Attention.prepare_qk", ("document_lengths",)) == frozenset()
 

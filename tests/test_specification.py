@@ -15,6 +15,7 @@ from mplug_nn.attention import needs_of_specification
 from torch import Tensor, nn
 
 from mplug import Offer, Site, Wrap
+from mplug.config.binding import Kernels
 from mplug.model.slots.fill import sites
 from mplug.model.slots.selection import Selection, select
 
@@ -143,22 +144,11 @@ def test_whatever_is_not_plain_is_a_need(changes: dict[str, Any], needs: set[str
 # Who is refused.
 
 
-class Kernels:
-    """Only `default` is named."""
-
-    def __init__(self, default: str | None = None) -> None:
-        self.kinds: dict[str, str | None] = {}
-        self.default = default
-
-    def chosen(self, kind: str) -> str | None:
-        return self.default
-
-
 def selected(offers: list[Offer | Wrap], default: str | None = None, **asked: Any) -> Selection:
     with torch.device("meta"):
         module = Attention(8, 2, 2, 4, bias=False, qk_norm=False, theta=None, **asked)
     site = Site("attn", "Attention.core", module, "attn", needs_of_specification(module, ()))
-    return select([site], offers, Kernels(default), None)  # type: ignore[arg-type]
+    return select([site], offers, Kernels({}, default), None)  # type: ignore[arg-type]
 
 
 def unmet(*offers: Offer | Wrap, **asked: Any) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mplug.checkpoint.copies import differing_copy
 from mplug.checkpoint.foreign import WEIGHT, Shape
 from mplug.checkpoint.foreign_match import Match
 from mplug.checkpoint.foreign_states import States
@@ -141,21 +142,20 @@ def _read(one: NewTensor, found: Match) -> Tensor:
             f"checkpoint that was saved before its run diverged"
         )
     if one.state == WEIGHT:
-        _refuse_other_copies(one, found, values)
+        _refuse_other_copies(one, found, dtype)
     return values
 
 
-def _refuse_other_copies(one: NewTensor, found: Match, values: Tensor) -> None:
+def _refuse_other_copies(one: NewTensor, found: Match, dtype: torch.dtype) -> None:
     """Raise UsageError unless the tensors that repeat a parameter are equal to it."""
-    for link in found.present_copies(one.parameter):
-        other = values.clone()  # the copy may be of a part of the parameter
-        fill_ours((link,), (0,) * len(one.shape), other, found.reader())
-        if not torch.equal(other, values):
-            copy, repeated = found.name(link.public(0)), found.sources(one.parameter)[0]
-            raise UsageError(
-                f"'{found.checkpoint.path}': '{copy}' and '{repeated}' have different values, but the model has one "
-                f"parameter ('{one.parameter}') for both; import a checkpoint in which they are equal"
-            )
+    links, copies = found.links[one.parameter], found.present_copies(one.parameter)
+    link = differing_copy(links, copies, found.reader(), ((0,) * len(one.shape), one.shape), dtype)
+    if link is not None:
+        copy, repeated = found.name(link.public(0)), found.sources(one.parameter)[0]
+        raise UsageError(
+            f"'{found.checkpoint.path}': '{copy}' and '{repeated}' have different values, but the model has one "
+            f"parameter ('{one.parameter}') for both; import a checkpoint in which they are equal"
+        )
 
 
 def _table(tensors: list[NewTensor]) -> TensorTable:

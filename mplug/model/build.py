@@ -53,30 +53,41 @@ def build_model(run: Run) -> Model:
     whole.
     """
     model, selection = _build_model(run)
-    if selection.unmet:
-        different = {str(unmet): unmet for unmet in selection.unmet}
-        representatives = {(u.plugin, u.kind): u for u in different.values()}  # trying a kernel costs one process
-        remedies = {key: _remedy(run.config, unmet) for key, unmet in representatives.items()}
-        raise UsageError("\n".join(f"{text}{remedies[u.plugin, u.kind]}" for text, u in different.items()))
+    _refuse_unmet(run, selection.unmet)
     if not run.trains:
         return model  # there is no optimizer
-    trained = {name: placement for name, placement in model.placements.items() if placement.parameter.trainable}
-    cut = [(axis, name) for name, placement in trained.items() for axis in placement.cut_by]
-    shards = bool(run.hooks.implementers("shard_states"))
-    if cut or shards:  # building an optimizer takes longer than the rest of this function
-        needs = _optimizer_without_memory(run, model).needs
-        if cut and needs == "matrices":
-            _refuse_cut_matrices(run, cut)
-        if shards:
-            model.sharding = run.hooks.call.shard_states(run=run, model=model, needs=needs)
-            _refuse_states_of_frozen(run, model)
-            _refuse_transient_gradients(run, model)
+    _shard_states(run, model)
     refuse_incomplete_engine(run, model)
     refuse_idle_copies(run, model)
     refuse_bypassing_layout(run, model)
     if run.config.trainer.graphs:
         refuse_graphs(run, model)
     return model
+
+
+def _refuse_unmet(run: Run, unmet: list[Unmet]) -> None:
+    """Raise UsageError if plugins do not meet needs; it says for each of them which kernels would do."""
+    different = {str(one): one for one in unmet}
+    representatives = {(u.plugin, u.kind): u for u in different.values()}  # trying a kernel costs one process
+    remedies = {key: _remedy(run.config, one) for key, one in representatives.items()}
+    if different:
+        raise UsageError("\n".join(f"{text}{remedies[u.plugin, u.kind]}" for text, u in different.items()))
+
+
+def _shard_states(run: Run, model: Model) -> None:
+    """Let a plugin shard the optimizer states; UsageError if a matrix is cut that the optimizer needs whole."""
+    trained = {name: placement for name, placement in model.placements.items() if placement.parameter.trainable}
+    cut = [(axis, name) for name, placement in trained.items() for axis in placement.cut_by]
+    shards = bool(run.hooks.implementers("shard_states"))
+    if not (cut or shards):  # building an optimizer takes longer than the other checks
+        return
+    needs = _optimizer_without_memory(run, model).needs
+    if cut and needs == "matrices":
+        _refuse_cut_matrices(run, cut)
+    if shards:
+        model.sharding = run.hooks.call.shard_states(run=run, model=model, needs=needs)
+        _refuse_states_of_frozen(run, model)
+        _refuse_transient_gradients(run, model)
 
 
 def _refuse_states_of_frozen(run: Run, model: Model) -> None:

@@ -64,33 +64,51 @@ def build(run: Run) -> Parts:
     validation_loader = _feed(run, model, "validation") if trainer.eval_every else None
     compile_units(model, compiler_of(run), tune_kernels=trainer.tune_kernels)
     wrap_units(model)
+    _allocate(run, model)
+    pieces = _initialized_pieces(run, model)
+    optimizer = _optimizer(run, model, pieces)
+    default = DefaultStepper(run, model, pieces, optimizer)
+    stepper = _stepper(run, model, default)
+    return Parts(model, pieces, optimizer, stepper, train_loader, validation_loader, default.loss_scale)
+
+
+def _allocate(run: Run, model: Model) -> None:
+    """Allocate this rank's parameters and sinks, and let strategies and kernels take part in their use."""
     gradients = gradient_dtype(run, model)
     allocate_parts(run, model)
     model.listen(gradients)
     _wrap(run, model)
     keep_casts(model)
+
+
+def _initialized_pieces(run: Run, model: Model) -> list[Piece]:
+    """The pieces that this rank updates. All values that the rank holds are initialised, and its weights written."""
     pieces = make_pieces(model)
     if model.engine is not None:
         refuse_missing_pieces(model, pieces, run.rank)
     held = held_values(model, pieces)
     placements = {one.name: one.placement for one in held}
-    initialize({one.name: one.values for one in held}, placements, run.rank, trainer.seed)
+    initialize({one.name: one.values for one in held}, placements, run.rank, run.config.trainer.seed)
     write_weights(pieces)
     model.weights_written()
+    return pieces
+
+
+def _optimizer(run: Run, model: Model, pieces: list[Piece]) -> Optimizer:
     with nullcontext() if model.engine is None else model.engine.making_states():
         optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
     refuse_unsavable(run, optimizer, pieces)
-    default = DefaultStepper(run, model, pieces, optimizer)
-    stepper = GraphedStepper(default) if trainer.graphs else _own_stepper(run, model, default)
-    return Parts(model, pieces, optimizer, stepper or default, train_loader, validation_loader, default.loss_scale)
+    return optimizer
 
 
-def _own_stepper(run: Run, model: Model, default: DefaultStepper) -> Stepper | None:
-    """The stepper of the pipeline, or that of another strategy; None if no plugin has one."""
+def _stepper(run: Run, model: Model, default: DefaultStepper) -> Stepper:
+    """The stepper that replays graphs, that of the pipeline, that of another strategy, or the default one."""
+    if run.config.trainer.graphs:
+        return GraphedStepper(default)
     if model.pipeline is not None:
         return model.pipeline.stepper(default)
     stepper: Stepper | None = run.hooks.call.build_stepper(run=run, model=model, default=default)
-    return stepper
+    return stepper or default
 
 
 def _refuse_other_stages(run: Run, model: Model) -> None:

@@ -105,8 +105,8 @@ class Offer:
     needs of a site, the site keeps its default in plain torch, unless the config names the plugin for the kind of slot.
 
     `varies(site, run)` returns what in the supplier depends on the layout, or an empty string; a kernel whose dropout
-    draws from torch's generators must report that. `note(site, run)` returns which of several implementations it will
-    use ('cuDNN'), or an empty string.
+    draws from torch's generators must report that (the host then seeds them for every unit). `note(site, run)` returns
+    which of several implementations it will use ('cuDNN'), or an empty string.
 
     Each supplier is one callable for all sites of a role. It owns no parameter. A plugin that chooses between several
     suppliers makes one offer of each; only one of them may support a site. Slots that the model lacks are ignored.

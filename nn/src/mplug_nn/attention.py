@@ -5,7 +5,7 @@ B batch, S query length, T key length, D embed, H query heads, G KV heads, K hea
 
 from collections.abc import Callable, Container
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from mplug_nn.specification import (
     RELATIVE,
     AttentionInputs,
     AttentionSpec,
+    Weighting,
     bias_of,
     unseen,
 )
@@ -108,9 +109,9 @@ class DotProductAttention(nn.Module):
     """Attention without its projections, for blocks that fuse the projections with others.
 
     `theta` is the base of rotary positions, or a `mplug_nn.Rotary` of another kind; None: no rotary positions.
-    `causal` False: queries see later keys too. `window`, `soft_cap` and `bias` are as in `AttentionSpec`. With `sinks`,
-    the module has a parameter `sinks` with one score per head. `scale` None: 1 / sqrt(head_dim). With
-    `qk_norm_offset`, the scales of QK-norm are 1 + weight, and the norm is computed in fp32 (Gemma 3).
+    `weighting` and `bias` are as in `AttentionSpec`. With `sinks`, the module has a parameter `sinks` with one score
+    per head. `scale` None: 1 / sqrt(head_dim). With `qk_norm_offset`, the scales of QK-norm are 1 + weight, and the
+    norm is computed in fp32 (Gemma 3).
 
     `num_heads`, `num_kv_heads` and `head_dim` are those of the whole model, also on a rank that holds only some of the
     heads. Suppliers and wraps may read them, and `spec`, from a site's module.
@@ -136,16 +137,12 @@ class DotProductAttention(nn.Module):
         *,
         qk_norm: bool,
         theta: float | Rotary | None,
-        dropout: float = 0.0,
         eps: float = 1e-5,
-        causal: bool = True,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: bool = False,
         bias: str = "",
         scale: float | None = None,
         qk_norm_offset: bool = False,
         value_width: int | None = None,
+        **weighting: Unpack[Weighting],
     ) -> None:
         super().__init__()
         if bias == RELATIVE:
@@ -153,14 +150,11 @@ class DotProductAttention(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.theta = theta.turns(head_dim) if isinstance(theta, Rotary) else theta
         self.eps, self.qk_norm_offset = eps, qk_norm_offset
-        masks: dict[str, Any] = {"causal": causal, "window": window}
         scale, width = head_dim**-0.5 if scale is None else scale, value_width or head_dim
-        self.spec = AttentionSpec(
-            scale, head_dim, width, **masks, soft_cap=soft_cap, sinks=sinks, bias=bias, dropout=dropout
-        )
+        self.spec = AttentionSpec(scale, head_dim, width, bias=bias, **weighting)
         self.q_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
         self.k_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
-        self.sinks = nn.Parameter(torch.empty(num_heads)) if sinks else None
+        self.sinks = nn.Parameter(torch.empty(num_heads)) if self.spec.sinks else None
         register_host_buffer(self, "site", "site key")
         set_defaults(self)
 
@@ -302,20 +296,16 @@ class Attention(DotProductAttention):
         bias: bool,
         qk_norm: bool,
         theta: float | Rotary | None,
-        dropout: float = 0.0,
         eps: float = 1e-5,
-        causal: bool = True,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: bool = False,
         attention_bias: str = "",
         scale: float | None = None,
         qk_norm_offset: bool = False,
         out_bias: bool | None = None,
+        **weighting: Unpack[Weighting],
     ) -> None:
-        named: dict[str, Any] = {"theta": theta, "dropout": dropout, "eps": eps, "causal": causal, "window": window}
-        named |= {"soft_cap": soft_cap, "sinks": sinks, "bias": attention_bias, "scale": scale}
-        super().__init__(num_heads, num_kv_heads, head_dim, qk_norm=qk_norm, qk_norm_offset=qk_norm_offset, **named)
+        norm: dict[str, Any] = {"qk_norm": qk_norm, "eps": eps, "qk_norm_offset": qk_norm_offset}
+        heads = num_heads, num_kv_heads, head_dim
+        super().__init__(*heads, theta=theta, scale=scale, bias=attention_bias, **norm, **weighting)
         self.qkv = Linear(dim, (num_heads + 2 * num_kv_heads) * head_dim, bias)
         self.out = Linear(num_heads * head_dim, dim, bias if out_bias is None else out_bias)
 

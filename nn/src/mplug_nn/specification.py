@@ -6,7 +6,7 @@ S, the queries are the last S of T positions. With static keys, the keys are the
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -73,6 +73,16 @@ class AttentionSpec:
             f"{self.bias} bias": bool(self.bias),
         }
         return frozenset(need for need, is_wanted in wanted.items() if is_wanted)
+
+
+class Weighting(TypedDict, total=False):
+    """The fields of an `AttentionSpec` that a block passes on as they are; their defaults are those of the class."""
+
+    causal: bool
+    window: int | None
+    soft_cap: float | None
+    sinks: bool
+    dropout: float
 
 
 class StaticKeys(NamedTuple):

@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 from command_line import cli, cli_here  # noqa: F401 (fixtures of all tests)
 from hypothesis import HealthCheck, settings
-from mplug_testing.workers import PRELOAD
 from warm import forking_modules
+
+from mplug_testing.workers import PRELOAD
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch
 os.environ.setdefault("MPLUG_CHECK_EXCHANGES", "1")  # ranks compare what they exchange as flat buffers

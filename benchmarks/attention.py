@@ -22,13 +22,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from mplug_nn import AttentionInputs, AttentionSpec
-from mplug_testing.attention_errors import Heads, attention_errors
-from mplug_testing.harness import tiny_run
 
 from mplug.errors import UsageError
 from mplug.model.build import build_model, unmet_reasons
 from mplug.training.hardware import Moment
+from mplug_nn import AttentionInputs, AttentionSpec
+from mplug_testing.attention_errors import Heads, attention_errors
+from mplug_testing.harness import tiny_run
 
 ATTENTIONS: dict[str, dict[str, object]] = {
     "sdpa cudnn": {"kernels.attention": "sdpa", "kernels.sdpa.backend": "cudnn"},

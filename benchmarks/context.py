@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 from mplug_bench.profiling import COLLECTIVES, profiled
-from mplug_nn import AttentionInputs
-from mplug_testing.harness import tiny_config
 
 from mplug.distributed.launch import launch
 from mplug.distributed.world import launched
@@ -29,6 +27,8 @@ from mplug.run.prepare import prepare
 from mplug.training.assembly import build_loader
 from mplug.training.hardware import timed
 from mplug.training.job import among
+from mplug_nn import AttentionInputs
+from mplug_testing.harness import tiny_config
 
 METHODS = ("ring", "all_gather", "ulysses", "hierarchical")
 

@@ -20,10 +20,10 @@ from mplug_fp8 import operators as fp8
 from mplug_fp8.products import Blockwise, Delayed, Rowwise, Tensorwise
 from mplug_fp8.recipes import Options
 from mplug_fp8.scaled import Products
-from mplug_nn import Narrow, Operand, Sink
 from torch import Tensor
 
 from mplug.cli.tables import table
+from mplug_nn import Narrow, Operand, Sink
 
 ALONE = Narrow()
 Row = tuple[str, ...]

@@ -14,13 +14,13 @@ from mplug_generate.fast_steps import compiled_step
 from mplug_generate.sampler import Sampler, sampling_run
 from mplug_generate.sampling import Sampling, sample_key
 from mplug_generate.token_steps import Replays, replays_for
-from mplug_testing.harness import tiny_config
 
 from mplug.errors import listed
 from mplug.model.build import allocate_parts, build_model
 from mplug.model.memory import initialize
 from mplug.model.model import Model
 from mplug.run.run import Run
+from mplug_testing.harness import tiny_config
 
 SHAPES = {
     "small": {"num_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "num_kv_heads": 4, "vocab_size": 8192},

@@ -18,12 +18,12 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 import torch
-from mplug_nn.norm import Kind, norm_residual
 from torch import Tensor
 
 from mplug.cli.tables import table
 from mplug.registry.precisions import precision_named
 from mplug.training.hardware import Moment
+from mplug_nn.norm import Kind, norm_residual
 
 NormResidual = Callable[..., tuple[Tensor, Tensor]]
 EPS = 1e-5

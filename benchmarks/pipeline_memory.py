@@ -41,7 +41,6 @@ import torch.distributed as dist
 from mplug_pp import wire
 from mplug_pp.chunk import Chunk
 from mplug_pp.wire import Arrival, Layout
-from mplug_testing.live_bytes import LiveBytes
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mplug import MicroBatch, Run, Shape, Table, proven_table
@@ -53,6 +52,7 @@ from mplug.layout.table_memory import Footprint, peak_bytes
 from mplug.layout.table_times import Costs, timeline
 from mplug.model.handovers import shape_of
 from mplug.training.feed import RankBatches
+from mplug_testing.live_bytes import LiveBytes
 
 BUILDS = {
     ("zb-h1", 1): ("1f1b", "zb-h1", "zb-limited"),

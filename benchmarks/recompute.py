@@ -21,14 +21,13 @@ import sys
 import time
 from typing import Any
 
-from mplug_testing.memory import kept_bytes
-
 from mplug.cli.tables import human_bytes, table
 from mplug.config.defaults import default_settings
 from mplug.config.sources import Settings, merge, read_assignments
 from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
+from mplug_testing.memory import kept_bytes
 
 CHOICES: dict[str, list[str]] = {
     "nothing": [],

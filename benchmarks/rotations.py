@@ -19,11 +19,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from mplug_nn.attention import prepare_qk, prepare_qkv, rotations
 from torch import Tensor
 
 from mplug.cli.tables import table
 from mplug.registry.precisions import precision_named
+from mplug_nn.attention import prepare_qk, prepare_qkv, rotations
 
 Prepare = Callable[..., tuple[Tensor, Tensor, Tensor]]
 EPS, THETA = 1e-5, 10000.0

@@ -10,12 +10,12 @@ from pathlib import Path
 from time import monotonic
 from unittest import SkipTest
 
-from mplug_testing.harness import EXACT, STEPS, largest_error, train_steps
-from mplug_testing.parity import error_of
 from rich.console import Console
 from rich.progress import track
 
 from mplug.registry.entry_points import Registry
+from mplug_testing.harness import EXACT, STEPS, largest_error, train_steps
+from mplug_testing.parity import error_of
 
 PAGE = Path(__file__).parent / "layouts.md"
 DENSE = {"model.num_kv_heads": 2}

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from mplug_nn import ADAPTERS, Entries, Inits, Linear
-from mplug_testing.harness import tiny_run, train_steps
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -20,6 +18,8 @@ from mplug.checkpoint.adapter_files import refuse_other_adapters, unpublished
 from mplug.model.build import build_model
 from mplug.model.plans.adapting import adapt
 from mplug.model.slots.fill import sites
+from mplug_nn import ADAPTERS, Entries, Inits, Linear
+from mplug_testing.harness import tiny_run, train_steps
 
 LORA: dict[str, Any] = {"adapters.lora.rank": 3, "model.num_layers": 2}
 

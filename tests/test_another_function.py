@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from mplug_testing import Fault, KernelSuite, ModelSuite
-from mplug_testing.harness import tiny_run
 from torch import Tensor
 
 from mplug import UsageError
 from mplug.model.build import build_model, unmet_reasons
 from mplug.model.slots import alternatives
+from mplug_testing import Fault, KernelSuite, ModelSuite
+from mplug_testing.harness import tiny_run
 
 PACKAGE = "nova-linear"
 MODULE = runpy.run_path(str(Path(__file__).parent / "third_party" / PACKAGE / "tests" / "test_linear.py"))

@@ -14,7 +14,6 @@ import pytest
 import safetensors
 import torch
 from click.testing import CliRunner
-from mplug_testing.harness import tiny_config
 
 from mplug import hookimpl
 from mplug.checkpoint import folder as checkpoint
@@ -36,6 +35,7 @@ from mplug.training.changes import Changes
 from mplug.training.interrupt import Interrupt
 from mplug.training.job import Outcome
 from mplug.training.loop import train
+from mplug_testing.harness import tiny_config
 
 SETTINGS = {"model.num_layers": 1, "trainer.steps": 3, "trainer.eval_every": 0, "checkpoint.every": 1}
 FILE = "rank00000.safetensors"

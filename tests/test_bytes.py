@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
+
 from mplug_testing import run_workers
 
 SETTINGS = [

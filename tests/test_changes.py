@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from mplug_testing.harness import tiny_config
-from mplug_testing.runs import trained
 
 from mplug import UsageError
 from mplug.checkpoint.folder import read_manifest
@@ -17,6 +15,8 @@ from mplug.cli import main
 from mplug.run.prepare import prepare
 from mplug.run.record import provenance
 from mplug.training.changes import FINGERPRINT, Changes, changes_on_resume, refuse_unknown_fields
+from mplug_testing.harness import tiny_config
+from mplug_testing.runs import trained
 
 PATH = Path("runs/first/checkpoints/step_00000010")
 

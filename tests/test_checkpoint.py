@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_testing.harness import tiny_config
 from safetensors.torch import load_file
 
 from mplug import hookimpl
@@ -23,6 +22,7 @@ from mplug.run.prepare import prepare
 from mplug.run.run import Run
 from mplug.training.loop import train
 from mplug.training.stepper import DefaultStepper
+from mplug_testing.harness import tiny_config
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 

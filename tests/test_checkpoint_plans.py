@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_testing.harness import tiny_config
 
 from mplug.checkpoint import index as index_module
 from mplug.checkpoint import opened
@@ -18,6 +17,7 @@ from mplug.checkpoint.plans import KeptPlans, described
 from mplug.distributed.world import World
 from mplug.errors import RunError
 from mplug.run.prepare import prepare
+from mplug_testing.harness import tiny_config
 
 # Index.
 

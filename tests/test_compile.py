@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from mplug_testing import run_workers
 from mplug_testing.harness import Trace, difference, train_steps
-from torch import Tensor, nn
 
 Counts = dict[str, int]
 Gradients = dict[str, tuple[Any, Any]]
@@ -78,11 +79,11 @@ def test_blocks_of_one_kind_share_what_is_compiled() -> None:
 
 def kept_by_a_block() -> float:
     """What the second block keeps for its backward pass, as a multiple of the residual stream [B, S, D]."""
-    from mplug_testing.harness import tiny_run
     from torch.autograd.graph import saved_tensors_hooks
 
     from mplug.model.compiled.compilation import compile_units
     from mplug.training.assembly import build
+    from mplug_testing.harness import tiny_run
 
     warnings.simplefilter("ignore")
     run = tiny_run({"model.num_layers": 2, "model.num_kv_heads": 4, "model.qk_norm": False, "trainer.seq_length": 64})
@@ -119,10 +120,9 @@ def units_of_many_shapes() -> int:
 
     A hook of the model opens a file, which no compiler can trace.
     """
-    from mplug_testing.harness import tiny_run
-
     from mplug.model.compiled.compilation import compiled_graphs
     from mplug.training.assembly import build
+    from mplug_testing.harness import tiny_run
 
     warnings.simplefilter("ignore")
     torch._dynamo.config.recompile_limit = 2
@@ -245,9 +245,8 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
 
 def gradients() -> Gradients:
     """For each function: the gradient of an eager unit, and that of a compiled unit or the error of compiling it."""
-    from mplug_nn import fake, operator
-
     from mplug.model.compiled.compilation import compile_units
+    from mplug_nn import fake, operator
 
     warnings.simplefilter("ignore")  # torch's own, as it traces
     aliasing = operator("mplug_tests::returned")(returned)
@@ -289,10 +288,9 @@ def test_a_compiled_autograd_function_has_its_eager_gradient_or_is_refused(
 def test_auto_leaves_units_eager_where_nothing_can_build_kernels(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from mplug_testing.harness import tiny_run
-
     from mplug import UsageError
     from mplug.model.compiled.compilation import compiler_of
+    from mplug_testing.harness import tiny_run
 
     wanted = {name: tiny_run({"trainer.compile": name}) for name in ("auto", "inductor", "never")}
     for run in wanted.values():

@@ -9,6 +9,7 @@ import warnings
 from typing import Any
 
 import pytest
+
 from mplug_testing import run_workers
 from mplug_testing.harness import Trace, difference, train_steps
 

@@ -27,14 +27,14 @@ from conformance import (
     ranks_of,
     require_equal,
 )
-from mplug_testing import run_workers
-from mplug_testing.harness import EXACT, Trace, tiny_config, tiny_run, train_steps, unevenly
-from mplug_testing.parity import trained_once
 from tiny_models import EXPERTS
 from torch import Tensor
 from torch.nn import functional as F
 
 from mplug import UsageError
+from mplug_testing import run_workers
+from mplug_testing.harness import EXACT, Trace, tiny_config, tiny_run, train_steps, unevenly
+from mplug_testing.parity import trained_once
 
 WIDE = pytest.mark.wide("layouts")
 RELATIVE = 1e-9

@@ -19,12 +19,12 @@ from conformance import (
     ranks_of,
     require_equal,
 )
-from mplug_testing import run_workers
-from mplug_testing.harness import EXACT, in_fp64, tiny_run, train_ranks
 from tiny_models import DECODER, EXPERTS
 from torch import Tensor
 
 from mplug.training.assembly import Parts, build
+from mplug_testing import run_workers
+from mplug_testing.harness import EXACT, in_fp64, tiny_run, train_ranks
 
 WIDE = pytest.mark.wide("layouts")
 RELATIVE = 1e-9

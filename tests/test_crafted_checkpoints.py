@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from mplug_testing.harness import tiny_config
 from safetensors.torch import load_file, save_file
 
 from mplug.checkpoint.coverage import uncovered
@@ -37,6 +36,7 @@ from mplug.errors import UsageError
 from mplug.precisions.dtypes import FORMATS
 from mplug.run.prepare import prepare
 from mplug.training.loop import train
+from mplug_testing.harness import tiny_config
 
 SETTINGS = {"model.num_layers": 1, "trainer.steps": 2, "trainer.eval_every": 0, "checkpoint.every": 1}
 WEIGHT, MOMENT = "blocks.0.mlp.up.weight/weight", "blocks.0.mlp.up.weight/exp_avg"

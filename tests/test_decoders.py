@@ -11,6 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import Field
+from torch import nn
+
+from mplug import Buffer, Init, Model, Parameter, Segment
+from mplug.model.units import run_units
 from mplug_nn import (
     MLP,
     Attention,
@@ -33,11 +38,6 @@ from mplug_nn import (
     written_config,
 )
 from mplug_testing.published import require_tables
-from pydantic import Field
-from torch import nn
-
-from mplug import Buffer, Init, Model, Parameter, Segment
-from mplug.model.units import run_units
 
 PAGE = Path(__file__).parent.parent / "docs" / "writing-a-model.md"
 INITS = Inits(Init("normal", std=2.0), Init("normal", std=1.0))

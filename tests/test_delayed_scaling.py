@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from mplug_nn import DelayedScaling, Experts, Linear
 from torch import Tensor
 
 from mplug import Site
 from mplug.layout.plan import Init, Parameter
+from mplug_nn import DelayedScaling, Experts, Linear
 
 E4M3, E5M2 = 448.0, 57344.0
 

@@ -5,12 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_nn import Attention, parts_of
-from mplug_nn.attention import DOT_PRODUCT, needs_of_specification
-from mplug_nn.parts import PLAIN_PARTS, numbered
-from mplug_testing.capabilities import Setting, parts_fault
-from mplug_testing.harness import tiny_run
-from mplug_testing.samples import malformed
 from plain_attention import attend
 from torch import Tensor
 
@@ -21,6 +15,12 @@ from mplug.model.model import Model
 from mplug.model.slots.offers import PLAIN, Offer, Wrap
 from mplug.model.slots.selection import select
 from mplug.training.assembly import build
+from mplug_nn import Attention, parts_of
+from mplug_nn.attention import DOT_PRODUCT, needs_of_specification
+from mplug_nn.parts import PLAIN_PARTS, numbered
+from mplug_testing.capabilities import Setting, parts_fault
+from mplug_testing.harness import tiny_run
+from mplug_testing.samples import malformed
 
 PACKED = {"data.documents": 3, "kernels.default": None}
 LENGTHS = torch.tensor([[3, 6, 1], [7, 3, 0]])

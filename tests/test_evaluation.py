@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from mplug_testing.harness import as_rank, tiny_config
-from mplug_testing.workers import run_workers
 
 from mplug.contracts import RankBatch
 from mplug.distributed.groups import Groups
@@ -24,6 +22,8 @@ from mplug.training.evaluation import UntilStopped
 from mplug.training.feed import Feed
 from mplug.training.loop import Ending, train
 from mplug.training.observers import MetricsFile
+from mplug_testing.harness import as_rank, tiny_config
+from mplug_testing.workers import run_workers
 
 SHORT = {"trainer.steps": 4, "trainer.eval_every": 2, "trainer.eval_samples": 400, "checkpoint.every": 3}
 

@@ -5,8 +5,6 @@ from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
-from mplug_testing import run_workers
-from mplug_testing.harness import tiny_config
 
 from mplug import ops
 from mplug.gradients.reduction import Reduction
@@ -14,6 +12,8 @@ from mplug.layout.ranks import Grouping
 from mplug.model.build import allocate_parts, build_model
 from mplug.model.pieces import make_pieces
 from mplug.run.prepare import prepare
+from mplug_testing import run_workers
+from mplug_testing.harness import tiny_config
 
 A, B = ops.Item("a", (2, 3)), ops.Item("b", (3,))
 

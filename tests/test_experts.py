@@ -15,15 +15,15 @@ import pytest
 import tiny_models
 import torch
 from click.testing import CliRunner
-from mplug_testing import run_workers
-from mplug_testing.harness import EXACT, Trace, difference, tiny_run, train_steps
-from mplug_testing.layouts import ranks_of
 from safetensors.torch import load_file
 from torch import Tensor
 
 from mplug.checkpoint.states import load_for_inference
 from mplug.cli import main
 from mplug.gradients.statistics import Statistics
+from mplug_testing import run_workers
+from mplug_testing.harness import EXACT, Trace, difference, tiny_run, train_steps
+from mplug_testing.layouts import ranks_of
 
 Settings = dict[str, Any]
 TINY: Settings = {**tiny_models.EXPERTS, "model.ffn_hidden_size": 32, "model.aux_loss_coefficient": 0.1}

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_testing.harness import tiny_run
-from mplug_testing.workers import run_workers
 
 import mplug.training.feed
 from mplug import MapLoader, MicroBatch, RunError
 from mplug.training.assembly import Parts, build
 from mplug.training.feed import Feed
+from mplug_testing.harness import tiny_run
+from mplug_testing.workers import run_workers
 
 SIZE = 2
 STEP = 8

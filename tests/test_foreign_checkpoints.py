@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_testing.harness import tiny_config
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from mplug.errors import PluginError
 from mplug.model.build import build_model
 from mplug.model.model import Model
 from mplug.run.prepare import prepare
+from mplug_testing.harness import tiny_config
 
 Cli = Callable[..., CompletedProcess[str]]
 GPT = {"model.num_layers": 1}

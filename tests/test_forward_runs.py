@@ -1,10 +1,10 @@
 """A command builds a model that it only runs forward: its object's hooks take part, and there is no optimizer."""
 
 import pytest
-from mplug_testing.harness import tiny_config
 
 from mplug import Model, Run, UsageError, hookimpl
 from mplug.commands import COMMAND, Selection, build_model, cause_of, failed_part, prepare
+from mplug_testing.harness import tiny_config
 
 
 class Probe:

@@ -13,14 +13,15 @@ from gpus import with_nccl
 from mplug_fp8.products import Blockwise, Delayed, Rowwise, Tensorwise
 from mplug_fp8.recipes import Options
 from mplug_fp8.scaled import Products
-from mplug_nn import Arrival, Boundary, ChunkedCollectives, Narrow, Operand, Produce, Sink, collectives_named
-from mplug_nn.chunked_collectives import COLLECTIVES, name_collectives
-from mplug_testing import run_workers
-from mplug_testing.harness import Trace, difference, train_ranks, train_steps
 from mplug_tp.boundary import boundary
 from mplug_tp.chunked import SequenceCollectives, name_for
 from mplug_tp.peers import Peers
 from torch import Tensor
+
+from mplug_nn import Arrival, Boundary, ChunkedCollectives, Narrow, Operand, Produce, Sink, collectives_named
+from mplug_nn.chunked_collectives import COLLECTIVES, name_collectives
+from mplug_testing import run_workers
+from mplug_testing.harness import Trace, difference, train_ranks, train_steps
 
 LONG, NARROW = 512, 256
 SHAPES = [(2, 256), (3, 32), (1, 64)]

@@ -10,6 +10,14 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from torch import Tensor
+
+from mplug import UsageError
+from mplug.checkpoint.folder import newest, read_manifest
+from mplug.model.build import build_model, measure_bytes
+from mplug.run.prepare import prepare
+from mplug.training.assembly import Parts, build
+from mplug.training.position import Position
 from mplug_testing import run_workers
 from mplug_testing.harness import (
     EXACT,
@@ -24,14 +32,6 @@ from mplug_testing.harness import (
 from mplug_testing.parity import trained_once
 from mplug_testing.runs import Witness
 from mplug_testing.runs import trained as run_of
-from torch import Tensor
-
-from mplug import UsageError
-from mplug.checkpoint.folder import newest, read_manifest
-from mplug.model.build import build_model, measure_bytes
-from mplug.run.prepare import prepare
-from mplug.training.assembly import Parts, build
-from mplug.training.position import Position
 
 FIRST: dict[str, Any] = {"model.frozen": ["embedding", "blocks.0"]}
 ALL_BUT_LAST: dict[str, Any] = {"model.frozen": ["embedding", "blocks.0", "blocks.1", "blocks.2", "head"]}

@@ -7,7 +7,6 @@ import tiny_models
 import torch
 from mplug_bench.ceilings import attentions, products
 from mplug_bench.measure import checked, facts_of
-from mplug_testing.harness import tiny_run
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -15,6 +14,7 @@ from mplug.config.sources import read_assignments
 from mplug.model.build import build_model
 from mplug.model.memory import allocate
 from mplug.model.slots.fill import sites
+from mplug_testing.harness import tiny_run
 
 B, S = 2, 16
 SPARSE: dict[str, Any] = {**tiny_models.EXPERTS, "model.num_shared_experts": 1, "model.shared_expert_gate": True}

@@ -15,14 +15,14 @@ from mplug_fp8 import FP8
 from mplug_fp8.suppliers import offers
 from mplug_fsdp.copies import Place, Rows, UnitCopies
 from mplug_fsdp.gathered import Formats, Gathered, Lane
-from mplug_nn import GatheredForm, Linear, Narrow, Operand, Product, Sink
-from mplug_testing import run_workers
-from mplug_testing.gathered_copy_checks import gathered_fault, gathered_forms
-from mplug_testing.harness import Trace, tiny_run, train_steps
 from torch import Tensor, nn
 
 from mplug import GatheredCopies, GatheredPlacement, Offer, UsageError, gathered_copies
 from mplug.model.build import build_model
+from mplug_nn import GatheredForm, Linear, Narrow, Operand, Product, Sink
+from mplug_testing import run_workers
+from mplug_testing.gathered_copy_checks import gathered_fault, gathered_forms
+from mplug_testing.harness import Trace, tiny_run, train_steps
 
 Settings = dict[str, Any]
 FSDP2: Settings = {

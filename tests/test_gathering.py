@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mplug_testing.layouts import require_exact_cover
-from mplug_testing.suite import Fault
 
 from mplug import Axis, Box, GatheredPlacement, Init, Mesh, Parameter, Placement, Segment, UsageError, contiguous
+from mplug_testing.layouts import require_exact_cover
+from mplug_testing.suite import Fault
 
 ROWS = Axis("rows", 4, entries={"batch": contiguous}, distance=15)
 COPIES = Axis("copies", 2, entries={"batch": contiguous}, distance=20)

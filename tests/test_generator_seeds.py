@@ -12,10 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_testing import run_workers
-from mplug_testing.draws import draws_fault
-from mplug_testing.harness import STEPS, Trace, in_fp64, tiny_run, train_ranks, train_steps
-from mplug_testing.unit_calls import Call, watch_units
 from torch import Tensor
 
 from mplug import Axis, UsageError
@@ -25,6 +21,10 @@ from mplug.model.build import build_model
 from mplug.model.generator_seeds import ENTRY, GeneratorSeeds, micro_batch_key, place_of
 from mplug.registry.entry_points import Registry
 from mplug.training.assembly import build
+from mplug_testing import run_workers
+from mplug_testing.draws import draws_fault
+from mplug_testing.harness import STEPS, Trace, in_fp64, tiny_run, train_ranks, train_steps
+from mplug_testing.unit_calls import Call, watch_units
 
 DROPS = {"model.attention_dropout": 0.2}
 RECOMPUTES = {"memory.recompute.mode": "full"}

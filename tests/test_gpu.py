@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_testing.harness import tiny_config
 from safetensors.torch import load_file
 
 from mplug import hookimpl
@@ -18,6 +17,7 @@ from mplug.run.run import Run
 from mplug.training.feed import Copies, Feed
 from mplug.training.loop import Ending, train
 from mplug.training.stepper import DefaultStepper
+from mplug_testing.harness import tiny_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")]
 

@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_nn import Choice, MixtureOfExperts, Router, Weights, grouped_linear
-from mplug_nn.grouped import _has_kernel
-from mplug_testing.harness import tiny_config
-from mplug_testing.waiting import never_waiting
 from torch import Tensor, nn
 
 from mplug import hookimpl
 from mplug.run.prepare import prepare
 from mplug.training.determinism import deterministic
 from mplug.training.loop import train
+from mplug_nn import Choice, MixtureOfExperts, Router, Weights, grouped_linear
+from mplug_nn.grouped import _has_kernel
+from mplug_testing.harness import tiny_config
+from mplug_testing.waiting import never_waiting
 
 pytestmark = [
     pytest.mark.gpu,

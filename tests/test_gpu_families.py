@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_testing.harness import installed_plugins
 
 from mplug import hookimpl
 from mplug.config.defaults import default_settings
@@ -19,6 +18,7 @@ from mplug.config.sources import from_mapping, merge
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.training.loop import train
+from mplug_testing.harness import installed_plugins
 
 pytestmark = [
     pytest.mark.gpu,

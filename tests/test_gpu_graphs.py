@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 from gpus import with_nccl
-from mplug_testing import run_workers
-from mplug_testing.harness import TinySettings, tiny_config, tiny_run
 from replayed import EXPERTS, GPT, STEPS, Seen, assert_equal, trained
 from safetensors.torch import load_file
 
@@ -18,6 +16,8 @@ from mplug.model.compiled.graphs import obstacles
 from mplug.run.prepare import prepare
 from mplug.training.assembly import Parts, build
 from mplug.training.loop import train
+from mplug_testing import run_workers
+from mplug_testing.harness import TinySettings, tiny_config, tiny_run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")]
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA GPUs here")

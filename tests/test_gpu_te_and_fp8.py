@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from gpus import with_nccl
+
 from mplug_testing import run_workers
 from mplug_testing.harness import train_steps
 

@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from mplug_nn import MLP, Embedding, Gemm, Linear, Norm, zero_if_stale
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mplug.gradients.sinks import GradientSink, Sinks
+from mplug_nn import MLP, Embedding, Gemm, Linear, Norm, zero_if_stale
 
 V, D, B, S = 11, 6, 3, 5
 

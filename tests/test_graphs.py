@@ -9,10 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_nn import Dropout
-from mplug_testing import Fault, ModelSuite, run_workers
-from mplug_testing.harness import TinySettings, tiny_run
-from mplug_testing.recording import Operations
 from replayed import EXPERTS, GPT, STEPS, Seen, assert_equal, graphed, trained
 from torch import Tensor
 
@@ -22,6 +18,10 @@ from mplug.model.build import build_model
 from mplug.model.compiled import graphs as obstacles_of
 from mplug.training import graphs
 from mplug.training.assembly import Parts, build
+from mplug_nn import Dropout
+from mplug_testing import Fault, ModelSuite, run_workers
+from mplug_testing.harness import TinySettings, tiny_run
+from mplug_testing.recording import Operations
 
 
 @pytest.mark.parametrize(("settings", "recorded"), [(GPT, 2), (EXPERTS, 1)], ids=["gpt", "experts"])

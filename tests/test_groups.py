@@ -2,10 +2,10 @@
 
 import torch
 import torch.distributed as dist
-from mplug_testing import run_workers
 
 from mplug.distributed.groups import Groups
 from mplug.layout.ranks import Grouping
+from mplug_testing import run_workers
 
 
 def begun_after(numbers: list[int]) -> tuple[dict[str, int], bool]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_nn import SLOTS, Attention, AttentionInputs, AttentionSpec, scaled_dot_product
 from torch import Tensor
 
 from mplug import Offer, Site, kernel
 from mplug.model.slots.kernel import Kernel
+from mplug_nn import SLOTS, Attention, AttentionInputs, AttentionSpec, scaled_dot_product
 
 DOCS = Path(__file__).parent.parent / "docs"
 

@@ -23,10 +23,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from checkpoints import flip_bit, valid_in
-from mplug_testing import WorkerFailed, run_workers
 
 from mplug.checkpoint.folder import complete, newest
 from mplug.checkpoint.names import path_of, step_of
+from mplug_testing import WorkerFailed, run_workers
 
 KILLS, DAMAGED = int(os.environ.get("MPLUG_KILLS", "12")), int(os.environ.get("MPLUG_DAMAGED", "6"))
 """Kills and damaged checkpoints of all journeys together."""
@@ -82,13 +82,12 @@ class Life:
 
 def live(layout: str, directory: Path, keep: int, asynchronous: bool, moment: Moment | None, whole: Any) -> Life:
     """Be a rank of a run that continues where it can, and dies at a moment."""
-    from mplug_testing.harness import tiny_config
-
     from mplug import hookimpl
     from mplug.distributed.groups import Groups
     from mplug.run.prepare import prepare
     from mplug.run.run import Run
     from mplug.training import loop
+    from mplug_testing.harness import tiny_config
 
     losses: list[float] = []
 

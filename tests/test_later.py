@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_testing import run_workers
-from mplug_testing.harness import in_fp64, tiny_run
 from torch import Tensor
 
 from mplug.gradients.sinks import GradientSink
 from mplug.model.products.weight_gradients import Postponed, WeightGradients
 from mplug.tensors.delayed import Taps, bits_of
+from mplug_testing import run_workers
+from mplug_testing.harness import in_fp64, tiny_run
 
 Plant = Callable[..., None]
 Settings = dict[str, Any]

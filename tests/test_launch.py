@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 from machines import Machines
-from mplug_testing.harness import EXACT
 from torch import Tensor
 from warm import Forked
 
 from mplug.checkpoint.names import path_of
 from mplug.distributed.launch import TERMINATED, Handler, Pipes
 from mplug.training.interrupt import STOPPING
+from mplug_testing.harness import EXACT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+
+from mplug import Axis, Box, IndexMap, Init, Mesh, Parameter, Placement, UsageError, contiguous
 from mplug_testing import Fault
 from mplug_testing.harness import Trace, weights_off
 from mplug_testing.layouts import require_exact_cover, require_partition
-
-from mplug import Axis, Box, IndexMap, Init, Mesh, Parameter, Placement, UsageError, contiguous
 
 Change = Callable[[int, Box], tuple[Box, ...]]
 

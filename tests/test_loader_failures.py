@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_testing.harness import tiny_run
 from torch.utils.data import DataLoader, Dataset
 
 from mplug import MapLoader, MicroBatch
@@ -20,6 +19,7 @@ from mplug.training.assembly import build
 from mplug.training.feed import Feed
 from mplug.training.loop import train
 from mplug.training.supervised_loader import Source, Supervised
+from mplug_testing.harness import tiny_run
 
 S, V, SIZE = 6, 11, 2
 SOURCE = Source("data/acme", "train", S, shards=1, rank=3)

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mplug_testing import run_workers
-from mplug_testing.harness import tiny_run
 
 from mplug.checkpoint.folder import newest, read_manifest
 from mplug.training.assembly import build
 from mplug.training.position import Position
+from mplug_testing import run_workers
+from mplug_testing.harness import tiny_run
 
 
 class Plain:

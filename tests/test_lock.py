@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mplug_testing.harness import tiny_config
 from warm import Forked
 
 from mplug import hookimpl
@@ -30,6 +29,7 @@ from mplug.run.process import Process
 from mplug.run.run import Run
 from mplug.training.loop import train
 from mplug.training.observers import MetricsFile
+from mplug_testing.harness import tiny_config
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
 

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from mplug_testing import run_workers
-from mplug_testing.harness import logical, tiny_config, tiny_run, train_steps
-from mplug_testing.runs import trained
-from mplug_testing.waiting import never_waiting
 from torch import Tensor
 
 from mplug.errors import Diverged, UsageError
 from mplug.gradients.loss_scale import LossScale
 from mplug.run.run import Run
 from mplug.training.assembly import Parts, build
+from mplug_testing import run_workers
+from mplug_testing.harness import logical, tiny_config, tiny_run, train_steps
+from mplug_testing.runs import trained
+from mplug_testing.waiting import never_waiting
 
 Settings = dict[str, Any]
 FP16: Settings = {"trainer.precision": "fp16"}

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from mplug_nn import experts
-from mplug_testing.harness import tiny_run
 from torch import Tensor
 
 import mplug.model.build
@@ -18,6 +16,8 @@ from mplug.config.entry import Entry
 from mplug.model.build import build_model
 from mplug.registry.entry_points import Registry
 from mplug.training.assembly import build
+from mplug_nn import experts
+from mplug_testing.harness import tiny_run
 
 EXPERTS: dict[str, Any] = {
     "model.name": "mixtral",

@@ -7,14 +7,14 @@ from unittest import SkipTest
 import pytest
 import torch
 from click.testing import CliRunner
-from mplug_nn import MixtureOfExperts, Router
-from mplug_testing import Fault, ModelSuite
-from mplug_testing.harness import EXACT, tiny_run
-from mplug_testing.parity import error_of
 
 from mplug import UsageError
 from mplug.cli import main
 from mplug.model.build import build_model
+from mplug_nn import MixtureOfExperts, Router
+from mplug_testing import Fault, ModelSuite
+from mplug_testing.harness import EXACT, tiny_run
+from mplug_testing.parity import error_of
 
 Settings = dict[str, Any]
 Plant = Callable[..., None]

@@ -5,11 +5,11 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
-from mplug_nn import MLP
 from torch import Tensor, nn
 
 from mplug import Flops, Model, Plan, Unit, UsageError
 from mplug.model.mixing import statements
+from mplug_nn import MLP
 
 
 class Silent(nn.Module):

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_nn import Weights, weight_gradient
-from mplug_testing.harness import Trace, difference, train_steps, weights_off
-from mplug_testing.workers import run_workers
 from torch import Tensor
 from torch.nn import functional as F
 
 import mplug.model.build
 from mplug import Offer
+from mplug_nn import Weights, weight_gradient
+from mplug_testing.harness import Trace, difference, train_steps, weights_off
+from mplug_testing.workers import run_workers
 
 GELU = {"model.activation": "gelu", "model.bias": True}
 

@@ -5,12 +5,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import mplug_nn
 import pytest
 import torch
-from mplug_nn import MLP, SLOTS, Activation, Attention, DotProductAttention, Dropout, Embedding, Linear, Loss, Norm
 from torch import Tensor, nn
 
+import mplug_nn
 from mplug import (
     Axis,
     Flops,
@@ -43,6 +42,7 @@ from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
 from mplug.training.assembly import build
+from mplug_nn import MLP, SLOTS, Activation, Attention, DotProductAttention, Dropout, Embedding, Linear, Loss, Norm
 
 V, D, K, FFN = 10, 6, 4, 8
 HEADS, KV_HEADS = Segment("heads", 4, K), Segment("kv_heads", 2, K, "copy")

@@ -7,14 +7,14 @@ from typing import TypeVar
 
 import pytest
 import torch
-from mplug_nn import MLP, Attention, DotProductAttention, Dropout, Gemm, Linear, Loss, Norm
-from mplug_nn import loss as loss_module
-from mplug_nn.attention import rotate
 from plain_attention import attend
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mplug.tensors.random import key_of, mix, normal, sample_keys, uniform
+from mplug_nn import MLP, Attention, DotProductAttention, Dropout, Gemm, Linear, Loss, Norm
+from mplug_nn import loss as loss_module
+from mplug_nn.attention import rotate
 
 M = TypeVar("M", bound=nn.Module)
 B, S, D, F_, V = 2, 5, 8, 12, 11

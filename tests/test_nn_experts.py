@@ -7,6 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
 from mplug_nn import (
     Choice,
     Experts,
@@ -21,9 +25,6 @@ from mplug_nn import (
 )
 from mplug_nn.experts import combine, dispatch, within_capacity
 from mplug_nn.router import Balance
-from torch import Tensor
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 B, S, D, F_, E, K = 2, 5, 8, 12, 6, 2
 POSITIONS, KEYS = torch.arange(S)[None], torch.tensor([3, 4])

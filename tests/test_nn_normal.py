@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from mplug_nn import NORMAL_TAIL, NORMAL_TAIL_END, NORMAL_TAIL_SLOPE
 from torch import Tensor
+
+from mplug_nn import NORMAL_TAIL, NORMAL_TAIL_END, NORMAL_TAIL_SLOPE
 
 
 def polynomial(coefficients: tuple[float, ...], a: Tensor) -> Tensor:

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from mplug_testing.harness import Boxes, tiny_run, train_steps
 from one_pass import ONE_PASS
 
 from mplug.run.run import Run
 from mplug.training.assembly import Parts, build
+from mplug_testing.harness import Boxes, tiny_run, train_steps
 
 Plant = Callable[..., None]
 ORTHON = {"optimizer.name": "orthon"}

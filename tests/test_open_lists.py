@@ -10,6 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+from mplug import Offer, Run, Site
+from mplug.registry.entry_points import OPEN_LISTS, Registry
+from mplug.registry.open_lists import _added
 from mplug_nn import MLP, SLOTS, Attention, Choice, Experts, MixtureOfExperts, Norm, Rotary, Router
 from mplug_nn.activations import ACTIVATIONS
 from mplug_nn.experts import add_of_group
@@ -17,11 +22,6 @@ from mplug_nn.norm_functions import NORMS
 from mplug_nn.open_lists import SCORES
 from mplug_nn.scores import SCORES as SCORED
 from mplug_nn.turning import rotate
-from torch import Tensor
-
-from mplug import Offer, Run, Site
-from mplug.registry.entry_points import OPEN_LISTS, Registry
-from mplug.registry.open_lists import _added
 
 Install = Callable[[str, str, str], None]
 

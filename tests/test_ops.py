@@ -7,10 +7,10 @@ from itertools import permutations
 import pytest
 import torch
 import torch.distributed as dist
-from mplug_testing import run_workers
 from torch import Tensor
 
 from mplug import ops
+from mplug_testing import run_workers
 
 WHOLE, STRIDED = "whole", "strided"
 LAYOUTS = {"2": (2, WHOLE), "4": (4, WHOLE), "2 of 4": (4, STRIDED)}

@@ -12,6 +12,12 @@ from warnings import catch_warnings
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import checkpoint
+
+from mplug import Offer
+from mplug.model.compiled.tracer import prepare_compiler
 from mplug_nn import (
     Attention,
     AttentionCore,
@@ -32,12 +38,6 @@ from mplug_testing import Fault
 from mplug_testing.kernel_cases.attention import attention_cases
 from mplug_testing.kernel_checks import Trial
 from mplug_testing.kernel_packed_heads import PackedHeadsChecks
-from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch.utils.checkpoint import checkpoint
-
-from mplug import Offer
-from mplug.model.compiled.tracer import prepare_compiler
 
 B, S, H, G, K, D = 2, 7, 4, 2, 8, 24
 

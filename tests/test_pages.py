@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
-import mplug_nn
 import pytest
 
 import mplug
+import mplug_nn
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(

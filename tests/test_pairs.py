@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 from covering import Case, Generator, all_pairs, default_case, pairs_of
-from mplug_testing import run_workers
-from mplug_testing.workers import WorkerFailed
 from pair_features import (
     FEATURES,
     PRODUCT,
@@ -28,6 +26,9 @@ from pair_features import (
 )
 from pair_probe import refusal_of, world_size_of
 from pair_runs import Trace, checkpoint_of, errors, failures, follow, run_case, worst
+
+from mplug_testing import run_workers
+from mplug_testing.workers import WorkerFailed
 
 DOCS = Path(__file__).parent.parent / "docs"
 DATA: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "pairs.json").read_text())

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import SkipTest
 
 import pytest
+
 from mplug_testing import Fault, ParallelSuite
 from mplug_testing.harness import difference
 from mplug_testing.parity import require_parity, trained_once

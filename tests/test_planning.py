@@ -4,13 +4,13 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from mplug_testing.harness import tiny_config
 
 from mplug.gradients.reduction import Reduction
 from mplug.layout.mesh import Mesh
 from mplug.layout.ranks import Grouping, Ranks
 from mplug.model.build import build_model
 from mplug.run.prepare import prepare
+from mplug_testing.harness import tiny_config
 
 
 class NamedGroups:

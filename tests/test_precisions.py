@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from mplug_testing import Fault, PrecisionSuite
-from mplug_testing.harness import tiny_config, tiny_run, train_steps
-from mplug_testing.runs import trained
 
 import mplug
 from mplug.cli import main
@@ -25,6 +22,9 @@ from mplug.model.slots.recipe import default_base_modules
 from mplug.precisions.precision import Precision, Recipe, rounding_of_sums
 from mplug.registry.entry_points import BrokenPlugin, Registry
 from mplug.training.assembly import build
+from mplug_testing import Fault, PrecisionSuite
+from mplug_testing.harness import tiny_config, tiny_run, train_steps
+from mplug_testing.runs import trained
 
 Plant = Callable[..., None]
 TINTO: dict[str, Any] = {"trainer.precision": "tinto", "kernels.linear": "press"}

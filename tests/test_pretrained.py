@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_testing.harness import tiny_config
 from safetensors.torch import load_file
 
 from mplug.checkpoint.pretrained import load_weights, pretrained_of, refuse_another_model
@@ -19,6 +18,7 @@ from mplug.errors import UsageError
 from mplug.run.prepare import prepare
 from mplug.training.assembly import build
 from mplug.training.loop import train
+from mplug_testing.harness import tiny_config
 
 Cli = Callable[..., CompletedProcess[str]]
 SAVING = ("--set", "trainer.steps=2")

@@ -7,6 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+from mplug import Offer, Site, UsageError
+from mplug.config.binding import Kernels
+from mplug.model.build import build_model
+from mplug.model.products.casts import keep_casts
+from mplug.model.slots.declaration import slot_of
+from mplug.model.slots.offers import Filled
+from mplug.model.slots.selection import select
+from mplug.tensors.slot_buffers import hold
 from mplug_nn import (
     MLP,
     Boundary,
@@ -26,16 +36,6 @@ from mplug_testing.delayed_gradient_checks import later_fault
 from mplug_testing.gathered_copy_checks import gathered_fault, gathered_forms
 from mplug_testing.harness import difference, tiny_run, train_steps
 from mplug_testing.kernel_buffer_checks import BufferTrial
-from torch import Tensor
-
-from mplug import Offer, Site, UsageError
-from mplug.config.binding import Kernels
-from mplug.model.build import build_model
-from mplug.model.products.casts import keep_casts
-from mplug.model.slots.declaration import slot_of
-from mplug.model.slots.offers import Filled
-from mplug.model.slots.selection import select
-from mplug.tensors.slot_buffers import hold
 
 Plant = Callable[..., None]
 Settings = dict[str, Any]

@@ -5,12 +5,12 @@ from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
-from mplug_testing import run_workers
 
 from mplug import RunError, UsageError
 from mplug.checkpoint.rank_exchanges import at_first, divided, from_rank, raise_alike
 from mplug.distributed.groups import Groups
 from mplug.run.run import Run
+from mplug_testing import run_workers
 
 Values = tuple[list[str], list[str], str]
 

@@ -7,8 +7,6 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from mplug_testing import run_workers
-from mplug_testing.harness import tiny_config
 
 from mplug import (
     Axis,
@@ -29,6 +27,8 @@ from mplug.gradients import reduction
 from mplug.gradients.reduction import Reduction
 from mplug.layout.ranks import Grouping
 from mplug.run.prepare import prepare
+from mplug_testing import run_workers
+from mplug_testing.harness import tiny_config
 
 ROWS = Axis("rows", 2, entries={"batch": contiguous})
 COPIES = Axis("copies", 2, entries={"batch": contiguous}, distance=10)

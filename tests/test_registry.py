@@ -15,8 +15,6 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner
-from mplug_nn import Attention
-from mplug_testing.harness import tiny_config
 
 from mplug.cli.plugins import command as plugins_command
 from mplug.errors import UsageError
@@ -26,6 +24,8 @@ from mplug.model.slots.offers import Site, Unmet
 from mplug.registry.entry_points import BrokenPlugin, Registry
 from mplug.registry.inspection import inspect_here
 from mplug.registry.scaffold import describe
+from mplug_nn import Attention
+from mplug_testing.harness import tiny_config
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 Install = Callable[..., Path]

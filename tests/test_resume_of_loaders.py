@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mplug_indexed.files import Writer
+
 from mplug_testing.resume import require_exact_resume
 from mplug_testing.suite import Fault
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from checkpoints import flip_bit, valid_in
-from mplug_testing.harness import tiny_config
 
 from mplug import hookimpl
 from mplug.checkpoint import manifest, retention, saver
@@ -25,6 +24,7 @@ from mplug.run.run import Run
 from mplug.training.assembly import build
 from mplug.training.loop import train
 from mplug.training.position import Position
+from mplug_testing.harness import tiny_config
 
 SETTINGS = {"model.num_layers": 1, "trainer.eval_every": 0, "checkpoint.every": 1, "checkpoint.asynchronous": False}
 FILE = "rank00000.safetensors"

@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from mplug_testing import run_workers
 from torch import Tensor
 
 from mplug import ops
+from mplug_testing import run_workers
 
 RANKS, D = 3, 2
 CASES: dict[str, list[list[int]]] = {

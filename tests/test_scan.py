@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from mplug_testing.harness import difference, tiny_config, tiny_run, train_ranks, train_steps
 
 from mplug import Offer, UsageError
 from mplug.model.build import build_model, unmet_reasons
 from mplug.model.slots import alternatives
 from mplug.registry.entry_points import Registry
+from mplug_testing.harness import difference, tiny_config, tiny_run, train_ranks, train_steps
 
 SCANNER: dict[str, Any] = {"model.name": "scanner", "model.preset": None, "trainer.seq_length": 12}
 DOUBLING = {**SCANNER, "kernels.scan": "doubling"}

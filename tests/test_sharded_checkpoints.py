@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from mplug_testing import run_workers, runs
-from mplug_testing.harness import EXACT, as_rank, tiny_config
 from torch import Tensor
 
 from mplug import Run
@@ -20,6 +18,8 @@ from mplug.checkpoint.plans import KeptPlans
 from mplug.checkpoint.verified import Verified
 from mplug.run.prepare import prepare
 from mplug.training.loop import train
+from mplug_testing import run_workers, runs
+from mplug_testing.harness import EXACT, as_rank, tiny_config
 
 NUMBER = 3
 """Pairs of layouts; the wide set `pairs` resumes runs of all features under others."""

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+
 from mplug_testing.harness import Trace, difference, train_ranks, train_steps
 
 Settings = dict[str, Any]

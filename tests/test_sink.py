@@ -5,14 +5,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from mplug_nn import Embedding, add_rows, aligned
-from mplug_testing.harness import tiny_run, train_steps
 from torch import Tensor
 
 from mplug.model.build import build_model as model_of
 from mplug.model.build import measure_bytes
 from mplug.tensors import sink as module
 from mplug.training.assembly import build
+from mplug_nn import Embedding, add_rows, aligned
+from mplug_testing.harness import tiny_run, train_steps
 
 V, D = 7, 3
 INDICES = torch.tensor([2, 2, 6, 0, 2, 6])

@@ -4,9 +4,10 @@ from itertools import product
 
 import pytest
 import torch
+from torch import Tensor
+
 from mplug_nn import add_product, add_rows
 from mplug_nn.grouped import add_grouped_product
-from torch import Tensor
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 PAIRS = [pytest.param(*pair, id=f"{str(pair[0])[6:]}-into-{str(pair[1])[6:]}") for pair in product(DTYPES, DTYPES)]

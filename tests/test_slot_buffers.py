@@ -9,11 +9,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from mplug_nn import Experts, Gemm, Linear, keep_max
-from mplug_testing import run_workers, runs
-from mplug_testing.harness import EXACT, Boxes, Trace, difference, tiny_config, tiny_run, train_steps
-from mplug_testing.harness import logical as whole_of
-from mplug_testing.workers import WorkerFailed
 from tiny_models import MIXTRAL
 from torch import Tensor
 
@@ -27,6 +22,11 @@ from mplug.model.slots.declaration import slot_of
 from mplug.model.slots.slot_states import HeldBuffers, slot_updates
 from mplug.tensors.slot_buffers import hold
 from mplug.training.assembly import Parts
+from mplug_nn import Experts, Gemm, Linear, keep_max
+from mplug_testing import run_workers, runs
+from mplug_testing.harness import EXACT, Boxes, Trace, difference, tiny_config, tiny_run, train_steps
+from mplug_testing.harness import logical as whole_of
+from mplug_testing.workers import WorkerFailed
 
 Plant = Callable[..., None]
 Settings = dict[str, Any]

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_nn import Attention, AttentionInputs, AttentionSpec, scaled_dot_product
-from mplug_nn.attention import needs_of_specification
 from torch import Tensor, nn
 
 from mplug import Offer, Site, Wrap
 from mplug.config.binding import Kernels
 from mplug.model.slots.fill import sites
 from mplug.model.slots.selection import Selection, select
+from mplug_nn import Attention, AttentionInputs, AttentionSpec, scaled_dot_product
+from mplug_nn.attention import needs_of_specification
 
 H, G, K, V, R = 4, 2, 6, 10, 2
 SPEC = AttentionSpec(0.7, K, K)

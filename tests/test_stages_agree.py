@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from mplug_testing.harness import tiny_run
 
 from mplug import Run, UsageError
 from mplug.training.assembly import build
+from mplug_testing.harness import tiny_run
 
 PIPELINE: dict[str, Any] = {"parallel.layout": "pp2", "model.num_layers": 2, "trainer.micro_batch_size": 2}
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from mplug_lora import LoRA
-from mplug_testing import AdapterSuite, Fault
 
 from mplug import Model
+from mplug_testing import AdapterSuite, Fault
 
 Change = Callable[[Model], None]
 

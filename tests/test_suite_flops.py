@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import pytest
+
 from mplug_testing import Fault, ModelSuite
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+
 from mplug_testing import Fault, FormatSuite
 
 Cli = Callable[..., CompletedProcess[str]]

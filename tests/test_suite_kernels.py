@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
+
 from mplug_nn import SLOTS as ALL_SLOTS
 from mplug_nn import AttentionInputs, AttentionSpec, Gemm
 from mplug_nn.attention import prepare_qk, prepare_qkv, scaled_dot_product
@@ -18,7 +20,6 @@ from mplug_nn.norm import norm_residual
 from mplug_testing import Fault, KernelSuite
 from mplug_testing.kernel_cases import cases
 from mplug_testing.kernel_checks import Trial, own_dropout_fault
-from torch import Tensor
 
 PACKAGE = Path(__file__).parent / "third_party" / "nova-ringo"
 Suite: type[KernelSuite] = runpy.run_path(str(PACKAGE / "tests" / "test_ringo.py"))["TestRingo"]

@@ -4,11 +4,11 @@ import sys
 
 import pytest
 import torch
+
+from mplug.tensors import statistics
 from mplug_nn import router
 from mplug_testing.derivatives import auxiliary_losses
 from mplug_testing.values import other_values
-
-from mplug.tensors import statistics
 
 
 def test_true_is_another_value_than_one() -> None:

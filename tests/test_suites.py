@@ -14,6 +14,12 @@ from unittest import SkipTest
 import pytest
 import torch
 import yaml
+from one_pass import ONE_PASS
+from torch import Tensor
+
+from mplug import UsageError
+from mplug.model.build import build_model
+from mplug.training.assembly import build
 from mplug_nn import operator
 from mplug_testing import (
     CommandSuite,
@@ -30,12 +36,6 @@ from mplug_testing import (
 from mplug_testing.grouped import WEIGHTS
 from mplug_testing.harness import tiny_run
 from mplug_testing.kernel_buffer_checks import BufferTrial
-from one_pass import ONE_PASS
-from torch import Tensor
-
-from mplug import UsageError
-from mplug.model.build import build_model
-from mplug.training.assembly import build
 
 Plant = Callable[..., None]
 HERE = Path(__file__).parent

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+
+from mplug import Supplier, statements_of
 from mplug_nn import Attention, AttentionCore, Boundary, Collective, packed_heads_of, parts_of
 from mplug_nn.attention import DOT_PRODUCT, scaled_dot_product
 from mplug_nn.parts import PLAIN_PARTS
-
-from mplug import Supplier, statements_of
 
 
 def test_a_call_of_a_supplier_is_a_call_of_its_function() -> None:

@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import mplug_testing
 import pytest
 
+import mplug_testing
 from mplug.registry.entry_points import KINDS
 from mplug.registry.scaffold import describe, write
 from mplug.registry.specification import CONSTANTS, SPECIFICATIONS

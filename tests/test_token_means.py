@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_testing.harness import Trace, difference, tiny_run, train_ranks, train_steps
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,6 +15,7 @@ from mplug.training.assembly import Parts, build
 from mplug.training.batch_parts import count_targets
 from mplug.training.stepper import DefaultStepper
 from mplug.training.token_scale import TokenScale
+from mplug_testing.harness import Trace, difference, tiny_run, train_ranks, train_steps
 
 Settings = dict[str, Any]
 BALANCE, Z = 0.7, 0.3

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 from click.testing import CliRunner
-from mplug_testing import Fault, ParallelSuite
-from mplug_testing.harness import tiny_run, train_ranks
 
 from mplug import UsageError, Variance
 from mplug.cli import main
 from mplug.model.build import build_model
+from mplug_testing import Fault, ParallelSuite
+from mplug_testing.harness import tiny_run, train_ranks
 
 Plant = Callable[..., None]
 DECLARED = 'return Variance(REASON, tolerance=2.0**-6, sums=("squeeze",))'

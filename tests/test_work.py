@@ -7,13 +7,13 @@ import mplug_gpt
 import pytest
 import torch
 from click.testing import CliRunner
-from mplug_testing.harness import tiny_run
 from torch import Tensor, nn
 
 from mplug import ActivationProduct, Branches, Flops, Init, Parameter, Step, WeightProduct, hookimpl
 from mplug.cli import main
 from mplug.model.build import build_model
 from mplug.model.plans.work import flops_of_work, work_of
+from mplug_testing.harness import tiny_run
 
 
 class Gated(nn.Module):

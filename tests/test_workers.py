@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from mplug_testing import WorkerFailed, run_workers, workers
 from torch import Tensor
 
 from mplug import UsageError
+from mplug_testing import WorkerFailed, run_workers, workers
 
 
 @dataclass

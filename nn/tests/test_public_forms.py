@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 from config_fields import forms, plugin_of, tiny
-from mplug_nn import SHARED_FIELDS, FixedField, PublicForm, ReadField, SumField, UnusedField, Values, written_config
-from mplug_testing.published import require_tables
-from mplug_testing.suite import Fault
 from pydantic import BaseModel, ConfigDict, Field
 
 from mplug.registry.bind_section import bind
+from mplug_nn import SHARED_FIELDS, FixedField, PublicForm, ReadField, SumField, UnusedField, Values, written_config
+from mplug_testing.published import require_tables
+from mplug_testing.suite import Fault
 
 SIZE = Values.integer()
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from library_models import V, built, decoder, difference, drawn, gpt2, wide
-from mplug_nn import PublicForm, forms_of
 
 from mplug import PublicSettings
 from mplug.registry.entry_points import Registry
+from mplug_nn import PublicForm, forms_of
 
 FAMILIES = ("gpt", "llama", "qwen", "mixtral", "gemma", "gpt-oss", "deepseek")
 ROWS: dict[str, Any] = {

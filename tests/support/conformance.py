@@ -6,10 +6,11 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from mplug_testing.harness import EXACT, Trace, difference, logical, weights_off
-from mplug_testing.parity import trained_once
 from tiny_models import DECODER, LATENT_EXPERTS
 from torch import Tensor
+
+from mplug_testing.harness import EXACT, Trace, difference, logical, weights_off
+from mplug_testing.parity import trained_once
 
 Settings = dict[str, Any]
 

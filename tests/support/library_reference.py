@@ -8,14 +8,14 @@ import pytest
 import torch
 from library_models import wide
 from mplug_huggingface_format.model_config import config_of
-from mplug_testing import ModelSuite
-from mplug_testing.blueprint import on_meta
-from mplug_testing.harness import tiny_run
 from torch import Tensor
 
 from mplug.checkpoint.external_form import conversion
 from mplug.checkpoint.transfer import fill_theirs
 from mplug.layout.mesh import Mesh
+from mplug_testing import ModelSuite
+from mplug_testing.blueprint import on_meta
+from mplug_testing.harness import tiny_run
 
 
 def library_logits(suite: ModelSuite, weights: Mapping[str, Tensor], tokens: Tensor) -> Tensor:

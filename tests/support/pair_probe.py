@@ -3,11 +3,11 @@
 from unittest.mock import patch
 
 from covering import Case
-from mplug_testing.harness import tiny_run
 from pair_features import settings_of
 
 from mplug.errors import UsageError
 from mplug.model.build import build_model
+from mplug_testing.harness import tiny_run
 
 
 def refusal_of(case: Case) -> str:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mplug_testing.harness import EXACT, as_rank, changed_batches, tiny_config
 from torch import Tensor
 
 from mplug.gradients.region import region
@@ -25,6 +24,7 @@ from mplug.training.assembly import Parts, build
 from mplug.training.evaluation import evaluate
 from mplug.training.position import Position
 from mplug.training.schedule import learning_rate
+from mplug_testing.harness import EXACT, as_rank, changed_batches, tiny_config
 
 STEPS = 2
 Boxes = dict[str, list[tuple[tuple[int, ...], Tensor]]]

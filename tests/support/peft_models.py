@@ -12,7 +12,6 @@ import torch
 import transformers
 from library_models import wide
 from mplug_huggingface_format.opened import open_folder
-from mplug_testing.harness import as_rank
 from torch import Tensor
 
 from mplug.checkpoint.adapter_files import adapter_conversion, load_adapters
@@ -28,6 +27,7 @@ from mplug.registry.public import with_public_settings
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
+from mplug_testing.harness import as_rank
 
 VOCAB = 64
 EXACT = 1e-10

@@ -1,7 +1,8 @@
 """Attention in plain torch by keyword arguments, for tests that need one property of it."""
 
-from mplug_nn import AttentionInputs, AttentionSpec, scaled_dot_product
 from torch import Tensor
+
+from mplug_nn import AttentionInputs, AttentionSpec, scaled_dot_product
 
 
 def attend(

@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from mplug_testing.harness import TinySettings, tiny_run
-from mplug_testing.recording import Operations
 from torch import Tensor
 
 from mplug.training.assembly import Parts, build
@@ -14,6 +12,8 @@ from mplug.training.evaluation import evaluate
 from mplug.training.graphs import GraphedStepper
 from mplug.training.schedule import batch_size, learning_rate, weight_decay
 from mplug.training.stepper import DefaultStepper
+from mplug_testing.harness import TinySettings, tiny_run
+from mplug_testing.recording import Operations
 
 STEPS = 20
 GPT: TinySettings = {

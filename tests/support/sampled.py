@@ -6,11 +6,11 @@ from mplug_generate.decoding import ALONE, sample
 from mplug_generate.sampler import Sampler, sampling_run
 from mplug_generate.sampling import Sampling, sample_key
 from mplug_generate.token_steps import Replays
-from mplug_testing.harness import as_rank, tiny_config
 
 from mplug.model.build import allocate_parts, build_model
 from mplug.model.memory import initialize
 from mplug.run.run import Run
+from mplug_testing.harness import as_rank, tiny_config
 
 SHAPE: dict[str, Any] = {
     "model.num_layers": 2,

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from machines import enter
+
 from mplug_testing.workers import LAST, PRELOAD
 
 SEARCHED = [path for path in sys.path if path and Path(path) != Path(sys.executable).parent]

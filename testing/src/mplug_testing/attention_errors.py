@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from mplug_nn import AttentionInputs, AttentionSpec
 from mplug_nn.attention import scaled_dot_product
-from torch import Tensor
 
 Core = Callable[..., Tensor]
 

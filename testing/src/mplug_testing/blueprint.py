@@ -5,9 +5,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from mplug_nn import DotProductAttention
-from mplug_nn.attention import DOT_PRODUCT, scaled_dot_product
-from mplug_nn.specification import KNOWN
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,6 +17,9 @@ from mplug.model.model import Model
 from mplug.model.slots.fill import sites
 from mplug.model.slots.offers import Site
 from mplug.run.run import Run
+from mplug_nn import DotProductAttention
+from mplug_nn.attention import DOT_PRODUCT, scaled_dot_product
+from mplug_nn.specification import KNOWN
 from mplug_testing.capabilities import is_specified
 from mplug_testing.suite import Fault, naming_failures, require
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from mplug_nn import AttentionInputs, AttentionSpec
 from mplug_nn.attention import scaled_dot_product
 from mplug_nn.parts import PLAIN_PARTS, AttentionParts, Lengths
 from mplug_nn.specification import RELATIVE
-from torch import Tensor
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 """Maximum absolute error, relative to the largest exact value (or to 1, if that is larger)."""

@@ -4,13 +4,13 @@ from typing import Literal
 from unittest import SkipTest
 
 import torch
-from mplug_nn.loss import IGNORED
 from torch import Tensor
 
 from mplug.contracts import MicroBatch
 from mplug.errors import UsageError
 from mplug.model.model import Model
 from mplug.training.batch_parts import with_shifted
+from mplug_nn.loss import IGNORED
 from mplug_testing.harness import TinySettings
 from mplug_testing.model_checks import Trial
 from mplug_testing.suite import Fault, require

@@ -4,9 +4,6 @@ from typing import Any
 from warnings import catch_warnings
 
 import torch
-from mplug_nn import Experts, Linear
-from mplug_nn.grouped import apply_grouped
-from mplug_nn.prologue import FUSED_SLOTS
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -17,6 +14,9 @@ from mplug.model.slots.offers import Offer, Site
 from mplug.tensors.delayed import Later, Operands, Taps, without_memory
 from mplug.tensors.sink import Weights
 from mplug.tensors.slot_buffers import hold
+from mplug_nn import Experts, Linear
+from mplug_nn.grouped import apply_grouped
+from mplug_nn.prologue import FUSED_SLOTS
 from mplug_testing.fused import FusedLinear
 from mplug_testing.grouped import expert_site
 from mplug_testing.kernel_checks import initial

@@ -60,8 +60,9 @@ def drawing_attention(calls: list[None]) -> Iterator[None]:
 
     Every call appends to `calls`.
     """
-    from mplug_nn import SLOTS
     from torch.nn.functional import dropout
+
+    from mplug_nn import SLOTS
 
     slot = SLOTS["Attention.core"]
     plain = slot.default

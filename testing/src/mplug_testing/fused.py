@@ -4,14 +4,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+
 from mplug_nn import FusedProduct, Inputs, Linear, Narrow, Operand, Prologue, Upstream
 from mplug_nn.activations import ACTIVATIONS, is_gated
 from mplug_nn.mlp import activation
 from mplug_nn.norm import norm_residual
 from mplug_nn.norm_functions import NORMS
 from mplug_nn.prologue import ACTIVATION_PRODUCT, NORM_PRODUCT, SEPARATE
-from torch import Tensor
-from torch.nn import functional as F
 
 KINDS: dict[str, tuple[str, ...]] = {
     NORM_PRODUCT: tuple(NORMS.list.own),

@@ -3,13 +3,13 @@
 from typing import Any
 
 import torch
-from mplug_nn import GatheredForm, Linear, WeightProduct
-from mplug_nn.prologue import FUSED_SLOTS
 from torch import Tensor, nn
 
 from mplug.model.slots.declaration import slot_of
 from mplug.model.slots.offers import Offer
 from mplug.tensors.slot_buffers import hold
+from mplug_nn import GatheredForm, Linear, WeightProduct
+from mplug_nn.prologue import FUSED_SLOTS
 from mplug_testing.fused import FusedLinear
 from mplug_testing.kernel_buffer_checks import site_of
 from mplug_testing.kernel_checks import initial

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 
 import torch
-from mplug_nn import Experts
 from torch import Tensor
 
 from mplug.layout.plan import Init, Parameter
 from mplug.model.slots.offers import Site
+from mplug_nn import Experts
 
 PRODUCT = "Experts.product"
 EXPERTS = 2

@@ -67,7 +67,6 @@ class BufferChecks:
     def test_gathered_copies_of_its_weights_give_the_same_bits(self, dtype: str) -> None:
         """Copies that ranks make of their rows and gather give the results of the whole weight."""
         from mplug_nn import GatheredForm
-
         from mplug_testing.gathered_copy_checks import gathered_fault, gathered_forms
 
         run, offers = self._offered(dtype)

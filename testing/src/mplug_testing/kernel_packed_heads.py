@@ -21,7 +21,6 @@ class PackedHeadsChecks:
     def test_attention_from_packed_heads_is_that_of_plain_torch(self, dtype: str) -> None:
         """Values, and the gradient of the packed heads, in every case that they serve; compiled in the first case."""
         from mplug_nn import packed_heads_of
-
         from mplug_testing.packed_head_checks import SLOT, is_served, packed_compiled_fault, packed_fault
 
         _, offers = self._offered(dtype)

@@ -26,9 +26,8 @@ from mplug_testing.kernel_packed_heads import PackedHeadsChecks
 from mplug_testing.suite import Fault, PluginSuite, naming_failures, refusals, require, smoke
 
 if TYPE_CHECKING:
-    from mplug_nn.parts import AttentionParts
-
     from mplug.run.run import Run
+    from mplug_nn.parts import AttentionParts
     from mplug_testing.capabilities import Setting
     from mplug_testing.kernel_cases import Case
     from mplug_testing.kernel_checks import Trial

@@ -8,7 +8,6 @@ from typing import Any
 from unittest import SkipTest
 
 import torch
-from mplug_nn.loss import IGNORED
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -25,6 +24,7 @@ from mplug.run.run import Run
 from mplug.tensors.random import sample_keys
 from mplug.training.assembly import build
 from mplug.training.batch_parts import with_shifted
+from mplug_nn.loss import IGNORED
 from mplug_testing.blueprint import other_functions
 from mplug_testing.harness import EXACT, TinySettings, tiny_run, with_ragged_labels
 from mplug_testing.suite import Fault, require

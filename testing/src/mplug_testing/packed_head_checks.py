@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from mplug_nn import AttentionInputs, AttentionSpec, PackedHeads, packed_heads_of
 from torch import Tensor
 
+from mplug_nn import AttentionInputs, AttentionSpec, PackedHeads, packed_heads_of
 from mplug_testing.kernel_checks import Trial, strided
 
 SLOT = "Attention.core"

@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING, Any
 from unittest import SkipTest
 
 import torch
-from mplug_nn.public_config import FORMS, forms_of, written_config
-from mplug_nn.public_form import PublicForm, ReadField
 from torch import Tensor
 
 from mplug.checkpoint.external_form import conversion
@@ -14,6 +12,8 @@ from mplug.checkpoint.transfer import Read, fill_ours, fill_theirs
 from mplug.errors import UsageError
 from mplug.layout.mesh import Mesh
 from mplug.run.run import Run
+from mplug_nn.public_config import FORMS, forms_of, written_config
+from mplug_nn.public_form import PublicForm, ReadField
 from mplug_testing.suite import Fault, require
 
 if TYPE_CHECKING:

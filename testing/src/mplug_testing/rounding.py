@@ -7,11 +7,11 @@ it was rounded. I input, O output, N rows.
 from collections.abc import Iterator
 
 import torch
-from mplug_nn import Linear
 from torch import Tensor
 
 from mplug.model.slots.fill import sites
 from mplug.model.slots.offers import Filled
+from mplug_nn import Linear
 from mplug_testing.model_checks import Trial
 
 OPERANDS = (

@@ -8,14 +8,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 from mplug_lora.dropout import wraps
-from mplug_testing import AdapterSuite
-from mplug_testing.harness import difference, tiny_run, train_ranks
-from mplug_testing.parity import require_parity
 
 from mplug import UsageError
 from mplug.checkpoint.adapter_files import adapters_of
 from mplug.cli import main
 from mplug.model.build import build_model, measure_bytes
+from mplug_testing import AdapterSuite
+from mplug_testing.harness import difference, tiny_run, train_ranks
+from mplug_testing.parity import require_parity
 
 EXPERTS: dict[str, Any] = {
     "model.name": "mixtral",

@@ -13,7 +13,6 @@ peft = pytest.importorskip("peft")
 from click.testing import CliRunner  # noqa: E402
 from library_models import summed_loss, wide  # noqa: E402
 from mplug_lora.modules import LowRank  # noqa: E402
-from mplug_testing import run_workers  # noqa: E402
 from peft_models import (  # noqa: E402
     CASES,
     VOCAB,
@@ -34,6 +33,7 @@ from mplug.checkpoint.transfer import fill_theirs  # noqa: E402
 from mplug.cli import main  # noqa: E402
 from mplug.errors import UsageError  # noqa: E402
 from mplug.model.build import build_model  # noqa: E402
+from mplug_testing import run_workers  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::UserWarning:peft"

@@ -11,13 +11,13 @@ import pytest
 import torch
 from mplug_lora.modules import LowRank
 from mplug_lora.targets import Pair
-from mplug_nn import Linear, Product
-from mplug_testing.harness import tiny_config
-from mplug_testing.runs import trained
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from mplug import Segment
+from mplug_nn import Linear, Product
+from mplug_testing.harness import tiny_config
+from mplug_testing.runs import trained
 
 RANK, WIDTH, SCALE = 2, 6, 1.5
 PAIRS = tuple(Pair(Segment("heads", length), length) for length in (4, 3, 5))

@@ -13,9 +13,8 @@ tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("mplug_huggingface")
 pytest.importorskip("mplug_packed")
 
-from mplug_testing.parity import require_parity  # noqa: E402
-
 from mplug.cli import main  # noqa: E402
+from mplug_testing.parity import require_parity  # noqa: E402
 
 RECIPE = Path(__file__).parents[4] / "docs" / "recipes" / "lora.yaml"
 TEMPLATE = (

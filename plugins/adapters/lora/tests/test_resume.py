@@ -4,14 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mplug_testing import run_workers
-from mplug_testing.harness import EXACT, tiny_config
-from mplug_testing.runs import trained
 
 from mplug import UsageError
 from mplug.checkpoint.folder import newest, read_manifest
 from mplug.run.prepare import prepare
 from mplug.training.changes import changes_on_resume
+from mplug_testing import run_workers
+from mplug_testing.harness import EXACT, tiny_config
+from mplug_testing.runs import trained
 
 STEPS = 3
 SETTINGS: dict[str, Any] = {

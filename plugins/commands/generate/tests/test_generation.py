@@ -8,12 +8,12 @@ import torch
 from mplug_generate.decoding import Ranks, refuse_undivided, sample
 from mplug_generate.sampler import Sampler, multiple_of_positions
 from mplug_generate.sampling import Sampling, sample_key
-from mplug_nn import Cache, CacheSize
-from mplug_testing import Fault, run_workers
-from mplug_testing.cached import require_exact_cache
 from sampled import CONTEXT, FAMILIES, PROMPTS, SHAPE, TOKENS, built, texts
 
 from mplug import UsageError, hookimpl
+from mplug_nn import Cache, CacheSize
+from mplug_testing import Fault, run_workers
+from mplug_testing.cached import require_exact_cache
 
 
 def recomputed(sampler: Sampler, prompts: list[list[int]], context: int = CONTEXT) -> list[list[int]]:

@@ -13,11 +13,6 @@ from mplug_generate.fast_steps import compiled_step
 from mplug_generate.prompts import Prompt
 from mplug_generate.sampling import Sampling
 from mplug_generate.token_steps import Replays, TokenSteps, replays_for
-from mplug_nn.rotary import Turns
-from mplug_nn.static_cache import static_keys
-from mplug_nn.turning import Turning, table_of_rotations
-from mplug_testing.harness import TinySettings
-from mplug_testing.recording import Operations
 from sampled import FAMILIES, PROMPTS, built, texts
 from torch import Tensor
 from torch.fx import GraphModule
@@ -27,6 +22,11 @@ from torch.utils._pytree import tree_leaves
 from mplug.errors import RunError
 from mplug.model.compiled.compilation import compiled_graphs
 from mplug.model.slots.selection import Selection
+from mplug_nn.rotary import Turns
+from mplug_nn.static_cache import static_keys
+from mplug_nn.turning import Turning, table_of_rotations
+from mplug_testing.harness import TinySettings
+from mplug_testing.recording import Operations
 
 HOT = Sampling(2.0, top_k=100, top_p=0.9, seed=7)
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from mplug_testing import DataSuite
-from mplug_testing.harness import tiny_run
-from mplug_testing.samples import malformed
 
 from mplug import Loader, MicroBatch, RunError, UsageError
 from mplug.model.build import build_model
 from mplug.run.prepare import check_data
 from mplug.training.assembly import build_loader
+from mplug_testing import DataSuite
+from mplug_testing.harness import tiny_run
+from mplug_testing.samples import malformed
 
 S = 32
 END = 256

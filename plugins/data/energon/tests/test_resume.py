@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from mplug_testing.resume import require_exact_resume
 
 LAYOUTS = st.sampled_from(["", "dp2", "dp4", "tp2", "dp2tp2"])

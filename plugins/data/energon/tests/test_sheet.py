@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 from mplug_energon.sheet import command, lines_of
-from mplug_testing import CommandSuite
 
 from mplug import UsageError
+from mplug_testing import CommandSuite
 
 
 class TestContactSheet(CommandSuite):

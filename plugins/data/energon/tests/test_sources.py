@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mplug_testing.harness import tiny_run
 
 from mplug import RunError, UsageError
 from mplug.training.assembly import build_loader
 from mplug.training.feed import Feed
 from mplug.training.supervised_loader import Source
+from mplug_testing.harness import tiny_run
 
 TINY: dict[str, Any] = {"data.name": "energon", "data.streams": 1, "trainer.seq_length": 32}
 IMAGES = {"data.task_encoder": "mplug_energon.encoders:ImageText"}

@@ -14,6 +14,7 @@ from megatron.energon.rng import SystemRng
 from megatron.energon.savable_loader import SavableDataLoaderState, SavableDatasetCheckpoint, SavableDatasetState
 from megatron.energon.state import FlexState
 from mplug_energon.states import from_plain, to_plain
+
 from mplug_testing.samples import kept
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from mplug_indexed.cache import Arrays, Cache, choose_folder, digest
-from mplug_testing import run_workers
 
 from mplug import RunError, UsageError
+from mplug_testing import run_workers
 
 
 class Making:

@@ -13,10 +13,10 @@ from mplug_indexed.files import Writer
 from mplug_indexed.preprocess.job import Job, preprocess
 from mplug_indexed.preprocess.sources import find_sources
 from mplug_indexed.training import train
-from mplug_testing import CommandSuite
 
 from mplug import RunError, UsageError, describe_tokenizer, load_tokenizer
 from mplug.cli import main
+from mplug_testing import CommandSuite
 
 
 class TestData(CommandSuite):

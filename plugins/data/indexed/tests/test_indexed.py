@@ -20,11 +20,11 @@ pytest.importorskip("tokenizers")
 from mplug_indexed import Indexed
 from mplug_indexed.files import Writer, idx_path
 from mplug_indexed.samples import IndexedLoader
-from mplug_testing import DataSuite
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from mplug import UsageError, describe_tokenizer, keep_tokenizer
+from mplug_testing import DataSuite
 
 S = 16
 EOD = 0

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from mplug_mock import Mock
-from mplug_testing import DataSuite
-from mplug_testing.harness import tiny_run
 
 from mplug import MapLoader, Mesh, UsageError
+from mplug_testing import DataSuite
+from mplug_testing.harness import tiny_run
 
 S, V = 16, 50
 

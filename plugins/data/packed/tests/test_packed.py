@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_testing import DataSuite
-from mplug_testing.harness import tiny_run
 
 from mplug import Loader, MicroBatch, UsageError
 from mplug.run.prepare import check_data
 from mplug.training.assembly import build_loader
+from mplug_testing import DataSuite
+from mplug_testing.harness import tiny_run
 
 CHATS = Path(__file__).with_name("chats.jsonl")
 S = 128

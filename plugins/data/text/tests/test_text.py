@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mplug_testing import DataSuite
 from mplug_text import Bytes, Text
 from mplug_text.corpus import find_files, measure_split, read_split
 from mplug_text.tokens import tokens_of
 from mplug_text.windows import RepeatedWindows, Windows
 
 from mplug import MapLoader, Mesh, MicroBatch, UsageError
+from mplug_testing import DataSuite
 
 S = 8
 

@@ -9,10 +9,10 @@ from xml.etree import ElementTree
 import pytest
 from mplug_losspicture import LossPicture
 from mplug_losspicture.drawing import MARK, MOST, Curve, log_ticks, svg, ticks
-from mplug_testing import ExtensionSuite
-from mplug_testing.harness import tiny_run
 
 from mplug.training.loop import train
+from mplug_testing import ExtensionSuite
+from mplug_testing.harness import tiny_run
 
 SVG = "{http://www.w3.org/2000/svg}"
 

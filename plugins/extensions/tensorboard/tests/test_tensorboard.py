@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("tensorboard")
 
 from mplug_tensorboard import TensorBoard, scalars
-from mplug_testing import ExtensionSuite
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mplug import UsageError
+from mplug_testing import ExtensionSuite
 
 
 class TestTensorBoard(ExtensionSuite):

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from mplug_testing import ExtensionSuite
-from mplug_testing.harness import tiny_run
 from mplug_watchdog import Watch, transport
 from mplug_watchdog.heartbeats import (
     LONGEST_WRITE,
@@ -38,6 +36,8 @@ from mplug.training.assembly import build
 from mplug.training.feed import Feed
 from mplug.training.loop import train
 from mplug.training.position import Position
+from mplug_testing import ExtensionSuite
+from mplug_testing.harness import tiny_run
 
 STEP, EVALUATION, SAVING, WRITING = Activity.STEP, Activity.EVALUATION, Activity.SAVING, Activity.WRITING
 LIMITS = Limits(timeout=300, first=1800, multiple=10)

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from deepspeed_engine import BETAS, DECAY, EPS, LLAMA, LR, Llama, States, saved_in_turn
-from mplug_testing import run_workers, runs
-from mplug_testing.harness import tiny_config
 from published import logits
 from safetensors.torch import load_file
 from torch import Tensor
@@ -24,6 +22,8 @@ from mplug.checkpoint.transfer import fill_theirs
 from mplug.cli import main
 from mplug.model.build import build_model
 from mplug.run.prepare import prepare
+from mplug_testing import run_workers, runs
+from mplug_testing.harness import tiny_config
 
 pytestmark = pytest.mark.skipif(
     find_spec("mplug_deepspeed") is None or find_spec("deepspeed") is None, reason="it is not installed"

@@ -9,10 +9,11 @@ import pytest
 pytest.importorskip("transformers")
 
 from config_fields import TINY, described, distance, forms, library_config, read, tiny, without
-from mplug_nn import SHARED_FIELDS
-from mplug_nn.public_form import PublicForm, UnusedField, same_value
 from transformers import GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from mplug_nn import SHARED_FIELDS
+from mplug_nn.public_form import PublicForm, UnusedField, same_value
 
 TOLERANCE = 1e-10
 FORMS = forms()

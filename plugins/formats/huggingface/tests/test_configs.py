@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from mplug_nn import forms_of, written_config
-from mplug_nn.public_form import form_of
 
 from mplug.registry.entry_points import Registry
+from mplug_nn import forms_of, written_config
+from mplug_nn.public_form import form_of
 
 COMMON: dict[str, Any] = {
     "attention_dropout": 0.0,

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 pytest.importorskip("transformers")
 
 from config_fields import described, distance, forms, plugin_of, tiny
+
 from mplug_nn import written_config
 from mplug_nn.public_form import ReadField
 

@@ -14,12 +14,13 @@ import pytest
 import torch
 from mplug_flash.attention import core
 from mplug_flash.fourth import backward, forward, packed_backward
+from torch import Tensor
+
 from mplug_nn import AttentionInputs, AttentionSpec, packed_heads_of
 from mplug_nn.attention import scaled_dot_product
 from mplug_nn.core import parts_of
 from mplug_nn.parts import PLAIN_PARTS
 from mplug_testing.capabilities import Setting, core_fault, parts_fault
-from torch import Tensor
 
 SPEC = AttentionSpec(0.3, 8, 8)
 

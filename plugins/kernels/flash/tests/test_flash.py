@@ -10,17 +10,17 @@ from mplug_flash import Flash
 from mplug_flash.attention import core
 from mplug_flash.fourth import FourthPacked
 from mplug_flash.versions import VERSIONS, Version
+from torch import Tensor
+
+from mplug import Offer, Site
+from mplug.cli import main
+from mplug.model.slots.offers import Filled
 from mplug_nn import AttentionInputs, AttentionSpec, packed_heads_of
 from mplug_nn.core import parts_of
 from mplug_testing import KernelSuite, precision_named
 from mplug_testing.attention_errors import Heads, attention_errors
 from mplug_testing.capabilities import Setting, core_fault, parts_fault
 from mplug_testing.harness import train_steps
-from torch import Tensor
-
-from mplug import Offer, Site
-from mplug.cli import main
-from mplug.model.slots.offers import Filled
 
 quiet = pytest.mark.filterwarnings("ignore")
 """What flash-attn and compilers warn of is not the supplier's to answer for."""

@@ -10,13 +10,13 @@ import torch
 from mplug_flex import Flex, masks, programs
 from mplug_flex.attention import attention
 from mplug_flex.masks import BLOCK, Form, Mask, mask_of
+
+from mplug import Site
 from mplug_nn import AttentionInputs, AttentionSpec
 from mplug_nn.attention import scaled_dot_product
 from mplug_nn.specification import DOCUMENTS, KEY_LENGTH, unseen
 from mplug_testing import KernelSuite, kernel_cases, precision_named
 from mplug_testing.harness import EXACT, difference, train_ranks, train_steps
-
-from mplug import Site
 
 DOCUMENTS_OF_5 = {"data.documents": 5}
 CASES = {

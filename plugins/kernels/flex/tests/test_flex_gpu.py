@@ -7,6 +7,7 @@ import pytest
 import torch
 from mplug_flex import programs
 from mplug_flex.attention import attention
+
 from mplug_nn import AttentionInputs, AttentionSpec
 from mplug_nn.attention import scaled_dot_product
 from mplug_nn.core import parts_of

@@ -12,10 +12,6 @@ from mplug_fp8 import FP8, FP8Products, limits
 from mplug_fp8.products import Delayed, Rowwise, Tensorwise
 from mplug_fp8.recipes import Options
 from mplug_fp8.scaled import Products
-from mplug_nn import Boundary, Experts, Linear, Narrow, Operand
-from mplug_nn.prologue import FUSED_SLOTS
-from mplug_testing import KernelSuite, PrecisionSuite, kernel_cases, run_workers, runs
-from mplug_testing.harness import Trace, difference, tiny_config, tiny_run, train_ranks, train_steps
 from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -25,6 +21,10 @@ from mplug.checkpoint.folder import newest
 from mplug.config.sources import read_assignments
 from mplug.layout.plan import Init, Parameter
 from mplug.model.build import build_model
+from mplug_nn import Boundary, Experts, Linear, Narrow, Operand
+from mplug_nn.prologue import FUSED_SLOTS
+from mplug_testing import KernelSuite, PrecisionSuite, kernel_cases, run_workers, runs
+from mplug_testing.harness import Trace, difference, tiny_config, tiny_run, train_ranks, train_steps
 
 NAMED: dict[str, Any] = {"kernels.linear": "fp8", "model.num_layers": 3}
 DELAYED = {"precisions.fp8.when": "delayed", "precisions.fp8.history": 2, "precisions.fp8.power_of_two": True}

@@ -187,6 +187,7 @@ class TestProductsOnAGPU:
         """Tensor cores keep at least 13 bits of the terms of a sum (arXiv 2412.19437, section 3.3.2)."""
         from mplug_fp8.products import Blockwise, Delayed, Rowwise, Tensorwise
         from mplug_fp8.recipes import Options
+
         from mplug_nn import Narrow, Operand, Sink
 
         if recipe == "blockwise" and torch.cuda.get_device_capability()[0] != 9:
@@ -232,6 +233,7 @@ class TestProductsOnAGPU:
     def test_grouped_products_are_within_the_bound_of_their_sums(self) -> None:
         from mplug_fp8.grouped import RowwiseGroups
         from mplug_fp8.recipes import Options
+
         from mplug_nn import Operand, Sink
 
         if torch.cuda.get_device_capability()[0] not in (9, 10):

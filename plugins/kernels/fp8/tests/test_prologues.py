@@ -7,18 +7,18 @@ import pytest
 import torch
 from mplug_fp8 import FP8Products
 from mplug_fp8.recipes import INPUT
-from mplug_nn import Boundary, DelayedScaling, Inputs, Linear, Narrow, Prologue
-from mplug_nn.product import apply_product
-from mplug_nn.prologue import ACTIVATION_PRODUCT, NORM_PRODUCT, apply_fused
-from mplug_testing.fused import composed
-from mplug_testing.harness import tiny_run
-from mplug_testing.kernel_checks import initial
 from torch import Tensor
 
 from mplug.layout.plan import Init, Parameter
 from mplug.model.build import build_model
 from mplug.model.slots.offers import Offer, Site
 from mplug.tensors.sink import Weights
+from mplug_nn import Boundary, DelayedScaling, Inputs, Linear, Narrow, Prologue
+from mplug_nn.product import apply_product
+from mplug_nn.prologue import ACTIVATION_PRODUCT, NORM_PRODUCT, apply_fused
+from mplug_testing.fused import composed
+from mplug_testing.harness import tiny_run
+from mplug_testing.kernel_checks import initial
 
 B, S, D, O_ = 2, 16, 64, 16
 CASES = {NORM_PRODUCT: "layernorm", ACTIVATION_PRODUCT: "gelu_tanh"}

@@ -13,9 +13,10 @@ from mplug_fp8.emulation import BLOCK, E4M3, E5M2, padded
 from mplug_fp8.products import Blockwise, Delayed, Rowwise, Tensorwise
 from mplug_fp8.recipes import Options
 from mplug_fp8.scaled import Products
-from mplug_nn import Narrow, Operand, Sink
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mplug_nn import Narrow, Operand, Sink
 
 ALONE = Narrow()
 N, I, O = 200, 256, 384  # noqa: E741

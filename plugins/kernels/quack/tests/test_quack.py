@@ -17,22 +17,22 @@ from unittest.mock import patch
 import mplug_quack.needs
 import pytest
 import torch
-from mplug_nn import MLP, Weights, normal_tail
-from mplug_nn.linear import PLAIN, multiply
-from mplug_nn.mlp import activation
 from mplug_quack import supports
 from mplug_quack.mlp import ALIGNED, KINDS, core
 from mplug_quack.needs import missing
-from mplug_testing import KernelSuite, precision_named
-from mplug_testing.harness import tiny_run
-from mplug_testing.kernel_cases import Case, cases
-from mplug_testing.kernel_checks import Trial
 from torch import Tensor
 from torch.nn import functional as F
 
 from mplug import Offer, Site
 from mplug.errors import UsageError
 from mplug.model.build import build_model
+from mplug_nn import MLP, Weights, normal_tail
+from mplug_nn.linear import PLAIN, multiply
+from mplug_nn.mlp import activation
+from mplug_testing import KernelSuite, precision_named
+from mplug_testing.harness import tiny_run
+from mplug_testing.kernel_cases import Case, cases
+from mplug_testing.kernel_checks import Trial
 
 on_gpu = [
     pytest.mark.gpu,

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_nn import AttentionInputs, AttentionSpec
 from mplug_reference import Reference
-from mplug_testing import KernelSuite
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mplug import Offer
+from mplug_nn import AttentionInputs, AttentionSpec
+from mplug_testing import KernelSuite
 
 B, S, H, K, D, V = 2, 6, 2, 8, 16, 11
 SLOTS = [

@@ -9,16 +9,16 @@ from warnings import catch_warnings
 import pytest
 import torch
 from click.testing import CliRunner
-from mplug_nn import AttentionInputs, AttentionSpec, parts_of
 from mplug_sdpa import SDPA
 from mplug_sdpa.attention import CORES
 from mplug_sdpa.limits import OFFERED
-from mplug_testing import KernelSuite, precision_named
-from mplug_testing.attention_errors import Heads, attention_errors
-from mplug_testing.capabilities import Setting, core_fault, parts_fault
 
 from mplug import Offer, Site
 from mplug.cli import main
+from mplug_nn import AttentionInputs, AttentionSpec, parts_of
+from mplug_testing import KernelSuite, precision_named
+from mplug_testing.attention_errors import Heads, attention_errors
+from mplug_testing.capabilities import Setting, core_fault, parts_fault
 
 SPEC = AttentionSpec(0.5, 8, 8)
 BACKENDS = ("cudnn", "flash", "efficient", "math")

@@ -10,15 +10,9 @@ from warnings import catch_warnings
 import pytest
 import torch
 from engine_in_torch import stand_ins
-from mplug_nn import Boundary, DelayedScaling, Inputs, Linear, Narrow, Prologue
-from mplug_nn.prologue import apply_fused
 from mplug_te.activations import FUNCTIONS, GATED, ActivationProduct
 from mplug_te.linear import DelayedProduct
 from mplug_te.recipes import INPUT, Options, delayed_scaling_of
-from mplug_testing.delayed_gradient_checks import later_fault
-from mplug_testing.fused import composed
-from mplug_testing.harness import difference, tiny_run, train_steps
-from mplug_testing.kernel_buffer_checks import BufferTrial
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -28,6 +22,12 @@ from mplug.model.build import build_model
 from mplug.model.compiled.tracer import prepare_compiler
 from mplug.tensors.delayed import Later, Taps, without_memory
 from mplug.tensors.sink import Sink, Weights
+from mplug_nn import Boundary, DelayedScaling, Inputs, Linear, Narrow, Prologue
+from mplug_nn.prologue import apply_fused
+from mplug_testing.delayed_gradient_checks import later_fault
+from mplug_testing.fused import composed
+from mplug_testing.harness import difference, tiny_run, train_steps
+from mplug_testing.kernel_buffer_checks import BufferTrial
 
 B, S, D, O_ = 2, 24, 64, 128
 OPTIONS = Options(history=3, power_of_two=True)

@@ -8,11 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_nn import GroupedProduct, Inputs, Prologue
-from mplug_nn.activations import ACTIVATIONS
-from mplug_nn.grouped import PLAIN_GROUPED, apply_grouped
-from mplug_nn.product import WHOLE
-from mplug_nn.prologue import apply_fused
 from mplug_te.activations import FUNCTIONS, GATED, ActivationProduct, quantised_activation
 from mplug_te.casts import ALIGNED, BLOCK, cast, cast_blocks
 from mplug_te.grouped import groups_by
@@ -28,11 +23,16 @@ from mplug_te.groups import (
 )
 from mplug_te.linear import DelayedProduct
 from mplug_te.recipes import BLOCKWISE, TENSORWISE, Options
-from mplug_testing.delayed_gradient_checks import later_fault
 from torch import Tensor
 
 from mplug import Offer
 from mplug.tensors.sink import Weights
+from mplug_nn import GroupedProduct, Inputs, Prologue
+from mplug_nn.activations import ACTIVATIONS
+from mplug_nn.grouped import PLAIN_GROUPED, apply_grouped
+from mplug_nn.product import WHOLE
+from mplug_nn.prologue import apply_fused
+from mplug_testing.delayed_gradient_checks import later_fault
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_nn import AttentionInputs, AttentionSpec, Operand, Product
-from mplug_nn.attention import scaled_dot_product
-from mplug_nn.core import parts_of
-from mplug_nn.product import WHOLE, Narrow, apply_product
 from mplug_te.attention import core
 from mplug_te.casts import BLOCK, cast, cast_blocks, scales_of, transposed
 from mplug_te.linear import HalfProduct, product_of
 from mplug_te.recipes import BLOCKWISE, DELAYED, TENSORWISE, Options
-from mplug_testing import KernelSuite, PrecisionSuite
-from mplug_testing.attention_errors import Heads, attention_errors
-from mplug_testing.capabilities import Setting, parts_fault
 from torch import Tensor
 
 from mplug.tensors.sink import Sink, Weights
+from mplug_nn import AttentionInputs, AttentionSpec, Operand, Product
+from mplug_nn.attention import scaled_dot_product
+from mplug_nn.core import parts_of
+from mplug_nn.product import WHOLE, Narrow, apply_product
+from mplug_testing import KernelSuite, PrecisionSuite
+from mplug_testing.attention_errors import Heads, attention_errors
+from mplug_testing.capabilities import Setting, parts_fault
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,20 +11,20 @@ from warnings import catch_warnings
 import pytest
 import torch
 from engine_in_torch import stand_ins
-from mplug_nn import DelayedScaling, GroupedProduct, Product
-from mplug_nn.grouped import apply_grouped
-from mplug_nn.product import WHOLE, apply_product
 from mplug_te.grouped import groups_by
 from mplug_te.linear import HalfProduct, product_of
 from mplug_te.recipes import BLOCKWISE, DELAYED, GRADIENT, INPUT, TENSORWISE, Options, delayed_scaling_of
-from mplug_testing import run_workers
-from mplug_testing.delayed_gradient_checks import later_fault
-from mplug_testing.harness import difference, train_steps
 from torch import Tensor
 
 from mplug import Offer
 from mplug.model.compiled.tracer import prepare_compiler
 from mplug.tensors.sink import Weights
+from mplug_nn import DelayedScaling, GroupedProduct, Product
+from mplug_nn.grouped import apply_grouped
+from mplug_nn.product import WHOLE, apply_product
+from mplug_testing import run_workers
+from mplug_testing.delayed_gradient_checks import later_fault
+from mplug_testing.harness import difference, train_steps
 
 I_, O_ = 128, 256
 COUNTS = (0, 33, 16, 0, 7)

@@ -12,8 +12,6 @@ import pytest
 import torch
 import yaml
 from engine_in_torch import stand_ins
-from mplug_nn import Boundary, DelayedScaling, Linear, Product
-from mplug_nn.product import Narrow, apply_product
 from mplug_te.linear import HalfProduct, product_of
 from mplug_te.recipes import (
     BLOCKWISE,
@@ -25,16 +23,18 @@ from mplug_te.recipes import (
     delayed_scaling_of,
     recipe_of,
 )
-from mplug_testing import run_workers
-from mplug_testing.delayed_gradient_checks import later_fault
-from mplug_testing.harness import difference, train_steps
-from mplug_testing.kernel_buffer_checks import BufferTrial
 from torch import Tensor
 
 from mplug import Offer, Site
 from mplug.layout.plan import Init, Parameter
 from mplug.model.compiled.tracer import prepare_compiler
 from mplug.tensors.sink import Weights
+from mplug_nn import Boundary, DelayedScaling, Linear, Product
+from mplug_nn.product import Narrow, apply_product
+from mplug_testing import run_workers
+from mplug_testing.delayed_gradient_checks import later_fault
+from mplug_testing.harness import difference, train_steps
+from mplug_testing.kernel_buffer_checks import BufferTrial
 
 B, S, I_, O_ = 2, 32, 128, 256
 OPTIONS = {

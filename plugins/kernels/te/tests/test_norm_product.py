@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 import torch
 from engine_in_torch import stand_ins
-from mplug_nn import Boundary, Inputs, Linear, Narrow, Prologue
-from mplug_nn.prologue import apply_fused
 from mplug_te.linear import DelayedProduct
 from mplug_te.prologues import NormProduct
 from mplug_te.recipes import INPUT, Options, delayed_scaling_of
-from mplug_testing.delayed_gradient_checks import later_fault
-from mplug_testing.fused import composed
-from mplug_testing.harness import difference, tiny_run, train_steps
-from mplug_testing.kernel_buffer_checks import BufferTrial
 from torch import Tensor
 
 from mplug import Offer, Site
 from mplug.layout.plan import Init, Parameter
 from mplug.model.build import build_model
 from mplug.tensors.sink import Weights
+from mplug_nn import Boundary, Inputs, Linear, Narrow, Prologue
+from mplug_nn.prologue import apply_fused
+from mplug_testing.delayed_gradient_checks import later_fault
+from mplug_testing.fused import composed
+from mplug_testing.harness import difference, tiny_run, train_steps
+from mplug_testing.kernel_buffer_checks import BufferTrial
 
 B, S, D, O_ = 2, 32, 64, 128
 OPTIONS = Options(history=3, power_of_two=True)

@@ -12,19 +12,19 @@ import mplug_te.attention
 import mplug_te.library
 import pytest
 import torch
-from mplug_nn import DotProductAttention, Experts, Linear, Norm
-from mplug_nn.specification import DOCUMENTS, LOG_SUM_EXP
 from mplug_te import FP8, TransformerEngine
 from mplug_te.fused import Mask
 from mplug_te.recipes import BLACKWELL, BLOCKWISE, DELAYED, TENSORWISE
-from mplug_testing import precision_named
-from mplug_testing.harness import tiny_run
 
 from mplug import Offer, Precision, Recipe, Site
 from mplug.errors import UsageError
 from mplug.layout.plan import Init, Parameter
 from mplug.model.build import build_model
 from mplug.model.slots.offers import Filled
+from mplug_nn import DotProductAttention, Experts, Linear, Norm
+from mplug_nn.specification import DOCUMENTS, LOG_SUM_EXP
+from mplug_testing import precision_named
+from mplug_testing.harness import tiny_run
 
 INSTALLED = "2.20.2"
 

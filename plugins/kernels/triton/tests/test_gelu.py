@@ -9,10 +9,6 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from mplug_nn import SLOTS
-from mplug_nn.mlp import activation as composition
-from mplug_testing import precision_named, run_workers
-from mplug_testing.harness import Trace, difference, tiny_run, train_steps
 from mplug_triton import Triton
 from mplug_triton.gelu import activation
 from torch import Tensor
@@ -24,6 +20,10 @@ from torch.nn import functional as F
 from mplug import Site, UsageError
 from mplug.model.build import build_model
 from mplug.model.slots.offers import PLAIN
+from mplug_nn import SLOTS
+from mplug_nn.mlp import activation as composition
+from mplug_testing import precision_named, run_workers
+from mplug_testing.harness import Trace, difference, tiny_run, train_steps
 
 DEVICES = [
     "cpu",

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from mplug_nn.norm import Kind
-from mplug_nn.norm import norm_residual as composition
 from mplug_triton.norm import norm_residual
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+
+from mplug_nn.norm import Kind
+from mplug_nn.norm import norm_residual as composition
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = pytest.mark.usefixtures("kernels_run")

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from mplug_nn import Linear
-from mplug_nn.attention import prepare_qk
-from mplug_nn.attention import prepare_qkv as composition
-from mplug_nn.packed_heads import passes_through
 from mplug_triton.qkv import prepare_qkv
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
+
+from mplug_nn import Linear
+from mplug_nn.attention import prepare_qk
+from mplug_nn.attention import prepare_qkv as composition
+from mplug_nn.packed_heads import passes_through
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 on_device = pytest.mark.usefixtures("kernels_run")

@@ -14,13 +14,13 @@ from typing import Any
 import mplug_triton
 import pytest
 import torch
-from mplug_nn import SLOTS
-from mplug_testing import KernelSuite, precision_named
-from mplug_testing.harness import tiny_run
 from mplug_triton import WIDEST, Triton
 
 from mplug import Site
 from mplug.errors import UsageError
+from mplug_nn import SLOTS
+from mplug_testing import KernelSuite, precision_named
+from mplug_testing.harness import tiny_run
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HERE = Path(__file__).parent

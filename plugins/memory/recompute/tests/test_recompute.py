@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from mplug_testing import Fault, MemorySuite
-from mplug_testing.harness import tiny_config, tiny_run, train_steps
-from mplug_testing.memory import kept_bytes, require_same
 from torch.nn import functional
 
 from mplug import UsageError
 from mplug.model.build import build_model
 from mplug.training.assembly import build
+from mplug_testing import Fault, MemorySuite
+from mplug_testing.harness import tiny_config, tiny_run, train_steps
+from mplug_testing.memory import kept_bytes, require_same
 
 DROPOUT = {"model.dropout": 0.1, "model.attention_dropout": 0.1}
 EXPERTS: dict[str, Any] = {

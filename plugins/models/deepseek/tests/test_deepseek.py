@@ -6,9 +6,10 @@ import pytest
 from decoder_fields import examples_of, of_a_family
 from library_reference import library_logits
 from mplug_deepseek import Deepseek
-from mplug_testing import ModelSuite
 from tiny_models import LATENT_EXPERTS, billions
 from torch import Tensor
+
+from mplug_testing import ModelSuite
 
 REFUSED_BY_LATENT_ATTENTION: dict[str, list[Any]] = {
     "num_kv_heads": [2],

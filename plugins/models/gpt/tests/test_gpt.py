@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from mplug_gpt import GPT
-from mplug_testing import ModelSuite
 from torch import Tensor
 
 from mplug import Mesh, Model, UsageError
 from mplug.model.memory import allocate, initialize
 from mplug.tensors.random import sample_keys
+from mplug_testing import ModelSuite
 
 B, S, V = 2, 6, 13
 SMALL: dict[str, Any] = {

@@ -6,9 +6,10 @@ import pytest
 from decoder_fields import examples_of, of_a_family
 from library_reference import library_logits
 from mplug_llama import Llama
-from mplug_testing import ModelSuite
 from tiny_models import DECODER, billions
 from torch import Tensor
+
+from mplug_testing import ModelSuite
 
 
 class TestLlama(ModelSuite):

@@ -8,7 +8,6 @@ import torch
 from decoder_fields import examples_of, of_a_family
 from library_reference import library_logits
 from mplug_mixtral import Mixtral
-from mplug_testing import ModelSuite
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -16,6 +15,7 @@ from mplug import Mesh, Model
 from mplug.model.memory import allocate, initialize
 from mplug.registry.entry_points import Registry
 from mplug.tensors.random import sample_keys
+from mplug_testing import ModelSuite
 
 B, S, V = 2, 6, 13
 SMALL: dict[str, Any] = {

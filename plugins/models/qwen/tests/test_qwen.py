@@ -6,9 +6,10 @@ import pytest
 from decoder_fields import examples_of, of_a_family
 from library_reference import library_logits
 from mplug_qwen import Qwen
-from mplug_testing import ModelSuite
 from tiny_models import DECODER, billions
 from torch import Tensor
+
+from mplug_testing import ModelSuite
 
 WIDE = pytest.mark.wide("suites")
 """The suites of llama and deepseek test the fields that all decoders share in the quick set."""

@@ -2,10 +2,10 @@
 
 import torch
 from mplug_adamw import AdamW
-from mplug_testing import DenseStep, OptimizerSuite
 from torch import Tensor
 
 from mplug import Parameter
+from mplug_testing import DenseStep, OptimizerSuite
 
 
 class TestAdamW(OptimizerSuite):

@@ -8,14 +8,14 @@ import torch
 from mplug_adamw import AdamW
 from mplug_adamw.fused import FusedAdamW
 from mplug_adamw.implementation import optimizer_of
-from mplug_testing import DenseStep, OptimizerSuite
-from mplug_testing.harness import tiny_run
 from torch import Tensor
 
 from mplug import Optimizer, Piece, StepScalars
 from mplug.model.pieces import write_weights
 from mplug.run.run import Run
 from mplug.training.assembly import Parts, build
+from mplug_testing import DenseStep, OptimizerSuite
+from mplug_testing.harness import tiny_run
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")]

@@ -15,10 +15,10 @@ import pytest
 import torch
 from mplug_adamw import AdamW
 from mplug_adamw.fused import FusedAdamW
-from mplug_testing.waiting import never_waiting
 from torch import Tensor
 
 from mplug import Init, Mesh, Optimizer, Parameter, Piece, Placement, StepScalars
+from mplug_testing.waiting import never_waiting
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 ON_GPU = torch.cuda.is_available()

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from mplug_lion import Lion, foreach
-from mplug_testing import DenseStep, OptimizerSuite, dense
 from torch import Tensor
 
 from mplug import Parameter
+from mplug_testing import DenseStep, OptimizerSuite, dense
 
 
 class TestLion(OptimizerSuite):

@@ -7,13 +7,13 @@ import pytest
 import torch
 from mplug_muon import Muon, hidden, newton_schulz
 from mplug_muon.both import is_hidden_matrix
-from mplug_testing import DenseStep, OptimizerSuite, dense
-from mplug_testing.harness import tiny_run
 from torch import Tensor
 
 from mplug import Init, Parameter, UsageError
 from mplug.model.build import build_model
 from mplug.training.assembly import build
+from mplug_testing import DenseStep, OptimizerSuite, dense
+from mplug_testing.harness import tiny_run
 
 HIDDEN = {"matrix", "wide matrix", "fused matrices", "matrix that does not decay", "experts"}
 

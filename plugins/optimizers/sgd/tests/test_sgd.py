@@ -3,10 +3,10 @@
 import pytest
 import torch
 from mplug_sgd import SGD
-from mplug_testing import DenseStep, OptimizerSuite
 from torch import Tensor
 
 from mplug import Parameter
+from mplug_testing import DenseStep, OptimizerSuite
 
 
 class TestSGD(OptimizerSuite):

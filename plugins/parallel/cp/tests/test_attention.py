@@ -15,12 +15,12 @@ from mplug_cp.gathered import gathered_of
 from mplug_cp.ring import ring_of
 from mplug_cp.wraps import by_parts
 from mplug_cp.zigzag import zigzag
-from mplug_nn import AttentionInputs, AttentionSpec
-from mplug_nn.attention import DOT_PRODUCT, scaled_dot_product
-from mplug_testing import run_workers
 from torch import Tensor
 
 from mplug import contiguous
+from mplug_nn import AttentionInputs, AttentionSpec
+from mplug_nn.attention import DOT_PRODUCT, scaled_dot_product
+from mplug_testing import run_workers
 
 B, S, H, K = 2, 48, 4, 6
 LENGTHS = ((17, 1, 6, 13, 11, 0), (1, 22, 2, 1, 1, 21))

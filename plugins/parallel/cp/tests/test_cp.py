@@ -5,11 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from mplug_testing import ParallelSuite, run_workers
-from mplug_testing.harness import Trace, difference, tiny_run, train_steps
 
 from mplug import UsageError
 from mplug.model.build import build_model, unmet_reasons
+from mplug_testing import ParallelSuite, run_workers
+from mplug_testing.harness import Trace, difference, tiny_run, train_steps
 
 DOCUMENTS = {"data.documents": 5}
 ULYSSES = {"parallel.cp.method": "ulysses"}

@@ -9,9 +9,9 @@ from mplug_cp.documents import lengths_in
 from mplug_cp.exchange import copies_of_kv
 from mplug_cp.gathered import by_rank, in_order
 from mplug_cp.zigzag import chunks_held, held_at, zigzag
-from mplug_nn.parts import numbered
 
 from mplug import UsageError
+from mplug_nn.parts import numbered
 
 SIZES, CHUNKS = st.integers(2, 6), st.integers(1, 5)
 

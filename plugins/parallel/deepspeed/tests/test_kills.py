@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from mplug_testing import WorkerFailed, run_workers
 
 from mplug.checkpoint.folder import complete, read_valid
 from mplug.checkpoint.names import step_of
+from mplug_testing import WorkerFailed, run_workers
 
 pytestmark = [
     pytest.mark.skipif(
@@ -36,11 +36,10 @@ SETTINGS: dict[str, Any] = {
 
 def live(stage: int, directory: Path, resume_from: Path | None, seconds: float | None) -> dict[int, float]:
     """Be a rank of a run; all ranks die `seconds` after the first step begins. The losses by step."""
-    from mplug_testing.harness import as_rank, tiny_config
-
     from mplug import hookimpl
     from mplug.run.prepare import prepare
     from mplug.training.loop import train
+    from mplug_testing.harness import as_rank, tiny_config
 
     losses: dict[int, float] = {}
     pids: list[int] = [0] * dist.get_world_size()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from mplug_testing import run_workers
 from mplug_testing.harness import changed_batches, logical, owned_values, tiny_run
 

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mplug_testing import run_workers, runs
-from mplug_testing.harness import tiny_config
 
 from mplug.checkpoint.folder import newest
 from mplug.run.prepare import prepare
+from mplug_testing import run_workers, runs
+from mplug_testing.harness import tiny_config
 
 pytestmark = pytest.mark.skipif(
     find_spec("mplug_deepspeed") is None or find_spec("deepspeed") is None, reason="it is not installed"

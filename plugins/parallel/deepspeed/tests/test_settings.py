@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mplug_testing.harness import tiny_config
 
 from mplug import UsageError
 from mplug.model.build import build_model, measure_bytes
 from mplug.run.prepare import prepare
+from mplug_testing.harness import tiny_config
 
 pytestmark = pytest.mark.skipif(
     find_spec("mplug_deepspeed") is None or find_spec("deepspeed") is None, reason="it is not installed"

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from mplug_dp import DataParallel
 from mplug_dp.buckets import Bucket, reduce_in_buckets
-from mplug_nn import Linear
-from mplug_testing import run_workers
 from torch import Tensor, nn
 
 from mplug import Sinks
+from mplug_nn import Linear
+from mplug_testing import run_workers
 
 D, DEPTH = 8, 5
 LAYER_BYTES = D * D * 4

@@ -1,6 +1,7 @@
 """Data parallelism passes the suite of strategies, with large and small buckets."""
 
 import pytest
+
 from mplug_testing import ParallelSuite
 
 

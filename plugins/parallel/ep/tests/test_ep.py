@@ -5,9 +5,6 @@ from typing import Any
 
 import pytest
 import tiny_models
-from mplug_testing import ParallelSuite, run_workers
-from mplug_testing.harness import Trace, difference, tiny_config, train_steps
-from mplug_testing.parity import require_parity
 from torch import Tensor
 
 from mplug import UsageError
@@ -16,6 +13,9 @@ from mplug.config.sources import from_mapping
 from mplug.distributed.world import World
 from mplug.run.prepare import prepare
 from mplug.training.job import settle
+from mplug_testing import ParallelSuite, run_workers
+from mplug_testing.harness import Trace, difference, tiny_config, train_steps
+from mplug_testing.parity import require_parity
 
 EXPERTS: dict[str, Any] = {**tiny_models.EXPERTS, "model.qk_norm": True}
 GATHERED = {"parallel.ep.dispatch": "all_gather"}
@@ -73,9 +73,8 @@ def test_several_strategies_together_give_the_run_of_one_process(layout: str, mo
 
 def sums(settings: dict[str, Any]) -> tuple[set[str], int]:
     """Be one rank: the axes over which listeners sum, and how many sums they leave to the host."""
-    from mplug_testing.harness import tiny_run
-
     from mplug.training.assembly import build
+    from mplug_testing.harness import tiny_run
 
     parts = build(tiny_run(settings))
     return parts.model.sinks.reduced_over, len(parts.stepper.reduction.sums)  # type: ignore[attr-defined]

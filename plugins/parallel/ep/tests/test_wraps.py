@@ -11,13 +11,13 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mplug_ep.wraps import wraps_of_ep, wraps_of_etp
-from mplug_nn import Experts
-from mplug_testing import run_workers
 from torch import Tensor
 
 from mplug import Axis, Mesh, contiguous
 from mplug.distributed.groups import Groups
 from mplug.run.run import Run
+from mplug_nn import Experts
+from mplug_testing import run_workers
 
 D = 3
 EP, EP4 = (Axis("ep", size, splits=("expert",), distance=10, views=("sparse",)) for size in (2, 4))

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_testing import ParallelSuite, run_workers
-from mplug_testing.harness import Trace, difference, tiny_run, train_steps
-from mplug_testing.parity import require_parity
 from tiny_models import EXPERTS
 from torch import Tensor
 
 from mplug import UsageError, ops
 from mplug.model.build import build_model
 from mplug.training.assembly import build
+from mplug_testing import ParallelSuite, run_workers
+from mplug_testing.harness import Trace, difference, tiny_run, train_steps
+from mplug_testing.parity import require_parity
 
 KEPT = {"parallel.fsdp.reshard_after_forward": False}
 UNEVEN = {"model.vocab_size": 257, "data.vocab_size": 257, "model.hidden_size": 24, "model.ffn_hidden_size": 50}

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+
 from mplug_testing.live_bytes import LiveBytes
 
 FILE = Path(__file__).parents[4] / "benchmarks" / "pipeline_memory.py"

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from mplug_testing.harness import tiny_run
 
 from mplug import Shape, UsageError, find_schedule, proven_table
 from mplug.model.build import build_model
+from mplug_testing.harness import tiny_run
 
 SOURCE = '''
 from mplug import Action, Kind, Shape, Table, with_transfers

@@ -1,6 +1,7 @@
 """Pipeline parallelism passes the suite of strategies, under every schedule and division."""
 
 import pytest
+
 from mplug_testing import ParallelSuite
 
 SCHEDULE = "parallel.pp.schedule"

@@ -4,11 +4,11 @@ from operator import length_hint
 from typing import Any
 
 import pytest
-from mplug_testing.harness import difference, tiny_run, train_steps
 
 from mplug.training.assembly import build
 from mplug.training.loop import launch_step
 from mplug.training.report import PendingRecord
+from mplug_testing.harness import difference, tiny_run, train_steps
 
 ONE_RANK: dict[str, Any] = {"parallel.layout": "pp1", "trainer.micro_batch_size": 1, "trainer.precision": "fp64"}
 TIED = {"model.tie_embeddings": True}

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 from mplug_pp.wire import Wire
-from mplug_testing import run_workers
-from mplug_testing.harness import tiny_run
 
 from mplug import Kind, Shape, forward_half, proven_table
 from mplug.layout.table_check import check
 from mplug.model.handovers import bytes_sent
+from mplug_testing import run_workers
+from mplug_testing.harness import tiny_run
 
 Settings = dict[str, Any]
 Found = dict[str, Any]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import tiny_models
-from mplug_testing.parity import require_parity
 
 from mplug import UsageError
+from mplug_testing.parity import require_parity
 
 Settings = dict[str, Any]
 SCHEDULE = "parallel.pp.schedule"
@@ -71,9 +71,8 @@ def test_a_schedule_gives_the_run_of_one_process(layout: str, changes: Settings)
     ],
 )
 def test_a_strategy_that_needs_whole_backward_passes_is_refused(layout: str, changes: Settings, said: str) -> None:
-    from mplug_testing.harness import tiny_run
-
     from mplug.model.build import build_model
+    from mplug_testing.harness import tiny_run
 
     with pytest.raises(UsageError, match=said):
         build_model(tiny_run({**SMALL, **changes, "parallel.layout": layout}))

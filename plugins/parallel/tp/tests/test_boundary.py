@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-from mplug_testing import run_workers
 from mplug_tp.boundary import boundary
 from torch import Tensor
+
+from mplug_testing import run_workers
 
 GROUPS = [[0, 2], [1, 3]]
 SHAPE = (2, 4, 3)

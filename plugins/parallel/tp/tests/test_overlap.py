@@ -7,11 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from mplug_nn import ChunkedCollectives, Narrow, Operand, Sink, collectives_named
-from mplug_nn.chunked_collectives import COLLECTIVES, name_collectives
-from mplug_nn.product import apply_product
-from mplug_testing import run_workers
-from mplug_testing.harness import Trace, difference, train_steps
 from mplug_tp.boundary import boundary
 from mplug_tp.chunked import SequenceCollectives, name_for
 from mplug_tp.peers import Peers
@@ -20,6 +15,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from mplug.tensors.sink import Weights
+from mplug_nn import ChunkedCollectives, Narrow, Operand, Sink, collectives_named
+from mplug_nn.chunked_collectives import COLLECTIVES, name_collectives
+from mplug_nn.product import apply_product
+from mplug_testing import run_workers
+from mplug_testing.harness import Trace, difference, train_steps
 
 I_, H = 6, 12
 SHAPES = [(4, 8), (3, 8), (1, 8), (1, 4), (2, 3, 4)]

@@ -5,8 +5,9 @@ from typing import Any, cast
 
 import pytest
 import torch
-from mplug_testing.harness import tiny_run
 from mplug_tp.regions import REMEDY, _Divided, _entries, whole_sequences
+
+from mplug_testing.harness import tiny_run
 
 
 @pytest.mark.parametrize(

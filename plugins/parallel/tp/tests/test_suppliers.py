@@ -6,20 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from mplug_nn import (
-    AttentionCore,
-    AttentionInputs,
-    AttentionSpec,
-    Boundary,
-    Dropout,
-    Gemm,
-    Narrow,
-    Operand,
-    PackedHeads,
-    packed_heads_of,
-)
-from mplug_nn.attention import scaled_dot_product
-from mplug_testing import run_workers
 from mplug_tp.chunked import name_for
 from mplug_tp.product import OVERLAPPED
 from mplug_tp.suppliers import _with_global_heads
@@ -35,6 +21,20 @@ from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.tensors.random import sample_keys
+from mplug_nn import (
+    AttentionCore,
+    AttentionInputs,
+    AttentionSpec,
+    Boundary,
+    Dropout,
+    Gemm,
+    Narrow,
+    Operand,
+    PackedHeads,
+    packed_heads_of,
+)
+from mplug_nn.attention import scaled_dot_product
+from mplug_testing import run_workers
 
 B, S, D, HEADS, V = 2, 8, 16, 4, 30
 RUN = [

@@ -5,13 +5,13 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
-from mplug_nn.loss import IGNORED
-from mplug_testing import run_workers
 from mplug_tp.vocabulary import VocabularyParallel
 from torch import Tensor
 from torch.nn import functional as F
 
 from mplug import ops
+from mplug_nn.loss import IGNORED
+from mplug_testing import run_workers
 
 B, S, D = 2, 5, 6
 SIZES = [8, 10, 9, 5]

@@ -12,8 +12,6 @@ import tiny_models
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mplug_testing.harness import tiny_config
-from mplug_testing.layouts import require_exact_cover
 from mplug_zero.layout import ALIGNED, Item, in_buckets, in_matrices, in_ranges, owners
 
 from mplug import Axis, Init, Mesh, Parameter, Piece, Run, Sharding, UsageError, contiguous, hookimpl
@@ -23,6 +21,8 @@ from mplug.layout.placement import Placement
 from mplug.model.build import build_model
 from mplug.registry.hooks import Hooks
 from mplug.run.prepare import prepare
+from mplug_testing.harness import tiny_config
+from mplug_testing.layouts import require_exact_cover
 
 SIZES = st.lists(st.integers(1, 5000), min_size=1, max_size=12)
 PARTS = st.lists(st.lists(st.integers(1, 900), min_size=1, max_size=6), min_size=1, max_size=15)

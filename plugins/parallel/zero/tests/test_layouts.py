@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import tiny_models
-from mplug_testing.harness import tiny_run
-from mplug_testing.parity import require_parity
 
 from mplug import UsageError
 from mplug.model.build import build_model
+from mplug_testing.harness import tiny_run
+from mplug_testing.parity import require_parity
 
 EXPERTS: dict[str, Any] = {**tiny_models.EXPERTS, "model.vocab_size": 320}
 TIED = {"model.tie_embeddings": True}

@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from mplug_testing import run_workers
-from mplug_testing.harness import Trace, difference, tiny_config, tiny_run, train_steps, weights_off
 
 from mplug import UsageError
+from mplug_testing import run_workers
+from mplug_testing.harness import Trace, difference, tiny_config, tiny_run, train_steps, weights_off
 
 SMALL: dict[str, Any] = {"model.num_layers": 3, "parallel.zero.bucket_mib": 0.02}
 

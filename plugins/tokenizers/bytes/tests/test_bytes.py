@@ -1,6 +1,7 @@
 """Bytes: mplug's suite for tokenizers, and the numbers themselves."""
 
 from mplug_bytes import ByteTokenizer
+
 from mplug_testing import TokenizerSuite
 
 

@@ -9,10 +9,10 @@ import pytest
 pytest.importorskip("tokenizers")
 
 from mplug_huggingface import HuggingFace
-from mplug_testing import TokenizerSuite
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from mplug import UsageError
+from mplug_testing import TokenizerSuite
 
 TEXTS = ["the quick brown fox", "jumps over the lazy dog", "Grüße, 世界 🌍", "long long text: 1 + 2 = 3"] * 3
 

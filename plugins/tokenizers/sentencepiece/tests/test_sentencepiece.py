@@ -9,9 +9,9 @@ pytest.importorskip("sentencepiece")
 
 import sentencepiece
 from mplug_sentencepiece import SentencePiece
-from mplug_testing import TokenizerSuite
 
 from mplug import UsageError
+from mplug_testing import TokenizerSuite
 
 TEXTS = ["the quick brown fox", "jumps over the lazy dog", "plain text: 1 + 2 = 3", "Grüße"] * 10
 

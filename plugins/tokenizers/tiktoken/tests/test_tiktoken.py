@@ -6,10 +6,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from mplug_testing import TokenizerSuite
 from mplug_tiktoken import Tiktoken
 
 from mplug import UsageError
+from mplug_testing import TokenizerSuite
 
 BYTES = [bytes([byte]) for byte in range(256)]
 MERGES = [b"th", b"the", b" the", b"in", b"er", b"  ", "ü".encode(), "世".encode(), b"lo", b"ng", b"long", b" long"]

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from mplug_nn import Attention, AttentionInputs, AttentionSpec
 from mplug_nn.rotary import Rotary
 from mplug_nn.specification import ALIBI, RELATIVE
 from mplug_nn.static_cache import static_keys
 from mplug_nn.turning import prepare_qk
-from torch import Tensor
-
 from mplug_testing.kernel_cases.case import Case, Drawn, Suppliers, Tensors
 
 YARN = Rotary(100.0, "yarn", (("factor", 8.0), ("original_max_position_embeddings", 16)))

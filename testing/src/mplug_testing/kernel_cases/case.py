@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from mplug_nn import Attention
-from mplug_nn.specification import FULL, KEY_LENGTH
 from torch import Tensor, nn
 
 from mplug.layout.plan import Parameter
+from mplug_nn import Attention
+from mplug_nn.specification import FULL, KEY_LENGTH
 
 Suppliers = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]

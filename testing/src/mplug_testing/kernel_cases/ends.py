@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterator
 
-from mplug_nn import Dropout, Embedding, Loss
-from mplug_nn.loss import IGNORED
 from torch import Tensor
 
+from mplug_nn import Dropout, Embedding, Loss
+from mplug_nn.loss import IGNORED
 from mplug_testing.kernel_cases.case import Case, Drawn, Suppliers, Tensors
 from mplug_testing.kernel_cases.dense import with_weight
 

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
+
 from mplug_nn import Choice, Experts, Router, Weights
 from mplug_nn.activations import ACTIVATIONS, is_gated
 from mplug_nn.grouped import apply_grouped
 from mplug_nn.mlp import activation
-from torch import Tensor
-
 from mplug_testing.grouped import PRODUCT, expert_site, of_weight
 from mplug_testing.kernel_cases.case import BUFFERS, SINK, Case, Drawn, Suppliers, Tensors
 

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from mplug_testing import FormatSuite
 from nova_folio import Folio
 
 from mplug import UsageError
+from mplug_testing import FormatSuite
 
 
 class TestFolio(FormatSuite):

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from mplug_testing import TokenizerSuite
 from nova_glyph import END
+
+from mplug_testing import TokenizerSuite
 
 WORDS = Path(__file__).with_name("words.txt")
 

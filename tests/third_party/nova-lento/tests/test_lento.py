@@ -3,9 +3,10 @@
 from typing import Any
 
 import torch
-from mplug_testing import ModelSuite
 from torch import Tensor
 from torch.nn import functional as F
+
+from mplug_testing import ModelSuite
 
 
 class TestLento(ModelSuite):

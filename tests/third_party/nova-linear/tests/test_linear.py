@@ -4,10 +4,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from mplug_nn import AttentionInputs, AttentionSpec
-from mplug_testing import KernelSuite, ModelSuite
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
+
+from mplug_nn import AttentionInputs, AttentionSpec
+from mplug_testing import KernelSuite, ModelSuite
 
 TINY: dict[str, Any] = {
     "model.num_layers": 3,

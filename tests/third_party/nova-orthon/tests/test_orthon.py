@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-from mplug_testing import DenseStep, OptimizerSuite
 from torch import Tensor
 
 from mplug import Parameter
+from mplug_testing import DenseStep, OptimizerSuite
 
 
 class TestOrthon(OptimizerSuite):

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_testing import ModelSuite
 from torch import Tensor
+
+from mplug_testing import ModelSuite
 
 SHAPE: dict[str, Any] = {
     "num_layers": 3,

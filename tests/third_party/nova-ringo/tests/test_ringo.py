@@ -4,6 +4,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+
 from mplug_nn import AttentionInputs, AttentionSpec
 from mplug_testing import KernelSuite
 

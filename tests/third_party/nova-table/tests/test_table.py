@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from mplug_testing import DataSuite
 from nova_table.cells import cells
 
 from mplug import UsageError
+from mplug_testing import DataSuite
 
 NOTES = Path(__file__).with_name("notes.csv")
 

@@ -4,6 +4,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+
 from mplug_testing import PrecisionSuite
 
 

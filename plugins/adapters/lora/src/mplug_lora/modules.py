@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
-from mplug_nn import Dropout, Entries, Inits, Linear, LinearAdapter, Weights, boundary_of, grouped_linear
 from torch import Tensor, nn
 
 from mplug import Init, Parameter, Segment
 from mplug_lora.products import down, up
 from mplug_lora.targets import Dim, Pair
+from mplug_nn import Dropout, Entries, Inits, Linear, LinearAdapter, Weights, boundary_of, grouped_linear
 
 RANK = "adapter_rank"
 """The named axis of the rows of A; no strategy divides it."""

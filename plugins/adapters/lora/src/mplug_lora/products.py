@@ -8,9 +8,10 @@ would write every product to memory, concatenate the pairs, and read the results
 from typing import Any
 
 import torch
-from mplug_nn import Linear, Weights, fake, operator, weight_gradient
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
+
+from mplug_nn import Linear, Weights, fake, operator, weight_gradient
 
 
 def down(x: Tensor, a: Linear, scale: float) -> tuple[Tensor, Tensor]:

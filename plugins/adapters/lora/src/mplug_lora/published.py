@@ -4,11 +4,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mplug_nn import TokensAhead
-
 from mplug import ExternalMap, ExternalNames, Factor, Fused, Interleaved, Model, Transposed
 from mplug_lora.checking import Layers
 from mplug_lora.targets import Target
+from mplug_nn import TokensAhead
 
 PREFIX = "base_model.model."
 

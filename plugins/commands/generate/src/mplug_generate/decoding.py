@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
-from mplug_nn.cache import CacheSize
 from torch import Tensor
 
 from mplug import Model, Run, UsageError
@@ -17,6 +16,7 @@ from mplug_generate.sampler import Sampler, cached_modules, multiple_of_position
 from mplug_generate.sampling import Sampling, choose, draws
 from mplug_generate.stages import Choose, DividedModel, RunUnits, divided, run_last
 from mplug_generate.token_steps import Replays
+from mplug_nn.cache import CacheSize
 
 Take = Callable[[int, int], bool]
 """(number of a prompt, its next token) -> whether its text ends here."""

@@ -26,7 +26,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from mplug_nn.specification import DOCUMENTS, STATIC_KEYS
 from torch import nn
 
 from mplug import Mesh, Model, Run, RunConfig, UsageError, hookimpl, slots_of
@@ -40,6 +39,7 @@ from mplug.commands import (
     prepare,
     statements,
 )
+from mplug_nn.specification import DOCUMENTS, STATIC_KEYS
 
 LABEL = f"{COMMAND}generate"
 NAME = "caches"

@@ -9,9 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from mplug_nn.cache import CacheSize
-from mplug_nn.static_cache import Clock
-from mplug_nn.turning import shared_rotations
 from torch import Tensor
 
 from mplug import Model, Run, RunError, UsageError
@@ -20,6 +17,9 @@ from mplug_generate.fast_steps import obstacles
 from mplug_generate.sampler import Sampler, cached_modules
 from mplug_generate.sampling import Sampling, choose, draws
 from mplug_generate.stages import run_last
+from mplug_nn.cache import CacheSize
+from mplug_nn.static_cache import Clock
+from mplug_nn.turning import shared_rotations
 
 OFF = "sample with --graphs never"
 WARMUP = 2

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mplug_nn import differences, form_of, forms_of, written_config
-
 from mplug import PublicSettings, UsageError
 from mplug_huggingface_format.config_file import read_json
+from mplug_nn import differences, form_of, forms_of, written_config
 
 if TYPE_CHECKING:
     from mplug import RunConfig

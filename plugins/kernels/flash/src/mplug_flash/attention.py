@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from mplug_nn import AttentionCore, AttentionInputs, AttentionSpec
 from torch import Tensor
 
 from mplug_flash import fourth
 from mplug_flash.fourth import FourthPacked, FourthParts, begins
+from mplug_nn import AttentionCore, AttentionInputs, AttentionSpec
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ as a different mask.
 from typing import Any, Optional
 
 import torch
+from torch import Tensor
+
 from mplug_nn import AttentionInputs, AttentionParts, AttentionSpec, PackedHeads, Part, fake, operator
 from mplug_nn.parts import Lengths
 from mplug_nn.specification import DOCUMENTS, FULL
-from torch import Tensor
 
 Parts = tuple[Tensor, Tensor, Tensor]
 """Of queries, keys and values."""

@@ -8,9 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import torch
-from mplug_nn.specification import DOCUMENTS, FULL, LOG_SUM_EXP
 
 from mplug import Site
+from mplug_nn.specification import DOCUMENTS, FULL, LOG_SUM_EXP
 
 if TYPE_CHECKING:
     from mplug import Run

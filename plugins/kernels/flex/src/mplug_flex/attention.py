@@ -8,13 +8,13 @@ again by every unit that contains it.
 from typing import Any, Optional
 
 import torch
-from mplug_nn import AttentionCore, AttentionInputs, AttentionSpec, fake, operator
-from mplug_nn.parts import AttentionParts, Part
-from mplug_nn.specification import ALIBI, RELATIVE, alibi_slopes
 from torch import Tensor
 
 from mplug_flex.masks import Form, kept, mask_of
 from mplug_flex.programs import backward_program, forward_program
+from mplug_nn import AttentionCore, AttentionInputs, AttentionSpec, fake, operator
+from mplug_nn.parts import AttentionParts, Part
+from mplug_nn.specification import ALIBI, RELATIVE, alibi_slopes
 
 # torch reads an operator's schema from its annotated arguments, so `forward` and `backward` list them one by one.
 

@@ -3,6 +3,8 @@
 from typing import TYPE_CHECKING
 
 import torch
+
+from mplug import Site, triton_builds
 from mplug_nn.specification import (
     ALIBI,
     DOCUMENTS,
@@ -15,8 +17,6 @@ from mplug_nn.specification import (
     VALUE_WIDTH,
     WINDOW,
 )
-
-from mplug import Site, triton_builds
 
 if TYPE_CHECKING:
     from mplug import Run

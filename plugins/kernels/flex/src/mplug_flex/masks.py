@@ -12,10 +12,11 @@ from functools import reduce
 from typing import Any, TypeVar
 
 import torch
-from mplug_nn.parts import Lengths, numbered
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from mplug_nn.parts import Lengths, numbered
 
 BLOCK = 128
 """The number of queries and of keys in a block; torch's default."""

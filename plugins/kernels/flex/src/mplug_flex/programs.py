@@ -16,10 +16,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from mplug_nn.specification import ALIBI, RELATIVE
 from torch import Tensor
 
 from mplug_flex.masks import Form, Mask
+from mplug_nn.specification import ALIBI, RELATIVE
 
 OPTIONS = {
     "BACKEND": "TRITON",

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from mplug_nn import GroupedProduct, Operand, Sink, fake, operator
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -18,6 +17,7 @@ from mplug_fp8 import emulation
 from mplug_fp8.emulation import E4M3, columns_of_groups
 from mplug_fp8.operators import cast_rowwise
 from mplug_fp8.recipes import Options
+from mplug_nn import GroupedProduct, Operand, Sink, fake, operator
 
 Buffers = Mapping[str, Tensor]
 

@@ -7,13 +7,13 @@ on all versions of torch.
 from typing import Any
 
 import torch
-from mplug_nn import aligned, fake, operator
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, pad
 from torch.utils.flop_counter import register_flop_formula
 
 from mplug_fp8 import emulation
 from mplug_fp8.emulation import BLOCK, E4M3, E5M2, padded
+from mplug_nn import aligned, fake, operator
 
 TENSOR, ROW, LINES, BLOCKS = "tensor", "row", "lines", "blocks"
 """Scalings of an operand: one inverse; one per row; one per 128 numbers of a row; one per 128 x 128 numbers."""

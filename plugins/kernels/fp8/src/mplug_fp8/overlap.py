@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from mplug_nn import Produce, Rows, collectives_named, fake, operator
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.flop_counter import register_flop_formula
 
 from mplug_fp8.emulation import BLOCK, padded
 from mplug_fp8.operators import LINES, ROW, TENSOR, add_multiplied, multiply_into, quantised, transposed
+from mplug_nn import Produce, Rows, collectives_named, fake, operator
 
 
 class _Factor(NamedTuple):

@@ -3,7 +3,6 @@
 The names of shapes are those of `scaled`, which has what all recipes share.
 """
 
-from mplug_nn import Boundary, DelayedScaling, GatheredForm, Operand
 from torch import Tensor
 
 from mplug_fp8.emulation import BLOCK
@@ -23,6 +22,7 @@ from mplug_fp8.operators import (
 )
 from mplug_fp8.recipes import E5M2, GRADIENT, INPUT
 from mplug_fp8.scaled import BOTH, COLUMNS, ROWS, Buffers, Numbers, Products, Quantised
+from mplug_nn import Boundary, DelayedScaling, GatheredForm, Operand
 
 
 class Tensorwise(Products):

@@ -6,12 +6,12 @@ N rows, I columns, P padded rows. `scale` [1] is known before, `statistic` [] is
 from typing import Any, Optional
 
 import torch
-from mplug_nn import fake, operator
 from torch import Tensor
 
 from mplug_fp8 import emulation, prologue_emulation
 from mplug_fp8.emulation import E4M3, padded
 from mplug_fp8.prologue_emulation import Statistics
+from mplug_nn import fake, operator
 
 # torch reads an operator's schema from its annotated arguments.
 Maybe = Optional[Tensor]  # noqa: UP045

@@ -8,13 +8,13 @@ anyway. Backward computes the columns that the weight's gradient reads from it a
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mplug_nn import DelayedScaling, FusedProduct, GatheredForm, Inputs, Narrow, Operand, Prologue, Sink, Upstream
 from torch import Tensor
 
 from mplug_fp8.operators import rows_of
 from mplug_fp8.products import Delayed
 from mplug_fp8.prologue_operators import activated, activation_gradient, norm_gradient, normed, normed_again
 from mplug_fp8.recipes import INPUT
+from mplug_nn import DelayedScaling, FusedProduct, GatheredForm, Inputs, Narrow, Operand, Prologue, Sink, Upstream
 
 Buffers = Mapping[str, Tensor]
 Saved = tuple[Tensor, ...]

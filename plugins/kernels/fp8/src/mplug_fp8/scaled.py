@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from mplug_nn import Boundary, Narrow, Operand, Product, Sink, collectives_named
 from torch import Tensor
 
 from mplug_fp8.operators import TENSOR, add_multiplied, multiply, rows_of, transposed
 from mplug_fp8.overlap import gathered_dgrad, gathered_product, summed_backward, summed_product
 from mplug_fp8.recipes import GRADIENT, INPUT, Options
+from mplug_nn import Boundary, Narrow, Operand, Product, Sink, collectives_named
 
 Buffers = Mapping[str, Tensor]
 

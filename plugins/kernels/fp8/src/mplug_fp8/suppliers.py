@@ -3,8 +3,6 @@
 from collections.abc import Callable, Container, Iterable
 from typing import TYPE_CHECKING, Any
 
-from mplug_nn import DelayedScaling, FusedProduct
-
 from mplug import Offer, Recipe, Site
 from mplug_fp8.grouped import RowwiseGroups
 from mplug_fp8.limits import note, supports_activation, supports_experts, supports_linear, supports_norm
@@ -12,6 +10,7 @@ from mplug_fp8.products import Blockwise, Delayed, Rowwise, Tensorwise
 from mplug_fp8.prologues import ACTIVATIONS, NORMS, ActivationProduct, NormProduct
 from mplug_fp8.recipes import BLOCKWISE, DELAYED, GRADIENT, INPUT, LIMITS, ROWWISE, TENSORWISE, Options
 from mplug_fp8.scaled import Products
+from mplug_nn import DelayedScaling, FusedProduct
 
 if TYPE_CHECKING:
     from mplug import Run

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from cutlass import cute
-from mplug_nn import NORMAL_TAIL, NORMAL_TAIL_END, NORMAL_TAIL_SLOPE, normal_tail
-from mplug_nn.normal_tail import polynomial
 from quack import activation
 from quack.cache import EXTRA_SOURCE_DIRS
 from quack.epilogue import gemm_epilogue
 from quack.epilogue.ops import RowVecLoad
+
+from mplug_nn import NORMAL_TAIL, NORMAL_TAIL_END, NORMAL_TAIL_SLOPE, normal_tail
+from mplug_nn.normal_tail import polynomial
 
 EXTRA_SOURCE_DIRS.extend(Path(file).parent for file in (__file__, normal_tail.__file__))
 

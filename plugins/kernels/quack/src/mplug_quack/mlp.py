@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from mplug_nn import Weights, fake, operator, weight_gradient
 from torch import Tensor
+
+from mplug_nn import Weights, fake, operator, weight_gradient
 
 KINDS = ("gelu", "gelu_tanh")
 ALIGNED = 8

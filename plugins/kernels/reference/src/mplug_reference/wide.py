@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+
 from mplug_nn import SLOTS, AttentionCore, AttentionInputs, attention, loss, mlp, norm
 from mplug_nn.parts import PLAIN_PARTS
 

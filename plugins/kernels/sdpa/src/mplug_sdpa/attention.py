@@ -11,12 +11,12 @@ from collections.abc import Callable
 from functools import reduce
 
 import torch
-from mplug_nn import AttentionCore, AttentionInputs, AttentionSpec
-from mplug_nn.parts import PLAIN_PARTS
-from mplug_nn.specification import FULL, KEY_LENGTH, VALUE_WIDTH, WINDOW, bias_of, unseen
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from mplug_nn import AttentionCore, AttentionInputs, AttentionSpec
+from mplug_nn.parts import PLAIN_PARTS
+from mplug_nn.specification import FULL, KEY_LENGTH, VALUE_WIDTH, WINDOW, bias_of, unseen
 from mplug_sdpa.parts import CUDNN_PARTS, FLASH_PARTS, packed_by_flash
 from mplug_sdpa.static import attention_to_static_keys
 

@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 import torch
-from mplug_nn.specification import BIASES, DOCUMENTS, FULL, KEY_LENGTH, LOG_SUM_EXP, STATIC_KEYS, VALUE_WIDTH, WINDOW
 
 from mplug import Site
+from mplug_nn.specification import BIASES, DOCUMENTS, FULL, KEY_LENGTH, LOG_SUM_EXP, STATIC_KEYS, VALUE_WIDTH, WINDOW
 
 if TYPE_CHECKING:
     from mplug import Run

@@ -5,8 +5,9 @@ receives the tokens of all samples concatenated, [B S, H, K], and the start of e
 """
 
 import torch
-from mplug_nn.parts import AttentionParts, Lengths, Part
 from torch import Tensor
+
+from mplug_nn.parts import AttentionParts, Lengths, Part
 
 aten = torch.ops.aten
 

@@ -6,10 +6,11 @@ B batch, T rows, H query heads, G KV heads, R query heads of a KV head, K head d
 from functools import reduce
 
 import torch
-from mplug_nn import AttentionInputs, AttentionSpec
-from mplug_nn.specification import FULL, KEY_LENGTH, STATIC_KEYS, WINDOW, bias_of, unseen
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from mplug_nn import AttentionInputs, AttentionSpec
+from mplug_nn.specification import FULL, KEY_LENGTH, STATIC_KEYS, WINDOW, bias_of, unseen
 
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)

@@ -6,9 +6,9 @@ of the product, P padded rows; x is [N, D], or [N, 2 D] for a gated activation (
 """
 
 import torch
-from mplug_nn import DelayedScaling, Inputs, Narrow, Operand, Prologue, Upstream, fake, keep_max, operator
 from torch import Tensor
 
+from mplug_nn import DelayedScaling, Inputs, Narrow, Operand, Prologue, Upstream, fake, keep_max, operator
 from mplug_te.casts import padded, transposed
 from mplug_te.fusion import Buffers, DelayedFusion, Saved, rows_of
 from mplug_te.library import library, number_of

@@ -8,12 +8,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from mplug_nn import AttentionCore, AttentionInputs, AttentionSpec, scaled_dot_product
-from mplug_nn.parts import PLAIN_PARTS, AttentionParts, Part
-from mplug_nn.specification import DOCUMENTS, FULL, KEY_LENGTH, LOG_SUM_EXP, SINKS, VALUE_WIDTH, WINDOW
 from torch import Tensor
 
 from mplug import Site
+from mplug_nn import AttentionCore, AttentionInputs, AttentionSpec, scaled_dot_product
+from mplug_nn.parts import PLAIN_PARTS, AttentionParts, Part
+from mplug_nn.specification import DOCUMENTS, FULL, KEY_LENGTH, LOG_SUM_EXP, SINKS, VALUE_WIDTH, WINDOW
 from mplug_te.fused import BACKEND, Mask, attend, attend_part, differentiate, differentiate_part
 from mplug_te.library import library, number_of
 from mplug_te.limits import runs

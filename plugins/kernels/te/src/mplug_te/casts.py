@@ -11,10 +11,10 @@ A format is the name of a dtype of torch: 'float8_e4m3fn'.
 from typing import Any, Optional
 
 import torch
-from mplug_nn import fake, operator
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mplug_nn import fake, operator
 from mplug_te.library import library, number_of
 
 ALIGNED, BLOCK = 16, 128

@@ -11,10 +11,10 @@ from functools import cache
 from typing import Any, NamedTuple, Optional
 
 import torch
-from mplug_nn import fake, operator
-from mplug_nn.parts import Part
 from torch import Tensor
 
+from mplug_nn import fake, operator
+from mplug_nn.parts import Part
 from mplug_te.library import library
 
 BACKEND = "F16_arbitrary_seqlen"

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mplug_nn import FusedProduct, Narrow, Sink
 from torch import Tensor
 
+from mplug_nn import FusedProduct, Narrow, Sink
 from mplug_te.linear import DelayedProduct
 
 Saved = tuple[Tensor, ...]

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from mplug_nn import (
     DelayedScaling,
     GroupedProduct,
@@ -20,8 +22,6 @@ from mplug_nn import (
     keep_max_in_backward,
     operator,
 )
-from torch import Tensor
-
 from mplug_te.casts import ALIGNED, BLOCK
 from mplug_te.groups import (
     Group,

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
-from mplug_nn import fake, operator
 from torch import Tensor
 
+from mplug_nn import fake, operator
 from mplug_te.casts import ALIGNED, BLOCK, padded
 from mplug_te.library import library, number_of
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from mplug_nn import Boundary, DelayedScaling, Narrow, Operand, Product, Sink, keep_max, keep_max_in_backward
 from torch import Tensor
 
+from mplug_nn import Boundary, DelayedScaling, Narrow, Operand, Product, Sink, keep_max, keep_max_in_backward
 from mplug_te.casts import cast, cast_blocks, largest_of, scale_of, transposed
 from mplug_te.products import (
     Quantised,

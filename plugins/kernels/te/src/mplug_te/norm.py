@@ -3,9 +3,9 @@
 from typing import Literal, Optional
 
 import torch
-from mplug_nn import fake, operator
 from torch import Tensor
 
+from mplug_nn import fake, operator
 from mplug_te.library import library, number_of
 
 # torch reads an operator's schema from its annotated arguments.

@@ -6,9 +6,9 @@ fp8 operands are plain tensors (`mplug_te.casts`). An operator makes Transformer
 from typing import Any, NamedTuple
 
 import torch
-from mplug_nn import Sink, aligned, fake, operator
 from torch import Tensor
 
+from mplug_nn import Sink, aligned, fake, operator
 from mplug_te.library import library, number_of
 
 

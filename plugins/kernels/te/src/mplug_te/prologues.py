@@ -7,9 +7,9 @@ this rank's fp8 numbers; backward transposes them. N rows, D inputs, P padded ro
 from typing import Any, Optional
 
 import torch
-from mplug_nn import DelayedScaling, Inputs, Narrow, Operand, Prologue, Upstream, fake, keep_max, operator
 from torch import Tensor
 
+from mplug_nn import DelayedScaling, Inputs, Narrow, Operand, Prologue, Upstream, fake, keep_max, operator
 from mplug_te.casts import ALIGNED, transposed
 from mplug_te.fusion import Buffers, DelayedFusion, Saved, rows_of
 from mplug_te.library import library, number_of

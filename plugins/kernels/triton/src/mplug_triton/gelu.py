@@ -8,11 +8,12 @@ The compiler traces this code. It can fuse it with its neighbours, and recompute
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from mplug_nn import NORMAL_TAIL, NORMAL_TAIL_END, NORMAL_TAIL_SLOPE
 from mplug_nn.mlp import Kind
 from mplug_nn.mlp import activation as composition
 from mplug_nn.normal_tail import polynomial
-from torch import Tensor
 
 
 def activation(x: Tensor, bias: Tensor | None, kind: Kind) -> Tensor:

@@ -3,9 +3,10 @@
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from mplug_nn import fake, operator
 from mplug_nn.norm import Kind
-from torch import Tensor
 
 
 def norm_residual(

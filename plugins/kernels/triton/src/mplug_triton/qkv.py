@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from mplug_nn import Preparation, fake, operator
 from mplug_nn.turning import Turning, table_of_rotations
-from torch import Tensor
 
 
 def _prepare_qkv(

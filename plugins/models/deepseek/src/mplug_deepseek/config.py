@@ -3,11 +3,11 @@
 from dataclasses import replace
 from typing import Self
 
-from mplug_nn import GeneralDecoderConfig, LatentAttentionConfig, ScoreName
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from mplug import ExternalNames
 from mplug_deepseek.names import names
+from mplug_nn import GeneralDecoderConfig, LatentAttentionConfig, ScoreName
 
 UNUSED = ("num_kv_heads", "head_dim", "qk_norm", "qkv_bias", "attention_out_bias", "window_rope_theta")
 """Fields of other attentions; latent attention has neither of them."""

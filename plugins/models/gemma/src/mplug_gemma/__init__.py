@@ -1,10 +1,9 @@
 """Gemma: decoders of the Gemma 2 and Gemma 3 (text) families, from 0.3 to 27 billion parameters."""
 
-from mplug_nn import DecoderFamily
-
 from mplug_gemma.config import GemmaConfig
 from mplug_gemma.presets import PRESETS
 from mplug_gemma.published import FORMS
+from mplug_nn import DecoderFamily
 
 
 class Gemma(DecoderFamily):

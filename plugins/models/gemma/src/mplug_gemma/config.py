@@ -1,9 +1,9 @@
 """The config of Gemma: the fields of every decoder, some with other defaults."""
 
-from mplug_nn import ActivationName, GeneralDecoderConfig, NormName, published_names
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from mplug import ExternalNames
+from mplug_nn import ActivationName, GeneralDecoderConfig, NormName, published_names
 
 
 class GemmaConfig(GeneralDecoderConfig):

@@ -1,10 +1,9 @@
 """gpt-oss: decoders with mixtures of experts and attention sinks, of 21 and 117 billion parameters."""
 
-from mplug_nn import DecoderFamily
-
 from mplug_gpt_oss.config import GptOssConfig
 from mplug_gpt_oss.presets import PRESETS
 from mplug_gpt_oss.published import FORMS
+from mplug_nn import DecoderFamily
 
 
 class GptOss(DecoderFamily):

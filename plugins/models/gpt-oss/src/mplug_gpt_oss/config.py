@@ -2,11 +2,11 @@
 
 from typing import Literal
 
-from mplug_nn import ActivationName, GeneralDecoderConfig, RopeScaling, ScoreName
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from mplug import ExternalNames
 from mplug_gpt_oss.names import names
+from mplug_nn import ActivationName, GeneralDecoderConfig, RopeScaling, ScoreName
 
 
 class GptOssConfig(GeneralDecoderConfig):

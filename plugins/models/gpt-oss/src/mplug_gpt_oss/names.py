@@ -1,8 +1,7 @@
 """The names of gpt-oss: transposed experts with interleaved gate and up projections."""
 
-from mplug_nn import GeneralDecoderConfig, published_names
-
 from mplug import ExternalNames, Interleaved, Transposed
+from mplug_nn import GeneralDecoderConfig, published_names
 
 
 def names(config: GeneralDecoderConfig) -> ExternalNames:

@@ -1,11 +1,10 @@
 """GPT: pre-norm decoders, from a toy to 462 billion parameters."""
 
-from mplug_nn import DecoderFamily
-
 from mplug import RunConfig, UsageError, hookimpl
 from mplug_gpt.config import GPTConfig
 from mplug_gpt.presets import PRESETS
 from mplug_gpt.published import FORMS
+from mplug_nn import DecoderFamily
 
 
 class GPT(DecoderFamily):

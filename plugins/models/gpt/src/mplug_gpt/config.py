@@ -3,11 +3,11 @@
 from dataclasses import replace
 from typing import Literal
 
-from mplug_nn import ActivationName, BlockConfig, DecoderConfig, EmbeddingConfig, MLPConfig, NormConfig, NormName
 from pydantic import Field, PositiveInt
 
 from mplug import ExternalNames
 from mplug_gpt.names import names
+from mplug_nn import ActivationName, BlockConfig, DecoderConfig, EmbeddingConfig, MLPConfig, NormConfig, NormName
 
 
 class GPTConfig(DecoderConfig):

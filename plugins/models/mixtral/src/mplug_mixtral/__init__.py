@@ -1,10 +1,9 @@
 """Mixtral: decoders with mixtures of experts as feed-forward parts, from a toy to 141 billion parameters."""
 
-from mplug_nn import DecoderFamily
-
 from mplug_mixtral.config import MixtralConfig
 from mplug_mixtral.presets import PRESETS
 from mplug_mixtral.published import FORMS
+from mplug_nn import DecoderFamily
 
 
 class Mixtral(DecoderFamily):

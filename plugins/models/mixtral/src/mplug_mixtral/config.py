@@ -1,10 +1,10 @@
 """The config of Mixtral: the fields of every decoder with experts, some with other defaults."""
 
-from mplug_nn import SparseDecoderConfig
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from mplug import ExternalNames
 from mplug_mixtral.names import names
+from mplug_nn import SparseDecoderConfig
 
 
 class MixtralConfig(SparseDecoderConfig):

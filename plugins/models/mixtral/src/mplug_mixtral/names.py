@@ -1,8 +1,7 @@
 """The names of Mixtral's tensors."""
 
-from mplug_nn import SparseDecoderConfig
-
 from mplug import ExternalNames, Fused
+from mplug_nn import SparseDecoderConfig
 
 
 def names(config: SparseDecoderConfig) -> ExternalNames:

@@ -1,7 +1,6 @@
 """Qwen: decoders of the Qwen2.5, Qwen3 and Qwen3-MoE families, from 0.5 to 235 billion parameters."""
 
 from mplug_nn import DecoderFamily
-
 from mplug_qwen.config import QwenConfig
 from mplug_qwen.presets import PRESETS
 from mplug_qwen.published import FORMS

@@ -1,10 +1,10 @@
 """Document lengths of packed samples, restricted to a part of attention. B batch, M documents."""
 
 import torch
-from mplug_nn.parts import Lengths
 from torch import Tensor
 
 from mplug_cp.blocks import Block, Ranges
+from mplug_nn.parts import Lengths
 
 
 def lengths_in(document_lengths: Tensor | None, block: Block) -> Lengths | None:

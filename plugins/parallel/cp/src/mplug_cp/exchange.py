@@ -13,10 +13,10 @@ The output is exchanged back to [B, S/R, H, K]. The dual of an exchange is the e
 from collections.abc import Callable
 from math import gcd
 
-from mplug_nn import AttentionInputs, AttentionSpec
 from torch import Tensor
 
 from mplug import ops
+from mplug_nn import AttentionInputs, AttentionSpec
 
 SEQUENCE, HEADS = 1, 2
 """The sequence and head dimensions of the core's tensors."""

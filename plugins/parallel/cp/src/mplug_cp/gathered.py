@@ -13,13 +13,13 @@ from functools import cache
 from typing import Any, Optional
 
 import torch
-from mplug_nn.parts import AttentionParts
 from torch import Tensor
 
 from mplug.ops.transfers import gathering, group_named, summing
 from mplug_cp.blocks import blocks_of_all, own_block
 from mplug_cp.totals import Backward, Forward, add_to, wide
 from mplug_cp.zigzag import chunks_held, held_at
+from mplug_nn.parts import AttentionParts
 
 Operator = Callable[..., tuple[Tensor, Tensor]]
 

@@ -14,12 +14,12 @@ from functools import cache
 from typing import Any, Optional
 
 import torch
-from mplug_nn.parts import AttentionParts
 from torch import Tensor
 
 from mplug.ops.transfers import Transfer, group_named, shift
 from mplug_cp.blocks import ring_block
 from mplug_cp.totals import Backward, Forward, add_to, wide
+from mplug_nn.parts import AttentionParts
 
 Operator = Callable[..., tuple[Tensor, Tensor, Tensor]]
 

@@ -4,11 +4,11 @@ B batch, S queries, T keys, H query heads, G KV heads, K head dim.
 """
 
 import torch
-from mplug_nn.parts import AttentionParts
 from torch import Tensor
 
 from mplug_cp.blocks import Block
 from mplug_cp.documents import lengths_in
+from mplug_nn.parts import AttentionParts
 
 
 def wide(x: Tensor) -> torch.dtype:

@@ -5,8 +5,6 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
-from mplug_nn import AttentionInputs, AttentionParts, AttentionSpec, parts_of
-from mplug_nn.specification import DOCUMENTS, FULL, KEY_LENGTH, KNOWN, LOG_SUM_EXP, STATIC_KEYS, VALUE_WIDTH
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -14,6 +12,8 @@ from mplug import Site, Wrap, ops
 from mplug_cp.exchange import exchanged
 from mplug_cp.gathered import gathered_of
 from mplug_cp.ring import ring_of
+from mplug_nn import AttentionInputs, AttentionParts, AttentionSpec, parts_of
+from mplug_nn.specification import DOCUMENTS, FULL, KEY_LENGTH, KNOWN, LOG_SUM_EXP, STATIC_KEYS, VALUE_WIDTH
 
 if TYPE_CHECKING:
     from mplug import Run

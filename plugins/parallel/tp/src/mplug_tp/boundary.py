@@ -1,9 +1,9 @@
 """The collectives around a product, for suppliers that do the work of the whole product (`mplug_nn.Boundary`)."""
 
-from mplug_nn import Boundary
 from torch import Tensor, uint8
 
 from mplug.ops import Group, all_gather, all_reduce, reduce_scatter
+from mplug_nn import Boundary
 
 SEQUENCE = 1
 """The dimension of [B, S, D] that sequence parallelism splits."""

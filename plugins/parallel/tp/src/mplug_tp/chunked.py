@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 import torch.distributed as dist
-from mplug_nn import Arrival, ChunkedCollectives, Produce
-from mplug_nn.chunked_collectives import name_collectives
 from torch import Tensor
 
+from mplug_nn import Arrival, ChunkedCollectives, Produce
+from mplug_nn.chunked_collectives import name_collectives
 from mplug_tp.memory import reachable
 from mplug_tp.messages import AllReduces, Messages
 from mplug_tp.peers import Peers

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-from mplug_nn import Arrival, ChunkedCollectives, Produce, Rows
-from mplug_nn.chunked_collectives import flattened
 from torch import Tensor
 
 from mplug.ops import Group
 from mplug.ops.transfers import Transfer, summing_all
+from mplug_nn import Arrival, ChunkedCollectives, Produce, Rows
+from mplug_nn.chunked_collectives import flattened
 
 EVERYTHING = slice(None)
 

@@ -11,10 +11,10 @@ from itertools import cycle
 
 import torch
 import torch.distributed as dist
-from mplug_nn import Arrival, ChunkedCollectives, Produce, Rows
-from mplug_nn.chunked_collectives import flattened
 from torch import Tensor
 
+from mplug_nn import Arrival, ChunkedCollectives, Produce, Rows
+from mplug_nn.chunked_collectives import flattened
 from mplug_tp.memory import Slot, size_of
 from mplug_tp.messages import part_of, pieces_of, place_of
 

@@ -19,10 +19,11 @@ grad_x, if x is the output of an activation.
 from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
+
 from mplug_nn import Narrow, Operand, Product, Rows, Sink, add_product, collectives_named, fake, operator
 from mplug_nn.gemm import PLAIN
 from mplug_nn.product import COMPOSED
-from torch import Tensor
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from mplug_nn.embedding import lookup
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mplug import Model, Run, slots_of
+from mplug_nn.embedding import lookup
 from mplug_tp.boundary import SEQUENCE
 from mplug_tp.suppliers import dim_of_tp
 

@@ -16,13 +16,13 @@ In backward, gather and scatter are each other's dual, and so are copy and reduc
 from collections.abc import Callable
 from functools import partial
 
+from torch import Tensor
+
+from mplug import Model, Offer, Run, Site, Wrap, ops
 from mplug_nn import AttentionCore, AttentionInputs, AttentionSpec, Collective, PackedHeads, packed_heads_of
 from mplug_nn.embedding import lookup
 from mplug_nn.loss import CAPPED
 from mplug_nn.specification import KNOWN
-from torch import Tensor
-
-from mplug import Model, Offer, Run, Site, Wrap, ops
 from mplug_tp.boundary import SEQUENCE, boundary
 from mplug_tp.chunked import name_for
 from mplug_tp.product import OVERLAPPED

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-from mplug_nn.embedding import lookup
-from mplug_nn.loss import IGNORED, loss_sum
 from torch import Tensor
 
 from mplug import ops
+from mplug_nn.embedding import lookup
+from mplug_nn.loss import IGNORED, loss_sum
 
 
 class VocabularyParallel:

@@ -6,10 +6,10 @@ Rows after those of the last group have arbitrary content, which no statistic ma
 from collections.abc import Mapping
 
 import torch
-from mplug_nn import GroupedProduct, Operand, count, keep_max, keep_max_in_backward
 from torch import Tensor
 
 from mplug import Site, SlotBuffer
+from mplug_nn import GroupedProduct, Operand, count, keep_max, keep_max_in_backward
 
 Buffers = Mapping[str, Tensor]
 INPUT, GRADIENT = range(2)

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 
 import torch
-from mplug_nn import Gemm, add_product, count, count_in_backward, keep_max, keep_max_in_backward
 from torch import Tensor
+
+from mplug_nn import Gemm, add_product, count, count_in_backward, keep_max, keep_max_in_backward
 
 Buffers = Mapping[str, Tensor]
 INPUT, WEIGHT, GRADIENT = range(3)

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 
 import torch
-from mplug_nn import GatheredForm, Narrow, Operand, Product, Sink, add_product, keep_max
 from torch import Tensor
+
+from mplug_nn import GatheredForm, Narrow, Operand, Product, Sink, add_product, keep_max
 
 Buffers = Mapping[str, Tensor]
 SPAN = 0.25

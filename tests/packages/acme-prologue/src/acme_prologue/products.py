@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 
 import torch
-from mplug_nn import FusedProduct, Inputs, Narrow, Operand, Prologue, Sink, Upstream, add_product, keep_max
 from torch import Tensor
+
+from mplug_nn import FusedProduct, Inputs, Narrow, Operand, Prologue, Sink, Upstream, add_product, keep_max
 
 Buffers = Mapping[str, Tensor]
 

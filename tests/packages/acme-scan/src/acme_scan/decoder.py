@@ -4,10 +4,10 @@ from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from mplug_nn import Embedding, Head, Linear, Norm
 from torch import Tensor, nn
 
 from mplug import Flops, Init, Parameter, Plan, Segment, Slot, Unit, set_defaults
+from mplug_nn import Embedding, Head, Linear, Norm
 
 if TYPE_CHECKING:
     from acme_scan import Scanner

@@ -3,11 +3,11 @@
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from mplug_nn import Embedding, Head, Linear, Norm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mplug import Declared, Init, Segment, declare, parameter
+from mplug_nn import Embedding, Head, Linear, Norm
 
 if TYPE_CHECKING:
     from nova_lento import Lento

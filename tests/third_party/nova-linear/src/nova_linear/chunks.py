@@ -11,10 +11,10 @@ Sums are in fp32 at least.
 """
 
 import torch
-from mplug_nn import AttentionInputs, AttentionSpec
 from torch import Tensor
 from torch.nn import functional as F
 
+from mplug_nn import AttentionInputs, AttentionSpec
 from nova_linear.weights import feature_map
 
 

@@ -4,10 +4,10 @@ from collections.abc import Container
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from mplug_nn import MLP, SLOTS, Attention, Embedding, Head, Norm
 from torch import Tensor, nn
 
 from mplug import ActivationProduct, Declared, Flops, Slot, Step, declare
+from mplug_nn import MLP, SLOTS, Attention, Embedding, Head, Norm
 from nova_linear import LINEAR
 from nova_linear.weights import linear_attention
 

@@ -8,8 +8,9 @@ A scale would appear above and below the fraction: it has no effect.
 """
 
 import torch
-from mplug_nn import AttentionInputs, AttentionSpec
 from torch import Tensor
+
+from mplug_nn import AttentionInputs, AttentionSpec
 
 
 def feature_map(x: Tensor) -> Tensor:

@@ -6,8 +6,9 @@ B batch, S sequence, D embed, H query heads, G KV heads, K head dim, F mlp, V vo
 from typing import TYPE_CHECKING
 
 import torch
-from mplug_nn import Activation, DotProductAttention, Embedding, Linear, Loss, Norm
 from torch import Tensor, nn
+
+from mplug_nn import Activation, DotProductAttention, Embedding, Linear, Loss, Norm
 
 if TYPE_CHECKING:
     from nova_peregrine import Peregrine

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from mplug_nn import AttentionInputs, AttentionSpec
 from torch import Tensor
+
+from mplug_nn import AttentionInputs, AttentionSpec
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs, *, block: int) -> Tensor:

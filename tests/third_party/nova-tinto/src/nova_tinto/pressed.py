@@ -3,9 +3,10 @@
 from functools import partial
 
 import torch
-from mplug_nn import Gemm
 from torch import Tensor
 from torch.nn import functional as F
+
+from mplug_nn import Gemm
 
 KEPT = 24
 """Bits of significand of fp32, the implicit leading one included."""

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from functools import partial
 from math import gcd, prod
 
-from mplug_nn import AttentionInputs, AttentionSpec
 from torch import Tensor
 
 from mplug import Run, Site, Wrap, ops
+from mplug_nn import AttentionInputs, AttentionSpec
 
 SEQUENCE, HEADS = 1, 2
 """Dimensions of the core's tensors."""

@@ -37,6 +37,7 @@ from mplug_nn import (
     describe,
     written_config,
 )
+from mplug_nn.specification import AttentionSpec, Weighting
 from mplug_testing.published import require_tables
 
 PAGE = Path(__file__).parent.parent / "docs" / "writing-a-model.md"
@@ -130,6 +131,14 @@ def test_the_part_of_the_page_computes_and_describes_itself(monkeypatch: pytest.
 # Configs of parts.
 
 
+def arguments_of(module: type) -> dict[str, Argument]:
+    """The arguments of a module; those of its attention's specification have the defaults of that class."""
+    named, of_specification = dict(signature(module).parameters), signature(AttentionSpec).parameters
+    if named.pop("weighting", None) is not None:
+        named |= {name: of_specification[name] for name in Weighting.__annotations__}
+    return named
+
+
 @pytest.mark.parametrize(
     ("config", "modules"),
     [
@@ -141,7 +150,7 @@ def test_the_part_of_the_page_computes_and_describes_itself(monkeypatch: pytest.
     ids=lambda one: getattr(one, "__name__", ""),
 )
 def test_a_part_has_the_arguments_of_its_modules_and_their_defaults(config: type, modules: tuple[type, ...]) -> None:
-    arguments = {name: one for module in modules for name, one in signature(module).parameters.items()}
+    arguments = {name: one for module in modules for name, one in arguments_of(module).items()}
     own = signature(config).parameters
     assert set(own) == set(arguments) - {"dim", "router", "choice"}
     for name, one in own.items():

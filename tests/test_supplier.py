@@ -28,7 +28,7 @@ def test_a_plain_callable_states_nothing_whatever_attributes_it_has() -> None:
     core.calls, core.parts, core.packed_heads = ("MLP.activation",), PLAIN_PARTS, object()  # type: ignore[attr-defined]
     assert statements_of(core).calls == ()
     assert packed_heads_of(core) is None
-    with pytest.raises(ValueError, match="must refuse 'log-sum-exp'"):
+    with pytest.raises(ValueError, match="must not serve 'log-sum-exp'"):
         parts_of(core)
     assert parts_of(AttentionCore(core, parts=PLAIN_PARTS)) is PLAIN_PARTS
 

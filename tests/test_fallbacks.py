@@ -1,4 +1,4 @@
-"""What the default run names and this installation lacks: a run does without it, unless the user has named it."""
+"""Plugins that the default run names and that are not installed: a run does without them unless the user names them."""
 
 import pytest
 

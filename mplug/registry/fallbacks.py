@@ -1,7 +1,7 @@
 """The entries of the default run that this installation has no plugin for.
 
 The default run names bundled plugins for what most runs want and none needs: the default kernel, the strategy of the
-remaining ranks, observers. Where one is not installed, a run does without it. What the user names is never dropped.
+remaining ranks, observers. A run does without one that is not installed. Settings of the user are never dropped.
 
 Every run needs a model, an optimizer and data. Where those of the default run are not installed, the message names what
 to install, and the options by which the user names others.

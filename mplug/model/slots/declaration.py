@@ -29,8 +29,8 @@ class Slot:
     `needs(slot, entries)`; `entries` are the optional entries that micro batches have.
 
     - `multiplies`: suppliers multiply by weights, so the recipe of a precision applies to them (`mplug.Recipe`).
-    - `collectives`: the slots with the collectives around a product. A supplier does their work itself, so whoever
-      fills one of them must state its boundary.
+    - `collectives`: the slots with the collectives around a product. A supplier does their work itself, so the
+      content of each of them must state its boundary.
     - `fuses`: what a supplier computes before the product ('norm'). A module has such a slot only where another module
       states it (`Fusible`).
     - `buffers`: what the names of a supplier's buffers (`Offer.buffers`) begin with; ('',) if any name will do. Empty

@@ -16,7 +16,7 @@ import torch
 import yaml
 from click.testing import CliRunner
 
-from mplug.cli.plugins import command as plugins_command
+from mplug.cli import main
 from mplug.errors import UsageError
 from mplug.model.build import can_be_built
 from mplug.model.slots import alternatives
@@ -338,7 +338,7 @@ def test_a_default_kernel_leaves_a_slot_to_whoever_else_claims_it(cli: Cli, inst
 
 
 def test_pipeline_schedules_are_listed_and_the_precisions_of_the_host_have_a_summary_of_their_own() -> None:
-    shown = CliRunner().invoke(plugins_command, ["list", "--kind", "schedules"], catch_exceptions=False).output
+    shown = CliRunner().invoke(main, ["plugins", "list", "--kind", "schedules"], catch_exceptions=False).output
     assert {"1f1b", "zb-v"} <= {line.split()[1] for line in shown.splitlines()}
     native = next(one for one in Registry().entries("precisions") if one.label == "precisions/fp32")
     assert "format of torch" in native.summary
@@ -451,7 +451,7 @@ def test_an_entry_point_of_a_group_that_there_is_not_is_told(
     listed = cli("plugins", "list", path=tmp_path / "site")
     assert (listed.returncode, told in listed.stdout) == (0, True)
     monkeypatch.setattr("mplug.cli.plugins.Registry", lambda: Registry(distributions(path=[str(tmp_path / "site")])))
-    checked = CliRunner().invoke(plugins_command, ["check"])
+    checked = CliRunner().invoke(main, ["plugins", "check"])
     assert checked.exit_code == 1
     assert checked.output.startswith(f"broken  {told}")
     assert "0 of 1 plugins pass" in checked.output

@@ -103,6 +103,7 @@ if TYPE_CHECKING:
     from mplug.layout.plan import Segment as Segment
     from mplug.layout.plan import Shift as Shift
     from mplug.layout.plan import Stages as Stages
+    from mplug.layout.plan import Stream as Stream
     from mplug.layout.plan import Unit as Unit
     from mplug.layout.ranks import Grouping as Grouping
     from mplug.layout.ranks import Ranks as Ranks
@@ -222,7 +223,7 @@ publish(
         "mplug.layout.mesh": ("Axis", "IndexMap", "Mesh", "contiguous"),
         "mplug.layout.ownership": ("Bucket", "Engine", "Sharding", "Stretch"),
         "mplug.layout.placement": ("Box", "Placement"),
-        "mplug.layout.plan": ("Buffer", "Init", "Parameter", "Plan", "Segment", "Shift", "Stages", "Unit"),
+        "mplug.layout.plan": ("Buffer", "Init", "Parameter", "Plan", "Segment", "Shift", "Stages", "Stream", "Unit"),
         "mplug.layout.ranks": ("Grouping", "Ranks"),
         "mplug.layout.work": ("ActivationProduct", "Branches", "Flops", "Step", "WeightProduct", "Work"),
         "mplug.model.plans.adapters": ("Adapters", "Merge", "RowNorms", "row_norms"),

@@ -30,7 +30,8 @@ class RankBatch(Mapping[str, "Tensor"]):
 
     `number` is that of the micro batch in the step, from 0 on. `is_last` says that the step ends with it. `positions`
     and `targets` are the numbers of labels, and of labels that are not ignored, in the whole micro batch. A micro batch
-    without labels has no `targets`; labels that a loader keeps on a device are counted there.
+    without labels has no `targets`; labels that a loader keeps on a device are counted there. `rows` are the number of
+    rows of each stream, and the sum of the squared lengths of their segments, by the entry with these lengths.
     """
 
     entries: MicroBatch
@@ -38,6 +39,7 @@ class RankBatch(Mapping[str, "Tensor"]):
     is_last: bool
     positions: int
     targets: "int | Tensor | None"
+    rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> "Tensor":
         return self.entries[name]
@@ -152,6 +154,9 @@ class Loader(Stateful, Protocol):
         `document_lengths` [B, M], int64: the lengths in the order of the documents in the sample. Each row sums to S
         and is padded with zeros; M is the same in every micro batch. The loader decides whether positions restart with
         each document.
+
+        If the model has streams (`mplug.Stream`), every micro batch has their entries, which the loader declares in
+        `batch_entries` too: at least one group of rows, also where no sample has any.
         """
 
 
@@ -305,6 +310,8 @@ class StepResult:
     """Greater than 0 if `trainer.nonfinite` decides what happens next. None: it decides after every skipped step."""
     figures: "Mapping[str, Tensor]" = field(default_factory=dict)
     """Further scalars for metrics.jsonl, by name."""
+    rows: "Mapping[str, Tensor]" = field(default_factory=dict)
+    """The sums over the step of `RankBatch.rows` [2], by the entry with the lengths."""
     measured: "Callable[[], Mapping[str, float]] | None" = None
     """Returns further figures by name; called on the CPU after the device has completed the step."""
 

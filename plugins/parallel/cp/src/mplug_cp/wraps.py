@@ -68,7 +68,12 @@ def by_parts(
 
 
 def _has_parts(site: Site, run: "Run") -> bool | str:
-    """True if attention can be computed by parts, else a reason; no supplier draws dropout masks part by part."""
+    """True if attention can be computed by parts, else a reason; no supplier draws dropout masks part by part.
+
+    False for the rows of a stream, which cp does not divide.
+    """
+    if site.sequence != "sequence":
+        return False
     if unserved := site.needs - BY_PARTS:
         remedy = "set parallel.cp.method=ulysses" if unserved <= BY_HEADS else "use a layout without cp"
         return f"attention that is computed by parts does not support {', '.join(sorted(unserved))}; {remedy}"
@@ -82,6 +87,8 @@ def _has_parts(site: Site, run: "Run") -> bool | str:
 
 
 def _has_heads(axis: str, site: Site, run: "Run") -> bool | str:
+    if site.sequence != "sequence":
+        return False
     size = run.mesh.axes[axis].size
     heads = site.module.num_heads // prod(one.size for one in run.mesh.axes.values() if "heads" in one.splits)
     if heads % size == 0:

@@ -62,7 +62,13 @@ def offers(run: Run, model: Model, sequence_parallel: bool, overlap: bool) -> li
         Offer({"Linear.gather": Collective(enter, boundary=around)}, weight_split_along(0)),
         Offer({"Linear.scatter": Collective(leave, boundary=around)}, weight_split_along(1)),
         Offer({"Embedding.lookup": look_up_tokens}, weight_split_along(0)),
-        Wrap("Attention.core", partial(_with_global_heads, run.mesh.index(run.rank, "tp")), layer=100, serves=KNOWN),
+        Wrap(
+            "Attention.core",
+            partial(_with_global_heads, run.mesh.index(run.rank, "tp")),
+            layer=100,
+            serves=KNOWN,
+            streams=True,
+        ),
     ]
     if overlap:
         found.append(Offer({"Linear.product": OVERLAPPED}, split_either_way, note=_overlap, fallback=True))

@@ -34,13 +34,16 @@ if TYPE_CHECKING:
     from mplug.contracts import MAY_CHANGE as MAY_CHANGE
     from mplug.contracts import MAY_MOVE as MAY_MOVE
     from mplug.contracts import OF_TRAINING as OF_TRAINING
+    from mplug.contracts import STREAMS as STREAMS
     from mplug.contracts import CorpusTokenizer as CorpusTokenizer
     from mplug.contracts import FolderTokenizer as FolderTokenizer
     from mplug.contracts import Loader as Loader
+    from mplug.contracts import Medium as Medium
     from mplug.contracts import MicroBatch as MicroBatch
     from mplug.contracts import Optimizer as Optimizer
     from mplug.contracts import Piece as Piece
     from mplug.contracts import Pipeline as Pipeline
+    from mplug.contracts import Processor as Processor
     from mplug.contracts import RankBatch as RankBatch
     from mplug.contracts import Record as Record
     from mplug.contracts import Relay as Relay
@@ -185,11 +188,14 @@ publish(
             "Loader",
             "MAY_CHANGE",
             "MAY_MOVE",
+            "Medium",
             "MicroBatch",
             "OF_TRAINING",
+            "STREAMS",
             "Optimizer",
             "Piece",
             "Pipeline",
+            "Processor",
             "RankBatch",
             "Record",
             "Relay",

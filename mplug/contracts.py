@@ -51,6 +51,50 @@ class RankBatch(Mapping[str, "Tensor"]):
         return len(self.entries)
 
 
+STREAMS = "streams"
+"""In the answer of `batch_entries`: all entries that the processor of the model makes."""
+
+
+@dataclass(frozen=True)
+class Medium:
+    """Something beside text in a sample (a picture, a recording), as a `Processor` has prepared it.
+
+    `tokens` stand for it in the text: its placeholders, and the special tokens around them. `rows` is the number of
+    rows that it has in a stream, and `values` is what the processor makes them from.
+    """
+
+    tokens: tuple[int, ...]
+    rows: int
+    values: Any
+
+
+class Processor(Protocol):
+    """Makes the entries of a model's streams from the media of samples. Its module imports without torch.
+
+    `entries` are the names of what it makes; every micro batch has all of them. `placeholders` are the tokens that
+    stand for rows of a stream. They occur nowhere else, and are never targets.
+    """
+
+    entries: tuple[str, ...]
+    placeholders: frozenset[int]
+
+    def prepare(self, content: "Tensor") -> Medium:
+        """Prepare a medium from its decoded content: the colours [F, H, W, 3] of F frames, as uint8.
+
+        Raises UsageError for content that the model cannot take (too long and thin, say).
+        """
+
+    def entries_of(
+        self, tokens: "Tensor", media: "Sequence[Sequence[Medium]]", document_lengths: "Tensor | None" = None
+    ) -> "Mapping[str, Tensor]":
+        """The entries of a micro batch with these tokens [B, S] and the media of each sample, in their order.
+
+        A sample without media has an empty sequence. The lengths of documents [B, M] are those of packed samples; no
+        medium crosses a border of documents. Raises ValueError, and names the sample by its index, if the placeholders
+        in its tokens are not those of its media.
+        """
+
+
 Record = dict[str, Any]
 """A line of metrics.jsonl.
 

@@ -35,10 +35,10 @@ class Unit:
 
 @dataclass(frozen=True)
 class Stream:
-    """Rows of another kind than tokens, such as the patches of images, which units of their own compute.
+    """Rows of another kind than tokens, such as the patches of pictures, which units of their own compute.
 
-    The entries of a stream are [1, rows, ...]: all rows of a micro batch, one segment (an image) after the other. The
-    number of rows differs from micro batch to micro batch. It is never 0: a micro batch without an image has one group
+    The entries of a stream are [1, rows, ...]: all rows of a micro batch, one segment (a picture) after the other. The
+    number of rows differs from micro batch to micro batch. It is never 0: a micro batch without a picture has one group
     of rows to which nothing else in it refers. So all ranks run the same units.
 
     `lengths` names the entries [1, N], int64, that state the lengths of segments, padded with zeros; each of them sums

@@ -44,8 +44,8 @@ class Source:
     plan: "Plan | None" = None
 
     @staticmethod
-    def of(run: "Run", split: str, plan: "Plan") -> "Source":
-        """The source of a run's split."""
+    def of(run: "Run", split: str, plan: "Plan | None" = None) -> "Source":
+        """The source of a run's split; `plan` is that of the model."""
         (plugin,) = run.hooks.implementers("build_loader")
         part, shards = run.mesh.batch_shard(run.rank)
         length, size = run.config.trainer.seq_length, run.micro_batch_size

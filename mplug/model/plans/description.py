@@ -37,7 +37,7 @@ class Description:
         The plan's FLOPs are those of its tokens: the work of units of streams does not count.
         """
         streams = flops_of_work(work_of_units(self.module, (unit for unit in units if unit.sequence != TOKENS_AXIS)))
-        own = {
+        own: dict[str, Any] = {
             "parameters": self.parameters,
             "buffers": self.buffers,
             "tied": self.tied,

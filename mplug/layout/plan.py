@@ -44,8 +44,8 @@ class Stream:
     `lengths` names the entries [1, N], int64, that state the lengths of segments, padded with zeros; each of them sums
     to the number of rows. A unit of the stream that takes one of them as an input attends within its segments. The
     first counts for units that take none. The host appends copies of the last group of rows, as segments of their own,
-    until the ranks of the layout divide the number of groups; a `group` are the consecutive rows that the units join
-    into one.
+    until the ranks of the layout divide the number of groups. A `group` are consecutive rows that a unit may join into
+    one: all rows of a group are always on one rank.
 
     `rows` and `squares` are the rows of a sample, and the sum of the squared lengths of its segments. Estimates and the
     split into pipeline stages count by them, before there is data.

@@ -204,7 +204,7 @@ def _at_risk(statement: Statement, axis: Axis) -> frozenset[str]:
     return frozenset(
         named
         for named in statement.axes
-        if (statement.rows_divided_by(axis) if named == TOKENS_AXIS else axis.divides(named))
+        if (statement.rows_divided_by(axis) if named in (TOKENS_AXIS, statement.sequence) else axis.divides(named))
     )
 
 

@@ -19,6 +19,7 @@ class Unit:
     `name` is the submodule's fully qualified name, which a split does not change. `inputs` are the positional arguments
     of `method`: activations and batch entries. `outputs` are the activations that it returns (one value, or a tuple in
     this order). `optional` are entries that only some loaders supply: keyword arguments of `method` if they are there.
+    `sequence` is the named axis along which the rows of its activations lie.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Unit:
     outputs: tuple[str, ...]
     method: str = "forward"
     optional: tuple[str, ...] = ()
+    sequence: str = "sequence"
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,7 @@ if TYPE_CHECKING:
     from mplug.model.plans.declaring import Declared as Declared
     from mplug.model.plans.declaring import declare as declare
     from mplug.model.plans.declaring import parameter as parameter
+    from mplug.model.plans.description import Description as Description
     from mplug.model.plans.description import describe as describe
     from mplug.model.products.gathered_copies import GatheredCopies as GatheredCopies
     from mplug.model.products.gathered_copies import gathered_copies as gathered_copies
@@ -234,7 +235,7 @@ publish(
         "mplug.layout.work": ("ActivationProduct", "Branches", "Flops", "Step", "WeightProduct", "Work"),
         "mplug.model.plans.adapters": ("Adapters", "Merge", "RowNorms", "row_norms"),
         "mplug.model.plans.declaring": ("Declared", "declare", "parameter"),
-        "mplug.model.plans.description": ("describe",),
+        "mplug.model.plans.description": ("Description", "describe"),
         "mplug.model.products.gathered_copies": ("GatheredCopies", "gathered_copies"),
         "mplug.model.slots.kernel": ("kernel",),
         "mplug.model.model": ("Model",),

@@ -225,6 +225,7 @@ SPARSE_TEXT = PublicForm(
         "norm_topk_prob": FixedField(True, (True,), "the library always normalises the gates"),
         "decoder_sparse_step": ReadField(1, SIZE),
         "mlp_only_layers": ReadField(None, Values.indices().or_null),
+        "sliding_window": UnusedField("the library has no windows here, whatever it says"),
     },
     aliases={"num_local_experts": "num_experts"},
     settings=_sparse_text,

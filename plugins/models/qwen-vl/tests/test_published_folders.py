@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 from mplug_huggingface_format.opened import open_folder  # noqa: E402
 from mplug_qwen_vl.stream import Grid  # noqa: E402
-from published import edited, loaded, run_of, save, tensors  # noqa: E402
+from published import edited, loaded, rewritten, run_of, save, tensors  # noqa: E402
 from seeing_models import CONFIGS, config_of, micro_batch, sample  # noqa: E402
 
 from mplug.checkpoint.public_load import fill_from, weights_of  # noqa: E402
@@ -47,7 +47,15 @@ def library_of(kind: str) -> Any:
 @pytest.fixture(scope="module", params=CONFIGS)
 def made(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
     folder = tmp_path_factory.mktemp(request.param)
-    return request.param, folder, save(library_of(request.param), folder)
+    library = save(library_of(request.param), folder)
+    if request.param == "3-moe":
+        rewritten(folder, transpose_experts)
+    return request.param, folder, library
+
+
+def transpose_experts(found: dict[str, Tensor]) -> None:
+    """Experts as in the released folders. The library saves its own in its own order, and reads both."""
+    found.update({name: x.mT.contiguous() for name, x in found.items() if ".mlp.experts." in name})
 
 
 def images(kind: str) -> Any:

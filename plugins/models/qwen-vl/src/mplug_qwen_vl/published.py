@@ -181,8 +181,18 @@ THIRD_TEXT = PublicForm(
 """The decoder of Qwen3-VL."""
 
 
+def _refuse_square(width: int, hidden: int) -> None:
+    """Raise ValueError if the library cannot tell from a tensor of experts whether it is transposed."""
+    if hidden in (width, 2 * width):
+        raise ValueError(
+            f"its experts of width {width} are square matrices beside hidden_size={hidden}: the library guesses from "
+            f"the shape whether a tensor is transposed"
+        )
+
+
 def _sparse_text(values: Mapping[str, Any]) -> dict[str, Any]:
     """The blocks with experts: every n-th, except some."""
+    _refuse_square(values["moe_intermediate_size"], values["hidden_size"])
     step, dense = values["decoder_sparse_step"], values["mlp_only_layers"] or ()
     types = [
         "experts" if number not in dense and (number + 1) % step == 0 else "mlp"
@@ -196,6 +206,7 @@ def _sparse_text(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _written_sparse(config: "QwenVLConfig") -> dict[str, Any]:
     dense = [number for number in range(config.num_layers) if not config.has_experts(number)]
+    _refuse_square(config.expert_width, config.hidden_size)
     return {
         **_written_third(config),
         "moe_intermediate_size": config.expert_width,

@@ -7,6 +7,7 @@ from mplug_nn import DecoderFamily
 from mplug_qwen_vl.config import QwenVLConfig
 from mplug_qwen_vl.presets import PRESETS
 from mplug_qwen_vl.published import FORMS
+from mplug_qwen_vl.vision import entries_of
 
 if TYPE_CHECKING:
     from mplug import Model, Processor, Run
@@ -21,7 +22,7 @@ class QwenVL(DecoderFamily):
     @hookimpl
     def build_model(self, run: "Run") -> "Model":
         """The tower and the decoder on the meta device, and their plan."""
-        from mplug_qwen_vl.build import build, entries_of
+        from mplug_qwen_vl.build import build
 
         missing: list[str] = []
         if self.config.vision is not None:
@@ -30,7 +31,8 @@ class QwenVL(DecoderFamily):
             (loader,) = run.hooks.implementers("build_loader")
             raise UsageError(
                 f"micro batches of {loader} have no {listed(map(repr, missing))}, which the tower of 'model.vision' "
-                f"needs; use a data plugin that supplies images, or train a decoder of text (--set model.vision=null)"
+                f"needs; use a data plugin that supplies images (--data qwen-vl-mock), or train a decoder of text "
+                f"(--set model.vision=null)"
             )
         return build(self.config, has_images=not missing)
 

@@ -7,24 +7,7 @@ from mplug import Description, Inits, Model, Plan, Stream, Unit, describe
 from mplug_nn import Head, build_decoder, decoder_plan
 from mplug_qwen_vl.config import QwenVLConfig
 from mplug_qwen_vl.tower import SeeingDecoder, Tower
-from mplug_qwen_vl.vision import VisionConfig
-
-PATCHES = "patches"
-"""The axis along which the rows of the tower's units lie."""
-CONTEXT = {
-    "patches": ("packs", PATCHES, "pixels"),
-    "patch_places": ("packs", PATCHES, "place"),
-    "patch_lengths": ("packs", "frames"),
-    "window_lengths": ("packs", "windows"),
-    "vision_rows": ("batch", "sequence"),
-    "coordinates": ("batch", "sequence", "coordinate"),
-}
-"""The entries of a micro batch with images, and their axes."""
-
-
-def entries_of(config: VisionConfig) -> tuple[str, ...]:
-    """The entries that a loader must supply for a model with this tower."""
-    return tuple(name for name in CONTEXT if name != "window_lengths" or config.window_size is not None)
+from mplug_qwen_vl.vision import CONTEXT, PATCHES, VisionConfig, entries_of
 
 
 def build(config: QwenVLConfig, *, has_images: bool) -> Model:

@@ -1,5 +1,6 @@
 """The config.json of Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE: fields beside, and in, two nested mappings. No torch."""
 
+from collections import ChainMap
 from collections.abc import Mapping
 from math import isqrt
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,7 @@ SIZE, TOKEN = Values.integer(), Values.integer(0)
 
 def _rotary(values: Mapping[str, Any], division: str) -> dict[str, Any]:
     """Rotary positions, their sections, and whether they alternate."""
-    plain, sections = dict(values), None
+    plain, sections = dict[str, Any](), None
     for name in ("rope_parameters", "rope_scaling"):
         given = values[name]
         if not given:
@@ -58,7 +59,7 @@ def _rotary(values: Mapping[str, Any], division: str) -> dict[str, Any]:
             raise ValueError(f"its field '{name}.mrope_interleaved' is {alternates!r}, which the library ignores")
         plain[name] = _without_sections(given)
     return {
-        **rotary_settings(plain),
+        **rotary_settings(ChainMap(plain, values)),  # type: ignore[arg-type]
         "rope_division": division,
         "rope_sections": tuple(sections or SECTIONS[division]),
     }
@@ -181,8 +182,18 @@ THIRD_TEXT = PublicForm(
 """The decoder of Qwen3-VL."""
 
 
+def _refuse_square(width: int, hidden: int) -> None:
+    """Raise ValueError if the library cannot tell from a tensor of experts whether it is transposed."""
+    if hidden in (width, 2 * width):
+        raise ValueError(
+            f"its experts of width {width} are square matrices beside hidden_size={hidden}: the library guesses from "
+            f"the shape whether a tensor is transposed"
+        )
+
+
 def _sparse_text(values: Mapping[str, Any]) -> dict[str, Any]:
     """The blocks with experts: every n-th, except some."""
+    _refuse_square(values["moe_intermediate_size"], values["hidden_size"])
     step, dense = values["decoder_sparse_step"], values["mlp_only_layers"] or ()
     types = [
         "experts" if number not in dense and (number + 1) % step == 0 else "mlp"
@@ -196,6 +207,7 @@ def _sparse_text(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _written_sparse(config: "QwenVLConfig") -> dict[str, Any]:
     dense = [number for number in range(config.num_layers) if not config.has_experts(number)]
+    _refuse_square(config.expert_width, config.hidden_size)
     return {
         **_written_third(config),
         "moe_intermediate_size": config.expert_width,
@@ -225,6 +237,7 @@ SPARSE_TEXT = PublicForm(
         "norm_topk_prob": FixedField(True, (True,), "the library always normalises the gates"),
         "decoder_sparse_step": ReadField(1, SIZE),
         "mlp_only_layers": ReadField(None, Values.indices().or_null),
+        "sliding_window": UnusedField("the library has no windows here, whatever it says"),
     },
     aliases={"num_local_experts": "num_experts"},
     settings=_sparse_text,
@@ -373,19 +386,20 @@ IDS = {
 
 def _whole(values: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers of tokens; the tower's result must be as wide as the decoder."""
+    tokens = {ours: values[name] for name, (ours, _) in IDS.items()}
     width, expected = values[VISION]["out_hidden_size"], values[TEXT]["hidden_size"]
     if width != expected:
         raise ValueError(
             f"its field '{VISION}.out_hidden_size' is {width}, but the family supports {expected} only, which is "
             f"'{TEXT}.hidden_size'"
         )
-    return {"vision": {ours: values[name] for name, (ours, _) in IDS.items()}}
+    return {"vision": tokens}
 
 
 def _second_whole(values: Mapping[str, Any]) -> dict[str, Any]:
     """Older folders say in the decoder's mapping whether embedding and output projection are one table."""
-    tied = values["tie_word_embeddings"] or values[TEXT]["tie_word_embeddings"]
-    return {**_whole(values), "tie_embeddings": tied}
+    tied = [values["tie_word_embeddings"], values[TEXT]["tie_word_embeddings"]]
+    return {"tie_embeddings": any(tied), **_whole(values)}
 
 
 def _written_whole(config: "QwenVLConfig") -> dict[str, Any]:

@@ -16,6 +16,18 @@ from pydantic import (
 
 from mplug_nn import ActivationName, AttentionConfig, BlockConfig, MLPConfig, NormConfig, NormName, Rotary
 
+PATCHES = "patches"
+"""The axis along which the rows of the tower's units lie."""
+CONTEXT = {
+    "patches": ("packs", PATCHES, "pixels"),
+    "patch_places": ("packs", PATCHES, "place"),
+    "patch_lengths": ("packs", "frames"),
+    "window_lengths": ("packs", "windows"),
+    "vision_rows": ("batch", "sequence"),
+    "coordinates": ("batch", "sequence", "coordinate"),
+}
+"""The entries of a micro batch with images, and their axes."""
+
 
 class VisionConfig(BaseModel):
     """The tower of Qwen3-VL by default. Qwen2.5-VL has windows, RMSNorm, a gated MLP, and no learned positions."""
@@ -120,3 +132,8 @@ class VisionConfig(BaseModel):
             documents=True,
         )
         return BlockConfig(self.norm_config(), attention, MLPConfig(self.ffn_hidden_size, self.activation, bias=True))
+
+
+def entries_of(config: VisionConfig) -> tuple[str, ...]:
+    """The entries that a loader must supply for a model with this tower."""
+    return tuple(name for name in CONTEXT if name != "window_lengths" or config.window_size is not None)

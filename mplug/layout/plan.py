@@ -43,9 +43,14 @@ class Stream:
 
     `lengths` names the entries [1, N], int64, that state the lengths of segments, padded with zeros; each of them sums
     to the number of rows. A unit of the stream that takes one of them as an input attends within its segments. The
-    first counts for units that take none. The host appends copies of the last group of rows, as segments of their own,
-    until the ranks of the layout divide the number of groups. A `group` are consecutive rows that a unit may join into
-    one: all rows of a group are always on one rank.
+    first counts for units that take none; the segments of the others lie within its segments. A `group` are consecutive
+    rows of a segment that a unit may join into one: all rows of a group are always on one rank. `indices` names the
+    entries whose values are numbers of groups, or -1.
+
+    The host divides the segments among the ranks along axes that share streams (`Axis.shares_streams`). It appends
+    copies of the last group of rows, as segments of their own, until all these ranks have equally many groups, and the
+    ranks of sequence parallelism divide this number. Group g of the r-th rank, of n groups each, then has the number
+    r n + g in the entries that `indices` names.
 
     `rows` and `squares` are the rows of a sample, and the sum of the squared lengths of its segments. Estimates and the
     split into pipeline stages count by them, before there is data.
@@ -53,6 +58,7 @@ class Stream:
 
     lengths: tuple[str, ...]
     group: int = 1
+    indices: tuple[str, ...] = ()
     rows: int = 0
     squares: int = 0
 

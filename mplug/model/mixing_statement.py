@@ -27,7 +27,8 @@ class Statement:
 
         An axis that divides the sequence of activations (sequence parallelism) divides the rows of every unit.
         """
-        return TOKENS_AXIS in axis.activations or axis.divides(self.sequence)
+        in_a_stream = self.sequence != TOKENS_AXIS
+        return TOKENS_AXIS in axis.activations or axis.divides(self.sequence) or (in_a_stream and axis.shares_streams)
 
     @property
     def kind(self) -> str:

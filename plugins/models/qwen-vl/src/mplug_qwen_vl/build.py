@@ -52,7 +52,7 @@ def _stream(config: VisionConfig) -> Stream:
     """The patches; those of a sample are counted as one frame."""
     lengths = tuple(name for name in ("patch_lengths", "window_lengths") if name in entries_of(config))
     number = config.typical_patches
-    return Stream(lengths, group=config.merge_size**2, rows=number, squares=number**2)
+    return Stream(lengths, group=config.merge_size**2, indices=("vision_rows",), rows=number, squares=number**2)
 
 
 def _described(tower: Tower, config: VisionConfig) -> Description:

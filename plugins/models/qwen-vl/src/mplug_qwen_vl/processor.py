@@ -82,7 +82,9 @@ class VisionProcessor:
                 within.append(unread.pop(0).values[0])
             found.append(read_document(own, within, self.vision))
         if unread:
-            raise ValueError(f"it has {len(media)} pictures and videos, and tokens of {len(media) - len(unread)} of them")
+            raise ValueError(
+                f"it has {len(media)} pictures and videos, and tokens of {len(media) - len(unread)} of them"
+            )
         return found
 
 

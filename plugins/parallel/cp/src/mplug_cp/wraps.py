@@ -40,7 +40,20 @@ def around_attention(run: "Run", method: "Method") -> "list[Wrap]":
         wrap = partial(exchanged, run.group(axis), size, index)
         supports, note = partial(_has_heads, axis), "exchange of heads"
         wraps.append(Wrap("Attention.core", wrap, layer=50, supports=supports, note=note, serves=BY_HEADS))
-    return wraps
+    return [*wraps, *_around_joins(run)]
+
+
+def _around_joins(run: "Run") -> "list[Wrap]":
+    """The wrap that gathers the rows of a stream from the ranks that share its segments."""
+    axes = [axis.name for axis in run.mesh.views["dense"] if axis.shares_streams and axis.size > 1]
+    if not axes:
+        return []
+    group = run.group(*axes)
+
+    def gathered(inner: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda rows: ops.gather(inner(rows), group, 1)
+
+    return [Wrap("Join.gather", gathered, layer=50)]
 
 
 def by_parts(

@@ -89,7 +89,7 @@ class Sample(NamedTuple):
     grids: list[Grid]
 
 
-def sample(parts: Sequence[int | Grid], length: int, seed: int, *, frames_apart: bool) -> Sample:
+def sample(parts: Sequence[int | Grid], length: int, seed: int, *, frames_apart: bool, merge: int = 2) -> Sample:
     """A sample of text and images: a number is that of text tokens, a grid an image, or a video if it has frames."""
     generator = torch.Generator().manual_seed(seed)
     tokens, kinds = list[int](), list[int]()
@@ -110,13 +110,13 @@ def sample(parts: Sequence[int | Grid], length: int, seed: int, *, frames_apart:
         if isinstance(part, int):
             text(part)
         elif part.frames == 1:
-            see(IMAGE, part.num_patches // 4, 1)
+            see(IMAGE, part.num_patches // merge**2, 1)
         elif frames_apart:
             for _ in range(part.frames):
                 text(2)
-                see(VIDEO, part.rows * part.columns // 4, 2)
+                see(VIDEO, part.rows * part.columns // merge**2, 2)
         else:
-            see(VIDEO, part.num_patches // 4, 2)
+            see(VIDEO, part.num_patches // merge**2, 2)
     text(length - len(tokens))
     grids = [part for part in parts if not isinstance(part, int)]
     images = [grid for grid in grids if grid.frames == 1]
@@ -197,6 +197,15 @@ def library_in_fp64(given: Mapping[str, Any]) -> Any:
     kind = given["model_type"]
     importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     return wide(kind)
+
+
+def changed(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with other values: of a field, or of one in a mapping ('vision_config.depth')."""
+    found = {name: dict(value) if isinstance(value, dict) else value for name, value in given.items()}
+    for name, value in changes.items():
+        outer, _, inner = name.rpartition(".")
+        (found[outer] if outer else found)[inner] = value
+    return found
 
 
 def config_of(given: Mapping[str, Any], **further: Any) -> QwenVLConfig:

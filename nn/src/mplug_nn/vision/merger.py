@@ -65,4 +65,5 @@ class PatchMerger(Activation):
         return y
 
     def _joined(self, x: Tensor) -> Tensor:
-        return x.unflatten(1, (-1, self.merged)).flatten(2)
+        joined: Tensor = x.unflatten(1, (-1, self.merged)).flatten(2)
+        return joined

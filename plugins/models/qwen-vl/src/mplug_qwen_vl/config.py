@@ -62,4 +62,4 @@ class QwenVLConfig(GeneralDecoderConfig):
 
     def external_names(self) -> ExternalNames:
         """The names of Qwen2.5-VL, Qwen3-VL or Qwen3-VL-MoE."""
-        return external_names(self)
+        return external_names(self, self.vision)

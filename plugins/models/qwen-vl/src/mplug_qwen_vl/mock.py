@@ -59,11 +59,11 @@ class MockImages:
     @hookimpl
     def build_loader(self, run: "Run") -> MapLoader:
         """A loader of random samples; both splits have the same samples."""
-        from mplug_qwen_vl.mock_samples import reader
+        from mplug_qwen_vl.mock_samples import Amounts, reader
 
         trainer, model = run.config.trainer, run.config.model
         return MapLoader(
-            reader(trainer.seed, trainer.seq_length, model, self.config),
+            reader(trainer.seed, trainer.seq_length, model, Amounts(**self.config.model_dump())),
             vocab_size=model.vocab_size,
             shard=run.mesh.batch_shard(run.rank),
             micro_batch_size=run.micro_batch_size,

@@ -8,12 +8,21 @@ from torch import Tensor
 
 from mplug import MicroBatch
 from mplug_qwen_vl.config import QwenVLConfig
-from mplug_qwen_vl.mock import MockImages
 from mplug_qwen_vl.stream import Document, Grid, micro_batch_entries, read_document
 from mplug_qwen_vl.vision import VisionConfig
 
 IGNORED = -100
 """The label of a position without a target."""
+
+
+class Amounts(NamedTuple):
+    """The fields of the plugin's Config."""
+
+    images: int
+    longest: int
+    frames: int
+    documents: int
+    multiple: int
 
 
 class _Made(NamedTuple):
@@ -25,7 +34,7 @@ class _Made(NamedTuple):
     patches: list[Tensor]
 
 
-def reader(seed: int, length: int, model: QwenVLConfig, config: MockImages.Config) -> Callable[[range], MicroBatch]:
+def reader(seed: int, length: int, model: QwenVLConfig, config: Amounts) -> Callable[[range], MicroBatch]:
     """A function that makes samples of `length` tokens by their numbers.
 
     In a packed sample, positions restart at 0 in every document, and a document's last token has no target.
@@ -55,7 +64,7 @@ def reader(seed: int, length: int, model: QwenVLConfig, config: MockImages.Confi
 
 
 def _document(
-    length: int, model: QwenVLConfig, vision: VisionConfig, config: MockImages.Config, generator: torch.Generator
+    length: int, model: QwenVLConfig, vision: VisionConfig, config: Amounts, generator: torch.Generator
 ) -> _Made:
     """Text with images at random places; an image that does not fit any more is left out."""
 

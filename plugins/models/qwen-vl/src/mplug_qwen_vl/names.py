@@ -2,21 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from mplug import ExternalMap, ExternalNames, Factor, Fused, Transposed
-from mplug_nn import published_names
+from mplug_nn import GeneralDecoderConfig, published_names
 from mplug_qwen_vl.vision import VisionConfig
-
-if TYPE_CHECKING:
-    from mplug_qwen_vl.config import QwenVLConfig
 
 LAYER = "model.layers.*"
 """A block of the decoder in the names that most families share."""
 External = str | Transposed | Fused | tuple[ExternalMap, ...] | None
 
 
-def external_names(config: "QwenVLConfig") -> ExternalNames:
+def external_names(config: GeneralDecoderConfig, vision: VisionConfig | None) -> ExternalNames:
     """The names of Qwen3-VL if there is QK-norm, else those of Qwen2.5-VL."""
     is_third = config.qk_norm
     found = published_names(config, experts=_experts(config))
@@ -26,13 +22,13 @@ def external_names(config: "QwenVLConfig") -> ExternalNames:
     else:
         found = replace(found, prefix="")
     at = "model.visual" if is_third else "visual"
-    if config.vision is None:
+    if vision is None:
         return replace(found, ignored=(*found.ignored, at))
-    tower = _third(config.vision, at) if is_third else _second(config.vision, at)
+    tower = _third(vision, at) if is_third else _second(vision, at)
     return replace(found, tensors={**found.tensors, **{f"tower.{ours}": theirs for ours, theirs in tower.items()}})
 
 
-def _experts(config: "QwenVLConfig") -> dict[str, External] | None:
+def _experts(config: GeneralDecoderConfig) -> dict[str, External] | None:
     """One tensor for the matrices of all experts, transposed; None for experts that no folder has."""
     if config.num_shared_experts or config.expert_bias or config.expert_bias_rate:
         return None

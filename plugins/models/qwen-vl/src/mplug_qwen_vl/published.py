@@ -228,7 +228,7 @@ SPARSE_TEXT = PublicForm(
             num_attention_heads=16,
             max_position_embeddings=128000,
         ),
-        **heads_fields(16, None, null=("num_key_value_heads", "head_dim")),
+        **heads_fields(16, None, null=("head_dim",)),
         **THIRD,
         **ROUTER_LOSS_FIELDS,
         "num_experts": ReadField(60, SIZE, ("num_experts",)),

@@ -105,7 +105,7 @@ def test_the_flops_of_a_stream_are_those_of_its_units() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"data.media": 0}, "data/mock have no 'patches', .*supplies images, or train a decoder of text"),
+        ({"data.media": 0}, "data/mock have no 'patches', .*supplies images .*--set data.media=2"),
         ({"model.vision": None}, "data/mock supplies samples with media, and models/qwen-vl takes none"),
     ],
 )

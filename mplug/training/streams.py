@@ -80,7 +80,7 @@ class _Shares:
         most = max(sum(self.lengths[one] for one in own) for own in self.segments) // stream.group
         self.groups = -(-most // splits) * splits
 
-    def of(self, share: int) -> MicroBatch:
+    def of(self, share: int) -> dict[str, Tensor]:
         """The entries of the stream for a share."""
         segments, group = self.segments[share], self.stream.group
         missing = self.groups - sum(self.lengths[one] for one in segments) // group
@@ -90,7 +90,7 @@ class _Shares:
         parts = [range(starts[one], starts[one + 1]) for one in segments]
         parts += [range(starts[-1] - group, starts[-1])] * missing
         chosen = torch.tensor([row for part in parts for row in part])
-        made = {}
+        made = dict[str, Tensor]()
         for name in _rows_by_entry(self.batch, self.plan, self.axis):
             made[name] = self.batch[name].index_select(self.plan.context[name].index(self.axis), chosen)
         for name in (name for name in self.stream.lengths if name in self.batch):
@@ -108,7 +108,7 @@ class _Shares:
                 found[-1].append(unread.pop(0))
         return found
 
-    def _renumbered(self) -> MicroBatch:
+    def _renumbered(self) -> dict[str, Tensor]:
         """The entries with numbers of groups; a group keeps its number if there is one share."""
         if len(self.segments) == 1:
             return {}
@@ -120,7 +120,7 @@ class _Shares:
                 count = starts[one + 1] - starts[one]
                 numbers[starts[one] : starts[one + 1]] = torch.arange(first, first + count)
                 first += count
-        made = {}
+        made = dict[str, Tensor]()
         for name in (name for name in self.stream.indices if name in self.batch):
             old = self.batch[name]
             made[name] = torch.where(old < 0, old, numbers[old.clamp(min=0)])

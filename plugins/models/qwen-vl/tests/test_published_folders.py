@@ -24,7 +24,7 @@ from mplug.model.build import allocate_parts, build_model  # noqa: E402
 from mplug.training.loop import train  # noqa: E402
 
 Cli = Callable[..., CompletedProcess[str]]
-SETTINGS: dict[str, Any] = {"data.name": "qwen-vl-mock", "trainer.seq_length": 60}
+SETTINGS: dict[str, Any] = {"data.media": 2, "data.media_sides": [8, 24], "trainer.seq_length": 60}
 ONE_STEP = {
     **SETTINGS,
     "trainer.steps": 1,
@@ -135,7 +135,7 @@ def test_text_alone_is_sampled_as_the_library_computes_it(made: tuple[str, Path,
 
 def test_a_folder_is_refused_on_text_alone(made: tuple[str, Path, Any]) -> None:
     _, folder, _ = made
-    with pytest.raises(UsageError, match=r"micro batches of data/text have no 'patches', .* \(--data qwen-vl-mock\)"):
+    with pytest.raises(UsageError, match=r"micro batches of data/text have no 'patches', .* \(--data mock"):
         loaded(folder)
 
 

@@ -93,7 +93,7 @@ def _with_media(batch: MicroBatch, processor: "Processor", media: Sequence[Seque
 
 
 def _cut(length: int, documents: int, spans: Spans, generator: torch.Generator) -> Tensor:
-    """Random lengths [M] of at least one token each; all ways to split a sample between its media are equally likely."""
+    """Random lengths [M] of at least one token each; all ways around its media are equally likely."""
     borders = torch.arange(1, length)
     within = [torch.arange(start + 1, start + number) for start, number in spans]
     borders = borders[~torch.isin(borders, torch.cat(within))] if within else borders

@@ -31,8 +31,8 @@ class QwenVL(DecoderFamily):
             (loader,) = run.hooks.implementers("build_loader")
             raise UsageError(
                 f"micro batches of {loader} have no {listed(map(repr, missing))}, which the tower of 'model.vision' "
-                f"needs; use a data plugin that supplies images (--data qwen-vl-mock), or train a decoder of text "
-                f"(--set model.vision=null)"
+                f"needs; use a data plugin that supplies images (--data mock --set data.media=2), or train a decoder "
+                f"of text (--set model.vision=null)"
             )
         return build(self.config, has_images=not missing)
 

@@ -9,11 +9,11 @@ import torch
 from mplug_qwen_vl.processor import VisionProcessor
 from mplug_qwen_vl.stream import tower_order
 from mplug_qwen_vl.vision import VisionConfig
-from PIL import Image
 
 from mplug import Medium
 from mplug_nn.pictures import decode_picture
 
+Image = pytest.importorskip("PIL.Image")
 library = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
 images = pytest.importorskip("transformers.image_utils")
 MODES = ("RGB", "L", "RGBA", "P", "CMYK", "I;16", "LA", "1")

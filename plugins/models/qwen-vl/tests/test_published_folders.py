@@ -24,7 +24,7 @@ from mplug.model.build import allocate_parts, build_model  # noqa: E402
 from mplug.training.loop import train  # noqa: E402
 
 Cli = Callable[..., CompletedProcess[str]]
-SETTINGS: dict[str, Any] = {"data.media": 2, "data.media_sides": [8, 24], "trainer.seq_length": 60}
+SETTINGS: dict[str, Any] = {"data.name": "mock", "data.media": 2, "data.media_sides": [8, 24], "trainer.seq_length": 60}
 ONE_STEP = {
     **SETTINGS,
     "trainer.steps": 1,

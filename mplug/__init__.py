@@ -34,13 +34,16 @@ if TYPE_CHECKING:
     from mplug.contracts import MAY_CHANGE as MAY_CHANGE
     from mplug.contracts import MAY_MOVE as MAY_MOVE
     from mplug.contracts import OF_TRAINING as OF_TRAINING
+    from mplug.contracts import STREAMS as STREAMS
     from mplug.contracts import CorpusTokenizer as CorpusTokenizer
     from mplug.contracts import FolderTokenizer as FolderTokenizer
     from mplug.contracts import Loader as Loader
+    from mplug.contracts import Medium as Medium
     from mplug.contracts import MicroBatch as MicroBatch
     from mplug.contracts import Optimizer as Optimizer
     from mplug.contracts import Piece as Piece
     from mplug.contracts import Pipeline as Pipeline
+    from mplug.contracts import Processor as Processor
     from mplug.contracts import RankBatch as RankBatch
     from mplug.contracts import Record as Record
     from mplug.contracts import Relay as Relay
@@ -103,6 +106,7 @@ if TYPE_CHECKING:
     from mplug.layout.plan import Segment as Segment
     from mplug.layout.plan import Shift as Shift
     from mplug.layout.plan import Stages as Stages
+    from mplug.layout.plan import Stream as Stream
     from mplug.layout.plan import Unit as Unit
     from mplug.layout.ranks import Grouping as Grouping
     from mplug.layout.ranks import Ranks as Ranks
@@ -120,6 +124,7 @@ if TYPE_CHECKING:
     from mplug.model.plans.declaring import Declared as Declared
     from mplug.model.plans.declaring import declare as declare
     from mplug.model.plans.declaring import parameter as parameter
+    from mplug.model.plans.description import Description as Description
     from mplug.model.plans.description import describe as describe
     from mplug.model.products.gathered_copies import GatheredCopies as GatheredCopies
     from mplug.model.products.gathered_copies import gathered_copies as gathered_copies
@@ -184,11 +189,14 @@ publish(
             "Loader",
             "MAY_CHANGE",
             "MAY_MOVE",
+            "Medium",
             "MicroBatch",
             "OF_TRAINING",
+            "STREAMS",
             "Optimizer",
             "Piece",
             "Pipeline",
+            "Processor",
             "RankBatch",
             "Record",
             "Relay",
@@ -222,12 +230,12 @@ publish(
         "mplug.layout.mesh": ("Axis", "IndexMap", "Mesh", "contiguous"),
         "mplug.layout.ownership": ("Bucket", "Engine", "Sharding", "Stretch"),
         "mplug.layout.placement": ("Box", "Placement"),
-        "mplug.layout.plan": ("Buffer", "Init", "Parameter", "Plan", "Segment", "Shift", "Stages", "Unit"),
+        "mplug.layout.plan": ("Buffer", "Init", "Parameter", "Plan", "Segment", "Shift", "Stages", "Stream", "Unit"),
         "mplug.layout.ranks": ("Grouping", "Ranks"),
         "mplug.layout.work": ("ActivationProduct", "Branches", "Flops", "Step", "WeightProduct", "Work"),
         "mplug.model.plans.adapters": ("Adapters", "Merge", "RowNorms", "row_norms"),
         "mplug.model.plans.declaring": ("Declared", "declare", "parameter"),
-        "mplug.model.plans.description": ("describe",),
+        "mplug.model.plans.description": ("Description", "describe"),
         "mplug.model.products.gathered_copies": ("GatheredCopies", "gathered_copies"),
         "mplug.model.slots.kernel": ("kernel",),
         "mplug.model.model": ("Model",),

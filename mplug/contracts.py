@@ -30,7 +30,8 @@ class RankBatch(Mapping[str, "Tensor"]):
 
     `number` is that of the micro batch in the step, from 0 on. `is_last` says that the step ends with it. `positions`
     and `targets` are the numbers of labels, and of labels that are not ignored, in the whole micro batch. A micro batch
-    without labels has no `targets`; labels that a loader keeps on a device are counted there.
+    without labels has no `targets`; labels that a loader keeps on a device are counted there. `rows` are the number of
+    rows of each stream, and the sum of the squared lengths of their segments, by the entry with these lengths.
     """
 
     entries: MicroBatch
@@ -38,6 +39,7 @@ class RankBatch(Mapping[str, "Tensor"]):
     is_last: bool
     positions: int
     targets: "int | Tensor | None"
+    rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> "Tensor":
         return self.entries[name]
@@ -47,6 +49,50 @@ class RankBatch(Mapping[str, "Tensor"]):
 
     def __len__(self) -> int:
         return len(self.entries)
+
+
+STREAMS = "streams"
+"""In the answer of `batch_entries`: all entries that the processor of the model makes."""
+
+
+@dataclass(frozen=True)
+class Medium:
+    """Something beside text in a sample (a picture, a recording), as a `Processor` has prepared it.
+
+    `tokens` stand for it in the text: its placeholders, and the special tokens around them. `rows` is the number of
+    rows that it has in a stream, and `values` is what the processor makes them from.
+    """
+
+    tokens: tuple[int, ...]
+    rows: int
+    values: Any
+
+
+class Processor(Protocol):
+    """Makes the entries of a model's streams from the media of samples. Its module imports without torch.
+
+    `entries` are the names of what it makes; every micro batch has all of them. `placeholders` are the tokens that
+    stand for rows of a stream. They occur nowhere else, and are never targets.
+    """
+
+    entries: tuple[str, ...]
+    placeholders: frozenset[int]
+
+    def prepare(self, content: "Tensor") -> Medium:
+        """Prepare a medium from its decoded content: the colours [F, H, W, 3] of F frames, as uint8.
+
+        Raises UsageError for content that the model cannot take (too long and thin, say).
+        """
+
+    def entries_of(
+        self, tokens: "Tensor", media: "Sequence[Sequence[Medium]]", document_lengths: "Tensor | None" = None
+    ) -> "Mapping[str, Tensor]":
+        """The entries of a micro batch with these tokens [B, S] and the media of each sample, in their order.
+
+        A sample without media has an empty sequence. The lengths of documents [B, M] are those of packed samples; no
+        medium crosses a border of documents. Raises ValueError, and names the sample by its index, if the placeholders
+        in its tokens are not those of its media.
+        """
 
 
 Record = dict[str, Any]
@@ -152,6 +198,9 @@ class Loader(Stateful, Protocol):
         `document_lengths` [B, M], int64: the lengths in the order of the documents in the sample. Each row sums to S
         and is padded with zeros; M is the same in every micro batch. The loader decides whether positions restart with
         each document.
+
+        If the model has streams (`mplug.Stream`), every micro batch has their entries, which the loader declares in
+        `batch_entries` too: at least one group of rows, also where no sample has any.
         """
 
 
@@ -305,6 +354,8 @@ class StepResult:
     """Greater than 0 if `trainer.nonfinite` decides what happens next. None: it decides after every skipped step."""
     figures: "Mapping[str, Tensor]" = field(default_factory=dict)
     """Further scalars for metrics.jsonl, by name."""
+    rows: "Mapping[str, Tensor]" = field(default_factory=dict)
+    """The sums over the step of `RankBatch.rows` [2], by the entry with the lengths."""
     measured: "Callable[[], Mapping[str, float]] | None" = None
     """Returns further figures by name; called on the CPU after the device has completed the step."""
 

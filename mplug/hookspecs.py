@@ -19,7 +19,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mplug.config.binding import RunConfig
-    from mplug.contracts import Loader, Optimizer, Piece, Pipeline, Record, Stateful, Stepper, Tokenizer, Variance
+    from mplug.contracts import (
+        Loader,
+        Optimizer,
+        Piece,
+        Pipeline,
+        Processor,
+        Record,
+        Stateful,
+        Stepper,
+        Tokenizer,
+        Variance,
+    )
     from mplug.distributed.supervision import Supervisor
     from mplug.layout.mesh import Axis
     from mplug.layout.ownership import Sharding
@@ -75,6 +86,16 @@ def batch_entries(config: "RunConfig") -> "tuple[str, ...] | None":
 
     The host needs the answer before launch: it refuses a model that does not take these entries, and a kernel that
     cannot serve them. Called while the host prepares a run, before torch is imported.
+    """
+
+
+@at_most_one
+def build_processor(config: "RunConfig") -> "Processor | None":
+    """What makes the entries of the model's streams from the media of samples, if the model has streams.
+
+    A family with streams implements it; loaders with media use it (`run.processor`). A loader whose micro batches have
+    all of the processor's entries answers `batch_entries` with `mplug.STREAMS`. Pure, and called before torch is
+    imported.
     """
 
 

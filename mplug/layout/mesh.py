@@ -43,6 +43,10 @@ class Axis:
     `distance` says how near its ranks must be: the axis with the smallest distance varies fastest over ranks (tensor
     parallelism inside a node), the axis with the largest varies slowest (pipeline stages). `views` are the views of the
     mesh that contain this axis; all views share the pipeline's axis. The `name` of an axis is unique.
+
+    The ranks along an axis that divides the sequence of entries may also share streams (`mplug.Stream`): each runs the
+    units of a stream on some of the segments, and the strategy brings their results together where they join the
+    tokens. Along any other axis, every rank runs all segments of its samples.
     """
 
     name: str
@@ -52,6 +56,7 @@ class Axis:
     activations: tuple[str, ...] = ()
     distance: int = 0
     views: tuple[str, ...] = ("dense",)
+    shares_streams: bool = False
 
     def divides(self, named_axis: str) -> bool:
         """Whether ranks along this axis see different parts of `named_axis`, so that a sum over it is partial."""

@@ -11,6 +11,9 @@ from mplug.layout.external import ExternalNames
 from mplug.layout.names import compiled, within
 from mplug.layout.work import Flops, Work
 
+TOKENS_AXIS = "sequence"
+"""The named axis of the tokens of a sample."""
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -19,6 +22,7 @@ class Unit:
     `name` is the submodule's fully qualified name, which a split does not change. `inputs` are the positional arguments
     of `method`: activations and batch entries. `outputs` are the activations that it returns (one value, or a tuple in
     this order). `optional` are entries that only some loaders supply: keyword arguments of `method` if they are there.
+    `sequence` is the named axis along which the rows of the unit lie: that of the tokens, or of a stream of the plan.
     """
 
     name: str
@@ -26,6 +30,37 @@ class Unit:
     outputs: tuple[str, ...]
     method: str = "forward"
     optional: tuple[str, ...] = ()
+    sequence: str = TOKENS_AXIS
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Rows of another kind than tokens, such as the patches of pictures, which units of their own compute.
+
+    The entries of a stream are [1, rows, ...]: all rows of a micro batch, one segment (a picture) after the other. The
+    number of rows differs from micro batch to micro batch. It is never 0: a micro batch without a picture has one group
+    of rows to which nothing else in it refers. So all ranks run the same units.
+
+    `lengths` names the entries [1, N], int64, that state the lengths of segments, padded with zeros; each of them sums
+    to the number of rows. A unit of the stream that takes one of them as an input attends within its segments. The
+    first counts for units that take none; the segments of the others lie within its segments. A `group` are consecutive
+    rows of a segment that a unit may join into one: all rows of a group are always on one rank. `indices` names the
+    entries whose values are numbers of groups, or -1.
+
+    The host divides the segments among the ranks along axes that share streams (`Axis.shares_streams`). It appends
+    copies of the last group of rows, as segments of their own, until all these ranks have equally many groups, and the
+    ranks of sequence parallelism divide this number. Group g of the r-th rank, of n groups each, then has the number
+    r n + g in the entries that `indices` names.
+
+    `rows` and `squares` are the rows of a sample, and the sum of the squared lengths of its segments. Estimates and the
+    split into pipeline stages count by them, before there is data.
+    """
+
+    lengths: tuple[str, ...]
+    group: int = 1
+    indices: tuple[str, ...] = ()
+    rows: int = 0
+    squares: int = 0
 
 
 @dataclass(frozen=True)
@@ -195,7 +230,9 @@ class Plan:
     row of blocks, and all units outside of a row, are base modules in any case. `external` says which tensors of
     published checkpoints hold which parameters; None: the model has no published form. `shifted` are entries that the
     host makes from those of the loader; `context` names their axes too. `work` says what the FLOPs belong to: which
-    parameter, or which module. If it is None, the host collects it from what the modules state (`plan_work`).
+    parameter, or which module. If it is None, the host collects it from what the modules state (`plan_work`). `streams`
+    are the rows of other kinds than tokens, by their named axis. `flops` are those of the units of the tokens; the
+    FLOPs of a stream are the sum of the work of its units.
     """
 
     units: tuple[Unit, ...]
@@ -212,6 +249,29 @@ class Plan:
     external: ExternalNames | None = None
     shifted: Mapping[str, Shift] = field(default_factory=dict)
     work: tuple[Work, ...] | None = None
+    streams: Mapping[str, Stream] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for unit in self.units:
+            if unit.sequence != TOKENS_AXIS and unit.sequence not in self.streams:
+                raise ValueError(
+                    f"the unit '{unit.name}' computes rows along '{unit.sequence}', and the plan has no such stream"
+                    f"{suggest(unit.sequence, self.streams)}"
+                )
+
+    @property
+    def stream_entries(self) -> frozenset[str]:
+        """The entries of micro batches that belong to streams: an axis of each is that of a stream, or its lengths."""
+        lengths = {name for stream in self.streams.values() for name in stream.lengths}
+        of_rows = {name for name, axes in self.context.items() if not self.streams.keys().isdisjoint(axes)}
+        return frozenset(lengths | of_rows)
+
+    def lengths_of(self, unit: Unit) -> str:
+        """The entry with the lengths of the segments that a unit of a stream works in; empty for a unit of tokens."""
+        if unit.sequence == TOKENS_AXIS:
+            return ""
+        lengths = self.streams[unit.sequence].lengths
+        return next((name for name in (*unit.inputs, *unit.optional) if name in lengths), lengths[0])
 
     def match_buffers(self, names: Iterable[str]) -> dict[str, Buffer]:
         """Each matched buffer's entry; ValueError if a pattern matches no buffer, or two match the same buffer."""

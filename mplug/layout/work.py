@@ -19,6 +19,10 @@ class Flops:
         """FLOPs of sequences with `tokens` tokens in total, whose squared lengths sum to `squared_lengths`."""
         return self.per_token * tokens + self.per_squared_length * squared_lengths
 
+    def without(self, part: "Flops") -> "Flops":
+        """What remains beside a part of them."""
+        return Flops(self.per_token - part.per_token, self.per_squared_length - part.per_squared_length)
+
 
 class WeightProduct(NamedTuple):
     """A module multiplies every token by `elements` elements of its parameter `weight` (a name within the module)."""

@@ -128,6 +128,7 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
     with torch.device("meta"), within_reason(run.config, label):
         model: Model = run.hooks.call.build_model(run=run)
         _refuse_unused_entries(run, model)
+        _refuse_missing_entries(run, model)
         adapt(run, model)
     freeze(model, run.config)
     model.plan = replace(model.plan, work=model.work)
@@ -136,7 +137,7 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
     _refuse_two_steppers(run, model)
     model.place(run.mesh, None if model.pipeline is None else model.pipeline.stages)
     refuse_mixing(run, model)
-    model.passes = passes_of(model)
+    model.set_passes(passes_of(model))
     model.keep_stage(run.mesh.index(run.rank, model.stages.axis))
     run.hooks.call.shard_model(run=run, model=model)
     selection = select_offers(model, run, collect_offers(run, model))
@@ -168,6 +169,17 @@ def _refuse_unused_entries(run: Run, model: Model) -> None:
         raise UsageError(
             f"micro batches of {loader} have {listed(map(repr, unused))}, which no unit of {owner} takes as input; "
             f"change the settings of {loader} so that it omits them, or use another model"
+        )
+
+
+def _refuse_missing_entries(run: Run, model: Model) -> None:
+    """Raise UsageError if a unit needs entries of a stream, and the loader of the run does not supply them."""
+    needed = {name for unit in model.plan.units for name in unit.inputs} & model.plan.stream_entries
+    if run.trains and (missing := sorted(needed - run.entries)):
+        (loader,), (owner,) = (run.hooks.implementers(hook) for hook in ("build_loader", "build_model"))
+        raise UsageError(
+            f"the model of {owner} needs {listed(map(repr, missing))} in every micro batch, and {loader} does not "
+            f"supply them (the hook 'batch_entries'); use a loader that does, or a model without this part"
         )
 
 

@@ -17,6 +17,7 @@ def shape_of(run: Run, model: Placed, name: str) -> tuple[int, ...] | None:
     if name not in model.plan.activations:
         return None
     lengths = {"batch": run.micro_batch_size, "sequence": run.config.trainer.seq_length}
+    lengths |= {axis: stream.rows * run.micro_batch_size for axis, stream in model.plan.streams.items()}
     for placement in model.placements.values():
         for dim in placement.dims:
             if len(dim) == 1:

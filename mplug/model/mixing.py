@@ -20,6 +20,7 @@ from torch import nn
 from mplug.errors import UsageError, listed, suggest
 from mplug.layout.mesh import Axis
 from mplug.layout.names import matching, role_of
+from mplug.layout.plan import TOKENS_AXIS
 from mplug.model.mixing_statement import Statement
 from mplug.model.model import Model
 from mplug.run.run import Run
@@ -54,7 +55,7 @@ def statements(model: Model) -> list[Statement]:
     by_name = dict[str, Statement]()
     for unit in model.plan.units:
         for name, module in _modules_of(model, unit.name):
-            by_name[name] = Statement(name, module, _axes_of(name, module, of_plan))
+            by_name[name] = Statement(name, module, _axes_of(name, module, of_plan), unit.sequence)
     axes = named_axes(model)
     for statement in by_name.values():
         for axis in sorted((statement.axes or frozenset()) - axes):
@@ -198,8 +199,13 @@ def _at_risk(statement: Statement, axis: Axis) -> frozenset[str]:
     loss of another.
     """
     if statement.axes is None:
-        return frozenset(axis.entries) - {SAMPLES} | frozenset(axis.activations) - {UNITS}
-    return frozenset(named for named in statement.axes if axis.divides(named))
+        divided = frozenset(axis.entries) - {SAMPLES} | frozenset(axis.activations) - {UNITS}
+        return divided if statement.rows_divided_by(axis) else divided - {TOKENS_AXIS}
+    return frozenset(
+        named
+        for named in statement.axes
+        if (statement.rows_divided_by(axis) if named in (TOKENS_AXIS, statement.sequence) else axis.divides(named))
+    )
 
 
 def _of_samples(run: Run, cases: list[_Case]) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """The second stage of a model: where everything lives. It depends on the plan, the stages and the mesh alone."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
 class Placed(Built):
     """A model whose parameters, buffers and units have their places on all ranks; these are equal on every rank.
 
-    `pipeline` says how ranks run the `stages`, if a strategy has made some. `passes` describes the passes that a step
-    of the whole model computes, `mixing` what its modules mix. `sharding` maps each part of a sharded optimizer state
+    `pipeline` says how ranks run the `stages`, if a strategy has made some. `passes` describes the passes over tokens
+    that a step of the whole model computes, `stream_passes` those over rows of streams, by the entry with the lengths
+    of their segments. `mixing` is what the modules mix. `sharding` maps each part of a sharded optimizer state
     to the rank that owns it.
     """
 
@@ -40,6 +42,7 @@ class Placed(Built):
     pipeline: "Pipeline | None" = None
     sharding: Sharding | None = None
     passes: "Passes | None" = None
+    stream_passes: "Mapping[str, Passes]" = field(default_factory=dict)
     mixing: "tuple[Statement, ...]" = ()
 
     def place(self, mesh: "Mesh", stages: Stages | None) -> None:
@@ -92,9 +95,14 @@ class Placed(Built):
         """The buffers among them that are states, not statistics: checkpoints save these."""
         return {n: buffer for n, buffer in self.buffers().items() if not self.buffer_placements[n].parameter.over}
 
+    def set_passes(self, passes: "Mapping[str, Passes]") -> None:
+        """Keep what `passes_of` has counted."""
+        self.passes = passes[""]
+        self.stream_passes = {lengths: one for lengths, one in passes.items() if lengths}
+
     @property
     def flops(self) -> Flops:
-        """The FLOPs of a step's passes: the plan's, minus those that frozen parameters make unnecessary."""
+        """The FLOPs of a step's passes over tokens: the plan's, minus those that frozen parameters make unnecessary."""
         return self.plan.flops if self.passes is None else self.passes.flops
 
     @property

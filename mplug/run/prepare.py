@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mplug.config.binding import RunConfig
 from mplug.config.sources import source_of
-from mplug.contracts import Variance
+from mplug.contracts import STREAMS, Variance
 from mplug.errors import UsageError, listed, suggest
 from mplug.layout.mesh import Axis, Mesh, contiguous, view_sizes
 from mplug.registry.asking import asking
@@ -55,7 +55,9 @@ def prepare(
     _refuse_uneven_batch(config, mesh)
     _refuse_uneven_sequence(config, mesh)
     entries = frozenset(hooks.call.batch_entries(config=config) or ())
-    run = Run(config, hooks, mesh, device=config.trainer.device, directory=directory, entries=entries)
+    run = Run(config, hooks, mesh, device=config.trainer.device, directory=directory, entries=entries - {STREAMS})
+    if STREAMS in entries:
+        run.entries |= frozenset(run.processor.entries)
     _refuse_wrong_variances(run)
     _refuse_unused_base_modules(run)
     return run

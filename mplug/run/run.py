@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mplug.config.binding import RunConfig
-from mplug.contracts import Variance
+from mplug.contracts import Processor, Variance
+from mplug.errors import UsageError, listed
 from mplug.layout.mesh import Mesh
 from mplug.precisions.precision import Precision
 from mplug.registry.hooks import Hooks
@@ -70,6 +71,18 @@ class Run:
     def precision(self) -> Precision:
         """The number formats of the run, from the plugin that `trainer.precision` names."""
         return precision_among(self.hooks.plugins)
+
+    @cached_property
+    def processor(self) -> "Processor":
+        """What makes the entries of the model's streams. UsageError if the model has none."""
+        made: Processor | None = self.hooks.call.build_processor(config=self.config)
+        if made is None:
+            raise UsageError(
+                f"{listed(self.hooks.implementers('build_loader'))} supplies samples with media, and "
+                f"{listed(self.hooks.implementers('build_model'))} takes none; use a model that does, or data without "
+                f"media"
+            )
+        return made
 
     def group(self, *axes: str, use: str = "") -> "ProcessGroup | None":
         """The process group of this rank along mesh axes; None if the rank is alone or no processes run yet.

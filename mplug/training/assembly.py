@@ -178,7 +178,7 @@ def _refuse_other_axes(run: Run, summers: dict[str, str]) -> None:
 
 def _feed(run: Run, model: Model, split: str) -> Feed:
     cut = partial(own_part, plan=model.plan, mesh=run.mesh, rank=run.rank)
-    return Feed(build_loader(run, split), run.device, Source.of(run, split), cut)
+    return Feed(build_loader(run, split), run.device, Source.of(run, split, model.plan), cut)
 
 
 def build_loader(run: Run, split: str) -> Loader:

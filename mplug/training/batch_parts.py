@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mplug.contracts import DOCUMENTS, IGNORED, MicroBatch
 from mplug.tensors.segments import numbered
+from mplug.training.streams import own_rows
 
 if TYPE_CHECKING:
     from mplug.layout.mesh import Mesh
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 def own_part(batch: MicroBatch, plan: "Plan", mesh: "Mesh", rank: int) -> MicroBatch:
     """The part of a whole micro batch that `rank` computes, with the entries that the plan makes from others."""
-    return own_entries(with_shifted(batch, plan), plan.context, mesh, rank)
+    return own_entries(own_rows(with_shifted(batch, plan), plan, mesh, rank), plan.context, mesh, rank)
 
 
 def own_entries(batch: MicroBatch, context: Mapping[str, tuple[str, ...]], mesh: "Mesh", rank: int) -> MicroBatch:

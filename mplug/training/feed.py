@@ -9,7 +9,7 @@ begins (`mplug.training.token_scale`).
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,11 @@ from mplug.contracts import Loader, MicroBatch, RankBatch
 from mplug.errors import RunError
 from mplug.run.activity import READING
 from mplug.training.batch_parts import count_targets, without_extra_targets
+from mplug.training.streams import count_rows
 from mplug.training.supervised_loader import Source, Supervised
+
+if TYPE_CHECKING:
+    from mplug.layout.plan import Plan
 
 Change = Callable[[MicroBatch], MicroBatch]
 
@@ -34,6 +38,7 @@ class Feed:
         self.vocab_size = loader.vocab_size
         self._part, self._shards = (0, 1) if source is None else (source.part, source.shards)
         self._micro_batch_size = 0 if source is None else source.micro_batch_size
+        self._plan = None if source is None else source.plan
         self._loader: Loader | Supervised = loader if source is None else Supervised(loader, source)
         self._cut = _as_it_is if cut is None else cut
         self._move: Change = Copies() if device.startswith("cuda") else _as_it_is
@@ -72,7 +77,7 @@ class Feed:
     def _batches(self, batches: Iterable[MicroBatch], num_samples: int) -> "RankBatches":
         expected = -(-num_samples // self._micro_batch_size) if self._micro_batch_size else 0
         expected = len(batches) if isinstance(batches, Sequence) else expected
-        return RankBatches(batches, num_samples, expected, self._cut, self._move)
+        return RankBatches(batches, num_samples, expected, self._cut, self._move, self._plan)
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's state."""
@@ -94,9 +99,15 @@ class RankBatches:
     """
 
     def __init__(
-        self, batches: Iterable[MicroBatch], num_samples: int, expected: int, cut: Change, move: Change
+        self,
+        batches: Iterable[MicroBatch],
+        num_samples: int,
+        expected: int,
+        cut: Change,
+        move: Change,
+        plan: "Plan | None" = None,
     ) -> None:
-        self._batches, self._cut, self._move = iter(batches), cut, move
+        self._batches, self._cut, self._move, self._plan = iter(batches), cut, move, plan
         self._expected, self._unread, self._number = expected, num_samples, 0
         self.wait_seconds = 0.0
 
@@ -121,7 +132,8 @@ class RankBatches:
             raise RunError(f"the data loader has {-self._unread} samples more than the step")
         number, self._number = self._number, self._number + 1
         positions, targets = count_targets(whole)
-        return RankBatch(self._move(self._cut(whole)), number, self._unread == 0, positions, targets)
+        rows = {} if self._plan is None else count_rows(whole, self._plan)
+        return RankBatch(self._move(self._cut(whole)), number, self._unread == 0, positions, targets, rows)
 
 
 READING.add(RankBatches.__next__.__code__)

@@ -4,6 +4,7 @@ On a GPU, the figures of a step are read while the next step runs. On a CPU, a s
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import torch
@@ -14,6 +15,9 @@ from mplug.run.run import Run
 from mplug.training.assembly import Parts
 from mplug.training.hardware import Moment, peak_memory_gib, peak_tflops
 from mplug.training.position import Position
+
+ROWS = ("rows", "squares")
+"""The figures of a stream in a step: rows, and the sum of the squared lengths of their segments."""
 
 
 class PendingRecord:
@@ -28,8 +32,9 @@ class PendingRecord:
         self.step, self.samples, self.lr, self.data_wait_s = step, samples, lr, data_wait_s
         failed = result.skipped if result.failed is None else result.failed
         always = {name: getattr(result, name) for name in ("loss", "grad_norm", "tokens", "skipped", "stop")}
-        scalars = {**always, "failed": failed, **result.figures}
-        self._scalars = tuple(scalars)
+        rows = {f"{name} {of}": one for name, pair in result.rows.items() for of, one in zip(ROWS, pair, strict=True)}
+        scalars = {**always, "failed": failed, **result.figures, **rows}
+        self.streams, self._scalars = tuple(result.rows), tuple(scalars)
         self._shapes = {name: tuple(value.shape) for name, value in result.statistics.items()}
         self._measured = result.measured
         tensors = (*scalars.values(), *result.statistics.values())
@@ -100,13 +105,14 @@ class Report:
             raise _diverged(step.step, results)
         self.stop = results.pop("stop") or self.stop
         self.position.tokens += int(results["tokens"])
+        rows = {name: [int(results.pop(f"{name} {of}")) for of in ROWS] for name in step.streams}
         self._record = {
             "step": step.step,
             "loss": results.pop("loss"),
             "grad_norm": results.pop("grad_norm"),
             "lr": step.lr,
             "tokens": self.position.tokens,
-            **self._speed(step.samples, seconds),
+            **self._speed(step.samples, seconds, rows),
             "memory_gib": peak_memory_gib(self.run.device),
             "data_wait_s": step.data_wait_s,
             **{name: value for name, value in results.items() if name != "tokens"},
@@ -120,11 +126,23 @@ class Report:
             record, self._record = {**self._record, **more}, None
             self.run.hooks.observe("step_finished", run=self.run, record=record)
 
-    def _speed(self, samples: int, seconds: float) -> Record:
+    def _speed(self, samples: int, seconds: float, rows: Mapping[str, Sequence[int]]) -> Record:
         length, world_size = self.run.config.trainer.seq_length, self.run.mesh.world_size
         flops = self.parts.model.flops.of(samples * length, samples * length**2)
+        flops += sum(self.parts.model.stream_passes[name].flops.of(*counted) for name, counted in rows.items())
         tflops, peak = flops / seconds / 1e12 / world_size, peak_tflops(self.run.device)
-        return {"tokens_per_s": samples * length / seconds, "tflops": tflops, "mfu": tflops / peak if peak else None}
+        return {
+            "tokens_per_s": samples * length / seconds,
+            "tflops": tflops,
+            "mfu": tflops / peak if peak else None,
+            **self._rates_of_streams(rows, seconds),
+        }
+
+    def _rates_of_streams(self, rows: Mapping[str, Sequence[int]], seconds: float) -> Record:
+        """Rows per second of each stream, by its axis: 'patches_per_s'."""
+        streams = self.parts.model.plan.streams
+        first = {axis: stream.lengths[0] for axis, stream in streams.items()}
+        return {f"{axis}_per_s": rows[name][0] / seconds for axis, name in first.items() if name in rows}
 
 
 def _diverged(step: int, results: Record) -> Diverged:

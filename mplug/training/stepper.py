@@ -58,11 +58,13 @@ class DefaultStepper:
         self.stop_at_nonfinite = run.config.trainer.nonfinite == "stop"
         self.halted = torch.zeros((), device=run.device)
         self.positions, self.is_complete = 0, False
+        self.rows = {name: [0, 0] for stream in model.plan.streams.values() for name in stream.lengths}
 
     def begin_step(self, step: int) -> None:
         """Set training mode, mark gradients as stale, and set statistics to zero."""
         self.model.module.train()
         self.positions, self.is_complete = 0, False
+        self.rows = {name: [0, 0] for name in self.rows}
         self.token_scale.begin_step()
         self.sinks.begin_step()
         self.statistics.begin_step()
@@ -87,6 +89,8 @@ class DefaultStepper:
     def keyed(self, batch: RankBatch, key: Tensor | int) -> MicroBatch:
         """The entries of a micro batch, and the samples' keys in the step with this key."""
         self.positions += batch.positions
+        for name, counted in batch.rows.items():
+            self.rows[name] = [sum(pair) for pair in zip(self.rows[name], counted, strict=True)]
         self.is_complete = batch.is_last
         return {**batch, "keys": keys_of_samples(key, batch["sample_ids"])}
 
@@ -162,9 +166,10 @@ class DefaultStepper:
                 "must take the step's micro batches from default.read(micro_batches)"
             )
         squares = norm.square().to(self.run.device)
-        tokens = torch.full_like(squares, float(self.positions if self.run.counts_samples else 0))
-        sums = self.run.summed(torch.stack([*self.sums, squares, self.stop, tokens]))
-        loss_sum, num_targets, squares, stop, num_tokens = sums.unbind()
+        numbers = [self.positions, *(number for pair in self.rows.values() for number in pair)]
+        counts = [torch.full_like(squares, float(one if self.run.counts_samples else 0)) for one in numbers]
+        sums = self.run.summed(torch.stack([*self.sums, squares, self.stop, *counts]))
+        loss_sum, num_targets, squares, stop, num_tokens, *rows = sums.unbind()
         counted = num_targets * self._scale_of_gradients()
         loss, norm, scale = loss_sum / num_targets, squares.sqrt() / counted, 1 / counted
         if self.max_norm > 0:
@@ -177,7 +182,9 @@ class DefaultStepper:
         written()
         statistics = self.statistics.finish(num_targets, num_tokens)
         self.statistics.tell(skip)
-        return StepResult(loss, norm, num_targets, skip, stop, statistics, failed, figures)
+        pairs = zip(self.rows, zip(rows[::2], rows[1::2], strict=True), strict=True)
+        rows_of = {name: torch.stack(pair) for name, pair in pairs}
+        return StepResult(loss, norm, num_targets, skip, stop, statistics, failed, figures, rows=rows_of)
 
     def _scale_of_gradients(self) -> Tensor | float:
         if self.gradient_scale is not None:

@@ -13,10 +13,12 @@ from mplug.contracts import Loader, MicroBatch
 from mplug.errors import PluginError, RunError, UsageError
 from mplug.registry.blame import cause_of, sentence_of
 from mplug.training.micro_batch_checks import malformed, out_of_range
+from mplug.training.streams import malformed_streams
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mplug.layout.plan import Plan
     from mplug.run.run import Run
 
 T = TypeVar("T")
@@ -26,7 +28,10 @@ END = object()
 
 @dataclass(frozen=True)
 class Source:
-    """The plugin and the split of a loader, and the shape of its micro batches on this rank."""
+    """The plugin and the split of a loader, and the shape of its micro batches on this rank.
+
+    `plan` is that of the model, which states the streams of micro batches.
+    """
 
     plugin: str
     split: str
@@ -36,13 +41,20 @@ class Source:
     micro_batch_size: int = 0
     part: int = 0
     """The number of this rank's part of the batch, among `shards` parts."""
+    plan: "Plan | None" = None
 
     @staticmethod
-    def of(run: "Run", split: str) -> "Source":
-        """The source of a run's split."""
+    def of(run: "Run", split: str, plan: "Plan | None" = None) -> "Source":
+        """The source of a run's split; `plan` is that of the model."""
         (plugin,) = run.hooks.implementers("build_loader")
         part, shards = run.mesh.batch_shard(run.rank)
-        return Source(plugin, split, run.config.trainer.seq_length, shards, run.rank, run.micro_batch_size, part)
+        length, size = run.config.trainer.seq_length, run.micro_batch_size
+        return Source(plugin, split, length, shards, run.rank, size, part, plan)
+
+    def fault_of(self, batch: MicroBatch) -> str:
+        """A sentence about how a micro batch breaks the contract of loaders; '' if it does not."""
+        fault = malformed(batch, self.seq_length)
+        return fault or ("" if self.plan is None else malformed_streams(batch, self.plan))
 
 
 class Supervised:
@@ -74,7 +86,7 @@ class Supervised:
     def _checked(self, unread: Iterator[MicroBatch], first: int, num_samples: int) -> Iterator[MicroBatch]:
         source, count, most = self.source, 0, -(-num_samples // self.source.shards)
         while (batch := self._calling_loader(lambda: next(unread, END), first, num_samples, count)) is not END:
-            fault = malformed(batch, source.seq_length)
+            fault = source.fault_of(batch)
             count += 0 if fault else len(batch["sample_ids"])
             if count > most:
                 fault = f"it yields {count} samples, and rank {source.rank} reads at most {most} of them"

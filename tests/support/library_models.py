@@ -37,7 +37,8 @@ def wide(*families: str) -> Iterator[None]:
     """The library's modules of these families compute in fp64 where they would compute in fp32."""
     names = [f"transformers.models.{family}.modeling_{family}" for family in families]
     with mock.patch.object(Tensor, "float", Tensor.double):
-        modules = [sys.modules[name] for name in (*names, "transformers.modeling_rope_utils")]
+        shared = [name for name in ("modeling_rope_utils", "vision_utils") if f"transformers.{name}" in sys.modules]
+        modules = [sys.modules[name] for name in (*names, *(f"transformers.{name}" for name in shared))]
         before = [module.torch for module in modules]  # type: ignore[attr-defined]
         try:
             for module in modules:

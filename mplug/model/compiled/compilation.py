@@ -68,9 +68,17 @@ def compiled_units(
     inductor.coordinate_descent_tuning = tune_kernels
     dynamo.recompile_limit = max(dynamo.recompile_limit, SHAPES)
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)  # precision fp32 is deliberate
-    named: dict[str, Any] = {"backend": _recomputing(backend), "fullgraph": True, "dynamic": False}
+    named: dict[str, Any] = {"backend": _recomputing(backend), "fullgraph": True}
     own = ((unit, getattr(model.module.get_submodule(unit.name), unit.method)) for unit in units)
-    return [(unit, torch.compile(run, **named)) for unit, run in own]
+    return [(unit, torch.compile(run, **(named | {"dynamic": _has_streams(model, unit)}))) for unit, run in own]
+
+
+def _has_streams(model: Model, unit: Unit) -> bool:
+    """Whether a unit takes rows of a stream: it is compiled once for all numbers of rows."""
+    plan = model.plan
+    axes = {**plan.context, **plan.activations}
+    of_inputs = [axis for name in (*unit.inputs, *unit.optional) for axis in axes.get(name, ())]
+    return unit.sequence in plan.streams or not plan.streams.keys().isdisjoint(of_inputs)
 
 
 def _recomputing(name: str) -> Callable[..., Any]:

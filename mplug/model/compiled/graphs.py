@@ -50,12 +50,17 @@ def obstacles(run: Run, model: Model) -> list[str]:
         for label in run.hooks.implementers(hook)
     ]
     of_plugins = _of_plugins(run, model, IN_A_STEP)
-    return [*steppers, *of_plugins, *_of_draws(run, model), *_of_modules(run, model)]
+    return [*steppers, *of_plugins, *_of_streams(model), *_of_draws(run, model), *_of_modules(run, model)]
 
 
 def forward_obstacles(run: Run, model: Model) -> list[str]:
     """The reasons, as clauses, why no graph can replay the parts of a forward pass; empty if one can."""
     return [*_of_plugins(run, model, IN_FORWARD), *_of_modules(run, model)]
+
+
+def _of_streams(model: Model) -> list[str]:
+    """Streams, whose number of rows a graph would fix."""
+    return [f"the number of {axis} differs from micro batch to micro batch" for axis in model.plan.streams]
 
 
 def _of_plugins(run: Run, model: Model, hooks: Iterable[str]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from torch import nn
 from mplug.layout.external import ExternalNames
 from mplug.layout.inits import ZEROS, Inits
 from mplug.layout.names import compiled
-from mplug.layout.plan import Parameter, Plan
+from mplug.layout.plan import TOKENS_AXIS, Parameter, Plan
 from mplug.layout.work import Work
 from mplug.model.plans.description import describe_added
 from mplug.model.plans.work import work_of
@@ -25,15 +25,17 @@ def with_attached(plan: Plan, model: nn.Module, modules: Mapping[str, nn.Module]
         if not getattr(parent, "adaptable", True):
             raise ValueError(f"'{parent_name}' cannot have an adapter: its block states so (adaptable=False)")
         setattr(parent, attribute, module)
-    added = describe_added(modules, Inits(ZEROS, ZEROS))
-    per_token = plan.flops.per_token + added.flops.per_token
+    parameters, buffers = describe_added(modules, Inits(ZEROS, ZEROS))
+    work = tuple(_added_work(plan, modules))
+    of_tokens = {unit.name for unit in plan.units if unit.sequence == TOKENS_AXIS}
+    per_token = sum(one.flops.per_token for one in work if one.unit in of_tokens)
     return replace(
         plan,
-        parameters={**plan.parameters, **added.parameters},
-        buffers={**plan.buffers, **added.buffers},
-        flops=replace(plan.flops, per_token=per_token),
-        external=_without(plan.external, [*added.parameters, *_states(added.buffers)]),
-        work=None if plan.work is None else (*plan.work, *_added_work(plan, modules)),
+        parameters={**plan.parameters, **parameters},
+        buffers={**plan.buffers, **buffers},
+        flops=replace(plan.flops, per_token=plan.flops.per_token + per_token),
+        external=_without(plan.external, [*parameters, *_states(buffers)]),
+        work=None if plan.work is None else (*plan.work, *work),
     )
 
 

@@ -17,15 +17,27 @@ if TYPE_CHECKING:
     from mplug.model.model import Model
 
 
-def passes_of(model: "Model") -> Passes:
-    """The passes of a whole model. Call it after `Model.place` and before `Model.keep_stage`."""
+def passes_of(model: "Model") -> dict[str, Passes]:
+    """The passes of a whole model, by the entry with the lengths of the segments that they work in.
+
+    The entry of the units of tokens is ''. Call it after `Model.place` and before `Model.keep_stage`.
+    """
+    lengths = {unit.name: model.plan.lengths_of(unit) for unit in model.plan.units}
+    entries = ["", *(name for stream in model.plan.streams.values() for name in stream.lengths)]
+    by_lengths = {one: [work for work in model.work if lengths[work.unit] == one] for one in entries}
+    stated = {one: flops_of_work(work) for one, work in by_lengths.items()} | {"": model.plan.flops}
+    return {one: _passes(model, work, stated[one]) for one, work in by_lengths.items()}
+
+
+def _passes(model: "Model", parts: list[Work], stated: Flops) -> Passes:
+    """The passes of these parts of a model's work, and of the FLOPs that the plan states for nothing in particular."""
     with_input, trained = _with_input_gradient(model), _trained(model)
-    products = [work for work in model.work if work.is_weight]
-    cores = [work for work in model.work if not work.is_weight]
+    products = [work for work in parts if work.is_weight]
+    cores = [work for work in parts if not work.is_weight]
     no_dgrad = [work for work in products if work not in with_input]
     no_wgrad = [work for work in products if work.name not in trained]
     no_backward = [core for core in cores if core not in with_input]
-    stated, found = model.plan.flops, flops_of_work(model.work)
+    found = flops_of_work(parts)
     third, pairs = stated.per_token // 3, stated.per_squared_length // 3
     of_cores, unused = flops_of_work(cores), flops_of_work(no_backward)
     backward = stated.per_squared_length - pairs

@@ -2,17 +2,17 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torch import nn
 
 from mplug.layout.inits import Entries, Inits
 from mplug.layout.names import compiled
-from mplug.layout.plan import Buffer, Parameter, Plan, Unit
+from mplug.layout.plan import TOKENS_AXIS, Buffer, Parameter, Plan, Unit
 from mplug.layout.work import Flops
 from mplug.model.plans.declaring import declarations
-from mplug.model.plans.work import flops_of_work, work_of
+from mplug.model.plans.work import flops_of_work, work_of, work_of_units
 
 Entry = TypeVar("Entry")
 Axes = Mapping[str, tuple[str, ...]]
@@ -29,10 +29,21 @@ class Description:
     buffers: Mapping[str, Buffer]
     tied: tuple[tuple[str, ...], ...]
     flops: Flops
+    module: nn.Module = field(repr=False)
 
     def plan(self, *, units: tuple[Unit, ...], context: Axes, activations: Axes, **fields: Any) -> Plan:
-        """The plan of a model with this description; `fields` are other fields of `mplug.Plan`."""
-        return Plan(units, context=context, activations=activations, **(vars(self) | fields))
+        """The plan of a model with this description; `fields` are other fields of `mplug.Plan`.
+
+        The plan's FLOPs are those of its tokens: the work of units of streams does not count.
+        """
+        streams = flops_of_work(work_of_units(self.module, (unit for unit in units if unit.sequence != TOKENS_AXIS)))
+        own: dict[str, Any] = {
+            "parameters": self.parameters,
+            "buffers": self.buffers,
+            "tied": self.tied,
+            "flops": self.flops.without(streams),
+        }
+        return Plan(units, context=context, activations=activations, **(own | fields))
 
 
 def describe(module: nn.Module, inits: Inits) -> Description:
@@ -65,11 +76,14 @@ def describe(module: nn.Module, inits: Inits) -> Description:
         buffers=_patterns({name: entry for name, entry in found.items() if isinstance(entry, Buffer)}),
         tied=tuple(tuple(group) for group in names.values() if len(group) > 1),
         flops=flops_of(module),
+        module=module,
     )
 
 
-def describe_added(modules: Mapping[str, nn.Module], inits: Inits) -> Description:
-    """Describe modules that are added to a model, by their names in the model.
+def describe_added(
+    modules: Mapping[str, nn.Module], inits: Inits
+) -> tuple[Mapping[str, Parameter], Mapping[str, Buffer]]:
+    """The parameters and buffers of modules that are added to a model, by the names of the modules in the model.
 
     Raises ValueError if a module does not describe one of its parameters.
     """
@@ -80,8 +94,7 @@ def describe_added(modules: Mapping[str, nn.Module], inits: Inits) -> Descriptio
         own = [f"{name}.{one}" for one, _ in module.named_parameters()]
         parameters |= _by_name(name, parts[name].parameters, own)
         buffers |= _by_name(name, parts[name].buffers, [f"{name}.{one}" for one, _ in module.named_buffers()])
-    per_token = sum(part.flops.per_token for part in parts.values())
-    return Description(_patterns(parameters), _patterns(buffers), (), Flops(per_token, 0))
+    return _patterns(parameters), _patterns(buffers)
 
 
 def _by_name(prefix: str, entries: Mapping[str, Entry], names: Iterable[str]) -> dict[str, Entry]:

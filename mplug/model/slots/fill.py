@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from mplug.config.sources import source_of
+from mplug.contracts import DOCUMENTS
 from mplug.errors import UsageError, listed, suggest
 from mplug.layout.names import role_of
+from mplug.layout.plan import TOKENS_AXIS
 from mplug.model.model import Model
 from mplug.model.slots.declaration import Slot, fusibles, slots_of
 from mplug.model.slots.offers import UNIT, Filled, Site, Wrap
@@ -107,12 +109,22 @@ def _only_in_other_stages(model: Model, own: Iterable[Site]) -> set[str]:
     return {slot.kind for slot in model.declared.values() if slot.multiplies} - following
 
 
-def sites_of(model: Model, entries: Container[str] = ()) -> Iterator[Site]:
-    """Every slot of every module of this rank, with the plan's entries of the module's parameters."""
+def sites_of(model: Model, entries: Iterable[str] = ()) -> Iterator[Site]:
+    """Every slot of every module of this rank, with the plan's entries of the module's parameters.
+
+    The rows of a stream always come in segments, as documents of tokens do.
+    """
     entry_of = {id(own): model.placements[name].parameter for name, own in model.parameters().items()}
-    for site in sites(model.module, entries):
+    streams = {f"{unit.name}.": unit.sequence for unit in model.own_units if unit.sequence != TOKENS_AXIS}
+    of_tokens, of_rows = sites(model.module, entries := frozenset(entries)), sites(model.module, entries | {DOCUMENTS})
+    for site, in_segments in zip(of_tokens, of_rows, strict=True):
         own: Mapping[str, nn.Parameter | None] = site.module._parameters
-        yield replace(site, parameters={name: entry_of[id(one)] for name, one in own.items() if one is not None})
+        parameters = {name: entry_of[id(one)] for name, one in own.items() if one is not None}
+        stream = next((axis for unit, axis in streams.items() if f"{site.name}.".startswith(unit)), "")
+        if stream:
+            yield replace(in_segments, parameters=parameters, sequence=stream)
+        else:
+            yield replace(site, parameters=parameters)
 
 
 def fill_slots(model: Model, selection: Selection) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mplug.errors import listed
-from mplug.layout.plan import Parameter, axes_of
+from mplug.layout.plan import TOKENS_AXIS, Parameter, axes_of
 from mplug.model.slots.declaration import Slot, slot_of
 from mplug.model.slots.kernel_limits import Limits
 from mplug.model.slots.slot_buffer import SlotBuffer
@@ -32,7 +32,8 @@ class Site:
     supplier. `module` is the block, on the meta device. `needs` are what a supplier must offer beyond the plain case.
     They come from the module ('document_lengths', 'window') and from the selected wraps ('log-sum-exp'). `parameters`
     are the plan's entries of the module's own parameters, by name. `within` are the sites of other modules, as (name,
-    slot), whose default calls this slot.
+    slot), whose default calls this slot. `sequence` is the named axis along which the rows of the module's unit lie:
+    that of the tokens, or of a stream (`Unit.sequence`).
     """
 
     role: str
@@ -42,6 +43,7 @@ class Site:
     needs: frozenset[str] = frozenset()
     parameters: Mapping[str, Parameter] = field(default_factory=dict, compare=False)
     within: frozenset[tuple[str, str]] = frozenset()
+    sequence: str = TOKENS_AXIS
 
     @property
     def declared(self) -> Slot:
@@ -168,6 +170,9 @@ class Wrap:
     `note` names the method in a word if the plugin has several. A `dispensable` wrap changes no result: if the supplier
     of a wider slot does not call the wrapped slot, the run works without the wrap.
 
+    The host refuses a wrap below `RECOMPUTING` around a slot of a unit of a stream unless the wrap declares that it is
+    right there too (`streams`): ranks that divide the tokens need not divide the rows of a stream.
+
     A wrap that `passes_buffers` passes the keyword argument `buffers` on unchanged. The host refuses any other wrap
     below `RECOMPUTING` around a supplier that declares buffers.
 
@@ -185,6 +190,7 @@ class Wrap:
     dispensable: bool = False
     serves: frozenset[str] = frozenset()
     passes_buffers: bool = False
+    streams: bool = False
 
     @property
     def label(self) -> str:
@@ -197,6 +203,8 @@ class Wrap:
         unserved = sorted(site.needs - self.serves) if self.layer < RECOMPUTING else []
         if answer is True and unserved:
             return f"the site needs {listed(unserved)}, and the plugin's wrap does not declare it in Wrap.serves"
+        if answer is True and self.layer < RECOMPUTING and site.sequence != TOKENS_AXIS and not self.streams:
+            return f"the site computes rows of {site.sequence}, and the plugin's wrap does not declare Wrap.streams"
         return answer
 
 

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from mplug_nn.decoders.parts import ActivationName as ActivationName
     from mplug_nn.decoders.parts import AttentionConfig as AttentionConfig
     from mplug_nn.decoders.parts import BlockConfig as BlockConfig
+    from mplug_nn.decoders.parts import DivisionName as DivisionName
     from mplug_nn.decoders.parts import EmbeddingConfig as EmbeddingConfig
     from mplug_nn.decoders.parts import ExpertsConfig as ExpertsConfig
     from mplug_nn.decoders.parts import LatentAttentionConfig as LatentAttentionConfig
@@ -136,6 +137,7 @@ if TYPE_CHECKING:
     from mplug_nn.public_config import forms_of as forms_of
     from mplug_nn.public_config import written_config as written_config
     from mplug_nn.public_form import FixedField as FixedField
+    from mplug_nn.public_form import FormField as FormField
     from mplug_nn.public_form import PublicField as PublicField
     from mplug_nn.public_form import PublicForm as PublicForm
     from mplug_nn.public_form import ReadField as ReadField
@@ -154,6 +156,9 @@ if TYPE_CHECKING:
     from mplug_nn.specification import AttentionSpec as AttentionSpec
     from mplug_nn.specification import StaticKeys as StaticKeys
     from mplug_nn.static_cache import static_keys as static_keys
+    from mplug_nn.vision.join import StreamJoin as StreamJoin
+    from mplug_nn.vision.merger import PatchMerger as PatchMerger
+    from mplug_nn.vision.patches import PatchEmbedding as PatchEmbedding
 
 publish(
     __name__,
@@ -188,6 +193,7 @@ publish(
             "ActivationName",
             "AttentionConfig",
             "BlockConfig",
+            "DivisionName",
             "EmbeddingConfig",
             "ExpertsConfig",
             "LatentAttentionConfig",
@@ -242,6 +248,7 @@ publish(
         "mplug_nn.public_config": ("differences", "forms_of", "written_config"),
         "mplug_nn.public_form": (
             "FixedField",
+            "FormField",
             "PublicField",
             "PublicForm",
             "ReadField",
@@ -257,5 +264,8 @@ publish(
         "mplug_nn.slots": ("SLOTS",),
         "mplug_nn.specification": ("AttentionInputs", "AttentionSpec", "StaticKeys"),
         "mplug_nn.static_cache": ("static_keys",),
+        "mplug_nn.vision.join": ("StreamJoin",),
+        "mplug_nn.vision.merger": ("PatchMerger",),
+        "mplug_nn.vision.patches": ("PatchEmbedding",),
     },
 )

@@ -97,7 +97,9 @@ def _softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
 def needs_of_specification(module: nn.Module, entries: Container[str]) -> frozenset[str]:
     """What a core must offer for the specification of a module (`spec`)."""
     spec = getattr(module, "spec", None)
-    return replace(spec, documents=DOCUMENTS in entries).needs if isinstance(spec, AttentionSpec) else frozenset()
+    if not isinstance(spec, AttentionSpec):
+        return frozenset()
+    return replace(spec, documents=spec.documents or DOCUMENTS in entries).needs
 
 
 CORE = Slot("Attention.core", "attention", DOT_PRODUCT, serves=KNOWN | {LOG_SUM_EXP}, needs=needs_of_specification)
@@ -109,9 +111,10 @@ class DotProductAttention(nn.Module):
     """Attention without its projections, for blocks that fuse the projections with others.
 
     `theta` is the base of rotary positions, or a `mplug_nn.Rotary` of another kind; None: no rotary positions.
-    `weighting` and `bias` are as in `AttentionSpec`. With `sinks`, the module has a parameter `sinks` with one score
-    per head. `scale` None: 1 / sqrt(head_dim). With `qk_norm_offset`, the scales of QK-norm are 1 + weight, and the
-    norm is computed in fp32 (Gemma 3).
+    `weighting` and `bias` are as in `AttentionSpec`; `documents` says that every call has the lengths of documents,
+    whatever the loader supplies. With `sinks`, the module has a parameter `sinks` with one score per head. `scale`
+    None: 1 / sqrt(head_dim). With `qk_norm_offset`, the scales of QK-norm are 1 + weight, and the norm is computed in
+    fp32 (Gemma 3).
 
     `num_heads`, `num_kv_heads` and `head_dim` are those of the whole model, also on a rank that holds only some of the
     heads. Suppliers and wraps may read them, and `spec`, from a site's module.

@@ -94,10 +94,20 @@ class Block(nn.Module):
             self.norm2, self.norm2_reader() if states(self, "norm2_reader", "feed_forward") else None
         )
 
-    def forward(self, x: Tensor, positions: Tensor, keys: Tensor, document_lengths: Tensor | None = None) -> Tensor:
-        """x [B, S, D], positions [1 or B, S], keys [B], lengths [B, M] if samples are packed -> [B, S, D]."""
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        keys: Tensor,
+        document_lengths: Tensor | None = None,
+        coordinates: Tensor | None = None,
+    ) -> Tensor:
+        """x [B, S, D], positions [1 or B, S], keys [B], lengths [B, M] if samples are packed -> [B, S, D].
+
+        `coordinates` [B, S, C] are the positions for attention if these have several coordinates.
+        """
         h, x = normed(self.norm1, self.attn, x)
-        h = self.attn(h, positions, keys, document_lengths)
+        h = self.attn(h, positions if coordinates is None else coordinates, keys, document_lengths)
         if self.post_norm1 is not None:
             h, _ = self.post_norm1(h)
         h, x = normed(self.norm2, self.norm2_reader(), self.dropout1(h, keys, positions), x)

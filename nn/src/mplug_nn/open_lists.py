@@ -1,4 +1,4 @@
-"""The open lists of the building blocks: activations, norms, scalings of rotary positions, scores of routers.
+"""The open lists of the building blocks: activations, norms, kinds of rotary positions, scores of routers.
 
 See `mplug.OpenList`. Imports no torch.
 """
@@ -33,6 +33,13 @@ SCALINGS = OpenList(
     OWNER,
 )
 """Targets are functions as `mplug_nn.rotary.linear` is; their module must not import torch."""
+DIVISIONS = OpenList(
+    "division of rotary positions",
+    "mplug.rotary_divisions",
+    {name: f"mplug_nn.rotary:{name}" for name in ("contiguous", "alternating", "axial")},
+    OWNER,
+)
+"""Targets are functions as `mplug_nn.rotary.contiguous` is; their module must not import torch."""
 SCORES = OpenList(
     "score of routers",
     "mplug.router_scores",

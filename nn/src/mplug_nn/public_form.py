@@ -6,7 +6,8 @@ every config.json through this table, so a field is honoured or refused, and nev
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -172,12 +173,32 @@ class UnusedField:
     because: str
 
 
-PublicField = ReadField | FixedField | SumField | UnusedField
-"""A row of the table."""
-
-
 def _nothing(_: Any) -> Mapping[str, Any]:
     return {}
+
+
+@dataclass(frozen=True)
+class FormField:
+    """A field whose value is a mapping, which a form of its own describes. Absent, all of its fields are absent.
+
+    `under` is the setting that receives the mapping's settings as a section; empty: they are settings of the family's
+    Config itself. `write(config)` returns the fields that this section does not decide.
+    """
+
+    form: "PublicForm"
+    under: str = ""
+    write: Callable[[Any], Mapping[str, Any]] = _nothing
+
+    def written(self, name: str, config: Any) -> dict[str, Any]:
+        """The mapping that a config of the family has for this field. Raises ValueError if it lacks the section."""
+        own = getattr(config, self.under) if self.under else config
+        if own is None:
+            raise ValueError(f"it has the field '{name}', and model.{self.under} is null")
+        return {**self.form.written(own), **self.write(config)}
+
+
+PublicField = ReadField | FixedField | SumField | UnusedField | FormField
+"""A row of the table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +211,8 @@ class PublicForm:
     family's Config, the fields that no setting decides alone; it may also write one that a setting decides. `implied`
     are settings that the form does not state. `training` and `altering` are settings without a field (see
     `PublicSettings`), with the values that the form implies. `longest` is the field with the length of the longest
-    sequence.
+    sequence. If `settings` returns a section that a `FormField` fills, both are merged. `flat` is a `FormField` whose
+    fields older folders have beside it; both may be there if they are equal.
 
     An export reads what `write` returns through the same table. If this gives another model, the form cannot express
     the config, and the export is refused. So `write` cannot lose a setting, and needs no checks of its own.
@@ -206,16 +228,19 @@ class PublicForm:
     training: Mapping[str, Any] = field(default_factory=dict)
     altering: Mapping[str, Any] = field(default_factory=dict)
     longest: str | None = None
+    flat: str | None = None
 
     def values(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The checked values of all fields that are read. Raises ValueError with one sentence."""
-        given = self._without_aliases(given)
+        given = self._nested(self._without_aliases(given))
         if unknown := sorted(name for name in given if name not in self.fields):
             raise ValueError(self._unknown(unknown))
         found: dict[str, Any] = {}
         for name, row in self.fields.items():
             if isinstance(row, ReadField):
                 found[name] = self._read(row, name, given)
+            elif isinstance(row, FormField):
+                found[name] = self._values_in(row, name, given.get(name, {}))
             elif isinstance(row, FixedField):
                 problem = row.check(name, given.get(name, row.default))
                 if problem is not None:
@@ -236,16 +261,32 @@ class PublicForm:
             if isinstance(row, ReadField) and row.settings:
                 value = values[name] if row.ours is None else row.ours[values[name]]
                 (free if row.training else fixed).update(dict.fromkeys(row.settings, value))
-        fixed.update(self.settings(values))
-        longest = values[self.longest] if self.longest is not None else None
-        return PublicSettings(fixed, free, self.altering, longest)
+        altering, longest = dict(self.altering), values[self.longest] if self.longest is not None else None
+        for name, row in self.fields.items():
+            if not isinstance(row, FormField):
+                continue
+            with _naming(name):
+                own = row.form.settings_of(values[name])
+            if row.under:
+                fixed[row.under] = {**own.altering, **own.free, **own.fixed}
+            else:
+                fixed, free, altering = {**fixed, **own.fixed}, {**free, **own.free}, {**altering, **own.altering}
+                longest = own.longest if longest is None else longest
+        for name, value in self.settings(values).items():
+            is_section = isinstance(value, Mapping) and isinstance(fixed.get(name), Mapping)
+            fixed[name] = {**fixed[name], **value} if is_section else value
+        return PublicSettings(fixed, free, altering, longest)
 
     def written(self, config: Any) -> dict[str, Any]:
         """The config.json of a family's Config; `mplug_nn.written_config` checks that it reads as the same model."""
         own = self.write(config)
-        rows = {name: row for name, row in self.fields.items() if isinstance(row, ReadField) and row.settings}
+        rows = {
+            name: row
+            for name, row in self.fields.items()
+            if isinstance(row, FormField) or (isinstance(row, ReadField) and row.settings)
+        }
         return {
-            "architectures": [self.architecture],
+            **({"architectures": [self.architecture]} if self.architecture else {}),
             "model_type": self.model_type,
             **{name: None for name in TOKENS if name in self.fields},  # the library's defaults are of other tokenizers
             **{name: row.written(name, config) for name, row in rows.items() if name not in own},
@@ -268,6 +309,32 @@ class PublicForm:
                 )
             found[name] = given[alias]
         return found
+
+    def _nested(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The fields, with those of the mapping `flat` in the mapping."""
+        row = self.fields.get(self.flat or "")
+        if not isinstance(row, FormField):
+            return given
+        beside = [name for name in given if name not in self.fields and row.form.has(name)]
+        inside = given.get(str(self.flat))
+        if isinstance(inside, Mapping):
+            for name in beside:
+                if name not in inside or not same_value(inside[name], given[name]):
+                    raise ValueError(f"its field '{name}' is another one than in its field '{self.flat}'")
+            return {name: value for name, value in given.items() if name not in beside}
+        moved = {name: given[name] for name in beside}
+        kept = {name: value for name, value in given.items() if name not in beside}
+        return {**kept, str(self.flat): moved} if inside is None else given
+
+    def has(self, name: str) -> bool:
+        """Whether a field has a row, or is another name of one that has."""
+        return name in self.fields or name in self.aliases
+
+    def _values_in(self, row: FormField, name: str, given: Any) -> dict[str, Any]:
+        if not isinstance(given, dict):
+            raise ValueError(f"its field '{name}' is {shown(given)}, but must be a mapping")
+        with _naming(name):
+            return row.form.values(given)
 
     def _unknown(self, names: list[str]) -> str:
         several = len(names) > 1
@@ -299,6 +366,15 @@ class PublicForm:
                 f"its field '{name}' {state} {shown(value)}, but the family supports {total} only, which is "
                 f"{' + '.join(row.names)}"
             )
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Errors in the block name the field whose mapping is read."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"in its field '{name}', {error}") from None
 
 
 def shown(value: Any) -> str:

@@ -1,6 +1,7 @@
 """Rotary positions (RoFormer, arXiv 2104.09864) and their variants, as data. Imports no torch.
 
-A pair i of n pairs turns by position * frequency_i; the plain frequencies are theta^(-i / n).
+A pair i of n pairs turns by position * frequency_i; the plain frequencies are theta^(-i / n). If positions have several
+coordinates (time, row, column), each pair turns by one of them.
 """
 
 import inspect
@@ -9,13 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from mplug.errors import listed, suggest
-from mplug_nn.open_lists import SCALINGS
+from mplug_nn.open_lists import DIVISIONS, SCALINGS
 
 SCALED, PARTIAL, INTERLEAVED = "scaled rotary", "partial rotary", "interleaved rotary"
-ROTARY_NEEDS = frozenset({SCALED, PARTIAL, INTERLEAVED})
+COORDINATES = "coordinate rotary"
+ROTARY_NEEDS = frozenset({SCALED, PARTIAL, INTERLEAVED, COORDINATES})
 """The needs of sites whose rotary positions are not plain."""
 Scaled = tuple[tuple[float, ...], float]
 """The frequencies of the pairs, and the factor of the cosines and sines."""
+Divided = tuple[tuple[int, ...], tuple[float, ...]]
+"""For each pair the coordinate by which it turns, and the exponent x of its plain frequency theta^-x."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,9 @@ class Rotary:
     `scaling` is a name of the open list `mplug.rotary_scalings`, with its `options`; empty: the plain frequencies. The
     first `width` coordinates of a head turn, and the others do not; None: all of them turn. Coordinate i is paired with
     coordinate i + width / 2, or with the next one if `interleaved` (0 with 1, 2 with 3, ...).
+
+    `division` is a name of the open list `mplug.rotary_divisions`: it says by which coordinate of a position each pair
+    turns; `sections` are its numbers of pairs. Empty: positions have one coordinate.
     """
 
     theta: float
@@ -32,10 +39,14 @@ class Rotary:
     options: tuple[tuple[str, Any], ...] = ()
     width: int | None = None
     interleaved: bool = False
+    division: str = ""
+    sections: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.scaling:
             check_scaling(self.scaling, dict(self.options))
+        if self.division:
+            DIVISIONS.check(self.division)
         if self.width is not None and (self.width < 2 or self.width % 2):
             raise ValueError(f"rotary positions turn pairs of coordinates, so their width cannot be {self.width}")
 
@@ -47,11 +58,12 @@ class Rotary:
 
     def turns(self, head_dim: int) -> "float | Turns":
         """How the pairs of a head turn, as slots receive it: `theta` if plain rotary positions are meant."""
-        if not self.scaling and not self.interleaved and self.width in (None, head_dim):
+        if not self.scaling and not self.interleaved and not self.division and self.width in (None, head_dim):
             return self.theta
         half = (self.width or head_dim) // 2
+        coordinates, exponents = self._divided(half)
         try:
-            plain = tuple(self.theta ** (-pair / half) for pair in range(half))
+            plain = tuple(self.theta**-exponent for exponent in exponents)
             frequencies, factor = plain, 1.0
             if self.scaling:
                 frequencies, factor = SCALINGS.load(self.scaling)(plain, self.theta, **dict(self.options))
@@ -59,9 +71,22 @@ class Rotary:
             raise ValueError(f"rope_theta={self.theta} gives frequencies that are no finite numbers") from None
         if len(frequencies) != half:
             raise ValueError(f"the scaling '{self.scaling}' returns {len(frequencies)} frequencies for {half} pairs")
-        needs = {SCALED: bool(self.scaling), PARTIAL: 2 * half < head_dim, INTERLEAVED: self.interleaved}
+        needs = {
+            SCALED: bool(self.scaling),
+            PARTIAL: 2 * half < head_dim,
+            INTERLEAVED: self.interleaved,
+            COORDINATES: bool(self.division),
+        }
         wanted = frozenset(need for need, is_wanted in needs.items() if is_wanted)
-        return Turns(tuple(map(float, frequencies)), float(factor), self.interleaved, wanted)
+        return Turns(tuple(map(float, frequencies)), float(factor), self.interleaved, wanted, coordinates)
+
+    def _divided(self, pairs: int) -> Divided:
+        if not self.division:
+            return (), tuple(pair / pairs for pair in range(pairs))
+        coordinates, exponents = DIVISIONS.load(self.division)(pairs, self.sections)
+        if len(coordinates) != pairs or len(exponents) != pairs:
+            raise ValueError(f"the division '{self.division}' does not divide {pairs} pairs over coordinates")
+        return coordinates, exponents
 
 
 @dataclass(frozen=True)
@@ -69,13 +94,16 @@ class Turns:
     """How the first pairs of a head turn: by position times `frequencies`; cosines and sines are times `factor`.
 
     Coordinates behind the last pair do not turn. `needs` are what a supplier of `Attention.prepare_qk` or `prepare_qkv`
-    must offer: 'scaled rotary' (these frequencies, or the factor), 'partial rotary', 'interleaved rotary'.
+    must offer: 'scaled rotary' (these frequencies, or the factor), 'partial rotary', 'interleaved rotary', 'coordinate
+    rotary'. With the last, `coordinates` has for each pair the coordinate of the position by which the pair turns.
+    Positions are then [1 or B, S, C], or [1 or B, S] if all coordinates of every position are equal.
     """
 
     frequencies: tuple[float, ...]
     factor: float
     interleaved: bool
     needs: frozenset[str]
+    coordinates: tuple[int, ...] = ()
 
 
 def check_scaling(name: str, options: dict[str, Any]) -> None:
@@ -191,3 +219,44 @@ def _require_positive(scaling: str, **options: Any) -> None:
 def attention_scale(factor: float, mscale: float) -> float:
     """YaRN's factor of attention scores for a stretch by `factor`: 0.1 mscale ln(factor) + 1."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+# The divisions of pairs over coordinates. Each takes the number of pairs and the sections, and returns `Divided`.
+
+
+def contiguous(pairs: int, sections: tuple[int, ...]) -> Divided:
+    """The first sections[0] pairs turn by coordinate 0, the next sections[1] by coordinate 1 (arXiv 2409.12191)."""
+    _require_sections("contiguous", sections, pairs)
+    coordinates = tuple(number for number, count in enumerate(sections) for _ in range(count))
+    return coordinates, _exponents(pairs)
+
+
+def alternating(pairs: int, sections: tuple[int, ...]) -> Divided:
+    """Pairs turn by the coordinates 0, 1, 2, 0, 1, 2, ... in turn until a coordinate has its pairs (Qwen3-VL).
+
+    Pairs behind those of a coordinate other than 0 turn by coordinate 0.
+    """
+    _require_sections("alternating", sections, pairs)
+    number = len(sections)
+    coordinates = tuple(pair % number if pair < number * sections[pair % number] else 0 for pair in range(pairs))
+    counts = tuple(coordinates.count(coordinate) for coordinate in range(number))
+    if counts != sections:
+        raise ValueError(f"the division 'alternating' cannot give the coordinates {sections} of {pairs} pairs")
+    return coordinates, _exponents(pairs)
+
+
+def axial(pairs: int, sections: tuple[int, ...]) -> Divided:
+    """Half of the pairs turn by coordinate 0, half by coordinate 1, each half with the frequencies of n / 2 pairs."""
+    if pairs % 2 or sections:
+        raise ValueError(f"the division 'axial' halves the pairs, so it takes no sections and no {pairs} pairs")
+    half = pairs // 2
+    return (0,) * half + (1,) * half, _exponents(half) * 2
+
+
+def _exponents(pairs: int) -> tuple[float, ...]:
+    return tuple(pair / pairs for pair in range(pairs))
+
+
+def _require_sections(division: str, sections: tuple[int, ...], pairs: int) -> None:
+    if not sections or min(sections) < 1 or sum(sections) != pairs:
+        raise ValueError(f"the division '{division}' needs sections that sum to {pairs} pairs, not {list(sections)}")

@@ -12,8 +12,13 @@ from mplug_nn.loss import Loss
 from mplug_nn.mlp import MLP
 from mplug_nn.norm import Norm
 from mplug_nn.router import Router
+from mplug_nn.vision.join import StreamJoin
+from mplug_nn.vision.patches import PatchEmbedding
 
-BLOCKS: tuple[type[nn.Module], ...] = (Attention, Linear, Norm, MLP, Embedding, Dropout, Loss, Router, Experts)
+BLOCKS: tuple[type[nn.Module], ...] = (
+    *(Attention, Linear, Norm, MLP, Embedding, Dropout, Loss, Router, Experts),
+    *(PatchEmbedding, StreamJoin),
+)
 """The blocks that declare slots. Other blocks share the slots of these."""
 SLOTS: dict[str, Slot] = {slot.name: slot for block in BLOCKS for slot in block.SLOTS}  # type: ignore[attr-defined]
 """The name of each slot -> what its block declares."""

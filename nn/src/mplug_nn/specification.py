@@ -80,6 +80,7 @@ class Weighting(TypedDict, total=False):
 
     causal: bool
     window: int | None
+    documents: bool
     soft_cap: float | None
     sinks: bool
     dropout: float

@@ -58,6 +58,25 @@ def _(positions: Tensor, frequencies: list[float], factor: float, dtype: torch.d
     return torch.empty((2, *positions.shape, len(frequencies)), device=positions.device, dtype=dtype)
 
 
+@operator("mplug::coordinate_rotations")
+def coordinate_rotations(
+    positions: Tensor, frequencies: list[float], coordinates: list[int], factor: float, dtype: torch.dtype
+) -> Tensor:
+    """`scaled_rotations` of positions with coordinates: positions [1 or B, S, C] -> [2, 1 or B, S, half].
+
+    Pair i turns by the coordinate `coordinates[i]` of a position.
+    """
+    chosen = positions[..., _on(positions.device, tuple(coordinates), torch.int64)].to(dtype)
+    angles = chosen * _on(positions.device, tuple(frequencies), dtype)
+    return torch.stack((angles.cos(), angles.sin())) * factor
+
+
+@fake("mplug::coordinate_rotations")
+def _(positions: Tensor, frequencies: list[float], coordinates: list[int], factor: float, dtype: torch.dtype) -> Tensor:
+    shape = 2, *positions.shape[:-1], len(frequencies)
+    return torch.empty(shape, device=positions.device, dtype=dtype)
+
+
 def rotate(x: Tensor, positions: Tensor, theta: Turning) -> Tensor:
     """Rotary positions (RoFormer, arXiv 2104.09864); with a number, the first half of the head pairs with the second.
 
@@ -97,7 +116,8 @@ def _shared(make: Callable[..., Tensor], positions: Tensor, *arguments: Hashable
 def table_of_rotations(positions: Tensor, head_dim: int, theta: Turning, dtype: torch.dtype) -> Tensor:
     """The cosine and sine of each pair's angle, in a dtype: positions [1 or B, S] -> [2, 1 or B, S, pairs].
 
-    For a supplier that turns pairs itself. Without 'partial rotary' among a site's needs, there are K/2 pairs.
+    Positions are [1 or B, S, C] if they have coordinates ('coordinate rotary'). For a supplier that turns pairs itself.
+    Without 'partial rotary' among a site's needs, there are K/2 pairs.
     """
     return _shared(_table, positions, head_dim, theta, dtype)
 
@@ -108,7 +128,12 @@ def _table(positions: Tensor, head_dim: int, theta: Turning, dtype: torch.dtype)
         # For one token, a kernel of its own costs more than the angles: a compiler computes them where they are used.
         make = _rotations if torch.compiler.is_compiling() and of_one_token else rotations
         return make(positions, head_dim // 2, theta, dtype)
-    table: Tensor = scaled_rotations(positions, list(theta.frequencies), theta.factor, dtype)
+    table: Tensor
+    frequencies = list(theta.frequencies)
+    if theta.coordinates and positions.dim() == 3:
+        table = coordinate_rotations(positions, frequencies, list(theta.coordinates), theta.factor, dtype)
+    else:
+        table = scaled_rotations(positions, frequencies, theta.factor, dtype)
     return table
 
 
@@ -149,8 +174,8 @@ def prepare_qk(
 
     q [B, S, H, K], k [B, S, G, K], weights [K] -> q and k of the same shapes. QK-norm is an RMSNorm over the head
     dimension (arXiv 2010.04245). Sites of another kind of rotary positions need it by name ('scaled rotary', 'partial
-    rotary', 'interleaved rotary'); there, `theta` is a `mplug_nn.rotary.Turns`. At sites that need 'wide QK-norm', the
-    weights are wider than q and k, and the norm is computed in their dtype.
+    rotary', 'interleaved rotary', 'coordinate rotary'); there, `theta` is a `mplug_nn.rotary.Turns`. At sites that need
+    'wide QK-norm', the weights are wider than q and k, and the norm is computed in their dtype.
     """
     if q_weight is not None and k_weight is not None:
         q, k = _normalised(q, q_weight, eps), _normalised(k, k_weight, eps)

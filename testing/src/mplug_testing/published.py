@@ -1,10 +1,11 @@
 """Whether a family's external names and config.json say the same as its plan."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any, get_args
 from unittest import SkipTest
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
 from mplug.checkpoint.external_form import conversion
@@ -13,7 +14,7 @@ from mplug.errors import UsageError
 from mplug.layout.mesh import Mesh
 from mplug.run.run import Run
 from mplug_nn.public_config import FORMS, forms_of, written_config
-from mplug_nn.public_form import PublicForm, ReadField
+from mplug_nn.public_form import FormField, PublicForm, ReadField
 from mplug_testing.suite import Fault, require
 
 if TYPE_CHECKING:
@@ -64,23 +65,40 @@ def require_tables(plugin: Any) -> None:
     if not forms_of(plugin):
         raise SkipTest(f"it has no '{FORMS}', so it has no published form")
     for form in forms_of(plugin):
-        _require_settings(plugin, form)
-        _require_used(form)
+        decided = _require_settings(plugin.Config, form, form.architecture)
+        twice = sorted({name for name in decided if decided.count(name) > 1})
+        require(not twice, f"its form of {form.architecture} decides {twice} in two places")
+        _require_used(form, form.architecture)
 
 
-def _require_settings(plugin: Any, form: PublicForm) -> None:
-    """Every setting of a form is one of the family's Config, and the form decides it once."""
+def _require_settings(config: type[BaseModel], form: PublicForm, what: str) -> list[str]:
+    """Every setting of a form is one of the family's Config; returns those that the form decides."""
     decided = [*form.implied, *form.altering]
-    decided += [name for row in form.fields.values() if isinstance(row, ReadField) for name in row.settings]
+    for name, row in form.fields.items():
+        if isinstance(row, ReadField):
+            decided += row.settings
+        elif isinstance(row, FormField) and not row.under:
+            decided += _require_settings(config, row.form, f"{what} ({name})")
+        elif isinstance(row, FormField):
+            require(row.under in config.model_fields, f"its form of {what} sets '{row.under}', which its Config lacks")
+            inside = _require_settings(_section(config, row.under), row.form, f"{what} ({name})")
+            decided += [row.under, *(f"{row.under}.{one}" for one in inside)]
     decided += [name for name in form.training if name not in decided]
-    unknown = sorted(set(decided) - set(plugin.Config.model_fields))
-    require(not unknown, f"its form of {form.architecture} sets {unknown}, which its Config lacks")
-    twice = sorted({name for name in decided if decided.count(name) > 1})
-    require(not twice, f"its form of {form.architecture} decides {twice} in two places")
+    unknown = sorted({name for name in decided if "." not in name} - set(config.model_fields))
+    require(not unknown, f"its form of {what} sets {unknown}, which its Config lacks")
     aliased = sorted(set(form.aliases) & set(form.fields))
-    require(not aliased, f"its form of {form.architecture} has {aliased} both as fields and as aliases")
+    require(not aliased, f"its form of {what} has {aliased} both as fields and as aliases")
     lost = sorted(set(form.aliases.values()) - set(form.fields))
-    require(not lost, f"its form of {form.architecture} has aliases of {lost}, which it has no rows for")
+    require(not lost, f"its form of {what} has aliases of {lost}, which it has no rows for")
+    return decided
+
+
+def _section(config: type[BaseModel], name: str) -> type[BaseModel]:
+    """The model of a field that is a section, or null."""
+    annotation: Any = config.model_fields[name].annotation
+    found = [one for one in (annotation, *get_args(annotation)) if isinstance(one, type) and issubclass(one, BaseModel)]
+    require(len(found) == 1, f"the field '{name}' of its Config is no section, and a mapping of its form sets it")
+    return found[0]
 
 
 class _Noted(dict[str, Any]):
@@ -95,18 +113,23 @@ class _Noted(dict[str, Any]):
         return super().__getitem__(name)
 
 
-def _require_used(form: PublicForm) -> None:
-    """The form's function reads every field that decides no setting directly."""
+def _require_used(form: PublicForm, what: str, seen_outside: Collection[str] = ()) -> None:
+    """The form's function reads every field that decides no setting directly; so may that of the form around it."""
     rows = {name: row for name, row in form.fields.items() if isinstance(row, ReadField)}
-    seen = {name for name, row in rows.items() if row.settings}
+    nested = {name: row.form for name, row in form.fields.items() if isinstance(row, FormField)}
+    seen = {name for name, row in rows.items() if row.settings} | set(seen_outside)
     seen |= {form.longest} if form.longest is not None else set()
+    inside: dict[str, set[str]] = {name: set() for name in nested}
     for values in _variants(rows):
+        own = {name: _Noted(one.values({}), inside[name]) for name, one in nested.items()}
         try:
-            form.settings(_Noted(values, seen))
+            form.settings(_Noted({**values, **own}, seen))
         except ValueError:  # the values do not fit together
             continue
     unread = sorted(set(rows) - seen)
-    require(not unread, f"its form of {form.architecture} declares {unread} as read, but nothing reads them")
+    require(not unread, f"its form of {what} declares {unread} as read, but nothing reads them")
+    for name, one in nested.items():
+        _require_used(one, f"{what} ({name})", inside[name])
 
 
 def _variants(rows: dict[str, ReadField]) -> Iterator[dict[str, Any]]:

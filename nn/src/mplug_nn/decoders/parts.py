@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from pydantic import AfterValidator
 
-from mplug_nn.open_lists import ACTIVATIONS, NORMS, SCORES
+from mplug_nn.open_lists import ACTIVATIONS, DIVISIONS, NORMS, SCORES
 from mplug_nn.rotary import Rotary
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ ActivationName = Annotated[str, AfterValidator(ACTIVATIONS.check)]
 """A field of a config that names an activation of the open list."""
 NormName = Annotated[str, AfterValidator(NORMS.check)]
 """A field of a config that names a norm of the open list."""
+DivisionName = Annotated[str, AfterValidator(DIVISIONS.check)]
+"""A field of a config that names a division of rotary positions of the open list."""
 ScoreName = Annotated[str, AfterValidator(SCORES.check)]
 """A field of a config that names a router's score of the open list."""
 
@@ -68,6 +70,7 @@ class AttentionConfig:
     eps: float = 1e-5
     causal: bool = True
     window: int | None = None
+    documents: bool = False
     soft_cap: float | None = None
     sinks: bool = False
     attention_bias: str = ""

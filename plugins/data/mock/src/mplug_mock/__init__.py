@@ -1,10 +1,10 @@
-"""Random tokens, for measurements without a data set."""
+"""Random tokens and media, for measurements without a data set."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
-from mplug import MapLoader, UsageError, hookimpl
+from mplug import DOCUMENTS, STREAMS, MapLoader, UsageError, hookimpl
 
 if TYPE_CHECKING:
     from mplug import Run, RunConfig
@@ -14,7 +14,7 @@ class Mock:
     """Uniform random tokens that no model can learn; sample n is a function of the seed and n."""
 
     class Config(BaseModel):
-        """The vocabulary, and the number of documents per sample."""
+        """The vocabulary, and the numbers of documents and media per sample."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -24,6 +24,18 @@ class Mock:
             ge=1,
             description="number of documents per sample, of random lengths; 1: samples are not packed",
         )
+        media: int = Field(
+            0, ge=0, description="largest number of pictures of noise in a sample, for a model that takes pictures"
+        )
+        media_sides: tuple[PositiveInt, PositiveInt] = Field(
+            (56, 224), description="smallest and largest height and width of a picture, in pixels"
+        )
+
+        @model_validator(mode="after")
+        def _sides_are_in_order(self) -> Self:
+            if self.media_sides[0] > self.media_sides[1]:
+                raise ValueError(f"media_sides {self.media_sides} must be the smallest side and the largest")
+            return self
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -39,18 +51,20 @@ class Mock:
 
     @hookimpl
     def batch_entries(self) -> tuple[str, ...]:
-        """Document lengths, if samples are packed."""
-        return ("document_lengths",) if self.config.documents > 1 else ()
+        """Document lengths, if samples are packed, and the entries of streams, if samples have media."""
+        packed = (DOCUMENTS,) if self.config.documents > 1 else ()
+        return (*packed, STREAMS) if self.config.media else packed
 
     @hookimpl
     def build_loader(self, run: "Run") -> MapLoader:
         """A loader of random samples; both splits have the same samples."""
-        from mplug_mock.samples import reader
+        from mplug_mock.samples import Media, reader
 
-        trainer = run.config.trainer
-        vocab_size = self.config.vocab_size or run.config.model.vocab_size
+        trainer, own = run.config.trainer, self.config
+        vocab_size = own.vocab_size or run.config.model.vocab_size
+        media = Media(run.processor, own.media, own.media_sides) if own.media else None
         return MapLoader(
-            reader(trainer.seed, vocab_size, trainer.seq_length, self.config.documents),
+            reader(trainer.seed, vocab_size, trainer.seq_length, own.documents, media),
             vocab_size=vocab_size,
             shard=run.mesh.batch_shard(run.rank),
             micro_batch_size=run.micro_batch_size,

@@ -1,42 +1,106 @@
-"""Samples of random tokens. B samples, S sequence length, M documents of a sample."""
+"""Samples of random tokens, and of random media among them. B samples, S sequence length, M documents of a sample."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mplug import MicroBatch
+from mplug import IGNORED, Medium, MicroBatch
 
-IGNORED = -100
-"""The label of a position without a target."""
+if TYPE_CHECKING:
+    from mplug import Processor
+
+Spans = list[tuple[int, int]]
+"""The first position of each medium in a sample, and the number of its tokens."""
 
 
-def reader(seed: int, vocab_size: int, length: int, documents: int) -> Callable[[range], MicroBatch]:
+@dataclass(frozen=True)
+class Media:
+    """Up to `most` media in a sample: noise of one frame, whose height and width are between the two `sides`."""
+
+    processor: "Processor"
+    most: int
+    sides: tuple[int, int]
+
+    def drawn(self, generator: torch.Generator) -> list[Medium]:
+        """The media of a sample; each number of them is equally likely."""
+        number = int(torch.randint(self.most + 1, (), generator=generator))
+        return [self._one(generator) for _ in range(number)]
+
+    def _one(self, generator: torch.Generator) -> Medium:
+        least, largest = self.sides
+        height, width = torch.randint(least, largest + 1, (2,), generator=generator).tolist()
+        colours = torch.randint(256, (1, height, width, 3), generator=generator, dtype=torch.uint8)
+        return self.processor.prepare(colours)
+
+
+def reader(
+    seed: int, vocab_size: int, length: int, documents: int, media: Media | None = None
+) -> Callable[[range], MicroBatch]:
     """A function that makes samples of `length` tokens by their numbers, each with this number of documents.
 
-    In a packed sample, positions restart at 0 in every document, and a document's last token has no target.
+    In a packed sample, positions restart at 0 in every document, and a document's last token has no target. A medium
+    lies within a document; one for which a sample has no room is left out.
     """
     positions = torch.arange(length)[None]
 
     def read(sample_ids: range) -> MicroBatch:
-        windows, lengths = [], []
+        windows, lengths, in_samples = [], [], []
         generator = torch.Generator()
         for number in sample_ids:
             generator.manual_seed(hash((seed, number)))
-            windows.append(torch.randint(vocab_size, (length + 1,), generator=generator))
-            lengths.append(_cut(length, documents, generator))
+            window = torch.randint(vocab_size, (length + 1,), generator=generator)
+            found, spans = ([], Spans()) if media is None else _insert(window, media, generator)
+            windows.append(window)
+            in_samples.append(found)
+            lengths.append(_cut(length, documents, spans, generator))
         tokens = torch.stack(windows)  # [B, S + 1]
         ids = torch.tensor(list(sample_ids))
         batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": positions, "sample_ids": ids}
-        return {**batch, **_packed(batch["labels"], torch.stack(lengths))} if documents > 1 else batch
+        if documents > 1:
+            batch |= _packed(batch["labels"], torch.stack(lengths))
+        return batch if media is None else {**batch, **_with_media(batch, media.processor, in_samples)}
 
     return read
 
 
-def _cut(length: int, documents: int, generator: torch.Generator) -> Tensor:
-    """Random lengths [M] of at least one token each; all ways to split a sample are equally likely."""
-    borders = torch.randperm(length - 1, generator=generator)[: documents - 1].sort().values + 1
-    return torch.diff(borders, prepend=torch.tensor([0]), append=torch.tensor([length]))
+def _insert(window: Tensor, media: Media, generator: torch.Generator) -> tuple[list[Medium], Spans]:
+    """Replace tokens of a sample [S + 1] by media, without one that has no room; the media, and where they are."""
+    reserved = torch.tensor(sorted(media.processor.placeholders))
+    window[torch.isin(window, reserved)] = next(token for token in range(len(reserved) + 1) if token not in reserved)
+    kept, room = [], len(window) - 2  # the first and the last token are text
+    for medium in media.drawn(generator):
+        if len(medium.tokens) + 1 <= room:
+            kept.append(medium)
+            room -= len(medium.tokens) + 1  # one token of text behind each
+    spans, at = Spans(), 1
+    for medium in kept:
+        skipped = int(torch.randint(room + 1, (), generator=generator))
+        room, at = room - skipped, at + skipped
+        window[at : at + len(medium.tokens)] = torch.tensor(medium.tokens)
+        spans.append((at, len(medium.tokens)))
+        at += len(medium.tokens) + 1
+    return kept, spans
+
+
+def _with_media(batch: MicroBatch, processor: "Processor", media: Sequence[Sequence[Medium]]) -> MicroBatch:
+    """The labels without placeholders, and the entries of streams."""
+    reserved = torch.tensor(sorted(processor.placeholders))
+    labels = batch["labels"].masked_fill(torch.isin(batch["labels"], reserved), IGNORED)
+    return {"labels": labels, **processor.entries_of(batch["tokens"], media, batch.get("document_lengths"))}
+
+
+def _cut(length: int, documents: int, spans: Spans, generator: torch.Generator) -> Tensor:
+    """Random lengths [M] of at least one token each; all ways around its media are equally likely."""
+    borders = torch.arange(1, length)
+    within = [torch.arange(start + 1, start + number) for start, number in spans]
+    borders = borders[~torch.isin(borders, torch.cat(within))] if within else borders
+    borders = borders[torch.randperm(len(borders), generator=generator)[: documents - 1]].sort().values
+    missing = documents - 1 - len(borders)
+    lengths = torch.diff(borders, prepend=torch.tensor([0]), append=torch.tensor([length]))
+    return torch.cat((lengths, lengths.new_zeros(missing)))
 
 
 def _packed(labels: Tensor, lengths: Tensor) -> dict[str, Tensor]:

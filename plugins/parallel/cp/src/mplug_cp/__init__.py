@@ -1,7 +1,7 @@
 """Context parallelism: splits the sequence of every sample over ranks, from the batch to the loss.
 
 Among the slots, only the attention core mixes positions. So this plugin wraps the core's supplier; the model, its plan
-and its kernels need no change.
+and its kernels need no change. Ranks share the segments of streams, and gather the rows where these join the tokens.
 """
 
 from typing import TYPE_CHECKING
@@ -41,10 +41,10 @@ class ContextParallel:
         """One axis that splits the sequence; 'hierarchical' has two, and the ranks of the second one are nearer."""
         degree, inner = config.parallel.degrees["cp"], self.config.ulysses_degree or 1
         if self.config.method == "ulysses":
-            return [Axis("cp", degree, entries={"sequence": contiguous}, distance=10)]
-        axes = [Axis("cp", degree // inner, entries={"sequence": zigzag}, distance=11)]
+            return [Axis("cp", degree, entries={"sequence": contiguous}, distance=10, shares_streams=True)]
+        axes = [Axis("cp", degree // inner, entries={"sequence": zigzag}, distance=11, shares_streams=True)]
         if self.config.method == "hierarchical":
-            axes.append(Axis("cp_heads", inner, entries={"sequence": contiguous}, distance=10))
+            axes.append(Axis("cp_heads", inner, entries={"sequence": contiguous}, distance=10, shares_streams=True))
         return axes
 
     @hookimpl

@@ -40,7 +40,20 @@ def around_attention(run: "Run", method: "Method") -> "list[Wrap]":
         wrap = partial(exchanged, run.group(axis), size, index)
         supports, note = partial(_has_heads, axis), "exchange of heads"
         wraps.append(Wrap("Attention.core", wrap, layer=50, supports=supports, note=note, serves=BY_HEADS))
-    return wraps
+    return [*wraps, *_around_joins(run)]
+
+
+def _around_joins(run: "Run") -> "list[Wrap]":
+    """The wrap that gathers the rows of a stream from the ranks that share its segments."""
+    axes = [axis.name for axis in run.mesh.views["dense"] if axis.shares_streams and axis.size > 1]
+    if not axes:
+        return []
+    group = run.group(*axes)
+
+    def gathered(inner: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda rows: ops.gather(inner(rows), group, 1)
+
+    return [Wrap("Join.gather", gathered, layer=50)]
 
 
 def by_parts(
@@ -68,7 +81,12 @@ def by_parts(
 
 
 def _has_parts(site: Site, run: "Run") -> bool | str:
-    """True if attention can be computed by parts, else a reason; no supplier draws dropout masks part by part."""
+    """True if attention can be computed by parts, else a reason; no supplier draws dropout masks part by part.
+
+    False for the rows of a stream, which cp does not divide.
+    """
+    if site.sequence != "sequence":
+        return False
     if unserved := site.needs - BY_PARTS:
         remedy = "set parallel.cp.method=ulysses" if unserved <= BY_HEADS else "use a layout without cp"
         return f"attention that is computed by parts does not support {', '.join(sorted(unserved))}; {remedy}"
@@ -82,6 +100,8 @@ def _has_parts(site: Site, run: "Run") -> bool | str:
 
 
 def _has_heads(axis: str, site: Site, run: "Run") -> bool | str:
+    if site.sequence != "sequence":
+        return False
     size = run.mesh.axes[axis].size
     heads = site.module.num_heads // prod(one.size for one in run.mesh.axes.values() if "heads" in one.splits)
     if heads % size == 0:

@@ -62,7 +62,16 @@ def _by_hand(names: list[str], num_chunks: int, counts: Sequence[int], field: st
 
 
 def _weights(model: "Model", seq_length: int) -> list[int]:
-    return [model.unit_weight(unit.name) for unit in model.plan.units]
+    """The weight of each unit per token; a unit of a stream has the rows of a sample that its plan states."""
+    return [
+        -(-model.unit_weight(unit.name) * _rows(model, unit.sequence, seq_length) // seq_length)
+        for unit in model.plan.units
+    ]
+
+
+def _rows(model: "Model", sequence: str, seq_length: int) -> int:
+    """The rows of a sample along a unit's sequence."""
+    return model.plan.streams[sequence].rows if sequence in model.plan.streams else seq_length
 
 
 def _layers(model: "Model", seq_length: int) -> list[int]:
@@ -79,14 +88,18 @@ def _times(model: "Model", seq_length: int) -> list[int]:
 
     The plan states the FLOPs of attention for the whole model; they are divided equally among the layers.
     """
-    layers = sum(map(bool, _layers(model, seq_length))) or 1
+    layers = sum(_is_layer(unit.name) for unit in model.plan.units if unit.sequence not in model.plan.streams) or 1
     attention = model.plan.flops.per_squared_length * seq_length // layers
     times = []
-    for unit in model.plan.units:
+    for unit, weight in zip(model.plan.units, _weights(model, seq_length), strict=True):
+        if unit.sequence in model.plan.streams:
+            of_pairs = sum(one.flops.per_squared_length for one in model.work if one.unit == unit.name)
+            times.append(6 * weight + of_pairs * model.plan.streams[unit.sequence].squares // seq_length)
+            continue
         width = model.module.get_submodule(unit.name)
         rows = max((parameter.shape[0] for parameter in width.parameters() if parameter.dim() == 2), default=0)
         moved = LOSS_BYTES * rows if "loss" in unit.outputs else 0
-        times.append(6 * model.unit_weight(unit.name) + attention * _is_layer(unit.name) + FLOPS_PER_BYTE * moved)
+        times.append(6 * weight + attention * _is_layer(unit.name) + FLOPS_PER_BYTE * moved)
     return times
 
 

@@ -6,6 +6,9 @@ row-parallel linear, after it          scatter [B, S, D] -> [B, S/R, D]  reduce 
 vocabulary-parallel embedding, after   scatter [B, S, D] -> [B, S/R, D]  reduce  [B, S, D] -> [B, S, D]
 any other embedding                    look up this rank's positions     -
 dropout in the residual stream         use this rank's positions         -
+embedding of the rows of a stream      use this rank's rows              -
+join of such rows with tokens          gather the rows, for this rank's  -
+                                       positions
 
 With `overlap`, `product.py` also supplies the products of these linears as a whole (`Linear.product`). They do the work
 of gather and scatter, or of copy and reduce, chunk by chunk.
@@ -52,6 +55,9 @@ def offers(run: Run, model: Model, sequence_parallel: bool, overlap: bool) -> li
     def own_positions(positions: Tensor) -> Tensor:
         return ops.own_part(positions, group, SEQUENCE)
 
+    def whole_rows(rows: Tensor) -> Tensor:
+        return ops.gather(rows, group, SEQUENCE)
+
     def look_up_tokens(indices: Tensor, weight: Tensor) -> Tensor:
         return leave(vocabulary.lookup(indices, weight))
 
@@ -62,7 +68,13 @@ def offers(run: Run, model: Model, sequence_parallel: bool, overlap: bool) -> li
         Offer({"Linear.gather": Collective(enter, boundary=around)}, weight_split_along(0)),
         Offer({"Linear.scatter": Collective(leave, boundary=around)}, weight_split_along(1)),
         Offer({"Embedding.lookup": look_up_tokens}, weight_split_along(0)),
-        Wrap("Attention.core", partial(_with_global_heads, run.mesh.index(run.rank, "tp")), layer=100, serves=KNOWN),
+        Wrap(
+            "Attention.core",
+            partial(_with_global_heads, run.mesh.index(run.rank, "tp")),
+            layer=100,
+            serves=KNOWN,
+            streams=True,
+        ),
     ]
     if overlap:
         found.append(Offer({"Linear.product": OVERLAPPED}, split_either_way, note=_overlap, fallback=True))
@@ -71,6 +83,9 @@ def offers(run: Run, model: Model, sequence_parallel: bool, overlap: bool) -> li
     if sequence_parallel:
         found.append(Offer({"Embedding.lookup": look_up_positions}, weight_split_along(None)))
         found.append(Offer({"Dropout.rows": own_positions}))
+        found.append(Offer({"Patches.rows": own_positions}))
+        found.append(Offer({"Join.gather": whole_rows}))
+        found.append(Offer({"Join.positions": own_positions}))
     return found
 
 

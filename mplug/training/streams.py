@@ -1,0 +1,142 @@
+"""The rows of streams in a micro batch: checked, counted, and divided among the ranks of a layout.
+
+`mplug.Stream` describes the entries.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mplug.contracts import MicroBatch
+from mplug.layout.plan import TOKENS_AXIS
+
+if TYPE_CHECKING:
+    from mplug.layout.mesh import Mesh
+    from mplug.layout.plan import Plan, Stream
+
+
+def malformed_streams(batch: MicroBatch, plan: "Plan") -> str:
+    """A sentence about entries of streams that contradict one another; '' if there are none."""
+    for axis, stream in plan.streams.items():
+        rows = _rows_by_entry(batch, plan, axis)
+        if not rows:
+            continue
+        first, number = next(iter(rows.items()))
+        for name, own in rows.items():
+            if own != number:
+                return f"'{name}' has {own} rows of {axis}, and '{first}' has {number}"
+        if number == 0 or number % stream.group:
+            return f"'{first}' has {number} rows of {axis}; the number must be a multiple of {stream.group}, and not 0"
+        for name in (name for name in stream.lengths if name in batch):
+            lengths = batch[name]
+            if lengths.dtype != torch.int64 or lengths.dim() != 2 or len(lengths) != 1:
+                return f"'{name}' {tuple(lengths.shape)} of {lengths.dtype} must be [1, N] of int64"
+            if bool((lengths < 0).any()) or int(lengths.sum()) != number:
+                return f"'{name}' sums to {int(lengths.sum())}; it must have the lengths of segments of {number} {axis}"
+            if fault := _nesting_fault(name, lengths, batch[stream.lengths[0]], stream.group):
+                return fault
+    return ""
+
+
+def _nesting_fault(name: str, lengths: Tensor, outer: Tensor, group: int) -> str:
+    """A sentence if segments cut groups of rows, or if they are not within the outer ones; '' if they are sound."""
+    ends = set(lengths.cumsum(dim=1)[0].tolist())
+    if any(end % group for end in ends):
+        return f"'{name}' has a segment whose length is no multiple of {group}"
+    if not ends.issuperset(outer.cumsum(dim=1)[0].tolist()):
+        return f"'{name}' has a segment that crosses the end of a segment of the first lengths of the stream"
+    return ""
+
+
+def count_rows(batch: MicroBatch, plan: "Plan") -> dict[str, tuple[int, int]]:
+    """(rows, sum of the squared lengths of segments) of a whole micro batch, by the entry with the lengths."""
+    entries = [name for stream in plan.streams.values() for name in stream.lengths if name in batch]
+    return {name: (int(batch[name].sum()), int(batch[name].square().sum())) for name in entries}
+
+
+def own_rows(batch: MicroBatch, plan: "Plan", mesh: "Mesh", rank: int) -> MicroBatch:
+    """A whole micro batch with the rows of streams that `rank` computes, and with the numbers that groups then have."""
+    sharing = [axis for axis in mesh.views["dense"] if axis.shares_streams and axis.size > 1]
+    own = mesh.number(rank, [axis.name for axis in sharing]) if sharing else 0
+    splits = prod(axis.size for axis in mesh.views["dense"] if TOKENS_AXIS in axis.activations)
+    changed = dict(batch)
+    for axis, stream in plan.streams.items():
+        if _rows_by_entry(batch, plan, axis):
+            changed |= _Shares(batch, plan, axis, stream, prod(one.size for one in sharing), splits).of(own)
+    return changed
+
+
+class _Shares:
+    """The rows of a stream, divided among ranks: whole segments, with about equally many rows for each rank."""
+
+    def __init__(self, batch: MicroBatch, plan: "Plan", axis: str, stream: "Stream", number: int, splits: int) -> None:
+        self.batch, self.plan, self.axis, self.stream = batch, plan, axis, stream
+        self.lengths = [length for length in batch[stream.lengths[0]][0].tolist() if length]
+        self.segments = _divided(self.lengths, number)
+        most = max(sum(self.lengths[one] for one in own) for own in self.segments) // stream.group
+        self.groups = -(-most // splits) * splits
+
+    def of(self, share: int) -> dict[str, Tensor]:
+        """The entries of the stream for a share."""
+        segments, group = self.segments[share], self.stream.group
+        missing = self.groups - sum(self.lengths[one] for one in segments) // group
+        if len(self.segments) == 1 and not missing:
+            return {}
+        starts = [0, *accumulate(self.lengths)]
+        parts = [range(starts[one], starts[one + 1]) for one in segments]
+        parts += [range(starts[-1] - group, starts[-1])] * missing
+        chosen = torch.tensor([row for part in parts for row in part])
+        made = dict[str, Tensor]()
+        for name in _rows_by_entry(self.batch, self.plan, self.axis):
+            made[name] = self.batch[name].index_select(self.plan.context[name].index(self.axis), chosen)
+        for name in (name for name in self.stream.lengths if name in self.batch):
+            within = self._lengths_within(name)
+            own = [length for one in segments for length in within[one]] + [group] * missing
+            made[name] = self.batch[name].new_tensor([own])
+        return made | self._renumbered()
+
+    def _lengths_within(self, name: str) -> list[list[int]]:
+        """The lengths that an entry states for the parts of each segment."""
+        unread, found = [length for length in self.batch[name][0].tolist() if length], list[list[int]]()
+        for length in self.lengths:
+            found.append([])
+            while sum(found[-1]) < length:
+                found[-1].append(unread.pop(0))
+        return found
+
+    def _renumbered(self) -> dict[str, Tensor]:
+        """The entries with numbers of groups; a group keeps its number if there is one share."""
+        if len(self.segments) == 1:
+            return {}
+        starts = [start // self.stream.group for start in (0, *accumulate(self.lengths))]
+        numbers = torch.empty(starts[-1], dtype=torch.int64)
+        for share, segments in enumerate(self.segments):
+            first = share * self.groups
+            for one in segments:
+                count = starts[one + 1] - starts[one]
+                numbers[starts[one] : starts[one + 1]] = torch.arange(first, first + count)
+                first += count
+        made = dict[str, Tensor]()
+        for name in (name for name in self.stream.indices if name in self.batch):
+            old = self.batch[name]
+            made[name] = torch.where(old < 0, old, numbers[old.clamp(min=0)])
+        return made
+
+
+def _divided(lengths: Sequence[int], number: int) -> list[list[int]]:
+    """The numbers of the segments of each share: the longest first, each to the share with the fewest rows so far."""
+    shares, rows = [list[int]() for _ in range(number)], [0] * number
+    for one in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
+        least = rows.index(min(rows))
+        shares[least].append(one)
+        rows[least] += lengths[one]
+    return [sorted(share) for share in shares]
+
+
+def _rows_by_entry(batch: MicroBatch, plan: "Plan", axis: str) -> Mapping[str, int]:
+    named = {name: axes for name, axes in plan.context.items() if name in batch and axis in axes}
+    return {name: batch[name].shape[axes.index(axis)] for name, axes in named.items()}

@@ -1,0 +1,143 @@
+"""Every field of a config.json, and of the two mappings in it, is honoured or refused by name."""
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from mplug_qwen_vl import QwenVL
+from seeing_models import CONFIGS, changed, config_of
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from mplug_nn import FormField, PublicForm, UnusedField, form_of, written_config
+from mplug_nn.public_form import same_value
+
+FORMS = {form.model_type: form for form in QwenVL.public_forms}
+MAPPINGS = ("text_config", "vision_config")
+
+
+def parts() -> dict[str, tuple[PublicForm, Any]]:
+    """By name, each form and the library's class of it: of the whole, and of the two mappings."""
+    found: dict[str, tuple[PublicForm, Any]] = {}
+    for kind, form in FORMS.items():
+        library = CONFIG_MAPPING[kind]
+        found[kind] = form, library
+        for name in MAPPINGS:
+            row = form.fields[name]
+            assert isinstance(row, FormField)
+            found[f"{kind}.{name}"] = row.form, CONFIG_MAPPING[row.form.model_type]
+    return found
+
+
+def test_the_forms_are_those_of_the_library() -> None:
+    assert set(FORMS) == {given["model_type"] for given in CONFIGS.values()}
+
+
+def plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize("name", parts())
+def test_every_field_of_the_librarys_class_is_in_one_row_with_the_librarys_default(name: str) -> None:
+    form, library = parts()[name]
+    known = {*form.fields, *form.aliases}
+    assert not set(form.fields) & set(form.aliases)
+    declared = dataclasses.fields(library)
+    saved = library().to_dict()
+    names = {*saved, *(one.name for one in declared), *library.attribute_map, *library.attribute_map.values()}
+    assert names <= known, f"no row has {names - known}"
+    for one in declared:
+        row = form.fields.get(form.aliases.get(one.name, one.name))
+        if row is not None and not isinstance(row, UnusedField | FormField):
+            default = plain(one.default)
+            assert row.default is default or same_value(row.default, default), one.name  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_what_is_written_reads_as_the_same_model(kind: str) -> None:
+    config = config_of(CONFIGS[kind])
+    written = written_config(QwenVL, config)
+    assert written["model_type"] == CONFIGS[kind]["model_type"]
+    assert config_of(written) == config
+    from transformers import AutoConfig
+
+    fields = {name: value for name, value in written.items() if name not in ("model_type", "architectures")}
+    again = AutoConfig.for_model(written["model_type"], **fields).to_dict()
+    assert config_of(again) == config
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_null_is_refused_or_means_what_the_library_makes_of_it(kind: str) -> None:
+    from transformers import AutoConfig
+
+    for mapping in MAPPINGS:
+        for name in CONFIGS[kind][mapping]:
+            given = changed(CONFIGS[kind], {f"{mapping}.{name}": None})
+            try:
+                found = config_of(given)
+            except ValueError:
+                continue
+            fields = {name: value for name, value in given.items() if name != "model_type"}
+            again = AutoConfig.for_model(given["model_type"], **fields).to_dict()
+            assert found.computes_like(config_of(again)), f"{mapping}.{name}"
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a field of another model": (
+        "3",
+        {"text_config.query_pre_attn_scalar": 4},
+        "in its field 'text_config', its field 'query_pre_attn_scalar' is unknown to the family",
+    ),
+    "another activation": (
+        "3",
+        {"vision_config.hidden_act": "relu"},
+        "in its field 'vision_config', its field 'hidden_",
+    ),
+    "another width": (
+        "3",
+        {"vision_config.out_hidden_size": 64},
+        "'vision_config.out_hidden_size' is 64, but the family",
+    ),
+    "no mapping": ("3", {"vision_config": []}, "its field 'vision_config' is [], but must be a mapping"),
+    "a table that is no square": ("3", {"vision_config.num_position_embeddings": 24}, "is 24, which is not a square"),
+    "windows of the decoder": (
+        "2.5",
+        {"text_config.use_sliding_window": True},
+        "'use_sliding_window' is true, but the family supports false or null only",
+    ),
+    "types with windows": (
+        "2.5",
+        {"text_config.layer_types": ["sliding_attention"] * 4},
+        "'layer_types' has blocks with windows",
+    ),
+    "two sections": (
+        "2.5",
+        {"text_config.rope_scaling": {"type": "mrope", "mrope_section": [2, 2]}},
+        "'rope_scaling.mrope_section' is not a list of three integers",
+    ),
+    "sections in blocks": (
+        "3",
+        {"text_config.rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": False}},
+        "'rope_scaling.mrope_interleaved' is False, which the library ignores",
+    ),
+    "other positions of patches": (
+        "3",
+        {"vision_config.rope_parameters": {"rope_type": "yarn"}},
+        "'rope_parameters' has 'yarn', and the family supports axial ones",
+    ),
+    "gates that are not normalised": ("3-moe", {"text_config.norm_topk_prob": False}, "always normalises the gates"),
+    "square experts": ("3-moe", {"text_config.moe_intermediate_size": 16}, "are square matrices beside hidden_size=32"),
+    "dropout": ("3", {"text_config.attention_dropout": 0.1}, "'attention_dropout' is 0.1, but the family supports 0.0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_honoured_is_refused_in_a_sentence_with_its_name(case: str) -> None:
+    kind, changes, sentence = REFUSED[case]
+    given = changed(CONFIGS[kind], changes)
+    with pytest.raises(ValueError, match=re.escape(sentence)) as refused:
+        form_of(QwenVL.public_forms, given).read(given)
+    assert len(str(refused.value).splitlines()) == 1

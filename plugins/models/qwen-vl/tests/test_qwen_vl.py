@@ -1,0 +1,87 @@
+"""Qwen-VL keeps the contract of models on text, and its presets have the published sizes."""
+
+from typing import Any
+
+import pytest
+import torch
+from decoder_fields import examples_of, of_a_family
+from mplug_qwen_vl import QwenVL
+from mplug_qwen_vl.build import build
+from pydantic import ValidationError
+from tiny_models import DECODER
+
+from mplug_testing import ModelSuite
+
+WIDE = pytest.mark.wide("suites")
+"""The suites of llama and deepseek test the fields that all decoders share in the quick set."""
+FIELDS = QwenVL.Config.model_fields
+ALTERNATING = {"model.rope_division": "alternating", "model.rope_sections": [2, 1, 1]}
+
+
+class TestQwenVLOfText(ModelSuite):
+    """Without a tower: the decoder alone, which data without images can train."""
+
+    plugin = "qwen-vl"
+    settings = {**DECODER, **ALTERNATING}
+    layouts = ("tp2",)
+    positions = "relative"
+    examples = examples_of(FIELDS)
+    beside = of_a_family(FIELDS)
+    without_effect = {
+        "rope_division": "all coordinates of text are equal",
+        "rope_sections": "all coordinates of text are equal",
+        "vision": "a tower needs images; test_beside_library.py tests it",
+    }
+
+    @WIDE
+    def test_every_field_of_its_config_has_an_effect(self) -> None:
+        super().test_every_field_of_its_config_has_an_effect()
+
+
+SIZES = {
+    "2.5-3b": 3.755,
+    "2.5-7b": 8.292,
+    "2.5-72b": 73.411,
+    "3-2b": 2.128,
+    "3-4b": 4.438,
+    "3-8b": 8.767,
+    "3-32b": 33.357,
+    "3-30b-a3b": 31.071,
+    "3-235b-a22b": 235.670,
+}
+"""Parameters in billions."""
+
+
+def parameters(preset: str) -> dict[str, int]:
+    with torch.device("meta"):
+        model = build(QwenVL.Config(**QwenVL.presets[preset]["model"]), has_images=True)
+    return {name: parameter.numel() for name, parameter in model.parameters().items()}
+
+
+@pytest.mark.parametrize(("preset", "billions"), SIZES.items())
+def test_a_preset_has_its_published_parameters(preset: str, billions: float) -> None:
+    assert set(SIZES) == set(QwenVL.presets) - {"tiny"}
+    assert sum(parameters(preset).values()) / 1e9 == pytest.approx(billions, abs=6e-4)
+
+
+TINY = QwenVL.presets["tiny"]["model"]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"rope_division": None}, "a decoder with a tower needs rope_division, and three numbers as rope_sections"),
+        ({"num_layers": 1}, "deepstack_blocks has 2 entries, one for each of the first decoder blocks"),
+        ({"num_mtp_layers": 1}, "num_mtp_layers=1 cannot be used with a tower"),
+        ({"rope_sections": (6, 5, 6)}, "needs sections that sum to 16 pairs"),
+        ({"vision": {"deepstack_blocks": [2, 1]}}, "deepstack_blocks=[2, 1] must be ascending numbers of blocks below"),
+        ({"vision": {"num_attention_heads": 32}}, "must divide hidden_size=64 into widths that 4 divides"),
+        ({"vision": {"full_attention_blocks": [1]}}, "full_attention_blocks has no effect without window_size"),
+        ({"vision": {"window_size": 15}}, "window_size=15 pixels are less than a merged square of 16"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Any], sentence: str) -> None:
+    vision = {**TINY["vision"], **change.get("vision", {})}
+    with pytest.raises(ValidationError) as refused:
+        QwenVL.Config(**{**TINY, **change, "vision": vision})
+    assert sentence in str(refused.value)

@@ -1,0 +1,121 @@
+"""Streams: rows of other kinds than tokens are checked, counted, padded, and their FLOPs belong to their units."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mplug import Axis, Mesh, Plan, Stream, Unit, UsageError
+from mplug.layout.work import Flops
+from mplug.model.build import build_model
+from mplug.model.compiled.graphs import obstacles
+from mplug.training.batch_parts import own_part
+from mplug.training.streams import count_rows, malformed_streams
+from mplug_testing.harness import tiny_run
+
+SEEING: dict[str, Any] = {
+    "model.name": "qwen-vl",
+    "model.head_dim": 8,
+    "model.rope_division": "alternating",
+    "model.rope_sections": [2, 1, 1],
+    "model.vision": {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "ffn_hidden_size": 24,
+        "patch_size": 4,
+        "position_grid": None,
+        "deepstack_blocks": [],
+        "image_token": 250,
+        "video_token": 251,
+        "start_token": 252,
+        "end_token": 253,
+        "min_pixels": 64,
+        "max_pixels": 400,
+        "typical_patches": 24,
+    },
+    "data.media": 3,
+    "data.media_sides": [8, 24],
+    "trainer.seq_length": 32,
+}
+PLAN = Plan(
+    units=(Unit("tower", ("rows", "bounds"), ("seen",), sequence="glyphs"),),
+    parameters={},
+    context={"rows": ("packs", "glyphs", "width"), "bounds": ("packs", "marks"), "places": ("batch", "sequence")},
+    activations={"seen": ("packs", "glyphs", "embed")},
+    flops=Flops(0, 0),
+    streams={"glyphs": Stream(("bounds",), group=2)},
+)
+"""A stream of glyphs, two of which are one row of what follows."""
+
+
+def batch(rows: int, *lengths: int) -> dict[str, Any]:
+    return {"rows": torch.arange(3.0 * rows).view(1, rows, 3), "bounds": torch.tensor([lengths])}
+
+
+def test_rows_and_squares_are_counted_without_padding_of_lengths() -> None:
+    assert count_rows(batch(8, 2, 6, 0), PLAN) == {"bounds": (8, 40)}
+
+
+@pytest.mark.parametrize(("ranks", "added"), [(1, 0), (2, 1), (3, 0), (4, 1)])
+def test_copies_of_the_last_group_fill_the_ranks_of_sequence_parallelism(ranks: int, added: int) -> None:
+    mesh = Mesh.of([Axis("tp", ranks, activations=("sequence",))], ranks)
+    whole = batch(6, 4, 2)
+    own = own_part(whole, PLAN, mesh, ranks - 1)
+    last = whole["rows"][:, -2:]
+    assert torch.equal(own["rows"], torch.cat((whole["rows"], *[last] * added), dim=1))
+    assert own["bounds"].tolist() == [[4, 2, *[2] * added]]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (batch(5, 5), "'rows' has 5 rows of glyphs; the number must be a multiple of 2, and not 0"),
+        (batch(0), "'rows' has 0 rows of glyphs; the number must be a multiple of 2, and not 0"),
+        (batch(6, 4), "'bounds' sums to 4; it must have the lengths of segments of 6 glyphs"),
+        (batch(6, 8, -2), "'bounds' sums to 6; it must have the lengths of segments of 6 glyphs"),
+        ({**batch(2, 2), "bounds": torch.tensor([2])}, r"'bounds' \(1,\) of torch.int64 must be \[1, N\] of int64"),
+    ],
+)
+def test_entries_that_contradict_one_another_are_refused(wrong: dict[str, Any], words: str) -> None:
+    assert not malformed_streams(batch(6, 4, 2), PLAN)
+    with pytest.raises(UsageError, match=words):
+        raise UsageError(malformed_streams(wrong, PLAN))
+
+
+def test_a_unit_of_a_stream_that_the_plan_lacks_is_an_error() -> None:
+    with pytest.raises(ValueError, match="computes rows along 'glyphs', and the plan has no such stream"):
+        replace(PLAN, streams={})
+
+
+def test_the_flops_of_a_stream_are_those_of_its_units() -> None:
+    model = build_model(tiny_run(SEEING))
+    text = build_model(tiny_run({**SEEING, "model.vision": None, "data.media": 0}))
+    assert model.flops == text.flops
+    weights = {n: p.numel() for n, p in model.parameters().items() if n.startswith("tower") and p.dim() == 2}
+    merged = sum(number for name, number in weights.items() if "merger" in name)
+    per_patch = 6 * (sum(weights.values()) - merged) + 6 * merged // 4
+    (found,) = (one.flops for one in model.stream_passes.values())
+    assert found.per_token == per_patch
+    blocks, heads, width = 2, 2, 8
+    assert found.per_squared_length == blocks * 3 * heads * 2 * width
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"data.media": 0}, "data/mock have no 'patches', .*supplies images .*--set data.media=2"),
+        ({"model.vision": None}, "data/mock supplies samples with media, and models/qwen-vl takes none"),
+    ],
+)
+def test_a_loader_and_a_model_must_agree_about_streams(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        build_model(tiny_run({**SEEING, **settings}))
+
+
+def test_no_graph_replays_a_step_with_a_stream() -> None:
+    run = tiny_run(SEEING)
+    model = build_model(run)
+    run.device = "cuda"
+    assert "the number of patches differs from micro batch to micro batch" in obstacles(run, model)

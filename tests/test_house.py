@@ -17,6 +17,8 @@ import yaml
 
 ROOT = Path(__file__).parent.parent
 HOST = ROOT / "mplug"
+LIBRARIES = [ROOT / "nn", ROOT / "schedules", ROOT / "testing"]
+"""Distributions beside the host that plugins may import."""
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))
 STRANGERS = sorted(path.parent for path in ROOT.glob("tests/third_party/*/pyproject.toml"))
 PUBLIC = ("mplug", "mplug.commands", "mplug.ops", "mplug.tensors")
@@ -202,7 +204,8 @@ def installed() -> set[str]:
     own = {module for module, names in modules if not required.isdisjoint(name.lower() for name in names)}
     assert {"torch", "yaml"} <= own
     support = {path.stem for path in (ROOT / "tests" / "support").glob("*.py")}
-    return {*sys.stdlib_module_names, *own, *support, "mplug", "mplug_nn", "mplug_testing", "pytest", "hypothesis"}
+    house = ("mplug", "mplug_nn", "mplug_schedules", "mplug_testing")
+    return {*sys.stdlib_module_names, *own, *support, *house, "pytest", "hypothesis"}
 
 
 def test_every_test_can_be_collected_with_the_hosts_requirements_only(installed: set[str]) -> None:
@@ -235,7 +238,7 @@ def test_what_importing_a_file_needs_is_found(source: str, packages: set[str], i
 # What plugins require.
 
 
-@pytest.mark.parametrize("folder", [ROOT, ROOT / "nn", ROOT / "testing", *PLUGINS, *STRANGERS], ids=package_of)
+@pytest.mark.parametrize("folder", [ROOT, *LIBRARIES, *PLUGINS, *STRANGERS], ids=package_of)
 def test_a_distribution_requires_the_packages_of_mplug_that_its_modules_import(folder: Path) -> None:
     """Its tests may import more: whoever runs tests installs mplug-testing."""
     files = HOST.rglob("*.py") if folder == ROOT else (folder / "src").rglob("*.py")
@@ -317,7 +320,7 @@ def test_the_requirements_name_the_host_and_every_bundled_plugin() -> None:
     on_request = ON_REQUEST.read_text().splitlines()
     requested = {line.removeprefix("-e ") for line in on_request if line.startswith("-e ")}
     assert editable & requested == {"."}, "without the host, pip would take a distribution named mplug from an index"
-    assert editable | requested == {".", "nn", "testing", *(str(plugin.relative_to(ROOT)) for plugin in PLUGINS)}
+    assert editable | requested == {".", *(str(folder.relative_to(ROOT)) for folder in (*LIBRARIES, *PLUGINS))}
     assert f"-r {ON_REQUEST.name}" in (ROOT / ".ci" / "run").read_text()
     assert "torch==2.13.0" in lines
     assert "-r requirements.txt" in (ROOT / "requirements-dev.txt").read_text().splitlines()

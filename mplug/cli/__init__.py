@@ -19,7 +19,6 @@ from mplug.system.version import __version__
 
 COMMANDS = {
     "train": "Train a model, or continue a run.",
-    "explain": "Show the units, slots, placements and bytes of a run, without starting it.",
     "config": "Show the resolved config, or its JSON Schema.",
     "checkpoint": "List, show, verify, export and import checkpoints.",
     "plugins": "List, show and check installed plugins, or create a new one.",

@@ -11,7 +11,7 @@ from mplug.cli.options import HOST_NAMES
 from mplug.cli.tables import table
 from mplug.config.entry import Entry
 from mplug.errors import listed
-from mplug.registry.entry_points import KINDS, SCHEDULES, Registry
+from mplug.registry.entry_points import KINDS, Registry
 
 
 @click.group()
@@ -23,11 +23,12 @@ def command() -> None:
 
 
 @command.command("list")
-@click.option("--kind", type=click.Choice((*KINDS, SCHEDULES)), help="List only plugins of this kind.")
+@click.option("--kind", type=click.Choice((*KINDS, *Registry().lists())), help="List only plugins of this kind.")
 def list_(kind: str | None) -> None:
     """List installed plugins. The command reads metadata only, and imports no plugin.
 
-    '--kind schedules' lists the pipeline schedules, which are functions and not plugins.
+    The kinds after 'commands' are open lists, whose entries are functions and no plugins: '--kind schedules' lists the
+    pipeline schedules that are installed.
     """
     registry = Registry()
     entries = registry.entries(kind)

@@ -30,7 +30,7 @@ IN_FORWARD = ("build_model", "adapt_model", "mesh_axes", "shard_model")
 
 def refuse_graphs(run: Run, model: Model) -> None:
     """Raise UsageError if the config sets `trainer.graphs`, and a part of the run's steps cannot be replayed."""
-    found = obstacles(run, model) if run.config.trainer.graphs else []
+    found = step_obstacles(run, model) if run.config.trainer.graphs else []
     if found:
         source = source_of(run.config.settings, ("trainer", "graphs"))
         raise UsageError(
@@ -39,7 +39,7 @@ def refuse_graphs(run: Run, model: Model) -> None:
         )
 
 
-def obstacles(run: Run, model: Model) -> list[str]:
+def step_obstacles(run: Run, model: Model) -> list[str]:
     """The reasons, as clauses; empty if a graph can replay the steps."""
     if not run.device.startswith("cuda"):
         return ["the run is on the CPU"]

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
-from mplug import MAY_CHANGE, Axis, Pipeline, Shape, Stages, Table, UsageError, find_schedule, hookimpl, proven_table
+from mplug import MAY_CHANGE, Axis, Pipeline, Stages, UsageError, hookimpl
 from mplug_pp.stages import Split, divide
+from mplug_schedules import Shape, Table, find_schedule, proven_table
 
 if TYPE_CHECKING:
     from mplug import Model, Run, RunConfig

@@ -339,6 +339,16 @@ def test_a_bundled_plugin_is_laid_out_like_the_others(plugin: Path) -> None:
     assert list((plugin / "tests").glob("test_*.py"))
 
 
+def test_the_host_names_the_package_of_every_command_of_the_default_installation() -> None:
+    """For the error of a command whose package is missing."""
+    named = yaml.safe_load((HOST / "cli" / "packages.yaml").read_text())
+    assert named == {
+        point.replace(".", " "): project(folder)["name"]
+        for folder in (*LIBRARIES, *PLUGINS)
+        for point in project(folder).get("entry-points", {}).get("mplug.commands", {})
+    }
+
+
 def test_the_versions_agree() -> None:
     import mplug
 

@@ -22,10 +22,10 @@ from mplug.model.build import can_be_built
 from mplug.model.slots import alternatives
 from mplug.model.slots.offers import Site, Unmet
 from mplug.registry.entry_points import BrokenPlugin, Registry
-from mplug.registry.inspection import inspect_here
-from mplug.registry.scaffold import describe
 from mplug_nn import Attention
 from mplug_testing.harness import tiny_config
+from mplug_testing.inspection import inspect_here
+from mplug_testing.scaffold import describe
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 Install = Callable[..., Path]

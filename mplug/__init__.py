@@ -1,7 +1,7 @@
 """mplug trains large transformers; every part that someone might want to replace is a plugin.
 
-Plugin authors import this module, `mplug.ops`, `mplug.tensors`, `mplug.commands`, `mplug_nn`, `mplug_schedules` and
-`mplug_testing`. This module imports no torch.
+Plugin authors import this module, `mplug.ops`, `mplug.tensors`, `mplug.commands`, `mplug_nn`, `mplug_schedules`,
+`mplug_testing` and `mplug_tokenization`. This module imports no torch.
 """
 
 from typing import TYPE_CHECKING
@@ -133,11 +133,6 @@ if TYPE_CHECKING:
     from mplug.precisions.precision import rounding_of_sums as rounding_of_sums
     from mplug.registry.implementation import hookimpl as hookimpl
     from mplug.registry.open_lists import OpenList as OpenList
-    from mplug.registry.tokenizers import TokenizerRecord as TokenizerRecord
-    from mplug.registry.tokenizers import describe_tokenizer as describe_tokenizer
-    from mplug.registry.tokenizers import keep_tokenizer as keep_tokenizer
-    from mplug.registry.tokenizers import load_tokenizer as load_tokenizer
-    from mplug.registry.tokenizers import read_tokenizer as read_tokenizer
     from mplug.run.activity import READING as READING
     from mplug.run.activity import Activity as Activity
     from mplug.run.metrics_file import read_records as read_records
@@ -227,13 +222,6 @@ publish(
         "mplug.precisions.dtypes": ("FORMATS",),
         "mplug.precisions.precision": ("Precision", "Recipe", "rounding_of_sums"),
         "mplug.registry.implementation": ("hookimpl",),
-        "mplug.registry.tokenizers": (
-            "TokenizerRecord",
-            "describe_tokenizer",
-            "keep_tokenizer",
-            "load_tokenizer",
-            "read_tokenizer",
-        ),
         "mplug.run.activity": ("Activity", "READING"),
         "mplug.run.metrics_file": ("read_records",),
         "mplug.run.run": ("Run",),

@@ -21,6 +21,7 @@ PACKAGES = [
     ROOT / "nn/src/mplug_nn",
     ROOT / "schedules/src/mplug_schedules",
     ROOT / "testing/src/mplug_testing",
+    ROOT / "tokenization/src/mplug_tokenization",
     *sorted(path for path in ROOT.glob("plugins/*/*/src/*") if (path / "__init__.py").is_file()),
 ]
 
@@ -62,7 +63,7 @@ def test_an_import_that_runs_upwards_is_found() -> None:
 
 # Names that are imported when they are first used.
 
-PUBLISHED = ("mplug", "mplug.commands", "mplug_nn", "mplug_schedules", "mplug_testing")
+PUBLISHED = ("mplug", "mplug.commands", "mplug_nn", "mplug_schedules", "mplug_testing", "mplug_tokenization")
 
 
 def declared_in(module: str) -> dict[str, str]:

@@ -450,7 +450,9 @@ def test_an_entry_point_of_a_group_that_there_is_not_is_told(
     assert_refused(cli("train", "--set", "extensions.lost.every=1", path=tmp_path / "site"), told, meant)
     listed = cli("plugins", "list", path=tmp_path / "site")
     assert (listed.returncode, told in listed.stdout) == (0, True)
-    monkeypatch.setattr("mplug_testing.plugin_commands.Registry", lambda: Registry(distributions(path=[str(tmp_path / "site")])))
+    monkeypatch.setattr(
+        "mplug_testing.plugin_commands.Registry", lambda: Registry(distributions(path=[str(tmp_path / "site")]))
+    )
     checked = CliRunner().invoke(main, ["plugins", "check"])
     assert checked.exit_code == 1
     assert checked.output.startswith(f"broken  {told}")

@@ -17,8 +17,8 @@ import yaml
 
 ROOT = Path(__file__).parent.parent
 HOST = ROOT / "mplug"
-LIBRARIES = [ROOT / "nn", ROOT / "schedules", ROOT / "testing", ROOT / "tokenization"]
-"""Distributions beside the host that plugins may import."""
+LIBRARIES = [ROOT / "checkpoint", ROOT / "nn", ROOT / "schedules", ROOT / "testing", ROOT / "tokenization"]
+"""Distributions beside the host. They may import its private modules, and plugins may import all but the first."""
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))
 STRANGERS = sorted(path.parent for path in ROOT.glob("tests/third_party/*/pyproject.toml"))
 PUBLIC = ("mplug", "mplug.commands", "mplug.ops", "mplug.tensors")
@@ -112,6 +112,7 @@ def test_a_plugin_imports_no_other_plugin_and_only_the_public_modules_of_the_hos
         for module in imports(path.read_text()):
             top = module.split(".")[0]
             assert top not in PACKAGES or top == package_of(plugin), f"{path} imports {module}"
+            assert top != "mplug_checkpoint", f"{path} imports {module}, which is a command"
             if top == "mplug":
                 public = module.count(".") <= 1 or module.startswith(
                     ("mplug.commands.", "mplug.ops.", "mplug.tensors.")
@@ -204,7 +205,7 @@ def installed() -> set[str]:
     own = {module for module, names in modules if not required.isdisjoint(name.lower() for name in names)}
     assert {"torch", "yaml"} <= own
     support = {path.stem for path in (ROOT / "tests" / "support").glob("*.py")}
-    house = ("mplug", "mplug_nn", "mplug_schedules", "mplug_testing", "mplug_tokenization")
+    house = ("mplug", "mplug_checkpoint", "mplug_nn", "mplug_schedules", "mplug_testing", "mplug_tokenization")
     return {*sys.stdlib_module_names, *own, *support, *house, "pytest", "hypothesis"}
 
 

@@ -18,6 +18,7 @@ upward: Callable[[Mapping[str, frozenset[str]]], list[str]] = SCRIPT["upward"]
 HOST = ROOT / "mplug"
 PACKAGES = [
     HOST,
+    ROOT / "checkpoint/src/mplug_checkpoint",
     ROOT / "nn/src/mplug_nn",
     ROOT / "schedules/src/mplug_schedules",
     ROOT / "testing/src/mplug_testing",

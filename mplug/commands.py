@@ -52,9 +52,6 @@ if TYPE_CHECKING:
     from mplug.model.compiled.compilation import compiled_graphs as compiled_graphs
     from mplug.model.compiled.compilation import compiled_units as compiled_units
     from mplug.model.compiled.compilation import compiler_of as compiler_of
-    from mplug.model.compiled.cuda_graph import CudaGraph as CudaGraph
-    from mplug.model.compiled.cuda_graph import Recording as Recording
-    from mplug.model.compiled.cuda_graph import use_own_stream as use_own_stream
     from mplug.model.compiled.graphs import forward_obstacles as forward_obstacles
     from mplug.model.compiled.graphs import step_obstacles as step_obstacles
     from mplug.model.mixing import covers as covers
@@ -81,6 +78,7 @@ if TYPE_CHECKING:
     from mplug.training.hardware import peak_memory_gib as peak_memory_gib
     from mplug.training.hardware import peak_tflops as peak_tflops
     from mplug.training.hardware import timed as timed
+    from mplug.training.hardware import use_own_stream as use_own_stream
     from mplug.training.job import among as among
     from mplug.training.job import settle as settle
     from mplug.training.job import supervisor_of as supervisor_of
@@ -120,7 +118,6 @@ publish(
         ),
         "mplug.model.build": ("allocate_parts", "build_model", "choose_device", "measure_bytes"),
         "mplug.model.compiled.compilation": ("compiled_graphs", "compiled_units", "compiler_of"),
-        "mplug.model.compiled.cuda_graph": ("CudaGraph", "Recording", "use_own_stream"),
         "mplug.model.compiled.graphs": (
             "forward_obstacles",
             "step_obstacles",
@@ -141,7 +138,7 @@ publish(
         "mplug.run.folder": ("find_directory",),
         "mplug.run.prepare": ("prepare",),
         "mplug.training.assembly": ("build",),
-        "mplug.training.hardware": ("peak_memory_gib", "peak_tflops", "timed"),
+        "mplug.training.hardware": ("peak_memory_gib", "peak_tflops", "timed", "use_own_stream"),
         "mplug.training.job": ("among", "settle", "supervisor_of"),
         "mplug.training.loop": ("launch_step",),
         "mplug.model.variance": ("layout_dependence",),

@@ -17,7 +17,7 @@ import yaml
 
 ROOT = Path(__file__).parent.parent
 HOST = ROOT / "mplug"
-LIBRARIES = [ROOT / "checkpoint", ROOT / "nn", ROOT / "schedules", ROOT / "testing", ROOT / "tokenization"]
+LIBRARIES = [ROOT / name for name in ("checkpoint", "graphs", "nn", "schedules", "testing", "tokenization")]
 """Distributions beside the host. They may import its private modules, and plugins may import all but the first."""
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))
 STRANGERS = sorted(path.parent for path in ROOT.glob("tests/third_party/*/pyproject.toml"))
@@ -205,7 +205,15 @@ def installed() -> set[str]:
     own = {module for module, names in modules if not required.isdisjoint(name.lower() for name in names)}
     assert {"torch", "yaml"} <= own
     support = {path.stem for path in (ROOT / "tests" / "support").glob("*.py")}
-    house = ("mplug", "mplug_checkpoint", "mplug_nn", "mplug_schedules", "mplug_testing", "mplug_tokenization")
+    house = (
+        "mplug",
+        "mplug_checkpoint",
+        "mplug_graphs",
+        "mplug_nn",
+        "mplug_schedules",
+        "mplug_testing",
+        "mplug_tokenization",
+    )
     return {*sys.stdlib_module_names, *own, *support, *house, "pytest", "hypothesis"}
 
 

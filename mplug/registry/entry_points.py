@@ -43,11 +43,13 @@ OPEN_LISTS = "open_lists"
 
 The entry points of a list's group are not plugins: each adds an entry to the list.
 """
+RECORDERS = "recorders"
+"""The group 'mplug.recorders': a function from the default stepper to one that replays its steps (`trainer.graphs`)."""
 SUGGESTIONS = "suggestions"
 """The group 'mplug.suggestions': functions from a finished run to a clause that says what to do with it, or to ''."""
 SLOTS = "slots"
 """The group 'mplug.slots', by which a distribution publishes the slots of its blocks: each maps a slot to its kind."""
-GROUPS = (*KINDS, FLAGS, ARCHITECTURES, FORMAT_FILES, TOKENIZER_FILES, OPEN_LISTS, SUGGESTIONS, SLOTS)
+GROUPS = (*KINDS, FLAGS, ARCHITECTURES, FORMAT_FILES, TOKENIZER_FILES, OPEN_LISTS, RECORDERS, SUGGESTIONS, SLOTS)
 """The groups that exist without any other distribution, without 'mplug.'."""
 RESERVED_FIELDS = ("name", "preset")
 RESERVED_NAMES = {"kernels": ("default",), "parallel": ("layout", "data")}

@@ -10,8 +10,8 @@ First table: peak memory of activations in a step, in GiB, beyond weights, gradi
 
     MICRO BATCHES  the peak by the table: micro batches whose activations the rank holds
     ESTIMATE       the peak of the table in micro batches, times the activations of one micro batch in the rank
-    PREDICTED      the table's actions, replayed with the bytes of one micro batch in each chunk (mplug/layout/
-                   table_memory.py): what each pass leaves, and what it holds while it runs
+    PREDICTED      the table's actions, replayed with the bytes of one micro batch in each chunk (mplug_schedules):
+                   what each pass leaves, and what it holds while it runs
     MEASURED       the peak of a step
     RATIO          measured / predicted
 
@@ -43,15 +43,11 @@ from mplug_pp.chunk import Chunk
 from mplug_pp.wire import Arrival, Layout
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mplug import MicroBatch, Run, Shape, Table, proven_table
+from mplug import MicroBatch, Run
 from mplug.commands import Registry, Settings, build, choose_device, prepare, read_assignments, resolve, table
 from mplug.distributed.groups import Groups
-from mplug.layout.actions import Kind
-from mplug.layout.table_check import peak
-from mplug.layout.table_memory import Footprint, peak_bytes
-from mplug.layout.table_times import Costs, timeline
-from mplug.model.handovers import shape_of
 from mplug.training.feed import RankBatches
+from mplug_schedules import Costs, Footprint, Kind, Shape, Table, peak, peak_bytes, proven_table, shape_of, timeline
 from mplug_testing.live_bytes import LiveBytes
 
 BUILDS = {

@@ -45,7 +45,7 @@ def ours(arguments: argparse.Namespace, prefix: Path) -> None:
     from mplug_indexed.preprocess.job import Job, preprocess
     from mplug_indexed.preprocess.sources import find_sources
 
-    from mplug import describe_tokenizer
+    from mplug_tokenization import describe_tokenizer
 
     tokenizer = describe_tokenizer(arguments.tokenizer, options(arguments))
     sources = find_sources([arguments.texts], "jsonl", None)
@@ -54,7 +54,7 @@ def ours(arguments: argparse.Namespace, prefix: Path) -> None:
 
 def _build(record: Any, folder: str) -> None:
     global encode, eod
-    from mplug import load_tokenizer
+    from mplug_tokenization import load_tokenizer
 
     tokenizer = load_tokenizer(record)
     encode, eod = tokenizer.encode, tokenizer.eod
@@ -77,7 +77,7 @@ def _encode(line: str) -> tuple[dict, dict, int]:
 def theirs(arguments: argparse.Namespace, prefix: Path) -> None:
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-    from mplug import describe_tokenizer
+    from mplug_tokenization import describe_tokenizer
 
     record = describe_tokenizer(arguments.tokenizer, options(arguments))
     if transformers_reads(record):

@@ -1,7 +1,7 @@
 """mplug trains large transformers; every part that someone might want to replace is a plugin.
 
-Plugin authors import this module, `mplug.ops`, `mplug.tensors`, `mplug.commands`, `mplug_nn` and `mplug_testing`. This
-module imports no torch.
+Plugin authors import this module, `mplug.ops`, `mplug.tensors`, `mplug.commands`, `mplug_graphs`, `mplug_nn`,
+`mplug_schedules`, `mplug_testing` and `mplug_tokenization`. This module imports no torch.
 """
 
 from typing import TYPE_CHECKING
@@ -70,12 +70,6 @@ if TYPE_CHECKING:
     from mplug.gradients.owned_memory import Shard as Shard
     from mplug.gradients.sinks import GradientSink as GradientSink
     from mplug.gradients.sinks import Sinks as Sinks
-    from mplug.layout.actions import Action as Action
-    from mplug.layout.actions import Kind as Kind
-    from mplug.layout.actions import Shape as Shape
-    from mplug.layout.actions import Table as Table
-    from mplug.layout.actions import forward_half as forward_half
-    from mplug.layout.actions import with_transfers as with_transfers
     from mplug.layout.conversion import Conversion as Conversion
     from mplug.layout.conversion import conversion_of as conversion_of
     from mplug.layout.external import ExternalMap as ExternalMap
@@ -128,7 +122,6 @@ if TYPE_CHECKING:
     from mplug.model.plans.description import describe as describe
     from mplug.model.products.gathered_copies import GatheredCopies as GatheredCopies
     from mplug.model.products.gathered_copies import gathered_copies as gathered_copies
-    from mplug.model.products.weight_gradients import WeightGradients as WeightGradients
     from mplug.model.slots.declaration import Slot as Slot
     from mplug.model.slots.declaration import set_defaults as set_defaults
     from mplug.model.slots.declaration import slots_named as slots_named
@@ -145,13 +138,6 @@ if TYPE_CHECKING:
     from mplug.precisions.precision import rounding_of_sums as rounding_of_sums
     from mplug.registry.implementation import hookimpl as hookimpl
     from mplug.registry.open_lists import OpenList as OpenList
-    from mplug.registry.schedules import find_schedule as find_schedule
-    from mplug.registry.schedules import proven_table as proven_table
-    from mplug.registry.tokenizers import TokenizerRecord as TokenizerRecord
-    from mplug.registry.tokenizers import describe_tokenizer as describe_tokenizer
-    from mplug.registry.tokenizers import keep_tokenizer as keep_tokenizer
-    from mplug.registry.tokenizers import load_tokenizer as load_tokenizer
-    from mplug.registry.tokenizers import read_tokenizer as read_tokenizer
     from mplug.run.activity import READING as READING
     from mplug.run.activity import Activity as Activity
     from mplug.run.metrics_file import read_records as read_records
@@ -213,7 +199,6 @@ publish(
         "mplug.errors": ("RunError", "UsageError", "brief", "counted", "listed", "quoted", "some_names"),
         "mplug.gradients.owned_memory": ("Shard",),
         "mplug.gradients.sinks": ("GradientSink", "Sinks"),
-        "mplug.layout.actions": ("Action", "Kind", "Shape", "Table", "forward_half", "with_transfers"),
         "mplug.layout.conversion": ("Conversion", "conversion_of"),
         "mplug.layout.external": (
             "ExternalMap",
@@ -241,19 +226,10 @@ publish(
         "mplug.model.model": ("Model",),
         "mplug.model.slots.offers": ("Offer", "Site", "UNIT", "Wrap"),
         "mplug.model.slots.slot_buffer": ("SlotBuffer",),
-        "mplug.model.products.weight_gradients": ("WeightGradients",),
         "mplug.registry.open_lists": ("OpenList",),
         "mplug.precisions.dtypes": ("FORMATS",),
         "mplug.precisions.precision": ("Precision", "Recipe", "rounding_of_sums"),
-        "mplug.registry.schedules": ("find_schedule", "proven_table"),
         "mplug.registry.implementation": ("hookimpl",),
-        "mplug.registry.tokenizers": (
-            "TokenizerRecord",
-            "describe_tokenizer",
-            "keep_tokenizer",
-            "load_tokenizer",
-            "read_tokenizer",
-        ),
         "mplug.run.activity": ("Activity", "READING"),
         "mplug.run.metrics_file": ("read_records",),
         "mplug.run.run": ("Run",),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from mplug.system.lazy import publish
 
 if TYPE_CHECKING:
+    from mplug.checkpoint.adapter_files import unpublished as unpublished
     from mplug.checkpoint.folder import at_step as at_step
     from mplug.checkpoint.newest_valid import choose as choose
     from mplug.checkpoint.public_load import load_public_for_inference as load_public_for_inference
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from mplug.cli.options import RunName as RunName
     from mplug.cli.options import config_options as config_options
     from mplug.cli.options import overrides as overrides
+    from mplug.cli.options import resolved as resolved
+    from mplug.cli.tables import human_bytes as human_bytes
     from mplug.cli.tables import table as table
     from mplug.config.defaults import default_settings as default_settings
     from mplug.config.defaults import saved_settings as saved_settings
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from mplug.distributed.world import launched as launched
     from mplug.errors import listed as listed
     from mplug.layout.names import modules_around as modules_around
+    from mplug.layout.names import role_of as role_of
     from mplug.model.build import allocate_parts as allocate_parts
     from mplug.model.build import build_model as build_model
     from mplug.model.build import choose_device as choose_device
@@ -48,10 +52,8 @@ if TYPE_CHECKING:
     from mplug.model.compiled.compilation import compiled_graphs as compiled_graphs
     from mplug.model.compiled.compilation import compiled_units as compiled_units
     from mplug.model.compiled.compilation import compiler_of as compiler_of
-    from mplug.model.compiled.cuda_graph import CudaGraph as CudaGraph
-    from mplug.model.compiled.cuda_graph import Recording as Recording
-    from mplug.model.compiled.cuda_graph import use_own_stream as use_own_stream
     from mplug.model.compiled.graphs import forward_obstacles as forward_obstacles
+    from mplug.model.compiled.graphs import step_obstacles as step_obstacles
     from mplug.model.mixing import covers as covers
     from mplug.model.mixing import statements as statements
     from mplug.model.slots.selection import Selection as Selection
@@ -59,9 +61,11 @@ if TYPE_CHECKING:
     from mplug.model.units import AS_THEY_ARE as AS_THEY_ARE
     from mplug.model.units import Instead as Instead
     from mplug.model.units import run_units as run_units
+    from mplug.model.variance import layout_dependence as layout_dependence
     from mplug.registry.blame import cause_of as cause_of
     from mplug.registry.blame import failed_part as failed_part
     from mplug.registry.entry_points import Registry as Registry
+    from mplug.registry.formats import format_named as format_named
     from mplug.registry.formats import format_of as format_of
     from mplug.registry.formats import is_public as is_public
     from mplug.registry.hooks import COMMAND as COMMAND
@@ -74,6 +78,7 @@ if TYPE_CHECKING:
     from mplug.training.hardware import peak_memory_gib as peak_memory_gib
     from mplug.training.hardware import peak_tflops as peak_tflops
     from mplug.training.hardware import timed as timed
+    from mplug.training.hardware import use_own_stream as use_own_stream
     from mplug.training.job import among as among
     from mplug.training.job import settle as settle
     from mplug.training.job import supervisor_of as supervisor_of
@@ -88,8 +93,18 @@ publish(
         "mplug.checkpoint.states": ("load_for_inference",),
         "mplug.checkpoint.verified": ("Verified",),
         "mplug.cli.hints": ("assignment_hint",),
-        "mplug.cli.options": ("Finite", "PluginName", "RunName", "config_options", "overrides"),
-        "mplug.cli.tables": ("table",),
+        "mplug.cli.options": (
+            "Finite",
+            "PluginName",
+            "RunName",
+            "config_options",
+            "overrides",
+            "resolved",
+        ),
+        "mplug.cli.tables": (
+            "human_bytes",
+            "table",
+        ),
         "mplug.config.defaults": ("default_settings", "saved_settings"),
         "mplug.config.sources": ("Settings", "merge", "read_assignments", "read_file"),
         "mplug.distributed.launch": ("Stopped", "launch"),
@@ -97,25 +112,36 @@ publish(
         "mplug.distributed.supervision": ("Send",),
         "mplug.distributed.world": ("World", "launched"),
         "mplug.errors": ("listed",),
-        "mplug.layout.names": ("modules_around",),
+        "mplug.layout.names": (
+            "modules_around",
+            "role_of",
+        ),
         "mplug.model.build": ("allocate_parts", "build_model", "choose_device", "measure_bytes"),
         "mplug.model.compiled.compilation": ("compiled_graphs", "compiled_units", "compiler_of"),
-        "mplug.model.compiled.cuda_graph": ("CudaGraph", "Recording", "use_own_stream"),
-        "mplug.model.compiled.graphs": ("forward_obstacles",),
+        "mplug.model.compiled.graphs": (
+            "forward_obstacles",
+            "step_obstacles",
+        ),
         "mplug.model.mixing": ("covers", "statements"),
         "mplug.model.slots.selection": ("Selection", "offered_in_plain_torch"),
         "mplug.model.units": ("AS_THEY_ARE", "Instead", "run_units"),
         "mplug.registry.blame": ("cause_of", "failed_part"),
         "mplug.registry.entry_points": ("Registry",),
-        "mplug.registry.formats": ("format_of", "is_public"),
+        "mplug.registry.formats": (
+            "format_named",
+            "format_of",
+            "is_public",
+        ),
         "mplug.registry.hooks": ("COMMAND",),
         "mplug.registry.public": ("folder_tokenizer", "longest_sequence"),
         "mplug.registry.resolve": ("resolve",),
         "mplug.run.folder": ("find_directory",),
         "mplug.run.prepare": ("prepare",),
         "mplug.training.assembly": ("build",),
-        "mplug.training.hardware": ("peak_memory_gib", "peak_tflops", "timed"),
+        "mplug.training.hardware": ("peak_memory_gib", "peak_tflops", "timed", "use_own_stream"),
         "mplug.training.job": ("among", "settle", "supervisor_of"),
         "mplug.training.loop": ("launch_step",),
+        "mplug.model.variance": ("layout_dependence",),
+        "mplug.checkpoint.adapter_files": ("unpublished",),
     },
 )

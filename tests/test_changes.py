@@ -80,7 +80,7 @@ COURSE = {
     "trainer.seq_length": 32,
     "trainer.precision": "bf16",
     "trainer.max_grad_norm": 0.5,
-    "trainer.gradients": "fp32",
+    "trainer.gradients": "masters",
     "trainer.loss_scale.initial": 2.0,
     "schedule.name": "cosine",
     "schedule.warmup_steps": 5,

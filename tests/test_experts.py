@@ -227,7 +227,7 @@ def test_tokens_that_several_ranks_see_are_counted_by_one_of_them(
     layout: str, whole_stream: bool, counting: set[int]
 ) -> None:
     stream = WHOLE_STREAM if whole_stream else {}
-    given = {"parallel.pp.units_per_stage": [2, 2]} if layout == "pp2" else {}  # the last block is the sparse one
+    given = {"parallel.pp.split": [2, 2]} if layout == "pp2" else {}  # the last block is the sparse one
     ranks = ranks_of({**FINE, **stream, **given, "parallel.layout": layout})
     assert {
         run.rank for run, model in ranks if Statistics(run, model.module, model.plan, model.buffer_placements).counted

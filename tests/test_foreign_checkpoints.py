@@ -16,7 +16,6 @@ from torch import Tensor
 from mplug import Factor, ForeignCheckpoint, ForeignTensor, Link, Part, UsageError
 from mplug.checkpoint.external_form import conversion
 from mplug.checkpoint.folder import read_valid
-from mplug.checkpoint.foreign_import import NewTensor, _read
 from mplug.checkpoint.foreign_match import match
 from mplug.checkpoint.transfer import fill_ours, fill_theirs
 from mplug.cli.options import PluginName
@@ -24,6 +23,7 @@ from mplug.errors import PluginError
 from mplug.model.build import build_model
 from mplug.model.model import Model
 from mplug.run.prepare import prepare
+from mplug_checkpoint.new_run import NewTensor, _read
 from mplug_testing.harness import tiny_config
 
 Cli = Callable[..., CompletedProcess[str]]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from mplug import hookimpl
 from mplug.errors import RunError
-from mplug.model.compiled.graphs import obstacles
+from mplug.model.compiled.graphs import step_obstacles
 from mplug.run.prepare import prepare
 from mplug.training.assembly import Parts, build
 from mplug.training.loop import train
@@ -107,7 +107,7 @@ def test_kernels_compute_the_same_bits_when_replayed(name: str) -> None:
     changes = settings if has_experts else {**GPT, "model.dropout": 0.0, **settings}
     run = tiny_run(changes)
     parts = build(run)
-    if unknown := obstacles(run, parts.model):  # plugins that do not state that they can be replayed
+    if unknown := step_obstacles(run, parts.model):  # plugins that do not state that they can be replayed
         pytest.skip("; ".join(unknown))
     eager, replayed = trained(changes, False), trained(changes, True)
     assert replayed.recorded == (1 if has_experts else 2)

@@ -16,8 +16,8 @@ from mplug.contracts import StepScalars, WeightExchange
 from mplug.errors import RunError, UsageError
 from mplug.model.build import build_model
 from mplug.model.compiled import graphs as obstacles_of
-from mplug.training import graphs
 from mplug.training.assembly import Parts, build
+from mplug_graphs import stepper as graphs
 from mplug_nn import Dropout
 from mplug_testing import Fault, ModelSuite, run_workers
 from mplug_testing.harness import TinySettings, tiny_run
@@ -181,7 +181,7 @@ def found(settings: TinySettings, device: str = "cuda") -> list[str]:
     run = tiny_run(settings)
     model = build_model(run)
     run.device = device
-    return obstacles_of.obstacles(run, model)
+    return obstacles_of.step_obstacles(run, model)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,12 @@ upward: Callable[[Mapping[str, frozenset[str]]], list[str]] = SCRIPT["upward"]
 HOST = ROOT / "mplug"
 PACKAGES = [
     HOST,
+    ROOT / "checkpoint/src/mplug_checkpoint",
+    ROOT / "graphs/src/mplug_graphs",
     ROOT / "nn/src/mplug_nn",
+    ROOT / "schedules/src/mplug_schedules",
     ROOT / "testing/src/mplug_testing",
+    ROOT / "tokenization/src/mplug_tokenization",
     *sorted(path for path in ROOT.glob("plugins/*/*/src/*") if (path / "__init__.py").is_file()),
 ]
 
@@ -61,7 +65,8 @@ def test_an_import_that_runs_upwards_is_found() -> None:
 
 # Names that are imported when they are first used.
 
-PUBLISHED = ("mplug", "mplug.commands", "mplug_nn", "mplug_testing")
+LIBRARIES = ("mplug_graphs", "mplug_nn", "mplug_schedules", "mplug_testing", "mplug_tokenization")
+PUBLISHED = ("mplug", "mplug.commands", *LIBRARIES)
 
 
 def declared_in(module: str) -> dict[str, str]:

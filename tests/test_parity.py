@@ -33,7 +33,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     (f"tp4 {WHOLE_STREAM}", {}),
     ("tp4", ONE_KV_HEAD),
     ("tp2pp2", {**EVERYTHING, **ONE_KV_HEAD}),
-    ("pp4", {"parallel.pp.units_per_stage": [1, 1, 3, 1], **TIED}),
+    ("pp4", {"parallel.pp.split": [1, 1, 3, 1], **TIED}),
     ("tp2", {"kernels.default": "reference", "model.attention_dropout": 0.1, "model.dropout": 0.1}),
 ]
 

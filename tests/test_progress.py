@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from mplug_explain import command
 from rich.console import Console
 
-from mplug.cli import explain, main
+from mplug.cli import main
 from mplug.training.interrupt import Interrupt
 from mplug.training.observers import ProgressLine
 
@@ -61,5 +62,5 @@ def test_ctrl_c_ends_a_command_with_the_status_of_the_signal(monkeypatch: pytest
     def interrupted(**_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(explain.command, "callback", interrupted)
+    monkeypatch.setattr(command, "callback", interrupted)
     assert CliRunner().invoke(main, ["explain"]).exit_code == 128 + signal.SIGINT

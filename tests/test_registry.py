@@ -22,10 +22,10 @@ from mplug.model.build import can_be_built
 from mplug.model.slots import alternatives
 from mplug.model.slots.offers import Site, Unmet
 from mplug.registry.entry_points import BrokenPlugin, Registry
-from mplug.registry.inspection import inspect_here
-from mplug.registry.scaffold import describe
 from mplug_nn import Attention
 from mplug_testing.harness import tiny_config
+from mplug_testing.inspection import inspect_here
+from mplug_testing.scaffold import describe
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 Install = Callable[..., Path]
@@ -450,7 +450,9 @@ def test_an_entry_point_of_a_group_that_there_is_not_is_told(
     assert_refused(cli("train", "--set", "extensions.lost.every=1", path=tmp_path / "site"), told, meant)
     listed = cli("plugins", "list", path=tmp_path / "site")
     assert (listed.returncode, told in listed.stdout) == (0, True)
-    monkeypatch.setattr("mplug.cli.plugins.Registry", lambda: Registry(distributions(path=[str(tmp_path / "site")])))
+    monkeypatch.setattr(
+        "mplug_testing.plugin_commands.Registry", lambda: Registry(distributions(path=[str(tmp_path / "site")]))
+    )
     checked = CliRunner().invoke(main, ["plugins", "check"])
     assert checked.exit_code == 1
     assert checked.output.startswith(f"broken  {told}")

@@ -102,7 +102,7 @@ def test_a_gradient_that_nothing_is_added_to_has_the_weights_format() -> None:
     "changes",
     [
         {"trainer__micro_batch_size": 1},
-        {"trainer__gradients": "fp32"},
+        {"trainer__gradients": "masters"},
         {"model__tie_embeddings": True},
         {"schedule__batch_rampup__start": 4, "schedule__batch_rampup__increment": 4, "trainer__micro_batch_size": 4},
     ],
@@ -127,7 +127,7 @@ def test_an_optimizer_that_does_not_say_so_gets_fp32(plant: Callable[..., None])
 
 @pytest.mark.usefixtures("takes_bf16")
 def test_a_run_with_rounded_gradients_stays_beside_the_one_with_whole_ones() -> None:
-    rounded, whole = train_steps(ONE_BATCH), train_steps({**ONE_BATCH, "trainer.gradients": "fp32"})
+    rounded, whole = train_steps(ONE_BATCH), train_steps({**ONE_BATCH, "trainer.gradients": "masters"})
     assert rounded.losses != whole.losses
     for mine, theirs in zip(rounded.losses, whole.losses, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-3)

@@ -12,8 +12,8 @@ import pytest
 
 import mplug_testing
 from mplug.registry.entry_points import KINDS
-from mplug.registry.scaffold import describe, write
 from mplug.registry.specification import CONSTANTS, SPECIFICATIONS
+from mplug_testing.scaffold import describe, write
 
 DOCS = Path(__file__).parent.parent / "docs"
 SHARED = ("plugins-tutorial.md", "plugins.md", "refusing.md", "testing-under-layouts.md")

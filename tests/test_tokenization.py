@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import mplug
-from mplug import UsageError, describe_tokenizer, keep_tokenizer, load_tokenizer, read_tokenizer
+from mplug import UsageError
+from mplug_tokenization import TokenizerRecord, describe_tokenizer, keep_tokenizer, load_tokenizer, read_tokenizer
 
 WORDS = Path(__file__).parent / "third_party" / "nova-glyph" / "tests" / "words.txt"
 
@@ -25,7 +25,7 @@ def kept(tmp_path: Path, plant: Callable[..., None]) -> Path:
     return tmp_path / "data" / "corpus"
 
 
-def read(prefix: Path) -> mplug.TokenizerRecord:
+def read(prefix: Path) -> TokenizerRecord:
     record = read_tokenizer(prefix)
     assert record is not None
     return record
@@ -70,7 +70,7 @@ def test_a_record_whose_plugin_is_not_installed_says_which_was(kept: Path) -> No
     with pytest.raises(UsageError, match="was edited"):
         load_tokenizer(said)
     path = kept.with_name("corpus.tokenizer.json")
-    record = mplug.TokenizerRecord(**{**read(kept).__dict__, "name": "glyps"})
+    record = TokenizerRecord(**{**read(kept).__dict__, "name": "glyps"})
     keep_tokenizer(record, kept)
     said = r"made with tokenizer 'glyps' of nova-glyph 1\.0\.0: no plugin 'glyps' .* did you mean 'glyph'\?"
     with pytest.raises(UsageError, match=said):

@@ -21,7 +21,7 @@ WHOLE = (
     "mplug/checkpoint/boxes.py",
     "mplug/checkpoint/rank_exchanges.py",
     "mplug/checkpoint/transfer.py",
-    "mplug/layout/actions.py",
+    "schedules/src/mplug_schedules/actions.py",
     "mplug/layout/gathered.py",
     "mplug/layout/gradient_flow.py",
     "mplug/layout/mesh.py",

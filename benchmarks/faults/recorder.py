@@ -40,7 +40,7 @@ class _Monitored:
     """A number that neither a debugger nor coverage.py nor a profiler uses."""
 
     def __init__(self, tree: str) -> None:
-        self.roots = (f"{tree}/mplug/", f"{tree}/plugins/")
+        self.roots = (f"{tree}/mplug/", f"{tree}/schedules/", f"{tree}/plugins/")
         self.lines: dict[str, set[int]] = {}
 
     def start(self) -> None:
@@ -85,7 +85,7 @@ class _Traced:
             data_file=None,
             config_file=False,
             check_preimported=False,
-            include=[f"{tree}/mplug/*", f"{tree}/plugins/*/*/src/*"],
+            include=[f"{tree}/mplug/*", f"{tree}/schedules/src/*", f"{tree}/plugins/*/*/src/*"],
             messages=False,
         )
         self.coverage._warn_no_data = False

@@ -1,27 +1,21 @@
 """The command line: one file per command. Importing this package imports no torch, no pydantic and no plugin."""
 
-import ast
 import errno
 import signal
 import sys
+from collections.abc import Mapping
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import click
-from click.shell_completion import CompletionItem
 
-from mplug.config.entry import Entry
-from mplug.errors import RunError, UsageError, suggest
-from mplug.registry.entry_points import Registry
+from mplug.cli.groups import OpenGroup
+from mplug.errors import RunError, UsageError
 from mplug.system.version import __version__
 
 COMMANDS = {
     "train": "Train a model, or continue a run.",
-    "explain": "Show the units, slots, placements and bytes of a run, without starting it.",
     "config": "Show the resolved config, or its JSON Schema.",
-    "checkpoint": "List, show, verify, export and import checkpoints.",
     "plugins": "List, show and check installed plugins, or create a new one.",
 }
 """The host's own commands, in the order in which a new user needs them. Each is a module of this package."""
@@ -29,49 +23,23 @@ WORDS = "mplug.words"
 """Key of a click context's `meta`: the words of the command line after the name of the command."""
 
 
-class Commands(click.Group):
-    """The commands of the host and of plugins. The group imports a command when the user calls it."""
+class Commands(OpenGroup):
+    """The commands of the host and of plugins."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names of all commands."""
-        return _names(Registry())
+    def summaries(self) -> Mapping[str, str]:
+        """The host's own commands."""
+        return COMMANDS
 
-    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        """Import one command."""
-        if name in COMMANDS:
-            command: click.Command = import_module(f"mplug.cli.{name}").command
-            return command
-        if name not in Registry().names("commands"):
-            return None
-        entry = Registry().find("commands", name)
-        module, _, attribute = entry.target.partition(":")
-        try:
-            command = getattr(import_module(module), attribute)
-        except (Exception, SystemExit) as error:
-            raise UsageError(f"command '{name}' ({entry.origin}) cannot be imported: {error}") from error
-        return command
+    def own(self, name: str) -> click.Command | None:
+        """Import one of the host's own commands."""
+        return import_module(f"mplug.cli.{name}").command if name in COMMANDS else None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Resolve a command; for an unknown one, raise UsageError with the nearest name."""
-        name = args[0]
+        """Resolve a command, and keep the words after its name for hints."""
         ctx.meta[WORDS] = args[1:]
-        if not name.startswith("-") and name not in COMMANDS and name not in self.list_commands(ctx):
-            raise UsageError(f"there is no command '{name}'{suggest(name, self.list_commands(ctx))} (see mplug --help)")
         return super().resolve_command(ctx, args)
-
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete the names of commands and the host's own options, without importing a command."""
-        found = [CompletionItem(name) for name in self.list_commands(ctx) if name.startswith(incomplete)]
-        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands without importing one."""
-        registry = Registry()
-        summaries = {entry.name: f"{_summary_of(entry)} ({entry.origin})" for entry in registry.entries("commands")}
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, {**summaries, **COMMANDS}[name]) for name in _names(registry)])
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command. Ctrl-C gives the exit status of its signal. For an unknown word, suggest config fields."""
@@ -102,27 +70,6 @@ class Commands(click.Group):
         except OSError as error:
             file = f": '{error.filename}'" if error.filename else ""
             _fail(f"{error.strerror or error}{file}", 2 if error.errno == errno.ENAMETOOLONG else 1)
-
-
-def _names(registry: Registry) -> list[str]:
-    return [*COMMANDS, *(name for name in registry.names("commands") if name not in COMMANDS)]
-
-
-def _summary_of(entry: Entry) -> str:
-    """The summary of a plugin's command: the docstring in its source, read without an import, or its distribution's."""
-    module, _, attribute = entry.target.partition(":")
-    package, *inner = module.split(".")
-    try:
-        spec = find_spec(package)
-        path = Path(*(spec.submodule_search_locations or ()) if spec else (), *inner)
-        source = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
-        tree = ast.parse(source.read_text(encoding="utf-8"))
-    except (ImportError, OSError, ValueError, SyntaxError):
-        return entry.summary
-    docstrings = (
-        ast.get_docstring(part) for part in tree.body if isinstance(part, ast.FunctionDef) and part.name == attribute
-    )
-    return next((" ".join(text.split("\n\n")[0].split()) for text in docstrings if text), entry.summary)
 
 
 def _fail(message: str, status: int) -> None:

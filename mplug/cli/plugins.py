@@ -1,20 +1,22 @@
 """mplug plugins."""
 
-import os
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
 import click
-from click.shell_completion import CompletionItem
 
+from mplug.cli.groups import OpenGroup
 from mplug.cli.options import HOST_NAMES
 from mplug.cli.tables import table
 from mplug.config.entry import Entry
 from mplug.errors import listed
-from mplug.registry.entry_points import KINDS, SCHEDULES, Registry
+from mplug.registry.entry_points import KINDS, Registry
 
 
-@click.group()
+class PluginCommands(OpenGroup):
+    """The commands of `mplug plugins`."""
+
+    path = ("plugins",)
+
+
+@click.group(cls=PluginCommands)
 def command() -> None:
     """List, show and check installed plugins, and create a new one.
 
@@ -23,11 +25,12 @@ def command() -> None:
 
 
 @command.command("list")
-@click.option("--kind", type=click.Choice((*KINDS, SCHEDULES)), help="List only plugins of this kind.")
+@click.option("--kind", type=click.Choice((*KINDS, *Registry().lists())), help="List only plugins of this kind.")
 def list_(kind: str | None) -> None:
     """List installed plugins. The command reads metadata only, and imports no plugin.
 
-    '--kind schedules' lists the pipeline schedules, which are functions and not plugins.
+    The kinds after 'commands' are open lists, whose entries are functions and no plugins: '--kind schedules' lists the
+    pipeline schedules that are installed.
     """
     registry = Registry()
     entries = registry.entries(kind)
@@ -69,115 +72,3 @@ def _ignored_flags(registry: Registry) -> list[str]:
         for name, claimed in claims.items()
         if name in HOST_NAMES or len(claimed) > 1
     ]
-
-
-class AnyPlugin(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
-    """KIND/NAME or NAME of an installed plugin."""
-
-    name = "plugin"
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """The installed plugins whose labels begin with `incomplete`."""
-        return [CompletionItem(e.label, help=e.summary) for e in Registry().entries() if e.label.startswith(incomplete)]
-
-
-def _named(word: str) -> list[Entry]:
-    """The installed plugins that a word names; UsageError if there is none."""
-    from mplug.errors import UsageError, suggest
-
-    registry = Registry()
-    entries = registry.entries()
-    found = [e for e in entries if word in (e.label, e.name, f"{e.distribution}/{e.name}")]
-    if not found:
-        misplaced = [p for p in registry.misplaced() if word in (p.name, f"{p.distribution}/{p.name}")]
-        if misplaced:
-            raise UsageError(f"no plugin '{word}' is installed: {misplaced[0]}")
-        candidates = [candidate for e in entries for candidate in (e.name, e.label)]
-        raise UsageError(f"no plugin '{word}' is installed{suggest(word, candidates)} (see mplug plugins list)")
-    return found
-
-
-@command.command()
-@click.argument("plugin", type=AnyPlugin())
-def show(plugin: str) -> None:
-    """Show one plugin: its distribution, hooks, presets and config fields.
-
-    PLUGIN is a name, or KIND/NAME if several kinds use the name. The command imports the plugin in a separate process.
-    """
-    from mplug.registry.inspection import inspect_apart
-
-    for entry in _named(plugin):
-        click.echo(f"{entry.label}: {entry.summary}")
-        click.echo(f"  from     {entry.origin}, in {entry.source}")
-        click.echo(f"  class    {entry.target}")
-        click.echo(
-            f"  requires mplug {entry.requires}"
-            if entry.requires
-            else "  requires no stated version of mplug (no Requires-Dist: mplug)"
-        )
-        report = inspect_apart(entry)
-        if report.fault:
-            click.echo(f"  broken   {report.fault}")
-        if report.hooks:
-            click.echo(f"  hooks    {', '.join(report.hooks)}")
-        if report.presets:
-            click.echo(f"  presets  {', '.join(report.presets)}")
-        for name, kind, default, description in report.fields:
-            click.echo(f"  {name}: {kind}{f' = {default}' if default else ', required'}")
-            if description:
-                click.echo(f"      {description}")
-
-
-@command.command()
-@click.argument("plugins", nargs=-1, type=AnyPlugin())
-def check(plugins: tuple[str, ...]) -> None:
-    """Import every installed plugin in a separate process, and run the quick part of the suite of its kind.
-
-    PLUGINS limits the check to these plugins. The exit status is 1 if one of them is broken. The suites are in the
-    package mplug-testing.
-    """
-    from mplug.registry.inspection import check_apart, refuse_missing_checks
-
-    refuse_missing_checks()
-    registry = Registry()
-    entries = [entry for word in plugins for entry in _named(word)] if plugins else registry.entries()
-    misplaced = [] if plugins else registry.misplaced()
-    broken = len(misplaced)
-    for point in misplaced:
-        click.echo(f"broken  {point}")
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for entry, report in zip(entries, pool.map(check_apart, entries), strict=True):
-            broken += bool(report.fault)
-            note = f": {report.note}" if report.note else ""
-            click.echo(f"{'broken' if report.fault else 'ok':<6}  {entry.label} ({entry.origin}){note}")
-            if report.fault:
-                click.echo("\n".join(f"          {line}" for line in report.fault.splitlines()))
-    click.echo(
-        f"{len(entries) + len(misplaced) - broken} of {len(entries) + len(misplaced)} plugins pass the quick checks; "
-        f"pytest runs their complete suites"
-    )
-    raise SystemExit(1 if broken else 0)
-
-
-@command.command()
-@click.argument("distribution")
-@click.option("--kind", type=click.Choice(KINDS), required=True, help="Kind of the plugin.")
-@click.option("--folder", type=click.Path(path_type=Path), help="Folder to create; default: ./DISTRIBUTION.")
-def new(distribution: str, kind: str, folder: Path | None) -> None:
-    """Write the package of a new plugin: a working example that can be installed and passes its suite.
-
-    The part of DISTRIBUTION after the first '-' becomes the plugin's name, which users type.
-
-    \b
-    mplug plugins new --kind kernels acme-ringo
-    """
-    from mplug.registry.inspection import has_checks
-    from mplug.registry.scaffold import describe, write
-
-    package = describe(kind, distribution)
-    folder = folder or Path(distribution)
-    for path in write(package, folder):
-        click.echo(f"wrote {path}")
-    click.echo(f"\nThe plugin is named '{package.name}'. Next:\n")
-    tests = "" if has_checks() else " pytest mplug-testing"
-    click.echo(f"  pip install -e {folder}{tests}\n  pytest {folder}\n  {package.use}")

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,8 +10,9 @@ import click
 from mplug.cli.beginning import beginning, readable_after, saved_since
 from mplug.cli.options import Finite, RunName, config_options, overrides
 from mplug.cli.train_start import Request, Start, prepare_start
-from mplug.errors import Diverged, RunError
-from mplug.registry.entry_points import Registry
+from mplug.errors import Diverged, RunError, UsageError
+from mplug.registry.asking import asking
+from mplug.registry.entry_points import SUGGESTIONS, Registry
 
 if TYPE_CHECKING:
     from mplug.run.run import Run
@@ -64,8 +66,8 @@ def command(
     With --deterministic (trainer.deterministic), mplug omits kernels that are not repeatable bit for bit, and refuses
     them if the config names them. Results can still depend on the layout: 'mplug explain' lists how.
 
-    A run of several processes ends when one of them hangs for minutes (extensions.watchdog.timeout, in seconds;
-    longer if steps are long). The error names its rank and its last activity.
+    A run of several processes ends when one of them hangs for minutes (longer if steps are long), as long as an
+    extension of the run watches them. The error names its rank and its last activity.
 
     A resumed run keeps the settings of its checkpoint. You may change the number of steps, the layout, the kernels, and
     how the run saves, evaluates and reports; the log lists every change. mplug refuses any other change, such as
@@ -181,6 +183,17 @@ def _report(outcome: "Outcome", run: "Run", seconds: float) -> None:
         click.echo(f"{reason} after step {outcome.step}, which is saved; {rest}")
         return
     loss = f", validation loss {outcome.val_loss:.4f}" if outcome.val_loss is not None else ""
-    can_sample = run.hooks.implementers("build_tokenizer") and "generate" in Registry().names("commands")
-    sample = f"; sample from it with: mplug generate --name {name}" if can_sample else ""
-    click.echo(f"done in {duration(seconds)}{loss}{sample}")
+    click.echo("; ".join((f"done in {duration(seconds)}{loss}", *_suggestions(run))))
+
+
+def _suggestions(run: "Run") -> list[str]:
+    """What installed packages suggest to do with the finished run. A faulty one does not end the command."""
+    found = []
+    for entry in Registry().table(SUGGESTIONS):
+        module, _, attribute = entry.target.partition(":")
+        try:
+            with asking(f"the suggestion '{entry.name}' ({entry.origin})", entry.target):
+                found.append(getattr(import_module(module), attribute)(run))
+        except UsageError as error:
+            _print_notice(str(error))
+    return [clause for clause in found if clause]

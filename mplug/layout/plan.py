@@ -1,12 +1,11 @@
 """The plan: what a model publishes about its units, parameters, buffers and FLOPs."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, Protocol
 
 from mplug.errors import listed, suggest
-from mplug.layout.actions import Table
 from mplug.layout.external import ExternalNames
 from mplug.layout.names import compiled, within
 from mplug.layout.work import Flops, Work
@@ -180,13 +179,22 @@ class Shift:
     fill: int
 
 
+class ActionTable(Protocol):
+    """What each rank of a pipeline does in a step, in order: a row of actions for each rank."""
+
+    @property
+    def rows(self) -> Sequence[Sequence[object]]:
+        """The rows. Equal actions have equal texts, by which ranks compare their tables."""
+
+
 @dataclass(frozen=True)
 class Stages:
     """The units of each chunk of the pipeline, in order, and the mesh axis that the pipeline's ranks lie along.
 
     `ranks` is the index along `axis` of each chunk's rank; without it, there is one chunk per rank, in order.
     `backward` is 'split' if the schedule computes the gradients of weights later than those of activations. `schedule`
-    is the name of the pipeline schedule, and `table` returns its table for a number of micro batches.
+    is the name of the pipeline schedule, and `table` returns its table (`mplug_schedules.Table`) for a number of micro
+    batches.
     """
 
     axis: str
@@ -194,7 +202,7 @@ class Stages:
     backward: Literal["whole", "split"] = "whole"
     ranks: tuple[int, ...] | None = None
     schedule: str = ""
-    table: "Callable[[int], Table] | None" = None
+    table: Callable[[int], ActionTable] | None = None
 
     def __post_init__(self) -> None:
         if self.ranks is not None and len(self.ranks) != len(self.units):

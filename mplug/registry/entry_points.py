@@ -38,16 +38,18 @@ FORMAT_FILES = "format_files"
 """The group 'mplug.format_files': each maps the name of a file to the name of the format of folders that have it."""
 TOKENIZER_FILES = "tokenizer_files"
 """The group 'mplug.tokenizer_files': each maps the name of a file to the name of the tokenizer that reads it."""
-SCHEDULES = "schedules"
-"""The group 'mplug.schedules', whose entry points are functions from a `Shape` to the `Table` of a pipeline."""
 OPEN_LISTS = "open_lists"
 """The group 'mplug.open_lists': each entry opens a list, whose group is 'mplug.' and its name (`mplug.OpenList`).
 
 The entry points of a list's group are not plugins: each adds an entry to the list.
 """
+RECORDERS = "recorders"
+"""The group 'mplug.recorders': a function from the default stepper to one that replays its steps (`trainer.graphs`)."""
+SUGGESTIONS = "suggestions"
+"""The group 'mplug.suggestions': functions from a finished run to a clause that says what to do with it, or to ''."""
 SLOTS = "slots"
 """The group 'mplug.slots', by which a distribution publishes the slots of its blocks: each maps a slot to its kind."""
-GROUPS = (*KINDS, FLAGS, ARCHITECTURES, FORMAT_FILES, TOKENIZER_FILES, SCHEDULES, OPEN_LISTS, SLOTS)
+GROUPS = (*KINDS, FLAGS, ARCHITECTURES, FORMAT_FILES, TOKENIZER_FILES, OPEN_LISTS, RECORDERS, SUGGESTIONS, SLOTS)
 """The groups that exist without any other distribution, without 'mplug.'."""
 RESERVED_FIELDS = ("name", "preset")
 RESERVED_NAMES = {"kernels": ("default",), "parallel": ("layout", "data")}
@@ -144,6 +146,10 @@ class Registry:
     def table(self, group: str) -> list[Entry]:
         """The entries of a group that is no kind of plugins: looking up `name` gives `target`."""
         return [entry for entry in self._scan[0] if entry.kind == group]
+
+    def lists(self) -> list[str]:
+        """The groups of the open lists of installed distributions, without 'mplug.'."""
+        return sorted({entry.name for entry in self.table(OPEN_LISTS)})
 
     def slot_kinds(self) -> list[str]:
         """The kinds of the slots that installed distributions publish: fields of the section 'kernels'."""

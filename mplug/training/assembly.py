@@ -1,9 +1,11 @@
 """From a prepared run to the objects that train: every build hook, in order."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
+from importlib import import_module
 from itertools import combinations
 
 from mplug.contracts import Loader, Optimizer, Piece, Stepper
@@ -11,7 +13,7 @@ from mplug.errors import UsageError, listed
 from mplug.gradients.loss_scale import LossScale
 from mplug.model.build import allocate_parts, build_model, gradient_dtype, refuse_unsavable
 from mplug.model.compiled.compilation import compile_units, compiler_of
-from mplug.model.compiled.cuda_graph import use_own_stream
+from mplug.model.compiled.graphs import recorder
 from mplug.model.engine import refuse_missing_pieces, refuse_other_sums
 from mplug.model.memory import initialize
 from mplug.model.model import Model
@@ -22,7 +24,7 @@ from mplug.model.variance import refuse_bypassing
 from mplug.run.run import Run
 from mplug.training.batch_parts import own_part
 from mplug.training.feed import Feed
-from mplug.training.graphs import GraphedStepper
+from mplug.training.hardware import use_own_stream
 from mplug.training.stepper import DefaultStepper
 from mplug.training.supervised_loader import Source
 
@@ -104,7 +106,9 @@ def _optimizer(run: Run, model: Model, pieces: list[Piece]) -> Optimizer:
 def _stepper(run: Run, model: Model, default: DefaultStepper) -> Stepper:
     """The stepper that replays graphs, that of the pipeline, that of another strategy, or the default one."""
     if run.config.trainer.graphs:
-        return GraphedStepper(default)
+        module, _, attribute = recorder(run).target.partition(":")
+        recording: Callable[[DefaultStepper], Stepper] = getattr(import_module(module), attribute)
+        return recording(default)
     if model.pipeline is not None:
         return model.pipeline.stepper(default)
     stepper: Stepper | None = run.hooks.call.build_stepper(run=run, model=model, default=default)

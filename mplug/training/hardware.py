@@ -12,6 +12,19 @@ PEAK_TFLOPS = {"H100": 989.4, "H200": 989.4, "H800": 989.4, "A100": 312.0, "B200
 """Dense bf16 peak of a chip in TFLOP/s, by a word in its name (vendors' data sheets)."""
 
 
+def use_own_stream() -> None:
+    """Make a new stream the current one of this thread, if that is the default stream.
+
+    The default stream cannot be recorded. Autograd also runs the end of backward on the stream that was current when a
+    gradient sink was made, so the stream changes before the model gets memory.
+    """
+    current = torch.cuda.current_stream()
+    if current == torch.cuda.default_stream():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(current)
+        torch.cuda.set_stream(stream)
+
+
 def peak_tflops(device: str) -> float | None:
     """The dense bf16 peak in TFLOP/s, to which MFU refers; None if the chip is unknown."""
     if not device.startswith("cuda"):

@@ -1,7 +1,7 @@
 """The default stepper, and the functions of a step that every stepper calls. The CPU never waits for the device here.
 
 A step in order: `begin_step`, `read`, then for each micro batch `entries` and `backward`; `finish_step`, and `update`.
-`accumulate` and `apply` are the parts that a CUDA graph can replay (`mplug.training.graphs`): everything that changes
+`accumulate` and `apply` are the parts that a CUDA graph can replay (`trainer.graphs`): everything that changes
 from step to step enters them as a tensor, and what outlives a step is changed in place.
 """
 

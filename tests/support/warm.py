@@ -169,10 +169,10 @@ def start_server() -> None:
 
 
 def forking_modules(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the host's own subprocesses, such as `python -m mplug.registry.inspection`, forks too."""
+    """Make the subprocesses of commands, such as `python -m mplug_testing.inspection`, forks too."""
 
     def fork(command: list[str], **options: Any) -> Any:
-        if command[:2] != [sys.executable, "-m"] or not command[2].startswith("mplug."):
+        if command[:2] != [sys.executable, "-m"] or not command[2].startswith(("mplug.", "mplug_testing.inspection")):
             return run(command, **options)
         assert set(options) <= {"input", "capture_output", "text", "timeout"}
         timeout, text = options.get("timeout"), options.get("input")

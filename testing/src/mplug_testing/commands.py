@@ -71,7 +71,7 @@ class CommandSuite(PluginSuite):
     def test_it_keeps_the_contract(self) -> None:
         """It can be imported, and is a click command. No command of the host has its name."""
         from mplug.cli import COMMANDS
-        from mplug.registry.inspection import inspect_here
+        from mplug_testing.inspection import inspect_here
 
         entry = self.entry()
         require(entry.name not in COMMANDS, f"'{entry.name}' is a command of the host, which goes first; rename it")
@@ -83,7 +83,7 @@ class CommandSuite(PluginSuite):
         """Nor other slow modules: help and completion must be fast."""
         output = self._output("--help")
         heavy = [name for name in HEAVY if name in output.modules]
-        require(not heavy, f"'mplug {self.plugin} --help' imports {', '.join(heavy)}; import it where it is used")
+        require(not heavy, f"'{self._call()} --help' imports {', '.join(heavy)}; import it where it is used")
 
     # A command has no config fields, so these tests of the base class do not apply.
     test_its_config_survives_being_saved_and_read_again = None  # type: ignore[assignment]
@@ -94,20 +94,21 @@ class CommandSuite(PluginSuite):
     def test_it_explains_itself(self) -> None:
         """`mplug NAME --help` works in an empty folder."""
         output = self._output("--help")
-        require(output.status == 0, f"'mplug {self.plugin} --help' ends with status {output.status}: {_end_of(output)}")
-        usage = f"Usage: mplug {self.plugin}"
+        require(output.status == 0, f"'{self._call()} --help' ends with status {output.status}: {_end_of(output)}")
+        usage = f"Usage: {self._call()}"
         first = output.out.strip().partition("\n")[0]
-        require(first.startswith(usage), f"'mplug {self.plugin} --help' begins with '{first}', not with '{usage}'")
+        require(first.startswith(usage), f"'{self._call()} --help' begins with '{first}', not with '{usage}'")
 
     @smoke
     def test_it_is_listed_without_being_imported(self) -> None:
-        """`mplug --help` shows the summary of its distribution."""
-        output, entry = output_of("--help"), self.entry()
+        """The help of `mplug`, or of its group, shows the summary of its distribution."""
+        *group, name = self._words()
+        output, entry, call = output_of(*group, "--help"), self.entry(), " ".join(("mplug", *group, "--help"))
         module = entry.target.partition(":")[0]
-        require(module not in output.modules, f"'mplug --help' imports '{module}'")
-        require(entry.summary, f"'mplug --help' shows no summary, because {entry.distribution} has no description")
-        listed = [line for line in output.out.splitlines() if line.split()[:1] == [self.plugin]]
-        require(listed, f"'mplug --help' does not list '{self.plugin}'")
+        require(module not in output.modules, f"'{call}' imports '{module}'")
+        require(entry.summary, f"'{call}' shows no summary, because {entry.distribution} has no description")
+        listed = [line for line in output.out.splitlines() if line.split()[:1] == [name]]
+        require(listed, f"'{call}' does not list '{name}'")
 
     @smoke
     def test_every_command_and_option_has_a_help_text(self) -> None:
@@ -133,7 +134,7 @@ class CommandSuite(PluginSuite):
     def test_wrong_arguments_are_known_of_every_command(self) -> None:
         """If `refused` has none for a command, the first user finds the traceback."""
         for name, command in self._commands():
-            words = tuple(name.split()[2:])
+            words = tuple(name.removeprefix(self._call()).split())
             takes = [parameter for parameter in command.params if not getattr(parameter, "is_flag", False)]
             if takes and not hasattr(command, "commands"):
                 require(
@@ -144,7 +145,7 @@ class CommandSuite(PluginSuite):
     def test_wrong_arguments_are_refused_in_a_sentence(self) -> None:
         """For the arguments in `refused`, it raises `mplug.UsageError`, which states problem, place and remedy."""
         for arguments in self.refused:
-            output, line = self._output(*arguments), " ".join(("mplug", self.plugin, *arguments))
+            output, line = self._output(*arguments), " ".join((self._call(), *arguments))
             require(
                 "Traceback" not in output.err,
                 f"'{line}' ends in a traceback: {_end_of(output)}; raise mplug.UsageError",
@@ -153,14 +154,23 @@ class CommandSuite(PluginSuite):
             require(output.err.strip(), f"'{line}' prints no error message")
 
     def _output(self, *arguments: str) -> Output:
-        return output_of(self.plugin, *arguments)
+        return output_of(*self._words(), *arguments)
+
+    def _words(self) -> list[str]:
+        """The words that call the command: an entry point 'plugins.new' is called by 'plugins' and 'new'."""
+        distribution, slash, name = self.plugin.rpartition("/")
+        *group, last = name.split(".")
+        return [*group, f"{distribution}{slash}{last}"]
+
+    def _call(self) -> str:
+        return " ".join(("mplug", *self._words()))
 
     def _commands(self) -> "Iterator[tuple[str, click.Command]]":
         """The command and its subcommands, each with the words that call it."""
         from importlib import import_module
 
         module, _, attribute = self.entry().target.partition(":")
-        yield from _below(f"mplug {self.plugin}", getattr(import_module(module), attribute))
+        yield from _below(self._call(), getattr(import_module(module), attribute))
 
 
 def _below(name: str, command: Any) -> "Iterator[tuple[str, click.Command]]":

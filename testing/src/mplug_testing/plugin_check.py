@@ -8,7 +8,7 @@ from importlib import import_module
 
 from mplug.errors import listed
 from mplug.registry.entry_points import Registry
-from mplug.registry.inspection import Report, inspect_here, print_report
+from mplug_testing.inspection import Report, inspect_here, print_report
 from mplug_testing.suite import PluginSuite, smoke_faults, unset_fields
 
 

@@ -7,9 +7,9 @@ from mplug.errors import RunError
 from mplug.model.build import build_model
 from mplug.run.run import Run
 from mplug.training.assembly import build
-from mplug.training.graphs import WARMUP, GraphedStepper
 from mplug.training.loop import launch_step
 from mplug.training.stepper import DefaultStepper
+from mplug_graphs import WARMUP, GraphedStepper
 from mplug_testing import dense
 from mplug_testing.harness import TinySettings, tiny_run
 from mplug_testing.recording import Operations, Reads

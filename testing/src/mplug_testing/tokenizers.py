@@ -56,7 +56,7 @@ class TokenizerSuite(VocabularyChecks):
     @classmethod
     def build(cls) -> "CorpusTokenizer":
         """The tokenizer with the suite's settings."""
-        from mplug.registry.tokenizers import describe_tokenizer, load_tokenizer
+        from mplug_tokenization import describe_tokenizer, load_tokenizer
 
         with naming_failures("building it"):
             return load_tokenizer(describe_tokenizer(cls.plugin, cls.settings))
@@ -67,7 +67,7 @@ class TokenizerSuite(VocabularyChecks):
     def test_neither_importing_nor_configuring_it_imports_torch(self) -> None:
         """Nor does building it: corpora are tokenized on machines without torch."""
         code = (
-            f"import sys\nsys.path[:] = {sys.path!r}\nfrom mplug.registry.tokenizers import describe_tokenizer\n"
+            f"import sys\nsys.path[:] = {sys.path!r}\nfrom mplug_tokenization import describe_tokenizer\n"
             f"describe_tokenizer({self.plugin!r}, {dict(self.settings)!r})\n"
             f"sys.exit(77 if 'torch' in sys.modules else 0)"
         )
@@ -78,7 +78,7 @@ class TokenizerSuite(VocabularyChecks):
     @smoke
     def test_its_config_survives_being_saved_and_read_again(self) -> None:
         """The record beside the data makes the same tokenizer, also after the original files are gone."""
-        from mplug.registry.tokenizers import describe_tokenizer, keep_tokenizer, load_tokenizer, read_tokenizer
+        from mplug_tokenization import describe_tokenizer, keep_tokenizer, load_tokenizer, read_tokenizer
 
         with TemporaryDirectory(prefix="mplug-tokenizer-") as folder:
             kept = keep_tokenizer(describe_tokenizer(self.plugin, self.settings), Path(folder) / "corpus")
@@ -100,7 +100,7 @@ class TokenizerSuite(VocabularyChecks):
     @smoke
     def test_an_unknown_field_is_an_error_that_names_it(self) -> None:
         """A misspelt field must never be ignored."""
-        from mplug.registry.tokenizers import describe_tokenizer
+        from mplug_tokenization import describe_tokenizer
 
         try:
             describe_tokenizer(self.plugin, {**self.settings, "no_such_field": 1})
@@ -211,7 +211,7 @@ class TokenizerSuite(VocabularyChecks):
     @smoke
     def test_its_record_can_go_to_another_process(self) -> None:
         """Processes that encode a corpus receive the pickled record and build the tokenizer from it."""
-        from mplug.registry.tokenizers import describe_tokenizer, load_tokenizer
+        from mplug_tokenization import describe_tokenizer, load_tokenizer
 
         record = describe_tokenizer(self.plugin, self.settings)
         again = pickle.loads(pickle.dumps(record))

@@ -14,9 +14,10 @@ from mplug_indexed.preprocess.job import Job, preprocess
 from mplug_indexed.preprocess.sources import find_sources
 from mplug_indexed.training import train
 
-from mplug import RunError, UsageError, describe_tokenizer, load_tokenizer
+from mplug import RunError, UsageError
 from mplug.cli import main
 from mplug_testing import CommandSuite
+from mplug_tokenization import describe_tokenizer, load_tokenizer
 
 
 class TestData(CommandSuite):

@@ -23,8 +23,9 @@ from mplug_indexed.samples import IndexedLoader
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from mplug import UsageError, describe_tokenizer, keep_tokenizer
+from mplug import UsageError
 from mplug_testing import DataSuite
+from mplug_tokenization import describe_tokenizer, keep_tokenizer
 
 S = 16
 EOD = 0

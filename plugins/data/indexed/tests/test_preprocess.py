@@ -27,7 +27,8 @@ from mplug_indexed.preprocess.job import Job, Outcome, preprocess
 from mplug_indexed.preprocess.parts import Encoder
 from mplug_indexed.preprocess.sources import cut, find_sources
 
-from mplug import RunError, UsageError, describe_tokenizer
+from mplug import RunError, UsageError
+from mplug_tokenization import describe_tokenizer
 
 EOD = 256
 BYTES = describe_tokenizer("bytes", {})
@@ -418,7 +419,7 @@ KILLED = """
 import os, pathlib, signal, sys
 from mplug_indexed.preprocess.job import Job, preprocess
 from mplug_indexed.preprocess.sources import find_sources
-from mplug import describe_tokenizer
+from mplug_tokenization import describe_tokenizer
 point, before = int(sys.argv[3]), pathlib.Path.replace
 def replace(self, target):
     global point

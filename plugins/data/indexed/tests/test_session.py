@@ -12,7 +12,8 @@ from mplug_indexed.preprocess.job import Job, preprocess
 from mplug_indexed.preprocess.sources import find_sources
 from warm import run_module
 
-from mplug import UsageError, describe_tokenizer, keep_tokenizer
+from mplug import UsageError
+from mplug_tokenization import describe_tokenizer, keep_tokenizer
 
 
 def test_the_session_of_the_docs_makes_a_corpus_trains_and_samples(tmp_path: Path) -> None:

@@ -8,9 +8,7 @@ from mplug_pp.limited import zb_limited
 from mplug_pp.schedules import gpipe, interleaved, one_f_one_b, zb_h1
 from mplug_pp.v_shaped import dualpipe_v, zb_v
 
-from mplug import Shape, Table
-from mplug.layout.actions import COMPUTE, Row
-from mplug.layout.table_times import Costs, timeline
+from mplug_schedules import COMPUTE, Costs, Row, Shape, Table, timeline
 
 Schedule = Callable[[Shape], Table]
 

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from mplug import Shape, UsageError, find_schedule, proven_table
+from mplug import UsageError
 from mplug.model.build import build_model
+from mplug_schedules import Shape, find_schedule, proven_table
 from mplug_testing.harness import tiny_run
 
 SOURCE = '''
-from mplug import Action, Kind, Shape, Table, with_transfers
+from mplug_schedules import Action, Kind, Shape, Table, with_transfers
 
 KINDS = (Kind.FORWARD, Kind.BACKWARD)
 
@@ -84,7 +85,7 @@ def test_the_tables_of_all_batch_sizes_of_a_ramp_up_are_proven_before_launch() -
         ),
         ("picky", r"'picky' .* does not serve 2 ranks and 4 micro batches: needs 3 ranks"),
         ("broken", r"'broken' .* fails in 'acme_orders:broken': AttributeError: .*acme_orders.py:\d+"),
-        ("no_table", r"'no_table' .* returns list; a schedule returns a mplug.Table"),
+        ("no_table", r"'no_table' .* returns list; a schedule returns a mplug_schedules.Table"),
         ("not_callable", r"'acme_orders:NOT_CALLABLE' is not a function"),
         ("absent", r"'absent' .* cannot be imported: .*absent"),
     ],

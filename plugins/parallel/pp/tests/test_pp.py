@@ -34,6 +34,6 @@ class TestOtherDivisions(TestPipelineParallel):
     variants = {
         "gpipe": {SCHEDULE: "gpipe"},
         "three-layers": {"model.num_layers": 3},
-        "units-per-stage": {"parallel.pp.units_per_stage": [2, 4]},
+        "units-per-stage": {"parallel.pp.split": [2, 4]},
         "one-micro-batch": {"trainer.micro_batch_size": 8},
     }

@@ -197,7 +197,7 @@ def prepared(*assignments: str) -> Run:
 
 @pytest.mark.parametrize("rank", range(2))
 def test_a_rank_keeps_the_units_of_its_stage_under_their_global_names(rank: int) -> None:
-    run = prepared("parallel.layout=pp2", "parallel.pp.units_per_stage=[2, 4]")
+    run = prepared("parallel.layout=pp2", "parallel.pp.split=[2, 4]")
     run.rank = rank
     model = build_model(run)
     wanted = [("embedding", "blocks.0"), ("blocks.1", "blocks.2", "blocks.3", "head")][rank]
@@ -210,13 +210,9 @@ def test_a_rank_keeps_the_units_of_its_stage_under_their_global_names(rank: int)
 @pytest.mark.parametrize(
     ("assignments", "said"),
     [
-        (["parallel.layout=pp2", "parallel.pp.units_per_stage=[1, 2, 3]"], "has 3 numbers, and pp=2 has 2 stages"),
-        (["parallel.layout=pp2", "parallel.pp.units_per_stage=[0, 6]"], r"units_per_stage\.0.*must be greater than 0"),
+        (["parallel.layout=pp2", "parallel.pp.split=[1, 2, 3]"], "has 3 numbers, and pp=2 has 2 stages"),
+        (["parallel.layout=pp2", "parallel.pp.split=[0, 6]"], r"split.*must be greater than 0"),
         (["parallel.layout=pp2", "parallel.pp.schedule=zb-v1"], "no pipeline schedule 'zb-v1' .*; did you mean 'zb-v'"),
-        (
-            ["parallel.layout=pp2", "parallel.pp.split=layers", "parallel.pp.units_per_stage=[3, 3]"],
-            "both divide the units; remove units_per_stage",
-        ),
     ],
 )
 def test_a_wrong_division_is_refused_before_anything_is_built(assignments: list[str], said: str) -> None:

@@ -13,9 +13,7 @@ from mplug_pp.limited import zb_limited
 from mplug_pp.schedules import gpipe, interleaved, one_f_one_b, zb_h1
 from mplug_pp.v_shaped import dualpipe_v, zb_v
 
-from mplug import Action, Kind, Shape, Table, with_transfers
-from mplug.layout.actions import COMPUTE, Row
-from mplug.layout.table_check import check
+from mplug_schedules import COMPUTE, Action, Kind, Row, Shape, Table, check, with_transfers
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741
 SF, RF, SB, RB = Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD

@@ -1,8 +1,17 @@
 """The bytes that a rank holds during a table, against counts by hand."""
 
-from mplug import Action, Kind, Shape, Table, proven_table, with_transfers
-from mplug.layout.table_check import peak
-from mplug.layout.table_memory import Footprint, held_bytes, peak_bytes
+from mplug_schedules import (
+    Action,
+    Footprint,
+    Kind,
+    Shape,
+    Table,
+    held_bytes,
+    peak,
+    peak_bytes,
+    proven_table,
+    with_transfers,
+)
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741
 

@@ -12,7 +12,8 @@ from mplug_pp.batches import Batches
 from mplug_pp.wire import HEADER, Crossing, Wire, key_of
 from torch import Tensor
 
-from mplug import Action, Kind, RunError
+from mplug import RunError
+from mplug_schedules import Action, Kind
 
 NAMES = ("hidden", "residual")
 

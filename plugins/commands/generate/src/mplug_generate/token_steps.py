@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from mplug import Model, Run, RunError, UsageError
-from mplug.commands import AS_THEY_ARE, CudaGraph, Instead, Recording, cause_of, failed_part, use_own_stream
+from mplug.commands import AS_THEY_ARE, Instead, cause_of, failed_part, use_own_stream
 from mplug_generate.fast_steps import obstacles
 from mplug_generate.sampler import Sampler, cached_modules
 from mplug_generate.sampling import Sampling, choose, draws
 from mplug_generate.stages import run_last
+from mplug_graphs import CudaGraph, Recording
 from mplug_nn.cache import CacheSize
 from mplug_nn.static_cache import Clock
 from mplug_nn.turning import shared_rotations

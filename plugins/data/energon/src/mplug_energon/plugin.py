@@ -10,13 +10,11 @@ from mplug import (
     CorpusTokenizer,
     Loader,
     Tokenizer,
-    TokenizerRecord,
     UsageError,
-    describe_tokenizer,
     hookimpl,
-    load_tokenizer,
 )
 from mplug_energon.config import EnergonConfig
+from mplug_tokenization import TokenizerRecord, describe_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from mplug import Run

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mplug import UsageError, load_tokenizer, read_tokenizer
+from mplug import UsageError
+from mplug_tokenization import load_tokenizer, read_tokenizer
 
 if TYPE_CHECKING:
-    from mplug import TokenizerRecord
     from mplug_indexed.config import IndexedConfig
+    from mplug_tokenization import TokenizerRecord
 
 
 def prefix_of(name: Path | str) -> Path:

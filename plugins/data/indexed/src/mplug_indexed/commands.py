@@ -128,9 +128,10 @@ def preprocess(
     mplug data preprocess a.jsonl.zst b.parquet --output ab --tokenizer huggingface --tokenizer-file tokenizer.json
     mplug data preprocess src/ --format text --pattern '**/*.c' --output c --tokenizer bytes
     """
-    from mplug import UsageError, describe_tokenizer
+    from mplug import UsageError
     from mplug_indexed.preprocess.job import Job
     from mplug_indexed.preprocess.sources import find_sources
+    from mplug_tokenization import describe_tokenizer
 
     if Path(name).is_file():
         raise UsageError(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mplug import RunError, TokenizerRecord, UsageError, keep_tokenizer, load_tokenizer, read_tokenizer
+from mplug import RunError, UsageError
 from mplug_indexed.beside import named_twice, prefix_of
 from mplug_indexed.failures import cannot_write, write_text
 from mplug_indexed.format import CHUNK, bin_path, idx_path
@@ -15,6 +15,7 @@ from mplug_indexed.preprocess.job import checksum, report_path
 from mplug_indexed.preprocess.report import read_report
 from mplug_indexed.reader import Reader
 from mplug_indexed.writer import Writer
+from mplug_tokenization import TokenizerRecord, keep_tokenizer, load_tokenizer, read_tokenizer
 
 UNKNOWN = "-"
 

@@ -10,13 +10,11 @@ from mplug import (
     MAY_MOVE,
     MapLoader,
     Tokenizer,
-    TokenizerRecord,
     UsageError,
-    describe_tokenizer,
     distinct,
     hookimpl,
-    load_tokenizer,
 )
+from mplug_tokenization import TokenizerRecord, describe_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

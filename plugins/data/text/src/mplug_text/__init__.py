@@ -14,12 +14,10 @@ from mplug import (
     MAY_MOVE,
     CorpusTokenizer,
     MapLoader,
-    TokenizerRecord,
     UsageError,
-    describe_tokenizer,
     hookimpl,
-    load_tokenizer,
 )
+from mplug_tokenization import TokenizerRecord, describe_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from mplug import Run, RunConfig

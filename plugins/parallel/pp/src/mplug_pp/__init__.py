@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
-from mplug import MAY_CHANGE, Axis, Pipeline, Shape, Stages, Table, UsageError, find_schedule, hookimpl, proven_table
-from mplug_pp.stages import Split, divide
+from mplug import MAY_CHANGE, Axis, Pipeline, Stages, UsageError, hookimpl
+from mplug_pp.stages import divide
+from mplug_schedules import Shape, Table, find_schedule, proven_table
 
 if TYPE_CHECKING:
     from mplug import Model, Run, RunConfig
@@ -39,26 +40,19 @@ class PipelineParallel:
             description="how units are split: chunks of about equal weights, numbers of layers or predicted time; or "
             "the number of units of each chunk, in the order of the model",
         )
-        units_per_stage: Annotated[tuple[PositiveInt, ...] | None, MAY_CHANGE] = Field(
-            None, description="older name of a 'split' by numbers of units; null: 'split' decides"
-        )
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
     @hookimpl
     def configure(self, config: "RunConfig") -> None:
-        """Refuse an unknown schedule, and two different divisions of the units."""
+        """Refuse an unknown schedule, and numbers of units that do not fit the number of stages."""
         find_schedule(self.config.schedule)
-        stages, counts = config.parallel.degrees["pp"], self.config.units_per_stage
-        if counts is not None and "split" in self.config.model_fields_set:
+        stages, split = config.parallel.degrees["pp"], self.config.split
+        if not isinstance(split, str) and len(split) % stages:
             raise UsageError(
-                "parallel.pp.split and parallel.pp.units_per_stage both divide the units; remove units_per_stage"
-            )
-        if counts is not None and len(counts) % stages:
-            raise UsageError(
-                f"parallel.pp.units_per_stage has {len(counts)} numbers, and pp={stages} has {stages} stages; set one "
-                f"number per stage, or for each chunk of every stage"
+                f"parallel.pp.split has {len(split)} numbers, and pp={stages} has {stages} stages; set one number per "
+                f"stage, or for each chunk of every stage"
             )
 
     @hookimpl
@@ -95,9 +89,7 @@ class PipelineParallel:
                 f"parallel.pp.schedule={self.config.schedule} gives chunks to other ranks if the number of micro "
                 f"batches changes, which a run cannot follow; use another schedule, or a constant batch size"
             )
-        counts, chunks = self.config.units_per_stage, len(tables[0].ranks) // size
-        split: Split = counts or self.config.split
-        field = "units_per_stage" if counts else "split"
-        units = divide(model, size, split, chunks, run.config.trainer.seq_length, field)
+        chunks = len(tables[0].ranks) // size
+        units = divide(model, size, self.config.split, chunks, run.config.trainer.seq_length)
         backward: Literal["whole", "split"] = "split" if any(one.splits_backward for one in tables) else "whole"
         return Stages("pp", units, backward, tables[0].ranks, self.config.schedule, table)

@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from operator import length_hint
 
-from mplug import Action, MicroBatch, RankBatch, RunError
+from mplug import MicroBatch, RankBatch, RunError
+from mplug_schedules import Action
 
 Entries = Callable[[RankBatch], MicroBatch]
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from mplug import DefaultStepper, MicroBatch, Model, WeightGradients
+from mplug import DefaultStepper, MicroBatch, Model
 from mplug_pp.wire import Layout
+from mplug_schedules import WeightGradients
 
 Root = tuple[GradientEdge | None, Layout]
 """Where the backward pass of an output starts (None: it depends on no trained parameter), and its gradient's layout."""

@@ -2,8 +2,8 @@
 
 from functools import cache
 
-from mplug import Shape, Table, with_transfers
 from mplug_pp.schedules import alternating, delaying, halves, loop, passes, refuse
+from mplug_schedules import Shape, Table, with_transfers
 
 
 @cache

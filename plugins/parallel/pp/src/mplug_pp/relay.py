@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from mplug import Kind, MicroBatch, Model, Run, forward_half
+from mplug import MicroBatch, Model, Run
 from mplug_pp.wire import Crossing, key_of, wires_of
+from mplug_schedules import Kind, forward_half
 
 Compute = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor]]
 

@@ -8,11 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mplug import Action, DefaultStepper, Kind, Model, RankBatch, Run, StepResult, Table, UsageError, forward_half
+from mplug import DefaultStepper, Model, RankBatch, Run, StepResult, UsageError
 from mplug_pp.batches import Batches
 from mplug_pp.busy import Busy
 from mplug_pp.chunk import Chunk
 from mplug_pp.wire import Crossing, Key, key_of, wires_of
+from mplug_schedules import Action, Kind, Table, forward_half
 
 Place = tuple[int, int]
 """(chunk, micro batch)."""

@@ -7,7 +7,7 @@ up again.
 from collections.abc import Iterator
 from functools import cache
 
-from mplug import Action, Kind, Shape, Table, with_transfers
+from mplug_schedules import Action, Kind, Shape, Table, with_transfers
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741
 

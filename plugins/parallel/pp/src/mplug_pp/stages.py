@@ -18,11 +18,11 @@ LOSS_BYTES = 16
 
 
 def divide(
-    model: "Model", num_ranks: int, split: Split, chunks: int = 1, seq_length: int = 1, field: str = "split"
+    model: "Model", num_ranks: int, split: Split, chunks: int = 1, seq_length: int = 1
 ) -> tuple[tuple[str, ...], ...]:
     """The unit names of each chunk, so that the heaviest chunk is as light as possible, or as the user sets.
 
-    Each of `num_ranks` ranks has `chunks` chunks. `field` is the field of the config that has the user's numbers.
+    Each of `num_ranks` ranks has `chunks` chunks.
 
     - 'weights': a unit weighs its number of weight elements that multiply a token (`Model.unit_weight`). A unit that
       only looks up has weight 0.
@@ -34,7 +34,7 @@ def divide(
     """
     names = [unit.name for unit in model.plan.units]
     if not isinstance(split, str):
-        return _cut(names, _by_hand(names, num_ranks * chunks, split, field))
+        return _cut(names, _by_hand(names, num_ranks * chunks, split))
     weights = {"weights": _weights, "layers": _layers, "time": _times}[split](model, seq_length)
     working = sum(weight > 0 for weight in weights)
     if num_ranks * chunks > working:
@@ -47,15 +47,15 @@ def divide(
     return _cut(names, lightest(weights, num_ranks * chunks))
 
 
-def _by_hand(names: list[str], num_chunks: int, counts: Sequence[int], field: str) -> tuple[int, ...]:
+def _by_hand(names: list[str], num_chunks: int, counts: Sequence[int]) -> tuple[int, ...]:
     if len(counts) != num_chunks:
         raise UsageError(
-            f"parallel.pp.{field} has {len(counts)} numbers, and the pipeline has {num_chunks} chunks; set one number "
+            f"parallel.pp.split has {len(counts)} numbers, and the pipeline has {num_chunks} chunks; set one number "
             f"per chunk, in the order of the model"
         )
     if sum(counts) != len(names):
         raise UsageError(
-            f"parallel.pp.{field} sums to {sum(counts)}, and the model has {len(names)} units; set numbers that sum to "
+            f"parallel.pp.split sums to {sum(counts)}, and the model has {len(names)} units; set numbers that sum to "
             f"{len(names)}"
         )
     return tuple(counts)

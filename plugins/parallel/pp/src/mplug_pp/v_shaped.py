@@ -5,8 +5,8 @@ The first and the last chunk belong to rank 0. p ranks, m micro batches; chunk 0
 
 from functools import cache
 
-from mplug import Action, Kind, Shape, Table, with_transfers
 from mplug_pp.schedules import F, I, W, refuse
+from mplug_schedules import Action, Kind, Shape, Table, with_transfers
 
 
 def v_shape(num_ranks: int) -> tuple[int, ...]:

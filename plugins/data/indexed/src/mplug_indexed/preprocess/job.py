@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from mplug import RunError, TokenizerRecord, UsageError, keep_tokenizer
+from mplug import RunError, UsageError
 from mplug_indexed.failures import cannot_write
 from mplug_indexed.format import bin_path, dtype_for, idx_path
 from mplug_indexed.preprocess.parts import (
@@ -36,6 +36,7 @@ from mplug_indexed.preprocess.parts import (
 )
 from mplug_indexed.preprocess.sources import Chunk, Source, cut
 from mplug_indexed.writer import Writer
+from mplug_tokenization import TokenizerRecord, keep_tokenizer
 
 MOST_REPORTED = 100
 """Maximum number of bad lines that the report of a data set names."""

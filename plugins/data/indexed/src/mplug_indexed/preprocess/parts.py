@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mplug import TokenizerRecord, UsageError, load_tokenizer
+from mplug import UsageError
 from mplug_indexed.failures import write_text
 from mplug_indexed.preprocess.documents import Bad, Texts
 from mplug_indexed.preprocess.report import SavedPart
 from mplug_indexed.preprocess.sources import Chunk
 from mplug_indexed.reader import Reader
 from mplug_indexed.writer import Writer
+from mplug_tokenization import TokenizerRecord, load_tokenizer
 
 if TYPE_CHECKING:
     from mplug import CorpusTokenizer

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mplug.layout.actions import Action, Kind, Table
+from mplug_schedules.actions import Action, Kind, Table
 
 
 @dataclass(frozen=True)

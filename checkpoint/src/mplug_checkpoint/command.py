@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mplug.cli.conversion import export_, import_
 from mplug.cli.options import RunName
 from mplug.cli.tables import human_bytes, table
 from mplug.errors import RunError, UsageError, printable
+from mplug_checkpoint.conversion import export_, import_
 
 if TYPE_CHECKING:
     from mplug.checkpoint.manifest import Manifest, SavedTensor

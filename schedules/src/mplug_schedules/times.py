@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mplug.layout.actions import BACKWARDS, COMPUTE, Action, Kind, Table
+from mplug_schedules.actions import BACKWARDS, COMPUTE, Action, Kind, Table
 
 
 @dataclass(frozen=True)

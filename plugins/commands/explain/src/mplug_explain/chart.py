@@ -4,15 +4,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
-from mplug.cli.tables import human_bytes, table
-from mplug.errors import UsageError, counted
-from mplug.layout.actions import Action, Table
-from mplug.layout.table_check import peak
-from mplug.layout.table_times import Costs, Timeline, timeline
+from mplug import UsageError, counted
+from mplug.commands import human_bytes, table
+from mplug_schedules import Action, Costs, Table, Timeline, peak, timeline
 
 if TYPE_CHECKING:
-    from mplug.model.model import Model
-    from mplug.run.run import Run
+    from mplug import Model, Run
 
 COLORS = {"F": "#9ecbff", "B": "#b7e1a1", "I": "#d3f0c3", "W": "#ffd59e"}
 LINE = 120
@@ -27,12 +24,18 @@ def table_of(model: "Model", num_micro_batches: int) -> Table:
     """The table of a run's pipeline; UsageError if the run has none."""
     if model.stages.table is None:
         raise UsageError("--schedule: this run has no pipeline schedule; name a pipeline strategy in the layout")
-    return model.stages.table(num_micro_batches)
+    found = model.stages.table(num_micro_batches)
+    if not isinstance(found, Table):
+        raise UsageError(
+            f"--schedule: the order of actions of this run is a {type(found).__name__}; only a "
+            f"mplug_schedules.Table has a chart"
+        )
+    return found
 
 
 def report(run: "Run", model: "Model", num_micro_batches: int) -> str:
     """The chart of a step and, for every rank, its peak of activations and the bytes that it sends in a step."""
-    from mplug.model.handovers import bytes_sent  # imports torch
+    from mplug_schedules import bytes_sent  # imports torch
 
     found = table_of(model, num_micro_batches)
     times = timeline(found, Costs())

@@ -3,9 +3,9 @@
 from collections import Counter
 from math import prod
 
-from mplug.layout.actions import TRANSFERS, Kind, Table
 from mplug.model.placed import Placed
 from mplug.run.run import Run
+from mplug_schedules.actions import TRANSFERS, Kind, Table
 
 
 def shape_of(run: Run, model: Placed, name: str) -> tuple[int, ...] | None:

@@ -15,7 +15,6 @@ from torch import Tensor
 from mplug.checkpoint.copies import differing_copy
 from mplug.checkpoint.foreign import WEIGHT, Shape
 from mplug.checkpoint.foreign_match import Match
-from mplug.checkpoint.foreign_states import States
 from mplug.checkpoint.manifest import TensorTable, encode, name_in_file
 from mplug.checkpoint.names import MANIFEST, file_of, path_of
 from mplug.checkpoint.safetensors_file import write_safetensors
@@ -28,6 +27,7 @@ from mplug.run.folder import make_directory
 from mplug.run.record import provenance
 from mplug.run.run import Run
 from mplug.system.files import sync_path, write_whole
+from mplug_checkpoint.states import States
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from mplug.layout.actions import BACKWARDS, COMPUTE, TRANSFERS, Action, Kind, Row, Shape, Table
+from mplug_schedules.actions import BACKWARDS, COMPUTE, TRANSFERS, Action, Kind, Row, Shape, Table
 
 RECEIVES = {receive: (send, further) for send, (receive, further) in TRANSFERS.items()}
 

@@ -5,8 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
-
-from mplug.cli.explain import command
+from mplug_explain import command
 
 SMALL = (
     *("--parallel", "pp2", "--set", "model.num_layers=4", "--set", "model.hidden_size=32"),

@@ -1,6 +1,6 @@
 """Inspect a plugin in a process of its own, so that a plugin whose import fails is harmless.
 
-`python -m mplug.registry.inspection KIND DISTRIBUTION/NAME` prints a report as JSON.
+`python -m mplug_testing.inspection KIND DISTRIBUTION/NAME` prints a report as JSON.
 """
 
 import json
@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 MARK = "mplug report: "
 """Prefix of the line that holds the report. The plugin may print other lines."""
-CHECKS = "mplug_testing"
-"""The package of the suites, which a host without mplug-testing lacks."""
 TIMEOUT = 120
 """Maximum time in seconds for the import and the checks of a plugin."""
 
@@ -40,29 +37,16 @@ class Report:
 
 def inspect_apart(entry: Entry) -> Report:
     """The hooks, presets and fields of a plugin, found in a subprocess."""
-    return report_apart("mplug.registry.inspection", entry)
-
-
-def has_checks() -> bool:
-    """Whether the suites, which check plugins, are installed."""
-    return find_spec(CHECKS) is not None
-
-
-def refuse_missing_checks() -> None:
-    """Raise UsageError if the suites are not installed."""
-    if not has_checks():
-        raise UsageError(
-            "the checks of plugins are in the package mplug-testing, which is not installed: pip install mplug-testing"
-        )
+    return report_apart("mplug_testing.inspection", entry)
 
 
 def check_apart(entry: Entry) -> Report:
     """The report of `inspect_apart`, with the faults that the quick part of the suite of its kind finds."""
-    return report_apart(f"{CHECKS}.plugin_check", entry)
+    return report_apart("mplug_testing.plugin_check", entry)
 
 
 def report_apart(module: str, entry: Entry) -> Report:
-    """The report that a module of the host prints about a plugin, as `python -m MODULE KIND DISTRIBUTION/NAME`."""
+    """The report that a module prints about a plugin, as `python -m MODULE KIND DISTRIBUTION/NAME`."""
     command = [sys.executable, "-m", module, entry.kind, f"{entry.distribution}/{entry.name}"]
     try:
         finished = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)

@@ -9,25 +9,30 @@ from importlib import import_module
 
 from mplug.config.entry import Entry
 from mplug.errors import UsageError, counted, listed, suggest
-from mplug.layout.actions import Shape, Table
-from mplug.layout.table_check import check
 from mplug.registry.asking import asking
-from mplug.registry.entry_points import SCHEDULES, BrokenPlugin, Registry, refuse_other_versions
+from mplug.registry.entry_points import BrokenPlugin, Registry, refuse_other_versions
+from mplug.registry.open_lists import OpenList
+from mplug_schedules.actions import Shape, Table
+from mplug_schedules.proof import check
+
+SCHEDULES = OpenList("pipeline schedule", "mplug.schedules", {})
+"""The schedules of installed packages."""
+GROUP = SCHEDULES.group.removeprefix("mplug.")
 
 
 def find_schedule(word: str) -> Entry:
     """The entry point of the schedule that a user named, 'NAME' or 'DISTRIBUTION/NAME'; UsageError if there is none."""
     registry = Registry()
-    names = registry.names(SCHEDULES)
+    names = registry.names(GROUP)
     if word.rpartition("/")[2] not in [name.rpartition("/")[2] for name in names]:
         raise UsageError(
             f"no pipeline schedule '{word}' is installed{suggest(word, names)} (installed: {listed(names)})"
         )
-    return registry.find(SCHEDULES, word)
+    return registry.find(GROUP, word)
 
 
 def proven_table(word: str, shape: Shape) -> Table:
-    """The table of a schedule for a shape, after a check that it is correct (`mplug.layout.table_check`).
+    """The table of a schedule for a shape, after a check that it is correct (`check`).
 
     Raises UsageError if the schedule does not serve the shape, or if its table has a fault: the error names the action.
     """
@@ -44,7 +49,7 @@ def _proven(entry: Entry, shape: Shape) -> Table:
         except ValueError as error:
             raise UsageError(f"{label} does not serve {_words(shape)}: {error}") from None
     if not isinstance(table, Table):
-        raise BrokenPlugin(f"{label} returns {type(table).__name__}; a schedule returns a mplug.Table")
+        raise BrokenPlugin(f"{label} returns {type(table).__name__}; a schedule returns a mplug_schedules.Table")
     try:
         check(table, shape)
     except ValueError as error:

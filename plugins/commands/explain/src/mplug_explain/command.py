@@ -7,17 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mplug.cli.options import config_options, resolved
-from mplug.cli.tables import human_bytes, table
-from mplug.system.files import write_whole
+from mplug import UsageError, counted, write_whole
+from mplug.commands import (
+    Registry,
+    config_options,
+    format_named,
+    human_bytes,
+    modules_around,
+    prepare,
+    resolved,
+    role_of,
+    table,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from mplug.layout.mesh import Axis
-    from mplug.layout.placement import Placement
-    from mplug.model.model import Model
-    from mplug.run.run import Run
+    from mplug import Axis, Model, Placement, Run
 
 
 @click.command()
@@ -36,9 +42,7 @@ def command(rank: int, schedule: bool, svg: "Path | None", **options: Any) -> No
     published checkpoint, or its adapters alone, the bytes that a rank holds, and everything in this run that depends on
     the layout. A module that does not declare what it mixes is listed as "not known".
     """
-    from mplug.errors import UsageError
-    from mplug.model.build import build_model
-    from mplug.run.prepare import prepare
+    from mplug.commands import build_model  # imports torch
 
     run = prepare(resolved(options))
     if not 0 <= rank < run.mesh.world_size:
@@ -74,15 +78,11 @@ def command(rank: int, schedule: bool, svg: "Path | None", **options: Any) -> No
 
 def _published(run: "Run") -> str:
     """What an export writes in each installed format, or why it refuses this model; empty if none has a form for it."""
-    from mplug.errors import UsageError
-    from mplug.registry.entry_points import Registry
-    from mplug.registry.formats import KIND, load_format
-
-    registry, lines = Registry(), list[str]()
-    for entry in registry.entries(KIND):
-        command = f"'mplug checkpoint export --to {entry.name}'"
+    lines = list[str]()
+    for name in Registry().names("formats"):
+        command = f"'mplug checkpoint export --to {name}'"
         try:
-            form = load_format(registry, entry).ask("form_of", run.config)
+            form = format_named(name).ask("form_of", run.config)
             lines += [] if form is None else [f"{command} writes {form}"]
         except UsageError as reason:
             lines.append(f"{command} refuses this run: {reason}")
@@ -91,7 +91,7 @@ def _published(run: "Run") -> str:
 
 def _schedule(run: "Run", model: "Model", svg: "Path | None") -> None:
     """Print the pipeline schedule of the run's largest step; with `svg`, write its picture."""
-    from mplug.cli.schedule import picture, report
+    from mplug_explain.chart import picture, report  # only this option needs them
 
     number = max(run.micro_batch_counts())
     click.echo(report(run, model, number))
@@ -150,8 +150,6 @@ def _precision(run: "Run", model: "Model") -> str:
 
 def _grouped(names: list[str]) -> dict[str, list[str]]:
     """Names by their role: 'blocks.*.attn'."""
-    from mplug.layout.names import role_of
-
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(role_of(name), []).append(name)
@@ -159,8 +157,6 @@ def _grouped(names: list[str]) -> dict[str, list[str]]:
 
 
 def _units(run: "Run", model: "Model") -> str:
-    from mplug.layout.names import modules_around
-
     rows = []
     frozen = any(not placement.parameter.trainable for placement in model.placements.values())
     around = {name: set(modules_around(name)) for name in model.placements}
@@ -214,11 +210,11 @@ def _step(run: "Run", model: "Model") -> str:
 
 def _replay(run: "Run", model: "Model") -> str:
     """Whether a CUDA graph replays the step, and, if the setting is off, whether one could."""
-    from mplug.model.compiled.graphs import obstacles
+    from mplug.commands import step_obstacles  # imports torch
 
     if run.config.trainer.graphs:  # otherwise the run is refused
         return "replayed as one CUDA graph for each shape of a step, after a few eager steps"
-    reasons = ", and ".join(obstacles(run, model))
+    reasons = ", and ".join(step_obstacles(run, model))
     return f"not replayed as a CUDA graph: {reasons or 'trainer.graphs=false'}"
 
 
@@ -248,8 +244,6 @@ def _slot_buffers(model: "Model", rank: int) -> str:
 
 def _mixing(model: "Model") -> str:
     """A table of the modules that mix tokens, or do not declare it, with the axes that they mix."""
-    from mplug.layout.names import role_of
-
     groups = Counter[tuple[str, ...]]()
     for module in model.mixing:
         if module.axes is None or module.axes:
@@ -293,9 +287,7 @@ def _placements(model: "Model", rank: int) -> str:
 
 def _gathered(run: "Run", model: "Model") -> str:
     """A table of the parameters that ranks gather for each pass: in which form, and the bytes that a rank sends."""
-    from mplug.layout.gathered import GatheredPlacement
-    from mplug.layout.names import role_of
-    from mplug.model.products.gathered_copies import GatheredCopies, gathered_copies
+    from mplug import GatheredCopies, GatheredPlacement, gathered_copies  # imports torch
 
     groups, sent = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
     copies, itemsize = gathered_copies(run, model), run.precision.weight_dtype.itemsize
@@ -342,7 +334,7 @@ def _by(shape: tuple[int, ...]) -> str:
 
 
 def _bytes(run: "Run", model: "Model") -> str:
-    from mplug.model.build import measure_bytes
+    from mplug.commands import measure_bytes  # imports torch
 
     measured = measure_bytes(run, model)
     rows = [(label, human_bytes(count), f"{count:,}") for label, count in measured.items()]
@@ -351,8 +343,8 @@ def _bytes(run: "Run", model: "Model") -> str:
 
 def _adapters(model: "Model") -> str:
     """Whether the adapters have a form of their own."""
-    from mplug.checkpoint.adapter_files import adapter_conversion, unpublished
-    from mplug.errors import counted
+    from mplug import adapter_conversion  # imports torch
+    from mplug.commands import unpublished
 
     assert model.adapters is not None
     command = f"'mplug checkpoint export --to {model.adapters.format}'"
@@ -362,6 +354,6 @@ def _adapters(model: "Model") -> str:
 
 
 def _variance(run: "Run", model: "Model") -> str:
-    from mplug.model.variance import layout_dependence
+    from mplug.commands import layout_dependence  # imports torch
 
     return "\n".join(layout_dependence(run, model)) or "nothing: the same losses to rounding under any layout"

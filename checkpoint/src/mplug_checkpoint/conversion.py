@@ -52,7 +52,6 @@ def export_(
     If the run has adapters (mplug train --adapt), an export of the whole model multiplies them into the weights, in
     fp32.
     """
-    from mplug.checkpoint.export import export_public
     from mplug.checkpoint.external_form import refuse_lossy
     from mplug.checkpoint.folder import at_step
     from mplug.checkpoint.opened import open_together
@@ -62,6 +61,7 @@ def export_(
     from mplug.model.build import build_model
     from mplug.registry.formats import format_named
     from mplug.run.folder import find_directory
+    from mplug_checkpoint.export import export_public
 
     found, directory = format_named(name_of_format), find_directory(name)
     if folder.exists() or folder.is_symlink():
@@ -110,13 +110,13 @@ def import_(folder: Path, name_of_format: str, name: str, **options: Any) -> Non
     mplug train --name chat --pretrained runs/base ...
     """
     from mplug.checkpoint.foreign import open_foreign
-    from mplug.checkpoint.foreign_import import contents, refuse_unusable_name, write_import
     from mplug.checkpoint.foreign_match import match
-    from mplug.checkpoint.foreign_states import states_of
     from mplug.model.build import build_model
     from mplug.registry.formats import format_named
     from mplug.run.folder import new_directory
     from mplug.run.prepare import prepare
+    from mplug_checkpoint.new_run import contents, refuse_unusable_name, write_import
+    from mplug_checkpoint.states import states_of
 
     source = format_named(name_of_format)
     config = resolved({**options, "parallel": ""})

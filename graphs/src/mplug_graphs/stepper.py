@@ -28,13 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mplug.contracts import RankBatch, StepResult
-from mplug.errors import RunError, UsageError
-from mplug.model.compiled.cuda_graph import CudaGraph, Recording
-from mplug.model.compiled.graphs import refuse_graphs
-from mplug.registry.blame import failed_part
+from mplug import DefaultStepper, RankBatch, RunError, StepResult, UsageError
+from mplug.commands import failed_part
 from mplug.tensors.random import step_key
-from mplug.training.stepper import DefaultStepper
+from mplug_graphs.recording import CudaGraph, Recording
 
 log = logging.getLogger("mplug")
 
@@ -78,10 +75,7 @@ class GraphedStepper:
 
     def __init__(self, default: DefaultStepper, recording: Callable[[], Recording] | None = None) -> None:
         self.default, self.run, self.model = default, default.run, default.model
-        if recording is None:
-            refuse_graphs(self.run, self.model)
-            recording = partial(CudaGraph, torch.cuda.graph_pool_handle())
-        self._recording = recording
+        self._recording = recording or partial(CudaGraph, torch.cuda.graph_pool_handle())
         self._key = torch.zeros((), dtype=torch.int64, device=self.run.device)
         self._shapes: dict[tuple[Any, ...], Shape] = {}
         self._next: Shape | None = None

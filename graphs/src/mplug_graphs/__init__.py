@@ -1,0 +1,22 @@
+"""CUDA graphs: recordings of GPU work (`recording`), and the stepper that replays whole steps (`stepper`).
+
+This module imports no torch: a name is imported when it is first used.
+"""
+
+from typing import TYPE_CHECKING
+
+from mplug.system.lazy import publish
+
+if TYPE_CHECKING:
+    from mplug_graphs.recording import CudaGraph as CudaGraph
+    from mplug_graphs.recording import Recording as Recording
+    from mplug_graphs.stepper import WARMUP as WARMUP
+    from mplug_graphs.stepper import GraphedStepper as GraphedStepper
+
+publish(
+    __name__,
+    {
+        "mplug_graphs.recording": ("CudaGraph", "Recording"),
+        "mplug_graphs.stepper": ("GraphedStepper", "WARMUP"),
+    },
+)

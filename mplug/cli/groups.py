@@ -1,0 +1,110 @@
+"""Groups of commands that installed distributions extend. Listing a group imports no command of a plugin."""
+
+import ast
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+from click.shell_completion import CompletionItem
+
+from mplug.config.entry import Entry
+from mplug.errors import UsageError, suggest
+from mplug.registry.entry_points import Registry
+
+KIND = "commands"
+PACKAGES = Path(__file__).with_name("packages.yaml")
+"""The commands of the packages that belong to the default installation, each with the name of its package."""
+
+
+class OpenGroup(click.Group):
+    """A group with commands of its own and those of distributions, which it imports when the user calls them.
+
+    An entry point 'NAME' of the group 'mplug.commands' adds `mplug NAME`, and 'plugins.NAME' adds `mplug plugins NAME`.
+    """
+
+    path: tuple[str, ...] = ()
+    """The words of the group after `mplug`."""
+
+    def summaries(self) -> Mapping[str, str]:
+        """The group's own commands, each with a line of help."""
+        return {name: command.get_short_help_str(limit=100) for name, command in self.commands.items()}
+
+    def own(self, name: str) -> click.Command | None:
+        """One of the group's own commands."""
+        return self.commands.get(name)
+
+    def added(self, registry: Registry) -> dict[str, Entry]:
+        """The commands of distributions by the words that users type; the group's own commands go first."""
+        found = {}
+        for word in registry.names(KIND):
+            distribution, slash, name = word.rpartition("/")
+            *group, last = name.split(".")
+            if tuple(group) == self.path and last not in self.summaries():
+                found[f"{distribution}{slash}{last}"] = registry.find(KIND, word)
+        return found
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names of all commands."""
+        return [*self.summaries(), *self.added(Registry())]
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        """Import one command."""
+        if (command := self.own(name)) is not None:
+            return command
+        entry = self.added(Registry()).get(name)
+        if entry is None:
+            return None
+        module, _, attribute = entry.target.partition(":")
+        try:
+            found: click.Command = getattr(import_module(module), attribute)
+        except (Exception, SystemExit) as error:
+            raise UsageError(f"command '{name}' ({entry.origin}) cannot be imported: {error}") from error
+        return found
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Resolve a command; for an unknown one, raise UsageError with its package or the nearest name."""
+        name = args[0]
+        if not name.startswith("-") and name not in self.summaries() and name not in self.list_commands(ctx):
+            raise UsageError(self._unknown(name, self.list_commands(ctx)))
+        return super().resolve_command(ctx, args)
+
+    def _unknown(self, name: str, names: list[str]) -> str:
+        import yaml  # only this error needs it
+
+        command = " ".join((*self.path, name))
+        package = yaml.safe_load(PACKAGES.read_text(encoding="utf-8")).get(command)
+        if package is not None:
+            return f"the command '{command}' is in the package {package}, which is not installed: pip install {package}"
+        return f"there is no command '{command}'{suggest(name, names)} (see {' '.join(('mplug', *self.path))} --help)"
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete the names of commands and the group's own options, without importing a command."""
+        found = [CompletionItem(name) for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands without importing one."""
+        added = {name: f"{_summary_of(entry)} ({entry.origin})" for name, entry in self.added(Registry()).items()}
+        with formatter.section("Commands"):
+            formatter.write_dl([*self.summaries().items(), *added.items()])
+
+
+def _summary_of(entry: Entry) -> str:
+    """The summary of a plugin's command: the docstring in its source, read without an import, or its distribution's."""
+    module, _, attribute = entry.target.partition(":")
+    package, *inner = module.split(".")
+    try:
+        spec = find_spec(package)
+        path = Path(*(spec.submodule_search_locations or ()) if spec else (), *inner)
+        source = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
+        tree = ast.parse(source.read_text(encoding="utf-8"))
+    except (ImportError, OSError, ValueError, SyntaxError):
+        return entry.summary
+    docstrings = (
+        ast.get_docstring(part) for part in tree.body if isinstance(part, ast.FunctionDef) and part.name == attribute
+    )
+    return next((" ".join(text.split("\n\n")[0].split()) for text in docstrings if text), entry.summary)

@@ -1,0 +1,114 @@
+"""`mplug plugins show`, `check` and `new`: look at installed plugins, test them, and write the package of a new one."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import click
+from click.shell_completion import CompletionItem
+
+from mplug.config.entry import Entry
+from mplug.errors import UsageError, suggest
+from mplug.registry.entry_points import KINDS, Registry
+from mplug_testing.inspection import check_apart, inspect_apart
+from mplug_testing.scaffold import describe, write
+
+
+class AnyPlugin(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
+    """KIND/NAME or NAME of an installed plugin."""
+
+    name = "plugin"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """The installed plugins whose labels begin with `incomplete`."""
+        return [CompletionItem(e.label, help=e.summary) for e in Registry().entries() if e.label.startswith(incomplete)]
+
+
+def _named(word: str) -> list[Entry]:
+    """The installed plugins that a word names; UsageError if there is none."""
+    registry = Registry()
+    entries = registry.entries()
+    found = [e for e in entries if word in (e.label, e.name, f"{e.distribution}/{e.name}")]
+    if not found:
+        misplaced = [p for p in registry.misplaced() if word in (p.name, f"{p.distribution}/{p.name}")]
+        if misplaced:
+            raise UsageError(f"no plugin '{word}' is installed: {misplaced[0]}")
+        candidates = [candidate for e in entries for candidate in (e.name, e.label)]
+        raise UsageError(f"no plugin '{word}' is installed{suggest(word, candidates)} (see mplug plugins list)")
+    return found
+
+
+@click.command()
+@click.argument("plugin", type=AnyPlugin())
+def show(plugin: str) -> None:
+    """Show one plugin: its distribution, hooks, presets and config fields.
+
+    PLUGIN is a name, or KIND/NAME if several kinds use the name. The command imports the plugin in a separate process.
+    """
+    for entry in _named(plugin):
+        click.echo(f"{entry.label}: {entry.summary}")
+        click.echo(f"  from     {entry.origin}, in {entry.source}")
+        click.echo(f"  class    {entry.target}")
+        click.echo(
+            f"  requires mplug {entry.requires}"
+            if entry.requires
+            else "  requires no stated version of mplug (no Requires-Dist: mplug)"
+        )
+        report = inspect_apart(entry)
+        if report.fault:
+            click.echo(f"  broken   {report.fault}")
+        if report.hooks:
+            click.echo(f"  hooks    {', '.join(report.hooks)}")
+        if report.presets:
+            click.echo(f"  presets  {', '.join(report.presets)}")
+        for name, kind, default, description in report.fields:
+            click.echo(f"  {name}: {kind}{f' = {default}' if default else ', required'}")
+            if description:
+                click.echo(f"      {description}")
+
+
+@click.command()
+@click.argument("plugins", nargs=-1, type=AnyPlugin())
+def check(plugins: tuple[str, ...]) -> None:
+    """Import every installed plugin in a separate process, and run the quick part of the suite of its kind.
+
+    PLUGINS limits the check to these plugins. The exit status is 1 if one of them is broken.
+    """
+    registry = Registry()
+    entries = [entry for word in plugins for entry in _named(word)] if plugins else registry.entries()
+    misplaced = [] if plugins else registry.misplaced()
+    broken = len(misplaced)
+    for point in misplaced:
+        click.echo(f"broken  {point}")
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for entry, report in zip(entries, pool.map(check_apart, entries), strict=True):
+            broken += bool(report.fault)
+            note = f": {report.note}" if report.note else ""
+            click.echo(f"{'broken' if report.fault else 'ok':<6}  {entry.label} ({entry.origin}){note}")
+            if report.fault:
+                click.echo("\n".join(f"          {line}" for line in report.fault.splitlines()))
+    click.echo(
+        f"{len(entries) + len(misplaced) - broken} of {len(entries) + len(misplaced)} plugins pass the quick checks; "
+        f"pytest runs their complete suites"
+    )
+    raise SystemExit(1 if broken else 0)
+
+
+@click.command()
+@click.argument("distribution")
+@click.option("--kind", type=click.Choice(KINDS), required=True, help="Kind of the plugin.")
+@click.option("--folder", type=click.Path(path_type=Path), help="Folder to create; default: ./DISTRIBUTION.")
+def new(distribution: str, kind: str, folder: Path | None) -> None:
+    """Write the package of a new plugin: a working example that can be installed and passes its suite.
+
+    The part of DISTRIBUTION after the first '-' becomes the plugin's name, which users type.
+
+    \b
+    mplug plugins new --kind kernels acme-ringo
+    """
+    package = describe(kind, distribution)
+    folder = folder or Path(distribution)
+    for path in write(package, folder):
+        click.echo(f"wrote {path}")
+    click.echo(f"\nThe plugin is named '{package.name}'. Next:\n")
+    click.echo(f"  pip install -e {folder}\n  pytest {folder}\n  {package.use}")

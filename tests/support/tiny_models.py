@@ -1,8 +1,6 @@
-"""Settings of small models that several test files train, and the sizes of presets."""
+"""Settings of small models that several test files train."""
 
 from typing import Any
-
-import torch
 
 MIXTRAL: dict[str, Any] = {
     "model.name": "mixtral",
@@ -53,10 +51,3 @@ LATENT_EXPERTS: dict[str, Any] = {
     "model.num_mtp_layers": 2,
 }
 """A decoder with latent attention, groups of experts and multi-token prediction, without its name and its layers."""
-
-
-def billions(family: Any, preset: str) -> float:
-    """The parameters of a family's preset, in billions; tied ones count once."""
-    with torch.device("meta"):
-        model = family(family.Config(**family.presets[preset]["model"])).build_model()
-    return sum(parameter.numel() for parameter in model.parameters().values()) / 1e9

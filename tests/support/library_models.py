@@ -6,10 +6,12 @@ The library rounds to fp32 in places. `wide` makes these places fp64, so that bo
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import yaml
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -20,6 +22,7 @@ from mplug.tensors.random import sample_keys
 from mplug.training.batch_parts import with_shifted
 
 B, S, V = 2, 12, 61
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 Tensors = dict[str, Tensor]
 
 

@@ -29,7 +29,10 @@ VOCAB = 64
 EXACT = 1e-10
 ROWS: dict[str, Any] = {
     **TABLES["published"]["rows"],
-    "vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24,
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "intermediate_size": 24,
     "max_position_embeddings": 32,
 }
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

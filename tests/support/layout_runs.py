@@ -20,10 +20,14 @@ def under(layout: str, settings: Mapping[str, Any] = {}) -> dict[str, Any]:
     return {**settings, **options, "parallel.layout": word}
 
 
-def difference_of(layout: str, settings: Mapping[str, Any], before: Callable[[], None]) -> str:
-    """The difference of a run from one process, where each rank first calls `before`; empty: they are equal."""
-    divided = under(layout, settings)
-    alone = {name: value for name, value in divided.items() if not name.startswith("parallel.")}
+def nothing() -> None:
+    """Change nothing before a run."""
+
+
+def difference_of(layout: str, settings: Mapping[str, Any], before: Callable[[], None] = nothing) -> str:
+    """The difference of a run from one eager process, where each rank first calls `before`; empty: they are equal."""
+    divided, only_how = under(layout, settings), ("parallel.", "trainer.compile", "memory.")
+    alone = {name: value for name, value in divided.items() if not name.startswith(only_how)}
     ranks = run_workers(tiny_run(divided).mesh.world_size, train_steps, divided, before)
     return difference(ranks, trained_once(alone)[0])
 

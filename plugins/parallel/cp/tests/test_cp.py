@@ -32,10 +32,7 @@ class TestContextParallel(ParallelSuite):
         "all-gather": {**ALL_GATHER, **DOCUMENTS},
         "ulysses": {**ULYSSES, **DOCUMENTS, **DROPOUT, "model.num_kv_heads": 1, "model.position": "alibi"},
     }
-    refused = {
-        "cp3": ("cp=3", "16", "6 chunks"),
-        "cp16": ("cp=16", "32 chunks", "16"),
-    }
+    refused = {"cp3": ("cp=3", "16", "6 chunks"), "cp16": ("cp=16", "32 chunks", "16")}
     beside = {"ulysses_degree": {**HIERARCHICAL, "parallel.layout": "cp4"}}
 
     @pytest.mark.wide("suites")

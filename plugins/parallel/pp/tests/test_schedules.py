@@ -19,9 +19,7 @@ EXPERTS: Settings = {**tiny_models.EXPERTS, "model.vocab_size": 320, "model.num_
 RECOMPUTE = {"memory.recompute.mode": "full"}
 SPLIT = ("zb-h1", "zb-v", "dualpipe-v", "zb-limited")
 
-QUICK: list[tuple[str, Settings]] = [
-    ("zero2pp2", {SCHEDULE: "zb-h1", "trainer.global_batch_size": 6}),
-]
+QUICK: list[tuple[str, Settings]] = [("zero2pp2", {SCHEDULE: "zb-h1", "trainer.global_batch_size": 6})]
 """`test_pp.py` and `test_runtime.py` have more quick ones; `tests/test_later.py` has a compiled one."""
 WIDE: list[tuple[str, Settings]] = [
     ("pp2", {SCHEDULE: "interleaved", "parallel.pp.chunks": 3}),

@@ -43,12 +43,7 @@ def test_the_division_found_is_the_lightest_and_of_these_the_evenest(weights: li
 
 @pytest.mark.parametrize(
     ("weights", "parts", "lengths"),
-    [
-        ([0, 1, 1], 2, (2, 1)),
-        ([1, 1, 0], 2, (1, 2)),
-        ([3, 3, 3, 3, 3], 2, (2, 3)),
-        ([2, 3, 4, 5, 6], 3, (2, 2, 1)),
-    ],
+    [([0, 1, 1], 2, (2, 1)), ([1, 1, 0], 2, (1, 2)), ([3, 3, 3, 3, 3], 2, (2, 3)), ([2, 3, 4, 5, 6], 3, (2, 2, 1))],
 )
 def test_divisions_that_are_found_by_hand(weights: list[int], parts: int, lengths: tuple[int, ...]) -> None:
     assert lightest(weights, parts) == lengths
@@ -120,15 +115,7 @@ def test_by_weights_layers_or_time_another_division_is_even() -> None:
     assert lengths_of(divide(model, 2, "time", seq_length=1 << 20)) == [4, 4]
 
 
-PRESETS = {
-    "nano": (2, 4),
-    "125m": (2, 4, 6),
-    "1.7b": (8,),
-    "7.1b": (4,),
-    "70b": (8,),
-    "175b": (8, 12),
-    "462b": (16,),
-}
+PRESETS = {"nano": (2, 4), "125m": (2, 4, 6), "1.7b": (8,), "7.1b": (4,), "70b": (8,), "175b": (8, 12), "462b": (16,)}
 
 
 @pytest.mark.parametrize(("preset", "num_stages"), [(name, n) for name, numbers in PRESETS.items() for n in numbers])

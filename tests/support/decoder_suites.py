@@ -99,11 +99,11 @@ def library_logits(suite: ModelSuite, weights: Mapping[str, Tensor], tokens: Ten
     importlib.import_module(f"transformers.models.{module}.modeling_{module}")
     with wide(module):
         config = transformers.AutoConfig.for_model(**public)
-        library: Any = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation="eager", experts_implementation="eager"
-        )
-        library = library.double().eval()
-        _load(library, _public_weights(run, weights))
+        eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        kind = type(transformers.AutoModelForCausalLM.from_config(config, **eager))
+        held = {"state_dict": _public_weights(run, weights), "output_loading_info": True}
+        library, loading = kind.from_pretrained(None, config=config, dtype=torch.float64, **held, **eager)
+        assert not loading["missing_keys"], "the published form lacks them"
         with torch.no_grad():
             logits: Tensor = library(input_ids=tokens, use_cache=False).logits
     return logits
@@ -123,29 +123,3 @@ def _public_weights(run: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor
         found[name] = torch.zeros(made.shape(name), dtype=torch.float64)
         fill_theirs(made.public[name], found[name], read)
     return found
-
-
-def _load(library: Any, weights: Mapping[str, Tensor]) -> None:
-    """Put the weights into the library's model, which keeps the experts of a block in one tensor."""
-    merged, own = dict(weights), dict(library.state_dict())
-    for name in [name for name in own if name not in merged]:
-        prefix = name.rpartition(".")[0]
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            merged[name] = _stacked(merged, prefix, name.rpartition(".")[2], len(own[name]))
-        elif name.replace(".mlp.", ".block_sparse_moe.") in merged:
-            merged[name] = merged[name.replace(".mlp.", ".block_sparse_moe.")]
-        elif name == "lm_head.weight" and library.config.tie_word_embeddings:
-            merged[name] = merged["model.embed_tokens.weight"]
-    missing = [name for name in own if name not in merged]
-    assert not missing, f"transformers has {missing}, which the published form lacks"
-    library.load_state_dict({name: merged[name] for name in own}, strict=False)
-
-
-def _stacked(weights: Mapping[str, Tensor], prefix: str, name: str, count: int) -> Tensor:
-    parts = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}[name]
-    for place in (prefix, prefix.replace(".mlp.", ".block_sparse_moe.")):
-        for words in parts:
-            names = [[f"{place}.{n}.{word}.weight" for word in words] for n in range(count)]
-            if all(one in weights for row in names for one in row):
-                return torch.stack([torch.cat([weights[one] for one in row]) for row in names])
-    raise KeyError(f"{prefix}.{name}")

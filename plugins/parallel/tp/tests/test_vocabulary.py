@@ -1,6 +1,7 @@
 """A vocabulary divided over ranks gives what the whole one gives."""
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -69,15 +70,6 @@ def looked_up(size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 DTYPES = [torch.float64, torch.float32]
 
 
-def all_looked_up() -> dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]]:
-    return {(size, dtype): looked_up(size, dtype) for size in SIZES for dtype in DTYPES}
-
-
-@cache
-def tables(ranks: int) -> list[dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]]]:
-    return run_workers(ranks, all_looked_up)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("size", SIZES)
@@ -85,7 +77,7 @@ def test_looking_up_is_that_of_the_whole_table(size: int, ranks: int, dtype: tor
     table = drawn(size, D, seed=1).to(dtype).requires_grad_()
     wanted = F.embedding(indices(size), table)
     wanted.backward(drawn(B, S, D, seed=2).to(dtype))
-    results = [rank[size, dtype] for rank in tables(ranks)]
+    results = [rank[size, dtype] for rank in found(ranks)]
     for x, _ in results:
         assert torch.equal(x, wanted)  # one rank's row, and zeros
     assert_parts([grad for _, grad in results], table.grad, 1e-6)
@@ -119,16 +111,15 @@ def whole_cross_entropy(size: int, kind: str, scale: float) -> tuple[Tensor, Ten
 KINDS = {"none ignored": 10, "some ignored": 7, "all ignored": 0}
 
 
-Losses = dict[tuple[int, str], tuple[Tensor, Tensor, Tensor, Tensor]]
-
-
-def all_cross_entropies() -> Losses:
-    return {(size, kind): cross_entropy(size, kind, 1.0, torch.float64) for size in SIZES for kind in KINDS}
+def everything() -> dict[tuple[int, Any], tuple[Tensor, ...]]:
+    """What the tests compare, from one start of processes."""
+    looked = {(size, dtype): looked_up(size, dtype) for size in SIZES for dtype in DTYPES}
+    return looked | {(size, kind): cross_entropy(size, kind, 1.0, torch.float64) for size in SIZES for kind in KINDS}
 
 
 @cache
-def losses(ranks: int) -> list[Losses]:
-    return run_workers(ranks, all_cross_entropies)
+def found(ranks: int) -> list[dict[tuple[int, Any], tuple[Tensor, ...]]]:
+    return run_workers(ranks, everything)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,7 +127,7 @@ def losses(ranks: int) -> list[Losses]:
 @pytest.mark.parametrize("size", SIZES)
 def test_the_loss_and_its_gradients_are_those_of_the_whole_vocabulary(size: int, ranks: int, kind: str) -> None:
     wanted, grad_hidden, grad_table = whole_cross_entropy(size, kind, 1.0)
-    results = [rank[size, kind] for rank in losses(ranks)]
+    results = [rank[size, kind] for rank in found(ranks)]
     for loss, count, grad, _ in results:
         assert loss.dtype is torch.float64
         assert count.dtype is torch.int64

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from mplug.training.assembly import build
+from mplug.training.evaluation import evaluate
+from mplug.training.schedule import learning_rate
 from mplug_testing import run_workers
 from mplug_testing.harness import changed_batches, logical, owned_values, tiny_run
 
@@ -30,10 +33,6 @@ BASE: dict[str, Any] = {
 
 def trained(settings: dict[str, Any]) -> dict[str, Any]:
     """Be one rank: the run's figures, this rank's weights, and their shapes."""
-    from mplug.training.assembly import build
-    from mplug.training.evaluation import evaluate
-    from mplug.training.schedule import learning_rate
-
     run = tiny_run({**BASE, **settings})
     parts = build(run)
     config = run.config

@@ -3,8 +3,11 @@
 from typing import Any
 
 import pytest
+from mplug_zero.sums import Lane, Sums
 
 from mplug import UsageError
+from mplug.gradients.owned_memory import Shard
+from mplug.training.assembly import build
 from mplug_testing import run_workers
 from mplug_testing.harness import Trace, difference, tiny_config, tiny_run, train_steps, weights_off
 
@@ -20,10 +23,6 @@ def settings(layout: str, **changes: Any) -> dict[str, Any]:
 
 def events(changes: dict[str, Any], num_steps: int) -> list[list[str]]:
     """Be one rank: of every step, when buckets are begun and ended, and when backward passes the first block."""
-    from mplug_zero.sums import Lane, Sums
-
-    from mplug.training.assembly import build
-
     told: list[str] = []
     begin, end = Sums.begin, Sums.end
 
@@ -78,9 +77,6 @@ def test_without_overlap_nothing_travels_while_backward_computes(stage: int) -> 
 
 def memory(changes: dict[str, Any]) -> tuple[int, int, int]:
     """Be one rank: the most buckets that had gradients at once in a step, those of them after it, and all buckets."""
-    from mplug.gradients.owned_memory import Shard
-    from mplug.training.assembly import build
-
     present: set[int] = set()
     most: list[int] = []
     materialize, release = Shard.materialize, Shard.release

@@ -20,26 +20,18 @@ from mplug.checkpoint.folder import read_manifest, verify
 
 collect_ignore = ["third_party"]  # its packages are not installed; their suites run where they are planted
 
-TINY = {
-    "model.num_layers": "2",
-    "model.hidden_size": "32",
-    "model.num_attention_heads": "2",
-    "model.vocab_size": "256",
-    "trainer.seq_length": "32",
-    "trainer.micro_batch_size": "2",
-    "trainer.global_batch_size": "4",
-    "trainer.steps": "4",
-    "trainer.device": "cpu",
-    "trainer.eval_every": "0",
-    "trainer.log_every": "1",
-}
+TINY = (
+    *("model.num_layers=2", "model.hidden_size=32", "model.num_attention_heads=2", "model.vocab_size=256"),
+    *("trainer.seq_length=32", "trainer.micro_batch_size=2", "trainer.global_batch_size=4", "trainer.steps=4"),
+    *("trainer.device=cpu", "trainer.eval_every=0", "trainer.log_every=1"),
+)
 """A whole run in a second, once torch is imported."""
 
 
 @pytest.fixture(scope="session")
 def tiny() -> list[str]:
     """The command-line options of the tiny run."""
-    return [word for field, value in TINY.items() for word in ("--set", f"{field}={value}")]
+    return [word for setting in TINY for word in ("--set", setting)]
 
 
 @pytest.fixture

@@ -70,14 +70,8 @@ def test_a_field_is_read_as_its_row_says() -> None:
         ({"layers": 1, "hidden_size": 2.0}, "its field 'hidden_size' is 2.0, but must be an integer of at least 1"),
         ({"layers": 1, "heads": 0}, "its field 'heads' is 0, but must be an integer of at least 1, or null"),
         ({"layers": 1, "noise_std": float("nan")}, "its field 'noise_std' is NaN, but must be a number of at least 0"),
-        (
-            {"layers": 1, "act": "gelu"},
-            "its field 'act' is 'gelu', but the family supports \"silu\" or null only",
-        ),
-        (
-            {"layers": 1, "total": 16},
-            "its field 'total' is 16, but the family supports 17 only, which is",
-        ),
+        ({"layers": 1, "act": "gelu"}, "its field 'act' is 'gelu', but the family supports \"silu\" or null only"),
+        ({"layers": 1, "total": 16}, "its field 'total' is 16, but the family supports 17 only, which is"),
         ({"layers": 1, "hiden_size": 4}, "its field 'hiden_size' is unknown to the family, and could change what the"),
         ({"layers": 1, "d_model": 4, "hidden_size": 5}, "its fields 'hidden_size' and 'd_model' are one, but have the"),
     ],

@@ -6,43 +6,14 @@ from functools import cache
 from typing import Any
 
 import torch
-from library_models import V, built, decoder, difference, drawn, gpt2, wide
+from library_models import TABLES, built, decoder, difference, drawn, gpt2, wide
 
 from mplug import PublicSettings
 from mplug.registry.entry_points import Registry
 from mplug_nn import PublicForm, forms_of
 
 FAMILIES = ("gpt", "llama", "qwen", "mixtral", "gemma", "gpt-oss", "deepseek")
-ROWS: dict[str, Any] = {
-    "vocab_size": V,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 24,
-    "max_position_embeddings": 64,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
-LATENT = {"kv_lora_rank": 12, "q_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
-LATENT |= {**EXPERTS, "n_routed_experts": 8, "num_key_value_heads": 4, "first_k_dense_replace": 1}
-# the library keeps the square root of Gemma's hidden_size in fp32, so it is an integer here
-GEMMA = {"hidden_size": 16, "head_dim": 8, "sliding_window": 4}
-TINY: dict[str, dict[str, Any]] = {
-    "gpt2": {"vocab_size": V, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "n_inner": 40},
-    "llama": ROWS,
-    "qwen2": ROWS,
-    "qwen3": {**ROWS, "head_dim": 16},
-    "qwen3_moe": {**ROWS, **EXPERTS, "num_experts": 6},
-    "mixtral": {**ROWS, "num_local_experts": 4},
-    "gemma2": {**ROWS, **GEMMA},
-    "gemma3_text": {**ROWS, **GEMMA},
-    "gpt_oss": {**ROWS, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 4},
-    "deepseek_v2": {**ROWS, **LATENT},
-    "deepseek_v3": {**ROWS, **LATENT, "n_group": 4, "topk_group": 2},
-}
+TINY: dict[str, dict[str, Any]] = TABLES["fields"]["kinds"]
 """By `model_type`, the fields of a tiny model; all others are absent."""
 SILENT: dict[str, dict[str, Any]] = {
     "gpt2": {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0},

@@ -23,20 +23,19 @@ from config_cases import Case
 from config_values import Fields
 from library_models import decoder, gpt2, summed_loss, wide
 from mplug_huggingface_format.opened import open_folder
+from published import resolved
 from torch import Tensor
 
 from mplug.checkpoint.public_load import fill_from, weights_of
-from mplug.config.defaults import default_settings
-from mplug.config.sources import from_mapping, merge
 from mplug.errors import UsageError
 from mplug.model.build import allocate_parts, build_model
 from mplug.model.model import Model
 from mplug.registry import precisions
-from mplug.registry.entry_points import BrokenPlugin, Registry
-from mplug.registry.resolve import resolve
+from mplug.registry.entry_points import BrokenPlugin
 from mplug.run.prepare import prepare
 from mplug.tensors.random import sample_keys
 from mplug.training.batch_parts import with_shifted
+from mplug_testing.harness import installed_plugins
 
 TOLERANCE = 1e-10
 """Maximum difference of fp64 values, absolute, or relative to the largest value of a tensor above 1."""
@@ -87,8 +86,6 @@ def write_config(folder: Path, fields: Fields) -> None:
 
 # mplug.
 
-REGISTRY, DEFAULTS = Registry(), default_settings()
-
 
 def _config_or_refusal(folder: Path, kind: str) -> tuple[Any, Outcome | None]:
     """(the resolved config of a run that begins with a folder, None), or (None, the refusal or the failure)."""
@@ -111,19 +108,13 @@ def settings_of(folder: Path, kind: str) -> Any:
         "kernels.default": None,
         "checkpoint.pretrained.path": str(folder),
     }
-    if kind in EXPERTS:
-        given["model.aux_loss_coefficient"] = 0.0
-    overrides: Any = {}
-    for name, value in given.items():
-        overrides = merge(overrides, from_mapping(value, "the test", tuple(name.split("."))))
-    return resolve(REGISTRY, dict(DEFAULTS), overrides)
+    return resolved({**given, **({"model.aux_loss_coefficient": 0.0} if kind in EXPERTS else {})})
 
 
 def read(folder: Path, config: Any) -> Model:
     """The model of a folder, with its weights, in fp64."""
-    with mock.patch.object(
-        precisions, "Registry", return_value=REGISTRY
-    ):  # one scan of the installed plugins for all cases
+    scanned = installed_plugins()  # once for all cases
+    with mock.patch.object(precisions, "Registry", return_value=scanned):
         run = prepare(config)
         model = build_model(run)
     allocate_parts(run, model)

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from tiny_models import DECODER, LATENT_EXPERTS
+from tiny_models import TABLES, of_model
 from torch import Tensor
 
 from mplug_testing.harness import EXACT, Trace, difference, logical, weights_off
@@ -14,25 +14,9 @@ from mplug_testing.parity import trained_once
 
 Settings = dict[str, Any]
 
-DEEPSEEK: Settings = {
-    **LATENT_EXPERTS,
-    "model.name": "deepseek",
-    "model.num_layers": 2,
-    "model.aux_loss_coefficient": 0.5,
-    "model.z_loss_coefficient": 0.1,
-    "data.documents": 4,
-}
-"""Latent attention, experts with a balancing loss, multi-token prediction, packed samples: all in one model."""
-GPT_OSS: Settings = {
-    **DECODER,
-    "model.name": "gpt-oss",
-    "model.num_layers": 2,
-    "model.head_dim": 16,
-    "model.window": 4,
-    "model.num_experts": 4,
-    "model.num_experts_per_token": 2,
-    "kernels.attention": None,
-}
+DEEPSEEK: Settings = {**of_model(TABLES["deepseek"]), "data.documents": 4}
+"""With packed samples."""
+GPT_OSS: Settings = {**of_model(TABLES["gpt-oss"]), "kernels.attention": None}
 WHOLE_STREAM: Settings = {"parallel.tp.sequence_parallel": False}
 FULL_RECOMPUTE: Settings = {"memory.recompute.mode": "full"}
 

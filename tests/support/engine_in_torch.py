@@ -287,18 +287,9 @@ LIBRARY = SimpleNamespace(
 @contextmanager
 def stand_ins() -> Iterator[None]:
     """Transformer Engine's functions in plain torch, on a machine that seems able to run them."""
-    replaced = {
-        "mplug_te.activations.library": lambda: LIBRARY,
-        "mplug_te.casts.library": lambda: LIBRARY,
-        "mplug_te.grouped.library": lambda: LIBRARY,
-        "mplug_te.groups.library": lambda: LIBRARY,
-        "mplug_te.norm.library": lambda: LIBRARY,
-        "mplug_te.products.library": lambda: LIBRARY,
-        "mplug_te.prologues.library": lambda: LIBRARY,
-        "mplug_te.library.library": lambda: LIBRARY,
-        "mplug_te.limits.missing": lambda _: "",
-        "mplug_te.limits.refused_by_chip": lambda _: "",
-    }
+    modules = ("activations", "casts", "grouped", "groups", "norm", "products", "prologues", "library")
+    replaced: dict[str, Any] = {f"mplug_te.{module}.library": lambda: LIBRARY for module in modules}
+    replaced |= {f"mplug_te.limits.{name}": lambda _: "" for name in ("missing", "refused_by_chip")}
     with ExitStack() as stack:
         for name, function in replaced.items():
             stack.enter_context(patch(name, function))

@@ -14,22 +14,8 @@ import yaml
 
 NUMBERS = [0, -1, 1, 2, 3, 7, 255, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, -(2**63) - 1, 10**20, 10**30, 10**400, 0.5]
 FLOATS = [math.inf, -math.inf, math.nan, 1e300, -1e300, 1e-300, 5e-324, -0.0, 1e15, 3.4e38, 1.5]
-TEXTS = [
-    "",
-    " ",
-    "x",
-    "null",
-    "1e30",
-    "9" * 5000,
-    "a" * 100_000,
-    "\0",
-    "é",
-    "\u2028",
-    "🙂",
-    "../x",
-    "/etc/passwd",
-    ".inf",
-]
+TEXTS = ["", " ", "x", "null", "1e30", "9" * 5000, "a" * 100_000, "\0", "é", "\u2028", "🙂"]
+TEXTS += ["../x", "/etc/passwd", ".inf"]
 PATHS = ["../../etc/passwd", "/dev/zero", "/dev/null", "..", ".", "", "a\0b", "x/../../y", "rank00000.safetensors/x"]
 WORDS = ["{n}", "<<", "[key]", "name", "step", "int", "literal['run','epoch']", "__class__"]
 
@@ -92,9 +78,8 @@ def _mutate(random: Random, owner: Any, name: Any) -> None:
     elif kind == 2 and isinstance(owner, list):
         owner.append(value)
     elif kind == 3 and isinstance(value, int) and not isinstance(value, bool):
-        owner[name] = random.choice(
-            [-value - 1, value + 1, value * 2, value - 1, value * 10**20, float(value), str(value)]
-        )
+        others = [-value - 1, value + 1, value * 2, value - 1, value * 10**20, float(value), str(value)]
+        owner[name] = random.choice(others)
     elif kind == 4 and isinstance(value, str):
         owner[name] = random.choice([value[:-1], value + "x", *PATHS, *TEXTS])
     elif kind == 5 and isinstance(value, list | dict):
@@ -117,29 +102,15 @@ def damaged(random: Random, held: bytes) -> bytes:
         elif kind == 3:
             del data[place : place + random.randrange(1, 20)]
         else:
-            data[place : place + 8] = random.choice(
-                [b"\xff" * 8, b"\0" * 8, struct.pack("<q", -1), b"\xef\xbb\xbf", b"[" * 5000]
-            )
+            others = [b"\xff" * 8, b"\0" * 8, struct.pack("<q", -1), b"\xef\xbb\xbf", b"[" * 5000]
+            data[place : place + 8] = random.choice(others)
     return bytes(data)
 
 
 # Configs.
 
-LAYOUTS = [
-    "",
-    "dp2",
-    "tp2",
-    "pp2",
-    "cp2dp2",
-    "tp2pp2",
-    "fsdp2",
-    "zero2",
-    "ep2",
-    "dp0",
-    "tp99999999999999999999",
-    "x2",
-    "2",
-]
+LAYOUTS = ["", "dp2", "tp2", "pp2", "cp2dp2", "tp2pp2", "fsdp2", "zero2", "ep2"]
+LAYOUTS += ["dp0", "tp99999999999999999999", "x2", "2"]
 LAUGHS = "a: &a [x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
     for before, name in zip("abcdefghi", "bcdefghij", strict=True)

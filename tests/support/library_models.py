@@ -6,10 +6,12 @@ The library rounds to fp32 in places. `wide` makes these places fp64, so that bo
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import yaml
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -20,6 +22,7 @@ from mplug.tensors.random import sample_keys
 from mplug.training.batch_parts import with_shifted
 
 B, S, V = 2, 12, 61
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 Tensors = dict[str, Tensor]
 
 
@@ -149,74 +152,52 @@ def decoder(library: Tensors) -> Tensors:
     return found
 
 
+ONE_TO_ONE = {
+    **{f"self_attn.{theirs}": f"attn.{ours}" for theirs, ours in (("o_proj", "out"), ("sinks", "sinks"))},
+    **{f"self_attn.{which}_norm.weight": f"attn.{which}_norm" for which in "qk"},
+    "self_attn.q_a_proj": "attn.q_down",
+    **{f"self_attn.{which}_a_layernorm": f"attn.{which}_latent_norm" for which in ("q", "kv")},
+    **{f"self_attn.{which}_b_proj": f"attn.{which}_up" for which in ("q", "kv")},
+    "self_attn.kv_a_proj_with_mqa": "attn.kv_down",
+    "mlp.down_proj": "mlp.down",
+    "mlp.gate": "moe.router",
+    "mlp.gate.e_score_correction_bias": "moe.router.bias",
+    "mlp.experts.gate_up_proj": "moe.experts.up",
+    "mlp.experts.down_proj": "moe.experts.down",
+    "mlp.shared_experts.down_proj": "moe.shared.down",
+}
+JOINED = {
+    "attn.qkv": [f"self_attn.{which}_proj" for which in "qkv"],
+    "mlp.up": ["mlp.gate_proj", "mlp.up_proj"],
+    "moe.shared.up": ["mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"],
+}
+"""Our module -> the library's, whose rows follow each other."""
+NORMS = {"input": "norm1", "post_attention": "norm2"}
+FOUR_NORMS = {
+    "input": "norm1",
+    "post_attention": "post_norm1",
+    "pre_feedforward": "norm2",
+    "post_feedforward": "post_norm2",
+}
+
+
 def block(library: Tensors, prefix: str) -> Tensors:
     """One block."""
     own = {name.removeprefix(prefix): x for name, x in library.items() if name.startswith(prefix)}
-    return {**_norms(own), **_attention(own), **_feed_forward(own)}
-
-
-def _norms(own: Tensors) -> Tensors:
-    if "pre_feedforward_layernorm.weight" in own:
-        names = ("input", "post_attention", "pre_feedforward", "post_feedforward")
-        ours = ("norm1", "post_norm1", "norm2", "post_norm2")
-    else:
-        names, ours = ("input", "post_attention"), ("norm1", "norm2")
-    return {f"{b}.weight": own[f"{a}_layernorm.weight"] for a, b in zip(names, ours, strict=True)}
-
-
-LATENT = {
-    "q_proj": "q",
-    "q_a_proj": "q_down",
-    "q_a_layernorm": "q_latent_norm",
-    "q_b_proj": "q_up",
-    "kv_a_proj_with_mqa": "kv_down",
-    "kv_a_layernorm": "kv_latent_norm",
-    "kv_b_proj": "kv_up",
-    "o_proj": "out",
-}
-"""Latent attention: the library's modules -> ours."""
-
-
-def _attention(own: Tensors) -> Tensors:
-    if "self_attn.kv_b_proj.weight" in own:
-        names = {f"self_attn.{theirs}.weight": f"attn.{ours}.weight" for theirs, ours in LATENT.items()}
-        return {ours: own[theirs] for theirs, ours in names.items() if theirs in own}
-    found = {}
-    for kind in ("weight", "bias"):
-        if f"self_attn.q_proj.{kind}" in own:
-            found[f"attn.qkv.{kind}"] = torch.cat([own[f"self_attn.{x}_proj.{kind}"] for x in "qkv"])
-        if f"self_attn.o_proj.{kind}" in own:
-            found[f"attn.out.{kind}"] = own[f"self_attn.o_proj.{kind}"]
-    for theirs, ours in (("q_norm.weight", "q_norm"), ("k_norm.weight", "k_norm"), ("sinks", "sinks")):
-        if f"self_attn.{theirs}" in own:
-            found[f"attn.{ours}"] = own[f"self_attn.{theirs}"]
-    return found
-
-
-def _feed_forward(own: Tensors) -> Tensors:
+    norms = FOUR_NORMS if "pre_feedforward_layernorm.weight" in own else NORMS
+    found = {f"{ours}.weight": own[f"{theirs}_layernorm.weight"] for theirs, ours in norms.items()}
     if "mlp.router.weight" in own:
-        return _transposed_experts(own)
-    found = {}
-    if "mlp.gate.weight" in own:
+        found |= _transposed_experts(own)
+        own = {name: x for name, x in own.items() if not name.startswith("mlp.")}
+    for kind in ("", ".weight", ".bias"):
         found |= {
-            "moe.router.weight": own["mlp.gate.weight"],
-            "moe.experts.up": own["mlp.experts.gate_up_proj"],
-            "moe.experts.down": own["mlp.experts.down_proj"],
+            f"{ours}{kind}": own[f"{theirs}{kind}"] for theirs, ours in ONE_TO_ONE.items() if theirs + kind in own
         }
-        if "mlp.shared_experts.gate_proj.weight" in own:
-            found |= {f"moe.{name}": x for name, x in _mlp(own, "mlp.shared_experts", "shared").items()}
-        if "mlp.gate.e_score_correction_bias" in own:
-            found["moe.router.bias"] = own["mlp.gate.e_score_correction_bias"]
-        return found
-    return _mlp(own, "mlp", "mlp")
-
-
-def _mlp(own: Tensors, theirs: str, ours: str) -> Tensors:
-    found = {}
-    for kind in ("weight", "bias"):
-        if f"{theirs}.gate_proj.{kind}" in own:
-            found[f"{ours}.up.{kind}"] = torch.cat([own[f"{theirs}.{x}_proj.{kind}"] for x in ("gate", "up")])
-            found[f"{ours}.down.{kind}"] = own[f"{theirs}.down_proj.{kind}"]
+        for ours, theirs in JOINED.items():
+            if f"{theirs[-1]}{kind}" in own:
+                found[f"{ours}{kind}"] = torch.cat([own[f"{name}{kind}"] for name in theirs])
+    if "attn.kv_up.weight" in found and "self_attn.q_proj.weight" in own:
+        found["attn.q.weight"] = own["self_attn.q_proj.weight"]
     return found
 
 

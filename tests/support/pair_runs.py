@@ -116,11 +116,8 @@ def errors(traces: list[Trace], reference: Trace) -> Errors:
             expected = getattr(reference, figures)[step]
             for rank, trace in enumerate(traces):
                 found = getattr(trace, figures)[step]
-                yield (
-                    kind,
-                    _relative(abs(found - expected), abs(expected)),
-                    f"{kind} {found} on rank {rank}, step {step}; expected {expected}",
-                )
+                sentence = f"{kind} {found} on rank {rank}, step {step}; expected {expected}"
+                yield kind, _relative(abs(found - expected), abs(expected)), sentence
         yield from _of_statistics(step, traces, reference)
         yield from _of_gradients(step, traces, reference)
         yield from _of_weights(step, traces, reference)
@@ -137,12 +134,8 @@ def _of_statistics(step: int, traces: list[Trace], reference: Trace) -> Errors:
             yield "statistic", math.inf, f"statistics {sorted(found)} on rank {rank}; expected {sorted(expected)}"
         for name in found.keys() & expected.keys():
             error = _relative(float((found[name] - expected[name]).norm()), float(expected[name].norm()))
-            yield (
-                "statistic",
-                error,
-                f"statistic {name} is {found[name].tolist()} on rank {rank}, step {step}; "
-                f"expected {expected[name].tolist()}",
-            )
+            values = f"{found[name].tolist()} on rank {rank}, step {step}; expected {expected[name].tolist()}"
+            yield "statistic", error, f"statistic {name} is {values}"
 
 
 def _of_gradients(step: int, traces: list[Trace], reference: Trace) -> Errors:
@@ -163,11 +156,8 @@ def _of_tensors(
     whole = math.sqrt(sum(float(size.norm()) ** 2 for size in sizes.values()))
     names = {name for boxes in ranks for name in boxes}
     for name in sorted(names ^ expected.keys()):
-        yield (
-            kind,
-            math.inf,
-            f"{kind} of '{name}' at step {step}: only {'the run' if name in names else 'the reference'} has it",
-        )
+        owner = "the run" if name in names else "the reference"
+        yield kind, math.inf, f"{kind} of '{name}' at step {step}: only {owner} has it"
     for name in sorted(names & expected.keys()):
         covered, largest = torch.zeros(expected[name].shape, dtype=torch.bool), 0.0
         for boxes in ranks:
@@ -180,11 +170,8 @@ def _of_tensors(
         size = max(float(sizes[name].norm()), 1e-3 * whole)
         if not bool(covered.all()):
             largest = math.inf
-        yield (
-            kind,
-            _relative(largest, size),
-            f"{kind} of '{name}' at step {step} has an error of {largest:.3g}, and its norm is {size:.3g}",
-        )
+        sentence = f"{kind} of '{name}' at step {step} has an error of {largest:.3g}, and its norm is {size:.3g}"
+        yield kind, _relative(largest, size), sentence
 
 
 def _wholes(boxes: Boxes, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:

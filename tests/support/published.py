@@ -1,11 +1,14 @@
 """Published checkpoints of tiny random models, made by the transformers library, and models of ours that read them."""
 
+import copy
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from library_models import TABLES
 from mplug_huggingface_format.opened import open_folder
 from mplug_huggingface_format.weights import PublicWeights
 from safetensors.torch import load_file, save_file
@@ -13,86 +16,29 @@ from torch import Tensor
 
 from mplug.checkpoint.pretrained import refuse_another_model
 from mplug.checkpoint.public_load import fill_from, weights_of
+from mplug.config.binding import RunConfig
 from mplug.config.defaults import default_settings
-from mplug.config.sources import from_mapping, merge
+from mplug.config.sources import Settings, from_mapping, merge
 from mplug.layout.placement import Box
 from mplug.model.build import allocate_parts, build_model
 from mplug.model.model import Model
-from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
+from mplug_testing.harness import installed_plugins
 
-VOCAB, LONGEST = 300, 96
-COMMON: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None}
-ROWS: dict[str, Any] = {
-    **COMMON,
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": LONGEST,
-}
+VOCAB = 300
 
 
-def gpt2(**changes: Any) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
+def model_of(**fields: Any) -> Any:
+    """A model of the transformers library by the fields of its config.json."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": LONGEST}
-    off = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(GPT2Config(**{**COMMON, **sizes, **off, **changes}))
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**copy.deepcopy(fields)))
 
-
-def mixtral(**changes: Any) -> Any:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    return MixtralForCausalLM(MixtralConfig(**{**ROWS, "num_local_experts": 4, "sliding_window": None, **changes}))
-
-
-def of_kind(kind: str, **fields: Any) -> Callable[..., Any]:
-    """How to make a model of a kind ('llama') with these fields."""
-
-    def make(**changes: Any) -> Any:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**ROWS, **fields, **changes}))
-
-    return make
-
-
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_position_embeddings": 24}
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
-LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "num_key_value_heads": 4}
-LATENT |= {"first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
-LATENT |= {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
-MSCALES = {"mscale": 0.7, "mscale_all_dim": 0.9}
-WINDOWS = {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24, "num_hidden_layers": 4}
-BASES = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
-    "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
-}
 
 FAMILIES: dict[str, Callable[..., Any]] = {
-    "gpt2": gpt2,
-    "mixtral": mixtral,
-    "llama": of_kind("llama", rope_parameters={"rope_type": "llama3", "rope_theta": 5e2, **LLAMA3}, head_dim=16),
-    "llama, biases, tied": of_kind("llama", attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
-    "qwen2": of_kind("qwen2", tie_word_embeddings=True),
-    "qwen3": of_kind("qwen3", head_dim=16),
-    "qwen3-moe": of_kind("qwen3_moe", **EXPERTS, decoder_sparse_step=2, head_dim=16),
-    "gemma2": of_kind("gemma2", **WINDOWS),
-    "gemma3": of_kind("gemma3_text", **WINDOWS, rope_parameters=BASES),
-    "gpt-oss": of_kind(
-        "gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=6, rope_parameters=YARN
-    ),
-    "deepseek-v2": of_kind(
-        "deepseek_v2", **LATENT, n_shared_experts=2, q_lora_rank=None, topk_method="group_limited_greedy"
-    ),
-    "deepseek-v3": of_kind(
-        "deepseek_v3", **LATENT, n_shared_experts=1, q_lora_rank=10, rope_parameters={**YARN, **MSCALES}
-    ),
+    family: partial(model_of, **fields) for family, fields in TABLES["published"]["families"].items()
 }
 """By name of the test case, a tiny model of the transformers library."""
 
@@ -119,19 +65,18 @@ def save(model: Any, folder: Path, num_shards: int = 3, dtype: torch.dtype = tor
     raise AssertionError([file.name for file in folder.glob("*")])
 
 
+def resolved(settings: Mapping[str, Any]) -> RunConfig:
+    """The config of a run with these settings over the defaults."""
+    overrides: Settings = {}
+    for name, value in settings.items():
+        overrides = merge(overrides, from_mapping(value, "the test", tuple(name.split("."))))
+    return resolve(installed_plugins(), default_settings(), overrides)
+
+
 def run_of(folder: Path, settings: Mapping[str, Any] | None = None) -> Run:
     """The prepared run of a folder's model."""
-    fixed = {
-        "trainer.device": "cpu",
-        "kernels.default": None,
-        "trainer.seq_length": 32,
-        "checkpoint.pretrained.path": str(folder),
-    }
-    given = {tuple(name.split(".")): value for name, value in {**fixed, **(settings or {})}.items()}
-    overrides: Any = {}
-    for key, value in given.items():
-        overrides = merge(overrides, from_mapping(value, "the test", key))
-    return prepare(resolve(Registry(), default_settings(), overrides))
+    fixed = {"trainer.device": "cpu", "kernels.default": None, "trainer.seq_length": 32}
+    return prepare(resolved({**fixed, "checkpoint.pretrained.path": str(folder), **(settings or {})}))
 
 
 def loaded(folder: Path, layout: str = "", rank: int = 0, **settings: Any) -> tuple[Run, Model]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from tiny_models import MIXTRAL
 from torch import Tensor
 
 from mplug.training.assembly import Parts, build
@@ -28,14 +29,8 @@ GPT: TinySettings = {
 }
 """Every number of a step changes: rates, decay, keys, and, after ten steps, the number of micro batches."""
 EXPERTS: TinySettings = {
-    "model.name": "mixtral",
+    **MIXTRAL,
     "model.num_layers": 1,
-    "model.hidden_size": 32,
-    "model.num_attention_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.vocab_size": 259,
-    "model.ffn_hidden_size": 32,
-    "model.num_experts": 4,
     "model.moe_router_jitter": 0.1,
     "model.moe_balance": "global_batch",
     "model.expert_bias_rate": 1e-2,

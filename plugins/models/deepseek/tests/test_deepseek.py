@@ -1,27 +1,10 @@
 """DeepSeek keeps the contract of models, and its presets have the published sizes."""
 
-from typing import Any
-
-import pytest
-from decoder_fields import examples_of, of_a_family
-from library_reference import library_logits
-from mplug_deepseek import Deepseek
-from tiny_models import LATENT_EXPERTS, billions
-from torch import Tensor
-
-from mplug_testing import ModelSuite
-
-REFUSED_BY_LATENT_ATTENTION: dict[str, list[Any]] = {
-    "num_kv_heads": [2],
-    "head_dim": [8],
-    "qk_norm": [True],
-    "qkv_bias": [True],
-    "attention_out_bias": [True],
-    "window_rope_theta": [100.0],
-}
+from decoder_suites import DecoderSuite
+from tiny_models import LATENT_EXPERTS
 
 
-class TestDeepseek(ModelSuite):
+class TestDeepseek(DecoderSuite):
     plugin = "deepseek"
     settings = {
         **LATENT_EXPERTS,
@@ -36,22 +19,12 @@ class TestDeepseek(ModelSuite):
         },
     }
     layouts = ("tp2pp2", "cp2")
-    positions = "relative"
-    examples = examples_of(Deepseek.Config.model_fields, REFUSED_BY_LATENT_ATTENTION)
-    beside = of_a_family(Deepseek.Config.model_fields, {"window_rope_theta": {}})
-
-    def reference(self, weights: Any, batch: Any, config: Any) -> Tensor:
-        return library_logits(self, weights, batch["tokens"])
-
-
-SIZES = {
-    "v2-lite": 15.706,
-    "v2": 235.741,
-    "v3": 671.026,
-}
-
-
-@pytest.mark.parametrize(("name", "published"), SIZES.items())
-def test_a_preset_has_its_published_parameters(name: str, published: float) -> None:
-    assert set(SIZES) == set(Deepseek.presets)
-    assert billions(Deepseek, name) == pytest.approx(published, abs=6e-4)
+    own_examples = {
+        **{name: [True] for name in ("qk_norm", "qkv_bias", "attention_out_bias")},
+        "num_kv_heads": [2],
+        "head_dim": [8],
+        "window_rope_theta": [100.0],
+    }
+    """Latent attention refuses these."""
+    own_beside = {"window_rope_theta": {}}
+    sizes = {"v2-lite": 15.706, "v2": 235.741, "v3": 671.026}

@@ -4,8 +4,8 @@ B batch, S sequence, H query heads, G KV heads, K head dim.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -27,61 +27,61 @@ LENGTHS = ((17, 1, 6, 13, 11, 0), (1, 22, 2, 1, 1, 21))
 """Documents of odd lengths, some on both sides of a border, some of one token, one on all ranks."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """What is tried: the method, whether the mask is causal, whether there are documents, KV heads."""
+class Case(NamedTuple):
+    """The method, what attention computes, and the number of KV heads."""
 
     method: str
-    causal: bool
-    packed: bool
+    spec: AttentionSpec
     kv_heads: int
 
 
-def cases(*methods: str) -> list[Case]:
-    return [Case(*one) for one in product(methods, (True, False), (False, True), (4, 2, 1))]
+PLAIN = [
+    (AttentionSpec(0.7, K, K, causal=causal, documents=packed), groups)
+    for causal, packed, groups in product((True, False), (False, True), (4, 2, 1))
+]
+SPECIFIED = [
+    (AttentionSpec(0.7, K, K, window=3, soft_cap=2.0, sinks=True, bias="alibi"), 2),
+    (AttentionSpec(0.7, K, K, causal=False, documents=True, bias="relative"), 2),
+]
+"""Heads that travel take their sinks, biases and windows along."""
 
 
-def inputs(case: Case) -> tuple[list[Tensor], Tensor]:
-    """q, k and v of the whole sequence, and the output's gradient."""
-    generator = torch.Generator().manual_seed(case.kv_heads)
-    heads = (H, case.kv_heads, case.kv_heads, H)
-    *qkv, gradient = (torch.randn(B, S, n, K, dtype=torch.float64, generator=generator) for n in heads)
-    return qkv, gradient
+def differentiated(core: Callable[..., Tensor], case: Case, held: list[int]) -> tuple[dict[str, Tensor], ...]:
+    """(output and gradients by position, gradients of what heads have) of the positions that are held."""
+    spec, generator = case.spec, torch.Generator().manual_seed(case.kv_heads)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    *qkv, gradient = (drawn(B, S, heads, K) for heads in (H, case.kv_heads, case.kv_heads, H))
+    leaves = [x[:, held].clone().requires_grad_() for x in qkv]
+    tables = {"sinks": drawn(H) if spec.sinks else None, "bias_table": drawn(H, 5) if spec.bias == "relative" else None}
+    trained = {name: x.requires_grad_() for name, x in tables.items() if x is not None}
+    documents = torch.tensor(LENGTHS) if spec.documents else None
+    output = core(*leaves, spec, AttentionInputs(None, documents, **trained, num_heads=H))
+    found = torch.autograd.grad(output, [*leaves, *trained.values()], gradient[:, held])
+    by_position = dict(zip(("output", "dq", "dk", "dv"), (output.detach(), *found), strict=False))
+    return by_position, dict(zip(trained, found[3:], strict=True))
 
 
-def options(case: Case) -> tuple[AttentionSpec, AttentionInputs]:
-    documents = torch.tensor(LENGTHS) if case.packed else None
-    return AttentionSpec(0.7, K, K, causal=case.causal, documents=case.packed), AttentionInputs(None, documents)
-
-
-def distributed(case: Case, size: int, rank: int) -> tuple[object, list[int]]:
+def distributed(method: str, size: int, rank: int) -> tuple[Callable[..., Tensor], list[int]]:
     """A rank's core, and the positions that it holds."""
-    if case.method == "ulysses":
+    if method == "ulysses":
         held = [p for part in contiguous(S, size, rank) for p in part]
         return exchanged(dist.group.WORLD, size, rank, scaled_dot_product), held
-    if case.method == "hierarchical":  # two neighbours exchange heads, the pairs make a ring
-        rings, pairs = (
-            [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])],
-            [dist.new_group(r) for r in ([0, 1], [2, 3])],
-        )
+    if method == "hierarchical":  # two neighbours exchange heads, the pairs make a ring
+        rings, pairs = ([dist.new_group(ranks) for ranks in both] for both in ([[0, 2], [1, 3]], [[0, 1], [2, 3]]))
         held = [p for part in zigzag(S, 2, rank // 2) for p in part]
         ring = by_parts(ring_of, rings[rank % 2], DOT_PRODUCT)
         return exchanged(pairs[rank // 2], 2, rank % 2, ring), held[rank % 2 * len(held) // 2 :][: len(held) // 2]
-    operator_of = {"ring": ring_of, "all_gather": gathered_of}[case.method]
+    operator_of = {"ring": ring_of, "all_gather": gathered_of}[method]
     return by_parts(operator_of, dist.group.WORLD, DOT_PRODUCT), [p for part in zigzag(S, size, rank) for p in part]
 
 
-def parts_of_a_rank(tried: list[Case]) -> list[tuple[list[int], list[Tensor]]]:
-    """Of every case, the positions that this rank holds, and of them the output, dq, dk and dv."""
-    found = []
-    for case in tried:
-        core, held = distributed(case, dist.get_world_size(), dist.get_rank())
-        qkv, gradient = inputs(case)
-        leaves = [x[:, held].clone().requires_grad_() for x in qkv]
-        output = core(*leaves, *options(case))  # type: ignore[operator]
-        gradients = torch.autograd.grad(output, leaves, gradient[:, held])
-        found.append((held, [output.detach(), *gradients]))
-    return found
+def of_a_rank(cases: list[Case]) -> list[tuple[list[int], tuple[dict[str, Tensor], ...]]]:
+    """Of every case, the positions that this rank holds, and its part of the result."""
+    cores = [distributed(case.method, dist.get_world_size(), dist.get_rank()) for case in cases]
+    return [(held, differentiated(core, case, held)) for case, (core, held) in zip(cases, cores, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -89,75 +89,17 @@ def parts_of_a_rank(tried: list[Case]) -> list[tuple[list[int], list[Tensor]]]:
     [(2, ("ring", "all_gather", "ulysses")), (4, ("ring", "all_gather", "ulysses", "hierarchical"))],
 )
 def test_ranks_together_compute_the_attention_of_one(size: int, methods: tuple[str, ...]) -> None:
-    tried = cases(*methods)
-    for case, *ranks in zip(tried, *run_workers(size, parts_of_a_rank, tried), strict=True):
-        qkv, gradient = inputs(case)
-        leaves = [x.requires_grad_() for x in qkv]
-        output = scaled_dot_product(*leaves, *options(case))
-        exact = [output.detach(), *torch.autograd.grad(output, leaves, gradient)]
-        for name, right, number in zip(("output", "dq", "dk", "dv"), exact, range(4), strict=True):
-            whole = torch.full_like(right, torch.nan)
-            for held, found in ranks:
-                whole[:, held] = found[number]
-            error = float((whole - right).abs().max())
-            assert error < 1e-12, f"{case}: {name} is off by {error:.3g}"
-
-
-SPECIFIED = [
-    AttentionSpec(0.7, K, K, window=3, soft_cap=2.0, sinks=True, bias="alibi"),
-    AttentionSpec(0.7, K, K, causal=False, documents=True, bias="relative"),
-]
-
-
-def tables(spec: AttentionSpec) -> AttentionInputs:
-    """What comes with a specification, of the whole model's heads."""
-    generator = torch.Generator().manual_seed(7)
-    sinks, table = (torch.randn(H, *more, dtype=torch.float64, generator=generator) for more in ((), (5,)))
-    documents = torch.tensor(LENGTHS) if spec.documents else None
-    trained = (sinks if spec.sinks else None, table if spec.bias == "relative" else None)
-    return AttentionInputs(None, documents, *(x if x is None else x.requires_grad_() for x in trained), num_heads=H)
-
-
-def differentiated(
-    core: Callable[..., Tensor], spec: AttentionSpec, held: list[int]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The outputs and gradients by position, and the gradients by head, of the positions that are held."""
-    qkv, gradient = inputs(Case("", True, False, 2))
-    leaves, given = [x[:, held].clone().requires_grad_() for x in qkv], tables(spec)
-    output = core(*leaves, spec, given)
-    trained = {name: x for name, x in given._asdict().items() if isinstance(x, Tensor) and x.requires_grad}
-    found = torch.autograd.grad(output, [*leaves, *trained.values()], gradient[:, held])
-    by_position = dict(zip(("output", "dq", "dk", "dv"), (output.detach(), *found), strict=False))
-    return by_position, dict(zip(trained, found[3:], strict=True))
-
-
-def specified_of_a_rank() -> list[tuple[list[int], dict[str, Tensor], dict[str, Tensor]]]:
-    size, rank = dist.get_world_size(), dist.get_rank()
-    held = [p for part in contiguous(S, size, rank) for p in part]
-    core = exchanged(dist.group.WORLD, size, rank, scaled_dot_product)
-    return [(held, *differentiated(core, spec, held)) for spec in SPECIFIED]
-
-
-def test_heads_that_travel_take_their_sinks_biases_and_windows_along() -> None:
-    for spec, *ranks in zip(SPECIFIED, *run_workers(2, specified_of_a_rank), strict=True):
-        by_position, by_head = differentiated(scaled_dot_product, spec, list(range(S)))
+    cases = [Case(method, *one) for method in methods for one in PLAIN + SPECIFIED * (method == "ulysses")]
+    for case, *ranks in zip(cases, *run_workers(size, of_a_rank, cases), strict=True):
+        by_position, by_head = differentiated(scaled_dot_product, case, list(range(S)))
         for name, right in by_position.items():
             whole = torch.full_like(right, torch.nan)
-            for held, found, _ in ranks:
+            for held, (found, _) in ranks:
                 whole[:, held] = found[name]
-            assert float((whole - right).abs().max()) < 1e-12, f"{spec}: {name}"
-        assert by_head, spec
+            assert float((whole - right).abs().max()) < 1e-12, f"{case}: {name}"
+        assert bool(by_head) == bool(case.spec.sinks or case.spec.bias)
         for name, right in by_head.items():
-            assert float((sum(one[name] for _, _, one in ranks) - right).abs().max()) < 1e-12, f"{spec}: {name}"
-
-
-def test_the_cases_have_documents_over_borders_of_every_kind() -> None:
-    for lengths, size in product(LENGTHS, (2, 4)):
-        ends = set(torch.tensor(lengths).cumsum(0).tolist())
-        borders = {part.start for index in range(size) for part in zigzag(S, size, index)} - {0}
-        assert sum(lengths) == S
-        assert borders - ends, "a document on both sides of a border"
-    assert any(length % 2 for lengths in LENGTHS for length in lengths)
+            assert float((sum(found[name] for _, (_, found) in ranks) - right).abs().max()) < 1e-12, f"{case}: {name}"
 
 
 @pytest.mark.parametrize(

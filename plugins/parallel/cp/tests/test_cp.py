@@ -1,22 +1,26 @@
 """Context parallelism passes the suite of strategies, by a ring; each other method has one layout."""
 
 import warnings
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from layout_runs import assert_refused, difference_of
+from torch import Tensor
 
-from mplug import UsageError
+from mplug import contiguous
+from mplug.layout.plan import Plan
 from mplug.model.build import build_model, unmet_reasons
+from mplug.training import batch_parts
 from mplug_testing import ParallelSuite, run_workers
 from mplug_testing.harness import Trace, difference, tiny_run, train_steps
+from mplug_testing.parity import require_parity, trained_once
 
 DOCUMENTS = {"data.documents": 5}
 ULYSSES = {"parallel.cp.method": "ulysses"}
 ALL_GATHER = {"parallel.cp.method": "all_gather"}
 HIERARCHICAL = {"parallel.cp.method": "hierarchical", "parallel.cp.ulysses_degree": 2}
-EVERYTHING = ParallelSuite.variants["another-model"]
-DROPOUT = ParallelSuite.variants["dropout"]
+EVERYTHING, DROPOUT = ParallelSuite.variants["another-model"], ParallelSuite.variants["dropout"]
 
 
 class TestContextParallel(ParallelSuite):
@@ -28,10 +32,7 @@ class TestContextParallel(ParallelSuite):
         "all-gather": {**ALL_GATHER, **DOCUMENTS},
         "ulysses": {**ULYSSES, **DOCUMENTS, **DROPOUT, "model.num_kv_heads": 1, "model.position": "alibi"},
     }
-    refused = {
-        "cp3": ("cp=3", "16", "6 chunks"),
-        "cp16": ("cp=16", "32 chunks", "16"),
-    }
+    refused = {"cp3": ("cp=3", "16", "6 chunks"), "cp16": ("cp=16", "32 chunks", "16")}
     beside = {"ulysses_degree": {**HIERARCHICAL, "parallel.layout": "cp4"}}
 
     @pytest.mark.wide("suites")
@@ -39,60 +40,28 @@ class TestContextParallel(ParallelSuite):
         super().test_every_field_of_its_config_has_an_effect()
 
 
-Settings = dict[str, Any]
-
-CHOSEN: list[tuple[str, Settings]] = [
-    ("cp4", {**HIERARCHICAL, **DOCUMENTS}),
-    ("cp2tp2", {**ALL_GATHER, **DOCUMENTS}),
-    ("cp2pp2", {**ULYSSES, **DOCUMENTS}),
-]
+METHODS = {"cp4": HIERARCHICAL, "cp2tp2": ALL_GATHER, "cp2pp2": ULYSSES}
 
 
-def told(choice: tuple[str, Settings]) -> str:
-    return " ".join([choice[0], *(str(value) for value in choice[1].values())])
+@pytest.mark.parametrize("layout", METHODS)
+def test_every_method_gives_the_run_of_one_process(layout: str) -> None:
+    require_parity({**METHODS[layout], **DOCUMENTS}, layout)
 
 
-_REFERENCES: dict[str, Trace] = {}
+def compiled(settings: dict[str, Any]) -> tuple[Trace, tuple[int, int]]:
+    from torch._dynamo.utils import counters
 
-
-def alone(changes: Settings) -> Trace:
-    """The same run in one process, eager: trained once."""
-    own = {name: value for name, value in changes.items() if not name.startswith(("parallel.", "trainer.compile"))}
-    if str(own) not in _REFERENCES:
-        _REFERENCES[str(own)] = run_workers(1, trained, own)[0]
-    return _REFERENCES[str(own)]
-
-
-def trained(settings: Settings, mutation: str | None = None) -> Trace:
-    """Be one rank of a run, with a planted mistake."""
     warnings.simplefilter("ignore")  # torch's own, as it traces
-    return train_steps(settings, {**MUTATIONS, LARGE: large}[mutation] if mutation else None)
-
-
-def ranks(layout: str, changes: Settings, mutation: str | None = None) -> list[Trace]:
-    settings = {**changes, "parallel.layout": layout}
-    return run_workers(tiny_run(settings).mesh.world_size, trained, settings, mutation)
-
-
-@pytest.mark.parametrize("choice", CHOSEN, ids=told)
-def test_every_method_gives_the_run_of_one_process(choice: tuple[str, Settings]) -> None:
-    layout, changes = choice
-    assert difference(ranks(layout, changes), alone(changes)) == ""
+    trace = train_steps(settings)
+    return trace, (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
 
 
 @pytest.mark.wide("compile")
 def test_units_are_one_graph_each_in_which_the_ring_is_one_operator() -> None:
-    changes = {**DOCUMENTS, "trainer.compile": "aot_eager"}
-    found, graphs = zip(*run_workers(2, compiled, {**changes, "parallel.layout": "cp2"}), strict=True)
-    assert difference(list(found), alone(changes)) == ""
+    settings = {**DOCUMENTS, "trainer.compile": "aot_eager", "parallel.layout": "cp2"}
+    found, graphs = zip(*run_workers(2, compiled, settings), strict=True)
+    assert difference(list(found), trained_once(DOCUMENTS)[0]) == ""
     assert graphs == ((6, 0), (6, 0)), "three kinds of units, for training and for evaluation, without a break"
-
-
-def compiled(settings: Settings) -> tuple[Trace, tuple[int, int]]:
-    from torch._dynamo.utils import counters
-
-    trace = trained(settings)
-    return trace, (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
 
 
 # Planted mistakes.
@@ -101,7 +70,6 @@ def compiled(settings: Settings) -> tuple[Trace, tuple[int, int]]:
 def leaking() -> None:
     """A document has the first token of the next one, too, where that is the first of a rank's chunk."""
     import mplug_cp.documents
-    from torch import Tensor
 
     original = mplug_cp.documents._clipped
 
@@ -118,124 +86,87 @@ def leaking() -> None:
 
 def straight() -> None:
     """Positions are cut into contiguous parts, and everything else in zigzag."""
-    import mplug.training.batch_parts
-    from mplug import contiguous
-
-    original = mplug.training.batch_parts.own_entries
+    original = batch_parts.own_entries
 
     def own_entries(batch: Any, context: Any, mesh: Any, rank: int) -> Any:
         own = dict(original(batch, context, mesh, rank))
         (part,) = contiguous(batch["positions"].shape[1], mesh.axes["cp"].size, mesh.index(rank, "cp"))
-        own["positions"] = batch["positions"][:, part.start : part.stop]
-        return own
+        return {**own, "positions": batch["positions"][:, part.start : part.stop]}
 
-    mplug.training.batch_parts.own_entries = own_entries
+    batch_parts.own_entries = own_entries
 
 
 def unsummed() -> None:
     """The norms' gradients are not summed over context-parallel ranks."""
-    from dataclasses import replace
-
-    from mplug.layout.plan import Plan
-
     original = Plan.match
 
     def match(self: Plan, names: Any) -> Any:
-        return {
-            name: replace(one, over=("batch",)) if "norm" in name else one
-            for name, one in original(self, names).items()
-        }
+        found = original(self, names)
+        return {name: replace(one, over=("batch",)) if "norm" in name else one for name, one in found.items()}
 
     Plan.match = match  # type: ignore[method-assign]
 
 
-MUTATIONS: dict[str, Callable[[], None]] = {
-    "a document mask leaks by one token at a border of ranks": leaking,
-    "positions are not permuted with the zigzag": straight,
-    "the gradients of norms are not summed": unsummed,
-}
-
-
-@pytest.mark.parametrize("mutation", MUTATIONS)
-def test_the_comparison_catches(mutation: str) -> None:
-    changes = {"data.documents": 8}  # of two tokens in the mean: in many samples one ends where a chunk does
-    assert difference(ranks("cp2", changes, mutation), alone(changes)) != ""
-
-
-LARGE = "every gradient is large"
+@pytest.mark.parametrize("mistake", [leaking, straight, unsummed])
+def test_the_comparison_catches(mistake: Any) -> None:
+    documents = {"data.documents": 8}  # of two tokens in the mean: in many samples one ends where a chunk does
+    assert difference_of("cp2", documents, mistake) != ""
 
 
 def large() -> None:
+    """Every gradient counts as large."""
     import mplug.gradients.reduction
 
     mplug.gradients.reduction.IN_PLACE = 1
 
 
 def test_large_gradients_which_the_host_sums_in_place_are_those_of_one_process() -> None:
-    assert difference(ranks("cp2tp2", DOCUMENTS, LARGE), alone(DOCUMENTS)) == ""
+    assert difference_of("cp2tp2", DOCUMENTS, large) == ""
 
 
 # Refusals.
 
-
-def refusal(**changes: Any) -> str:
-    settings = {name.replace("__", "."): value for name, value in changes.items()}
-    with pytest.raises(UsageError) as refused:
-        build_model(tiny_run({"parallel.layout": "cp4", **settings}))
-    return str(refused.value)
-
-
-@pytest.mark.parametrize("method", ["ring", "all_gather", "hierarchical"])
-def test_attention_dropout_is_refused_where_attention_is_computed_in_parts(method: str) -> None:
-    degree = {"parallel__cp__ulysses_degree": 2} if method == "hierarchical" else {}
-    said = refusal(parallel__cp__method=method, model__attention_dropout=0.1, **degree)
-    assert (
-        "parallel/cp cannot serve Attention.core of 'blocks.*.attn': attention that is computed by parts does not"
-        in said
-    )
-    assert "attention dropout is 0.1; set it to 0, or set parallel.cp.method=ulysses" in said
-    assert "parallel.cp.method=ulysses" in said
-
-
-@pytest.mark.parametrize("method", ["ring", "all_gather"])
-def test_what_parts_of_attention_cannot_say_is_refused(method: str) -> None:
-    said = refusal(parallel__cp__method=method, model__position="alibi")
-    assert (
-        "parallel/cp cannot serve Attention.core of 'blocks.*.attn': attention that is computed by parts does not"
-        in said
-    )
-    assert "does not support alibi bias" in said
-    assert "parallel.cp.method=ulysses" in said
+CANNOT = "parallel/cp cannot serve Attention.core of 'blocks.*.attn': attention that is computed by parts does not"
+IN_GROUPS = "parallel.cp.method=hierarchical parallel.cp.ulysses_degree="
+REFUSED: list[tuple[str, ...]] = [
+    *(
+        (
+            f"cp4 parallel.cp.method={method} model.attention_dropout=0.1",
+            *(CANNOT, "attention dropout is 0.1; set it to 0, or set parallel.cp.method=ulysses"),
+        )
+        for method in ("ring", "all_gather", "hierarchical parallel.cp.ulysses_degree=2")
+    ),
+    *(
+        (f"cp4 parallel.cp.method={method} model.position=alibi", CANNOT, "alibi bias", "parallel.cp.method=ulysses")
+        for method in ("ring", "all_gather")
+    ),
+    (
+        "cp4tp2 parallel.cp.method=ulysses",
+        "cp=4 does not divide the 2 query heads of a rank; use 1 or 2, or set parallel.cp.method=ring",
+    ),
+    (f"cp4tp2 {IN_GROUPS}4", "parallel.cp.ulysses_degree=4 does not divide the 2"),
+    ("cp4 parallel.cp.method=hierarchical", "'hierarchical' requires a degree"),
+    ("cp4 parallel.cp.ulysses_degree=2", "every other method refuses it; remove it"),
+    (f"cp4 {IN_GROUPS}3", "parallel.cp.ulysses_degree=3 does not divide cp=4"),
+]
 
 
-def test_heads_that_do_not_divide_are_refused_with_what_would_do() -> None:
-    said = refusal(parallel__layout="cp4tp2", parallel__cp__method="ulysses")
-    assert "cp=4 does not divide the 2 query heads of a rank; use 1 or 2, or set parallel.cp.method=ring" in said
-    settings = {"parallel__cp__method": "hierarchical", "parallel__cp__ulysses_degree": 4}
-    assert "parallel.cp.ulysses_degree=4 does not divide the 2" in refusal(parallel__layout="cp4tp2", **settings)
-
-
-def test_groups_of_neighbours_belong_to_the_hierarchy() -> None:
-    assert "'hierarchical' requires a degree" in refusal(parallel__cp__method="hierarchical")
-    assert "every other method refuses it; remove it" in refusal(parallel__cp__ulysses_degree=2)
-    degree = {"parallel__cp__method": "hierarchical", "parallel__cp__ulysses_degree": 3}
-    assert "parallel.cp.ulysses_degree=3 does not divide cp=4" in refusal(**degree)
+@pytest.mark.parametrize(("layout", "words"), [(layout, words) for layout, *words in REFUSED])
+def test_what_a_method_cannot_compute_is_refused_with_what_would_do(layout: str, words: list[str]) -> None:
+    assert_refused(layout, {}, *words)
 
 
 def test_a_kernel_that_gives_no_log_sum_exp_is_refused_where_a_method_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     import mplug_sdpa.limits
 
     monkeypatch.setitem(mplug_sdpa.limits.OFFERED, "math", set())
-    kernels = {"kernels.attention": "sdpa", "kernels.sdpa.backend": "math"}
-    said = unmet_reasons(tiny_run({"parallel.layout": "cp4", **kernels}))
+    settings = {"parallel.layout": "cp4", "kernels.attention": "sdpa", "kernels.sdpa.backend": "math"}
+    said = unmet_reasons(tiny_run(settings))
     assert said[0] == "kernels/sdpa cannot serve Attention.core of 'blocks.*.attn': it does not offer log-sum-exp"
-    assert unmet_reasons(tiny_run({"parallel.layout": "cp4", **kernels, **ULYSSES})) == []
+    assert unmet_reasons(tiny_run({**settings, **ULYSSES})) == []
 
 
 def test_explain_says_by_which_method() -> None:
-    wraps = {
-        wrap.label
-        for filled in build_model(tiny_run({"parallel.layout": "cp4", **HIERARCHICAL})).slots
-        for wrap in filled.wraps
-    }
+    slots = build_model(tiny_run({"parallel.layout": "cp4", **HIERARCHICAL})).slots
+    wraps = {wrap.label for filled in slots for wrap in filled.wraps}
     assert wraps == {"parallel/cp (ring)", "parallel/cp (exchange of heads)"}

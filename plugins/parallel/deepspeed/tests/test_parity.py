@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from mplug.training.assembly import build
+from mplug.training.evaluation import evaluate
+from mplug.training.schedule import learning_rate
 from mplug_testing import run_workers
 from mplug_testing.harness import changed_batches, logical, owned_values, tiny_run
 
@@ -30,10 +33,6 @@ BASE: dict[str, Any] = {
 
 def trained(settings: dict[str, Any]) -> dict[str, Any]:
     """Be one rank: the run's figures, this rank's weights, and their shapes."""
-    from mplug.training.assembly import build
-    from mplug.training.evaluation import evaluate
-    from mplug.training.schedule import learning_rate
-
     run = tiny_run({**BASE, **settings})
     parts = build(run)
     config = run.config
@@ -184,22 +183,20 @@ def test_the_comparison_notices_another_batch(alone: Any) -> None:
         require_close([other], alone)
 
 
-@pytest.mark.wide("layouts")
-def test_offloaded_states_and_weights_give_20_steps_of_one_process(alone: Any) -> None:
-    for found in of_ranks(2, "deepspeed2", OFFLOADED):
-        require_close(found, alone)
+LAYOUTS = {
+    "deepspeed2": OFFLOADED,
+    "deepspeed1": [*STAGES, *OFFLOADED],
+    **{f"{other}2deepspeed2": [*STAGES, OFFLOADED[0]] for other in ("tp", "cp", "dp")},
+}
 
 
 @pytest.mark.wide("layouts")
-@pytest.mark.parametrize("layout", ["tp2deepspeed2", "cp2deepspeed2", "dp2deepspeed2"])
-def test_beside_other_strategies_each_stage_gives_20_steps_of_one_process(alone: Any, layout: str) -> None:
-    for found in of_ranks(4, layout, [*STAGES, OFFLOADED[0]]):
-        require_close(found, alone)
-
-
-@pytest.mark.wide("layouts")
-def test_one_rank_gives_20_steps_of_a_process_without_deepspeed(alone: Any) -> None:
-    for found in of_ranks(1, "deepspeed1", [*STAGES, *OFFLOADED]):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_offloaded_alone_and_beside_other_strategies_a_run_gives_20_steps_of_one_process(
+    alone: Any, layout: str
+) -> None:
+    size = tiny_run({"parallel.layout": layout, "trainer.precision": "fp32"}).mesh.world_size
+    for found in of_ranks(size, layout, LAYOUTS[layout]):
         require_close(found, alone)
 
 

@@ -1,17 +1,17 @@
 """A config file of DeepSpeed: what the run fills in, what reaches DeepSpeed unchanged, and what is refused at once."""
 
 import json
-import re
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from layout_runs import assert_refused, under
 
-from mplug import UsageError
+from mplug import UsageError, hookimpl
 from mplug.model.build import build_model, measure_bytes
-from mplug.run.prepare import prepare
-from mplug_testing.harness import tiny_config
+from mplug_testing.harness import tiny_run
 
 pytestmark = pytest.mark.skipif(
     find_spec("mplug_deepspeed") is None or find_spec("deepspeed") is None, reason="it is not installed"
@@ -21,7 +21,7 @@ BASE: dict[str, Any] = {"trainer.precision": "bf16", "parallel.layout": "deepspe
 
 
 def run_of(settings: dict[str, Any]) -> Any:
-    return prepare(tiny_config({**BASE, **settings}))
+    return tiny_run({**BASE, **settings})
 
 
 def effective(tmp_path: Path, file: dict[str, Any], **settings: Any) -> dict[str, Any]:
@@ -37,46 +37,38 @@ def effective(tmp_path: Path, file: dict[str, Any], **settings: Any) -> dict[str
     return Settings.read(DeepSpeedConfig(config=str(path))).effective(run, 2)
 
 
-HUGGING_FACE: dict[str, Any] = {
-    "bf16": {"enabled": "auto"},
-    "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
+OFFLOADED = "deepspeed2 parallel.deepspeed.stage=3 parallel.deepspeed.offload_optimizer=true"
+HUGGING_FACE = json.loads("""{
+    "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
     "zero_optimization": {
-        "stage": 3,
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_max_live_parameters": 12345,
-        "stage3_gather_16bit_weights_on_model_save": True,
+        "stage": 3, "overlap_comm": true, "contiguous_gradients": true, "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 12345, "stage3_gather_16bit_weights_on_model_save": true
     },
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "steps_per_print": 2000,
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "wall_clock_breakdown": False,
-}
+    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "steps_per_print": 2000,
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": false
+}""")
 """The file that Hugging Face's documents recommend for stage 3."""
 
 
 def test_auto_is_filled_in_and_everything_else_reaches_deepspeed_unchanged(tmp_path: Path) -> None:
     found = effective(tmp_path, HUGGING_FACE)
-    assert found["train_batch_size"] == 8
-    assert found["train_micro_batch_size_per_gpu"] == 2
-    assert found["gradient_accumulation_steps"] == 2
-    assert found["bf16"] == {"enabled": True}
-    assert found["fp16"] == {"enabled": False, "loss_scale": 0, "initial_scale_power": 16}
-    assert found["steps_per_print"] == 2000
-    zero = found["zero_optimization"]
-    assert zero["stage3_max_live_parameters"] == 12345
-    assert zero["stage3_gather_16bit_weights_on_model_save"] is True
-    assert (zero["reduce_bucket_size"], zero["stage3_param_persistence_threshold"]) == (32 * 32, 320)
+    expected = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": False, "loss_scale": 0, "initial_scale_power": 16},
+        "steps_per_print": 2000,
+    }
+    assert {name: found[name] for name in expected} == expected
+    zero = {"reduce_bucket_size": 32 * 32, "stage3_param_persistence_threshold": 320}
+    zero |= {"stage3_max_live_parameters": 12345, "stage3_gather_16bit_weights_on_model_save": True}
+    assert {name: found["zero_optimization"][name] for name in zero} == zero
     assert "auto" not in json.dumps(found)
-    assert "optimizer" not in found
-    assert "scheduler" not in found
+    assert not {"optimizer", "scheduler"} & set(found)
 
 
 def test_all_contradictions_are_in_one_error_with_both_values(tmp_path: Path) -> None:
@@ -118,65 +110,56 @@ def test_values_that_equal_those_of_the_run_are_no_contradiction(tmp_path: Path)
     assert effective(tmp_path, file)["zero_optimization"]["stage"] == 2
 
 
-def of_nvme(stage: int = 3, **values: Any) -> dict[str, Any]:
-    """A file that offloads states to files."""
-    return {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "nvme", **values}}}
-
-
-OFFLOAD = {"parallel.deepspeed.stage": 3, "parallel.deepspeed.offload_optimizer": True}
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "pipeline": ({"parallel.layout": "pp2deepspeed2"}, "parallel/pp runs parts of the model in a schedule"),
-    "fsdp": ({"parallel.layout": "fsdp2deepspeed2"}, "both shard the optimizer state"),
-    "zero": (
-        {"parallel.layout": "zero2deepspeed2"},
-        "parallel/zero and parallel/deepspeed both shard the optimizer state",
-    ),
-    "a stage": ({"parallel.deepspeed.stage": 4}, "parallel.deepspeed.stage"),
-    "fp64": ({"trainer.precision": "fp64"}, "computes in fp32, bf16 or fp16"),
-    "matrices": ({"optimizer.name": "muon"}, "needs whole matrices"),
-    "frozen": ({"parallel.deepspeed.stage": 3, "model.frozen": ["embedding"]}, "'embedding.token.weight' is frozen"),
-    "weights": ({"parallel.deepspeed.offload_param": True}, "offload_param=true needs stage 3, and the stage is 1"),
-    "a graph": ({"trainer.graphs": True, "trainer.device": "cpu"}, "trainer.graphs"),
-    "experts": (
-        {"parallel.layout": "ep2deepspeed2", "model.name": "mixtral", "model.num_experts": 4},
-        "is summed over others",
-    ),
-    "no file": ({"parallel.deepspeed.config": "nowhere.json"}, "'nowhere.json' cannot be read: No such file"),
-    "a list": ({"file": "[]"}, "must be a JSON object"),
-    "no JSON": ({"file": "{,"}, "is not valid JSON"),
-    "twice": ({"file": '{"bf16": {}, "bf16": {}}'}, "the key 'bf16' appears twice"),
-    "stage 0": ({"file": '{"zero_optimization": {"stage": 0}}'}, "zero_optimization.stage=0 is not supported"),
-    "NVMe": ({"file": json.dumps(of_nvme())}, 'offload_optimizer.device="nvme" needs a folder: nvme_path'),
-    "NVMe in stage 2": ({"file": json.dumps(of_nvme(2, nvme_path="."))}, "needs stage 3, and the stage is 2"),
-    "no folder": ({**OFFLOAD, "parallel.deepspeed.nvme_path": "nowhere"}, "'nowhere': this is no folder in which"),
-    "two folders": (
-        {**OFFLOAD, "parallel.deepspeed.nvme_path": "..", "file": json.dumps(of_nvme(nvme_path="."))},
-        'nvme_path="." in the file, and parallel.deepspeed.nvme_path=.. in the run',
-    ),
-    "nothing to offload": ({"parallel.deepspeed.nvme_path": "."}, "nvme_path needs something to offload"),
-    "1-bit Adam": ({"file": '{"optimizer": {"type": "OneBitAdam"}}'}, 'optimizer.type="OneBitAdam" in the file'),
-    "a schedule": ({"file": '{"scheduler": {"type": "OneCycle"}}'}, 'scheduler.type="OneCycle" in the file'),
-    "a misspelt field": (
-        {"file": '{"zero_optimization": {"stagee": 2}}'},
-        "DeepSpeed does not accept 'file.json': stagee",
-    ),
-    "a wrong type": ({"file": '{"zero_optimization": {"reduce_scatter": "x"}}'}, "does not accept 'file.json'"),
-    "a format": ({"file": '{"communication_data_type": "int8"}'}, 'communication_data_type="int8" is no format'),
+BAD = {
+    "pp2deepspeed2": "parallel/pp runs parts of the model in a schedule",
+    "fsdp2deepspeed2": "both shard the optimizer state",
+    "zero2deepspeed2": "parallel/zero and parallel/deepspeed both shard the optimizer state",
+    "deepspeed2 parallel.deepspeed.stage=4": "parallel.deepspeed.stage",
+    "deepspeed2 trainer.precision=fp64": "computes in fp32, bf16 or fp16",
+    "deepspeed2 optimizer.name=muon": "needs whole matrices",
+    "deepspeed2 parallel.deepspeed.stage=3 model.frozen=[embedding]": "'embedding.token.weight' is frozen",
+    "deepspeed2 parallel.deepspeed.offload_param=true": "offload_param=true needs stage 3, and the stage is 1",
+    "deepspeed2 trainer.graphs=true": "trainer.graphs",
+    "ep2deepspeed2 model.name=mixtral model.num_experts=4 model.qk_norm=false": "is summed over others",
+    "deepspeed2 parallel.deepspeed.config=nowhere.json": "'nowhere.json' cannot be read: No such file",
+    "deepspeed2 parallel.deepspeed.nvme_path=.": "nvme_path needs something to offload",
+    f"{OFFLOADED} parallel.deepspeed.nvme_path=nowhere": "'nowhere': this is no folder in which",
 }
+"""Layouts, and words of the refusal."""
+NVME = '{"zero_optimization": {"stage": %d, "offload_optimizer": {"device": "nvme"%s}}}'
+BAD_FILES = {
+    "[]": "must be a JSON object",
+    "{,": "is not valid JSON",
+    '{"bf16": {}, "bf16": {}}': "the key 'bf16' appears twice",
+    '{"zero_optimization": {"stage": 0}}': "zero_optimization.stage=0 is not supported",
+    NVME % (3, ""): 'offload_optimizer.device="nvme" needs a folder: nvme_path',
+    NVME % (2, ', "nvme_path": "."'): "needs stage 3, and the stage is 2",
+    NVME % (3, ', "nvme_path": "nowhere"'): 'nvme_path="nowhere" in the file, and parallel.deepspeed.nvme_path=. in',
+    '{"optimizer": {"type": "OneBitAdam"}}': 'optimizer.type="OneBitAdam" in the file',
+    '{"scheduler": {"type": "OneCycle"}}': 'scheduler.type="OneCycle" in the file',
+    '{"zero_optimization": {"stagee": 2}}': "DeepSpeed does not accept 'file.json': stagee",
+    '{"zero_optimization": {"reduce_scatter": "x"}}': "does not accept 'file.json'",
+    '{"communication_data_type": "int8"}': 'communication_data_type="int8" is no format',
+}
+"""Texts of a config file of DeepSpeed, and words of the refusal."""
 
 
-@pytest.mark.parametrize(("settings", "words"), BAD.values(), ids=BAD)
+@pytest.mark.parametrize("layout", BAD)
 def test_a_bad_config_is_refused_before_a_process_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if text := settings.get("file"):
-        Path("file.json").write_text(text)
-        others = {name: value for name, value in settings.items() if name != "file"}
-        settings = {**others, "parallel.deepspeed.config": "file.json"}
-    with pytest.raises(UsageError) as refused:
-        build_model(run_of(settings))
-    assert re.search(re.escape(words), str(refused.value)), refused.value
+    assert_refused(layout, BASE, BAD[layout])
+
+
+@pytest.mark.parametrize("text", BAD_FILES)
+def test_a_bad_file_is_refused_before_a_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file.json").write_text(text)
+    twice = f"{OFFLOADED} parallel.deepspeed.nvme_path=." if "nowhere" in text else "deepspeed2"
+    assert_refused(f"{twice} parallel.deepspeed.config=file.json", BASE, BAD_FILES[text])
 
 
 def test_sums_below_fp32_are_declared_and_a_file_can_ask_for_fp32(tmp_path: Path) -> None:
@@ -188,19 +171,15 @@ def test_sums_below_fp32_are_declared_and_a_file_can_ask_for_fp32(tmp_path: Path
 
 
 def test_explain_counts_the_bytes_of_deepspeeds_partitions() -> None:
-    expected = {
-        1: {"weights": 2, "gradients": 2, "masters": 4 / 2},
-        2: {"weights": 2, "gradients": 2 / 2, "masters": 4 / 2},
-        3: {"weights": 2 / 2, "gradients": 2 / 2, "masters": 4 / 2},
-    }
-    for stage, per_element in expected.items():
+    for stage, widths in {1: (2, 2), 2: (2, 2 / 2), 3: (2 / 2, 2 / 2)}.items():
+        per_element = dict(zip(("weights", "gradients"), widths, strict=True))
+        per_element |= {"masters": 4 / 2, "optimizer state": 8 / 2}
         run = run_of({"parallel.deepspeed.stage": stage})
         model = build_model(run)
         numel = sum(placement.numel for placement in model.placements.values())
         measured = measure_bytes(run, model)
         for kind, width in per_element.items():
             assert measured[kind] == pytest.approx(width * numel, rel=0.01), (stage, kind)
-        assert measured["optimizer state"] == pytest.approx(8 * numel / 2, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -227,13 +206,9 @@ def test_the_engine_of_a_strategy_is_refused_without_a_stepper_or_with_a_missing
     """A third party's strategy that declines sinks cannot forget what nothing else would do."""
     import mplug_deepspeed
 
-    from mplug import hookimpl
-
     class Forgetful(mplug_deepspeed.DeepSpeed):
         @hookimpl
         def shard_states(self, run: Any, model: Any, needs: str) -> Any:
-            from dataclasses import replace
-
             sharding = super().shard_states(run, model, needs)
             bucket = sharding.buckets[0]
             kept = replace(bucket, names=bucket.names[1:], starts=bucket.starts[1:], sizes=bucket.sizes[1:])
@@ -258,14 +233,8 @@ def test_files_are_the_hosts_memory_for_deepspeed(tmp_path: Path) -> None:
 
 
 def test_explain_says_what_is_in_files(tmp_path: Path) -> None:
-    model = build_model(run_of({**OFFLOAD, "parallel.deepspeed.nvme_path": str(tmp_path)}))
+    model = build_model(tiny_run(under(f"{OFFLOADED} parallel.deepspeed.nvme_path={tmp_path}", BASE)))
     assert model.sharding is not None
     assert model.sharding.engine is not None
-    names = set(model.sharding.engine.num_bytes)
-    assert names == {
-        "weights",
-        "masters, in files",
-        "gradients",
-        "gradients of an update, in files",
-        "buffers of gradient sums",
-    }
+    in_files = {"masters, in files", "gradients of an update, in files"}
+    assert set(model.sharding.engine.num_bytes) == {"weights", "gradients", "buffers of gradient sums", *in_files}

@@ -2,21 +2,26 @@
 
 import os
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import mplug_dp.buckets
 import pytest
 import torch
+from layout_runs import assert_refused, difference_of
+from mplug_fsdp import gathered, units
 from tiny_models import EXPERTS
 from torch import Tensor
 
-from mplug import UsageError, ops
+from mplug import ops
+from mplug.gradients.sinks import GradientSink
+from mplug.layout.gathered import GatheredPlacement
 from mplug.model.build import build_model
+from mplug.model.model import Model
 from mplug.training.assembly import build
 from mplug_testing import ParallelSuite, run_workers
 from mplug_testing.harness import Trace, difference, tiny_run, train_steps
-from mplug_testing.parity import require_parity
+from mplug_testing.parity import require_parity, trained_once
 
 KEPT = {"parallel.fsdp.reshard_after_forward": False}
 UNEVEN = {"model.vocab_size": 257, "data.vocab_size": 257, "model.hidden_size": 24, "model.ffn_hidden_size": 50}
@@ -38,18 +43,15 @@ class TestFullyShardedDataParallel(ParallelSuite):
         super().test_every_field_of_its_config_has_an_effect()
 
 
-QUICK: dict[str, dict[str, Any]] = {"fsdp4": {**UNEVEN, "model.tie_embeddings": True}}
+SMALL = {"model.num_layers": 1, "model.vocab_size": 260}
 
 
-@pytest.mark.parametrize("layout", QUICK)
-def test_other_models_give_the_run_of_one_process(layout: str) -> None:
-    require_parity(QUICK[layout], layout)
+def test_another_model_gives_the_run_of_one_process() -> None:
+    require_parity({**UNEVEN, "model.tie_embeddings": True}, "fsdp4")
 
 
 def by_another_method() -> None:
     """Units run by a method of another name, and 'forward' is nobody's business."""
-    from mplug.model.model import Model
-
     place = Model.place
 
     def placed(self: Model, mesh: Any, stages: Any) -> None:
@@ -62,19 +64,14 @@ def by_another_method() -> None:
     Model.place = placed  # type: ignore[method-assign]
 
 
-def renamed(settings: dict[str, Any]) -> Trace:
-    return train_steps(settings, by_another_method)
-
-
-def test_weights_are_gathered_whatever_the_method_is_that_runs_a_unit(alone: Trace) -> None:
-    assert difference(run_workers(2, renamed, {**SMALL, "parallel.layout": "fsdp2"}), alone) == ""
+def test_weights_are_gathered_whatever_the_method_is_that_runs_a_unit() -> None:
+    assert difference_of("fsdp2", SMALL, by_another_method) == ""
 
 
 def test_it_may_take_the_ranks_that_a_layout_leaves() -> None:
-    run = tiny_run({"parallel.layout": "ep2tp2", "parallel.data": "fsdp", **EXPERTS, "trainer.seq_length": 16})
-    assert (run.config.parallel.layout, run.mesh.world_size) == ("ep2tp2", 2)
-    run = tiny_run({"parallel.layout": "ep4tp2", "parallel.data": "fsdp", **EXPERTS})
-    assert (run.config.parallel.layout, run.mesh.world_size) == ("ep4tp2fsdp2", 4)
+    for layout, whole, ranks in (("ep2tp2", "ep2tp2", 2), ("ep4tp2", "ep4tp2fsdp2", 4)):
+        run = tiny_run({**EXPERTS, "parallel.layout": layout, "parallel.data": "fsdp"})
+        assert (run.config.parallel.layout, run.mesh.world_size) == (whole, ranks)
 
 
 # What is where.
@@ -82,8 +79,6 @@ def test_it_may_take_the_ranks_that_a_layout_leaves() -> None:
 
 def look(settings: dict[str, Any]) -> dict[str, Any]:
     """Be one rank, for a step of two micro batches: how its parameters are held, and what is left of a unit's."""
-    import mplug_fsdp.gathered as gathered
-
     parts = build(tiny_run(settings))
     up: Any = parts.model.module.get_submodule("blocks.1.mlp.up")
     arena, in_sinks, sum_all = parts.model.sinks.arena.untyped_storage().data_ptr(), list[bool](), gathered.sum_each
@@ -147,8 +142,6 @@ def test_masters_are_divided_in_fp32_and_units_compute_in_bf16(reduce_dtype: str
 
 def formats_of_gradients(runs: list[dict[str, Any]]) -> list[dict[str, torch.dtype]]:
     """For each run, the format in which the products of units add to the gradient of each parameter."""
-    import mplug_fsdp.units as units
-
     found: list[dict[str, torch.dtype]] = []
     original = units.Gathered
 
@@ -182,14 +175,8 @@ def norm_of_one_process(settings: dict[str, Any]) -> float:
 # Planted mistakes.
 
 
-def nothing(*arguments: Any) -> None:
-    """In the place of what does something."""
-
-
 def averaged() -> None:
     """Gradients are divided by the number of ranks, as other implementations do."""
-    import mplug_fsdp.gathered as gathered
-
     original = gathered.sum_each
 
     def averaging(totals: list[Tensor], tensors: list[Tensor], group: Any) -> None:
@@ -202,8 +189,6 @@ def averaged() -> None:
 
 def overwritten() -> None:
     """A micro batch's gradient replaces that of the one before it."""
-    from mplug.gradients.sinks import GradientSink
-
     original = GradientSink.contribute
 
     def contribute(self: GradientSink, gradient: Tensor) -> None:
@@ -215,8 +200,7 @@ def overwritten() -> None:
 
 def summed_again() -> None:
     """The host sums gradients over the axis too, although the reduce-scatter has summed them."""
-    from mplug.layout.gathered import GatheredPlacement
-
+    os.environ[ops.CHECK] = "0"  # it finds this before the comparison does
     original = GatheredPlacement.of
 
     def of(*arguments: Any) -> GatheredPlacement:
@@ -227,35 +211,15 @@ def summed_again() -> None:
 
 def unsummed_beside() -> None:
     """Replicas keep their own sums of the rows' gradients."""
-    import mplug_dp.buckets
-
-    mplug_dp.buckets.Queue._hear = mplug_dp.buckets.Queue.wait = nothing  # type: ignore[assignment, method-assign]
+    mplug_dp.buckets.Queue._hear = mplug_dp.buckets.Queue.wait = lambda *_: None  # type: ignore[assignment, method-assign]
 
 
-MUTATIONS: dict[str, tuple[str, Callable[[], None]]] = {
-    "gradients are averaged": ("fsdp2", averaged),
-    "a micro batch overwrites the one before it": ("fsdp2", overwritten),
-    "gradients are summed twice": ("fsdp2", summed_again),
-    "replicas are not summed": ("dp2fsdp2", unsummed_beside),
-}
-SMALL = {"model.num_layers": 1, "model.vocab_size": 260}
+MISTAKES = [("fsdp2", averaged), ("fsdp2", overwritten), ("fsdp2", summed_again), ("dp2fsdp2", unsummed_beside)]
 
 
-def mutated(settings: dict[str, Any], mutation: str) -> Trace:
-    os.environ[ops.CHECK] = "0"  # it finds one of them before the comparison does
-    return train_steps(settings, MUTATIONS[mutation][1])
-
-
-@pytest.fixture(scope="module")
-def alone() -> Trace:
-    return run_workers(1, train_steps, SMALL)[0]
-
-
-@pytest.mark.parametrize("mutation", MUTATIONS)
-def test_the_comparison_catches(mutation: str, alone: Trace) -> None:
-    layout, _ = MUTATIONS[mutation]
-    ranks = tiny_run({"parallel.layout": layout}).mesh.world_size
-    assert difference(run_workers(ranks, mutated, {**SMALL, "parallel.layout": layout}, mutation), alone)
+@pytest.mark.parametrize(("layout", "mistake"), MISTAKES, ids=lambda one: getattr(one, "__name__", one))
+def test_the_comparison_catches(layout: str, mistake: Any) -> None:
+    assert difference_of(layout, SMALL, mistake)
 
 
 # Compiled.
@@ -269,54 +233,36 @@ def compiled(settings: dict[str, Any]) -> tuple[Trace, int, int]:
     return train_steps(settings), counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-def test_weights_are_gathered_around_compiled_units_of_one_graph_each(alone: Trace) -> None:
+def test_weights_are_gathered_around_compiled_units_of_one_graph_each() -> None:
     settings = {**SMALL, "parallel.layout": "fsdp2", "trainer.compile": "aot_eager"}
     found = run_workers(2, compiled, settings)
-    assert difference([trace for trace, _, _ in found], alone) == ""
+    assert difference([trace for trace, _, _ in found], trained_once(SMALL)[0]) == ""
     assert [(graphs, breaks) for _, graphs, breaks in found] == [(6, 0)] * 2
-
-
-# Checkpoints.
 
 
 # What does not fit.
 
+OFFLOAD = "parallel.fsdp.cpu_offload=true"
+REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("fsdp2 optimizer.name=muon", {}, ("needs whole matrices", "fsdp=2 cuts", "without fsdp", "another optimizer")),
+    (
+        f"dp2fsdp2 {OFFLOAD}",
+        {},
+        ("parallel.fsdp.cpu_offload", "the axis 'dp' cannot sum them", "give its ranks to fsdp"),
+    ),
+    (f"ep2fsdp2 {OFFLOAD}", EXPERTS, ("parallel.fsdp.cpu_offload", "'blocks.0.", "does not shard")),
+    ("fsdp2zero2", {}, ("parallel/fsdp and parallel/zero both shard", "use a layout with only one of them")),
+]
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (
-            {"parallel.layout": "fsdp2", "optimizer.name": "muon"},
-            ("needs whole matrices", "fsdp=2 cuts", "without fsdp", "another optimizer"),
-        ),
-        (
-            {"parallel.layout": "dp2fsdp2", "parallel.fsdp.cpu_offload": True},
-            ("parallel.fsdp.cpu_offload", "the axis 'dp' cannot sum them", "give its ranks to fsdp"),
-        ),
-        (
-            {**EXPERTS, "parallel.layout": "ep2fsdp2", "parallel.fsdp.cpu_offload": True},
-            ("parallel.fsdp.cpu_offload", "'blocks.0.", "does not shard"),
-        ),
-    ],
-)
-def test_what_does_not_fit_is_refused_before_launch(changes: dict[str, Any], said: tuple[str, ...]) -> None:
-    with pytest.raises(UsageError) as caught:
-        build_model(tiny_run(changes))
-    for words in said:
-        assert words in str(caught.value)
+
+@pytest.mark.parametrize(("layout", "settings", "words"), REFUSED)
+def test_what_does_not_fit_is_refused_before_launch(
+    layout: str, settings: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    assert_refused(layout, settings, *words)
 
 
 def test_a_schedule_that_splits_backward_is_refused_before_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mplug.model.model import Model
-
     place = Model.place
     monkeypatch.setattr(Model, "place", lambda self, mesh, stages: place(self, mesh, replace(stages, backward="split")))
-    with pytest.raises(UsageError, match=r"computes weight gradients later; use a schedule .* 1f1b"):
-        build_model(tiny_run({"parallel.layout": "fsdp2pp2"}))
-
-
-def test_another_strategy_that_divides_the_state_is_refused_by_its_name() -> None:
-    with pytest.raises(
-        UsageError, match=r"parallel/fsdp and parallel/zero both shard .*; use a layout with only one of them"
-    ):
-        tiny_run({"parallel.layout": "fsdp2zero2"})
+    assert_refused("fsdp2pp2", {}, "computes weight gradients later; use a schedule", "1f1b")

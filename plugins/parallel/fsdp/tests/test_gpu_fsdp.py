@@ -14,29 +14,19 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA GPUs here"),
 ]
 
-SETTINGS = {
-    "model.num_layers": 6,
-    "model.hidden_size": 256,
-    "model.num_attention_heads": 8,
-    "model.vocab_size": 515,
-    "model.tie_embeddings": "true",
-    "data.vocab_size": 515,
-    "trainer.seq_length": 128,
-    "trainer.micro_batch_size": 2,
-    "trainer.global_batch_size": 16,
-    "trainer.steps": 12,
-    "trainer.eval_every": 6,
-    "trainer.device": "cuda",
-    "schedule.warmup_steps": 4,
-    "optimizer.lr": 1e-3,
-}
+SETTINGS = (
+    *("model.num_layers=6", "model.hidden_size=256", "model.num_attention_heads=8", "model.vocab_size=515"),
+    *("model.tie_embeddings=true", "data.vocab_size=515", "trainer.seq_length=128", "trainer.micro_batch_size=2"),
+    *("trainer.global_batch_size=16", "trainer.steps=12", "trainer.eval_every=6", "trainer.device=cuda"),
+    *("schedule.warmup_steps=4", "optimizer.lr=0.001"),
+)
 EAGER: dict[str, object] = {"trainer__precision": "fp32", "trainer__compile": "never"}
 
 
 def losses(folder: Path, name: str, layout: str, **changes: object) -> list[float]:
     """The loss of every step of a run that `mplug train` has done."""
-    settings = {**SETTINGS, **{key.replace("__", "."): value for key, value in changes.items()}}
-    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    settings = (*SETTINGS, *(f"{name.replace('__', '.')}={value}" for name, value in changes.items()))
+    words = [word for setting in settings for word in ("--set", setting)]
     command = [sys.executable, "-m", "mplug", "train", "--data", "mock", "--name", name, "--parallel", layout, *words]
     finished = subprocess.run(command, cwd=folder, env=os.environ, capture_output=True, text=True, timeout=500)
     assert finished.returncode == 0, finished.stderr

@@ -48,15 +48,14 @@ class Middle:
         return {**entries, "hidden": hidden, "counts": entries["counts"] + 1}
 
 
-def middle() -> tuple[Chunk, Middle, Sinks]:
-    model, sinks = Middle(), Sinks()
-    default: Any = SimpleNamespace(sinks=sinks, loss_gradient=lambda _: None)
-    found: Any = model
-    return Chunk(found, default, 1), model, sinks
+def chunk_of(model: Any) -> tuple[Chunk, Sinks]:
+    default: Any = SimpleNamespace(sinks=Sinks(), loss_gradient=lambda _: None)
+    return Chunk(model, default, 1), default.sinks
 
 
 def test_an_integer_that_a_trained_unit_returns_crosses_without_a_gradient() -> None:
-    chunk, model, sinks = middle()
+    model = Middle()
+    chunk, sinks = chunk_of(model)
     outputs = chunk.forward(0, {}, [torch.ones(3), torch.tensor([4])], split=False)
     assert outputs["counts"].tolist() == [5]
     assert chunk.gradients_of(0) == [(torch.float32, (3,))]
@@ -82,9 +81,7 @@ class Two(Middle):
 
 
 def test_every_activation_gets_its_own_gradient_and_a_fixed_one_gets_none() -> None:
-    model, default = Two(), SimpleNamespace(sinks=Sinks(), loss_gradient=lambda _: None)
-    found: Any = model
-    chunk = Chunk(found, default, 1)  # type: ignore[arg-type]
+    chunk, _ = chunk_of(Two())
     outputs = chunk.forward(0, {}, [torch.ones(2), torch.ones(2), torch.ones(3)[:2]], split=False)
     assert {name: one.tolist() for name, one in outputs.items()} == {"fixed": [1, 1], "left": [3, 3], "right": [6, 6]}
     left, right = chunk.backward(0, [torch.full((2,), 1.0), torch.full((2,), 10.0)])
@@ -93,7 +90,8 @@ def test_every_activation_gets_its_own_gradient_and_a_fixed_one_gets_none() -> N
 
 def test_an_output_is_not_kept_for_the_backward_pass() -> None:
     """Its backward pass starts from the graph, so the memory of the output is free as soon as it has been sent."""
-    chunk, model, _ = middle()
+    model = Middle()
+    chunk, _ = chunk_of(model)
     chunk.forward(0, {}, [torch.ones(3), torch.tensor([4])], split=False)
     gc.collect()
     assert model.made() is None

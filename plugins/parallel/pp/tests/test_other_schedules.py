@@ -4,13 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from mplug import UsageError
+from mplug import Shape, UsageError, find_schedule, proven_table
 from mplug.model.build import build_model
-from mplug_schedules import Shape, find_schedule, proven_table
 from mplug_testing.harness import tiny_run
 
 SOURCE = '''
-from mplug_schedules import Action, Kind, Shape, Table, with_transfers
+from mplug import Action, Kind, Shape, Table, with_transfers
 
 KINDS = (Kind.FORWARD, Kind.BACKWARD)
 
@@ -76,22 +75,19 @@ def test_the_tables_of_all_batch_sizes_of_a_ramp_up_are_proven_before_launch() -
         build_model(tiny_run({**settings, "parallel.pp.schedule": "restless"}))
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        (
-            "forgetful",
-            r"'forgetful' .acme-orders 1.0. returns a faulty table .*: rank 0 lacks SB3 of chunk 1 to rank 1",
-        ),
-        ("picky", r"'picky' .* does not serve 2 ranks and 4 micro batches: needs 3 ranks"),
-        ("broken", r"'broken' .* fails in 'acme_orders:broken': AttributeError: .*acme_orders.py:\d+"),
-        ("no_table", r"'no_table' .* returns list; a schedule returns a mplug_schedules.Table"),
-        ("not_callable", r"'acme_orders:NOT_CALLABLE' is not a function"),
-        ("absent", r"'absent' .* cannot be imported: .*absent"),
-    ],
-)
-def test_a_faulty_schedule_is_refused(name: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+FAULTY = {
+    "forgetful": r"'forgetful' .acme-orders 1.0. returns a faulty table .*: rank 0 lacks SB3 of chunk 1 to rank 1",
+    "picky": r"'picky' .* does not serve 2 ranks and 4 micro batches: needs 3 ranks",
+    "broken": r"'broken' .* fails in 'acme_orders:broken': AttributeError: .*acme_orders.py:\d+",
+    "no_table": r"'no_table' .* returns list; a schedule returns a mplug.Table",
+    "not_callable": r"'acme_orders:NOT_CALLABLE' is not a function",
+    "absent": r"'absent' .* cannot be imported: .*absent",
+}
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_faulty_schedule_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=FAULTY[name]):
         proven_table(name, Shape(2, 4))
 
 

@@ -7,7 +7,11 @@ import pytest
 import torch
 from mplug_pp.wire import Wire
 
-from mplug_schedules import Kind, Shape, bytes_sent, check, forward_half, proven_table
+from mplug import Kind, Shape, forward_half, proven_table
+from mplug.layout.table_check import check
+from mplug.model.handovers import bytes_sent
+from mplug.training.assembly import build
+from mplug.training.evaluation import evaluate
 from mplug_testing import run_workers
 from mplug_testing.harness import tiny_run
 
@@ -32,14 +36,11 @@ def ran(schedules: tuple[str, ...], settings: Settings) -> list[Found]:
     `order` are the (chunk, micro batch) of the evaluation, `sent` the bytes of the second step, in which nothing is
     announced, and `predicted` those that the table predicts.
     """
-    from mplug.training.assembly import build
-    from mplug.training.evaluation import evaluate
-
-    return [_ran(one, settings, build, evaluate) for one in schedules]
+    return [_ran({**settings, "parallel.pp.schedule": schedule}) for schedule in schedules]
 
 
-def _ran(schedule: str, settings: Settings, build: Any, evaluate: Any) -> Found:
-    run = tiny_run({**settings, "parallel.pp.schedule": schedule})
+def _ran(settings: Settings) -> Found:
+    run = tiny_run(settings)
     parts, sent, order = build(run), list[int](), list[tuple[int, int]]()
     stepper: Any = parts.stepper
     send, forward = Wire.send, stepper.do[Kind.FORWARD]
@@ -71,21 +72,13 @@ def _ran(schedule: str, settings: Settings, build: Any, evaluate: Any) -> Found:
     }
 
 
-def loss_of_one_process() -> float:
-    from mplug.training.assembly import build
-    from mplug.training.evaluation import evaluate
-
-    run = tiny_run({**RUN, "parallel.layout": ""})
-    parts = build(run)
-    return evaluate(run, parts)
-
-
 @pytest.mark.parametrize("schedules", [QUICK, pytest.param(OTHERS, marks=pytest.mark.wide("layouts"))], ids=str)
 def test_evaluation_runs_in_the_order_of_the_table_and_a_step_sends_the_predicted_bytes(
     schedules: tuple[str, ...],
 ) -> None:
     ranks = run_workers(2, ran, schedules, {**RUN, "parallel.layout": "pp2"})
-    expected = loss_of_one_process()
+    alone = tiny_run(RUN)
+    expected = evaluate(alone, build(alone))
     for number, schedule in enumerate(schedules):
         table = proven_table(schedule, Shape(2, STEP))
         for rank, found in enumerate(one[number] for one in ranks):

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gpus import with_nccl
+from layout_runs import difference_of
 from mplug_tp.boundary import boundary
 from mplug_tp.chunked import SequenceCollectives, name_for
 from mplug_tp.peers import Peers
@@ -175,33 +177,21 @@ def test_backward_keeps_only_the_rows_of_this_rank(found: list[dict[Any, Any]]) 
 # Whole runs.
 
 OVERLAP: dict[str, Any] = {"parallel.tp.overlap": True}
-WHOLE = {"parallel.tp.sequence_parallel": False}
-COMPILED = {"trainer.compile": "aot_eager", "memory.recompute.mode": "full"}
-CASES: list[tuple[str, int, dict[str, Any]]] = [
-    ("tp4", 4, {}),
-    ("tp2", 2, WHOLE),
-    ("tp2", 2, COMPILED),
-    ("tp2", 2, {**WHOLE, **COMPILED}),
-    ("tp2", 2, {"model.tie_embeddings": True, "model.bias": True, "model.activation": "swiglu"}),
-    *((f"tp2{other}2", 4, {}) for other in ("pp", "zero", "cp", "dp", "fsdp")),
-    ("tp2zero2", 4, {"parallel.zero.stage": 2}),
-    ("tp2pp2", 4, {"trainer.compile": "aot_eager", **WHOLE}),
+WHOLE, COMPILED = "parallel.tp.sequence_parallel=false", "trainer.compile=aot_eager"
+LAYOUTS = [
+    *("tp4", f"tp2 {WHOLE}", f"tp2 {COMPILED} memory.recompute.mode=full"),
+    *(f"tp2 {WHOLE} {COMPILED} memory.recompute.mode=full", f"tp2pp2 {COMPILED} {WHOLE}"),
+    "tp2 model.tie_embeddings=true model.bias=true model.activation=swiglu",
+    *(f"tp2{other}2" for other in ("pp", "zero", "cp", "dp", "fsdp")),
+    "tp2zero2 parallel.zero.stage=2",
 ]
-
-
-@cache
-def reference(changes: tuple[tuple[str, Any], ...]) -> Trace:
-    """The run of one process."""
-    return run_workers(1, train_steps, dict(changes))[0]
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
 @pytest.mark.wide("layouts")  # the suite has two quick cases (test_tp.py)
-@pytest.mark.parametrize(("layout", "ranks", "changes"), CASES)
-def test_a_run_with_overlap_is_that_of_one_process(layout: str, ranks: int, changes: dict[str, Any]) -> None:
-    found = run_workers(ranks, train_steps, {**OVERLAP, **changes, "parallel.layout": layout})
-    of_model = tuple((name, value) for name, value in changes.items() if name.startswith("model."))
-    assert difference(found, reference(of_model)) == ""
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_with_overlap_is_that_of_one_process(layout: str) -> None:
+    assert difference_of(layout, OVERLAP) == ""
 
 
 # GPUs.
@@ -229,16 +219,6 @@ def test_copies_between_gpus_give_the_results_of_one_process(ranks: int) -> None
         for pairs in of_rank.values():
             for given, wanted in pairs:
                 torch.testing.assert_close(given, wanted, rtol=1e-11, atol=1e-11)
-
-
-def with_nccl() -> None:
-    """Change the worker's process group to one of its GPU's."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    store = dist.distributed_c10d._get_default_store()
-    dist.destroy_process_group()
-    torch.cuda.set_device(rank)
-    prefixed = dist.PrefixStore("nccl", store)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=prefixed, rank=rank, world_size=size)
 
 
 def trained(settings: dict[str, Any]) -> tuple[Trace, str]:

@@ -37,6 +37,7 @@ from mplug_nn.attention import scaled_dot_product
 from mplug_testing import run_workers
 
 B, S, D, HEADS, V = 2, 8, 16, 4, 30
+Part = Callable[[Tensor], Tensor]
 RUN = [
     "model.num_layers=2",
     f"model.hidden_size={D}",
@@ -154,35 +155,38 @@ def test_a_default_kernel_stands_back_only_where_tensor_parallelism_must_be() ->
 # Refusals.
 
 
-def test_a_sequence_that_the_ranks_do_not_divide_is_refused_only_where_it_is_divided() -> None:
-    with pytest.raises(UsageError, match=r"tp=2 does not divide trainer\.seq_length=7; .*sequence_parallel=false"):
-        prepared("trainer.seq_length=7")
+@pytest.mark.parametrize(
+    ("assignments", "said"),
+    [
+        ("parallel.layout=tp2 trainer.seq_length=7", r"tp=2 does not divide trainer\.seq_length=7; .*parallel=false"),
+        ("parallel.layout=tp4 model.ffn_hidden_size=30", "tp=4 does not divide the 30 mlp"),
+        (
+            "parallel.layout=tp4 model.num_attention_heads=12 model.hidden_size=24 model.num_kv_heads=3",
+            "the 3 kv heads",
+        ),
+    ],
+)
+def test_what_the_ranks_do_not_divide_is_refused(assignments: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        build_model(prepared(*assignments.split()))
+
+
+def test_a_sequence_is_refused_only_where_it_is_divided() -> None:
     prepared("trainer.seq_length=7", WITHOUT)
 
 
-@pytest.mark.parametrize(
-    ("layout", "fields", "said"),
-    [
-        ("tp4", ["model.ffn_hidden_size=30"], "tp=4 does not divide the 30 mlp"),
-        ("tp4", ["model.num_attention_heads=12", "model.hidden_size=24", "model.num_kv_heads=3"], "the 3 kv heads"),
-    ],
-)
-def test_what_the_ranks_do_not_divide_is_refused(layout: str, fields: list[str], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        build_model(prepared(*fields, layout=layout))
-
-
 # What the suppliers do, on two ranks.
+
+POSITIONS, TOKENS = torch.arange(S)[None], torch.arange(B * S).view(B, S)
+DROPPED = AttentionSpec(0.5, D // HEADS, D // HEADS, dropout=0.5)
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def on_rank(choice: str) -> tuple[Model, int]:
-    run = prepared(choice)
-    run.rank, run.groups = dist.get_rank(), Groups(dist.get_rank())
-    return build_model(run), run.rank
+def heads() -> list[Tensor]:
+    return [drawn(B, S, HEADS, D // HEADS, seed=seed) for seed in (5, 6, 7)]
 
 
 def own(x: Tensor, rank: int, dim: int = 1) -> Tensor:
@@ -190,82 +194,66 @@ def own(x: Tensor, rank: int, dim: int = 1) -> Tensor:
 
 
 def moved(choice: str) -> dict[str, Tensor]:
-    """What a block's suppliers make of this rank's tensors, which differ from rank to rank."""
-    model, rank = on_rank(choice)
+    """What the suppliers make of this rank's tensors, which differ from rank to rank."""
+    run = prepared(choice)
+    rank = dist.get_rank()
+    run.rank, run.groups = rank, Groups(rank)
+    model = build_model(run)
     block, embedding = model.module.get_submodule("blocks.1"), model.module.get_submodule("embedding")
-    stream, partial_sum = drawn(B, S, D, seed=1), drawn(B, S, D, seed=2 + rank)
-    table, positions = drawn(V, D, seed=4), torch.arange(S)[None]
-    local = own(stream, rank) if choice == WITH else stream
-    return {
-        "gathered": block.attn.qkv.gather(local),
-        "scattered": block.mlp.down.scatter(partial_sum),
-        "tokens": embedding.token.lookup(torch.arange(B * S).view(B, S), own(table, rank, dim=0)),
-        "positions": embedding.position.lookup(positions, table),
-        "rows": embedding.dropout.rows(positions),
-    }
-
-
-@pytest.mark.parametrize("choice", [WITH, WITHOUT])
-def test_the_stream_is_divided_exactly_under_sequence_parallelism(choice: str) -> None:
-    stream, total = drawn(B, S, D, seed=1), drawn(B, S, D, seed=2) + drawn(B, S, D, seed=3)
-    table, positions = drawn(V, D, seed=4), torch.arange(S)[None]
-    for rank, found in enumerate(run_workers(2, moved, choice)):
-        part: Callable[[Tensor], Tensor] = (lambda x, rank=rank: own(x, rank)) if choice == WITH else (lambda x: x)
-        assert torch.equal(found["gathered"], stream)
-        torch.testing.assert_close(found["scattered"], part(total))
-        assert torch.equal(found["tokens"], part(F.embedding(torch.arange(B * S).view(B, S), table)))
-        assert torch.equal(found["positions"], part(F.embedding(positions, table)))
-        assert torch.equal(found["rows"], part(positions))
-
-
-def dropped(choice: str) -> tuple[Tensor, Tensor]:
-    """(what dropout leaves of the stream, what attention with dropout makes of this rank's heads)."""
-    model, rank = on_rank(choice)
-    embedding, core = model.module.get_submodule("embedding"), model.module.get_submodule("blocks.0").attn.core
     embedding.dropout.site = torch.tensor(5)
-    stream, keys, positions = drawn(B, S, D, seed=1), sample_keys(1, 1, torch.arange(B)), torch.arange(S)[None]
-    q, k, v = (own(drawn(B, S, HEADS, D // HEADS, seed=seed), rank, dim=2) for seed in (5, 6, 7))
-    left = embedding.dropout(own(stream, rank) if choice == WITH else stream, keys, positions)
-    spec = AttentionSpec(0.5, D // HEADS, D // HEADS, dropout=0.5)
-    return left, core(q, k, v, spec, AttentionInputs(keys))
-
-
-@pytest.mark.parametrize("choice", [WITH, WITHOUT])
-def test_dropout_drops_what_it_drops_in_one_process(choice: str) -> None:
-    stream, keys, positions = drawn(B, S, D, seed=1), sample_keys(1, 1, torch.arange(B)), torch.arange(S)[None]
-    whole = Dropout(0.5)
-    whole.site = torch.tensor(5)
-    left = whole(stream, keys, positions)
-    q, k, v = (drawn(B, S, HEADS, D // HEADS, seed=seed) for seed in (5, 6, 7))
-    spec = AttentionSpec(0.5, D // HEADS, D // HEADS, dropout=0.5)
-    mixed = scaled_dot_product(q, k, v, spec, AttentionInputs(keys))
-    for rank, (own_left, own_mixed) in enumerate(run_workers(2, dropped, choice)):
-        assert torch.equal(own_left, own(left, rank) if choice == WITH else left)
-        torch.testing.assert_close(own_mixed, own(mixed, rank, dim=2))
-
-
-# Gradients.
-
-
-def slopes(choice: str) -> dict[str, Any]:
-    """Gradients with respect to a rank's input of what comes before and after a pair of parallel linears."""
-    model, rank = on_rank(choice)
-    block = model.module.get_submodule("blocks.0")
-    stream = drawn(B, S, D, seed=1)
-    local = (own(stream, rank) if choice == WITH else stream).clone().requires_grad_()
+    part: Part = (lambda x: own(x, rank)) if choice == WITH else (lambda x: x)
+    keys, local = sample_keys(1, 1, torch.arange(B)), part(drawn(B, S, D, seed=1)).clone().requires_grad_()
     up, down = own(drawn(4 * D, D, seed=8), rank, dim=0), own(drawn(D, 4 * D, seed=9), rank, dim=1)
     y = block.mlp.down.scatter(torch.relu(block.mlp.up.gather(local) @ up.t()) @ down.t())
-    upstream = drawn(B, S, D, seed=10)
-    y.backward(own(upstream, rank) if choice == WITH else upstream)
-    return {"output": y.detach(), "gradient": local.grad}
+    y.backward(part(drawn(B, S, D, seed=10)))
+    found = {
+        "gathered": block.attn.qkv.gather(local),
+        "scattered": block.mlp.down.scatter(drawn(B, S, D, seed=2 + rank)),
+        "tokens": embedding.token.lookup(TOKENS, own(drawn(V, D, seed=4), rank, dim=0)),
+        "positions": embedding.position.lookup(POSITIONS, drawn(V, D, seed=4)),
+        "rows": embedding.dropout.rows(POSITIONS),
+        "dropout": embedding.dropout(local, keys, POSITIONS),
+        "attention": block.attn.core(*(own(x, rank, dim=2) for x in heads()), DROPPED, AttentionInputs(keys)),
+        "an mlp": y,
+        "the gradient of an mlp": local.grad,
+    }
+    return {name: x.detach() for name, x in found.items()}
+
+
+def whole() -> dict[str, Tensor]:
+    """The same in one process."""
+    dropout, keys, stream = Dropout(0.5), sample_keys(1, 1, torch.arange(B)), drawn(B, S, D, seed=1).requires_grad_()
+    dropout.site = torch.tensor(5)
+    y = torch.relu(stream @ drawn(4 * D, D, seed=8).t()) @ drawn(D, 4 * D, seed=9).t()
+    y.backward(drawn(B, S, D, seed=10))
+    found = {
+        "scattered": drawn(B, S, D, seed=2) + drawn(B, S, D, seed=3),
+        "tokens": F.embedding(TOKENS, drawn(V, D, seed=4)),
+        "positions": F.embedding(POSITIONS, drawn(V, D, seed=4)),
+        "rows": POSITIONS,
+        "dropout": dropout(stream, keys, POSITIONS),
+        "an mlp": y,
+        "the gradient of an mlp": stream.grad,
+        "gathered": stream,
+        "attention": scaled_dot_product(*heads(), DROPPED, AttentionInputs(keys)),
+    }
+    return {name: x.detach() for name, x in found.items()}
+
+
+SUMMED = {
+    **dict.fromkeys(("scattered", "attention"), (1.3e-6, 1e-5)),
+    **dict.fromkeys(("an mlp", "the gradient of an mlp"), (1e-4, 1e-3)),
+}
+"""Relative and absolute tolerances; everything else is exact."""
 
 
 @pytest.mark.parametrize("choice", [WITH, WITHOUT])
-def test_the_suppliers_around_an_mlp_give_the_gradients_of_the_whole_one(choice: str) -> None:
-    x = drawn(B, S, D, seed=1).double().requires_grad_()
-    y = torch.relu(x @ drawn(4 * D, D, seed=8).double().t()) @ drawn(D, 4 * D, seed=9).double().t()
-    y.backward(drawn(B, S, D, seed=10).double())
-    for rank, found in enumerate(run_workers(2, slopes, choice)):
-        for given, wanted in ((found["output"], y.detach()), (found["gradient"], x.grad)):
-            part = own(wanted, rank) if choice == WITH else wanted
-            torch.testing.assert_close(given.double(), part, rtol=1e-4, atol=1e-3)
+def test_the_stream_is_divided_under_sequence_parallelism_and_all_is_as_in_one_process(choice: str) -> None:
+    for rank, found in enumerate(run_workers(2, moved, choice)):
+        for name, expected in whole().items():
+            if name == "attention":
+                expected = own(expected, rank, dim=2)
+            elif name != "gathered" and choice == WITH:
+                expected = own(expected, rank)
+            rtol, atol = SUMMED.get(name, (0, 0))
+            assert torch.allclose(found[name], expected, rtol, atol), name

@@ -1,6 +1,5 @@
 """Who owns what: arithmetic without processes."""
 
-import json
 import math
 from collections import Counter
 from functools import cache
@@ -12,16 +11,17 @@ import tiny_models
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layout_runs import under
 from mplug_zero.layout import ALIGNED, Item, in_buckets, in_matrices, in_ranges, owners
 
-from mplug import Axis, Init, Mesh, Parameter, Piece, Run, Sharding, UsageError, contiguous, hookimpl
+from mplug import Axis, Init, Mesh, Parameter, Piece, Sharding, UsageError, contiguous, hookimpl
 from mplug.gradients.region import region
 from mplug.layout.ownership import Bucket, ShardedPlacement, Stretch
 from mplug.layout.placement import Placement
 from mplug.model.build import build_model
 from mplug.registry.hooks import Hooks
 from mplug.run.prepare import prepare
-from mplug_testing.harness import tiny_config
+from mplug_testing.harness import tiny_config, tiny_run
 from mplug_testing.layouts import require_exact_cover
 
 SIZES = st.lists(st.integers(1, 5000), min_size=1, max_size=12)
@@ -78,7 +78,6 @@ def test_what_is_alone_and_what_other_ranks_share_lies_in_buckets_of_its_own() -
 def test_matrices_stay_whole_in_one_stretch_a_rank_and_are_balanced(parts: list[list[int]], ranks: int) -> None:
     named = {f"p{number}": tuple(one) for number, one in enumerate(parts)}
     given_to = owners(named, ranks)
-    loads = Counter[int]()
     for name, one in named.items():
         stretches, edges = given_to[name], {sum(one[:n]) for n in range(len(one) + 1)}
         assert [e for s in stretches for e in (s.start, s.stop)] == sorted(
@@ -89,13 +88,13 @@ def test_matrices_stay_whole_in_one_stretch_a_rank_and_are_balanced(parts: list[
         assert all(before.stop == after.start for before, after in pairwise(stretches))
         assert {edge for s in stretches for edge in (s.start, s.stop)} <= edges
         assert len({s.owner for s in stretches}) == len(stretches)
-        for stretch in stretches:
-            loads[stretch.owner] += stretch.length
     # When a part finds its owner, at most the owners of the other parts of its tensor are out of the question, and of
     # the others it gets the one with the smallest load.
     most = max(map(len, parts))
     largest = max(part for one in named.values() for part in one)
-    assert max(loads.values()) <= sum(map(sum, parts)) / max(1, ranks - most + 1) + largest + _rest(named, ranks)
+    assert max(loads_of(given_to).values()) <= sum(map(sum, parts)) / max(1, ranks - most + 1) + largest + _rest(
+        named, ranks
+    )
 
 
 def _rest(named: dict[str, tuple[int, ...]], ranks: int) -> int:
@@ -146,12 +145,16 @@ def test_the_second_half_of_the_rows_is_kept_from_the_first_row_of_its_owner_on(
 
 
 def test_alike_matrices_are_divided_evenly() -> None:
-    given_to = owners({f"p{number}": (100, 50, 50) for number in range(8)}, 4)
-    loads = Counter[int]()
-    for stretches in given_to.values():
-        for stretch in stretches:
-            loads[stretch.owner] += stretch.length
+    loads = loads_of(owners({f"p{number}": (100, 50, 50) for number in range(8)}, 4))
     assert loads == dict.fromkeys(range(4), 400)
+
+
+def loads_of(given_to: dict[str, Any]) -> Counter[int]:
+    """The elements of each owner."""
+    loads = Counter[int]()
+    for stretch in (stretch for stretches in given_to.values() for stretch in stretches):
+        loads[stretch.owner] += stretch.length
+    return loads
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -160,11 +163,7 @@ def test_the_matrices_of_a_transformer_are_divided_within_a_tenth_of_the_average
     for number in range(12):
         named |= {f"{number}.qkv": (dim * dim,) * 3, f"{number}.out": (dim * dim,)}
         named |= {f"{number}.up": (4 * dim * dim,) * 2, f"{number}.down": (4 * dim * dim,)}
-    loads = Counter[int]()
-    for stretches in owners(named, ranks).values():
-        for stretch in stretches:
-            loads[stretch.owner] += stretch.length
-    assert max(loads.values()) <= 1.1 * sum(map(sum, named.values())) / ranks
+    assert max(loads_of(owners(named, ranks)).values()) <= 1.1 * sum(map(sum, named.values())) / ranks
 
 
 def test_buckets_of_other_ranks_are_left_alone() -> None:
@@ -177,14 +176,10 @@ def test_buckets_of_other_ranks_are_left_alone() -> None:
 # Placements.
 
 
-def placements(changes: dict[str, Any]) -> tuple[dict[str, Placement], dict[int, dict[str, ShardedPlacement]]]:
-    """Those of the whole model, and what every rank says of the parts of what it has."""
-    return _placements(json.dumps(changes))
-
-
 @cache
-def _placements(changes: str) -> tuple[dict[str, Placement], dict[int, dict[str, ShardedPlacement]]]:
-    run = prepare(tiny_config(json.loads(changes)))
+def placements(layout: str) -> tuple[dict[str, Placement], dict[int, dict[str, ShardedPlacement]]]:
+    """Those of the whole model, and what every rank says of the parts of what it has."""
+    run = tiny_run(under(layout, EXPERTS if "ep" in layout.split()[0] else {}))
     found = {}
     for rank in range(run.mesh.world_size):
         run.rank = rank
@@ -195,22 +190,22 @@ def _placements(changes: str) -> tuple[dict[str, Placement], dict[int, dict[str,
 
 
 EXPERTS: dict[str, Any] = {**tiny_models.EXPERTS, "model.vocab_size": 320}
-CASES: list[dict[str, Any]] = [
-    {"parallel.layout": "zero4"},
-    {"parallel.layout": "zero3", "trainer.global_batch_size": 6},
-    {"parallel.layout": "tp2zero2", "model.tie_embeddings": True},
-    {"parallel.layout": "tp4zero2", "model.num_kv_heads": 2},
-    {"parallel.layout": "dp2zero2pp2", "model.tie_embeddings": True},
-    {"parallel.layout": "zero4ep2", **EXPERTS},
-    {"parallel.layout": "dp2zero2ep2etp2", **EXPERTS},
-    {"parallel.layout": "zero4", "optimizer.name": "muon"},
-    {"parallel.layout": "zero2pp2", "optimizer.name": "muon", "model.tie_embeddings": True},
+CASES = [
+    "zero4",
+    "zero3 trainer.global_batch_size=6",
+    "tp2zero2 model.tie_embeddings=true",
+    "tp4zero2 model.num_kv_heads=2",
+    "dp2zero2pp2 model.tie_embeddings=true",
+    "zero4ep2",
+    "dp2zero2ep2etp2",
+    "zero4 optimizer.name=muon",
+    "zero2pp2 optimizer.name=muon model.tie_embeddings=true",
 ]
 
 
-@pytest.mark.parametrize("changes", CASES, ids=str)
-def test_the_parts_of_all_ranks_are_every_parameter_once_and_holders_know_each_other(changes: dict[str, Any]) -> None:
-    whole, found = placements({"parallel.zero.bucket_mib": 0.02, **changes})
+@pytest.mark.parametrize("layout", CASES)
+def test_the_parts_of_all_ranks_are_every_parameter_once_and_holders_know_each_other(layout: str) -> None:
+    whole, found = placements(f"{layout} parallel.zero.bucket_mib=0.02")
     for name, placement in whole.items():
         said = [found[rank][name] for rank in found if name in found[rank]]
         if not said:
@@ -223,21 +218,17 @@ def test_the_parts_of_all_ranks_are_every_parameter_once_and_holders_know_each_o
         assert placement.numel == said[0].numel
 
 
-@pytest.mark.parametrize("changes", CASES, ids=str)
-def test_the_boxes_of_a_part_are_the_elements_that_lie_in_its_stretch_of_the_local_tensor(
-    changes: dict[str, Any],
-) -> None:
-    _, found = placements({"parallel.zero.bucket_mib": 0.02, **changes})
+@pytest.mark.parametrize("layout", CASES)
+def test_the_boxes_of_a_part_are_the_elements_that_lie_in_its_stretch_of_the_local_tensor(layout: str) -> None:
+    _, found = placements(f"{layout} parallel.zero.bucket_mib=0.02")
     for rank, placed in found.items():
         for sharded in placed.values():
             numbers = torch.arange(float(sharded.numel)).view(sharded.shape) + 1
-            local = torch.zeros(sharded.whole.local_shape(rank))
-            for box in sharded.whole.boxes(rank):
-                region(local, box).copy_(_at(numbers, box))
+            local, part = torch.zeros(sharded.whole.local_shape(rank)), torch.zeros(sharded.local_shape(rank))
+            for tensor, boxes in ((local, sharded.whole.boxes(rank)), (part, sharded.boxes(rank))):
+                for box in boxes:
+                    region(tensor, box).copy_(_at(numbers, box))
             start, stop = sharded.part(rank)
-            part = torch.zeros(sharded.local_shape(rank))
-            for box in sharded.boxes(rank):
-                region(part, box).copy_(_at(numbers, box))
             assert torch.equal(part.flatten(), local.flatten()[start:stop])
 
 
@@ -246,14 +237,14 @@ def _at(tensor: torch.Tensor, box: Any) -> torch.Tensor:
 
 
 def test_a_part_of_two_dimensions_in_one_segment_is_at_most_three_boxes() -> None:
-    whole, found = placements({"parallel.layout": "zero4"})
+    whole, found = placements("zero4")
     for name, placement in whole.items():
         segments = math.prod(len(dim) for dim in placement.dims)
         assert all(len(found[rank][name].boxes(rank)) <= 2 + segments for rank in found)
 
 
 def test_muon_owns_about_as_much_on_every_rank() -> None:
-    _, found = placements({"parallel.layout": "zero4", "optimizer.name": "muon", "model.num_layers": 8})
+    _, found = placements("zero4 optimizer.name=muon model.num_layers=8")
     loads = [
         sum(stop - start for one in placed.values() for start, stop in [one.part(rank)])
         for rank, placed in found.items()
@@ -277,22 +268,14 @@ class Rows:
         return {}
 
 
-def with_rows(layout: str) -> Run:
-    """A run with the optimizer `Rows`."""
-    run = prepare(tiny_config({"parallel.layout": layout}))
-    plugins = {label: plugin for label, plugin in run.hooks.plugins.items() if not label.startswith("optimizers/")}
-    run.hooks = Hooks({**plugins, "optimizers/rows": Rows()})
-    return run
-
-
-def test_zero_over_one_rank_accepts_an_optimizer_with_other_needs() -> None:
-    assert build_model(with_rows("zero1")).sharding is None
-
-
-def test_an_optimizer_with_other_needs_is_refused_before_launch() -> None:
-    run = with_rows("zero2")
+def test_an_optimizer_with_other_needs_is_accepted_on_one_rank_and_refused_before_launch_on_two() -> None:
+    one, two = (tiny_run({"parallel.layout": layout}) for layout in ("zero1", "zero2"))
+    for run in (one, two):
+        plugins = {label: own for label, own in run.hooks.plugins.items() if not label.startswith("optimizers/")}
+        run.hooks = Hooks({**plugins, "optimizers/rows": Rows()})
+    assert build_model(one).sharding is None
     with pytest.raises(UsageError, match=r"optimizers/rows needs 'rows' of parameters, and zero=2 .* without zero"):
-        build_model(run)
+        build_model(two)
 
 
 def test_what_one_rank_owns_alone_is_no_even_division() -> None:

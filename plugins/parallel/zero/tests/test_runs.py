@@ -3,8 +3,11 @@
 from typing import Any
 
 import pytest
+from mplug_zero.sums import Lane, Sums
 
 from mplug import UsageError
+from mplug.gradients.owned_memory import Shard
+from mplug.training.assembly import build
 from mplug_testing import run_workers
 from mplug_testing.harness import Trace, difference, tiny_config, tiny_run, train_steps, weights_off
 
@@ -15,20 +18,11 @@ def settings(layout: str, **changes: Any) -> dict[str, Any]:
     return {**SMALL, "parallel.layout": layout, **{name.replace("__", "."): value for name, value in changes.items()}}
 
 
-def trained(changes: dict[str, Any]) -> Trace:
-    """Be one rank of a run."""
-    return train_steps(changes)
-
-
 # Event order.
 
 
 def events(changes: dict[str, Any], num_steps: int) -> list[list[str]]:
     """Be one rank: of every step, when buckets are begun and ended, and when backward passes the first block."""
-    from mplug_zero.sums import Lane, Sums
-
-    from mplug.training.assembly import build
-
     told: list[str] = []
     begin, end = Sums.begin, Sums.end
 
@@ -83,9 +77,6 @@ def test_without_overlap_nothing_travels_while_backward_computes(stage: int) -> 
 
 def memory(changes: dict[str, Any]) -> tuple[int, int, int]:
     """Be one rank: the most buckets that had gradients at once in a step, those of them after it, and all buckets."""
-    from mplug.gradients.owned_memory import Shard
-    from mplug.training.assembly import build
-
     present: set[int] = set()
     most: list[int] = []
     materialize, release = Shard.materialize, Shard.release
@@ -116,62 +107,38 @@ def test_in_stage_2_only_buckets_in_flight_have_memory() -> None:
 # Bits.
 
 
-def same(one: list[Trace], other: list[Trace]) -> bool:
-    """Whether two runs are the same to the bit."""
-    return not any(difference([mine], theirs, tolerance=0.0) for mine, theirs in _wholes(one, other)) and not any(
-        weights_off([mine], theirs, tolerance=0.0) for mine, theirs in _wholes(one, other)
-    )
-
-
-def _wholes(one: list[Trace], other: list[Trace]) -> list[tuple[Trace, Trace]]:
-    return [(_whole(one), _whole(other))]
-
-
-def _whole(traces: list[Trace]) -> Trace:
-    """All ranks' boxes as one process's."""
-    first = traces[0]
-    joined = Trace(first.losses, first.norms, shapes=first.shapes, val_loss=first.val_loss)
-    joined.initial, joined.weights = (_joined([getattr(t, kind) for t in traces]) for kind in ("initial", "weights"))
-    joined.gradients = [_joined([t.gradients[step] for t in traces]) for step in range(len(first.gradients))]
-    return joined
-
-
-def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    return {name: [box for part in parts for box in part.get(name, [])] for part in parts for name in part}
+def trained(**changes: Any) -> list[Trace]:
+    return run_workers(2, train_steps, settings("zero2", **changes))
 
 
 @pytest.fixture(scope="module")
-def replicated() -> list[Trace]:
-    """Two replicas."""
-    return run_workers(2, trained, settings("dp2"))
+def replicas() -> Trace:
+    """One of two replicas, which has everything."""
+    return run_workers(2, train_steps, settings("dp2"))[0]
 
 
-def test_stage_1_on_two_ranks_is_replicas_to_the_bit_but_for_the_norm(replicated: list[Trace]) -> None:
+def test_stage_1_on_two_ranks_is_replicas_to_the_bit_but_for_the_norm() -> None:
     """Two terms have one order of summing. Squares for the norm are added up rank by rank, so no clipping here."""
-    unclipped = {"trainer__max_grad_norm": 0.0}
-    one = _whole(run_workers(2, trained, settings("dp2", **unclipped)))
-    other = _whole(run_workers(2, trained, settings("zero2", **unclipped)))
-    assert other.losses == one.losses
-    assert other.norms == pytest.approx(one.norms, rel=1e-6)
-    other.norms = one.norms
-    assert difference([other], one, tolerance=0.0) == ""
-    assert weights_off([other], one, tolerance=0.0) == ""
+    one = run_workers(2, train_steps, settings("dp2", trainer__max_grad_norm=0.0))[0]
+    found = trained(trainer__max_grad_norm=0.0)
+    for trace in found:
+        assert trace.losses == one.losses
+        assert trace.norms == pytest.approx(one.norms, rel=1e-6)
+        trace.norms = one.norms
+    assert difference(found, one, tolerance=0.0) == weights_off(found, one, tolerance=0.0) == ""
+
+
+def bits(traces: list[Trace]) -> list[Any]:
+    """What the ranks of a run have seen, as plain values."""
+    held = [[trace.initial, trace.weights, *trace.gradients] for trace in traces]
+    values = [{n: [(s, x.tolist()) for s, x in boxes] for n, boxes in one.items()} for parts in held for one in parts]
+    return [[(trace.losses, trace.norms, trace.val_loss) for trace in traces], values]
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_overlap_changes_no_bit(stage: int) -> None:
-    one, other = (
-        run_workers(2, trained, settings("zero2", parallel__zero__stage=stage, parallel__zero__overlap=overlap))
-        for overlap in (True, False)
-    )
-    assert same(one, other)
-
-
-@pytest.mark.wide("precision")
-def test_gradients_that_travel_in_fp16_are_nearer_to_those_of_fp32(replicated: list[Trace]) -> None:
-    found = run_workers(2, trained, settings("zero2", parallel__zero__reduce_dtype="fp16"))
-    assert difference(found, _whole(replicated), tolerance=0.003) == ""
-    assert difference(found, _whole(replicated)) != ""
+    one, other = (trained(parallel__zero__stage=stage, parallel__zero__overlap=overlap) for overlap in (True, False))
+    assert bits(one) == bits(other)
 
 
 def test_a_format_in_which_gradients_are_not_summed_is_refused() -> None:
@@ -179,8 +146,12 @@ def test_a_format_in_which_gradients_are_not_summed_is_refused() -> None:
         tiny_config({"parallel.layout": "zero2", "parallel.zero.reduce_dtype": "bf61"})
 
 
-def test_gradients_that_travel_in_bf16_are_those_of_fp32_to_its_precision(replicated: list[Trace]) -> None:
-    found = run_workers(2, trained, settings("zero2", parallel__zero__reduce_dtype="bf16"))
-    reference = _whole(replicated)
-    assert difference(found, reference, tolerance=0.02) == ""
-    assert difference(found, reference) != ""
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("bf16", 0.02), pytest.param("fp16", 0.003, marks=pytest.mark.wide("precision"))]
+)
+def test_gradients_that_travel_in_16_bits_are_those_of_fp32_to_their_precision(
+    replicas: Trace, dtype: str, tolerance: float
+) -> None:
+    found = trained(parallel__zero__reduce_dtype=dtype)
+    assert difference(found, replicas, tolerance) == ""
+    assert difference(found, replicas) != ""

@@ -11,9 +11,7 @@ from mplug_testing import ModelSuite
 
 class TestLento(ModelSuite):
     plugin = "lento"
-    settings = {
-        "model": {"name": "lento", "num_layers": 3, "hidden_size": 32, "state_size": 24, "vocab_size": 259},
-    }
+    settings = {"model": {"name": "lento", "num_layers": 3, "hidden_size": 32, "state_size": 24, "vocab_size": 259}}
     layouts = ("", "tp2", "pp2", "zero2", "fsdp2", "pp2tp2")
 
     def reference(self, weights: Any, batch: Any, config: Any) -> Tensor:

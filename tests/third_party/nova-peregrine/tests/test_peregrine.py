@@ -1,9 +1,8 @@
-"""Peregrine keeps the contract of models, computes what the paper says, and has the paper's sizes."""
+"""Peregrine keeps the contract of models, and computes what the paper says."""
 
 import math
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -83,25 +82,3 @@ def decode(w: Weights, tokens: Tensor, groups: int, tied: bool) -> Tensor:
         x = x + mixed + torch.einsum("bsi,oi->bso", swiglu(h, w, name), leave[:, 32:])
     out = w["embedding.weight"] if tied else w["readout.project.weight"]
     return torch.einsum("bsd,vd->bsv", layer_norm(x, w["readout.norm.weight"]), out)
-
-
-@pytest.mark.parametrize(
-    ("suite", "groups", "tied"),
-    [(TestPeregrine, 2, False), (TestPeregrineWithTiedEmbeddingsAndOneKVHead, 1, True)],
-)
-def test_logits_and_all_gradients_are_those_of_the_paper(suite: type[ModelSuite], groups: int, tied: bool) -> None:
-    trial = suite().trial()
-    trial.shake()
-    batch = trial.batches[0]
-    weights = {name: p.detach().double().requires_grad_() for name, p in trial.model.parameters().items()}
-    logits = decode(weights, batch["tokens"], groups, tied)
-    torch.testing.assert_close(trial.logits(batch).double(), logits, rtol=1e-3, atol=1e-4)
-    logs, labels = torch.log_softmax(logits, -1), batch["labels"]
-    picked = logs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    (-picked * (labels >= 0)).sum().backward()
-    for name, gradient in trial.gradients([batch]).items():
-        right: Any = weights[name].grad
-        assert float((gradient - right).norm()) < 1e-4 * float(right.norm()), name
-
-
-# The plan.

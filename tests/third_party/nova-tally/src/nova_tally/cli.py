@@ -51,12 +51,7 @@ def table(tallies: list[Tally]) -> str:
     rows = list(tallies)
     if len(rows) > 1:
         rows.append(Tally("all", *(sum(getattr(one, field) for one in rows) for field in ("steps", "tokens", "hours"))))
-    cells = [(one.name, f"{one.steps:,}", f"{one.tokens:,}", f"{one.hours:,.2f}") for one in rows]
-    lines = [("RUN", "STEPS", "TOKENS", "HOURS"), *cells]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            [name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True))]
-        )
-        for name, *numbers in lines
-    )
+    width = max(len(one.name) for one in rows)
+    lines = [f"{'RUN':{width}}  {'STEPS':>7}  {'TOKENS':>15}  {'HOURS':>8}"]
+    lines += [f"{one.name:{width}}  {one.steps:7,}  {one.tokens:15,}  {one.hours:8,.2f}" for one in rows]
+    return "\n".join(lines)

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -125,10 +124,28 @@ def optimizer(pieces: list[Piece], **config: float) -> Optimizer:
     return OnePassAdamW(pieces, AdamW.Config(**config))
 
 
-def step(held: Held, of: Optimizer, number: int, given: StepScalars, factor: float = 1.0) -> None:
+STEPS = [  # lr, weight decay, scale
+    (1e-2, 0.1, 1.0),
+    (2e-2, 0.1, 0.25),
+    (5e-3, 0.0, 4.0),
+    (0.0, 0.5, 1.0),
+    (1e-1, 0.3, 1e-3),
+    (3e-4, 0.2, 10.0),
+]
+
+
+def give(held: Held, number: int, factor: float = 1.0) -> None:
+    """Write the gradients of a step."""
     for index, piece in enumerate(held.pieces):
         piece.gradient.copy_(drawn(piece.gradient.numel(), index, 100 + number)).mul_(factor)
-    of.step(given)
+
+
+def stepped(held: Held, of: Optimizer, numbers: range = range(len(STEPS))) -> Optimizer:
+    """The optimizer after steps of `STEPS`."""
+    for number in numbers:
+        give(held, number)
+        of.step(scalars(*STEPS[number]))
+    return of
 
 
 def tensors(held: Held, of: Optimizer) -> dict[str, Tensor]:
@@ -138,20 +155,6 @@ def tensors(held: Held, of: Optimizer) -> dict[str, Tensor]:
         found |= {f"{piece.name}/master": piece.master}
         found |= {} if piece.weight is None else {f"{piece.name}/weight": piece.weight}
     return found
-
-
-def copies(held: Held, of: Optimizer) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors(held, of).items()}
-
-
-STEPS = [  # lr, weight decay, scale
-    (1e-2, 0.1, 1.0),
-    (2e-2, 0.1, 0.25),
-    (5e-3, 0.0, 4.0),
-    (0.0, 0.5, 1.0),
-    (1e-1, 0.3, 1e-3),
-    (3e-4, 0.2, 10.0),
-]
 
 
 class InFp64:
@@ -182,16 +185,18 @@ class InFp64:
 @of_kernel
 @pytest.mark.parametrize("config", [{}, {"beta1": 0.5, "beta2": 0.999, "eps": 1e-3}, {"beta1": 0.0, "eps": 1e-6}])
 def test_updates_are_those_of_torch_in_fp64_for_any_size_and_address(config: dict[str, float]) -> None:
+    """And weights are the rounded masters."""
     held = Held()
     exact, of = InFp64(held.pieces, AdamW.Config(**config)), optimizer(held.pieces, **config)
-    for number, (lr, decay, scale) in enumerate(STEPS):
-        for index, piece in enumerate(held.pieces):
-            piece.gradient.copy_(drawn(piece.gradient.numel(), index, 100 + number))
-        exact.step(lr, decay, scale)
-        of.step(scalars(lr, decay, scale))
+    assert of.one_pass
+    for number, given in enumerate(STEPS):
+        give(held, number)
+        exact.step(*given)
+        of.step(scalars(*given))
         for piece in held.pieces:
             right, state = exact.weights[piece.name], of.state(piece)
             torch.testing.assert_close(piece.master.double().cpu(), right.data, rtol=2e-6, atol=1e-6)
+            assert piece.weight is None or torch.equal(piece.weight, in_bf16(piece.master))
             assert float(state["step"]) == number + 1
             for name, allowed in (("exp_avg", 1e-6), ("exp_avg_sq", 1e-7)):
                 moment = exact.torch.state[right][name]
@@ -203,24 +208,29 @@ def test_updates_are_those_of_torch_in_fp64_for_any_size_and_address(config: dic
 def test_gradients_in_bf16_give_the_bits_of_the_same_ones_in_fp32() -> None:
     rounded, whole = Held(torch.bfloat16), Held()
     one, other = optimizer(rounded.pieces), optimizer(whole.pieces)
-    for number, (lr, decay, scale) in enumerate(STEPS):
-        for index, (mine, theirs) in enumerate(zip(rounded.pieces, whole.pieces, strict=True)):
-            mine.gradient.copy_(drawn(mine.gradient.numel(), index, 100 + number))
+    for number, given in enumerate(STEPS):
+        give(rounded, number)
+        for mine, theirs in zip(rounded.pieces, whole.pieces, strict=True):
             theirs.gradient.copy_(mine.gradient)
-        one.step(scalars(lr, decay, scale))
-        other.step(scalars(lr, decay, scale))
+        one.step(scalars(*given))
+        other.step(scalars(*given))
     expected = tensors(whole, other)
     assert [name for name, tensor in tensors(rounded, one).items() if not torch.equal(tensor, expected[name])] == []
     rounded.assert_guards_are_whole()
 
 
 @of_kernel
-def test_state_is_within_a_millionth_of_torchs_fused_implementation() -> None:
+@pytest.mark.parametrize("before", [0, 2])
+def test_state_is_within_a_millionth_of_torchs_fused_implementation_and_continues_its(before: int) -> None:
     mine, theirs = Held(), Held()
-    of, fused = optimizer(mine.pieces), FusedAdamW(theirs.pieces, AdamW.Config())
-    for number, (lr, decay, scale) in enumerate(STEPS):
-        step(mine, of, number, scalars(lr, decay, scale))
-        step(theirs, fused, number, replace(scalars(lr, decay, scale), weight_decay=decay))
+    fused = stepped(theirs, FusedAdamW(theirs.pieces, AdamW.Config()), range(before))
+    of = optimizer(mine.pieces)
+    for piece, other in zip(mine.pieces, theirs.pieces, strict=True):
+        piece.master.copy_(other.master)
+        for name, tensor in of.state(piece).items():
+            tensor.copy_(fused.state(other)[name])
+    for held, one in ((mine, of), (theirs, fused)):
+        stepped(held, one, range(before, len(STEPS)))
     expected = tensors(theirs, fused)
     for name, tensor in tensors(mine, of).items():
         if not name.endswith("/weight"):  # which torch leaves to the host
@@ -229,25 +239,13 @@ def test_state_is_within_a_millionth_of_torchs_fused_implementation() -> None:
 
 
 @of_kernel
-def test_weights_are_the_rounded_masters() -> None:
-    held = Held()
-    of = optimizer(held.pieces)
-    assert of.one_pass
-    for number in range(3):
-        step(held, of, number, scalars(1e-2, 0.1, 0.5))
-        for piece in held.pieces:
-            assert piece.weight is None or torch.equal(piece.weight, in_bf16(piece.master))
-    held.assert_guards_are_whole()
-
-
-@of_kernel
 @pytest.mark.parametrize("factor", [1.0, float("nan"), float("inf")])
 def test_a_skipped_step_changes_no_bit(factor: float) -> None:
     held = Held()
-    of = optimizer(held.pieces)
-    step(held, of, 0, scalars(1e-2, 0.1, 1.0))
-    before = copies(held, of)
-    step(held, of, 1, scalars(1e-2, 0.1, factor, skip=True), factor)
+    of = stepped(held, optimizer(held.pieces), range(1))
+    before = {name: tensor.clone() for name, tensor in tensors(held, of).items()}
+    give(held, 1, factor)
+    of.step(scalars(1e-2, 0.1, factor, skip=True))
     assert [name for name, tensor in tensors(held, of).items() if not torch.equal(tensor, before[name])] == []
     held.assert_guards_are_whole()
 
@@ -268,9 +266,8 @@ def test_bias_corrections_are_exact_to_fp32_over_a_hundred_thousand_steps() -> N
 def test_steps_neither_compile_again_nor_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
-    held = Held()
-    of, compiled = optimizer(held.pieces), []
-    step(held, of, 0, scalars(1e-2, 0.1, 1.0))
+    held, compiled = Held(), []
+    of = stepped(held, optimizer(held.pieces), range(1))
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **told: compiled.append(told))
     given = [scalars(lr, decay, scale, skip) for lr, decay, scale, skip in ((0.0, 0, 1.0, False), (1.0, 1, 2.0, True))]
     with never_waiting():

@@ -161,39 +161,26 @@ def test_packed_heads_are_for_the_fourth_version_and_for_rows_whose_beginnings_a
     assert not packed.serves(AttentionSpec(0.3, 12, 12))
 
 
+@pytest.mark.parametrize("gives_sums", [False, True])
 @pytest.mark.parametrize(("version", "module"), [(3, "flash_attn_interface"), (2, "flash_attn")])
-def test_older_versions_are_told_where_documents_begin(
-    monkeypatch: pytest.MonkeyPatch, version: int, module: str
+def test_older_versions_are_called_with_a_causal_mask_no_window_and_where_documents_begin(
+    monkeypatch: pytest.MonkeyPatch, version: int, module: str, gives_sums: bool
 ) -> None:
     heard: list[tuple[Any, ...]] = []
 
-    def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, *where: Any, **named: Any) -> Tensor:
-        heard.append((q.shape, k.shape, *where, named["causal"]))
-        return q
-
-    monkeypatch.setitem(sys.modules, module, SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
-    packed, lengths = drawn(2, 5, 8, 8), torch.tensor([[2, 3, 0], [1, 1, 3]])
-    q, k, v = packed.split((4, 2, 2), dim=2)
-    assert torch.equal(core(version, False)(q, k, v, replace(SPEC, documents=True), AttentionInputs(None, lengths)), q)
-    of_q, of_k, begins, same, *longest = heard[0]
-    assert (of_q, of_k, longest) == ((10, 4, 8), (10, 2, 8), [5, 5, True])
-    assert begins is same
-    assert begins.tolist() == [0, 2, 5, 5, 6, 7, 10]
-
-
-@pytest.mark.parametrize(("version", "module"), [(3, "flash_attn_interface"), (2, "flash_attn")])
-@pytest.mark.parametrize("gives_sums", [False, True])
-def test_older_versions_are_called_with_a_causal_mask_and_no_window(
-    monkeypatch: pytest.MonkeyPatch, version: int, module: str, gives_sums: bool
-) -> None:
-    heard: list[dict[str, Any]] = []
-
-    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **named: Any) -> Any:
-        heard.append(named)
+    def called(q: Tensor, k: Tensor, v: Tensor, *where: Any, **named: Any) -> Any:
+        heard.append((q.shape, k.shape, where, named))
         return (q, q) if gives_sums else q
 
-    monkeypatch.setitem(sys.modules, module, SimpleNamespace(flash_attn_func=flash_attn_func))
-    q = drawn(2, 5, 4, 8)
-    assert core(version, True)(q, q, q, replace(SPEC, dropout=0.25), AttentionInputs()) is q
+    functions = SimpleNamespace(flash_attn_func=called, flash_attn_varlen_func=called)
+    monkeypatch.setitem(sys.modules, module, functions)
+    q, k, v = drawn(2, 5, 8, 8).split((4, 2, 2), dim=2)
+    assert torch.equal(core(version, True)(q, k, v, replace(SPEC, dropout=0.25), AttentionInputs()), q)
+    inputs = AttentionInputs(None, torch.tensor([[2, 3, 0], [1, 1, 3]]))
+    assert torch.equal(core(version, False)(q, k, v, replace(SPEC, documents=True), inputs), q)
     dropout = {"dropout_p": 0.25} if version == 2 else {}
-    assert heard == [{"softmax_scale": 0.3, "causal": True, "deterministic": True, **dropout}]
+    assert heard[0][2:] == ((), {"softmax_scale": 0.3, "causal": True, "deterministic": True, **dropout})
+    of_q, of_k, (begins, same, *longest), named = heard[1]
+    assert (of_q, of_k, longest, named["causal"]) == ((10, 4, 8), (10, 2, 8), [5, 5], True)
+    assert begins is same
+    assert begins.tolist() == [0, 2, 5, 5, 6, 7, 10]

@@ -4,11 +4,7 @@ The kernels run on a GPU, or on a CPU in Triton's interpreter (TRITON_INTERPRET=
 """
 
 import math
-import os
-import subprocess
-import sys
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +16,28 @@ from mplug_fp8.grouped import RowwiseGroups
 from mplug_fp8.products import Blockwise, Delayed, Rowwise, Tensorwise
 from mplug_fp8.recipes import Options
 from torch import Tensor
-from triton_kernels import DEVICE, INTERPRETED, assert_bits, runs, torchs_rounding
+from triton_kernels import (
+    DEVICE,
+    INTERPRETED,
+    assert_bits,
+    assert_interpreted,
+    outside_of_the_interpreter,
+    runs,
+    torchs_rounding,
+)
 
 from mplug_nn import Narrow, Operand, Sink
 
 __all__ = ["torchs_rounding"]
 SHAPES = [(48, 64), (37, 160), (1, 16), (16, 32)] if INTERPRETED else [(48, 64), (1000, 2064), (4096, 2048), (1, 16)]
 LINES = [(150, 256), (128, 128)] if INTERPRETED else [(150, 256), (1000, 384), (4096, 2048)]
-KERNEL_TESTS = (Path(__file__), Path(__file__).with_name("test_prologue_kernels.py"))
 each_format = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 powers = pytest.mark.parametrize("power", [False, True], ids=["", "power"])
 
 
-@pytest.mark.skipif(find_spec("triton") is None or INTERPRETED, reason="it needs Triton, outside of its interpreter")
+@outside_of_the_interpreter
 def test_what_runs_on_a_gpu_runs_in_tritons_interpreter_too() -> None:
-    finished = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *map(str, KERNEL_TESTS)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert "passed" in finished.stdout
+    assert_interpreted(Path(__file__), Path(__file__).with_name("test_prologue_kernels.py"))
 
 
 @pytest.fixture

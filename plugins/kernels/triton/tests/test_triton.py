@@ -3,10 +3,8 @@
 They run on a GPU, or on a CPU in Triton's interpreter (TRITON_INTERPRET=1).
 """
 
-import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 import torch
 from mplug_triton import WIDEST, Triton
 from offers import run
+from triton_kernels import INTERPRETED, assert_interpreted, outside_of_the_interpreter
 
 from mplug import Offer, Run, Site
 from mplug.errors import UsageError
@@ -24,9 +23,6 @@ from mplug.model.slots.offers import PLAIN
 from mplug_nn import SLOTS
 from mplug_testing import KernelSuite
 from mplug_testing.harness import tiny_run
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HERE = Path(__file__).parent
 
 # The interpreter takes milliseconds a program, so there the tiny run is tinier.
 SMALLER = {"model.num_layers": 1, "trainer.seq_length": 12, "trainer.global_batch_size": 2, "trainer.eval_samples": 2}
@@ -60,18 +56,9 @@ class TestActivation(KernelSuite):
         return run, [one for one in offers if "MLP.activation" in one.suppliers]
 
 
-@pytest.mark.skipif(find_spec("triton") is None or INTERPRETED, reason="it needs Triton, outside of its interpreter")
+@outside_of_the_interpreter
 def test_what_runs_on_a_device_runs_in_tritons_interpreter_too() -> None:
-    files = [str(HERE / f"test_{subject}.py") for subject in ("triton", "norm", "qkv")]
-    finished = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *files],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert "passed" in finished.stdout
+    assert_interpreted(*(Path(__file__).with_name(f"test_{subject}.py") for subject in ("triton", "norm", "qkv")))
 
 
 # What it claims.

@@ -3,11 +3,7 @@
 It runs on a GPU, and where there is none in Triton's interpreter, in a process of its own.
 """
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable
-from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -15,31 +11,18 @@ import torch
 from mplug_adamw import AdamW
 from mplug_adamw.fused import FusedAdamW
 from torch import Tensor
+from triton_kernels import DEVICE, INTERPRETED, assert_interpreted, outside_of_the_interpreter, runs, torchs_rounding
 
 from mplug import Init, Mesh, Optimizer, Parameter, Piece, Placement, StepScalars
 from mplug_testing.waiting import never_waiting
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-ON_GPU = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
+__all__ = ["torchs_rounding"]
 
 
-def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
-    return pytest.mark.gpu(pytest.mark.skipif(not ON_GPU, reason="there is no CUDA GPU here")(test))
-
-
-def of_kernel(test: Callable[..., None]) -> Callable[..., None]:
-    return test if INTERPRETED else on_gpu(test)
-
-
-@pytest.mark.skipif(INTERPRETED or ON_GPU, reason="the kernel itself runs here")
+@outside_of_the_interpreter
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel itself runs here")
 def test_the_claims_about_the_kernel_hold_in_tritons_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert " passed" in finished.stdout.splitlines()[-1]
+    assert_interpreted(Path(__file__))
 
 
 # Pieces, and what they are compared with.
@@ -106,11 +89,6 @@ class Held:
         for storage, inside in self.storages:
             assert bool((storage[: inside.start] == GUARD_VALUE).all())
             assert bool((storage[inside.stop :] == GUARD_VALUE).all())
-
-
-def in_bf16(master: Tensor) -> Tensor:
-    """Rounded to nearest; Triton's interpreter cuts off the lower half of the bits."""
-    return (master.view(torch.int32) & -65536).view(torch.float32).bfloat16() if INTERPRETED else master.bfloat16()
 
 
 def scalars(lr: float, weight_decay: float, scale: float, skip: bool = False) -> StepScalars:
@@ -182,7 +160,7 @@ class InFp64:
 # Claims.
 
 
-@of_kernel
+@runs
 @pytest.mark.parametrize("config", [{}, {"beta1": 0.5, "beta2": 0.999, "eps": 1e-3}, {"beta1": 0.0, "eps": 1e-6}])
 def test_updates_are_those_of_torch_in_fp64_for_any_size_and_address(config: dict[str, float]) -> None:
     """And weights are the rounded masters."""
@@ -196,7 +174,7 @@ def test_updates_are_those_of_torch_in_fp64_for_any_size_and_address(config: dic
         for piece in held.pieces:
             right, state = exact.weights[piece.name], of.state(piece)
             torch.testing.assert_close(piece.master.double().cpu(), right.data, rtol=2e-6, atol=1e-6)
-            assert piece.weight is None or torch.equal(piece.weight, in_bf16(piece.master))
+            assert piece.weight is None or torch.equal(piece.weight, piece.master.bfloat16())
             assert float(state["step"]) == number + 1
             for name, allowed in (("exp_avg", 1e-6), ("exp_avg_sq", 1e-7)):
                 moment = exact.torch.state[right][name]
@@ -204,7 +182,7 @@ def test_updates_are_those_of_torch_in_fp64_for_any_size_and_address(config: dic
     held.assert_guards_are_whole()
 
 
-@of_kernel
+@runs
 def test_gradients_in_bf16_give_the_bits_of_the_same_ones_in_fp32() -> None:
     rounded, whole = Held(torch.bfloat16), Held()
     one, other = optimizer(rounded.pieces), optimizer(whole.pieces)
@@ -219,7 +197,7 @@ def test_gradients_in_bf16_give_the_bits_of_the_same_ones_in_fp32() -> None:
     rounded.assert_guards_are_whole()
 
 
-@of_kernel
+@runs
 @pytest.mark.parametrize("before", [0, 2])
 def test_state_is_within_a_millionth_of_torchs_fused_implementation_and_continues_its(before: int) -> None:
     mine, theirs = Held(), Held()
@@ -238,7 +216,7 @@ def test_state_is_within_a_millionth_of_torchs_fused_implementation_and_continue
             assert error <= 1e-6, f"{name} is off by {error}"
 
 
-@of_kernel
+@runs
 @pytest.mark.parametrize("factor", [1.0, float("nan"), float("inf")])
 def test_a_skipped_step_changes_no_bit(factor: float) -> None:
     held = Held()
@@ -250,7 +228,7 @@ def test_a_skipped_step_changes_no_bit(factor: float) -> None:
     held.assert_guards_are_whole()
 
 
-@of_kernel
+@runs
 def test_bias_corrections_are_exact_to_fp32_over_a_hundred_thousand_steps() -> None:
     from mplug_adamw.one_pass import unbiased
 
@@ -262,7 +240,8 @@ def test_bias_corrections_are_exact_to_fp32_over_a_hundred_thousand_steps() -> N
     torch.testing.assert_close(found, right, rtol=1e-7, atol=0)
 
 
-@on_gpu
+@runs
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 def test_steps_neither_compile_again_nor_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 

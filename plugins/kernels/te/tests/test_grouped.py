@@ -9,10 +9,11 @@ from warnings import catch_warnings
 
 import pytest
 import torch
-from engine_in_torch import drawn, engine
+from engine_in_torch import engine
 from mplug_te.grouped import groups_by
 from mplug_te.linear import HalfProduct, product_of
 from mplug_te.recipes import BLOCKWISE, DELAYED, GRADIENT, INPUT, TENSORWISE, Options
+from prologues import drawn
 from torch import Tensor
 
 from mplug.model.compiled.tracer import prepare_compiler

@@ -9,9 +9,10 @@ from warnings import catch_warnings
 
 import pytest
 import torch
-from engine_in_torch import drawn, engine, error
+from engine_in_torch import engine
 from mplug_te.linear import HalfProduct, product_of
 from mplug_te.recipes import BLOCKWISE, DELAYED, GRADIENT, INPUT, TENSORWISE, Options, recipe_of
+from prologues import drawn, error
 from torch import Tensor
 
 from mplug import Offer, Run

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from attention_bands import Heads, assert_within_bf16_band_of_views
-from click.testing import CliRunner
 from mplug_flash import Flash
 from mplug_flash.attention import core
 from mplug_flash.fourth import FourthPacked
@@ -15,7 +14,6 @@ from offers import attention, note, refusal, run
 from torch import Tensor
 
 from mplug import Offer, Site
-from mplug.cli import main
 from mplug.model.slots.offers import Filled
 from mplug_nn import AttentionInputs, AttentionSpec, packed_heads_of
 from mplug_testing import KernelSuite
@@ -125,13 +123,6 @@ def test_versions_are_found_without_importing_them() -> None:
     assert Version(9, ("no-such-distribution", "mplug"), "a_module_that_is_not_there", (9,), (8, 256)).installed
     assert not Version(9, ("no-such-distribution",), "mplug", (9,), (8, 256)).installed
     assert len({name for version in VERSIONS.values() for name in version.distributions}) == 4
-
-
-def test_a_run_on_a_cpu_that_names_it_is_refused_before_it_starts() -> None:
-    result = CliRunner().invoke(main, ["explain", "--attention", "flash", "--set", "trainer.device=cpu"])
-    assert result.exit_code == 2
-    assert "kernels/flash cannot serve Attention.core of 'blocks.*.attn': flash-attn needs a CUDA GPU" in result.output
-    assert result.output.count("cannot serve") == 1
 
 
 def test_all_sites_share_one_callable_of_a_version() -> None:

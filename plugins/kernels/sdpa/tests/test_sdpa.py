@@ -79,6 +79,16 @@ def test_the_best_backend_that_a_site_and_a_run_allow_serves(
     assert note(offers(), at, during) == expected
 
 
+def test_older_chips_are_left_to_torch_and_older_cudnn_serves_sequences_that_128_divides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for machine in (((8, 0), 91501), ((9, 0), 91500), ((9, 0), None)):
+        chip(monkeypatch, *machine)
+        assert note(offers(), attention(), run(seq_length=100)) == "torch's choice"
+    chip(monkeypatch, (9, 0), 91500)
+    assert note(offers(), attention(), run()) == "cuDNN"
+
+
 @pytest.mark.parametrize(("precision", "expected"), [("fp32", "torch's choice"), ("bf16", "torch's matrix products")])
 def test_on_a_cpu_whose_avx_512_is_hidden_matrix_products_serve_half_precision(
     monkeypatch: pytest.MonkeyPatch, precision: str, expected: str
@@ -86,22 +96,6 @@ def test_on_a_cpu_whose_avx_512_is_hidden_matrix_products_serve_half_precision(
     monkeypatch.setattr("mplug_sdpa.limits.capability_is_lowered", lambda: True)
     for dropout in (0.0, 0.1):
         assert note(offers(), attention(dropout=dropout), run("cpu", precision)) == expected
-
-
-@pytest.mark.parametrize(
-    ("capability", "cudnn", "seq_length", "expected"),
-    [
-        ((8, 0), 91501, 100, "torch's choice"),
-        ((9, 0), 91500, 100, "torch's choice"),
-        ((9, 0), None, 100, "torch's choice"),
-        ((9, 0), 91500, 4096, "cuDNN"),
-    ],
-)
-def test_older_chips_are_left_to_torch_and_older_cudnn_serves_sequences_that_128_divides(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], cudnn: int | None, seq_length: int, expected: str
-) -> None:
-    chip(monkeypatch, capability, cudnn)
-    assert note(offers(), attention(), run(seq_length=seq_length)) == expected
 
 
 def test_a_backend_that_is_named_serves_where_it_can() -> None:

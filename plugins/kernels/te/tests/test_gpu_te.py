@@ -155,24 +155,22 @@ def buffers_of(name: str, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
 
 
 def results(
-    product: Product,
     name: str,
     x: Tensor,
     weight: Tensor,
     grad: Tensor,
     sink: Tensor | None,
+    call: Any = apply_product,
+    product: Product | None = None,
     buffers: dict[str, Tensor] | None = None,
 ) -> list[Tensor]:
     """The output, the gradient of the input, and that of the weight."""
-    given = buffers_of(name, x, grad) if buffers is None else buffers
+    own = buffers_of(name, x, grad) if buffers is None else buffers
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
     stale = None if sink is None else torch.ones((), dtype=torch.bool)
-    y = apply_product(product, x, Weights(weight, sink, stale), WHOLE, given)
+    y = call(product or PRODUCTS[name], x, Weights(weight, sink, stale), WHOLE, own)
     y.backward(grad)
-    assert x.grad is not None
-    of_weight = weight.grad if sink is None else sink
-    assert of_weight is not None
-    return [y.detach(), x.grad, of_weight]
+    return [y.detach(), x.grad, weight.grad if sink is None else sink]
 
 
 def by_torch(x: Tensor, weight: Tensor, grad: Tensor, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
@@ -201,7 +199,7 @@ def test_fp8_products_are_within_their_rounding_of_fp64(
     b, s, i, o = shape
     x, weight, grad = drawn(b, s, i), drawn(o, i, seed=1, scale=0.02), drawn(b, s, o, seed=2, scale=1e-3)
     sink = None if with_sink is None else torch.full((o, i), 9.0, device="cuda", dtype=with_sink)
-    found, right = results(PRODUCTS[name], name, x, weight, grad, sink), exact(x, weight, grad)
+    found, right = results(name, x, weight, grad, sink), exact(x, weight, grad)
     plain = by_torch(x, weight, grad)
     for what, ours, usual, expected, bound in zip(("y", "dx", "dw"), found, plain, right, ROUNDING[name], strict=True):
         record_property(what, f"{error(ours, expected):.2e}, torch in bf16 {error(usual, expected):.2e}")
@@ -219,9 +217,9 @@ def test_products_of_exact_operands_are_bounded_by_their_accumulation(name: str)
     product = product_of(name, replace(OPTIONS[name], power_of_two=True))
     buffers = {key: torch.full((1,), 64.0, device="cuda") for key in ("input_scale", "gradient_scale")}
     buffers |= {key: torch.zeros((), device="cuda") for key in ("input", "gradient")}
-    sink = torch.zeros(384, 512, device="cuda")
-    given = buffers if name == DELAYED else {}
-    found, right = results(product, name, x, weight, grad, sink, given), exact(x, weight, grad)
+    sink, own = torch.zeros(384, 512, device="cuda"), buffers if name == DELAYED else {}
+    found = results(name, x, weight, grad, sink, product=product, buffers=own)
+    right = exact(x, weight, grad)
     for ours, expected, bound in zip(found, right, (4e-3, 4e-3, 1e-5), strict=True):  # y and dx are rounded to bf16
         assert error(ours, expected) < bound
 
@@ -229,31 +227,19 @@ def test_products_of_exact_operands_are_bounded_by_their_accumulation(name: str)
 def test_products_in_bf16_are_as_precise_as_torchs() -> None:
     x, weight, grad = drawn(2, 200, 512), drawn(384, 512, seed=1), drawn(2, 200, 384, seed=2)
     for sink in (None, torch.zeros(384, 512, device="cuda")):
-        found, right = results(HalfProduct(), "", x, weight, grad, sink), exact(x, weight, grad)
+        found, right = results("half", x, weight, grad, sink), exact(x, weight, grad)
         for ours, usual, expected in zip(found, by_torch(x, weight, grad), right, strict=True):
             assert error(ours, expected) <= 1.1 * error(usual, expected)
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_unit_that_inductor_compiles_has_one_graph_and_the_same_bits(name: str) -> None:
-    product = PRODUCTS[name]
-    x, weight, grad = drawn(2, 128, 256), drawn(384, 256, seed=1, scale=0.1), drawn(2, 128, 384, seed=2)
-    buffers = buffers_of(name, x, grad)
-
-    def unit(x: Tensor, weights: Weights, buffers: dict[str, Tensor]) -> Tensor:
-        return apply_product(product, x, weights, WHOLE, buffers)
-
+    given = drawn(2, 128, 256), drawn(384, 256, seed=1, scale=0.1), drawn(2, 128, 384, seed=2)
     torch.compiler.reset()
-    outcomes = []
-    for call in (unit, torch.compile(unit, fullgraph=True, dynamic=False)):
-        leaf, sink = x.clone().requires_grad_(), torch.full((384, 256), 5.0, device="cuda")
-        stale = torch.ones((), dtype=torch.bool)
-        y = call(
-            leaf, Weights(weight.clone().requires_grad_(), sink, stale), {k: v.clone() for k, v in buffers.items()}
-        )
-        y.backward(grad)
-        outcomes.append((y.detach(), leaf.grad, sink))
-    assert all(map(torch.equal, *outcomes))
+    compiled = torch.compile(apply_product, fullgraph=True, dynamic=False)
+    sinks = [torch.full((384, 256), 5.0, device="cuda") for _ in range(2)]
+    calls = zip(sinks, (apply_product, compiled), strict=True)
+    assert all(map(torch.equal, *(results(name, *given, sink, call) for sink, call in calls)))
 
 
 # Attention.

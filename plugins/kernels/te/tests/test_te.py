@@ -17,14 +17,11 @@ from mplug_te.fused import Mask
 from mplug_te.recipes import BLACKWELL, BLOCKWISE, DELAYED, TENSORWISE
 
 from mplug import Offer, Precision, Recipe, Site
-from mplug.errors import UsageError
 from mplug.layout.plan import Init, Parameter
-from mplug.model.build import build_model
 from mplug.model.slots.offers import Filled
 from mplug_nn import DelayedScaling, DotProductAttention, Experts, Linear, Norm
 from mplug_nn.specification import DOCUMENTS, LOG_SUM_EXP
 from mplug_testing import precision_named
-from mplug_testing.harness import tiny_run
 
 INSTALLED = "2.20.2"
 
@@ -275,18 +272,6 @@ def test_what_it_cannot_serve_is_refused_with_the_reason(
     machine(monkeypatch, **changes)
     (answer,) = answers(*given)
     assert words in str(answer)
-
-
-@pytest.mark.skipif(mplug_te.library._not_installed() == "", reason="it is for machines without Transformer Engine")
-def test_a_run_that_names_it_without_transformer_engine_is_refused_with_the_remedy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("mplug.model.build._remedy", lambda *_: "")  # it would try all other kernels
-    words = (
-        r"kernels/te cannot serve Linear\.product of .*: Transformer Engine is not installed; install 'mplug-te\[te\]'"
-    )
-    with pytest.raises(UsageError, match=words):
-        build_model(tiny_run({"kernels.linear": "te"}))
 
 
 def test_neither_importing_it_nor_asking_it_imports_transformer_engine() -> None:

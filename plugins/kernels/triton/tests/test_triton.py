@@ -17,7 +17,6 @@ from offers import run
 from triton_kernels import INTERPRETED, assert_interpreted, outside_of_the_interpreter
 
 from mplug import Offer, Run, Site
-from mplug.errors import UsageError
 from mplug.model.build import build_model
 from mplug.model.slots.offers import PLAIN
 from mplug_nn import SLOTS
@@ -179,22 +178,6 @@ def test_neither_importing_it_nor_asking_it_imports_triton() -> None:
 
 HALF = {"trainer.precision": "bf16", "trainer.compile": "aot_eager"}
 SWIGLU = {"model.activation": "swiglu"}
-
-
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="it is for machines that cannot run it")
-@pytest.mark.parametrize(
-    ("named", "words"),
-    [
-        ({"kernels.qk": "triton"}, rf"cannot serve {QKV} of 'blocks\.\*\.attn': "),
-        ({"kernels.norm": "triton"}, rf"cannot serve {NORM} of '.*norm.*': "),
-        ({**HALF, **SWIGLU, "kernels.activation": "triton"}, rf"cannot serve {ACTIVATION} of .*: .*'gelu' only"),
-    ],
-)
-def test_a_run_that_names_it_where_it_cannot_serve_is_refused_with_the_reason(
-    named: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(UsageError, match=f"kernels/triton {words}"):
-        build_model(tiny_run(named))
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def inputs_of(spec: AttentionSpec, dtype: torch.dtype, s: int, more: int) -> tup
     `s` queries; `more` keys than queries if the specification allows it.
     """
     t = s + more if spec.own_key_length else s
-    shapes = [(B, s, H, spec.key_width), (B, t, G, spec.key_width), (B, t, G, spec.value_width)]
+    shapes: list[tuple[int, ...]] = [(B, s, H, spec.key_width), (B, t, G, spec.key_width), (B, t, G, spec.value_width)]
     shapes += [(H,)] if spec.sinks else []
     shapes += [(H, 2 * REACH + 1)] if spec.bias == RELATIVE else []
     generator = torch.Generator("cuda").manual_seed(s)

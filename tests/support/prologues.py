@@ -41,7 +41,8 @@ def outcome(call: Any, inputs: Inputs, dtype: torch.dtype = torch.bfloat16) -> l
     weight = drawn(O_, D, seed=6, scale=0.1)
     leaves = [one.to(dtype, copy=True).requires_grad_() for one in (*inputs, weight) if one is not None]
     given = iter(leaves)
-    found = call(Inputs(*(None if one is None else next(given) for one in inputs)), next(given))
+    own = Inputs(*(None if one is None else next(given) for one in inputs))  # type: ignore[arg-type]
+    found = call(own, next(given))
     outputs = [one for one in (found if isinstance(found, tuple) else (found,)) if one is not None]
     upstream = [drawn(*one.shape, seed=7 + number).to(dtype) for number, one in enumerate(outputs)]
     return [*outputs, *torch.autograd.grad(outputs, leaves, upstream)]
@@ -71,8 +72,10 @@ def travelled(product: FusedProduct, kind: str, side: str, buffers: Buffers) -> 
     boundary = Boundary(whole, lambda y: y[:, :S] + y[:, S:], lambda x: x)
     inputs, prologue = inputs_of(kind, True, B, S if side == "before" else 2 * S), Prologue(kind, 1e-5)
 
+    narrow = Narrow(before=boundary) if side == "before" else Narrow(after=boundary)
+
     def fused(own: Inputs, matrix: Tensor) -> Any:
-        return apply_fused(product, prologue, own, Weights(matrix), Narrow(**{side: boundary}), buffers())
+        return apply_fused(product, prologue, own, Weights(matrix), narrow, buffers())
 
     def plain(own: Inputs, matrix: Tensor) -> Any:
         y, summed = composed(prologue, own, matrix)
@@ -104,7 +107,7 @@ def kept_and_statistic(
     Checks that backward does not change the statistic, and that the scale of the state is used.
     """
     inputs = inputs_of(kind, False, B, S)
-    wide = Inputs(*(None if one is None else one.float() for one in inputs))
+    wide = Inputs(*(None if one is None else one.float() for one in inputs))  # type: ignore[arg-type]
     result, _ = composed(Prologue(kind, 1e-5), wide, torch.eye(D))
     inputs.x.requires_grad_()
     weights = Weights(drawn(O_, D, seed=6, scale=0.1).requires_grad_())

@@ -23,6 +23,7 @@ from mplug_te.groups import (
 )
 from mplug_te.linear import DelayedProduct
 from mplug_te.recipes import BLOCKWISE, TENSORWISE, Options
+from prologues import error
 from torch import Tensor
 
 from mplug.tensors.sink import Weights
@@ -48,10 +49,6 @@ PRODUCTS: dict[str, GroupedProduct] = {name: groups_by(name, options) for name, 
 def drawn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     generator = torch.Generator("cuda").manual_seed(seed)
     return (scale * torch.randn(shape, device="cuda", generator=generator)).bfloat16()
-
-
-def error(found: Tensor, right: Tensor) -> float:
-    return float((found.detach().double() - right.double()).norm() / right.double().norm())
 
 
 # Experts.

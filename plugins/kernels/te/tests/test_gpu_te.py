@@ -22,6 +22,7 @@ from mplug_te.attention import core
 from mplug_te.casts import BLOCK, cast, cast_blocks, scales_of, transposed
 from mplug_te.linear import HalfProduct, product_of
 from mplug_te.recipes import BLOCKWISE, DELAYED, TENSORWISE, Options
+from prologues import error
 from torch import Tensor
 
 from mplug.tensors.sink import Weights
@@ -180,10 +181,6 @@ def by_torch(x: Tensor, weight: Tensor, grad: Tensor, dtype: torch.dtype = torch
 
 def exact(x: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor]:
     return by_torch(x, weight, grad, torch.float64)
-
-
-def error(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected).norm() / expected.norm())
 
 
 ROUNDING = {TENSORWISE: (0.04, 0.07, 0.07), DELAYED: (0.04, 0.07, 0.07), BLOCKWISE: (0.04, 0.04, 0.04)}

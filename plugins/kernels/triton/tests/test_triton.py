@@ -38,10 +38,9 @@ class TestTriton(KernelSuite):
     }
 
 
+@pytest.mark.skipif(INTERPRETED, reason="it needs no Triton")
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
 class TestActivation(KernelSuite):
-    """It needs no Triton."""
-
     plugin = "triton"
     dtypes = ("bf16",)
     settings = {"trainer.compile": "aot_eager", **SMALLER}

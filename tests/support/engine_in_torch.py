@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -293,4 +294,11 @@ def stand_ins() -> Iterator[None]:
     with ExitStack() as stack:
         for name, function in replaced.items():
             stack.enter_context(patch(name, function))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def engine() -> Iterator[None]:
+    """Transformer Engine's functions in plain torch, in every test of a file that imports this fixture."""
+    with stand_ins():
         yield

@@ -1,8 +1,11 @@
 """Tests of Triton kernels, on a GPU or in Triton's interpreter (TRITON_INTERPRET=1), bit by bit."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,20 @@ def runs(test: Callable[..., None]) -> Callable[..., None]:
     skipping = pytest.mark.skipif(CANNOT_RUN, reason="it needs Triton, and a GPU or TRITON_INTERPRET=1")
     marked: Callable[..., None] = skipping(test if INTERPRETED else pytest.mark.gpu(test))
     return marked
+
+
+outside_of_the_interpreter = pytest.mark.skipif(
+    find_spec("triton") is None or INTERPRETED, reason="it needs Triton, outside of its interpreter"
+)
+
+
+def assert_interpreted(*files: Path) -> None:
+    """The tests of kernels in these files pass in Triton's interpreter, in a process of its own."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *map(str, files)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "passed" in finished.stdout
 
 
 @pytest.fixture(autouse=True)

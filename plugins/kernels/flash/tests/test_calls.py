@@ -26,42 +26,49 @@ SPEC = AttentionSpec(0.3, 8, 8)
 
 
 class Fake(ModuleType):
-    """flash-attn-4's two functions by their formulas, and how they were called."""
+    """flash-attn-4's two functions, full or causal, of samples or of stretches of a long row of tokens.
+
+    `calls` are their names with the arguments that are no tensors; `memory`, the storages that hold gradients.
+    """
 
     def __init__(self) -> None:
         super().__init__("flash_attn.cute.interface")
         self.calls: list[tuple[str, dict[str, Any]]] = []
 
+    def _heard(self, name: str, named: dict[str, Any]) -> dict[str, Any]:
+        self.calls.append((name, {key: value for key, value in named.items() if not isinstance(value, Tensor)}))
+        return {"scale": named["softmax_scale"], "causal": named["causal"]}
+
     def _flash_attn_fwd(self, q: Tensor, k: Tensor, v: Tensor, **named: Any) -> tuple[Any, ...]:
-        self.calls.append(("forward", dict(named)))
-        scores = self._scores(q, k, named["softmax_scale"])
-        output = torch.einsum("bhst,bthk->bshk", scores.softmax(-1), self._whole(q, v))
-        return output.contiguous(), scores.logsumexp(-1).float(), None, None, None
+        how = self._heard("forward", named)
+        if "cu_seqlens_q" not in named:
+            output, sums = PLAIN_PARTS.forward(q, k, v, **how)
+            return output.contiguous(), sums.float(), None, None, None
+        found = [PLAIN_PARTS.forward(q[i][None], *(x[j][None] for x in (k, v)), **how) for i, j in _stretches(named)]
+        return torch.cat([output[0] for output, _ in found]), torch.cat([sums[0] for _, sums in found], 1), None
 
     def _flash_attn_bwd(self, q: Tensor, k: Tensor, v: Tensor, *others: Tensor, **named: Any) -> tuple[Tensor, ...]:
         output, gradient, sums = others
-        dq, dk, dv = (named.pop(name) for name in ("dq", "dk", "dv"))
-        self.calls.append(("backward", dict(named)))
-        scale, keys = named["softmax_scale"], self._whole(q, k)
-        weights = (self._scores(q, k, scale) - sums[..., None].to(q.dtype)).exp()  # [B, H, S, S]
-        of_weights = torch.einsum("bshk,bthk->bhst", gradient, self._whole(q, v))
-        of_scores = scale * weights * (of_weights - (gradient * output).sum(-1).transpose(1, 2)[..., None])
-        dq.copy_(torch.einsum("bhst,bthk->bshk", of_scores, keys))
-        dk.copy_(self._summed(torch.einsum("bhst,bshk->bthk", of_scores, q), k))
-        dv.copy_(self._summed(torch.einsum("bhst,bshk->bthk", weights, gradient), v))
-        return dq, dk, dv
+        into = [named[name] for name in ("dq", "dk", "dv")]
+        self.memory = {place.untyped_storage().data_ptr() for place in into}
+        how = self._heard("backward", named)
+        if "cu_seqlens_q" not in named:
+            found = PLAIN_PARTS.backward(gradient, q, k, v, output, sums, **how)
+        else:
+            parts = [
+                PLAIN_PARTS.backward(*(x[None] for x in (gradient[i], q[i], k[j], v[j], output[i], sums[:, i])), **how)
+                for i, j in _stretches(named)
+            ]
+            found = tuple(torch.cat([one[0] for one in each]) for each in zip(*parts, strict=True))  # type: ignore[assignment]
+        for place, gradients in zip(into, found, strict=True):
+            place.copy_(gradients)
+        return tuple(into)
 
-    def _scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        scores = torch.einsum("bshk,bthk->bhst", q, self._whole(q, k)) * scale
-        return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
 
-    @staticmethod
-    def _whole(q: Tensor, x: Tensor) -> Tensor:
-        return x.repeat_interleave(q.shape[2] // x.shape[2], dim=2)
-
-    @staticmethod
-    def _summed(whole: Tensor, x: Tensor) -> Tensor:
-        return whole.unflatten(2, (x.shape[2], -1)).sum(3)
+def _stretches(named: dict[str, Any]) -> list[tuple[slice, slice]]:
+    begins = [named[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_k")]
+    assert all(named[name].dtype == torch.int32 for name in ("cu_seqlens_q", "cu_seqlens_k"))
+    return [(slice(a, b), slice(c, d)) for (a, b), (c, d) in zip(*(pairwise(x) for x in begins), strict=True)]
 
 
 @pytest.fixture
@@ -101,67 +108,16 @@ def test_the_fourth_version_is_called_with_a_causal_mask_and_no_window(
 
 
 @pytest.mark.usefixtures("fake")
-def test_the_fourth_version_is_an_operator_as_torch_wants_one() -> None:
-    q, k, v = drawn(2, 5, 4, 8), drawn(2, 5, 2, 8), drawn(2, 5, 2, 8) + 1
-    output, sums = forward(q, k, v, 0.3, False)
+def test_the_passes_of_the_fourth_version_are_operators_as_torch_wants_them() -> None:
+    q, k, v, heads = drawn(2, 5, 4, 8), drawn(2, 5, 2, 8), drawn(2, 5, 2, 8) + 1, drawn(2, 5, 8, 8)
     with catch_warnings(action="ignore"):
         torch.library.opcheck(forward, (q, k, v, 0.3, False))
-        torch.library.opcheck(backward, (drawn(2, 5, 4, 8), q, k, v, output, sums, 0.3, True))
+        torch.library.opcheck(backward, (drawn(2, 5, 4, 8), q, k, v, *forward(q, k, v, 0.3, False), 0.3, True))
+        saved = forward(*heads.split((4, 2, 2), dim=2), 0.3, False)
+        torch.library.opcheck(packed_backward, (drawn(2, 5, 4, 8), heads, *saved, 4, 0.3, True))
 
 
 @pytest.mark.usefixtures("fake")
-def test_the_backward_of_packed_heads_is_an_operator_as_torch_wants_one() -> None:
-    heads = drawn(2, 5, 8, 8)
-    output, sums = forward(*heads.split((4, 2, 2), dim=2), 0.3, False)
-    with catch_warnings(action="ignore"):
-        torch.library.opcheck(packed_backward, (drawn(2, 5, 4, 8), heads, output, sums, 4, 0.3, True))
-
-
-class FakeOfStretches(Fake):
-    """The same functions, full or causal, of stretches of a long row of tokens, too."""
-
-    def _flash_attn_fwd(self, q: Tensor, k: Tensor, v: Tensor, **named: Any) -> tuple[Any, ...]:
-        self.calls.append(("forward", {name: type(value) for name, value in named.items()}))
-        how = {"scale": named["softmax_scale"], "causal": named["causal"]}
-        if "cu_seqlens_q" not in named:
-            return *PLAIN_PARTS.forward(q, k, v, **how), None, None, None
-        found = [PLAIN_PARTS.forward(q[i][None], *(x[j][None] for x in (k, v)), **how) for i, j in _stretches(named)]
-        return torch.cat([output[0] for output, _ in found]), torch.cat([sums[0] for _, sums in found], 1), None
-
-    def _flash_attn_bwd(self, q: Tensor, k: Tensor, v: Tensor, *others: Tensor, **named: Any) -> tuple[Tensor, ...]:
-        output, gradient, sums = others
-        into = [named[name] for name in ("dq", "dk", "dv")]
-        self.memory = {place.untyped_storage().data_ptr() for place in into}
-        how = {"scale": named["softmax_scale"], "causal": named["causal"]}
-        if "cu_seqlens_q" not in named:
-            found = PLAIN_PARTS.backward(gradient, q, k, v, output, sums, **how)
-        else:
-            parts = [
-                PLAIN_PARTS.backward(*(x[None] for x in (gradient[i], q[i], k[j], v[j], output[i], sums[:, i])), **how)
-                for i, j in _stretches(named)
-            ]
-            found = tuple(torch.cat([one[0] for one in each]) for each in zip(*parts, strict=True))  # type: ignore[assignment]
-        for place, gradients in zip(into, found, strict=True):
-            place.copy_(gradients)
-        return tuple(into)
-
-
-def _stretches(named: dict[str, Any]) -> list[tuple[slice, slice]]:
-    begins = [named[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_k")]
-    assert all(named[name].dtype == torch.int32 for name in ("cu_seqlens_q", "cu_seqlens_k"))
-    return [(slice(a, b), slice(c, d)) for (a, b), (c, d) in zip(*(pairwise(x) for x in begins), strict=True)]
-
-
-@pytest.fixture
-def fake_of_stretches(monkeypatch: pytest.MonkeyPatch) -> FakeOfStretches:
-    module = FakeOfStretches()
-    for name in ("flash_attn", "flash_attn.cute"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    return module
-
-
-@pytest.mark.usefixtures("fake_of_stretches")
 @pytest.mark.parametrize("heads", [(4, 4, 8), (4, 1, 8)])
 def test_the_fourth_version_keeps_to_documents_and_computes_parts(heads: tuple[int, int, int]) -> None:
     setting, call = Setting(*heads, torch.float32, "cpu"), core(4, False)
@@ -174,7 +130,7 @@ def test_the_fourth_version_keeps_to_documents_and_computes_parts(heads: tuple[i
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("asked", [{}, {"causal": False}, {"documents": True}], ids=["causal", "full", "documents"])
 def test_the_fourth_version_writes_the_gradient_of_packed_heads_into_one_tensor(
-    fake_of_stretches: FakeOfStretches, asked: dict[str, bool], compiled: bool
+    fake: Fake, asked: dict[str, bool], compiled: bool
 ) -> None:
     call, packed = core(4, False), packed_heads_of(core(4, False, packed_heads=True))
     assert packed is not None
@@ -188,11 +144,11 @@ def test_the_fourth_version_writes_the_gradient_of_packed_heads_into_one_tensor(
     with catch_warnings(action="ignore"):
         output = attend(leaf, 4, 2, spec, inputs)
         (found,) = torch.autograd.grad(output, leaf, gradient)
-    assert fake_of_stretches.memory == {found.untyped_storage().data_ptr()}
+    assert fake.memory == {found.untyped_storage().data_ptr()}
     plain = call(*leaf.split((4, 2, 2), dim=2), spec, inputs)
     assert torch.equal(output, plain)
     assert torch.equal(found, torch.autograd.grad(plain, leaf, gradient)[0])
-    assert len(fake_of_stretches.memory) == 3
+    assert len(fake.memory) == 3
 
 
 def test_packed_heads_are_for_the_fourth_version_and_for_rows_whose_beginnings_are_aligned() -> None:
@@ -205,39 +161,26 @@ def test_packed_heads_are_for_the_fourth_version_and_for_rows_whose_beginnings_a
     assert not packed.serves(AttentionSpec(0.3, 12, 12))
 
 
+@pytest.mark.parametrize("gives_sums", [False, True])
 @pytest.mark.parametrize(("version", "module"), [(3, "flash_attn_interface"), (2, "flash_attn")])
-def test_older_versions_are_told_where_documents_begin(
-    monkeypatch: pytest.MonkeyPatch, version: int, module: str
+def test_older_versions_are_called_with_a_causal_mask_no_window_and_where_documents_begin(
+    monkeypatch: pytest.MonkeyPatch, version: int, module: str, gives_sums: bool
 ) -> None:
     heard: list[tuple[Any, ...]] = []
 
-    def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, *where: Any, **named: Any) -> Tensor:
-        heard.append((q.shape, k.shape, *where, named["causal"]))
-        return q
-
-    monkeypatch.setitem(sys.modules, module, SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
-    packed, lengths = drawn(2, 5, 8, 8), torch.tensor([[2, 3, 0], [1, 1, 3]])
-    q, k, v = packed.split((4, 2, 2), dim=2)
-    assert torch.equal(core(version, False)(q, k, v, replace(SPEC, documents=True), AttentionInputs(None, lengths)), q)
-    of_q, of_k, begins, same, *longest = heard[0]
-    assert (of_q, of_k, longest) == ((10, 4, 8), (10, 2, 8), [5, 5, True])
-    assert begins is same
-    assert begins.tolist() == [0, 2, 5, 5, 6, 7, 10]
-
-
-@pytest.mark.parametrize(("version", "module"), [(3, "flash_attn_interface"), (2, "flash_attn")])
-@pytest.mark.parametrize("gives_sums", [False, True])
-def test_older_versions_are_called_with_a_causal_mask_and_no_window(
-    monkeypatch: pytest.MonkeyPatch, version: int, module: str, gives_sums: bool
-) -> None:
-    heard: list[dict[str, Any]] = []
-
-    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **named: Any) -> Any:
-        heard.append(named)
+    def called(q: Tensor, k: Tensor, v: Tensor, *where: Any, **named: Any) -> Any:
+        heard.append((q.shape, k.shape, where, named))
         return (q, q) if gives_sums else q
 
-    monkeypatch.setitem(sys.modules, module, SimpleNamespace(flash_attn_func=flash_attn_func))
-    q = drawn(2, 5, 4, 8)
-    assert core(version, True)(q, q, q, replace(SPEC, dropout=0.25), AttentionInputs()) is q
+    functions = SimpleNamespace(flash_attn_func=called, flash_attn_varlen_func=called)
+    monkeypatch.setitem(sys.modules, module, functions)
+    q, k, v = drawn(2, 5, 8, 8).split((4, 2, 2), dim=2)
+    assert torch.equal(core(version, True)(q, k, v, replace(SPEC, dropout=0.25), AttentionInputs()), q)
+    inputs = AttentionInputs(None, torch.tensor([[2, 3, 0], [1, 1, 3]]))
+    assert torch.equal(core(version, False)(q, k, v, replace(SPEC, documents=True), inputs), q)
     dropout = {"dropout_p": 0.25} if version == 2 else {}
-    assert heard == [{"softmax_scale": 0.3, "causal": True, "deterministic": True, **dropout}]
+    assert heard[0][2:] == ((), {"softmax_scale": 0.3, "causal": True, "deterministic": True, **dropout})
+    of_q, of_k, (begins, same, *longest), named = heard[1]
+    assert (of_q, of_k, longest, named["causal"]) == ((10, 4, 8), (10, 2, 8), [5, 5], True)
+    assert begins is same
+    assert begins.tolist() == [0, 2, 5, 5, 6, 7, 10]

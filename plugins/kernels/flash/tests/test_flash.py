@@ -5,37 +5,23 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from attention_bands import Heads, assert_within_bf16_band_of_views
 from mplug_flash import Flash
 from mplug_flash.attention import core
 from mplug_flash.fourth import FourthPacked
 from mplug_flash.versions import VERSIONS, Version
+from offers import attention, note, refusal, run
 from torch import Tensor
 
 from mplug import Offer, Site
-from mplug.cli import main
 from mplug.model.slots.offers import Filled
 from mplug_nn import AttentionInputs, AttentionSpec, packed_heads_of
-from mplug_nn.core import parts_of
-from mplug_testing import KernelSuite, precision_named
-from mplug_testing.attention_errors import Heads, attention_errors
-from mplug_testing.capabilities import Setting, core_fault, parts_fault
+from mplug_testing import KernelSuite
 from mplug_testing.harness import train_steps
 
 quiet = pytest.mark.filterwarnings("ignore")
 """What flash-attn and compilers warn of is not the supplier's to answer for."""
 HEADS_OF_64 = {"model.hidden_size": 128, "model.num_attention_heads": 2, "model.num_kv_heads": 1}
-
-
-def site(dropout: float = 0.0, needs: tuple[str, ...] = (), head_dim: int = 64) -> Site:
-    module = SimpleNamespace(dropout=dropout, head_dim=head_dim)
-    return Site("blocks.*.attn", "Attention.core", module, "blocks.0.attn", frozenset(needs))
-
-
-def run(device: str = "cuda", precision: str = "bf16", deterministic: bool = False) -> Any:
-    trainer = SimpleNamespace(precision=precision, deterministic=deterministic)
-    config = SimpleNamespace(trainer=trainer)
-    return SimpleNamespace(device=device, config=config, precision=precision_named(precision))
 
 
 def offers(version: Any = "auto", during: Any = None) -> list[Offer]:
@@ -49,84 +35,67 @@ def machine(monkeypatch: pytest.MonkeyPatch, installed: tuple[int, ...], capabil
     monkeypatch.setattr("mplug_flash.versions._broken", lambda _: "")
 
 
-def chosen(at: Site, during: Any, version: Any = "auto") -> str:
-    """What the one offer that supports a site says of itself."""
-    (offer,) = (offer for offer in offers(version, during) if offer.answer(at, during) is True)
-    return offer.note(at, during)
-
-
-def refusal(at: Site, during: Any, version: Any = "auto") -> str:
-    """What the offers say when none supports a site: one reason."""
-    answers = {offer.answer(at, during) for offer in offers(version, during)}
-    (reason,) = answers - {False}
-    assert isinstance(reason, str)
-    return reason
-
-
 # What it chooses.
 
+ALL = (4, 3, 2)
+PARTS = attention("log-sum-exp", "document_lengths")
+
 
 @pytest.mark.parametrize(
-    ("installed", "capability", "expected"),
+    ("installed", "capability", "version", "at", "expected"),
     [
-        ((4, 3, 2), (9, 0), "flash-attn-4"),
-        ((3, 2), (9, 0), "flash-attn-3"),
-        ((2,), (9, 0), "flash-attn-2"),
-        ((4, 2), (8, 0), "flash-attn-2"),
-        ((4, 3), (10, 0), "flash-attn-4"),
+        (ALL, (9, 0), "auto", attention(), 4),
+        ((3, 2), (9, 0), "auto", attention(), 3),
+        ((2,), (9, 0), "auto", attention(), 2),
+        ((4, 2), (8, 0), "auto", attention(), 2),
+        ((4, 3), (10, 0), "auto", attention(), 4),
+        ((4,), (12, 0), "auto", attention(), 4),
+        *((ALL, (9, 0), version, attention(), version) for version in ALL),
+        (ALL, (9, 0), "auto", attention(head_dim=256), 3),
+        (ALL, (9, 0), "auto", attention(dropout=0.1), 2),
+        ((4, 2), (9, 0), "auto", PARTS, 4),
+        ((3,), (9, 0), "auto", attention("document_lengths", "full attention"), 3),
     ],
 )
-def test_it_chooses_the_newest_version_that_can_serve_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, installed: tuple[int, ...], capability: tuple[int, int], expected: str
+def test_the_newest_version_that_can_serve_or_the_named_one_serves_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+    installed: tuple[int, ...],
+    capability: tuple[int, int],
+    version: Any,
+    at: Site,
+    expected: int,
 ) -> None:
     machine(monkeypatch, installed, capability)
-    assert chosen(site(), run()) == expected
-
-
-def test_it_takes_the_version_that_its_config_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(monkeypatch, (4, 3, 2))
-    assert [chosen(site(), run(), version) for version in (4, 3, 2)] == ["flash-attn-4", "flash-attn-3", "flash-attn-2"]
-
-
-def test_an_older_version_serves_what_a_newer_one_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(monkeypatch, (4, 3, 2))
-    assert chosen(site(head_dim=256), run()) == "flash-attn-3"
-    assert chosen(site(dropout=0.1), run()) == "flash-attn-2"
-    assert all(offer.varies(site(dropout=0.1), run()) for offer in offers())
-
-
-def test_where_none_is_installed_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(monkeypatch, ())
-    reason = refusal(site(), run())
-    assert reason.startswith("flash-attn is not installed; install mplug-flash[fa4] for Hopper and Blackwell")
-    assert refusal(site(), run(), 3).startswith("flash-attn-3 is not installed")
+    assert note(offers(version), at, run()) == f"flash-attn-{expected}"
 
 
 @pytest.mark.parametrize(
-    ("at", "during", "words"),
+    ("installed", "capability", "at", "during", "words"),
     [
-        (site(), run("cpu"), ("CUDA", "on the CPU")),
-        (site(), run(precision="fp32"), ("bf16", "trainer.precision")),
-        (site(needs=("biases",)), run(), ("does not offer biases",)),
-        (site(head_dim=20), run(), ("flash-attn-4", "64 to 128", "20")),
-        (site(dropout=0.1), run(), ("flash-attn-4", "does not support dropout", "0.1")),
+        ((), 9.0, attention(), run(), "flash-attn is not installed; install mplug-flash[fa4] for Hopper and Blackwell"),
+        ((4,), 9.0, attention(), run("cpu"), "CUDA … on the CPU"),
+        ((4,), 9.0, attention(), run(precision="fp32"), "bf16 … trainer.precision"),
+        ((4,), 9.0, attention("biases"), run(), "does not offer biases"),
+        ((4,), 9.0, attention(head_dim=20), run(), "flash-attn-4 … 64 to 128 … 20"),
+        ((4,), 9.0, attention(dropout=0.1), run(), "flash-attn-4 … does not support dropout … 0.1"),
+        ((3,), 9.0, PARTS, run(), "flash-attn-3 does not support the site: it does not offer log-sum-exp"),
+        ((4,), 12.0, attention(), run(deterministic=True), "trainer.deterministic"),
+        ((4,), 8.9, attention(), run(), "flash-attn-4 supports compute … 9.0 to 12.x, and this GPU has 8.9"),
+        ((4, 3), 8.9, attention(), run(), "flash-attn-3 supports compute"),
     ],
 )
 def test_what_it_cannot_serve_is_refused_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, at: Site, during: Any, words: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, installed: tuple[int, ...], capability: float, at: Site, during: Any, words: str
 ) -> None:
-    machine(monkeypatch, (4,))
-    assert all(word in refusal(at, during) for word in words)
+    major, minor = divmod(round(10 * capability), 10)
+    machine(monkeypatch, installed, (major, minor))
+    reason = refusal(offers("auto", during), at, during)
+    assert all(word in reason for word in words.split(" … "))
 
 
-def test_chips_are_refused_by_their_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(monkeypatch, (4, 3), (8, 9))
-    reason = refusal(site(), run())
-    assert "flash-attn-4 supports compute capabilities 9.0 to 12.x, and this GPU has 8.9" in reason
-    assert "flash-attn-3 supports compute" in reason
-    machine(monkeypatch, (4,), (12, 0))
-    assert chosen(site(), run()) == "flash-attn-4"
-    assert "trainer.deterministic" in refusal(site(), run(deterministic=True))
+def test_a_version_that_is_named_and_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, ())
+    assert refusal(offers(3), attention(), run()).startswith("flash-attn-3 is not installed")
 
 
 def test_a_version_that_is_installed_and_does_not_import_is_refused_with_what_python_said(
@@ -136,7 +105,7 @@ def test_a_version_that_is_installed_and_does_not_import_is_refused_with_what_py
     monkeypatch.setattr(Version, "installed", property(lambda version: version.number == 3))
     broken = Version(3, ("flash-attn-3",), "a_module_that_is_not_there", chips=(9,), head_dims=(8, 256))
     monkeypatch.setitem(VERSIONS, 3, broken)
-    reason = refusal(site(), run())
+    reason = refusal(offers(), attention(), run())
     assert "flash-attn-3 is installed and cannot be imported: No module named 'a_module_that_is_not_there'" in reason
 
 
@@ -146,25 +115,10 @@ def test_versions_are_found_without_importing_them() -> None:
     assert len({name for version in VERSIONS.values() for name in version.distributions}) == 4
 
 
-def test_a_run_on_a_cpu_that_names_it_is_refused_before_it_starts() -> None:
-    result = CliRunner().invoke(main, ["explain", "--attention", "flash", "--set", "trainer.device=cpu"])
-    assert result.exit_code == 2
-    assert "kernels/flash cannot serve Attention.core of 'blocks.*.attn': flash-attn needs a CUDA GPU" in result.output
-    assert result.output.count("cannot serve") == 1
-
-
-def test_only_the_fourth_version_computes_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    needing = site(needs=("log-sum-exp", "document_lengths"))
-    machine(monkeypatch, (4, 2))
-    assert chosen(needing, run()) == "flash-attn-4"
-    machine(monkeypatch, (3,))
-    assert refusal(needing, run()) == "flash-attn-3 does not support the site: it does not offer log-sum-exp"
-    assert chosen(site(needs=("document_lengths", "full attention")), run()) == "flash-attn-3"
-
-
-def test_all_sites_share_one_callable_of_a_version() -> None:
+def test_all_sites_share_one_callable_of_a_version_and_masks_of_dropout_are_its_own() -> None:
     for one, other in zip(offers(), offers(), strict=True):
         assert one.suppliers == other.suppliers
+        assert one.varies(attention(dropout=0.1), run())
 
 
 # The suite: without a GPU, what it checks of the package.
@@ -191,20 +145,20 @@ class TestDeterministicFlash(TestFlash):
 
 # On a GPU.
 
-on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
-
 
 def served(version: int, head_dim: int) -> None:
     """Skip what this machine does not have."""
-    at = site(head_dim=head_dim)
-    answer = offers(version)[0].answer(at, run())
+    answer = offers(version)[0].answer(attention(head_dim=head_dim), run())
     if answer is not True:
         pytest.skip(str(answer))
 
 
-@pytest.mark.gpu
+def on_a_gpu(test: Any) -> Any:
+    skipping = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
+    return pytest.mark.gpu(skipping(quiet(test)))
+
+
 @on_a_gpu
-@quiet
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize(
@@ -221,14 +175,10 @@ def test_each_version_is_within_the_bf16_band_of_the_composition_in_fp64(
     if compiled:
         torch.compiler.reset()
         call = torch.compile(call, fullgraph=True, dynamic=False)
-    errors = attention_errors(call, heads, "cuda")
-    for name, (error, usual) in errors.items():
-        assert error <= min(1e-2, 2 * usual), f"{name} is off by {error:.2e}; plain torch in bf16 by {usual:.2e}"
+    assert_within_bf16_band_of_views(call, heads)
 
 
-@pytest.mark.gpu
 @on_a_gpu
-@quiet
 @pytest.mark.parametrize("version", [4, 3, 2])
 def test_a_deterministic_backward_gives_the_same_bits(version: int) -> None:
     heads = Heads(2, 2048, 8, 2, 128)
@@ -243,9 +193,7 @@ def test_a_deterministic_backward_gives_the_same_bits(version: int) -> None:
     assert all(torch.equal(one, found[0]) for one in found[1:])
 
 
-@pytest.mark.gpu
 @on_a_gpu
-@quiet
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize(
@@ -295,61 +243,38 @@ def test_packed_heads_give_the_bits_of_the_core(
             torch.testing.assert_close(ours, expected, rtol=2**-7, atol=2**-7 * float(expected.abs().max()), msg=name)
 
 
-@pytest.mark.gpu
 @on_a_gpu
-@quiet
-@pytest.mark.parametrize("heads", [(8, 8, 64), (8, 2, 128)], ids=["64 wide", "grouped"])
-@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
-def test_parts_and_documents_on_a_gpu_are_those_of_the_composition_in_fp64(
-    heads: tuple[int, int, int], deterministic: bool
+@pytest.mark.parametrize(
+    ("model", "compiler"), [({}, "inductor"), ({"model.position": "learned"}, "never")], ids=["rotary", "packed heads"]
+)
+def test_a_run_has_the_losses_of_plain_torch_and_attends_from_packed_heads_without_rotary_positions(
+    monkeypatch: pytest.MonkeyPatch, model: dict[str, Any], compiler: str
 ) -> None:
-    served(4, heads[2])
-    setting, call = Setting(*heads, torch.bfloat16, "cuda"), core(4, deterministic)
-    assert core_fault(call, setting, causal=False) == ""
-    assert core_fault(call, setting, documents=True) == ""
-    assert parts_fault(parts_of(call), setting, packed=True) == ""
-
-
-@pytest.mark.gpu
-@on_a_gpu
-@quiet
-@pytest.mark.parametrize("compiler", ["never", "inductor"])
-def test_a_run_by_it_has_the_losses_of_plain_torch(compiler: str) -> None:
-    settings = {**TestFlash.settings, "trainer.precision": "bf16", "trainer.compile": compiler}
-    served(next((number for number, version in VERSIONS.items() if version.installed), 4), 64)
-    found = train_steps({**settings, "kernels.attention": "flash"})
-    plain = train_steps({**settings, "kernels.default": None})
-    assert found.losses == pytest.approx(plain.losses, rel=1e-2)
-
-
-@pytest.mark.gpu
-@on_a_gpu
-@quiet
-def test_a_run_without_rotary_positions_attends_from_packed_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    served(4, 64)
+    number = next((number for number, version in VERSIONS.items() if version.installed), 4)
+    served(4 if model else number, 64)
     calls, attend = [], FourthPacked.attend
 
     def counted(self: FourthPacked, *given: Any) -> Tensor:
         calls.append(1)
         return attend(self, *given)
 
-    monkeypatch.setattr(FourthPacked, "attend", counted)
-    settings = {**TestFlash.settings, "trainer.precision": "bf16", "model.position": "learned"}
-    settings |= {"kernels.flash.packed_heads": True}
+    if model:
+        monkeypatch.setattr(FourthPacked, "attend", counted)
+    settings = {**TestFlash.settings, **model, "trainer.precision": "bf16", "trainer.compile": compiler}
     found = train_steps({**settings, "kernels.attention": "flash"})
     plain = train_steps({**settings, "kernels.default": None})
-    assert calls
     assert found.losses == pytest.approx(plain.losses, rel=1e-2)
+    assert bool(calls) == bool(model)
 
 
 def test_a_cuda_graph_replays_the_version_that_a_gpu_has_replayed() -> None:
     answers = []
     for version in (4, 3, 2):
         (offer,) = offers(version)
-        model: Any = SimpleNamespace(slots=[Filled(site(), offer), Filled(site())])
+        model: Any = SimpleNamespace(slots=[Filled(attention(), offer), Filled(attention())])
         answers.append(Flash(Flash.Config()).captures(run(), model))
     settings = Flash.Config(packed_heads=True)
     (offer,) = (one for one in Flash(settings).offer(run()) if packed_heads_of(one.suppliers["Attention.core"]))
-    model = SimpleNamespace(slots=[Filled(site(), offer)])
+    model = SimpleNamespace(slots=[Filled(attention(), offer)])
     assert Flash(settings).captures(run(), model) == "has not been tested in a CUDA graph with packed heads"
     assert answers == [True, *(f"has not been tested in a CUDA graph with flash-attn {version}" for version in (3, 2))]

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +9,14 @@ import torch
 from mplug_flex import Flex, masks, programs
 from mplug_flex.attention import attention
 from mplug_flex.masks import BLOCK, Form, Mask, mask_of
+from offers import attention as site
+from offers import note, refusal, run
 
 from mplug import Site
 from mplug_nn import AttentionInputs, AttentionSpec
 from mplug_nn.attention import scaled_dot_product
 from mplug_nn.specification import DOCUMENTS, KEY_LENGTH, unseen
-from mplug_testing import KernelSuite, kernel_cases, precision_named
+from mplug_testing import KernelSuite, kernel_cases
 from mplug_testing.harness import EXACT, difference, train_ranks, train_steps
 
 DOCUMENTS_OF_5 = {"data.documents": 5}
@@ -59,29 +60,29 @@ FORMS = {
 LENGTHS = {"packed": ((200, 1, 99, 0), (300, 0, 0, 0)), "": None}
 
 
-def seen(mask: Mask, form: Form, queries: int, keys: int) -> torch.Tensor:
-    """The pairs that a kernel computes by the block mask: [B, S, T]."""
-    count, index, full_count, full_index, *_ = mask.tensors
-    found = torch.zeros(len(count), mask_rows(queries) * BLOCK, mask_rows(keys) * BLOCK, dtype=torch.bool)
+def visible(mask: Mask, form: Form, queries: int, keys: int) -> torch.Tensor:
+    """The pairs that a specification names: [B, S, T]."""
+    found = torch.ones(len(mask.tensors[0]), queries, keys, dtype=torch.bool)
     spec = AttentionSpec(1.0, 8, 8, causal=form.causal, window=form.window)
-    visible = torch.ones(found.shape, dtype=torch.bool)
     for hidden in unseen(spec, AttentionInputs(), queries, keys, torch.device("cpu")):
-        visible[:, :queries, :keys] &= ~hidden
+        found &= ~hidden
     if mask.numbers:
-        visible[:, :queries, :keys] &= mask.numbers[0][:, :, None] == mask.numbers[1][:, None]
-    for sample in range(len(count)):
-        for row in range(count.shape[-1]):
-            rows = slice(row * BLOCK, (row + 1) * BLOCK)
-            for column in index[sample, 0, row, : count[sample, 0, row]].tolist():
-                columns = slice(column * BLOCK, (column + 1) * BLOCK)
-                found[sample, rows, columns] = visible[sample, rows, columns]
-            for column in full_index[sample, 0, row, : full_count[sample, 0, row]].tolist():
-                found[sample, rows, column * BLOCK : (column + 1) * BLOCK] = True
-    return found[:, :queries, :keys]
+        found &= mask.numbers[0][:, :, None] == mask.numbers[1][:, None]
+    return found
 
 
-def mask_rows(length: int) -> int:
-    return -(-length // BLOCK)
+def computed(mask: Mask, named: torch.Tensor) -> torch.Tensor:
+    """The pairs that a kernel computes: those named in the partial blocks of the mask, and all of its full blocks."""
+    partial, full = (dense(*mask.tensors[first : first + 2])[:, 0] for first in (0, 2))
+    spread = [blocks.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2) for blocks in (partial, full)]
+    inside = [pairs[:, : named.shape[1], : named.shape[2]] for pairs in spread]
+    return named & inside[0] | inside[1]
+
+
+def dense(count: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """[B, 1, R, C], true for the columns that a row lists."""
+    listed = torch.arange(index.shape[-1]) < count[..., None]
+    return torch.zeros(index.shape, dtype=torch.bool).scatter(-1, index.long(), listed)
 
 
 @pytest.mark.parametrize("packed", LENGTHS)
@@ -90,18 +91,15 @@ def mask_rows(length: int) -> int:
 def test_a_block_mask_computes_exactly_the_pairs_that_the_specification_names(
     form: str, more: int, packed: str
 ) -> None:
-    queries = 300
-    rows = LENGTHS[packed]
+    """And the mask of backward is its transpose."""
+    queries, rows = 300, LENGTHS[packed]
     lengths = None if rows is None else (torch.tensor(rows), torch.tensor([(*row, more) for row in rows]))
     mask = mask_of(FORMS[form], queries, queries + more, lengths, torch.device("cpu"))
-    spec = AttentionSpec(1.0, 8, 8, causal=FORMS[form].causal, window=FORMS[form].window)
-    expected = torch.ones(2 if packed else 1, queries, queries + more, dtype=torch.bool)
-    for hidden in unseen(spec, AttentionInputs(), queries, queries + more, torch.device("cpu")):
-        expected &= ~hidden
-    if packed:
-        own, others = mask.numbers
-        expected &= own[:, :, None] == others[:, None]
-    assert torch.equal(seen(mask, FORMS[form], queries, queries + more), expected)
+    expected = visible(mask, FORMS[form], queries, queries + more)
+    assert torch.equal(computed(mask, expected), expected)
+    for first in (0, 2):
+        count, index, of_keys, rows_of_keys = (mask.tensors[first + n] for n in (0, 1, 4, 5))
+        assert torch.equal(dense(count, index), dense(of_keys, rows_of_keys).transpose(-1, -2))
 
 
 def test_empty_blocks_are_skipped_and_full_blocks_need_no_mask_function() -> None:
@@ -112,24 +110,6 @@ def test_empty_blocks_are_skipped_and_full_blocks_need_no_mask_function() -> Non
     lengths = torch.tensor([[4 * BLOCK, 4 * BLOCK]])
     packed = mask_of(Form(1.0, packed=True), 8 * BLOCK, 8 * BLOCK, (lengths, lengths), torch.device("cpu"))
     assert (packed.tensors[0] + packed.tensors[2])[0, 0].tolist() == [1, 2, 3, 4, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("packed", LENGTHS)
-def test_the_block_mask_of_backward_is_the_transpose(packed: str) -> None:
-    rows = LENGTHS[packed]
-    lengths = None if rows is None else (torch.tensor(rows), torch.tensor(rows))
-    tensors = mask_of(Form(1.0, window=100), 300, 300, lengths, torch.device("cpu")).tensors
-    for (count, index), (of_keys, queries) in (
-        (tensors[0:2], tensors[4:6]),
-        (tensors[2:4], tensors[6:8]),
-    ):
-        assert torch.equal(dense(count, index), dense(of_keys, queries).transpose(-1, -2))
-
-
-def dense(count: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """[B, 1, R, C], true for the columns that a row lists."""
-    listed = torch.arange(index.shape[-1]) < count[..., None]
-    return torch.zeros(index.shape, dtype=torch.bool).scatter(-1, index.long(), listed)
 
 
 # How often it compiles.
@@ -247,71 +227,48 @@ def test_the_operators_that_a_gpu_compiles_are_those_of_the_composition(monkeypa
 # What it refuses.
 
 
-def site(needs: tuple[str, ...] = (), width: int = 64, value_width: int | None = None, dropout: float = 0.0) -> Site:
-    spec = AttentionSpec(0.1, width, value_width or width, dropout=dropout)
-    return Site("blocks.*.attn", "Attention.core", SimpleNamespace(spec=spec), "blocks.0.attn", frozenset(needs))
-
-
-def run(device: str = "cuda", precision: str = "bf16", deterministic: bool = False) -> Any:
-    trainer = SimpleNamespace(precision=precision, deterministic=deterministic)
-    config = SimpleNamespace(trainer=trainer)
-    return SimpleNamespace(device=device, config=config, precision=precision_named(precision))
-
-
-def answer(at: Site, during: Any) -> bool | str:
-    (offer,) = Flex(Flex.Config()).offer()
-    return offer.answer(at, during)
-
-
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def hopper(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine with a Hopper GPU and Triton, as the plugin sees it."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     monkeypatch.setattr("mplug_flex.limits.triton_builds", lambda: True)
+    return monkeypatch
+
+
+OFFERS = Flex(Flex.Config()).offer()
 
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("at", "during", "words"),
     [
-        (site(("linear attention",)), run(), ("does not offer linear attention",)),
-        (site(("mine bias",)), run("cpu"), ("does not offer mine bias",)),
-        (site((DOCUMENTS, KEY_LENGTH)), run("cpu"), ("as many keys as queries",)),
-        (site(dropout=0.1), run("cpu"), ("does not support dropout", "0.1")),
-        (site(), run("mps"), ("needs a CUDA GPU or a CPU", "'mps'")),
-        (site(), run(precision="fp64"), ("fp32", "trainer.precision=fp64 is wider")),
-        (site(width=8), run(), ("head dims of 16 to 256", "has 8")),
-        (site(width=512), run(), ("head dims of 16 to 256", "has 512")),
-        (site(value_width=8), run(), ("value widths of 16 to 256", "has 8")),
-        (site(("relative bias",)), run(deterministic=True), ("atomic", "trainer.deterministic")),
+        (site("linear attention"), run(), "does not offer linear attention"),
+        (site("mine bias"), run("cpu"), "does not offer mine bias"),
+        (site(DOCUMENTS, KEY_LENGTH), run("cpu"), "as many keys as queries"),
+        (site(dropout=0.1), run("cpu"), "does not support dropout … 0.1"),
+        (site(), run("mps"), "needs a CUDA GPU or a CPU … 'mps'"),
+        (site(), run(precision="fp64"), "fp32 … trainer.precision=fp64 is wider"),
+        (site(head_dim=8), run(), "head dims of 16 to 256 … has 8"),
+        (site(head_dim=512), run(), "head dims of 16 to 256 … has 512"),
+        (site(value_width=8), run(), "value widths of 16 to 256 … has 8"),
+        (site("relative bias"), run(deterministic=True), "atomic … trainer.deterministic"),
     ],
 )
-def test_what_it_cannot_compute_is_refused_with_the_reason(at: Site, during: Any, words: tuple[str, ...]) -> None:
-    reason = answer(at, during)
-    assert isinstance(reason, str)
-    for word in words:
-        assert word in reason
+def test_what_it_cannot_compute_is_refused_with_the_reason(at: Site, during: Any, words: str) -> None:
+    assert all(word in refusal(OFFERS, at, during) for word in words.split(" … "))
 
 
-@pytest.mark.usefixtures("hopper")
-def test_it_serves_what_it_does_not_refuse() -> None:
-    for at in (site(), site(("relative bias", "window", "attention sinks", "log-sum-exp")), site((KEY_LENGTH,))):
-        assert answer(at, run()) is True
-        assert answer(at, run("cpu", "fp64")) is True
-    assert answer(site(), run(deterministic=True)) is True
-
-
-def test_old_gpus_and_machines_without_a_compiler_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 5))
-    assert "8.0 and newer, and this GPU has 7.5" in str(answer(site(), run()))
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
-    monkeypatch.setattr("mplug_flex.limits.triton_builds", lambda: False)
-    assert "needs Triton" in str(answer(site(), run()))
-
-
-def test_its_note_tells_that_it_is_not_compiled_on_a_cpu() -> None:
-    (offer,) = Flex(Flex.Config()).offer()
-    assert [offer.note(site(), run(device)) for device in ("cpu", "cuda")] == ["not compiled on a CPU", ""]
+def test_it_serves_what_it_does_not_refuse_and_notes_that_it_is_not_compiled_on_a_cpu(
+    hopper: pytest.MonkeyPatch,
+) -> None:
+    for at in (site(), site("relative bias", "window", "attention sinks", "log-sum-exp"), site(KEY_LENGTH)):
+        assert note(OFFERS, at, run()) == ""
+        assert note(OFFERS, at, run("cpu", "fp64")) == "not compiled on a CPU"
+    assert note(OFFERS, site(), run(deterministic=True)) == ""
+    hopper.setattr("mplug_flex.limits.triton_builds", lambda: False)
+    assert "needs Triton" in refusal(OFFERS, site(), run())
+    hopper.setattr("torch.cuda.get_device_capability", lambda: (7, 5))
+    assert "8.0 and newer, and this GPU has 7.5" in refusal(OFFERS, site(), run())
 
 
 # Layouts.

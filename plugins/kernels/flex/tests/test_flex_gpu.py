@@ -5,16 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from attention_bands import SPECS, Heads, assert_within_band, assert_within_bf16_band_of_views, inputs_of, spec_of
 from mplug_flex import programs
 from mplug_flex.attention import attention
 
 from mplug_nn import AttentionInputs, AttentionSpec
-from mplug_nn.attention import scaled_dot_product
-from mplug_nn.core import parts_of
 from mplug_nn.specification import ALIBI, RELATIVE
 from mplug_testing import KernelSuite
-from mplug_testing.attention_errors import Heads, attention_errors
-from mplug_testing.capabilities import Setting, parts_fault
 from mplug_testing.harness import train_steps
 
 pytestmark = [
@@ -23,35 +20,19 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # those of torch's compiler
 ]
 HEADS_OF_64 = {"model.hidden_size": 128, "model.num_attention_heads": 2, "model.num_kv_heads": 1}
-B, S, H, G, K, REACH = 2, 300, 8, 2, 64, 20
-LENGTHS = ((200, 1, 99, 0), (300, 0, 0, 0))
-SPECS = {
-    "causal": {},
-    "full": {"causal": False},
-    "window": {"window": 100},
-    "window, full": {"window": 100, "causal": False},
-    "documents": {"documents": True},
-    "documents, full": {"documents": True, "causal": False},
-    "soft cap": {"soft_cap": 2.0},
-    "sinks": {"sinks": True},
-    "ALiBi": {"bias": ALIBI},
-    "ALiBi, full": {"bias": ALIBI, "causal": False},
-    "relative": {"bias": RELATIVE},
-    "wider values": {"value_width": 128},
-    "narrower values": {"value_width": 32},
-    "more keys": {"own_key_length": True},
-    "more keys, full": {"own_key_length": True, "causal": False},
-    "everything": {"window": 100, "documents": True, "soft_cap": 2.0, "sinks": True, "bias": RELATIVE},
-    "everything, full": {
-        "window": 100,
-        "documents": True,
-        "soft_cap": 2.0,
-        "sinks": True,
-        "bias": RELATIVE,
-        "causal": False,
-        "value_width": 32,
-    },
-}
+S, H, K = 300, 8, 64
+EVERYTHING = {"window": 100, "documents": True, "soft_cap": 2.0, "sinks": True, "bias": RELATIVE}
+ALL_SPECS = [
+    *SPECS.values(),
+    {"window": 100, "causal": False},
+    {"soft_cap": 2.0},
+    {"bias": ALIBI},
+    {"bias": ALIBI, "causal": False},
+    {"bias": RELATIVE},
+    {"value_width": 128},
+    EVERYTHING,
+    {**EVERYTHING, "causal": False, "value_width": 32},
+]
 
 
 class TestFlexOnAGPU(KernelSuite):
@@ -66,57 +47,24 @@ class TestDeterministicFlexOnAGPU(TestFlexOnAGPU):
     deterministic = True
 
 
-def inputs_of(spec: AttentionSpec, dtype: torch.dtype, width: int = K) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """(q, k, v, then sinks and table if the specification has them; the remaining inputs by name)."""
-    more = 45 if spec.own_key_length else 0
-    shapes = [(B, S, H, width), (B, S + more, G, width), (B, S + more, G, spec.value_width)]
-    shapes += [(H,)] if spec.sinks else []
-    shapes += [(H, 2 * REACH + 1)] if spec.bias == RELATIVE else []
-    generator = torch.Generator("cuda").manual_seed(S)
-    leaves = [torch.randn(shape, device="cuda", generator=generator).to(dtype).requires_grad_() for shape in shapes]
-    lengths = torch.tensor(LENGTHS, device="cuda") if spec.documents else None
-    return leaves, {"document_lengths": lengths, "first_head": H, "num_heads": 2 * H}
-
-
-def outcome(core: Any, spec: AttentionSpec, leaves: list[torch.Tensor], named: dict[str, Any]) -> list[torch.Tensor]:
-    """The output and the gradients of all leaves."""
-    trained = list(leaves[3:])
-    sinks = trained.pop(0) if spec.sinks else None
-    table = trained.pop(0) if spec.bias == RELATIVE else None
-    output = core(*leaves[:3], spec, AttentionInputs(sinks=sinks, bias_table=table, **named))
-    gradient = torch.randn(output.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
-    gradient = gradient.to(torch.bfloat16).to(output.dtype)
-    return [output.detach(), *torch.autograd.grad(output, leaves, gradient)]
-
-
-def assert_within_band(core: Any, spec: AttentionSpec, dtype: torch.dtype, width: int = K) -> None:
-    """Relative errors against the composition in fp64 are at most twice (fp32: 4 times) those of it in `dtype`."""
-    leaves, named = inputs_of(spec, dtype, width)
-    wide = [x.detach().double().requires_grad_() for x in leaves]
-    exact = outcome(scaled_dot_product, spec, wide, named)
-    found, plain = (outcome(one, spec, leaves, named) for one in (core, scaled_dot_product))
-    names = ["output", "dq", "dk", "dv", *(["dsinks"] if spec.sinks else []), *(["dtable"] if spec.bias else [])]
-    for name, ours, usual, right in zip(names, found, plain, exact, strict=False):
-        error, allowed = ((x.double() - right).norm() / right.norm() for x in (ours, usual))
-        factor = 4 if dtype == torch.float32 else 2
-        assert error <= max(factor * allowed, factor * torch.finfo(dtype).eps), (
-            f"{name} is off by {error:.2e}; plain torch by {allowed:.2e}"
-        )
-        assert ours.dtype == usual.dtype
+def assert_near(core: Any, spec: AttentionSpec, dtype: torch.dtype) -> None:
+    factor = 4 if dtype == torch.float32 else 2
+    given = inputs_of(spec, dtype, S, 45)
+    assert_within_band(core, spec, given, factor, factor * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("asked", SPECS)
-def test_each_specification_is_within_the_band_of_the_composition_in_fp64(asked: str, dtype: torch.dtype) -> None:
-    spec = AttentionSpec(**{"scale": K**-0.5, "key_width": K, "value_width": K, **SPECS[asked]})
-    assert_within_band(attention, spec, dtype)
+@pytest.mark.parametrize("asked", ALL_SPECS, ids=str)
+def test_each_specification_is_within_the_band_of_the_composition_in_fp64(
+    asked: dict[str, Any], dtype: torch.dtype
+) -> None:
+    assert_near(attention, spec_of(**asked), dtype)
 
 
-@pytest.mark.parametrize("asked", ["causal", "everything"])
-def test_a_unit_that_inductor_compiles_is_within_the_band(asked: str) -> None:
+@pytest.mark.parametrize("asked", [{}, EVERYTHING], ids=str)
+def test_a_unit_that_inductor_compiles_is_within_the_band(asked: dict[str, Any]) -> None:
     torch.compiler.reset()
-    spec = AttentionSpec(**{"scale": K**-0.5, "key_width": K, "value_width": K, **SPECS[asked]})
-    assert_within_band(torch.compile(attention, fullgraph=True, dynamic=False), spec, torch.bfloat16)
+    assert_near(torch.compile(attention, fullgraph=True, dynamic=False), spec_of(**asked), torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -132,28 +80,14 @@ def test_a_unit_that_inductor_compiles_is_within_the_band(asked: str) -> None:
     ],
 )
 def test_the_widths_that_it_supports_are_within_the_band(width: int, value_width: int, dtype: torch.dtype) -> None:
-    assert_within_band(attention, AttentionSpec(width**-0.5, width, value_width), dtype, width)
+    assert_near(attention, spec_of(width, value_width=value_width), dtype)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("heads", [Heads(2, 512, 8, 8, 128), Heads(1, 1000, 4, 1, 64), Heads(3, 131, 6, 2, 128)])
 def test_views_of_a_packed_projection_are_within_the_bf16_band(heads: Heads, compiled: bool) -> None:
     core = torch.compile(attention, fullgraph=True, dynamic=False) if compiled else attention
-    for name, (error, usual) in attention_errors(core, heads, "cuda").items():
-        assert error <= min(1e-2, 2 * usual), f"{name} is off by {error:.2e}; plain torch in bf16 by {usual:.2e}"
-
-
-@pytest.mark.parametrize("heads", [(8, 8, 64), (8, 2, 128)], ids=["64 wide", "grouped"])
-def test_parts_are_those_of_the_composition_in_fp64(heads: tuple[int, int, int]) -> None:
-    assert parts_fault(parts_of(attention), Setting(*heads, torch.bfloat16, "cuda"), packed=True) == ""
-
-
-@pytest.mark.parametrize("asked", [name for name, spec in SPECS.items() if spec.get("bias") != RELATIVE])
-def test_without_a_relative_bias_equal_calls_give_equal_bits(asked: str) -> None:
-    spec = AttentionSpec(**{"scale": K**-0.5, "key_width": K, "value_width": K, **SPECS[asked]})
-    leaves, named = inputs_of(spec, torch.bfloat16)
-    first, second = (outcome(attention, spec, leaves, named) for _ in range(2))
-    assert all(map(torch.equal, first, second))
+    assert_within_bf16_band_of_views(core, heads)
 
 
 @pytest.mark.parametrize("compiler", ["never", "inductor"])
@@ -191,7 +125,7 @@ def test_memory_grows_with_the_sequence_and_not_with_its_square() -> None:
 def test_a_graph_that_is_captured_contains_the_masks_of_its_documents() -> None:
     spec = replace(AttentionSpec(0.1, K, K), documents=True)
     q, k, v = (torch.randn(2, S, H, K, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    lengths = torch.tensor(LENGTHS, device="cuda")
+    lengths = torch.tensor(((200, 1, 99, 0), (300, 0, 0, 0)), device="cuda")
     inputs = AttentionInputs(document_lengths=lengths)
     attention(q, k, v, spec, inputs)  # compiles, and keeps the mask of these lengths
     graph = torch.cuda.CUDAGraph()

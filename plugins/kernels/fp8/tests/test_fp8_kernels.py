@@ -4,38 +4,46 @@ The kernels run on a GPU, or on a CPU in Triton's interpreter (TRITON_INTERPRET=
 """
 
 import math
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from mplug_fp8 import emulation
 from mplug_fp8.emulation import BLOCK, E4M3, E5M2, padded
+from mplug_fp8.grouped import RowwiseGroups
+from mplug_fp8.products import Blockwise, Delayed, Rowwise, Tensorwise
+from mplug_fp8.recipes import Options
 from torch import Tensor
-from triton_kernels import DEVICE, INTERPRETED, assert_bits, runs, torchs_rounding
+from triton_kernels import (
+    DEVICE,
+    INTERPRETED,
+    assert_bits,
+    assert_interpreted,
+    outside_of_the_interpreter,
+    runs,
+    torchs_rounding,
+)
+
+from mplug_nn import Narrow, Operand, Sink
 
 __all__ = ["torchs_rounding"]
 SHAPES = [(48, 64), (37, 160), (1, 16), (16, 32)] if INTERPRETED else [(48, 64), (1000, 2064), (4096, 2048), (1, 16)]
 LINES = [(150, 256), (128, 128)] if INTERPRETED else [(150, 256), (1000, 384), (4096, 2048)]
-KERNEL_TESTS = (Path(__file__), Path(__file__).with_name("test_prologue_kernels.py"))
 each_format = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 powers = pytest.mark.parametrize("power", [False, True], ids=["", "power"])
 
 
-@pytest.mark.skipif(find_spec("triton") is None or INTERPRETED, reason="it needs Triton, outside of its interpreter")
+@outside_of_the_interpreter
 def test_what_runs_on_a_gpu_runs_in_tritons_interpreter_too() -> None:
-    finished = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *map(str, KERNEL_TESTS)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert "passed" in finished.stdout
+    assert_interpreted(Path(__file__), Path(__file__).with_name("test_prologue_kernels.py"))
+
+
+@pytest.fixture
+def launch() -> Any:
+    """The module that launches the kernels, which imports Triton."""
+    return import_module("mplug_fp8.launch")
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -52,10 +60,8 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 @powers
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_cast_with_one_scale_has_the_bits_of_the_definition(
-    shape: tuple[int, int], power: bool, dtype: torch.dtype
+    launch: Any, shape: tuple[int, int], power: bool, dtype: torch.dtype
 ) -> None:
-    from mplug_fp8 import launch
-
     x = drawn(*shape)
     given = x.to(DEVICE)
     rows = torch.empty(shape, dtype=dtype, device=DEVICE)
@@ -71,9 +77,7 @@ def test_a_cast_with_one_scale_has_the_bits_of_the_definition(
 
 
 @runs
-def test_rows_that_ranks_cast_with_the_largest_value_of_all_have_the_bits_of_the_whole() -> None:
-    from mplug_fp8 import launch
-
+def test_rows_that_ranks_cast_with_the_largest_value_of_all_have_the_bits_of_the_whole(launch: Any) -> None:
     x = drawn(74, 160)
     parts = [part.contiguous().to(DEVICE) for part in (x[:37], x[37:])]
     found = torch.stack([launch.largest_of(part).amax().view(1) for part in parts]).amax(dim=0)
@@ -89,9 +93,9 @@ def test_rows_that_ranks_cast_with_the_largest_value_of_all_have_the_bits_of_the
 @runs
 @each_format
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_cast_with_a_known_scale_keeps_the_largest_value(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    from mplug_fp8 import launch
-
+def test_a_cast_with_a_known_scale_keeps_the_largest_value(
+    launch: Any, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     x, scale = drawn(*shape), torch.tensor([3e5])  # some numbers saturate in each format
     rows = torch.empty(shape, dtype=dtype, device=DEVICE)
     statistic = torch.zeros((), device=DEVICE)
@@ -107,9 +111,7 @@ def test_a_cast_with_a_known_scale_keeps_the_largest_value(shape: tuple[int, int
 @runs
 @pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan], ids=str)
-def test_numbers_that_are_not_finite_have_the_bits_of_the_definition(bad: float) -> None:
-    from mplug_fp8 import launch
-
+def test_numbers_that_are_not_finite_have_the_bits_of_the_definition(launch: Any, bad: float) -> None:
     x = drawn(128, 128)
     x[7, 5] = bad
     given = x.to(DEVICE)
@@ -132,18 +134,14 @@ def test_numbers_that_are_not_finite_have_the_bits_of_the_definition(bad: float)
 @runs
 @powers
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_rowwise_cast_has_the_bits_of_the_definition(shape: tuple[int, int], power: bool) -> None:
-    from mplug_fp8 import launch
-
+def test_a_rowwise_cast_has_the_bits_of_the_definition(launch: Any, shape: tuple[int, int], power: bool) -> None:
     x = torch.stack((drawn(*shape), drawn(*shape, seed=1)))
     assert_bits(launch.cast_rowwise(x.to(DEVICE), power), emulation.cast_rowwise(x, power))
 
 
 @runs
 @pytest.mark.parametrize("shape", LINES, ids=str)
-def test_a_blockwise_cast_has_the_bits_of_the_definition(shape: tuple[int, int]) -> None:
-    from mplug_fp8 import launch
-
+def test_a_blockwise_cast_has_the_bits_of_the_definition(launch: Any, shape: tuple[int, int]) -> None:
     x = drawn(*shape)
     assert_bits(launch.cast_lines(x.to(DEVICE)), emulation.cast_lines(x))
     weight = drawn(padded(shape[0], BLOCK), shape[1])
@@ -155,9 +153,7 @@ def test_a_blockwise_cast_has_the_bits_of_the_definition(shape: tuple[int, int])
 @pytest.mark.parametrize(
     "counts", [(0, 33, 0, 47), (1,), (32, 32), (0, 0, 5)] if INTERPRETED else [(0, 33, 0, 47), (500, 1, 1547)], ids=str
 )
-def test_a_grouped_cast_has_the_bits_of_the_definition(counts: tuple[int, ...], power: bool) -> None:
-    from mplug_fp8 import launch
-
+def test_a_grouped_cast_has_the_bits_of_the_definition(launch: Any, counts: tuple[int, ...], power: bool) -> None:
     ends = torch.tensor(counts).cumsum(0).to(torch.int32)
     x = drawn(int(ends[-1]) + 11, 160)
     found, right = launch.cast_grouped(x.to(DEVICE), ends.to(DEVICE), power), emulation.cast_grouped(x, ends, power)
@@ -169,6 +165,22 @@ def test_a_grouped_cast_has_the_bits_of_the_definition(counts: tuple[int, ...], 
 
 
 # torch's products on a GPU.
+
+
+def normal(*shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(torch.bfloat16) for shape in shapes]
+
+
+def passes(
+    device: str, supplier: Any, given: list[Tensor], how: Any, buffers: dict[str, Tensor]
+) -> tuple[Tensor, Tensor, Any]:
+    """The output and the gradient of the input, of x, a weight and the gradient of y; the operands of the weight's."""
+    x, weight, grad_y = (one.to(device) for one in given)
+    operand = Operand(weight, supplier.cast(weight, buffers))
+    y, saved = supplier.forward(x, operand, how, buffers)
+    grad_x, operands = supplier.dgrad(grad_y, operand, saved, how, buffers, True)
+    return y, grad_x, operands
 
 
 def abs_product(a: Tensor, b: Tensor) -> Tensor:
@@ -185,42 +197,28 @@ class TestProductsOnAGPU:
     @pytest.mark.parametrize("shape", [(512, 256, 384), (500, 1024, 640)], ids=str)
     def test_products_are_within_the_bound_of_their_sums(self, recipe: str, shape: tuple[int, int, int]) -> None:
         """Tensor cores keep at least 13 bits of the terms of a sum (arXiv 2412.19437, section 3.3.2)."""
-        from mplug_fp8.products import Blockwise, Delayed, Rowwise, Tensorwise
-        from mplug_fp8.recipes import Options
-
-        from mplug_nn import Narrow, Operand, Sink
-
         if recipe == "blockwise" and torch.cuda.get_device_capability()[0] != 9:
             pytest.skip("blockwise products need compute capability 9")
         kinds = {"tensorwise": Tensorwise, "delayed": Delayed, "rowwise": Rowwise, "blockwise": Blockwise}
         supplier = kinds[recipe](Options(power_of_two=recipe in ("rowwise", "blockwise")))
         n, i, o = shape
-        generator = torch.Generator().manual_seed(0)
-        x, weight, grad_y = (
-            torch.randn(size, generator=generator).to(torch.bfloat16) for size in ((n, i), (o, i), (n, o))
-        )
+        x, weight, grad_y = normal((n, i), (o, i), (n, o))
         found = {}
         for device in ("cpu", "cuda"):
             scale = torch.full((1,), 64.0, device=device)
             buffers = {name: torch.zeros((), device=device) for name in ("input", "gradient")}
             buffers |= {"input_scale": scale, "gradient_scale": scale}
-            operand = Operand(weight.to(device), supplier.cast(weight.to(device), buffers))
-            y, saved = supplier.forward(x.to(device), operand, Narrow(), buffers)
+            y, grad_x, operands = passes(device, supplier, [x, weight, grad_y], Narrow(), buffers)
             total, stale = torch.full((o, i), 7.0, device=device), torch.ones((), dtype=torch.bool)
-            sink = Sink(total, stale)
-            grad_x, _ = supplier.backward(grad_y.to(device), operand, saved, sink, Narrow(), buffers, True)
-            assert grad_x is not None
+            supplier.wgrad(operands, Sink(total, stale), Narrow(), buffers)
             assert not stale
             first = total.clone()
+            supplier.wgrad(operands, Sink(total, stale), Narrow(), buffers)
+            assert torch.equal(total, 2 * first)
             # A sink may begin at any address; here it is no multiple of 16 bytes.
             half = torch.zeros(4 + o * i, device=device, dtype=torch.bfloat16)[4:].view(o, i)
-            operands = supplier.dgrad(grad_y.to(device), operand, saved, Narrow(), buffers, False)[1]
             supplier.wgrad(operands, Sink(half, torch.ones((), dtype=torch.bool)), Narrow(), buffers)
-            supplier.wgrad(operands, sink, Narrow(), buffers)
-            assert torch.equal(total, 2 * first)
-            returned = supplier.wgrad(operands, None, Narrow(), buffers)
-            assert returned is not None
-            found[device] = [y, grad_x, first, half, returned]
+            found[device] = [y, grad_x, first, half, supplier.wgrad(operands, None, Narrow(), buffers)]
         sizes = [abs_product(x, weight.t()), abs_product(grad_y, weight), abs_product(grad_y.t(), x)]
         for number, (exact, ours) in enumerate(zip(*found.values(), strict=True)):
             rounding = 0 if number == 2 else 2.0**-7
@@ -231,28 +229,15 @@ class TestProductsOnAGPU:
             )
 
     def test_grouped_products_are_within_the_bound_of_their_sums(self) -> None:
-        from mplug_fp8.grouped import RowwiseGroups
-        from mplug_fp8.recipes import Options
-
-        from mplug_nn import Operand, Sink
-
         if torch.cuda.get_device_capability()[0] not in (9, 10):
             pytest.skip("torch's grouped product needs compute capability 9 or 10")
         supplier, ends = RowwiseGroups(Options(power_of_two=True)), torch.tensor([0, 133, 133, 480], dtype=torch.int32)
-        generator = torch.Generator().manual_seed(0)
-        x, weight, grad_y = (
-            torch.randn(size, generator=generator).to(torch.bfloat16)
-            for size in ((500, 256), (4, 384, 256), (500, 384))
-        )
         found = {}
         for device in ("cpu", "cuda"):
             own = ends.to(device)
-            operand = Operand(weight.to(device), supplier.cast(weight.to(device), {}))
-            y, saved = supplier.forward(x.to(device), operand, own, {})
-            grad_x, operands = supplier.dgrad(grad_y.to(device), operand, saved, own, {}, True)
+            y, grad_x, operands = passes(device, supplier, normal((500, 256), (4, 384, 256), (500, 384)), own, {})
             total, stale = torch.full((4, 384, 256), 7.0, device=device), torch.ones((), dtype=torch.bool)
             supplier.wgrad(operands, Sink(total, stale), own, {})
-            assert grad_x is not None
             assert not stale
             found[device] = [y[:480], grad_x[:480], total]
         for number, (exact, ours) in enumerate(zip(*found.values(), strict=True)):

@@ -1,29 +1,25 @@
 """Norms and activations with the product of their result: what is kept for backward, and what ranks exchange."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from mplug_fp8 import FP8Products
-from mplug_fp8.recipes import INPUT
+from prologues import O_, B, D, S, assert_exact, drawn, kept_and_statistic, kept_by, travelled
 from torch import Tensor
 
 from mplug.layout.plan import Init, Parameter
 from mplug.model.build import build_model
 from mplug.model.slots.offers import Offer, Site
 from mplug.tensors.sink import Weights
-from mplug_nn import Boundary, DelayedScaling, Inputs, Linear, Narrow, Prologue
+from mplug_nn import Linear, Narrow
 from mplug_nn.product import apply_product
-from mplug_nn.prologue import ACTIVATION_PRODUCT, NORM_PRODUCT, apply_fused
-from mplug_testing.fused import composed
+from mplug_nn.prologue import ACTIVATION_PRODUCT, NORM_PRODUCT
 from mplug_testing.harness import tiny_run
 from mplug_testing.kernel_checks import initial
 
-B, S, D, O_ = 2, 16, 64, 16
 CASES = {NORM_PRODUCT: "layernorm", ACTIVATION_PRODUCT: "gelu_tanh"}
 each = pytest.mark.parametrize("slot", CASES)
-Kept = list[tuple[torch.dtype, tuple[int, ...]]]
 
 
 def offered(slot: str) -> tuple[Any, dict[str, Tensor]]:
@@ -37,88 +33,29 @@ def offered(slot: str) -> tuple[Any, dict[str, Tensor]]:
     return offer.suppliers[slot], initial(offer.buffers(site), torch.bfloat16, "cpu")
 
 
-def drawn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).bfloat16()
-
-
-def inputs_of(slot: str) -> Inputs:
-    x = drawn(B, S, D, seed=1).requires_grad_()
-    if slot == ACTIVATION_PRODUCT:
-        return Inputs(x, bias=drawn(D, seed=2).requires_grad_())
-    weights = (1 + drawn(D, seed=3, scale=0.1)).requires_grad_(), drawn(D, seed=4).requires_grad_()
-    return Inputs(x, drawn(B, S, D, seed=5).requires_grad_(), *weights)
-
-
-def error(found: Tensor, right: Tensor) -> float:
-    return float(((found - right).norm() / right.norm()).detach())
-
-
-def kept_by(call: Callable[[], object]) -> Kept:
-    """The dtypes and shapes of the large tensors that a call saves for backward, without weights."""
-    kept: Kept = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        if tensor.numel() >= B * S * D:
-            kept.append((tensor.dtype, tuple(tensor.shape)))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        call()
-    return kept
+@each
+def test_only_what_the_prologue_reads_is_kept_and_a_step_keeps_the_largest_result(slot: str) -> None:
+    """Alone, the product also keeps its input in fp8."""
+    product, buffers = offered(slot)
+    kept, statistic, largest = kept_and_statistic(product, CASES[slot], buffers)
+    assert kept == [(torch.bfloat16, (B, S, D))]
+    assert statistic == pytest.approx(largest, rel=1e-2)
+    alone, own = offered("Linear.product")
+    x, weight = drawn(B, S, D).requires_grad_(), Weights(drawn(O_, D).requires_grad_())
+    _, kept = kept_by(lambda: apply_product(alone, x, weight, Narrow(), own))
+    assert kept == [(torch.float8_e4m3fn, (D, B * S))]
 
 
 @each
-def test_only_what_the_prologue_reads_is_kept_for_backward(slot: str) -> None:
-    """Alone, the product also keeps its input in fp8."""
-    product, buffers = offered(slot)
-    inputs, weight = inputs_of(slot), Weights(drawn(O_, D, seed=6, scale=0.1).requires_grad_())
-    prologue, narrow = Prologue(CASES[slot], 1e-5), Narrow()
-    found = kept_by(lambda: apply_fused(product, prologue, inputs, weight, narrow, buffers))
-    assert found == [(torch.bfloat16, (B, S, D))]
-    alone, own = offered("Linear.product")
-    single = kept_by(lambda: apply_product(alone, inputs.x, weight, narrow, own))
-    assert single == [(torch.float8_e4m3fn, (D, B * S))]
+@pytest.mark.parametrize("full", [True, False], ids=["full", "bare"])
+def test_values_and_gradients_are_those_of_the_exact_composition(slot: str, full: bool) -> None:
+    assert_exact(offered(slot)[0], CASES[slot], full, (B, S), lambda: offered(slot)[1])
 
 
 @each
 def test_fp8_numbers_travel_between_the_prologue_and_the_product(slot: str) -> None:
-    """Two equal ranks: each has the same half of the sequence. The results are those of the whole."""
-    travelled: list[torch.dtype] = []
-
-    def whole(part: Tensor) -> Tensor:
-        travelled.append(part.dtype)
-        return torch.cat((part, part), 1)
-
-    boundary = Boundary(whole, lambda y: y[:, :S] + y[:, S:], lambda x: x)
-    product, buffers = offered(slot)
-    inputs, matrix = inputs_of(slot), drawn(O_, D, seed=6, scale=0.1).requires_grad_()
-    prologue = Prologue(CASES[slot], 1e-5)
-    found = apply_fused(product, prologue, inputs, Weights(matrix), Narrow(before=boundary), buffers)
-    y = found[0] if isinstance(found, tuple) else found
-    grad = drawn(B, 2 * S, O_, seed=7)
-    leaves = [one for one in (*inputs, matrix) if one is not None]
-    gradients = torch.autograd.grad(y, leaves, grad)
-    assert set(travelled) == {torch.float8_e4m3fn}
-    half, _ = composed(prologue, inputs, matrix)
-    exact = torch.cat((half, half), 1)
-    assert error(y, exact) < 0.1
-    for one, right in zip(gradients, torch.autograd.grad(exact, leaves, grad), strict=True):
-        assert error(one, right) < 0.1
-
-
-@each
-def test_a_step_keeps_the_largest_result_and_uses_the_scale_of_the_state(slot: str) -> None:
-    product, buffers = offered(slot)
-    inputs, weight = inputs_of(slot), Weights(drawn(O_, D, seed=6, scale=0.1))
-    call = product, Prologue(CASES[slot], 1e-5), inputs, weight, Narrow(), buffers
-    first = apply_fused(*call)
-    largest = float(buffers[INPUT])
-    assert 1 < largest < 10
-    buffers[DelayedScaling.scale_name(INPUT)].fill_(1e4)  # so large that all values are cut off
-    second = apply_fused(*call)
-    assert float(buffers[INPUT]) == largest
-    one, other = (found[0] if isinstance(found, tuple) else found for found in (first, second))
-    assert error(other, one) > 0.5
+    found = travelled(offered(slot)[0], CASES[slot], "before", lambda: offered(slot)[1])
+    assert {dtype for dtype, _ in found} == {torch.float8_e4m3fn}
 
 
 def test_norms_and_activations_outside_of_base_modules_are_fused() -> None:

@@ -1,4 +1,4 @@
-"""What the plugin claims and refuses. Its numbers are in test_linear.py (stand-ins) and test_gpu_te.py."""
+"""What the plugin claims and refuses. Its numbers are in the other files: by stand-ins, and on a GPU."""
 
 import os
 import subprocess
@@ -17,14 +17,11 @@ from mplug_te.fused import Mask
 from mplug_te.recipes import BLACKWELL, BLOCKWISE, DELAYED, TENSORWISE
 
 from mplug import Offer, Precision, Recipe, Site
-from mplug.errors import UsageError
 from mplug.layout.plan import Init, Parameter
-from mplug.model.build import build_model
 from mplug.model.slots.offers import Filled
-from mplug_nn import DotProductAttention, Experts, Linear, Norm
+from mplug_nn import DelayedScaling, DotProductAttention, Experts, Linear, Norm
 from mplug_nn.specification import DOCUMENTS, LOG_SUM_EXP
 from mplug_testing import precision_named
-from mplug_testing.harness import tiny_run
 
 INSTALLED = "2.20.2"
 
@@ -110,43 +107,60 @@ def answers(site: Site, during: Any) -> list[bool | str]:
 
 # What it serves.
 
+NAMED = ("experts", "norm_product", "activation_product")
+FP8_RECIPES = ("delayed", "tensorwise", "blockwise")
+SOFT_CAP = attention("soft cap", soft_cap=2.0)
+SINKS = attention("attention sinks", sinks=True)
+with torch.device("meta"):
+    NORM = Site("norm", "Norm.norm_residual", Norm(24, "rmsnorm"), "norm")
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
-def test_a_layer_is_served_by_the_recipe_of_the_run_and_base_modules_in_bf16(
-    monkeypatch: pytest.MonkeyPatch, recipe: str
+
+def by(name: str) -> Site:
+    """A layer of a run by a recipe."""
+    return linear(needs=(Recipe(name).need,))
+
+
+@pytest.mark.parametrize(
+    ("site", "during"),
+    [
+        *((by(f"fp8-{recipe}"), run(fp8(recipe))) for recipe in FP8_RECIPES),
+        *((layer, run(fp8(recipe))) for layer in (linear(), linear(33, 7)) for recipe in FP8_RECIPES),
+        (linear(128, 96, (Recipe(DELAYED).need,)), run(fp8(), tp=2)),
+        *((experts(f"fp8-{recipe}"), run(fp8(recipe), named=NAMED)) for recipe in FP8_RECIPES),
+        *((experts(""), run(fp8(recipe), named=NAMED)) for recipe in FP8_RECIPES),
+        (experts(""), run(named=NAMED)),
+        *(
+            (fused("activation", kind), run(fp8(), named=NAMED))
+            for kind in ("swiglu", "gelu_tanh", "geglu_tanh", "relu2")
+        ),
+        (fused("norm", "rmsnorm"), run(fp8())),
+        (NORM, run()),
+        (attention(), run()),
+        (attention("window", DOCUMENTS, window=9), run()),
+        (attention(LOG_SUM_EXP), run()),
+    ],
+)
+def test_it_serves_the_recipe_of_the_run_and_base_modules_in_bf16(
+    monkeypatch: pytest.MonkeyPatch, site: Site, during: Any
 ) -> None:
     machine(monkeypatch)
-    during = run(fp8(recipe))
-    assert answers(linear(needs=(Recipe(f"fp8-{recipe}").need,)), during) == [True]
-    assert answers(linear(), during) == [True]
-    assert answers(linear(33, 7), during) == [True]
+    assert answers(site, during) == [True]
 
 
-def test_delayed_scaling_declares_its_statistics_and_states(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_and_fused_activations_are_offered_only_if_the_config_names_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine(monkeypatch)
+    unnamed = [(experts(f"fp8-{recipe}"), run(fp8(recipe))) for recipe in FP8_RECIPES]
+    for site, during in (*unnamed, (experts(""), run()), (fused("activation", "swiglu"), run(fp8()))):
+        assert answers(site, during) == []
+
+
+def test_the_buffers_of_delayed_scaling_have_the_history_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch)
     offers = TransformerEngine(TransformerEngine.Config()).offer(run(fp8("delayed", history=7)))
     declared, of_norms = [found for one in offers if (found := one.buffers(linear()))]
-    assert declared == of_norms
-    assert {name: (one.shape, one.over, one.reduction) for name, one in declared.items() if one.over} == {
-        "input": ((), ("batch", "sequence", "embed"), "max"),
-        "gradient": ((), ("batch", "sequence", "mlp"), "max"),
-    }
-    assert {name: (one.shape, one.value) for name, one in declared.items() if not one.over} == {
-        "input_history": ((7,), 0.0),
-        "gradient_history": ((7,), 0.0),
-        "input_scale": ((1,), 16.0),
-        "gradient_scale": ((1,), 256.0),
-    }
-
-
-def test_attention_and_norms_are_served_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(monkeypatch)
-    with torch.device("meta"):
-        norm = Site("norm", "Norm.norm_residual", Norm(24, "rmsnorm"), "norm")
-    assert answers(norm, run()) == [True]
-    assert answers(attention(), run()) == [True]
-    assert answers(attention("window", DOCUMENTS, window=9), run()) == [True]
-    assert answers(attention(LOG_SUM_EXP), run()) == [True]
+    assert declared == of_norms == DelayedScaling({"input": 448.0, "gradient": 57344.0}, steps=7).buffers(linear())
 
 
 @pytest.mark.parametrize(
@@ -165,25 +179,6 @@ def test_masks_have_transformer_engines_words_and_inclusive_spans(mask: Mask, wo
     assert (mask.word, mask.span) == (word, span)
 
 
-NAMED = ("experts", "norm_product", "activation_product")
-
-
-def test_experts_and_fused_activations_are_served_only_if_the_config_names_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    machine(monkeypatch)
-    for recipe in ("delayed", "tensorwise", "blockwise"):
-        assert answers(experts(f"fp8-{recipe}"), run(fp8(recipe))) == []
-        for at in (experts(f"fp8-{recipe}"), experts("")):
-            assert answers(at, run(fp8(recipe), named=NAMED)) == [True]
-    assert answers(experts(""), run()) == []
-    assert answers(experts(""), run(named=NAMED)) == [True]
-    assert answers(fused("activation", "swiglu"), run(fp8())) == []
-    for kind in ("swiglu", "gelu_tanh", "geglu_tanh", "relu2"):
-        assert answers(fused("activation", kind), run(fp8(), named=NAMED)) == [True]
-    assert answers(fused("norm", "rmsnorm"), run(fp8())) == [True]
-
-
 def test_a_cuda_graph_replays_the_products_that_a_gpu_has_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch)
 
@@ -198,132 +193,85 @@ def test_a_cuda_graph_replays_the_products_that_a_gpu_has_replayed(monkeypatch: 
         model: Any = SimpleNamespace(slots=[*slots, other, Filled(linear())])
         return plugin.captures(during, model)
 
-    of = {name: linear(needs=(Recipe(name).need,)) for name in (DELAYED, TENSORWISE)}
     assert answer(precision_named("bf16"), linear()) is True
-    assert answer(fp8(), of[DELAYED], linear()) is True
-    assert "with Linear.product by 'fp8-tensorwise'" in str(answer(fp8("tensorwise"), of[TENSORWISE]))
-    found = answer(fp8(), of[DELAYED], attention(), fused("activation", "swiglu"))
+    assert answer(fp8(), by(DELAYED), linear()) is True
+    assert "with Linear.product by 'fp8-tensorwise'" in str(answer(fp8("tensorwise"), by(TENSORWISE)))
+    found = answer(fp8(), by(DELAYED), attention(), fused("activation", "swiglu"))
     assert str(found).endswith("with Attention.core and Linear.activation_product")
     assert "number of rows of each expert" in str(answer(fp8("tensorwise"), experts(TENSORWISE)))
-
-
-@pytest.mark.parametrize(
-    ("site", "recipe", "words"),
-    [
-        (experts(TENSORWISE, 256, 24), "tensorwise", "'up' of these experts have 256 inputs and 24 outputs; change"),
-        (experts(BLOCKWISE, 192, 128), "blockwise", "'up' of these experts have 192 inputs and 128 outputs; change"),
-        (fused("activation", "swiglu", TENSORWISE), "tensorwise", "only if the scale is known before ('fp8-delayed')"),
-        (fused("norm", "rmsnorm", BLOCKWISE), "blockwise", "or set kernels.norm_product=null"),
-        (fused("activation", "gelu"), "delayed", "is its approximation by tanh, and this MLP has the exact one"),
-        (fused("activation", "reglu"), "delayed", "it does not offer reglu"),
-    ],
-)
-def test_a_named_slot_that_it_cannot_serve_is_refused_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, site: Site, recipe: str, words: str
-) -> None:
-    machine(monkeypatch)
-    during = run(fp8(recipe), named=NAMED)
-    (answer,) = answers(site, during)
-    assert words in str(answer)
-
-
-def test_a_rank_s_part_of_experts_has_to_fit_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(monkeypatch)
-    (answer,) = answers(experts(TENSORWISE, 256, 48), run(fp8("tensorwise"), tp=2, named=NAMED))
-    assert "256 inputs and 48 outputs, of which a rank has 256 and 24" in str(answer)
 
 
 # What it refuses.
 
 
+def of_recipe(recipe: Recipe) -> tuple[Site, Any]:
+    """A layer of a run by a recipe with options."""
+    precision = Precision(weights="bfloat16", activations="bfloat16", recipe=recipe)
+    return linear(needs=(recipe.need,)), run(precision)
+
+
+def layer(name: str, inputs: int = 128, outputs: int = 128, tp: int = 1) -> tuple[Site, Any]:
+    """A layer of some widths of a run by a recipe."""
+    scaling = name if name in BLACKWELL else name.removeprefix("fp8-")
+    return linear(inputs, outputs, (Recipe(name).need,)), run(fp8(scaling), tp=tp)
+
+
+def named(site: Site, recipe: str, tp: int = 1) -> tuple[Site, Any]:
+    """A site of a run that names the plugin for it."""
+    return site, run(fp8(recipe), tp=tp, named=NAMED)
+
+
 @pytest.mark.parametrize(
-    ("changes", "site", "during", "words"),
+    ("changes", "given", "words"),
     [
-        ({"installed": ""}, linear(), run(), "Transformer Engine is not installed; install 'mplug-te[te]'"),
-        ({"installed": ""}, linear(), run(device="cpu"), "Transformer Engine is not installed"),
-        ({"installed": "2.9.0"}, linear(), run(), "it supports Transformer Engine 2.20, and 2.9.0 is installed"),
-        ({"broken": "no cuDNN\nhere"}, linear(), run(), "installed, and its import fails: no cuDNN"),
-        ({"capability": (7, 5)}, linear(), run(), "compute capability 8.0 and newer, and this GPU has 7.5"),
-        ({}, linear(), run(device="cpu"), "needs a CUDA GPU, and this run is on the CPU"),
-        ({}, linear(), run(precision_named("fp32")), "computes in bf16 or fp16, and trainer.precision=word computes"),
-        ({}, linear(needs=("ringo",)), run(), "it does not offer ringo"),
-        ({}, attention("soft cap", soft_cap=2.0), run(), "it does not offer soft cap"),
-        ({}, attention(LOG_SUM_EXP, DOCUMENTS), run(), "it does not offer log-sum-exp"),
-        ({"cudnn": "not today"}, attention(), run(), "not today"),
-        ({}, attention(dropout=0.1), run(), "dropout in steps of 1/16, and attention dropout is 0.1"),
-        ({}, attention("attention sinks", sinks=True), run(deterministic=True), "no deterministic backward"),
+        ({"installed": ""}, (linear(), run()), "Transformer Engine is not installed; install 'mplug-te[te]'"),
+        ({"installed": ""}, (linear(), run(device="cpu")), "Transformer Engine is not installed"),
+        ({"installed": "2.9.0"}, (linear(), run()), "it supports Transformer Engine 2.20, and 2.9.0 is installed"),
+        ({"broken": "no cuDNN\nhere"}, (linear(), run()), "installed, and its import fails: no cuDNN"),
+        ({"capability": (7, 5)}, (linear(), run()), "compute capability 8.0 and newer, and this GPU has 7.5"),
+        ({}, (linear(), run(device="cpu")), "needs a CUDA GPU, and this run is on the CPU"),
+        ({}, (linear(), run(precision_named("fp32"))), "in bf16 or fp16, and trainer.precision=word computes"),
+        ({}, (linear(needs=("ringo",)), run()), "it does not offer ringo"),
+        ({}, (SOFT_CAP, run()), "it does not offer soft cap"),
+        ({}, (attention(LOG_SUM_EXP, DOCUMENTS), run()), "it does not offer log-sum-exp"),
+        ({"cudnn": "not today"}, (attention(), run()), "not today"),
+        ({}, (attention(dropout=0.1), run()), "dropout in steps of 1/16, and attention dropout is 0.1"),
+        ({}, (SINKS, run(deterministic=True)), "no deterministic backward"),
+        ({}, layer(DELAYED, 24), "widths that are multiples of 16, and this layer has 24 inputs and 128 outputs"),
+        ({}, layer(BLOCKWISE, 128, 64), "multiples of 128, and this layer has 128 inputs and 64 outputs"),
+        ({}, layer(DELAYED, 128, 96, tp=4), "128 inputs and 96 outputs, of which a rank has 128 and 24"),
+        ({"capability": (8, 9)}, layer(TENSORWISE), "Hopper GPUs (compute capability 9.0), and this GPU has 8.9"),
+        ({"capability": (10, 0)}, layer(TENSORWISE), "and this GPU has 10.0"),
+        ({"cuda": "12.8"}, layer(BLOCKWISE), "needs CUDA 12.9 or newer, and torch is built with 12.8"),
+        ({}, layer("mxfp8"), "MXFP8 needs a Blackwell GPU (compute capability 10.0), and this GPU has 9.0"),
+        ({"capability": (10, 0)}, layer("nvfp4"), "does not compute NVFP4, because it has never run on a Blackwell"),
+        ({}, of_recipe(Recipe(DELAYED, {"fast": 1})), "does not know the option 'fast' of the recipe 'fp8-delayed'"),
+        ({}, of_recipe(Recipe(BLOCKWISE, {"gradient": "float8_e5m2"})), "with gradients in float8_e4m3fn"),
+        (
+            {},
+            of_recipe(Recipe(TENSORWISE, {"forward": "float8_e5m2"})),
+            "it computes 'fp8-tensorwise' in float8_e4m3fn",
+        ),
+        ({}, of_recipe(Recipe("fp8-rowwise", {})), "it does not offer recipe 'fp8-rowwise'"),
+        (
+            {},
+            named(experts(TENSORWISE, 256, 24), "tensorwise"),
+            "'up' of … have 256 inputs and 24 outputs; change",
+        ),
+        ({}, named(experts(BLOCKWISE, 192), "blockwise"), "'up' of … have 192 inputs and 128 outputs; change"),
+        ({}, named(experts(TENSORWISE, 256, 48), "tensorwise", tp=2), "48 outputs, of which a rank has 256 and 24"),
+        ({}, named(fused("activation", "swiglu", TENSORWISE), "tensorwise"), "only if … known before ('fp8-delayed')"),
+        ({}, named(fused("norm", "rmsnorm", BLOCKWISE), "blockwise"), "or set kernels.norm_product=null"),
+        ({}, named(fused("activation", "gelu"), "delayed"), "approximation by tanh, and this MLP has the exact one"),
+        ({}, named(fused("activation", "reglu"), "delayed"), "it does not offer reglu"),
     ],
 )
 def test_what_it_cannot_serve_is_refused_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], site: Site, during: Any, words: str
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], given: tuple[Site, Any], words: str
 ) -> None:
     machine(monkeypatch, **changes)
-    (answer,) = answers(site, during)
-    assert words in str(answer)
-
-
-@pytest.mark.parametrize(
-    ("changes", "name", "widths", "words"),
-    [
-        ({}, DELAYED, (24, 128), "widths that are multiples of 16, and this layer has 24 inputs and 128 outputs"),
-        ({}, BLOCKWISE, (128, 64), "widths that are multiples of 128, and this layer has 128 inputs and 64 outputs"),
-        ({"capability": (8, 9)}, TENSORWISE, (128, 128), "Hopper GPUs (compute capability 9.0), and this GPU has 8.9"),
-        ({"capability": (10, 0)}, TENSORWISE, (128, 128), "and this GPU has 10.0"),
-        ({"cuda": "12.8"}, BLOCKWISE, (128, 128), "needs CUDA 12.9 or newer, and torch is built with 12.8"),
-        ({}, "mxfp8", (128, 128), "MXFP8 needs a Blackwell GPU (compute capability 10.0), and this GPU has 9.0"),
-        (
-            {"capability": (10, 0)},
-            "nvfp4",
-            (128, 128),
-            "does not compute NVFP4, because it has never run on a Blackwell",
-        ),
-    ],
-)
-def test_a_recipe_that_this_machine_or_layer_cannot_follow_is_refused_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], name: str, widths: tuple[int, int], words: str
-) -> None:
-    machine(monkeypatch, **changes)
-    scaling = name if name in BLACKWELL else name.removeprefix("fp8-")
-    (answer,) = answers(linear(*widths, needs=(Recipe(name).need,)), run(fp8(scaling)))
-    assert words in str(answer)
-
-
-def test_a_rank_s_part_of_a_layer_has_to_fit_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(monkeypatch)
-    layer, precision = linear(128, 96, (Recipe(DELAYED).need,)), fp8()
-    assert answers(layer, run(precision, tp=2)) == [True]
-    (answer,) = answers(layer, run(precision, tp=4))
-    assert "128 inputs and 96 outputs, of which a rank has 128 and 24" in str(answer)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "words"),
-    [
-        (Recipe(DELAYED, {"stochastic": True}), "does not know the option 'stochastic' of the recipe 'fp8-delayed'"),
-        (Recipe(BLOCKWISE, {"gradient": "float8_e5m2"}), "with gradients in float8_e4m3fn"),
-        (Recipe(TENSORWISE, {"forward": "float8_e5m2"}), "it computes 'fp8-tensorwise' in float8_e4m3fn"),
-        (Recipe("fp8-rowwise", {}), "it does not offer recipe 'fp8-rowwise'"),
-    ],
-)
-def test_options_that_it_does_not_compute_are_refused(
-    monkeypatch: pytest.MonkeyPatch, recipe: Recipe, words: str
-) -> None:
-    machine(monkeypatch)
-    precision = Precision(weights="bfloat16", activations="bfloat16", recipe=recipe)
-    (answer,) = answers(linear(needs=(recipe.need,)), run(precision))
-    assert words in str(answer)
-
-
-@pytest.mark.skipif(mplug_te.library._not_installed() == "", reason="it is for machines without Transformer Engine")
-def test_a_run_that_names_it_without_transformer_engine_is_refused_with_the_remedy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("mplug.model.build._remedy", lambda *_: "")  # it would try all other kernels
-    words = (
-        r"kernels/te cannot serve Linear\.product of .*: Transformer Engine is not installed; install 'mplug-te\[te\]'"
-    )
-    with pytest.raises(UsageError, match=words):
-        build_model(tiny_run({"kernels.linear": "te"}))
+    (answer,) = answers(*given)
+    assert all(word in str(answer) for word in words.split(" … "))
 
 
 def test_neither_importing_it_nor_asking_it_imports_transformer_engine() -> None:

@@ -33,21 +33,16 @@ def test_the_bytes_are_those_of_the_rows_that_must_move(norms: Any, residual: bo
     assert problem.bytes == (forward * 70 * 24 * 2, 4 * 70 * 24 * 2)
 
 
-@pytest.mark.parametrize("residual", [False, True])
-def test_a_pass_is_timed_forward_and_backward(norms: Any, residual: bool) -> None:
-    problem = norms.Problem(options(), residual, "cpu")
-    assert min(problem.times(norms.norm_residual)) > 0
-
-
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("residual", [False, True])
-def test_a_supplier_that_is_wrong_differs(norms: Any, residual: bool, kind: str) -> None:
+def test_a_pass_is_timed_and_a_supplier_that_is_wrong_differs(norms: Any, residual: bool, kind: str) -> None:
     problem = norms.Problem(options(kind=kind), residual, "cpu")
 
     def doubled(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         y, summed = norms.norm_residual(*arguments)
         return 2 * y, summed
 
+    assert min(problem.times(norms.norm_residual)) > 0
     assert norms.difference(problem, norms.norm_residual) == 0
     assert norms.difference(problem, doubled) >= 1
 
@@ -59,29 +54,27 @@ def test_the_kernel_that_it_measures_does_not_differ(norms: Any, residual: bool)
     assert norms.difference(norms.Problem(options(), residual, DEVICE), kernel) < 1e-5
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it is for machines without a GPU")
-def test_without_a_gpu_it_says_that_it_needs_one(norms: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as refused:
-        norms.main([])
-    assert refused.value.code == 2
-    assert "torch finds no GPU on this machine" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
-    ("wrong", "reason"),
+    ("has_gpu", "arguments", "reason"),
     [
-        (["--rows", "0"], "--rows is 0; it must be at least 1"),
-        (["--supplier", "mplug_nn.norm"], "--supplier must be MODULE:FUNCTION"),
-        (["--supplier", "mplug_nobody:norm"], "No module named 'mplug_nobody'"),
-        (["--supplier", "mplug_nn.norm:norm_residul"], "no attribute 'norm_residul'"),
+        (False, [], "torch finds no GPU on this machine"),
+        (True, ["--rows", "0"], "--rows is 0; it must be at least 1"),
+        (True, ["--supplier", "mplug_nn.norm"], "--supplier must be MODULE:FUNCTION"),
+        (True, ["--supplier", "mplug_nobody:norm"], "No module named 'mplug_nobody'"),
+        (True, ["--supplier", "mplug_nn.norm:norm_residul"], "no attribute 'norm_residul'"),
     ],
 )
 def test_what_it_cannot_measure_is_refused_with_the_reason(
-    norms: Any, wrong: list[str], reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    norms: Any,
+    has_gpu: bool,
+    arguments: list[str],
+    reason: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     with pytest.raises(SystemExit) as refused:
-        norms.main(wrong)
+        norms.main(arguments)
     assert refused.value.code == 2
     assert reason in capsys.readouterr().err
 

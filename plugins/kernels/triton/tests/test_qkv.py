@@ -34,9 +34,14 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, device
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
+def prepared_by(prepare: PrepareQKV, heads: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    positions = torch.arange(S, device=DEVICE)[None]
+    return prepare(heads, H, G, positions, *(weights or (None, None)), 1e-5, 1e4, prepare_qk)
+
+
 def backward_of(prepare: PrepareQKV) -> Callable[[], object]:
     heads = drawn(B, S, H + 2 * G, K).requires_grad_()
-    prepared = prepare(heads, H, G, torch.arange(S, device=DEVICE)[None], None, None, 1e-5, 1e4, prepare_qk)
+    prepared = prepared_by(prepare, heads)
     upstream = [drawn(*x.shape, seed=1) for x in prepared]
     return lambda: torch.autograd.grad(prepared, heads, upstream)
 
@@ -52,7 +57,7 @@ def test_one_operator_writes_the_packed_gradient_and_nothing_concatenates_or_pad
 @on_device
 def test_values_are_a_view_of_the_packed_heads_and_queries_and_keys_are_contiguous() -> None:
     heads = drawn(B, S, H + 2 * G, K)
-    q, k, v = prepare_qkv(heads, H, G, torch.arange(S, device=DEVICE)[None], None, None, 1e-5, 1e4, prepare_qk)
+    q, k, v = prepared_by(prepare_qkv, heads)
     assert v.data_ptr() == heads[:, :, H + G :].data_ptr()
     assert torch.equal(v, heads[:, :, H + G :])
     assert q.is_contiguous()
@@ -81,8 +86,7 @@ def test_upstream_gradients_may_have_any_strides(arranged: Callable[[Tensor], Te
 
     def gradients(prepare: PrepareQKV) -> tuple[Tensor, ...]:
         leaves = [x.clone().requires_grad_() for x in (drawn(B, S, H + 2 * G, K), *weights)]
-        positions = torch.arange(S, device=DEVICE)[None]
-        prepared = prepare(leaves[0], H, G, positions, *leaves[1:], 1e-5, 1e4, prepare_qk)
+        prepared = prepared_by(prepare, *leaves)
         return torch.autograd.grad(prepared, leaves, [arranged(drawn(*x.shape, seed=5)) for x in prepared])
 
     for ours, expected in zip(gradients(prepare_qkv), gradients(composition), strict=True):
@@ -95,7 +99,7 @@ def test_what_needs_no_gradient_gets_none_and_the_rest_its_own(needed: tuple[str
     def gradients(prepare: PrepareQKV) -> list[Tensor | None]:
         heads = drawn(B, S, H + 2 * G, K).requires_grad_("heads" in needed)
         weights = [x.clone().requires_grad_("weights" in needed) for x in drawn(2, K, seed=3)]
-        q, *_ = prepare(heads, H, G, torch.arange(S, device=DEVICE)[None], *weights, 1e-5, 1e4, prepare_qk)
+        q, *_ = prepared_by(prepare, heads, *weights)
         q.square().sum().backward()
         return [heads.grad, *(weight.grad for weight in weights)]
 
@@ -105,33 +109,27 @@ def test_what_needs_no_gradient_gets_none_and_the_rest_its_own(needed: tuple[str
             torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
-def unit(prepare: PrepareQKV, project: Linear, h: int, groups: int, k: int) -> Callable[..., Tensor]:
-    """A projection, prepared heads, causal attention."""
-
-    def run(x: Tensor, positions: Tensor, q_weight: Tensor | None, k_weight: Tensor | None) -> Tensor:
-        heads = project(x).unflatten(-1, (-1, k))
-        q, key, v = prepare(heads, h, groups, positions, q_weight, k_weight, 1e-5, 1e4, prepare_qk)
-        key, v = (one.repeat_interleave(h // groups, dim=2) for one in (key, v))
-        return F.scaled_dot_product_attention(*(one.transpose(1, 2) for one in (q, key, v)), is_causal=True)
-
-    return run
-
-
 def backward_compiled_of(prepare: PrepareQKV, norm: bool) -> list[str]:
-    """The operators of the backward graph that a compiler gets of a small unit."""
+    """The operators of the backward graph that a compiler gets of a projection, prepared heads, causal attention."""
     names: list[str] = []
 
     def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
         names.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return make_boxed_func(graph.forward)
 
-    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=keep)
     project = Linear(24, (H + 2 * G) * K, bias=False).to(DEVICE)
     project.weight.data = drawn(*project.weight.shape, seed=9)
+
+    def unit(x: Tensor, *weights: Tensor) -> Tensor:
+        q, *others = prepared_by(prepare, project(x).unflatten(-1, (-1, K)), *weights)
+        key, v = (one.repeat_interleave(H // G, dim=2) for one in others)
+        return F.scaled_dot_product_attention(*(one.transpose(1, 2) for one in (q, key, v)), is_causal=True)
+
     torch.compiler.reset()
-    run = torch.compile(unit(prepare, project, H, G, K), backend=backend, fullgraph=True)
-    weights = [one.requires_grad_() if norm else None for one in drawn(2, K, seed=3).unbind()]
-    run(drawn(B, S, 24).requires_grad_(), torch.arange(S, device=DEVICE)[None], *weights).sum().backward()
+    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=keep)
+    run = torch.compile(unit, backend=backend, fullgraph=True)
+    weights = [one.requires_grad_() for one in drawn(2, K, seed=3).unbind()] if norm else []
+    run(drawn(B, S, 24).requires_grad_(), *weights).sum().backward()
     return names
 
 
@@ -201,36 +199,3 @@ class TestOnGPU:
             assert error <= max(float(allowed), 2**-9), (
                 f"{name} is off by {error:.2e}, the composition by {allowed:.2e}"
             )
-
-    @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
-    @pytest.mark.parametrize("norm", [False, True], ids=["rope", "norm and rope"])
-    @pytest.mark.parametrize("groups", [16, 4])
-    def test_between_projection_and_attention_it_is_the_composition(
-        self, groups: int, norm: bool, how: Callable[[Any], Any]
-    ) -> None:
-        ours = between(how, prepare_qkv, groups, norm, torch.bfloat16)
-        plain = between(how, composition, groups, norm, torch.bfloat16)
-        exact = between(HOW["eager"], composition, groups, norm, torch.float32)
-        assert ours.keys() == exact.keys()
-        for name, right in exact.items():
-            error, usual = (float((found[name].float() - right).norm() / right.norm()) for found in (ours, plain))
-            assert error <= 1.1 * usual, f"{name} is off by {error:.2e}, with the composition by {usual:.2e}"
-
-
-def between(
-    how: Callable[[Any], Any], prepare: PrepareQKV, groups: int, norm: bool, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """What a unit gives, and its gradients."""
-    b, s, h, k = WIDE.values()
-    project = Linear(h * k, (h + 2 * groups) * k, bias=False).to("cuda", dtype)
-    project.weight.data = (drawn(*project.weight.shape, seed=9, device="cuda") * (h * k) ** -0.5).bfloat16().to(dtype)
-    leaves = {"x": drawn(b, s, h * k, dtype=torch.bfloat16, device="cuda").to(dtype).requires_grad_()}
-    if norm:
-        for seed, name in enumerate(("q_weight", "k_weight")):
-            leaves[name] = (1 + 0.2 * drawn(k, seed=seed)).bfloat16().to("cuda", dtype).requires_grad_()
-    run, positions = how(unit(prepare, project, h, groups, k)), torch.arange(s, device="cuda")[None]
-    y = run(leaves["x"], positions, leaves.get("q_weight"), leaves.get("k_weight"))
-    leaves["weight"] = project.weight
-    upstream = drawn(*y.shape, seed=7, dtype=torch.bfloat16, device="cuda").to(dtype)
-    gradients = torch.autograd.grad(y, list(leaves.values()), upstream)
-    return {"y": y.detach(), **dict(zip(leaves, gradients, strict=True))}

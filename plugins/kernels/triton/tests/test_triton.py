@@ -3,10 +3,8 @@
 They run on a GPU, or on a CPU in Triton's interpreter (TRITON_INTERPRET=1).
 """
 
-import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,15 +13,15 @@ import mplug_triton
 import pytest
 import torch
 from mplug_triton import WIDEST, Triton
+from offers import run
+from triton_kernels import INTERPRETED, assert_interpreted, outside_of_the_interpreter
 
-from mplug import Site
-from mplug.errors import UsageError
+from mplug import Offer, Run, Site
+from mplug.model.build import build_model
+from mplug.model.slots.offers import PLAIN
 from mplug_nn import SLOTS
-from mplug_testing import KernelSuite, precision_named
+from mplug_testing import KernelSuite
 from mplug_testing.harness import tiny_run
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HERE = Path(__file__).parent
 
 # The interpreter takes milliseconds a program, so there the tiny run is tinier.
 SMALLER = {"model.num_layers": 1, "trainer.seq_length": 12, "trainer.global_batch_size": 2, "trainer.eval_samples": 2}
@@ -40,23 +38,32 @@ class TestTriton(KernelSuite):
     }
 
 
-@pytest.mark.skipif(find_spec("triton") is None or INTERPRETED, reason="it needs Triton, outside of its interpreter")
+@pytest.mark.skipif(INTERPRETED, reason="it needs no Triton")
+@pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
+class TestActivation(KernelSuite):
+    plugin = "triton"
+    dtypes = ("bf16",)
+    settings = {"trainer.compile": "aot_eager", **SMALLER}
+
+    @classmethod
+    def naming(cls) -> dict[str, Any]:
+        return {"kernels.activation": cls.plugin}
+
+    def _offered(self, dtype: str | None = None) -> tuple[Run, list[Offer]]:
+        run, offers = super()._offered(dtype)
+        return run, [one for one in offers if "MLP.activation" in one.suppliers]
+
+
+@outside_of_the_interpreter
 def test_what_runs_on_a_device_runs_in_tritons_interpreter_too() -> None:
-    files = [str(HERE / f"test_{subject}.py") for subject in ("triton", "norm", "qkv")]
-    finished = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *files],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert "passed" in finished.stdout
+    assert_interpreted(*(Path(__file__).with_name(f"test_{subject}.py") for subject in ("triton", "norm", "qkv")))
 
 
 # What it claims.
 
-NORM, QKV = "Norm.norm_residual", "Attention.prepare_qkv"
+NORM, QKV, ACTIVATION = "Norm.norm_residual", "Attention.prepare_qkv", "MLP.activation"
+OFFERS = Triton(Triton.Config()).offer()
+NAMED = dict.fromkeys(("norm", "qk", "activation"), "kernels/triton")
 
 
 class Block(SimpleNamespace):
@@ -65,16 +72,24 @@ class Block(SimpleNamespace):
     SLOTS = (*SLOTS.values(),)
 
 
-def answer(
-    slot: str, size: int = 64, device: str = "cuda", *needs: str, precision: str = "bf16", named: bool = True
-) -> bool | str:
-    """To a norm of a width, or to attention of a head dim; `named`: the config names the plugin for these slots."""
-    module = Block(weight=torch.empty(size, device="meta"), head_dim=size)
-    offered = next(one for one in Triton(Triton.Config()).offer() if slot in one.suppliers)
-    kinds = dict.fromkeys(("norm", "qk"), "kernels/triton") if named else {}
-    config = SimpleNamespace(trainer=SimpleNamespace(precision=precision), kernels=SimpleNamespace(kinds=kinds))
-    run: Any = SimpleNamespace(device=device, config=config, precision=precision_named(precision))
-    return offered.answer(Site("blocks.*", slot, module, "", frozenset(needs)), run)
+def at(slot: str, *needs: str, size: int = 64, kind: str = "gelu") -> Site:
+    """A norm of a width, attention of a head dim, or an activation of a kind."""
+    module = Block(weight=torch.empty(size, device="meta"), head_dim=size, kind=kind)
+    return Site("blocks.*", slot, module, "", frozenset(needs))
+
+
+def during(
+    device: str = "cuda", precision: str = "bf16", compiler: str | None = "inductor", named: dict[str, str] = NAMED
+) -> Any:
+    """A run whose config names the plugin for all its slots."""
+    found = run(device, precision, **named)
+    found.compiler, found.config.trainer.compile = compiler, compiler or "never"
+    return found
+
+
+def answer(site: Site, run: Any) -> bool | str:
+    (found,) = (one.answer(site, run) for one in OFFERS if site.slot in one.suppliers)
+    return found
 
 
 @pytest.fixture
@@ -86,57 +101,73 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_it_supplies_norms_packed_heads_and_the_activation_apart_from_each_other() -> None:
-    offers = Triton(Triton.Config()).offer()
-    assert [set(offer.suppliers) for offer in offers] == [{NORM}, {QKV}, {"MLP.activation"}]
+    assert [set(offer.suppliers) for offer in OFFERS] == [{NORM}, {QKV}, {ACTIVATION}]
 
 
 @pytest.mark.usefixtures("installed")
-def test_it_serves_even_head_dims_on_a_gpu() -> None:
-    assert [answer(QKV, head_dim) for head_dim in (16, 24, 128, 256)] == [True] * 4
-    assert "head dim is 33" in str(answer(QKV, 33))
+@pytest.mark.parametrize(
+    "site",
+    [
+        *(at(QKV, size=head_dim) for head_dim in (16, 24, 128, 256)),
+        at(QKV, "scaled rotary"),
+        *(at(NORM, size=width) for width in (1, 33, 2048, WIDEST)),
+        at(ACTIVATION),
+    ],
+)
+def test_it_serves_even_head_dims_rows_that_registers_hold_and_exact_gelu(site: Site) -> None:
+    assert answer(site, during()) is answer(site, during(named={})) is True
+
+
+NO_ROOM = f"of up to {WIDEST} elements, which fit into registers, and this site's have {WIDEST + 1}"
+TO_FP32 = "it computes in fp32, and trainer.precision=fp64 computes in float64"
+ONLY_GELU = "supports 'gelu' only, and this site's activation is '{}'; set kernels.activation=null"
 
 
 @pytest.mark.usefixtures("installed")
-def test_it_serves_norms_of_rows_that_registers_hold() -> None:
-    assert [answer(NORM, width) for width in (1, 33, 2048, WIDEST)] == [True] * 4
-    assert f"of up to {WIDEST} elements, which fit into registers, and this site's have {WIDEST + 1}" in str(
-        answer(NORM, WIDEST + 1)
-    )
+@pytest.mark.parametrize(
+    ("site", "run", "words"),
+    [
+        (at(QKV, size=33), during(), "head dim is 33"),
+        (at(NORM, size=WIDEST + 1), during(), NO_ROOM),
+        *((at(slot), during("cpu"), "needs a CUDA GPU") for slot in (NORM, QKV)),
+        *((at(slot), during(precision="fp64"), TO_FP32) for slot in (NORM, QKV)),
+        *((at(slot, "log-sum-exp"), during(), "does not offer log-sum-exp") for slot in (NORM, QKV, ACTIVATION)),
+        (at(NORM, "offset_rmsnorm norm"), during(), "it does not offer offset_rmsnorm norm"),
+        *((at(QKV, need), during(), f"it does not offer {need}") for need in ("partial rotary", "wide QK-norm")),
+        *((at(ACTIVATION, kind=kind), during(), ONLY_GELU.format(kind)) for kind in ("swiglu", "gelu_tanh")),
+        (at(ACTIVATION), during(precision="fp32"), "errors of up to 2.8e-6, which are too large for float32"),
+        (at(ACTIVATION), during(compiler=None), "units are eager (trainer.compile=never on 'cuda')"),
+    ],
+)
+def test_what_it_cannot_serve_is_refused_with_the_reason(site: Site, run: Any, words: str) -> None:
+    assert words in str(answer(site, run))
 
 
 @pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("site", "run"),
+    [
+        (at(NORM, "offset_rmsnorm norm"), during(named={})),
+        (at(QKV, "partial rotary"), during(named={})),
+        (at(QKV, "wide QK-norm"), during(named={})),
+        (at(ACTIVATION, "log-sum-exp"), during(named={})),
+        (at(ACTIVATION, kind="gelu_tanh"), during(named={})),
+        (at(ACTIVATION), during(precision="fp32", named={})),
+        (at(ACTIVATION), during(compiler=None, named={})),
+    ],
+)
+def test_sites_for_which_the_config_does_not_name_it_go_to_plain_torch(site: Site, run: Any) -> None:
+    assert answer(site, run) is False
+
+
 @pytest.mark.parametrize("slot", [NORM, QKV])
-def test_what_a_site_needs_beyond_the_plain_case_it_does_not_offer(slot: str) -> None:
-    assert "does not offer log-sum-exp" in str(answer(slot, 64, "cuda", "log-sum-exp"))
-
-
-@pytest.mark.usefixtures("installed")
-def test_other_norms_and_rotary_positions_go_to_plain_torch_unless_the_config_names_it() -> None:
-    for slot, need in ((NORM, "offset_rmsnorm norm"), (QKV, "partial rotary"), (QKV, "wide QK-norm")):
-        assert answer(slot, 64, "cuda", need) == f"it does not offer {need}"
-        assert answer(slot, 64, "cuda", need, named=False) is False
-    assert answer(QKV, 64, "cuda", "scaled rotary") is True
-
-
-@pytest.mark.parametrize("slot", [NORM, QKV])
-def test_on_a_cpu_it_says_that_it_needs_a_gpu_unless_it_is_interpreted(
+def test_an_interpreter_runs_on_a_cpu_and_without_triton_it_says_what_to_install(
     slot: str, installed: pytest.MonkeyPatch
 ) -> None:
-    assert "needs a CUDA GPU" in str(answer(slot, 64, "cpu"))
     installed.setenv("TRITON_INTERPRET", "1")
-    assert answer(slot, 64, "cpu") is True
-
-
-@pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize("slot", [NORM, QKV])
-def test_what_would_be_rounded_to_fp32_it_does_not_serve(slot: str) -> None:
-    assert answer(slot, precision="fp64") == "it computes in fp32, and trainer.precision=fp64 computes in float64"
-
-
-@pytest.mark.parametrize("slot", [NORM, QKV])
-def test_without_triton_it_can_be_asked_and_says_what_to_install(slot: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mplug_triton, "find_spec", lambda _: None)
-    assert "triton is not installed; install 'mplug-triton[triton]'" in str(answer(slot))
+    assert answer(at(slot), during("cpu")) is True
+    installed.setattr(mplug_triton, "find_spec", lambda _: None)
+    assert "triton is not installed; install 'mplug-triton[triton]'" in str(answer(at(slot), during()))
 
 
 def test_neither_importing_it_nor_asking_it_imports_triton() -> None:
@@ -144,10 +175,22 @@ def test_neither_importing_it_nor_asking_it_imports_triton() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="it is for machines that cannot run it")
-@pytest.mark.parametrize(("kind", "slot", "role"), [("qk", QKV, r"blocks\.\*\.attn"), ("norm", NORM, r".*norm.*")])
-def test_a_run_that_names_it_without_a_gpu_is_refused_with_the_reason(kind: str, slot: str, role: str) -> None:
-    from mplug.model.build import build_model
+HALF = {"trainer.precision": "bf16", "trainer.compile": "aot_eager"}
+SWIGLU = {"model.activation": "swiglu"}
 
-    with pytest.raises(UsageError, match=rf"kernels/triton cannot serve {slot} of '{role}': "):
-        build_model(tiny_run({f"kernels.{kind}": "triton"}))
+
+@pytest.mark.parametrize(
+    ("otherwise", "supplier"),
+    [
+        ({}, "kernels/triton"),
+        (SWIGLU, PLAIN),
+        ({"trainer.precision": "fp32"}, PLAIN),
+        ({"trainer.compile": "auto"}, PLAIN),
+    ],
+)
+def test_as_the_default_kernel_it_serves_activations_where_it_can_and_leaves_the_rest_to_plain_torch(
+    otherwise: dict[str, Any], supplier: str
+) -> None:
+    elsewhere = {"kernels.qk": None, "kernels.norm": None}  # which want a GPU
+    model = build_model(tiny_run({**HALF, "kernels.default": "triton", **elsewhere, **otherwise}))
+    assert {filled.supplier for filled in model.slots if filled.site.slot == ACTIVATION} == {supplier}

@@ -3,12 +3,14 @@
 `pytest --wide layouts` compares runs under every layout.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
+from mplug_recompute.again import checkpoint
 from torch.nn import functional
 
 from mplug import UsageError
@@ -31,29 +33,27 @@ EVERY_LAYOUT = ("tp2", "tp2 parallel.tp.sequence_parallel=false", "pp2", "dp2", 
 CP = "cp2 model.attention_dropout=0"  # it refuses dropout of attention
 
 
-class TestFull(MemorySuite):
-    plugin = "recompute"
-    settings = DROPOUT
-    layouts = ("tp2", "fsdp2")
-    examples = {"slots": [["activation"]], "offload_from": [0]}
-    beside = {"slots": {"memory.recompute.mode": "selective"}, "offload_from": {"memory.recompute.offload": True}}
+def settings_of(**fields: Any) -> dict[str, Any]:
+    return {f"memory.recompute.{name}": value for name, value in fields.items()}
 
 
-class TestFullOfExperts(MemorySuite):
+class Recompute(MemorySuite):
     plugin = "recompute"
-    settings = EXPERTS
     compilers = ()
-    layouts = ()
     checks_fields = False
 
 
-def test_a_loss_in_the_middle_of_the_model_is_recomputed() -> None:
-    """Multi-token prediction computes a loss in a unit before the last one."""
-    model = {"model.name": "llama", "model.num_layers": 1, "model.num_mtp_layers": 2, "model.vocab_size": 259}
-    sizes = {"model.hidden_size": 32, "model.num_attention_heads": 4, "model.ffn_hidden_size": 48}
-    plain, again = (train_steps({**model, **sizes, **memory}) for memory in ({}, {"memory.recompute.mode": "full"}))
-    assert plain.losses == again.losses
-    assert plain.norms == again.norms
+class TestFull(Recompute):
+    checks_fields = True
+    compilers = MemorySuite.compilers
+    settings = DROPOUT
+    layouts = ("tp2", "fsdp2")
+    examples = {"slots": [["activation"]], "offload_from": [0]}
+    beside = {"slots": settings_of(mode="selective"), "offload_from": settings_of(offload=True)}
+
+
+class TestFullOfExperts(Recompute):
+    settings = EXPERTS
 
 
 @pytest.mark.wide("layouts")
@@ -63,29 +63,17 @@ class TestFullUnderEveryLayout(TestFull):
     layouts = (CP, *EVERY_LAYOUT)
 
 
-class TestSelective(MemorySuite):
-    plugin = "recompute"
-    settings = {**DROPOUT, "memory.recompute.mode": "selective", "memory.recompute.slots": ["attention", "activation"]}
-    compilers = ()
-    checks_fields = False
-    layouts = ()
+class TestSelective(Recompute):
+    settings = {**DROPOUT, **settings_of(mode="selective", slots=["attention", "activation"])}
 
 
-class TestSelectiveOfExperts(MemorySuite):
-    plugin = "recompute"
-    checks_fields = False
-    compilers = ()
-    settings = {**EXPERTS, "memory.recompute.mode": "selective", "memory.recompute.slots": ["norm", "experts"]}
+class TestSelectiveOfExperts(Recompute):
+    settings = {**EXPERTS, **settings_of(mode="selective", slots=["norm", "experts"])}
     layouts = ("ep2",)
 
 
-class TestOffload(MemorySuite):
-    plugin = "recompute"
-    settings = {**DROPOUT, "memory.recompute.mode": "none", "memory.recompute.offload": True}
-    settings |= {"memory.recompute.offload_from": 0}
-    compilers = ()
-    checks_fields = False
-    layouts = ()
+class TestOffload(Recompute):
+    settings = {**DROPOUT, **settings_of(mode="none", offload=True, offload_from=0)}
 
 
 @pytest.mark.wide("layouts")
@@ -94,13 +82,9 @@ class TestOffloadUnderEveryLayout(TestOffload):
     layouts = (CP, *EVERY_LAYOUT)
 
 
-class TestOffloadOfInputs(MemorySuite):
-    plugin = "recompute"
-    checks_fields = False
-    compilers = ()
+class TestOffloadOfInputs(Recompute):
     precisions = ("bf16",)
-    settings = {**EXPERTS, "memory.recompute.offload": True, "memory.recompute.offload_from": 0}
-    layouts = ()
+    settings = {**EXPERTS, **settings_of(offload=True, offload_from=0)}
 
 
 @pytest.mark.wide("layouts")
@@ -110,25 +94,31 @@ class TestOffloadOfInputsUnderEveryLayout(TestOffloadOfInputs):
     layouts = ("ep2", "cp2", *EVERY_LAYOUT)
 
 
+def test_a_loss_in_the_middle_of_the_model_is_recomputed() -> None:
+    """Multi-token prediction computes a loss in a unit before the last one."""
+    model = {"model.name": "llama", "model.num_layers": 1, "model.num_mtp_layers": 2, "model.vocab_size": 259}
+    model |= {"model.hidden_size": 32, "model.num_attention_heads": 4, "model.ffn_hidden_size": 48}
+    require_same([train_steps({**model, **settings_of(mode="full")})], [train_steps(model)])
+
+
 # What is run again, and what stays.
 
 
-def settings_of(**fields: Any) -> dict[str, Any]:
-    return {f"memory.recompute.{name}": value for name, value in fields.items()}
-
-
-def wrapped(settings: dict[str, Any]) -> list[str]:
-    model = build_model(tiny_run(settings))
-    return [filled.site.name for filled in model.unit_wraps]
-
-
-def test_every_and_first_choose_units_and_the_last_unit_is_never_chosen() -> None:
-    assert wrapped(settings_of(mode="full")) == ["embedding", *(f"blocks.{n}" for n in range(4))]
-    assert wrapped(settings_of(every=2)) == ["embedding", "blocks.1", "blocks.3"]
-    assert wrapped(settings_of(first=2)) == ["embedding", "blocks.0"]
-    assert wrapped(settings_of(first=4, every=3)) == ["embedding", "blocks.2"]
-    assert wrapped(settings_of(first=2, every=2)) == ["embedding"]
-    assert wrapped(settings_of(mode="none")) == []
+@pytest.mark.parametrize(
+    ("fields", "wrapped"),
+    [
+        ({"mode": "full"}, ["embedding", *(f"blocks.{n}" for n in range(4))]),
+        ({"every": 2}, ["embedding", "blocks.1", "blocks.3"]),
+        ({"first": 2}, ["embedding", "blocks.0"]),
+        ({"first": 4, "every": 3}, ["embedding", "blocks.2"]),
+        ({"first": 2, "every": 2}, ["embedding"]),
+        ({"mode": "none"}, []),
+    ],
+)
+def test_every_and_first_choose_units_and_the_last_unit_is_never_chosen(
+    fields: dict[str, Any], wrapped: list[str]
+) -> None:
+    assert [filled.site.name for filled in build_model(tiny_run(settings_of(**fields))).unit_wraps] == wrapped
 
 
 def test_the_more_is_recomputed_the_less_memory_is_kept() -> None:
@@ -148,28 +138,18 @@ def test_the_more_is_recomputed_the_less_memory_is_kept() -> None:
 
 def test_selective_recomputation_runs_a_slot_again_and_nothing_else() -> None:
     run = tiny_run({**settings_of(mode="selective"), "kernels.default": None})
-    parts, calls = build(run), dict[str, int]()
+    parts, calls = build(run), Counter[str]()
     run.step = 1
+
+    def counting(inner: Callable[..., Any], name: str) -> Callable[..., Any]:
+        return lambda *arguments, **named: calls.update([name]) or inner(*arguments, **named)
+
     with pytest.MonkeyPatch.context() as patch:
         for module, name in ((functional, "rms_norm"), (torch, "einsum"), (functional, "layer_norm")):
-            patch.setattr(module, name, _counting(getattr(module, name), name, calls))
+            patch.setattr(module, name, counting(getattr(module, name), name))
         parts.stepper.forward_backward(parts.train_loader.take(2), 1)
-    assert calls["einsum"] == 4 * 2 * 2, "two products a core, in four blocks, twice"
-    assert calls["layer_norm"] == 2 * 4 + 1
-    assert calls["rms_norm"] == 2 * 4
-
-
-def _counting(inner: Callable[..., Any], name: str, calls: dict[str, int]) -> Callable[..., Any]:
-    def call(*arguments: Any, **named: Any) -> Any:
-        calls[name] = calls.get(name, 0) + 1
-        return inner(*arguments, **named)
-
-    return call
-
-
-def test_recomputed_attention_draws_the_same_numbers_from_torchs_generator() -> None:
-    own = {"model.attention_dropout": 0.1}
-    require_same([train_steps({**own, **settings_of(mode="full")})], [train_steps(own)])
+    # Two products a core, in four blocks, twice.
+    assert calls == {"einsum": 4 * 2 * 2, "layer_norm": 2 * 4 + 1, "rms_norm": 2 * 4}
 
 
 def test_slots_that_are_misspelt_absent_or_not_recomputable_are_refused() -> None:
@@ -195,62 +175,46 @@ def test_the_flag_recompute_sets_the_mode() -> None:
 # The suite has teeth.
 
 
-def _counted_twice(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(torch._C, "_current_graph_task_id", lambda: -1)
-
-
-def _runs_another_forward(patch: pytest.MonkeyPatch) -> None:
-    import mplug_recompute.again as again
-
-    original = again.checkpoint
-
-    def checkpoint(inner: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        def other(*given: Any, **more: Any) -> Any:
+def _runs_another_forward(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    def other(inner: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        def moved(*given: Any, **more: Any) -> Any:
             in_backward = torch._C._current_graph_task_id() != -1
-            moved = [x * 1.01 if in_backward and x.is_floating_point() else x for x in given]
-            return inner(*moved, **more)
+            return inner(*(x * 1.01 if in_backward and x.is_floating_point() else x for x in given), **more)
 
-        return original(other, *arguments, **named)
+        return checkpoint(moved, *arguments, **named)
 
-    patch.setattr(again, "checkpoint", checkpoint)
-
-
-def _draws_other_numbers(patch: pytest.MonkeyPatch) -> None:
-    import mplug_recompute.again as again
-
-    plain = again.checkpoint
-
-    def forgetting(*arguments: Any, **named: Any) -> Any:
-        return plain(*arguments, **{**named, "preserve_rng_state": False})
-
-    patch.setattr(again, "checkpoint", forgetting)
+    return other
 
 
-def _keeps_everything(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("mplug_recompute.again.recomputed", lambda inner: inner)
+def _draws_other_numbers(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments, **named: checkpoint(*arguments, **{**named, "preserve_rng_state": False})
 
 
-@pytest.mark.parametrize(
-    ("mutation", "said"),
-    [
-        (_counted_twice, "is a recomputed result counted twice"),
-        (_runs_another_forward, "has other bits|the norm of step"),
-        (_draws_other_numbers, "differs if a kernel draws from torch's generator"),
-        (_keeps_everything, "bytes on the device"),
-    ],
-)
-def test_the_suite_catches(mutation: Callable[[pytest.MonkeyPatch], None], said: str) -> None:
-    suite = TestFullUnderEveryLayout()
-    with pytest.MonkeyPatch.context() as patch:
-        mutation(patch)
-        with pytest.raises(Fault, match=said):
-            compared(suite)
+CHECKPOINT = "mplug_recompute.again.checkpoint"
 
 
 def compared(suite: MemorySuite) -> None:
     suite.test_a_run_with_it_is_the_run_without_it("experts", "fp32")
     suite.test_what_a_kernel_draws_is_drawn_again("experts")
     suite.test_less_stays_on_the_device("experts")
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "words"),
+    [
+        ("torch._C._current_graph_task_id", lambda: -1, "is a recomputed result counted twice"),
+        (CHECKPOINT, _runs_another_forward(checkpoint), "has other bits|the norm of step"),
+        (CHECKPOINT, _draws_other_numbers(checkpoint), "differs if a kernel draws from torch's generator"),
+        ("mplug_recompute.again.recomputed", lambda inner: inner, "bytes on the device"),
+    ],
+)
+def test_the_suite_catches(monkeypatch: pytest.MonkeyPatch, name: str, fault: Callable[..., Any], words: str) -> None:
+    monkeypatch.setattr(name, fault)
+    with pytest.raises(Fault, match=words):
+        compared(TestFullUnderEveryLayout())
+
+
+# On a GPU.
 
 
 def peak_of_a_pass(settings: dict[str, Any]) -> int:

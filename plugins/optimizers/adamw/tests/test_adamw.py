@@ -1,5 +1,8 @@
 """AdamW over pieces, against the paper's algorithm in fp64."""
 
+from importlib.util import find_spec
+
+import pytest
 import torch
 from mplug_adamw import AdamW
 from torch import Tensor
@@ -31,3 +34,14 @@ class TestWithOtherMoments(TestAdamW):
 
 class TestWithoutAFirstMoment(TestWithOtherMoments):
     settings = {"optimizer.beta1": 0.0, "optimizer.eps": 1e-6}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+class TestOnAGPU(TestAdamW):
+    settings = {"trainer.device": "cuda"}
+    layouts = ()
+
+    def test_it_says_one_pass(self) -> None:
+        assert self._bench().optimizer.one_pass

@@ -3,12 +3,7 @@
 It runs on a GPU, and where there is none in Triton's interpreter, in a process of its own.
 """
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable
-from dataclasses import replace
-from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -16,31 +11,18 @@ import torch
 from mplug_adamw import AdamW
 from mplug_adamw.fused import FusedAdamW
 from torch import Tensor
+from triton_kernels import DEVICE, INTERPRETED, assert_interpreted, outside_of_the_interpreter, runs, torchs_rounding
 
 from mplug import Init, Mesh, Optimizer, Parameter, Piece, Placement, StepScalars
 from mplug_testing.waiting import never_waiting
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-ON_GPU = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
+__all__ = ["torchs_rounding"]
 
 
-def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
-    return pytest.mark.gpu(pytest.mark.skipif(not ON_GPU, reason="there is no CUDA GPU here")(test))
-
-
-def of_kernel(test: Callable[..., None]) -> Callable[..., None]:
-    return test if INTERPRETED else on_gpu(test)
-
-
-@pytest.mark.skipif(INTERPRETED or ON_GPU, reason="the kernel itself runs here")
+@outside_of_the_interpreter
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel itself runs here")
 def test_the_claims_about_the_kernel_hold_in_tritons_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert " passed" in finished.stdout.splitlines()[-1]
+    assert_interpreted(Path(__file__))
 
 
 # Pieces, and what they are compared with.
@@ -109,11 +91,6 @@ class Held:
             assert bool((storage[inside.stop :] == GUARD_VALUE).all())
 
 
-def in_bf16(master: Tensor) -> Tensor:
-    """Rounded to nearest; Triton's interpreter cuts off the lower half of the bits."""
-    return (master.view(torch.int32) & -65536).view(torch.float32).bfloat16() if INTERPRETED else master.bfloat16()
-
-
 def scalars(lr: float, weight_decay: float, scale: float, skip: bool = False) -> StepScalars:
     values = (lr, scale, float(skip), float(weight_decay))
     return StepScalars(*(torch.tensor(value, device=DEVICE) for value in values))
@@ -125,10 +102,28 @@ def optimizer(pieces: list[Piece], **config: float) -> Optimizer:
     return OnePassAdamW(pieces, AdamW.Config(**config))
 
 
-def step(held: Held, of: Optimizer, number: int, given: StepScalars, factor: float = 1.0) -> None:
+STEPS = [  # lr, weight decay, scale
+    (1e-2, 0.1, 1.0),
+    (2e-2, 0.1, 0.25),
+    (5e-3, 0.0, 4.0),
+    (0.0, 0.5, 1.0),
+    (1e-1, 0.3, 1e-3),
+    (3e-4, 0.2, 10.0),
+]
+
+
+def give(held: Held, number: int, factor: float = 1.0) -> None:
+    """Write the gradients of a step."""
     for index, piece in enumerate(held.pieces):
         piece.gradient.copy_(drawn(piece.gradient.numel(), index, 100 + number)).mul_(factor)
-    of.step(given)
+
+
+def stepped(held: Held, of: Optimizer, numbers: range = range(len(STEPS))) -> Optimizer:
+    """The optimizer after steps of `STEPS`."""
+    for number in numbers:
+        give(held, number)
+        of.step(scalars(*STEPS[number]))
+    return of
 
 
 def tensors(held: Held, of: Optimizer) -> dict[str, Tensor]:
@@ -138,20 +133,6 @@ def tensors(held: Held, of: Optimizer) -> dict[str, Tensor]:
         found |= {f"{piece.name}/master": piece.master}
         found |= {} if piece.weight is None else {f"{piece.name}/weight": piece.weight}
     return found
-
-
-def copies(held: Held, of: Optimizer) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors(held, of).items()}
-
-
-STEPS = [  # lr, weight decay, scale
-    (1e-2, 0.1, 1.0),
-    (2e-2, 0.1, 0.25),
-    (5e-3, 0.0, 4.0),
-    (0.0, 0.5, 1.0),
-    (1e-1, 0.3, 1e-3),
-    (3e-4, 0.2, 10.0),
-]
 
 
 class InFp64:
@@ -179,19 +160,21 @@ class InFp64:
 # Claims.
 
 
-@of_kernel
+@runs
 @pytest.mark.parametrize("config", [{}, {"beta1": 0.5, "beta2": 0.999, "eps": 1e-3}, {"beta1": 0.0, "eps": 1e-6}])
 def test_updates_are_those_of_torch_in_fp64_for_any_size_and_address(config: dict[str, float]) -> None:
+    """And weights are the rounded masters."""
     held = Held()
     exact, of = InFp64(held.pieces, AdamW.Config(**config)), optimizer(held.pieces, **config)
-    for number, (lr, decay, scale) in enumerate(STEPS):
-        for index, piece in enumerate(held.pieces):
-            piece.gradient.copy_(drawn(piece.gradient.numel(), index, 100 + number))
-        exact.step(lr, decay, scale)
-        of.step(scalars(lr, decay, scale))
+    assert of.one_pass
+    for number, given in enumerate(STEPS):
+        give(held, number)
+        exact.step(*given)
+        of.step(scalars(*given))
         for piece in held.pieces:
             right, state = exact.weights[piece.name], of.state(piece)
             torch.testing.assert_close(piece.master.double().cpu(), right.data, rtol=2e-6, atol=1e-6)
+            assert piece.weight is None or torch.equal(piece.weight, piece.master.bfloat16())
             assert float(state["step"]) == number + 1
             for name, allowed in (("exp_avg", 1e-6), ("exp_avg_sq", 1e-7)):
                 moment = exact.torch.state[right][name]
@@ -199,28 +182,33 @@ def test_updates_are_those_of_torch_in_fp64_for_any_size_and_address(config: dic
     held.assert_guards_are_whole()
 
 
-@of_kernel
+@runs
 def test_gradients_in_bf16_give_the_bits_of_the_same_ones_in_fp32() -> None:
     rounded, whole = Held(torch.bfloat16), Held()
     one, other = optimizer(rounded.pieces), optimizer(whole.pieces)
-    for number, (lr, decay, scale) in enumerate(STEPS):
-        for index, (mine, theirs) in enumerate(zip(rounded.pieces, whole.pieces, strict=True)):
-            mine.gradient.copy_(drawn(mine.gradient.numel(), index, 100 + number))
+    for number, given in enumerate(STEPS):
+        give(rounded, number)
+        for mine, theirs in zip(rounded.pieces, whole.pieces, strict=True):
             theirs.gradient.copy_(mine.gradient)
-        one.step(scalars(lr, decay, scale))
-        other.step(scalars(lr, decay, scale))
+        one.step(scalars(*given))
+        other.step(scalars(*given))
     expected = tensors(whole, other)
     assert [name for name, tensor in tensors(rounded, one).items() if not torch.equal(tensor, expected[name])] == []
     rounded.assert_guards_are_whole()
 
 
-@of_kernel
-def test_state_is_within_a_millionth_of_torchs_fused_implementation() -> None:
+@runs
+@pytest.mark.parametrize("before", [0, 2])
+def test_state_is_within_a_millionth_of_torchs_fused_implementation_and_continues_its(before: int) -> None:
     mine, theirs = Held(), Held()
-    of, fused = optimizer(mine.pieces), FusedAdamW(theirs.pieces, AdamW.Config())
-    for number, (lr, decay, scale) in enumerate(STEPS):
-        step(mine, of, number, scalars(lr, decay, scale))
-        step(theirs, fused, number, replace(scalars(lr, decay, scale), weight_decay=decay))
+    fused = stepped(theirs, FusedAdamW(theirs.pieces, AdamW.Config()), range(before))
+    of = optimizer(mine.pieces)
+    for piece, other in zip(mine.pieces, theirs.pieces, strict=True):
+        piece.master.copy_(other.master)
+        for name, tensor in of.state(piece).items():
+            tensor.copy_(fused.state(other)[name])
+    for held, one in ((mine, of), (theirs, fused)):
+        stepped(held, one, range(before, len(STEPS)))
     expected = tensors(theirs, fused)
     for name, tensor in tensors(mine, of).items():
         if not name.endswith("/weight"):  # which torch leaves to the host
@@ -228,31 +216,19 @@ def test_state_is_within_a_millionth_of_torchs_fused_implementation() -> None:
             assert error <= 1e-6, f"{name} is off by {error}"
 
 
-@of_kernel
-def test_weights_are_the_rounded_masters() -> None:
-    held = Held()
-    of = optimizer(held.pieces)
-    assert of.one_pass
-    for number in range(3):
-        step(held, of, number, scalars(1e-2, 0.1, 0.5))
-        for piece in held.pieces:
-            assert piece.weight is None or torch.equal(piece.weight, in_bf16(piece.master))
-    held.assert_guards_are_whole()
-
-
-@of_kernel
+@runs
 @pytest.mark.parametrize("factor", [1.0, float("nan"), float("inf")])
 def test_a_skipped_step_changes_no_bit(factor: float) -> None:
     held = Held()
-    of = optimizer(held.pieces)
-    step(held, of, 0, scalars(1e-2, 0.1, 1.0))
-    before = copies(held, of)
-    step(held, of, 1, scalars(1e-2, 0.1, factor, skip=True), factor)
+    of = stepped(held, optimizer(held.pieces), range(1))
+    before = {name: tensor.clone() for name, tensor in tensors(held, of).items()}
+    give(held, 1, factor)
+    of.step(scalars(1e-2, 0.1, factor, skip=True))
     assert [name for name, tensor in tensors(held, of).items() if not torch.equal(tensor, before[name])] == []
     held.assert_guards_are_whole()
 
 
-@of_kernel
+@runs
 def test_bias_corrections_are_exact_to_fp32_over_a_hundred_thousand_steps() -> None:
     from mplug_adamw.one_pass import unbiased
 
@@ -264,13 +240,13 @@ def test_bias_corrections_are_exact_to_fp32_over_a_hundred_thousand_steps() -> N
     torch.testing.assert_close(found, right, rtol=1e-7, atol=0)
 
 
-@on_gpu
+@runs
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 def test_steps_neither_compile_again_nor_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
-    held = Held()
-    of, compiled = optimizer(held.pieces), []
-    step(held, of, 0, scalars(1e-2, 0.1, 1.0))
+    held, compiled = Held(), []
+    of = stepped(held, optimizer(held.pieces), range(1))
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **told: compiled.append(told))
     given = [scalars(lr, decay, scale, skip) for lr, decay, scale, skip in ((0.0, 0, 1.0, False), (1.0, 1, 2.0, True))]
     with never_waiting():

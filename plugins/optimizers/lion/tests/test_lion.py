@@ -29,13 +29,9 @@ class TestLionUnderEveryStrategy(TestLion):
 
 
 class TestWithOtherRates(TestLion):
+    """And pieces that are updated a few at a time are updated alike."""
+
     settings = {"optimizer.beta1": 0.3, "optimizer.beta2": 0.4}
-    layouts = ()
-
-
-class TestInSmallGroups(TestLion):
-    """Pieces that are updated a few at a time are updated alike."""
-
     layouts = ()
 
     @pytest.fixture(autouse=True)

@@ -51,8 +51,3 @@ class TestWithoutMomentum(TestSGD):
 class TestOnAGPU(TestSGD):
     settings = {"trainer.device": "cuda"}
     layouts = ()
-
-
-def test_nesterov_without_momentum_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"nesterov=true requires momentum, which is 0"):
-        SGD.Config(momentum=0.0, nesterov=True)

@@ -9,7 +9,7 @@ from mplug_nn import Choice, Experts, Router, Weights
 from mplug_nn.activations import ACTIVATIONS, is_gated
 from mplug_nn.grouped import apply_grouped
 from mplug_nn.mlp import activation
-from mplug_testing.grouped import PRODUCT, expert_site, of_weight
+from mplug_testing.grouped import PRODUCT, after_groups, expert_site, of_weight
 from mplug_testing.kernel_cases.case import BUFFERS, SINK, Case, Drawn, Suppliers, Tensors
 
 
@@ -51,16 +51,16 @@ def _experts() -> Iterator[Case]:
     for kind in ACTIVATIONS.list.own:
         yield _computed(kind, kind, (5, 3, 8), 16, 24)
     yield _computed("experts without rows", "swiglu", (0, 9, 0), 16, 24)
-    yield _computed("rows after the last expert's", "swiglu", (5, 0, 2), 16, 24, padding=4)
+    yield _computed("rows after the last expert's", "swiglu", (5, 0, 2), 16, 24, padded=True)
     yield _computed("odd widths", "swiglu", (5, 3, 8), 19, 23)
     yield _computed("a gradient sink that holds something", "swiglu", (5, 0, 8), 16, 24, sink=True)
 
 
 def _computed(
-    name: str, kind: str, counts: tuple[int, ...], d: int, f: int, padding: int = 0, sink: bool = False
+    name: str, kind: str, counts: tuple[int, ...], d: int, f: int, padded: bool = False, sink: bool = False
 ) -> Case:
     drawn, e, wide, total = Drawn(d + f), len(counts), f * (2 if is_gated(kind) else 1), sum(counts)
-    inputs = {"rows": drawn.normal(total + padding, d), "up": drawn.normal(e, wide, d), "down": drawn.normal(e, d, f)}
+    inputs = {"rows": drawn.normal(total, d), "up": drawn.normal(e, wide, d), "down": drawn.normal(e, d, f)}
     inputs["counts"] = torch.tensor(counts, device="cpu")
     if sink:
         inputs[SINK] = drawn.normal(e, wide, d)
@@ -69,7 +69,12 @@ def _computed(
         stale = torch.zeros((), dtype=torch.bool, device="cpu") if sink else None
         weights = Weights(x["up"], x.get(SINK), stale), Weights(x["down"], None, None)
         compute = suppliers["Experts.compute"]
-        return lambda: {"rows": compute(x["rows"], x["counts"], *weights, kind, activation)[:total]}
+
+        def call() -> dict[str, Tensor]:
+            rows = after_groups(x["rows"]) if padded else x["rows"]
+            return {"rows": compute(rows, x["counts"], *weights, kind, activation)[:total]}
+
+        return call
 
     return Case(("Experts.compute",), name, Experts(d, f, e, kind), inputs, bind, ACTIVATIONS.needs(kind))
 
@@ -78,14 +83,14 @@ def _products() -> Iterator[Case]:
     yield _product("rows [M, I]", (16, 16, 32), 32, 48)
     yield _product("experts without rows", (0, 32, 0), 32, 48)
     yield _product("numbers of rows that are odd", (5, 3, 8), 32, 48)
-    yield _product("rows after the last expert's", (5, 0, 2), 32, 48, padding=4)
+    yield _product("rows after the last expert's", (5, 0, 2), 32, 48, padded=True)
     yield _product("odd widths", (5, 3, 8), 19, 23)
     yield _product("a gradient sink that holds something", (5, 0, 8), 32, 48, sink=True)
 
 
-def _product(name: str, counts: tuple[int, ...], i: int, o: int, padding: int = 0, sink: bool = False) -> Case:
+def _product(name: str, counts: tuple[int, ...], i: int, o: int, padded: bool = False, sink: bool = False) -> Case:
     drawn, e, total = Drawn(i + o), len(counts), sum(counts)
-    inputs = {"rows": drawn.normal(total + padding, i), "weight": drawn.normal(e, o, i)}
+    inputs = {"rows": drawn.normal(total, i), "weight": drawn.normal(e, o, i)}
     inputs["counts"] = torch.tensor(counts, device="cpu")
     if sink:
         inputs[SINK] = drawn.normal(e, o, i)
@@ -94,7 +99,12 @@ def _product(name: str, counts: tuple[int, ...], i: int, o: int, padding: int = 
         stale = torch.zeros((), dtype=torch.bool, device="cpu") if sink else None
         weights, product = Weights(x["weight"], x.get(SINK), stale), suppliers[PRODUCT]
         own = of_weight(suppliers.get(BUFFERS, {}).get(PRODUCT, {}), "up")
-        return lambda: {"rows": apply_grouped(product, x["rows"], x["counts"], weights, buffers=own)[:total]}
+
+        def call() -> dict[str, Tensor]:
+            rows = after_groups(x["rows"]) if padded else x["rows"]
+            return {"rows": apply_grouped(product, rows, x["counts"], weights, buffers=own)[:total]}
+
+        return call
 
     return Case((PRODUCT,), name, Experts(i, o, e, "gelu"), inputs, bind, parameters=expert_site(i, o).parameters)
 

@@ -1,6 +1,7 @@
 """An export writes a config.json only if the transformers library computes the run's model from it."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -129,7 +130,7 @@ def test_a_setting_is_written_or_refused_by_its_name_or_has_no_effect(kind: str)
     for name, value, config in changed(kind):
         fields = outcome(plugin, config)
         if isinstance(fields, str):
-            assert name in fields, (name, value, fields)
+            assert re.search(rf"{FORMS[kind][1].architecture} cannot express .*{name}", fields), (name, value, fields)
             assert not base.computes_like(config), f"{name}={value} changes nothing, but: {fields}"
             assert name not in free, (name, fields)
         else:
@@ -176,43 +177,12 @@ def test_the_usual_factor_of_scores_is_exported_however_it_is_spelled() -> None:
         assert written_config(plugin_of("gemma2"), config)["query_pre_attn_scalar"] == gemma.head_dim
 
 
-WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
-    "a share of rotated coordinates": ("llama", {"rope_fraction": 0.5}, "LlamaForCausalLM cannot express model.rope_f"),
-    "the same in Qwen": ("qwen3", {"rope_fraction": 0.5}, "cannot express model.rope_fraction=0.5"),
-    "a bias for the choice in Qwen": (
-        "qwen3_moe",
-        {"expert_bias_rate": 1e-3},
-        "Qwen3MoeForCausalLM cannot express model.expert_bias_rate=0.001",
-    ),
-    "a bias for the choice in DeepSeek-V2": (
-        "deepseek_v2",
-        {"expert_bias_rate": 1e-3},
-        "DeepseekV2ForCausalLM cannot express model.expert_bias_rate=0.001",
-    ),
-    "no bias for the choice in DeepSeek-V3": ("deepseek_v3", {"expert_bias": None}, "cannot express model.expert_bias"),
-    "a cap of attention in Gemma 3": (
-        "gemma3_text",
-        {"attention_soft_cap": 50.0},
-        "Gemma3ForCausalLM cannot express model.attention_soft_cap=50.0",
-    ),
-    "dropped tokens": ("mixtral", {"capacity_factor": 1.25}, "cannot express model.capacity_factor=1.25"),
-    "dropped tokens in Qwen": ("qwen3_moe", {"capacity_factor": 1.25}, "cannot express model.capacity_factor=1.25"),
-    "further tokens in DeepSeek-V2": ("deepseek_v2", {"num_mtp_layers": 1}, "cannot express model.num_mtp_layers=1"),
-    "windows in some blocks of Qwen3-MoE": (
-        "qwen3_moe",
-        {"window": 4, "attention_types": ("full", "window")},
-        "cannot express model.attention_types=",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_what_the_library_would_compute_otherwise_is_not_exported(case: str) -> None:
-    kind, settings, sentence = WRONG[case]
-    config = described(tiny(kind))
-    with pytest.raises(ValueError, match="cannot express") as refused:
-        written_config(plugin_of(kind), type(config)(**{**config.model_dump(), **settings}))
-    assert sentence in str(refused.value)
+def test_what_the_library_would_compute_otherwise_is_not_exported() -> None:
+    """One setting at a time is tested above."""
+    config = described(tiny("qwen3_moe"))
+    windows = {"window": 4, "attention_types": ("full", "window")}
+    with pytest.raises(ValueError, match=r"Qwen3MoeForCausalLM cannot express model\.attention_types="):
+        written_config(plugin_of("qwen3_moe"), type(config)(**{**config.model_dump(), **windows}))
 
 
 PRESETS = sorted({(FORMS[kind][0], kind) for kind in ("llama", "qwen3", "mixtral", "gemma2", "gpt_oss", "deepseek_v3")})

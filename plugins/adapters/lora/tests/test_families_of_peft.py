@@ -16,24 +16,20 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 from library_models import summed_loss, wide  # noqa: E402
-from mplug_huggingface_format.opened import open_folder  # noqa: E402
 from mplug_lora.fields import FIELDS, FILE, WEIGHTS  # noqa: E402
-from peft_models import exact, off, published, run_of  # noqa: E402
+from peft_models import exact, loaded_here, off, published, run_of  # noqa: E402
 from published import FAMILIES, VOCAB, save  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 from mplug.checkpoint.adapter_files import (  # noqa: E402
     adapter_conversion,
     adapters_of,
-    load_adapters,
     refuse_other_adapters,
     unpublished,
 )
-from mplug.checkpoint.public_load import fill_from, weights_of  # noqa: E402
 from mplug.errors import UsageError  # noqa: E402
-from mplug.model.build import allocate_parts, build_model  # noqa: E402
+from mplug.model.build import build_model  # noqa: E402
 from mplug.model.model import Model  # noqa: E402
-from mplug.model.pieces import make_pieces  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::UserWarning:peft", "ignore::RuntimeWarning:peft"
@@ -84,12 +80,7 @@ def test_peft_computes_with_our_folder_what_the_run_computes(case: str, tmp_path
     }
     model = build_model(run_of(settings))
     folder_of(model, tmp_path / "adapters")
-    run = run_of({**settings, "adapters.lora.path": str(tmp_path / "adapters")})
-    model = build_model(run)
-    allocate_parts(run, model)
-    fill_from(open_folder(tmp_path / "base"), run, model, weights_of(model))
-    model.listen(model.master_dtype)
-    load_adapters(run, model, make_pieces(model))
+    _, model = loaded_here({**settings, "adapters.lora.path": str(tmp_path / "adapters")}, tmp_path / "base")
     kind = library.config.model_type
     with wide(KINDS.get(kind, kind)):
         base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", **exact())
@@ -107,9 +98,9 @@ def test_peft_computes_with_our_folder_what_the_run_computes(case: str, tmp_path
     batch = {
         "tokens": tokens,
         "positions": torch.arange(16)[None],
+        "labels": labels,
         "sample_ids": zeros,
         "keys": zeros,
-        "labels": labels,
     }
     loss, _ = model.loss(batch)
     loss.backward()

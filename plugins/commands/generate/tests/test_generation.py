@@ -48,25 +48,30 @@ STAGES: dict[str, Any] = {"model.num_layers": 4}
 """Chunks of a pipeline schedule need layers."""
 SCHEDULE = "parallel.pp.schedule"
 STAGED = [("gpt", "1f1b"), ("llama", "interleaved"), ("gpt", "zb-v"), ("llama", "zb-v"), ("gpt", "zb-h1")]
-LAYOUTS = [
+UNDIVIDED = {"parallel.tp.sequence_parallel": False}
+LAYOUTS: list[Any] = [
     ("tp2", "gpt", {}),
     *(pytest.param("pp2", name, {**STAGES, SCHEDULE: one}, marks=WIDE) for name, one in STAGED),
     ("tp2pp2", "gpt", {}),
-    pytest.param("tp2pp2", "llama", {**STAGES, SCHEDULE: "interleaved"}, marks=WIDE),
-    pytest.param("dp2pp2", "qwen", {}, marks=WIDE),
-    pytest.param("pp3", "gemma", {**STAGES, SCHEDULE: "dualpipe-v", "model.num_layers": 6}, marks=WIDE),
-    pytest.param("pp2", "deepseek", {**STAGES, SCHEDULE: "zb-v"}, marks=WIDE),
-    pytest.param("pp2ep2dp2", "mixtral", {}, marks=WIDE),
     ("tp2", "deepseek", {}),
     ("ep2", "mixtral", {}),
-    pytest.param("tp2ep2", "mixtral", {"parallel.tp.sequence_parallel": False}, marks=WIDE),
-    pytest.param("tp2ep2", "gpt-oss", {}, marks=WIDE),
-    pytest.param("dp2tp2", "gemma", {}, marks=WIDE),
-    pytest.param("zero2", "qwen", {}, marks=WIDE),
-    pytest.param("tp4", "llama", {}, marks=WIDE),
-    *(pytest.param("tp2", name, {}, marks=WIDE) for name in ("mixtral", "llama", "qwen", "gemma", "gpt-oss")),
-    pytest.param("tp2", "deepseek", {"parallel.tp.sequence_parallel": False}, marks=WIDE),
-    pytest.param("tp2", "gpt", {"parallel.tp.sequence_parallel": False}, marks=WIDE),
+    *(
+        pytest.param(layout, family, changes, marks=WIDE)
+        for layout, family, changes in (
+            ("tp2pp2", "llama", {**STAGES, SCHEDULE: "interleaved"}),
+            ("dp2pp2", "qwen", {}),
+            ("pp3", "gemma", {**STAGES, SCHEDULE: "dualpipe-v", "model.num_layers": 6}),
+            ("pp2", "deepseek", {**STAGES, SCHEDULE: "zb-v"}),
+            ("pp2ep2dp2", "mixtral", {}),
+            ("tp2ep2", "mixtral", UNDIVIDED),
+            ("tp2ep2", "gpt-oss", {}),
+            ("dp2tp2", "gemma", {}),
+            ("zero2", "qwen", {}),
+            ("tp4", "llama", {}),
+            *(("tp2", name, {}) for name in ("mixtral", "llama", "qwen", "gemma", "gpt-oss")),
+            *(("tp2", name, UNDIVIDED) for name in ("deepseek", "gpt")),
+        )
+    ),
 ]
 
 

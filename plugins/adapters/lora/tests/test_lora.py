@@ -11,11 +11,15 @@ from mplug_lora.dropout import wraps
 
 from mplug import UsageError
 from mplug.checkpoint.adapter_files import adapters_of
+from mplug.checkpoint.folder import newest, read_manifest
 from mplug.cli import main
 from mplug.model.build import build_model, measure_bytes
-from mplug_testing import AdapterSuite
-from mplug_testing.harness import difference, tiny_run, train_ranks
+from mplug.run.prepare import prepare
+from mplug.training.changes import changes_on_resume
+from mplug_testing import AdapterSuite, run_workers
+from mplug_testing.harness import EXACT, difference, tiny_config, tiny_run, train_ranks
 from mplug_testing.parity import require_parity
+from mplug_testing.runs import trained
 
 LORA = {"adapters.lora.rank": 3, "adapters.lora.alpha": 5.0, "model.num_layers": 2}
 SHAPE: dict[str, Any] = {
@@ -107,19 +111,6 @@ def test_only_adapters_have_gradients_masters_and_optimizer_states() -> None:
     assert 8 * adapters <= sizes["optimizer state"] <= 8 * adapters + steps
 
 
-def test_fused_weights_have_an_adapter_for_each_segment() -> None:
-    model = build_model(tiny_run({**SMALL, "adapters.lora.targets": ["attention", "blocks.1.mlp.up"]}))
-    shapes = {name: tuple(one.shape) for name, one in model.parameters().items() if "adapter" in name}
-    assert {n.removeprefix("blocks.0.attn.qkv.adapter."): s for n, s in shapes.items() if "0.attn.qkv" in n} == {
-        "a.weight": (9, 32),
-        "b0.weight": (32, 3),
-        "b1.weight": (16, 3),
-        "b2.weight": (16, 3),
-    }
-    assert shapes["blocks.1.mlp.up.adapter.b1.weight"] == (48, 3)
-    assert not any("blocks.0.mlp" in name or "down" in name for name in shapes)
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -201,3 +192,44 @@ def test_beside_fp8_products_of_the_model_follow_the_recipe_and_those_of_adapter
     found = {one.site.name: one.supplier for one in model.slots if one.site.slot == "Linear.product"}
     assert found["blocks.1.attn.qkv"] == "kernels/fp8"
     assert found["blocks.1.attn.qkv.adapter.a"] == found["blocks.1.attn.qkv.adapter.b0"] == "plain torch"
+
+
+# Resumes under another layout, and with other adapters.
+
+STEPS = 3
+SAVED: dict[str, Any] = {
+    "trainer.eval_every": 0,
+    "trainer.precision": "fp64",
+    "checkpoint.asynchronous": False,
+    "model.num_layers": 2,
+    "adapters.lora.rank": 3,
+    "adapters.lora.dora": True,
+}
+
+
+def rank_of_a_run(layout: str, steps: int, directory: Path, resume_from: Path | None) -> list[float]:
+    """Be one rank of a run that is saved at its end."""
+    config = tiny_config({**SAVED, "parallel.layout": layout, "trainer.steps": steps})
+    return trained(config, directory, resume_from=resume_from).losses
+
+
+def losses_of(layout: str, steps: int, directory: Path, resume_from: Path | None = None) -> list[float]:
+    found: list[float] = run_workers(2 if layout else 1, rank_of_a_run, layout, steps, directory, resume_from)[0]
+    return found
+
+
+def test_adapters_resume_under_another_layout(tmp_path: Path) -> None:
+    reference = losses_of("", STEPS, tmp_path / "reference")
+    before = losses_of("tp2", 1, tmp_path)
+    after = losses_of("fsdp2", STEPS, tmp_path, newest(tmp_path / "checkpoints"))
+    assert [*before, *after] == pytest.approx(reference, rel=EXACT)
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, 3), (3, None), (3, 4)], ids=["added", "dropped", "changed"])
+def test_a_resumed_run_keeps_its_adapters(before: int | None, after: int | None, tmp_path: Path) -> None:
+    plain = {"trainer.eval_every": 0, "trainer.steps": 1, "model.num_layers": 2, "checkpoint.asynchronous": False}
+    first, second = ({**plain, **({"adapters.lora.rank": one} if one else {})} for one in (before, after))
+    trained(tiny_config(first), tmp_path)
+    path = newest(tmp_path / "checkpoints")
+    with pytest.raises(UsageError, match=r"adapters\.lora\.rank" if before and after else r"adapters\.lora"):
+        changes_on_resume(path, read_manifest(path), prepare(tiny_config(second)), ())

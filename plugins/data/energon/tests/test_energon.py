@@ -1,6 +1,7 @@
 """Energon: real data sets, of text and of images with text, through the loader."""
 
 import io
+import re
 import shutil
 import tarfile
 from collections.abc import Callable, Sequence
@@ -13,10 +14,12 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mplug import Loader, MicroBatch, UsageError
+from mplug import Loader, MicroBatch, RunError, UsageError
 from mplug.model.build import build_model
 from mplug.run.prepare import check_data
 from mplug.training.assembly import build_loader
+from mplug.training.feed import Feed
+from mplug.training.supervised_loader import Source
 from mplug_testing import DataSuite
 from mplug_testing.harness import tiny_run
 from mplug_testing.resume import require_exact_resume
@@ -316,6 +319,37 @@ def test_a_tar_file_that_is_damaged_is_refused(text_set: Path, tmp_path: Path, d
             path.write_bytes({"emptied": b"", "other bytes": b"\xaa" * size}[damage])
     with pytest.raises(UsageError, match=r"data\.path '.*set'.* cannot (be )?read.*: tar '.*set/train-\d\.tar'"):
         list(loader(folder).take(4))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_error_for_a_bad_sample_names_its_tar_and_its_file(
+    text_set: Path, tmp_path: Path, encoders: str, workers: int
+) -> None:
+    """A worker process's traceback stays out of the sentence, and in the log."""
+    for path in shutil.copytree(text_set, tmp_path / "set").glob("train-*.tar"):
+        content = bytearray(path.read_bytes())
+        with tarfile.open(path) as tar:
+            for member in tar.getmembers():
+                content[member.offset + 148 : member.offset + 156] = b"\xff" * 8  # its checksum
+        path.write_bytes(content)
+    changes: dict[str, tuple[dict[str, Any], str]] = {
+        "a damaged tar": ({"data.path": str(tmp_path / "set")}, r"^data.path .*: tar '.*/train-\d.tar' at byte \d+: "),
+        "an encoder": (
+            {"data.task_encoder": f"{encoders}:Broken"},
+            r"^a sample .* \('.*/train-\d\.tar', '(alpha|beta)\d+\.txt'\): ZeroDivisionError: [^\n]*on_error=skip$",
+        ),
+        "a refusal": (
+            IMAGES,
+            r"^'.*/train-\d\.tar', '(alpha|beta)\d+\.txt': .*has no image; set data\.task_encoder to an encoder",
+        ),
+    }
+    for what, (changed, sentence) in changes.items():
+        run = tiny_run({**TINY, "data.path": str(text_set), "data.streams": 1, "data.num_workers": workers, **changed})
+        run.device = "cpu"
+        feed = Feed(build_loader(run, "train"), "cpu", Source.of(run, "train"))
+        with pytest.raises((UsageError, RunError)) as caught:
+            list(feed.take(2))
+        assert re.search(sentence, str(caught.value)), (what, str(caught.value))
 
 
 def test_the_error_names_an_empty_text(tmp_path: Path, prepare: Callable[..., Path]) -> None:

@@ -171,13 +171,6 @@ def test_positions_attention_and_loss_do_not_cross_documents() -> None:
     assert "document_lengths" not in plain
 
 
-def test_the_entry_of_documents_has_room_for_every_sample() -> None:
-    config = {"path": [ONE, TWO], "split": "1", "eod_token": EOD, "reset_attention": True}
-    lengths = taken(build(config), 200)["document_lengths"]
-    assert (lengths.sum(dim=1) == S).all()
-    assert lengths.shape[1] == 1 << (lengths.shape[1] - 1).bit_length()
-
-
 # Fill in the middle.
 
 PRE, MID, SUF = FIM_TOKENS.values()

@@ -15,7 +15,6 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
-from mplug_huggingface_format.decoders import weight_decoder  # noqa: E402
 from mplug_huggingface_format.folder import open_public  # noqa: E402
 from published import (  # noqa: E402
     FAMILIES,
@@ -213,30 +212,6 @@ def test_a_quantised_folder_equals_its_dequantised_twin(models: Made, tmp_path: 
         assert (one - exact[name]).abs().max() < 0.07
 
 
-def slices(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))
-
-
-def test_mxfp4_is_decoded_as_the_library_decodes_it() -> None:
-    """Any box, also one that begins inside a group of 32 values."""
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    generator = torch.Generator().manual_seed(1)
-    blocks = torch.randint(0, 256, (3, 10, 4, 16), generator=generator, dtype=torch.uint8)
-    scales = torch.randint(100, 140, (3, 10, 4), generator=generator, dtype=torch.uint8)
-    whole = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)  # [E, in, out]
-    assert whole.shape == (3, 128, 10)
-    decoder, stored = weight_decoder({"quant_method": "mxfp4"}), {"up_blocks": blocks, "up_scales": scales}
-    assert decoder.stored("up", (3, 128, 10), stored) == {"up_blocks": (3, 10, 4, 16), "up_scales": (3, 10, 4)}
-    assert decoder.stored("down", (3, 128, 10), stored) == {}
-    for start, shape in (((0, 0, 0), (3, 128, 10)), ((1, 37, 2), (1, 60, 5)), ((2, 127, 9), (1, 1, 1))):
-        boxes = decoder.boxes("up", start, shape)
-        parts = {name: stored[name][slices(low, length)] for name, (low, length) in boxes.items()}
-        found = decoder.decode("up", start, shape, parts)
-        assert torch.equal(found, whole[slices(start, shape)])
-    assert boxes["up_blocks"] == ((2, 9, 3, 0), (1, 1, 1, 16)), "one group of 32 values"
-
-
 def pack_experts(source: Path, target: Path) -> Path:
     """Replace the experts of a gpt-oss by random MXFP4 weights; returns the folder of the dequantised twin."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -257,9 +232,10 @@ def pack_experts(source: Path, target: Path) -> Path:
 
 
 def test_packed_experts_equal_their_dequantised_twin(tmp_path: Path) -> None:
-    save(FAMILIES["gpt-oss"](intermediate_size=64, num_hidden_layers=2), tmp_path / "source")
+    """Under tp2 a rank has 48 of 96 columns: its boxes begin inside a group of 32 values."""
+    save(FAMILIES["gpt-oss"](intermediate_size=96, num_hidden_layers=2), tmp_path / "source")
     twin = pack_experts(tmp_path / "source", tmp_path / "packed")
-    require_twins(tmp_path / "packed", twin, {"": 1, "tp2ep2": 2})
+    require_twins(tmp_path / "packed", twin, {"": 1, "tp2": 2, "tp2ep2": 2})
     library = transformers.AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32)
     with torch.no_grad():
         expected = library(TOKENS).logits
@@ -350,12 +326,9 @@ def test_many_prompts_give_the_texts_that_each_gives_alone(models: Made, tmp_pat
         (("--prompts", "some.txt", "--output", "some.txt"), "both name 'some.txt'"),
         (("--prompts", "some.txt", "--output", "none/o"), "cannot write --output 'none/o'"),
         (("--prompts", "long.txt"), "'long.txt', line 2 has 101 tokens, and the model supports 96"),
-        (("--stop", ""), "--stop is empty"),
         (("--prompt", "a\udcff"), "--prompt has bytes that are no characters in UTF-8"),
-        (("--stop", "\udcff"), "--stop has bytes that are no characters in UTF-8"),
         (("--parallel", "cp2"), "divides the sequence of a sample (cp=2)"),
         (("--prompts", "some.txt", "--output", "earlier", "--parallel", "cp2"), "divides the sequence of a sample"),
-        (("--prompts", "some.txt", "--output", "new", "--parallel", "cp2"), "divides the sequence of a sample"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_before_weights_are_read(
@@ -370,7 +343,6 @@ def test_options_that_do_not_fit_are_refused_before_weights_are_read(
     assert sentence in refused.stderr
     assert len(refused.stderr.splitlines()) == 1, refused.stderr
     assert (tmp_path / "earlier").read_text() == "texts of another command"
-    assert not (tmp_path / "new").exists()
     assert (tmp_path / "some.txt").read_text() == "Why?\n"
 
 
@@ -414,21 +386,13 @@ def test_what_cannot_be_generated_is_refused(models: Made, tmp_path: Path, cli_h
     refused("'folder' has no chat template", "--chat")
 
 
-def test_settings_that_contradict_the_config_are_listed_in_one_error(
-    models: Made, tmp_path: Path, cli_here: Cli
-) -> None:
-    folder = models["mixtral"][0]
-    words = ("--set", "model.num_layers=3", "--set", "model.qk_norm=true", "--set", "model.init_std=0.5")
-    result = cli_here("config", "show", "--pretrained", str(folder), *words, "--set", "model.hidden_size=32")
-    assert result.returncode == 2
-    assert f"settings contradict '{folder}/config.json'; remove them:" in result.stderr
-    assert "model.num_layers (--set): 3, but the weights need 4" in result.stderr
-    assert "model.qk_norm (--set): True, but the weights need False" in result.stderr
-    assert "init_std" not in result.stderr
-    assert "hidden_size" not in result.stderr
-    result = cli_here("config", "show", "--pretrained", str(folder), "--set", "model.init_std=0.5")
-    assert result.returncode == 0, result.stderr
-    assert "init_std: 0.5" in result.stdout
+def test_settings_that_contradict_the_config_are_listed_in_one_error(models: Made, cli_here: Cli) -> None:
+    words = ("config", "show", "--pretrained", str(models["mixtral"][0]), "--set", "model.init_std=0.5")
+    refused = cli_here(*words, "--set", "model.num_layers=3", "--set", "model.qk_norm=true").stderr
+    assert "model.num_layers (--set): 3, but the weights need 4" in refused
+    assert "model.qk_norm (--set): True, but the weights need False" in refused
+    assert "init_std" not in refused
+    assert "init_std: 0.5" in cli_here(*words).stdout
 
 
 def test_a_family_that_does_not_read_the_architecture_is_refused(models: Made, cli_here: Cli) -> None:
@@ -444,20 +408,15 @@ def test_a_family_that_does_not_read_the_architecture_is_refused(models: Made, c
 
 def test_patterns_choose_what_is_loaded(models: Made, tmp_path: Path) -> None:
     folder, _ = models["mixtral"]
-    _, whole = loaded(folder)
+    whole = loaded(folder)[1].parameters()
     part = {"checkpoint__pretrained__only": ["blocks", "head"], "checkpoint__pretrained__except": ["blocks.*.moe"]}
-    _, some = loaded(folder, **part)
-    kept = {name for name, one in some.parameters().items() if torch.equal(one, dict(whole.parameters().items())[name])}
-    assert kept == {
-        name for name in whole.parameters() if name.startswith(("blocks.", "head.")) and ".moe." not in name
-    }
+    kept = {name for name, one in loaded(folder, **part)[1].parameters().items() if torch.equal(one, whole[name])}
+    assert kept == {name for name in whole if name.startswith(("blocks.", "head.")) and ".moe." not in name}
     shutil.copytree(folder, tmp_path / "more")
     rewritten(tmp_path / "more", lambda t: (t.update({"vision.a": torch.ones(2)}), t.pop("lm_head.weight")))
     with pytest.raises(UsageError, match=r"it lacks 'lm_head.weight'; the model does not use 'vision.a'"):
         loaded(tmp_path / "more")
     loaded(tmp_path / "more", checkpoint__pretrained__except=["vision", "head.project"])
-    with pytest.raises(UsageError, match=r"except: no parameter or module matches 'blocks.9'"):
-        loaded(folder, checkpoint__pretrained__except=["blocks.9"])
 
 
 def test_a_folder_without_the_prefix_is_read_and_exported_without_it(models: Made, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from mplug.errors import UsageError
 from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
+from mplug_testing import FormatSuite
 
 Cli = Callable[..., CompletedProcess[str]]
 DATA = Path(__file__).parent / "data"
@@ -36,6 +37,11 @@ KINDS: dict[str, dict[str, Any]] = {
         "activation": "gelu",
     },
 }
+
+
+class TestMegatron(FormatSuite):
+    plugin = "megatron"
+    folder = str(DATA / "llama")
 
 
 def words(kind: str, folder: Path, **changes: Any) -> list[str]:

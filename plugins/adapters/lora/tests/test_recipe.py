@@ -9,9 +9,11 @@ import torch
 from click.testing import CliRunner
 
 transformers = pytest.importorskip("transformers")
-tokenizers = pytest.importorskip("tokenizers")
+pytest.importorskip("tokenizers")
 pytest.importorskip("mplug_huggingface")
 pytest.importorskip("mplug_packed")
+
+from byte_level import byte_level  # noqa: E402
 
 from mplug.cli import main  # noqa: E402
 from mplug_testing.parity import require_parity  # noqa: E402
@@ -27,14 +29,7 @@ SMALLER = (*SMALL, "adapters.lora.rank=4", "optimizer.lr=1e-2", "schedule.warmup
 
 def folder_of_a_tiny_model(folder: Path) -> None:
     """A llama with a tokenizer of bytes and a chat template."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=280, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(["How are you?", "Fine, thanks."], trainer)
+    tokenizer = byte_level(["How are you?", "Fine, thanks."], "<s>", "</s>", size=280)
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     fast.chat_template = TEMPLATE
     torch.manual_seed(1)

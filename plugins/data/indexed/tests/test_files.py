@@ -160,6 +160,12 @@ def test_tokens_that_do_not_fit_are_refused(
         writer.add_documents(np.array(tokens), lengths)
 
 
+def test_types_of_merged_parts_must_agree(tmp_path: Path, pair: Path) -> None:
+    refused = pytest.raises(UsageError, match=r"uint16 tokens, and .* has int32 tokens")
+    with refused, Writer(tmp_path / "c", np.int32) as writer:
+        writer.append(pair)
+
+
 def test_a_folder_that_cannot_be_written_is_a_usage_error(pair: Path) -> None:
     with pytest.raises(UsageError, match=r"cannot write '.*corpus\.bin/c\.bin': .*; use another location"):
         Writer(bin_path(pair) / "c", np.uint16)

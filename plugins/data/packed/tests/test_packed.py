@@ -126,17 +126,9 @@ def test_a_truncated_conversation_keeps_the_target_after_its_last_token(tmp_path
 
 
 def test_a_tokenizer_that_merges_keeps_its_special_tokens_and_the_answers(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from byte_level import byte_level
 
-    library = Tokenizer(models.BPE())
-    library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=330,
-        special_tokens=["<|im_end|>", "<|im_start|>"],
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    library.train_from_iterator([CHATS.read_text()], trainer)
+    library = byte_level([CHATS.read_text()], "<|im_end|>", "<|im_start|>", size=330)
     library.save(str(tmp_path / "tokenizer.json"))
     own = {"data.tokenizer": "huggingface", "data.tokenizer_options": {"path": str(tmp_path / "tokenizer.json")}}
     found = loader(CHATS, **own, **{"model.vocab_size": 330})

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mplug_text import Text
+from mplug_text import Bytes, Text
 from mplug_text.corpus import find_files, measure_split, read_split
 from mplug_text.tokens import tokens_of
 from mplug_text.windows import RepeatedWindows, Windows
@@ -268,6 +268,10 @@ def test_files_that_are_not_text_are_read_and_reported(
     (told,) = caplog.messages
     assert suffix in told
     assert "mplug data preprocess" in told
+
+
+def test_half_a_character_decodes_to_a_replacement() -> None:
+    assert Bytes().decode(Bytes().encode("ü")[:1]) == "\ufffd"
 
 
 # Tokens of a tokenizer plugin.

@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
+from byte_level import byte_level
 from mplug_huggingface import FileTokenizer, HuggingFace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -15,16 +16,9 @@ from mplug_testing import TokenizerSuite
 TEXTS = ["the quick brown fox", "jumps over the lazy dog", "Grüße, 世界 🌍", "long long text: 1 + 2 = 3"] * 3
 
 
-def trained(path: Path, *special: str, size: int = 400) -> Path:
-    """A byte-level BPE tokenizer, with a post-processor that would put special tokens around a text."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(TEXTS, trainer)
+def trained(path: Path, *special: str) -> Path:
+    """A file with a post-processor that would put special tokens around a text, and with truncation and padding."""
+    tokenizer = byte_level(TEXTS, *special, size=400)
     if special:
         around = [(special[0], tokenizer.token_to_id(special[0]))]
         tokenizer.post_processor = processors.TemplateProcessing(single=f"{special[0]} $A", special_tokens=around)

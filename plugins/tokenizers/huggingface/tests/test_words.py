@@ -11,8 +11,9 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
+from byte_level import BYTE_LEVEL, byte_level
 from mplug_huggingface import FileTokenizer, HuggingFace, words
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
 from mplug import UsageError
 
@@ -29,7 +30,6 @@ ALPHABET = [
     "\r\n",
 ]
 BMP = [chr(code) for code in range(0x10000) if not 0xD800 <= code < 0xE000]
-BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
 
 
 def split(pattern: str) -> pre_tokenizers.PreTokenizer:
@@ -48,16 +48,7 @@ CUTS = {
 
 
 def trained(cut: pre_tokenizers.PreTokenizer) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = cut, decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=700,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(LEARNT, trainer)
-    return tokenizer
+    return byte_level(LEARNT, "<|endoftext|>", size=700, cut=cut)
 
 
 Change = Callable[[dict[str, Any]], object]

@@ -10,7 +10,7 @@ from typing import Any
 import peft
 import torch
 import transformers
-from library_models import wide
+from library_models import summed_loss, wide
 from mplug_huggingface_format.opened import open_folder
 from torch import Tensor
 
@@ -96,14 +96,14 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
 class Pair:
     """A model of PEFT with random adapters, its folders, and the settings of a run with both."""
 
-    def __init__(self, name: str, folder: Path, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, folder: Path, dtype: torch.dtype, rank: int = 3) -> None:
         make, own, targets = CASES[name]
         self.base, self.adapters = folder / "base", folder / "adapters"
         generator = torch.Generator().manual_seed(7)
         model = make()
         randomize(model.named_parameters(), generator, 0.2)
         model.to(dtype).save_pretrained(self.base)
-        config = peft.LoraConfig(r=3, lora_alpha=5, task_type="CAUSAL_LM", **own)
+        config = peft.LoraConfig(r=rank, lora_alpha=5, task_type="CAUSAL_LM", **own)
         self.family = model.config.model_type
         with wide(self.family) if dtype is torch.float64 else nullcontext():
             base = transformers.AutoModelForCausalLM.from_pretrained(self.base, **exact(dtype))
@@ -112,7 +112,7 @@ class Pair:
         self.model.save_pretrained(self.adapters)
         self.settings: dict[str, Any] = {
             "checkpoint.pretrained.path": str(self.base),
-            "adapters.lora.rank": 3,
+            "adapters.lora.rank": rank,
             "adapters.lora.alpha": 5,
             "adapters.lora.targets": targets,
             "adapters.lora.dora": own.get("use_dora", False),
@@ -174,6 +174,38 @@ def published(values: dict[str, Tensor], model: Model) -> dict[str, Tensor]:
 
 def box(whole: Tensor, start: Any, shape: Any) -> Tensor:
     return whole[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
+
+
+def require_gradients_of_peft(model: Model, theirs: Any, module: str) -> None:
+    """Fail unless loss and gradients are those of PEFT in fp64, in which `module` of the library then computes."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, theirs.get_base_model().config.vocab_size, (2, 16), generator=generator)
+    labels = torch.cat((tokens[:, 1:], torch.full((2, 1), -100)), dim=1)
+    zeros = torch.zeros(2, dtype=torch.int64)
+    batch = {
+        "tokens": tokens,
+        "positions": torch.arange(16)[None],
+        "labels": labels,
+        "sample_ids": zeros,
+        "keys": zeros,
+    }
+    loss, _ = model.loss(batch)
+    loss.backward()
+    model.sinks.finish()
+    theirs.zero_grad()
+    with wide(module):
+        expected = summed_loss(theirs(input_ids=tokens, use_cache=False).logits, labels)
+    expected.backward()
+    assert off(loss.detach(), expected.detach()) < EXACT
+    found = published({name: sink.buffer for name, sink in model.sinks.items()}, model)
+    gradients = {
+        name.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector"): one.grad
+        for name, one in theirs.named_parameters()
+        if one.requires_grad
+    }
+    assert found.keys() == gradients.keys()
+    for name, gradient in found.items():
+        assert off(gradient, gradients[name]) < EXACT, name
 
 
 def off(found: Tensor, expected: Tensor) -> float:

@@ -21,7 +21,7 @@ from mplug_lora.fields import FIELDS, FILE, WEIGHTS  # noqa: E402
 from mplug_lora.matching import of_pattern  # noqa: E402
 from peft.tuners.tuners_utils import check_target_module_exists  # noqa: E402
 from peft.utils.other import get_pattern_key  # noqa: E402
-from peft_models import llama, randomize, run_of  # noqa: E402
+from peft_models import Pair, llama, run_of  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from mplug.checkpoint.adapter_files import refuse_other_adapters  # noqa: E402
@@ -32,7 +32,7 @@ from mplug.model.model import Model  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft", "ignore::RuntimeWarning")
 OLDER = {"enable_lora", "merge_weights"}
 """Fields of PEFT before version 0.3."""
-MODULES = ["q_proj", "v_proj", "down_proj"]
+MODULES = ["q_proj", "v_proj", "up_proj"]
 TOKENS = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(3))
 
 
@@ -59,30 +59,12 @@ def test_the_docs_name_every_field() -> None:
     assert [name for name in FIELDS if f"`{name}`" not in page] == []
 
 
-class Made:
-    """A base model, a folder of adapters of it, and the model of a run that begins with both."""
+class Made(Pair):
+    """A pair of a base model and adapters in fp32, and the model of a run that begins with both."""
 
     def __init__(self, folder: Path) -> None:
-        self.base, self.adapters = folder / "base", folder / "adapters"
-        generator = torch.Generator().manual_seed(5)
-        base = llama()
-        randomize(base.named_parameters(), generator, 0.2)
-        base.save_pretrained(self.base)
-        config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=MODULES, task_type="CAUSAL_LM")
-        model = peft.get_peft_model(self.loaded_base(), config)
-        randomize(((n, p) for n, p in model.named_parameters() if "lora_" in n), generator, 0.1)
-        model.save_pretrained(self.adapters)
-        self.settings: dict[str, Any] = {
-            "checkpoint.pretrained.path": str(self.base),
-            "adapters.lora.rank": 4,
-            "adapters.lora.alpha": 6,
-            "adapters.lora.targets": [*MODULES],
-            "adapters.lora.path": str(self.adapters),
-        }
-        self.model, self.expected = build_model(run_of(self.settings)), self.logits_of_peft(self.adapters)
-
-    def loaded_base(self) -> Any:
-        return transformers.AutoModelForCausalLM.from_pretrained(self.base)
+        super().__init__("llama q v", folder, torch.float32, rank=4)  # PEFT's orthogonal values need an even rank
+        self.run, self.expected = build_model(run_of(self.settings)), self.logits_of_peft(self.adapters)
 
     def changed(self, folder: Path, fields: dict[str, Any], without: tuple[str, ...] = ()) -> Path:
         """A copy of the adapters with these fields, and without others."""
@@ -92,8 +74,9 @@ class Made:
         return folder
 
     def logits_of_peft(self, folder: Path) -> torch.Tensor:
+        base = transformers.AutoModelForCausalLM.from_pretrained(self.base)
         with torch.no_grad():
-            found: torch.Tensor = peft.PeftModel.from_pretrained(self.loaded_base(), folder)(TOKENS).logits
+            found: torch.Tensor = peft.PeftModel.from_pretrained(base, folder)(TOKENS).logits
             return found
 
 
@@ -144,7 +127,7 @@ def test_an_unused_field_or_a_way_to_begin_changes_nothing_in_peft_and_is_accept
 ) -> None:
     folder = made.changed(tmp_path / "changed", {name: value})
     assert torch.equal(made.logits_of_peft(folder), made.expected)
-    refuse(made.model, folder)
+    refuse(made.run, folder)
 
 
 BEGIN = ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "mica")
@@ -178,7 +161,7 @@ def test_another_value_of_a_fixed_field_is_refused_with_the_field_the_value_and_
     made: Made, name: str, value: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError) as caught:
-        refuse(made.model, made.changed(tmp_path / "changed", {name: value}))
+        refuse(made.run, made.changed(tmp_path / "changed", {name: value}))
     said = str(caught.value)
     assert f"have {name}={value!r} in {FILE}, which mplug does not support: " in said
     assert "; use adapters with " in said or "; convert them with PEFT" in said
@@ -191,28 +174,28 @@ def test_peft_changes_the_base_model_for_the_refused_ways_to_begin(made: Made, v
 
 
 READ: list[tuple[dict[str, Any], str]] = [
-    ({"r": 3}, "r=3 in adapter_config.json, and the run has 4; use the settings of the folder (adapters.lora.rank"),
+    ({"r": 2}, "r=2 in adapter_config.json, and the run has 4; use the settings of the folder (adapters.lora.rank"),
     ({"r": True}, "have r=True"),
     ({"r": None}, "have r=None"),
-    ({"lora_alpha": 8}, "the run has 6; use the settings of the folder (adapters.lora.alpha)"),
-    ({"use_rslora": True}, "and the run has False; use the settings of the folder (adapters.lora.rank_stabilized)"),
+    ({"lora_alpha": 8}, "the run has 5; use the settings of the folder (adapters.lora.alpha)"),
+    ({"use_rslora": False}, "and the run has True; use the settings of the folder (adapters.lora.rank_stabilized)"),
     ({"use_dora": True}, "and the run has False; use the settings of the folder (adapters.lora.dora)"),
     ({"use_dora": "no"}, "have use_dora='no'"),
     ({"rank_pattern": {"v_proj": 2}}, "have r=2 of 'model.layers.0.self_attn.v_proj' (rank_pattern)"),
-    ({"alpha_pattern": {r"layers\.1\..*": 5}}, "have lora_alpha=5 of 'model.layers.1.mlp.down_proj' (alpha_pattern)"),
+    ({"alpha_pattern": {r"layers\.1\..*": 6}}, "have lora_alpha=6 of 'model.layers.1.mlp.up_proj' (alpha_pattern)"),
     ({"rank_pattern": {"(": 2}}, "have the pattern '(.*\\\\.)?(()$' in rank_pattern"),
     ({"rank_pattern": [2]}, "have rank_pattern=[2] in adapter_config.json, which is no mapping"),
-    ({"target_modules": ["q_proj"]}, "adapter_model.safetensors has tensors for 'model.layers.0.mlp.down_proj', and"),
+    ({"target_modules": ["q_proj"]}, "adapter_model.safetensors has tensors for 'model.layers.0.mlp.up_proj', and"),
     ({"target_modules": [*MODULES, "lm_head"]}, "PEFT adapts 'lm_head', and adapter_model.safetensors has no tensors"),
     ({"target_modules": [*MODULES, "embed_tokens"]}, "PEFT adapts 'model.embed_tokens', and adapter_model"),
-    ({"target_modules": "all-linear"}, "PEFT adapts 'model.layers.0.mlp.gate_proj', and adapter_model.safetensors has"),
+    ({"target_modules": "all-linear"}, "PEFT adapts 'model.layers.0.mlp.down_proj', and adapter_model.safetensors has"),
     ({"target_modules": None}, "have target_modules=None in adapter_config.json, for which each version of PEFT"),
     ({"target_modules": 3}, "have target_modules=3 in adapter_config.json, which is neither a text nor a list"),
     ({"target_modules": "q_proj("}, "have the pattern 'q_proj(' in target_modules"),
-    ({"exclude_modules": r".*layers\.1\.mlp.*"}, "has tensors for 'model.layers.1.mlp.down_proj', and"),
-    ({"layers_to_transform": [0]}, "has tensors for 'model.layers.1.mlp.down_proj', and"),
+    ({"exclude_modules": r".*layers\.1\.mlp.*"}, "has tensors for 'model.layers.1.mlp.up_proj', and"),
+    ({"layers_to_transform": [0]}, "has tensors for 'model.layers.1.mlp.up_proj', and"),
     ({"layers_to_transform": ["0"]}, "have layers_to_transform=['0'] in adapter_config.json, which is no list of"),
-    ({"layers_to_transform": [0, 1], "layers_pattern": "h"}, "has tensors for 'model.layers.0.mlp.down_proj', and"),
+    ({"layers_to_transform": [0, 1], "layers_pattern": "h"}, "has tensors for 'model.layers.0.mlp.up_proj', and"),
     ({"layers_to_transform": [0, 1], "layers_pattern": "layers|h"}, "have layers_pattern='layers|h' in adapter_config"),
     ({"layers_to_transform": [0, 1], "layers_pattern": "(layers)"}, "with which PEFT fails; correct the file"),
     ({"target_parameters": ["gate_proj.weight"]}, "PEFT adapts 'model.layers.0.mlp.gate_proj', and adapter_model"),
@@ -229,23 +212,23 @@ def test_what_the_run_does_not_compute_is_refused(
     made: Made, fields: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError) as caught:
-        refuse(made.model, made.changed(tmp_path / "changed", fields))
+        refuse(made.run, made.changed(tmp_path / "changed", fields))
     assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"rank_pattern": {"o_proj": 2}, "alpha_pattern": {"q_proj": 6}},
+        {"rank_pattern": {"o_proj": 2}, "alpha_pattern": {"q_proj": 5}},
         {"rank_pattern": None, "alpha_pattern": None, "loftq_config": None, "use_dora": None},
-        {"target_modules": r".*\.(q_proj|v_proj|down_proj)"},
+        {"target_modules": r".*\.(q_proj|v_proj|up_proj)"},
         {"target_modules": [*MODULES, "k_proj"], "exclude_modules": ["k_proj"]},
         {"layers_to_transform": [0, 1, 7], "layers_pattern": ["h", "layers"]},
         {"layers_to_transform": []},
-        {"target_modules": ["q_proj", "v_proj"], "target_parameters": ["mlp.down_proj.weight"]},
+        {"target_modules": ["q_proj", "v_proj"], "target_parameters": ["mlp.up_proj.weight"]},
         {"base_model_name_or_path": None, "revision": None},
         {"revision": "main", "new_option": None},
-        {"lora_alpha": 6.0},
+        {"lora_alpha": 5.0},
     ],
     ids=str,
 )
@@ -253,7 +236,7 @@ def test_another_way_to_say_what_the_run_computes_is_accepted_and_is_the_same_in
     made: Made, fields: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = made.changed(tmp_path / "changed", fields)
-    refuse(made.model, folder)
+    refuse(made.run, folder)
     theirs = {name: one for name, one in fields.items() if one is not None}  # PEFT fails for a pattern that is null
     found = made.logits_of_peft(made.changed(tmp_path / "theirs", theirs))
     assert (found - made.expected).abs().max() < 1e-5
@@ -261,11 +244,11 @@ def test_another_way_to_say_what_the_run_computes_is_accepted_and_is_the_same_in
 
 def test_a_folder_without_peft_type_or_with_absent_fields(made: Made, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="have no peft_type in adapter_config"):
-        refuse(made.model, made.changed(tmp_path / "one", {}, ("peft_type",)))
+        refuse(made.run, made.changed(tmp_path / "one", {}, ("peft_type",)))
     with pytest.raises(UsageError, match="have r=8 in adapter_config"):
-        refuse(made.model, made.changed(tmp_path / "two", {}, ("r",)))
-    kept = ("peft_type", "r", "lora_alpha", "target_modules", "base_model_name_or_path")
-    refuse(made.model, made.changed(tmp_path / "three", {}, tuple(FIELDS.keys() - {*kept})))
+        refuse(made.run, made.changed(tmp_path / "two", {}, ("r",)))
+    kept = ("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "base_model_name_or_path")
+    refuse(made.run, made.changed(tmp_path / "three", {}, tuple(FIELDS.keys() - {*kept})))
 
 
 def renamed(folder: Path) -> None:
@@ -302,14 +285,12 @@ def test_a_folder_with_other_tensors_a_pickle_or_none_is_refused(
     folder = made.changed(tmp_path / "changed", {})
     damage(folder)
     with pytest.raises(UsageError, match=said):
-        refuse(made.model, folder)
+        refuse(made.run, folder)
 
 
 def test_adapters_of_more_layers_than_the_run_has_are_refused(made: Made) -> None:
     settings = {**made.settings, "adapters.lora.targets": ["q_proj", "v_proj"]}
-    with pytest.raises(
-        UsageError, match=r"'model\.layers\.0\.mlp\.down_proj', and the run does not; add it to adapters"
-    ):
+    with pytest.raises(UsageError, match=r"'model\.layers\.0\.mlp\.up_proj', and the run does not; add it to adapters"):
         refuse_other_adapters(build_model(run_of(settings)))
 
 

@@ -11,9 +11,19 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 from click.testing import CliRunner  # noqa: E402
-from library_models import summed_loss, wide  # noqa: E402
 from mplug_lora.modules import LowRank  # noqa: E402
-from peft_models import CASES, VOCAB, Pair, box, exact, loaded, loaded_here, off, published, run_of  # noqa: E402
+from peft_models import (  # noqa: E402
+    CASES,
+    EXACT,
+    Pair,
+    box,
+    exact,
+    loaded,
+    loaded_here,
+    off,
+    require_gradients_of_peft,
+    run_of,
+)
 from safetensors.torch import load_file  # noqa: E402
 
 from mplug.checkpoint.external_form import conversion  # noqa: E402
@@ -24,7 +34,6 @@ from mplug_testing import run_workers  # noqa: E402
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::UserWarning:peft"
 )  # in the libraries themselves
-EXACT = 1e-10
 QUICK = ("llama", "llama dora", "gpt2", "qwen3-moe")
 
 
@@ -75,33 +84,7 @@ def test_loss_and_gradients_are_those_of_peft(pairs: Any, name: str) -> None:
     pair = pairs(name)
     pair.model.train()
     _, model = loaded(pair)
-    tokens = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(3))
-    zeros = torch.zeros(2, dtype=torch.int64)
-    labels = torch.cat((tokens[:, 1:], torch.full((2, 1), -100)), dim=1)
-    batch = {
-        "tokens": tokens,
-        "positions": torch.arange(16)[None],
-        "labels": labels,
-        "sample_ids": zeros,
-        "keys": zeros,
-    }
-    loss, count = model.loss(batch)
-    (loss / count).backward()
-    model.sinks.finish()
-    pair.model.zero_grad()
-    with wide(pair.family):
-        expected = summed_loss(pair.model(input_ids=tokens).logits, labels) / count
-    expected.backward()
-    assert off((loss / count).detach(), expected.detach()) < EXACT
-    gradients = published({name: sink.buffer for name, sink in model.sinks.items()}, model)
-    theirs = {
-        name.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector"): one.grad
-        for name, one in pair.model.named_parameters()
-        if one.requires_grad
-    }
-    assert gradients.keys() == theirs.keys()
-    for tensor, gradient in gradients.items():
-        assert off(gradient, theirs[tensor]) < EXACT, tensor
+    require_gradients_of_peft(model, pair.model, pair.family)
     assert set(model.sinks) == {n for n in model.parameters() if "adapter" in n}
 
 

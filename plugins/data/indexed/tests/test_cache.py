@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from checkpoints import flip_bit
 from mplug_indexed.cache import Arrays, Cache, choose_folder, digest
 
 from mplug import RunError, UsageError
@@ -44,12 +45,6 @@ def test_an_entry_is_made_once_and_then_read(tmp_path: Path) -> None:
     assert make.times == 2
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def cut_off(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
@@ -64,8 +59,8 @@ OF_ONE = '{"description": {"of": 1}, "checksums": %s}'
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        *((f"{name}.npy", damage) for name in ("small", "large") for damage in (flip, cut_off, Path.unlink)),
-        *(("entry.json", damage) for damage in (flip, cut_off, Path.unlink)),
+        *((f"{name}.npy", damage) for name in ("small", "large") for damage in (flip_bit, cut_off, Path.unlink)),
+        *(("entry.json", damage) for damage in (flip_bit, cut_off, Path.unlink)),
         *(("entry.json", described(text)) for text in ("", "[]", "null", "{}")),
         *(("entry.json", described(OF_ONE % text)) for text in ("1", "{}", '{"small": null}')),
     ],

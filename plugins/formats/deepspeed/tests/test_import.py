@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import Evil
 from deepspeed_engine import BETAS, DECAY, EPS, LLAMA, LR, Llama, States, saved_in_turn
 from mplug_deepspeed_format.checkpoint import DeepSpeedCheckpoint
 from published import logits
@@ -130,16 +131,6 @@ def test_an_imported_run_has_the_states_of_stage_3_and_continues_as_deepspeed_do
     require_equal(path, OURS, second)
     require_same_third_step(path, OURS, third, tmp_path / "continued")
     assert any((second[name]["weight"] - third[name]["weight"]).abs().max() > 1e-3 for name in third)
-
-
-class Evil:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
 
 
 Damage = Callable[[Path], object]

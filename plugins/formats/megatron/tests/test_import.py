@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import Evil
 from mplug_megatron_format.folder import MegatronFolder
 from published import logits
 from safetensors.torch import load_file
@@ -84,16 +85,6 @@ def test_another_model_is_refused_before_anything_is_written(
     assert result.returncode == 2
     assert re.search(sentence, result.stderr, re.DOTALL), result.stderr
     assert not (tmp_path / "runs").exists()
-
-
-class Evil:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
 
 
 def test_a_pickle_runs_no_code(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
-"""Checkpoints in tests: which of a folder are valid, and damage to a file."""
+"""Checkpoints in tests: which of a folder are valid, damage to a file, and a pickle that runs code."""
 
 from pathlib import Path
+from typing import Any
 
 from mplug.checkpoint.folder import complete, read_valid
 from mplug.errors import UsageError
@@ -23,3 +24,13 @@ def flip_bit(file: Path, byte: int = -1, bit: int = 0) -> None:
     data = bytearray(file.read_bytes())
     data[byte] ^= 1 << bit
     file.write_bytes(data)
+
+
+class Evil:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)

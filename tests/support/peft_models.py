@@ -10,66 +10,85 @@ from typing import Any
 import peft
 import torch
 import transformers
-from library_models import TABLES, wide
+from library_models import summed_loss, wide
 from mplug_huggingface_format.opened import open_folder
-from published import FAMILIES, model_of, resolved
 from torch import Tensor
 
 from mplug.checkpoint.adapter_files import adapter_conversion, load_adapters
 from mplug.checkpoint.public_load import fill_from, weights_of
 from mplug.checkpoint.transfer import fill_theirs
+from mplug.config.defaults import default_settings
+from mplug.config.sources import Settings, from_mapping, merge
 from mplug.model.build import allocate_parts, build_model
 from mplug.model.model import Model
 from mplug.model.pieces import make_pieces
+from mplug.registry.entry_points import Registry
+from mplug.registry.public import with_public_settings
+from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
 from mplug_testing.harness import as_rank
 
 VOCAB = 64
 EXACT = 1e-10
+COMMON: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None}
 ROWS: dict[str, Any] = {
-    **TABLES["published"]["rows"],
-    "vocab_size": VOCAB,
+    **COMMON,
     "hidden_size": 16,
     "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "intermediate_size": 24,
     "max_position_embeddings": 32,
 }
+NO_DROPOUT = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def llama() -> Any:
-    return model_of(model_type="llama", **ROWS)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**ROWS))
 
 
 def gpt2() -> Any:
-    return FAMILIES["gpt2"](vocab_size=VOCAB, n_embd=16, n_layer=2, n_positions=32)
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**COMMON, **sizes, **NO_DROPOUT))
 
 
 def qwen3_moe() -> Any:
     own = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 8}
-    return model_of(model_type="qwen3_moe", **ROWS, **own, norm_topk_prob=True, router_aux_loss_coef=0.0)
-
-
-def case(base: Any, targets: str, *ours: str, **more: Any) -> tuple[Any, dict[str, Any], list[str]]:
-    modules = targets if targets == "all-linear" else targets.split()
-    return base, {"target_modules": modules, **more}, [*ours] or list(modules)
+    return transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(**ROWS, **own, norm_topk_prob=True, router_aux_loss_coef=0.0)
+    )
 
 
 CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
-    "llama": case(llama, "all-linear", "linear"),
-    "llama q v": case(llama, "q_proj v_proj up_proj", use_rslora=True),
-    "llama dora": case(
-        *(llama, "q_proj k_proj o_proj gate_proj down_proj"),
-        *("q_proj", "k_proj", "out", "gate_proj", "down"),
-        use_dora=True,
+    "llama": (llama, {"target_modules": "all-linear"}, ["linear"]),
+    "llama q v": (
+        llama,
+        {"target_modules": ["q_proj", "v_proj", "up_proj"], "use_rslora": True},
+        ["q_proj", "v_proj", "up_proj"],
     ),
-    "llama dora dropout": case(
-        llama, "q_proj v_proj down_proj", "q_proj", "v_proj", "down", use_dora=True, lora_dropout=0.4
+    "llama dora": (
+        llama,
+        {"target_modules": ["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"], "use_dora": True},
+        ["q_proj", "k_proj", "out", "gate_proj", "down"],
     ),
-    "gpt2": case(gpt2, "c_attn c_proj c_fc", "linear", fan_in_fan_out=True),
-    "gpt2 dora": case(gpt2, "c_attn c_proj", fan_in_fan_out=True, use_dora=True),
-    "qwen3-moe": case(qwen3_moe, "q_proj o_proj", "q_proj", "o_proj", "experts", target_parameters=EXPERTS),
+    "llama dora dropout": (
+        llama,
+        {"target_modules": ["q_proj", "v_proj", "down_proj"], "use_dora": True, "lora_dropout": 0.4},
+        ["q_proj", "v_proj", "down"],
+    ),
+    "gpt2": (gpt2, {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}, ["linear"]),
+    "gpt2 dora": (
+        gpt2,
+        {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "use_dora": True},
+        ["c_attn", "c_proj"],
+    ),
+    "qwen3-moe": (
+        qwen3_moe,
+        {"target_modules": ["q_proj", "o_proj"], "target_parameters": EXPERTS},
+        ["q_proj", "o_proj", "experts"],
+    ),
 }
 """The base, the fields of LoraConfig, and adapters.lora.targets."""
 
@@ -77,14 +96,14 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
 class Pair:
     """A model of PEFT with random adapters, its folders, and the settings of a run with both."""
 
-    def __init__(self, name: str, folder: Path, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, folder: Path, dtype: torch.dtype, rank: int = 3) -> None:
         make, own, targets = CASES[name]
         self.base, self.adapters = folder / "base", folder / "adapters"
         generator = torch.Generator().manual_seed(7)
         model = make()
         randomize(model.named_parameters(), generator, 0.2)
         model.to(dtype).save_pretrained(self.base)
-        config = peft.LoraConfig(r=3, lora_alpha=5, task_type="CAUSAL_LM", **own)
+        config = peft.LoraConfig(r=rank, lora_alpha=5, task_type="CAUSAL_LM", **own)
         self.family = model.config.model_type
         with wide(self.family) if dtype is torch.float64 else nullcontext():
             base = transformers.AutoModelForCausalLM.from_pretrained(self.base, **exact(dtype))
@@ -93,7 +112,7 @@ class Pair:
         self.model.save_pretrained(self.adapters)
         self.settings: dict[str, Any] = {
             "checkpoint.pretrained.path": str(self.base),
-            "adapters.lora.rank": 3,
+            "adapters.lora.rank": rank,
             "adapters.lora.alpha": 5,
             "adapters.lora.targets": targets,
             "adapters.lora.dora": own.get("use_dora", False),
@@ -123,7 +142,10 @@ TINY = {"trainer.device": "cpu", "trainer.seq_length": 16, "trainer.global_batch
 
 
 def run_of(settings: dict[str, Any]) -> Run:
-    return prepare(resolved({**TINY, **settings}))
+    registry, overrides = Registry(), Settings()
+    for name, value in {**TINY, **settings}.items():
+        overrides = merge(overrides, from_mapping(value, "the test", tuple(name.split("."))))
+    return prepare(resolve(registry, *with_public_settings(registry, default_settings(), overrides)))
 
 
 def loaded(pair: Pair) -> tuple[Run, Model]:
@@ -152,6 +174,38 @@ def published(values: dict[str, Tensor], model: Model) -> dict[str, Tensor]:
 
 def box(whole: Tensor, start: Any, shape: Any) -> Tensor:
     return whole[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
+
+
+def require_gradients_of_peft(model: Model, theirs: Any, module: str) -> None:
+    """Fail unless loss and gradients are those of PEFT in fp64, in which `module` of the library then computes."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, theirs.get_base_model().config.vocab_size, (2, 16), generator=generator)
+    labels = torch.cat((tokens[:, 1:], torch.full((2, 1), -100)), dim=1)
+    zeros = torch.zeros(2, dtype=torch.int64)
+    batch = {
+        "tokens": tokens,
+        "positions": torch.arange(16)[None],
+        "labels": labels,
+        "sample_ids": zeros,
+        "keys": zeros,
+    }
+    loss, _ = model.loss(batch)
+    loss.backward()
+    model.sinks.finish()
+    theirs.zero_grad()
+    with wide(module):
+        expected = summed_loss(theirs(input_ids=tokens, use_cache=False).logits, labels)
+    expected.backward()
+    assert off(loss.detach(), expected.detach()) < EXACT
+    found = published({name: sink.buffer for name, sink in model.sinks.items()}, model)
+    gradients = {
+        name.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector"): one.grad
+        for name, one in theirs.named_parameters()
+        if one.requires_grad
+    }
+    assert found.keys() == gradients.keys()
+    for name, gradient in found.items():
+        assert off(gradient, gradients[name]) < EXACT, name
 
 
 def off(found: Tensor, expected: Tensor) -> float:

@@ -15,25 +15,16 @@ import torch
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from library_models import summed_loss, wide  # noqa: E402
-from mplug_huggingface_format.opened import open_folder  # noqa: E402
+from library_models import wide  # noqa: E402
 from mplug_lora.fields import FIELDS, FILE, WEIGHTS  # noqa: E402
-from peft_models import exact, off, published, run_of  # noqa: E402
-from published import FAMILIES, VOCAB, save  # noqa: E402
+from peft_models import exact, loaded_here, require_gradients_of_peft, run_of  # noqa: E402
+from published import FAMILIES, save  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from mplug.checkpoint.adapter_files import (  # noqa: E402
-    adapter_conversion,
-    adapters_of,
-    load_adapters,
-    refuse_other_adapters,
-    unpublished,
-)
-from mplug.checkpoint.public_load import fill_from, weights_of  # noqa: E402
+from mplug.checkpoint.adapter_files import adapter_conversion, adapters_of, refuse_other_adapters, unpublished  # noqa: E402
 from mplug.errors import UsageError  # noqa: E402
-from mplug.model.build import allocate_parts, build_model  # noqa: E402
+from mplug.model.build import build_model  # noqa: E402
 from mplug.model.model import Model  # noqa: E402
-from mplug.model.pieces import make_pieces  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::UserWarning:peft", "ignore::RuntimeWarning:peft"
@@ -84,45 +75,17 @@ def test_peft_computes_with_our_folder_what_the_run_computes(case: str, tmp_path
     }
     model = build_model(run_of(settings))
     folder_of(model, tmp_path / "adapters")
-    run = run_of({**settings, "adapters.lora.path": str(tmp_path / "adapters")})
-    model = build_model(run)
-    allocate_parts(run, model)
-    fill_from(open_folder(tmp_path / "base"), run, model, weights_of(model))
-    model.listen(model.master_dtype)
-    load_adapters(run, model, make_pieces(model))
-    kind = library.config.model_type
-    with wide(KINDS.get(kind, kind)):
+    _, model = loaded_here({**settings, "adapters.lora.path": str(tmp_path / "adapters")}, tmp_path / "base")
+    module = KINDS.get(library.config.model_type, library.config.model_type)
+    with wide(module):
         base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", **exact())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapters", is_trainable=True)
-        theirs = theirs.double()
-        tokens = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(3))
-        labels = torch.cat((tokens[:, 1:], torch.full((2, 1), -100)), dim=1)
-        expected = summed_loss(theirs(input_ids=tokens, use_cache=False).logits, labels)
-        expected.backward()
+    theirs = theirs.double()
     about = [str(one.message) for one in caught if re.search("adapter|target_|pattern|key", str(one.message))]
     assert about == []
-    zeros = torch.zeros(2, dtype=torch.int64)
-    batch = {
-        "tokens": tokens,
-        "positions": torch.arange(16)[None],
-        "sample_ids": zeros,
-        "keys": zeros,
-        "labels": labels,
-    }
-    loss, _ = model.loss(batch)
-    loss.backward()
-    model.sinks.finish()
-    assert off(loss.detach(), expected.detach()) < 1e-10
-    found = published({name: sink.buffer for name, sink in model.sinks.items()}, model)
-    gradients = {
-        name.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector"): one.grad
-        for name, one in theirs.named_parameters()
-        if one.requires_grad
-    }
-    assert found.keys() == gradients.keys()
-    assert max(off(one, gradients[name]) for name, one in found.items()) < 1e-10
+    require_gradients_of_peft(model, theirs, module)
 
 
 def test_the_written_fields_are_fields_of_peft_and_the_others_have_its_defaults(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import random
 import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,12 @@ import torch
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from mplug_lora.checking import Layers, adapted, named_base  # noqa: E402
+from mplug_lora.checking import Layers, _refuse_another_base, adapted, named_base  # noqa: E402
 from mplug_lora.fields import FIELDS, FILE, WEIGHTS  # noqa: E402
 from mplug_lora.matching import of_pattern  # noqa: E402
 from peft.tuners.tuners_utils import check_target_module_exists  # noqa: E402
 from peft.utils.other import get_pattern_key  # noqa: E402
-from peft_models import llama, randomize, run_of  # noqa: E402
+from peft_models import Pair, llama, run_of  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from mplug.checkpoint.adapter_files import refuse_other_adapters  # noqa: E402
@@ -30,7 +32,8 @@ from mplug.model.model import Model  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft", "ignore::RuntimeWarning")
 OLDER = {"enable_lora", "merge_weights"}
 """Fields of PEFT before version 0.3."""
-MODULES = ["q_proj", "v_proj", "down_proj"]
+MODULES = ["q_proj", "v_proj", "up_proj"]
+TOKENS = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(3))
 
 
 def default_of(field: Any) -> Any:
@@ -56,30 +59,12 @@ def test_the_docs_name_every_field() -> None:
     assert [name for name in FIELDS if f"`{name}`" not in page] == []
 
 
-class Made:
-    """A base model, a folder of adapters of it, and the model of a run that begins with both."""
+class Made(Pair):
+    """A pair of a base model and adapters in fp32, and the model of a run that begins with both."""
 
     def __init__(self, folder: Path) -> None:
-        self.base, self.adapters = folder / "base", folder / "adapters"
-        generator = torch.Generator().manual_seed(5)
-        base = llama()
-        randomize(base.named_parameters(), generator, 0.2)
-        base.save_pretrained(self.base)
-        config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=MODULES, task_type="CAUSAL_LM")
-        model = peft.get_peft_model(self.loaded_base(), config)
-        randomize(((n, p) for n, p in model.named_parameters() if "lora_" in n), generator, 0.1)
-        model.save_pretrained(self.adapters)
-        settings = {
-            "checkpoint.pretrained.path": str(self.base),
-            "adapters.lora.rank": 4,
-            "adapters.lora.alpha": 6,
-            "adapters.lora.targets": [*MODULES],
-            "adapters.lora.path": str(self.adapters),
-        }
-        self.model = build_model(run_of(settings))
-
-    def loaded_base(self) -> Any:
-        return transformers.AutoModelForCausalLM.from_pretrained(self.base)
+        super().__init__("llama q v", folder, torch.float32, rank=4)  # PEFT's orthogonal values need an even rank
+        self.run, self.expected = build_model(run_of(self.settings)), self.logits_of_peft(self.adapters)
 
     def changed(self, folder: Path, fields: dict[str, Any], without: tuple[str, ...] = ()) -> Path:
         """A copy of the adapters with these fields, and without others."""
@@ -89,12 +74,10 @@ class Made:
         return folder
 
     def logits_of_peft(self, folder: Path) -> torch.Tensor:
+        base = transformers.AutoModelForCausalLM.from_pretrained(self.base)
         with torch.no_grad():
-            found: torch.Tensor = peft.PeftModel.from_pretrained(self.loaded_base(), folder)(TOKENS).logits
+            found: torch.Tensor = peft.PeftModel.from_pretrained(base, folder)(TOKENS).logits
             return found
-
-
-TOKENS = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(3))
 
 
 @pytest.fixture(scope="module")
@@ -131,36 +114,31 @@ UNUSED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name, row in FIELDS.items() if row.rule == "unused"])
-def test_an_unused_field_changes_nothing_in_peft_and_is_accepted(made: Made, name: str, tmp_path: Path) -> None:
-    folder = made.changed(tmp_path / "changed", {name: UNUSED[name]})
-    assert torch.equal(made.logits_of_peft(folder), made.logits_of_peft(made.adapters))
-    refuse(made.model, folder)
+WAYS_TO_BEGIN = [("init_lora_weights", value) for value in (False, "gaussian", "orthogonal", "eva")]
 
 
-@pytest.mark.parametrize("value", [False, "gaussian", "orthogonal", "eva"])
-def test_a_way_to_compute_initial_values_alone_changes_nothing_in_peft(made: Made, value: Any, tmp_path: Path) -> None:
-    folder = made.changed(tmp_path / "changed", {"init_lora_weights": value})
-    assert torch.equal(made.logits_of_peft(folder), made.logits_of_peft(made.adapters))
-    refuse(made.model, folder)
+def test_every_unused_field_has_a_case() -> None:
+    assert UNUSED.keys() == {name for name, row in FIELDS.items() if row.rule == "unused"}
 
 
+@pytest.mark.parametrize(("name", "value"), [*UNUSED.items(), *WAYS_TO_BEGIN], ids=str)
+def test_an_unused_field_or_a_way_to_begin_changes_nothing_in_peft_and_is_accepted(
+    made: Made, name: str, value: Any, tmp_path: Path
+) -> None:
+    folder = made.changed(tmp_path / "changed", {name: value})
+    assert torch.equal(made.logits_of_peft(folder), made.expected)
+    refuse(made.run, folder)
+
+
+BEGIN = ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "mica")
 REFUSED: list[tuple[str, Any]] = [
     ("peft_type", "LOHA"),
     ("task_type", "SEQ_CLS"),
-    ("bias", "lora_only"),
-    ("bias", "all"),
-    ("lora_bias", True),
-    ("lora_bias", 0),
+    *(("bias", value) for value in ("lora_only", "all")),
+    *(("lora_bias", value) for value in (True, 0)),
     ("modules_to_save", ["lm_head"]),
     ("trainable_token_indices", [1, 2]),
-    ("init_lora_weights", "pissa"),
-    ("init_lora_weights", "pissa_niter_4"),
-    ("init_lora_weights", "olora"),
-    ("init_lora_weights", "corda"),
-    ("init_lora_weights", "loftq"),
-    ("init_lora_weights", "lora_ga"),
-    ("init_lora_weights", "mica"),
+    *(("init_lora_weights", value) for value in BEGIN),
     ("layer_replication", [[0, 2], [1, 2]]),
     ("alora_invocation_tokens", [3, 4]),
     ("use_qalora", True),
@@ -183,7 +161,7 @@ def test_another_value_of_a_fixed_field_is_refused_with_the_field_the_value_and_
     made: Made, name: str, value: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError) as caught:
-        refuse(made.model, made.changed(tmp_path / "changed", {name: value}))
+        refuse(made.run, made.changed(tmp_path / "changed", {name: value}))
     said = str(caught.value)
     assert f"have {name}={value!r} in {FILE}, which mplug does not support: " in said
     assert "; use adapters with " in said or "; convert them with PEFT" in said
@@ -192,38 +170,32 @@ def test_another_value_of_a_fixed_field_is_refused_with_the_field_the_value_and_
 @pytest.mark.parametrize("value", ["pissa", "olora"])
 def test_peft_changes_the_base_model_for_the_refused_ways_to_begin(made: Made, value: str, tmp_path: Path) -> None:
     found = made.logits_of_peft(made.changed(tmp_path / "changed", {"init_lora_weights": value}))
-    assert (found - made.logits_of_peft(made.adapters)).abs().max() > 1e-2
+    assert (found - made.expected).abs().max() > 1e-2
 
 
 READ: list[tuple[dict[str, Any], str]] = [
-    (
-        {"r": 3},
-        "have r=3 in adapter_config.json, and the run has 4; use the settings of the folder (adapters.lora.rank",
-    ),
+    ({"r": 2}, "r=2 in adapter_config.json, and the run has 4; use the settings of the folder (adapters.lora.rank"),
     ({"r": True}, "have r=True"),
     ({"r": None}, "have r=None"),
-    ({"lora_alpha": 8}, "the run has 6; use the settings of the folder (adapters.lora.alpha)"),
-    ({"use_rslora": True}, "and the run has False; use the settings of the folder (adapters.lora.rank_stabilized)"),
+    ({"lora_alpha": 8}, "the run has 5; use the settings of the folder (adapters.lora.alpha)"),
+    ({"use_rslora": False}, "and the run has True; use the settings of the folder (adapters.lora.rank_stabilized)"),
     ({"use_dora": True}, "and the run has False; use the settings of the folder (adapters.lora.dora)"),
     ({"use_dora": "no"}, "have use_dora='no'"),
     ({"rank_pattern": {"v_proj": 2}}, "have r=2 of 'model.layers.0.self_attn.v_proj' (rank_pattern)"),
-    ({"alpha_pattern": {r"layers\.1\..*": 5}}, "have lora_alpha=5 of 'model.layers.1.mlp.down_proj' (alpha_pattern)"),
+    ({"alpha_pattern": {r"layers\.1\..*": 6}}, "have lora_alpha=6 of 'model.layers.1.mlp.up_proj' (alpha_pattern)"),
     ({"rank_pattern": {"(": 2}}, "have the pattern '(.*\\\\.)?(()$' in rank_pattern"),
     ({"rank_pattern": [2]}, "have rank_pattern=[2] in adapter_config.json, which is no mapping"),
-    ({"target_modules": ["q_proj"]}, "adapter_model.safetensors has tensors for 'model.layers.0.mlp.down_proj', and"),
-    ({"target_modules": [*MODULES, "o_proj"]}, "PEFT adapts 'model.layers.0.self_attn.o_proj', and adapter_model"),
+    ({"target_modules": ["q_proj"]}, "adapter_model.safetensors has tensors for 'model.layers.0.mlp.up_proj', and"),
     ({"target_modules": [*MODULES, "lm_head"]}, "PEFT adapts 'lm_head', and adapter_model.safetensors has no tensors"),
     ({"target_modules": [*MODULES, "embed_tokens"]}, "PEFT adapts 'model.embed_tokens', and adapter_model"),
-    ({"target_modules": "all-linear"}, "PEFT adapts 'model.layers.0.mlp.gate_proj', and adapter_model.safetensors has"),
+    ({"target_modules": "all-linear"}, "PEFT adapts 'model.layers.0.mlp.down_proj', and adapter_model.safetensors has"),
     ({"target_modules": None}, "have target_modules=None in adapter_config.json, for which each version of PEFT"),
     ({"target_modules": 3}, "have target_modules=3 in adapter_config.json, which is neither a text nor a list"),
     ({"target_modules": "q_proj("}, "have the pattern 'q_proj(' in target_modules"),
-    ({"exclude_modules": ["v_proj"]}, "has tensors for 'model.layers.0.self_attn.v_proj', and adapter_config.json"),
-    ({"exclude_modules": r".*layers\.1\.mlp.*"}, "has tensors for 'model.layers.1.mlp.down_proj', and"),
-    ({"layers_to_transform": 1}, "has tensors for 'model.layers.0.mlp.down_proj', and"),
-    ({"layers_to_transform": [0]}, "has tensors for 'model.layers.1.mlp.down_proj', and"),
+    ({"exclude_modules": r".*layers\.1\.mlp.*"}, "has tensors for 'model.layers.1.mlp.up_proj', and"),
+    ({"layers_to_transform": [0]}, "has tensors for 'model.layers.1.mlp.up_proj', and"),
     ({"layers_to_transform": ["0"]}, "have layers_to_transform=['0'] in adapter_config.json, which is no list of"),
-    ({"layers_to_transform": [0, 1], "layers_pattern": "h"}, "has tensors for 'model.layers.0.mlp.down_proj', and"),
+    ({"layers_to_transform": [0, 1], "layers_pattern": "h"}, "has tensors for 'model.layers.0.mlp.up_proj', and"),
     ({"layers_to_transform": [0, 1], "layers_pattern": "layers|h"}, "have layers_pattern='layers|h' in adapter_config"),
     ({"layers_to_transform": [0, 1], "layers_pattern": "(layers)"}, "with which PEFT fails; correct the file"),
     ({"target_parameters": ["gate_proj.weight"]}, "PEFT adapts 'model.layers.0.mlp.gate_proj', and adapter_model"),
@@ -240,23 +212,23 @@ def test_what_the_run_does_not_compute_is_refused(
     made: Made, fields: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError) as caught:
-        refuse(made.model, made.changed(tmp_path / "changed", fields))
+        refuse(made.run, made.changed(tmp_path / "changed", fields))
     assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"rank_pattern": {"o_proj": 2}, "alpha_pattern": {"q_proj": 6}},
+        {"rank_pattern": {"o_proj": 2}, "alpha_pattern": {"q_proj": 5}},
         {"rank_pattern": None, "alpha_pattern": None, "loftq_config": None, "use_dora": None},
-        {"target_modules": r".*\.(q_proj|v_proj|down_proj)"},
+        {"target_modules": r".*\.(q_proj|v_proj|up_proj)"},
         {"target_modules": [*MODULES, "k_proj"], "exclude_modules": ["k_proj"]},
         {"layers_to_transform": [0, 1, 7], "layers_pattern": ["h", "layers"]},
         {"layers_to_transform": []},
-        {"target_modules": ["q_proj", "v_proj"], "target_parameters": ["mlp.down_proj.weight"]},
+        {"target_modules": ["q_proj", "v_proj"], "target_parameters": ["mlp.up_proj.weight"]},
         {"base_model_name_or_path": None, "revision": None},
         {"revision": "main", "new_option": None},
-        {"lora_alpha": 6.0},
+        {"lora_alpha": 5.0},
     ],
     ids=str,
 )
@@ -264,47 +236,62 @@ def test_another_way_to_say_what_the_run_computes_is_accepted_and_is_the_same_in
     made: Made, fields: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = made.changed(tmp_path / "changed", fields)
-    refuse(made.model, folder)
+    refuse(made.run, folder)
     theirs = {name: one for name, one in fields.items() if one is not None}  # PEFT fails for a pattern that is null
     found = made.logits_of_peft(made.changed(tmp_path / "theirs", theirs))
-    assert (found - made.logits_of_peft(made.adapters)).abs().max() < 1e-5
+    assert (found - made.expected).abs().max() < 1e-5
 
 
 def test_a_folder_without_peft_type_or_with_absent_fields(made: Made, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="have no peft_type in adapter_config"):
-        refuse(made.model, made.changed(tmp_path / "one", {}, ("peft_type",)))
+        refuse(made.run, made.changed(tmp_path / "one", {}, ("peft_type",)))
     with pytest.raises(UsageError, match="have r=8 in adapter_config"):
-        refuse(made.model, made.changed(tmp_path / "two", {}, ("r",)))
-    kept = ("peft_type", "r", "lora_alpha", "target_modules", "base_model_name_or_path")
-    refuse(made.model, made.changed(tmp_path / "three", {}, tuple(FIELDS.keys() - {*kept})))
+        refuse(made.run, made.changed(tmp_path / "two", {}, ("r",)))
+    kept = ("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "base_model_name_or_path")
+    refuse(made.run, made.changed(tmp_path / "three", {}, tuple(FIELDS.keys() - {*kept})))
 
 
-def test_tensors_that_no_module_takes_and_modules_without_tensors_are_refused_by_name(
-    made: Made, tmp_path: Path
-) -> None:
-    tensors = load_file(made.adapters / WEIGHTS)
-    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
-    other = "base_model.model.model.layers.1.self_attn.q_proj.lora_C.weight"
-    lacking = made.changed(tmp_path / "lacking", {})
-    save_file({one: values for one, values in tensors.items() if one != name}, lacking / WEIGHTS)
-    with pytest.raises(UsageError, match=f"they lack '{name}'"):
-        refuse(made.model, lacking)
-    more = made.changed(tmp_path / "more", {})
-    save_file({**tensors, other: torch.zeros(2)}, more / WEIGHTS)
-    with pytest.raises(UsageError, match=f"the run has no place for '{other}'"):
-        refuse(made.model, more)
-
-
-def test_a_folder_with_a_pickle_or_without_tensors_is_refused(made: Made, tmp_path: Path) -> None:
-    folder = made.changed(tmp_path / "changed", {})
+def renamed(folder: Path) -> None:
     (folder / WEIGHTS).rename(folder / "adapter_model.bin")
-    with pytest.raises(
-        UsageError, match=r"has its tensors in 'adapter_model\.bin', a pickle.*; save the adapters with"
-    ):
-        refuse(made.model, folder)
-    (folder / "adapter_model.bin").unlink()
-    with pytest.raises(UsageError, match=r"has a adapter_config\.json and no adapter_model\.safetensors"):
-        refuse(made.model, folder)
+
+
+def tensors_of(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        found = load_file(folder / WEIGHTS)
+        change(found)
+        save_file(found, folder / WEIGHTS)
+
+    return apply
+
+
+PLACE = "base_model.model.model.layers.1.self_attn.q_proj.lora_{}.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (tensors_of(lambda found: found.pop(PLACE.format("B"))), f"they lack '{PLACE.format('B')}'"),
+        (
+            tensors_of(lambda found: found.update({PLACE.format("C"): torch.zeros(2)})),
+            f"the run has no place for '{PLACE.format('C')}'",
+        ),
+        (renamed, r"has its tensors in 'adapter_model\.bin', a pickle.*; save the adapters with"),
+        (lambda folder: (folder / WEIGHTS).unlink(), r"has a adapter_config\.json and no adapter_model\.safetensors"),
+    ],
+)
+def test_a_folder_with_other_tensors_a_pickle_or_none_is_refused(
+    made: Made, damage: Callable[[Path], None], said: str, tmp_path: Path
+) -> None:
+    folder = made.changed(tmp_path / "changed", {})
+    damage(folder)
+    with pytest.raises(UsageError, match=said):
+        refuse(made.run, folder)
+
+
+def test_adapters_of_more_layers_than_the_run_has_are_refused(made: Made) -> None:
+    settings = {**made.settings, "adapters.lora.targets": ["q_proj", "v_proj"]}
+    with pytest.raises(UsageError, match=r"'model\.layers\.0\.mlp\.up_proj', and the run does not; add it to adapters"):
+        refuse_other_adapters(build_model(run_of(settings)))
 
 
 BASES = [
@@ -326,16 +313,11 @@ BASES = [
 
 @pytest.mark.parametrize(("name", "revision", "path", "stated", "same"), BASES)
 def test_the_base_model_is_compared_by_name_path_and_revision(
-    made: Made, name: str, revision: str | None, path: str | None, stated: str | None, same: bool
+    name: str, revision: str | None, path: str | None, stated: str | None, same: bool
 ) -> None:
-    from mplug_lora.checking import _refuse_another_base
-
-    fields = {"base_model_name_or_path": name, "revision": revision}
-    if same:
-        _refuse_another_base(fields, path, stated)
-    else:
-        with pytest.raises(ValueError, match=f"set adapters.lora.base='{named_base(name, revision)}'"):
-            _refuse_another_base(fields, path, stated)
+    refused = pytest.raises(ValueError, match=f"set adapters.lora.base='{named_base(name, revision)}'")
+    with nullcontext() if same else refused:
+        _refuse_another_base({"base_model_name_or_path": name, "revision": revision}, path, stated)
 
 
 def drawn(generator: random.Random) -> dict[str, Any]:
@@ -363,10 +345,9 @@ def test_the_layers_of_every_choice_are_those_that_peft_adapts() -> None:
         fields = drawn(generator)
         config = peft.LoraConfig(**fields)
         found = set(adapted(fields, layers))
-        theirs = {name for name in names if (hit := check_target_module_exists(config, name)) and bool(hit)}
-        assert found == {n for n in theirs if "Excluded" not in type(check_target_module_exists(config, n)).__name__}, (
-            fields
-        )
+        hits = {name: check_target_module_exists(config, name) for name in names}
+        theirs = {name for name, hit in hits.items() if bool(hit) and "Excluded" not in type(hit).__name__}
+        assert found == theirs, fields
         sizes.add(len(found))
     assert len(sizes) > 8
 

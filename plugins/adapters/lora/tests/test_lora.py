@@ -11,39 +11,38 @@ from mplug_lora.dropout import wraps
 
 from mplug import UsageError
 from mplug.checkpoint.adapter_files import adapters_of
+from mplug.checkpoint.folder import newest, read_manifest
 from mplug.cli import main
 from mplug.model.build import build_model, measure_bytes
-from mplug_testing import AdapterSuite
-from mplug_testing.harness import difference, tiny_run, train_ranks
+from mplug.run.prepare import prepare
+from mplug.training.changes import changes_on_resume
+from mplug_testing import AdapterSuite, run_workers
+from mplug_testing.harness import EXACT, difference, tiny_config, tiny_run, train_ranks
 from mplug_testing.parity import require_parity
+from mplug_testing.runs import trained
 
-EXPERTS: dict[str, Any] = {
-    "model.name": "mixtral",
+LORA = {"adapters.lora.rank": 3, "adapters.lora.alpha": 5.0, "model.num_layers": 2}
+SHAPE: dict[str, Any] = {
     "model.num_layers": 2,
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.vocab_size": 259,
+    "model.init_std": 0.06,
+}
+EXPERTS: dict[str, Any] = {
+    **SHAPE,
+    "model.name": "mixtral",
     "model.num_experts": 4,
     "model.num_experts_per_token": 2,
     "model.moe_ffn_hidden_size": 24,
     "model.moe_balance": "none",
     "model.aux_loss_coefficient": 0.0,
-    "model.init_std": 0.06,
-    "model.hidden_size": 32,
-    "model.num_attention_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.vocab_size": 259,
 }
-LORA = {"adapters.lora.rank": 3, "adapters.lora.alpha": 5.0, "model.num_layers": 2}
-SMALL: dict[str, Any] = {
-    **LORA,
-    "model.name": "llama",
-    "model.hidden_size": 32,
-    "model.num_attention_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.ffn_hidden_size": 48,
-    "model.vocab_size": 259,
-    "model.init_std": 0.06,
-}
+SMALL: dict[str, Any] = {**LORA, **SHAPE, "model.name": "llama", "model.ffn_hidden_size": 48}
 ALL = {"adapters.lora.targets": ["linear", "experts"]}
 SHARED = {**EXPERTS, "adapters.lora.targets": ["experts"], "adapters.lora.experts": "shared"}
+MIXTRAL = {**EXPERTS, **ALL, "model.ffn_hidden_size": 24}
 COPIES = "parallel.tp.sequence_parallel=false"
 DORA = {**SMALL, "adapters.lora.dora": True}
 
@@ -62,14 +61,14 @@ class TestLoRA(AdapterSuite):
     test_replayed_steps_are_steps = pytest.mark.wide("suites")(AdapterSuite.test_replayed_steps_are_steps)
 
 
-ZB_V = pytest.param("zb-v", marks=pytest.mark.wide("layouts"))
+ZB_V = pytest.param("zb-v", 4, marks=pytest.mark.wide("layouts"))
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", ZB_V])
-def test_what_is_recomputed_in_a_backward_of_two_halves_is_what_ran(schedule: str) -> None:
+@pytest.mark.parametrize(("schedule", "layers"), [("zb-h1", 2), ZB_V])
+def test_what_is_recomputed_in_a_backward_of_two_halves_is_what_ran(schedule: str, layers: int) -> None:
     """An adapter whose weight gradients are postponed computes in another way than one whose are not."""
     layout = f"pp2 parallel.pp.schedule={schedule} memory.recompute.mode=full"
-    require_parity(SMALL, layout)
+    require_parity({**SMALL, "model.num_layers": layers}, layout)
 
 
 def test_an_mlp_without_a_gate_has_adapters_in_a_family_whose_public_form_has_one() -> None:
@@ -112,38 +111,18 @@ def test_only_adapters_have_gradients_masters_and_optimizer_states() -> None:
     assert 8 * adapters <= sizes["optimizer state"] <= 8 * adapters + steps
 
 
-def test_fused_weights_have_an_adapter_for_each_segment() -> None:
-    model = build_model(tiny_run({**SMALL, "adapters.lora.targets": ["attention", "blocks.1.mlp.up"]}))
-    shapes = {name: tuple(one.shape) for name, one in model.parameters().items() if "adapter" in name}
-    assert {n.removeprefix("blocks.0.attn.qkv.adapter."): s for n, s in shapes.items() if "0.attn.qkv" in n} == {
-        "a.weight": (9, 32),
-        "b0.weight": (32, 3),
-        "b1.weight": (16, 3),
-        "b2.weight": (16, 3),
-    }
-    assert shapes["blocks.1.mlp.up.adapter.b1.weight"] == (48, 3)
-    assert not any("blocks.0.mlp" in name or "down" in name for name in shapes)
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"adapters.lora.targets": ["q_prj"]}, "adapters.lora.targets: 'q_prj' names no linear layer of this model"),
         ({"adapters.lora.targets": ["experts"]}, "'experts' names no linear layer of this model"),
-        ({"adapters.lora.targets": ["head.project"]}, "'head.project' names no linear layer"),
-        (
-            {"adapters.lora.rank": 17},
-            "adapters.lora.rank=17 is above the width 16 of 'model.layers.0.self_attn.k_proj'",
-        ),
+        ({"adapters.lora.rank": 17}, "rank=17 is above the width 16 of 'model.layers.0.self_attn.k_proj'"),
         (
             {"adapters.lora.dropout": 0.1, "parallel.layout": "tp2"},
-            "adapters.lora.dropout: tp divides the inputs of 'blocks.0.attn.out'",
+            "dropout: tp divides the inputs of 'blocks.0.attn.out'",
         ),
         ({"adapters.lora.experts": "shared"}, "adapters.lora.experts=shared: adapters.lora.targets names no experts"),
-        (
-            {**EXPERTS, **ALL, "model.ffn_hidden_size": 24, "adapters.lora.dora": True},
-            "adapters.lora.dora does not apply to the adapters of experts",
-        ),
+        ({**MIXTRAL, "adapters.lora.dora": True}, "adapters.lora.dora does not apply to the adapters of experts"),
     ],
     ids=str,
 )
@@ -213,3 +192,44 @@ def test_beside_fp8_products_of_the_model_follow_the_recipe_and_those_of_adapter
     found = {one.site.name: one.supplier for one in model.slots if one.site.slot == "Linear.product"}
     assert found["blocks.1.attn.qkv"] == "kernels/fp8"
     assert found["blocks.1.attn.qkv.adapter.a"] == found["blocks.1.attn.qkv.adapter.b0"] == "plain torch"
+
+
+# Resumes under another layout, and with other adapters.
+
+STEPS = 3
+SAVED: dict[str, Any] = {
+    "trainer.eval_every": 0,
+    "trainer.precision": "fp64",
+    "checkpoint.asynchronous": False,
+    "model.num_layers": 2,
+    "adapters.lora.rank": 3,
+    "adapters.lora.dora": True,
+}
+
+
+def rank_of_a_run(layout: str, steps: int, directory: Path, resume_from: Path | None) -> list[float]:
+    """Be one rank of a run that is saved at its end."""
+    config = tiny_config({**SAVED, "parallel.layout": layout, "trainer.steps": steps})
+    return trained(config, directory, resume_from=resume_from).losses
+
+
+def losses_of(layout: str, steps: int, directory: Path, resume_from: Path | None = None) -> list[float]:
+    found: list[float] = run_workers(2 if layout else 1, rank_of_a_run, layout, steps, directory, resume_from)[0]
+    return found
+
+
+def test_adapters_resume_under_another_layout(tmp_path: Path) -> None:
+    reference = losses_of("", STEPS, tmp_path / "reference")
+    before = losses_of("tp2", 1, tmp_path)
+    after = losses_of("fsdp2", STEPS, tmp_path, newest(tmp_path / "checkpoints"))
+    assert [*before, *after] == pytest.approx(reference, rel=EXACT)
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, 3), (3, None), (3, 4)], ids=["added", "dropped", "changed"])
+def test_a_resumed_run_keeps_its_adapters(before: int | None, after: int | None, tmp_path: Path) -> None:
+    plain = {"trainer.eval_every": 0, "trainer.steps": 1, "model.num_layers": 2, "checkpoint.asynchronous": False}
+    first, second = ({**plain, **({"adapters.lora.rank": one} if one else {})} for one in (before, after))
+    trained(tiny_config(first), tmp_path)
+    path = newest(tmp_path / "checkpoints")
+    with pytest.raises(UsageError, match=r"adapters\.lora\.rank" if before and after else r"adapters\.lora"):
+        changes_on_resume(path, read_manifest(path), prepare(tiny_config(second)), ())

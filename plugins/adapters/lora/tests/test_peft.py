@@ -11,34 +11,29 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 from click.testing import CliRunner  # noqa: E402
-from library_models import summed_loss, wide  # noqa: E402
 from mplug_lora.modules import LowRank  # noqa: E402
 from peft_models import (  # noqa: E402
     CASES,
-    VOCAB,
+    EXACT,
     Pair,
     box,
     exact,
     loaded,
     loaded_here,
     off,
-    published,
+    require_gradients_of_peft,
     run_of,
 )
 from safetensors.torch import load_file  # noqa: E402
 
-from mplug.checkpoint.adapter_files import refuse_other_adapters  # noqa: E402
 from mplug.checkpoint.external_form import conversion  # noqa: E402
 from mplug.checkpoint.transfer import fill_theirs  # noqa: E402
 from mplug.cli import main  # noqa: E402
-from mplug.errors import UsageError  # noqa: E402
-from mplug.model.build import build_model  # noqa: E402
 from mplug_testing import run_workers  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::UserWarning:peft"
 )  # in the libraries themselves
-EXACT = 1e-10
 QUICK = ("llama", "llama dora", "gpt2", "qwen3-moe")
 
 
@@ -89,33 +84,7 @@ def test_loss_and_gradients_are_those_of_peft(pairs: Any, name: str) -> None:
     pair = pairs(name)
     pair.model.train()
     _, model = loaded(pair)
-    tokens = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(3))
-    zeros = torch.zeros(2, dtype=torch.int64)
-    labels = torch.cat((tokens[:, 1:], torch.full((2, 1), -100)), dim=1)
-    batch = {
-        "tokens": tokens,
-        "positions": torch.arange(16)[None],
-        "sample_ids": zeros,
-        "keys": zeros,
-        "labels": labels,
-    }
-    loss, count = model.loss(batch)
-    (loss / count).backward()
-    model.sinks.finish()
-    pair.model.zero_grad()
-    with wide(pair.family):
-        expected = summed_loss(pair.model(input_ids=tokens).logits, labels) / count
-    expected.backward()
-    assert off((loss / count).detach(), expected.detach()) < EXACT
-    gradients = published({name: sink.buffer for name, sink in model.sinks.items()}, model)
-    theirs = {
-        name.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector"): one.grad
-        for name, one in pair.model.named_parameters()
-        if one.requires_grad
-    }
-    assert gradients.keys() == theirs.keys()
-    for tensor, gradient in gradients.items():
-        assert off(gradient, theirs[tensor]) < EXACT, tensor
+    require_gradients_of_peft(model, pair.model, pair.family)
     assert set(model.sinks) == {n for n in model.parameters() if "adapter" in n}
 
 
@@ -152,8 +121,9 @@ def test_files_of_peft_return_bit_by_bit_and_peft_loads_ours(
     run = run_of({**pair.settings, **still, "data.name": "mock"})
     run.directory = tmp_path / "runs" / "one"
     train(run)
-    done = CliRunner().invoke(main, ["checkpoint", "export", "--to", "peft", "ours", "--name", "one"])
-    assert done.exit_code == 0, done.output
+    for form, folder in (("peft", "ours"), ("huggingface", "merged")):
+        done = CliRunner().invoke(main, ["checkpoint", "export", "--to", form, folder, "--name", "one"])
+        assert done.exit_code == 0, done.output
     ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "ours", pair.adapters))
     assert ours.keys() == theirs.keys()
     assert [tensor for tensor, values in ours.items() if not torch.equal(values, theirs[tensor])] == []
@@ -162,8 +132,6 @@ def test_files_of_peft_return_bit_by_bit_and_peft_loads_ours(
     tokens = torch.arange(16)[None]
     with torch.no_grad():
         assert torch.equal(again(tokens).logits, pair.model.eval()(tokens).logits)
-    done = CliRunner().invoke(main, ["checkpoint", "export", "--to", "huggingface", "merged", "--name", "one"])
-    assert done.exit_code == 0, done.output
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     with torch.no_grad():
         assert off(merged(tokens).logits, pair.model.eval()(tokens).logits) < 1e-5
@@ -189,28 +157,3 @@ def test_every_rank_loads_its_part_of_the_adapters(pairs: Any, layout: str) -> N
     assert any("magnitude" in name for name in expected), sorted(expected)
     for error in run_workers(2, off_on_a_rank, {**pair.settings, "parallel.layout": layout}, pair.base, expected):
         assert error < EXACT
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (
-            {"adapters.lora.targets": ["q_proj"]},
-            "adapt 'model.layers.0.mlp.down_proj', and the run does not; add it to adapters.lora.targets",
-        ),
-        ({"adapters.lora.rank": 4}, "have r=3 in adapter_config.json, and the run has 4"),
-        ({"adapters.lora.rank_stabilized": True}, "have use_rslora=False"),
-    ],
-    ids=str,
-)
-def test_adapters_that_do_not_fit_the_run_are_refused(pairs: Any, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        refuse_other_adapters(build_model(run_of({**pairs("llama").settings, **changes})))
-    assert said in str(caught.value)
-
-
-def test_adapters_of_another_base_model_are_refused(pairs: Any) -> None:
-    wider = {**pairs("llama").settings, "checkpoint.pretrained.path": str(pairs("qwen3-moe").base)}
-    targets = {"adapters.lora.targets": ["linear"], "adapters.lora.path": str(pairs("llama").adapters)}
-    with pytest.raises(UsageError, match=r"were trained on the base model '.*base'.*, and the run begins with"):
-        refuse_other_adapters(build_model(run_of({**wider, **targets})))

@@ -47,12 +47,11 @@ def weight_of(linear: Linear, chosen: tuple[int, ...]) -> Tensor:
 @pytest.mark.parametrize("chosen", [(0, 1, 2), (1,), (0, 2)], ids=str)
 def test_values_and_gradients_are_those_of_the_merged_weight(chosen: tuple[int, ...]) -> None:
     linear, x = adapted(chosen)
-    trained_ones = [one for one in linear.parameters() if one.requires_grad]
+    inputs = [x, *(one for one in linear.parameters() if one.requires_grad)]
     upstream = torch.randn(2, 5, 12, dtype=torch.float64)
-    expected = torch.autograd.grad(x @ weight_of(linear, chosen).t(), [x, *trained_ones], upstream)
-    y = linear(x)
-    assert torch.allclose(y, x @ weight_of(linear, chosen).t(), rtol=1e-12)
-    found = torch.autograd.grad(y, [x, *trained_ones], upstream)
+    y, merged = linear(x), x @ weight_of(linear, chosen).t()
+    assert torch.allclose(y, merged, rtol=1e-12)
+    found, expected = (torch.autograd.grad(one, inputs, upstream) for one in (y, merged))
     assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(found, expected, strict=True))
 
 

@@ -9,9 +9,11 @@ import torch
 from click.testing import CliRunner
 
 transformers = pytest.importorskip("transformers")
-tokenizers = pytest.importorskip("tokenizers")
+pytest.importorskip("tokenizers")
 pytest.importorskip("mplug_huggingface")
 pytest.importorskip("mplug_packed")
+
+from byte_level import byte_level  # noqa: E402
 
 from mplug.cli import main  # noqa: E402
 from mplug_testing.parity import require_parity  # noqa: E402
@@ -27,44 +29,24 @@ SMALLER = (*SMALL, "adapters.lora.rank=4", "optimizer.lr=1e-2", "schedule.warmup
 
 def folder_of_a_tiny_model(folder: Path) -> None:
     """A llama with a tokenizer of bytes and a chat template."""
-    words = [{"role": "user", "content": "How are you?"}, {"role": "assistant", "content": "Fine, thanks."}]
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=280,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([message["content"] for message in words], trainer)
+    tokenizer = byte_level(["How are you?", "Fine, thanks."], "<s>", "</s>", size=280)
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     fast.chat_template = TEMPLATE
     torch.manual_seed(1)
-    config = transformers.LlamaConfig(
-        vocab_size=280,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        max_position_embeddings=128,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "max_position_embeddings": 128}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=280, **heads, **sizes)).save_pretrained(folder)
     fast.save_pretrained(folder)
 
 
-def conversations() -> list[dict[str, Any]]:
-    """Short questions and answers."""
-    return [
-        {"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"It is {n}, sir."}]}
-        for n in range(30)
-    ]
+CHATS: list[Any] = [
+    [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"It is {n}, sir."}] for n in range(30)
+]
 
 
 def written(path: Path) -> Path:
     """The conversations in a file of JSON lines."""
-    path.write_text("".join(f"{json.dumps(chat)}\n" for chat in conversations()))
+    path.write_text("".join(f"{json.dumps({'messages': chat})}\n" for chat in CHATS))
     return path
 
 
@@ -92,9 +74,7 @@ def test_the_recipe_trains_adapters_on_answers_and_writes_a_folder(
     run("checkpoint", "export", "--to", "peft", "adapters", "--name", "chat")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "merged")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    tokens = tokenizer.apply_chat_template(conversations()[3]["messages"], return_tensors="pt", return_dict=True)[
-        "input_ids"
-    ]
+    tokens = tokenizer.apply_chat_template(CHATS[3], return_tensors="pt", return_dict=True)["input_ids"]
     with torch.no_grad():
         found = merged(tokens, labels=tokens).loss
         base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -121,15 +101,11 @@ PACKED: dict[str, Any] = {
 }
 
 
+WIDE = pytest.mark.wide("layouts")
+
+
 @pytest.mark.parametrize(
-    "layout",
-    [
-        "cp2",
-        *(
-            pytest.param(one, marks=pytest.mark.wide("layouts"))
-            for one in ("cp2 parallel.cp.method=all_gather", "cp2dp2")
-        ),
-    ],
+    "layout", ["cp2", *(pytest.param(f"cp2{more}", marks=WIDE) for more in (" parallel.cp.method=all_gather", "dp2"))]
 )
 def test_packed_answers_under_context_parallelism_train_adapters_as_one_process_does(
     layout: str, tmp_path: Path

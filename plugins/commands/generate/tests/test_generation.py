@@ -8,10 +8,11 @@ import torch
 from mplug_generate.decoding import Ranks, refuse_undivided, sample
 from mplug_generate.sampler import Sampler, multiple_of_positions
 from mplug_generate.sampling import Sampling, sample_key
+from mplug_pp import PipelineParallel
 from sampled import CONTEXT, FAMILIES, PROMPTS, SHAPE, TOKENS, built, texts
 
 from mplug import UsageError, hookimpl
-from mplug_nn import Cache, CacheSize
+from mplug_nn import Attention, Cache, CacheSize
 from mplug_testing import Fault, run_workers
 from mplug_testing.cached import require_exact_cache
 
@@ -48,25 +49,30 @@ STAGES: dict[str, Any] = {"model.num_layers": 4}
 """Chunks of a pipeline schedule need layers."""
 SCHEDULE = "parallel.pp.schedule"
 STAGED = [("gpt", "1f1b"), ("llama", "interleaved"), ("gpt", "zb-v"), ("llama", "zb-v"), ("gpt", "zb-h1")]
-LAYOUTS = [
+UNDIVIDED = {"parallel.tp.sequence_parallel": False}
+LAYOUTS: list[Any] = [
     ("tp2", "gpt", {}),
     *(pytest.param("pp2", name, {**STAGES, SCHEDULE: one}, marks=WIDE) for name, one in STAGED),
     ("tp2pp2", "gpt", {}),
-    pytest.param("tp2pp2", "llama", {**STAGES, SCHEDULE: "interleaved"}, marks=WIDE),
-    pytest.param("dp2pp2", "qwen", {}, marks=WIDE),
-    pytest.param("pp3", "gemma", {**STAGES, SCHEDULE: "dualpipe-v", "model.num_layers": 6}, marks=WIDE),
-    pytest.param("pp2", "deepseek", {**STAGES, SCHEDULE: "zb-v"}, marks=WIDE),
-    pytest.param("pp2ep2dp2", "mixtral", {}, marks=WIDE),
     ("tp2", "deepseek", {}),
     ("ep2", "mixtral", {}),
-    pytest.param("tp2ep2", "mixtral", {"parallel.tp.sequence_parallel": False}, marks=WIDE),
-    pytest.param("tp2ep2", "gpt-oss", {}, marks=WIDE),
-    pytest.param("dp2tp2", "gemma", {}, marks=WIDE),
-    pytest.param("zero2", "qwen", {}, marks=WIDE),
-    pytest.param("tp4", "llama", {}, marks=WIDE),
-    *(pytest.param("tp2", name, {}, marks=WIDE) for name in ("mixtral", "llama", "qwen", "gemma", "gpt-oss")),
-    pytest.param("tp2", "deepseek", {"parallel.tp.sequence_parallel": False}, marks=WIDE),
-    pytest.param("tp2", "gpt", {"parallel.tp.sequence_parallel": False}, marks=WIDE),
+    *(
+        pytest.param(layout, family, changes, marks=WIDE)
+        for layout, family, changes in (
+            ("tp2pp2", "llama", {**STAGES, SCHEDULE: "interleaved"}),
+            ("dp2pp2", "qwen", {}),
+            ("pp3", "gemma", {**STAGES, SCHEDULE: "dualpipe-v", "model.num_layers": 6}),
+            ("pp2", "deepseek", {**STAGES, SCHEDULE: "zb-v"}),
+            ("pp2ep2dp2", "mixtral", {}),
+            ("tp2ep2", "mixtral", UNDIVIDED),
+            ("tp2ep2", "gpt-oss", {}),
+            ("dp2tp2", "gemma", {}),
+            ("zero2", "qwen", {}),
+            ("tp4", "llama", {}),
+            *(("tp2", name, {}) for name in ("mixtral", "llama", "qwen", "gemma", "gpt-oss")),
+            *(("tp2", name, UNDIVIDED) for name in ("deepseek", "gpt")),
+        )
+    ),
 ]
 
 
@@ -217,7 +223,6 @@ def test_a_cache_returns_exactly_the_rows_that_new_positions_may_see(reach: int 
 
 def test_a_block_that_knows_no_cache_is_recomputed_and_gives_the_same_tokens() -> None:
     """A class with code of its own inherits no declaration."""
-    from mplug_nn import Attention
 
     class Own(Attention):
         def forward(self, *given: Any, **named: Any) -> Any:
@@ -250,8 +255,6 @@ def test_a_block_that_knows_no_cache_is_recomputed_and_gives_the_same_tokens() -
 
 
 def test_the_suite_catches_a_module_that_numbers_positions_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mplug_nn import Attention
-
     class Numbering(Attention):
         mixes, caches = frozenset(), True
 
@@ -265,13 +268,6 @@ def test_the_suite_catches_a_module_that_numbers_positions_itself(monkeypatch: p
         require_exact_cache(settings)
 
 
-def test_experts_with_a_capacity_are_recomputed() -> None:
-    _, sampler = built({**FAMILIES["mixtral"], "model.capacity_factor": 1.0})
-    assert "mixes the batch and sequence" in sampler.uncached
-    _, other = built({**FAMILIES["mixtral"], "model.moe_balance": "micro_batch"})
-    assert other.uncached == "", "the balancing loss mixes samples in training only"
-
-
 # Layouts and kernels that cannot sample.
 
 
@@ -280,22 +276,18 @@ def test_experts_with_a_capacity_are_recomputed() -> None:
     [
         ("cp2", r"divides the sequence of a sample \(cp=2\), which grows token by token"),
         ("fsdp2", "stores parts of .* that training gathers for each pass, and sampling gathers no weights"),
+        ("pp2", r"divides the model into stages \(pp=2\), and does not run them forward for sampling"),
     ],
 )
-def test_a_layout_that_cannot_sample_is_refused_with_the_reason(layout: str, sentence: str) -> None:
-    with pytest.raises(UsageError, match=sentence):
-        built({**FAMILIES["llama"], "parallel.layout": layout})
-
-
-def test_stages_of_a_strategy_that_cannot_run_them_forward_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mplug_pp import PipelineParallel
-
+def test_a_layout_that_cannot_sample_is_refused_with_the_reason(
+    layout: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With stages only if their strategy cannot run them forward."""
     build = PipelineParallel.build_pipeline
     without = hookimpl(lambda self, run, model: replace(build(self, run, model), relay=None))
     monkeypatch.setattr(PipelineParallel, "build_pipeline", without)
-    sentence = r"parallel/pp divides the model into stages \(pp=2\), and does not run them forward for sampling"
     with pytest.raises(UsageError, match=sentence):
-        built({**FAMILIES["llama"], "parallel.layout": "pp2"})
+        built({**FAMILIES["llama"], "parallel.layout": layout})
 
 
 def test_whether_a_model_has_a_cache_is_decided_for_all_its_stages() -> None:
@@ -304,6 +296,8 @@ def test_whether_a_model_has_a_cache_is_decided_for_all_its_stages() -> None:
     _, sampler = built({**FAMILIES["deepseek"], **layers, "parallel.layout": "pp2", "parallel.pp.split": [3, 3]})
     assert not any("experts" in name for name, _ in sampler.model.module.named_modules())
     assert "mixes the batch and sequence" in sampler.uncached
+    _, other = built({**FAMILIES["mixtral"], "model.moe_balance": "micro_batch"})
+    assert other.uncached == "", "the balancing loss mixes samples in training only"
 
 
 def test_a_model_without_a_cache_is_refused_where_ranks_divide_positions() -> None:

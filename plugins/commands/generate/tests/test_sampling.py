@@ -32,96 +32,54 @@ def draws() -> list[Tensor]:
     return [torch.tensor(value, dtype=torch.float64) for value in (0.0, *middles, 1 - 2.0**-24)]
 
 
-def frequencies(sampling: Sampling, logits: Tensor = LOGITS) -> list[float]:
-    chosen = [choose(logits, sampling, draw) for draw in draws()[1:-1]]
-    return [chosen.count(token) / GRID for token in range(len(logits))]
-
-
-def drawn(sampling: Sampling, logits: Tensor = LOGITS) -> set[int]:
-    return {choose(logits, sampling, draw) for draw in draws()}
-
-
-def test_temperature_one_draws_each_token_as_often_as_it_is_likely() -> None:
-    assert frequencies(Sampling()) == pytest.approx(PROBABILITIES, abs=2 / GRID)
-
-
-@pytest.mark.parametrize("temperature", [0.5, 2.0, 10.0])
-def test_a_temperature_sharpens_or_flattens(temperature: float) -> None:
-    powers = [p ** (1 / temperature) for p in PROBABILITIES]
-    expected = [power / sum(powers) for power in powers]
-    assert frequencies(Sampling(temperature=temperature)) == pytest.approx(expected, abs=2 / GRID)
-
-
-def test_temperature_zero_takes_the_likeliest_whatever_is_drawn() -> None:
-    assert drawn(Sampling(temperature=0)) == {1}
-    assert drawn(Sampling(temperature=0, top_k=2, top_p=0.1)) == {1}
-
-
-def test_a_small_temperature_is_finite_and_takes_the_likeliest() -> None:
-    assert drawn(Sampling(temperature=1e-4)) == {1}
+ALL, POSSIBLE = (0, 1, 2, 3, 4), torch.tensor([-math.inf, 1.0, -math.inf, 0.0], dtype=torch.float64)
+EQUAL = torch.zeros(4, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
-    ("top_k", "kept"),
-    [(1, {1}), (2, {1, 3}), (3, {1, 3, 4}), (5, {0, 1, 2, 3, 4}), (99, {0, 1, 2, 3, 4}), (0, {0, 1, 2, 3, 4})],
-)
-def test_top_k_keeps_exactly_the_k_likeliest(top_k: int, kept: set[int]) -> None:
-    sampling = Sampling(top_k=top_k)
-    assert drawn(sampling) == kept
-    share = sum(PROBABILITIES[token] for token in kept)
-    expected = [p / share if token in kept else 0 for token, p in enumerate(PROBABILITIES)]
-    assert frequencies(sampling) == pytest.approx(expected, abs=2 / GRID)
-
-
-@pytest.mark.parametrize(
-    ("top_p", "kept"),
+    ("sampling", "kept", "logits"),
     [
-        (1e-9, {1}),
-        (0.39, {1}),
-        (0.41, {1, 3}),
-        (0.64, {1, 3}),
-        (0.66, {1, 3, 4}),
-        (0.84, {1, 3, 4}),
-        (0.86, {1, 2, 3, 4}),
-        (0.94, {1, 2, 3, 4}),
-        (0.96, {0, 1, 2, 3, 4}),
-        (1.0, {0, 1, 2, 3, 4}),
+        (Sampling(), ALL, LOGITS),
+        *((Sampling(temperature=temperature), ALL, LOGITS) for temperature in (0.5, 2.0, 10.0)),
+        (Sampling(temperature=0), (1,), LOGITS),
+        (Sampling(temperature=0, top_k=2, top_p=0.1), (1,), LOGITS),
+        (Sampling(temperature=1e-4), (1,), LOGITS),
+        # The k likeliest.
+        *((Sampling(top_k=top_k), kept, LOGITS) for top_k, kept in ((1, (1,)), (2, (1, 3)), (3, (1, 3, 4)))),
+        *((Sampling(top_k=top_k), ALL, LOGITS) for top_k in (5, 99, 0)),
+        # The smallest set that holds the probability.
+        *((Sampling(top_p=top_p), (1,), LOGITS) for top_p in (1e-9, 0.39)),
+        *((Sampling(top_p=top_p), (1, 3), LOGITS) for top_p in (0.41, 0.64)),
+        *((Sampling(top_p=top_p), (1, 3, 4), LOGITS) for top_p in (0.66, 0.84)),
+        *((Sampling(top_p=top_p), (1, 2, 3, 4), LOGITS) for top_p in (0.86, 0.94)),
+        *((Sampling(top_p=top_p), ALL, LOGITS) for top_p in (0.96, 1.0)),
+        # A share of what top-k has kept: of 0.4, 0.25 and 0.2 the first is 0.47 and the first two are 0.76 of the sum.
+        (Sampling(top_k=3, top_p=0.5), (1, 3), LOGITS),
+        (Sampling(top_k=3, top_p=0.45), (1,), LOGITS),
+        (Sampling(temperature=1e6, top_p=0.5), (1, 3, 4), LOGITS),  # a share after the temperature: 0.2 each
+        # A token that cannot be is never drawn; equal tokens are kept in their order.
+        (Sampling(), (1, 3), POSSIBLE),
+        (Sampling(temperature=0), (1,), POSSIBLE),
+        (Sampling(top_k=2), (0, 1), EQUAL),
+        (Sampling(temperature=0), (0,), EQUAL),
+        # Tokens that the tokenizer does not have.
+        *((Sampling(vocab_size=size), ALL[:size], LOGITS) for size in (2, 3)),
+        (Sampling(temperature=0, vocab_size=1), (0,), LOGITS),
     ],
+    ids=str,
 )
-def test_top_p_keeps_exactly_the_smallest_set_that_holds_the_probability(top_p: float, kept: set[int]) -> None:
-    sampling = Sampling(top_p=top_p)
-    assert drawn(sampling) == kept
-    share = sum(PROBABILITIES[token] for token in kept)
-    expected = [p / share if token in kept else 0 for token, p in enumerate(PROBABILITIES)]
-    assert frequencies(sampling) == pytest.approx(expected, abs=2 / GRID)
-
-
-def test_top_p_is_a_share_of_what_top_k_has_kept() -> None:
-    # Of 0.4, 0.25 and 0.2 the first is 0.47 and the first two are 0.76 of the sum.
-    assert drawn(Sampling(top_k=3, top_p=0.5)) == {1, 3}
-    assert drawn(Sampling(top_k=3, top_p=0.45)) == {1}
-
-
-def test_top_p_is_a_share_after_the_temperature() -> None:
-    flat = Sampling(temperature=1e6, top_p=0.5)  # five tokens of 0.2 each
-    assert drawn(flat) == {1, 3, 4}
-
-
-def test_a_token_that_cannot_be_is_never_drawn() -> None:
-    logits = torch.tensor([-math.inf, 1.0, -math.inf, 0.0], dtype=torch.float64)
-    assert drawn(Sampling(), logits) == {1, 3}
-    assert drawn(Sampling(temperature=0), logits) == {1}
-
-
-def test_equal_tokens_are_kept_in_their_order() -> None:
-    logits = torch.zeros(4, dtype=torch.float64)
-    assert drawn(Sampling(top_k=2), logits) == {0, 1}
-    assert drawn(Sampling(temperature=0), logits) == {0}
+def test_the_kept_tokens_are_drawn_as_often_as_they_are_likely_and_no_other(
+    sampling: Sampling, kept: tuple[int, ...], logits: Tensor
+) -> None:
+    chosen = [choose(logits, sampling, draw) for draw in draws()]
+    assert {*chosen} == {*kept}
+    powers = [math.exp((logits[token] - logits.max()) / (sampling.temperature or 1)) for token in kept]
+    expected = [power / sum(powers) for power in powers]
+    assert [chosen[1:-1].count(token) / GRID for token in kept] == pytest.approx(expected, abs=2 / GRID)
 
 
 def test_a_token_owns_its_share_of_the_draws_without_the_upper_end() -> None:
-    logits = torch.zeros(4, dtype=torch.float64)
-    chosen = [choose(logits, Sampling(), torch.tensor(draw, dtype=torch.float64)) for draw in (0, 0.25, 0.5, 0.75)]
+    chosen = [choose(EQUAL, Sampling(), torch.tensor(draw, dtype=torch.float64)) for draw in (0, 0.25, 0.5, 0.75)]
     assert chosen == [0, 1, 2, 3]
 
 
@@ -183,11 +141,6 @@ def sample(sampler: Sampler, prompt: list[int], num_tokens: int, context: int, s
     return found
 
 
-def test_a_prompt_that_comes_again_gets_other_numbers() -> None:
-    keys = [sample_key(seed, number) for seed in (0, 1) for number in (0, 1, 2)]
-    assert len(set(keys)) == 6
-
-
 def test_each_token_follows_from_the_last_tokens_of_the_context() -> None:
     sampler, counter = counting()
     assert sample(sampler, [5, 1], 4, 3, Sampling(temperature=0)) == [3, 6, 9, 12]
@@ -199,9 +152,5 @@ def test_a_seed_gives_one_text_and_another_seed_another() -> None:
     hot = [sample(sampler, [5], 40, 8, Sampling(temperature=100.0, seed=seed)) for seed in (1, 1, 2)]
     assert hot[0] == hot[1] != hot[2]
     assert len(set(hot[0])) > 10
-
-
-def test_tokens_that_the_tokenizer_does_not_have_are_never_drawn() -> None:
-    assert drawn(Sampling(vocab_size=3)) == {0, 1, 2}
-    assert frequencies(Sampling(vocab_size=2))[:2] == pytest.approx([1 / 9, 8 / 9], abs=2 / GRID)
-    assert drawn(Sampling(temperature=0, vocab_size=1)) == {0}
+    keys = {sample_key(seed, number) for seed in (0, 1) for number in (0, 1, 2)}
+    assert len(keys) == 6, "a prompt that comes again gets other numbers"

@@ -31,10 +31,8 @@ from mplug_testing.recording import Operations
 HOT = Sampling(2.0, top_k=100, top_p=0.9, seed=7)
 
 
-WIDE = pytest.mark.wide("families")
-SOME = [
-    pytest.param(name, marks=WIDE) if name in ("mixtral", "llama", "qwen", "gpt-oss") else name for name in FAMILIES
-]
+LONGER = ("mixtral", "llama", "qwen", "gpt-oss")
+SOME = [pytest.param(name, marks=pytest.mark.wide("families")) if name in LONGER else name for name in FAMILIES]
 
 
 @pytest.mark.parametrize("family", SOME)
@@ -275,14 +273,13 @@ def test_a_step_that_is_not_compiled_has_a_reason(name: str) -> None:
     assert compiled_step(run, sampler) == ({}, reason)
 
 
-@pytest.mark.parametrize(("options", "graphs"), [([], True), (["--graphs", "never"], False)])
-def test_the_command_replays_steps_unless_it_must_not(options: list[str], graphs: bool) -> None:
-    context = command.make_context("generate", options)
-    wanted = Asked(**context.params).wanted([Prompt("--prompt", "a")], [[1]], 8, None)
-    assert wanted.graphs is graphs
-
-
-@pytest.mark.parametrize(("options", "compiler"), [([], "never"), (["--compile", "auto"], "auto")])
-def test_the_command_compiles_steps_on_request(options: list[str], compiler: str) -> None:
-    settings = Asked(**command.make_context("generate", options).params).settings(world=None)
-    assert settings["trainer", "compile"].value == compiler
+@pytest.mark.parametrize(
+    ("options", "graphs", "compiler"),
+    [([], True, "never"), (["--graphs", "never"], False, "never"), (["--compile", "auto"], True, "auto")],
+)
+def test_the_command_replays_steps_unless_it_must_not_and_compiles_them_on_request(
+    options: list[str], graphs: bool, compiler: str
+) -> None:
+    asked = Asked(**command.make_context("generate", options).params)
+    assert asked.wanted([Prompt("--prompt", "a")], [[1]], 8, None).graphs is graphs
+    assert asked.settings(world=None)["trainer", "compile"].value == compiler

@@ -70,13 +70,9 @@ class Packing(DefaultTaskEncoder):
 
 
 class Short(DefaultTaskEncoder):
-    def __init__(self, by: int = 1) -> None:
-        super().__init__()
-        self.by = by
-
     @stateless
     def encode_sample(self, sample: Sample) -> dict[str, Tensor]:
-        return {"tokens": torch.zeros(S - self.by), "labels": torch.zeros(S)}
+        return {"tokens": torch.zeros(S - 1), "labels": torch.zeros(S)}
 
 
 class Silent(DefaultTaskEncoder):

@@ -53,8 +53,7 @@ def corpus(prefix: Path, *texts: str, tokenizer: str = "bytes", **options: Any) 
 
 def test_show_prints_the_numbers_and_the_text_of_a_corpus(tmp_path: Path) -> None:
     found = describe(corpus(tmp_path / "a", "one", "zwölf", "3" * 50))
-    row = (str(tmp_path / "a"), "3", "3", "62", "uint16", "124", "bytes", "257", "256")
-    assert found.row == row
+    assert found.row == (str(tmp_path / "a"), "3", "3", "62", "uint16", "124", "bytes", "257", "256")
     assert list(sample(found, 1, 5, 10)) == [(1, "zwölf"), (2, "3" * 10 + " ...")]
     with pytest.raises(UsageError, match=r"--document 3: .* has 3 documents, numbered from 0"):
         list(sample(found, 3, 1, 10))
@@ -112,40 +111,34 @@ def test_every_command_refuses_a_damaged_index(tmp_path: Path) -> None:
             act()
 
 
+OTHER = json.dumps({"files": {"b.bin": {"bytes": 1, "sha256": "0" * 64}}})
 OF_NO_NUMBER = '{"files": {"a.bin": {"bytes": NaN, "sha256": "0"}}}'
-DEEP = "[" * 100_000
+NO_CHECKSUMS = "is damaged: it has no checksums; copy it again"
 
 
 @pytest.mark.parametrize(
-    "report", ["[]", "{", '{"files": 3}', "{}", '{"files": {}}', OF_NO_NUMBER, DEEP], ids=lambda text: text[:30]
+    ("report", "said"),
+    [
+        *((report, NO_CHECKSUMS) for report in ("[]", "{", '{"files": 3}', "{}", OF_NO_NUMBER, "[" * 100_000)),
+        (OTHER, r"has no checksum of 'a\.bin': it belongs to another data set"),
+    ],
+    ids=lambda text: text[:30],
 )
-def test_a_damaged_report_is_refused(tmp_path: Path, report: str) -> None:
+def test_a_report_that_is_damaged_or_of_other_files_is_refused(tmp_path: Path, report: str, said: str) -> None:
     prefix = corpus(tmp_path / "a", "one")
     (tmp_path / "a.preprocess.json").write_text(report)
-    with pytest.raises(RunError, match=r"a\.preprocess\.json' is damaged: it has no checksums; copy it again"):
+    with pytest.raises(RunError, match=rf"a\.preprocess\.json' {said}"):
         verify(str(prefix), None)
 
 
-def test_a_report_of_other_files_is_refused(tmp_path: Path) -> None:
-    prefix = corpus(tmp_path / "a", "one")
-    other = {"b.bin": {"bytes": 1, "sha256": "0" * 64}}
-    (tmp_path / "a.preprocess.json").write_text(json.dumps({"files": other}))
-    with pytest.raises(
-        RunError, match=r"a\.preprocess\.json' has no checksum of 'a\.bin': it belongs to another data set"
-    ):
-        verify(str(prefix), None)
-
-
-def test_a_corpus_that_is_named_twice_is_refused(tmp_path: Path) -> None:
-    prefix = str(corpus(tmp_path / "a", "one"))
-    with pytest.raises(UsageError, match=r"a' is given twice; use it once, else the result has its documents twice"):
-        merge([prefix, prefix], tmp_path / "all", overwrite=False)
-    with pytest.raises(UsageError, match=r"a' is given twice; use it once, with the sum of its weights"):
-        blend([f"{prefix}=1", f"{prefix}.bin=2"], None, by_size=False)
-
-
-def test_corpora_without_a_tokenizers_record_merge_to_one_without_a_record(tmp_path: Path) -> None:
+def test_corpora_named_twice_are_refused_and_those_without_a_record_merge_to_one_without(tmp_path: Path) -> None:
     whole = corpus(tmp_path / "whole", "one")
+    with pytest.raises(
+        UsageError, match=r"whole' is given twice; use it once, else the result has its documents twice"
+    ):
+        merge([str(whole), str(whole)], tmp_path / "all", overwrite=False)
+    with pytest.raises(UsageError, match=r"whole' is given twice; use it once, with the sum of its weights"):
+        blend([f"{whole}=1", f"{whole}.bin=2"], None, by_size=False)
     with Writer(tmp_path / "bare", np.uint16) as writer:
         writer.add_documents(np.array([1]), [1])
     merge([str(tmp_path / "bare")], whole, overwrite=True)
@@ -221,36 +214,36 @@ def test_the_report_of_a_blend_has_shares_of_tokens_and_epochs(tmp_path: Path) -
         "data": {"name": "indexed", "path": {str(one): 0.75, str(two): 0.25}},
         "model": {"vocab_size": 257},
     }
-    for wrong in ("one", f"{one}=0", f"{one}=x", f"{one}=-1", f"{one}=nan", f"{one}=inf", f"{one}="):
+    small = blend([f"{one}=1e-9", f"{two}=1"], None, by_size=False).as_mapping()
+    assert small["data"]["path"][str(one)] == pytest.approx(1e-9)
+    for wrong in ("one", f"{one}=0", f"{one}=x", f"{one}=nan", f"{one}="):
         with pytest.raises(UsageError, match="write it as PREFIX=WEIGHT"):
             blend([wrong], None, by_size=False)
     with pytest.raises(UsageError, match="the sum of the weights overflows"):
         blend([f"{one}=1e308", f"{two}=1e308"], None, by_size=False)
 
 
-def test_a_small_share_stays_above_0_in_the_config_that_is_written(tmp_path: Path) -> None:
-    one, two = corpus(tmp_path / "one", "x"), corpus(tmp_path / "two", "x")
-    mixed = blend([f"{one}=1e-9", f"{two}=1"], None, by_size=False).as_mapping()
-    assert mixed["data"]["path"][str(one)] == pytest.approx(1e-9)
-
-
 def test_a_trained_tokenizer_encodes_the_texts_words_and_all_other_texts(tmp_path: Path) -> None:
-    path = trained(tmp_path, "learnt.json", 300)
-    tokenizer = load_tokenizer(describe_tokenizer("huggingface", {"path": path}))
+    tokenizer = load_tokenizer(describe_tokenizer("huggingface", {"path": trained(tmp_path, "learnt.json", 300)}))
     assert (tokenizer.vocab_size, tokenizer.eod) == (300, 0)
     assert len(tokenizer.encode("word")) == 1
     assert tokenizer.decode(tokenizer.encode("世界 🌍")) == "世界 🌍"
-    with pytest.raises(UsageError, match=r"learnt\.json' exists"):
-        trained(tmp_path, "learnt.json", 300)
-    texts = tmp_path / "empty.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("output", "size", "special", "said"),
+    [
+        ("texts.jsonl", 300, ("<e>",), r"texts\.jsonl' exists"),
+        ("b", 300, ("<e>",), "use other inputs, or correct --key or --format"),
+        ("b", 300, ("",), "--special '' is too short to be distinguished from text"),
+        ("b", 300, ("<e>",) * 2, "--special '<e>' is given twice; name each special token once"),
+        ("b", 256, ("<e>",), "--vocab-size 256 is too small for bytes and special tokens; use 257"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_trained_is_refused(
+    tmp_path: Path, output: str, size: int, special: tuple[str, ...], said: str
+) -> None:
+    texts = tmp_path / "texts.jsonl"
     texts.write_text('{"text": ""}\n{"no": 1}\n')
-    with pytest.raises(UsageError, match="use other inputs, or correct --key or --format"):
-        train(find_sources([str(texts)], None, None), tmp_path / "b", 300, ("<e>",), "text", None, overwrite=False)
-    with pytest.raises(UsageError, match="--special '' is too short to be distinguished from text"):
-        train(find_sources([str(texts)], None, None), tmp_path / "b", 300, ("",), "text", None, overwrite=False)
-    with pytest.raises(UsageError, match="--special '<e>' is given twice; name each special token once"):
-        train(find_sources([str(texts)], None, None), tmp_path / "b", 300, ("<e>",) * 2, "text", None, overwrite=False)
-    with pytest.raises(UsageError, match=r"cannot write '.*empty\.jsonl/b': File exists"):
-        train(find_sources([path], "text", None), texts / "b", 300, ("<e>",), "text", None, overwrite=False)
-    with pytest.raises(UsageError, match="--vocab-size 256 is too small for bytes and special tokens; use 257"):
-        train(find_sources([str(texts)], None, None), tmp_path / "b", 256, ("<e>",), "text", None, overwrite=False)
+    with pytest.raises(UsageError, match=said):
+        train(find_sources([str(texts)], None, None), tmp_path / output, size, special, "text", None, overwrite=False)

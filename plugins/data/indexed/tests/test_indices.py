@@ -1,6 +1,13 @@
-"""Indices: nothing is lost or read twice, splits cut where they say, and the rules' corner cases."""
+"""Indices, samples, files and blends are those of Megatron Core; shuffles are numpy's; splits cut where they say.
 
+`benchmarks/megatron_data.py compare --record` has recorded the results of Megatron Core.
+"""
+
+import importlib.util
+import json
 import sys
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,9 +16,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("numba")
 
+from mplug_indexed.files import Reader, Writer, bin_path, idx_path
 from mplug_indexed.indices import (
     Cut,
-    Epochs,
     Shuffle,
     build_blend,
     build_indices,
@@ -25,28 +32,73 @@ from mplug_indexed.kernels import swap_some
 
 from mplug import UsageError
 
+ROOT = Path(__file__).parents[4]
+RECORDED = json.loads(Path(__file__).with_name("megatron.json").read_text())
 
-@settings(max_examples=150)
-@given(
-    st.lists(st.integers(0, 30), min_size=1, max_size=30).filter(lambda lengths: sum(lengths) > 20),
-    st.integers(1, 9),
-    st.integers(0, 1),
-    st.integers(1, 120),
-)
-def test_samples_cut_the_stream_of_documents_without_gap_or_overlap(
-    lengths: list[int], seq_length: int, extra: int, samples: int
-) -> None:
-    array, sequences, cut = np.array(lengths, dtype=np.int32), range(len(lengths)), Cut(seq_length, extra)
-    tokens = total(array, sequences)
-    epochs = cut.epochs(tokens, samples)
-    document, sample, shuffle = build_indices(array, sequences, cut, epochs, 7)
-    assert sorted(document) == sorted([*sequences] * epochs.number)
-    assert sorted(shuffle) == list(range(len(sample) - 1))
-    assert len(shuffle) >= samples
-    assert len(shuffle) == (epochs.number * tokens - extra) // seq_length
-    starts = np.cumsum(array[document]) - array[document]
-    assert (starts[sample[:, 0]] + sample[:, 1]).tolist() == [k * seq_length for k in range(len(sample))]
-    assert (sample[:, 1] <= array[document][sample[:, 0]]).all()
+
+def _benchmark() -> Any:
+    """The script that made the record: how its cases are made is written there only."""
+    spec = importlib.util.spec_from_file_location("megatron_data", ROOT / "benchmarks" / "megatron_data.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+BENCHMARK = _benchmark()
+
+
+def test_the_recorded_cases_cover_every_rule() -> None:
+    cases = RECORDED["indices"]
+    assert len(cases) == 1000
+    assert sum(case["before_last"] is not None for case in cases) > 100
+    for name, values in {"extra": {0, 1}, "keep_rest": {False, True}, "seq_length": {1, 2, 7, 16, 64}}.items():
+        assert {case[name] for case in cases} == values
+
+
+def test_the_three_indices_of_a_thousand_cases_are_those_of_megatron() -> None:
+    for case in RECORDED["indices"]:
+        lengths = BENCHMARK.lengths_of(case)
+        sequences = range(case["first"], len(lengths))
+        cut = Cut(case["seq_length"], case["extra"], case["keep_rest"])
+        epochs = cut.epochs(total(lengths, sequences), case["samples"])
+        found = build_indices(lengths, sequences, cut, epochs, case["seed"])
+        assert BENCHMARK.hashed(*found) == case["indices"], case
+
+
+def test_samples_are_those_of_megatron(tmp_path: Path) -> None:
+    """Tokens, labels with every mask, and positions that begin anew with each document."""
+    cases = [case for case in RECORDED["indices"] if "read" in case]
+    assert len(cases) > 30
+    for case in cases:
+        prefix = BENCHMARK.write_case(tmp_path / str(case["seed"]), case)
+        loader = BENCHMARK.our_loader(prefix, case, case["samples"], tmp_path / "cache")
+        assert BENCHMARK.hashed(*BENCHMARK.our_samples(loader)) == case["read"], case
+
+
+@pytest.mark.parametrize("case", RECORDED["files"], ids=lambda case: case["dtype"])
+def test_files_are_those_of_megatron_byte_for_byte(tmp_path: Path, case: dict[str, Any]) -> None:
+    lengths = BENCHMARK.lengths_of({**BENCHMARK.draw_case(case["seed"]), "documents": 60, "longest": 30, "empty": 0.3})
+    tokens = np.random.default_rng(case["seed"]).integers(0, 100, lengths.sum()).astype(case["dtype"])
+    with Writer(tmp_path / "c", case["dtype"]) as writer:
+        for document in np.split(tokens, np.cumsum(lengths)[:-1]):
+            writer.add_document(document, [len(document) // 3, len(document) - len(document) // 3])
+    files = [np.frombuffer(path(tmp_path / "c").read_bytes(), dtype=np.uint8) for path in (bin_path, idx_path)]
+    assert BENCHMARK.hashed(*files) == case["files"]
+    Reader(tmp_path / "c").verify()
+
+
+def test_blends_are_those_of_megatron() -> None:
+    for case in RECORDED["blends"]:
+        weights, capacities = case["weights"], case["weights"] if case["exhaustive"] else None
+        once = normalize(weights)
+        found, given = build_blend(once if case["exhaustive"] else normalize(once), case["size"], capacities)
+        assert BENCHMARK.hashed(*found) == case["blend"], case
+        assert given == np.bincount(found.which, minlength=len(weights)).tolist()
+
+
+# Corner cases.
 
 
 @settings(max_examples=40)
@@ -75,31 +127,9 @@ def test_more_than_four_billion_entries_take_two_draws_each() -> None:
         assert order[place] == k
 
 
-@settings(max_examples=50)
-@given(st.integers(2, 400), st.integers(1, 9), st.integers(0, 1), st.integers(1, 300))
-def test_there_are_as_few_epochs_as_the_samples_need(tokens: int, seq_length: int, extra: int, samples: int) -> None:
-    number = Cut(seq_length, extra).epochs(tokens, samples).number
-    needed = samples * seq_length + extra
-    assert number * tokens >= needed
-    assert number == 1 or (number - 1) * tokens < needed
-
-
-def test_a_last_epoch_that_is_used_to_less_than_four_fifths_is_shuffled_alone() -> None:
-    """A hundred documents of ten tokens, samples of ten: 100 a first epoch without the extra token."""
-    lengths, cut = np.full(100, 10, dtype=np.int32), Cut(10, 0)
-    assert cut.epochs(1000, 179) == Epochs(2, 100)
-    assert cut.epochs(1000, 180) == Epochs(2, None)
-    assert cut.epochs(1000, 100) == Epochs(1, None)
-    _, _, shuffle = build_indices(lengths, range(100), cut, Epochs(2, 100), 1)
-    assert sorted(shuffle[:100]) == list(range(100))
-    _, _, together = build_indices(lengths, range(100), cut, Epochs(2, None), 1)
-    assert sorted(together[:100]) != list(range(100))
-
-
-def test_keep_rest_makes_a_sample_of_the_rest_of_a_stream() -> None:
-    assert (Cut(10, 1).samples(95), Cut(10, 1, keep_rest=True).samples(95)) == (9, 10)
+def test_the_number_of_samples_is_computed_in_fp32() -> None:
     assert (Cut(10, 1).samples(91), Cut(10, 1, keep_rest=True).samples(91)) == (9, 9)
-    assert Cut(10, 1, keep_rest=True).samples(170_000_002) == 17_000_000  # fp32: 17,000,001 would be exact
+    assert Cut(10, 1, keep_rest=True).samples(170_000_002) == 17_000_000  # 17,000,001 would be exact
 
 
 def test_splits_divide_the_sequences_by_weights() -> None:
@@ -115,29 +145,6 @@ def test_splits_divide_the_sequences_by_weights() -> None:
 def test_a_split_without_valid_weights_is_refused(split: str) -> None:
     with pytest.raises(UsageError, match=r"data\.split '.*' is not a list of one to three shares"):
         parse_split(split)
-
-
-@settings(max_examples=50)
-@given(st.lists(st.floats(0.001, 10), min_size=1, max_size=12), st.integers(1, 500))
-def test_every_prefix_of_a_blend_follows_the_weights(weights: list[float], size: int) -> None:
-    """No data set is ever more than one sample per other data set away from its share."""
-    shares = np.array(normalize(weights))
-    blend, taken = build_blend(shares.tolist(), size)
-    assert sum(taken) == size
-    counts = np.cumsum(blend.which[:, None] == np.arange(len(weights)), axis=0)
-    lag = shares * np.arange(1, size + 1)[:, None] - counts
-    assert np.abs(lag).max() < len(weights)
-    for n in range(len(weights)):
-        assert blend.sample[blend.which == n].tolist() == list(range(taken[n]))
-
-
-@settings(max_examples=50)
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=8))
-def test_a_mix_by_size_has_every_sample_once(sizes: list[int]) -> None:
-    blend, taken = build_blend(normalize(sizes), sum(sizes), sizes)
-    assert taken == sizes
-    pairs = set(zip(blend.which.tolist(), blend.sample.tolist(), strict=True))
-    assert pairs == {(n, sample) for n, size in enumerate(sizes) for sample in range(size)}
 
 
 def test_a_blend_asks_for_a_little_more_than_it_needs() -> None:

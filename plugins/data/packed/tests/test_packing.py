@@ -116,16 +116,15 @@ def test_characters_of_several_bytes_are_not_cut() -> None:
     assert [t for t, answer in zip(encoded.tokens, encoded.answers, strict=True) if answer] == list("ß€".encode())
 
 
-def test_special_tokens_are_numbered_after_the_tokenizers() -> None:
-    vocabulary = Vocabulary(Bytes(), ["<a>", "<b>", "<a>"])
-    assert vocabulary.encode("x<b><a>") == [ord("x"), 257, 256]
-    assert vocabulary.vocab_size == 258
+class Knowing(Bytes):
+    special_tokens = {"<b>": 7}
 
 
-def test_special_tokens_that_the_tokenizer_knows_keep_their_numbers() -> None:
-    class Knowing(Bytes):
-        special_tokens = {"<b>": 7}
-
-    vocabulary = Vocabulary(Knowing(), ["<a>", "<b>"])
-    assert vocabulary.encode("<b><a>") == [7, 256]
-    assert vocabulary.vocab_size == 257
+@pytest.mark.parametrize(
+    ("tokenizer", "tokens", "size"), [(Bytes(), [ord("x"), 257, 256], 258), (Knowing(), [ord("x"), 7, 256], 257)]
+)
+def test_special_tokens_are_numbered_after_the_tokenizers_unless_it_knows_them(
+    tokenizer: Bytes, tokens: list[int], size: int
+) -> None:
+    vocabulary = Vocabulary(tokenizer, ["<a>", "<b>", "<a>"])
+    assert (vocabulary.encode("x<b><a>"), vocabulary.vocab_size) == (tokens, size)

@@ -14,7 +14,7 @@ from mplug_text.corpus import find_files, measure_split, read_split
 from mplug_text.tokens import tokens_of
 from mplug_text.windows import RepeatedWindows, Windows
 
-from mplug import MapLoader, Mesh, MicroBatch, UsageError
+from mplug import MapLoader, Mesh, UsageError
 from mplug_testing import DataSuite
 
 S = 8
@@ -31,27 +31,22 @@ class TestText(DataSuite):
     other_data = {"data.path": str(Path(__file__).with_name("short"))}
 
 
-def loader(path: Path, split: str = "train") -> MapLoader:
+def loader(path: Path, split: str = "train", **options: Any) -> MapLoader:
     config = SimpleNamespace(trainer=SimpleNamespace(seq_length=S, seed=1))
     run: Any = SimpleNamespace(config=config, mesh=Mesh.of([], 1), rank=0, micro_batch_size=2)
-    return Text(Text.Config(path=str(path))).build_loader(run, split)  # type: ignore[arg-type]
+    return Text(Text.Config(path=str(path), **options)).build_loader(run, split)  # type: ignore[arg-type]
 
 
-def write(folder: Path, **texts: str) -> Path:
+def write(folder: Path, texts: dict[str, str]) -> Path:
     for name, text in texts.items():
-        path = folder / name.replace("__", "/").replace("_", ".")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
     return folder
 
 
 def numbered(folder: Path, number: int) -> Path:
     """A folder of files, each of which says which one it is."""
-    for n in range(number):
-        path = folder / f"part{n % 3}" / f"{n:03}.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"<{n}>" * 5)
-    return folder
+    return write(folder, {f"part{n % 3}/{n:03}.txt": f"<{n}>" * 5 for n in range(number)})
 
 
 @pytest.fixture
@@ -64,47 +59,41 @@ def book(tmp_path: Path) -> Path:
 # Finding files.
 
 
-def names(found: tuple[Path, list[Path]]) -> list[str]:
-    root, files = found
-    return [file.relative_to(root).as_posix() for file in files]
+@pytest.mark.parametrize(
+    ("path", "pattern", "root", "expected"),
+    [
+        ("", "**/*", "", ["a.txt", "x/a.txt", "x/b.txt", "x/d.py", "x/y/c.txt"]),
+        ("", "**/*.py", "", ["x/d.py"]),
+        ("", "*.txt", "", ["a.txt"]),
+        ("x/*.txt", "**/*", "x", ["a.txt", "b.txt"]),
+        ("**/[bc].txt", "**/*", "x", ["b.txt", "y/c.txt"]),
+        ("~/a.txt", "**/*", "", ["a.txt"]),
+    ],
+)
+def test_a_path_stands_for_the_matching_files_sorted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, pattern: str, root: str, expected: list[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path, dict.fromkeys(("x/b.txt", "a.txt", "x/a.txt", "x/y/c.txt", "x/d.py"), "text"))
+    found, files = find_files(path if path[:1] == "~" else str(tmp_path / path), pattern)
+    assert (found, [file.relative_to(found).as_posix() for file in files]) == (tmp_path / root, expected)
 
 
-def test_a_folder_stands_for_all_files_below_it_sorted(tmp_path: Path) -> None:
-    write(tmp_path, b_txt="b", a__z_txt="z", a__b__c_py="c", a_txt="a")
-    assert names(find_files(str(tmp_path), "**/*")) == sorted(["a.txt", "a/b/c.py", "a/z.txt", "b.txt"], key=Path)
-
-
-def test_a_pattern_chooses_files_of_a_folder(tmp_path: Path) -> None:
-    write(tmp_path, b_txt="b", a__z_txt="z", a__c_py="c")
-    assert names(find_files(str(tmp_path), "**/*.txt")) == ["a/z.txt", "b.txt"]
-    assert names(find_files(str(tmp_path), "*.txt")) == ["b.txt"]
-
-
-def test_a_glob_stands_for_the_matching_files_sorted(tmp_path: Path) -> None:
-    write(tmp_path, x__b_txt="b", x__a_txt="a", x__y__c_txt="c", x__d_py="d")
-    root, files = find_files(str(tmp_path / "x" / "*.txt"), "**/*")
-    assert (root, [file.name for file in files]) == (tmp_path / "x", ["a.txt", "b.txt"])
-    root, files = find_files(str(tmp_path / "**" / "*.txt"), "**/*")
-    assert (root, [file.name for file in files]) == (tmp_path / "x", ["a.txt", "b.txt", "c.txt"])
-
-
-def test_the_home_folder_may_be_written_as_a_tilde(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(book.parent))
-    assert names(find_files("~/book.txt", "**/*")) == ["book.txt"]
-
-
-@pytest.mark.parametrize("pattern", ["", "/x/*"])
-def test_an_invalid_pattern_is_refused(tmp_path: Path, pattern: str) -> None:
-    with pytest.raises(
-        UsageError, match=rf"data\.pattern '{re.escape(pattern)}' is not a valid glob: .*; use one such as"
-    ):
-        find_files(str(tmp_path), pattern)
-
-
-@pytest.mark.parametrize(("path", "pattern"), [("nowhere.txt", "**/*"), ("*.nowhere", "**/*"), (".", "*.nowhere")])
-def test_the_error_names_a_path_without_files(tmp_path: Path, path: str, pattern: str) -> None:
-    write(tmp_path, a_txt="a")
-    with pytest.raises(UsageError, match=r"data\.path '.*nowhere"):
+@pytest.mark.parametrize(
+    ("path", "pattern", "said"),
+    [
+        (".", "", r"data\.pattern '' is not a valid glob: .*; use one such as"),
+        (".", "/x/*", r"data\.pattern '/x/\*' is not a valid glob: .*; use one such as"),
+        ("nowhere.txt", "**/*", r"data\.path '.*nowhere"),
+        ("*.nowhere", "**/*", r"data\.path '.*nowhere"),
+        (".", "*.nowhere", r"data\.path '.*nowhere"),
+    ],
+)
+def test_a_path_without_files_and_an_invalid_pattern_are_refused(
+    tmp_path: Path, path: str, pattern: str, said: str
+) -> None:
+    write(tmp_path, {"a.txt": "a"})
+    with pytest.raises(UsageError, match=said):
         find_files(str(tmp_path / path), pattern)
 
 
@@ -132,75 +121,55 @@ def test_the_default_corpus_is_the_standard_library_without_tests_tables_and_pac
 # Splitting.
 
 
-def text_of(root: Path, files: list[Path], split: str, percent: int = 10) -> str:
-    return read_split(root, files, split, percent).tobytes().decode()
+def documents(folder: Path, split: str, percent: int = 10, share: int = 1) -> list[str]:
+    """The documents of a split of every `share`th file."""
+    root, files = find_files(str(folder), "**/*")
+    found = read_split(root, files[::share], split, percent)
+    assert measure_split(root, files[::share], split, percent) == len(found), "the size is known without reading it"
+    *texts, rest = found.tobytes().decode().split("\0")
+    assert rest == ""
+    return texts
 
 
-def documents(root: Path, files: list[Path], split: str, percent: int = 10) -> list[str]:
-    return text_of(root, files, split, percent).split("\0")[:-1]
-
-
-def test_many_files_are_divided_between_the_splits_as_whole_files(tmp_path: Path) -> None:
-    root, files = find_files(str(numbered(tmp_path, 300)), "**/*")
-    train, validation = documents(root, files, "train"), documents(root, files, "validation")
-    everything = [file.read_text() for file in files]
-    assert sorted(train + validation) == sorted(everything)
+def test_many_files_are_divided_between_the_splits_as_whole_files_by_their_paths_alone(tmp_path: Path) -> None:
+    one = numbered(tmp_path / "one", 300)
+    everything = [file.read_text() for file in find_files(str(one), "**/*")[1]]
+    train, held_out = documents(one, "train"), documents(one, "validation")
+    assert sorted(train + held_out) == sorted(everything)
     assert train == [text for text in everything if text in set(train)]  # in the files' order
-    assert 15 <= len(validation) <= 45  # 10% of 300, within three standard deviations
-
-
-def test_the_split_of_a_file_depends_only_on_its_path_below_the_root(tmp_path: Path) -> None:
-    root, files = find_files(str(numbered(tmp_path / "one", 120)), "**/*")
-    held_out = set(documents(root, files, "validation"))
-    fewer = [file for number, file in enumerate(files) if number % 3]
-    assert set(documents(root, fewer, "validation")) == held_out & {file.read_text() for file in fewer}
-    moved_root, moved = find_files(str(numbered(tmp_path / "another" / "place", 120)), "**/*")
-    assert set(documents(moved_root, moved, "validation")) == held_out
-    for file in files:
+    assert 15 <= len(held_out) <= 45  # 10% of 300, within three standard deviations
+    assert documents(one, "validation", share=3) == [text for text in everything[::3] if text in held_out]
+    assert documents(numbered(tmp_path / "another" / "place", 300), "validation") == held_out
+    for file in find_files(str(one), "**/*")[1]:
         file.write_text(file.read_text() + "changed")
-    assert {text.removesuffix("changed") for text in documents(root, files, "validation")} == held_out
-
-
-def test_a_larger_validation_share_includes_the_files_of_a_smaller_share(tmp_path: Path) -> None:
-    root, files = find_files(str(numbered(tmp_path, 200)), "**/*")
-    shares = [set(documents(root, files, "validation", percent)) for percent in (5, 20, 50)]
+    assert [text.removesuffix("changed") for text in documents(one, "validation")] == held_out
+    shares = [set(documents(one, "validation", percent)) for percent in (5, 20, 50)]
     assert shares[0] < shares[1] < shares[2]
 
 
-def test_the_end_of_a_single_file_is_the_validation_split(book: Path) -> None:
-    text = book.read_text()
-    assert text_of(book.parent, [book], "train", 5) == text[:950] + "\0"
-    assert text_of(book.parent, [book], "validation", 5) == text[950:] + "\0"
-
-
-def test_the_ends_of_a_few_files_are_the_validation_split(tmp_path: Path) -> None:
-    root, files = find_files(str(write(tmp_path, a_txt="0123456789", b_txt="abcdefghij")), "**/*")
-    assert text_of(root, files, "train", 20) == "01234567\0abcdefgh\0"
-    assert text_of(root, files, "validation", 20) == "89\0ij\0"
-
-
-def test_a_separator_ends_every_document_and_empty_files_have_none(tmp_path: Path) -> None:
-    root, files = find_files(str(write(tmp_path, a_txt="", b_txt="bb", c_txt="", d_txt="dddd")), "**/*")
-    assert text_of(root, files, "train", 50) == "b\0dd\0"
-    assert text_of(root, files, "validation", 50) == "b\0dd\0"
+@pytest.mark.parametrize(
+    ("texts", "percent", "train", "validation"),
+    [
+        ({"a.txt": "0123456789" * 10}, 5, ["0123456789" * 9 + "01234"], ["56789"]),
+        ({"a.txt": "0123456789", "b.txt": "abcdefghij"}, 20, ["01234567", "abcdefgh"], ["89", "ij"]),
+        ({"a.txt": "", "b.txt": "bb", "c.txt": "", "d.txt": "dddd"}, 50, ["b", "dd"], ["b", "dd"]),
+    ],
+)
+def test_the_ends_of_a_few_files_are_the_validation_split(
+    tmp_path: Path, texts: dict[str, str], percent: int, train: list[str], validation: list[str]
+) -> None:
+    write(tmp_path, texts)
+    assert [documents(tmp_path, split, percent) for split in ("train", "validation")] == [train, validation]
 
 
 # Windows.
 
 
-def take(found: MapLoader, number: int) -> list[MicroBatch]:
-    return list(found.take(number))
-
-
-def stream(length: int) -> np.ndarray:
-    """Bytes of which every window of nine is unlike any other."""
-    return np.random.default_rng(1).integers(0, 256, size=length).astype(np.uint8)
-
-
-@pytest.mark.parametrize("length", [2 * S + 1, 100, 101, 104, 105, 257])
-def test_every_window_is_in_an_epoch_once_and_windows_do_not_overlap(length: int) -> None:
-    data = stream(length)
+@pytest.mark.parametrize("length", [2 * S + 1, 100, 101, 102, 103, 104, 105, 106, 107, 257])
+def test_every_window_of_all_but_two_windows_is_in_an_epoch_once_without_overlap(length: int) -> None:
+    data = np.random.default_rng(1).integers(0, 256, size=length).astype(np.uint8)  # windows of nine are unlike
     windows = Windows(data, S, 7)
+    assert windows.count * S >= length - 2 * S - 1
     at = {data[start : start + S + 1].tobytes(): start for start in range(length - S)}
     for epoch in range(3):
         found = windows.read(range(epoch * windows.count, (epoch + 1) * windows.count))
@@ -209,11 +178,6 @@ def test_every_window_is_in_an_epoch_once_and_windows_do_not_overlap(length: int
         assert starts == list(range(starts[0], starts[0] + windows.count * S, S))
         assert starts[0] < S
         assert starts[-1] + S + 1 <= length
-
-
-def test_an_epoch_uses_all_but_the_bytes_of_two_windows() -> None:
-    for length in range(2 * S + 1, 200):
-        assert Windows(stream(length), S, 1).count * S >= length - 2 * S - 1
 
 
 # Short texts.
@@ -266,16 +230,6 @@ def test_short_texts_are_the_same_under_every_layout_and_resume_exactly(split: s
     suite.test_it_resumes_exactly((1, 4), split)
 
 
-def test_the_size_of_a_split_is_known_without_reading_it(tmp_path: Path) -> None:
-    write(tmp_path / "few", a_txt="0123456789", b_txt="abcdefghi", c_txt="", d_txt="x")
-    numbered(tmp_path / "many", 60)
-    for name in ("few", "many"):
-        root, files = find_files(str(tmp_path / name), "**/*")
-        for split in ("train", "validation"):
-            for percent in (5, 20, 50):
-                assert measure_split(root, files, split, percent) == len(read_split(root, files, split, percent))
-
-
 def checked(path: Path, **trainer: int) -> list[str]:
     config: Any = SimpleNamespace(
         trainer=SimpleNamespace(**{"seq_length": S, "seed": 1, "eval_every": 1, **trainer}),
@@ -316,9 +270,6 @@ def test_files_that_are_not_text_are_read_and_reported(
     assert "mplug data preprocess" in told
 
 
-# Bytes and text.
-
-
 def test_half_a_character_decodes_to_a_replacement() -> None:
     assert Bytes().decode(Bytes().encode("ü")[:1]) == "\ufffd"
 
@@ -335,16 +286,13 @@ class Words:
         return [[ord(character.upper()) for character in text] for text in texts]
 
 
-def test_each_document_is_encoded_and_followed_by_the_end_token() -> None:
-    stream = np.frombuffer(b"ab\0c\0", dtype=np.uint8)
+@pytest.mark.parametrize(("eod", "expected"), [(200, [65, 66, 200, 67, 200]), (None, [65, 66, 67])])
+def test_each_document_is_encoded_and_followed_by_the_end_token_if_there_is_one(
+    eod: int | None, expected: list[int]
+) -> None:
     tokenizer: Any = Words()
-    assert tokens_of(stream, tokenizer).tolist() == [65, 66, 200, 67, 200]
-
-
-def test_a_tokenizer_without_an_end_of_documents_adds_none() -> None:
-    tokenizer: Any = Words()
-    tokenizer.eod = None
-    assert tokens_of(np.frombuffer(b"ab\0c\0", dtype=np.uint8), tokenizer).tolist() == [65, 66, 67]
+    tokenizer.eod = eod
+    assert tokens_of(np.frombuffer(b"ab\0c\0", dtype=np.uint8), tokenizer).tolist() == expected
 
 
 @pytest.mark.parametrize("length", [3, 1000])
@@ -353,10 +301,7 @@ def test_samples_consist_of_the_tokens_of_the_named_tokenizer(
 ) -> None:
     path = tmp_path / "book.txt"
     path.write_text("x" * length)
-    config = SimpleNamespace(trainer=SimpleNamespace(seq_length=S, seed=1))
-    run: Any = SimpleNamespace(config=config, mesh=Mesh.of([], 1), rank=0, micro_batch_size=2)
-    plugin = Text(Text.Config(path=str(path), tokenizer="bytes", validation_percent=50))
-    found = plugin.build_loader(run, "train")
+    found = loader(path, tokenizer="bytes", validation_percent=50)
     assert found.vocab_size == 257
     tokens = next(iter(found.take(2)))["tokens"]
     assert set(tokens.unique().tolist()) <= {ord("x"), 256}
@@ -371,19 +316,20 @@ def test_options_without_a_tokenizer_are_refused() -> None:
         Text(Text.Config(tokenizer_options={"path": "x"})).configure()
 
 
-def starting_with(folder: Path, vocab_size: int) -> Any:
-    return SimpleNamespace(
-        trainer=SimpleNamespace(seq_length=S, eval_every=0),
-        checkpoint=SimpleNamespace(pretrained=SimpleNamespace(path=str(folder))),
-        model=SimpleNamespace(vocab_size=vocab_size),
-    )
-
-
 def test_bytes_for_a_published_model_with_more_tokens_are_reported(tmp_path: Path, book: Path) -> None:
     plugin, published = Text(Text.Config(path=str(book))), tmp_path / "published"
     published.mkdir()
-    assert plugin.check_data(starting_with(published, 400)) == []  # the folder of a run
+
+    def beginning_with_tokens(vocab_size: int) -> list[str]:
+        run: Any = SimpleNamespace(
+            trainer=SimpleNamespace(seq_length=S, eval_every=0),
+            checkpoint=SimpleNamespace(pretrained=SimpleNamespace(path=str(published))),
+            model=SimpleNamespace(vocab_size=vocab_size),
+        )
+        return plugin.check_data(run)
+
+    assert beginning_with_tokens(400) == []  # the folder of a run
     (published / "config.json").write_text("{}")
-    assert plugin.check_data(starting_with(published, 256)) == []
-    (sentence,) = plugin.check_data(starting_with(published, 400))
+    assert beginning_with_tokens(256) == []
+    (sentence,) = beginning_with_tokens(400)
     assert f"the model of '{published}' has 400 tokens; name its tokenizer with data.tokenizer" in sentence

@@ -134,14 +134,12 @@ def test_the_picture_is_drawn_at_the_end_at_checkpoints_and_once_a_minute(
     assert path.read_text() != first
 
 
-def test_only_rank_0_draws_and_a_run_without_steps_has_no_picture(run: Any) -> None:
+def test_only_rank_0_draws_a_run_without_steps_has_no_picture_and_another_programs_picture_stays(run: Any) -> None:
     observed(run).run_finished()
     run.rank = 1
     observed(run, 1, 2).run_finished()
     assert list(run.directory.iterdir()) == []
-
-
-def test_a_picture_of_another_program_is_not_overwritten(run: Any) -> None:
+    run.rank = 0
     (run.directory / "loss.svg").write_text("<svg>mine</svg>")
     observed(run, 1, 2).run_finished()
     assert (run.directory / "loss.svg").read_text() == "<svg>mine</svg>"

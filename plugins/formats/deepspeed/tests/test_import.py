@@ -4,17 +4,21 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import Evil
 from deepspeed_engine import BETAS, DECAY, EPS, LLAMA, LR, Llama, States, saved_in_turn
+from mplug_deepspeed_format.checkpoint import DeepSpeedCheckpoint
 from published import logits
 from safetensors.torch import load_file
 from torch import Tensor
 
+from mplug import UsageError
 from mplug.checkpoint.external_form import conversion
 from mplug.checkpoint.folder import read_valid
 from mplug.checkpoint.states import load_for_inference
@@ -44,19 +48,11 @@ OF_LLAMA = {
     **RUN,
     "model.name": "llama",
     "data.vocab_size": LLAMA["vocab_size"],
-    **{
-        f"model.{own}": LLAMA[theirs]
-        for own, theirs in {
-            "num_layers": "num_hidden_layers",
-            "hidden_size": "hidden_size",
-            "num_attention_heads": "num_attention_heads",
-            "num_kv_heads": "num_key_value_heads",
-            "ffn_hidden_size": "intermediate_size",
-            "vocab_size": "vocab_size",
-            "rope_theta": "rope_theta",
-            "norm_eps": "rms_norm_eps",
-        }.items()
-    },
+    "model.num_kv_heads": LLAMA["num_key_value_heads"],
+    "model.num_layers": LLAMA["num_hidden_layers"],
+    "model.ffn_hidden_size": LLAMA["intermediate_size"],
+    "model.norm_eps": LLAMA["rms_norm_eps"],
+    **{f"model.{name}": LLAMA[name] for name in ("hidden_size", "num_attention_heads", "vocab_size", "rope_theta")},
     "model.qk_norm": False,
 }
 EVERYWHERE = {"stage3_param_persistence_threshold": 10**9}
@@ -71,12 +67,15 @@ def imported(folder: Path, settings: dict[str, Any], name: str = "imported", sta
     """Import a checkpoint by the command; returns the folder of the run's checkpoints."""
     tiny = Path(runs.__file__).with_name("tiny.yaml")
     words = [word for field, value in settings.items() for word in ("--set", f"{field}={value}")]
+    import_it = ["checkpoint", "import", "--from", "deepspeed", str(folder), "--name", name, "--config", str(tiny)]
     with pytest.raises(SystemExit) as ended:
-        main(
-            ["checkpoint", "import", "--from", "deepspeed", str(folder), "--name", name, "--config", str(tiny), *words]
-        )
+        main([*import_it, *words])
     assert int(ended.value.code or 0) == status
     return Path("runs", name, "checkpoints")
+
+
+def box(whole: Tensor, start: Any, shape: Any) -> Tensor:
+    return whole[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
 
 
 def tensors_of(path: Path) -> dict[str, Tensor]:
@@ -94,18 +93,14 @@ def require_equal(path: Path, settings: dict[str, Any], expected: States, moment
     assert (trained or ours) == set(expected)
     for name, states in expected.items():
         for key in keys:
-            if not public:
-                assert torch.equal(found[f"{name}/{key}"], states[key]), (name, key)
-                continue
+
+            def read(ours: str, start: Any, shape: Any, key: str = key) -> Tensor:
+                return box(found[f"{ours}/{key}"], start, shape)
+
             values = torch.full_like(states[key], float("nan"))
-            fill_theirs(
-                public[name],
-                values,
-                lambda ours, start, shape, key=key: found[f"{ours}/{key}"][
-                    tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))
-                ],
-            )
-            assert torch.equal(values, states[key]), (name, key)
+            if public:
+                fill_theirs(public[name], values, read)
+            assert torch.equal(values if public else found[f"{name}/{key}"], states[key]), (name, key)
     if moments:
         assert {float(one) for name, one in found.items() if name.endswith("/step")} == {2.0}
     else:
@@ -138,56 +133,27 @@ def test_an_imported_run_has_the_states_of_stage_3_and_continues_as_deepspeed_do
     assert any((second[name]["weight"] - third[name]["weight"]).abs().max() > 1e-3 for name in third)
 
 
-class Evil:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
+Damage = Callable[[Path], object]
+OPTIM, MODEL = "zero_pp_rank_{}_mp_rank_00_optim_states.pt", "zero_pp_rank_{}_mp_rank_00_model_states.pt"
 
 
-def absent_rank(tag: Path) -> None:
-    (tag / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-
-
-def absent_model_file(tag: Path) -> None:
-    (tag / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
-
-
-def absent_optimizer(tag: Path) -> None:
-    for file in tag.glob("*_optim_states.pt"):
-        file.unlink()
-
-
-def of_another_save(tag: Path) -> None:
-    shutil.copy(tag / "zero_pp_rank_1_mp_rank_00_optim_states.pt", tag / "zero_pp_rank_2_mp_rank_00_optim_states.pt")
-
-
-def short_file(tag: Path) -> None:
-    file = tag / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    file.write_bytes(file.read_bytes()[:3000])
-
-
-def evil_file(tag: Path) -> None:
-    torch.save({"optimizer_state_dict": Evil(tag / "owned")}, tag / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+def absent(pattern: str) -> Damage:
+    return lambda tag: [file.unlink() for file in tag.glob(pattern)]
 
 
 def short_partition(tag: Path) -> None:
-    file = tag / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    found = torch.load(file, weights_only=False)
+    found = torch.load(tag / OPTIM.format(1), weights_only=False)
     groups = found["optimizer_state_dict"]["fp32_flat_groups"]
     groups[0] = groups[0][:-1].clone()
-    torch.save(found, file)
+    torch.save(found, tag / OPTIM.format(1))
 
 
-def other_content(tag: Path) -> None:
-    torch.save([1, 2], tag / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+def of_another_save(tag: Path) -> None:
+    shutil.copy(tag / OPTIM.format(1), tag / OPTIM.format(2))
 
 
-def absent_tag(tag: Path) -> None:
-    tag.rename(tag.with_name("global_step3"))
+def content(value: Callable[[Path], Any]) -> Damage:
+    return lambda tag: torch.save(value(tag), tag / OPTIM.format(0))
 
 
 def no_files(tag: Path) -> None:
@@ -195,33 +161,34 @@ def no_files(tag: Path) -> None:
     tag.parent.mkdir()
 
 
-def of_a_pipeline(tag: Path) -> None:
-    (tag / "layer_00-model_00-model_states.pt").touch()
+absent_rank = absent(OPTIM.format(1))
 
 
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (absent_rank, "lacks 'zero_pp_rank_1_mp_rank_00_optim_states.pt': 2 data-parallel ranks have saved it"),
-        (absent_model_file, "lacks 'zero_pp_rank_1_mp_rank_00_model_states.pt': 2 data-parallel ranks"),
-        (absent_optimizer, "lacks the files '..._optim_states.pt', which have the fp32 weights"),
-        (of_another_save, "has 'zero_pp_rank_2_mp_rank_00_optim_states.pt', but 2 data-parallel ranks have saved"),
-        (short_file, "zero_pp_rank_0_mp_rank_00_optim_states.pt'.*copy the checkpoint again"),
-        (evil_file, "contains objects of .*pathlib.Path.*, and reading them would run code"),
+        (absent_rank, f"lacks '{OPTIM.format(1)}': 2 data-parallel ranks have saved it"),
+        (absent(MODEL.format(1)), f"lacks '{MODEL.format(1)}': 2 data-parallel ranks"),
+        (absent("*_optim_states.pt"), "lacks the files '..._optim_states.pt', which have the fp32 weights"),
+        (of_another_save, f"has '{OPTIM.format(2)}', but 2 data-parallel ranks have saved"),
+        (lambda tag: os.truncate(tag / OPTIM.format(0), 3000), f"{OPTIM.format(0)}'.*copy the checkpoint again"),
+        (
+            content(lambda tag: {"a": Evil(tag / "owned")}),
+            "contains objects of .*pathlib.Path.*, and reading them would",
+        ),
         (short_partition, r"group 0 has \[\d+, \d+\] elements on its ranks, and its parameters need"),
-        (other_content, "is no checkpoint of DeepSpeed that mplug can read"),
-        (absent_tag, "names 'global_step2', and there is no such folder"),
+        (content(lambda _: [1, 2]), "is no checkpoint of DeepSpeed that mplug can read"),
+        (lambda tag: tag.rename(tag.with_name("global_step3")), "names 'global_step2', and there is no such folder"),
         (no_files, "it has no file '..._model_states.pt'; name the folder that save_checkpoint has written"),
-        (of_a_pipeline, "a file of pipeline stages, which mplug cannot join; convert the checkpoint to a universal"),
+        (
+            lambda tag: (tag / "layer_00-model_00-model_states.pt").touch(),
+            "a file of pipeline stages, which mplug cannot join; convert the checkpoint to a universal",
+        ),
     ],
 )
 def test_damaged_and_foreign_folders_are_refused_in_one_sentence(
-    stage_3: Any, damage: Any, sentence: str, tmp_path: Path
+    stage_3: Any, damage: Damage, sentence: str, tmp_path: Path
 ) -> None:
-    from mplug_deepspeed_format.checkpoint import DeepSpeedCheckpoint
-
-    from mplug import UsageError
-
     folder = shutil.copytree(stage_3[0], tmp_path / "copy")
     damage(folder / "global_step2")
     with pytest.raises(UsageError, match=sentence) as refused:
@@ -232,8 +199,6 @@ def test_damaged_and_foreign_folders_are_refused_in_one_sentence(
 
 def test_steps_that_an_optimizer_counts_in_its_groups_are_read(stage_3: Any, tmp_path: Path) -> None:
     """DeepSpeed's fused Adam keeps them there, as an integer."""
-    from mplug_deepspeed_format.checkpoint import DeepSpeedCheckpoint
-
     folder = shutil.copytree(stage_3[0], tmp_path / "copy")
     for file in (folder / "global_step2").glob("*_optim_states.pt"):
         found = torch.load(file, weights_only=False)

@@ -13,12 +13,10 @@ class TestDeepSpeed(FormatSuite):
 
     @pytest.fixture(autouse=True)
     def _universal(self, tmp_path: Path) -> None:
-        values = {"norm.weight": (7,), "head.weight": (5, 8)}
-        for name, shape in values.items():
+        generator = torch.Generator().manual_seed(1)
+        for name, shape in {"norm.weight": (7,), "head.weight": (5, 8)}.items():
             folder = tmp_path / "global_step1_universal" / "zero" / name
             folder.mkdir(parents=True)
             for state in ("fp32", "exp_avg", "exp_avg_sq"):
-                torch.save(
-                    {"param": torch.randn(shape, generator=torch.Generator().manual_seed(1))}, folder / f"{state}.pt"
-                )
+                torch.save({"param": torch.randn(shape, generator=generator)}, folder / f"{state}.pt")
         type(self).folder = str(tmp_path / "global_step1_universal")

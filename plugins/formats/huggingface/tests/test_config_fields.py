@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mplug_nn import SHARED_FIELDS
 from mplug_nn.public_form import PublicForm, UnusedField, same_value
+from mplug_nn.public_form import form_of as choose
 
 TOLERANCE = 1e-10
 FORMS = forms()
@@ -62,229 +63,170 @@ def test_the_base_of_rotary_positions_has_the_librarys_default(kind: str) -> Non
 
 LLAMA3: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+ZEROS: dict[str, Any] = {"beta_slow": 0, "beta_fast": None, "mscale": 0, "truncate": None, "factor": None}
+MSCALES = {"mscale": 0.7, "mscale_all_dim": 0.9}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4}
 BASES = {"rope_theta": 1e3, "rope_local_base_freq": 50.0}
 LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e3}
 TYPES = ["full_attention", "sliding_attention", "full_attention"]
-SIZES = ("intermediate_size", "num_key_value_heads")
-
-READ: dict[str, dict[str, Any]] = {
-    "gpt2, n_inner absent": without("gpt2", "n_inner"),
-    "gpt2, aliases": without("gpt2", "n_embd", "n_layer", hidden_size=16, num_hidden_layers=2),
-    "llama, null heads": tiny("llama", num_key_value_heads=None, head_dim=None),
-    "llama, the older form of llama3": tiny(
-        "llama", rope_theta=500.0, rope_scaling={**LLAMA3, "original_max_position_embeddings": 16}
-    ),
-    "llama, the original length is absent": tiny("llama", rope_parameters={**LLAMA3, "rope_theta": 500.0}),
-    "llama, the base is absent": tiny("llama", rope_parameters=LLAMA3),
-    "llama, the type has its older name": tiny("llama", rope_scaling={"type": "linear", "factor": 2.0}),
-    "llama, yarn's zeros and nulls": tiny(
-        "llama",
-        rope_parameters={**YARN, "beta_slow": 0, "beta_fast": None, "mscale": 0, "truncate": None, "factor": None},
-    ),
-    "llama, yarn's mscales": tiny("llama", rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}),
-    "llama, an empty rope_scaling": tiny("llama", rope_scaling={}, rope_theta=50.0),
-    "llama, another gate": tiny("llama", hidden_act="gelu"),
-    "qwen2, max_window_layers is 28": tiny("qwen2", **WINDOWS, num_hidden_layers=30),
-    "qwen2, max_window_layers is 1": tiny("qwen2", **WINDOWS, max_window_layers=1),
-    "qwen2, a window of 0 blocks": tiny("qwen2", use_sliding_window=True, sliding_window=None, max_window_layers=0),
-    "qwen2, layer_types": tiny("qwen2", **WINDOWS, layer_types=TYPES),
-    "qwen2, head_dim": tiny("qwen2", head_dim=16),
-    "qwen3, max_window_layers is 28": tiny("qwen3", **WINDOWS, num_hidden_layers=30),
-    "qwen3, layer_types is null": tiny("qwen3", **WINDOWS, layer_types=None, max_window_layers=2),
-    "qwen3, kv heads and head_dim are absent": without("qwen3", "head_dim", *SIZES, num_attention_heads=32),
-    "qwen3_moe, windows in all blocks": tiny("qwen3_moe", **WINDOWS),
-    "qwen3_moe, dense blocks": tiny("qwen3_moe", mlp_only_layers=[0], decoder_sparse_step=2),
-    "qwen3_moe, no experts": tiny("qwen3_moe", num_experts=0),
-    "qwen3_moe, the alias of num_experts": without("qwen3_moe", "num_experts", num_local_experts=6),
-    "qwen3_moe, another gate": tiny("qwen3_moe", hidden_act="gelu_new", mlp_only_layers=[0]),
-    "mixtral, kv heads are absent": without("mixtral", "num_key_value_heads", num_attention_heads=16),
-    "mixtral, an older base": tiny("mixtral", rope_theta=100.0),
-    "mixtral, null head_dim": tiny("mixtral", head_dim=None),
-    "gemma2, caps are null": tiny("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None),
-    "gemma2, biases": tiny("gemma2", attention_bias=True, query_pre_attn_scalar=24),
-    "gemma2, another gate": tiny("gemma2", hidden_activation="gelu"),
-    "gemma3, another gate": tiny("gemma3_text", hidden_activation="silu"),
-    "gemma2, scaled": tiny("gemma2", rope_parameters=LINEAR, layer_types=TYPES),
-    "gemma3, the older form": tiny("gemma3_text", **BASES, rope_scaling={"rope_type": "linear", "factor": 8.0}),
-    "gemma3, sliding_attention alone": tiny("gemma3_text", rope_parameters={"sliding_attention": {"rope_theta": 50.0}}),
-    "gemma3, null entries": tiny(
-        "gemma3_text", **BASES, rope_parameters={"sliding_attention": None, "full_attention": None}
-    ),
-    "gemma3, full_attention alone": tiny(
-        "gemma3_text", rope_local_base_freq=50.0, rope_parameters={"full_attention": LINEAR}
-    ),
-    "gemma3, an older pattern": tiny("gemma3_text", sliding_window_pattern=2),
-    "gemma3, a saved pattern beside layer_types": tiny("gemma3_text", _sliding_window_pattern=2, layer_types=TYPES),
-    "gemma3, six layers of the default pattern": tiny("gemma3_text", num_hidden_layers=6, attention_bias=True),
-    "gpt-oss, the default scaling and epsilon": tiny("gpt_oss"),
-    "gpt-oss, plain rotary positions": tiny("gpt_oss", rope_parameters={"rope_type": "default", "rope_theta": 150.0}),
-    "gpt-oss, no options": tiny("gpt_oss", rope_parameters={}),
-    "gpt-oss, the older form": tiny("gpt_oss", rope_theta=150.0, rope_scaling={**YARN, "truncate": False}),
-    "gpt-oss, no biases": tiny("gpt_oss", attention_bias=False, rope_parameters=YARN),
-    "gpt-oss, layer_types is null": tiny("gpt_oss", layer_types=None),
-    "deepseek-v2, groups": tiny("deepseek_v2", topk_method="group_limited_greedy", n_group=4, topk_group=2),
-    "deepseek-v2, groups without a method": tiny("deepseek_v2", n_group=4, topk_group=2),
-    "deepseek-v2, kv heads are absent": without("deepseek_v2", "num_key_value_heads"),
-    "deepseek-v2, shared experts are absent": tiny("deepseek_v2", norm_topk_prob=None),
-    "deepseek-v2, scaled": tiny("deepseek_v2", rope_scaling={**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}),
-    "deepseek-v2, no experts": tiny("deepseek_v2", first_k_dense_replace=3),
-    "deepseek-v3, no experts": tiny("deepseek_v3", first_k_dense_replace=7),
-    "deepseek-v3, another gate": tiny("deepseek_v3", hidden_act="gelu_pytorch_tanh"),
-    "deepseek-v3, groups and scale are absent": without(
-        "deepseek_v3", "n_group", "topk_group", n_routed_experts=16, num_experts_per_tok=5
-    ),
-    "deepseek-v3, gates that are null are not normalised": tiny("deepseek_v3", norm_topk_prob=None),
-    "deepseek-v3, null is no interleaving": tiny("deepseek_v3", rope_interleave=None),
-    "deepseek-v3, no interleaving": tiny("deepseek_v3", rope_interleave=False, norm_topk_prob=False),
-    "deepseek-v3, experts from the fourth block on": without(
-        "deepseek_v3", "first_k_dense_replace", num_hidden_layers=4, routed_scaling_factor=1.0
-    ),
-    "deepseek-v3, scaled": tiny("deepseek_v3", rope_scaling={**YARN, "mscale_all_dim": 0.9}, q_lora_rank=None),
-}
+GROUPED = {"topk_method": "group_limited_greedy", "n_group": 4}
+LENGTH = "original_max_position_embeddings"
+ABSENT = object()
+"""The value of a field that a config.json lacks."""
+Case = tuple[str, dict[str, Any]]
 
 
-@pytest.mark.parametrize("case", READ)
-def test_what_the_library_makes_of_a_config_is_what_we_read(case: str) -> None:
+def config_of(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a tiny model with these fields."""
+    absent = [name for name, value in fields.items() if value is ABSENT]
+    return without(kind, *absent, **{name: value for name, value in fields.items() if value is not ABSENT})
+
+
+COMPUTED: list[Case] = [
+    ("llama", {"rope_parameters": {**YARN, **ZEROS}}),
+    ("qwen2", {**WINDOWS, "max_window_layers": 1}),
+    ("qwen3_moe", WINDOWS),
+    ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_theta": 50.0}}}),
+    ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 150.0}}),
+    ("deepseek_v3", {"norm_topk_prob": None}),
+    ("deepseek_v3", {"rope_interleave": None}),
+    ("deepseek_v3", {"n_group": ABSENT, "topk_group": ABSENT, "n_routed_experts": 16, "num_experts_per_tok": 5}),
+]
+"""Cases whose models the quick tests compute; the wide set computes those of all."""
+READ: list[Case] = [
+    *COMPUTED,
+    ("gpt2", {"n_inner": ABSENT}),
+    ("gpt2", {"n_embd": ABSENT, "n_layer": ABSENT, "hidden_size": 16, "num_hidden_layers": 2}),
+    ("llama", {"num_key_value_heads": None, "head_dim": None}),
+    ("llama", {"rope_theta": 500.0, "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 16}}),
+    ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 500.0}}),
+    ("llama", {"rope_parameters": LLAMA3}),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+    ("llama", {"rope_parameters": {**YARN, **MSCALES}}),
+    ("llama", {"rope_scaling": {}, "rope_theta": 50.0}),
+    ("llama", {"hidden_act": "gelu"}),
+    ("qwen2", {**WINDOWS, "num_hidden_layers": 30}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}),
+    ("qwen2", {**WINDOWS, "layer_types": TYPES}),
+    ("qwen2", {"head_dim": 16}),
+    ("qwen3", {**WINDOWS, "num_hidden_layers": 30}),
+    ("qwen3", {**WINDOWS, "layer_types": None, "max_window_layers": 2}),
+    (
+        "qwen3",
+        {"head_dim": ABSENT, "intermediate_size": ABSENT, "num_key_value_heads": ABSENT, "num_attention_heads": 32},
+    ),
+    ("qwen3_moe", {"mlp_only_layers": [0], "decoder_sparse_step": 2}),
+    ("qwen3_moe", {"num_experts": 0}),
+    ("qwen3_moe", {"num_experts": ABSENT, "num_local_experts": 6}),
+    ("qwen3_moe", {"hidden_act": "gelu_new", "mlp_only_layers": [0]}),
+    ("mixtral", {"num_key_value_heads": ABSENT, "num_attention_heads": 16}),
+    ("mixtral", {"rope_theta": 100.0}),
+    ("mixtral", {"head_dim": None}),
+    ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    ("gemma2", {"attention_bias": True, "query_pre_attn_scalar": 24}),
+    ("gemma2", {"hidden_activation": "gelu"}),
+    ("gemma2", {"rope_parameters": LINEAR, "layer_types": TYPES}),
+    ("gemma3_text", {"hidden_activation": "silu"}),
+    ("gemma3_text", {**BASES, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    ("gemma3_text", {**BASES, "rope_parameters": {"sliding_attention": None, "full_attention": None}}),
+    ("gemma3_text", {"rope_local_base_freq": 50.0, "rope_parameters": {"full_attention": LINEAR}}),
+    ("gemma3_text", {"sliding_window_pattern": 2}),
+    ("gemma3_text", {"_sliding_window_pattern": 2, "layer_types": TYPES}),
+    ("gemma3_text", {"num_hidden_layers": 6, "attention_bias": True}),
+    ("gpt_oss", {}),
+    ("gpt_oss", {"rope_parameters": {}}),
+    ("gpt_oss", {"rope_theta": 150.0, "rope_scaling": {**YARN, "truncate": False}}),
+    ("gpt_oss", {"attention_bias": False, "rope_parameters": YARN}),
+    ("gpt_oss", {"layer_types": None}),
+    ("deepseek_v2", {**GROUPED, "topk_group": 2}),
+    ("deepseek_v2", {"n_group": 4, "topk_group": 2}),
+    ("deepseek_v2", {"num_key_value_heads": ABSENT}),
+    ("deepseek_v2", {"norm_topk_prob": None}),
+    ("deepseek_v2", {"rope_scaling": {**YARN, **MSCALES}}),
+    ("deepseek_v2", {"first_k_dense_replace": 3}),
+    ("deepseek_v3", {"first_k_dense_replace": 7}),
+    ("deepseek_v3", {"hidden_act": "gelu_pytorch_tanh"}),
+    ("deepseek_v3", {"rope_interleave": False, "norm_topk_prob": False}),
+    ("deepseek_v3", {"first_k_dense_replace": ABSENT, "num_hidden_layers": 4, "routed_scaling_factor": 1.0}),
+    ("deepseek_v3", {"rope_scaling": {**YARN, "mscale_all_dim": 0.9}, "q_lora_rank": None}),
+]
+
+
+@pytest.mark.parametrize("case", READ, ids=str)
+def test_what_the_library_makes_of_a_config_is_what_we_read(case: Case) -> None:
     """The library fills in what is absent and saves it. We read the same from both."""
-    saved = library_config(READ[case]).to_dict()
-    assert described(saved).computes_like(described(READ[case]))
+    given = config_of(*case)
+    assert described(library_config(given).to_dict()).computes_like(described(given))
 
 
-QUICK = {
-    "qwen2, max_window_layers is 1",
-    "qwen3_moe, windows in all blocks",
-    "gemma3, sliding_attention alone",
-    "gpt-oss, plain rotary positions",
-    "deepseek-v3, gates that are null are not normalised",
-    "deepseek-v3, null is no interleaving",
-    "deepseek-v3, groups and scale are absent",
-    "llama, yarn's zeros and nulls",
-}
+WIDE = [pytest.param(case, marks=pytest.mark.wide("families")) for case in READ[len(COMPUTED) :]]
 
 
-@pytest.mark.parametrize(
-    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.wide("families")) for case in READ]
-)
-def test_the_model_of_a_config_has_the_librarys_logits_and_gradients(case: str) -> None:
-    assert distance(READ[case]) < TOLERANCE
+@pytest.mark.parametrize("case", [*COMPUTED, *WIDE], ids=str)
+def test_the_model_of_a_config_has_the_librarys_logits_and_gradients(case: Case) -> None:
+    assert distance(config_of(*case)) < TOLERANCE
 
 
 # What we do not compute, or the library ignores, is refused.
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "an unknown field": (tiny("llama", sparse_attention=4), "its field 'sparse_attention' is unknown to the family"),
-    "an unknown field that is null": (tiny("llama", layer_types=None), "its field 'layer_types' is unknown"),
-    "a misspelt field": (tiny("llama", hiden_size=4), "did you mean 'hidden_size'"),
-    "a flag that is a number": (tiny("llama", mlp_bias=1), "'mlp_bias' is 1, but the family supports true or false"),
-    "a size that is null": (tiny("llama", hidden_size=None), "'hidden_size' is null, but must be an integer of at"),
-    "dropout": (tiny("qwen3", attention_dropout=0.1), "'attention_dropout' is 0.1, but the family supports 0.0 only"),
-    "an alias with another value": (tiny("qwen3_moe", num_local_experts=7), "are one, but have the values 6 and 7"),
-    "another kind": ({**tiny("llama"), "model_type": "llama4"}, "'model_type' is 'llama4'"),
-    "another architecture": (
-        tiny("qwen2", architectures=["Qwen3ForCausalLM"]),
-        "'model_type' is 'qwen2', but 'architectures' is [\"Qwen3ForCausalLM\"]",
-    ),
-    "pruned heads": (tiny("gpt2", pruned_heads={"0": [1]}), "'pruned_heads' is {\"0\": [1]}, but"),
-    "layers of their own": (tiny("llama", per_layer_config={"0": {"hidden_size": 8}}), "'per_layer_config' is"),
-    # rotary positions
-    "a base that is null": (tiny("llama", rope_theta=None), "'rope_theta' is null, but must be a number above 0"),
-    "a base of 1": (tiny("llama", rope_scaling=YARN, rope_theta=1.0), "YaRN, which rope_theta=1 does not allow"),
-    "an original length of 0": (
-        tiny("llama", rope_scaling={**YARN, "original_max_position_embeddings": 0}),
-        "'rope_scaling.original_max_position_embeddings' is 0, but must be a number above 0",
-    ),
-    "equal factors of llama3": (
-        tiny("llama", rope_scaling={**LLAMA3, "high_freq_factor": 1.0}),
-        "has a high_freq_factor that is not above low_freq_factor",
-    ),
-    "a factor of 0": (
-        tiny("llama", rope_scaling={"rope_type": "linear", "factor": 0}),
-        "'rope_scaling.factor' is 0, but must be a number above 0",
-    ),
-    "an absent factor": (tiny("llama", rope_scaling={"type": "linear"}), "lacks the field 'rope_scaling.factor'"),
-    "an unsupported type": (
-        tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
-        "'rope_parameters.rope_type' is 'dynamic', but the family supports",
-    ),
-    "two types": (tiny("llama", rope_scaling={**YARN, "type": "linear"}), "has two types, 'yarn' and 'linear'"),
-    "an option of another type": (
-        tiny("llama", rope_scaling={"type": "linear", "factor": 2.0, "mscale": 1.0}),
-        "'rope_scaling.mscale' is unknown for rotary positions of the type 'linear'",
-    ),
-    "both forms": (
-        tiny("llama", rope_scaling=YARN, rope_parameters=LLAMA3),
-        "'rope_parameters' and 'rope_scaling' contradict each other",
-    ),
-    "positions by layer types": (
-        tiny("qwen3", rope_parameters={"full_attention": YARN}),
-        "'rope_parameters.full_attention' is unknown",
-    ),
-    "a scaled base in Mixtral": (tiny("mixtral", rope_scaling=YARN), "it scales its rotary positions ('yarn')"),
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"sparse_attention": 4}, "its field 'sparse_attention' is unknown to the family"),
+    ("llama", {"layer_types": None}, "its field 'layer_types' is unknown"),
+    ("llama", {"hiden_size": 4}, "did you mean 'hidden_size'"),
+    ("llama", {"mlp_bias": 1}, "'mlp_bias' is 1, but the family supports true or false"),
+    ("llama", {"hidden_size": "32"}, "its field 'hidden_size' is '32', but must be an integer of at least 1"),
+    ("llama", {"hidden_size": None}, "'hidden_size' is null, but must be an integer of at"),
+    ("qwen3", {"attention_dropout": 0.1}, "'attention_dropout' is 0.1, but the family supports 0.0 only"),
+    ("qwen3_moe", {"num_local_experts": 7}, "are one, but have the values 6 and 7"),
+    ("llama", {"model_type": "llama4"}, "'model_type' is 'llama4'"),
+    ("qwen2", {"architectures": ["Qwen3ForCausalLM"]}, "'qwen2', but 'architectures' is [\"Qwen3ForCausalLM\"]"),
+    ("gpt2", {"pruned_heads": {"0": [1]}}, "'pruned_heads' is {\"0\": [1]}, but"),
+    ("llama", {"per_layer_config": {"0": {"hidden_size": 8}}}, "'per_layer_config' is"),
+    # Rotary positions.
+    ("llama", {"rope_theta": None}, "'rope_theta' is null, but must be a number above 0"),
+    ("llama", {"rope_scaling": YARN, "rope_theta": 1.0}, "YaRN, which rope_theta=1 does not allow"),
+    ("llama", {"rope_scaling": {**YARN, LENGTH: 0}}, f"'rope_scaling.{LENGTH}' is 0, but must be a number above 0"),
+    ("llama", {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor that is not above low_freq"),
+    ("llama", {"rope_scaling": {**LINEAR, "factor": 0}}, "'rope_scaling.factor' is 0, but must be a number above 0"),
+    ("llama", {"rope_scaling": {"type": "linear"}}, "lacks the field 'rope_scaling.factor'"),
+    ("llama", {"rope_parameters": {**LINEAR, "rope_type": "dynamic"}}, "rope_type' is 'dynamic', but the family supp"),
+    ("llama", {"rope_scaling": {**YARN, "type": "linear"}}, "has two types, 'yarn' and 'linear'"),
+    ("llama", {"rope_scaling": {**LINEAR, "mscale": 1.0}}, "mscale' is unknown for rotary positions of the type 'lin"),
+    ("llama", {"rope_scaling": YARN, "rope_parameters": LLAMA3}, "'rope_parameters' and 'rope_scaling' contradict"),
+    ("qwen3", {"rope_parameters": {"full_attention": YARN}}, "'rope_parameters.full_attention' is unknown"),
+    ("mixtral", {"rope_scaling": YARN}, "it scales its rotary positions ('yarn')"),
     # Qwen
-    "windows without a window": (tiny("qwen3", layer_types=TYPES), "'layer_types' has blocks with windows, but it has"),
-    "types of another number": (tiny("qwen3", layer_types=TYPES[:2]), "'layer_types' is not a list of 3 of full_att"),
-    "windows of older releases": (
-        tiny("qwen3_moe", **WINDOWS, max_window_layers=2),
-        "'max_window_layers' is not 0, and releases of the library differ",
-    ),
-    "a null width of Qwen2": (tiny("qwen2", head_dim=None), "'head_dim' is null, but must be an integer"),
-    "positions of images": (tiny("qwen2", use_mrope=True), "'use_mrope' is true, but the family supports false only"),
+    ("qwen3", {"layer_types": TYPES}, "'layer_types' has blocks with windows, but it has"),
+    ("qwen3", {"layer_types": TYPES[:2]}, "'layer_types' is not a list of 3 of full_att"),
+    ("qwen3_moe", {**WINDOWS, "max_window_layers": 2}, "is not 0, and releases of the library differ"),
+    ("qwen2", {"head_dim": None}, "'head_dim' is null, but must be an integer"),
+    ("qwen2", {"use_mrope": True}, "'use_mrope' is true, but the family supports false only"),
     # Gemma
-    "a cap that the library ignores": (
-        tiny("gemma3_text", attn_logit_softcapping=50.0),
-        "'attn_logit_softcapping' is 50.0, but the family supports null only (the library ignores",
+    (
+        "gemma3_text",
+        {"attn_logit_softcapping": 50.0},
+        "is 50.0, but the family supports null only (the library ignores",
     ),
-    "a saved pattern without layer_types": (
-        tiny("gemma3_text", _sliding_window_pattern=2),
-        "'_sliding_window_pattern' is 2, which the library ignores",
-    ),
-    "flat positions of Gemma 3": (
-        tiny("gemma3_text", rope_parameters={"rope_type": "default", "rope_theta": 1e3}),
-        "'rope_parameters.rope_type' is unknown",
-    ),
-    "a type that the library ignores": (
-        tiny("gemma3_text", rope_scaling={"type": "linear", "factor": 8.0}),
-        "'rope_scaling' lacks 'rope_type', without which the library ignores it",
-    ),
-    "scaled windows": (
-        tiny("gemma3_text", rope_parameters={"sliding_attention": LINEAR}),
-        "it scales the rotary positions of blocks with windows",
-    ),
-    "no window in Gemma": (tiny("gemma2", sliding_window=None), "'sliding_window' is null, but must be an integer"),
-    "bidirectional attention": (tiny("gemma2", use_bidirectional_attention=True), "'use_bidirectional_attention' is"),
+    ("gemma3_text", {"_sliding_window_pattern": 2}, "'_sliding_window_pattern' is 2, which the library ignores"),
+    ("gemma3_text", {"rope_parameters": LINEAR}, "'rope_parameters.rope_type' is unknown"),
+    ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 8.0}}, "'rope_scaling' lacks 'rope_type', without w"),
+    ("gemma3_text", {"rope_parameters": {"sliding_attention": LINEAR}}, "the rotary positions of blocks with windows"),
+    ("gemma2", {"sliding_window": None}, "'sliding_window' is null, but must be an integer"),
+    ("gemma2", {"use_bidirectional_attention": True}, "'use_bidirectional_attention' is"),
     # gpt-oss
-    "a gate that the library ignores": (tiny("gpt_oss", hidden_act="gelu"), "only (the library ignores other values"),
-    "a limit of its own": (tiny("gpt_oss", swiglu_limit=5.0), "'swiglu_limit' is 5.0, but the family supports 7.0"),
-    "another name of the choices": (
-        tiny("gpt_oss", experts_per_token=4),
-        "'experts_per_token' is 4, but the family supports 2 only, which is num_experts_per_tok",
-    ),
+    ("gpt_oss", {"hidden_act": "gelu"}, "only (the library ignores other values"),
+    ("gpt_oss", {"swiglu_limit": 5.0}, "'swiglu_limit' is 5.0, but the family supports 7.0"),
+    ("gpt_oss", {"experts_per_token": 4}, "is 4, but the family supports 2 only, which is num_experts_per_tok"),
     # DeepSeek
-    "V2 without interleaving": (
-        tiny("deepseek_v2", rope_interleave=False),
-        "'rope_interleave' is false, but the family supports true only (the library has no such field",
-    ),
-    "V2 with normalised gates": (tiny("deepseek_v2", norm_topk_prob=True), "the library never normalises the gates"),
-    "V2 without a number of choices": (
-        without("deepseek_v2", "num_experts_per_tok"),
-        "it lacks the field 'num_experts_per_tok'",
-    ),
-    "V2 with groups that are null": (
-        tiny("deepseek_v2", topk_method="group_limited_greedy", n_group=4),
-        "which needs 'n_group' and 'topk_group'",
-    ),
-    "V3 without kv heads": (
-        without("deepseek_v3", "num_key_value_heads"),
-        "'num_key_value_heads' is absent, which means 128, but the family supports 4 only",
-    ),
-    "V3 with groups of one": (tiny("deepseek_v3", n_group=8), "its field 'n_group' (8) leaves a group of its "),
-    "V3 with a width of its own": (tiny("deepseek_v3", head_dim=8), "supports 4 only, which is qk_rope_head_dim"),
-    "V3 with a null factor": (
-        tiny("deepseek_v3", rope_scaling={**YARN, "factor": None, "mscale_all_dim": 1.0}),
-        "'rope_scaling.factor' is null, but 'mscale_all_dim' needs it",
-    ),
-}
+    ("deepseek_v2", {"rope_interleave": False}, "supports true only (the library has no such field"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "the library never normalises the gates"),
+    ("deepseek_v2", {"num_experts_per_tok": ABSENT}, "it lacks the field 'num_experts_per_tok'"),
+    ("deepseek_v2", GROUPED, "which needs 'n_group' and 'topk_group'"),
+    ("deepseek_v3", {"num_key_value_heads": ABSENT}, "is absent, which means 128, but the family supports 4 only"),
+    ("deepseek_v3", {"n_group": 8}, "its field 'n_group' (8) leaves a group of its "),
+    ("deepseek_v3", {"head_dim": 8}, "supports 4 only, which is qk_rope_head_dim"),
+    ("deepseek_v3", {"rope_scaling": {**YARN, **MSCALES, "factor": None}}, "is null, but 'mscale_all_dim' needs it"),
+]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FORMS if kind != "gpt2"])
@@ -297,11 +239,11 @@ def test_a_share_of_rotated_coordinates_is_refused_because_the_library_ignores_i
         read(given)
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_honoured_is_refused_in_a_sentence_with_its_name(case: str) -> None:
-    from mplug_nn.public_form import form_of as choose
-
-    given, sentence = REFUSED[case]
+@pytest.mark.parametrize(("kind", "fields", "sentence"), REFUSED)
+def test_what_cannot_be_honoured_is_refused_in_a_sentence_with_its_name(
+    kind: str, fields: dict[str, Any], sentence: str
+) -> None:
+    given = config_of(kind, fields)
     with pytest.raises(ValueError, match=re.escape(sentence)) as refused:
         choose(tuple(form for _, form in FORMS.values()), given).read(given)
     assert len(str(refused.value).splitlines()) == 1

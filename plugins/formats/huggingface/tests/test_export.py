@@ -1,6 +1,7 @@
 """An export writes a config.json only if the transformers library computes the run's model from it."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,13 @@ TOLERANCE = 1e-10
 FORMS = forms()
 YARN: dict[str, Any] = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
+FLAGS = (
+    *("qk_norm", "moe_router_bias", "moe_router_normalize", "post_norms", "tie_embeddings", "scale_embeddings"),
+    *("qkv_bias", "attention_out_bias", "mlp_bias", "expert_projection_bias", "attention_sinks", "rope_interleaved"),
+    "bias",
+)
 OTHERS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(FLAGS, (True, False)),
     "num_layers": (2,),
     "hidden_size": (64,),
     "num_attention_heads": (2,),
@@ -30,7 +37,6 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "head_dim": (8, None),
     "vocab_size": (62,),
     "rope_theta": (321.0,),
-    "qk_norm": (True, False),
     "norm_eps": (1e-3,),
     "init_std": (0.03,),
     "ffn_hidden_size": (28, None),
@@ -44,8 +50,6 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "moe_router_num_groups": (1, 2),
     "moe_router_top_groups": (1, 2),
     "moe_router_group_best": (1, 2),
-    "moe_router_bias": (True, False),
-    "moe_router_normalize": (True, False),
     "moe_router_scale": (1.7,),
     "moe_router_jitter": (0.1,),
     "moe_balance": ("none",),
@@ -57,30 +61,20 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "capacity_dropping": ("position",),
     "activation": ("gelu", "gelu_tanh", "swiglu", "geglu_tanh", "clamped_swiglu", "relu2"),
     "norm": ("rmsnorm", "offset_rmsnorm", "layernorm"),
-    "post_norms": (True, False),
-    "tie_embeddings": (True, False),
-    "scale_embeddings": (True, False),
-    "qkv_bias": (True, False),
-    "attention_out_bias": (True, False),
-    "mlp_bias": (True, False),
-    "expert_projection_bias": (True, False),
     "attention_scale": (None, 24**-0.5, 0.3),
     "attention_soft_cap": (None, 2.0),
     "logit_soft_cap": (None, 3.0),
-    "attention_sinks": (True, False),
     "window": (None, 3),
     "attention_types": (("full",), ("window",), ("full", "window", "window"), ("full", "window")),
     "position_types": (("rotary", "none"), ("none",)),
     "feed_forward_types": (None, ("mlp", "experts"), ("mlp",)),
     "rope_scaling": (None, YARN, {"type": "linear", "factor": 3.0}),
     "rope_fraction": (0.5,),
-    "rope_interleaved": (True, False),
     "window_rope_theta": (None, 55.0),
     "num_mtp_layers": (1,),
     "mtp_loss_coefficient": (0.2,),
     "position": ("rotary", "alibi", "learned"),
     "max_position_embeddings": (32,),
-    "bias": (True, False),
     "dropout": (0.2,),
     "attention_dropout": (0.2,),
     "q_lora_rank": (None, 6),
@@ -129,7 +123,7 @@ def test_a_setting_is_written_or_refused_by_its_name_or_has_no_effect(kind: str)
     for name, value, config in changed(kind):
         fields = outcome(plugin, config)
         if isinstance(fields, str):
-            assert name in fields, (name, value, fields)
+            assert re.search(rf"{FORMS[kind][1].architecture} cannot express .*{name}", fields), (name, value, fields)
             assert not base.computes_like(config), f"{name}={value} changes nothing, but: {fields}"
             assert name not in free, (name, fields)
         else:
@@ -176,43 +170,12 @@ def test_the_usual_factor_of_scores_is_exported_however_it_is_spelled() -> None:
         assert written_config(plugin_of("gemma2"), config)["query_pre_attn_scalar"] == gemma.head_dim
 
 
-WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
-    "a share of rotated coordinates": ("llama", {"rope_fraction": 0.5}, "LlamaForCausalLM cannot express model.rope_f"),
-    "the same in Qwen": ("qwen3", {"rope_fraction": 0.5}, "cannot express model.rope_fraction=0.5"),
-    "a bias for the choice in Qwen": (
-        "qwen3_moe",
-        {"expert_bias_rate": 1e-3},
-        "Qwen3MoeForCausalLM cannot express model.expert_bias_rate=0.001",
-    ),
-    "a bias for the choice in DeepSeek-V2": (
-        "deepseek_v2",
-        {"expert_bias_rate": 1e-3},
-        "DeepseekV2ForCausalLM cannot express model.expert_bias_rate=0.001",
-    ),
-    "no bias for the choice in DeepSeek-V3": ("deepseek_v3", {"expert_bias": None}, "cannot express model.expert_bias"),
-    "a cap of attention in Gemma 3": (
-        "gemma3_text",
-        {"attention_soft_cap": 50.0},
-        "Gemma3ForCausalLM cannot express model.attention_soft_cap=50.0",
-    ),
-    "dropped tokens": ("mixtral", {"capacity_factor": 1.25}, "cannot express model.capacity_factor=1.25"),
-    "dropped tokens in Qwen": ("qwen3_moe", {"capacity_factor": 1.25}, "cannot express model.capacity_factor=1.25"),
-    "further tokens in DeepSeek-V2": ("deepseek_v2", {"num_mtp_layers": 1}, "cannot express model.num_mtp_layers=1"),
-    "windows in some blocks of Qwen3-MoE": (
-        "qwen3_moe",
-        {"window": 4, "attention_types": ("full", "window")},
-        "cannot express model.attention_types=",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_what_the_library_would_compute_otherwise_is_not_exported(case: str) -> None:
-    kind, settings, sentence = WRONG[case]
-    config = described(tiny(kind))
-    with pytest.raises(ValueError, match="cannot express") as refused:
-        written_config(plugin_of(kind), type(config)(**{**config.model_dump(), **settings}))
-    assert sentence in str(refused.value)
+def test_what_the_library_would_compute_otherwise_is_not_exported() -> None:
+    """One setting at a time is tested above."""
+    config = described(tiny("qwen3_moe"))
+    windows = {"window": 4, "attention_types": ("full", "window")}
+    with pytest.raises(ValueError, match=r"Qwen3MoeForCausalLM cannot express model\.attention_types="):
+        written_config(plugin_of("qwen3_moe"), type(config)(**{**config.model_dump(), **windows}))
 
 
 PRESETS = sorted({(FORMS[kind][0], kind) for kind in ("llama", "qwen3", "mixtral", "gemma2", "gpt_oss", "deepseek_v3")})
@@ -233,25 +196,15 @@ def test_every_preset_of_a_published_model_is_exported(family: str, kind: str) -
 # The commands.
 
 
-def folder_of(kind: str, path: Path) -> Path:
-    from mplug.system.files import write_whole
-
-    path.mkdir()
-    write_whole(path / "config.json", json.dumps(tiny(kind, architectures=[FORMS[kind][1].architecture])))
-    return path
-
-
 def test_explain_says_whether_the_model_can_be_exported(tmp_path: Path, cli_here: Cli) -> None:
-    folder = str(folder_of("qwen3_moe", tmp_path / "folder"))
-    words = ("explain", "--pretrained", folder, "--set", "trainer.seq_length=32")
-    shown = cli_here(*words)
-    assert shown.returncode == 0, shown.stderr
-    assert "'mplug checkpoint export --to huggingface' writes Qwen3MoeForCausalLM" in shown.stdout
-    shown = cli_here(*words, "--set", "model.capacity_factor=1.25")
-    assert (
-        "'mplug checkpoint export --to huggingface' refuses this run: the model of models/qwen has no" in shown.stdout
-    )
-    assert "cannot express model.capacity_factor=1.25" in shown.stdout
+    given = tiny("qwen3_moe", architectures=["Qwen3MoeForCausalLM"])
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    words = ("explain", "--pretrained", str(tmp_path), "--set", "trainer.seq_length=32")
+    export = "'mplug checkpoint export --to huggingface'"
+    assert f"{export} writes Qwen3MoeForCausalLM" in cli_here(*words).stdout
+    shown = cli_here(*words, "--set", "model.capacity_factor=1.25").stdout
+    assert f"{export} refuses this run: the model of models/qwen has no" in shown
+    assert "cannot express model.capacity_factor=1.25" in shown
 
 
 def test_a_run_that_begins_with_a_published_model_says_at_its_start_that_it_cannot_be_exported(

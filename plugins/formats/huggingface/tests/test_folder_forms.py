@@ -15,24 +15,17 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from mplug_huggingface_format.folder import INDEX, WHOLE
-from published import (
-    VOCAB,
-    Made,
-    edited,
-    loaded,
-    logits,
-    require_fitting,
-    rewritten,
-    tensors,
-)
+from published import VOCAB, Made, edited, loaded, logits, require_fitting, rewritten, tensors
 
 from mplug.checkpoint import copies
 from mplug.errors import UsageError
 
 Cli = Callable[..., CompletedProcess[str]]
+Change = Callable[[dict[str, Tensor]], object]
 Folder = Callable[[str], Path]
 TOKENS = torch.randint(0, VOCAB, (2, 24), generator=torch.Generator().manual_seed(3))
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+LAYER, O_PROJ = "transformer.h.0", "model.layers.0.self_attn.o_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +39,10 @@ def folder(models: Made, tmp_path: Path) -> Folder:
     return lambda family: shutil.copytree(models[family][0], tmp_path / "folder")
 
 
-def changed(path: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+def changed(path: Path, change: Change = lambda _: None) -> Path:
     """The folder in one file, after a change of its tensors."""
     rewritten(path, change)
     return path
-
-
-def unchanged(found: dict[str, Tensor]) -> None:
-    """No change of a folder's tensors."""
-    del found
 
 
 def refusal(path: Path) -> str:
@@ -65,11 +53,191 @@ def refusal(path: Path) -> str:
     return str(refused.value)
 
 
-# A head beside a tied embedding.
+# Changes of a folder, for the table below.
+
+
+def fields(**values: Any) -> Callable[[Path], object]:
+    return lambda path: edited(path, **values)
+
+
+def put(name: str, value: Tensor) -> Callable[[Path], object]:
+    return lambda path: rewritten(path, lambda found: found.update({name: value}))
+
+
+def drop(name: str) -> Callable[[Path], object]:
+    return lambda path: rewritten(path, lambda found: found.pop(name))
+
+
+def index(weight_map: object) -> Callable[[Path], object]:
+    return lambda path: (path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def pickled(path: Path) -> None:
+    for file in [*path.glob("*.safetensors"), path / INDEX]:
+        file.unlink()
+    (path / "pytorch_model.bin").write_bytes(b"")
+
+
+def cut_short(path: Path) -> None:
+    file = min(path.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def file_of_another_download(path: Path) -> None:
+    shutil.copy(min(path.glob("*.safetensors")), path / "model-00004-of-00004.safetensors")
+
+
+def two_files_without_an_index(path: Path) -> None:
+    shutil.copy(changed(path) / WHOLE, path / "model-00001-of-00002.safetensors")
+
+
+def index_of_absent_files(path: Path) -> None:
+    kept = (path / INDEX).read_text()
+    changed(path)
+    (path / INDEX).write_text(kept)
+
+
+def tensor_in_two_files(path: Path) -> None:
+    names = json.loads((path / INDEX).read_text())["weight_map"]
+    file = next(one for one in sorted({*names.values()}) if one != names[EMBEDDING])
+    save_file({**load_file(path / file), EMBEDDING: torch.ones(VOCAB, 32)}, path / file)
+
+
+def index_that_names_another_file(path: Path) -> None:
+    names = json.loads((path / INDEX).read_text())["weight_map"]
+    index({**names, HEAD: next(one for one in sorted({*names.values()}) if one != names[HEAD])})(path)
+
+
+def tensor_that_the_index_has(path: Path) -> None:
+    file = path / json.loads((path / INDEX).read_text())["weight_map"][EMBEDDING]
+    save_file({name: one for name, one in load_file(file).items() if name != EMBEDDING}, file)
+
+
+def layer_after_the_last(found: dict[str, Tensor]) -> None:
+    last = {name: one for name, one in found.items() if name.startswith("model.layers.3.")}
+    found |= {name.replace("layers.3.", "layers.4."): one.clone() for name, one in last.items()}
+
+
+def one_layer_more(path: Path) -> None:
+    rewritten(path, layer_after_the_last)
+
+
+def of_library(name: str) -> Callable[[Path], object]:
+    """Flax keeps matrices as [in, out]; a square one has the same shape."""
+    return lambda path: save_file(load_file(changed(path) / WHOLE), path / WHOLE, {"format": name})
+
+
+BY_THE_COMMAND: list[tuple[str, Callable[[Path], object], str]] = [
+    ("gpt2", lambda f: min(f.glob("*.safetensors")).unlink(), "lacks 'model-00001-of-00003.safetensors'"),
+    ("gpt2", fields(sparse_attention=4), "its field 'sparse_attention' is unknown to the family"),
+    ("gpt2", put(f"{LAYER}.a", torch.ones(7)), f"the model does not use '{LAYER}.a'"),
+]
+REFUSED: list[tuple[str, Callable[[Path], object], str]] = [
+    *BY_THE_COMMAND,
+    ("gpt2", cut_short, "exceed the file; download the file again"),
+    ("gpt2", pickled, "has its weights in 'pytorch_model.bin', a pickle, which can run code"),
+    ("gpt2", lambda f: [file.unlink() for file in f.glob("model*")], "but no safetensors files"),
+    ("gpt2", index([]), "has no valid 'weight_map'"),
+    ("gpt2", index({"a": "../x.safetensors"}), "has no valid 'weight_map'"),
+    ("gpt2", lambda f: (f / "config.json").write_text("{"), "download the file again"),
+    ("llama", lambda f: save_file({"a": torch.ones(1)}, f / WHOLE), f"'{INDEX}' does not name, so it could hold two"),
+    ("llama", index_of_absent_files, f"has '{WHOLE}', which"),
+    ("llama", file_of_another_download, f"has 'model-00004-of-00004.safetensors', which '{INDEX}' does not name"),
+    ("llama", two_files_without_an_index, f"has '{WHOLE}' and 'model-00001-of-00002.safetensors' without an index"),
+    ("llama", tensor_in_two_files, f"has the tensor '{EMBEDDING}', which '{INDEX}' has in 'model-0000"),
+    ("llama", index_that_names_another_file, f"has the tensor '{HEAD}', which '{INDEX}' has in"),
+    ("llama", tensor_that_the_index_has, f"lacks '{EMBEDDING}', which '{INDEX}' has in it"),
+    ("llama", of_library("flax"), "its tensors are those of 'flax', not of PyTorch; use a folder that was"),
+    ("llama", of_library("tf"), "its tensors are those of 'tf', not of PyTorch"),
+    ("llama", lambda f: (f / "adapter_config.json").write_text("{}"), "beside config.json: adapters, which would not"),
+    # config.json
+    ("gpt2", fields(architectures=["BloomForCausalLM"], model_type="bloom"), "no installed model family reads 'Bloom"),
+    ("gpt2", fields(architectures=None, model_type=None), "names no architecture"),
+    ("gpt2", fields(n_head=5), "describes no model of models/gpt: num_attention_heads=5 does not divide"),
+    ("gpt2", fields(scale_attn_weights=False), "'scale_attn_weights' is false, but the family supports true only"),
+    ("llama", fields(quantization_config="awq"), "its field 'quantization_config' is "),
+    ("llama", fields(quantization_config=False), "its field 'quantization_config' is "),
+    ("gpt2", fields(quantization_config={"quant_method": "gptq"}), "weights is named 'gptq' (known: fp8 and mxfp4)"),
+    # Tensors.
+    ("gpt2", drop(f"{LAYER}.mlp.c_fc.weight"), f"'{LAYER}.mlp.c_fc.weight'; name them in checkpoint.pretrained.except"),
+    (
+        "gpt2",
+        lambda f: rewritten(f, lambda t: t.update(a=t.pop("transformer.wte.weight"), b=torch.ones(1))),
+        "it lacks 'transformer.wte.weight'; the model does not use 'a' and 'b'",
+    ),
+    ("llama", fields(attention_bias=True), "it lacks 'model.layers.0.self_attn.k_proj.bias'"),
+    ("llama", put("model.rotary_emb.scale", torch.ones(4)), "does not use 'model.rotary_emb"),
+    ("llama", put("model.norm.weight", torch.ones(1, 32)), "has shape (1, 32)"),
+    ("llama", put("model.norm.weight", torch.ones(32).to(torch.float8_e4m3fn)), "F8_E4M3"),
+    ("deepseek-v3", drop("model.layers.1.mlp.gate.e_score_correction_bias"), "it lacks 'model.layers.1.mlp.gate"),
+    ("mixtral", drop("model.layers.1.block_sparse_moe.experts.3.w2.weight"), "it lacks 'model.layers.1.block"),
+    ("mixtral", fields(num_local_experts=3), "does not use 'model.layers.0.block_sparse_moe.experts"),
+    ("deepseek-v3", one_layer_more, "does not use 'model.layers.4."),
+    # A head that is absent, or beside a tied embedding.
+    ("llama", drop(HEAD), f"it lacks '{HEAD}'"),
+    (
+        "qwen2",
+        put(HEAD, torch.ones(VOCAB - 1, 32)),
+        f"'{HEAD}' has shape ({VOCAB - 1}, 32), but the model has ({VOCAB}",
+    ),
+    ("qwen2", put(HEAD, torch.ones(VOCAB, 32, dtype=torch.int32)), f"'{HEAD}' has the type I32"),
+]
+
+
+@pytest.mark.parametrize(("family", "change", "sentence"), REFUSED)
+def test_a_folder_that_does_not_fit_is_refused_in_one_sentence(
+    family: str, change: Callable[[Path], object], sentence: str, folder: Folder
+) -> None:
+    path = folder(family)
+    change(path)
+    assert sentence in refusal(path)
+
+
+@pytest.mark.parametrize(("family", "change", "sentence"), BY_THE_COMMAND)
+def test_the_command_refuses_it_before_it_starts_a_run(
+    family: str, change: Callable[[Path], object], sentence: str, folder: Folder, tmp_path: Path, cli_here: Cli
+) -> None:
+    change(folder(family))
+    result = cli_here("train", "--pretrained", "folder", "--set", "trainer.seq_length=32", "--parallel", "tp2")
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert sentence in result.stderr
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def copies_in_other_forms(path: Path) -> None:
+    for name in ("consolidated.safetensors", "model.fp16.safetensors", "pytorch_model.bin"):
+        (path / name).write_bytes(b"not a model")
+
+
+def index_of_one_file(path: Path) -> None:
+    index(dict.fromkeys(tensors(changed(path)), WHOLE))(path)
+
+
+def without_head_but_tied(path: Path) -> None:
+    drop(HEAD)(path)
+    edited(path, tie_word_embeddings=True)
+
+
+@pytest.mark.parametrize(
+    "change", [copies_in_other_forms, index_of_one_file, without_head_but_tied, of_library("pt"), of_library("mlx")]
+)
+def test_other_forms_of_the_same_model_are_accepted(change: Callable[[Path], object], folder: Folder) -> None:
+    path = folder("llama")
+    change(path)
+    require_fitting(path)
+
+
+# A head beside a tied embedding, with its values or with others.
 
 
 def with_head(found: dict[str, Tensor], factor: float = 1.0) -> None:
     found[HEAD] = found[EMBEDDING] * factor
+
+
+def of_other_types(found: dict[str, Tensor]) -> None:
+    found[EMBEDDING] = found[EMBEDDING].bfloat16()
+    found[HEAD] = found[EMBEDDING].double()
 
 
 def test_a_head_that_equals_the_tied_embedding_changes_nothing(folder: Folder, models: Made) -> None:
@@ -77,14 +245,8 @@ def test_a_head_that_equals_the_tied_embedding_changes_nothing(folder: Folder, m
     require_fitting(path)
     expected = models["qwen2"][1](TOKENS).logits
     assert (logits(loaded(path)[1], TOKENS) - expected).abs().max() < 1e-5
-
-
-def test_a_head_of_another_type_with_the_same_values_is_equal(folder: Folder) -> None:
-    def add(found: dict[str, Tensor]) -> None:
-        found[EMBEDDING] = found[EMBEDDING].bfloat16()
-        found[HEAD] = found[EMBEDDING].double()
-
-    loaded(changed(folder("qwen2"), add))
+    loaded(changed(path, lambda found: with_head(found, 2.0)), checkpoint__pretrained__except=["lm_head"])
+    loaded(changed(path, of_other_types))
 
 
 @pytest.mark.parametrize("place", [(0, 0), (VOCAB - 1, 31), (VOCAB // 2, 3)])
@@ -115,12 +277,7 @@ def _reads(path: Path, layout: str, rank: int) -> bool:
 
 def test_every_rank_of_a_run_refuses_it(folder: Folder, tmp_path: Path, cli: Cli) -> None:
     """Only one of the two ranks holds the row that differs."""
-
-    def add(found: dict[str, Tensor]) -> None:
-        with_head(found)
-        found[HEAD][-1] += 1
-
-    changed(folder("qwen2"), add)
+    changed(folder("qwen2"), lambda found: (with_head(found), found[HEAD][-1].add_(1)))
     (tmp_path / "text.txt").write_text("one and two\n" * 400)
     words = ("--set", "trainer.seq_length=32", "--set", "data.path=text.txt", "--set", "trainer.device=cpu")
     result = cli("train", "--pretrained", "folder", "--parallel", "tp2", "--name", "run", *words)
@@ -128,18 +285,6 @@ def test_every_rank_of_a_run_refuses_it(folder: Folder, tmp_path: Path, cli: Cli
     assert f"'{HEAD}' and '{EMBEDDING}' have different values" in result.stderr
     assert len(result.stderr.splitlines()) == 1, result.stderr
     assert not (tmp_path / "runs" / "run" / "metrics.jsonl").exists()
-
-
-def test_the_user_may_leave_the_head_out(folder: Folder) -> None:
-    path = changed(folder("qwen2"), lambda found: with_head(found, 2.0))
-    loaded(path, checkpoint__pretrained__except=["lm_head"])
-
-
-def test_a_head_of_another_shape_is_refused_before_the_start(folder: Folder) -> None:
-    path = changed(folder("qwen2"), lambda found: found.update({HEAD: found[EMBEDDING][:-1].clone()}))
-    assert f"'{HEAD}' has shape ({VOCAB - 1}, 32), but the model has ({VOCAB}, 32)" in refusal(path)
-    path = changed(path, lambda found: found.update({HEAD: torch.ones(VOCAB, 32, dtype=torch.int32)}))
-    assert f"'{HEAD}' has the type I32" in refusal(path)
 
 
 def test_a_head_is_compared_in_a_folder_without_the_prefix_too(folder: Folder) -> None:
@@ -155,42 +300,31 @@ def test_a_head_is_compared_in_a_folder_without_the_prefix_too(folder: Folder) -
         loaded(path)
 
 
-def test_a_missing_head_is_refused_unless_it_is_tied(folder: Folder) -> None:
-    path = changed(folder("llama"), lambda found: found.pop(HEAD))
-    assert f"it lacks '{HEAD}'" in refusal(path)
-    edited(path, tie_word_embeddings=True)
-    require_fitting(path)
-
-
-# Layers.
-
-
-def layer_after_the_last(found: dict[str, Tensor]) -> None:
-    last = {name: one for name, one in found.items() if name.startswith("model.layers.3.")}
-    found |= {name.replace("layers.3.", "layers.4."): one.clone() for name, one in last.items()}
-
-
-@pytest.mark.parametrize("family", ["llama", "deepseek-v3", "deepseek-v2"])
-def test_a_layer_more_than_config_json_has_is_refused(family: str, folder: Folder) -> None:
-    path = changed(folder(family), layer_after_the_last)
-    assert "the model does not use 'model.layers.4." in refusal(path)
+# The layer for multi-token prediction: the one after the last.
 
 
 def prediction_layer(found: dict[str, Tensor]) -> None:
-    """The layer of multi-token prediction after the last layer, with copies of the embedding and of the head."""
+    """A copy of the last layer times 2, and copies of the embedding and of the head. The library writes none."""
     layer_after_the_last(found)
+    found |= {name: one * 2 for name, one in found.items() if name.startswith("model.layers.4.")}
     for name, shape in (("enorm", (32,)), ("hnorm", (32,)), ("shared_head.norm", (32,)), ("eh_proj", (32, 64))):
-        found[f"model.layers.4.{name}.weight"] = torch.ones(shape)
+        found[f"model.layers.4.{name}.weight"] = torch.randn(shape)
     found["model.layers.4.embed_tokens.weight"] = found[EMBEDDING].clone()
     found["model.layers.4.shared_head.head.weight"] = found[HEAD].clone()
 
 
-def test_the_layer_for_multi_token_prediction_repeats_embedding_and_head(folder: Folder) -> None:
+def test_the_layer_for_multi_token_prediction_is_read_if_the_model_has_one(folder: Folder, models: Made) -> None:
     path = changed(folder("deepseek-v3"), prediction_layer)
-    for depths in (0, 1):
-        loaded(path, model__num_mtp_layers=depths)
-    for name, other in (("embed_tokens", EMBEDDING), ("shared_head.head", HEAD)):
-        copy = f"model.layers.4.{name}.weight"
+    assert not [name for name in loaded(path)[1].parameters() if name.startswith("ahead.")]
+    own, stored = loaded(path, model__num_mtp_layers=1)[1].parameters(), tensors(path)
+    assert torch.equal(own["ahead.depths.0.merge.weight"], stored["model.layers.4.eh_proj.weight"][1])
+    assert torch.equal(own["ahead.depths.0.norm.weight"], stored["model.layers.4.shared_head.norm.weight"][1])
+    for name in ("attn.kv_up.weight", "moe.experts.up", "norm2.weight"):
+        assert torch.equal(own[f"ahead.depths.0.block.{name}"], 2 * own[f"blocks.3.{name}"])
+    with pytest.raises(UsageError, match=r"it lacks 'model.layers.4.eh_proj.weight'"):
+        loaded(models["deepseek-v3"][0], model__num_mtp_layers=1)
+    for part, other in (("embed_tokens", EMBEDDING), ("shared_head.head", HEAD)):
+        copy = f"model.layers.4.{part}.weight"
         changed(path, lambda found, copy=copy: found[copy].mul_(2))
         loaded(path, model__num_mtp_layers=0)
         with pytest.raises(UsageError, match=f"'{copy}' and '{other}' have different values"):
@@ -198,112 +332,14 @@ def test_the_layer_for_multi_token_prediction_repeats_embedding_and_head(folder:
         changed(path, lambda found, copy=copy: found[copy].div_(2))
 
 
-# Files.
-
-
-def test_an_index_beside_a_single_file_is_refused_unless_it_names_this_file_alone(folder: Folder) -> None:
-    path = folder("llama")
-    save_file({"a": torch.ones(1)}, path / WHOLE)
-    assert f"has '{WHOLE}', which '{INDEX}' does not name, so it could hold two models" in refusal(path)
-    index = json.loads((path / INDEX).read_text())["weight_map"]
-    (path / WHOLE).unlink()
-    changed(path, unchanged)
-    (path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(index, WHOLE)}))
-    require_fitting(path)
-    (path / INDEX).write_text(json.dumps({"weight_map": index}))
-    assert f"has '{WHOLE}', which" in refusal(path)
-
-
-def test_files_of_another_download_are_refused(folder: Folder) -> None:
-    path = folder("llama")
-    shutil.copy(min(path.glob("*.safetensors")), path / "model-00004-of-00004.safetensors")
-    assert f"has 'model-00004-of-00004.safetensors', which '{INDEX}' does not name" in refusal(path)
-    changed(path, unchanged)
-    shutil.copy(path / WHOLE, path / "model-00001-of-00002.safetensors")
-    assert f"has '{WHOLE}' and 'model-00001-of-00002.safetensors' without an index" in refusal(path)
-
-
-def test_files_that_are_no_part_of_the_model_are_not_read(folder: Folder) -> None:
-    """Copies in the form of another library, of another precision, or as pickles."""
-    path = folder("llama")
-    for name in ("consolidated.safetensors", "model.fp16.safetensors", "pytorch_model.bin"):
-        (path / name).write_bytes(b"not a model")
-    require_fitting(path)
-
-
-def test_a_tensor_in_two_files_is_refused(folder: Folder) -> None:
-    path = folder("llama")
-    names = json.loads((path / INDEX).read_text())["weight_map"]
-    file = next(one for one in sorted({*names.values()}) if one != names[EMBEDDING])
-    save_file({**load_file(path / file), EMBEDDING: torch.ones(VOCAB, 32)}, path / file)
-    assert f"has the tensor '{EMBEDDING}', which '{INDEX}' has in '{names[EMBEDDING]}'" in refusal(path)
-
-
-def test_a_tensor_in_another_file_than_the_index_says_is_refused(folder: Folder) -> None:
-    path = folder("llama")
-    index = json.loads((path / INDEX).read_text())
-    files = sorted({*index["weight_map"].values()})
-    index["weight_map"][HEAD] = next(one for one in files if one != index["weight_map"][HEAD])
-    (path / INDEX).write_text(json.dumps(index))
-    assert f"has the tensor '{HEAD}', which '{INDEX}' has in" in refusal(path)
-    kept = dict(load_file(path / files[0]))
-    kept.pop(EMBEDDING)
-    index["weight_map"][HEAD] = tensors(path)[HEAD][0]
-    (path / INDEX).write_text(json.dumps(index))
-    save_file(kept, path / files[0])
-    assert f"lacks '{EMBEDDING}', which '{INDEX}' has in it" in refusal(path)
-
-
-def test_tensors_of_another_library_are_refused(folder: Folder) -> None:
-    """Flax keeps matrices as [in, out]; a square one has the same shape."""
-    path = changed(folder("llama"), unchanged)
-    for library, is_read in (("pt", True), ("mlx", True), ("flax", False), ("tf", False)):
-        save_file(load_file(path / WHOLE), path / WHOLE, {"format": library})
-        if is_read:
-            require_fitting(path)
-        else:
-            assert f"its tensors are those of '{library}', not of PyTorch; use a folder that was" in refusal(path)
-
-
-def test_adapters_beside_the_model_are_refused(folder: Folder) -> None:
-    path = folder("llama")
-    (path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    assert "has 'adapter_config.json' beside config.json: adapters, which would not be applied" in refusal(path)
-
-
-# Tensors.
-
-
-@pytest.mark.parametrize(
-    ("family", "change", "fields", "sentence"),
-    [
-        ("llama", lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}), {}, "does not use"),
-        ("llama", lambda t: t.update({f"{HEAD[:-7]}.bias": torch.ones(VOCAB)}), {}, "does not use 'lm_head.bias'"),
-        ("llama", unchanged, {"attention_bias": True}, "it lacks 'model.layers.0.self_attn.k_proj.bias'"),
-        ("llama", lambda t: t.update({"model.rotary_emb.scale": torch.ones(4)}), {}, "does not use 'model.rotary_emb"),
-        ("llama", lambda t: t.update({"model._orig_mod.a": torch.ones(4)}), {}, "does not use 'model._orig_mod.a'"),
-        ("llama", lambda t: t.update({"model.norm.weight": torch.ones(1, 32)}), {}, "has shape (1, 32)"),
-        ("llama", lambda t: t.update({"model.norm.weight": torch.ones(32).to(torch.float8_e4m3fn)}), {}, "F8_E4M3"),
-        ("gemma3", lambda t: t.pop("model.layers.1.self_attn.q_norm.weight"), {}, "it lacks 'model.layers.1.self_attn"),
-        ("gpt-oss", lambda t: t.pop("model.layers.2.self_attn.sinks"), {}, "it lacks 'model.layers.2.self_attn.sinks'"),
-        ("deepseek-v3", lambda t: t.pop("model.layers.1.mlp.gate.e_score_correction_bias"), {}, "it lacks 'model.lay"),
-        ("mixtral", lambda t: t.pop("model.layers.1.block_sparse_moe.experts.3.w2.weight"), {}, "it lacks 'model.lay"),
-        ("mixtral", unchanged, {"num_local_experts": 3}, "does not use 'model.layers.0.block_sparse_moe.experts"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused(
-    family: str, change: Callable[[dict[str, Tensor]], object], fields: dict[str, Any], sentence: str, folder: Folder
-) -> None:
-    path = changed(folder(family), change)
-    edited(path, **fields)
-    assert sentence in refusal(path)
+# What of a folder is not read.
 
 
 def test_saved_frequencies_of_older_releases_are_not_read(folder: Folder, models: Made) -> None:
     """The library computes them from config.json, whatever the folder has."""
-    path = changed(folder("llama"), lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
-    expected = models["llama"][1](TOKENS).logits
-    assert (logits(loaded(path)[1], TOKENS) - expected).abs().max() < 1e-5
+    path = folder("llama")
+    put("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(8))(path)
+    assert (logits(loaded(path)[1], TOKENS) - models["llama"][1](TOKENS).logits).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -327,56 +363,42 @@ def quantised(found: dict[str, Tensor]) -> None:
 
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [8, 8], "activation_scheme": "dynamic"}
-O_PROJ = "model.layers.0.self_attn.o_proj.weight"
+SCALES = f"{O_PROJ}_scale_inv"
+
+
+def cast(name: str, dtype: torch.dtype) -> Change:
+    return lambda found: found.update({name: found[name].to(dtype)})
 
 
 @pytest.mark.parametrize(
-    ("change", "fields", "sentence"),
+    ("change", "own", "sentence"),
     [
-        (unchanged, {}, ""),
-        (unchanged, {"modules_to_not_convert": ["lm_head"], "scale_fmt": "ue8m0"}, ""),
-        (
-            lambda t: t.update({O_PROJ: t[O_PROJ].bfloat16()}),
-            {},
-            f"'{O_PROJ}' has the type BF16, but the quantised form",
-        ),
-        (
-            lambda t: t.update({f"{O_PROJ}_scale_inv": t[f"{O_PROJ}_scale_inv"].to(torch.uint8)}),
-            {},
-            f"'{O_PROJ}_scale_inv' has the type U8",
-        ),
-        (lambda t: t.pop(f"{O_PROJ}_scale_inv"), {}, f"'{O_PROJ}' has the type F8_E4M3 without factors"),
-        (lambda t: t.update({O_PROJ: t[O_PROJ].to(torch.float8_e5m2)}), {}, f"'{O_PROJ}' has the type F8_E5M2"),
-        (unchanged, {"activation_scheme": "static"}, "an 'activation_scheme' other than 'dynamic'"),
-        (unchanged, {"weight_block_size": None}, "not in e4m3 with a 'weight_block_size' of two numbers"),
-        (unchanged, {"expert_dtype": "fp4"}, "the field 'expert_dtype' of its quantization_config is unknown"),
-        (unchanged, {"quant_method": "bitsandbytes"}, "no decoder of quantised weights is named 'bitsandbytes'"),
-        (unchanged, {"quant_method": None}, "it lacks the field 'quantization_config.quant_method'"),
+        (None, {}, ""),
+        (None, {"modules_to_not_convert": ["lm_head"], "scale_fmt": "ue8m0"}, ""),
+        (cast(O_PROJ, torch.bfloat16), {}, f"'{O_PROJ}' has the type BF16, but the quantised form"),
+        (cast(SCALES, torch.uint8), {}, f"'{SCALES}' has the type U8"),
+        (lambda t: t.pop(SCALES), {}, f"'{O_PROJ}' has the type F8_E4M3 without factors"),
+        (cast(O_PROJ, torch.float8_e5m2), {}, f"'{O_PROJ}' has the type F8_E5M2"),
+        (None, {"activation_scheme": "static"}, "an 'activation_scheme' other than 'dynamic'"),
+        (None, {"weight_block_size": None}, "not in e4m3 with a 'weight_block_size' of two numbers"),
+        (None, {"expert_dtype": "fp4"}, "the field 'expert_dtype' of its quantization_config is unknown"),
+        (None, {"quant_method": None}, "it lacks the field 'quantization_config.quant_method'"),
     ],
 )
 def test_quantised_tensors_have_the_types_of_their_method(
-    change: Callable[[dict[str, Tensor]], object], fields: dict[str, Any], sentence: str, folder: Folder
+    change: Change | None, own: dict[str, Any], sentence: str, folder: Folder
 ) -> None:
-    path = changed(folder("llama"), quantised)
-    changed(path, change)
-    edited(path, quantization_config={**FP8, **fields})
+    path = changed(changed(folder("llama"), quantised), change or (lambda _: None))
+    edited(path, quantization_config={**FP8, **own})
     if sentence:
         assert sentence in refusal(path)
     else:
         loaded(path)
 
 
-@pytest.mark.parametrize("value", ["awq", [], False])
-def test_a_quantisation_that_is_no_mapping_is_refused(value: object, folder: Folder) -> None:
-    path = folder("llama")
-    edited(path, quantization_config=value)
-    assert "its field 'quantization_config' is " in refusal(path)
-
-
 def test_packed_experts_are_unsigned_bytes(folder: Folder) -> None:
-    path = folder("gpt-oss")
+    path, name = folder("gpt-oss"), "model.layers.0.mlp.experts.gate_up_proj"  # [4, 32, 96]
     edited(path, quantization_config={"quant_method": "mxfp4"})
-    name = "model.layers.0.mlp.experts.gate_up_proj"  # [4, 32, 96]
 
     def pack(found: dict[str, Tensor], dtype: torch.dtype = torch.uint8) -> None:
         found.pop(name, None)
@@ -384,11 +406,9 @@ def test_packed_experts_are_unsigned_bytes(folder: Folder) -> None:
         found[f"{name}_scales"] = torch.zeros(4, 96, 1, dtype=torch.uint8)
 
     require_fitting(changed(path, pack))
-    assert f"'{name}_blocks' has the type I8, but the quantised form has uint8" in refusal(
-        changed(path, lambda found: pack(found, torch.int8))
-    )
-    both = changed(path, lambda found: (pack(found), found.update({name: torch.zeros(4, 32, 96)})))
-    assert f"the model does not use '{name}'" in refusal(both)
+    changed(path, lambda found: pack(found, torch.int8))
+    assert f"'{name}_blocks' has the type I8, but the quantised form has uint8" in refusal(path)
+    changed(path, lambda found: (pack(found), found.update({name: torch.zeros(4, 32, 96)})))
+    assert f"the model does not use '{name}'" in refusal(path)
     edited(path, quantization_config={"quant_method": "mxfp4", "group_size": 16})
-    changed(path, pack)
-    assert "the field 'group_size' of its quantization_config is unknown for 'mxfp4'" in refusal(path)
+    assert "the field 'group_size' of its quantization_config is unknown for 'mxfp4'" in refusal(changed(path, pack))

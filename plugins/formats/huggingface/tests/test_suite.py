@@ -10,15 +10,7 @@ from mplug_testing import FormatSuite
 
 class TestHuggingFace(FormatSuite):
     plugin = "huggingface"
-    settings = {
-        "model.name": "llama",
-        "model.num_layers": 2,
-        "model.hidden_size": 32,
-        "model.num_attention_heads": 4,
-        "model.num_kv_heads": 2,
-        "model.ffn_hidden_size": 48,
-        "model.vocab_size": 259,
-    }
+    settings = {"model.name": "llama", "model.num_kv_heads": 2, "model.ffn_hidden_size": 48}
 
 
 class TestPEFT(FormatSuite):

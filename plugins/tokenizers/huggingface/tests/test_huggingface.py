@@ -1,14 +1,13 @@
 """Files tokenizer.json: mplug's suite on byte-level BPE and on word pieces, and which token ends a document."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("tokenizers")
 
-from mplug_huggingface import HuggingFace
+from byte_level import byte_level
+from mplug_huggingface import FileTokenizer, HuggingFace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from mplug import UsageError
@@ -17,16 +16,9 @@ from mplug_testing import TokenizerSuite
 TEXTS = ["the quick brown fox", "jumps over the lazy dog", "Grüße, 世界 🌍", "long long text: 1 + 2 = 3"] * 3
 
 
-def trained(path: Path, *special: str, size: int = 400) -> Path:
-    """A byte-level BPE tokenizer, with a post-processor that would put special tokens around a text."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(TEXTS, trainer)
+def trained(path: Path, *special: str) -> Path:
+    """A file with a post-processor that would put special tokens around a text, and with truncation and padding."""
+    tokenizer = byte_level(TEXTS, *special, size=400)
     if special:
         around = [(special[0], tokenizer.token_to_id(special[0]))]
         tokenizer.post_processor = processors.TemplateProcessing(single=f"{special[0]} $A", special_tokens=around)
@@ -36,22 +28,18 @@ def trained(path: Path, *special: str, size: int = 400) -> Path:
     return path
 
 
-def by_the_library(settings: Mapping[str, Any], text: str) -> list[int]:
-    """The tokens of the library alone, which would add special tokens, cut and fill up, and find special tokens."""
-    tokenizer = Tokenizer.from_file(settings["path"])
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
-    found: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-    return found
-
-
 class TestHuggingFace(TokenizerSuite):
     plugin = "huggingface"
     examples = {"eod": ["</s>"]}
 
     def reference(self, text: str) -> list[int]:
-        return by_the_library(self.settings, text)
+        """The library alone would add special tokens, cut and fill up, and find special tokens."""
+        tokenizer = Tokenizer.from_file(self.settings["path"])
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True
+        found: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return found
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
@@ -61,15 +49,11 @@ class TestHuggingFace(TokenizerSuite):
         }
 
 
-class TestWordPieces(TokenizerSuite):
+class TestWordPieces(TestHuggingFace):
     """A vocabulary that lower-cases and does not know every character: what comes back once comes back always."""
 
-    plugin = "huggingface"
     lossless = False
     examples = {"eod": ["no-such-token"]}
-
-    def reference(self, text: str) -> list[int]:
-        return by_the_library(self.settings, text)
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
@@ -84,52 +68,47 @@ class TestWordPieces(TokenizerSuite):
         cls.settings = {"path": str(path)}
 
 
-def built(path: Path, **options: str) -> tuple[int, int | None]:
-    tokenizer = HuggingFace(HuggingFace.Config(path=str(path), **options)).build_tokenizer()
-    return tokenizer.vocab_size, tokenizer.eod
+def built(path: Path, **options: str) -> FileTokenizer:
+    return HuggingFace(HuggingFace.Config(path=str(path), **options)).build_tokenizer()
 
 
 def test_the_option_eod_or_the_first_known_special_token_ends_a_document(tmp_path: Path) -> None:
     path = trained(tmp_path / "a.json", "<pad>", "</s>", "<mine>")
-    assert built(path)[1] == 1
-    assert built(path, eod="<mine>")[1] == 2
-    assert built(trained(tmp_path / "b.json"))[1] is None
+    assert built(path).eod == 1
+    assert built(path, eod="<mine>").eod == 2
+    assert built(trained(tmp_path / "b.json")).eod is None
 
 
 def test_the_vocabulary_counts_added_tokens(tmp_path: Path) -> None:
     path = trained(tmp_path / "a.json", "</s>")
     tokenizer = Tokenizer.from_file(str(path))
-    before = built(path)[0]
+    before = built(path).vocab_size
     tokenizer.add_special_tokens(["<late>"])
     tokenizer.save(str(path))
-    assert built(path)[0] == before + 1
+    assert built(path).vocab_size == before + 1
 
 
-def test_an_unknown_end_token_and_a_wrong_file_are_refused(tmp_path: Path) -> None:
-    path = trained(tmp_path / "a.json")
+def test_an_unknown_end_token_and_a_file_without_tokens_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"eod '<end>' is no token of path '.*a\.json'"):
-        built(path, eod="<end>")
+        built(trained(tmp_path / "a.json"), eod="<end>")
     (tmp_path / "b.json").write_text('{"model": 1}')
-    for name in ("b.json", "nowhere.json"):
-        with pytest.raises(UsageError, match=rf"cannot read path '.*{name}'"):
-            built(tmp_path / name)
+    with pytest.raises(UsageError, match=r"cannot read path '.*b\.json'"):
+        built(tmp_path / "b.json")
+    Tokenizer(models.BPE()).save(str(tmp_path / "empty.json"))
+    with pytest.raises(UsageError, match=r"empty\.json' has no tokens"):
+        built(tmp_path / "empty.json")
 
 
 def test_a_tokenizer_that_cannot_encode_is_refused(tmp_path: Path) -> None:
-    words = Tokenizer(models.WordLevel({"a": 0}, unk_token="<unk>"))
-    words.save(str(tmp_path / "words.json"))
-    tokenizer = HuggingFace(HuggingFace.Config(path=str(tmp_path / "words.json"))).build_tokenizer()
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="<unk>")).save(str(tmp_path / "words.json"))
+    tokenizer = built(tmp_path / "words.json")
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
         with pytest.raises(UsageError, match=r"the tokenizer cannot encode a text: .*correct its tokenizer\.json"):
             encode("b")
-    Tokenizer(models.BPE()).save(str(tmp_path / "empty.json"))
-    with pytest.raises(UsageError, match=r"empty\.json' has no tokens"):
-        HuggingFace(HuggingFace.Config(path=str(tmp_path / "empty.json"))).build_tokenizer()
 
 
 def test_special_tokens_are_listed_by_text_and_are_not_made_from_texts(tmp_path: Path) -> None:
-    path = trained(tmp_path / "tokenizer.json", "<|im_start|>", "</s>")
-    tokenizer = HuggingFace(HuggingFace.Config(path=str(path))).build_tokenizer()
+    tokenizer = built(trained(tmp_path / "tokenizer.json", "<|im_start|>", "</s>"))
     assert set(tokenizer.special_tokens) == {"<|im_start|>", "</s>"}
     for text, number in tokenizer.special_tokens.items():
         assert tokenizer.tokenizer.token_to_id(text) == number

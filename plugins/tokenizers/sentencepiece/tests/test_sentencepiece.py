@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,28 +54,28 @@ class TestNormalizing(TestSentencePiece):
         cls.settings = {"path": str(path)}
 
 
+def built(path: Path, **options: str) -> Any:
+    return SentencePiece(SentencePiece.Config(path=str(path), **options)).build_tokenizer()
+
+
 def test_the_models_end_piece_or_the_named_piece_ends_a_document(tmp_path: Path) -> None:
     path = trained(tmp_path / "a.model", user_defined_symbols=["<mine>"])
     processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    assert SentencePiece(SentencePiece.Config(path=str(path))).build_tokenizer().eod == processor.eos_id()
-    named = SentencePiece(SentencePiece.Config(path=str(path), eod="<mine>")).build_tokenizer()
-    assert named.eod == processor.piece_to_id("<mine>")
-    without = trained(tmp_path / "b.model", eos_id=-1)
-    assert SentencePiece(SentencePiece.Config(path=str(without))).build_tokenizer().eod is None
-
-
-def test_an_unknown_end_piece_and_a_wrong_file_are_refused(tmp_path: Path) -> None:
-    path = trained(tmp_path / "a.model")
+    assert built(path).eod == processor.eos_id()
+    assert built(path, eod="<mine>").eod == processor.piece_to_id("<mine>")
+    assert built(trained(tmp_path / "b.model", eos_id=-1)).eod is None
     with pytest.raises(UsageError, match=r"eod '<end>' is no piece of path '.*a\.model'"):
-        SentencePiece(SentencePiece.Config(path=str(path), eod="<end>")).build_tokenizer()
+        built(path, eod="<end>")
+
+
+def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "b.model").write_text("no model")
     for name in ("b.model", "nowhere.model"):
         with pytest.raises(UsageError, match=rf"{name}' is no SentencePiece model"):
-            SentencePiece(SentencePiece.Config(path=str(tmp_path / name))).build_tokenizer()
+            built(tmp_path / name)
 
 
 def test_special_tokens_are_the_models_control_pieces(tmp_path: Path) -> None:
-    path = trained(tmp_path / "a.model", control_symbols=["<turn>"])
-    tokenizer = SentencePiece(SentencePiece.Config(path=str(path))).build_tokenizer()
+    tokenizer = built(trained(tmp_path / "a.model", control_symbols=["<turn>"]))
     assert tokenizer.special_tokens == {"<s>": 1, "</s>": 2, "<turn>": 3}
     assert not set(tokenizer.special_tokens.values()) & set(tokenizer.encode("a <turn> b </s>"))

@@ -117,7 +117,7 @@ def test_installing_a_precision_changes_nothing_and_its_options_are_bound_only_b
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("return Precision(weights", "return str", "the answer is a mplug.Precision"),
+        ('gradients="float64")', 'gradients="float64").masters', "the answer is a mplug.Precision"),
         ('masters="float64"', 'masters="float46"', "masters='float46' is not a floating-point format"),
         (
             'def define_precision(self) -> Precision:\n        """The masters',

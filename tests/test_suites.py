@@ -1,7 +1,7 @@
 """The suites of `mplug_testing`: sound packages of third parties pass them, and they catch what authors get wrong.
 
 A file of `suite_faults` has the faults of one package: `Suite.test[arguments]`, then each fault by its name with the
-sound text, what the author writes instead, and words of the failure, which ` ... ` divides.
+sound text, what the author writes instead (`old => new`, or two items), and words of the failure, divided by ` ... `.
 """
 
 import re
@@ -188,7 +188,8 @@ def test_a_suite_catches(
     package: str, call: str, row: list[str], plant: Plant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mplug.model.build.kernels_that_would_do", lambda *_: "")  # a process per installed kernel
-    old, new, words = row
+    *change, words = row
+    old, new = change if len(change) == 2 else change[0].split(" => ")
     suite, test, arguments = re.fullmatch(r"(?:wide )?(\w+)\.(\w+)(\[.*])?", call).groups()  # type: ignore[union-attr]
     plant(package, *(ONE_PASS if suite == "OrthonInOnePass" else ()), old, new)
     with pytest.raises(Fault) as caught:

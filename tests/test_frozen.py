@@ -35,7 +35,6 @@ from mplug_testing.harness import (
     rounding_bound,
     tiny_config,
     tiny_run,
-    weights_off,
 )
 from mplug_testing.harness import logical as logical_of
 from mplug_testing.parity import trained_once
@@ -169,23 +168,7 @@ def test_a_frozen_router_keeps_its_balancing_bias() -> None:
     assert [bool(bias.any()) for bias in biases] == [False, True]
 
 
-# Layouts.
-
-QUICK = [
-    (layout, case, options)
-    for layout, options in (("tp2pp2", {}), ("zero2pp2", STAGE_2), ("fsdp2tp2", {}))
-    for case in (FIRST, ALL_BUT_LAST)
-]
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize(("layout", "case", "options"), QUICK, ids=str)
-def test_a_layout_gives_the_run_of_one_process(layout: str, case: dict[str, Any], options: dict[str, Any]) -> None:
-    alone = {name: value for name, value in options.items() if name.startswith("optimizer")}
-    traces, reference = trained_once({**case, **options, "parallel.layout": layout}), trained_once({**case, **alone})[0]
-    assert difference(traces, reference) == ""
-    assert weights_off(traces, reference) == ""
+# Layouts: suites of strategies and the set `pairs` compare them in fp64.
 
 
 @pytest.mark.parametrize("case", [FIRST, ALL_BUT_LAST], ids=["first", "all but the last"])

@@ -29,8 +29,9 @@ def test_options_are_refused_with_their_path_their_source_and_the_remedy(cli_her
 
 
 @pytest.mark.parametrize("command", ROWS["commands"])
-def test_commands_are_refused_with_the_remedy(cli_here: Cli, command: str) -> None:
+def test_commands_are_refused_with_the_remedy_and_leave_nothing(cli_here: Cli, tmp_path: Path, command: str) -> None:
     assert_refused(cli_here(*shlex.split(command)), ROWS["commands"][command])
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("settings", ROWS["data"])

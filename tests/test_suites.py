@@ -183,15 +183,19 @@ def faults() -> Iterator[Any]:
                 yield pytest.param(path.stem, call, row, id=f"{path.stem}: {name}", marks=marks)
 
 
+def pairs(changes: list[str]) -> list[str]:
+    """Old and new texts in turn."""
+    return [text for change in changes for text in change.split(" => ")]
+
+
 @pytest.mark.parametrize(("package", "call", "row"), list(faults()))
 def test_a_suite_catches(
     package: str, call: str, row: list[str], plant: Plant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mplug.model.build.kernels_that_would_do", lambda *_: "")  # a process per installed kernel
-    *change, words = row
-    old, new = change if len(change) == 2 else change[0].split(" => ")
+    *changes, words = row
     suite, test, arguments = re.fullmatch(r"(?:wide )?(\w+)\.(\w+)(\[.*])?", call).groups()  # type: ignore[union-attr]
-    plant(package, *(ONE_PASS if suite == "OrthonInOnePass" else ()), old, new)
+    plant(package, *(ONE_PASS if suite == "OrthonInOnePass" else ()), *pairs(changes))
     with pytest.raises(Fault) as caught:
         getattr(SUITES[suite](), test)(*yaml.safe_load(arguments or "[]"))
     assert [word for word in words.split(" ... ") if word not in str(caught.value)] == [], str(caught.value)
@@ -200,7 +204,7 @@ def test_a_suite_catches(
 def test_a_slot_that_is_served_in_one_type_only_is_no_fault_of_the_others(plant: Plant) -> None:
     rows = yaml.safe_load((HERE / "suite_faults" / "nova-ringo.yaml").read_text())
     values = "test_values_and_gradients_are_those_of_plain_torch"
-    plant("nova-ringo", *rows[f"Ringo.{values}[bf16]"]["what it serves in one type only is wrong"][:2])
+    plant("nova-ringo", *pairs(rows[f"Ringo.{values}[bf16]"]["what it serves in one type only is wrong"][:-1]))
     getattr(own_suite("ringo"), values)("fp32")
 
 

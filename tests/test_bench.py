@@ -42,16 +42,14 @@ def measured(**changes: Any) -> Measured:
 
 def test_figures_are_those_of_the_median_step_and_of_one_gpu() -> None:
     one = measured()
-    assert one.step == 0.2
-    assert one.tokens_per_s == 10000.0
+    assert (one.step, one.tokens_per_s) == (0.2, 10000.0)
     assert one.tflops(one.flops) == pytest.approx(15.0)
     assert one.tflops(one.flops_full) == pytest.approx(22.5)
     assert one.mfu == pytest.approx(0.5)
     assert measured(peak_tflops=None).mfu is None
     both = one.joined(measured(rounds=[[0.4, 0.6]], memory_gib=3.0))
     assert both.rounds == [[0.5, 0.1, 0.2], [0.4, 0.6]]
-    assert both.step == 0.4
-    assert both.memory_gib == 3.0
+    assert (both.step, both.memory_gib) == (0.4, 3.0)
 
 
 def test_ratios_are_of_each_round_with_its_own_round_of_the_other() -> None:
@@ -109,18 +107,14 @@ def test_a_kernel_is_classed_by_its_name(kernel: str, kind: str) -> None:
 GEMM, FLASH, NCCL, COPY = "nvjet_one", "flash_fwd", "ncclDevKernel_AllReduce", "Memcpy DtoD"
 
 
-def test_classes_and_gaps_add_up_to_the_time_from_the_first_start_to_the_last_end() -> None:
+def test_classes_and_gaps_add_up_and_what_a_collective_hides_behind_a_product_is_not_counted_twice() -> None:
     events = [Event(GEMM, 1.0, 4.0), Event(FLASH, 4.0, 5.0), Event(GEMM, 7.0, 8.0), Event(COPY, 8.5, 9.0)]
     assert by_class(events) == {"GEMM": 4.0, "attention": 1.0, "copies and fills": 0.5, "gaps": 2.5}
     assert by_class([]) == {"gaps": 0.0}
-
-
-def test_what_a_collective_hides_behind_a_product_is_not_counted_twice() -> None:
     events = [Event(NCCL, 0.0, 4.0), Event(GEMM, 1.0, 3.0), Event(NCCL, 2.0, 5.0), Event(COPY, 4.5, 5.5)]
     assert by_class(events) == {"collectives": 2.5, "GEMM": 2.0, "copies and fills": 1.0, "gaps": 0.0}
     profile = profile_of(events, steps=1)
-    assert profile.collectives == 5.0, "two at once are one time"
-    assert profile.step == 5.5
+    assert (profile.collectives, profile.step) == (5.0, 5.5), "two collectives at once are one time"
 
 
 def test_a_profile_is_of_the_steps_after_the_head_start() -> None:

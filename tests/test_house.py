@@ -15,6 +15,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from click.testing import CliRunner
+
+import mplug
+from mplug.cli import main
+from mplug.config.binding import HOST_SECTIONS
+from mplug.training.interrupt import STOPPING
 
 ROOT = Path(__file__).parent.parent
 HOST = ROOT / "mplug"
@@ -84,8 +90,6 @@ def test_the_host_knows_no_plugin_no_block_and_no_format_of_other_software(path:
 @pytest.mark.parametrize("plugin", [*PLUGINS, *STRANGERS], ids=package_of)
 def test_a_plugin_imports_no_other_plugin_and_of_the_host_only_what_is_exported(plugin: Path) -> None:
     """The tests of strangers, too, take only what is exported."""
-    import mplug
-
     exported = {*mplug.__all__, *(module.partition(".")[2] for module in PUBLIC)}
     own = [*plugin.rglob("src/**/*.py")]
     for path in own:
@@ -109,18 +113,15 @@ def test_the_building_blocks_know_nothing_distributed(path: Path) -> None:
     assert not [text for text in strings(source) if "distributed" in text]
 
 
-@pytest.mark.parametrize(
-    ("spelling", "module"),
-    [
-        ("import torch.distributed as d", "torch.distributed"),
-        ("from torch import distributed", "torch.distributed"),
-        ("from torch.distributed import all_reduce", "torch.distributed"),
-        ("import_module('torch.distributed')", "torch.distributed"),
-        ("__import__('mplug_gpt')", "mplug_gpt"),
-    ],
-)
-def test_no_spelling_of_an_import_escapes_the_rules(spelling: str, module: str) -> None:
-    assert module in set(imports(spelling))
+def test_no_spelling_of_an_import_escapes_the_rules() -> None:
+    for spelling in (
+        "import torch.distributed as d",
+        "from torch import distributed",
+        "from torch.distributed import all_reduce",
+        "import_module('torch.distributed')",
+        "__import__('torch.distributed')",
+    ):
+        assert "torch.distributed" in set(imports(spelling)), spelling
 
 
 # What importing a test needs.
@@ -305,15 +306,11 @@ def test_a_bundled_plugin_is_laid_out_like_the_others(plugin: Path) -> None:
 
 
 def test_the_versions_agree() -> None:
-    import mplug
-
     assert project(ROOT)["version"] == mplug.__version__
     assert f"## {mplug.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_every_field_of_the_hosts_sections_has_its_default_in_the_data_file_only() -> None:
-    from mplug.config.binding import HOST_SECTIONS
-
     def fields(model: type) -> dict:
         nested = {name: field.annotation for name, field in model.model_fields.items()}
         return {name: fields(inner) if hasattr(inner, "model_fields") else None for name, inner in nested.items()}
@@ -334,10 +331,6 @@ def test_the_generated_pages_are_what_the_code_says(tmp_path: Path) -> None:
 
 
 def test_h_is_help_for_every_command() -> None:
-    from click.testing import CliRunner
-
-    from mplug.cli import main
-
     for words in ((), ("train",), ("plugins", "list"), ("data", "merge")):
         short, long = (CliRunner().invoke(main, [*words, option]) for option in ("-h", "--help"))
         assert (short.exit_code, short.output) == (0, long.output)
@@ -345,8 +338,6 @@ def test_h_is_help_for_every_command() -> None:
 
 
 def test_the_pages_show_what_ctrl_c_prints() -> None:
-    from mplug.training.interrupt import STOPPING
-
     assert STOPPING.decode() in (ROOT / "docs" / "preprocess.md").read_text()
 
 

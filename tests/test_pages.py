@@ -167,9 +167,8 @@ def listed(box: Box, which: str) -> str:
 
 
 def test_the_page_has_no_other_rows() -> None:
-    table = (
-        (DOCS / "architecture.md").read_text().partition("| copies on ranks |")[2].partition("\n\n")[0].splitlines()[2:]
-    )
+    page = (DOCS / "architecture.md").read_text()
+    table = page.partition("| copies on ranks |")[2].partition("\n\n")[0].splitlines()[2:]
     assert [line.split(" | ")[0].removeprefix("| ") for line in table] == list(EXAMPLE)
 
 

@@ -168,20 +168,9 @@ FAULTS = {
     "not-there": ("no attribute 'NotThere'",),
 }
 SOUND = {
-    "commands/greet",
-    "extensions/dial",
-    "extensions/meddler",
-    "extensions/ring",
-    "extensions/stumble",
-    "extensions/watch",
-    "kernels/delayed",
-    "kernels/picky",
-    "kernels/product",
-    "kernels/verbose",
-    "parallel/slab",
-    "parallel/squeeze",
-    "precisions/bf16",
-    "precisions/tinto",
+    *("commands/greet", *(f"extensions/{name}" for name in ("dial", "meddler", "ring", "stumble", "watch"))),
+    *(f"kernels/{name}" for name in ("delayed", "picky", "product", "verbose")),
+    *("parallel/slab", "parallel/squeeze", "precisions/bf16", "precisions/tinto"),
 }
 BROKEN = {
     "commands/limp",

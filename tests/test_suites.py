@@ -362,17 +362,15 @@ def test_a_strategys_reason_names_no_kernel_as_the_remedy(plant: Plant) -> None:
 def test_a_state_that_a_checkpoint_cannot_hold_is_refused_before_a_process_starts(
     plant: Plant, cli: Callable[..., Any], tmp_path: Path, tiny: list[str]
 ) -> None:
+    kept = "return self.rules[piece.name].state"
+    plant("nova-orthon", kept, 'return {"weight": piece.master}')
+    with pytest.raises(UsageError, match=r"keeps a state 'weight' of '.*': .*rename the state"):
+        build(tiny_run({"optimizer.name": "orthon"}))
     said = r"keeps a state 'rows' of '.*' of shape \(\d+,\), and the weight has shape \(\d+, \d+\)"
-    plant("nova-orthon", "return self.rules[piece.name].state", 'return {"rows": piece.master.sum(dim=-1)}')
-    result = cli("train", "--optimizer", "orthon", "--parallel", "dp2", *tiny, path=tmp_path / "planted-0")
+    plant("nova-orthon", kept, 'return {"rows": piece.master.sum(dim=-1)}')
+    result = cli("train", "--optimizer", "orthon", "--parallel", "dp2", *tiny, path=tmp_path / "planted-1")
     assert result.returncode == 2, result.stderr
     assert re.search(f"^mplug: optimizers/orthon {said}", result.stderr)
     assert not (tmp_path / "runs").exists()
     with pytest.raises(UsageError, match=said):  # a process that another launcher started
-        build(tiny_run({"optimizer.name": "orthon"}))
-
-
-def test_a_state_of_the_weights_name_is_refused(plant: Plant) -> None:
-    plant("nova-orthon", "return self.rules[piece.name].state", 'return {"weight": piece.master}')
-    with pytest.raises(UsageError, match=r"keeps a state 'weight' of '.*': .*rename the state"):
         build(tiny_run({"optimizer.name": "orthon"}))

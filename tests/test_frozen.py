@@ -77,26 +77,6 @@ def test_a_tied_parameter_is_frozen_by_any_of_its_names() -> None:
         assert frozen_in({"model.frozen": [name], "model.tie_embeddings": True}) == {"embedding.token.weight"}
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["block.0"], "model.frozen (the suite's settings): 'block.0' matches no parameter and no module of the model"),
-        (["embeding"], "; did you mean 'embedding'?"),
-        (["blocks.9"], "'blocks.9' matches no parameter"),
-        (["bloc"], "'bloc' matches no parameter"),
-        (["embedding", "blocks", "head"], "model.frozen (the suite's settings) freezes every parameter of the model"),
-        ("embedding", "model.frozen (the suite's settings): must be a list, not 'embedding'"),
-        ([3], "model.frozen.0 (the suite's settings): must be a valid string"),
-        ([""], "model.frozen.0 (the suite's settings): must have at least 1 character"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_frozen_is_refused_with_its_source(given: Any, said: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        build_model(tiny_run({"model.frozen": given}))
-    assert said in str(caught.value)
-
-
 def test_a_module_that_freezes_what_its_plan_trains_is_refused() -> None:
     run = tiny_run({})
     (implementation,) = run.hooks.call.build_model.get_hookimpls()

@@ -12,8 +12,7 @@ from torch import nn
 from mplug import UsageError
 from mplug.config.defaults import default_settings
 from mplug.config.sources import read_assignments, read_file, read_yaml
-from mplug.model.build import build_model
-from mplug.model.sizes import MAX_SUBMODULES, refuse_beyond_memory, within_reason
+from mplug.model.sizes import MAX_SUBMODULES, within_reason
 from mplug.registry.bind_section import bind
 from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
@@ -264,20 +263,6 @@ def test_a_tensor_that_no_machine_holds_is_refused(rows: int) -> None:
 def test_an_error_of_a_model_that_is_not_about_sizes_stays_as_it_is() -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2"), within_reason(config_with(), "models/nova"):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-
-
-@pytest.mark.parametrize(
-    ("assignments", "words"),
-    [
-        ("model.vocab_size=1000000000000", "this machine has .*model.vocab_size=1000000000000 .--set"),
-        ("trainer.global_batch_size=1000000000", "trainer.global_batch_size .--set.: a micro batch of"),
-        ("parallel.layout=dp2000 trainer.global_batch_size=2000", "parallel.layout .--set.*at most 1,024"),
-    ],
-)
-def test_what_this_machine_cannot_hold_is_refused_before_a_process_starts(assignments: str, words: str) -> None:
-    run = prepare(config_with("trainer.device=cpu", *assignments.split()))
-    with pytest.raises(UsageError, match=words):
-        refuse_beyond_memory(run, build_model(run), None)
 
 
 # Files of a run.

@@ -105,41 +105,6 @@ def test_an_entry_that_a_layout_would_change_is_refused(
         names.load("one")
 
 
-LENGTH = "original_max_position_embeddings"
-YARN: dict[str, Any] = {"type": "yarn", "factor": 4.0, LENGTH: 16}
-LLAMA3: dict[str, Any] = {**YARN, "type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"activation": "swiglo"}, "no activation is named 'swiglo'; did you mean 'swiglu'"),
-        ({"norm": "rms_norm"}, "no norm is named 'rms_norm'; did you mean 'rmsnorm'"),
-        ({"moe_router_score": "sigmod"}, "no score of routers is named 'sigmod'; did you mean 'sigmoid'"),
-        ({"rope_scaling": {"type": "yarm"}}, "no scaling of rotary positions is named 'yarm'; did you mean 'yarn'"),
-        ({"rope_scaling": {"type": "linear", "facto": 2.0}}, "has no option 'facto'; did you mean 'factor'"),
-        ({"rope_scaling": {"type": "linear"}}, "the scaling 'linear' needs the option 'factor'"),
-        ({"rope_scaling": {"factor": 2.0}}, "needs the name of a scaling as 'type'"),
-        ({"attention_types": ("window",)}, "has blocks with windows; set window"),
-        ({"attention_types": ("full",) * 13}, "attention_types has 13 entries, and num_layers is 12"),
-        ({"feed_forward_types": ("experts",)}, "has blocks with experts, and num_experts is 0"),
-        ({"rope_fraction": 0.5, "head_dim": 10}, "their width cannot be 5"),
-        ({"rope_fraction": 0.01, "head_dim": 16}, "their width cannot be 0"),
-        ({"rope_scaling": {"type": "linear", "factor": 0.0}}, "'linear' needs a number above 0 as 'factor', not 0.0"),
-        ({"rope_scaling": {"type": "linear", "factor": "two"}}, "a number above 0 as 'factor', not 'two'"),
-        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "needs high_freq_factor=1.0 above low_freq_factor=1.0"),
-        ({"rope_scaling": {**YARN, "beta_slow": 0.0}}, "'yarn' needs a number above 0 as 'beta_slow', not 0.0"),
-        ({"rope_scaling": {**YARN, LENGTH: 0}}, f"'yarn' needs a number above 0 as '{LENGTH}', not 0"),
-        ({"rope_scaling": {**YARN, "mscale": "x"}}, "'yarn' needs a number above 0 as 'mscale', not 'x'"),
-        ({"rope_scaling": YARN, "rope_theta": 1.0}, "the scaling 'yarn' needs another rope_theta than 1"),
-        ({"rope_theta": 1e-320, "rope_scaling": YARN}, "gives frequencies that are no finite numbers"),
-    ],
-)
-def test_a_wrong_name_or_list_is_refused_with_the_remedy(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        config("llama", **fields)
-
-
 def test_every_entry_of_every_installed_list_loads() -> None:
     lists = {one.name: EntryPoint(one.name, one.target, "").load() for one in Registry().table(OPEN_LISTS)}
     assert set(lists) >= {"activations", "norms", "rotary_scalings", "router_scores"}

@@ -1,5 +1,6 @@
 """The hook adapt_model: what a plugin may change of a model, and that every way of computing calls the adapters."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,9 @@ from mplug_testing.harness import tiny_run, train_steps
 LORA: dict[str, Any] = {"adapters.lora.rank": 3, "model.num_layers": 2}
 
 
+OUT = "blocks.0.attn.out"
+
+
 class Shift(nn.Module):
     """An adapter that adds a vector."""
 
@@ -46,11 +50,6 @@ def adapted_by(change: Callable[[Model], None]) -> Model:
     return build_model(run)
 
 
-def attach(model: Model) -> None:
-    model.freeze([*model.parameters()])
-    model.attach({"blocks.0.attn.out.adapter": Shift(32)})
-
-
 class Added(Shift):
     """The same with a product, which it states as a linear."""
 
@@ -60,31 +59,23 @@ class Added(Shift):
 
 
 def test_the_work_of_an_attached_module_joins_that_of_the_plan() -> None:
-    name = "blocks.0.attn.out.adapter"
-
-    def attach_to(model: Model, states_work: bool) -> None:
+    def attach(model: Model, states_work: bool) -> None:
         model.freeze([*model.parameters()])
         if states_work:
             model.plan = replace(model.plan, work=model.work)
-        model.attach({name: Added(32)})
+        model.attach({f"{OUT}.adapter": Added(32)})
 
     for states_work in (False, True):
-        model = adapted_by(partial(attach_to, states_work=states_work))
-        (work,) = (one for one in model.work if one.name == f"{name}.linear.weight")
+        model = adapted_by(partial(attach, states_work=states_work))
+        (work,) = (one for one in model.work if one.name == f"{OUT}.adapter.linear.weight")
         assert (work.unit, work.flops, work.is_weight) == ("blocks.0", Flops(6 * 32 * 32, 0), True)
         # A plan with work of its own cannot say what precedes an added module, so the whole unit may.
-        assert work.after == ("blocks.0",) if states_work else work.after[-1] == f"{name}.shift"
+        assert work.after == ("blocks.0",) if states_work else work.after[-1] == f"{OUT}.adapter.shift"
         assert model.passes is not None
         assert model.passes.unstated == Flops(0, 0)
         assert work.name not in model.passes.no_wgrad
-
-
-def test_an_attached_module_is_part_of_the_plan_and_of_the_placements() -> None:
-    model = adapted_by(attach)
-    placement = model.placements["blocks.0.attn.out.adapter.shift"]
-    assert placement.parameter.trainable
-    assert placement.shape == (32,)
-    assert [name for name, one in model.placements.items() if one.parameter.trainable] == [placement.name]
+        trained = {name: one.shape for name, one in model.placements.items() if one.parameter.trainable}
+        assert trained == {f"{OUT}.adapter.shift": (32,), work.name: (32, 32)}
 
 
 def publishing(name: str) -> Callable[..., None]:
@@ -111,24 +102,24 @@ def together(*parts: Callable[..., None], trained: str = "") -> Model:
 
 
 def test_two_plugins_that_state_the_published_form_are_refused() -> None:
-    assert unpublished(together(publishing("blocks.0.attn.out"))) == ""
+    assert unpublished(together(publishing(OUT))) == ""
     with pytest.raises(UsageError, match="adapters/0 and adapters/1 both state the published form"):
-        together(publishing("blocks.0.attn.out"), publishing("blocks.1.attn.out"))
+        together(publishing(OUT), publishing("blocks.1.attn.out"))
 
 
 def test_a_published_form_without_all_that_is_trained_is_refused() -> None:
     def more(run: Any, model: Model) -> None:
         model.attach({"blocks.1.attn.out.adapter": Shift(32)})
 
-    model = together(publishing("blocks.0.attn.out"), more)
+    model = together(publishing(OUT), more)
     assert "the external names lack 'blocks.1.attn.out.adapter.shift'" in unpublished(model)
 
-    model = together(publishing("blocks.0.attn.out"), trained="head.norm.weight")
+    model = together(publishing(OUT), trained="head.norm.weight")
     assert "the run also trains 'head.norm.weight' of the model itself" in unpublished(model)
 
 
 def test_without_a_check_of_the_plugin_every_field_of_a_folder_must_be_that_of_the_run(tmp_path: Path) -> None:
-    model = together(publishing("blocks.0.attn.out"))
+    model = together(publishing(OUT))
     assert model.adapters is not None
     model.adapters = replace(model.adapters, path=tmp_path)
     save_file({"blocks.0.attn.out.shift": torch.zeros(32)}, tmp_path / "adapter_model.safetensors")
@@ -148,84 +139,64 @@ def renamed(model: Model) -> None:
 
 
 def reshaped(model: Model) -> None:
-    out = model.module.get_submodule("blocks.0.attn.out")
+    out = model.module.get_submodule(OUT)
     out.weight = nn.Parameter(torch.empty(32, 64, device="meta"))
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (renamed, "adapters/lora removes or renames the parameter 'blocks.0.attn.out.weight'"),
-        (reshaped, "adapters/lora changes the shape or the dimensions of 'blocks.0.attn.out.weight' from (32, 32)"),
+        (renamed, f"adapters/lora removes or renames the parameter '{OUT}.weight'"),
+        (reshaped, f"adapters/lora changes the shape or the dimensions of '{OUT}.weight' from (32, 32)"),
+        (lambda model: model.attach({"head.project.adapter": Shift(32)}), "'head.project' cannot have an adapter"),
+        (lambda model: model.attach({f"{OUT}.weight": Shift(32)}), f"'{OUT}' has the attribute 'weight' already"),
+        (lambda model: model.freeze(model.parameters()), "freezes every parameter"),
     ],
 )
-def test_a_change_of_the_models_own_parameters_is_refused(change: Callable[[Model], None], said: str) -> None:
-    with pytest.raises(UsageError) as caught:
+def test_a_change_that_no_run_can_train_is_refused(change: Callable[[Model], None], said: str) -> None:
+    with pytest.raises((UsageError, ValueError), match=re.escape(said)):
         adapted_by(change)
-    assert said in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("head.project.adapter", "'head.project' cannot have an adapter"),
-        ("blocks.0.attn.out.weight", "'blocks.0.attn.out' has the attribute 'weight' already"),
-    ],
-)
-def test_a_module_is_attached_only_where_it_is_called(name: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        adapted_by(lambda model: model.attach({name: Shift(32)}))
-
-
-def test_freezing_adapters_alone_is_possible_and_freezing_all_is_refused() -> None:
-    with pytest.raises(UsageError, match="freezes every parameter"):
-        adapted_by(lambda model: model.freeze(model.parameters()))
+def test_freezing_adapters_alone_is_possible() -> None:
     model = build_model(tiny_run({**LORA, "model.frozen": ["blocks.0"]}))
     trained = {name.split(".")[1] for name, one in model.placements.items() if one.parameter.trainable}
     assert trained == {"1"}
 
 
+OF_EXPERTS = {**tiny_models.EXPERTS, "adapters.lora.targets": ["experts"]}
+
+
 @pytest.mark.parametrize(
-    ("settings", "slot"),
-    [({}, "MLP.core"), ({**tiny_models.EXPERTS, "adapters.lora.targets": ["experts"]}, "Experts.compute")],
-    ids=["MLP.core", "Experts.compute"],
+    ("settings", "slot"), [({}, "MLP.core"), (OF_EXPERTS, "Experts.compute")], ids=["mlp", "experts"]
 )
 def test_a_supplier_that_would_not_call_adapters_does_not_fit(settings: dict[str, Any], slot: str) -> None:
     """Its `supports` sees a need that it does not know; the sites of other slots keep their needs."""
     found = {site.slot: site for site in sites(build_model(tiny_run({**LORA, **settings})).module)}
-    without = {"model.num_layers": 2, **unadapted(settings)}
-    plain = {site.slot: site for site in sites(build_model(tiny_run(without)).module)}
+    without = {name: value for name, value in settings.items() if not name.startswith("adapters")}
+    plain = {site.slot: site for site in sites(build_model(tiny_run({"model.num_layers": 2, **without})).module)}
     assert found[slot].needs == plain[slot].needs | {ADAPTERS}
     assert "adapters" in found[slot].lacking(())
     others = found.keys() - {slot}
     assert {name: found[name].needs for name in others} == {name: plain[name].needs for name in others}
     fused = {"Linear.norm_product", "Linear.activation_product"}
-    assert slot != "MLP.core" or not fused & found.keys(), (
-        "a norm or an activation before an adapted layer has a second reader"
-    )
+    assert slot != "MLP.core" or not fused & found.keys(), "what precedes an adapted layer has a second reader"
 
 
-def unadapted(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if not name.startswith("adapters")}
+SELECTIVE = {"memory.recompute.mode": "selective"}
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "recomputes"),
     [
-        {"memory.recompute.mode": "selective", "memory.recompute.slots": ["mlp"]},
-        {"memory.recompute.mode": "full"},
-        {
-            **tiny_models.EXPERTS,
-            "adapters.lora.targets": ["experts"],
-            "memory.recompute.mode": "selective",
-            "memory.recompute.slots": ["Experts.compute"],
-        },
+        ({}, {**SELECTIVE, "memory.recompute.slots": ["mlp"]}),
+        ({}, {"memory.recompute.mode": "full"}),
+        (OF_EXPERTS, {**SELECTIVE, "memory.recompute.slots": ["Experts.compute"]}),
     ],
     ids=["MLP.core", "unit", "Experts.compute"],
 )
-def test_recomputation_calls_the_adapters_too(settings: dict[str, Any]) -> None:
-    plain = {name: value for name, value in settings.items() if not name.startswith("memory")}
-    found, expected = (train_steps({**LORA, **one}) for one in (settings, plain))
+def test_recomputation_calls_the_adapters_too(settings: dict[str, Any], recomputes: dict[str, Any]) -> None:
+    found, expected = (train_steps({**LORA, **settings, **more}) for more in (recomputes, {}))
     assert found.losses == expected.losses
     assert found.norms == expected.norms
     assert all(norm > 0 for norm in found.norms)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from checkpoints import flip_bit
+from command_line import assert_refused
 
 from mplug.errors import UsageError
 from mplug.run.prepare import check_data
@@ -19,53 +20,26 @@ from mplug.run.prepare import check_data
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def assert_refused(result: subprocess.CompletedProcess[str], *words: str) -> None:
-    """The user's input is wrong: exit status 2 and a message with these words, without a traceback."""
-    assert result.returncode == 2, result.stdout + result.stderr
-    assert "Traceback" not in result.stderr
-    assert result.stderr.startswith("mplug:")
-    assert [word for word in words if word not in result.stderr] == [], result.stderr
-
-
-# Fields.
-
-
-def test_a_list_of_wrong_entries_is_not_also_too_short(cli_here: Cli) -> None:
-    result = cli_here("config", "show", "--set", "adapters.lora.targets=[1, '']")
-    assert_refused(result, "adapters.lora.targets.0 (--set): must be a valid string", "targets.1 (--set): must have")
-    assert "targets (--set)" not in result.stderr
-
-
 @pytest.mark.parametrize(
-    "words", ["--kernels triton --kernels mlp=quack", "--kernels norm=triton --kernels mlp=triton"]
+    "words",
+    [
+        "--kernels triton --kernels mlp=quack",  # a supplier for all kinds and one for a kind are not one name twice
+        "--kernels norm=triton --kernels mlp=triton",
+        "--set parallel.tp.sequence_parallel=false",  # of an unused plugin that can read it
+    ],
 )
-def test_a_supplier_for_all_kinds_and_one_for_a_kind_are_not_one_name_twice(cli_here: Cli, words: str) -> None:
-    assert cli_here("config", "show", *words.split()).returncode == 0
-
-
-def test_what_an_unused_plugin_can_read_is_accepted(cli_here: Cli) -> None:
-    result = cli_here("config", "show", "--set", "parallel.tp.sequence_parallel=false")
+def test_what_only_looks_wrong_is_accepted(cli_here: Cli, words: str) -> None:
+    result = cli_here("config", "show", *words.split())
     assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_all_problems_are_told_at_once_each_with_its_source_and_did_you_mean(cli: Cli, tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(
-        """\
-trainer:
-  stps: 100
-  seq_length: long
-model: {name: gpt,
-        num_layer: 3}
-schedule:
-  weight_decay:
-    nme: linear
-optimzer:
-  lr: 1.0
-"""
-    )
+    lines = ("trainer:", "  stps: 100", "  seq_length: long", "model: {name: gpt,", "        num_layer: 3}")
+    lines += ("schedule:", "  weight_decay:", "    nme: linear", "optimzer:", "  lr: 1.0")
+    (tmp_path / "run.yaml").write_text("\n".join(lines))
     options = ("--set", "optimizer.lr=-1", "--data", "txt", "--set", "trainr.steps=3")
     result = cli("config", "show", "--config", "run.yaml", *options)
-    assert_refused(result)
+    assert_refused(result, [])
     problems = {line.strip().partition(": ")[0]: line for line in result.stderr.splitlines()[1:]}
     wanted = {
         "trainer.stps (run.yaml:2)": "did you mean 'steps'?",
@@ -81,15 +55,6 @@ optimzer:
     assert [where for where, words in wanted.items() if words not in problems[where]] == []
 
 
-def test_a_problem_of_several_fields_is_told_with_the_source_of_those_fields(cli_here: Cli) -> None:
-    result = cli_here("config", "show", "--set", "model.num_attention_heads=3", "--set", "model.hidden_size=32")
-    assert_refused(result, "num_attention_heads=3", "hidden_size=32", "(--set)")
-    assert "default.yaml" not in result.stderr
-
-
-# Config files.
-
-
 @pytest.mark.parametrize("text", ["", "# nothing\n", "trainer:\n", "model:\n", "trainer: {}\n", "extensions:\n"])
 def test_a_section_without_fields_changes_nothing(cli_here: Cli, tmp_path: Path, text: str) -> None:
     (tmp_path / "run.yaml").write_text(text)
@@ -100,75 +65,7 @@ def test_a_section_without_fields_changes_nothing(cli_here: Cli, tmp_path: Path,
 
 def test_a_config_file_that_is_not_text_is_refused(cli_here: Cli, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_bytes(b"trainer:\n  steps: \xff\n")
-    assert_refused(cli_here("config", "show", "--config", "run.yaml"), "'run.yaml'", "utf-8")
-
-
-# Commands.
-
-
-def test_an_unknown_command_gets_did_you_mean(cli: Cli) -> None:
-    assert_refused(cli("trian"), "'trian'", "did you mean 'train'?")
-
-
-def test_an_unknown_option_gets_did_you_mean(cli: Cli) -> None:
-    result = cli("train", "--modle", "gpt")
-    assert result.returncode == 2
-    assert all(words in result.stderr for words in ("'--modle'", "Did you mean", "'--model'"))
-
-
-@pytest.mark.parametrize("command", ["show", "check"])
-def test_an_unknown_plugin_is_not_shown_and_not_found_sound(cli_here: Cli, command: str) -> None:
-    assert_refused(cli_here("plugins", command, "gtp"), "'gtp'", "did you mean 'gpt'?")
-
-
-# What is wrong is told before torch is imported, which costs seconds.
-
-
-@pytest.fixture
-def no_torch(tmp_path: Path) -> Path:
-    """A folder for PYTHONPATH in which torch cannot be imported."""
-    (tmp_path / "path" / "torch").mkdir(parents=True)
-    (tmp_path / "path" / "torch" / "__init__.py").write_text("raise ImportError('torch was imported')\n")
-    return tmp_path / "path"
-
-
-# Data, model, device.
-
-
-@pytest.fixture
-def texts(tmp_path: Path, text_file: Path) -> None:
-    """Files and folders without text, beside text.txt, which has some."""
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "nothing.txt").touch()
-    (tmp_path / "one.txt").write_text("x")
-    (tmp_path / "cut.idx").write_bytes(b"MMIDIDX\0\0\1")
-    (tmp_path / "cut.bin").touch()
-
-
-@pytest.mark.usefixtures("texts")
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        (["data.path=nowhere.txt"], ("data.path 'nowhere.txt'",)),
-        (["data.path=empty"], ("data.path 'empty'", "no file")),
-        (["data.path=nothing.txt"], ("data.path 'nothing.txt'", "the train split has no text")),
-        (["data.path=one.txt"], ("data.path 'one.txt'", "the train split has no text")),
-        (["data.name=indexed", "data.path=nowhere"], ("'nowhere.idx' does not exist",)),
-        (["data.name=indexed", "data.path=cut"], ("'cut.idx' has 10 bytes, fewer than its header needs",)),
-        (["data.name=packed", "data.path=nowhere.jsonl"], ("data.path 'nowhere.jsonl' does not exist",)),
-        (["data.name=packed", "data.path=text.txt"], ("text.txt:1 is not valid JSON",)),
-        (["data.name=energon", "data.path=nowhere"], ("data.path 'nowhere' does not exist",)),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_data_that_a_run_cannot_read_is_refused_before_the_run_is_announced(
-    cli: Cli, tiny: list[str], tmp_path: Path, fields: list[str], words: tuple[str, ...]
-) -> None:
-    before = sorted(tmp_path.iterdir())
-    result = cli("train", *tiny, *(word for field in fields for word in ("--set", field)), "--name", "mine")
-    assert_refused(result, *words)
-    assert result.stdout == ""
-    assert sorted(tmp_path.iterdir()) == before
+    assert_refused(cli_here("config", "show", "--config", "run.yaml"), ["'run.yaml'", "utf-8"])
 
 
 def test_a_file_system_that_refuses_is_a_sentence_and_a_wrong_answer_too() -> None:
@@ -187,39 +84,29 @@ def test_a_file_system_that_refuses_is_a_sentence_and_a_wrong_answer_too() -> No
     assert check_data(run(lambda **_: ["one sentence"])) == ["one sentence"]
 
 
-def test_data_is_checked_without_torch(new_interpreter_cli: Cli, no_torch: Path) -> None:
-    result = new_interpreter_cli("train", "--set", "data.path=nowhere", path=no_torch)
-    assert_refused(result, "data.path 'nowhere' does not exist")
+def test_data_is_checked_without_torch(new_interpreter_cli: Cli, tmp_path: Path) -> None:
+    """What is wrong is told before torch is imported, which costs seconds."""
+    (tmp_path / "path" / "torch").mkdir(parents=True)
+    (tmp_path / "path" / "torch" / "__init__.py").write_text("raise ImportError('torch was imported')\n")
+    result = new_interpreter_cli("train", "--set", "data.path=nowhere", path=tmp_path / "path")
+    assert_refused(result, ["data.path 'nowhere' does not exist"])
 
 
-@pytest.mark.usefixtures("texts")
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("field", "words"),
     [
-        (
-            ["data.path=text.txt", "model.vocab_size=100"],
-            ("model.vocab_size=100 is too small", "255", "model.vocab_size=256"),
-        ),
-        (
-            ["data.path=text.txt", "trainer.device=cuda"],
-            ("trainer.device=cuda: torch finds no GPU", "trainer.device=auto or cpu"),
-        ),
+        ("model.vocab_size=100", ["model.vocab_size=100 is too small", "255", "model.vocab_size=256"]),
+        ("trainer.device=cuda", ["trainer.device=cuda: torch finds no GPU", "trainer.device=auto or cpu"]),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_a_run_cannot_train_on_is_refused_before_the_first_step_and_leaves_the_runs_name_free(
-    cli: Cli,
-    tiny: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    fields: list[str],
-    words: tuple[str, ...],
+    cli: Cli, tiny: list[str], text_file: Path, monkeypatch: pytest.MonkeyPatch, field: str, words: list[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    result = cli("train", *tiny, *(word for field in fields for word in ("--set", field)), "--name", "mine")
-    assert_refused(result, *words)
+    result = cli("train", *tiny, "--set", f"data.path={text_file}", "--set", field, "--name", "mine")
+    assert_refused(result, words)
     assert "step 1/4" not in result.stdout
-    assert not (tmp_path / "runs" / "mine").exists()
+    assert not (text_file.parent / "runs" / "mine").exists()
 
 
 # Runs.
@@ -251,22 +138,16 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def test_resuming_a_run_whose_steps_are_done_says_so_and_changes_nothing(cli: Cli, trained: Path) -> None:
+def test_a_run_whose_steps_are_done_is_neither_continued_nor_overwritten(cli: Cli, trained: Path) -> None:
     before = contents(trained)
     result = cli("train", "--resume", "--name", "done")
     assert result.returncode == 0, result.stderr
     assert "nothing is left to do: all 4 steps of run 'done' are done" in result.stdout
     assert contents(trained) == before
-    assert_refused(
-        cli("train", "--resume", "--name", "done", "--set", "trainer.steps=3"), "is at step 4, and trainer.steps=3"
-    )
-
-
-def test_the_name_of_an_existing_run_is_refused_and_that_run_is_left_alone(
-    cli: Cli, tiny: list[str], trained: Path
-) -> None:
-    before = contents(trained)
-    assert_refused(cli("train", *tiny, "--name", "done"), "'runs/done' already exists", "--resume", "another --name")
+    fewer = cli("train", "--resume", "--name", "done", "--set", "trainer.steps=3")
+    assert_refused(fewer, ["is at step 4, and trainer.steps=3"])
+    named = cli("train", "--name", "done", "--data", "mock")
+    assert_refused(named, ["'runs/done' already exists", "--resume", "another --name"])
     assert contents(trained) == before
 
 
@@ -275,29 +156,22 @@ def test_a_name_that_is_not_a_folder_in_runs_is_refused(
     cli: Cli, tiny: list[str], text_file: Path, tmp_path: Path, name: str
 ) -> None:
     result = cli("train", *tiny, "--set", f"data.path={text_file}", "--name", name)
-    assert_refused(result, f"'{name}'", "--name")
+    assert_refused(result, [f"'{name}'", "--name"])
     assert {path.name for path in tmp_path.iterdir()} <= {text_file.name, "runs"}
 
 
 @pytest.mark.parametrize("command", [("train", "--resume"), ("generate",)], ids=" ".join)
-def test_without_any_run_there_is_nothing_to_continue_or_sample(cli: Cli, command: tuple[str, ...]) -> None:
-    assert_refused(cli(*command), "no run in 'runs'", "mplug train")
-
-
-@pytest.mark.parametrize("command", [("train", "--resume"), ("generate",)], ids=" ".join)
-def test_an_unknown_run_is_refused_with_those_that_exist(cli: Cli, trained: Path, command: tuple[str, ...]) -> None:
-    assert_refused(cli(*command, "--name", "dune"), "'dune'", "done")
-
-
-@pytest.mark.parametrize("command", [("train", "--resume"), ("generate",)], ids=" ".join)
-def test_a_run_without_a_checkpoint_is_refused_with_a_remedy(cli: Cli, trained: Path, command: tuple[str, ...]) -> None:
+def test_an_unknown_run_and_one_without_a_checkpoint_are_refused(
+    cli: Cli, trained: Path, command: tuple[str, ...]
+) -> None:
+    assert_refused(cli(*command, "--name", "dune"), ["'dune'", "done"])
     shutil.rmtree(trained / "checkpoints")
-    assert_refused(cli(*command, "--name", "done"), "no complete checkpoint", "runs/done", "--name")
+    assert_refused(cli(*command, "--name", "done"), ["no complete checkpoint", "runs/done", "--name"])
 
 
 def test_a_runs_damaged_config_is_refused_with_its_line(cli: Cli, trained: Path) -> None:
     (trained / "config.yaml").write_text("model:\n  name: [gpt")
-    assert_refused(cli("train", "--resume"), "runs/done/config.yaml:2")
+    assert_refused(cli("train", "--resume"), ["runs/done/config.yaml:2"])
 
 
 # Checkpoints.
@@ -310,7 +184,6 @@ def halve_the_manifest(checkpoint: Path) -> None:
 
 
 def damage_the_weights(checkpoint: Path) -> None:
-    """One bit of a tensor is another one."""
     flip_bit(checkpoint / "rank00000.safetensors")
 
 
@@ -340,12 +213,10 @@ def test_a_sample_is_of_the_newest_valid_checkpoint_and_reports_the_one_that_it_
 # Samples.
 
 
-def test_a_step_without_a_checkpoint_is_refused(cli: Cli, trained: Path) -> None:
-    assert_refused(cli("generate", "--step", "3"), "runs/done", "step 3", "available steps: 2 and 4")
-
-
-def test_an_empty_prompt_is_refused(cli: Cli, trained: Path) -> None:
-    assert_refused(cli("generate", "--prompt", ""), "--prompt", "empty")
+@pytest.mark.usefixtures("trained")
+def test_a_step_without_a_checkpoint_and_an_empty_prompt_are_refused(cli: Cli) -> None:
+    assert_refused(cli("generate", "--step", "3"), ["runs/done", "step 3", "available steps: 2 and 4"])
+    assert_refused(cli("generate", "--prompt", ""), ["--prompt", "empty"])
 
 
 def test_a_run_with_cuda_graphs_is_sampled_and_not_resumed_on_a_cpu(cli: Cli, trained: Path) -> None:
@@ -355,24 +226,16 @@ def test_a_run_with_cuda_graphs_is_sampled_and_not_resumed_on_a_cpu(cli: Cli, tr
     sampled = cli("generate", "--tokens", "1", "--prompt", "ab")
     assert sampled.returncode == 0, sampled.stderr
     resumed = cli("train", "--resume", "--set", "trainer.steps=6")
-    assert_refused(resumed, "trainer.graphs=true", "the run is on the CPU", "set trainer.graphs=false")
+    assert_refused(resumed, ["trainer.graphs=true", "the run is on the CPU", "set trainer.graphs=false"])
 
 
 def test_data_without_a_tokenizer_gives_no_text(cli: Cli, tiny: list[str]) -> None:
     result = cli("train", *tiny, "--data", "mock", "--name", "noise")
     assert result.returncode == 0, result.stderr
-    assert_refused(cli("generate"), "runs/noise", "no tokenizer")
+    assert_refused(cli("generate"), ["runs/noise", "no tokenizer"])
 
 
 # A full disk.
-
-
-def assert_failed_in_one_sentence(result: subprocess.CompletedProcess[str], *words: str) -> None:
-    """The world failed: exit status 1 and one line with these words."""
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert len(result.stderr.splitlines()) == 1, result.stderr
-    assert result.stderr.startswith("mplug: ")
-    assert [word for word in words if word not in result.stderr] == [], result.stderr
 
 
 def test_a_disk_that_is_full_before_any_checkpoint_ends_the_run_in_one_sentence(
@@ -381,36 +244,8 @@ def test_a_disk_that_is_full_before_any_checkpoint_ends_the_run_in_one_sentence(
     state = os.statvfs(small_disk)
     (small_disk / "filler").write_bytes(bytes(state.f_bavail * state.f_frsize - 20 * 1024))
     options = ("--set", f"data.path={text_file}", "--set", "trainer.steps=100", "--name", "full")  # metrics: 25 kB
-    assert_failed_in_one_sentence(cli("train", *tiny, *options, cwd=small_disk), "space left")
-
-
-@pytest.mark.parametrize(
-    ("words", "remedies"),
-    [
-        (["--lr", "1e-3"], ["'--lr'", "instead: --set optimizer.lr=1e-3\n"]),
-        (
-            ["--steps=10", "--batch-size", "8", "--optimizer", "sgd", "--epochs"],
-            [
-                "'--steps'; set the field of the config instead: --set trainer.steps=10\n",
-                "instead: --set trainer.global_batch_size=8 or --set trainer.micro_batch_size=8\n",
-                "'--epochs'; 'mplug config show' prints the fields",
-            ],
-        ),
-        (["--stpes", "10"], ["--set trainer.steps=10\n"]),
-        (["--hidden-size", "64"], ["--set model.hidden_size=64\n"]),
-        (["--set", "steps=10"], ["--set 'steps=10'", "'steps' lacks the section", "use --set trainer.steps=10\n"]),
-        (["--set", "trainer.steps", "10"], ["'trainer.steps' is not an assignment; use --set trainer.steps=10\n"]),
-        (["."], ["to train on the file or folder '.', use --set data.path=.\n"]),
-        (["--data", "book.txt"], ["no plugin 'book.txt'", "--set data.path=book.txt"]),
-    ],
-    ids=["lr", "three options", "typo", "field of a plugin", "no section", "space", "path", "data"],
-)
-def test_a_word_that_is_a_field_points_to_it(cli: Cli, words: list[str], remedies: list[str]) -> None:
-    assert_refused(cli("train", *words), *remedies)
-
-
-def test_a_misspelled_option_points_to_the_option_rather_than_to_a_field(cli: Cli) -> None:
-    refused = cli("train", "--optimiser", "sgd")
-    assert refused.returncode == 2
-    assert "--optimizer" in refused.stderr
-    assert "--set" not in refused.stderr
+    result = cli("train", *tiny, *options, cwd=small_disk)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    assert result.stderr.startswith("mplug: ")
+    assert "space left" in result.stderr

@@ -51,43 +51,22 @@ def numbers(shape: tuple[int, ...], first: int = 0) -> Tensor:
     return torch.arange(first, first + torch.Size(shape).numel(), dtype=torch.float64).view(shape)
 
 
-# Rotated pairs: theirs has the two numbers of a pair side by side, ours in two halves.
-HALVES = (
-    ExternalMap(
-        ((Factor("h", G * R), Factor("half", 2), Factor("pair", K // 2)), (Factor("d", D),)),
-        "q",
-        ((Factor("h", G * R), Factor("pair", K // 2), Factor("half", 2)), (Factor("d", D),)),
-    ),
-)
-
-
-RESHAPED = (
-    ExternalMap(
-        ((Factor("d", D),), (Factor("a", 2), Factor("b", F // 2))),
-        "x",
-        ((Factor("b", F // 2),), (Factor("a", 2),), (Factor("d", D),)),
-    ),
-)
-
-
-CROSSED = (
-    ExternalMap(
-        ((Factor("a", 2), Factor("b", 3)), (Factor("c", 4), Factor("e", 2))),
-        "x",
-        ((Factor("b", 3), Factor("a", 2)), (Factor("e", 2), Factor("c", 4))),
-    ),
-)
+EACH, WIDTH, LENGTH = Factor("h", G * R), Factor("d", D), Factor("f", F)
+PAIR, HALF = Factor("pair", K // 2), Factor("half", 2)
+HALVES = (ExternalMap(((EACH, HALF, PAIR), (WIDTH,)), "q", ((EACH, PAIR, HALF), (WIDTH,))),)
+"""Rotated pairs: theirs has the two numbers of a pair side by side, ours in two halves."""
+A2, B3, B4, C4, E2 = (Factor(name, size) for name, size in (("a", 2), ("b", 3), ("b", 4), ("c", 4), ("e", 2)))
+RESHAPED = (ExternalMap(((WIDTH,), (A2, B4)), "x", ((B4,), (A2,), (WIDTH,))),)
+CROSSED = (ExternalMap(((A2, B3), (C4, E2)), "x", ((B3, A2), (E2, C4))),)
 """In both dimensions of both tensors two factors."""
 DEALT = tuple(
-    ExternalMap(((Factor("n", D, place, D // 2, 2),), (Factor("f", F),)), f"{name}.{{n}}", ((Factor("f", F),),))
+    ExternalMap(((Factor("n", D, place, D // 2, 2),), (LENGTH,)), f"{name}.{{n}}", ((LENGTH,),))
     for place, name in enumerate(("even", "odd"))
 )
 """Every row has a public tensor of its own; even and odd rows have other names."""
 BESIDE = tuple(
     ExternalMap(
-        ((Factor("s", 2, place, 1), Factor("f", F)), (Factor("d", D),)),
-        "x",
-        ((Factor("f", F),), (Factor("d", D),), (Factor("which", 2, place, 1),)),
+        ((Factor("s", 2, place, 1), LENGTH), (WIDTH,)), "x", ((LENGTH,), (WIDTH,), (Factor("which", 2, place, 1),))
     )
     for place in range(2)
 )
@@ -136,25 +115,18 @@ CASES: dict[str, tuple[str, Any, Any]] = {
     "pairs to halves": ("q", HALVES, lambda t: t["q"].view(G * R, K // 2, 2, D).transpose(1, 2).reshape(-1, D)),
     "grouped": ("qkv", grouped(), lambda t: ungrouped(t["fused"])),
     "crossed": ("down", CROSSED, lambda t: t["x"].view(3, 2, 2, 4).permute(1, 0, 3, 2).reshape(D, F)),
-    "dealt": (
-        "down",
-        DEALT,
-        lambda t: torch.stack([t[f"{('even', 'odd')[n % 2]}.{n}"] for n in range(D)]),
-    ),
+    "dealt": ("down", DEALT, lambda t: torch.stack([t[f"{('even', 'odd')[n % 2]}.{n}"] for n in range(D)])),
     "beside each other": ("up", BESIDE, lambda t: torch.cat([t["x"][..., 0], t["x"][..., 1]])),
     "reshaped": ("down", RESHAPED, lambda t: t["x"].permute(2, 1, 0).reshape(D, F)),
 }
 
 
-class Counting:
-    """The source tensors, with the boxes that are read."""
+def reading(tensors: Mapping[str, Tensor]) -> Any:
+    return lambda name, start, shape: tensors[name][box_of(start, shape)]
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors, self.read = tensors, list[tuple[str, int]]()
 
-    def __call__(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        self.read.append((name, torch.Size(shape).numel()))
-        return self.tensors[name][tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
+def box_of(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))
 
 
 def sources_of(made: Conversion) -> dict[str, Tensor]:
@@ -174,11 +146,11 @@ def test_any_box_of_ours_has_the_values_that_torch_operations_give_it(case: str)
     for rank in range(2):
         for box in placed(name).boxes(rank):
             found = torch.full(box.shape, -1.0, dtype=torch.float64)
-            fill_ours(made.links[name], box.start, found, Counting(sources))
-            assert torch.equal(found, whole[tuple(slice(s, s + n) for s, n in zip(box.start, box.shape, strict=True))])
+            fill_ours(made.links[name], box.start, found, reading(sources))
+            assert torch.equal(found, whole[box_of(box.start, box.shape)])
     ragged = torch.full((1,) * (whole.dim() - 1) + (whole.shape[-1] - 1,), -1.0, dtype=torch.float64)
     start = (*(size - 1 for size in whole.shape[:-1]), 1)
-    fill_ours(made.links[name], start, ragged, Counting(sources))
+    fill_ours(made.links[name], start, ragged, reading(sources))
     assert torch.equal(ragged.flatten(), whole[tuple(size - 1 for size in whole.shape[:-1])][1:].flatten())
 
 
@@ -190,7 +162,7 @@ def test_the_inverse_gives_the_public_tensors_back(case: str) -> None:
     ours = {name: expected(sources)}
     for tensor, original in sources.items():
         found = torch.full_like(original, -1.0)
-        fill_theirs(made.public[tensor], found, Counting(ours))
+        fill_theirs(made.public[tensor], found, reading(ours))
         assert torch.equal(found, original), tensor
 
 
@@ -204,8 +176,7 @@ def one_map(tensor: str, ours: tuple[Factor, ...], theirs: tuple[Factor, ...]) -
 
 def rows(tensor: str, first: int, size: int, place: int) -> ExternalMap:
     """Three rows of 'down' from row `first` on, which are those of a public tensor of `size` rows from `place` on."""
-    columns = (Factor("f", F),)
-    return ExternalMap(((Factor("d", D, first, 3),), columns), tensor, ((Factor("d", size, place, 3),), columns))
+    return ExternalMap(((Factor("d", D, first, 3),), (LENGTH,)), tensor, ((Factor("d", size, place, 3),), (LENGTH,)))
 
 
 SIMPLE = {"qkv": Fused("q", "k", "v"), "down": "d"}
@@ -220,7 +191,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "the same part twice": ({**SIMPLE, "qkv": Fused("q", "k", "k")}, r"qkv describe 96 elements of 'k', which has 48"),
     "a star too many": ({**SIMPLE, "down": "x.*.d"}, r"'x.\*.d' of 'down' has more stars than our pattern"),
     "a part of ours": (
-        {**SIMPLE, "down": one_map("x", (Factor("d", D, 0, 3), Factor("f", F)), (Factor("d", 3), Factor("f", F)))},
+        {**SIMPLE, "down": one_map("x", (Factor("d", D, 0, 3), LENGTH), (Factor("d", 3), LENGTH))},
         "the external names of 'down' describe 24 elements, but it has 48",
     ),
     "a part of ours twice": (
@@ -236,11 +207,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         r"describes the shape \(3,\), but it has \(6, 8\)",
     ),
     "different counts": (
-        {**SIMPLE, "down": one_map("x", (Factor("d", D), Factor("f", F)), (Factor("d", D),))},
+        {**SIMPLE, "down": one_map("x", (WIDTH, LENGTH), (WIDTH,))},
         "selects different numbers of indices of the factor 'f'",
     ),
     "braces without a factor": (
-        {**SIMPLE, "down": one_map("x{e}", (Factor("d", D), Factor("f", F)), (Factor("d", D), Factor("f", F)))},
+        {**SIMPLE, "down": one_map("x{e}", (WIDTH, LENGTH), (WIDTH, LENGTH))},
         "has the label 'e' in braces, which must be a factor of 'down'",
     ),
 }

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -28,21 +29,8 @@ from mplug_testing.harness import tiny_config
 
 Cli = Callable[..., CompletedProcess[str]]
 GPT = {"model.num_layers": 1}
-LLAMA = {
-    "model.name": "llama",
-    "model.num_layers": 1,
-    "model.hidden_size": 32,
-    "model.num_attention_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.ffn_hidden_size": 48,
-    "model.vocab_size": 260,
-}
+LLAMA = {"model.name": "llama", **tiny_models.DECODER, "model.num_layers": 1, "model.vocab_size": 260}
 ADAM = ("exp_avg", "exp_avg_sq")
-
-
-def tensors_of_random(shapes: Mapping[str, tuple[int, ...]], scale: float) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(int(scale))
-    return {name: scale * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
 class Held(ForeignCheckpoint):
@@ -67,8 +55,7 @@ class Held(ForeignCheckpoint):
     def read(
         self, tensor: str, start: Sequence[int], shape: Sequence[int], state: str = "weight", part: int = 0
     ) -> Tensor:
-        whole = self._part(tensor if state == "weight" else f"{tensor}/{state}", part)
-        return whole[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
+        return self._part(tensor if state == "weight" else f"{tensor}/{state}", part)[box(start, shape)]
 
 
 def model_of(settings: Mapping[str, Any]) -> Model:
@@ -76,7 +63,12 @@ def model_of(settings: Mapping[str, Any]) -> Model:
 
 
 def own_names(model: Model) -> dict[str, Tensor]:
-    return tensors_of_random({name: one.shape for name, one in model.placements.items()}, 1)
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(one.shape, generator=generator) for name, one in model.placements.items()}
+
+
+def box(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))
 
 
 def public_names(model: Model, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -84,11 +76,7 @@ def public_names(model: Model, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
     made, found = conversion(model), {}
     for name, targets in made.public.items():
         found[name] = torch.empty(made.shape(name))
-        fill_theirs(
-            targets,
-            found[name],
-            lambda ours_name, s, n: ours[ours_name][tuple(slice(a, a + b) for a, b in zip(s, n, strict=True))],
-        )
+        fill_theirs(targets, found[name], lambda own, start, shape: ours[own][box(start, shape)])
     return found
 
 
@@ -101,7 +89,8 @@ def read_back(model: Model, held: Held) -> dict[str, Tensor]:
     return values
 
 
-def require_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+def require_read(model: Model, held: Held, expected: Mapping[str, Tensor]) -> None:
+    found = read_back(model, held)
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
@@ -113,7 +102,7 @@ def test_tensors_have_own_names_or_those_of_the_published_form_with_or_without_p
     assert {name.partition(".")[0] for name in public} == {"model", "lm_head"}
     short = {name.removeprefix("model."): one for name, one in public.items()}
     for values in (ours, public, short):
-        require_equal(read_back(model, Held(values)), ours)
+        require_read(model, Held(values), ours)
 
 
 def test_a_tied_parameter_may_have_any_of_its_names() -> None:
@@ -123,7 +112,7 @@ def test_a_tied_parameter_may_have_any_of_its_names() -> None:
     renamed = {(others[0] if name == first else name): one for name, one in ours.items()}
     both = {**ours, others[0]: ours[first]}
     for values in (ours, renamed, both):
-        require_equal(read_back(model, Held(values)), ours)
+        require_read(model, Held(values), ours)
 
 
 def read_embedding(model: Model, values: Mapping[str, Tensor]) -> Tensor:
@@ -154,14 +143,11 @@ def test_parts_of_tensor_parallel_ranks_are_joined_where_the_plan_knows_how() ->
     ours = own_names(model)
     public = public_names(model, ours)
     cut: dict[str, int | None] = dict.fromkeys(public)
-    for name in public:
-        if any(word in name for word in ("q_proj", "k_proj", "v_proj", "gate", "up_proj", "lm_head")):
-            cut[name] = 0
-        if any(word in name for word in ("o_proj", "down_proj")):
-            cut[name] = 1
+    for dim, words in ((0, ("q_proj", "k_proj", "v_proj", "gate", "up_proj", "lm_head")), (1, ("o_proj", "down_proj"))):
+        cut |= {name: dim for name in public if any(word in name for word in words)}
     held = Held(public, cut)
     assert {one.parts for one in held.tensors.values()} == {2}
-    require_equal(read_back(model, held), ours)
+    require_read(model, held, ours)
 
 
 def test_parts_of_several_segments_are_refused() -> None:
@@ -178,15 +164,14 @@ def test_parts_of_several_segments_are_refused() -> None:
 
 def test_another_model_is_refused_with_what_is_absent_unused_and_wrong() -> None:
     model = model_of(GPT)
-    values = own_names(model)
-    del values["head.norm.weight"]
-    values["blocks.1.norm1.weight"] = torch.ones(32)
-    with pytest.raises(UsageError, match=r"no counterpart of 'head.norm.weight'; the model does not use 'blocks.1.no"):
-        match(model, Held(values))
-    values = own_names(model)
-    values["head.norm.weight"] = torch.ones(33)
-    with pytest.raises(UsageError, match=r"'head.norm.weight' has shape \(33,\), but 'head.norm.weight' needs \(32,\)"):
-        match(model, Held(values))
+    ours = own_names(model)
+    values = {name: one for name, one in ours.items() if name != "head.norm.weight"}
+    for other, words in (
+        ({"blocks.1.norm1.weight": torch.ones(32)}, "no counterpart of 'head.norm.weight'; .* not use 'blocks.1.no"),
+        ({"head.norm.weight": torch.ones(33)}, r"'head.norm.weight' has shape \(33,\), but .* needs \(32,\)"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            match(model, Held({**values, **other}))
 
 
 def test_links_of_a_form_must_describe_every_element() -> None:
@@ -284,7 +269,7 @@ def words(tmp_path: Path, form: str = "acme", **settings: Any) -> list[str]:
 def test_a_distribution_adds_a_form_whose_states_are_imported(
     form: Callable[..., None], tmp_path: Path, cli_here: Cli
 ) -> None:
-    form({"exp_avg": None, "exp_avg_sq": None, "step": 7.0})
+    form(STATES)
     result = cli_here(*words(tmp_path, **{"trainer.steps": 8}))
     assert result.returncode == 0, result.stderr
     assert "it also has the optimizer's states after step 7; continue: mplug train --resume --name new" in result.stdout
@@ -297,30 +282,24 @@ def test_a_distribution_adds_a_form_whose_states_are_imported(
         assert bool((found[f"blocks.0.attn.qkv.weight/{key}"] == value).all())
 
 
+STATES = {"exp_avg": None, "exp_avg_sq": None, "step": 7.0}
+
+
 @pytest.mark.parametrize(
-    ("states", "settings", "reason"),
+    ("states", "optimizer", "reason"),
     [
-        ({}, {}, "it has no optimizer states that mplug reads"),
-        ({"exp_avg": None, "step": 7.0}, {}, "keeps exp_avg, exp_avg_sq and step of .* has exp_avg and step of"),
-        ({"exp_avg": None, "exp_avg_sq": None}, {}, "and the checkpoint has exp_avg and exp_avg_sq of"),
-        ({"exp_avg": 1.0, "exp_avg_sq": None, "step": 7.0}, {}, "and the checkpoint has exp_avg, exp_avg_sq and step"),
-        (
-            {"exp_avg": None, "exp_avg_sq": None, "step": 7.0},
-            {"optimizer.name": "lion"},
-            "optimizer 'lion' keeps exp_avg",
-        ),
+        ({}, "adamw", "it has no optimizer states that mplug reads"),
+        ({"exp_avg": None, "step": 7.0}, "adamw", "keeps exp_avg, exp_avg_sq and step of .* has exp_avg and step of"),
+        ({"exp_avg": None, "exp_avg_sq": None}, "adamw", "and the checkpoint has exp_avg and exp_avg_sq of"),
+        ({**STATES, "exp_avg": 1.0}, "adamw", "and the checkpoint has exp_avg, exp_avg_sq and step"),
+        (STATES, "lion", "optimizer 'lion' keeps exp_avg"),
     ],
 )
 def test_states_of_another_optimizer_are_not_imported(
-    states: dict[str, Any],
-    settings: dict[str, Any],
-    reason: str,
-    form: Callable[..., None],
-    tmp_path: Path,
-    cli_here: Cli,
+    states: dict[str, Any], optimizer: str, reason: str, form: Callable[..., None], tmp_path: Path, cli_here: Cli
 ) -> None:
     form(states)
-    result = cli_here(*words(tmp_path, **settings))
+    result = cli_here(*words(tmp_path, **{"optimizer.name": optimizer}))
     assert result.returncode == 0, result.stderr
     assert re.search(reason, result.stdout), result.stdout
     manifest = read_valid(tmp_path / "runs" / "new" / "checkpoints" / "step_00000000")
@@ -345,40 +324,25 @@ def test_an_import_that_fails_while_it_reads_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("fails", "status", "sentence"),
+    ("fails", "name", "status", "sentence"),
     [
-        ("constructor", 1, "the format 'acme' failed to open '"),
-        ("constructor", 1, "with AttributeError: 'Checkpoint' object has no attribute"),
-        ("type", 1, "which is no mplug.ForeignCheckpoint"),
-        ("bug", 1, "Checkpoint.read failed on 'embedding.token.weight' (weight) of"),
-        ("nan", 2, "has NaN, or no values at all, for some elements of 'embedding.token.weight/weight'"),
+        ("constructor", "acme", 1, "the format 'acme' failed to open '"),
+        ("constructor", "acme", 1, "with AttributeError: 'Checkpoint' object has no attribute"),
+        ("type", "acme", 1, "which is no mplug.ForeignCheckpoint"),
+        ("bug", "acme", 1, "Checkpoint.read failed on 'embedding.token.weight' (weight) of"),
+        ("nan", "acme", 2, "has NaN, or no values at all, for some elements of 'embedding.token.weight/weight'"),
+        ("", "acmee", 2, "no plugin 'acmee' of kind 'formats' is installed; did you mean 'acme'? (installed: acme, "),
+        ("", "plain", 2, "is no subclass of mplug.Format"),
+        ("", "gone", 2, "No module named 'acme_gone'"),
+        ("", "huggingface", 2, "this format has no import; if '"),
     ],
 )
-def test_bugs_of_a_form_and_values_that_are_not_numbers_are_errors(
-    fails: str, status: int, sentence: str, form: Callable[..., None], tmp_path: Path, cli_here: Cli
+def test_a_form_that_is_absent_or_broken_and_values_that_are_no_numbers_are_errors(
+    fails: str, name: str, status: int, sentence: str, form: Callable[..., None], tmp_path: Path, cli_here: Cli
 ) -> None:
     form(fails=fails)
-    result = cli_here(*words(tmp_path))
-    assert result.returncode == status
-    assert sentence in result.stderr
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        ("acmee", "no plugin 'acmee' of kind 'formats' is installed; did you mean 'acme'? (installed: acme, "),
-        ("plain", "is no subclass of mplug.Format"),
-        ("gone", "No module named 'acme_gone'"),
-        ("huggingface", "this format has no import; if '"),
-    ],
-)
-def test_a_form_that_does_not_exist_or_breaks_the_contract_is_refused(
-    name: str, sentence: str, form: Callable[..., None], tmp_path: Path, cli_here: Cli
-) -> None:
-    form()
     result = cli_here(*words(tmp_path, name))
-    assert result.returncode == 2
+    assert result.returncode == status
     assert sentence in result.stderr
     assert not (tmp_path / "runs").exists()
 

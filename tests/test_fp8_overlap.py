@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gpus import with_nccl
+from gpus import traced, with_nccl
 from mplug_fp8.products import Blockwise, Delayed, Rowwise, Tensorwise
 from mplug_fp8.recipes import Options
 from mplug_fp8.scaled import Products
@@ -115,10 +115,8 @@ def compared(
     def part(tensor: Tensor) -> Tensor:
         return parts(tensor, 1)[rank] if split else tensor
 
-    supplier, narrow = (
-        RECIPES[recipe](keeps_input=not column),
-        Narrow(before=around) if column else Narrow(after=around),
-    )
+    supplier = RECIPES[recipe](keeps_input=not column)
+    narrow = Narrow(before=around) if column else Narrow(after=around)
     shapes = (*shape, NARROW), (*shape, LONG), (LONG, NARROW)
     x, grad, weight = (drawn(*sizes, seed=seed).to(device) for seed, sizes in enumerate(shapes))
     if column:
@@ -272,11 +270,7 @@ def on_gpus() -> dict[Any, Any]:
 
 def trained(settings: dict[str, Any]) -> tuple[Trace, str]:
     """Be one rank: (its trace in the memory of the host, the class of the collectives that it used)."""
-    with_nccl()
-    trace = train_steps(settings)
-    for found in (trace.initial, trace.weights, *trace.gradients):
-        for name, boxes in found.items():
-            found[name] = [(start, values.cpu()) for start, values in boxes]
+    trace = traced(settings)
     used = [type(one.chosen).__name__ for one in COLLECTIVES.values() if isinstance(one, SequenceCollectives)]
     return trace, ",".join(used)
 

@@ -3,35 +3,40 @@
 `pytest --wide pairs` combines them with other features, `--wide precision` runs in bf16 and fp16.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
+from click.testing import CliRunner
+from mplug_gpt import GPT
+from pydantic import Field
 from torch import Tensor
 
 from mplug import UsageError
 from mplug.checkpoint.folder import newest, read_manifest
+from mplug.checkpoint.pretrained import load_weights
+from mplug.cli.explain import command as explain
+from mplug.config.defaults import default_settings
 from mplug.model.build import build_model, measure_bytes
+from mplug.registry.entry_points import Registry
+from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.training.assembly import Parts, build
+from mplug.training.evaluation import evaluate
 from mplug.training.position import Position
 from mplug_testing import run_workers
 from mplug_testing.harness import (
     EXACT,
     as_rank,
     difference,
-    logical,
     rounding_bound,
     tiny_config,
     tiny_run,
-    weights_off,
 )
+from mplug_testing.harness import logical as logical_of
 from mplug_testing.parity import trained_once
-from mplug_testing.runs import Witness
-from mplug_testing.runs import trained as run_of
 
 FIRST: dict[str, Any] = {"model.frozen": ["embedding", "blocks.0"]}
 ALL_BUT_LAST: dict[str, Any] = {"model.frozen": ["embedding", "blocks.0", "blocks.1", "blocks.2", "head"]}
@@ -43,12 +48,6 @@ STAGE_2 = {"parallel.zero.stage": 2}
 def is_frozen(name: str, settings: dict[str, Any]) -> bool:
     """Of patterns without a star."""
     return any(name.startswith(f"{part}.") for part in settings["model.frozen"])
-
-
-def refusal(settings: dict[str, Any]) -> str:
-    with pytest.raises(UsageError) as caught:
-        build_model(tiny_run(settings))
-    return str(caught.value)
 
 
 # What is frozen.
@@ -73,27 +72,9 @@ def test_a_pattern_names_parameters_or_the_modules_that_they_lie_in(pattern: str
     assert frozen_in({"model.frozen": [pattern]}) == expected
 
 
-@pytest.mark.parametrize("name", ["embedding", "head.project"])
-def test_a_tied_parameter_is_frozen_by_any_of_its_names(name: str) -> None:
-    assert frozen_in({"model.frozen": [name], "model.tie_embeddings": True}) == {"embedding.token.weight"}
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["block.0"], "model.frozen (the suite's settings): 'block.0' matches no parameter and no module of the model"),
-        (["embeding"], "; did you mean 'embedding'?"),
-        (["blocks.9"], "'blocks.9' matches no parameter"),
-        (["bloc"], "'bloc' matches no parameter"),
-        (["embedding", "blocks", "head"], "model.frozen (the suite's settings) freezes every parameter of the model"),
-        ("embedding", "model.frozen (the suite's settings): must be a list, not 'embedding'"),
-        ([3], "model.frozen.0 (the suite's settings): must be a valid string"),
-        ([""], "model.frozen.0 (the suite's settings): must have at least 1 character"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_frozen_is_refused_with_its_source(given: Any, said: str) -> None:
-    assert said in refusal({"model.frozen": given})
+def test_a_tied_parameter_is_frozen_by_any_of_its_names() -> None:
+    for name in ("embedding", "head.project"):
+        assert frozen_in({"model.frozen": [name], "model.tie_embeddings": True}) == {"embedding.token.weight"}
 
 
 def test_a_module_that_freezes_what_its_plan_trains_is_refused() -> None:
@@ -107,16 +88,11 @@ def test_a_module_that_freezes_what_its_plan_trains_is_refused() -> None:
         return model
 
     implementation.function = freezing
-    with pytest.raises(
-        UsageError, match=r"sets requires_grad=False on parameter 'head\.norm\.weight', and its plan trains"
-    ):
+    with pytest.raises(UsageError, match=r"requires_grad=False on parameter 'head\.norm\.weight', and its plan trains"):
         build_model(run)
 
 
 def test_a_family_with_a_field_of_that_name_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mplug_gpt import GPT
-    from pydantic import Field
-
     class Config(GPT.Config):
         frozen: int = Field(3, description="something else")
 
@@ -134,22 +110,18 @@ def test_initial_values_and_gradients_are_those_of_the_model_that_trains_everyth
     assert found.losses[0] == whole.losses[0]
     squares = 0.0
     for name, shape in whole.shapes.items():
-        initial = logical([found.initial], name, shape)
-        assert torch.equal(initial, logical([whole.initial], name, shape)), name
-        last = logical([found.weights], name, shape)
+        initial = logical_of([found.initial], name, shape)
+        assert torch.equal(initial, logical_of([whole.initial], name, shape)), name
+        last = logical_of([found.weights], name, shape)
         assert torch.equal(last, initial) == is_frozen(name, settings), name
         assert (name in found.gradients[0]) != is_frozen(name, settings), name
         if name in found.gradients[0]:
-            expected = logical([whole.gradients[0]], name, shape)
-            torch.testing.assert_close(logical([found.gradients[0]], name, shape), expected, rtol=EXACT, atol=0)
+            expected = logical_of([whole.gradients[0]], name, shape)
+            torch.testing.assert_close(logical_of([found.gradients[0]], name, shape), expected, rtol=EXACT, atol=0)
             squares += float(expected.square().sum())
-    targets = found.norms[0] / squares**0.5
-    assert targets == pytest.approx(whole.norms[0] / norm_of(whole), rel=EXACT)
-
-
-def norm_of(trace: Any) -> float:
-    shapes = trace.shapes.items()
-    return sum(float(logical([trace.gradients[0]], name, shape).square().sum()) for name, shape in shapes) ** 0.5
+    trained = [logical_of([whole.gradients[0]], name, shape) for name, shape in whole.shapes.items()]
+    norm = sum(float(gradient.square().sum()) for gradient in trained) ** 0.5
+    assert found.norms[0] / squares**0.5 == pytest.approx(whole.norms[0] / norm, rel=EXACT)
 
 
 def test_a_frozen_parameter_has_the_precision_of_the_run_and_nothing_beside_its_values() -> None:
@@ -173,23 +145,7 @@ def test_a_frozen_router_keeps_its_balancing_bias() -> None:
     assert [bool(bias.any()) for bias in biases] == [False, True]
 
 
-# Layouts.
-
-QUICK = [
-    (layout, case, options)
-    for layout, options in (("tp2pp2", {}), ("zero2pp2", STAGE_2), ("fsdp2tp2", {}))
-    for case in (FIRST, ALL_BUT_LAST)
-]
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize(("layout", "case", "options"), QUICK, ids=str)
-def test_a_layout_gives_the_run_of_one_process(layout: str, case: dict[str, Any], options: dict[str, Any]) -> None:
-    alone = {name: value for name, value in options.items() if name.startswith("optimizer")}
-    traces, reference = trained_once({**case, **options, "parallel.layout": layout}), trained_once({**case, **alone})[0]
-    assert difference(traces, reference) == ""
-    assert weights_off(traces, reference) == ""
+# Layouts: suites of strategies and the set `pairs` compare them in fp64.
 
 
 @pytest.mark.parametrize("case", [FIRST, ALL_BUT_LAST], ids=["first", "all but the last"])
@@ -245,8 +201,6 @@ def test_a_stage_sends_gradients_only_to_where_something_is_trained(
 
 def noted_by_fsdp(settings: dict[str, Any]) -> int:
     """Be one rank for a step and an evaluation: the forward passes that FSDP still remembers."""
-    from mplug.training.evaluation import evaluate
-
     run = tiny_run(settings)
     parts = build(run)
     parts.stepper.forward_backward(parts.train_loader.take(8), 1)
@@ -262,48 +216,13 @@ def test_a_stage_without_backward_remembers_no_forward_pass() -> None:
     assert run_workers(4, noted_by_fsdp, {**ALL_BUT_LAST, "parallel.layout": "fsdp2pp2"}) == [0] * 4
 
 
-# Checkpoints.
+# Checkpoints: the set `pairs` resumes under other layouts.
 
 SMALL = {"trainer.eval_every": 0, "checkpoint.asynchronous": False, "trainer.precision": "fp64"}
 
 
-def rank_of_a_run(settings: dict[str, Any], steps: int, directory: Path, resume_from: Path | None) -> Witness:
-    """Be one rank of a run that is saved at its end."""
-    config = tiny_config({**SMALL, **settings, "trainer.steps": steps})
-    witness = run_of(config, directory, resume_from=resume_from)
-    witness.weights = {}
-    return witness
-
-
-def losses_of(settings: dict[str, Any], steps: int, directory: Path, resume_from: Path | None = None) -> list[float]:
-    size = prepare(tiny_config({**SMALL, **settings})).mesh.world_size
-    ranks: list[Witness] = run_workers(size, rank_of_a_run, settings, steps, directory, resume_from)
-    return ranks[0].losses
-
-
 def saved(directory: Path) -> Path:
     return newest(directory / "checkpoints")
-
-
-def test_a_checkpoint_holds_all_parameters_and_goes_on_under_another_layout(
-    tmp_path: Path, logical: Callable[[Path], dict[str, Tensor]]
-) -> None:
-    case, other = FIRST, {**FIRST, **STAGE_2, "parallel.layout": "zero2pp2"}
-    told = losses_of({**case, "parallel.layout": "fsdp2tp2"}, 2, tmp_path / "a")
-    before = logical(saved(tmp_path / "a"))
-    told += losses_of(other, 3, tmp_path / "b", saved(tmp_path / "a"))
-    after = logical(saved(tmp_path / "b"))
-    assert told == pytest.approx(losses_of(case, 3, tmp_path / "whole"), rel=EXACT)
-    reference = trained_once(case)[0]
-    for name, shape in reference.shapes.items():
-        states = {key.rpartition("/")[2] for key in before if key.startswith(f"{name}/")}
-        assert (states == {"weight"}) == is_frozen(name, case), (name, states)
-        if is_frozen(name, case):
-            begun = torch.full(shape, float("nan"), dtype=torch.float64)
-            for start, values in reference.initial[name]:
-                begun[tuple(slice(s, s + n) for s, n in zip(start, values.shape, strict=True))] = values
-            assert torch.equal(before[f"{name}/weight"], begun)
-            assert torch.equal(after[f"{name}/weight"], begun)
 
 
 def position_of(settings: dict[str, Any], directory: Path) -> Position:
@@ -335,18 +254,22 @@ def test_what_was_trained_may_be_frozen_from_a_checkpoint_on(tmp_path: Path) -> 
         assert torch.equal(values, kept), name
 
 
-def test_what_was_frozen_cannot_be_trained_from_a_checkpoint_on_and_the_error_says_what_can(tmp_path: Path) -> None:
+def test_a_checkpoint_has_all_parameters_and_no_state_of_frozen_ones_so_that_they_cannot_be_trained_from_it_on(
+    tmp_path: Path,
+) -> None:
     stepped(position_of(FIRST, tmp_path))
+    tensors = read_manifest(saved(tmp_path))["tensors"]
+    for name in trained_once({})[0].shapes:
+        states = {key.rpartition("/")[2] for key in tensors if key.startswith(f"{name}/")}
+        assert "weight" in states
+        assert (states == {"weight"}) == is_frozen(name, FIRST), (name, states)
     resumed = position_of({"model.frozen": ["embedding"]}, tmp_path)
     with pytest.raises(UsageError, match=r"model\.frozen: \[.*'blocks\.0'\] -> \['embedding'\]"):
         resumed.load(resumed.choose(saved(tmp_path)))
-    with pytest.raises(UsageError) as caught:
+    said = r"of 'blocks.0.norm1.weight', because the parameter was frozen in that run; add it to model.frozen, or start"
+    remedy = " a new run with the weights of the checkpoint: mplug train --set checkpoint.pretrained="
+    with pytest.raises(UsageError, match=said + remedy):
         resumed.load(resumed.choose(saved(tmp_path)), ("model.frozen",))
-    assert (
-        "of 'blocks.0.norm1.weight', because the parameter was frozen in that run; add it to model.frozen, or start a "
-        in (str(caught.value))
-    )
-    assert "new run with the weights of the checkpoint: mplug train --set checkpoint.pretrained=" in str(caught.value)
 
 
 def test_a_checkpoint_without_states_of_another_optimizer_is_told_apart(tmp_path: Path) -> None:
@@ -360,8 +283,6 @@ def test_a_checkpoint_without_states_of_another_optimizer_is_told_apart(tmp_path
 
 @pytest.mark.parametrize("case", [FIRST, {}], ids=["frozen", "trained"])
 def test_a_new_run_begins_with_the_weights_of_a_run_that_froze_others(case: dict[str, Any], tmp_path: Path) -> None:
-    from mplug.checkpoint.pretrained import load_weights
-
     wanted = values_of(stepped(position_of(ALL_BUT_LAST, tmp_path)))
     begun = position_of({**case, "trainer.seed": 77}, tmp_path / "new")
     load_weights(begun.run, begun.parts.model, begun.parts.pieces, saved(tmp_path))
@@ -371,43 +292,30 @@ def test_a_new_run_begins_with_the_weights_of_a_run_that_froze_others(case: dict
 # What is told.
 
 
+def measured(settings: dict[str, Any]) -> dict[str, int]:
+    run = tiny_run({"trainer.precision": "bf16", **settings})
+    return measure_bytes(run, build_model(run))
+
+
 def test_bytes_count_frozen_weights_apart_and_give_them_no_master_and_no_state() -> None:
-    low = {"trainer.precision": "bf16"}
-    whole, part = (measured({**low, **case}) for case in ({}, FIRST))
+    whole, part = measured({}), measured(FIRST)
     frozen = sum(p.numel for name, p in build_model(tiny_run({})).placements.items() if is_frozen(name, FIRST))
     assert part["frozen weights"] == 2 * frozen
     assert "frozen weights" not in whole
     each = {"weights": 2, "masters": 4, "gradients": 4, "optimizer state": 8}
     for what, size in each.items():
         assert whole[what] - part[what] == pytest.approx(size * frozen, abs=200), what
+    divided = measured({**FIRST, "parallel.layout": "fsdp2"})["frozen weights"]
+    assert 2 * divided == pytest.approx(part["frozen weights"], abs=300)
 
 
-def test_fsdp_divides_frozen_weights_and_keeps_them_in_the_precision_of_the_run() -> None:
-    settings = {**FIRST, "trainer.precision": "bf16"}
-    assert 2 * measured({**settings, "parallel.layout": "fsdp2"})["frozen weights"] == pytest.approx(
-        measured(settings)["frozen weights"], abs=300
-    )
-
-
-def measured(settings: dict[str, Any]) -> dict[str, int]:
-    run = tiny_run(settings)
-    return measure_bytes(run, build_model(run))
-
-
-def test_explain_tells_frozen_parameters_apart(cli: Callable[..., Any]) -> None:
-    told = cli("explain", "--set", "model.frozen=[embedding, blocks.0]").stdout
-    sizes = {name: p.numel for name, p in build_model(prepare(default_config())).placements.items()}
+def test_explain_tells_frozen_parameters_apart() -> None:
+    told = CliRunner().invoke(explain, ["--set", "model.frozen=[embedding, blocks.0]"], catch_exceptions=False).output
+    config = resolve(Registry(), default_settings(), {})
+    sizes = {name: p.numel for name, p in build_model(prepare(config)).placements.items()}
     frozen = sum(size for name, size in sizes.items() if is_frozen(name, FIRST))
     assert f"{sum(sizes.values()):,} parameters, {frozen:,} of them frozen" in told
     lines = {line.split()[0]: line.split()[-1] for line in told.splitlines() if line.strip()}
     assert lines["embedding.token.weight"] == "frozen"
     assert any(line.split()[:4] == ["blocks.*.mlp.up.weight", "1", "512x128", "mlp"] for line in told.splitlines())
     assert "frozen weights" in told
-
-
-def default_config() -> Any:
-    from mplug.config.defaults import default_settings
-    from mplug.registry.entry_points import Registry
-    from mplug.registry.resolve import resolve
-
-    return resolve(Registry(), default_settings(), {})

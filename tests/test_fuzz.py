@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
+from inspect import signature
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -38,21 +39,29 @@ SECONDS = 60
 FUZZ = pytest.mark.wide("fuzz")
 
 
-def few(quick: int, wide: int) -> Any:
-    """The number of cases of a test: few in the quick tests, many in the wide set."""
-    return pytest.mark.parametrize("cases", [quick, pytest.param(wide, marks=FUZZ)])
+def fuzz(quick: int, wide: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test of so many cases, in the quick tests and in the wide set.
 
+    A case gets a source of randomness, and fixtures. A UsageError is fine, any other error and a hang are not.
+    """
 
-def fuzz(cases: int, case: Callable[[Random], None]) -> None:
-    """Call `case` with so many sources of randomness; a UsageError is fine, any other error and a hang are not."""
+    def of(case: Callable[..., None]) -> Callable[..., None]:
+        @pytest.mark.parametrize("cases", [quick, pytest.param(wide, marks=FUZZ)])
+        def test(cases: int, request: pytest.FixtureRequest) -> None:
+            fixtures = {name: request.getfixturevalue(name) for name in [*signature(case).parameters][1:]}
 
-    @settings(max_examples=cases, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(st.integers(0, 2**63))
-    def once(seed: int) -> None:
-        with limited(SECONDS), contextlib.suppress(UsageError):
-            case(Random(seed))
+            @settings(max_examples=cases, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+            @given(st.integers(0, 2**63))
+            def once(seed: int) -> None:
+                with limited(SECONDS), contextlib.suppress(UsageError):
+                    case(Random(seed), **fixtures)
 
-    once()
+            once()
+
+        test.__doc__ = case.__doc__
+        return test
+
+    return of
 
 
 @contextlib.contextmanager
@@ -117,42 +126,32 @@ def settled(base: Any, overrides: Any) -> RunConfig:
 # Configs.
 
 
-@few(60, 3000)
-def test_a_config_file_is_used_or_refused(cases: int) -> None:
-    def case(random: Random) -> None:
-        base, tree = random.choice(bases())
-        settled(base, read_yaml(config_text(random, tree), "run.yaml"))
-
-    fuzz(cases, case)
+@fuzz(60, 3000)
+def test_a_config_file_is_used_or_refused(random: Random) -> None:
+    base, tree = random.choice(bases())
+    settled(base, read_yaml(config_text(random, tree), "run.yaml"))
 
 
-@few(30, 1500)
-def test_assignments_are_used_or_refused(cases: int) -> None:
-    def case(random: Random) -> None:
-        base, tree = random.choice(bases())
-        section = random.choice([*tree])
-        field = random.choice([*(tree[section] or {"x": 0}), "x", "a.b", "." * 2000])
-        value = json.dumps(junk(random)) if random.random() < 0.5 else str(junk(random))
-        settled(base, read_assignments([f"{section}.{field}={value}"]))
-
-    fuzz(cases, case)
+@fuzz(30, 1500)
+def test_assignments_are_used_or_refused(random: Random) -> None:
+    base, tree = random.choice(bases())
+    section = random.choice([*tree])
+    field = random.choice([*(tree[section] or {"x": 0}), "x", "a.b", "." * 2000])
+    value = json.dumps(junk(random)) if random.random() < 0.5 else str(junk(random))
+    settled(base, read_assignments([f"{section}.{field}={value}"]))
 
 
-@few(6, 500)
-def test_a_model_of_any_size_is_built_or_refused(cases: int) -> None:
+@fuzz(6, 500)
+def test_a_model_of_any_size_is_built_or_refused(random: Random) -> None:
     """`num_layers` up to its bound would take minutes to build, which is slow and no defect."""
-
-    def case(random: Random) -> None:
-        base, tree = random.choice(bases()[:2])
-        numbers = [name for name, value in tree["model"].items() if isinstance(value, int) and name != "num_layers"]
-        words = ["model.num_layers=2", "trainer.device=cpu"]
-        sizes = [1, 2, 4, 64, 127, 2**20, 2**31, 2**40, 10**12, 2**62, 2**63 - 1]
-        words += [f"model.{name}={random.choice(sizes)}" for name in random.sample(numbers, random.randrange(1, 4))]
-        words += [f"trainer.{name}={random.choice(sizes)}" for name in ("seq_length", "global_batch_size")]
-        run = prepare(resolve(registry(), base, read_assignments(words)))
-        refuse_beyond_memory(run, build_model(run), None)
-
-    fuzz(cases, case)
+    base, tree = random.choice(bases()[:2])
+    numbers = [name for name, value in tree["model"].items() if isinstance(value, int) and name != "num_layers"]
+    words = ["model.num_layers=2", "trainer.device=cpu"]
+    sizes = [1, 2, 4, 64, 127, 2**20, 2**31, 2**40, 10**12, 2**62, 2**63 - 1]
+    words += [f"model.{name}={random.choice(sizes)}" for name in random.sample(numbers, random.randrange(1, 4))]
+    words += [f"trainer.{name}={random.choice(sizes)}" for name in ("seq_length", "global_batch_size")]
+    run = prepare(resolve(registry(), base, read_assignments(words)))
+    refuse_beyond_memory(run, build_model(run), None)
 
 
 # Runs: their checkpoints and other files.
@@ -180,42 +179,35 @@ def copied(saved: Path) -> Path:
     return run
 
 
-@few(25, 2500)
-def test_a_checkpoint_is_used_or_refused(saved: Path, monkeypatch: pytest.MonkeyPatch, cases: int) -> None:
+@fuzz(25, 2500)
+def test_a_checkpoint_is_used_or_refused(random: Random, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every case is listed, shown and verified; one of ten is sampled from, one of fifty resumed."""
     monkeypatch.chdir(saved)
-
-    def case(random: Random) -> None:
-        run = copied(saved)
-        damage_checkpoint(random, run / "checkpoints" / "step_00000004", checksum)
-        in_process("checkpoint", "list", "--name", "case")
-        in_process("checkpoint", "show", "--name", "case", "--tensors")
-        in_process("checkpoint", "verify", "--name", "case")
-        if random.random() < 0.1:
-            in_process("generate", "--name", "case", "--tokens", "1", "--device", "cpu")
-        if random.random() < 0.02:
-            in_process("train", "--resume", "--name", "case", "--set", "trainer.steps=5")
-
-    fuzz(cases, case)
+    run = copied(saved)
+    damage_checkpoint(random, run / "checkpoints" / "step_00000004", checksum)
+    in_process("checkpoint", "list", "--name", "case")
+    in_process("checkpoint", "show", "--name", "case", "--tensors")
+    in_process("checkpoint", "verify", "--name", "case")
+    if random.random() < 0.1:
+        in_process("generate", "--name", "case", "--tokens", "1", "--device", "cpu")
+    if random.random() < 0.02:
+        in_process("train", "--resume", "--name", "case", "--set", "trainer.steps=5")
 
 
-@few(25, 1000)
-def test_the_config_and_the_metrics_of_a_run_are_used_or_refused(saved: Path, cases: int) -> None:
-    def case(random: Random) -> None:
-        run = copied(saved)
-        config, metrics = run / "config.yaml", run / "metrics.jsonl"
-        if random.random() < 0.5:
-            tree = mutated(random, yaml.safe_load(config.read_text()), random.randrange(1, 4))
-            config.write_text(yaml.safe_dump(tree))
-        else:
-            config.write_bytes(damaged(random, config.read_bytes()))
-        with contextlib.suppress(UsageError):
-            settled(saved_settings(run), {})
-        lines = [json.dumps(mutated(random, json.loads(line), 1)) for line in metrics.read_text().splitlines()]
-        metrics.write_bytes(damaged(random, "\n".join(lines).encode()))
-        read_lines(metrics)
-
-    fuzz(cases, case)
+@fuzz(25, 1000)
+def test_the_config_and_the_metrics_of_a_run_are_used_or_refused(random: Random, saved: Path) -> None:
+    run = copied(saved)
+    config, metrics = run / "config.yaml", run / "metrics.jsonl"
+    if random.random() < 0.5:
+        tree = mutated(random, yaml.safe_load(config.read_text()), random.randrange(1, 4))
+        config.write_text(yaml.safe_dump(tree))
+    else:
+        config.write_bytes(damaged(random, config.read_bytes()))
+    with contextlib.suppress(UsageError):
+        settled(saved_settings(run), {})
+    lines = [json.dumps(mutated(random, json.loads(line), 1)) for line in metrics.read_text().splitlines()]
+    metrics.write_bytes(damaged(random, "\n".join(lines).encode()))
+    read_lines(metrics)
 
 
 # Data.
@@ -234,22 +226,18 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prefix
 
 
-@few(80, 1500)
-def test_an_index_is_read_within_its_file_or_refused(pair: Path, cases: int) -> None:
+@fuzz(80, 1500)
+def test_an_index_is_read_within_its_file_or_refused(random: Random, pair: Path) -> None:
     from mplug_indexed.files import Reader, bin_path, idx_path
 
     whole, tokens = idx_path(pair).read_bytes(), bin_path(pair).read_bytes()
-
-    def case(random: Random) -> None:
-        prefix = pair.with_name("case")
-        idx_path(prefix).write_bytes(index_of(random, whole))
-        bin_path(prefix).write_bytes(tokens if random.random() < 0.8 else damaged(random, tokens))
-        reader = Reader(prefix)
-        reader.verify()
-        found = np.concatenate([reader.read(number) for number in range(len(reader))] or [np.empty(0)])
-        assert len(found) == int(reader.lengths.sum()) <= len(reader.tokens)
-
-    fuzz(cases, case)
+    prefix = pair.with_name("case")
+    idx_path(prefix).write_bytes(index_of(random, whole))
+    bin_path(prefix).write_bytes(tokens if random.random() < 0.8 else damaged(random, tokens))
+    reader = Reader(prefix)
+    reader.verify()
+    found = np.concatenate([reader.read(number) for number in range(len(reader))] or [np.empty(0)])
+    assert len(found) == int(reader.lengths.sum()) <= len(reader.tokens)
 
 
 # Processes.
@@ -260,22 +248,18 @@ def test_fifty_broken_inputs_through_real_processes(saved: Path, tmp_path: Path)
     """The command `mplug` itself: 30 configs, 10 checkpoints, 10 edited runs; each exits 0 or 2 within its time."""
     random = Random(19)
     for number in range(50):
+        arguments = ["config", "show", "--config", str(tmp_path / "run.yaml")]
         if number < 30:
-            _, tree = random.choice(bases())
-            (tmp_path / "run.yaml").write_text(config_text(random, tree))
-            arguments, cwd = ["config", "show", "--config", str(tmp_path / "run.yaml")], tmp_path
+            (tmp_path / "run.yaml").write_text(config_text(random, random.choice(bases())[1]))
         else:
-            run, cwd = copied(saved), saved
+            run = copied(saved)
             if number < 40:
                 damage_checkpoint(random, run / "checkpoints" / "step_00000004", checksum)
             else:
-                config = run / "config.yaml"
-                config.write_bytes(damaged(random, config.read_bytes()))
-            arguments = random.choice(
-                [["checkpoint", "verify", "--name", "case"], ["generate", "--name", "case", "--tokens", "1"],
-                 ["train", "--resume", "--name", "case", "--set", "trainer.steps=5"]]
-            )  # fmt: skip
+                (run / "config.yaml").write_bytes(damaged(random, (run / "config.yaml").read_bytes()))
+            commands = ("checkpoint verify", "generate --tokens 1", "train --resume --set trainer.steps=5")
+            arguments = [*random.choice(commands).split(), "--name", "case"]
         command = [sys.executable, "-m", "mplug", *arguments]
-        ended = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=2 * SECONDS)
+        ended = subprocess.run(command, cwd=saved, capture_output=True, text=True, timeout=2 * SECONDS)
         assert ended.returncode in (0, 2), (number, arguments, ended.stderr)
         assert "Traceback" not in ended.stderr, (number, arguments, ended.stderr)

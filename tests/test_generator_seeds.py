@@ -3,8 +3,8 @@
 `pytest --wide layouts` compares them under every layout of docs/layouts.md.
 """
 
+import warnings
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import combinations
 from types import SimpleNamespace
@@ -24,17 +24,12 @@ from mplug.training.assembly import build
 from mplug_testing import run_workers
 from mplug_testing.draws import draws_fault
 from mplug_testing.harness import STEPS, Trace, in_fp64, tiny_run, train_ranks, train_steps
+from mplug_testing.parity import require_parity
 from mplug_testing.unit_calls import Call, watch_units
 
 DROPS = {"model.attention_dropout": 0.2}
 RECOMPUTES = {"memory.recompute.mode": "full"}
-EXPERTS = {
-    "model.name": "mixtral",
-    "model.num_layers": 2,
-    "model.ffn_hidden_size": 24,
-    "model.num_experts": 4,
-    "model.vocab_size": 259,
-}
+EXPERTS = {"model.name": "mixtral", "model.num_layers": 2, "model.num_experts": 4}
 WIDE = pytest.mark.wide("layouts")
 MICRO_BATCHES, BLOCKS = 4, 4
 """Of a step of the tiny run in one process, and of its model."""
@@ -53,7 +48,22 @@ class Masks:
     again: Counter[Mask] = field(default_factory=Counter)
 
 
-def masks(settings: dict[str, Any], before: str = "") -> Masks:
+def leave_out(missing: str) -> None:
+    """Seed the generators of this process without one of the numbers that the seed depends on."""
+    original = GeneratorSeeds.begin
+
+    def begin(self: GeneratorSeeds, unit: Unit, key: int) -> None:
+        if missing == "unit":
+            self.places = dict.fromkeys(["unit", *self.places], self.places[unit.name])
+            unit = Unit("unit", unit.inputs, unit.outputs)
+        if missing == "place":
+            self.places = dict.fromkeys(self.places, 0)
+        original(self, unit, 0 if missing == "micro batch" else key)
+
+    GeneratorSeeds.begin = begin  # type: ignore[method-assign]
+
+
+def masks(settings: dict[str, Any], missing: str = "") -> Masks:
     """Be one rank of a run of `STEPS` steps, in which the default kernel shows what it drops."""
     import mplug_sdpa.attention as kernel
 
@@ -77,8 +87,8 @@ def masks(settings: dict[str, Any], before: str = "") -> Masks:
 
     kernel.scaled_dot_product_attention = shown
     try:
-        if before:
-            MISTAKES[before]()
+        if missing:
+            leave_out(missing)
         run = tiny_run(in_fp64({**DROPS, **settings}))
         parts = build(run)
         watch_units(run, parts, calls.append)
@@ -90,10 +100,10 @@ def masks(settings: dict[str, Any], before: str = "") -> Masks:
     return found
 
 
-def masks_of(layout: str, settings: dict[str, Any], before: str = "") -> list[Masks]:
+def masks_of(layout: str, settings: dict[str, Any], missing: str = "") -> list[Masks]:
     """Of all ranks of a layout."""
     whole = {**settings, "parallel.layout": layout}
-    return run_workers(tiny_run({**DROPS, **whole}).mesh.world_size, masks, whole, before)
+    return run_workers(tiny_run({**DROPS, **whole}).mesh.world_size, masks, whole, missing)
 
 
 def assert_own(ranks: list[Masks], recomputes: bool = False) -> None:
@@ -147,25 +157,9 @@ def test_under_a_layout_masks_differ_wherever_rank_micro_batch_step_or_block_do(
         build_model(tiny_run({**DROPS, **settings, "parallel.layout": layout}))
     except UsageError as refusal:
         told = str(refusal)
-        assert "splits experts, and the model 'gpt' has none" in told or "use a layout with only one of them" in told, (
-            told
-        )
+        assert "splits experts, and the model 'gpt' has none" in told or "a layout with only one of them" in told, told
         pytest.skip(f"{layout} is refused: {told}")
     assert_own(masks_of(layout, settings), recomputes=True)
-
-
-@WIDE
-@pytest.mark.parametrize("layout", matrix())
-def test_under_a_layout_generators_are_where_the_contract_says(layout: str) -> None:
-    """Also where attention cannot drop."""
-    settings = EXPERTS if "ep" in layout or "etp" in layout else {}
-    try:
-        run = tiny_run({**settings, "parallel.layout": layout})
-        build_model(run)
-    except UsageError as refusal:
-        pytest.skip(f"{layout} is refused: {refusal}")
-    traces = train_ranks(run.mesh.world_size, {**settings, "parallel.layout": layout})
-    assert draws_fault(traces, train_steps(settings)) == ""
 
 
 @WIDE
@@ -183,8 +177,6 @@ def test_a_compiled_run_draws_what_the_eager_run_draws(layout: str, recomputes: 
 
 
 def quietly(settings: dict[str, Any]) -> Trace:
-    import warnings
-
     warnings.simplefilter("ignore")  # torch's own, as it traces
     return train_steps(settings)
 
@@ -192,8 +184,6 @@ def quietly(settings: dict[str, Any]) -> Trace:
 @WIDE
 @pytest.mark.parametrize("layout", ["pp2", "pp2 parallel.pp.schedule=gpipe"])
 def test_fused_dropout_under_a_pipeline_gives_the_run_of_one_process(layout: str) -> None:
-    from mplug_testing.parity import require_parity
-
     require_parity({**DROPS, **RECOMPUTES}, layout)
 
 
@@ -209,67 +199,10 @@ def test_data_parallel_strategies_draw_alike() -> None:
 # The comparison has teeth.
 
 
-def seeded_once_a_step() -> None:
-    """As it was: one key on all ranks, and then the order of execution."""
-    from mplug.training.stepper import DefaultStepper
-
-    original = DefaultStepper.begin_step
-
-    def begin_step(self: DefaultStepper, step: int) -> None:
-        torch.manual_seed(step)
-        original(self, step)
-
-    DefaultStepper.begin_step = begin_step  # type: ignore[method-assign]
-    GeneratorSeeds.begin = lambda *_, **__: None  # type: ignore[method-assign, assignment]
-
-
-def key_without(*missing: str) -> Callable[[], None]:
-    def plant() -> None:
-        original = GeneratorSeeds.begin
-
-        def begin(self: GeneratorSeeds, unit: Unit, key: int) -> None:
-            if "unit" in missing:
-                self.places = dict.fromkeys(["unit", *self.places], self.places[unit.name])
-                unit = Unit("unit", unit.inputs, unit.outputs)
-            if "place" in missing:
-                self.places = dict.fromkeys(self.places, 0)
-            original(self, unit, 0 if "micro batch" in missing else key)
-
-        GeneratorSeeds.begin = begin  # type: ignore[method-assign]
-
-    return plant
-
-
-MISTAKES: dict[str, Callable[[], None]] = {
-    "seeded once a step": seeded_once_a_step,
-    "no place": key_without("place"),
-    "no unit": key_without("unit"),
-    "no micro batch": key_without("micro batch"),
-}
-
-
-@pytest.mark.parametrize("mistake", ["no unit", "no micro batch"])
-def test_masks_that_are_drawn_twice_are_seen(mistake: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GeneratorSeeds, "begin", GeneratorSeeds.begin)  # put back afterwards
-        found = masks({}, mistake)
+@pytest.mark.parametrize("missing", ["unit", "micro batch", pytest.param("place", marks=WIDE)])
+def test_masks_that_are_drawn_twice_are_seen(missing: str) -> None:
     with pytest.raises(AssertionError):
-        assert_own([found])
-
-
-@WIDE
-@pytest.mark.parametrize(
-    ("mistake", "layout"), [("seeded once a step", "dp2"), ("no place", "dp2"), ("no place", "tp2")]
-)
-def test_masks_that_ranks_share_are_seen(mistake: str, layout: str) -> None:
-    with pytest.raises(AssertionError):
-        assert_own(masks_of(layout, {}, mistake))
-
-
-@WIDE
-def test_masks_that_follow_the_order_of_execution_are_seen(alone: Masks) -> None:
-    ranks = masks_of("pp2", {}, "seeded once a step")
-    assert ranks[0].forward | ranks[1].forward != alone.forward
+        assert_own(masks_of("dp2" if missing == "place" else "", {}, missing))
 
 
 # Places and keys, without processes.

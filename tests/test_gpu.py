@@ -213,8 +213,8 @@ def test_micro_batches_that_are_dropped_while_the_gpu_is_busy_keep_their_values(
 
 
 def test_entries_that_a_loader_puts_on_the_gpu_itself_stay_as_they_are() -> None:
-    there, here = torch.ones(4, device="cuda"), torch.ones(4)
-    moved = Copies()({"there": there, "here": here})
+    there = torch.ones(4, device="cuda")
+    moved = Copies()({"there": there, "here": torch.ones(4)})
     assert moved["there"] is there
     assert moved["here"].is_cuda
 

@@ -106,19 +106,10 @@ class Losses:
 
 
 def trained(directory: Path, **changes: Any) -> Losses:
-    settings = {
-        "model.name": "mixtral",
-        "model.preset": "tiny",
-        "model.num_experts": 8,
-        "trainer.device": "cuda",
-        "trainer.precision": "bf16",
-        "trainer.seq_length": 64,
-        "trainer.micro_batch_size": 4,
-        "trainer.global_batch_size": 8,
-        "trainer.steps": 8,
-        "trainer.eval_every": 0,
-        **changes,
-    }
+    model = {"model.name": "mixtral", "model.preset": "tiny", "model.num_experts": 8}
+    batch = {"trainer.seq_length": 64, "trainer.micro_batch_size": 4, "trainer.global_batch_size": 8}
+    steps = {"trainer.steps": 8, "trainer.eval_every": 0}
+    settings = {**model, **batch, **steps, "trainer.device": "cuda", "trainer.precision": "bf16", **changes}
     watch = Losses()
     train(prepare(tiny_config(settings), {"host/watch": watch}, directory))
     return watch

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from gpus import Watch
 
-from mplug import hookimpl
 from mplug.config.defaults import default_settings
 from mplug.config.sources import from_mapping, merge
 from mplug.registry.resolve import resolve
@@ -31,34 +31,13 @@ Step = tuple[float, float]
 """The loss and the norm of the gradient."""
 
 STEPS, BATCH = 3, 8
-SHAPE: Settings = {
-    "num_layers": 2,
-    "hidden_size": 128,
-    "num_attention_heads": 4,
-    "num_kv_heads": 2,
-    "ffn_hidden_size": 192,
-    "vocab_size": 256,
-    "init_std": 0.06,
-}
-EXPERTS: Settings = {
-    "num_experts": 4,
-    "num_experts_per_token": 2,
-    "moe_ffn_hidden_size": 64,
-    "aux_loss_coefficient": 0.01,
-    "z_loss_coefficient": 0.001,
-}
-LATENT: Settings = {
-    "q_lora_rank": 48,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-}
+SIZES: Settings = {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "vocab_size": 256, "init_std": 0.06}
+SHAPE: Settings = {**SIZES, "num_kv_heads": 2, "ffn_hidden_size": 192}
+BALANCE: Settings = {"aux_loss_coefficient": 0.01, "z_loss_coefficient": 0.001}
+EXPERTS: Settings = {**BALANCE, "num_experts": 4, "num_experts_per_token": 2, "moe_ffn_hidden_size": 64}
+LATENT: Settings = {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16}
+GROUPED: Settings = {"moe_router_num_groups": 2, "moe_router_top_groups": 1}
 YARN: Settings = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-
-
-def without(settings: Settings, *names: str) -> Settings:
-    return {name: value for name, value in settings.items() if name not in names}
 
 
 FAMILIES: dict[str, Settings] = {
@@ -67,28 +46,25 @@ FAMILIES: dict[str, Settings] = {
     "qwen": {**SHAPE, "qk_norm": True, "tie_embeddings": True},
     "qwen, experts": {**SHAPE, **EXPERTS, "qk_norm": True, "feed_forward_types": ["mlp", "experts"]},
     "gemma": {**SHAPE, "qk_norm": True, "window": 16, "attention_types": ["window", "full"], "logit_soft_cap": 30.0},
-    "gpt-oss": {**without(SHAPE, "ffn_hidden_size"), **EXPERTS, "head_dim": 32, "window": 16, "rope_scaling": YARN},
+    "gpt-oss": {**SIZES, **EXPERTS, "num_kv_heads": 2, "head_dim": 32, "window": 16, "rope_scaling": YARN},
     "deepseek": {
-        **without(SHAPE, "num_kv_heads"),
+        **SIZES,
         **EXPERTS,
         **LATENT,
+        **GROUPED,
+        "v_head_dim": 32,
+        "ffn_hidden_size": 192,
         "num_dense_layers": 1,
-        "moe_router_num_groups": 2,
-        "moe_router_top_groups": 1,
         "num_mtp_layers": 1,
     },
-    "mixtral": {"preset": "tiny", "num_layers": 2, "aux_loss_coefficient": 0.01, "z_loss_coefficient": 0.001},
+    "mixtral": {**BALANCE, "preset": "tiny", "num_layers": 2},
 }
+FP8: Settings = {"trainer.base_modules": ["head"], "kernels.linear": "fp8"}
 PRECISIONS: dict[str, Settings] = {
     "fp32": {},
     "bf16": {},
-    "fp8": {"trainer.base_modules": ["head"], "kernels.linear": "fp8"},
-    "fp8, experts": {
-        "trainer.base_modules": ["head"],
-        "kernels.linear": "fp8",
-        "kernels.experts": "fp8",
-        "precisions.fp8.scaling": "rowwise",
-    },
+    "fp8": FP8,
+    "fp8, experts": {**FP8, "kernels.experts": "fp8", "precisions.fp8.scaling": "rowwise"},
 }
 SINKS: dict[str, Settings] = {"gpt-oss": {"kernels.attention": "reference"}}
 """Attention with attention sinks: the fused core that serves them compiles for minutes (its own tests run it)."""
@@ -102,17 +78,6 @@ H100, the norms of Gemma are off by 0.011, 0.032 and 0.128.
 """
 
 
-class Watch:
-    """The losses and gradient norms of a run."""
-
-    def __init__(self) -> None:
-        self.steps: list[Step] = []
-
-    @hookimpl
-    def step_finished(self, record: dict[str, Any]) -> None:
-        self.steps.append((record["loss"], record["grad_norm"]))
-
-
 def trained(folder: Path, changes: Settings) -> list[Step]:
     """Train as `mplug train` does, in this process: the default run with changes."""
     settings = default_settings()
@@ -120,7 +85,7 @@ def trained(folder: Path, changes: Settings) -> list[Step]:
         settings = merge(settings, from_mapping(value, "the test", tuple(name.split("."))))
     watch = Watch()
     train(prepare(resolve(installed_plugins(), settings, {}), {"host/watch": watch}, folder))
-    return watch.steps
+    return [*zip(watch.losses, watch.norms, strict=True)]
 
 
 def family(name: str, micro_batches: int, precision: str, device: str, compiler: str = "never") -> Settings:

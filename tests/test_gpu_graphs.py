@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from gpus import with_nccl
+from gpus import Watch, with_nccl
 from replayed import EXPERTS, GPT, STEPS, Seen, assert_equal, trained
 from safetensors.torch import load_file
 
-from mplug import hookimpl
 from mplug.errors import RunError
 from mplug.model.compiled.graphs import step_obstacles
 from mplug.run.prepare import prepare
@@ -23,13 +22,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA GPUs here")
 
 CUDA: TinySettings = {"trainer.device": "cuda", "trainer.precision": "bf16", "model.num_layers": 2}
-FUSED: TinySettings = {
-    **GPT,
-    **CUDA,
-    "optimizer.name": "adamw",
-    "kernels.default": "triton",
-    "kernels.attention": "sdpa",
-}
+CONSTANT: TinySettings = {"schedule.weight_decay.name": "constant"}
+TRITON: TinySettings = {"kernels.default": "triton", "kernels.attention": "sdpa"}
+FUSED: TinySettings = {**GPT, **CUDA, **TRITON, "optimizer.name": "adamw"}
 CASES: dict[str, TinySettings] = {
     "bf16": FUSED,
     "compiled": {**FUSED, "trainer.compile": "inductor", "trainer.nonfinite": "skip"},
@@ -38,14 +33,8 @@ CASES: dict[str, TinySettings] = {
     "recompute": {**FUSED, "memory.recompute.mode": "full"},
     "compiled recompute": {**FUSED, "memory.recompute.mode": "full", "trainer.compile": "inductor"},
     "experts": {**EXPERTS, **CUDA},
-    "torch's fused adamw": {
-        **GPT,
-        **CUDA,
-        "trainer.precision": "fp16",
-        "optimizer.name": "adamw",
-        "schedule.weight_decay.name": "constant",
-    },
-    "muon": {**GPT, **CUDA, "optimizer.name": "muon", "schedule.weight_decay.name": "constant"},
+    "torch's fused adamw": {**GPT, **CUDA, **CONSTANT, "trainer.precision": "fp16", "optimizer.name": "adamw"},
+    "muon": {**GPT, **CUDA, **CONSTANT, "optimizer.name": "muon"},
 }
 
 
@@ -60,38 +49,24 @@ def test_twenty_graphed_steps_are_twenty_eager_steps_to_the_bit(case: str) -> No
 
 WIDE: TinySettings = {**CUDA, "model.hidden_size": 256, "model.num_attention_heads": 4, "model.num_kv_heads": 2}
 DELAYED: TinySettings = {"precisions.fp8.when": "delayed", "precisions.fp8.history": 4}
-OF_FP8: TinySettings = {
-    **WIDE,
-    "trainer.precision": "fp8",
-    "trainer.base_modules": ["head"],
-    "kernels.default": "triton",
-    "model.activation": "gelu_tanh",
-}
+ROWWISE, BLOCKWISE = ({"precisions.fp8.scaling": scaling} for scaling in ("rowwise", "blockwise"))
+FP8: TinySettings = {"trainer.precision": "fp8", "trainer.base_modules": ["head"]}
+OF_FP8: TinySettings = {**WIDE, **FP8, "kernels.default": "triton", "model.activation": "gelu_tanh"}
 FUSED_PRODUCTS = ("kernels.linear", "kernels.norm_product", "kernels.activation_product")
-OF_EXPERTS: TinySettings = {
-    **EXPERTS,
-    **CUDA,
-    "trainer.precision": "fp8",
-    "precisions.fp8.scaling": "rowwise",
-    "trainer.base_modules": ["head"],
-}
+OF_EXPERTS: TinySettings = {**EXPERTS, **CUDA, **FP8, **ROWWISE}
+OF_TE: TinySettings = {**OF_FP8, "kernels.linear": "te"}
+TE = "transformer_engine"
 KERNELS: dict[str, tuple[str, TinySettings]] = {  # the package that it needs, and a run
     "fp8": ("torch", {**OF_FP8, "kernels.linear": "fp8"}),
     "fp8 delayed": ("torch", {**OF_FP8, **DELAYED, "kernels.linear": "fp8"}),
-    "fp8 blockwise": ("torch", {**OF_FP8, "precisions.fp8.scaling": "blockwise", "kernels.linear": "fp8"}),
+    "fp8 blockwise": ("torch", {**OF_FP8, **BLOCKWISE, "kernels.linear": "fp8"}),
     "fp8 fused": ("torch", {**OF_FP8, **DELAYED, **dict.fromkeys(FUSED_PRODUCTS, "fp8")}),
     "fp8 experts": ("torch", {**OF_EXPERTS, "kernels.linear": "fp8", "kernels.experts": "fp8"}),
     "fp8 compiled": ("torch", {**OF_FP8, **DELAYED, "kernels.linear": "fp8", "trainer.compile": "inductor"}),
-    "te": (
-        "transformer_engine",
-        {**OF_FP8, "kernels.linear": "te", "kernels.attention": "te", "kernels.norm": "te", "trainer.seq_length": 128},
-    ),
-    "te delayed": ("transformer_engine", {**OF_FP8, **DELAYED, "kernels.linear": "te"}),
-    "te blockwise": (
-        "transformer_engine",
-        {**OF_FP8, "precisions.fp8.scaling": "blockwise", "kernels.linear": "te"},
-    ),
-    "te fused": ("transformer_engine", {**OF_FP8, **DELAYED, **dict.fromkeys(FUSED_PRODUCTS, "te")}),
+    "te": (TE, {**OF_TE, "kernels.attention": "te", "kernels.norm": "te", "trainer.seq_length": 128}),
+    "te delayed": (TE, {**OF_TE, **DELAYED}),
+    "te blockwise": (TE, {**OF_TE, **BLOCKWISE}),
+    "te fused": (TE, {**OF_FP8, **DELAYED, **dict.fromkeys(FUSED_PRODUCTS, "te")}),
     "flex": ("torch", {**WIDE, "kernels.attention": "flex"}),
     "flash": ("flash_attn", {**WIDE, "kernels.attention": "flash"}),
     "quack": ("quack", {**WIDE, "kernels.default": "quack"}),
@@ -139,17 +114,6 @@ def test_graphed_steps_of_two_gpus_are_eager_steps_to_the_bit(name: str) -> None
     for eager, replayed in run_workers(2, both, {**FUSED, "parallel.layout": layout, **own}):
         assert replayed.recorded == 2
         assert_equal(replayed, eager)
-
-
-class Watch:
-    """The losses that observers receive."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    @hookimpl
-    def step_finished(self, record: dict[str, Any]) -> None:
-        self.losses.append(record["loss"])
 
 
 def losses(directory: Path, graphs: bool, resume_from: Path | None = None) -> list[float]:

@@ -12,7 +12,7 @@ from torch import nn
 from mplug import UsageError
 from mplug.config.defaults import default_settings
 from mplug.config.sources import read_assignments, read_file, read_yaml
-from mplug.model.sizes import MAX_SUBMODULES, refuse_beyond_memory, within_reason
+from mplug.model.sizes import MAX_SUBMODULES, within_reason
 from mplug.registry.bind_section import bind
 from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
@@ -20,24 +20,22 @@ from mplug.run.metrics_file import read_lines
 from mplug.run.prepare import prepare
 
 
+def config_with(*assignments: str) -> Any:
+    return resolve(Registry(), default_settings(), read_assignments(assignments))
+
+
 def refusal(*assignments: str) -> str:
     """What a run with these settings is refused with."""
     with pytest.raises(UsageError) as refused:
-        prepare(resolve(Registry(), default_settings(), read_assignments(assignments)))
+        prepare(config_with(*assignments))
     return str(refused.value)
-
-
-# Numbers of the host and of bundled plugins.
 
 
 def test_settings_that_only_look_odd_are_accepted() -> None:
     """A trial of a few steps keeps its warm-up, a ramp may start at its end, and a strategy of data may be unused."""
     odd = ["trainer.steps=2", "schedule.warmup_steps=50", "schedule.batch_rampup.start=8", "parallel.data=fsdp"]
     odd += ["schedule.name=constant", "schedule.min_lr=1", "extensions.watchdog.timeout=0"]
-    assert prepare(resolve(Registry(), default_settings(), read_assignments(odd))).config.trainer.steps == 2
-
-
-# YAML.
+    assert prepare(config_with(*odd)).config.trainer.steps == 2
 
 
 @pytest.mark.parametrize(
@@ -65,9 +63,7 @@ def test_a_text_that_is_too_deep_or_too_large_is_refused_with_its_line(text: str
 
 
 def test_an_assignment_that_is_too_deep_is_refused() -> None:
-    assert (
-        refusal("data.x=" + "[" * 3000 + "]" * 3000) == "data.x (--set): the value is nested more than 64 levels deep"
-    )
+    assert refusal("data.x=" + "[" * 3000 + "]" * 3000).startswith("data.x (--set): the value is nested more than 64")
     assert "64 levels" in refusal("data" + ".x" * 3000 + "=1")
 
 
@@ -110,8 +106,6 @@ class Section(BaseModel):
     rates: dict[str, Annotated[float, Field(le=1)]] = {}
     numbered: dict[int, int] = {}
     pair: tuple[int, str] = (0, "")
-    ceiling: float = Field(float("inf"))
-    any_number: float = Field(0.0, allow_inf_nan=True)
     plain: float = 0.0
     chosen: int = Field(1, alias="choice")
     odd: int = 1
@@ -129,54 +123,44 @@ class Section(BaseModel):
         return self
 
 
+DOG = {"kind": "dog", "tricks": ["sit", "stay"]}
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"samples": "foo"}, {"samples": "must be 'run' or 'epoch' or a valid integer, not 'foo'"}),
-        ({"samples": 0}, {"samples": "must be 'run' or 'epoch' or greater than 0, not 0"}),
-        ({"samples": [1]}, {"samples": "must be 'run' or 'epoch' or a valid integer, not [1]"}),
-        ({"nested": 3}, {"nested": "must be a section (a mapping of fields), not 3"}),
-        ({"nested": {"pte": 3}}, {"nested.pte": "unknown field; did you mean 'pet'? (fields: pet)"}),
-        ({"nested": {"pet": {"kind": "cow"}}}, {"nested.pet.kind": "must be 'cat' or 'dog', not 'cow'"}),
-        ({"nested": {"pet": {"lives": 1}}}, {"nested.pet.kind": "is required, because it selects the other fields"}),
-        ({"nested": {"pet": {"kind": "cat", "lives": "x"}}}, {"nested.pet.lives": "must be a valid integer, not 'x'"}),
-        (
-            {"nested": {"pet": {"kind": "dog", "tricks": ["sit", "stay"]}}},
-            {"nested.pet.tricks.1": "must have at most 3 characters, not 'stay'"},
-        ),
-        ({"either": {"kind": "cat", "lives": "x"}}, {"either.lives": "must be a valid integer, not 'x'"}),
-        ({"paths": {"a": "x"}}, {"paths.a": "must be a valid number, not 'x'"}),
-        ({"paths": ["a", 3]}, {"paths.1": "must be a valid string, not 3"}),
-        ({"paths": 3}, {"paths": "must be a valid string or a list or a mapping, not 3"}),
-        ({"rates": {"dict": 2}}, {"rates.dict": "must be less than or equal to 1, not 2"}),
-        ({"numbered": {"x": 1}}, {"numbered.x": "has the key 'x', but a key must be a valid integer"}),
-        ({"pair": [1]}, {"pair.1": "is required"}),
-        ({"pair": ["x", "y"]}, {"pair.0": "must be a valid integer, not 'x'"}),
-        ({"plain": float("-inf")}, {"plain": "must be a finite number, not -inf"}),
-        ({"plain": 11}, {"": "plain=11 is more than 10"}),
-        ({"rates": {"a": float("-inf")}}, {"rates.a": "must be a finite number, not -inf"}),
-        (
-            {"numbered": {1: 10**20}},
-            {"numbered.1": f"must be an integer of at most 63 bits ({2**63 - 1}), not {10**20}"},
-        ),
-        ({"choice": "x"}, {"choice": "must be a valid integer, not 'x'"}),
-        ({"choice": True}, {"choice": "must be a valid integer, not True"}),
-        ({"strict": "1"}, {"strict": "must be a valid integer, not '1'"}),
-        ({"plain": "x" * 10_000}, {"plain": f"must be a valid number, not '{'x' * 37}...{'x' * 38}'"}),
+        ({"samples": "foo"}, "samples: must be 'run' or 'epoch' or a valid integer, not 'foo'"),
+        ({"samples": 0}, "samples: must be 'run' or 'epoch' or greater than 0, not 0"),
+        ({"samples": [1]}, "samples: must be 'run' or 'epoch' or a valid integer, not [1]"),
+        ({"nested": 3}, "nested: must be a section (a mapping of fields), not 3"),
+        ({"nested": {"pte": 3}}, "nested.pte: unknown field; did you mean 'pet'? (fields: pet)"),
+        ({"nested": {"pet": {"kind": "cow"}}}, "nested.pet.kind: must be 'cat' or 'dog', not 'cow'"),
+        ({"nested": {"pet": {"lives": 1}}}, "nested.pet.kind: is required, because it selects the other fields"),
+        ({"nested": {"pet": {"kind": "cat", "lives": "x"}}}, "nested.pet.lives: must be a valid integer, not 'x'"),
+        ({"nested": {"pet": DOG}}, "nested.pet.tricks.1: must have at most 3 characters, not 'stay'"),
+        ({"either": {"kind": "cat", "lives": "x"}}, "either.lives: must be a valid integer, not 'x'"),
+        ({"paths": {"a": "x"}}, "paths.a: must be a valid number, not 'x'"),
+        ({"paths": ["a", 3]}, "paths.1: must be a valid string, not 3"),
+        ({"paths": 3}, "paths: must be a valid string or a list or a mapping, not 3"),
+        ({"rates": {"dict": 2}}, "rates.dict: must be less than or equal to 1, not 2"),
+        ({"numbered": {"x": 1}}, "numbered.x: has the key 'x', but a key must be a valid integer"),
+        ({"pair": [1]}, "pair.1: is required"),
+        ({"pair": ["x", "y"]}, "pair.0: must be a valid integer, not 'x'"),
+        ({"plain": float("-inf")}, "plain: must be a finite number, not -inf"),
+        ({"plain": 11}, ": plain=11 is more than 10"),
+        ({"rates": {"a": float("-inf")}}, "rates.a: must be a finite number, not -inf"),
+        ({"numbered": {1: 10**20}}, f"numbered.1: must be an integer of at most 63 bits ({2**63 - 1}), not {10**20}"),
+        ({"choice": "x"}, "choice: must be a valid integer, not 'x'"),
+        ({"choice": True}, "choice: must be a valid integer, not True"),
+        ({"strict": "1"}, "strict: must be a valid integer, not '1'"),
+        ({"plain": "x" * 10_000}, f"plain: must be a valid number, not '{'x' * 37}...{'x' * 38}'"),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_problem_names_the_field_as_the_user_writes_it(values: dict[str, Any], expected: dict[str, str]) -> None:
+def test_a_problem_names_the_field_as_the_user_writes_it(values: dict[str, Any], expected: str) -> None:
     config, problems = bind(Section, values)
     assert config is None
-    assert {".".join(problem.path): problem.message for problem in problems} == expected
-
-
-def test_a_section_may_allow_infinity() -> None:
-    config, problems = bind(Section, {"ceiling": float("inf"), "any_number": float("-inf")})
-    assert problems == []
-    assert (config.ceiling, config.any_number) == (float("inf"), float("-inf"))
-    assert [problem.path for problem in bind(Section, {"ceiling": float("-inf")})[1]] == [("ceiling",)]
+    assert [f"{'.'.join(problem.path)}: {problem.message}" for problem in problems] == [expected]
 
 
 Unbounded = Annotated[float, Field(allow_inf_nan=True)]
@@ -199,26 +183,15 @@ class Valid(BaseModel):
 
 
 @pytest.mark.parametrize(
-    "values",
-    [
-        {},
-        {"betas": [0.9, float("inf")]},
-        {"inner": {"ceiling": float("inf")}},
-        {"inner": {"floor": float("-inf")}},
-        {"inner": {"ceiling": float("inf"), "floor": float("-inf")}},
-        {"limit": float("inf")},
-        {"limits": {"a": [float("nan")]}},
-        {"workers": True},
-    ],
-    ids=str,
-)
-def test_a_section_is_not_refused_for_what_the_user_does_not_say_or_may_say(values: dict[str, Any]) -> None:
-    assert bind(Valid, values)[1] == []
-
-
-@pytest.mark.parametrize(
     ("values", "place"),
     [
+        ({}, None),
+        ({"betas": [0.9, float("inf")]}, None),
+        ({"inner": {"ceiling": float("inf"), "floor": float("-inf")}}, None),
+        ({"limit": float("inf")}, None),
+        ({"limit": float("-inf")}, None),
+        ({"limits": {"a": [float("nan")]}}, None),
+        ({"workers": True}, None),
         ({"betas": [float("inf")]}, ("betas", "0")),
         ({"inner": {"ceiling": float("-inf")}}, ("inner", "ceiling")),
         ({"inner": {"ceiling": 1.0, "floor": float("inf")}}, ("inner", "floor")),
@@ -226,8 +199,10 @@ def test_a_section_is_not_refused_for_what_the_user_does_not_say_or_may_say(valu
     ],
     ids=str,
 )
-def test_what_the_user_says_of_such_a_section_is_refused(values: dict[str, Any], place: tuple[str, ...]) -> None:
-    assert [problem.path for problem in bind(Valid, values)[1]] == [place]
+def test_a_section_is_refused_only_for_what_the_user_says_and_may_not_say(
+    values: dict[str, Any], place: tuple[str, ...] | None
+) -> None:
+    assert [problem.path for problem in bind(Valid, values)[1]] == ([] if place is None else [place])
 
 
 def test_a_fault_in_the_checks_of_a_section_names_its_line() -> None:
@@ -267,19 +242,12 @@ class Deep(nn.Module):
             self.blocks.append(nn.Identity())
 
 
-def config_with(*assignments: str) -> Any:
-    return resolve(Registry(), default_settings(), read_assignments(assignments))
-
-
 def test_a_model_that_grows_without_end_stops_at_once() -> None:
     """A third party's model, whose own section has no bound."""
     config = config_with("model.num_layers=9999")
-    with pytest.raises(UsageError) as refused, torch.device("meta"), within_reason(config, "models/nova"):
+    words = r"models/nova is too large: one of its modules has more than 16,384 submodules.*num_layers=9999 \(--set\)"
+    with pytest.raises(UsageError, match=words), torch.device("meta"), within_reason(config, "models/nova"):
         Deep(10**9)
-    assert "the model of models/nova is too large: one of its modules has more than 16,384 submodules" in str(
-        refused.value
-    )
-    assert "model.num_layers=9999 (--set)" in str(refused.value)
     with torch.device("meta"), within_reason(config, "models/nova"):
         assert len(Deep(MAX_SUBMODULES).blocks) == MAX_SUBMODULES
 
@@ -297,35 +265,15 @@ def test_an_error_of_a_model_that_is_not_about_sizes_stays_as_it_is() -> None:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
 
-@pytest.mark.parametrize(
-    ("assignments", "words"),
-    [
-        (("model.vocab_size=1000000000000",), ("this machine has", "model.vocab_size=1000000000000 (--set)")),
-        (("trainer.global_batch_size=1000000000",), ("trainer.global_batch_size (--set): a micro batch of",)),
-        (("parallel.layout=dp2000", "trainer.global_batch_size=2000"), ("parallel.layout (--set)", "at most 1,024")),
-    ],
-)
-def test_what_this_machine_cannot_hold_is_refused_before_a_process_starts(
-    assignments: tuple[str, ...], words: tuple[str, ...]
-) -> None:
-    from mplug.model.build import build_model
-
-    run = prepare(config_with("trainer.device=cpu", *assignments))
-    with pytest.raises(UsageError) as refused:
-        refuse_beyond_memory(run, build_model(run), None)
-    assert [word for word in words if word not in str(refused.value)] == []
-
-
 # Files of a run.
 
 
-@pytest.mark.parametrize("section", ["model", "trainer", "kernels"])
-def test_a_run_whose_config_lacks_a_section_is_refused(tmp_path: Path, section: str) -> None:
+def test_a_run_whose_config_lacks_a_section_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text("\n".join(f"{name}: {{}}" for name in ("model", "trainer", "kernels") if name != section))
+    path.write_text("model: {}\nkernels: {}\n")
     with pytest.raises(UsageError) as refused:
         read_file(path, needed=("model", "trainer", "kernels"))
-    assert str(refused.value) == f"{path} lacks 1 section that every run has: {section}; restore the file"
+    assert str(refused.value) == f"{path} lacks 1 section that every run has: trainer; restore the file"
 
 
 @pytest.mark.parametrize(

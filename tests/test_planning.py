@@ -35,8 +35,9 @@ def questions(layout: str, model: str, monkeypatch: pytest.MonkeyPatch) -> dict[
 
         monkeypatch.setattr(kind, name, asked)
 
-    for kind, name in ((Mesh, "coordinates"), (Grouping, "of"), (Ranks, "__iter__")):
-        counted(kind, name)
+    counted(Mesh, "coordinates")
+    counted(Grouping, "of")
+    counted(Ranks, "__iter__")
     run = replace(run, rank=1)
     built = build_model(run)
     placements = dict(built.placements)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner
+from command_line import assert_refused
 
 from mplug.cli import main
 from mplug.errors import UsageError
@@ -50,11 +51,10 @@ def older(tmp_path_factory: pytest.TempPathFactory, install: Install) -> Path:
     return install(tmp_path_factory.mktemp("older"), copied)
 
 
-def assert_refused(result: subprocess.CompletedProcess[str], *words: str) -> None:
-    """The user's input is wrong: exit status 2 and a message with these words, without a traceback."""
-    assert result.returncode == 2, result.stdout + result.stderr
-    assert "Traceback" not in result.stderr
-    assert [word for word in words if word not in result.stderr] == [], result.stderr
+def shown(result: subprocess.CompletedProcess[str]) -> str:
+    """What a command prints that succeeds and complains of nothing."""
+    assert (result.returncode, result.stderr) == (0, ""), result.stderr
+    return result.stdout
 
 
 def losses(run: Path) -> list[float]:
@@ -65,17 +65,9 @@ def losses(run: Path) -> list[float]:
 # Names.
 
 
-def test_a_name_that_two_distributions_claim_is_an_error_that_names_both(cli: Cli, installed: Path) -> None:
-    result = cli("config", "show", "--model", "gpt-mini", path=installed)
-    assert_refused(result, "'gpt-mini'", "acme-gpt 2.5.0", "zenith-gpt 1.3.1")
-    assert_refused(result, "'acme-gpt/gpt-mini'", "'zenith-gpt/gpt-mini'")
-
-
 @pytest.mark.parametrize(("distribution", "field"), [("acme-gpt", "acme_width"), ("zenith-gpt", "zenith_width")])
 def test_the_distribution_before_the_name_chooses(cli: Cli, installed: Path, distribution: str, field: str) -> None:
-    result = cli("config", "show", "--model", f"{distribution}/gpt-mini", path=installed)
-    assert result.returncode == 0, result.stderr
-    model = yaml.safe_load(result.stdout)["model"]
+    model = yaml.safe_load(shown(cli("config", "show", "--model", f"{distribution}/gpt-mini", path=installed)))["model"]
     assert set(model) == {"name", "frozen", field}
     assert model["name"] == f"{distribution}/gpt-mini"
 
@@ -83,30 +75,8 @@ def test_the_distribution_before_the_name_chooses(cli: Cli, installed: Path, dis
 def test_an_extension_that_is_named_with_its_distribution_gets_what_the_config_says_to_it(
     cli: Cli, installed: Path
 ) -> None:
-    result = cli("config", "show", "--set", "extensions.acme-watch/watch.file=seen.txt", path=installed)
-    assert result.returncode == 0, result.stderr
-    assert yaml.safe_load(result.stdout)["extensions"]["acme-watch/watch"]["file"] == "seen.txt"
-
-
-def test_two_extensions_of_one_name_are_both_bound_or_both_named_in_the_error(cli: Cli, installed: Path) -> None:
-    options = [word for who in ("acme", "zenith") for word in ("--set", f"extensions.{who}-gpt/dial={{}}")]
-    result = cli("config", "show", *options, path=installed)
-    if result.returncode == 0:
-        extensions = yaml.safe_load(result.stdout)["extensions"]
-        assert [extensions[f"{who}-gpt/dial"] for who in ("acme", "zenith")] == [
-            {"acme_dial": 25},
-            {"zenith_dial": 131},
-        ]
-    else:
-        assert_refused(result, "dial", "acme-gpt 2.5.0", "zenith-gpt 1.3.1")
-
-
-def test_the_list_of_plugins_shows_who_claims_a_name_twice(cli: Cli, installed: Path) -> None:
-    result = cli("plugins", "list", path=installed)
-    assert result.returncode == 0, result.stderr
-    clash = next(line for line in result.stdout.splitlines() if line.startswith("'gpt-mini'"))
-    assert all(origin in clash for origin in ("acme-gpt 2.5.0", "zenith-gpt 1.3.1"))
-    assert all(word in clash for word in ("acme-gpt/gpt-mini", "zenith-gpt/gpt-mini"))
+    printed = shown(cli("config", "show", "--set", "extensions.acme-watch/watch.file=seen.txt", path=installed))
+    assert yaml.safe_load(printed)["extensions"]["acme-watch/watch"]["file"] == "seen.txt"
 
 
 def test_the_fields_of_a_plugin_are_shown_as_one_writes_them(cli: Cli) -> None:
@@ -115,52 +85,37 @@ def test_the_fields_of_a_plugin_are_shown_as_one_writes_them(cli: Cli) -> None:
     assert "  samples: 'run' | 'epoch' | int > 0 = 'run'" in lines
     assert "  eod_token: int >= 0 | None = None" in lines
     assert "  fim_rate: float >= 0, <= 1 = 0.0" in lines
+    types = {name: kind for name, kind, *_ in inspect_here("parallel", "pp").fields}
+    assert types["split"] == "'weights' | 'layers' | 'time' | list[int > 0]"
 
 
 # Listing, help and completion read metadata only.
 
 
-def test_listing_never_imports_a_plugin(cli: Cli, installed: Path, tmp_path: Path) -> None:
-    result = cli("plugins", "list", path=installed)
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
-    rows = [line.split() for line in result.stdout.splitlines()]
-    assert ["extensions", "rude", "acme-rude", "0.0.1"] in [row[:4] for row in rows]
-    assert ["models", "fossil", "acme-broken", "0.3.0"] in [row[:4] for row in rows]
-    assert "acme_rude was imported" not in result.stdout
+def test_listing_shows_what_is_hidden_and_claimed_twice_and_imports_no_plugin(
+    cli: Cli, installed: Path, older: Path, tmp_path: Path
+) -> None:
+    lines = shown(cli("plugins", "list", path=Path(f"{installed}{os.pathsep}{older}"))).splitlines()
+    rows = [line.split()[:4] for line in lines]
+    assert ["extensions", "rude", "acme-rude", "0.0.1"] in rows
+    assert ["models", "fossil", "acme-broken", "0.3.0"] in rows
+    assert not [line for line in lines if "acme_rude was imported" in line]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_metadata_that_another_copy_hides_is_reported(cli: Cli, installed: Path, older: Path) -> None:
-    result = cli("plugins", "list", path=Path(f"{installed}{os.pathsep}{older}"))
-    assert result.returncode == 0, result.stderr
-    hidden = [line for line in result.stdout.splitlines() if "acme-watch 1.3.0" in line]
-    assert len(hidden) == 1, "the copy that takes effect is listed, and the hidden one is told once"
-    assert "another copy of acme-watch hides" in hidden[0]
-    assert str(older) in hidden[0]
-    assert "acme-watch 1.4.0" in result.stdout
+    clash = next(line for line in lines if line.startswith("'gpt-mini'"))
+    assert all(words in clash for words in ("acme-gpt 2.5.0", "zenith-gpt 1.3.1", "acme-gpt/gpt-mini"))
+    (hidden,) = (line for line in lines if "acme-watch 1.3.0" in line)
+    assert "another copy of acme-watch hides" in hidden
+    assert str(older) in hidden
+    assert any("acme-watch" in line and "1.4.0" in line for line in lines)
 
 
 def test_help_lists_the_commands_of_plugins_without_importing_them(cli: Cli, installed: Path, tmp_path: Path) -> None:
-    result = cli("--help", path=installed)
-    assert result.returncode == 0, result.stderr
-    commands = {line.split()[0]: line for line in result.stdout.partition("Commands:")[2].splitlines() if line.strip()}
+    listed = shown(cli("--help", path=installed)).partition("Commands:")[2]
+    commands = {line.split()[0]: line for line in listed.splitlines() if line.strip()}
     assert "acme-tools 0.2.0" in commands["greet"]
     assert {"train", "plugins", "limp"} <= set(commands)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_plugins_command_runs(cli: Cli, installed: Path) -> None:
-    result = cli("greet", "--who", "there", path=installed)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "hello there\n", "")
-
-
-def test_a_plugins_command_that_does_not_import_is_named_with_its_distribution_and_reason(
-    cli: Cli, installed: Path
-) -> None:
-    result = cli("limp", path=installed)
-    assert result.returncode == 2
-    assert all(words in result.stderr for words in ("'limp'", "acme-tools 0.2.0", "the leg is broken"))
+    assert shown(cli("greet", "--who", "there", path=installed)) == "hello there\n"
 
 
 def complete(words: str, path: Path, cwd: Path) -> list[str]:
@@ -177,55 +132,51 @@ def complete(words: str, path: Path, cwd: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
+        ("mplug ", ["train", "plugins", "greet", "limp"]),
         ("mplug train --model fos", ["fossil"]),
         ("mplug train --model acme-", ["acme-gpt/gpt-mini"]),
         ("mplug train --attention pic", ["picky"]),
         ("mplug plugins show extensions/stum", ["extensions/stumble"]),
     ],
 )
-def test_the_shell_completes_installed_names_without_importing_plugins(
+def test_the_shell_completes_commands_and_installed_names_without_importing_them(
     installed: Path, tmp_path: Path, words: str, offered: list[str]
 ) -> None:
-    assert complete(words, installed, tmp_path) == offered
+    found = complete(words, installed, tmp_path)
+    assert set(offered) <= set(found) if words == "mplug " else found == offered
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_shell_completes_commands_without_importing_them(installed: Path, tmp_path: Path) -> None:
-    assert {"train", "plugins", "greet", "limp"} <= set(complete("mplug ", installed, tmp_path))
-    assert list(tmp_path.iterdir()) == []
+def test_pipeline_schedules_are_listed_and_the_precisions_of_the_host_have_a_summary_of_their_own() -> None:
+    listed = CliRunner().invoke(main, ["plugins", "list", "--kind", "schedules"], catch_exceptions=False).output
+    assert {"1f1b", "zb-v"} <= {line.split()[1] for line in listed.splitlines()}
+    native = next(one for one in Registry().entries("precisions") if one.label == "precisions/fp32")
+    assert "format of torch" in native.summary
 
 
-# Plugins that do not import.
+# Plugins that break the contract.
 
-
-def test_plugins_that_a_run_does_not_name_neither_disturb_it_nor_are_imported(
-    cli: Cli, installed: Path, tiny: list[str], text_file: Path, tmp_path: Path
-) -> None:
-    result = cli("train", *tiny, "--set", f"data.path={text_file}", "--name", "calm", path=installed)
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
-    assert "acme_rude was imported" not in result.stdout
-    assert len(losses(tmp_path / "runs" / "calm")) == 4
-    assert {path.name for path in tmp_path.iterdir()} == {text_file.name, "runs"}
-
-
-def test_naming_a_plugin_that_does_not_import_is_fatal_with_its_distribution_and_traceback(
-    cli: Cli, installed: Path
-) -> None:
-    result = cli("config", "show", "--model", "fossil", path=installed)
-    assert result.returncode == 2
-    assert all(words in result.stderr for words in ("model.name (--model)", "models/fossil", "acme-broken 0.3.0"))
-    assert "Traceback (most recent call last)" in result.stderr
-    assert str(Path("acme_broken", "__init__.py")) in result.stderr
-    assert "RuntimeError: the fossil bed is closed" in result.stderr
-
-
-def test_naming_a_plugin_that_ends_the_process_is_fatal_too(cli: Cli, installed: Path) -> None:
-    result = cli("config", "show", "--set", "extensions.rude={}", path=installed)
-    assert result.returncode == 2, "a run that did not take place must not look like one that is done"
-    assert all(words in result.stderr for words in ("extensions/rude", "acme-rude 0.0.1", "SystemExit"))
-
-
+FAULTS = {
+    "misspelt-hook": ("'step_finish' is not a hook", "did you mean 'step_finished'?"),
+    "unknown-argument": ("'step_finished' has no argument 'recrod'", "did you mean 'record'?"),
+    "defaulted-argument": ("'step_finished' has no argument 'recrod'", "did you mean 'record'?"),
+    "unmarked-hook": ("'run_started'", "@hookimpl"),
+    "no-config": ("no inner class 'Config'",),
+    "open-config": ("does not forbid unknown fields",),
+    "undescribed-field": ("the field 'mystery' of its Config has no description",),
+    "not-a-class": ("'acme_faulty:not_a_class' is not a class",),
+    "not-there": ("no attribute 'NotThere'",),
+}
+SOUND = {
+    *("commands/greet", *(f"extensions/{name}" for name in ("dial", "meddler", "ring", "stumble", "watch"))),
+    *(f"kernels/{name}" for name in ("delayed", "picky", "product", "verbose")),
+    *("parallel/slab", "parallel/squeeze", "precisions/bf16", "precisions/tinto"),
+}
+BROKEN = {
+    "commands/limp",
+    *(f"extensions/{name}" for name in ("future", "rude", "usurper", *FAULTS)),
+    *("kernels/brash", "kernels/trilobite", "models/fossil", "models/gpt-mini"),
+}
 FEW = {"acme-tools/greet", "acme-tools/limp", "acme-watch/watch", "acme-broken/fossil", "acme-rude/rude"}
 """Sound and broken ones, one of which ends the process that imports it; a suite finds the fault of 'usurper'."""
 
@@ -250,56 +201,56 @@ def test_check_tells_the_sound_from_the_broken_among_all_that_a_folder_has(
     assert found["broken"] == BROKEN & of_checked
 
 
-# Plugins that break the contract.
-
-FAULTS = [
-    ("misspelt-hook", ("'step_finish' is not a hook", "did you mean 'step_finished'?")),
-    ("unknown-argument", ("'step_finished' has no argument 'recrod'", "did you mean 'record'?")),
-    ("defaulted-argument", ("'step_finished' has no argument 'recrod'", "did you mean 'record'?")),
-    ("unmarked-hook", ("'run_started'", "@hookimpl")),
-    ("no-config", ("no inner class 'Config'",)),
-    ("open-config", ("does not forbid unknown fields",)),
-    ("undescribed-field", ("the field 'mystery' of its Config has no description",)),
-    ("not-a-class", ("'acme_faulty:not_a_class' is not a class",)),
-    ("not-there", ("no attribute 'NotThere'",)),
-]
-SOUND = {
-    "commands/greet",
-    "extensions/dial",
-    "extensions/meddler",
-    "extensions/ring",
-    "extensions/stumble",
-    "extensions/watch",
-    "kernels/delayed",
-    "kernels/picky",
-    "kernels/product",
-    "kernels/verbose",
-    "parallel/slab",
-    "parallel/squeeze",
-    "precisions/bf16",
-    "precisions/tinto",
+REFUSED = {
+    "config show --model gpt-mini": (
+        *("'gpt-mini'", "acme-gpt 2.5.0", "zenith-gpt 1.3.1", "'acme-gpt/gpt-mini'", "'zenith-gpt/gpt-mini'"),
+    ),
+    "config show --set extensions.acme-gpt/dial={} --set extensions.zenith-gpt/dial={}": (
+        "acme-gpt 2.5.0 and zenith-gpt 1.3.1 both provide extensions/dial; use only one of them",
+    ),
+    **{
+        f"config show --set extensions.{name}={{}}": (
+            *(f"extensions.{name} (--set)", f"extensions/{name}", "acme-faulty 1.1.0", *words),
+        )
+        for name, words in FAULTS.items()
+    },
+    "config show --set extensions.future={}": (
+        *("extensions/future", "acme-future 9.0.0", "mplug >=0.9,<1", HOST),
+        *("install another release of acme-future", "or of mplug"),
+    ),
+    "config show --set extensions.rude={}": ("extensions/rude", "acme-rude 0.0.1", "SystemExit"),
+    "config show --model fossil": (
+        *("model.name (--model)", "models/fossil", "acme-broken 0.3.0", "Traceback (most recent call last)"),
+        *("acme_broken/__init__.py", "RuntimeError: the fossil bed is closed"),
+    ),
+    "limp": ("'limp'", "acme-tools 0.2.0", "the leg is broken"),
+    "train TINY --set extensions.usurper={}": ("models/gpt", "extensions/usurper", "'build_model'"),
+    "explain TINY --set extensions.ring={}": (
+        *("kernels/sdpa", "largest scores", "; verbose can serve it", "kernels.attention=verbose"),
+    ),
+    "train TINY --data mock --attention picky": (
+        *("kernels/picky", "Attention.core", "it needs a chip of the year 2040", "can serve it"),
+        "set kernels.attention=sdpa",  # the default kernel, which is fast, comes first
+    ),
 }
-BROKEN = {
-    "commands/limp",
-    "extensions/future",
-    "extensions/rude",
-    "extensions/usurper",
-    "kernels/brash",
-    "kernels/trilobite",
-    "models/fossil",
-    "models/gpt-mini",
-    *(f"extensions/{name}" for name, _ in FAULTS),
-}
+"""Commands -> words of the refusal: broken plugins, rivals, and needs that no kernel meets."""
 
 
-@pytest.mark.parametrize(("name", "words"), FAULTS, ids=[name for name, _ in FAULTS])
-def test_a_plugin_that_breaks_the_contract_is_refused_when_it_is_loaded(
-    cli: Cli, installed: Path, name: str, words: tuple[str, ...]
+@pytest.mark.parametrize("command", REFUSED)
+def test_a_command_is_refused_with_the_distribution_and_the_reason(
+    cli: Cli, installed: Path, tiny: list[str], command: str
 ) -> None:
-    result = cli("config", "show", "--set", f"extensions.{name}={{}}", path=installed)
+    words = [word for part in command.split() for word in (tiny if part == "TINY" else [part])]
+    result = cli(*words, path=installed)
     assert result.returncode == 2, result.stdout + result.stderr
-    wanted = (f"extensions.{name} (--set)", f"extensions/{name}", "acme-faulty 1.1.0", *words)
-    assert [word for word in wanted if word not in result.stderr] == [], result.stderr
+    assert [word for word in REFUSED[command] if word not in result.stderr] == [], result.stderr
+    of_import = ("the leg is broken", "no attribute 'NotThere'", "SystemExit", "Traceback (most recent call last)")
+    assert "Traceback" not in result.stderr or any(word in REFUSED[command] for word in of_import)
+    assert "step 1/4" not in result.stdout
+    if "picky" in command:
+        remedy = result.stderr.partition("2040")[2]
+        assert all(name in remedy for name in ("reference", "sdpa", "verbose"))
+        assert all(name not in remedy for name in ("picky", "trilobite", "brash")), "the last two do not import"
 
 
 @pytest.mark.parametrize(("kind", "name"), [("kernels", "linear"), ("kernels", "default"), ("parallel", "data")])
@@ -312,58 +263,18 @@ def test_a_plugin_that_is_named_as_a_field_of_its_section_is_refused(kind: str, 
         describe(kind, f"acme-{name}")
 
 
-def test_a_plugin_for_another_host_is_refused_with_both_versions_and_the_remedy(cli: Cli, installed: Path) -> None:
-    result = cli("config", "show", "--set", "extensions.future={}", path=installed)
-    assert_refused(result, "extensions/future", "acme-future 9.0.0", "mplug >=0.9,<1", HOST)
-    assert_refused(result, "install another release of acme-future", "or of mplug")
+# Needs and wraps.
 
 
-# Rivals.
-
-
-def test_two_plugins_that_answer_a_hook_for_one_are_refused_naming_both(
+def test_a_slot_goes_to_its_claimant_before_the_default_kernel_and_to_a_kernel_that_meets_the_needs(
     cli: Cli, installed: Path, tiny: list[str]
 ) -> None:
-    result = cli("train", *tiny, "--set", "extensions.usurper={}", path=installed)
-    assert_refused(result, "models/gpt", "extensions/usurper", "'build_model'")
-
-
-def test_a_default_kernel_leaves_a_slot_to_whoever_else_claims_it(cli: Cli, installed: Path, tiny: list[str]) -> None:
-    result = cli("explain", *tiny, "--kernels", "sdpa", "--set", "extensions.meddler={}", path=installed)
-    core = next(line for line in result.stdout.splitlines() if "Attention.core" in line)
-    assert "extensions/meddler" in core
-
-
-# Unmet needs.
-
-
-def test_pipeline_schedules_are_listed_and_the_precisions_of_the_host_have_a_summary_of_their_own() -> None:
-    shown = CliRunner().invoke(main, ["plugins", "list", "--kind", "schedules"], catch_exceptions=False).output
-    assert {"1f1b", "zb-v"} <= {line.split()[1] for line in shown.splitlines()}
-    native = next(one for one in Registry().entries("precisions") if one.label == "precisions/fp32")
-    assert "format of torch" in native.summary
-
-
-def test_a_field_that_is_a_list_is_shown_as_one() -> None:
-    types = {name: kind for name, kind, *_ in inspect_here("parallel", "pp").fields}
-    assert types["split"] == "'weights' | 'layers' | 'time' | list[int > 0]"
-
-
-def test_a_kernel_that_cannot_serve_is_refused_with_its_reason_and_those_that_would_do(
-    cli: Cli, installed: Path, tiny: list[str], text_file: Path
-) -> None:
-    result = cli("train", *tiny, "--set", f"data.path={text_file}", "--attention", "picky", path=installed)
-    assert_refused(result, "kernels/picky", "Attention.core", "it needs a chip of the year 2040", "can serve it")
-    remedy = result.stderr.partition("2040")[2]
-    assert all(name in remedy for name in ("reference", "sdpa", "verbose"))
-    assert "set kernels.attention=sdpa" in remedy, "the default kernel, which is fast, comes first"
-    assert all(name not in remedy for name in ("picky", "trilobite", "brash")), "those that do not import cannot do"
-    assert "step 1/4" not in result.stdout
-
-
-def test_what_a_wrap_needs_is_asked_of_every_kernel(cli: Cli, installed: Path, tiny: list[str]) -> None:
-    result = cli("explain", *tiny, "--set", "extensions.ring={}", path=installed)
-    assert_refused(result, "kernels/sdpa", "largest scores", "; verbose can serve it", "kernels.attention=verbose")
+    claims = ("--kernels", "sdpa", "--set", "extensions.meddler={}")
+    needs = ("--set", "extensions.ring={}", "--attention", "verbose")
+    for options, supplied in ((claims, ["extensions/meddler"]), (needs, ["kernels/verbose", "extensions/ring"])):
+        lines = shown(cli("explain", *tiny, *options, path=installed)).splitlines()
+        row = next(line.split() for line in lines if "Attention.core" in line)
+        assert [word for word in row if word in supplied] == supplied
 
 
 def test_kernels_that_do_not_answer_in_time_are_named_and_not_taken_for_unable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,59 +290,44 @@ def test_kernels_that_do_not_answer_in_time_are_named_and_not_taken_for_unable(m
     )
 
 
-def test_the_kernel_that_would_do_does(cli: Cli, installed: Path, tiny: list[str]) -> None:
-    result = cli("explain", *tiny, "--set", "extensions.ring={}", "--attention", "verbose", path=installed)
-    assert result.returncode == 0, result.stderr
-    row = next(line.split() for line in result.stdout.splitlines() if "Attention.core" in line)
-    assert row[-2:] == ["kernels/verbose", "extensions/ring"]
+# Runs: provenance and observers.
 
 
-# Provenance and observers.
-
-
-def test_the_record_and_the_checkpoint_say_where_every_plugin_came_from(
-    cli: Cli, installed: Path, tiny: list[str], text_file: Path, tmp_path: Path
+def test_plugins_that_a_run_does_not_name_neither_disturb_it_nor_are_imported(
+    cli: Cli, installed: Path, tiny: list[str], tmp_path: Path
 ) -> None:
-    options = ("--set", f"data.path={text_file}", "--set", "extensions.watch={}", "--name", "told")
-    assert cli("train", *tiny, *options, path=installed).returncode == 0
-    record = json.loads((tmp_path / "runs" / "told" / "record.json").read_text())
+    printed = shown(cli("train", *tiny, "--data", "mock", "--name", "calm", path=installed))
+    assert "acme_rude was imported" not in printed
+    assert len(losses(tmp_path / "runs" / "calm")) == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+def test_a_run_says_where_its_plugins_came_from_and_observers_see_it_although_one_fails(
+    cli: Cli, installed: Path, tiny: list[str], tmp_path: Path
+) -> None:
+    options = ("--set", "extensions.watch.file=seen.txt", "--set", "extensions.stumble={}", "--name", "told")
+    result = cli("train", *tiny, "--data", "mock", *options, path=installed)
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    run = tmp_path / "runs" / "told"
+    record = json.loads((run / "record.json").read_text())
     assert record["mplug"] == version("mplug")
     plugins = {plugin["plugin"]: plugin for plugin in record["plugins"]}
-    ours = {"models/gpt", "optimizers/adamw", "data/text", "kernels/sdpa", "precisions/fp32"}
+    ours = {"models/gpt", "optimizers/adamw", "data/mock", "kernels/sdpa", "precisions/fp32"}
     ours |= {"extensions/losspicture", "extensions/watchdog"}
-    assert set(plugins) == {*ours, "extensions/watch"}
+    assert set(plugins) == {*ours, "extensions/watch", "extensions/stumble"}
     watch, gpt = plugins["extensions/watch"], plugins["models/gpt"]
     assert (watch["distribution"], watch["version"]) == ("acme-watch", "1.4.0")
     assert (gpt["distribution"], gpt["version"]) == ("mplug-gpt", version("mplug-gpt"))
-    assert (installed / "acme_watch").is_relative_to(Path(watch["source"])), "the source holds the code that ran"
-    found = find_spec("mplug_gpt")
-    assert found is not None
-    assert Path(str(found.origin)).is_relative_to(Path(gpt["source"])), "the source holds the code that ran"
-    manifest = tmp_path / "runs" / "told" / "checkpoints" / "step_00000004" / "checkpoint.json"
-    assert json.loads(manifest.read_text())["provenance"]["plugins"] == record["plugins"]
-
-
-def test_an_observer_that_is_named_sees_the_run(
-    cli: Cli, installed: Path, tiny: list[str], text_file: Path, tmp_path: Path
-) -> None:
-    options = ("--set", f"data.path={text_file}", "--set", "extensions.watch.file=seen.txt", "--name", "watched")
-    result = cli("train", *tiny, *options, path=installed)
-    assert result.returncode == 0, result.stderr
-    steps = [f"step {n} has loss {loss}" for n, loss in enumerate(losses(tmp_path / "runs" / "watched"), start=1)]
+    code = {"acme_watch": installed / "acme_watch", "mplug_gpt": Path(str(find_spec("mplug_gpt").origin))}  # type: ignore[union-attr]
+    for plugin, path in zip((watch, gpt), code.values(), strict=True):
+        assert path.is_relative_to(Path(plugin["source"])), "the source holds the code that ran"
+    manifest = json.loads((run / "checkpoints" / "step_00000004" / "checkpoint.json").read_text())
+    assert manifest["provenance"]["plugins"] == record["plugins"]
+    steps = [f"step {n} has loss {loss}" for n, loss in enumerate(losses(run), start=1)]
     assert len(steps) == 4
     seen = (tmp_path / "seen.txt").read_text().splitlines()
     assert seen == ["started before step 1", *steps, "saved step_00000004", "finished"]
-
-
-def test_an_observer_that_fails_is_logged_and_does_not_end_the_run(
-    cli: Cli, installed: Path, tiny: list[str], text_file: Path, tmp_path: Path
-) -> None:
-    options = ("--set", f"data.path={text_file}", "--set", "extensions.stumble={}", "--name", "stumbled")
-    result = cli("train", *tiny, *options, path=installed)
-    assert result.returncode == 0, result.stderr
-    assert "Traceback" not in result.stderr
-    run = tmp_path / "runs" / "stumbled"
-    assert len(losses(run)) == 4
     log = (run / "logs" / "rank0.log").read_text()
     assert "observer 'extensions/stumble' failed in step_finished" in log
     assert [step for step in range(1, 5) if f"ValueError: stumbled over step {step}" not in log] == []
@@ -446,8 +342,8 @@ def test_an_entry_point_of_a_group_that_there_is_not_is_told(
     information.joinpath("entry_points.txt").write_text("[mplug.extension]\nlost = acme_lost:Lost\n")
     told = "the entry point 'lost' of acme-lost 1.0 is in the group 'mplug.extension', which mplug "
     meant = "did you mean 'mplug.extensions'?"
-    assert_refused(cli("plugins", "check", "lost", path=tmp_path / "site"), told, meant)
-    assert_refused(cli("train", "--set", "extensions.lost.every=1", path=tmp_path / "site"), told, meant)
+    for command in (("plugins", "check", "lost"), ("train", "--set", "extensions.lost.every=1")):
+        assert_refused(cli(*command, path=tmp_path / "site"), [told, meant])
     listed = cli("plugins", "list", path=tmp_path / "site")
     assert (listed.returncode, told in listed.stdout) == (0, True)
     monkeypatch.setattr(

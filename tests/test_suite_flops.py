@@ -1,24 +1,20 @@
 """The suite of models judges FLOPs of a model whose attention fills no slot, where no stand-in can tell it apart."""
 
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 
 from mplug_testing import Fault, ModelSuite
 
+SIZES = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+SIZES |= {"ffn_hidden_size": 24, "vocab_size": 259, "tie_embeddings": False}
+
 
 class OwnAttention(ModelSuite):
     plugin = "peregrine"
-    settings = {
-        "model.num_layers": 3,
-        "model.hidden_size": 32,
-        "model.num_attention_heads": 4,
-        "model.num_kv_heads": 2,
-        "model.head_dim": 8,
-        "model.ffn_hidden_size": 24,
-        "model.vocab_size": 259,
-        "model.tie_embeddings": False,
-    }
+    settings = {f"model.{name}": value for name, value in SIZES.items()}
 
 
 ATTEND = "        mixed = self.attn.attend(q, k, v, positions, keys, document_lengths).flatten(-2)  # [B, S, HK]\n"
@@ -42,6 +38,7 @@ LINEAR = f"""{GROUPS}
         mixed = torch.einsum("bshk,bhkj->bshj", q, torch.einsum("bthk,bthj->bhkj", k, v)).flatten(-2)
 """
 STATED = "Flops(per_token, 6 * config.num_layers * queries)"
+TRUE = ("", "")
 NO_ATTENTION = (STATED, "Flops(per_token, 0)")
 NO_READOUT = ("(config.num_layers * (enter + leave) + config.vocab_size)", "config.num_layers * (enter + leave)")
 MIXES_LINEARLY = (STATED, "Flops(per_token + 12 * config.num_layers * queries * config.head_dim, 0)")
@@ -49,45 +46,29 @@ WIDE = pytest.mark.wide("suites")
 
 
 @pytest.mark.parametrize(
-    ("attention", "stated"),
+    ("attention", "stated", "words"),
     [
-        pytest.param(DENSE, ("", ""), id="dense"),
-        pytest.param(FUSED, ("", ""), id="fused", marks=WIDE),
-        pytest.param(ROW_BY_ROW, ("", ""), id="row by row", marks=WIDE),
-        pytest.param(LINEAR, MIXES_LINEARLY, id="linear", marks=WIDE),
+        pytest.param(DENSE, TRUE, "", id="dense"),
+        pytest.param(FUSED, TRUE, "", id="fused", marks=WIDE),
+        pytest.param(ROW_BY_ROW, TRUE, "", id="row by row", marks=WIDE),
+        pytest.param(LINEAR, MIXES_LINEARLY, "", id="linear", marks=WIDE),
+        (DENSE, NO_ATTENTION, "states 0 FLOPs per squared length; in forward passes of 8 and 16"),
+        (DENSE, NO_READOUT, "states 96,768 FLOPs per token; in forward passes of 8 and 16"),
+        pytest.param(FUSED, NO_ATTENTION, "torch counts 1,152 with backward", marks=WIDE),
+        pytest.param(ROW_BY_ROW, NO_ATTENTION, "states 0 FLOPs per squared length", marks=WIDE),
+        pytest.param(LINEAR, NO_ATTENTION, "FLOPs per token; in forward passes of", marks=WIDE),
     ],
 )
-def test_true_flops_of_attention_without_the_slot_pass(
-    attention: str, stated: tuple[str, str], plant: Callable[..., None]
+def test_flops_of_attention_without_the_slot_must_be_true(
+    attention: str, stated: tuple[str, str], words: str, plant: Callable[..., None]
 ) -> None:
     plant("nova-peregrine", ATTEND, attention, *stated)
-    OwnAttention().test_its_flops_are_those_of_its_matrix_products()
+    with pytest.raises(Fault, match=re.escape(words)) if words else nullcontext():
+        OwnAttention().test_its_flops_are_those_of_its_matrix_products()
 
 
 def test_modules_that_state_more_than_the_plan_fail(plant: Callable[..., None]) -> None:
     forward = "    def forward(self, x: Tensor, positions: Tensor, keys: Tensor, document_lengths"
-    work = "    def plan_work(self):\n        return ('enter', 'enter', 'leave')\n\n"
-    plant("nova-peregrine", forward, work + forward)
+    plant("nova-peregrine", forward, f"    plan_work = lambda self: ('enter', 'enter', 'leave')\n\n{forward}")
     with pytest.raises(Fault, match=r"the modules state [\d,]+ FLOPs per token \(plan_work\), and the plan "):
         OwnAttention().test_its_flops_are_those_of_its_matrix_products()
-
-
-@pytest.mark.parametrize(
-    ("attention", "stated", "words"),
-    [
-        pytest.param(
-            DENSE, NO_ATTENTION, "states 0 FLOPs per squared length; in forward passes of 8 and 16", id="dense"
-        ),
-        pytest.param(DENSE, NO_READOUT, "states 96,768 FLOPs per token; in forward passes of 8 and 16", id="readout"),
-        pytest.param(FUSED, NO_ATTENTION, "torch counts 1,152 with backward", id="fused", marks=WIDE),
-        pytest.param(ROW_BY_ROW, NO_ATTENTION, "states 0 FLOPs per squared length", id="row by row", marks=WIDE),
-        pytest.param(LINEAR, NO_ATTENTION, "FLOPs per token; in forward passes of", id="linear", marks=WIDE),
-    ],
-)
-def test_flops_that_are_too_low_fail_without_the_slot_too(
-    attention: str, stated: tuple[str, str], words: str, plant: Callable[..., None]
-) -> None:
-    plant("nova-peregrine", ATTEND, attention, *stated)
-    with pytest.raises(Fault) as caught:
-        OwnAttention().test_its_flops_are_those_of_its_matrix_products()
-    assert words in str(caught.value)

@@ -30,9 +30,16 @@ OF_KIND = {
 """The pages of single kinds; plugins.md explains the others."""
 
 
-def modules(folder: Path, kind: str) -> list[ast.Module]:
-    """The modules of a new plugin of a kind."""
-    write(describe(kind, f"{kind}-tried"), folder)
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a new package of each kind."""
+    folder = tmp_path_factory.mktemp("written")
+    for kind in KINDS:
+        write(describe(kind, f"{kind}-tried"), folder / kind)
+    return folder
+
+
+def modules(folder: Path) -> list[ast.Module]:
     return [ast.parse(path.read_text(encoding="utf-8")) for path in (folder / "src").rglob("*.py")]
 
 
@@ -51,32 +58,28 @@ def methods(module: ast.Module) -> Iterator[ast.FunctionDef]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_docs_explain_every_name_and_hook_of_a_template(tmp_path: Path, kind: str) -> None:
-    pages = "".join(
-        (DOCS / page).read_text(encoding="utf-8") for page in dict.fromkeys((*SHARED, OF_KIND.get(kind))) if page
-    )
-    used = [name for module in modules(tmp_path / "new", kind) for name in imported(module)]
-    used += [hook.name for module in modules(tmp_path / "again", kind) for hook in methods(module)]
+def test_the_docs_explain_every_name_and_hook_of_a_template(written: Path, kind: str) -> None:
+    names = dict.fromkeys((*SHARED, OF_KIND.get(kind, SHARED[0])))
+    pages = "".join((DOCS / page).read_text(encoding="utf-8") for page in names)
+    used = [name for module in modules(written / kind) for name in imported(module)]
+    used += [hook.name for module in modules(written / kind) for hook in methods(module)]
     assert used or kind == "commands"
     assert [name for name in used if not re.search(rf"\b{name}\b", pages)] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_template_has_the_short_forms_of_hooks(tmp_path: Path, kind: str) -> None:
+def test_a_template_has_the_short_forms_of_hooks(written: Path, kind: str) -> None:
     """A constant answer is an attribute, and a method has no argument that it does not use."""
-    for module in modules(tmp_path / "new", kind):
-        for hook in methods(module):
-            assert hook.name in SPECIFICATIONS
-            given = {argument.arg for argument in hook.args.args[1:]}
-            used = {node.id for node in ast.walk(hook) if isinstance(node, ast.Name)}
-            assert given <= used, f"{hook.name} of {kind}"
-            assert given or hook.name not in CONSTANTS, f"{hook.name} of {kind}"
+    for hook in (hook for module in modules(written / kind) for hook in methods(module)):
+        assert hook.name in SPECIFICATIONS
+        given = {argument.arg for argument in hook.args.args[1:]}
+        assert given <= {node.id for node in ast.walk(hook) if isinstance(node, ast.Name)}, f"{hook.name} of {kind}"
+        assert given or hook.name not in CONSTANTS, f"{hook.name} of {kind}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_attributes_of_a_new_suite_are_those_of_the_suite(tmp_path: Path, kind: str) -> None:
-    write(describe(kind, f"{kind}-tried"), tmp_path / "new")
-    (path,) = (tmp_path / "new" / "tests").glob("test_*.py")
+def test_the_attributes_of_a_new_suite_are_those_of_the_suite(written: Path, kind: str) -> None:
+    (path,) = (written / kind / "tests").glob("test_*.py")
     (suite,) = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
     base = getattr(mplug_testing, ast.unparse(suite.bases[0]))
     assert base.kind == kind

@@ -56,13 +56,10 @@ def test_the_workers_of_xdist_select_the_same_tests(project: pytest.Pytester) ->
     assert run_tests(project, "-n", "1", "--wide", "kills") == {"test_kills[50]"}
 
 
-def test_an_unknown_set_is_refused_with_the_list_of_sets(project: pytest.Pytester) -> None:
+def test_an_unknown_set_is_refused_on_the_command_line_and_in_a_mark(project: pytest.Pytester) -> None:
     result = project.runpytest_inprocess("-p", "no:hypothesispytest", "--wide", "layuots")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*--wide: invalid choice: 'layuots'*kills*layouts*"])
-
-
-def test_a_mark_with_an_unknown_set_is_an_error(project: pytest.Pytester) -> None:
     project.makepyfile(test_mistake='import pytest\n\n@pytest.mark.wide("layuots")\ndef test_it(): pass\n')
     result = project.runpytest_inprocess("-p", "no:hypothesispytest")
     assert result.ret == pytest.ExitCode.USAGE_ERROR

@@ -18,6 +18,17 @@ def surroundings(path: Path | None) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": searched}
 
 
+def assert_refused(result: subprocess.CompletedProcess[str], words: list[str]) -> None:
+    """The user's input is wrong: exit status 2 and a message with these words, without a traceback.
+
+    A word after an exclamation mark must be absent.
+    """
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stderr.startswith(("mplug:", "Usage: mplug"))  # click's own errors begin with the usage
+    assert [word for word in words if (word.lstrip("!") in result.stderr) == word.startswith("!")] == [], result.stderr
+
+
 @pytest.fixture
 def cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run `mplug` as a user would, in a folder of its own, in a process that has imported torch already."""

@@ -1,7 +1,12 @@
-"""What tests on several GPUs share."""
+"""What tests on GPUs share."""
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from mplug import hookimpl
+from mplug_testing.harness import Trace, train_steps
 
 
 def with_nccl() -> None:
@@ -12,3 +17,27 @@ def with_nccl() -> None:
     torch.cuda.set_device(rank)
     prefixed = dist.PrefixStore("nccl", store)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=prefixed, rank=rank, world_size=size)
+
+
+def traced(settings: dict[str, Any]) -> Trace:
+    """Be one rank of a run in full fp32; its trace, in the memory of the host."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with_nccl()
+    trace = train_steps(settings)
+    for found in (trace.initial, trace.weights, *trace.gradients):
+        for name, boxes in found.items():
+            found[name] = [(start, values.cpu()) for start, values in boxes]
+    return trace
+
+
+class Watch:
+    """The losses and gradient norms that observers receive."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    @hookimpl
+    def step_finished(self, record: dict[str, Any]) -> None:
+        self.losses.append(record["loss"])
+        self.norms.append(record["grad_norm"])

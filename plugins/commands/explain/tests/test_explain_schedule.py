@@ -3,7 +3,6 @@
 from pathlib import Path
 from xml.etree import ElementTree
 
-import pytest
 from click.testing import CliRunner
 from mplug_explain import command
 
@@ -65,21 +64,3 @@ def test_the_picture_has_a_box_for_every_computation(tmp_path: Path) -> None:
     titles = [one.text for one in root.iter("{http://www.w3.org/2000/svg}title")]
     expected = [f"{kind}{n} of chunk {chunk}" for kind in "FB" for n in range(3) for chunk in range(4)]
     assert sorted(map(str, titles)) == sorted(expected)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--schedule", "--parallel", "dp2"), "this run has no pipeline schedule; name a pipeline strategy"),
-        (("--svg", "chart.svg"), "--svg writes the chart of --schedule; add --schedule"),
-        (("--schedule", "--svg", "absent/chart.svg"), "there is no folder 'absent' for 'chart.svg'; create it"),
-    ],
-)
-def test_a_run_without_a_schedule_and_a_picture_without_a_chart_are_refused(
-    arguments: tuple[str, ...], said: str
-) -> None:
-    from mplug import UsageError
-
-    own = [*SMALL, "--set", "trainer.global_batch_size=4", *arguments]
-    with pytest.raises(UsageError, match=said):
-        CliRunner().invoke(command, own, catch_exceptions=False)

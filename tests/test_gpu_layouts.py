@@ -1,0 +1,54 @@
+"""ZeRO and pipeline schedules on two GPUs: the run of one process.
+
+`benchmarks/overlap.py` measures the overlap.
+"""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from gpus import traced
+
+from mplug_testing import run_workers
+from mplug_testing.harness import Trace, difference, weights_off
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA GPUs here"),
+]
+
+SMALL: dict[str, Any] = {"trainer.device": "cuda", "trainer.precision": "fp32"}
+ZERO: dict[str, Any] = {**SMALL, "parallel.layout": "zero2", "parallel.zero.bucket_mib": 0.02}
+PIPELINE: dict[str, Any] = {**SMALL, "trainer.micro_batch_size": 1, "model.tie_embeddings": True}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_zero_on_two_gpus_gives_the_run_of_one_process(stage: int, optimizer: str) -> None:
+    settings = {**ZERO, "optimizer.name": optimizer, "parallel.zero.stage": stage}
+    reference = run_workers(1, traced, {**settings, "parallel.layout": ""})[0]
+    found = run_workers(2, traced, settings)
+    in_fp32 = optimizer == "adamw"  # Muon orthogonalises in bf16 on a GPU, whose step is 8e-3
+    assert difference(found, reference, 1e-5 if in_fp32 else 1e-2) == ""
+    assert weights_off(found, reference, 1e-3 if in_fp32 else 3e-2) == ""
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_overlap_changes_no_bit(stage: int) -> None:
+    settings = {**ZERO, "parallel.zero.stage": stage}
+    one, other = (run_workers(2, traced, {**settings, "parallel.zero.overlap": overlap}) for overlap in (True, False))
+    assert [trace.losses for trace in one] == [trace.losses for trace in other]
+    assert [trace.norms for trace in one] == [trace.norms for trace in other]
+
+
+@cache
+def alone() -> Trace:
+    return run_workers(1, traced, {**PIPELINE, "parallel.layout": ""})[0]
+
+
+@pytest.mark.parametrize("compiler", ["never", "inductor"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
+def test_a_pipeline_on_two_gpus_gives_the_run_of_one_process(schedule: str, compiler: str) -> None:
+    settings = {**PIPELINE, "parallel.layout": "pp2", "parallel.pp.schedule": schedule, "trainer.compile": compiler}
+    assert difference(run_workers(2, traced, settings), alone(), 1e-5) == ""

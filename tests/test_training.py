@@ -404,6 +404,9 @@ def test_two_strategies_may_sum_the_gradients_of_different_parameters_and_not_of
     model.sinks.reduced_over.clear()
     with pytest.raises(UsageError, match="axes far and farther both sum gradients"):
         _wrap(run, model)
+    run.hooks = Hooks({"test/one": Sums("here"), "test/other": Sums("there")})  # axes that no placement names
+    with pytest.raises(UsageError, match="axes here and there both sum gradients"):
+        _wrap(run, model)
 
 
 def test_an_observer_that_fails_is_told_of_once_on_the_terminal(

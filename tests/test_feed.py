@@ -84,25 +84,12 @@ def test_nothing_is_read_before_it_is_asked_for_and_nothing_beyond_what_was_take
 
 @pytest.mark.parametrize("kind", [loader, Lazy])
 def test_the_state_is_the_loaders_and_continues_exactly(kind: Any) -> None:
-    feed = Feed(kind(), "cpu")
+    feed, again = Feed(kind(), "cpu"), Feed(kind(), "cpu")
     ids(feed.take(6))
     state = feed.state_dict()
     assert state == {"samples": 6}
-    following = ids(feed.take(4))
-    again = Feed(kind(), "cpu")
     again.load_state_dict(state)
-    assert ids(again.take(4)) == following == [6, 7, 8, 9]
-
-
-def test_what_a_loader_raises_comes_where_its_micro_batch_is_asked_for() -> None:
-    def fail(number: int) -> None:
-        if number == 2:
-            raise OSError("the disk is gone")
-
-    taken = Feed(Lazy(fail), "cpu").take(4)
-    assert [next(taken)["sample_ids"].item() for _ in range(2)] == [0, 1]
-    with pytest.raises(OSError, match="the disk is gone"):
-        next(taken)
+    assert ids(again.take(4)) == ids(feed.take(4)) == [6, 7, 8, 9]
 
 
 def test_the_micro_batch_that_ends_the_step_is_marked_whatever_the_sizes() -> None:
@@ -164,33 +151,28 @@ def test_a_context_parallel_rank_copies_only_its_part_to_the_device(settings: di
 # What it costs.
 
 
-def test_the_time_that_the_loader_takes_is_counted_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_that_the_loader_takes_is_counted_also_before_it_fails_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [0.0]
 
     def clock(seconds: float) -> None:
         now[0] += seconds
 
+    def read(number: int) -> None:
+        clock([0.5, 0.25, 2.0][number])
+        if number == 2:
+            raise OSError("the disk is gone")
+
     monkeypatch.setattr(mplug.training.feed.time, "perf_counter", lambda: now[0])
-    taken = Feed(Lazy(lambda number: clock([0.5, 0.25, 2.0][number])), "cpu").take(3)
+    taken, waited = Feed(Lazy(read), "cpu").take(3), []
     clock(64.0)
-    waited = []
-    for _ in taken:
-        waited.append(taken.wait_seconds)
+    for _ in range(2):
+        waited.append((next(taken)["sample_ids"].item(), taken.wait_seconds))
         clock(32.0)
-    assert [*waited, taken.wait_seconds] == [0.5, 0.75, 2.75, 2.75]
-
-
-def test_the_time_before_a_loader_fails_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([1.0, 4.0])
-    monkeypatch.setattr(mplug.training.feed.time, "perf_counter", lambda: next(times))
-
-    def fail(number: int) -> None:
-        raise OSError("the disk is gone")
-
-    taken = Feed(Lazy(fail), "cpu").take(1)
-    with pytest.raises(OSError, match="gone"):
+    with pytest.raises(OSError, match="the disk is gone"):
         next(taken)
-    assert taken.wait_seconds == 3.0
+    assert [*waited, taken.wait_seconds] == [(0, 0.5), (1, 0.75), 2.75]
 
 
 # Who asks for it, and when.
@@ -224,15 +206,15 @@ def told(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return log
 
 
-def test_a_step_reads_each_micro_batch_once_the_one_before_it_was_launched(parts: Parts, told: list[str]) -> None:
-    parts.stepper.forward_backward(parts.train_loader.take(STEP), 1)
-    assert told == [f"{what} {number}" for number in range(STEP // SIZE) for what in ("read", "compute")]
-    assert parts.train_loader.state_dict() == {"samples": STEP}
-
-
-def test_an_evaluation_reads_each_micro_batch_once_the_one_before_it_was_launched(
+def test_steps_and_evaluations_read_each_micro_batch_once_the_one_before_it_was_launched(
     parts: Parts, told: list[str]
 ) -> None:
     assert parts.validation_loader is not None
-    parts.stepper.evaluate(parts.validation_loader.take(3 * SIZE))
-    assert told == ["read 0", "compute 0", "read 1", "compute 1", "read 2", "compute 2"]
+    for feed, compute in (
+        (parts.train_loader, lambda batches: parts.stepper.forward_backward(batches, 1)),
+        (parts.validation_loader, parts.stepper.evaluate),
+    ):
+        told.clear()
+        compute(feed.take(STEP))
+        assert told == [f"{what} {number}" for number in range(STEP // SIZE) for what in ("read", "compute")]
+        assert feed.state_dict() == {"samples": STEP}

@@ -42,9 +42,7 @@ def test_a_command_may_let_defaults_compute_what_a_kernel_does_not_serve() -> No
     assert {one.supplier for one in model.slots if one.site.slot == "Attention.core"} == {"plain torch"}
 
 
-def test_a_command_sees_the_units_of_all_stages_before_a_rank_keeps_its_own_and_is_not_blamed_for_faults_below() -> (
-    None
-):
+def test_a_command_sees_the_units_of_all_stages_and_is_not_blamed_for_faults_below() -> None:
     probe = Probe()
     run = forward_run({"parallel.layout": "pp2"}, probe)
     model = build_model(run)

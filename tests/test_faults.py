@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 from math import ceil
 from pathlib import Path
@@ -218,8 +219,8 @@ class Moment:
 class Watch:
     """Counts the system calls on checkpoints; what dies at one of them dies before it."""
 
-    die_at: int | None
     die: Callable[[], None]
+    die_at: int | None = None
     calls: int = 0
     lock: Any = field(default_factory=threading.Lock)
 
@@ -258,8 +259,7 @@ def live(layout: str, directory: Path, keep: int, asynchronous: bool, moment: Mo
     run = prepare(tiny_config(settings), {"host/noting": Noting()}, directory)
     pids: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
-    run = as_rank(run)
-    watch = Watch(None, lambda: die(pids))
+    run, watch = as_rank(run), Watch(lambda: die(pids))
     if run.rank == 0:
         if moment is not None and moment.inside_a_save:
             watch.die_at = 1 + int(moment.share * whole.calls)
@@ -275,7 +275,7 @@ def live(layout: str, directory: Path, keep: int, asynchronous: bool, moment: Mo
 
 def die(pids: list[int]) -> None:
     """Kill every process of the run, this one last."""
-    for pid in [*(pid for pid in pids if pid != os.getpid()), os.getpid()]:
+    for pid in sorted(pids, key=os.getpid().__eq__):
         os.kill(pid, signal.SIGKILL)
 
 
@@ -294,14 +294,11 @@ def damage(path: Path, draw: random.Random) -> None:
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Life, Path]]:
     """The undisturbed run under a layout, made once, and the folder that has all its checkpoints."""
-    made: dict[str, tuple[Life, Path]] = {}
 
+    @cache
     def whole(layout: str) -> tuple[Life, Path]:
-        if layout not in made:
-            folder = tmp_path_factory.mktemp("whole")
-            life = run_workers(LAYOUTS[layout], live, layout, folder, STEPS, False, None, None)[0]
-            made[layout] = (life, folder / "checkpoints")
-        return made[layout]
+        folder = tmp_path_factory.mktemp("whole")
+        return run_workers(LAYOUTS[layout], live, layout, folder, STEPS, False, None, None)[0], folder / "checkpoints"
 
     return whole
 

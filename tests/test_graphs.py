@@ -80,14 +80,6 @@ def test_no_step_depends_on_the_flags_of_sinks_that_it_finds() -> None:
     assert_equal(trained(settings, True, scramble), trained(settings, False))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
-def test_replayed_steps_follow_a_changing_decay(optimizer: str) -> None:
-    settings = {**GPT, "schedule.batch_rampup.start": None, "trainer.steps": 6, "optimizer.name": optimizer}
-    decays = [{}, {"optimizer.decoupled_weight_decay": True}] if optimizer == "sgd" else [{}]
-    for decay in decays:
-        assert_equal(trained({**settings, **decay}, True), trained({**settings, **decay}, False))
-
-
 class Waiting:
     """An optimizer whose fourth step reads a value of the device."""
 

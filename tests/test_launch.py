@@ -218,21 +218,13 @@ def saved_at(run: Path, step: int) -> Path:
 
 # What is refused.
 
-REFUSED = {
-    "tp3": (["trainer.seq_length=33"], ["tp=3", "does not divide", "4", "heads", "; "]),
-    "pp9": ([], ["pp=9", "5 units", "; "]),
-}
 
-
-@pytest.mark.parametrize("layout", REFUSED)
 def test_a_layout_that_does_not_fit_is_refused_in_a_sentence_before_anything_is_begun(
-    layout: str, tmp_path: Path, options: list[str]
+    tmp_path: Path, options: list[str]
 ) -> None:
-    fields, words = REFUSED[layout]
     (tmp_path / "text.txt").write_text(TEXT)
-    more = [word for field in fields for word in ("--set", field)]
-    result = begin(tmp_path, *MPLUG, "train", "--parallel", layout, *options, *more).refused(2, *words)
-    assert result.stdout == ""
+    command = begin(tmp_path, *MPLUG, "train", "--parallel", "pp9", *options)
+    assert command.refused(2, "pp=9", "5 units", "; ").stdout == ""
     assert not (tmp_path / "runs").exists()
 
 
@@ -280,25 +272,28 @@ def test_several_processes_give_the_losses_of_one_and_write_one_record(layout: s
     assert steps_saved(run) == [15, 20]
 
 
-@pytest.mark.wide("layouts")
-@pytest.mark.parametrize(("layout", "becomes"), [("tp2", "tp2"), ("pp2", "pp2"), ("", "dp2")])
-def test_processes_of_torchrun_join_and_those_that_are_left_are_data_parallel(
-    layout: str, becomes: str, folder: Path, options: list[str], whole: Whole
+TORCHRUN_ON_ONE = (*TORCHRUN, "--standalone", *MPLUG)
+MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, *MPLUG)
+STARTED = [
+    *(
+        pytest.param(TORCHRUN_ON_ONE, *layouts, marks=pytest.mark.wide("layouts"))
+        for layouts in (("tp2", "tp2"), ("pp2", "pp2"), ("", "dp2"))
+    ),
+    (MPIRUN, "tp2", "tp2"),
+]
+
+
+@pytest.mark.parametrize(("starter", "layout", "becomes"), STARTED)
+def test_processes_of_a_launcher_join_and_those_that_are_left_are_data_parallel(
+    starter: tuple[str, ...], layout: str, becomes: str, folder: Path, options: list[str], whole: Whole
 ) -> None:
-    name = f"torchrun-{becomes}"
-    words = (*TORCHRUN, "--standalone", *MPLUG, "train", "--name", name, "--parallel", layout, *options)
-    result = begin(folder, *words).succeeded()
+    if starter[0] == "mpirun" and shutil.which("mpirun") is None:
+        pytest.skip("there is no 'mpirun' here")
+    name, port = f"{starter[0].strip('-')}-{becomes}", {"MASTER_PORT": free_port()} if starter is MPIRUN else {}
+    result = begin(folder, *starter, "train", "--name", name, "--parallel", layout, *options, **port).succeeded()
     assert result.stdout.count("done in") == 1
     assert_same_losses(folder / "runs" / name, whole(""))
     assert json.loads((folder / "runs" / name / "record.json").read_text())["layout"] == becomes
-
-
-def test_processes_of_mpirun_join(folder: Path, options: list[str], whole: Whole) -> None:
-    if shutil.which("mpirun") is None:
-        pytest.skip("there is no 'mpirun' here")
-    words = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, *MPLUG, "train")
-    begin(folder, *words, "--name", "mpirun", "--parallel", "tp2", *options, MASTER_PORT=free_port()).succeeded()
-    assert_same_losses(folder / "runs" / "mpirun", whole(""))
 
 
 SRUN = {

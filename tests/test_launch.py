@@ -76,7 +76,7 @@ class Command:
     def ended(self) -> Ended:
         """What it printed, once it and all its processes have ended."""
         out, err = self.process.communicate(timeout=PATIENCE)
-        self.assert_nothing_is_left()
+        poll(lambda: not self.pids(), "its processes have ended")
         return Ended(self.process.args, self.process.returncode, out, err)
 
     def succeeded(self) -> Ended:
@@ -102,10 +102,6 @@ class Command:
                 os.kill(pid, signal.SIGKILL)
         if self.process.returncode is None:
             self.process.communicate()
-
-    def assert_nothing_is_left(self) -> None:
-        """None of its processes outlives it."""
-        poll(lambda: not self.pids(), "its processes have ended")
 
 
 def poll(condition: Callable[[], Any], what: str) -> Any:

@@ -135,14 +135,6 @@ def test_accumulation_divides_by_all_targets_once_however_they_are_spread(tmp_pa
     assert float(results[0].grad_norm) == pytest.approx(float(results[1].grad_norm), rel=1e-6)
 
 
-def test_a_run_gives_the_same_bits_twice_and_others_under_another_seed(tmp_path: Path, fields: list[str]) -> None:
-    for name, seed in (("one", 1), ("two", 1), ("other", 2)):
-        torch.manual_seed(len(name))
-        trained(tmp_path / name, fields, *NOISY, f"trainer.seed={seed}")
-    assert_same_run(tmp_path / "one", tmp_path / "two", 4)
-    assert figures(tmp_path / "two") != figures(tmp_path / "other")
-
-
 # Resuming.
 
 

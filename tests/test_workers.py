@@ -28,22 +28,15 @@ class Point:
     x: Tensor
 
 
-def rank_and_size() -> tuple[int, int]:
-    return dist.get_rank(), dist.get_world_size()
-
-
 def added_up(point: Point) -> Point:
     total = point.x + dist.get_rank()
     dist.all_reduce(total)
     return Point(total)
 
 
-def facts() -> tuple[int, int, str, str]:
-    return os.getpid(), torch.get_num_threads(), dist.get_backend(), os.environ.get("MARK", "")
-
-
-def parent() -> int:
-    return os.getppid()
+def facts() -> tuple[tuple[int, int, int, str, str], int, int]:
+    place = (dist.get_rank(), dist.get_world_size(), torch.get_num_threads(), dist.get_backend())
+    return (*place, os.environ.get("MARK", "")), os.getpid(), os.getppid()
 
 
 def marked() -> int:
@@ -117,9 +110,17 @@ def gone(pids: list[int]) -> bool:
     return within(120, lambda: not any(map(alive, pids)))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_results_come_in_the_order_of_ranks(world_size: int) -> None:
-    assert run_workers(world_size, rank_and_size) == [(rank, world_size) for rank in range(world_size)]
+def test_each_call_has_fresh_processes_of_one_thread_under_gloo_in_the_order_of_ranks() -> None:
+    earlier = run_workers(2, marked)
+    for size in (1, 2, 4):
+        places, pids, parents = zip(*run_workers(size, facts), strict=True)
+        assert places == tuple((rank, size, 1, "gloo", "") for rank in range(size))
+        assert len({*pids, *earlier, os.getpid()}) == size + 3
+        server = forkserver._forkserver._forkserver_pid
+        assert server is not None
+        assert set(parents) == {server}
+    if sys.platform == "linux":
+        assert "libtorch_cpu" in Path(f"/proc/{server}/maps").read_text(), "the server has loaded torch already"
 
 
 def test_arguments_and_results_of_a_test_files_own_classes_travel_by_value() -> None:
@@ -129,13 +130,6 @@ def test_arguments_and_results_of_a_test_files_own_classes_travel_by_value() -> 
     for result in results:
         assert result.x.tolist() == [3.0, 21.0]
     assert point.x.tolist() == [1.0, 10.0]
-
-
-def test_each_call_has_fresh_processes_of_one_thread_under_gloo() -> None:
-    earlier = run_workers(2, marked)
-    for pid, threads, backend, mark in run_workers(2, facts):
-        assert pid not in (*earlier, os.getpid())
-        assert (threads, backend, mark) == (1, "gloo", "")
 
 
 @pytest.mark.parametrize(
@@ -210,12 +204,3 @@ def test_a_function_that_workers_cannot_find_and_a_result_that_cannot_travel_are
         run_workers(1, unpicklable)
     with pytest.raises(TypeError, match="from the top level of a module"):
         run_workers(1, lambda: None)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="what a process has mapped is read in /proc")
-def test_workers_are_forked_from_a_server_that_has_loaded_torch_already() -> None:
-    run_workers(1, rank_and_size)
-    server = forkserver._forkserver._forkserver_pid
-    assert server is not None
-    assert "libtorch_cpu" in Path(f"/proc/{server}/maps").read_text()
-    assert run_workers(2, parent) == [server, server]

@@ -1,5 +1,6 @@
 """The lock of a run's folder: which process gets it, which loses it, and what happens to a process that has lost it."""
 
+import getpass
 import json
 import multiprocessing
 import os
@@ -72,6 +73,12 @@ def cut_off(run: Path) -> None:
     (run / FOLDER / left_by(dead(), run).name).unlink()
 
 
+def later_version(run: Path) -> None:
+    """The lock of a version whose names this one cannot read."""
+    (run / FOLDER).mkdir(parents=True)
+    (run / FOLDER / "held.by-a-later-version").touch()
+
+
 # Processes.
 
 
@@ -102,41 +109,30 @@ def test_a_container_of_the_same_host_name_is_another_place() -> None:
 # Taking and releasing.
 
 
-def test_a_lock_that_is_held_names_its_holder_and_leaves_nothing_when_it_is_released(tmp_path: Path) -> None:
-    run = tmp_path / "runs" / "first"
-    claim = take(run, silent)
-    with pytest.raises(UsageError) as refused:
-        take(run, silent)
-    described = json.loads(next((run / FOLDER).glob("holder.*.json")).read_text())
-    for word in (f"process {os.getpid()}", os.uname().nodename, described["user"], "mplug", described["since"]):
-        assert word in str(refused.value)
-    claim.release()
-    assert not run.exists(), "the run has not begun"
-
-
 FREE: dict[str, tuple[Callable[[Path], Any], bool]] = {
     "a new folder": (lambda _: None, False),
     "of a dead holder": (lambda run: left_by(dead(), run), False),
     "whose release was cut off": (cut_off, False),
     "of a silent holder elsewhere": (lambda run: left_by(ELSEWHERE, run), True),
-    "of a later version": (lambda run: [(run / FOLDER).mkdir(), (run / FOLDER / "held.by-a-later-one").touch()], True),
+    "of a later version": (later_version, True),
 }
 """Locks that can be taken: how they come about, and whether only after a lease, which is announced."""
 
 
 @pytest.mark.parametrize("name", FREE)
 def test_a_lock_without_a_living_holder_is_taken(tmp_path: Path, quick: None, name: str) -> None:
-    make, after_the_lease = FREE[name]
-    make(tmp_path)
+    (make, after_the_lease), run = FREE[name], tmp_path / "runs" / "first"
+    make(run)
     messages, began = list[str](), time.monotonic()
-    claim = take(tmp_path, messages.append)
+    claim = take(run, messages.append)
     assert ["waiting up to" in message for message in messages] == [True] * after_the_lease
     assert not after_the_lease or time.monotonic() - began >= lock.LEASE
     own = {claim.baton.name, f"holder.{claim.baton.token}.json"}
-    assert {path.name for path in (tmp_path / FOLDER).iterdir()} == own
-    claim.confirm()
+    assert {path.name for path in (run / FOLDER).iterdir()} == own
+    with pytest.raises(UsageError, match=f"is held by process {os.getpid()} on {os.uname().nodename}"):
+        take(run, silent)
     claim.release()
-    take(tmp_path, silent)
+    assert not run.exists(), "the run has not begun"
 
 
 def test_a_holder_elsewhere_keeps_its_lock_while_its_baton_moves(tmp_path: Path, quick: None) -> None:
@@ -358,7 +354,12 @@ def test_a_second_command_is_refused_while_a_run_goes_on_and_continues_it_once_i
             assert first.poll() is None, first.communicate()
             time.sleep(0.01)
         before = {path: path.read_bytes() for path in (run / "config.yaml", run / "record.json")}
-        holder = ("'runs/one' is held by process", f"on {os.uname().nodename} (", "mplug train --name one", "since 2")
+        holder = (
+            "'runs/one' is held by process",
+            f"on {os.uname().nodename} ({getpass.getuser()}: ",
+            "mplug train --name one",
+            "since 2",
+        )
         for again in (words, ["train", "--resume"]):
             refused = cli(*again)
             assert refused.returncode == 2, refused.stdout

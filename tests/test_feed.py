@@ -1,4 +1,4 @@
-"""The feed: micro batches are read when they are asked for, in order, and the time that this takes is counted."""
+"""The feed and its loader: micro batches are read in order when they are asked for, and the time for it is counted."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import mplug.training.feed
 from mplug import MapLoader, MicroBatch, RunError
@@ -18,11 +20,11 @@ SIZE = 2
 STEP = 8
 
 
-def loader() -> MapLoader:
+def loader(shard: tuple[int, int] = (0, 1), micro_batch_size: int = SIZE) -> MapLoader:
     def read(sample_ids: range) -> MicroBatch:
         return {"sample_ids": torch.tensor(list(sample_ids))}
 
-    return MapLoader(read, vocab_size=7, shard=(0, 1), micro_batch_size=SIZE)
+    return MapLoader(read, vocab_size=7, shard=shard, micro_batch_size=micro_batch_size)
 
 
 class Lazy:
@@ -49,6 +51,42 @@ class Lazy:
 
 def ids(micro_batches: Any) -> list[int]:
     return [number for batch in micro_batches for number in batch["sample_ids"].tolist()]
+
+
+# The loader of samples that can be read directly: one order whatever the ranks, and a state of one number.
+
+
+def test_samples_come_in_order_and_in_micro_batches_and_taking_moves_the_state_before_the_first_is_read() -> None:
+    found = loader()
+    unread = found.take(4)
+    assert found.state_dict() == {"samples": 4}
+    assert [ids([batch]) for batch in found.take(3)] == [[4, 5], [6]]
+    assert [ids([batch]) for batch in unread] == [[0, 1], [2, 3]]
+    assert found.vocab_size == 7
+
+
+SIZES = st.lists(st.integers(1, 24), min_size=1, max_size=4)
+
+
+@settings(max_examples=80)
+@given(SIZES, SIZES, st.integers(1, 6), st.integers(1, 6), st.integers(1, 5))
+def test_ranks_take_together_what_one_takes_and_others_continue_from_their_state(
+    before: list[int], after: list[int], count: int, others: int, micro_batch_size: int
+) -> None:
+    alone = loader()
+    ranks = [loader((index, count), micro_batch_size) for index in range(count)]
+    for batch in before:
+        parts = [ids(rank.take(batch)) for rank in ranks]
+        assert [number for part in parts for number in part] == ids(alone.take(batch))
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    state = ranks[-1].state_dict()
+    assert state == {"samples": sum(before)}, "plain data, which counts the samples of all ranks"
+    ranks = [loader((index, others)) for index in range(others)]
+    for rank in ranks:
+        ids(rank.take(3))
+        rank.load_state_dict(state)
+    for batch in after:
+        assert sorted(n for rank in ranks for n in ids(rank.take(batch))) == ids(alone.take(batch))
 
 
 # What is taken.

@@ -1,5 +1,5 @@
-"""Reading checkpoints while a run or the file system changes them: what fails is told alike by all ranks, and nothing
-that is replaced or removed meanwhile is taken for damaged. Where a run goes on after its processes have failed.
+"""Reading checkpoints while a run or the file system changes them: all ranks raise the same error, and nothing that is
+replaced or removed meanwhile is taken for damaged. Where a run continues after its processes have failed.
 """
 
 import os
@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 import safetensors
 import torch
+from checkpoints import SMALL
 from click.testing import CliRunner
 
 from mplug import hookimpl
@@ -37,46 +38,39 @@ from mplug.training.job import Outcome
 from mplug.training.loop import train
 from mplug_testing.harness import tiny_config
 
-SETTINGS = {"model.num_layers": 1, "trainer.steps": 3, "trainer.eval_every": 0, "checkpoint.every": 1}
 FILE = "rank00000.safetensors"
 
 
-def trained(directory: Path, changes: dict[str, Any] | None = None, **plugins: object) -> Run:
-    """A run of three steps with a checkpoint of each."""
+def trained(directory: Path, changes: dict[str, Any] | None = None, **plugins: object) -> Path:
+    """A run of three steps with a checkpoint of each; that of the last."""
     named = {f"host/{name}": plugin for name, plugin in plugins.items()}
-    run = prepare(tiny_config({**SETTINGS, "checkpoint.keep": 3, **(changes or {})}), named, directory)
+    run = prepare(tiny_config({**SMALL, "trainer.steps": 3, "checkpoint.keep": 3, **(changes or {})}), named, directory)
     train(run)
-    return run
+    return path_of(run.checkpoints, 3)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with three checkpoints."""
-    folder = tmp_path_factory.mktemp("beside") / "runs" / "one"
-    trained(folder)
-    return folder
+    return trained(tmp_path_factory.mktemp("beside") / "runs" / "one").parents[1]
 
 
 @pytest.fixture
-def folder(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of that run, at its place in the folder of runs."""
+def third(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The last checkpoint of a copy of that run, at its place in the folder of runs."""
     shutil.copytree(saved, tmp_path / "runs" / "one")
     monkeypatch.chdir(tmp_path)
-    return tmp_path / "runs" / "one"
+    return path_of(tmp_path / "runs" / "one" / "checkpoints", 3)
 
 
-def failing(*_: object, **__: object) -> Any:
-    raise OSError(5, "Input/output error")
+def raising(error: Exception) -> Callable[..., Any]:
+    def fail(*_: object, **__: object) -> Any:
+        raise error
 
-
-def failing_read(*_: object) -> None:
-    raise RunError("this rank cannot read")
+    return fail
 
 
 # Several ranks.
-
-
-TWO = {"parallel.layout": "dp2"}
 
 
 READS: dict[str, Callable[[Run, Opened], object]] = {
@@ -88,10 +82,10 @@ READS: dict[str, Callable[[Run, Opened], object]] = {
 
 @pytest.mark.parametrize("read", list(READS))
 def test_what_one_rank_cannot_read_is_raised_on_all_ranks(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, read: str
+    third: Path, monkeypatch: pytest.MonkeyPatch, read: str
 ) -> None:
-    one = open_together(prepare(tiny_config(SETTINGS)), path_of(folder / "checkpoints", 3))
-    run, sent = prepare(tiny_config({**SETTINGS, **TWO})), list[int]()
+    one = open_together(prepare(tiny_config(SMALL)), third)
+    run, sent = prepare(tiny_config({**SMALL, "parallel.layout": "dp2"})), list[int]()
     nothing, on_rank_1 = 3 * 2, 1  # a RunError is the first kind
 
     def beside_another(_: Run, number: int) -> int:
@@ -103,109 +97,99 @@ def test_what_one_rank_cannot_read_is_raised_on_all_ranks(
     with pytest.raises(RunError, match="rank 1: no answer"):
         READS[read](run, one)
     assert sent == [nothing]
-    monkeypatch.setattr(saver, "verify", failing_read)
-    monkeypatch.setattr(opened, "read_with_checksum", failing_read)
+    monkeypatch.setattr(saver, "verify", raising(RunError("this rank cannot read")))
+    monkeypatch.setattr(opened, "read_with_checksum", raising(RunError("this rank cannot read")))
     with pytest.raises(RunError, match="rank 0: this rank cannot read"):
         READS[read](run, one)
     assert sent == [nothing, 0], "this rank has told the others before it raised"
 
 
 def test_a_file_that_cannot_be_read_while_it_is_loaded_is_an_error_of_the_run(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    third: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(safetensors, "safe_open", failing)
+    monkeypatch.setattr(safetensors, "safe_open", raising(OSError(5, "Input/output error")))
     with pytest.raises(RunError, match=r"^rank 0: cannot read checkpoint '.*step_00000003': .*Input/output error"):
-        load_for_inference(prepare(tiny_config(SETTINGS)), path_of(folder / "checkpoints", 3))
+        load_for_inference(prepare(tiny_config(SMALL)), third)
 
 
 # Beside a run.
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_loaded_as_the_new_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    third: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, original, calls = path_of(folder / "checkpoints", 3), saver.verify, list[Path]()
+    original, calls = saver.verify, list[Path]()
 
     def verify(path: Path, *arguments: Any) -> None:
         calls.append(path)
         if len(calls) == 1:
-            trained(folder, {"trainer.seed": 7})
+            trained(third.parents[1], {"trainer.seed": 7})
         original(path, *arguments)
 
     monkeypatch.setattr(saver, "verify", verify)
-    model = load_for_inference(prepare(tiny_config(SETTINGS)), path)
+    model = load_for_inference(prepare(tiny_config(SMALL)), third)
     assert len(calls) == 2
-    wanted = load_for_inference(prepare(tiny_config(SETTINGS)), path).parameters()
+    wanted = load_for_inference(prepare(tiny_config(SMALL)), third).parameters()
     assert all(torch.equal(values, wanted[name]) for name, values in model.parameters().items())
-    (path / FILE).unlink()
+    (third / FILE).unlink()
     with pytest.raises(UsageError, match="is missing"):
-        load_for_inference(prepare(tiny_config(SETTINGS)), path)
+        load_for_inference(prepare(tiny_config(SMALL)), third)
 
 
 def test_verify_reports_every_problem_and_skips_what_is_removed_meanwhile(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    third: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = checkpoint.check_file
+    original, second = checkpoint.check_file, path_of(third.parent, 2)
 
     def check_file(path: Path, *arguments: Any) -> None:
         if path.name == "step_00000001":
             shutil.rmtree(path)
-        if path.name == "step_00000003":
+        if path == third:
             raise OSError(5, "Input/output error")
         original(path, *arguments)
 
-    second = folder / "checkpoints" / "step_00000002" / FILE
-    second.write_bytes(b"\xff" * second.stat().st_size)
-    monkeypatch.setattr(checkpoint, "check_file", check_file)
+    (second / FILE).write_bytes(b"\xff" * (second / FILE).stat().st_size)
+    monkeypatch.setattr(checkpoint, "check_file", lambda path, *rest: check_file(path.absolute(), *rest))
     result = CliRunner().invoke(main, ["checkpoint", "verify"])
     assert result.exit_code == 2
-    assert "step 1: the run has removed it meanwhile" in result.output
-    assert "step_00000002' is damaged" in result.output
-    assert "cannot read checkpoint" in result.output
-    shutil.rmtree(folder / "checkpoints" / "step_00000002")
+    reports = ("step 1: the run has removed it meanwhile", "step_00000002' is damaged", "cannot read checkpoint")
+    assert [words for words in reports if words not in result.output] == []
+    shutil.rmtree(second)
     assert CliRunner().invoke(main, ["checkpoint", "verify"]).exit_code == 1, "what cannot be read is not damaged"
 
 
-class Rounds:
-    """A strategy that describes itself in words which no terminal shows."""
-
-    @hookimpl
-    def varies(self, config: object) -> Variance:
-        return Variance("rounds\nto \x1b[2J bf16", 0.1, ())
-
-
 def test_a_reason_of_any_characters_is_saved_escaped(tmp_path: Path) -> None:
-    run = trained(tmp_path, rounds=Rounds())
-    manifest = read_manifest(path_of(run.checkpoints, 3))
-    assert manifest["varies"] == {"host/rounds": r"rounds\nto \x1b[2J bf16"}
+    class Rounds:
+        @hookimpl
+        def varies(self, config: object) -> Variance:
+            return Variance("rounds\nto \x1b[2J bf16", 0.1, ())
+
+    assert read_manifest(trained(tmp_path, rounds=Rounds()))["varies"] == {"host/rounds": r"rounds\nto \x1b[2J bf16"}
 
 
 # After a failure.
 
 
-def test_a_run_whose_last_step_is_saved_ends_with_its_error_and_is_not_restarted(folder: Path) -> None:
-    path, died = path_of(folder / "checkpoints", 3), RunError("rank 1 has died")
+def test_a_run_whose_last_step_is_saved_ends_with_its_error_and_is_not_restarted(third: Path) -> None:
+    died = RunError("rank 1 has died")
     run: Any = SimpleNamespace(config=SimpleNamespace(trainer=SimpleNamespace(steps=3)))
-    with pytest.raises(
-        RunError, match=r"^rank 1 has died; the run is not restarted, because its 3 steps are complete, and '.*3'"
-    ):
-        readable_after(died, run, path)
+    words = r"^rank 1 has died; the run is not restarted, because its 3 steps are complete, and '.*3'"
+    with pytest.raises(RunError, match=words):
+        readable_after(died, run, third)
     run.config.trainer.steps = 4
-    found = readable_after(died, run, path)
+    found = readable_after(died, run, third)
     assert found is not None
-    assert found.path == path
+    assert found.path == third
     assert readable_after(died, run, None) is None
 
 
 def test_a_restart_says_that_it_begins_with_given_weights_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    third: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = path_of(folder / "checkpoints", 3)
-    run = prepare(tiny_config({**SETTINGS, "checkpoint.pretrained": str(given)}), directory=folder.parent / "two")
-    assert run.directory is not None
-    ends = iter((RunError("rank 1 has died"), Outcome(run.directory, 3)))
+    run = prepare(tiny_config({**SMALL, "checkpoint.pretrained": str(third)}), directory=Path("runs/two"))
+    ends = iter((RunError("rank 1 has died"), Outcome(Path("runs/two"), 3)))
     request = Request(name=None, resume=False, allowed=(), overrides={}, restarts=1)
-    start = Start(request, None, run, {}, {}, None, None, given, Changes(), [], None)
+    start = Start(request, None, run, {}, {}, None, None, third, Changes(), [], None)
 
     def launch(*_: object, **__: object) -> Outcome:
         end = next(ends)
@@ -215,39 +199,29 @@ def test_a_restart_says_that_it_begins_with_given_weights_again(
 
     monkeypatch.setattr("mplug.distributed.launch.launch", launch)
     assert command._work(start, None).step == 3
-    assert f"rank 1 has died; continuing with the weights of '{given}' (restart 1 of 1)" in capsys.readouterr().err
+    assert f"rank 1 has died; continuing with the weights of '{third}' (restart 1 of 1)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_rank_alone_reads_the_metrics(folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    world = SimpleNamespace(rank=rank, local_rank=0, restart=0, may_restart=False, launcher="torchrun", size=1)
-    monkeypatch.setattr("mplug.distributed.world.launched", lambda: world)
-    (folder / "metrics.jsonl").write_text('damaged\n{"step": 3}\n')
-
-    def reached(*_: object) -> None:
-        raise UsageError("not the metrics")
-
-    monkeypatch.setattr(train_start, "readable_of", reached)
-    result = CliRunner().invoke(main, ["train", "--resume", "--name", "one"])
-    assert ("is damaged" if rank == 0 else "not the metrics") in result.output
-
-
-@pytest.mark.parametrize("local_rank", [0, 1])
-def test_one_rank_of_a_machine_reads_the_checkpoint_before_the_run_starts(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, local_rank: int
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("what", ["the metrics", "the checkpoint"])
+def test_one_rank_reads_the_metrics_and_one_of_each_machine_the_checkpoint_before_the_run_starts(
+    third: Path, monkeypatch: pytest.MonkeyPatch, what: str, reads: bool
 ) -> None:
-    world = SimpleNamespace(rank=1, local_rank=local_rank, restart=0, may_restart=False, launcher="srun", size=1)
+    rank, local_rank = (int(not reads), 0) if what == "the metrics" else (1, int(not reads))
+    world = SimpleNamespace(rank=rank, local_rank=local_rank, restart=0, may_restart=False, launcher="srun", size=1)
     monkeypatch.setattr("mplug.distributed.world.launched", lambda: world)
-
-    def reached(*_: object) -> None:
-        raise UsageError("the model")
-
-    monkeypatch.setattr("mplug.model.build.build_model", reached)
-    (path_of(folder / "checkpoints", 3) / "checkpoint.json").write_text("damaged")
-    shutil.rmtree(path_of(folder / "checkpoints", 2))
-    shutil.rmtree(path_of(folder / "checkpoints", 1))
+    following = raising(UsageError("the next check"))
+    if what == "the metrics":
+        (third.parents[1] / "metrics.jsonl").write_text('damaged\n{"step": 3}\n')
+        monkeypatch.setattr(train_start, "readable_of", following)
+    else:
+        (third / "checkpoint.json").write_text("damaged")
+        for step in (1, 2):
+            shutil.rmtree(path_of(third.parent, step))
+        monkeypatch.setattr("mplug.model.build.build_model", following)
+    found = "is damaged" if what == "the metrics" else "no checkpoint in"
     result = CliRunner().invoke(main, ["train", "--resume", "--name", "one"])
-    assert ("no checkpoint in" if local_rank == 0 else "the model") in result.output
+    assert (found if reads else "the next check") in result.output
 
 
 # Stopping at once.

@@ -1,5 +1,6 @@
 """Plans of saves and loads: which rank reads what of a manifest, what ranks send, and which chunks a box overlaps."""
 
+import json
 import random
 from itertools import pairwise, product
 from pathlib import Path
@@ -7,15 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from mplug.checkpoint import index as index_module
 from mplug.checkpoint import opened
+from mplug.checkpoint.coverage import uncovered
 from mplug.checkpoint.index import Index, Overlap
 from mplug.checkpoint.manifest import contents_by_rank
 from mplug.checkpoint.opened import Opened
 from mplug.checkpoint.plans import KeptPlans, described
+from mplug.checkpoint.reading import CODES
 from mplug.distributed.world import World
 from mplug.errors import RunError
+from mplug.precisions.dtypes import FORMATS
 from mplug.run.prepare import prepare
 from mplug_testing.harness import tiny_config
 
@@ -51,6 +56,39 @@ def manifest_of(tensors: dict[str, list[tuple[list[int], list[int]]]], shapes: d
     return {"files": {name: {"bytes": 1 << 20, "crc32": 0} for name in names}, "tensors": described}
 
 
+def region(start: Any, size: Any) -> tuple[slice, ...]:
+    return tuple(slice(s, s + n) for s, n in zip(start, size, strict=True))
+
+
+def test_coverage_is_what_counting_every_element_says() -> None:
+    draw, found = random.Random(19), set()
+    for _ in range(400):
+        shape = [draw.randrange(1, 5) for _ in range(draw.randrange(1, 4))]
+        boxes = grid(draw, shape)
+        if draw.random() < 0.5:  # the last dimension is divided first
+            shape, boxes = shape[::-1], [(start[::-1], size[::-1]) for start, size in boxes]
+        if draw.random() < 0.6:  # move one box
+            _, size = boxes.pop()
+            boxes.append(([draw.randrange(whole - n + 1) for whole, n in zip(shape, size, strict=True)], size))
+        counted = torch.zeros(shape, dtype=torch.int64)
+        for box in boxes:
+            counted[region(*box)] += 1
+        reason = uncovered(shape, boxes)
+        assert (reason == "") == bool((counted == 1).all()), (shape, boxes)
+        found.add(reason)
+    assert found == {"", "its chunks overlap and leave gaps"}
+
+
+def test_every_dtype_of_the_table_is_one_of_torch_and_of_safetensors(tmp_path: Path) -> None:
+    tensors = {name: torch.zeros(2, dtype=getattr(torch, name)) for name in FORMATS}
+    save_file(tensors, tmp_path / "file")
+    data = (tmp_path / "file").read_bytes()
+    saved = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    assert {name: entry["dtype"] for name, entry in saved.items()} == {n: f.code for n, f in FORMATS.items()}
+    assert {name: tensor.element_size() for name, tensor in tensors.items()} == {n: f.bytes for n, f in FORMATS.items()}
+    assert len(CODES) == len(FORMATS)
+
+
 def test_a_load_finds_the_chunk_and_the_place_of_every_element() -> None:
     """The reference marks each element with its chunk and its place there, and looks at every chunk."""
     draw = random.Random(7)
@@ -69,10 +107,6 @@ def test_a_load_finds_the_chunk_and_the_place_of_every_element() -> None:
             found[one.wanted][region(one.placed, one.shape)] = stored[one.chunk][region(one.stored, one.shape)]
         for start, size in boxes:
             assert torch.equal(found[start], whole[region(start, size)]), (shape, saved, wanted)
-
-
-def region(start: Any, size: Any) -> tuple[slice, ...]:
-    return tuple(slice(s, s + n) for s, n in zip(start, size, strict=True))
 
 
 def test_a_load_looks_only_at_chunks_near_a_box(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,12 +192,9 @@ def test_the_first_rank_of_a_machine_notices_another_checkpoint(
     one = Opened(path, None, None, opened.checksum_of_manifest(path), {"files": {}, "tensors": {}})  # type: ignore[arg-type]
     assert opened._difference(run, one) is None
     (path / "checkpoint.json").write_text("{ }")
-    found = opened._difference(run, one)
-    assert (found is None) == (local_rank == 1), "the other ranks of a machine do not read the manifest"
+    assert (opened._difference(run, one) is None) == (local_rank == 1), "the other ranks do not read the manifest"
     (path / "checkpoint.json").unlink()
     path.rmdir()
-    found = opened._difference(run, one)
     if local_rank == 0:
-        assert isinstance(found, RunError)
-        assert "sees another checkpoint" in str(found)
-        assert "is the folder shared?" in str(found)
+        with pytest.raises(RunError, match=r"(?s)sees another checkpoint.*is the folder shared\?"):
+            raise opened._difference(run, one) or AssertionError("nothing is noticed")

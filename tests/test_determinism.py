@@ -60,37 +60,22 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_run_with_the_flag_is_deterministic_and_leaves_nothing_behind(
-    heard: list[dict[str, Any]], tmp_path: Path
+def test_a_run_is_deterministic_with_the_flag_alone_and_leaves_nothing_behind(
+    heard: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     before = told()
-    work(job(tmp_path, "trainer.deterministic=true"))
-    assert heard == [
-        {
-            "algorithms": True,
-            "only warns": False,
-            "fills memory": False,
-            "cudnn": (True, False),
-            "cublas": ":4096:8",
-            "inductor": True,
-        }
-    ]
-    assert told() == before
     assert not before["algorithms"]
-
-
-def test_without_the_flag_nothing_is_told(heard: list[dict[str, Any]], tmp_path: Path) -> None:
-    before = told()
     work(job(tmp_path))
-    assert heard == [before]
+    assert heard.pop() == before
+    work(job(tmp_path, "trainer.deterministic=true"))
+    set_to = {"algorithms": True, "only warns": False, "fills memory": False, "inductor": True}
+    assert heard.pop() == {**set_to, "cudnn": (True, False), "cublas": ":4096:8"}
+    assert told() == before
 
-
-def test_a_run_that_fails_leaves_nothing_behind_either(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def train(*arguments: Any) -> Ending:
+    def fail(*_: Any) -> Ending:
         raise RuntimeError("it fails")
 
-    monkeypatch.setattr("mplug.training.loop.train", train)
-    before = told()
+    monkeypatch.setattr("mplug.training.loop.train", fail)
     with pytest.raises(RuntimeError, match="it fails"):
         work(job(tmp_path, "trainer.deterministic=true"))
     assert told() == before
@@ -115,11 +100,15 @@ def trained(folder: Path, name: str, *options: str) -> tuple[list[float], dict[s
     return losses, {path.name: path.read_bytes() for path in checkpoint.glob("*.safetensors")}
 
 
-def test_two_runs_with_the_flag_end_in_the_same_bits(tmp_path: Path) -> None:
-    one, other = (trained(tmp_path, name) for name in ("one", "other"))
-    assert len(one[0]) == 4
+def assert_same_bits(folder: Path, steps: int, *options: str) -> None:
+    one, other = (trained(folder, name, *options) for name in ("one", "other"))
+    assert len(one[0]) == steps
     assert one[1]
     assert one == other
+
+
+def test_two_runs_with_the_flag_end_in_the_same_bits(tmp_path: Path) -> None:
+    assert_same_bits(tmp_path, 4)
 
 
 @pytest.mark.gpu
@@ -140,7 +129,4 @@ def test_two_runs_on_a_gpu_with_the_flag_end_in_the_same_bits(tmp_path: Path, co
         "model.vocab_size": 4096,
     }
     options = [word for field, value in changes.items() for word in ("--set", f"{field}={value}")]
-    one, other = (trained(tmp_path, name, *options) for name in ("one", "other"))
-    assert len(one[0]) == 10
-    assert one[1]
-    assert one == other
+    assert_same_bits(tmp_path, 10, *options)

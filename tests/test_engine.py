@@ -103,12 +103,6 @@ def test_an_engine_that_declines_sinks_gives_the_steps_of_the_default_stepper() 
         assert own == pytest.approx(expected, rel=1e-10)
 
 
-def test_a_stepper_beside_that_of_a_pipeline_is_refused() -> None:
-    run = prepare(tiny_config({**SETTINGS, "parallel.layout": "pp2"}), {"host/engine": Flat()})
-    with pytest.raises(UsageError, match=r"parallel/pp runs the step of its stages .* host/engine replaces the step"):
-        build_model(run)
-
-
 def test_the_bytes_of_an_engine_are_those_that_it_states_and_the_optimizers() -> None:
     run = run_with(Flat())
     model = build_model(run)
@@ -120,31 +114,15 @@ def test_the_bytes_of_an_engine_are_those_that_it_states_and_the_optimizers() ->
     assert measured["optimizer state"] == pytest.approx(16 * elements, rel=0.01)
 
 
-def another_shape(pieces: list[Piece]) -> list[Piece]:
-    return [replace(pieces[0], master=pieces[0].master[1:]), *pieces[1:]]
-
-
-def another_placement(pieces: list[Piece]) -> list[Piece]:
-    return [replace(pieces[0], placement=pieces[1].placement), *pieces[1:]]
-
-
-def a_weight(pieces: list[Piece]) -> list[Piece]:
-    return [replace(pieces[0], weight=pieces[0].master), *pieces[1:]]
-
-
-def nothing(pieces: list[Piece]) -> None:
-    return None
-
-
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
-        (nothing, "has not called model.supply"),
+        (lambda _: None, "has not called model.supply"),
         (lambda pieces: pieces[1:], "must have the shape"),
         (lambda pieces: [*pieces, pieces[0]], "two pieces of one parameter"),
-        (another_shape, "must have the shape"),
-        (another_placement, "is not that of the sharding"),
-        (a_weight, "and no weight"),
+        (lambda pieces: [replace(pieces[0], master=pieces[0].master[1:]), *pieces[1:]], "must have the shape"),
+        (lambda pieces: [replace(pieces[0], placement=pieces[1].placement), *pieces[1:]], "is not that of the shardi"),
+        (lambda pieces: [replace(pieces[0], weight=pieces[0].master), *pieces[1:]], "and no weight"),
     ],
 )
 def test_wrong_pieces_of_an_engine_are_refused(mistake: Any, words: str) -> None:
@@ -154,7 +132,10 @@ def test_wrong_pieces_of_an_engine_are_refused(mistake: Any, words: str) -> None
         build(run_with(engine))
 
 
-def test_a_strategy_that_listens_to_sinks_is_refused_beside_an_engine() -> None:
+def test_a_pipeline_and_a_strategy_that_listens_to_sinks_are_refused_beside_an_engine() -> None:
+    run = prepare(tiny_config({**SETTINGS, "parallel.layout": "pp2"}), {"host/engine": Flat()})
+    with pytest.raises(UsageError, match=r"parallel/pp runs the step of its stages .* host/engine replaces the step"):
+        build_model(run)
     run = run_with(Flat())
     with pytest.raises(UsageError, match="parallel/near sums gradients by listening to their sinks, and host/engine"):
         refuse_other_sums(run, build_model(run), ["host/engine", "parallel/near"])

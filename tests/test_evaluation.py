@@ -51,16 +51,16 @@ def terminated() -> None:
 
 
 def stopped(
-    folder: Path, layout: str, rank: int, changes: dict[str, Any], at: int = 3, deadline: float | None = None
+    folder: Path, layout: str, rank: int, changes: dict[str, Any], deadline: float | None = None
 ) -> tuple[Ending, int]:
-    """How a run ends that is stopped at a micro batch of an evaluation, and how many of them a rank has taken.
+    """How a run ends that is stopped at the third micro batch of an evaluation, and how many of them a rank has taken.
 
     SIGTERM stops it, or the hour that passes on rank 0's clock where a deadline is given.
     """
     with pytest.MonkeyPatch.context() as patch:
         now = time.time
         happens = terminated if deadline is None else lambda: patch.setattr(time, "time", lambda: now() + 3600)
-        counting = Counting(at, rank, happens)
+        counting = Counting(3, rank, happens)
         patch.setattr(evaluation, "_micro_batches", counting)
         config = tiny_config({**SHORT, "parallel.layout": layout, **changes})
         run = as_rank(prepare(config, {f"{HOST}metrics": MetricsFile()}, folder))
@@ -74,30 +74,33 @@ def assert_saved_without_result(folder: Path, step: int) -> None:
     assert (folder / "checkpoints" / f"step_{step:08d}").is_dir()
 
 
-def test_a_signal_ends_an_evaluation_after_the_micro_batch_which_it_came_in(tmp_path: Path) -> None:
-    assert stopped(tmp_path, "", 0, {}) == (Ending(None, signal.SIGTERM), 3)
-    assert_saved_without_result(tmp_path, 2)
-
-
-def test_time_that_runs_out_ends_an_evaluation(tmp_path: Path) -> None:
-    assert stopped(tmp_path, "", 0, {}, deadline=time.time() + 1800) == (Ending(None, out_of_time=True), 3)
-    assert_saved_without_result(tmp_path, 2)
-
-
-def test_the_last_evaluation_can_be_left_too(tmp_path: Path) -> None:
-    assert stopped(tmp_path, "", 0, {"trainer.eval_every": 4}) == (Ending(None, signal.SIGTERM), 3)
-    assert_saved_without_result(tmp_path, 4)
+@pytest.mark.parametrize(
+    ("why", "every"), [("a signal", 2), ("a signal in the last evaluation", 4), ("time that runs out", 2)]
+)
+def test_an_evaluation_ends_after_the_micro_batch_in_which_a_stop_is_asked_for(
+    tmp_path: Path, why: str, every: int
+) -> None:
+    of_time = why == "time that runs out"
+    deadline = time.time() + 1800 if of_time else None
+    found = stopped(tmp_path, "", 0, {"trainer.eval_every": every}, deadline=deadline)
+    assert found == (Ending(None, None if of_time else signal.SIGTERM, out_of_time=of_time), 3)
+    assert_saved_without_result(tmp_path, every)
 
 
 @pytest.mark.parametrize(
-    ("layout", "rank", "lag"),
-    [("pp2", 0, 2), pytest.param("pp2", 1, 2, marks=pytest.mark.wide("kills")), ("dp2", 1, 1)],
+    ("layout", "size", "rank", "lag"),
+    [
+        ("pp3", 3, 0, 4),
+        ("pp2", 2, 0, 2),
+        pytest.param("pp2", 2, 1, 2, marks=pytest.mark.wide("kills")),
+        ("dp2", 2, 1, 1),
+    ],
 )
 def test_all_ranks_leave_an_evaluation_after_the_same_micro_batch(
-    tmp_path: Path, layout: str, rank: int, lag: int
+    tmp_path: Path, layout: str, size: int, rank: int, lag: int
 ) -> None:
-    endings, taken = zip(*run_workers(2, voting_on_each, tmp_path, layout, rank), strict=True)
-    assert endings == (Ending(None, signal.SIGTERM),) * 2
+    endings, taken = zip(*run_workers(size, voting_on_each, tmp_path, layout, rank, timeout=60), strict=True)
+    assert endings == (Ending(None, signal.SIGTERM),) * size
     assert len(set(taken)) == 1
     assert 3 <= taken[0] <= 3 + lag
     assert_saved_without_result(tmp_path, 2)
@@ -114,13 +117,6 @@ def test_a_stage_passes_on_what_it_owes_before_it_waits_for_votes(tmp_path: Path
     (alone,) = run_workers(1, evaluated, tmp_path / "alone", "", samples)
     assert alone is not None
     assert run_workers(3, evaluated, tmp_path / "pp3", "pp3", samples, timeout=60) == [pytest.approx(alone)] * 3
-
-
-def test_middle_stages_leave_an_evaluation_too(tmp_path: Path) -> None:
-    endings, taken = zip(*run_workers(3, voting_on_each, tmp_path, "pp3", 0, timeout=60), strict=True)
-    assert endings == (Ending(None, signal.SIGTERM),) * 3
-    assert len(set(taken)) == 1
-    assert_saved_without_result(tmp_path, 2)
 
 
 def evaluated(folder: Path, layout: str, samples: int) -> float | None:

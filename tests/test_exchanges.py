@@ -25,19 +25,22 @@ def test_the_order_is_that_of_the_names_and_within_a_name_that_of_the_starts() -
         ops.in_order([A], ["b"])
 
 
-def checked(whats: list[str], orders: list[list[ops.Item]], switch: str) -> str:
-    """Be a rank that exchanges what its place in the lists says; returns the error."""
+def checked(whats: list[str], orders: list[list[ops.Item]], switch: str, in_pairs: bool = False) -> str:
+    """Be a rank that exchanges what its place in the lists says, with all or with every second; returns the error."""
     os.environ[ops.CHECK] = switch
-    rank = dist.get_rank()
+    rank, group = dist.get_rank(), dist.group.WORLD
+    if in_pairs:
+        group = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
     try:
-        ops.Exchange(whats[rank], dist.group.WORLD, orders[rank]).check()
+        ops.Exchange(whats[rank], group, orders[rank]).check()
     except RuntimeError as error:
         return str(error)
     return ""
 
 
-def test_ranks_that_exchange_the_same_pass() -> None:
+def test_ranks_that_exchange_the_same_pass_and_others_too_where_the_run_does_not_ask_for_the_check() -> None:
     assert run_workers(2, checked, ["sums"] * 2, [[A, B]] * 2, "1") == ["", ""]
+    assert run_workers(2, checked, ["sums"] * 2, [[A, B], [B, A]], "0") == ["", ""]
 
 
 @pytest.mark.parametrize(
@@ -56,33 +59,13 @@ def test_every_rank_names_the_ranks_and_the_tensors_that_differ(whats: str, last
     assert all(message in error for error in found), found
 
 
-def checked_in_pairs(orders: list[list[ops.Item]]) -> str:
-    """Be a rank of one of two groups; returns the error."""
-    os.environ[ops.CHECK] = "1"
-    rank = dist.get_rank()
-    groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-    try:
-        ops.Exchange("sums", groups[rank % 2], orders[rank]).check()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
 def test_each_group_compares_its_own_ranks() -> None:
     """Of both groups the second rank differs, and each names its own ranks and tensors."""
-    orders = [[A, B], [B], [A], [B, A]]
-    even, odd = (
-        "number 2 of their tensors is 'b' [3] and nothing",
-        "number 2 of their tensors is nothing and 'a' [2, 3]",
-    )
-    found = run_workers(4, checked_in_pairs, orders)
+    even, odd = ("number 2 of their tensors is " + words for words in ("'b' [3] and nothing", "nothing and 'a' [2, 3]"))
+    found = run_workers(4, checked, ["sums"] * 4, [[A, B], [B], [A], [B, A]], "1", True)
     for rank, error in enumerate(found):
         pair = f"ranks {rank % 2} and {rank % 2 + 2} exchange different buffers ('sums'): "
         assert error.startswith(pair + (odd if rank % 2 else even)), error
-
-
-def test_a_run_that_does_not_ask_for_the_check_exchanges_nothing_more() -> None:
-    assert run_workers(2, checked, ["sums"] * 2, [[A, B], [B, A]], "0") == ["", ""]
 
 
 class GroupsOf:

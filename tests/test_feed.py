@@ -1,4 +1,4 @@
-"""The feed: micro batches are read when they are asked for, in order, and the time that this takes is counted."""
+"""The feed and its loader: micro batches are read in order when they are asked for, and the time for it is counted."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import mplug.training.feed
 from mplug import MapLoader, MicroBatch, RunError
@@ -18,11 +20,11 @@ SIZE = 2
 STEP = 8
 
 
-def loader() -> MapLoader:
+def loader(shard: tuple[int, int] = (0, 1), micro_batch_size: int = SIZE) -> MapLoader:
     def read(sample_ids: range) -> MicroBatch:
         return {"sample_ids": torch.tensor(list(sample_ids))}
 
-    return MapLoader(read, vocab_size=7, shard=(0, 1), micro_batch_size=SIZE)
+    return MapLoader(read, vocab_size=7, shard=shard, micro_batch_size=micro_batch_size)
 
 
 class Lazy:
@@ -51,16 +53,43 @@ def ids(micro_batches: Any) -> list[int]:
     return [number for batch in micro_batches for number in batch["sample_ids"].tolist()]
 
 
+# The loader of samples that can be read directly: one order whatever the ranks, and a state of one number.
+
+
+def test_samples_come_in_order_and_in_micro_batches_and_taking_moves_the_state_before_the_first_is_read() -> None:
+    found = loader()
+    unread = found.take(4)
+    assert found.state_dict() == {"samples": 4}
+    assert [ids([batch]) for batch in found.take(3)] == [[4, 5], [6]]
+    assert [ids([batch]) for batch in unread] == [[0, 1], [2, 3]]
+    assert found.vocab_size == 7
+
+
+SIZES = st.lists(st.integers(1, 24), min_size=1, max_size=4)
+
+
+@settings(max_examples=80)
+@given(SIZES, SIZES, st.integers(1, 6), st.integers(1, 6), st.integers(1, 5))
+def test_ranks_take_together_what_one_takes_and_others_continue_from_their_state(
+    before: list[int], after: list[int], count: int, others: int, micro_batch_size: int
+) -> None:
+    alone = loader()
+    ranks = [loader((index, count), micro_batch_size) for index in range(count)]
+    for batch in before:
+        parts = [ids(rank.take(batch)) for rank in ranks]
+        assert [number for part in parts for number in part] == ids(alone.take(batch))
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    state = ranks[-1].state_dict()
+    assert state == {"samples": sum(before)}, "plain data, which counts the samples of all ranks"
+    ranks = [loader((index, others)) for index in range(others)]
+    for rank in ranks:
+        ids(rank.take(3))
+        rank.load_state_dict(state)
+    for batch in after:
+        assert sorted(n for rank in ranks for n in ids(rank.take(batch))) == ids(alone.take(batch))
+
+
 # What is taken.
-
-
-def test_micro_batches_come_as_the_loader_gives_them_and_in_its_order() -> None:
-    feed, own = Feed(loader(), "cpu"), loader()
-    for portion in (4, 3, 8):
-        assert [b["sample_ids"].tolist() for b in feed.take(portion)] == [
-            b["sample_ids"].tolist() for b in own.take(portion)
-        ]
-    assert feed.vocab_size == 7
 
 
 def test_on_a_cpu_a_micro_batch_is_the_loaders_own() -> None:
@@ -84,25 +113,13 @@ def test_nothing_is_read_before_it_is_asked_for_and_nothing_beyond_what_was_take
 
 @pytest.mark.parametrize("kind", [loader, Lazy])
 def test_the_state_is_the_loaders_and_continues_exactly(kind: Any) -> None:
-    feed = Feed(kind(), "cpu")
+    feed, again = Feed(kind(), "cpu"), Feed(kind(), "cpu")
     ids(feed.take(6))
     state = feed.state_dict()
     assert state == {"samples": 6}
-    following = ids(feed.take(4))
-    again = Feed(kind(), "cpu")
     again.load_state_dict(state)
-    assert ids(again.take(4)) == following == [6, 7, 8, 9]
-
-
-def test_what_a_loader_raises_comes_where_its_micro_batch_is_asked_for() -> None:
-    def fail(number: int) -> None:
-        if number == 2:
-            raise OSError("the disk is gone")
-
-    taken = Feed(Lazy(fail), "cpu").take(4)
-    assert [next(taken)["sample_ids"].item() for _ in range(2)] == [0, 1]
-    with pytest.raises(OSError, match="the disk is gone"):
-        next(taken)
+    assert ids(again.take(4)) == ids(feed.take(4)) == [6, 7, 8, 9]
+    assert feed.vocab_size == 7
 
 
 def test_the_micro_batch_that_ends_the_step_is_marked_whatever_the_sizes() -> None:
@@ -164,33 +181,28 @@ def test_a_context_parallel_rank_copies_only_its_part_to_the_device(settings: di
 # What it costs.
 
 
-def test_the_time_that_the_loader_takes_is_counted_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_that_the_loader_takes_is_counted_also_before_it_fails_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [0.0]
 
     def clock(seconds: float) -> None:
         now[0] += seconds
 
+    def read(number: int) -> None:
+        clock([0.5, 0.25, 2.0][number])
+        if number == 2:
+            raise OSError("the disk is gone")
+
     monkeypatch.setattr(mplug.training.feed.time, "perf_counter", lambda: now[0])
-    taken = Feed(Lazy(lambda number: clock([0.5, 0.25, 2.0][number])), "cpu").take(3)
+    taken, waited = Feed(Lazy(read), "cpu").take(3), []
     clock(64.0)
-    waited = []
-    for _ in taken:
-        waited.append(taken.wait_seconds)
+    for _ in range(2):
+        waited.append((next(taken)["sample_ids"].item(), taken.wait_seconds))
         clock(32.0)
-    assert [*waited, taken.wait_seconds] == [0.5, 0.75, 2.75, 2.75]
-
-
-def test_the_time_before_a_loader_fails_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([1.0, 4.0])
-    monkeypatch.setattr(mplug.training.feed.time, "perf_counter", lambda: next(times))
-
-    def fail(number: int) -> None:
-        raise OSError("the disk is gone")
-
-    taken = Feed(Lazy(fail), "cpu").take(1)
-    with pytest.raises(OSError, match="gone"):
+    with pytest.raises(OSError, match="the disk is gone"):
         next(taken)
-    assert taken.wait_seconds == 3.0
+    assert [*waited, taken.wait_seconds] == [(0, 0.5), (1, 0.75), 2.75]
 
 
 # Who asks for it, and when.
@@ -224,15 +236,15 @@ def told(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return log
 
 
-def test_a_step_reads_each_micro_batch_once_the_one_before_it_was_launched(parts: Parts, told: list[str]) -> None:
-    parts.stepper.forward_backward(parts.train_loader.take(STEP), 1)
-    assert told == [f"{what} {number}" for number in range(STEP // SIZE) for what in ("read", "compute")]
-    assert parts.train_loader.state_dict() == {"samples": STEP}
-
-
-def test_an_evaluation_reads_each_micro_batch_once_the_one_before_it_was_launched(
+def test_steps_and_evaluations_read_each_micro_batch_once_the_one_before_it_was_launched(
     parts: Parts, told: list[str]
 ) -> None:
     assert parts.validation_loader is not None
-    parts.stepper.evaluate(parts.validation_loader.take(3 * SIZE))
-    assert told == ["read 0", "compute 0", "read 1", "compute 1", "read 2", "compute 2"]
+    for feed, compute in (
+        (parts.train_loader, lambda batches: parts.stepper.forward_backward(batches, 1)),
+        (parts.validation_loader, parts.stepper.evaluate),
+    ):
+        told.clear()
+        compute(feed.take(STEP))
+        assert told == [f"{what} {number}" for number in range(STEP // SIZE) for what in ("read", "compute")]
+        assert feed.state_dict() == {"samples": STEP}

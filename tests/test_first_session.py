@@ -51,13 +51,7 @@ def machine() -> dict[str, object]:
     }
 
 
-SHORTER = {
-    "trainer.steps": 24,
-    "trainer.seq_length": 128,
-    "trainer.eval_every": 12,
-    "trainer.eval_samples": 8,
-    "schedule.warmup_steps": 5,
-}
+SHORTER = {"steps": 24, "seq_length": 128, "eval_every": 12, "eval_samples": 8}
 
 
 def train(folder: Path, *changes: str) -> str:
@@ -75,7 +69,9 @@ def train(folder: Path, *changes: str) -> str:
 def short(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder in which the default model was trained for a few seconds, and what the command printed."""
     folder = tmp_path_factory.mktemp("short")
-    return folder, train(folder, *(word for name, value in SHORTER.items() for word in ("--set", f"{name}={value}")))
+    shorter = [f"trainer.{name}={value}" for name, value in SHORTER.items()]
+    words = [word for field in (*shorter, "schedule.warmup_steps=5") for word in ("--set", field)]
+    return folder, train(folder, *words)
 
 
 @pytest.fixture(scope="module")
@@ -125,15 +121,12 @@ def test_a_seed_gives_one_sample_and_another_seed_another(short: tuple[Path, str
 
 
 @pytest.mark.wide("session")
-def test_the_default_run_reaches_one_and_a_half_nats_a_byte(session: Path) -> None:
+def test_the_default_run_reaches_one_and_a_half_nats_a_byte_and_its_sample_has_words_of_python(
+    session: Path, cli: Cli
+) -> None:
     assert metrics(session)[-1]["val_loss"] <= 1.5
-
-
-@pytest.mark.wide("session")
-def test_most_words_of_the_sample_are_words_of_python_or_of_its_library(session: Path, cli: Cli) -> None:
     command, _ = quoted("mplug generate")
-    sample = cli(*command[1:], cwd=session)
-    words = WORD.findall(sample.stdout)
+    words = WORD.findall(cli(*command[1:], cwd=session).stdout)
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     text = " ".join(path.read_text(errors="replace") for path in stdlib.glob("*.py"))
     known = {*keyword.kwlist, *dir(builtins), *WORD.findall(text)}
@@ -145,9 +138,7 @@ def test_most_words_of_the_sample_are_words_of_python_or_of_its_library(session:
 def test_the_readme_quotes_the_sample_of_its_seed(session: Path, cli: Cli) -> None:
     command, printed = quoted("mplug generate")
     sample = cli(*command[1:], cwd=session)
-    assert sample.returncode == 0
-    assert cli(*command[1:], cwd=session).stdout == sample.stdout, "a seed gives one text"
-    assert cli(*command[1:], "--seed", "1", cwd=session).stdout != sample.stdout
+    assert sample.returncode == 0, sample.stderr
     recorded = json.loads((ROOT / "tests" / "first_session.json").read_text())
     if machine() != recorded["machine"]:
         pytest.skip(

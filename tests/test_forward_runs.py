@@ -42,11 +42,15 @@ def test_a_command_may_let_defaults_compute_what_a_kernel_does_not_serve() -> No
     assert {one.supplier for one in model.slots if one.site.slot == "Attention.core"} == {"plain torch"}
 
 
-def test_a_command_sees_the_units_of_all_stages_before_a_rank_keeps_its_own() -> None:
+def test_a_command_sees_the_units_of_all_stages_and_is_not_blamed_for_faults_below() -> None:
     probe = Probe()
-    model = build_model(forward_run({"parallel.layout": "pp2"}, probe))
+    run = forward_run({"parallel.layout": "pp2"}, probe)
+    model = build_model(run)
     assert {"embedding", "head"} <= set(probe.units)
     assert "head" not in dict(model.module.named_children())
+    with pytest.raises(ValueError, match="a fault") as raised:
+        probe.fail()
+    assert failed_part(run.hooks, raised.value) == cause_of(raised.value) == "ValueError: a fault"
 
 
 def test_a_model_that_only_runs_forward_needs_nothing_of_an_optimizer() -> None:
@@ -57,11 +61,3 @@ def test_a_model_that_only_runs_forward_needs_nothing_of_an_optimizer() -> None:
     assert build_model(forward_run(cut, Probe())).plan.inference
     assert build_model(prepare(tiny_config({"parallel.layout": "zero2"}))).sharding is not None
     assert build_model(forward_run({"parallel.layout": "zero2"}, Probe())).sharding is None
-
-
-def test_a_fault_below_a_command_is_not_blamed_on_it() -> None:
-    probe = Probe()
-    run = forward_run({}, probe)
-    with pytest.raises(ValueError, match="a fault") as raised:
-        probe.fail()
-    assert failed_part(run.hooks, raised.value) == cause_of(raised.value) == "ValueError: a fault"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,16 +29,8 @@ def trained(folder: Path, options: list[str], visible: list[str]) -> list[subpro
         own = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "CUDA_VISIBLE_DEVICES": gpus}
         command = [sys.executable, "-m", "mplug", "train", "--parallel", f"dp{size}", *options]
         command += ["--set", "trainer.device=cuda"]
-        processes.append(
-            subprocess.Popen(
-                command,
-                cwd=folder,
-                env={**os.environ, **slurm, **own},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        processes.append(subprocess.Popen(command, cwd=folder, env={**os.environ, **slurm, **own}, **pipes))
     ended = [process.communicate(timeout=300) for process in processes]
     return [
         subprocess.CompletedProcess(process.args, process.returncode, *output)

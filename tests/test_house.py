@@ -24,6 +24,8 @@ from mplug.training.interrupt import STOPPING
 
 ROOT = Path(__file__).parent.parent
 HOST = ROOT / "mplug"
+LIBRARIES = [ROOT / name for name in ("checkpoint", "graphs", "nn", "schedules", "testing", "tokenization")]
+"""Distributions beside the host. They may import its private modules, and plugins may import all but the first."""
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))
 STRANGERS = sorted(path.parent for path in ROOT.glob("tests/third_party/*/pyproject.toml"))
 PUBLIC = ("mplug", "mplug.commands", "mplug.ops", "mplug.tensors")
@@ -174,7 +176,16 @@ def installed() -> set[str]:
     own = {module for module, names in modules if not required.isdisjoint(name.lower() for name in names)}
     assert {"torch", "yaml"} <= own
     support = {path.stem for path in (ROOT / "tests" / "support").glob("*.py")}
-    return {*sys.stdlib_module_names, *own, *support, "mplug", "mplug_nn", "mplug_testing", "pytest", "hypothesis"}
+    house = (
+        "mplug",
+        "mplug_checkpoint",
+        "mplug_graphs",
+        "mplug_nn",
+        "mplug_schedules",
+        "mplug_testing",
+        "mplug_tokenization",
+    )
+    return {*sys.stdlib_module_names, *own, *support, *house, "pytest", "hypothesis"}
 
 
 def test_every_test_can_be_collected_with_the_hosts_requirements_only(installed: set[str]) -> None:
@@ -207,7 +218,7 @@ def test_what_importing_a_file_needs_is_found(source: str, packages: set[str], i
 # What plugins require.
 
 
-@pytest.mark.parametrize("folder", [ROOT, ROOT / "nn", ROOT / "testing", *PLUGINS, *STRANGERS], ids=package_of)
+@pytest.mark.parametrize("folder", [ROOT, *LIBRARIES, *PLUGINS, *STRANGERS], ids=package_of)
 def test_a_distribution_requires_the_packages_of_mplug_that_its_modules_import(folder: Path) -> None:
     """Its tests may import more: whoever runs tests installs mplug-testing."""
     files = HOST.rglob("*.py") if folder == ROOT else (folder / "src").rglob("*.py")
@@ -286,7 +297,7 @@ def test_the_requirements_name_the_host_and_every_bundled_plugin() -> None:
     on_request = ON_REQUEST.read_text().splitlines()
     requested = {line.removeprefix("-e ") for line in on_request if line.startswith("-e ")}
     assert editable & requested == {"."}, "without the host, pip would take a distribution named mplug from an index"
-    assert editable | requested == {".", "nn", "testing", *(str(plugin.relative_to(ROOT)) for plugin in PLUGINS)}
+    assert editable | requested == {".", *(str(folder.relative_to(ROOT)) for folder in (*LIBRARIES, *PLUGINS))}
     assert f"-r {ON_REQUEST.name}" in (ROOT / ".ci" / "run").read_text()
     assert "torch==2.13.0" in lines
     assert "-r requirements.txt" in (ROOT / "requirements-dev.txt").read_text().splitlines()
@@ -303,6 +314,16 @@ def test_a_bundled_plugin_is_laid_out_like_the_others(plugin: Path) -> None:
     assert (plugin / "src" / package_of(plugin) / "__init__.py").is_file()
     assert len((plugin / "README.md").read_text().splitlines()) > 3
     assert list((plugin / "tests").glob("test_*.py"))
+
+
+def test_the_host_names_the_package_of_every_command_of_the_default_installation() -> None:
+    """For the error of a command whose package is missing."""
+    named = yaml.safe_load((HOST / "cli" / "packages.yaml").read_text())
+    assert named == {
+        point.replace(".", " "): project(folder)["name"]
+        for folder in (*LIBRARIES, *PLUGINS)
+        for point in project(folder).get("entry-points", {}).get("mplug.commands", {})
+    }
 
 
 def test_the_versions_agree() -> None:

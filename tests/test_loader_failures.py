@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ from mplug.contracts import Loader
 from mplug.distributed.launch import Pipes
 from mplug.errors import PluginError, RunError, UsageError
 from mplug.registry.blame import plugin_error
+from mplug.run.run import Run
 from mplug.training.assembly import build
 from mplug.training.feed import Feed
 from mplug.training.loop import train
@@ -67,20 +69,17 @@ def first(error: BaseException, own: Loader | None = None) -> str:
 WHERE = "in samples 8 to 15 of the training data (epoch 1), after sample 9"
 
 
+DISK = OSError(5, "Input/output error", "/data/x.bin")
+ENDED = f"ended early {WHERE}: it yielded 2 of the 8 samples that rank 3 reads"
+
+
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [
-        (
-            KeyError("text"),
-            f"PluginError: data/acme failed {WHERE}: KeyError: 'text'; its traceback is in logs/rank3.log",
-        ),
+        (KeyError("text"), f"PluginError: data/acme failed {WHERE}: KeyError: 'text'; its traceback is in logs/rank3."),
         (RuntimeError("two\nlines"), f"PluginError: data/acme failed {WHERE}: RuntimeError: two lines; its"),
-        (OSError(5, "Input/output error", "/data/x.bin"), f"RunError: data/acme failed {WHERE}: OSError: [Errno 5]"),
-        (OSError(5, "Input/output error", "/data/x.bin"), "Input/output error: '/data/x.bin'"),
-        (
-            StopIteration(),
-            f"PluginError: data/acme ended early {WHERE}: it yielded 2 of the 8 samples that rank 3 reads",
-        ),
+        (DISK, f"RunError: data/acme failed {WHERE}: OSError: [Errno 5] Input/output error: '/data/x.bin'"),
+        (StopIteration(), f"PluginError: data/acme {ENDED}"),
         (UsageError("'x.txt' is empty"), "UsageError: 'x.txt' is empty"),
     ],
 )
@@ -104,33 +103,22 @@ def test_a_loader_that_gives_too_few_samples_or_too_many_is_refused(given: int) 
         list(fed.take(8))
 
 
+def filled(name: str, row: int, value: int) -> Callable[[MicroBatch], None]:
+    """Fill a row of an entry with a value."""
+    return lambda own: own[name][row].fill_(value) is None
+
+
 FAULTS: dict[str, tuple[Callable[[MicroBatch], Any], type[Exception], str]] = {
     "no batch": (lambda _: 3, PluginError, "the micro batch is a int; it must be a dict"),
-    "a missing entry": (
-        lambda b: {k: x for k, x in b.items() if k != "positions"},
-        PluginError,
-        "has no entry 'positions'",
-    ),
-    "a list": (
-        lambda b: {**b, "tokens": b["tokens"].tolist()},
-        PluginError,
-        "'tokens' is a list; every entry must be a",
-    ),
-    "fewer tokens": (lambda b: {**b, "labels": b["labels"][:, 1:]}, PluginError, r"'labels' has shape \(2, 5\)"),
-    "floats": (lambda b: {**b, "tokens": b["tokens"].float()}, PluginError, "'tokens' has dtype torch.float32"),
-    "a label": (
-        lambda b: b["labels"][1].fill_(V) is None,
-        UsageError,
-        f"'labels' holds {V} in sample 11; .* 0 to {V - 1}",
-    ),
-    "a token": (lambda b: b["tokens"][0].fill_(-1) is None, UsageError, "'tokens' holds -1 in sample 10"),
-    "a position": (
-        lambda b: b["positions"].fill_(S) is None,
-        UsageError,
-        f"'positions' holds {S}; values must be 0 to {S - 1}",
-    ),
+    "no positions": (lambda own: own.pop("positions") is None, PluginError, "has no entry 'positions'"),
+    "a list": (lambda own: {**own, "tokens": [[1]]}, PluginError, "'tokens' is a list; every entry must be a"),
+    "shorter": (lambda own: {**own, "labels": own["labels"][:, 1:]}, PluginError, r"'labels' has shape \(2, 5\)"),
+    "floats": (lambda own: {**own, "tokens": own["tokens"].float()}, PluginError, "'tokens' has dtype torch.float32"),
+    "a label": (filled("labels", 1, V), UsageError, f"'labels' holds {V} in sample 11; .* 0 to {V - 1}"),
+    "a token": (filled("tokens", 0, -1), UsageError, "'tokens' holds -1 in sample 10"),
+    "a position": (filled("positions", 0, S), UsageError, f"'positions' holds {S}; values must be 0 to {S - 1}"),
     "a NaN": (
-        lambda b: {**b, "images": torch.tensor([[0.0], [float("nan")]])},
+        lambda own: {**own, "images": torch.tensor([[0.0], [float("nan")]])},
         UsageError,
         "'images' holds a value that is not finite in sample 11",
     ),
@@ -158,9 +146,8 @@ def test_ignored_labels_and_every_token_of_the_vocabulary_pass() -> None:
 
 def test_a_state_that_cannot_be_made_or_loaded_names_the_plugin() -> None:
     fed = feed(loader())
-    with pytest.raises(
-        PluginError, match=r"data/acme failed in load_state_dict of the training data, .*KeyError: 'samp"
-    ):
+    words = r"data/acme failed in load_state_dict of the training data, .*KeyError: 'samp"
+    with pytest.raises(PluginError, match=words):
         fed.load_state_dict({})
     list(fed.take(4))
     fed.loader.state_dict = lambda: {}["n"]  # type: ignore[method-assign]
@@ -212,72 +199,62 @@ def module_of(name: str, source: str) -> ModuleType:
     return module
 
 
-ACME = """
-class Acme:
-    def step(self, *_):
-        raise self.error
-    def shard_model(self):
-        self.step()
+PLUGINS = """
+class Stepper:
+    def run(self, error):
+        raise error
+class Left:
+    def step(self, error, *_):
+        raise error
+    def shard_model(self, error):
+        Stepper().run(error)
+    shard_model.mplug_impl = {}
+    def helper(self, error):
+        Stepper().run(error)
+class Right(Left):
+    def shard_model(self, error):
+        Stepper().run(error)
     shard_model.mplug_impl = {}
 """
+
+
+def blamed(run: Run, error: BaseException, call: Callable[[BaseException], None]) -> str:
+    """Which part of a run is said to have failed where a call raises an error."""
+    with pytest.raises(type(error)) as caught:
+        call(error)
+    return str(plugin_error(run.hooks, caught.value, "in step 7", "logs/rank0.log"))
 
 
 def test_an_exception_of_a_plugin_is_attributed_to_it_by_its_traceback() -> None:
-    plugin = module_of("mplug_acme", ACME).Acme()
-    run = tiny_run({})
+    run, plugin = tiny_run({}), module_of("mplug_acme", PLUGINS).Left()
     run.hooks.plugins["optimizers/acme"] = plugin
-
-    def blamed(error: BaseException, call: Callable[[], None]) -> str:
-        plugin.error = error
-        with pytest.raises(type(error)) as caught:
-            call()
-        return str(plugin_error(run.hooks, caught.value, "in step 7", "logs/rank0.log"))
-
-    assert blamed(TypeError("no"), plugin.step) == (
-        "optimizers/acme failed in step 7, in Acme.step (mplug_acme.py:4): TypeError: no; "
+    assert blamed(run, TypeError("no"), plugin.step) == (
+        "optimizers/acme failed in step 7, in Left.step (mplug_acme.py:7): TypeError: no; "
         "its traceback is in logs/rank0.log"
     )
-    assert "in the hook 'shard_model', in Acme.step" in blamed(TypeError("no"), plugin.shard_model)
+    assert "in the hook 'shard_model', in Stepper.run" in blamed(run, TypeError("no"), plugin.shard_model)
     world = (torch.OutOfMemoryError("out"), torch.AcceleratorError("assert"), torch.distributed.DistNetworkError("no"))
     broken = map(RuntimeError, ("gloo/pair.cc: no", "NCCL error", "Connection reset by peer", "Broken pipe"))
     for error in (UsageError("u"), OSError(28, "full"), KeyboardInterrupt(), *world, *broken):
-        assert blamed(error, plugin.step) == "None"
+        assert blamed(run, error, plugin.step) == "None"
     for error in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("NCCL is no backend of mine")):
-        assert blamed(error, plugin.step).startswith("optimizers/acme failed")
-
-
-PAIR = """
-class Stepper:
-    def run(self):
-        raise TypeError("no")
-class Left:
-    def shard_model(self):
-        Stepper().run()
-    shard_model.mplug_impl = {}
-    def helper(self):
-        Stepper().run()
-class Right(Left):
-    def shard_model(self):
-        Stepper().run()
-    shard_model.mplug_impl = {}
-"""
+        assert blamed(run, error, plugin.step).startswith("optimizers/acme failed")
 
 
 def test_of_two_plugins_of_a_package_the_one_that_ran_is_blamed_and_both_where_no_frame_says_which() -> None:
-    module = module_of("mplug_pair", PAIR)
+    module = module_of("mplug_pair", PLUGINS)
     run, left, right = tiny_run({}), module.Left(), module.Right()
     run.hooks.plugins.update({"parallel/left": left, "parallel/right": right})
-
-    def blamed(call: Callable[[], None]) -> str:
-        with pytest.raises(TypeError) as caught:
-            call()
-        return str(plugin_error(run.hooks, caught.value, "in step 7", "logs/rank0.log")).partition(", in ")[0]
-
-    assert blamed(left.shard_model) == "parallel/left failed in step 7"
-    assert blamed(right.shard_model) == "parallel/right failed in step 7"
-    assert blamed(left.helper) == "parallel/left failed in step 7"
-    assert blamed(lambda: module.Left.shard_model(None)) == "parallel/left failed in step 7"
-    assert blamed(module.Stepper().run) == "one of parallel/left and parallel/right failed in step 7"
+    calls = {
+        left.shard_model: "parallel/left",
+        right.shard_model: "parallel/right",
+        left.helper: "parallel/left",
+        module.Stepper().run: "one of parallel/left and parallel/right",
+    }
+    for call, owner in calls.items():
+        assert blamed(run, TypeError("no"), call).startswith(f"{owner} failed in step 7")
+    unbound = partial(module.Left.shard_model, None)
+    assert blamed(run, TypeError("no"), unbound).startswith("parallel/left failed in step 7")
 
 
 def test_a_bug_in_an_optimizer_ends_a_run_in_one_sentence_and_keeps_its_traceback(

@@ -1,5 +1,6 @@
-"""The lock of a run's folder: who gets it, who loses it, and what happens to the one who has lost it."""
+"""The lock of a run's folder: which process gets it, which loses it, and what happens to a process that has lost it."""
 
+import getpass
 import json
 import multiprocessing
 import os
@@ -33,16 +34,15 @@ from mplug_testing.harness import tiny_config
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
 
-ELSEWHERE = "0123456789abcdef"
-"""The place of processes of another machine, or of another container."""
+ELSEWHERE = Process("0123456789abcdef", 12, 34)
+"""A process of another machine, or of another container."""
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hundredths of the times of real locks."""
-    monkeypatch.setattr(lock, "BEAT", 0.05)
-    monkeypatch.setattr(lock, "LEASE", 0.5)
-    monkeypatch.setattr(lock, "POLL", 0.01)
+    for name, seconds in (("BEAT", 0.05), ("LEASE", 0.5), ("POLL", 0.01)):
+        monkeypatch.setattr(lock, name, seconds)
 
 
 def silent(sentence: str) -> None:
@@ -51,6 +51,11 @@ def silent(sentence: str) -> None:
 
 def waits(sentence: str) -> None:
     assert "waiting up to" in sentence
+
+
+def dead() -> Process:
+    """A process of this machine that has ended, and whose id another process may have got."""
+    return replace(Process.this(), start=Process.this().start - 1)
 
 
 def left_by(holder: Process, run: Path) -> Baton:
@@ -63,9 +68,15 @@ def left_by(holder: Process, run: Path) -> Baton:
     return baton
 
 
-def dead() -> Process:
-    """A process of this machine that has ended, and whose id another process may have got."""
-    return replace(Process.this(), start=Process.this().start - 1)
+def cut_off(run: Path) -> None:
+    """The lock as a holder leaves it that is killed while it releases it."""
+    (run / FOLDER / left_by(dead(), run).name).unlink()
+
+
+def later_version(run: Path) -> None:
+    """The lock of a version whose names this one cannot read."""
+    (run / FOLDER).mkdir(parents=True)
+    (run / FOLDER / "held.by-a-later-version").touch()
 
 
 # Processes.
@@ -74,7 +85,7 @@ def dead() -> Process:
 def test_a_process_runs_until_it_is_dead_also_while_nobody_asks_for_its_status() -> None:
     own = Process.this()
     assert own.runs()
-    assert replace(own, start=own.start - 1).runs() is False, "another process has its id now"
+    assert dead().runs() is False, "another process has its id now"
     child = subprocess.Popen(["sleep", "60"])
     other = replace(own, pid=child.pid, start=int(process._stat(child.pid)[process.START]))
     assert other.runs()
@@ -98,58 +109,48 @@ def test_a_container_of_the_same_host_name_is_another_place() -> None:
 # Taking and releasing.
 
 
-def test_a_lock_that_is_held_names_its_holder_and_leaves_nothing_when_it_is_released(tmp_path: Path) -> None:
-    run = tmp_path / "runs" / "first"
-    claim = take(run, silent)
-    with pytest.raises(UsageError) as refused:
+FREE: dict[str, tuple[Callable[[Path], Any], bool]] = {
+    "a new folder": (lambda _: None, False),
+    "of a dead holder": (lambda run: left_by(dead(), run), False),
+    "whose release was cut off": (cut_off, False),
+    "of a silent holder elsewhere": (lambda run: left_by(ELSEWHERE, run), True),
+    "of a later version": (later_version, True),
+}
+"""Locks that can be taken: how they come about, and whether only after a lease, which is announced."""
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_a_lock_without_a_living_holder_is_taken(tmp_path: Path, quick: None, name: str) -> None:
+    (make, after_the_lease), run = FREE[name], tmp_path / "runs" / "first"
+    make(run)
+    messages, began = list[str](), time.monotonic()
+    claim = take(run, messages.append)
+    assert ["waiting up to" in message for message in messages] == [True] * after_the_lease
+    assert not after_the_lease or time.monotonic() - began >= lock.LEASE
+    own = {claim.baton.name, f"holder.{claim.baton.token}.json"}
+    assert {path.name for path in (run / FOLDER).iterdir()} == own
+    with pytest.raises(UsageError, match=f"is held by process {os.getpid()} on {os.uname().nodename}"):
         take(run, silent)
-    described = json.loads(next((run / FOLDER).glob("holder.*.json")).read_text())
-    for word in (f"process {os.getpid()}", os.uname().nodename, described["user"], "mplug", described["since"]):
-        assert word in str(refused.value)
     claim.release()
     assert not run.exists(), "the run has not begun"
-    take(run, silent).release()
-
-
-def test_a_holder_that_is_dead_loses_its_lock_at_once(tmp_path: Path) -> None:
-    left_by(dead(), tmp_path)
-    claim = take(tmp_path, silent)
-    assert {path.name for path in (tmp_path / FOLDER).iterdir()} == {
-        claim.baton.name,
-        f"holder.{claim.baton.token}.json",
-    }
-
-
-@pytest.mark.parametrize("name", [f"held.{ELSEWHERE}.12.34.abcdef.7", "held.by-a-later-version"])
-def test_a_silent_holder_elsewhere_loses_its_lock_after_the_lease_and_the_wait_is_announced(
-    tmp_path: Path, quick: None, name: str
-) -> None:
-    (tmp_path / FOLDER).mkdir()
-    (tmp_path / FOLDER / name).touch()
-    told: list[str] = []
-    began = time.monotonic()
-    take(tmp_path, told.append)
-    assert time.monotonic() - began >= lock.LEASE
-    assert len(told) == 1
-    assert "waiting up to" in told[0]
 
 
 def test_a_holder_elsewhere_keeps_its_lock_while_its_baton_moves(tmp_path: Path, quick: None) -> None:
-    claim = Claim(tmp_path, left_by(Process(ELSEWHERE, 12, 34), tmp_path))
-    told: list[str] = []
+    claim = Claim(tmp_path, left_by(ELSEWHERE, tmp_path))
+    messages: list[str] = []
 
     def beat(sentence: str) -> None:
-        told.append(sentence)
+        messages.append(sentence)
         claim.confirm()
 
     with pytest.raises(UsageError, match=r"process 12 on node7 \(ann: mplug train\), since yesterday"):
         take(tmp_path, beat)
-    assert len(told) == 1
+    assert len(messages) == 1
 
 
 def test_a_contender_whose_list_is_old_does_not_take_a_lock_that_has_moved(tmp_path: Path) -> None:
     """As on NFS, whose clients keep lists of folders for a minute."""
-    seen = left_by(Process(ELSEWHERE, 12, 34), tmp_path)
+    seen = left_by(ELSEWHERE, tmp_path)
     Claim(tmp_path, seen).confirm()
     assert not lock._take_over(tmp_path / FOLDER, seen, Baton.of(Process.this(), "fedcba", 0))
 
@@ -157,26 +158,17 @@ def test_a_contender_whose_list_is_old_does_not_take_a_lock_that_has_moved(tmp_p
 def test_two_processes_may_confirm_one_claim(tmp_path: Path) -> None:
     claim = take(tmp_path, silent)
     copied = Claim(claim.directory, claim.baton)
-    for _ in range(3):
-        claim.confirm()
-        claim.confirm()
-        copied.confirm()
+    for one in (claim, claim, copied) * 3:
+        one.confirm()
     claim.release()
     with pytest.raises(RunError, match=r"the lock of the run .* no longer exists"):
         copied.confirm()
 
 
-def test_a_lock_without_a_baton_is_free(tmp_path: Path) -> None:
-    """A holder was killed while it released the lock."""
-    (tmp_path / FOLDER).mkdir()
-    (tmp_path / FOLDER / "holder.abcdef.json").touch()
-    take(tmp_path, silent).confirm()
-
-
 def test_a_paused_holder_learns_that_it_has_lost_the_lock_and_leaves_the_new_one_alone(
     tmp_path: Path, quick: None
 ) -> None:
-    paused = Claim(tmp_path, left_by(Process(ELSEWHERE, 12, 34), tmp_path), lock._clock())
+    paused = Claim(tmp_path, left_by(ELSEWHERE, tmp_path), lock._clock())
     paused.keep()  # it has just been confirmed
     holder = take(tmp_path, waits)
     for check in (paused.confirm, paused.keep):
@@ -219,10 +211,9 @@ def compete(barrier: Any, results: Any, runs: list[Path]) -> None:
         barrier.wait()
         try:
             claim = take(run, waits)
-            results.put((number, "taken"))
         except UsageError:
             claim = None
-            results.put((number, "refused"))
+        results.put((number, claim is not None))
         barrier.wait()
         if claim is not None:
             claim.confirm()
@@ -235,11 +226,11 @@ def test_of_eight_processes_exactly_one_gets_a_lock(tmp_path: Path, rounds: int)
     runs = [tmp_path / f"run{number}" for number in range(rounds)]
     for number, run in enumerate(runs):
         if number % 16 == 3:
-            left_by(Process(ELSEWHERE, 12, 34), run)
+            left_by(ELSEWHERE, run)
         elif number % 4 == 1:
             left_by(dead(), run)
         elif number % 4 == 2:
-            (run / FOLDER / left_by(dead(), run).name).unlink()
+            cut_off(run)
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(8), context.Queue()
     processes = [context.Process(target=compete, args=(barrier, results, runs)) for _ in range(8)]
@@ -249,38 +240,31 @@ def test_of_eight_processes_exactly_one_gets_a_lock(tmp_path: Path, rounds: int)
     for one in processes:
         one.join()
     assert [one.exitcode for one in processes] == [0] * 8
-    counted = [sum(what == (number, "taken") for what in found) for number in range(len(runs))]
-    assert counted == [1] * len(runs)
+    assert [found.count((number, True)) for number in range(rounds)] == [1] * rounds
     assert list(tmp_path.iterdir()) == []
 
 
 # A block that holds a lock.
 
 
-def test_a_block_keeps_its_lock_moving_and_releases_it_on_an_error(tmp_path: Path, quick: None) -> None:
-    def block() -> None:
-        with Lock(silent) as held:
-            claim = held.take(tmp_path / "run")
-            first = claim.baton.beat
-            while claim.baton.beat < first + 3:
-                time.sleep(0.01)
-            raise ValueError("over")
-
-    with pytest.raises(ValueError, match="over"):
-        block()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_sigterm_in_a_block_releases_the_lock(tmp_path: Path) -> None:
+def test_a_block_keeps_its_lock_moving_and_releases_it_on_an_error_and_at_sigterm(tmp_path: Path, quick: None) -> None:
     before = signal.getsignal(signal.SIGTERM)
 
-    def block() -> None:
+    def block(end: Callable[[Claim], None]) -> None:
         with Lock(silent) as held:
-            held.take(tmp_path / "run")
-            signal.raise_signal(signal.SIGTERM)
+            end(held.take(tmp_path / "run"))
 
+    def fail(claim: Claim) -> None:
+        first = claim.baton.beat
+        while claim.baton.beat < first + 3:
+            time.sleep(0.01)
+        raise ValueError("over")
+
+    with pytest.raises(ValueError, match="over"):
+        block(fail)
+    assert list(tmp_path.iterdir()) == []
     with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
-        block()
+        block(lambda _: signal.raise_signal(signal.SIGTERM))
     assert list(tmp_path.iterdir()) == []
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -297,30 +281,15 @@ with lock.Lock(print) as held:
 
 
 def test_sigterm_releases_the_lock_of_a_process_that_waits_in_c(tmp_path: Path) -> None:
-    stuck = subprocess.Popen([sys.executable, "-c", STUCK], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    assert stuck.stdout is not None
-    assert stuck.stdout.readline() == "held\n"
-    stuck.terminate()
-    assert stuck.wait(300) == 128 + signal.SIGTERM
-    stuck.stdout.close()
+    with subprocess.Popen([sys.executable, "-c", STUCK], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as stuck:
+        assert stuck.stdout is not None
+        assert stuck.stdout.readline() == "held\n"
+        stuck.terminate()
+        assert stuck.wait(300) == 128 + signal.SIGTERM
     assert list(tmp_path.iterdir()) == []
 
 
 # Runs.
-
-
-def run_with_lock(folder: Path, lose: Callable[[Run], None], changes: dict[str, Any]) -> None:
-    """Train with the lock of a folder; `lose` is called at the start of every step."""
-
-    class Loses:
-        @hookimpl
-        def step_started(self, run: Run) -> None:
-            lose(run)
-
-    config = tiny_config({"trainer.steps": 4, "checkpoint.every": 1, "checkpoint.keep": 9, **changes})
-    run = prepare(config, {f"{HOST}metrics": MetricsFile(), f"{HOST}loses": Loses()}, folder)
-    run.claim = take(folder, silent)
-    train(run)
 
 
 def test_runs_without_a_name_that_start_in_the_same_second_have_folders_of_their_own(
@@ -336,40 +305,42 @@ def test_runs_without_a_name_that_start_in_the_same_second_have_folders_of_their
         assert claim_new(held, run, None).directory == run.directory == Path("runs/gpt-20261122-231349-2")
 
 
-def lose_it(claim: Claim) -> None:
-    """As if this process had been paused, and another one had taken the run over."""
-    assert lock._take_over(claim.directory / FOLDER, claim.baton, Baton.of(Process(ELSEWHERE, 12, 34), "abcdef", 0))
-    claim.confirmed -= lock.LEASE
-
-
-def test_a_run_that_has_been_taken_over_writes_no_metrics_and_no_checkpoint(tmp_path: Path) -> None:
-    def lose(run: Run) -> None:
-        if run.step == 3:
-            assert run.claim is not None
-            lose_it(run.claim)
-
-    with pytest.raises(RunError, match=r"another process took over the run .*process 12 holds it now"):
-        run_with_lock(tmp_path, lose, {"checkpoint.asynchronous": False})
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
-    assert [step_of(path) for path in complete(tmp_path / "checkpoints")] == [1, 2]
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_save_during_which_the_run_is_taken_over_does_not_become_visible(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+@pytest.mark.parametrize("moment", ["when step 3 begins", "in its save", "in its asynchronous save"])
+def test_a_run_that_has_been_taken_over_writes_no_metrics_and_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    write, claims = FolderWriter.write_data, list[Claim]()
+    """As if this process had been paused, and another one had taken the run over."""
+    write = FolderWriter.write_data
+
+    def lose() -> None:
+        claim = run.claim
+        assert claim is not None
+        assert lock._take_over(tmp_path / FOLDER, claim.baton, Baton.of(ELSEWHERE, "abcdef", 0))
+        claim.confirmed -= lock.LEASE
 
     def lose_while_writing(writer: FolderWriter, *arguments: Any) -> Any:
-        if step_of(writer.final) == 3:
-            lose_it(claims[0])
+        if step_of(writer.final) == 3 and "save" in moment:
+            lose()
         return write(writer, *arguments)
 
+    class Loses:
+        @hookimpl
+        def step_started(self, run: Run) -> None:
+            if run.step == 3 and "save" not in moment:
+                lose()
+
+    settings = {"trainer.steps": 4, "checkpoint.every": 1, "checkpoint.keep": 9}
+    config = tiny_config({**settings, "checkpoint.asynchronous": "asynchronous" in moment})
+    run = prepare(config, {f"{HOST}metrics": MetricsFile(), f"{HOST}loses": Loses()}, tmp_path)
+    run.claim = take(tmp_path, silent)
     monkeypatch.setattr(FolderWriter, "write_data", lose_while_writing)
-    with pytest.raises(RunError, match="another process took over the run"):
-        run_with_lock(tmp_path, lambda run: claims.append(run.claim), {"checkpoint.asynchronous": asynchronous})  # type: ignore[arg-type]
+    with pytest.raises(RunError, match=r"another process took over the run .*process 12 holds it now"):
+        train(run)
     assert [step_of(path) for path in complete(tmp_path / "checkpoints")] == [1, 2]
-    assert partial_path(path_of(tmp_path / "checkpoints", 3)).is_dir(), "it may be the new holder's by now"
+    if "save" in moment:
+        assert partial_path(path_of(tmp_path / "checkpoints", 3)).is_dir(), "it may be the new holder's by now"
+    else:
+        assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_second_command_is_refused_while_a_run_goes_on_and_continues_it_once_it_is_killed(
@@ -382,18 +353,18 @@ def test_a_second_command_is_refused_while_a_run_goes_on_and_continues_it_once_i
         while not complete(run / "checkpoints"):
             assert first.poll() is None, first.communicate()
             time.sleep(0.01)
-        before = {path.name: path.read_bytes() for path in (run / "config.yaml", run / "record.json")}
+        before = {path: path.read_bytes() for path in (run / "config.yaml", run / "record.json")}
+        holder = (
+            "'runs/one' is held by process",
+            f"on {os.uname().nodename} ({getpass.getuser()}: ",
+            "mplug train --name one",
+            "since 2",
+        )
         for again in (words, ["train", "--resume"]):
             refused = cli(*again)
             assert refused.returncode == 2, refused.stdout
-            for word in (
-                "'runs/one' is held by process",
-                f"on {os.uname().nodename} (",
-                "mplug train --name one",
-                "since 2",
-            ):
-                assert word in refused.stderr
-        assert {name: (run / name).read_bytes() for name in before} == before
+            assert [word for word in holder if word not in refused.stderr] == []
+        assert {path: path.read_bytes() for path in before} == before
     finally:
         first.kill()
         first.communicate()

@@ -59,22 +59,8 @@ def test_units_are_wrapped_from_inner_to_outer_around_what_is_compiled(
     offering: Callable[..., None], compiler: str
 ) -> None:
     notes: list[str] = []
-    offering(
-        Wrap(
-            UNIT,
-            noting("outer", notes),
-            layer=20,
-            supports=is_block_1,
-            plugin="memory/a",
-        ),
-        Wrap(
-            UNIT,
-            noting("inner", notes),
-            layer=10,
-            supports=is_block_1,
-            plugin="memory/b",
-        ),
-    )
+    for name, layer in (("outer", 20), ("inner", 10)):
+        offering(Wrap(UNIT, noting(name, notes), layer, supports=is_block_1, plugin=f"memory/{name}"))
     run = tiny_run({"trainer.compile": compiler})
     parts = build(run)
     parts.stepper.forward_backward(parts.train_loader.take(4), 1)

@@ -15,17 +15,8 @@ from mplug.cli import main
 from mplug.training.interrupt import Interrupt
 from mplug.training.observers import ProgressLine
 
-RECORD: dict[str, Any] = {
-    "step": 12_345,
-    "loss": 2.34567,
-    "grad_norm": 0.5,
-    "lr": 3e-4,
-    "tokens_per_s": 1_234_567.8,
-    "tflops": 412.3,
-    "mfu": 0.417,
-    "memory_gib": 71.25,
-    "skipped": False,
-}
+RECORD: dict[str, Any] = {"step": 12_345, "loss": 2.34567, "grad_norm": 0.5, "lr": 3e-4, "tokens_per_s": 1_234_567.8}
+RECORD |= {"tflops": 412.3, "mfu": 0.417, "memory_gib": 71.25, "skipped": False}
 
 
 def shown(width: int) -> str:

@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,15 +18,9 @@ NO_RAMPUP = BatchRampup(start=None, increment=1, samples=0)
 SHAPES = ["constant", "linear", "cosine", "inverse_sqrt", "wsd"]
 
 
-def schedule(name: str, warmup_steps: int = 0, decay_steps: int | None = None, min_lr: float = 0.0) -> Schedule:
-    return Schedule(
-        name=name,  # type: ignore[arg-type]
-        warmup_steps=warmup_steps,
-        decay_steps=decay_steps,
-        min_lr=min_lr,
-        weight_decay=CONSTANT_DECAY,
-        batch_rampup=NO_RAMPUP,
-    )
+def schedule(name: Any, warmup_steps: int = 0, decay_steps: int | None = None, min_lr: float = 0.0) -> Schedule:
+    given = {"warmup_steps": warmup_steps, "decay_steps": decay_steps, "min_lr": min_lr}
+    return Schedule(name=name, weight_decay=CONSTANT_DECAY, batch_rampup=NO_RAMPUP, **given)
 
 
 DEFAULT = nested(default_settings())["trainer"]
@@ -68,11 +63,7 @@ def test_the_rate_has_the_shape_that_is_named(shape: Schedule, points: dict[int,
 
 
 @given(
-    st.sampled_from(SHAPES),
-    st.integers(0, 30),
-    st.none() | st.integers(1, 60),
-    st.floats(0, 2),
-    st.integers(1, 100),
+    st.sampled_from(SHAPES), st.integers(0, 30), st.none() | st.integers(1, 60), st.floats(0, 2), st.integers(1, 100)
 )
 def test_the_rate_never_passes_the_peak_and_after_the_warm_up_never_rises_or_falls_below_the_least(
     name: str, warmup: int, decay: int | None, min_lr: float, total: int
@@ -118,18 +109,12 @@ def sizes(global_batch_size: int, rampup: BatchRampup, steps: int) -> list[int]:
     return found
 
 
-def test_without_a_ramp_up_every_batch_is_whole() -> None:
-    assert sizes(8, NO_RAMPUP, 3) == [8, 8, 8]
-
-
-def test_increases_are_equal_and_at_equal_numbers_of_samples() -> None:
+def test_increases_are_equal_and_at_equal_numbers_of_samples_and_the_last_one_stops_at_the_whole_batch() -> None:
     # 2, 4, 6, 8: three increases, one every 12 / 3 = 4 samples. Samples before each step: 0, 2, 4, 8, 14.
     rampup = BatchRampup(start=2, increment=2, samples=12)
     assert sizes(8, rampup, 5) == [2, 2, 4, 6, 8]
+    assert sizes(8, NO_RAMPUP, 3) == [8, 8, 8]
     assert [batch_size(n, trainer(8), rampup) for n in (0, 3, 4, 7, 8, 11, 12, 10**9)] == [2, 2, 4, 4, 6, 6, 8, 8]
-
-
-def test_the_last_increase_stops_at_the_whole_batch() -> None:
     rampup = BatchRampup(start=1, increment=4, samples=20)
     assert [batch_size(n, trainer(8), rampup) for n in (0, 9, 10, 19, 20)] == [1, 1, 5, 5, 8]
 

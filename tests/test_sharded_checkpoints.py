@@ -2,12 +2,15 @@
 
 import hashlib
 import random
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoints import flip_bit
 from torch import Tensor
 
 from mplug import Run
@@ -15,6 +18,7 @@ from mplug.checkpoint import opened
 from mplug.checkpoint.folder import newest
 from mplug.checkpoint.newest_valid import choose
 from mplug.checkpoint.plans import KeptPlans
+from mplug.checkpoint.states import load_for_inference
 from mplug.checkpoint.verified import Verified
 from mplug.run.prepare import prepare
 from mplug.training.loop import train
@@ -36,38 +40,29 @@ SEED = 279
 LAYOUTS = ("", "zero2", "zero4", "tp2zero2", "zero2pp2", "cp2zero2", "dp2zero2", "dp2", "tp2", "tp2pp2")
 
 
-def trained(settings: dict[str, Any], steps: int, directory: Path, resume_from: Path | None = None) -> list[float]:
-    """Be one rank of a run that is saved at its end: its losses."""
-    config = tiny_config({**SMALL, **settings, "trainer.steps": steps})
-    return runs.trained(config, directory, resume_from=resume_from).losses
-
-
-def resaved(settings: dict[str, Any], directory: Path, resume_from: Path) -> None:
-    """Be one rank of a run that loads a checkpoint, and saves it again as it is."""
+def rank(settings: dict[str, Any], steps: int, directory: Path, resume_from: Path | None) -> list[float]:
+    """Be one rank: train to a step, save and return the losses; with `steps` 0, load a checkpoint and save it again."""
     from mplug.training.assembly import build
     from mplug.training.position import Position
 
-    run: Run = as_rank(prepare(tiny_config({**SMALL, **settings}), directory=directory))
+    config = tiny_config({**SMALL, **settings, "trainer.steps": steps or 9})
+    if steps:
+        return runs.trained(config, directory, resume_from=resume_from).losses
+    run: Run = as_rank(prepare(config, directory=directory))
     position = Position(run, build(run))
-    position.load(position.choose(resume_from))
+    position.load(position.choose(cast(Path, resume_from)))
     position.save()
+    return []
 
 
 def begin(settings: dict[str, Any], steps: int, directory: Path, resume_from: Path | None = None) -> list[float]:
+    """All ranks of a layout."""
     size = prepare(tiny_config({**SMALL, **settings})).mesh.world_size
-    return run_workers(size, trained, settings, steps, directory, resume_from)[0]
-
-
-def save_again(settings: dict[str, Any], directory: Path, resume_from: Path) -> Path:
-    size = prepare(tiny_config({**SMALL, **settings})).mesh.world_size
-    run_workers(size, resaved, settings, directory, resume_from)
-    return found(directory)
+    return run_workers(size, rank, settings, steps, directory, resume_from)[0]
 
 
 def found(directory: Path) -> Path:
-    path = newest(directory / "checkpoints")
-    assert path is not None
-    return path
+    return newest(directory / "checkpoints")
 
 
 def hashes(tensors: dict[str, Tensor]) -> dict[str, str]:
@@ -79,69 +74,52 @@ def settings_of(layout: str, stage: int, optimizer: str = "adamw") -> dict[str, 
     return {"parallel.layout": layout, "optimizer.name": optimizer, **options}
 
 
-@pytest.fixture(scope="module", params=["adamw", "muon"])
-def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
-    """An optimizer, and the losses of three steps in one process."""
-    return request.param, begin(settings_of("", 1, request.param), 3, tmp_path_factory.mktemp("whole"))
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[float]]:
+    """The losses of three steps in one process with an optimizer."""
+    return cache(lambda optimizer: begin(settings_of("", 1, optimizer), 3, tmp_path_factory.mktemp("whole")))
 
 
-def test_zero_then_one_process_then_zero_keeps_weights_and_moments_to_the_bit(
-    whole: tuple[str, list[float]], tmp_path: Path, logical: Any
-) -> None:
-    optimizer, losses = whole
-    told = begin(settings_of("zero2", 2, optimizer), 2, tmp_path / "a")
-    first = found(tmp_path / "a")
-    second = save_again(settings_of("", 1, optimizer), tmp_path / "b", first)
-    third = save_again(settings_of("zero4", 1, optimizer), tmp_path / "c", second)
-    wanted = hashes(logical(first))
-    assert {name.rpartition("/")[2] for name in wanted} >= {"weight", "step", "exp_avg", "exp_avg_sq"}
-    assert hashes(logical(second)) == wanted
-    assert hashes(logical(third)) == wanted
-    told += begin(settings_of("zero4", 1, optimizer), 3, tmp_path / "d", third)
-    assert told == pytest.approx(losses, rel=EXACT)
+def chains() -> list[Any]:
+    """An optimizer, and (layout, ZeRO stage) of runs that continue one from another.
 
-
-def pairs() -> list[Any]:
-    """Different layouts, one of them at least divided, with their stages."""
+    First some from ZeRO through one process to ZeRO, then drawn pairs of layouts of which one at least is divided.
+    """
     drawn = random.Random(SEED)
     chosen = [(one, other) for one in LAYOUTS for other in LAYOUTS if one != other and "zero" in one + other]
     drawn.shuffle(chosen)
-    return [(one, drawn.choice([1, 2]), other, drawn.choice([1, 2])) for one, other in chosen[:NUMBER]]
+    through_one: list[Any] = [(name, [("zero2", 2), ("", 1), ("zero4", 1)]) for name in ("adamw", "muon")]
+    return through_one + [("adamw", [(name, drawn.choice([1, 2])) for name in pair]) for pair in chosen[:NUMBER]]
 
 
-@pytest.mark.parametrize(("one", "stage", "other", "other_stage"), pairs())
-def test_a_run_goes_on_under_any_other_layout(
-    one: str, stage: int, other: str, other_stage: int, tmp_path: Path, logical: Any, reference: list[float]
+@pytest.mark.parametrize(("optimizer", "layouts"), chains())
+def test_a_run_goes_on_under_any_other_layout_and_keeps_weights_and_moments_to_the_bit(
+    optimizer: str,
+    layouts: list[tuple[str, int]],
+    tmp_path: Path,
+    logical: Any,
+    reference: Callable[[str], list[float]],
 ) -> None:
-    told = begin(settings_of(one, stage), 2, tmp_path / "a")
-    saved = found(tmp_path / "a")
-    again = save_again(settings_of(other, other_stage), tmp_path / "b", saved)
-    assert hashes(logical(again)) == hashes(logical(saved))
-    told += begin(settings_of(other, other_stage), 3, tmp_path / "c", saved)
-    assert told == pytest.approx(reference, rel=EXACT)
+    first, *others = (settings_of(layout, stage, optimizer) for layout, stage in layouts)
+    losses = begin(first, 2, tmp_path / "first")
+    saved = found(tmp_path / "first")
+    wanted = hashes(logical(saved))
+    assert {name.rpartition("/")[2] for name in wanted} >= {"weight", "step", "exp_avg", "exp_avg_sq"}
+    for number, settings in enumerate(others):
+        begin(settings, 0, tmp_path / f"again{number}", saved)
+        saved = found(tmp_path / f"again{number}")
+        assert hashes(logical(saved)) == wanted
+    losses += begin(others[-1], 3, tmp_path / "last", saved)
+    assert losses == pytest.approx(reference(optimizer), rel=EXACT)
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of three steps in one process."""
-    return begin(settings_of("", 1), 3, tmp_path_factory.mktemp("reference"))
-
-
-def inferred(settings: dict[str, Any], path: Path) -> list[Tensor]:
-    """The weights that a process without processes beside it loads for inference."""
-    from mplug.checkpoint.states import load_for_inference
-
-    model = load_for_inference(prepare(tiny_config({**SMALL, **settings})), path)
-    return [parameter.detach() for parameter in model.parameters().values()]
-
-
-def test_a_checkpoint_of_divided_states_serves_inference(tmp_path: Path, logical: Any) -> None:
+def test_a_checkpoint_of_divided_states_serves_inference_in_a_process_alone(tmp_path: Path, logical: Any) -> None:
     begin(settings_of("zero2", 2), 1, tmp_path)
     wanted = logical(found(tmp_path))
-    model = inferred(settings_of("", 1), found(tmp_path))
+    model = load_for_inference(prepare(tiny_config({**SMALL, **settings_of("", 1)})), found(tmp_path)).parameters()
     total = sum(tensor.numel() for name, tensor in wanted.items() if name.endswith("/weight"))
-    assert sum(tensor.numel() for tensor in model) == total
-    assert any(torch.equal(tensor, wanted["blocks.0.attn.qkv.weight/weight"]) for tensor in model)
+    assert sum(tensor.numel() for tensor in model.values()) == total
+    assert any(torch.equal(tensor, wanted["blocks.0.attn.qkv.weight/weight"]) for tensor in model.values())
 
 
 def chosen(directory: Path) -> tuple[str, tuple[str, ...], list[bool]]:
@@ -162,9 +140,7 @@ def chosen(directory: Path) -> tuple[str, tuple[str, ...], list[bool]]:
     train(run)
     damaged = newest(run.checkpoints)
     if run.rank == 0:
-        file = damaged / "rank00001.safetensors"
-        data = file.read_bytes()
-        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        flip_bit(damaged / "rank00001.safetensors")
     else:
         opened.read_with_checksum = _refused
     dist.barrier()

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-import mplug
-from mplug import UsageError, describe_tokenizer, keep_tokenizer, load_tokenizer, read_tokenizer
+from mplug import UsageError
+from mplug_tokenization import TokenizerRecord, describe_tokenizer, keep_tokenizer, load_tokenizer, read_tokenizer
 
 WORDS = Path(__file__).parent / "third_party" / "nova-glyph" / "tests" / "words.txt"
 
@@ -26,7 +26,7 @@ def kept(tmp_path: Path, plant: Callable[..., None]) -> Path:
     return tmp_path / "data" / "corpus"
 
 
-def read(prefix: Path) -> mplug.TokenizerRecord:
+def read(prefix: Path) -> TokenizerRecord:
     record = read_tokenizer(prefix)
     assert record is not None
     return record

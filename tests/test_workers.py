@@ -28,22 +28,15 @@ class Point:
     x: Tensor
 
 
-def rank_and_size() -> tuple[int, int]:
-    return dist.get_rank(), dist.get_world_size()
-
-
 def added_up(point: Point) -> Point:
     total = point.x + dist.get_rank()
     dist.all_reduce(total)
     return Point(total)
 
 
-def facts() -> tuple[int, int, str, str]:
-    return os.getpid(), torch.get_num_threads(), dist.get_backend(), os.environ.get("MARK", "")
-
-
-def parent() -> int:
-    return os.getppid()
+def facts() -> tuple[tuple[int, int, int, str, str], int, int]:
+    place = (dist.get_rank(), dist.get_world_size(), torch.get_num_threads(), dist.get_backend())
+    return (*place, os.environ.get("MARK", "")), os.getpid(), os.getppid()
 
 
 def marked() -> int:
@@ -51,38 +44,31 @@ def marked() -> int:
     return os.getpid()
 
 
-def fail_on(rank: int) -> None:
+def fail(rank: int) -> None:
+    raise ZeroDivisionError(f"by zero on {rank}")
+
+
+def refuse(rank: int) -> None:
+    raise UsageError(f"not on {rank}")
+
+
+def die(_: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave(_: int) -> None:
+    os._exit(3)
+
+
+def on_rank(rank: int, end: Callable[[int], None]) -> None:
     if dist.get_rank() == rank:
-        raise ZeroDivisionError(f"by zero on {rank}")
+        end(rank)
     dist.barrier()  # never passed: the others wait
 
 
-def refuse_on(rank: int) -> None:
-    if dist.get_rank() == rank:
-        raise UsageError(f"not on {rank}")
-    dist.barrier()
-
-
-def die_on(rank: int) -> None:
-    if dist.get_rank() == rank:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-
-
-def exit_on(rank: int) -> None:
-    if dist.get_rank() == rank:
-        os._exit(3)
-    dist.barrier()
-
-
-def write_pid(folder: Path) -> None:
-    (folder / f"{dist.get_rank()}").write_text(str(os.getpid()))
-
-
 def hang(folder: Path) -> None:
-    write_pid(folder)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    (folder / f"child{dist.get_rank()}").write_text(str(child.pid))
+    (folder / f"{dist.get_rank()}").write_text(f"{os.getpid()} {child.pid}")
     if dist.get_rank() == 1:
         wait_for_ever(folder)
 
@@ -124,9 +110,17 @@ def gone(pids: list[int]) -> bool:
     return within(120, lambda: not any(map(alive, pids)))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_results_come_in_the_order_of_ranks(world_size: int) -> None:
-    assert run_workers(world_size, rank_and_size) == [(rank, world_size) for rank in range(world_size)]
+def test_each_call_has_fresh_processes_of_one_thread_under_gloo_in_the_order_of_ranks() -> None:
+    earlier = run_workers(2, marked)
+    for size in (1, 2, 4):
+        places, pids, parents = zip(*run_workers(size, facts), strict=True)
+        assert places == tuple((rank, size, 1, "gloo", "") for rank in range(size))
+        assert len({*pids, *earlier, os.getpid()}) == size + 3
+        server = forkserver._forkserver._forkserver_pid
+        assert server is not None
+        assert set(parents) == {server}
+    if sys.platform == "linux":
+        assert "libtorch_cpu" in Path(f"/proc/{server}/maps").read_text(), "the server has loaded torch already"
 
 
 def test_arguments_and_results_of_a_test_files_own_classes_travel_by_value() -> None:
@@ -138,39 +132,28 @@ def test_arguments_and_results_of_a_test_files_own_classes_travel_by_value() -> 
     assert point.x.tolist() == [1.0, 10.0]
 
 
-def test_each_call_has_fresh_processes_of_one_thread_under_gloo() -> None:
-    earlier = run_workers(2, marked)
-    for pid, threads, backend, mark in run_workers(2, facts):
-        assert pid not in (*earlier, os.getpid())
-        assert (threads, backend, mark) == (1, "gloo", "")
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_traceback_of_the_rank_that_fails_is_raised_here(rank: int) -> None:
-    with pytest.raises(WorkerFailed, match=rf"(?s)rank {rank} failed:\n.*in fail_on.*by zero on {rank}") as e:
-        run_workers(2, fail_on, rank)
-    assert e.value.rank == rank
-
-
-@pytest.mark.parametrize(("function", "refusal"), [(refuse_on, "not on 1"), (fail_on, ""), (die_on, "")])
-def test_a_rank_that_refuses_is_told_from_one_that_fails(function: Callable[[int], None], refusal: str) -> None:
-    with pytest.raises(WorkerFailed) as failed:
-        run_workers(2, function, 1)
-    assert (failed.value.rank, failed.value.refusal) == (1, refusal)
-
-
 @pytest.mark.parametrize(
-    ("function", "reason"), [(die_on, "died of SIGKILL"), (exit_on, "died with status 3 and no result")]
+    ("rank", "end", "reason", "refusal"),
+    [
+        (0, fail, r"(?s)rank 0 failed:\n.*in fail\n.*by zero on 0", ""),
+        (1, fail, r"(?s)rank 1 failed:\n.*in fail\n.*by zero on 1", ""),
+        (1, refuse, r"rank 1 failed", "not on 1"),
+        (1, die, r"rank 1 died of SIGKILL", ""),
+        (1, leave, r"rank 1 died with status 3 and no result", ""),
+    ],
 )
-def test_a_rank_that_dies_is_named_with_how(function: object, reason: str) -> None:
-    with pytest.raises(WorkerFailed, match=f"rank 1 {reason}"):
-        run_workers(2, function, 1)
+def test_the_rank_that_fails_is_named_with_its_traceback_its_refusal_or_its_death(
+    rank: int, end: Callable[[int], None], reason: str, refusal: str
+) -> None:
+    with pytest.raises(WorkerFailed, match=reason) as failed:
+        run_workers(2, on_rank, rank, end)
+    assert (failed.value.rank, failed.value.refusal) == (rank, refusal)
 
 
 def test_a_timeout_shows_where_the_ranks_stand_and_leaves_neither_them_nor_their_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths, ready = [tmp_path / name for name in ("0", "1", "child0", "child1", "waiting")], workers._ready
+    paths, ready = [tmp_path / name for name in ("0", "1", "waiting")], workers._ready
 
     def once_begun(missing: list[Any], seconds: float) -> list[Any]:
         """The timeout begins when all processes have started, however long that takes."""
@@ -180,22 +163,25 @@ def test_a_timeout_shows_where_the_ranks_stand_and_leaves_neither_them_nor_their
     monkeypatch.setattr(workers, "_ready", once_begun)
     with pytest.raises(TimeoutError, match=r"(?s)no result after 0\.1 s\n.*rank 1: .*in wait_for_ever"):
         run_workers(2, hang, tmp_path, timeout=0.1)
-    assert gone([int(path.read_text()) for path in paths[:4]])
+    assert gone([int(pid) for path in paths[:2] for pid in path.read_text().split()])
+
+
+CALLER = """
+import os, sys, time
+from pathlib import Path
+import torch.distributed as dist
+from mplug_testing import run_workers
+def hang(folder):
+    (folder / f"{dist.get_rank()}.pid").write_text(str(os.getpid()))
+    time.sleep(600)
+if __name__ == "__main__":
+    run_workers(2, hang, Path(sys.argv[1]))
+"""
 
 
 def test_no_worker_outlives_its_caller(tmp_path: Path) -> None:
     script = tmp_path / "caller.py"
-    script.write_text(
-        "import os, sys, time\n"
-        "from pathlib import Path\n"
-        "import torch.distributed as dist\n"
-        "from mplug_testing import run_workers\n"
-        "def hang(folder):\n"
-        "    (folder / f'{dist.get_rank()}.pid').write_text(str(os.getpid()))\n"
-        "    time.sleep(600)\n"
-        "if __name__ == '__main__':\n"
-        "    run_workers(2, hang, Path(sys.argv[1]))\n"
-    )
+    script.write_text(CALLER)
     caller = subprocess.Popen([sys.executable, str(script), str(tmp_path)], start_new_session=True)
     paths = [tmp_path / f"{rank}.pid" for rank in range(2)]
     begun = within(240, lambda: all(path.exists() and path.read_text() for path in paths))
@@ -213,20 +199,8 @@ def test_the_callers_warning_filters_hold_in_the_workers() -> None:
         run_workers(1, warn)
 
 
-def test_a_result_that_cannot_travel_is_an_error_of_its_rank() -> None:
+def test_a_function_that_workers_cannot_find_and_a_result_that_cannot_travel_are_errors() -> None:
     with pytest.raises(WorkerFailed, match=r"(?s)rank 0 failed:.*[Pp]ickle"):
         run_workers(1, unpicklable)
-
-
-def test_a_function_that_workers_cannot_find_is_refused() -> None:
     with pytest.raises(TypeError, match="from the top level of a module"):
         run_workers(1, lambda: None)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="what a process has mapped is read in /proc")
-def test_workers_are_forked_from_a_server_that_has_loaded_torch_already() -> None:
-    run_workers(1, rank_and_size)
-    server = forkserver._forkserver._forkserver_pid
-    assert server is not None
-    assert "libtorch_cpu" in Path(f"/proc/{server}/maps").read_text()
-    assert run_workers(2, parent) == [server, server]

@@ -12,83 +12,64 @@ import torch
 import transformers
 from library_models import summed_loss, wide
 from mplug_huggingface_format.opened import open_folder
+from published import FAMILIES, model_of, resolved
 from torch import Tensor
 
 from mplug.checkpoint.adapter_files import adapter_conversion, load_adapters
 from mplug.checkpoint.public_load import fill_from, weights_of
 from mplug.checkpoint.transfer import fill_theirs
-from mplug.config.defaults import default_settings
-from mplug.config.sources import Settings, from_mapping, merge
 from mplug.model.build import allocate_parts, build_model
 from mplug.model.model import Model
 from mplug.model.pieces import make_pieces
-from mplug.registry.entry_points import Registry
-from mplug.registry.public import with_public_settings
-from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
 from mplug_testing.harness import as_rank
 
 VOCAB = 64
 EXACT = 1e-10
-COMMON: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None}
 ROWS: dict[str, Any] = {
-    **COMMON,
+    **TABLES["published"]["rows"],
+    "vocab_size": VOCAB,
     "hidden_size": 16,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "intermediate_size": 24,
     "max_position_embeddings": 32,
 }
-NO_DROPOUT = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def llama() -> Any:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**ROWS))
+    return model_of(model_type="llama", **ROWS)
 
 
 def gpt2() -> Any:
-    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**COMMON, **sizes, **NO_DROPOUT))
+    return FAMILIES["gpt2"](vocab_size=VOCAB, n_embd=16, n_layer=2, n_positions=32)
 
 
 def qwen3_moe() -> Any:
     own = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 8}
-    return transformers.Qwen3MoeForCausalLM(
-        transformers.Qwen3MoeConfig(**ROWS, **own, norm_topk_prob=True, router_aux_loss_coef=0.0)
-    )
+    return model_of(model_type="qwen3_moe", **ROWS, **own, norm_topk_prob=True, router_aux_loss_coef=0.0)
+
+
+def case(base: Any, targets: str, *ours: str, **more: Any) -> tuple[Any, dict[str, Any], list[str]]:
+    modules = targets if targets == "all-linear" else targets.split()
+    return base, {"target_modules": modules, **more}, [*ours] or list(modules)
 
 
 CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
-    "llama": (llama, {"target_modules": "all-linear"}, ["linear"]),
-    "llama q v": (
-        llama,
-        {"target_modules": ["q_proj", "v_proj", "up_proj"], "use_rslora": True},
-        ["q_proj", "v_proj", "up_proj"],
+    "llama": case(llama, "all-linear", "linear"),
+    "llama q v": case(llama, "q_proj v_proj up_proj", use_rslora=True),
+    "llama dora": case(
+        *(llama, "q_proj k_proj o_proj gate_proj down_proj"),
+        *("q_proj", "k_proj", "out", "gate_proj", "down"),
+        use_dora=True,
     ),
-    "llama dora": (
-        llama,
-        {"target_modules": ["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"], "use_dora": True},
-        ["q_proj", "k_proj", "out", "gate_proj", "down"],
+    "llama dora dropout": case(
+        llama, "q_proj v_proj down_proj", "q_proj", "v_proj", "down", use_dora=True, lora_dropout=0.4
     ),
-    "llama dora dropout": (
-        llama,
-        {"target_modules": ["q_proj", "v_proj", "down_proj"], "use_dora": True, "lora_dropout": 0.4},
-        ["q_proj", "v_proj", "down"],
-    ),
-    "gpt2": (gpt2, {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}, ["linear"]),
-    "gpt2 dora": (
-        gpt2,
-        {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "use_dora": True},
-        ["c_attn", "c_proj"],
-    ),
-    "qwen3-moe": (
-        qwen3_moe,
-        {"target_modules": ["q_proj", "o_proj"], "target_parameters": EXPERTS},
-        ["q_proj", "o_proj", "experts"],
-    ),
+    "gpt2": case(gpt2, "c_attn c_proj c_fc", "linear", fan_in_fan_out=True),
+    "gpt2 dora": case(gpt2, "c_attn c_proj", fan_in_fan_out=True, use_dora=True),
+    "qwen3-moe": case(qwen3_moe, "q_proj o_proj", "q_proj", "o_proj", "experts", target_parameters=EXPERTS),
 }
 """The base, the fields of LoraConfig, and adapters.lora.targets."""
 
@@ -142,10 +123,7 @@ TINY = {"trainer.device": "cpu", "trainer.seq_length": 16, "trainer.global_batch
 
 
 def run_of(settings: dict[str, Any]) -> Run:
-    registry, overrides = Registry(), Settings()
-    for name, value in {**TINY, **settings}.items():
-        overrides = merge(overrides, from_mapping(value, "the test", tuple(name.split("."))))
-    return prepare(resolve(registry, *with_public_settings(registry, default_settings(), overrides)))
+    return prepare(resolved({**TINY, **settings}))
 
 
 def loaded(pair: Pair) -> tuple[Run, Model]:

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from mplug import Shape, UsageError, find_schedule, proven_table
+from mplug import UsageError
 from mplug.model.build import build_model
+from mplug_schedules import Shape, find_schedule, proven_table
 from mplug_testing.harness import tiny_run
 
 SOURCE = '''
-from mplug import Action, Kind, Shape, Table, with_transfers
+from mplug_schedules import Action, Kind, Shape, Table, with_transfers
 
 KINDS = (Kind.FORWARD, Kind.BACKWARD)
 

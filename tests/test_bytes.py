@@ -64,6 +64,7 @@ def storage_bytes(tensors: list[torch.Tensor]) -> int:
 
 STAGE2 = {"parallel.zero.stage": 2, "parallel.zero.bucket_mib": 0.05}
 CASES: list[tuple[str, str, dict[str, object]]] = [
+    ("", "fp32", {"model.tie_embeddings": "false", "model.qk_norm": "true", "model.activation": "swiglu"}),
     ("tp2pp2", "fp32", {}),
     ("tp2pp2", "bf16", {}),
     ("dp2", "fp32", {}),
@@ -74,7 +75,7 @@ CASES: list[tuple[str, str, dict[str, object]]] = [
     ("zero4", "bf16", STAGE2),
     ("zero2", "bf16", {**STAGE2, "optimizer.name": "muon"}),
 ]
-QUICK = [CASES[1], CASES[3], CASES[6], CASES[8]]
+QUICK = [CASES[0], CASES[2], CASES[4], CASES[7], CASES[9]]
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,9 @@ import torch
 from plain_attention import attend
 from torch import Tensor
 
-from mplug import Site, UsageError
-from mplug.config.binding import Kernels
+from mplug import UsageError
 from mplug.model.build import build_model
 from mplug.model.model import Model
-from mplug.model.slots.offers import PLAIN, Offer, Wrap
-from mplug.model.slots.selection import select
 from mplug.training.assembly import build
 from mplug_nn import Attention, parts_of
 from mplug_nn.attention import DOT_PRODUCT, needs_of_specification
@@ -128,30 +125,10 @@ def test_a_model_that_takes_no_lengths_is_refused(monkeypatch: pytest.MonkeyPatc
     assert "micro batches of data/mock have 'document_lengths', which no unit of models/gpt takes" in str(refused.value)
 
 
-def test_what_plain_torch_offers_counts_where_no_plugin_does() -> None:
-    with torch.device("meta"):
-        module = Attention(8, 2, 2, 4, bias=False, qk_norm=False, theta=None)
-    site = Site("attn", "Attention.core", module, "attn", frozenset({"document_lengths"}))
-    for need, reason in (("log-sum-exp", []), ("biases", ["it does not offer biases"])):
-        wrap = Wrap("Attention.core", lambda inner: inner, 0, frozenset({need}), serves=site.needs)
-        selection = select([site], [wrap], Kernels({}, None), None)  # type: ignore[arg-type]
-        assert [(unmet.plugin, unmet.reason) for unmet in selection.unmet] == [(PLAIN, one) for one in reason]
-        assert selection.filled[0].site.needs == {"document_lengths", need}
-
-
-def test_a_kernel_hears_what_the_module_needs_beside_what_wraps_need() -> None:
-    asked: list[frozenset[str]] = []
-
-    def supports(site: Site, run: object) -> bool:
-        asked.append(site.needs)
-        return True
-
+def test_a_module_needs_what_its_specification_says_and_what_micro_batches_have() -> None:
     with torch.device("meta"):
         module = Attention(8, 2, 2, 4, bias=False, qk_norm=False, theta=None, causal=False)
-    site = Site("attn", "Attention.core", module, "attn", needs_of_specification(module, ("document_lengths",)))
-    offer = Offer({"Attention.core": DOT_PRODUCT}, supports, plugin="kernels/fast", serves={*site.needs})
-    assert select([site], [offer], Kernels({}, "kernels/fast"), None).filled[0].offer is offer  # type: ignore[arg-type]
-    assert asked[0] == {"document_lengths", "full attention"}
+    assert needs_of_specification(module, ("document_lengths",)) == {"document_lengths", "full attention"}
     assert module.needs("Attention.prepare_qk", ("document_lengths",)) == frozenset()
 
 

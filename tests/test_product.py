@@ -2,27 +2,23 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from mplug import Offer, Site, UsageError
-from mplug.config.binding import Kernels
+from mplug import Offer, UsageError
 from mplug.model.build import build_model
 from mplug.model.products.casts import keep_casts
 from mplug.model.slots.declaration import slot_of
-from mplug.model.slots.offers import Filled
-from mplug.model.slots.selection import select
 from mplug.tensors.slot_buffers import hold
 from mplug_nn import (
     MLP,
     Boundary,
     Collective,
     GatheredForm,
-    Gemm,
     GroupedProduct,
     Linear,
     Narrow,
@@ -91,14 +87,12 @@ def drawn(*shape: int, seed: int = 5) -> Tensor:
 def test_a_product_gives_the_output_and_both_gradients() -> None:
     layer, plain = filled(Linear(I_, O_), Doubled()), filled(Linear(I_, O_))
     grad = drawn(B, S, O_, seed=8)
-    results = []
-    for one, factor in ((layer, 1.0), (plain, 2.0)):
-        x = (drawn(B, S, I_) * factor).requires_grad_()
-        y = one(x)
-        y.backward(grad)
-        results.append((y, x.grad * (1 if factor == 1 else 2), one.weight.grad, one.bias.grad))
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected)
+    found, expected = drawn(B, S, I_).requires_grad_(), (2 * drawn(B, S, I_)).requires_grad_()
+    y, right = layer(found), plain(expected)
+    for one in (y, right):
+        one.backward(grad)
+    ours, theirs = (y, found.grad, layer.weight.grad, layer.bias.grad), (right, 2 * expected.grad, plain.weight.grad)
+    torch.testing.assert_close(ours, (*theirs, plain.bias.grad))
 
 
 def test_the_weight_gradient_goes_to_the_sink_and_a_stale_sink_is_overwritten() -> None:
@@ -146,8 +140,7 @@ def test_a_compiled_product_gives_equal_gradients_in_one_graph(backend: str) -> 
         layer.weight.grad = None
         call(x).sum().backward()
         results.append((x.grad, layer.weight.grad))
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
@@ -250,14 +243,10 @@ def steps(settings: Settings) -> Any:
     return train_steps(settings)
 
 
-REFERENCES: dict[str, Any] = {}
-
-
+@cache
 def reference() -> Any:
     """The same run in one process."""
-    if not REFERENCES:
-        REFERENCES[""] = run_workers(1, train_steps, SETTINGS)[0]
-    return REFERENCES[""]
+    return run_workers(1, train_steps, SETTINGS)[0]
 
 
 def test_the_rounding_reaches_the_results(plant: Plant) -> None:
@@ -289,87 +278,6 @@ def test_units_without_copies_are_called_directly() -> None:
     model = build_model(tiny_run({"model.num_layers": 1, "trainer.compile": "never"}))
     keep_casts(model)
     assert all("forward" not in vars(model.module.get_submodule(unit.name)) for unit in model.own_units)
-
-
-# Selection and refusals.
-
-
-def selected(*offers: Any, recipe: str = "") -> tuple[dict[str, Filled], list[str]]:
-    """The content of the slots of one linear layer, whose products need a recipe, and what is not met."""
-    sites = [
-        Site("blocks.*.up", slot, Linear(I_, O_), "blocks.0.up", frozenset([recipe] if recipe and not end else ()))
-        for slot, end in (
-            ("Linear.product", False),
-            ("Linear.gemm", False),
-            ("Linear.gather", True),
-            ("Linear.scatter", True),
-        )
-    ]
-    kernels = Kernels({"linear": "kernels/whole"}, default=None)
-    found = select(sites, offers, kernels, None)  # type: ignore[arg-type]
-    return {one.site.slot: one for one in found.filled}, [str(one) for one in found.unmet]
-
-
-def test_a_need_of_a_gemm_is_met_by_the_product_that_replaces_it() -> None:
-    whole = Offer({"Linear.product": Doubled()}, serves={"recipe 'r'"}, plugin="kernels/whole")
-    filled, unmet = selected(whole, recipe="recipe 'r'")
-    assert filled["Linear.product"].offer is whole
-    assert unmet == []
-    gemm = Offer({"Linear.gemm": Gemm()}, serves={"recipe 'r'"}, plugin="kernels/whole")
-    assert selected(gemm, recipe="recipe 'r'")[1] == []
-    (told,) = selected(replace(gemm, serves=frozenset()), recipe="recipe 'r'")[1]
-    assert told.startswith("kernels/whole cannot serve Linear.gemm of 'blocks.*.up'")
-
-
-def test_a_gemm_that_the_product_never_calls_is_refused() -> None:
-    class Calling(Doubled):
-        calls = ("Linear.gemm",)
-
-    gemm = Offer({"Linear.gemm": Gemm()}, plugin="parallel/strategy")
-    with pytest.raises(UsageError, match=r"parallel/strategy puts into Linear\.gemm would never run"):
-        selected(Offer({"Linear.product": Doubled()}, plugin="kernels/whole"), gemm)
-    filled, unmet = selected(Offer({"Linear.product": Calling()}, plugin="kernels/whole"), gemm)
-    assert filled["Linear.gemm"].offer is gemm
-    assert unmet == []
-
-
-def test_a_fallback_gives_way_to_a_kernel_that_the_config_names() -> None:
-    own = Offer({"Linear.product": Doubled()}, plugin="parallel/strategy", fallback=True)
-    named = Offer({"Linear.product": Doubled()}, plugin="kernels/whole")
-    assert selected(own)[0]["Linear.product"].offer is own
-    assert selected(own, named)[0]["Linear.product"].offer is named
-    gemm = Offer({"Linear.gemm": Gemm()}, serves={"recipe 'r'"}, plugin="kernels/whole")
-    filled, unmet = selected(own, gemm, recipe="recipe 'r'")
-    assert filled["Linear.product"].offer is None
-    assert unmet == []
-
-
-def test_a_need_that_a_product_refuses_is_reported_once() -> None:
-    whole = Offer(
-        {"Linear.product": Doubled()}, lambda *_: "it needs a GPU", plugin="kernels/whole", serves={"recipe 'r'"}
-    )
-    assert selected(whole, recipe="recipe 'r'")[1] == [
-        "kernels/whole cannot serve Linear.product of 'blocks.*.up': it needs a GPU"
-    ]
-
-
-def test_a_fallback_gives_way_to_the_supplier_of_a_wider_slot() -> None:
-    mlp = MLP(I_, O_, "gelu", bias=False)
-    sites = [
-        Site("blocks.*.mlp", "MLP.core", mlp, "blocks.0.mlp"),
-        Site("blocks.*.mlp.up", "Linear.product", mlp.up, "blocks.0.mlp.up"),
-    ]
-    own = Offer({"Linear.product": Doubled()}, plugin="parallel/strategy", fallback=True)
-    core = Offer({"MLP.core": mlp.core}, plugin="kernels/whole")
-
-    def suppliers(*offers: Offer) -> list[str]:
-        kernels = Kernels({"mlp": "kernels/whole"} if len(offers) > 1 else {}, default=None)
-        return [filled.supplier for filled in select(sites, offers, kernels, None).filled]  # type: ignore[arg-type]
-
-    assert suppliers(own) == ["plain torch", "parallel/strategy"]
-    assert suppliers(own, core) == ["kernels/whole", "plain torch"]
-    with pytest.raises(UsageError, match=r"parallel/strategy puts into Linear\.product would never run"):
-        suppliers(replace(own, fallback=False), core)
 
 
 def test_a_collective_without_a_boundary_is_refused(plant: Plant) -> None:

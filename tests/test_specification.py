@@ -1,10 +1,9 @@
-"""Attention as a specification: what it computes, what a site needs, and who is refused because he does not know it.
+"""Attention as a specification: what it computes, and what a site needs.
 
 B batch, S queries, T keys, H query heads, G KV heads, K head dim.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mplug import Offer, Site, Wrap
-from mplug.config.binding import Kernels
 from mplug.model.slots.fill import sites
-from mplug.model.slots.selection import Selection, select
 from mplug_nn import Attention, AttentionInputs, AttentionSpec, scaled_dot_product
-from mplug_nn.attention import needs_of_specification
 
 H, G, K, V, R = 4, 2, 6, 10, 2
 SPEC = AttentionSpec(0.7, K, K)
@@ -139,52 +134,6 @@ def test_a_bias_that_plain_torch_does_not_know_is_no_bias() -> None:
 )
 def test_whatever_is_not_plain_is_a_need(changes: dict[str, Any], needs: set[str]) -> None:
     assert replace(SPEC, **changes).needs == needs
-
-
-# Who is refused.
-
-
-def selected(offers: list[Offer | Wrap], default: str | None = None, **asked: Any) -> Selection:
-    with torch.device("meta"):
-        module = Attention(8, 2, 2, 4, bias=False, qk_norm=False, theta=None, **asked)
-    site = Site("attn", "Attention.core", module, "attn", needs_of_specification(module, ()))
-    return select([site], offers, Kernels({}, default), None)  # type: ignore[arg-type]
-
-
-def unmet(*offers: Offer | Wrap, **asked: Any) -> list[str]:
-    return [str(one) for one in selected(list(offers), **asked).unmet]
-
-
-def unchanged(inner: Callable[..., Any]) -> Callable[..., Any]:
-    return inner
-
-
-def test_a_wrap_serves_what_it_names_and_nothing_else() -> None:
-    wrap = Wrap("Attention.core", unchanged, 50, plugin="parallel/x")
-    assert unmet(wrap) == []
-    (told,) = unmet(wrap, window=4)
-    assert told == (
-        "parallel/x cannot serve Attention.core of 'attn': the site needs window, and the plugin's wrap does not "
-        "declare it in Wrap.serves"
-    )
-    assert unmet(replace(wrap, serves=frozenset({"window"})), window=4) == []
-    (told,) = unmet(replace(wrap, serves=frozenset({"window"})), window=4, soft_cap=2.0)
-    assert "the site needs soft cap" in told
-
-
-def test_who_calls_again_what_is_inside_serves_everything() -> None:
-    assert unmet(Wrap("Attention.core", unchanged, 1000, plugin="memory/x"), sinks=True) == []
-
-
-def test_a_supplier_that_does_not_declare_a_need_is_refused_without_being_asked() -> None:
-    offer = Offer({"Attention.core": scaled_dot_product}, plugin="kernels/x")
-    selection = selected([offer], "kernels/x")
-    assert selection.filled[0].offer is offer
-    selection = selected([offer], "kernels/x", attention_bias="alibi")
-    assert [one.reason for one in selection.unmet] == ["it does not offer alibi bias"]
-
-
-# Needs.
 
 
 def test_a_module_that_states_a_specification_need_not_repeat_it_as_needs() -> None:

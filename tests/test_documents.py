@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from plain_attention import attend
-from torch import Tensor
+from random_values import drawn
 
 from mplug import UsageError
 from mplug.model.build import build_model
@@ -21,10 +21,6 @@ from mplug_testing.samples import malformed
 
 PACKED = {"data.documents": 3, "kernels.default": None}
 LENGTHS = torch.tensor([[3, 6, 1], [7, 3, 0]])
-
-
-def drawn(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 @pytest.mark.parametrize("causal", [True, False])

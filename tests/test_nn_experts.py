@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_values import drawn, filled
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -28,18 +29,6 @@ from mplug_nn.router import Balance
 
 B, S, D, F_, E, K = 2, 5, 8, 12, 6, 2
 POSITIONS, KEYS = torch.arange(S)[None], torch.tensor([3, 4])
-
-
-def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def filled(module: Any, dtype: torch.dtype = torch.float64) -> Any:
-    module.to(dtype)
-    with torch.no_grad():
-        for number, parameter in enumerate(module.parameters()):
-            parameter.copy_(drawn(*parameter.shape, seed=100 + number))
-    return module
 
 
 # Dispatch and combine.

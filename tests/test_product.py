@@ -6,7 +6,9 @@ from functools import cache
 from typing import Any
 
 import pytest
+import random_values
 import torch
+from random_values import drawn
 from torch import Tensor
 
 from mplug import Offer, UsageError
@@ -68,17 +70,10 @@ class Doubled(Product):
 
 
 def filled(linear: Linear, product: Product | None = None) -> Linear:
-    linear.double()
-    with torch.no_grad():
-        for seed, parameter in enumerate(linear.parameters()):
-            parameter.copy_(drawn(*parameter.shape, seed=seed))
+    random_values.filled(linear)
     if product is not None:
         linear.product = product
     return linear
-
-
-def drawn(*shape: int, seed: int = 5) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 # The call.

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_values import drawn
 from torch import Tensor, nn
 
 from mplug.model.slots.fill import sites
@@ -32,11 +33,6 @@ SPECS = {
     "keys of all": replace(SPEC, own_key_length=True, causal=False, bias="relative"),
 }
 LENGTHS = [[3, 5, 0], [1, 1, 6]]
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:

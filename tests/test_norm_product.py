@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from layout_words import COMPILED, RECOMPUTED, WHOLE_STREAM, under
 from tiny_models import MIXTRAL
 from torch import Tensor, nn
 
@@ -252,42 +253,21 @@ def test_the_suite_calls_a_supplier_with_a_prologue_that_it_computes(plant: Plan
 # Whole runs.
 
 
-@pytest.mark.parametrize(
-    ("layout", "ranks", "changes"),
-    [
-        ("tp2", 2, {}),
-        *(
-            pytest.param(*case, marks=pytest.mark.wide("layouts"))
-            for case in [
-                ("fsdp2", 2, {}),
-                ("zero2", 2, {}),
-                ("zero2", 2, {"parallel.zero.stage": 2}),
-                ("pp2", 2, {}),
-                ("pp2", 2, {"parallel.pp.schedule": "gpipe"}),
-                ("tp2", 2, {"parallel.tp.sequence_parallel": False}),
-                ("tp2", 2, {"trainer.compile": "aot_eager", "memory.recompute.mode": "full"}),
-                ("tp2pp2", 4, {}),
-                ("fsdp2tp2", 4, {"memory.recompute.mode": "full"}),
-                ("tp2cp2", 4, {"model.activation": "swiglu", "model.norm": "layernorm"}),
-                ("ep2", 2, MIXTRAL),
-                ("tp2ep2", 2, MIXTRAL),
-            ]
-        ),
-    ],
-)
-def test_a_run_equals_that_of_one_process_in_plain_torch(
-    plant: Plant, layout: str, ranks: int, changes: Settings
-) -> None:
+DENSE = [
+    *("fsdp2", "zero2", "zero2 parallel.zero.stage=2", "pp2", "pp2 parallel.pp.schedule=gpipe", f"tp2 {WHOLE_STREAM}"),
+    *(f"tp2 {COMPILED} {RECOMPUTED}", "tp2pp2", f"fsdp2tp2 {RECOMPUTED}"),
+]
+SWIGLU = {**GPT, "model.activation": "swiglu", "model.norm": "layernorm"}
+OTHERS = [(DENSE, GPT), (["tp2cp2"], SWIGLU), (["ep2", "tp2ep2"], MIXTRAL)]
+CASES = [pytest.param(one, model, marks=pytest.mark.wide("layouts")) for some, model in OTHERS for one in some]
+
+
+@pytest.mark.parametrize(("layout", "model"), [("tp2", GPT), *CASES])
+def test_a_run_equals_that_of_one_process_in_plain_torch(plant: Plant, layout: str, model: Settings) -> None:
     plant("acme-prologue")
-    model = {name: value for name, value in {**GPT, **changes}.items() if name.startswith("model.")}
-    model = MIXTRAL if "model.name" in model else model
-    found = run_workers(ranks, steps, {**changes, **model, **_named(model), "parallel.layout": layout})
-    alone = run_workers(1, train_steps, model)[0]
-    assert difference(found, alone) == ""
-
-
-def _named(model: Settings) -> Settings:
-    return NAMED if "model.name" not in model else {"kernels.norm_product": "prologue"}
+    named = {"kernels.norm_product": "prologue"} if model is MIXTRAL else NAMED
+    ranks, settings = under({**model, **named}, layout)
+    assert difference(run_workers(ranks, steps, settings), run_workers(1, train_steps, model)[0]) == ""
 
 
 def steps(settings: Settings) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import random_values
 import torch
+from layout_words import COMPILED, RECOMPUTED, WHOLE_STREAM, layouts, under
 from random_values import drawn
 from torch import Tensor
 
@@ -202,34 +203,18 @@ def test_the_suite_reports_a_product_that_cannot_be_postponed() -> None:
 # Whole runs.
 
 
-@pytest.mark.parametrize(
-    ("layout", "ranks", "changes"),
-    [
-        ("tp2", 2, {}),
-        ("fsdp2", 2, {"parallel.fsdp.gather": "copies"}),
-        *(
-            pytest.param(*case, marks=pytest.mark.wide("layouts"))
-            for case in [
-                ("zero2", 2, {}),
-                ("zero2", 2, {"parallel.zero.stage": 2}),
-                ("pp2", 2, {}),
-                ("tp2", 2, {"parallel.tp.sequence_parallel": False}),
-                ("tp2", 2, {"trainer.compile": "aot_eager", "memory.recompute.mode": "full"}),
-                ("fsdp2", 2, {}),
-                ("fsdp2", 2, {"trainer.compile": "aot_eager"}),
-                ("fsdp2", 2, {"trainer.compile": "aot_eager", "parallel.fsdp.gather": "copies"}),
-                ("tp2pp2", 4, {}),
-                ("tp2cp2", 4, {}),
-                ("fsdp2tp2", 4, {"memory.recompute.mode": "full"}),
-                ("dp2", 2, {"trainer.micro_batch_size": 1}),
-            ]
-        ),
-    ],
-)
-def test_a_run_equals_that_of_one_process(plant: Plant, layout: str, ranks: int, changes: Settings) -> None:
+WIDE = [
+    *("zero2", "zero2 parallel.zero.stage=2", "pp2", f"tp2 {WHOLE_STREAM}", f"tp2 {COMPILED} {RECOMPUTED}"),
+    *("fsdp2", f"fsdp2 {COMPILED}", f"fsdp2 {COMPILED} parallel.fsdp.gather=copies", "tp2pp2", "tp2cp2"),
+    *(f"fsdp2tp2 {RECOMPUTED}", "dp2 trainer.micro_batch_size=1"),
+]
+
+
+@pytest.mark.parametrize("layout", layouts(["tp2", "fsdp2 parallel.fsdp.gather=copies"], WIDE))
+def test_a_run_equals_that_of_one_process(plant: Plant, layout: str) -> None:
     plant("acme-product")
-    found = run_workers(ranks, steps, {**SETTINGS, **changes, "parallel.layout": layout})
-    assert difference(found, reference()) == ""
+    ranks, settings = under(SETTINGS, layout)
+    assert difference(run_workers(ranks, steps, settings), reference()) == ""
 
 
 def steps(settings: Settings) -> Any:

@@ -8,19 +8,15 @@ from functools import cache
 from typing import Any
 
 import pytest
+from tiny_models import DECODER
 
 from mplug_testing.harness import Trace, difference, train_ranks, train_steps
 
 Settings = dict[str, Any]
 LLAMA: Settings = {
+    **DECODER,
     "model.name": "llama",
     "model.num_layers": 4,
-    "model.hidden_size": 32,
-    "model.num_attention_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.vocab_size": 259,
-    "model.init_std": 0.06,
-    "model.ffn_hidden_size": 40,
     "model.num_mtp_layers": 1,
     "model.mtp_loss_coefficient": 0.5,
 }

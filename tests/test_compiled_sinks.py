@@ -9,41 +9,22 @@ import warnings
 from typing import Any
 
 import pytest
+from tiny_models import DECODER, LATENT_EXPERTS
 
 from mplug_testing import run_workers
 from mplug_testing.harness import Trace, difference, train_steps
 
 Settings = dict[str, Any]
-SHAPE: Settings = {
-    "model.num_layers": 2,
-    "model.hidden_size": 32,
-    "model.num_attention_heads": 4,
-    "model.ffn_hidden_size": 40,
-    "model.vocab_size": 259,
-    "model.init_std": 0.06,
-    "model.num_mtp_layers": 1,
-    "model.mtp_loss_coefficient": 0.5,
-}
-LATENT: Settings = {
-    "model.q_lora_rank": 12,
-    "model.kv_lora_rank": 16,
-    "model.qk_nope_head_dim": 8,
-    "model.qk_rope_head_dim": 4,
-    "model.v_head_dim": 8,
-    "model.num_experts": 4,
-    "model.num_experts_per_token": 2,
-    "model.moe_ffn_hidden_size": 16,
-    "model.num_dense_layers": 1,
-    "model.moe_router_num_groups": 1,
-    "model.moe_router_top_groups": 1,
-    "model.moe_balance": "sequence",
-    "model.aux_loss_coefficient": 0.5,
-}
+MTP: Settings = {"model.num_layers": 2, "model.num_mtp_layers": 1, "model.mtp_loss_coefficient": 0.5}
+ROUTED: Settings = {"model.moe_balance": "sequence", "model.aux_loss_coefficient": 0.5}
+LLAMA: Settings = {**DECODER, **MTP, "model.name": "llama"}
+DEEPSEEK: Settings = {**LATENT_EXPERTS, **MTP, **ROUTED, "model.name": "deepseek"}
+TIED: Settings = {"model.tie_embeddings": True}
 MODELS: dict[str, Settings] = {
-    "llama": {**SHAPE, "model.name": "llama", "model.num_kv_heads": 2},
-    "llama, tied": {**SHAPE, "model.name": "llama", "model.num_kv_heads": 2, "model.tie_embeddings": True},
-    "deepseek": {**SHAPE, **LATENT, "model.name": "deepseek"},
-    "deepseek, tied": {**SHAPE, **LATENT, "model.name": "deepseek", "model.tie_embeddings": True},
+    "llama": LLAMA,
+    "llama, tied": {**LLAMA, **TIED},
+    "deepseek": DEEPSEEK,
+    "deepseek, tied": {**DEEPSEEK, **TIED},
 }
 
 

@@ -12,8 +12,8 @@ from mplug import UsageError
 from mplug.model.build import build_model
 from mplug.model.model import Model
 from mplug.training.assembly import build
-from mplug_nn import Attention, parts_of
-from mplug_nn.attention import DOT_PRODUCT, needs_of_specification
+from mplug_nn import Attention
+from mplug_nn.attention import needs_of_specification
 from mplug_nn.parts import PLAIN_PARTS, numbered
 from mplug_testing.capabilities import Setting, parts_fault
 from mplug_testing.harness import tiny_run
@@ -76,12 +76,6 @@ def test_a_query_without_a_key_has_nothing_and_says_so() -> None:
     assert not output[:, :2].any()
     assert (sums[:, :, :2] == -torch.inf).all()
     assert sums[:, :, 2:].isfinite().all()
-
-
-def test_a_core_that_has_no_parts_is_told_from_one_that_has() -> None:
-    assert parts_of(DOT_PRODUCT) is PLAIN_PARTS
-    with pytest.raises(ValueError, match="must not serve 'log-sum-exp'"):
-        parts_of(torch.add)
 
 
 # Who says it, who hears it.

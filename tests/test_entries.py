@@ -1,5 +1,6 @@
 """The part of a micro batch that a rank computes with."""
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -14,28 +15,20 @@ from mplug.training.map_loader import MapLoader
 from mplug.training.supervised_loader import Source
 
 B, S, PIXELS = 2, 24, 5
+TOKENS = ("batch", "sequence")
 CONTEXT = {
-    "tokens": ("batch", "sequence"),
-    "labels": ("batch", "sequence"),
-    "positions": ("batch", "sequence"),
+    **dict.fromkeys(("tokens", "labels", "positions"), TOKENS),
     "sample_ids": ("batch",),
     "images": ("batch", "pixels"),
-    "mask": ("batch", "sequence", "sequence"),
+    "mask": (*TOKENS, "sequence"),
 }
 
 
 def batch() -> dict[str, torch.Tensor]:
-    tokens = torch.arange(B * S).view(B, S)
-    images, mask = torch.arange(B * PIXELS).view(B, PIXELS), torch.arange(B * S * S).view(B, S, S)
-    return {
-        "tokens": tokens,
-        "labels": tokens + 1,
-        "positions": torch.arange(S)[None],
-        "sample_ids": torch.arange(B),
-        "images": images,
-        "mask": mask,
-        "unknown to the plan": torch.arange(S),
-    }
+    sizes = {"batch": B, "sequence": S, "pixels": PIXELS}
+    shapes = {name: [sizes[axis] for axis in axes] for name, axes in CONTEXT.items()}
+    made = {name: torch.arange(math.prod(shape)).view(shape) for name, shape in shapes.items()}
+    return {**made, "positions": torch.arange(S)[None], "unknown to the plan": torch.arange(S)}
 
 
 def zigzag(length: int, size: int, index: int) -> tuple[range, ...]:

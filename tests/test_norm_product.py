@@ -75,57 +75,38 @@ def test_a_norm_that_a_router_reads_too_is_not_fused() -> None:
     assert {one.site.role for one in found if one.site.slot in FUSED_SLOTS} == {"blocks.*.attn.qkv"}
 
 
-class OtherForward(DenseBlock):
-    def forward(self, x: Tensor, *rest: Any) -> Tensor:
-        return x
-
-
-class OtherFeedForward(DenseBlock):
-    def feed_forward(self, x: Tensor, *rest: Any) -> Tensor:
-        y: Tensor = self.mlp(x + 1)
-        return y
-
-
-class OtherAttention(Attention):
-    def forward(self, x: Tensor, *rest: Any) -> Tensor:  # type: ignore[override]
-        return super().forward(2 * x, *rest)
-
-
-class OtherActivation(MLP):
-    def activate(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return super().activate(x, bias) + 1
-
-
-class Adapted(Linear):
-    """A layer with an addition to its product, as an adapter makes it."""
-
-    def without_bias(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        return super().without_bias(x) + x
-
-
-class OtherNorm(Norm):
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        normed, summed = super().forward(x, residual)
-        return normed + 1, summed
+def overriding(kind: type[Any], method: str) -> Any:
+    """A subclass that computes something else in one method."""
+    return type(f"Other{kind.__name__}", (kind,), {method: lambda *_: None})
 
 
 def adapted() -> DenseBlock:
+    """The block with an addition to the product of a layer, as an adapter makes it."""
     own = block()
-    own.attn.qkv = Adapted(D, D)
+    own.attn.qkv.__class__ = overriding(Linear, "without_bias")
     return own
+
+
+def other(method: str) -> DenseBlock:
+    own = block()
+    own.__class__ = overriding(DenseBlock, method)
+    return own
+
+
+ATTENTION = (D, 2, 2, 4), {"bias": True, "qk_norm": False, "theta": None}
 
 
 @pytest.mark.parametrize(
     ("build", "remaining"),
     [
-        (lambda: block(attn=OtherAttention(D, 2, 2, 4, bias=True, qk_norm=False, theta=None)), {"mlp.up", "mlp.down"}),
-        (lambda: block(mlp=OtherActivation(D, 2 * D, "gelu", bias=True)), {"attn.qkv", "mlp.up"}),
-        (lambda: block(norm1=OtherNorm(D, "rmsnorm")), {"mlp.up", "mlp.down"}),
+        (lambda: block(attn=overriding(Attention, "forward")(*ATTENTION[0], **ATTENTION[1])), {"mlp.up", "mlp.down"}),
+        (lambda: block(mlp=overriding(MLP, "activate")(D, 2 * D, "gelu", bias=True)), {"attn.qkv", "mlp.up"}),
+        (lambda: block(norm1=overriding(Norm, "forward")(D, "rmsnorm")), {"mlp.up", "mlp.down"}),
         (lambda: block(mlp=Linear(D, D)), {"attn.qkv"}),
         (adapted, {"mlp.up", "mlp.down"}),
-        (lambda: OtherForward(Norm(D, "rmsnorm"), nn.Identity(), Norm(D, "rmsnorm"), nn.Identity()), set()),
-        (lambda: _other(OtherFeedForward), {"attn.qkv", "mlp.down"}),
-        (lambda: _other(OtherForward), {"mlp.down"}),
+        (lambda: block(attn=nn.Identity(), mlp=nn.Identity()), set()),
+        (lambda: other("feed_forward"), {"attn.qkv", "mlp.down"}),
+        (lambda: other("forward"), {"mlp.down"}),
     ],
     ids=["attention", "activation", "norm", "no MLP", "adapter", "modules", "feed-forward", "block"],
 )
@@ -135,11 +116,6 @@ def test_a_statement_ends_where_a_subclass_overrides_the_code(
     """Otherwise a supplier would skip what the subclass computes."""
     with torch.device("meta"):
         assert set(fused_sites(build())) == remaining
-
-
-def _other(kind: type[DenseBlock]) -> DenseBlock:
-    own = block()
-    return kind(own.norm1, own.attn, own.norm2, own.mlp)
 
 
 def test_a_layer_takes_its_product_in_place_of_its_input() -> None:

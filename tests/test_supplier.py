@@ -44,22 +44,3 @@ def test_a_copy_of_a_block_has_the_same_content_in_its_slots() -> None:
     copy = deepcopy(module)
     assert copy.core is module.core is DOT_PRODUCT
     assert copy.prepare_qkv is module.prepare_qkv
-
-
-@pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
-def test_a_compiled_block_does_not_break_its_graph_at_a_supplier() -> None:
-    calls: list[int] = []
-
-    def core(*given: Any) -> torch.Tensor:
-        calls.append(1)
-        return 2 * scaled_dot_product(*given)
-
-    module = Attention(8, 2, 2, 4, bias=False, qk_norm=False, theta=None)
-    torch.nn.init.normal_(module.qkv.weight)
-    torch.nn.init.normal_(module.out.weight)
-    given = torch.randn(1, 3, 8), torch.arange(3)[None], torch.zeros(1, dtype=torch.int64)
-    expected = 2 * module(*given)
-    module.core = AttentionCore(core)
-    torch.compiler.reset()
-    torch.testing.assert_close(torch.compile(module, backend="eager", fullgraph=True)(*given), expected)
-    assert calls == [1]

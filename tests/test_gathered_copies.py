@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mplug import GatheredCopies, GatheredPlacement, Offer, UsageError, gathered_copies
 from mplug.model.build import build_model
-from mplug_nn import GatheredForm, Linear, Narrow, Operand, Product, Sink
+from mplug_nn import GatheredForm, Linear, Operand, Product
 from mplug_testing import run_workers
 from mplug_testing.gathered_copy_checks import gathered_fault, gathered_forms
 from mplug_testing.harness import Trace, tiny_run, train_steps
@@ -155,9 +155,6 @@ def test_weights_that_are_not_for_one_product_alone_are_gathered_as_they_are() -
     assert borders["attn.qkv.weight"] == "copies"
     assert borders["attn.out.weight"] == "a rank has 64 of its rows, and the copies need a multiple of 128"
     assert set(reasons({}).values()) == {"copies"}
-
-
-def test_a_weight_that_an_adapter_reads_is_gathered_as_it_is() -> None:
     low_rank = {"adapters.lora.rank": 16, "adapters.lora.targets": ["qkv"]}
     assert set(reasons(low_rank).values()) == {"copies"}
     of_dora = reasons({**low_rank, "adapters.lora.dora": True})
@@ -255,21 +252,16 @@ class Scaled(Product):
         if self.fault == "reads the weight" and weight.casts:
             return weight.values
         numbers, scale = weight.casts or self._cast(weight.values, largest(weight.values), {})
-        rounding = 1.5 if self.fault == "other numbers" and weight.casts else 1
-        return numbers.to(weight.values.dtype) / scale * rounding
+        return numbers.to(weight.values.dtype) / scale * (1.5 if self.fault == "other numbers" and weight.casts else 1)
 
-    def forward(self, x: Tensor, weight: Operand, narrow: Narrow, buffers: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, x: Tensor, weight: Operand, *_: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         return x @ self._values(weight).t(), (x,)
 
-    def dgrad(
-        self, grad_y: Tensor, weight: Operand, saved: Any, narrow: Narrow, buffers: Any, needs_x: bool
-    ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+    def dgrad(self, grad_y: Tensor, weight: Operand, saved: Any, *_: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         return grad_y @ self._values(weight), (grad_y, *saved)
 
-    def wgrad(self, operands: Any, sink: Sink | None, narrow: Narrow, buffers: Any) -> Tensor | None:
-        grad_y, x = operands
-        found: Tensor = grad_y.t() @ x
-        return found
+    def wgrad(self, operands: tuple[Tensor, Tensor], *_: Any) -> Tensor:
+        return operands[0].t() @ operands[1]
 
 
 def largest(rows: Tensor) -> Tensor:
@@ -406,10 +398,8 @@ def gathered_once(device: str, recipe: Settings) -> None:
             assert layer.casts == ()
             unit.gather()
             unit.wait()
-            right = product.cast(version.to(torch.bfloat16), {})
-            assert all(
-                torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(layer.casts, right, strict=True)
-            )
+            for ours, right in zip(layer.casts, product.cast(version.to(torch.bfloat16), {}), strict=True):
+                assert torch.equal(ours.view(torch.uint8), right.view(torch.uint8))
             assert layer.weight.isnan().all(), "a reader of the weight gets no value"
             assert layer.weight.untyped_storage().nbytes() == 2
             held = layer.casts[0]

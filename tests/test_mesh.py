@@ -202,17 +202,6 @@ def test_groups_partition_the_ranks(mesh: Mesh, data: st.DataObject) -> None:
     assert all(rank in mesh.group(rank, *chosen) for rank in range(mesh.world_size))
 
 
-@pytest.mark.parametrize("world_size", [4, 8, 16])
-def test_views_agree_on_a_shared_axis_that_is_near_or_refuse_it(world_size: int) -> None:
-    shared = Axis("tp", 2, views=("dense", "sparse"))
-    try:
-        mesh = Mesh.of([shared, Axis("ep", 4, distance=1, views=("sparse",))], world_size)
-    except (UsageError, ValueError):
-        return
-    for rank in range(mesh.world_size):
-        assert mesh.coordinates(rank, "dense")["tp"] == mesh.coordinates(rank, "sparse")["tp"]
-
-
 # The world that a layout makes.
 
 

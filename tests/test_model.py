@@ -113,12 +113,15 @@ def test_initial_values_do_not_depend_on_how_a_tensor_is_cut(tp: int, dp: int) -
             assert not rest.any(), f"the padding of {name} is not zero"
 
 
-def test_another_seed_gives_another_model_and_each_parameter_numbers_of_its_own() -> None:
+def test_initial_values_depend_on_seed_and_parameter_and_not_on_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = values(filled(mesh(1), seed=1)), values(filled(mesh(1), seed=2))
     assert not torch.equal(one["table.weight"], other["table.weight"])
     assert not torch.equal(one["blocks.0.mlp.up.weight"], one["blocks.1.mlp.up.weight"])
     assert torch.equal(one["blocks.0.norm.weight"], torch.ones(D))
     assert torch.equal(one["blocks.0.attn.qkv.bias"], torch.full((32,), 0.25))
+    whole = values(filled(mesh(2), rank=1))
+    monkeypatch.setattr(model_module, "CHUNK", 7)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in values(filled(mesh(2), rank=1)).items())
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(200, 300), (300, 200)])
@@ -130,12 +133,6 @@ def test_initial_values_are_all_different_and_have_the_standard_deviation_of_the
     assert float(weight.mean()) == pytest.approx(0, abs=5 * 0.5 / 60000**0.5)
     assert float(weight.std()) == pytest.approx(0.5, rel=5 / 120000**0.5)
     assert len(weight.unique()) > 59900  # of 60000 fp32 numbers a few agree by chance
-
-
-def test_values_made_in_portions_are_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = values(filled(mesh(2), rank=1))
-    monkeypatch.setattr(model_module, "CHUNK", 7)
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in values(filled(mesh(2), rank=1)).items())
 
 
 # Memory.
@@ -193,22 +190,16 @@ class Adder(nn.Module):
         return x, 2 * x
 
 
-def test_units_run_in_order_and_pass_values_on_by_their_names() -> None:
+def test_units_run_as_modules_in_order_and_pass_values_on_by_their_names() -> None:
     module = nn.ModuleDict({"one": Adder(), "two": Adder()})
     units = (Unit("one", ("a", "b"), ("c",)), Unit("two", ("c",), ("c", "d"), method="both"))
     found = run_units(module, units, {"a": torch.tensor(1), "b": torch.tensor(2)})
     assert {name: int(value) for name, value in found.items()} == {"a": 1, "b": 2, "c": 3, "d": 6}
-
-
-def test_hooks_of_a_unit_run_with_it() -> None:
     module, heard = nn.ModuleDict({"one": Adder()}), list[str]()
     module["one"].register_forward_pre_hook(lambda *_: heard.append("before"))
     module["one"].register_forward_hook(lambda *_: heard.append("after"))
     run_units(module, (Unit("one", ("a", "a"), ("c",)),), {"a": torch.tensor(1)})
     assert heard == ["before", "after"]
-
-
-def test_a_unit_that_returns_another_number_of_outputs_is_an_error() -> None:
     units = (Unit("one", ("a",), ("c",), method="both"),)
     with pytest.raises(ValueError, match="zip"):
         run_units(nn.ModuleDict({"one": Adder()}), units, {"a": torch.tensor(1)})
@@ -235,11 +226,8 @@ def test_every_slot_of_every_module_is_a_site() -> None:
     ]
 
 
-def test_a_subclass_has_the_slots_of_its_base_under_the_bases_name() -> None:
+def test_a_subclass_and_a_block_with_projections_of_its_own_have_the_slots_of_their_bases() -> None:
     assert [site.slot for site in sites(type("Scaled", (Loss,), {})())] == ["Loss.cross_entropy"]
-
-
-def test_a_block_with_projections_of_its_own_has_the_slots_of_attention_and_mlp() -> None:
     fused = nn.ModuleDict({"attn": DotProductAttention(2, 2, K, qk_norm=True, theta=None), "mlp": Activation("swiglu")})
     assert [site.slot for site in sites(fused)] == ["Attention.core", "Attention.prepare_qk", "MLP.activation"]
     assert {name for name, _ in fused.named_parameters()} == {"attn.q_norm", "attn.k_norm"}
@@ -279,7 +267,7 @@ def fill(model: Model, offers: list[Any], **kernels: str) -> None:
     fill_slots(model, select_offers(model, run, offers))
 
 
-def test_all_sites_of_a_role_share_one_callable_and_its_wraps_are_made_once() -> None:
+def test_a_role_shares_one_callable_whose_wraps_are_made_once_and_nothing_with_other_roles() -> None:
     model, built = toy(), list[str]()
     core = Offer({CORE: lambda *_: ["core"]}, plugin="kernels/fast")
     offers = [recording("outer", 2, CORE, built), recording("inner", 1, CORE, built), core]
@@ -288,9 +276,6 @@ def test_all_sites_of_a_role_share_one_callable_and_its_wraps_are_made_once() ->
     assert module.blocks["0"].attn.core is module.blocks["1"].attn.core
     assert module.blocks["0"].attn.core() == ["outer", "inner", "core"]
     assert built == ["inner", "outer"]
-
-
-def test_roles_do_not_share_what_wraps_hold() -> None:
     model, built = toy(), list[str]()
     fill(model, [recording("parallel/tp", 0, "Linear.gather", built)])
     module: Any = model.module

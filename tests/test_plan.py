@@ -131,7 +131,6 @@ COLUMN, ROW, QKV_OF_FOUR, PADDED_OF_FOUR = (
 BY_HAND: dict[str, tuple[Placement, int, Ints, list[Held]]] = {
     "column parallel, first": (COLUMN, 0, (4, 3), [((0, 0), (4, 3), (0, 0), (0, 2), (0, 2))]),
     "column parallel, second": (COLUMN, 1, (4, 3), [((4, 0), (4, 3), (0, 0), (1, 3), (1, 3))]),
-    "column parallel, its copy": (COLUMN, 3, (4, 3), [((4, 0), (4, 3), (0, 0), (1, 3), (1, 3))]),
     "row parallel": (ROW, 2, (3, 2), [((0, 4), (3, 2), (0, 0), (2,), (2,))]),
     **{
         f"ranks that share a KV head, rank {rank}": (
@@ -261,10 +260,6 @@ def test_data_parallelism_sums_over_what_divides_the_batchs_entries_in_the_view_
     assert expert.data_axes == expert.partial_axes == ("sparse_data",)
     assert (norm.data_axes, norm.partial_axes) == (("dp", "cp"), ("dp", "cp", "tp"))
     assert place(mesh, (3,), "embed", over=("sequence",)).data_axes == ("cp",)
-
-
-def test_only_holders_hold() -> None:
-    assert BY_HAND["a stage"][0].boxes(0) == ()
 
 
 # Refusals.

@@ -1,4 +1,4 @@
-"""Compiled units put into the sinks what eager ones do, also where a gradient begins inside of a unit.
+"""Sinks hold the gradients of one eager process: in compiled units, and of parameters that stages share.
 
 The loss of multi-token prediction, and those of a router, never reach the model's loss: their gradients begin in the
 backward pass of their unit. A compiler divides a unit's passes by what depends on the upstream gradient. Everything
@@ -6,13 +6,14 @@ else in backward it moves into the forward pass, and with it additions to sinks 
 """
 
 import warnings
+from functools import cache
 from typing import Any
 
 import pytest
 from tiny_models import DECODER, LATENT_EXPERTS
 
 from mplug_testing import run_workers
-from mplug_testing.harness import Trace, difference, train_steps
+from mplug_testing.harness import Trace, difference, train_ranks, train_steps
 
 Settings = dict[str, Any]
 MTP: Settings = {"model.num_layers": 2, "model.num_mtp_layers": 1, "model.mtp_loss_coefficient": 0.5}
@@ -63,3 +64,44 @@ def test_sinks_of_a_compiled_run_hold_the_gradients_of_an_eager_one(
 ) -> None:
     eager, compiled = eager_and_compiled(name, size, layout, compiler)
     assert difference(compiled, eager) == ""
+
+
+# Multi-token prediction uses the embedding, the last norm and the projection to the vocabulary, and tied embeddings
+# make the first and the last of these one parameter: stages have the shared parameters in different orders.
+
+
+Settings = dict[str, Any]
+PREDICTING: Settings = {
+    **DECODER,
+    "model.name": "llama",
+    "model.num_layers": 4,
+    "model.num_mtp_layers": 1,
+    "model.mtp_loss_coefficient": 0.5,
+}
+TIED: Settings = {"model.tie_embeddings": True}
+INTERLEAVED: Settings = {"parallel.pp.schedule": "interleaved"}
+UNEVEN: Settings = {"parallel.pp.split": [6, 1]}
+BY_LAYOUT = pytest.mark.wide("layouts")
+SPLITS = [
+    ("pp2", INTERLEAVED),
+    ("pp2", UNEVEN),
+    *(
+        pytest.param(f"pp2{data}2", split, marks=BY_LAYOUT)
+        for data in ("zero", "fsdp")
+        for split in (INTERLEAVED, UNEVEN)
+    ),
+]
+
+
+@cache
+def alone(tied: bool) -> Trace:
+    return train_steps({**PREDICTING, **TIED} if tied else PREDICTING)
+
+
+@pytest.mark.parametrize(("layout", "split"), SPLITS)
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=BY_LAYOUT)], ids=["tied", "not tied"])
+def test_gradients_of_shared_parameters_are_those_of_one_process(layout: str, split: Settings, tied: bool) -> None:
+    size = 2 if layout == "pp2" else 4
+    model = {**PREDICTING, **(TIED if tied else {})}
+    found = train_ranks(size, {**model, **split, "parallel.layout": layout})
+    assert difference(found, alone(tied)) == ""

@@ -1,16 +1,19 @@
-"""The format in which gradients are kept, and the memory that libraries write them to."""
+"""The formats of gradients: of operands, of the sinks that they are added to, and of the memory of libraries."""
 
 import importlib
 from collections.abc import Callable, Mapping
+from itertools import product
 from types import MappingProxyType
 
 import pytest
 import torch
+from torch import Tensor
 
 from mplug.model.build import build_model as model_of
 from mplug.model.build import gradient_dtype, measure_bytes
 from mplug.training.assembly import build
-from mplug_nn import aligned
+from mplug_nn import add_product, add_rows, aligned
+from mplug_nn.grouped import add_grouped_product
 from mplug_testing.harness import tiny_run, train_steps
 
 ONE_BATCH = {"optimizer.name": "orthon", "trainer.precision": "bf16", "trainer.micro_batch_size": None}
@@ -77,3 +80,96 @@ def test_what_a_library_writes_to_is_contiguous_and_begins_at_a_multiple_of_16_b
         assert torch.equal(found, sink)
         assert found.is_contiguous()
         assert found.data_ptr() % 16 == 0
+
+
+# Products and rows that are added to a sink, for every dtype of the operands and of the total; on a GPU too.
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+PAIRS = [pytest.param(*pair, id=f"{str(pair[0])[6:]}-into-{str(pair[1])[6:]}") for pair in product(DTYPES, DTYPES)]
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")]
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
+O_, N, I_ = 16, 3, 8
+"""Sums of three terms: a product of operands that were rounded before is visibly wrong."""
+
+pairs = pytest.mark.parametrize(("operands", "total"), PAIRS)
+devices = pytest.mark.parametrize("device", DEVICES)
+
+
+def drawn(device: str, dtype: torch.dtype, *shape: int, seed: int) -> Tensor:
+    """Values between 0.5 and 1.5, so that no sum cancels: relative errors of elements can be compared."""
+    values = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) + 0.5
+    return values.to(device, dtype)
+
+
+def errors(found: Tensor, expected: Tensor) -> Tensor:
+    """Relative errors of elements, in units of the last place of what was found."""
+    return ((found.double() - expected) / expected).abs() / torch.finfo(found.dtype).eps
+
+
+def bound(operands: torch.dtype, total: torch.dtype) -> float:
+    """Rounded once: half a unit; in the total's own dtype, each of the three sums may be rounded."""
+    is_narrower = torch.promote_types(operands, total) != total
+    return 0.505 if is_narrower else 2.0
+
+
+@devices
+@pairs
+def test_a_product_of_any_dtype_is_added_to_a_total_of_any_dtype(
+    operands: torch.dtype, total: torch.dtype, device: str
+) -> None:
+    a, b = drawn(device, operands, N, O_, seed=1).t(), drawn(device, operands, N, I_, seed=2)
+    exact = a.double() @ b.double()
+    sink, stale = torch.full((O_, I_), torch.nan, dtype=total, device=device), torch.tensor(True)
+    add_product(sink, stale, a, b)
+    assert not stale
+    assert float(errors(sink, exact).max()) < bound(operands, total)
+    before = sink.double().clone()
+    add_product(sink, stale, a, b)
+    assert float(errors(sink, before + exact).max()) < bound(operands, total)
+
+
+@devices
+@pytest.mark.parametrize("total", DTYPES, ids=str)
+def test_operands_of_two_dtypes_multiply_in_the_wider_one(total: torch.dtype, device: str) -> None:
+    a, b = drawn(device, torch.float32, O_, N, seed=1), drawn(device, torch.bfloat16, N, I_, seed=2)
+    sink, stale = torch.zeros(O_, I_, dtype=total, device=device), torch.tensor(True)
+    add_product(sink, stale, a, b)
+    bounds = bound(torch.float32, total) if total != torch.float64 else 1e-6
+    assert float(errors(sink, a.double() @ b.double()).max()) < bounds
+
+
+@devices
+@pytest.mark.parametrize("counts", [[10, 0, 6], [0, 0, 0], [1, 3, 2]], ids=str)
+@pairs
+def test_products_of_groups_of_any_dtype_are_added_to_totals_of_any_dtype(
+    operands: torch.dtype, total: torch.dtype, counts: list[int], device: str
+) -> None:
+    """On a GPU, torch's kernel for bf16 may round the products of one call to bf16 before it adds them."""
+    ends = torch.tensor(counts).cumsum(0).to(device, torch.int32)
+    a, b = drawn(device, operands, 16, O_, seed=1), drawn(device, operands, 16, I_, seed=2)
+    exact = torch.zeros(len(counts), O_, I_, dtype=torch.float64, device=device)
+    for group, stop in enumerate(ends.tolist()):
+        rows = slice(stop - counts[group], stop)
+        exact[group] = a[rows].double().t() @ b[rows].double()
+    sink, stale = torch.full(exact.shape, torch.nan, dtype=total, device=device), torch.tensor(True)
+    coarse = torch.finfo(torch.bfloat16 if device == "cuda" and operands is torch.bfloat16 else total).eps
+    narrow = max(coarse, torch.finfo(total).eps)
+    for number in (1, 2):
+        add_grouped_product(sink, stale, a, b, ends)
+        assert not stale
+        torch.testing.assert_close(sink.double(), number * exact, rtol=4 * number * narrow, atol=0)
+
+
+@devices
+@pairs
+def test_rows_of_any_dtype_are_added_to_a_table_of_any_dtype(
+    operands: torch.dtype, total: torch.dtype, device: str
+) -> None:
+    rows, indices = drawn(device, operands, 6, I_, seed=1), torch.tensor([2, 2, 6, 0, 2, 6], device=device)
+    exact = torch.zeros(7, I_, dtype=torch.float64, device=device).index_add_(0, indices, rows.double())
+    sink, stale = torch.full((7, I_), 9.0, dtype=total, device=device), torch.tensor(True)
+    for number in (1, 2):
+        add_rows(sink, stale, indices, rows)
+        coarse = torch.finfo(total).eps
+        torch.testing.assert_close(sink.double(), number * exact, rtol=3 * number * coarse, atol=0)

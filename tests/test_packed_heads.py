@@ -82,7 +82,7 @@ class AcmePacked(PackedHeads):
 def acme() -> tuple[AttentionCore, AcmePacked]:
     """A supplier of `Attention.core`, and what it computes packed heads with."""
     packed = AcmePacked()
-    return AttentionCore(lambda *given: scaled_dot_product(*given), packed_heads=packed), packed
+    return AttentionCore(scaled_dot_product, packed_heads=packed), packed
 
 
 def attention(core: Callable[..., Tensor] = scaled_dot_product, made: type[Attention] = Attention, **named: Any) -> Any:
@@ -270,56 +270,55 @@ def test_it_serves_only_needs_that_it_offers(more: dict[str, Any]) -> None:
 # What the suite of kernels says of it.
 
 
-class Splitting(PackedHeads):
-    """Packed heads by plain torch; subclasses have a fault."""
-
-    offers = AcmePacked.offers
-
-    def attend(self, heads: Tensor, h: int, g: int, *rest: Any) -> Tensor:
-        return scaled_dot_product(*heads.split((h, g, g), dim=2), *rest)
+Attend = Callable[..., Tensor]
 
 
-class WithoutGradientOfValues(Splitting):
-    def attend(self, heads: Tensor, h: int, g: int, *rest: Any) -> Tensor:
-        return super().attend(torch.cat((heads[:, :, : h + g], heads[:, :, h + g :].detach()), 2), h, g, *rest)
+def split(heads: Tensor, h: int, g: int, *rest: Any) -> Tensor:
+    return scaled_dot_product(*heads.split((h, g, g), dim=2), *rest)
 
 
-class WithoutDocuments(Splitting):
-    def attend(self, *given: Any) -> Tensor:
-        return super().attend(*given[:-1], AttentionInputs())
+def without_gradient_of_values(heads: Tensor, h: int, g: int, *rest: Any) -> Tensor:
+    return split(torch.cat((heads[:, :, : h + g], heads[:, :, h + g :].detach()), 2), h, g, *rest)
 
 
-class Overwriting(Splitting):
-    def attend(self, heads: Tensor, *rest: Any) -> Tensor:
-        y = super().attend(heads.clone(), *rest)
-        heads.detach().zero_()
-        return y
+def overwriting(heads: Tensor, *rest: Any) -> Tensor:
+    y = split(heads.clone(), *rest)
+    heads.detach().zero_()
+    return y
 
 
-class ForContiguousHeads(Splitting):
-    def attend(self, heads: Tensor, *rest: Any) -> Tensor:
-        return super().attend(heads.as_strided(heads.shape, heads.new_empty(heads.shape).stride()), *rest)
+def for_contiguous_heads(heads: Tensor, *rest: Any) -> Tensor:
+    return split(heads.as_strided(heads.shape, heads.new_empty(heads.shape).stride()), *rest)
 
 
-class Sure(Splitting):
-    def serves(self, spec: AttentionSpec) -> bool:
-        return True
-
-
-class OfMoreKeys(Splitting):
-    offers = KNOWN
-    dropout = True
+def packed_heads(attend: Attend = split, **attributes: Any) -> PackedHeads:
+    """Packed heads by plain torch, or with a fault."""
+    attributes = {"offers": AcmePacked.offers, "attend": lambda _, *given: attend(*given), **attributes}
+    made: PackedHeads = type("Packed", (PackedHeads,), attributes)()
+    return made
 
 
 PACKED_FAULTS: dict[str, tuple[PackedHeads, str]] = {
     "a third party's": (AcmePacked(), ""),
-    "plain torch": (Splitting(), ""),
-    "values have no gradient": (WithoutGradientOfValues(), "from packed heads: the gradient of v has an error of"),
-    "documents are ignored": (WithoutDocuments(), "documents, from packed heads: the output has an error of"),
-    "heads are overwritten": (Overwriting(), "it changes its input 'packed heads' in place"),
-    "heads are taken for contiguous": (ForContiguousHeads(), "from packed heads: the output has an error of"),
-    "every bias is served": (Sure(), "`serves` returns True for 'a bias that does not exist'"),
-    "any number of keys is served": (OfMoreKeys(), "queries, keys and values have different shapes"),
+    "plain torch": (packed_heads(), ""),
+    "values have no gradient": (
+        packed_heads(without_gradient_of_values),
+        "from packed heads: the gradient of v has an error of",
+    ),
+    "documents are ignored": (
+        packed_heads(lambda *given: split(*given[:-1], AttentionInputs())),
+        "documents, from packed heads: the output has an error of",
+    ),
+    "heads are overwritten": (packed_heads(overwriting), "it changes its input 'packed heads' in place"),
+    "heads are taken for contiguous": (
+        packed_heads(for_contiguous_heads),
+        "from packed heads: the output has an error of",
+    ),
+    "every bias is served": (packed_heads(serves=lambda *_: True), "`serves` returns True for 'a bias that does not"),
+    "any number of keys is served": (
+        packed_heads(offers=KNOWN, dropout=True),
+        "queries, keys and values have different shapes",
+    ),
 }
 
 
@@ -343,7 +342,7 @@ class TrialsOf(PackedHeadsChecks):
 
 @pytest.mark.parametrize(("packed", "words"), PACKED_FAULTS.values(), ids=PACKED_FAULTS)
 def test_the_suite_says_what_is_wrong_with_packed_heads(packed: PackedHeads, words: str) -> None:
-    checks = TrialsOf(AttentionCore(lambda *given: scaled_dot_product(*given), packed_heads=packed))
+    checks = TrialsOf(AttentionCore(scaled_dot_product, packed_heads=packed))
     with pytest.raises(Fault) if words else nullcontext() as raised, catch_warnings(action="ignore"):
         checks.test_attention_from_packed_heads_is_that_of_plain_torch("fp32")
     assert raised is None or words in str(raised.value)
@@ -352,11 +351,6 @@ def test_the_suite_says_what_is_wrong_with_packed_heads(packed: PackedHeads, wor
 def test_the_suite_skips_a_core_without_packed_heads_and_refuses_those_that_serve_nothing() -> None:
     with pytest.raises(SkipTest, match="'acme' computes no attention from packed heads"):
         TrialsOf(scaled_dot_product).test_attention_from_packed_heads_is_that_of_plain_torch("fp32")
-
-    class Idle(PackedHeads):
-        def serves(self, spec: AttentionSpec) -> bool:
-            return False
-
-    idle = TrialsOf(AttentionCore(lambda *given: scaled_dot_product(*given), packed_heads=Idle()))
+    idle = AttentionCore(scaled_dot_product, packed_heads=packed_heads(serves=lambda *_: False))
     with pytest.raises(Fault, match="serve none of the cases"):
-        idle.test_attention_from_packed_heads_is_that_of_plain_torch("fp32")
+        TrialsOf(idle).test_attention_from_packed_heads_is_that_of_plain_torch("fp32")

@@ -13,8 +13,8 @@ RECOMPUTED = "memory.recompute.mode=full"
 COMPILED = "trainer.compile=aot_eager"
 
 
-def layouts(quick: Iterable[str], wide: Iterable[str], mark: str = "layouts") -> list[Any]:
-    """The parameters of a test: quick layouts, and those of a wide set."""
+def layouts(quick: Iterable[Any], wide: Iterable[Any], mark: str = "layouts") -> list[Any]:
+    """The values of a parameter: quick layouts (or settings), and those of a wide set."""
     return [*quick, *(pytest.param(one, marks=pytest.mark.wide(mark)) for one in wide)]
 
 

@@ -149,31 +149,6 @@ def test_a_layer_with_a_fused_supplier_still_multiplies_an_input_by_its_own_prod
 # The call.
 
 
-def test_the_whole_is_the_composition_with_its_gradients_and_its_collectives(plant: Plant) -> None:
-    """Two equal ranks: each has the same half of the sequence."""
-    plant("acme-prologue")
-    from acme_prologue.products import Again
-
-    boundary = Boundary(lambda x: torch.cat((x, x), 1), lambda y: y[:, :S] + y[:, S:], lambda x: x)
-    shapes = ((B, S, D), (B, S, D), (D,), (D,), (3, D))
-    grad_y, grad_summed = (torch.randn(shape, dtype=torch.float64) for shape in ((B, 2 * S, 3), (B, S, D)))
-    results = []
-    for fused in (True, False):
-        generator = torch.Generator().manual_seed(1)
-        leaves = [torch.randn(one, generator=generator, dtype=torch.float64).requires_grad_() for one in shapes]
-        inputs, prologue, matrix = Inputs(*leaves[:4]), Prologue("layernorm", 1e-3), leaves[4]
-        if fused:
-            held = {"largest": torch.zeros((), dtype=torch.float64)}
-            y, summed = apply_fused(Again(), prologue, inputs, Weights(matrix), Narrow(before=boundary), held)
-        else:
-            half, summed = composed(prologue, inputs, matrix)
-            y = torch.cat((half, half), 1)
-        torch.autograd.backward([y, summed], [grad_y, grad_summed])
-        results.append((y.detach(), summed.detach(), *(leaf.grad for leaf in leaves)))
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected)
-
-
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
 def test_a_compiled_block_without_gradients_computes_as_an_eager_one(plant: Plant) -> None:
     plant("acme-prologue")
@@ -250,13 +225,6 @@ def steps(settings: Settings) -> Any:
     """Be one rank of a run."""
     warnings.simplefilter("ignore")  # torch's own, as it traces
     return train_steps(settings)
-
-
-@pytest.mark.wide("layouts")
-def test_a_compiled_run_with_recomputation_is_the_run_in_plain_torch(plant: Plant) -> None:
-    plant("acme-prologue")
-    again = {"trainer.compile": "aot_eager", "memory.recompute.mode": "full"}
-    assert difference([steps({**GPT, **NAMED, **again})], train_steps(GPT)) == ""
 
 
 # Refusals.

@@ -99,20 +99,6 @@ def test_the_weight_gradient_goes_to_the_sink_a_stale_sink_is_overwritten_and_a_
     torch.testing.assert_close(x.grad, torch.ones(B, S, O_, dtype=x.dtype) @ (2 * layer.weight))
 
 
-def test_the_product_runs_the_collectives_of_the_narrower_slots() -> None:
-    boundary = Boundary(lambda x: torch.cat((x, x), 1), lambda y: y[:, :S] + y[:, S:], lambda x: x)
-
-    layer, plain = filled(Linear(I_, O_), Doubled()), filled(Linear(I_, O_))
-    layer.gather = Collective(boundary.whole, boundary=boundary)
-    plain.gather = lambda x: 2 * torch.cat((x, x), 1)
-    found, expected = drawn(B, S, I_).requires_grad_(), drawn(B, S, I_).requires_grad_()
-    grad = drawn(B, 2 * S, O_, seed=8)
-    layer(found).backward(grad)
-    plain(expected).backward(grad)
-    torch.testing.assert_close(found.grad, expected.grad)
-    torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
-
-
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.wide("compile"))])
 def test_a_compiled_product_gives_equal_gradients_in_one_graph(backend: str) -> None:

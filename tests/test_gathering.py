@@ -60,12 +60,9 @@ def contains(outer: Box, inner: Box) -> bool:
     return all(start <= other and other + length <= start + size for start, size, other, length in sides)
 
 
-def test_an_axis_over_which_no_gradient_is_partial_gathers_nothing() -> None:
+def test_axes_that_gather_nothing_or_rows_that_another_axis_divides_are_refused() -> None:
     with pytest.raises(AssertionError, match="not partial over axis 'rows'"):
         GatheredPlacement.of(placed(("embed",), (8,), over=("sequence",)), "rows")
-
-
-def test_two_axes_that_would_both_divide_the_rows_are_refused() -> None:
     gathered = GatheredPlacement.of(placed(("embed",), (8,), COPIES), "rows")
     with pytest.raises(UsageError, match="axes 'rows' and 'copies' both divide the rows of 'one'"):
         GatheredPlacement.of(gathered, "copies")

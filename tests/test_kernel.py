@@ -89,13 +89,10 @@ def test_an_offer_answers_by_its_data_and_then_by_its_function(
     assert Offer({"Attention.core": print}, **data).answer(site(*needs), run()) == answer
 
 
-def test_an_optional_offer_leaves_other_needs_to_plain_torch_unless_it_is_named() -> None:
+def test_an_optional_offer_leaves_other_needs_to_plain_torch_and_one_for_a_gpu_refuses_the_cpu() -> None:
     offer = Offer({"Attention.core": print}, optional=True)
     assert offer.answer(site("window"), run(named=False)) is False
     assert offer.answer(site(), run(named=False)) is True
-
-
-def test_an_offer_for_a_gpu_refuses_a_run_on_the_cpu() -> None:
     offer = Offer({"Attention.core": print}, devices=("cuda",), chips=("9.0",))
     assert offer.answer(site(), run("cpu")) == "it needs a CUDA GPU, and this run is on the CPU"
 
@@ -138,13 +135,20 @@ def test_the_kernel_in_the_docs_is_short_and_computes_attention() -> None:
 # Suppliers.
 
 
-def test_a_call_of_a_supplier_is_a_call_of_its_function() -> None:
+def test_a_supplier_is_called_as_its_function_copied_as_itself_and_replaceable_if_it_states_its_boundary() -> None:
     def function(a: int, *, b: int) -> tuple[int, int]:
         return a, b
 
     supplier = Supplier(function, calls=("MLP.activation",))
     assert supplier(1, b=2) == (1, 2)
     assert statements_of(supplier).calls == ("MLP.activation",)
+    boundary = Boundary(torch.clone, torch.clone, torch.clone)
+    contents = torch.clone, Collective(torch.clone), Collective(torch.clone, boundary=boundary)
+    assert [statements_of(one).is_replaceable for one in contents] == [False, False, True]
+    module = Attention(8, 2, 2, 4, bias=False, qk_norm=False, theta=None)
+    copy = deepcopy(module)
+    assert copy.core is module.core is DOT_PRODUCT
+    assert copy.prepare_qkv is module.prepare_qkv
 
 
 def test_a_plain_callable_states_nothing_whatever_attributes_it_has() -> None:
@@ -157,16 +161,3 @@ def test_a_plain_callable_states_nothing_whatever_attributes_it_has() -> None:
     with pytest.raises(ValueError, match="must not serve 'log-sum-exp'"):
         parts_of(core)
     assert parts_of(AttentionCore(core, parts=PLAIN_PARTS)) is PLAIN_PARTS
-
-
-def test_a_collective_can_be_replaced_if_it_states_its_boundary() -> None:
-    boundary = Boundary(torch.clone, torch.clone, torch.clone)
-    contents = torch.clone, Collective(torch.clone), Collective(torch.clone, boundary=boundary)
-    assert [statements_of(one).is_replaceable for one in contents] == [False, False, True]
-
-
-def test_a_copy_of_a_block_has_the_same_content_in_its_slots() -> None:
-    module = Attention(8, 2, 2, 4, bias=False, qk_norm=False, theta=None)
-    copy = deepcopy(module)
-    assert copy.core is module.core is DOT_PRODUCT
-    assert copy.prepare_qkv is module.prepare_qkv

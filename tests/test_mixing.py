@@ -368,14 +368,11 @@ def test_a_declaration_that_is_no_set_of_names_is_refused(value: Any) -> None:
         known_of(Configured(value))
 
 
-def test_a_declaration_of_one_object_is_refused() -> None:
+def test_declarations_that_are_no_sets_of_axes_of_the_plan_on_a_class_are_refused() -> None:
     module = Silent()
     module.mixes = frozenset()
     with pytest.raises(UsageError, match="'unit' sets `mixes` on itself; make it an attribute or a property"):
         known_of(module)
-
-
-def test_a_declared_axis_that_the_plan_does_not_have_is_refused() -> None:
     with pytest.raises(UsageError, match=r"mixes 'sequnce', and no .* has this axis; did you mean 'sequence'\?"):
         known_of(Configured({"sequnce"}))
 

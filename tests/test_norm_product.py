@@ -17,13 +17,11 @@ from mplug.model.build import build_model
 from mplug.model.slots.declaration import fusibles, slot_of
 from mplug.model.slots.fill import sites
 from mplug.model.slots.selection import select
-from mplug.tensors.sink import Weights
 from mplug.tensors.slot_buffers import hold
-from mplug_nn import MLP, Attention, Boundary, Collective, DenseBlock, Inputs, Linear, Narrow, Norm, Projected, Prologue
-from mplug_nn.prologue import ACTIVATION_PRODUCT, FUSED_SLOTS, NORM_PRODUCT, apply_fused
+from mplug_nn import MLP, Attention, Boundary, Collective, DenseBlock, Linear, Norm, Projected
+from mplug_nn.prologue import ACTIVATION_PRODUCT, FUSED_SLOTS, NORM_PRODUCT
 from mplug_testing import run_workers
 from mplug_testing.delayed_gradient_checks import later_fault
-from mplug_testing.fused import composed
 from mplug_testing.harness import difference, tiny_run, train_steps
 from mplug_testing.kernel_buffer_checks import BufferTrial
 from mplug_testing.kernel_buffers import BufferChecks

@@ -1,6 +1,5 @@
 """Differentiable collectives against the same computation in one process, and against each other."""
 
-from collections.abc import Callable
 from functools import cache
 from itertools import pairwise, permutations
 
@@ -201,35 +200,6 @@ def refusals() -> list[str]:
 def test_a_dimension_that_the_ranks_do_not_divide_is_never_cut_short() -> None:
     for said in run_workers(2, refusals):
         assert all("multiply up" in reason for reason in said)
-
-
-def training_step(functions: list[str]) -> tuple[Tensor, Tensor, Tensor]:
-    """A column-parallel, then a row-parallel linear between two functions: (output, gradients of x and of a weight)."""
-    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    enter, leave = (getattr(ops, name) for name in functions)
-    divided = functions[0] == "gather"
-    up, down = drawn((8, 6), 3).chunk(size, 0)[rank].requires_grad_(), drawn((6, 8), 4).chunk(size, 1)[rank]
-    x = drawn((2, 4, 6), 5)
-    x = (x.chunk(size, 1)[rank] if divided else x).requires_grad_()
-    dims = (1,) if divided else ()
-    y = leave(torch.relu(enter(x, group, *dims) @ up.t()) @ down.t(), group, *dims)
-    weight = drawn((2, 4, 6), 6)
-    y.backward(weight.chunk(size, 1)[rank] if divided else weight)
-    return y.detach(), x.grad, up.grad
-
-
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("functions", [["copy", "reduce"], ["gather", "scatter"]], ids="-".join)
-def test_a_pair_around_two_parallel_linears_gives_what_the_whole_linears_give(functions: list[str], size: int) -> None:
-    x, up = drawn((2, 4, 6), 5).requires_grad_(), drawn((8, 6), 3).requires_grad_()
-    y = torch.relu(x @ up.t()) @ drawn((6, 8), 4).t()
-    y.backward(drawn((2, 4, 6), 6))
-    divided = functions[0] == "gather"
-    part: Callable[[Tensor, int], Tensor] = lambda t, rank: t.chunk(size, 1)[rank] if divided else t  # noqa: E731
-    for rank, (output, grad_x, grad_up) in enumerate(run_workers(size, training_step, functions)):
-        close(output, part(y.detach(), rank))
-        close(grad_x, part(x.grad, rank))
-        close(grad_up, up.grad.chunk(size, 0)[rank])
 
 
 # Rows that go to other ranks in numbers that only the data decides, and come back.

@@ -122,29 +122,25 @@ QKV = (Segment("heads", 8, 2), Segment("kv_heads", 2, 2, "copy"), Segment("kv_he
 
 
 PADDED = Segment("vocab", 10, uneven="pad")
-COLUMN, ROW, QKV_OF_FOUR, PADDED_OF_FOUR = (
+COLUMN, ROW, PADDED_OF_FOUR = (
     place(mesh_of(tp(2), dp(2)), (8, 3), "mlp", "embed"),
     place(mesh_of(tp(4)), (3, 8), "embed", Segment("mlp", 8)),
-    place(mesh_of(tp(4)), (24, 5), QKV, "embed"),
     place(mesh_of(tp(4)), (10, 2), PADDED, "embed"),
 )
 BY_HAND: dict[str, tuple[Placement, int, Ints, list[Held]]] = {
     "column parallel, first": (COLUMN, 0, (4, 3), [((0, 0), (4, 3), (0, 0), (0, 2), (0, 2))]),
     "column parallel, second": (COLUMN, 1, (4, 3), [((4, 0), (4, 3), (0, 0), (1, 3), (1, 3))]),
     "row parallel": (ROW, 2, (3, 2), [((0, 4), (3, 2), (0, 0), (2,), (2,))]),
-    **{
-        f"ranks that share a KV head, rank {rank}": (
-            QKV_OF_FOUR,
-            rank,
-            (8, 5),
-            [
-                ((4 * rank, 0), (4, 5), (0, 0), (rank,), (rank,)),
-                ((key, 0), (2, 5), (4, 0), sharing, sharing),
-                ((key + 4, 0), (2, 5), (6, 0), sharing, sharing),
-            ],
-        )
-        for rank, key, sharing in ((0, 16, (0, 1)), (1, 16, (0, 1)), (2, 18, (2, 3)), (3, 18, (2, 3)))
-    },
+    "ranks that share a KV head": (
+        place(mesh_of(tp(4)), (24, 5), QKV, "embed"),
+        2,
+        (8, 5),
+        [
+            ((8, 0), (4, 5), (0, 0), (2,), (2,)),
+            ((18, 0), (2, 5), (4, 0), (2, 3), (2, 3)),
+            ((22, 0), (2, 5), (6, 0), (2, 3), (2, 3)),
+        ],
+    ),
     "data-parallel copies of a fused QKV": (
         place(mesh_of(tp(4), dp(2)), (24, 5), QKV, "embed"),
         6,
@@ -173,32 +169,18 @@ BY_HAND: dict[str, tuple[Placement, int, Ints, list[Held]]] = {
         (5,),
         [((3,), (2,), (0,), (1,), (1,)), ((7,), (2,), (3,), (1,), (1,))],
     ),
-    "segments of two dimensions": (
-        place(mesh_of(tp(2)), (4, 6), (Segment("mlp", 2), Segment("embed", 2)), (Segment("a", 1), Segment("b", 5))),
-        1,
-        (3, 6),
-        [
-            ((1, 0), (1, 1), (0, 0), (1,), (1,)),
-            ((1, 1), (1, 5), (0, 1), (1,), (1,)),
-            ((2, 0), (2, 1), (1, 0), (0, 1), (1,)),
-            ((2, 1), (2, 5), (1, 1), (0, 1), (1,)),
-        ],
-    ),
     "split weights are not partial over sequence-parallel ranks": (
         place(mesh_of(tp(2, "sequence"), cp(2)), (8, 3), "mlp", "embed"),
         2,
         (4, 3),
         [((0, 0), (4, 3), (0, 0), (0, 2), (0, 2))],
     ),
-    **{
-        f"a norm of {heads} is partial over the ranks that divide them": (
-            place(mesh_of(tp(2), dp(2)), (16,), "head_dim", over=("batch", "sequence", heads)),
-            3,
-            (16,),
-            [((0,), (16,), (0,), (0, 1, 2, 3), (0, 1, 2, 3))],
-        )
-        for heads in ("heads", "kv_heads")
-    },
+    "a norm of heads is partial over the ranks that divide them": (
+        place(mesh_of(tp(2), dp(2)), (16,), "head_dim", over=("batch", "sequence", "kv_heads")),
+        3,
+        (16,),
+        [((0,), (16,), (0,), (0, 1, 2, 3), (0, 1, 2, 3))],
+    ),
     "a stage": (
         Placement("w", VECTOR, (4,), mesh_of(dp(2), tp(2)), stage_axis="dp", stages=(1,)),
         2,

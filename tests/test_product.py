@@ -19,8 +19,6 @@ from mplug.model.slots.declaration import slot_of
 from mplug.tensors.slot_buffers import hold
 from mplug_nn import (
     MLP,
-    Boundary,
-    Collective,
     GatheredForm,
     GroupedProduct,
     Linear,

@@ -117,16 +117,13 @@ def test_buffers_of_experts_give_the_run_and_the_states_of_one_process(plant: Pl
     assert_same_run(run_workers(ranks, watched, settings), one)
 
 
-def test_the_scales_of_a_step_come_from_the_step_before(plant: Plant) -> None:
+def test_the_scales_of_a_step_come_from_the_step_before_and_metrics_report_none(plant: Plant) -> None:
     plant("acme-delayed")
     plain = run_workers(1, train_steps, {"model.num_layers": 2})[0]
     found = reference().trace
     assert found.losses[0] == plain.losses[0], "without a history nothing is rounded"
     assert abs(found.losses[1] - plain.losses[1]) > 1e-6
     assert all(bool(values.any()) for boxes in reference().states.values() for _, values in boxes)
-
-
-def test_metrics_do_not_report_what_suppliers_collect(plant: Plant) -> None:
     plant("acme-delayed")
     assert reference().trace.statistics == [{}, {}]
 

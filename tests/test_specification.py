@@ -110,15 +110,12 @@ def test_what_is_trained_gets_a_gradient() -> None:
     assert torch.autograd.gradcheck(lambda *_: scaled_dot_product(*qkv, spec, inputs), trained)
 
 
-def test_slopes_of_heads_that_are_no_power_of_two() -> None:
+def test_slopes_of_heads_are_those_of_the_paper_and_other_biases_are_refused() -> None:
     """Six heads: those of four, 4^-n, and two of eight's: 2^-1 and 2^-3 (the paper's own rule)."""
     from mplug_nn.specification import alibi_slopes
 
     slopes = [4.0**-1, 4.0**-2, 4.0**-3, 4.0**-4, 2.0**-1, 2.0**-3]
     assert alibi_slopes(torch.arange(6), 6).tolist() == slopes
-
-
-def test_a_bias_that_plain_torch_does_not_know_is_no_bias() -> None:
     qkv, inputs = given(SPEC)
     with pytest.raises(ValueError, match="a bias 'rings'"):
         scaled_dot_product(*qkv, replace(SPEC, bias="rings"), inputs)
@@ -142,7 +139,7 @@ def test_whatever_is_not_plain_is_a_need(changes: dict[str, Any], needs: set[str
     assert replace(SPEC, **changes).needs == needs
 
 
-def test_a_module_that_states_a_specification_need_not_repeat_it_as_needs() -> None:
+def test_a_module_needs_what_its_specification_says_without_repeating_it() -> None:
     class Forgetful(Attention):
         def needs(self, slot: str, entries: Any) -> frozenset[str]:
             return frozenset()
@@ -152,6 +149,10 @@ def test_a_module_that_states_a_specification_need_not_repeat_it_as_needs() -> N
     found = {site.slot: site.needs for site in sites(module, ("document_lengths",))}
     assert found["Attention.core"] == {"window", "document_lengths"}
     assert found["Attention.prepare_qk"] == frozenset()
+    with torch.device("meta"):
+        module = Attention(8, 2, 2, 4, bias=False, qk_norm=False, theta=None, causal=False)
+    assert needs_of_specification(module, ("document_lengths",)) == {"document_lengths", "full attention"}
+    assert module.needs("Attention.prepare_qk", ("document_lengths",)) == frozenset()
 
 
 # Documents: who says that samples have some, who hears it, and that none attends to another.
@@ -185,9 +186,15 @@ def test_a_module_without_a_causal_mask_sees_later_positions() -> None:
     assert outputs == [False, True]
 
 
-def test_positions_are_numbered_by_their_documents() -> None:
+def test_documents_number_positions_and_a_query_without_a_key_has_nothing() -> None:
     lengths = torch.tensor([[2, 0, 3, 0], [1, 1, 1, 2]])
     assert numbered(lengths, 5).tolist() == [[0, 0, 2, 2, 2], [0, 1, 2, 3, 3]]
+    lengths = (torch.tensor([[2, 2]]), torch.tensor([[0, 3]]))
+    q, k, v = drawn(1, 4, 2, 4), drawn(1, 3, 2, 4), drawn(1, 3, 2, 4)
+    output, sums = PLAIN_PARTS.forward(q, k, v, scale=1.0, causal=False, lengths=lengths)
+    assert not output[:, :2].any()
+    assert (sums[:, :, :2] == -torch.inf).all()
+    assert sums[:, :, 2:].isfinite().all()
 
 
 @pytest.mark.parametrize("heads", [(4, 4, 8), (6, 2, 8), (3, 1, 5)])
@@ -207,15 +214,6 @@ def test_the_parts_in_plain_torch_are_right_by_autograd(heads: tuple[int, int, i
     assert parts_fault(PLAIN_PARTS, Setting(h, g, width, torch.float32, "cpu"), packed=True) == ""
 
 
-def test_a_query_without_a_key_has_nothing_and_says_so() -> None:
-    lengths = (torch.tensor([[2, 2]]), torch.tensor([[0, 3]]))
-    q, k, v = drawn(1, 4, 2, 4), drawn(1, 3, 2, 4), drawn(1, 3, 2, 4)
-    output, sums = PLAIN_PARTS.forward(q, k, v, scale=1.0, causal=False, lengths=lengths)
-    assert not output[:, :2].any()
-    assert (sums[:, :, :2] == -torch.inf).all()
-    assert sums[:, :, 2:].isfinite().all()
-
-
 # Who says it, who hears it.
 
 
@@ -224,12 +222,9 @@ def cores(settings: dict[str, object]) -> list[frozenset[str]]:
     return [filled.site.needs for filled in model.slots if filled.site.slot == "Attention.core"]
 
 
-def test_sites_need_lengths_only_where_the_loader_packs() -> None:
+def test_sites_and_units_get_lengths_only_where_the_loader_packs() -> None:
     assert cores({}) == [frozenset()] * 4
     assert cores(PACKED) == [frozenset({"document_lengths"})] * 4
-
-
-def test_units_get_lengths_only_where_there_are_some() -> None:
     heard: list[dict[str, Any]] = []
     for settings in ({"kernels.default": None}, PACKED):
         run = tiny_run(settings)
@@ -251,13 +246,6 @@ def test_a_model_that_takes_no_lengths_is_refused(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UsageError) as refused:
         build_model(tiny_run(PACKED))
     assert "micro batches of data/mock have 'document_lengths', which no unit of models/gpt takes" in str(refused.value)
-
-
-def test_a_module_needs_what_its_specification_says_and_what_micro_batches_have() -> None:
-    with torch.device("meta"):
-        module = Attention(8, 2, 2, 4, bias=False, qk_norm=False, theta=None, causal=False)
-    assert needs_of_specification(module, ("document_lengths",)) == {"document_lengths", "full attention"}
-    assert module.needs("Attention.prepare_qk", ("document_lengths",)) == frozenset()
 
 
 @pytest.mark.parametrize(

@@ -205,55 +205,37 @@ def test_groups_partition_the_ranks(mesh: Mesh, data: st.DataObject) -> None:
 # The world that a layout makes.
 
 
-class Divider:
-    """A strategy of one axis."""
+def plugin(**answers: object) -> object:
+    """A plugin whose hooks return these."""
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
+    def returning(answer: object) -> object:
+        def hook(self: object) -> object:
+            return answer
 
-    @hookimpl
-    def mesh_axes(self) -> list[Axis]:
-        return [self.axis]
+        return hookimpl(hook)
 
-
-class Rest:
-    """Everything else that a run needs."""
-
-    @hookimpl
-    def define_precision(self) -> Precision:
-        return Precision(weights="float32", activations="float32")
-
-    @hookimpl
-    def build_model(self) -> None: ...
-
-    @hookimpl
-    def build_optimizer(self) -> None: ...
-
-    @hookimpl
-    def build_loader(self) -> None: ...
+    return type("Plugin", (), {name: returning(answer) for name, answer in answers.items()})()
 
 
 def divided(*axes: Axis, seq_length: int = 8) -> Run:
     """A run of a strategy for each axis."""
-    strategies: dict[str, object] = {f"parallel/{number}": Divider(axis) for number, axis in enumerate(axes)}
+    strategies = {f"parallel/{number}": plugin(mesh_axes=[axis]) for number, axis in enumerate(axes)}
+    built = dict.fromkeys(("build_model", "build_optimizer", "build_loader"))
+    rest = plugin(define_precision=Precision(weights="float32", activations="float32"), **built)
+    trainer = {"device": "cpu", "global_batch_size": 8, "micro_batch_size": 1, "base_modules": None}
     config = SimpleNamespace(
         chosen=(),
         parallel=SimpleNamespace(layout="", degrees={axis.name: axis.size for axis in axes}, data=None, rest=None),
-        trainer=SimpleNamespace(
-            device="cpu", global_batch_size=8, micro_batch_size=1, seq_length=seq_length, base_modules=None
-        ),
+        trainer=SimpleNamespace(**trainer, seq_length=seq_length),
         schedule=SimpleNamespace(batch_rampup=SimpleNamespace(start=None)),
         settings={("trainer", "seq_length"): Setting(seq_length, "run.yaml:3")},
     )
-    return prepare(config, {**strategies, "test/rest": Rest()})  # type: ignore[arg-type]
+    return prepare(config, {**strategies, "test/rest": rest})  # type: ignore[arg-type]
 
 
-def test_views_whose_degrees_differ_need_a_data_parallel_strategy_for_the_rest() -> None:
+def test_views_need_a_strategy_for_the_rest_and_axes_names_of_their_own() -> None:
     views = "2 ranks in the view 'dense' and 4 ranks in the view 'sparse'"
     assert_said((views, "a run of 4 ranks", "2 times", "parallel.data is null"), lambda: divided(TP, EP))
-
-
-def test_two_axes_of_one_name_are_refused_naming_both_strategies() -> None:
     with pytest.raises(UsageError, match="parallel/0 and parallel/1 both add an axis 'acme'"):
         divided(Axis("acme", 2), Axis("acme", 4))
 
@@ -267,9 +249,6 @@ def test_the_sequence_is_divided_first_in_the_entries_then_inside_the_model(axes
     assert divided(*axes, seq_length=16).mesh.world_size == 16
     words = ("trainer.seq_length (run.yaml:3)", "ulys=4 and tp=4 cannot divide 8", "length 2")
     assert_said(words, lambda: divided(*axes, seq_length=8))
-
-
-def test_a_sequence_that_an_index_map_refuses_is_refused_before_anything_is_built() -> None:
     with pytest.raises(UsageError, match=r"trainer\.seq_length .*: ulys=4 cannot divide 10: .* length 10"):
         divided(ULYS, seq_length=10)
 

@@ -57,7 +57,7 @@ def test_combining_what_was_dispatched_weighs_each_token_by_its_gates(chosen: li
     for row, own in zip(rows, expert.tolist(), strict=False):
         holders = [n for n in range(len(chosen)) if own in number[n]]
         assert any(torch.equal(row, x[n]) for n in holders), "a row of an expert is a token that chose it"
-    y = combine(_poisoned(rows, int(counts.sum())), gates, route)
+    y = combine(poisoned(rows, int(counts.sum())), gates, route)
     grad = drawn(*y.shape, seed=2)
     y.backward(grad)
     torch.testing.assert_close(y, x.detach() * gates.detach().sum(dim=1, keepdim=True))
@@ -66,22 +66,11 @@ def test_combining_what_was_dispatched_weighs_each_token_by_its_gates(chosen: li
     torch.testing.assert_close(gates.grad, own.expand_as(gates) * (number < 5))
 
 
-class _Poison(torch.autograd.Function):
+def poisoned(rows: Tensor, total: int) -> Tensor:
     """Rows from `total` on become NaN, and so do their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, total: int) -> Tensor:
-        ctx.total = total
-        return torch.cat((rows[:total], torch.full_like(rows[total:], math.nan)))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return torch.cat((grad[: ctx.total], torch.full_like(grad[ctx.total :], math.nan))), None
-
-
-def _poisoned(rows: Tensor, total: int) -> Tensor:
-    poisoned: Tensor = _Poison.apply(rows, total)
-    return poisoned
+    nan = lambda some: torch.cat((some[:total], torch.full_like(some[total:], math.nan)))  # noqa: E731
+    rows.register_hook(nan)
+    return nan(rows)
 
 
 # Experts.

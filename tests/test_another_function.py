@@ -52,9 +52,6 @@ def test_the_package_as_it_is_passes_its_own_tests(own_tests: Callable[..., str]
     assert all(any(words in line for words in expected) for line in skipped), skipped
 
 
-# Planted faults.
-
-
 class Planted(NamedTuple):
     """`old` becomes `new` in the package's source; a suite's `test`, called with `arguments`, must say `words`."""
 

@@ -66,11 +66,8 @@ def test_sinks_of_a_compiled_run_hold_the_gradients_of_an_eager_one(
     assert difference(compiled, eager) == ""
 
 
-# Multi-token prediction uses the embedding, the last norm and the projection to the vocabulary, and tied embeddings
-# make the first and the last of these one parameter: stages have the shared parameters in different orders.
+# Stages share the embedding, the last norm and the projection to the vocabulary, each in an order of its own.
 
-
-Settings = dict[str, Any]
 PREDICTING: Settings = {
     **DECODER,
     "model.name": "llama",
@@ -78,7 +75,6 @@ PREDICTING: Settings = {
     "model.num_mtp_layers": 1,
     "model.mtp_loss_coefficient": 0.5,
 }
-TIED: Settings = {"model.tie_embeddings": True}
 INTERLEAVED: Settings = {"parallel.pp.schedule": "interleaved"}
 UNEVEN: Settings = {"parallel.pp.split": [6, 1]}
 BY_LAYOUT = pytest.mark.wide("layouts")

@@ -73,9 +73,6 @@ class Same(DecoderConfig):
         return BlockConfig(self.norm_config(), self.attention_config(), MLPConfig(8 if number == self.wide else 6))
 
 
-# The page.
-
-
 def test_the_family_of_the_page_has_the_blocks_that_the_page_says() -> None:
     family = shown("family")["Ripple"]
     model = family(family.Config(num_layers=3, **SMALL, ffn_hidden_size=6, window=5)).build_model()
@@ -126,9 +123,6 @@ def test_the_part_of_the_page_computes_and_describes_itself(monkeypatch: pytest.
     logits = run_units(whole, model.plan.inference, given)["logits"]
     assert logits.shape == (2, 4, 11)
     assert logits.isfinite().all()
-
-
-# Configs of parts.
 
 
 def arguments_of(module: type) -> dict[str, Argument]:

@@ -81,9 +81,6 @@ def test_any_ranges_are_joined_in_their_order(borders: list[int], step: int) -> 
     assert own_entries(whole, CONTEXT, mesh, 0)["positions"][0].tolist() == expected
 
 
-# As many on every rank.
-
-
 @given(st.integers(1, 20), st.sampled_from([1, 2, 3, 4]), st.integers(1, 3))
 def test_every_rank_evaluates_as_many_micro_batches_and_together_each_sample_once(
     num_samples: int, shards: int, micro_batch_size: int

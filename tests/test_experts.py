@@ -89,8 +89,6 @@ def saved(part: torch.nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, buffer) for name, buffer in part.named_buffers() if name in ("bias", "last_load")]
 
 
-# The comparison.
-
 KINDS = {"plain": PLAIN, "fine": FINE, "micro": MICRO}
 
 
@@ -132,17 +130,11 @@ def test_the_load_is_every_choice_of_every_token_once() -> None:
     assert any(bool(state.any()) for name, state in alone("fine").states.items() if name.endswith("bias"))
 
 
-# Compiled.
-
-
 @pytest.mark.wide("experts")
 def test_compiled_units_with_experts_give_the_eager_run_and_count_alike() -> None:
     found = run_workers(2, watched, {**FINE, "trainer.compile": "aot_eager", "parallel.layout": "tp2"})
     assert_equal(found, alone("fine"))
     assert {seen.graphs for seen in found} == {(8, 0)}, "four kinds of units, to train and to evaluate, without a break"
-
-
-# What a user sees.
 
 
 @pytest.fixture

@@ -296,9 +296,6 @@ def test_copies_that_do_not_fit_each_other_end_the_build_with_the_plugins_name()
         gathered_copies(run, model)
 
 
-# One unit.
-
-
 def unit_of(rows: Tensor, product: Product, ranks: int) -> tuple[Linear, Rows]:
     """A layer with the rows [o, I] of one of so many ranks, and the copies that ranks gather."""
     form = product.gathered_form()

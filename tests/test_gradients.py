@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -159,13 +160,13 @@ def test_sinks_hold_the_sums_of_a_step_and_announce_each_once_in_its_last_backwa
 
 
 def test_who_adds_by_himself_calls_zero_if_stale_first() -> None:
-    parameter = nn.Parameter(torch.zeros(3))
+    parameter: Any = nn.Parameter(torch.zeros(3))
     sinks = Sinks({"w": parameter})
     sinks.arena.fill_(7.0)
     sinks.begin_step()
     for _ in range(2):
-        zero_if_stale(parameter.main_grad, parameter.main_grad_stale)  # type: ignore[attr-defined]
-        parameter.main_grad.add_(1.0)  # type: ignore[attr-defined]
+        zero_if_stale(parameter.main_grad, parameter.main_grad_stale)
+        parameter.main_grad.add_(1.0)
     sinks.finish()
     assert sinks["w"].buffer.tolist() == [2.0] * 3
 
@@ -226,9 +227,6 @@ def test_a_frozen_parameter_has_no_sink_and_its_linear_still_passes_gradients_on
     layer(x).sum().backward()
     torch.testing.assert_close(x.grad, layer.weight.sum(dim=0).expand(B, D))
     assert sinks["bias"].buffer.tolist() == [float(B)] * D
-
-
-# Families.
 
 
 def test_each_family_has_a_part_of_the_arena_to_itself_and_keeps_the_order_of_backward() -> None:

@@ -132,9 +132,6 @@ def test_the_kernel_in_the_docs_is_short_and_computes_attention() -> None:
     assert SLOTS["Attention.core"].kind == "attention"
 
 
-# Suppliers.
-
-
 def test_a_supplier_is_called_as_its_function_copied_as_itself_and_replaceable_if_it_states_its_boundary() -> None:
     def function(a: int, *, b: int) -> tuple[int, int]:
         return a, b

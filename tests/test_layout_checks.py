@@ -85,9 +85,6 @@ def test_an_index_map_that_is_no_partition_is_named(cut: IndexMap, said: str) ->
         require_partition(Axis("cp", 2, entries={"sequence": cut}))
 
 
-# Weights.
-
-
 def trace(first: list[float], last: list[float]) -> Trace:
     found = Trace(shapes={"w": (2,)})
     found.initial, found.weights = ({"w": [((0,), torch.tensor(one, dtype=torch.float64))]} for one in (first, last))

@@ -32,9 +32,6 @@ def assert_said(words: Iterable[str], call: Callable[[], object]) -> None:
     assert [word for word in words if word not in str(caught.value)] == [], caught.value
 
 
-# Layout words.
-
-
 LAYOUT_NAMES = ["tp", "pp", "cp", "ep", "etp", "fsdp", "dp"]
 
 
@@ -80,9 +77,6 @@ def test_a_wrong_layout_word_is_refused_with_what_where_and_remedy(
 def test_parsing_undoes_writing(names: list[str], data: st.DataObject) -> None:
     degrees = {name: data.draw(st.integers(1, 4096)) for name in names}
     assert parse_layout("".join(f"{name}{degree}" for name, degree in degrees.items()), LAYOUT_NAMES) == degrees
-
-
-# Index maps.
 
 
 @given(st.integers(1, 20), st.integers(1, 8))
@@ -200,9 +194,6 @@ def test_groups_partition_the_ranks(mesh: Mesh, data: st.DataObject) -> None:
     assert {tuple(ranks) for ranks in groups} == {tuple(sorted(row)) for row in expected.tolist()}
     assert set(mesh.grouping(*chosen).all()) == groups
     assert all(rank in mesh.group(rank, *chosen) for rank in range(mesh.world_size))
-
-
-# The world that a layout makes.
 
 
 def plugin(**answers: object) -> object:

@@ -155,9 +155,6 @@ def test_layouts_that_divide_nothing_that_a_module_mixes_are_accepted(plant: Pla
     accept(LENTO, "ulys2")
 
 
-# Tensor parallelism: where the stream is divided.
-
-
 def test_the_dry_run_leaves_the_model_as_it_was(plant: Plant) -> None:
     plant("nova-lento")
     run = tiny_run({**LENTO, "parallel.layout": "tp2"})

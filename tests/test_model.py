@@ -32,11 +32,23 @@ from mplug.model.memory import allocate, initialize
 from mplug.model.slots.fill import fill_slots, select_offers, sites
 from mplug.model.units import run_units
 from mplug.registry.entry_points import Registry
-from mplug_nn import MLP, SLOTS, Activation, Attention, DotProductAttention, Dropout, Embedding, Linear, Loss, Norm
+from mplug_nn import (
+    MLP,
+    SLOTS,
+    Activation,
+    Attention,
+    DotProductAttention,
+    Dropout,
+    Embedding,
+    Inits,
+    Linear,
+    Loss,
+    Norm,
+    describe,
+)
 from mplug_testing.harness import tiny_run
 
 V, D, K, FFN = 10, 6, 4, 8
-HEADS, KV_HEADS = Segment("heads", 4, K), Segment("kv_heads", 2, K, "copy")
 NORMAL, ONES = Init("normal", std=0.5), Init("constant", value=1.0)
 CPU = torch.device("cpu")
 
@@ -59,17 +71,11 @@ class Toy(nn.Module):
         self.project.weight = self.table.weight
 
 
-UP, VOCAB = (Segment("mlp", FFN), Segment("mlp", FFN)), Segment("vocab", V, uneven="pad")
-PARAMETERS = {
-    "table.weight": Parameter((VOCAB, "embed"), NORMAL),
-    "blocks.*.norm.weight": Parameter(("embed",), ONES),
-    "blocks.*.attn.qkv.weight": Parameter(((HEADS, KV_HEADS, KV_HEADS), "embed"), NORMAL),
-    "blocks.*.attn.qkv.bias": Parameter(((HEADS, KV_HEADS, KV_HEADS),), Init("constant", value=0.25)),
-    "blocks.*.attn.out.weight": Parameter(("embed", HEADS), Init("normal", std=0.1)),
-    "blocks.*.attn.out.bias": Parameter(("embed",), Init("constant")),
-    "blocks.*.mlp.up.weight": Parameter((UP, "embed"), NORMAL),
-    "blocks.*.mlp.down.weight": Parameter(("embed", Segment("mlp", FFN)), NORMAL),
-}
+VOCAB = Segment("vocab", V, uneven="pad")
+with torch.device("meta"):
+    PARAMETERS = {**describe(Toy(), Inits(NORMAL, Init("normal", std=0.1))).parameters}
+BIAS = "blocks.*.attn.qkv.bias"
+PARAMETERS[BIAS] = replace(PARAMETERS[BIAS], init=Init("constant", value=0.25))
 UNITS = tuple(Unit(name, (), ()) for name in ("table", "blocks.0", "blocks.1", "project"))
 
 
@@ -135,9 +141,6 @@ def test_initial_values_are_all_different_and_have_the_standard_deviation_of_the
     assert len(weight.unique()) > 59900  # of 60000 fp32 numbers a few agree by chance
 
 
-# Memory.
-
-
 def test_tied_parameters_stay_tied_and_count_once() -> None:
     model = filled(mesh(2), rank=1)
     module: Any = model.module
@@ -163,9 +166,6 @@ def test_a_buffer_that_nobody_initializes_is_refused_by_its_name() -> None:
         allocate(model, 0, CPU, torch.float32, 1)
 
 
-# Plans that do not fit their module.
-
-
 @pytest.mark.parametrize(
     ("parameter", "said"),
     [
@@ -177,9 +177,6 @@ def test_a_buffer_that_nobody_initializes_is_refused_by_its_name() -> None:
 def test_a_plan_of_another_shape_is_refused_naming_the_parameter(parameter: Parameter, said: str) -> None:
     with pytest.raises(ValueError, match=rf"'table\.weight'.*{said}|{said}.*'table\.weight'"):
         toy(**{"table.weight": parameter}).place(mesh(1), None)
-
-
-# Units.
 
 
 class Adder(nn.Module):
@@ -293,9 +290,6 @@ def test_a_site_that_is_wrapped_otherwise_than_the_rest_of_its_role_has_its_own_
     module: Any = model.module
     assert module.blocks["1"].attn.core is default
     assert module.blocks["0"].attn.core is not default
-
-
-# Bytes.
 
 
 def test_measuring_allocates_nothing_of_the_models_size() -> None:

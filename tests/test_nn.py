@@ -51,9 +51,6 @@ def assert_agree(
     torch.testing.assert_close(found, right, rtol=tolerance, atol=tolerance)
 
 
-# Linear.
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("lead", [(), (3,), (B, S)])
 def test_a_linear_is_that_of_torch(bias: bool, lead: tuple[int, ...]) -> None:
@@ -89,9 +86,6 @@ def test_a_supplied_gemm_gives_the_products_that_are_needed() -> None:
     assert sorted(calls) == ["dgrad", "forward", "forward", "wgrad", "wgrad"]
 
 
-# Embedding and norms.
-
-
 def rmsnorm(x: Tensor, w: dict[str, Tensor], eps: float) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * w["weight"] + w.get("bias", 0)
 
@@ -117,9 +111,6 @@ def test_a_norm_adds_the_residual_first_and_returns_the_sum_too(kind: Any) -> No
     assert torch.equal(layer(x)[1], x)
 
 
-# MLP.
-
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda h: 0.5 * h * (1 + torch.erf(h / math.sqrt(2))),  # arXiv 1606.08415, and section 2
     "gelu_tanh": lambda h: 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3))),
@@ -136,9 +127,6 @@ def test_an_mlp_is_its_papers_formula(kind: Any, bias: bool) -> None:
 
     layer = filled(MLP(D, F_, kind, bias))
     assert_agree(layer, layer, formula, drawn(B, S, D))
-
-
-# Attention.
 
 
 def attend_by_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -211,9 +199,6 @@ def test_packed_heads_are_prepared_by_whatever_fills_the_narrower_slot() -> None
     torch.testing.assert_close(layer(x, POSITIONS, KEYS), sharper, rtol=1e-12, atol=1e-12)
 
 
-# Rotary positions.
-
-
 @pytest.mark.parametrize(
     ("dtype", "position", "error"),
     [(torch.float64, 100_000, 1e-9), (torch.float32, 100_000, 1e-2), (torch.bfloat16, 1000, 0.03)],
@@ -223,9 +208,6 @@ def test_positions_far_away_keep_their_precision(dtype: torch.dtype, position: i
     y = rotate(x.to(dtype), far, 10000.0)
     assert y.dtype is dtype
     torch.testing.assert_close(y.double(), rotated(x, far, 10000.0), rtol=error, atol=error)
-
-
-# Loss.
 
 
 def test_the_loss_and_its_gradient_are_a_sum_over_the_targets_with_their_number() -> None:
@@ -290,15 +272,12 @@ def splitmix64(seed: int, number: int) -> int:
     return z ^ z >> 31
 
 
-def test_mix_is_splitmix64_of_the_paper() -> None:
+@pytest.mark.parametrize("key", [0, 1, -1, 2**63 - 1, -(2**63)])
+def test_mix_is_splitmix64_of_the_paper_and_uniform_numbers_are_its_upper_24_bits(key: int) -> None:
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]  # its first outputs from seed 0
     assert [splitmix64(0, number) for number in (1, 2, 3)] == published
     states = torch.tensor([signed(number * GOLDEN & MASK) for number in (1, 2, 3)])
     assert mix(states).tolist() == [signed(bits) for bits in published]
-
-
-@pytest.mark.parametrize("key", [0, 1, -1, 2**63 - 1, -(2**63)])
-def test_uniform_numbers_are_the_upper_24_bits(key: int) -> None:
     counters = torch.tensor([0, 1, 2, 1000, 2**62, -5])
     expected = [(splitmix64(key, number) >> 40) / 2**24 for number in counters.tolist()]
     found = uniform(key, counters)
@@ -328,9 +307,6 @@ def test_keys_tell_words_and_samples_apart_and_depend_on_nothing_else() -> None:
     assert torch.equal(keys[5:9], sample_keys(1, 2, ids[5:9]))
     together = torch.cat((keys, sample_keys(1, 3, ids), sample_keys(2, 2, ids)))
     assert len(together.unique()) == 3000
-
-
-# Dropout.
 
 
 def dropout(probability: float) -> Dropout:

@@ -73,8 +73,6 @@ def poisoned(rows: Tensor, total: int) -> Tensor:
     return nan(rows)
 
 
-# Experts.
-
 LOADS = {
     "even": [2, 2, 2],
     "nobody chooses the first and the last": [0, 6, 0],
@@ -164,9 +162,6 @@ def test_experts_multiply_by_the_product_in_their_slot_and_by_its_copies() -> No
         for weight in (experts.up, experts.down):
             weight.zero_()
         torch.testing.assert_close(experts(*given), expected)
-
-
-# Capacity.
 
 
 @pytest.mark.parametrize(("dropping", "kept"), [("position", {0, 1}), ("probability", {1, 3})])
@@ -329,9 +324,6 @@ def test_evaluation_adds_no_loss_and_counts_nothing() -> None:
     assert not router.losses.any()
 
 
-# What is counted and learnt.
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_recomputed_forward_pass_counts_once_and_gives_the_same_gradients(reentrant: bool) -> None:
     found = []
@@ -354,9 +346,6 @@ def test_a_step_moves_the_bias_towards_experts_below_the_mean_load_and_keeps_the
         router.step_ended(torch.tensor(skip))
         assert router.bias.tolist() == [-0.25, 0.25, 0, 0]
         assert router.last_load.tolist() == [7, 3, 5, 5]
-
-
-# The mixture.
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -144,9 +144,6 @@ def test_a_layer_with_a_fused_supplier_still_multiplies_an_input_by_its_own_prod
     assert len(calls) == 1
 
 
-# The call.
-
-
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
 def test_a_compiled_block_without_gradients_computes_as_an_eager_one(plant: Plant) -> None:
     plant("acme-prologue")
@@ -199,9 +196,6 @@ def test_the_suite_calls_a_supplier_with_a_prologue_that_it_computes(plant: Plan
     Checks().test_weight_gradients_can_be_computed_later("fp32")
 
 
-# Whole runs.
-
-
 DENSE = [
     *("fsdp2", "zero2", "zero2 parallel.zero.stage=2", "pp2", "pp2 parallel.pp.schedule=gpipe", f"tp2 {WHOLE_STREAM}"),
     *(f"tp2 {COMPILED} {RECOMPUTED}", "tp2pp2", f"fsdp2tp2 {RECOMPUTED}"),
@@ -223,9 +217,6 @@ def steps(settings: Settings) -> Any:
     """Be one rank of a run."""
     warnings.simplefilter("ignore")  # torch's own, as it traces
     return train_steps(settings)
-
-
-# Refusals.
 
 
 def test_a_norm_of_another_plugin_that_would_never_run_is_refused(plant: Plant) -> None:

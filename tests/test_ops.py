@@ -77,9 +77,6 @@ def expected(name: str, dims: tuple[int, ...], size: int) -> list[tuple[Tensor, 
     return [(y.detach(), x.grad) for y, x in zip(outputs, xs, strict=True)]
 
 
-# What the workers do.
-
-
 def group_of(groups: str) -> ops.Group:
     if groups == WHOLE:
         return dist.group.WORLD
@@ -156,9 +153,6 @@ ALONG = ("gather", "scatter", "split", "join", "all_gather", "reduce_scatter", "
 def test_a_group_of_none_is_the_identity(name: str, dims: tuple[int, ...]) -> None:
     x = drawn(SHAPE, 1).requires_grad_()
     assert getattr(ops, name)(x, None, *dims) is x
-
-
-# The plain collectives.
 
 
 def plain(dim: int) -> list[Tensor]:

@@ -49,9 +49,6 @@ def held(placement: Placement, rank: int) -> list[Held]:
     return [(box.start, box.shape, box.offset, tuple(box.copies), tuple(box.partial)) for box in boxes]
 
 
-# Patterns.
-
-
 VECTOR, MATRIX = Parameter(("embed",), NORMAL), Parameter(("mlp", "embed"), NORMAL)
 
 
@@ -244,9 +241,6 @@ def test_data_parallelism_sums_over_what_divides_the_batchs_entries_in_the_view_
     assert place(mesh, (3,), "embed", over=("sequence",)).data_axes == ("cp",)
 
 
-# Refusals.
-
-
 ACME = Axis("acme", 2, splits=("mlp",))
 
 
@@ -363,9 +357,6 @@ def test_owners_cover_every_element_once_and_ranks_agree_on_copies_and_sums(plac
             local[cells(box.offset, box.shape)] += 1
         assert local.max(initial=0) <= 1
     assert (owned == 1).all()
-
-
-# Flat ranges.
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (1, 5), (5, 1), (4, 3), (3, 4), (2, 3, 2), (3, 1, 4)])

@@ -69,9 +69,6 @@ def filled(linear: Linear, product: Product | None = None) -> Linear:
     return linear
 
 
-# The call.
-
-
 def test_a_product_gives_the_output_and_both_gradients() -> None:
     layer, plain = filled(Linear(I_, O_), Doubled()), filled(Linear(I_, O_))
     grad = drawn(B, S, O_, seed=8)
@@ -133,9 +130,6 @@ def test_an_mlp_calls_the_products_of_its_projections() -> None:
     torch.testing.assert_close(mlp(x) - bias, 2 * (before - bias))
 
 
-# The checks of the suite.
-
-
 def test_the_suite_accepts_products_and_their_buffers(plant: Plant) -> None:
     plant("acme-product")
     from acme_product import Rounded
@@ -171,9 +165,6 @@ def test_the_suite_reports_a_product_that_cannot_be_postponed() -> None:
     offer = Offer({"Linear.product": Different()})
     found = later_fault(offer, "Linear.product", torch.float64, "cpu", compiles=False)
     assert found.startswith("the gradient of the weight has other bits if the weight's gradient is computed later")
-
-
-# Whole runs.
 
 
 WIDE = [

@@ -194,9 +194,6 @@ def test_names_that_a_module_cannot_hold_are_refused() -> None:
         hold(layer, slot_of(layer, "Linear.gemm"), {"kept": torch.zeros(())})
 
 
-# What a user sees.
-
-
 def test_explain_shows_what_suppliers_keep_and_over_which_axes_it_is_reduced(plant: Plant, tiny: list[str]) -> None:
     plant("acme-delayed")
     words = ["explain", *tiny, "--kernels", "linear=delayed", "--parallel", "dp2tp2", "--data", "mock"]
@@ -209,9 +206,6 @@ def test_explain_shows_what_suppliers_keep_and_over_which_axes_it_is_reduced(pla
     assert rows[up, "total"] == ["scalar", "scalar", "sum", "over", "batch,", "sequence,", "embed", "dp"]
     assert rows[down, "total"] == ["scalar", "scalar", "sum", "over", "batch,", "sequence,", "mlp", "dp,", "tp"]
     assert "buffers of suppliers" in output.partition("Bytes of rank 0")[2]
-
-
-# The end of a step.
 
 
 def held(step_ended: Any) -> HeldBuffers:
@@ -263,9 +257,6 @@ def test_a_maximum_of_a_model_begins_at_its_value_and_metrics_report_it() -> Non
     for values in ([-5.0, 1.0], [-4.0, 0.5]):
         keep_max(module.get_buffer("largest"), torch.tensor(values))
     assert statistics.finish(torch.tensor(1.0), torch.tensor(1.0))["largest"].tolist() == [-3.0, 1.0]
-
-
-# Checkpoints.
 
 
 def trained(settings: Settings, steps: int, directory: Path, resume_from: Path | None = None) -> list[float]:

@@ -204,9 +204,6 @@ def test_the_parts_in_plain_torch_are_right_by_autograd(heads: tuple[int, int, i
     assert parts_fault(PLAIN_PARTS, Setting(h, g, width, torch.float32, "cpu"), packed=True) == ""
 
 
-# Who says it, who hears it.
-
-
 def cores(settings: dict[str, object]) -> list[frozenset[str]]:
     model = build_model(tiny_run(settings))
     return [filled.site.needs for filled in model.slots if filled.site.slot == "Attention.core"]

@@ -31,9 +31,6 @@ def require_parity(layout: str) -> None:
     Squeezed().test_a_layout_gives_the_run_of_one_process(layout)
 
 
-# The suite.
-
-
 @pytest.mark.parametrize(
     "declared", ["return None", DECLARED.replace("2.0**-6", "1e-6")], ids=["nothing", "too little"]
 )
@@ -49,9 +46,6 @@ def test_the_suite_fails_a_strategy_that_another_one_bypasses(plant: Plant) -> N
     said = r"equals one process up to rounding .*, although the strategy declares .* bypasses"
     with pytest.raises(Fault, match=said):
         require_parity("squeeze2zero2")
-
-
-# Together with strategies that sum gradients themselves.
 
 
 @pytest.mark.parametrize("layout", ["squeeze2zero2", "zero2squeeze2"])
@@ -83,9 +77,6 @@ def test_the_suite_holds_a_strategy_to_the_tolerance_that_it_declares(plant: Pla
     require_parity(layout)
 
 
-# Stages of frozen parameters only.
-
-
 def test_a_stage_without_trained_parameters_names_the_axes_of_the_others(plant: Plant) -> None:
     plant("acme-squeeze")
     Squeezed()._require_parity("squeeze2pp2", FIRST_STAGE)
@@ -96,9 +87,6 @@ def test_ranks_that_name_different_axes_are_refused(plant: Plant) -> None:
     said = r"squeeze names the axis 'squeeze' in .*reduced_over on rank 2, and not on ra"
     with pytest.raises(UsageError, match=said):
         train_ranks(4, {**Squeezed.at("squeeze2pp2"), **FIRST_STAGE})
-
-
-# What users and authors see.
 
 
 def test_explain_shows_what_varies_and_by_how_much(plant: Plant) -> None:

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -58,16 +59,26 @@ def test_a_sharded_optimizer_that_would_sum_in_its_stead_is_refused_before_launc
         assert words in str(caught.value)
 
 
-def test_replicas_that_would_sum_in_its_stead_are_refused(plant: Plant) -> None:
-    plant("acme-squeeze", BEFORE_OTHERS, "layer = 1")
-    with pytest.raises(UsageError, match="parallel/dp and parallel/squeeze would both sum gradients over the axis"):
-        train_ranks(4, Squeezed.at("squeeze2dp2"))
+IN_ITS_STEAD = "parallel/dp and parallel/squeeze would both sum gradients over the axis"
+ON_ONE_RANK = r"squeeze names the axis 'squeeze' in .*reduced_over on rank 2, and not on ra"
+OF_ITS_OWN = "sinks.reduced_over.update(*(trained[name] for name in sinks))"
 
 
-def test_a_sum_that_is_left_to_the_host_is_refused(plant: Plant) -> None:
-    plant("acme-squeeze", SUMMED, "")
-    with pytest.raises(UsageError, match=r"parallel/squeeze declares .* sinks.reduced_over lacks this axis"):
-        train_ranks(2, Squeezed.at("squeeze2"))
+@pytest.mark.parametrize(
+    ("change", "layout", "settings", "said"),
+    [
+        ((BEFORE_OTHERS, "layer = 1"), "squeeze2dp2", {}, IN_ITS_STEAD),
+        ((SUMMED, ""), "squeeze2", {}, r"parallel/squeeze declares .* sinks.reduced_over lacks this axis"),
+        ((SUMMED, OF_ITS_OWN), "squeeze2pp2", FIRST_STAGE, ON_ONE_RANK),
+    ],
+    ids=["replicas sum", "the host sums", "ranks name different axes"],
+)
+def test_a_sum_that_another_one_would_make_is_refused(
+    plant: Plant, change: tuple[str, str], layout: str, settings: dict[str, Any], said: str
+) -> None:
+    plant("acme-squeeze", *change)
+    with pytest.raises(UsageError, match=said):
+        train_ranks(2 if layout == "squeeze2" else 4, {**Squeezed.at(layout), **settings})
 
 
 @pytest.mark.parametrize("layout", layouts(["squeeze2", "squeeze2fsdp2"], ["squeeze2dp2"]))
@@ -80,13 +91,6 @@ def test_the_suite_holds_a_strategy_to_the_tolerance_that_it_declares(plant: Pla
 def test_a_stage_without_trained_parameters_names_the_axes_of_the_others(plant: Plant) -> None:
     plant("acme-squeeze")
     Squeezed()._require_parity("squeeze2pp2", FIRST_STAGE)
-
-
-def test_ranks_that_name_different_axes_are_refused(plant: Plant) -> None:
-    plant("acme-squeeze", SUMMED, "sinks.reduced_over.update(*(trained[name] for name in sinks))")
-    said = r"squeeze names the axis 'squeeze' in .*reduced_over on rank 2, and not on ra"
-    with pytest.raises(UsageError, match=said):
-        train_ranks(4, {**Squeezed.at("squeeze2pp2"), **FIRST_STAGE})
 
 
 def test_explain_shows_what_varies_and_by_how_much(plant: Plant) -> None:

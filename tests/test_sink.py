@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mplug.model.build import build_model as model_of
 from mplug.model.build import gradient_dtype, measure_bytes
+from mplug.tensors import sink as sink_module
 from mplug.training.assembly import build
 from mplug_nn import add_product, add_rows, aligned
 from mplug_nn.grouped import add_grouped_product
@@ -168,3 +169,14 @@ def test_rows_of_any_dtype_are_added_to_a_table_of_any_dtype(
         add_rows(sink, stale, indices, rows)
         coarse = torch.finfo(total).eps
         torch.testing.assert_close(sink.double(), number * exact, rtol=3 * number * coarse, atol=0)
+
+
+@pytest.mark.parametrize("indices", [[2, 2, 6, 0, 2, 6], [4], [0] * 20], ids=len)
+def test_rows_of_one_index_are_one_sum_before_they_are_added_in_any_order(indices: list[int]) -> None:
+    index, rows = torch.tensor(indices), torch.randn(len(indices), 3)
+    once, sums = sink_module._unique(index, rows, 7, torch.float32)
+    added, exact = (torch.zeros(7, 3, dtype=torch.float64) for _ in range(2))
+    added.index_add_(0, once, sums.double())
+    torch.testing.assert_close(added, exact.index_add_(0, index, rows.double()), rtol=1e-6, atol=1e-6)
+    assert len(once) == len(indices)
+    assert int(sums.any(dim=1).sum()) == len(set(indices))

@@ -196,6 +196,12 @@ def test_groups_partition_the_ranks(mesh: Mesh, data: st.DataObject) -> None:
     assert all(rank in mesh.group(rank, *chosen) for rank in range(mesh.world_size))
 
 
+def test_an_axis_that_views_share_varies_slower_than_the_axes_of_one_view() -> None:
+    shared = Axis("tp", 2, views=("dense", "sparse"))
+    with pytest.raises(ValueError, match=r"tp.*ep|ep.*tp"):
+        Mesh.of([shared, Axis("ep", 4, distance=1, views=("sparse",))], 8)
+
+
 def plugin(**answers: object) -> object:
     """A plugin whose hooks return these."""
 

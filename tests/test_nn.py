@@ -295,6 +295,15 @@ def test_normal_numbers_are_the_quantiles_of_52_bits(key: int) -> None:
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.parametrize("upper", [0, 1, 2, 2**51 - 1, 2**51, 2**52 - 3, 2**52 - 2, 2**52 - 1])
+def test_normal_numbers_are_finite_at_both_ends_and_centred(upper: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    bits = torch.tensor([signed(upper << 12), signed((2**52 - 1 - upper) << 12)])
+    monkeypatch.setattr("mplug.tensors.random.mix", lambda _: bits)
+    low, high = normal(5, torch.zeros(2, dtype=torch.int64)).tolist()
+    assert abs(low) < 8.5
+    assert low == pytest.approx(-high, rel=0.02, abs=1e-15)
+
+
 def test_keys_tell_words_and_samples_apart_and_depend_on_nothing_else() -> None:
     words = [(1, "a"), (1, "b"), (2, "a"), ("a", 1), ("ab", "c"), ("a", "bc"), ()]
     keys = [key_of(*one) for one in words]

@@ -52,9 +52,6 @@ def test_the_package_as_it_is_passes_its_own_tests(own_tests: Callable[..., str]
     assert all(any(words in line for words in expected) for line in skipped), skipped
 
 
-# Planted faults.
-
-
 class Planted(NamedTuple):
     """`old` becomes `new` in the package's source; a suite's `test`, called with `arguments`, must say `words`."""
 
@@ -141,7 +138,8 @@ def test_the_suites_catch(planted: Planted, plant: Plant) -> None:
 
 # What an author may get wrong in the suite itself.
 
-NAMED = "test_another_function_has_a_name_and_a_reference"
+NAMED, CAUSAL = "test_another_function_has_a_name_and_a_reference", "test_attention_is_causal"
+REFERENCE = "test_its_reference_is_a_core"
 
 
 def detached(self: Any, q: Tensor, *rest: Any) -> Tensor:
@@ -156,27 +154,12 @@ def acausal(self: Any, q: Tensor, k: Tensor, v: Tensor, spec: Any, inputs: Any) 
     ("changes", "test", "words"),
     [
         ({"reference": KernelSuite.reference}, NAMED, "computes = 'linear attention' without a reference; override"),
-        ({"reference": KernelSuite.reference}, "test_attention_is_causal", "override 'reference'"),
         ({"computes": ""}, NAMED, "overrides 'reference' without 'computes'"),
         ({"computes": "window"}, NAMED, "computes = 'window', whose reference is mplug_nn"),
-        (
-            {"computes": "linear"},
-            "test_attention_is_causal",
-            "every case needs 'linear', because the suite sets 'computes'",
-        ),
-        (
-            {"computes": "", "reference": KernelSuite.reference},
-            "test_attention_is_causal",
-            "if the core is not softmax attention, set the suite's 'computes' to the need of its sites",
-        ),
-        ({"reference": detached}, "test_its_reference_is_a_core", "the reference of Attention.core with as many"),
-        ({"reference": detached}, "test_its_reference_is_a_core", "gives q no gradient"),
-        ({"reference": acausal}, "test_its_reference_is_a_core", "it is not causal"),
-        (
-            {"reference": lambda self, q, *rest: 0 * KernelsSuite.reference(self, q, *rest) / 0},
-            "test_its_reference_is_a_core",
-            "is not finite",
-        ),
+        ({"computes": "linear"}, CAUSAL, "every case needs 'linear', because the suite sets 'computes'"),
+        ({"reference": detached}, REFERENCE, "gives q no gradient"),
+        ({"reference": acausal}, REFERENCE, "it is not causal"),
+        ({"reference": lambda *given: KernelsSuite.reference(*given) / 0}, REFERENCE, "is not finite"),
     ],
 )
 def test_a_suite_that_does_not_say_what_the_kernel_computes_is_a_fault(
@@ -185,7 +168,7 @@ def test_a_suite_that_does_not_say_what_the_kernel_computes_is_a_fault(
     plant(PACKAGE)
     suite = type("Wrong", (KernelsSuite,), changes)()
     with pytest.raises(Fault) as caught:
-        getattr(suite, test)(*(["fp32"] if test == "test_attention_is_causal" else []))
+        getattr(suite, test)(*(["fp32"] if test == CAUSAL else []))
     assert words in str(caught.value)
 
 

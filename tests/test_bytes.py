@@ -1,48 +1,36 @@
 """The bytes that `mplug explain` predicts, without processes, are those that a rank really holds."""
 
 import gc
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from mplug import Run
+from mplug.model.build import build_model, measure_bytes
+from mplug.training.assembly import build
 from mplug_testing import run_workers
+from mplug_testing.harness import tiny_run
 
-SETTINGS = [
-    "model.num_layers=3",
-    "model.hidden_size=32",
-    "model.num_attention_heads=4",
-    "model.num_kv_heads=1",
-    "model.vocab_size=259",
-    "model.tie_embeddings=true",
-    "data.name=mock",
-    "data.vocab_size=259",
-    "trainer.seq_length=16",
-    "trainer.device=cpu",
-    "trainer.eval_every=0",
-]
+SETTINGS: dict[str, object] = {
+    "model.num_layers": 3,
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.num_kv_heads": 1,
+    "model.vocab_size": 259,
+    "model.tie_embeddings": True,
+    "trainer.eval_every": 0,
+}
 
 
-def prepared(layout: str, precision: str, **changes: object):
-    from mplug.config.defaults import default_settings
-    from mplug.config.sources import read_assignments
-    from mplug.registry.entry_points import Registry
-    from mplug.registry.resolve import resolve
-    from mplug.run.prepare import prepare
-
-    words = [*SETTINGS, f"parallel.layout={layout}", f"trainer.precision={precision}"]
-    words += [f"{name}={value}" for name, value in changes.items()]
-    return prepare(resolve(Registry(), default_settings(), read_assignments(words)))
+def prepared(layout: str, precision: str, changes: Mapping[str, object] = MappingProxyType({})) -> Run:
+    return tiny_run({**SETTINGS, "parallel.layout": layout, "trainer.precision": precision, **changes})
 
 
 def held(layout: str, precision: str, changes: dict[str, object]) -> tuple[dict[str, int], int]:
     """What a rank holds after a step, kind by kind, and the bytes of all tensors alive in its process."""
-    from mplug.distributed.groups import Groups
-    from mplug.training.assembly import build
-
-    run = prepared(layout, precision, **changes)
-    run.rank = dist.get_rank()
-    run.groups = Groups(run.rank)
+    run = prepared(layout, precision, changes)
     parts = build(run)
     parts.stepper.forward_backward(parts.train_loader.take(8), 1)
     parts.stepper.update(1e-3, 0.1)
@@ -64,6 +52,7 @@ def storage_bytes(tensors: list[torch.Tensor]) -> int:
 
 STAGE2 = {"parallel.zero.stage": 2, "parallel.zero.bucket_mib": 0.05}
 CASES: list[tuple[str, str, dict[str, object]]] = [
+    ("", "fp32", {"model.tie_embeddings": False, "model.activation": "swiglu"}),
     ("tp2pp2", "fp32", {}),
     ("tp2pp2", "bf16", {}),
     ("dp2", "fp32", {}),
@@ -74,7 +63,7 @@ CASES: list[tuple[str, str, dict[str, object]]] = [
     ("zero4", "bf16", STAGE2),
     ("zero2", "bf16", {**STAGE2, "optimizer.name": "muon"}),
 ]
-QUICK = [CASES[1], CASES[3], CASES[6], CASES[8]]
+QUICK = [CASES[0], CASES[2], CASES[4], CASES[7], CASES[9]]
 
 
 @pytest.mark.parametrize(
@@ -85,9 +74,7 @@ QUICK = [CASES[1], CASES[3], CASES[6], CASES[8]]
 def test_the_bytes_that_explain_predicts_are_those_that_a_rank_holds(
     layout: str, precision: str, changes: dict[str, object]
 ) -> None:
-    from mplug.model.build import build_model, measure_bytes
-
-    run = prepared(layout, precision, **changes)
+    run = prepared(layout, precision, changes)
     for rank, (measured, alive) in enumerate(run_workers(run.mesh.world_size, held, layout, precision, changes)):
         run.rank = rank
         predicted = measure_bytes(run, build_model(run))
@@ -99,16 +86,9 @@ def test_the_bytes_that_explain_predicts_are_those_that_a_rank_holds(
 
 
 def test_divided_states_take_their_part_of_the_bytes() -> None:
-    from mplug.model.build import build_model, measure_bytes
-
-    whole, first, second = (
-        measure_bytes(run, build_model(run))
-        for run in (
-            prepared("dp4", "bf16"),
-            prepared("zero4", "bf16"),
-            prepared("zero4", "bf16", **{"parallel.zero.stage": 2}),
-        )
-    )
+    layouts: list[tuple[str, dict[str, object]]] = [("dp4", {}), ("zero4", {}), ("zero4", {"parallel.zero.stage": 2})]
+    runs = [prepared(layout, "bf16", changes) for layout, changes in layouts]
+    whole, first, second = (measure_bytes(run, build_model(run)) for run in runs)
     for kind in ("masters", "optimizer state"):
         assert first[kind] == second[kind] == pytest.approx(whole[kind] / 4, rel=0.02)
     for kind in ("weights", "gradients"):

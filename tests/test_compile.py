@@ -146,82 +146,47 @@ def test_more_sizes_of_micro_batch_than_torch_allows_by_itself_compile_and_hooks
 # Autograd functions and operators, of which torch before 2.13 compiles some to wrong gradients.
 
 
-class Tripled(torch.autograd.Function):
-    """3 x; its subclasses compute it in other ways."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Any:  # noqa: ARG004
-        return x * 3
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # noqa: ARG004
-        return grad * 3
+def function(forward: Callable[..., Any], backward: Callable[..., Any] = lambda _, grad: grad * 3) -> Any:
+    """An autograd function; the gradient of 3 x, unless another is given."""
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type("Function", (torch.autograd.Function,), methods).apply
 
 
-class OfOneType(Tripled):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
-        return (x * 3).to(x.dtype)
+def contiguous(ctx: Any, x: Tensor) -> Tensor:
+    y = x * 3
+    ctx.save_for_backward(y)
+    return y.contiguous()
 
 
-class Contiguous(Tripled):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = x * 3
-        ctx.save_for_backward(y)
-        return y.contiguous()
+def in_place(_: Any, x: Tensor) -> Tensor:
+    y = x.clone()
+    y *= 3
+    return y
 
 
-class InPlace(Tripled):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
-        y = x.clone()
-        y *= 3
-        return y
+def product(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    ctx.save_for_backward(x, weight)
+    return x * weight
 
 
-class Both(Tripled):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG004
-        return (x * 3).contiguous(), (x * 2).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, other: Tensor) -> Tensor:  # noqa: ARG004
-        return grad * 3 + other * 2
+def product_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    x, weight = ctx.saved_tensors
+    return grad * weight, grad * x
 
 
-class Weighted(Tripled):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return grad * weight, grad * x
-
-
-class Offset(Tripled):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, one: Tensor, other: Tensor) -> Tensor:  # noqa: ARG004
-        return x * 3 + one - other
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ARG004
-        return grad * 3, None, None
-
-
-class Dirty(Tripled):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.mark_dirty(x.mul_(3))
-        return x
+def dirty(ctx: Any, x: Tensor) -> Tensor:
+    ctx.mark_dirty(x.mul_(3))
+    return x
 
 
 def changed(x: Tensor) -> Tensor:
-    Dirty.apply(x)
+    dirtied(x)
     return x
+
+
+tripled, dirtied, weighted = function(lambda _, x: x * 3), function(dirty), function(product, product_gradients)
+both = function(lambda _, x: ((x * 3).contiguous(), (x * 2).to(x.dtype)), lambda _, grad, other: grad * 3 + other * 2)
+offset = function(lambda _, x, one, other: x * 3 + one - other, lambda _, grad: (grad * 3, None, None))
 
 
 def returned(x: Tensor) -> Tensor:
@@ -229,17 +194,17 @@ def returned(x: Tensor) -> Tensor:
 
 
 CORRECT: dict[str, Callable[[Tensor], Any]] = {
-    "a new tensor": Tripled.apply,
-    "converted to its own type": OfOneType.apply,
-    "made contiguous": Contiguous.apply,
-    "changed in place": InPlace.apply,
-    "two of these": lambda x: Both.apply(x)[0] * Both.apply(x)[1],
-    "a tensor and its view": lambda x: Weighted.apply(x, x.view_as(x)),
+    "a new tensor": tripled,
+    "converted to its own type": function(lambda _, x: (x * 3).to(x.dtype)),
+    "made contiguous": function(contiguous),
+    "changed in place": function(in_place),
+    "two of these": lambda x: both(x)[0] * both(x)[1],
+    "a tensor and its view": lambda x: weighted(x, x.view_as(x)),
 }
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
-    "one tensor twice": lambda x: Weighted.apply(x, x),
+    "one tensor twice": lambda x: weighted(x, x),
     "a dirty argument": changed,
-    "indices twice": lambda x: Offset.apply(x, *[torch.arange(3)] * 2),
+    "indices twice": lambda x: offset(x, *[torch.arange(3)] * 2),
 }
 
 
@@ -251,7 +216,7 @@ def gradients() -> Gradients:
     warnings.simplefilter("ignore")  # torch's own, as it traces
     aliasing = operator("mplug_tests::returned")(returned)
     fake("mplug_tests::returned")(torch.empty_like)
-    functions = {**CORRECT, **REFUSED, "an operator that returns its argument": lambda x: Tripled.apply(aliasing(x))}
+    functions = {**CORRECT, **REFUSED, "an operator that returns its argument": lambda x: tripled(aliasing(x))}
     found: Gradients = {}
     for name, function in functions.items():
         unit: Any = nn.Identity()

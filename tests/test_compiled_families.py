@@ -10,6 +10,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from library_models import V, batch, built
+from tiny_models import LATENT_EXPERTS
 from torch._dynamo.backends.common import aot_autograd
 from torch._ops import OpOverload
 from torch.fx import GraphModule
@@ -23,27 +24,17 @@ SHAPE: dict[str, Any] = {
     "ffn_hidden_size": 40,
     "vocab_size": V,
 }
-YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "moe_ffn_hidden_size": 12}
-LATENT = {"q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+SCALED = {"activation": "relu2", "rope_fraction": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+WINDOW = {"window": 4, "num_kv_heads": 2}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LATENT = {name.partition(".")[2]: value for name, value in LATENT_EXPERTS.items()}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {
-        "activation": "relu2",
-        "rope_fraction": 0.5,
-        "rope_scaling": {"type": "linear", "factor": 2.0},
-        "num_mtp_layers": 1,
-    },
+    "llama": {**SCALED, "num_mtp_layers": 1},
     "qwen": {**EXPERTS, "num_kv_heads": 2, "feed_forward_types": ("mlp", "experts")},
-    "gemma": {"qk_norm": True, "window": 4, "attention_types": ("window", "full"), "logit_soft_cap": 3.0},
-    "gpt-oss": {**EXPERTS, "head_dim": 8, "num_kv_heads": 2, "window": 4, "rope_scaling": YARN},
-    "deepseek": {
-        **EXPERTS,
-        **LATENT,
-        "num_dense_layers": 1,
-        "moe_router_num_groups": 2,
-        "moe_router_top_groups": 1,
-        "num_mtp_layers": 2,
-    },
+    "gemma": {**WINDOW, "qk_norm": True, "attention_types": ("window", "full"), "logit_soft_cap": 3.0},
+    "gpt-oss": {**EXPERTS, **WINDOW, "head_dim": 8, "rope_scaling": YARN},
+    "deepseek": {**LATENT, **SHAPE},
 }
 
 

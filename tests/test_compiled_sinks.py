@@ -1,4 +1,4 @@
-"""Compiled units put into the sinks what eager ones do, also where a gradient begins inside of a unit.
+"""Sinks hold the gradients of one eager process: in compiled units, and of parameters that stages share.
 
 The loss of multi-token prediction, and those of a router, never reach the model's loss: their gradients begin in the
 backward pass of their unit. A compiler divides a unit's passes by what depends on the upstream gradient. Everything
@@ -6,44 +6,26 @@ else in backward it moves into the forward pass, and with it additions to sinks 
 """
 
 import warnings
+from functools import cache
 from typing import Any
 
 import pytest
+from tiny_models import DECODER, LATENT_EXPERTS
 
 from mplug_testing import run_workers
-from mplug_testing.harness import Trace, difference, train_steps
+from mplug_testing.harness import Trace, difference, train_ranks, train_steps
 
 Settings = dict[str, Any]
-SHAPE: Settings = {
-    "model.num_layers": 2,
-    "model.hidden_size": 32,
-    "model.num_attention_heads": 4,
-    "model.ffn_hidden_size": 40,
-    "model.vocab_size": 259,
-    "model.init_std": 0.06,
-    "model.num_mtp_layers": 1,
-    "model.mtp_loss_coefficient": 0.5,
-}
-LATENT: Settings = {
-    "model.q_lora_rank": 12,
-    "model.kv_lora_rank": 16,
-    "model.qk_nope_head_dim": 8,
-    "model.qk_rope_head_dim": 4,
-    "model.v_head_dim": 8,
-    "model.num_experts": 4,
-    "model.num_experts_per_token": 2,
-    "model.moe_ffn_hidden_size": 16,
-    "model.num_dense_layers": 1,
-    "model.moe_router_num_groups": 1,
-    "model.moe_router_top_groups": 1,
-    "model.moe_balance": "sequence",
-    "model.aux_loss_coefficient": 0.5,
-}
+MTP: Settings = {"model.num_layers": 2, "model.num_mtp_layers": 1, "model.mtp_loss_coefficient": 0.5}
+ROUTED: Settings = {"model.moe_balance": "sequence", "model.aux_loss_coefficient": 0.5}
+LLAMA: Settings = {**DECODER, **MTP, "model.name": "llama"}
+DEEPSEEK: Settings = {**LATENT_EXPERTS, **MTP, **ROUTED, "model.name": "deepseek"}
+TIED: Settings = {"model.tie_embeddings": True}
 MODELS: dict[str, Settings] = {
-    "llama": {**SHAPE, "model.name": "llama", "model.num_kv_heads": 2},
-    "llama, tied": {**SHAPE, "model.name": "llama", "model.num_kv_heads": 2, "model.tie_embeddings": True},
-    "deepseek": {**SHAPE, **LATENT, "model.name": "deepseek"},
-    "deepseek, tied": {**SHAPE, **LATENT, "model.name": "deepseek", "model.tie_embeddings": True},
+    "llama": LLAMA,
+    "llama, tied": {**LLAMA, **TIED},
+    "deepseek": DEEPSEEK,
+    "deepseek, tied": {**DEEPSEEK, **TIED},
 }
 
 
@@ -82,3 +64,40 @@ def test_sinks_of_a_compiled_run_hold_the_gradients_of_an_eager_one(
 ) -> None:
     eager, compiled = eager_and_compiled(name, size, layout, compiler)
     assert difference(compiled, eager) == ""
+
+
+# Stages share the embedding, the last norm and the projection to the vocabulary, each in an order of its own.
+
+PREDICTING: Settings = {
+    **DECODER,
+    "model.name": "llama",
+    "model.num_layers": 4,
+    "model.num_mtp_layers": 1,
+    "model.mtp_loss_coefficient": 0.5,
+}
+INTERLEAVED: Settings = {"parallel.pp.schedule": "interleaved"}
+UNEVEN: Settings = {"parallel.pp.split": [6, 1]}
+BY_LAYOUT = pytest.mark.wide("layouts")
+SPLITS = [
+    ("pp2", INTERLEAVED),
+    ("pp2", UNEVEN),
+    *(
+        pytest.param(f"pp2{data}2", split, marks=BY_LAYOUT)
+        for data in ("zero", "fsdp")
+        for split in (INTERLEAVED, UNEVEN)
+    ),
+]
+
+
+@cache
+def alone(tied: bool) -> Trace:
+    return train_steps({**PREDICTING, **TIED} if tied else PREDICTING)
+
+
+@pytest.mark.parametrize(("layout", "split"), SPLITS)
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=BY_LAYOUT)], ids=["tied", "not tied"])
+def test_gradients_of_shared_parameters_are_those_of_one_process(layout: str, split: Settings, tied: bool) -> None:
+    size = 2 if layout == "pp2" else 4
+    model = {**PREDICTING, **(TIED if tied else {})}
+    found = train_ranks(size, {**model, **split, "parallel.layout": layout})
+    assert difference(found, alone(tied)) == ""

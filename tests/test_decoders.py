@@ -73,9 +73,6 @@ class Same(DecoderConfig):
         return BlockConfig(self.norm_config(), self.attention_config(), MLPConfig(8 if number == self.wide else 6))
 
 
-# The page.
-
-
 def test_the_family_of_the_page_has_the_blocks_that_the_page_says() -> None:
     family = shown("family")["Ripple"]
     model = family(family.Config(num_layers=3, **SMALL, ffn_hidden_size=6, window=5)).build_model()
@@ -126,9 +123,6 @@ def test_the_part_of_the_page_computes_and_describes_itself(monkeypatch: pytest.
     logits = run_units(whole, model.plan.inference, given)["logits"]
     assert logits.shape == (2, 4, 11)
     assert logits.isfinite().all()
-
-
-# Configs of parts.
 
 
 def arguments_of(module: type) -> dict[str, Argument]:
@@ -225,13 +219,10 @@ def test_names_that_differ_in_numbers_are_one_pattern_only_if_they_mean_the_same
     model.plan.match(dict(model.module.named_parameters()))
 
 
-def test_a_pattern_never_covers_a_name_that_has_its_own() -> None:
+def test_patterns_cover_names_that_mean_the_same_and_tied_parameters_once() -> None:
     tables = nn.ModuleDict({"0": Embedding(3, 4), "1": Embedding(3, 4), "last": Embedding(5, 4)})
     described = describe(tables, INITS).parameters
     assert set(described) == {"0.weight", "1.weight", "last.weight"}
-
-
-def test_tied_parameters_are_described_once_by_their_first_name() -> None:
     tables = nn.ModuleDict({"first": Embedding(3, 4), "second": Embedding(3, 4)})
     tables["second"].weight = tables["first"].weight
     described = describe(tables, INITS)

@@ -64,11 +64,6 @@ def test_experts_have_the_buffers_of_both_products_and_their_scales_follow() -> 
     assert found["down_input_scale"].tolist() == [[16.0]]
 
 
-def test_an_operand_of_another_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="'output' is not an operand; `limits` names input, gradient, weight"):
-        DelayedScaling({"output": E4M3}, steps=1)
-
-
 def test_scales_follow_the_largest_value_of_the_last_steps() -> None:
     scaling = DelayedScaling({"input": E4M3, "gradient": E5M2}, steps=2, margin=1)
     state, seen = states(scaling, input=torch.zeros(2), gradient=torch.zeros(2)), []
@@ -87,9 +82,11 @@ def test_a_scale_stays_if_a_history_is_zero_or_not_finite_and_is_never_infinite(
     assert scales.flatten().tolist() == [256.0, 256.0, 256.0, 2.0**126]
 
 
-def test_scales_are_rounded_down_to_powers_of_two() -> None:
+def test_scales_are_powers_of_two_if_asked_for_and_operands_have_their_names() -> None:
     scaling = DelayedScaling({"input": E4M3}, steps=1, margin=2, power_of_two=True)
     scales = scaling.step_ended(states(scaling, input=torch.tensor([3.0, 3.5, 1e-3])))["input_scale"]
     assert scales.flatten().tolist() == [128 / 4, 128 / 4, 2.0**18 / 4]
     wide = {name: value.double() for name, value in states(scaling, input=torch.tensor([7.0])).items()}
     assert scaling.step_ended(wide)["input_scale"].dtype == torch.float64
+    with pytest.raises(ValueError, match="'output' is not an operand; `limits` names input, gradient, weight"):
+        DelayedScaling({"output": E4M3}, steps=1)

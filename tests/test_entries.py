@@ -1,5 +1,6 @@
 """The part of a micro batch that a rank computes with."""
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -14,28 +15,20 @@ from mplug.training.map_loader import MapLoader
 from mplug.training.supervised_loader import Source
 
 B, S, PIXELS = 2, 24, 5
+TOKENS = ("batch", "sequence")
 CONTEXT = {
-    "tokens": ("batch", "sequence"),
-    "labels": ("batch", "sequence"),
-    "positions": ("batch", "sequence"),
+    **dict.fromkeys(("tokens", "labels", "positions"), TOKENS),
     "sample_ids": ("batch",),
     "images": ("batch", "pixels"),
-    "mask": ("batch", "sequence", "sequence"),
+    "mask": (*TOKENS, "sequence"),
 }
 
 
 def batch() -> dict[str, torch.Tensor]:
-    tokens = torch.arange(B * S).view(B, S)
-    images, mask = torch.arange(B * PIXELS).view(B, PIXELS), torch.arange(B * S * S).view(B, S, S)
-    return {
-        "tokens": tokens,
-        "labels": tokens + 1,
-        "positions": torch.arange(S)[None],
-        "sample_ids": torch.arange(B),
-        "images": images,
-        "mask": mask,
-        "unknown to the plan": torch.arange(S),
-    }
+    sizes = {"batch": B, "sequence": S, "pixels": PIXELS}
+    shapes = {name: [sizes[axis] for axis in axes] for name, axes in CONTEXT.items()}
+    made = {name: torch.arange(math.prod(shape)).view(shape) for name, shape in shapes.items()}
+    return {**made, "positions": torch.arange(S)[None], "unknown to the plan": torch.arange(S)}
 
 
 def zigzag(length: int, size: int, index: int) -> tuple[range, ...]:
@@ -63,13 +56,7 @@ def test_a_rank_gets_the_indices_of_its_map_in_every_entry_that_has_the_axis(cut
             assert own[name] is whole[name]
 
 
-def test_the_samples_are_divided_by_the_loader_and_by_nobody_else() -> None:
-    whole = batch()
-    own = own_entries(whole, CONTEXT, Mesh.of([Axis("dp", 2, entries={"batch": contiguous})], 2), 1)
-    assert all(own[name] is whole[name] for name in whole)
-
-
-def test_two_axes_divide_the_sequence_one_after_the_other_the_slowest_first() -> None:
+def test_axes_divide_the_sequence_one_after_the_other_and_never_the_samples() -> None:
     near, far = (
         Axis("near", 2, entries={"sequence": every_other}),
         Axis("far", 3, entries={"sequence": zigzag}, distance=1),
@@ -78,17 +65,20 @@ def test_two_axes_divide_the_sequence_one_after_the_other_the_slowest_first() ->
     for rank in range(6):
         outer = [index for part in zigzag(S, 3, rank // 2) for index in part]
         assert own_entries(batch(), CONTEXT, mesh, rank)["positions"][0].tolist() == outer[rank % 2 :: 2]
+    whole = batch()
+    own = own_entries(whole, CONTEXT, Mesh.of([Axis("dp", 2, entries={"batch": contiguous})], 2), 1)
+    assert all(own[name] is whole[name] for name in whole)
 
 
 @given(st.lists(st.integers(0, S), max_size=6), st.integers(1, 3))
 def test_any_ranges_are_joined_in_their_order(borders: list[int], step: int) -> None:
     ranges = tuple(range(start, stop, step) for start, stop in pairwise([0, *sorted(borders), S]))
-    mesh = Mesh.of([Axis("cp", 2, entries={"sequence": lambda *_: ranges})], 2)
+    mesh, whole = (
+        Mesh.of([Axis("cp", 2, entries={"sequence": lambda *_: ranges})], 2),
+        {"positions": batch()["positions"]},
+    )
     expected = [index for part in ranges for index in part]
-    assert own_entries(batch(), CONTEXT, mesh, 0)["positions"][0].tolist() == expected
-
-
-# As many on every rank.
+    assert own_entries(whole, CONTEXT, mesh, 0)["positions"][0].tolist() == expected
 
 
 @given(st.integers(1, 20), st.sampled_from([1, 2, 3, 4]), st.integers(1, 3))

@@ -8,6 +8,7 @@ import subprocess
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import tiny_models
 import torch
 from click.testing import CliRunner
+from layout_words import WHOLE_STREAM, layouts, under
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -43,7 +45,6 @@ FINE: Settings = {
     "model.expert_bias_rate": 0.05,
 }
 MICRO: Settings = {**TINY, "model.moe_balance": "micro_batch"}
-WHOLE_STREAM: Settings = {"parallel.tp.sequence_parallel": False}
 
 
 @dataclass
@@ -88,21 +89,17 @@ def saved(part: torch.nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, buffer) for name, buffer in part.named_buffers() if name in ("bias", "last_load")]
 
 
-# The comparison.
-
-REFERENCES: dict[str, Seen] = {}
+KINDS = {"plain": PLAIN, "fine": FINE, "micro": MICRO}
 
 
-def reference_of(settings: Settings) -> Seen:
-    """The same run in one process: made once for every model."""
-    key = json.dumps(settings, sort_keys=True)
-    if key not in REFERENCES:
-        REFERENCES[key] = run_workers(1, watched, settings)[0]
-    return REFERENCES[key]
+@cache
+def alone(kind: str) -> Seen:
+    """The same run in one process."""
+    return run_workers(1, watched, KINDS[kind])[0]
 
 
-def assert_equal(found: list[Seen], expected: Seen) -> None:
-    """The run (see `difference`), counts exactly, and on every rank the states of its own routers."""
+def assert_equal(found: list[Seen], expected: Seen, stages: bool = False) -> None:
+    """The run (see `difference`), counts exactly, and without stages the states of the routers on every rank."""
     assert difference([one.trace for one in found], expected.trace) == ""
     for seen in found:
         for counted, right in zip(seen.counted, expected.counted, strict=True):
@@ -110,84 +107,41 @@ def assert_equal(found: list[Seen], expected: Seen) -> None:
             for name, value in counted.items():
                 exact = name.endswith("load")
                 torch.testing.assert_close(value, right[name], rtol=0 if exact else EXACT, atol=0, msg=name)
+        if not stages:
+            torch.testing.assert_close(seen.states, expected.states, rtol=0, atol=0)
 
 
-def assert_same_states(found: list[Seen], expected: Seen) -> None:
-    for seen in found:
-        assert seen.states.keys() == expected.states.keys()
-        for name, state in seen.states.items():
-            assert torch.equal(state, expected.states[name]), name
+STREAM = f"tp2 {WHOLE_STREAM}"
+QUICK = ["plain-tp2", "fine-pp2", f"fine-{STREAM}", "fine-dp2tp2", "micro-dp2tp2"]
+ALL = [f"{kind}-{layout}" for kind in KINDS for layout in ("tp2", STREAM, "pp2", "dp2", "tp2pp2", "dp2tp2")]
 
 
-QUICK: list[tuple[str, str, int, Settings, Settings]] = [
-    ("plain", "tp2", 2, PLAIN, {}),
-    ("fine", "pp2", 2, FINE, {}),
-    ("fine", "tp2", 2, FINE, WHOLE_STREAM),
-    ("fine", "dp2tp2", 4, FINE, {}),
-    ("micro", "dp2tp2", 4, MICRO, {}),
-]
-KINDS = {"plain": PLAIN, "fine": FINE, "micro": MICRO}
-LAYOUTS = [
-    ("tp2", 2, {}),
-    ("tp2", 2, WHOLE_STREAM),
-    ("pp2", 2, {}),
-    ("dp2", 2, {}),
-    ("tp2pp2", 4, {}),
-    ("dp2tp2", 4, {}),
-]
-WIDE = [(kind, *layout[:2], own, layout[2]) for kind, own in KINDS.items() for layout in LAYOUTS]
-
-
-def case_of(kind: str, layout: str, ranks: int, own: Settings, changes: Settings, *marks: Any) -> Any:
-    name = f"{kind}-{layout}{'-whole-stream' if changes else ''}"
-    return pytest.param(layout, ranks, own, changes, id=name, marks=marks)
-
-
-@pytest.mark.parametrize(
-    ("layout", "world_size", "settings", "changes"),
-    [
-        *(case_of(*case) for case in QUICK),
-        *(case_of(*case, pytest.mark.wide("experts")) for case in WIDE if case not in QUICK),
-    ],
-)
-def test_routing_and_every_invariant_balance_give_the_run_and_the_counts_of_one_process(
-    layout: str, world_size: int, settings: Settings, changes: Settings
-) -> None:
-    found = run_workers(world_size, watched, {**settings, **changes, "parallel.layout": layout})
-    expected = reference_of(settings)
-    assert_equal(found, expected)
-    if "pp" not in layout:
-        assert_same_states(found, expected)
+@pytest.mark.parametrize("case", layouts(QUICK, [one for one in ALL if one not in QUICK], "experts"))
+def test_routing_and_every_invariant_balance_give_the_run_and_the_counts_of_one_process(case: str) -> None:
+    kind, _, layout = case.partition("-")
+    ranks, settings = under(KINDS[kind], layout)
+    assert_equal(run_workers(ranks, watched, settings), alone(kind), "pp" in layout)
 
 
 def test_the_load_is_every_choice_of_every_token_once() -> None:
-    for counted in reference_of(FINE).counted:
+    for counted in alone("fine").counted:
         assert counted["blocks.1.moe.router.load"].sum() == 8 * 16 * 3, "samples, positions, choices"
         assert "blocks.0.moe.router.load" not in counted, "the first block is dense"
-    assert any(bool(state.any()) for name, state in reference_of(FINE).states.items() if name.endswith("bias"))
-
-
-# Compiled.
+    assert any(bool(state.any()) for name, state in alone("fine").states.items() if name.endswith("bias"))
 
 
 @pytest.mark.wide("experts")
 def test_compiled_units_with_experts_give_the_eager_run_and_count_alike() -> None:
-    compiled = {"trainer.compile": "aot_eager", "parallel.layout": "tp2"}
-    found = run_workers(2, watched, {**FINE, **compiled})
-    assert_equal(found, reference_of(FINE))
+    found = run_workers(2, watched, {**FINE, "trainer.compile": "aot_eager", "parallel.layout": "tp2"})
+    assert_equal(found, alone("fine"))
     assert {seen.graphs for seen in found} == {(8, 0)}, "four kinds of units, to train and to evaluate, without a break"
 
 
-# What a user sees.
-
-
 @pytest.fixture
-def small() -> list[str]:
-    own = {name: value for name, value in FINE.items() if name != "model.name"}
-    own |= {"trainer.seq_length": 16, "trainer.micro_batch_size": 2, "trainer.global_batch_size": 4}
-    own |= {"trainer.steps": 4, "trainer.device": "cpu", "trainer.eval_every": 0}
+def small(tiny: list[str]) -> list[str]:
+    own = {name: value for name, value in FINE.items() if name != "model.name"} | {"trainer.seq_length": 16}
     given = [word for field, value in own.items() for word in ("--set", f"{field}={str(value).lower()}")]
-    return ["--model", "mixtral", "--data", "mock", *given]
+    return ["--model", "mixtral", "--data", "mock", *tiny, *given]
 
 
 CLI = Callable[..., subprocess.CompletedProcess[str]]
@@ -220,18 +174,21 @@ def test_metrics_hold_the_load_and_resuming_and_inference_have_the_bias(
 
 
 @pytest.mark.parametrize(
-    ("layout", "whole_stream", "counting"),
-    [("tp2", False, {0, 1}), ("tp2", True, {0}), ("dp2tp2", True, {0, 2}), ("dp2", False, {0, 1}), ("pp2", False, {1})],
+    ("layout", "counting"),
+    [
+        ("tp2", {0, 1}),
+        (STREAM, {0}),
+        (f"dp2tp2 {WHOLE_STREAM}", {0, 2}),
+        ("dp2", {0, 1}),
+        ("pp2 parallel.pp.split=[2,2]", {1}),  # the last block is the sparse one
+    ],
 )
-def test_tokens_that_several_ranks_see_are_counted_by_one_of_them(
-    layout: str, whole_stream: bool, counting: set[int]
-) -> None:
-    stream = WHOLE_STREAM if whole_stream else {}
-    given = {"parallel.pp.split": [2, 2]} if layout == "pp2" else {}  # the last block is the sparse one
-    ranks = ranks_of({**FINE, **stream, **given, "parallel.layout": layout})
-    assert {
-        run.rank for run, model in ranks if Statistics(run, model.module, model.plan, model.buffer_placements).counted
-    } == counting
+def test_tokens_that_several_ranks_see_are_counted_by_one_of_them(layout: str, counting: set[int]) -> None:
+    found = set()
+    for run, model in ranks_of(under(FINE, layout)[1]):
+        if Statistics(run, model.module, model.plan, model.buffer_placements).counted:
+            found.add(run.rank)
+    assert found == counting
 
 
 def test_explain_says_what_of_the_balance_depends_on_the_layout(small: list[str]) -> None:

@@ -10,6 +10,7 @@ import pytest
 import tiny_models
 import torch
 from click.testing import CliRunner
+from mplug_explain.command import command as explain
 from mplug_gpt import GPT
 from pydantic import Field
 from torch import Tensor
@@ -17,7 +18,6 @@ from torch import Tensor
 from mplug import UsageError
 from mplug.checkpoint.folder import newest, read_manifest
 from mplug.checkpoint.pretrained import load_weights
-from mplug.cli.explain import command as explain
 from mplug.config.defaults import default_settings
 from mplug.model.build import build_model, measure_bytes
 from mplug.registry.entry_points import Registry

@@ -39,31 +39,17 @@ SHAPES: dict[str, Placement] = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_rows_of_all_ranks_are_the_parameter_and_its_holders_know_each_other(name: str) -> None:
-    require_exact_cover(GatheredPlacement.of(SHAPES[name], "rows"))
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_rows_are_those_that_torch_cuts_a_rank(name: str) -> None:
+def test_ranks_hold_the_rows_that_torch_cuts_and_sum_over_all_other_axes(name: str) -> None:
     whole = SHAPES[name]
     gathered = GatheredPlacement.of(whole, "rows")
-    for rank in whole.holders:
-        shape = whole.local_shape(rank)
-        chunks = torch.arange(math.prod(shape)).view(shape).chunk(4)
-        index = whole.mesh.index(rank, "rows")
-        rows = chunks[index] if index < len(chunks) else torch.empty(0, *shape[1:])
-        assert gathered.local_shape(rank) == tuple(rows.shape)
-        assert gathered.gathered_shape(rank) == shape
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_a_gradient_is_partial_over_all_axes_but_the_gathering_one(name: str) -> None:
-    whole = SHAPES[name]
-    gathered = GatheredPlacement.of(whole, "rows")
+    require_exact_cover(gathered)
     assert set(gathered.partial_axes) == set(whole.partial_axes) - {"rows"}
     assert set(gathered.data_axes) == set(whole.data_axes) - {"rows"}
     for rank in whole.holders:
-        index = whole.mesh.index(rank, "rows")
+        shape, index = whole.local_shape(rank), whole.mesh.index(rank, "rows")
+        chunks = torch.arange(math.prod(shape)).view(shape).chunk(4)
+        rows = chunks[index] if index < len(chunks) else torch.empty(0, *shape[1:])
+        assert (gathered.local_shape(rank), gathered.gathered_shape(rank)) == (tuple(rows.shape), shape)
         for box in gathered.boxes(rank):
             (around,) = (one for one in whole.boxes(rank) if contains(one, box))
             assert [*box.partial] == [r for r in around.partial if whole.mesh.index(r, "rows") == index]
@@ -74,12 +60,9 @@ def contains(outer: Box, inner: Box) -> bool:
     return all(start <= other and other + length <= start + size for start, size, other, length in sides)
 
 
-def test_an_axis_over_which_no_gradient_is_partial_gathers_nothing() -> None:
+def test_axes_that_gather_nothing_or_rows_that_another_axis_divides_are_refused() -> None:
     with pytest.raises(AssertionError, match="not partial over axis 'rows'"):
         GatheredPlacement.of(placed(("embed",), (8,), over=("sequence",)), "rows")
-
-
-def test_two_axes_that_would_both_divide_the_rows_are_refused() -> None:
     gathered = GatheredPlacement.of(placed(("embed",), (8,), COPIES), "rows")
     with pytest.raises(UsageError, match="axes 'rows' and 'copies' both divide the rows of 'one'"):
         GatheredPlacement.of(gathered, "copies")

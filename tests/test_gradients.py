@@ -2,11 +2,13 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from mplug.gradients.sinks import GradientSink, Sinks
 from mplug_nn import MLP, Embedding, Gemm, Linear, Norm, zero_if_stale
@@ -54,11 +56,17 @@ def by_autograd(net: Net, batches: list[tuple[Tensor, Tensor]]) -> dict[str, Ten
     return {name: zeros(p.shape) if p.grad is None else p.grad for name, p in exact.named_parameters()}
 
 
-def listened(net: Net) -> tuple[Sinks, list[str]]:
-    sinks, heard = Sinks(dict(net.named_parameters())), list[str]()
+def listened(net: nn.Module) -> tuple[Sinks, list[str], dict[str, Tensor]]:
+    """The sinks, the names that they announce, and each gradient as it was at its announcement."""
+    sinks, heard, then = Sinks(dict(net.named_parameters())), list[str](), dict[str, Tensor]()
+
+    def listener(sink: GradientSink) -> None:
+        heard.append(sink.name)
+        then[sink.name] = sink.buffer.clone()
+
     for sink in sinks.values():
-        sink.listeners.append(lambda sink: heard.append(sink.name))
-    return sinks, heard
+        sink.listeners.append(listener)
+    return sinks, heard, then
 
 
 def step(
@@ -83,43 +91,21 @@ def assert_sums(sinks: Sinks, expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(sink.buffer.double(), expected[name].double(), rtol=2e-5, atol=2e-5, msg=name)
 
 
-@pytest.mark.parametrize("number", [1, 2, 4])
-def test_buffers_hold_the_sum_over_micro_batches_that_autograd_gives(number: int) -> None:
-    net, batches = Net(), micro_batches(number)
-    sinks, _ = listened(net)
-    step(sinks, net, batches)
-    assert_sums(sinks, by_autograd(net, batches))
-
-
-def test_a_weight_used_twice_by_linears_holds_both_contributions() -> None:
-    layer = Linear(D, D, bias=True)
-    nn.init.normal_(layer.weight)
-    nn.init.normal_(layer.bias)
-    sinks, x = Sinks(dict(layer.named_parameters())), torch.randn(B, D)
-    sinks.begin_step()
-    layer(layer(x)).sum().backward()
-    weight = layer.weight.detach().double().requires_grad_()
-    bias = layer.bias.detach().double()
-    F.linear(F.linear(x.double(), weight, bias), weight, bias).sum().backward()
-    torch.testing.assert_close(sinks["weight"].buffer.double(), weight.grad, rtol=1e-5, atol=1e-5)
-
-
 def test_gradients_that_are_brought_are_summed_in_fp32_and_final_with_the_last() -> None:
-    sinks = Sinks({"weight": nn.Parameter(torch.empty(2, 3))})
-    sink, heard = sinks["weight"], list[str]()
-    sink.buffer.fill_(7.0)
-    sink.listeners.append(lambda sink: heard.append(sink.name))
+    net = nn.Module()
+    net.weight = nn.Parameter(torch.empty(2, 3))
+    sinks, heard, _ = listened(net)
+    sinks.arena.fill_(7.0)
     for _ in range(2):
         sinks.begin_step()
         for number in range(300):
             if number == 299:
                 sinks.expect_last()
             assert heard == []
-            sink.contribute(torch.full((2, 3), 1 / 256, dtype=torch.bfloat16))
-        assert heard == ["weight"]
+            sinks["weight"].contribute(torch.full((2, 3), 1 / 256, dtype=torch.bfloat16))
         sinks.finish()
         assert heard == ["weight"]
-        assert bool((sink.buffer == 300 / 256).all()), "bf16 stops growing at 1"
+        assert bool((sinks["weight"].buffer == 300 / 256).all()), "bf16 stops growing at 1"
         heard.clear()
 
 
@@ -132,115 +118,90 @@ def adding(grad_y: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor | None
     return None
 
 
+def compiled(net: Net) -> Callable[..., Tensor]:
+    return torch.compile(net, backend="aot_eager", fullgraph=True)
+
+
+def recomputed(net: Net) -> Callable[..., Tensor]:
+    return lambda *given: checkpoint(net, *given, use_reentrant=False)
+
+
+def eager(net: Net) -> Callable[..., Tensor]:
+    return net
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("gemm", [Gemm(), Gemm(wgrad=adding)], ids=["default", "supplied"])
-def test_what_buffers_held_before_a_step_takes_no_part_in_it(gemm: Gemm, compiled: bool) -> None:
-    """Not even where it is not a number; and the buffer of a parameter that takes no part is zero."""
-    net, batches = Net(), micro_batches(2)
+@pytest.mark.parametrize(
+    ("number", "how"),
+    [(1, eager), (2, eager), (4, eager), (2, recomputed), (3, compiled)],
+    ids=["1", "2", "4", "recomputed", "compiled"],
+)
+def test_sinks_hold_the_sums_of_a_step_and_announce_each_once_in_its_last_backward_pass(
+    number: int, how: Callable[[Net], Callable[..., Tensor]], gemm: Gemm
+) -> None:
+    """Whatever they held before, even if it was not a number; a parameter that takes no part holds zero."""
+    net, batches = Net(), micro_batches(number)
     for layer in (part for part in net.modules() if isinstance(part, Linear)):
         layer.gemm = gemm
-    sinks, _ = listened(net)
-    sinks.arena.fill_(float("nan"))
-    run = torch.compile(net, backend="aot_eager", fullgraph=True) if compiled else net
-    step(sinks, run, batches)
-    assert_sums(sinks, by_autograd(net, batches))
+    sinks, heard, then = listened(net)
+    run, expected = how(net), by_autograd(net, batches)
+    for _ in range(2):
+        sinks.arena.fill_(float("nan"))
+        heard.clear()
+        heard_after: list[set[str]] = []
+        step(sinks, run, batches, after=lambda: heard_after.append(set(heard)))  # noqa: B023
+        assert_sums(sinks, expected)
+        assert all(torch.equal(then[name], sink.buffer) and sink.final for name, sink in sinks.items())
+        assert sorted(heard) == sorted(sinks)
+        assert heard[-1] == "idle", "the end of the step alone can tell that it takes no part"
+        assert heard_after == [set()] * (number - 1) + [set(sinks) - {"idle"}]
     torch.compiler.reset()
 
 
 def test_who_adds_by_himself_calls_zero_if_stale_first() -> None:
-    parameter = nn.Parameter(torch.zeros(3))
+    parameter: Any = nn.Parameter(torch.zeros(3))
     sinks = Sinks({"w": parameter})
     sinks.arena.fill_(7.0)
     sinks.begin_step()
     for _ in range(2):
-        zero_if_stale(parameter.main_grad, parameter.main_grad_stale)  # type: ignore[attr-defined]
-        parameter.main_grad.add_(1.0)  # type: ignore[attr-defined]
+        zero_if_stale(parameter.main_grad, parameter.main_grad_stale)
+        parameter.main_grad.add_(1.0)
     sinks.finish()
     assert sinks["w"].buffer.tolist() == [2.0] * 3
 
 
-@pytest.mark.parametrize("number", [1, 2, 4])
-def test_every_sink_announces_its_gradient_exactly_once_a_step(number: int) -> None:
-    net = Net()
-    sinks, heard = listened(net)
-    for _ in range(3):
-        heard.clear()
-        step(sinks, net, micro_batches(number))
-        assert sorted(heard) == sorted(sinks)
-        assert all(sink.final for sink in sinks.values())
-
-
-def test_announcements_come_at_the_last_micro_batch_only_and_during_its_backward_pass() -> None:
-    net = Net()
-    sinks, heard = listened(net)
-    heard_after: list[set[str]] = []
-    step(sinks, net, micro_batches(3), after=lambda: heard_after.append(set(heard)))
-    assert heard_after == [set(), set(), set(sinks) - {"idle"}]
-    assert heard[-1] == "idle"  # nothing but the end of the step can tell that it takes no part
-
-
-def test_what_a_listener_hears_is_the_whole_gradient() -> None:
-    net, batches = Net(), micro_batches(3)
-    sinks, snapshots = Sinks(dict(net.named_parameters())), {}
-
-    def listener(sink: GradientSink) -> None:
-        snapshots[sink.name] = sink.buffer.clone()
-
-    for sink in sinks.values():
-        sink.listeners.append(listener)
-    step(sinks, net, batches)
-    for name, sink in sinks.items():
-        torch.testing.assert_close(snapshots[name], sink.buffer, rtol=0, atol=0)
-
-
-def test_a_parameter_that_takes_part_in_some_micro_batches_only_is_announced_once_with_their_sum() -> None:
-    net, batches = Net(), micro_batches(3)
-    sinks, heard = listened(net)
-    used = [False, True, False]
-
-    def run(tokens: Tensor, labels: Tensor) -> Tensor:
-        extra = 3 * net.idle.sum() if used.pop(0) else 0
-        return net(tokens, labels) + extra
-
-    step(sinks, run, batches)
-    assert heard.count("idle") == 1
+@pytest.mark.parametrize("used", [(False, True, False), (True, False, False)])
+def test_a_parameter_that_takes_part_before_the_last_micro_batch_only_is_announced_once_at_the_end(
+    used: tuple[bool, ...],
+) -> None:
+    net, takes_part = Net(), iter(used)
+    sinks, heard, _ = listened(net)
+    after: list[bool] = []
+    run = lambda *given: net(*given) + (3 * net.idle.sum() if next(takes_part) else 0)  # noqa: E731
+    step(sinks, run, micro_batches(3), after=lambda: after.append("idle" in heard))
+    assert (after, heard.count("idle")) == ([False] * 3, 1)
     assert sinks["idle"].buffer.tolist() == [3.0, 3.0]
-
-
-def test_a_parameter_that_takes_part_only_before_the_last_micro_batch_is_announced_at_the_end() -> None:
-    net = Net()
-    sinks, heard = listened(net)
-    sinks.begin_step()
-    net.idle.sum().backward()
-    sinks.expect_last()
-    net(*micro_batches(1)[0]).backward()
-    assert "idle" not in heard
-    sinks.finish()
-    assert heard.count("idle") == 1
-    assert sinks["idle"].buffer.tolist() == [1.0, 1.0]
 
 
 def test_with_counted_passes_a_tied_gradient_is_final_after_the_last_chunk_that_uses_it() -> None:
     """Two chunks of a rank share `tied`; the first chunk ends before the second has run its last pass."""
-    tied, own = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    sinks, final = Sinks({"tied": tied, "own": own}), list[str]()
+    net = nn.ParameterDict({name: nn.Parameter(torch.ones(2)) for name in ("tied", "own")})
+    sinks, final, _ = listened(net)
     sinks.chunks = 2
-    for sink in sinks.values():
-        sink.listeners.append(lambda one: final.append(one.name))
     sinks.begin_step()
     sinks.expect_passes({"tied": 4, "own": 2})
     for pass_, expected in (("first", []), ("second", []), ("first", ["own"]), ("second", ["own", "tied"])):
         names = ("tied", "own") if pass_ == "first" else ("tied",)
         sinks.begin_pass(names)
-        (tied.sum() + (own.sum() if "own" in names else 0)).backward()
+        sum(net[name].sum() for name in names).backward()
         assert final == expected
     sinks.finish()
     assert final == ["own", "tied"]
     assert sinks["tied"].buffer.tolist() == [4, 4]
 
 
-def test_passes_that_are_missing_or_too_many_are_errors() -> None:
+def test_passes_that_are_missing_too_many_or_not_counted_are_errors() -> None:
     sinks = Sinks({"tied": nn.Parameter(torch.ones(2))})
     sinks.begin_step()
     sinks.expect_passes({"tied": 2})
@@ -250,10 +211,6 @@ def test_passes_that_are_missing_or_too_many_are_errors() -> None:
     sinks.begin_pass(["tied"])
     with pytest.raises(RuntimeError, match="contributes to the gradient of 'tied' after its last one"):
         sinks.begin_pass(["tied"])
-
-
-def test_a_stepper_that_does_not_count_passes_cannot_run_chunks() -> None:
-    sinks = Sinks({"tied": nn.Parameter(torch.ones(2))})
     sinks.chunks = 2
     sinks.begin_step()
     with pytest.raises(RuntimeError, match=r"this rank has 2 chunks of units.*declare the passes by"):
@@ -270,39 +227,6 @@ def test_a_frozen_parameter_has_no_sink_and_its_linear_still_passes_gradients_on
     layer(x).sum().backward()
     torch.testing.assert_close(x.grad, layer.weight.sum(dim=0).expand(B, D))
     assert sinks["bias"].buffer.tolist() == [float(B)] * D
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_a_recomputed_block_contributes_once(recompute: bool) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    net, batches = Net(), micro_batches(2)
-    sinks, heard = listened(net)
-
-    def run(tokens: Tensor, labels: Tensor) -> Tensor:
-        return checkpoint(net, tokens, labels, use_reentrant=False) if recompute else net(tokens, labels)
-
-    step(sinks, run, batches)
-    assert_sums(sinks, by_autograd(net, batches))
-    assert sorted(heard) == sorted(sinks)
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
-def test_sums_and_announcements_are_the_same_in_a_compiled_model() -> None:
-    net, batches = Net(), micro_batches(3)
-    sinks, heard = listened(net)
-    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
-    heard_after: list[set[str]] = []
-    for _ in range(2):
-        heard.clear()
-        step(sinks, compiled, batches, after=lambda: heard_after.append(set(heard)))
-        assert_sums(sinks, by_autograd(net, batches))
-        assert sorted(heard) == sorted(sinks)
-    assert heard_after == [set(), set(), set(sinks) - {"idle"}] * 2
-    torch.compiler.reset()
-
-
-# Families.
 
 
 def test_each_family_has_a_part_of_the_arena_to_itself_and_keeps_the_order_of_backward() -> None:

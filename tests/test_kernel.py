@@ -1,7 +1,8 @@
-"""What an offer states as data, and the plugin that `kernel` makes of one function."""
+"""What offers and suppliers state about themselves, and the plugin that `kernel` makes of one function."""
 
 import re
 import textwrap
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from mplug import Offer, Site, kernel
+from mplug import Offer, Site, Supplier, kernel, statements_of
 from mplug.model.slots.kernel import Kernel
-from mplug_nn import SLOTS, Attention, AttentionInputs, AttentionSpec, scaled_dot_product
+from mplug_nn import (
+    SLOTS,
+    Attention,
+    AttentionCore,
+    AttentionInputs,
+    AttentionSpec,
+    Boundary,
+    Collective,
+    packed_heads_of,
+    parts_of,
+    scaled_dot_product,
+)
+from mplug_nn.attention import DOT_PRODUCT
+from mplug_nn.parts import PLAIN_PARTS
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -75,13 +89,10 @@ def test_an_offer_answers_by_its_data_and_then_by_its_function(
     assert Offer({"Attention.core": print}, **data).answer(site(*needs), run()) == answer
 
 
-def test_an_optional_offer_leaves_other_needs_to_plain_torch_unless_it_is_named() -> None:
+def test_an_optional_offer_leaves_other_needs_to_plain_torch_and_one_for_a_gpu_refuses_the_cpu() -> None:
     offer = Offer({"Attention.core": print}, optional=True)
     assert offer.answer(site("window"), run(named=False)) is False
     assert offer.answer(site(), run(named=False)) is True
-
-
-def test_an_offer_for_a_gpu_refuses_a_run_on_the_cpu() -> None:
     offer = Offer({"Attention.core": print}, devices=("cuda",), chips=("9.0",))
     assert offer.answer(site(), run("cpu")) == "it needs a CUDA GPU, and this run is on the CPU"
 
@@ -119,3 +130,31 @@ def test_the_kernel_in_the_docs_is_short_and_computes_attention() -> None:
         spec = AttentionSpec(0.5, 4, 4, window=window)
         torch.testing.assert_close(ringo(q, k, v, spec, AttentionInputs()), scaled_dot_product(q, k, v, spec))
     assert SLOTS["Attention.core"].kind == "attention"
+
+
+def test_a_supplier_is_called_as_its_function_copied_as_itself_and_replaceable_if_it_states_its_boundary() -> None:
+    def function(a: int, *, b: int) -> tuple[int, int]:
+        return a, b
+
+    supplier = Supplier(function, calls=("MLP.activation",))
+    assert supplier(1, b=2) == (1, 2)
+    assert statements_of(supplier).calls == ("MLP.activation",)
+    boundary = Boundary(torch.clone, torch.clone, torch.clone)
+    contents = torch.clone, Collective(torch.clone), Collective(torch.clone, boundary=boundary)
+    assert [statements_of(one).is_replaceable for one in contents] == [False, False, True]
+    module = Attention(8, 2, 2, 4, bias=False, qk_norm=False, theta=None)
+    copy = deepcopy(module)
+    assert copy.core is module.core is DOT_PRODUCT
+    assert copy.prepare_qkv is module.prepare_qkv
+
+
+def test_a_plain_callable_states_nothing_whatever_attributes_it_has() -> None:
+    def core(*given: Any) -> Any:
+        return scaled_dot_product(*given)
+
+    core.calls, core.parts, core.packed_heads = ("MLP.activation",), PLAIN_PARTS, object()  # type: ignore[attr-defined]
+    assert statements_of(core).calls == ()
+    assert packed_heads_of(core) is None
+    with pytest.raises(ValueError, match="must not serve 'log-sum-exp'"):
+        parts_of(core)
+    assert parts_of(AttentionCore(core, parts=PLAIN_PARTS)) is PLAIN_PARTS

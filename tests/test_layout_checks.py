@@ -1,5 +1,6 @@
 """What the suites compare: placements that do not cover a parameter, and weights that are not those of one process."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -33,59 +34,35 @@ def test_a_placement_as_the_host_computes_it_covers_its_parameter() -> None:
     require_exact_cover(placement(lambda _, box: (box,)))
 
 
+CLAIMS_HELD = r"rank {} states that a box of 'w' is held by ranks {}; it is held by ranks {}"
+CLAIMS_SUM = r"rank 0 states that a box of 'w' is partial over ranks {}, and these ranks state otherwise"
 WRONG_BOXES: dict[str, tuple[Change, str]] = {
-    "a column is left out": (
-        lambda _, box: (replace(box, shape=(4, 5)),),
-        r"element \[0, 5\] of 'w' is in no box",
-    ),
+    "a column is left out": (lambda _, box: (replace(box, shape=(4, 5)),), "element [0, 5] of 'w' is in no box"),
     "a row is held twice": (
         lambda _, box: (box, replace(box, shape=(1, 6))),
-        r"element \[0, 0\] of 'w' is in 2 different boxes",
+        "element [0, 0] of 'w' is in 2 different boxes",
     ),
-    "a copy that is not there": (
-        lambda rank, box: (box,) if rank else (),
-        r"rank 2 states that a box of 'w' is held by ranks \(0, 2\); it is held by ranks \(2,\)",
-    ),
+    "a copy that is not there": (lambda rank, box: (box,) if rank else (), CLAIMS_HELD.format(2, (0, 2), (2,))),
     "copies that do not know each other": (
         lambda rank, box: (replace(box, copies=(rank,)),),
-        r"rank 0 states that a box of 'w' is held by ranks \(0,\); it is held by ranks \(0, 2\)",
+        CLAIMS_HELD.format(0, (0,), (0, 2)),
     ),
-    "sums over others' ranks": (
-        lambda rank, box: (replace(box, partial=(rank, 3)),),
-        r"rank 0 states that a box of 'w' is partial over ranks \(0, 3\), and these ranks state otherwise",
-    ),
+    "sums over others' ranks": (lambda rank, box: (replace(box, partial=(rank, 3)),), CLAIMS_SUM.format((0, 3))),
     "one-sided sums": (
         lambda rank, box: (replace(box, partial=(rank,)) if rank == 2 else box,),
-        r"rank 0 states that a box of 'w' is partial over ranks \(0, 2\), and these ranks state otherwise",
+        CLAIMS_SUM.format((0, 2)),
     ),
     "a box beyond the local tensor": (
         lambda _, box: (replace(box, offset=(1, 0)),),
-        r"rank 0 holds a box of shape \(4, 6\) of 'w' at offset \(1, 0\), which exceeds its tensor of shape \(4, 6\)",
+        "rank 0 holds a box of shape (4, 6) of 'w' at offset (1, 0), which exceeds its tensor of shape (4, 6)",
     ),
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG_BOXES)
-def test_a_placement_that_leaves_out_repeats_or_miscounts_is_named(wrong: str) -> None:
-    change, said = WRONG_BOXES[wrong]
-    with pytest.raises(Fault, match=said):
+@pytest.mark.parametrize(("change", "said"), WRONG_BOXES.values(), ids=WRONG_BOXES)
+def test_a_placement_that_leaves_out_repeats_or_miscounts_is_named(change: Change, said: str) -> None:
+    with pytest.raises(Fault, match=re.escape(said)):
         require_exact_cover(placement(change))
-
-
-def gaps(length: int, size: int, index: int) -> tuple[range, ...]:
-    return (range(index, length, size + 1),)
-
-
-def everything(length: int, size: int, index: int) -> tuple[range, ...]:
-    return (range(length),)
-
-
-def beyond(length: int, size: int, index: int) -> tuple[range, ...]:
-    return (range(index, length + 2, size),)
-
-
-def crashing(length: int, size: int, index: int) -> tuple[range, ...]:
-    return (range(length // (size - 2)),)
 
 
 def refusing(length: int, size: int, index: int) -> tuple[range, ...]:
@@ -95,26 +72,22 @@ def refusing(length: int, size: int, index: int) -> tuple[range, ...]:
 @pytest.mark.parametrize(
     ("cut", "said"),
     [
-        (gaps, "assigns index 2 of 4 to 0 of 2 ranks"),
-        (everything, "assigns index 0 of 2 to 2 of 2 ranks"),
-        (beyond, "assigns index 2 of 2 to 1 of 2 ranks"),
-        (crashing, "raises ZeroDivisionError"),
+        (lambda length, size, index: (range(index, length, size + 1),), "assigns index 2 of 4 to 0 of 2 ranks"),
+        (lambda length, *_: (range(length),), "assigns index 0 of 2 to 2 of 2 ranks"),
+        (lambda length, size, index: (range(index, length + 2, size),), "assigns index 2 of 2 to 1 of 2 ranks"),
+        (lambda length, size, _: (range(length // (size - 2)),), "raises ZeroDivisionError"),
         (refusing, "refuses all the lengths 2, 4, 8 and 5"),
     ],
+    ids=["gaps", "everything", "beyond", "crashing", "refusing"],
 )
 def test_an_index_map_that_is_no_partition_is_named(cut: IndexMap, said: str) -> None:
     with pytest.raises(Fault, match=said):
         require_partition(Axis("cp", 2, entries={"sequence": cut}))
 
 
-# Weights.
-
-
 def trace(first: list[float], last: list[float]) -> Trace:
     found = Trace(shapes={"w": (2,)})
-    found.initial, found.weights = (
-        {"w": [((0,), torch.tensor(values, dtype=torch.float64))]} for values in (first, last)
-    )
+    found.initial, found.weights = ({"w": [((0,), torch.tensor(one, dtype=torch.float64))]} for one in (first, last))
     return found
 
 
@@ -127,16 +100,12 @@ ONE_PROCESS = trace([1.0, 2.0], [1.1, 2.1])
         ([1.0, 2.0], [1.1, 2.1], ""),
         ([1.0, 2.0], [1.1, 2.1 + 5e-8], ""),
         ([1.0, 2.0000002], [1.1, 2.1], "the initial values of 'w' are not those of one process"),
-        ([1.0, 2.0], [1.1, 2.1 + 5e-7], "'w' has an error of 5e-07 after 2 steps"),
+        ([1.0], [1.1], "the initial values of 'w' are not those of one process"),  # no rank owns the second
+        ([1.0, 2.0], [1.1, 2.1 + 5e-7], "'w' has an error of 5"),
         ([1.0, 2.0], [1.1, float("nan")], "'w' has an error of nan"),
     ],
 )
 def test_weights_are_compared_by_how_far_they_have_moved(first: list[float], last: list[float], said: str) -> None:
     found = weights_off([trace(first, last)], ONE_PROCESS)
-    assert found.startswith(said[:20])
+    assert found.startswith(said)
     assert bool(found) == bool(said)
-
-
-def test_an_element_that_no_rank_owns_is_off() -> None:
-    half = Trace(initial={"w": [((0,), torch.tensor([1.0]))]}, weights={"w": [((0,), torch.tensor([1.1]))]})
-    assert weights_off([half], ONE_PROCESS) == "the initial values of 'w' are not those of one process"

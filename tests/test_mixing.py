@@ -1,17 +1,21 @@
 """Mixing of tokens is declared: layouts that divide what a module mixes are refused, all others are right."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple
 from unittest import SkipTest
 
 import pytest
 import torch
 from click.testing import CliRunner
+from tiny_models import EXPERTS
+from torch import Tensor, nn
 
-from mplug import UsageError
+from mplug import Flops, Model, Plan, Unit, UsageError
 from mplug.cli import main
 from mplug.model.build import build_model
-from mplug_nn import MixtureOfExperts, Router
+from mplug.model.mixing import statements
+from mplug_nn import MLP, MixtureOfExperts, Router
 from mplug_testing import Fault, ModelSuite
 from mplug_testing.harness import EXACT, tiny_run
 from mplug_testing.parity import error_of
@@ -22,13 +26,7 @@ Plant = Callable[..., None]
 LENTO: Settings = {
     "model": {"name": "lento", "num_layers": 3, "hidden_size": 32, "state_size": 24, "vocab_size": 259},
 }
-MIXTRAL: Settings = {
-    "model": {"name": "mixtral", "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_kv_heads": 2},
-    "model.vocab_size": 259,
-    "model.ffn_hidden_size": 32,
-    "model.num_experts": 4,
-    "model.init_std": 0.06,
-}
+MIXTRAL: Settings = {"model": {name.partition(".")[2]: value for name, value in EXPERTS.items()}}
 CAPACITY: Settings = {**MIXTRAL, "model.capacity_factor": 1.0}
 PEREGRINE: Settings = {"model": {"name": "peregrine", "num_layers": 2, "hidden_size": 32, "vocab_size": 259}}
 WHOLE_STREAM: Settings = {"parallel.tp.sequence_parallel": False}
@@ -54,7 +52,7 @@ def fault_of_suite(settings: Settings) -> str:
     return str(caught.value)
 
 
-# A recurrence, as a third party writes it.
+# A recurrence, as a third party writes it, and a strategy of another.
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "zero2", "fsdp2"])
@@ -63,65 +61,98 @@ def test_a_recurrence_computes_what_one_process_does(layout: str, plant: Plant) 
     assert error_of(LENTO, layout) < EXACT
 
 
-@pytest.mark.parametrize("strategy", ["cp", "ulys"])
-def test_a_recurrence_whose_sequence_is_divided_is_refused(strategy: str, plant: Plant) -> None:
-    plant("nova-lento")
-    plant("nova-ulys")
-    assert refusal(LENTO, f"{strategy}2") == (
-        f"parallel/{strategy} divides the sequence ({strategy}=2), and 'blocks.*.scan' (Recurrence) mixes it (one "
-        f"position depends on another outside of slots); use a layout without {strategy}"
-    )
-
-
-def test_a_recurrence_that_declares_nothing_is_refused_with_the_declaration_to_add(plant: Plant) -> None:
-    plant("nova-lento", DECLARATION, WITHOUT)
-    assert refusal(LENTO, "cp2") == (
-        "parallel/cp divides the sequence (cp=2), and no declaration states whether 'blocks.*.scan' (Recurrence) mixes "
-        "it (whether one position depends on another outside of slots); add to Recurrence `mixes = "
-        "frozenset({'sequence'})` if so, `mixes = frozenset()` if not; or use a layout without cp"
-    )
-    for layout in ("", "tp2", "pp2", "zero2", "fsdp2"):  # of none of them the recurrence sees a part of the sequence
-        accept(LENTO, layout)
-
-
-# Tensor parallelism: where the stream is divided.
-
 SCAN = "F.silu(gate) * self.scan(forget, value))\n"
+ON_STREAM = "F.silu(gate) * value)\n        y = self.scan(y, y)\n"
+WRITTEN = "        z = torch.zeros(y.shape)\n        z[:, 1:] = y[:, 1:]\n        y = self.scan(z, z)\n"
+KEPT = "        kept = torch.sigmoid(forget + self.decay)\n"
+RECURRENCE = "        self.scan = Recurrence(config.state_size)\n"
+MIXER = "        self.mixer = nn.AvgPool1d(2)\n"
+ONES = 'Init("constant", value=1.0))'
 SQUARE: Settings = {**LENTO, "model.state_size": 32}
+MIXED = (
+    "parallel/{0} divides the sequence ({0}=2), and 'blocks.*.scan' (Recurrence) mixes it (one position depends on "
+    "another outside of slots); use a layout without {0}"
+)
+OR_WHOLE = ", or set parallel.tp.sequence_parallel=false"
+UNDECLARED = (
+    "parallel/cp divides the sequence (cp=2), and no declaration states whether 'blocks.*.scan' (Recurrence) mixes "
+    "it (whether one position depends on another outside of slots); add to Recurrence `mixes = "
+    "frozenset({'sequence'})` if so, `mixes = frozenset()` if not; or use a layout without cp"
+)
+PLAIN_INIT = "    def __init__(self, config: Config) -> None:\n        self.config = config\n"
 
 
-def test_a_recurrence_on_the_divided_residual_stream_is_refused(plant: Plant) -> None:
-    plant("nova-lento", SCAN, "F.silu(gate) * value)\n        y = self.scan(y, y)\n")
-    assert refusal(SQUARE, "tp2") == (
-        "parallel/tp divides the sequence (tp=2), and 'blocks.*.scan' (Recurrence) mixes it (one position depends on "
-        "another outside of slots); use a layout without tp, or set parallel.tp.sequence_parallel=false"
-    )
+def answering(answer: str) -> tuple[str, str]:
+    """The change by which the strategy answers for the first recurrence."""
+    hook = f"def support_mixing(self, mixing): return {{'blocks.0.scan': {answer}}}"
+    return PLAIN_INIT, f"{PLAIN_INIT}\n    @hookimpl\n    {hook}\n"
+
+
+HEADS = DECLARATION.replace('"sequence"', '"sequence", "mlp"')
+
+
+class Refused(NamedTuple):
+    """A layout, words of its refusal, the settings, and what is changed in the two packages."""
+
+    layout: str
+    said: str
+    settings: Settings = LENTO
+    lento: tuple[str, str] = ("", "")
+    ulys: tuple[str, str] = ("", "")
+
+
+BY_TP, IN_PLACE = "tp divides the sequence…", f"F.silu(gate) * value)\n{WRITTEN}"
+HEADS_DIVIDED = "parallel/tp divides the mlp (tp=2), and 'blocks.*.scan' (Recurrence) mixes it…"
+NO_TRIAL = f"{OR_WHOLE[2:]}: running the units without memory, to see which…"
+OF_PLAN = "add to the plan `mixing={'blocks.*.mixer': ('sequence',)}` if so, with () if not…"
+REFUSED = {
+    "a divided sequence, cp": Refused("cp2", MIXED.format("cp")),
+    "a divided sequence, ulys": Refused("ulys2", MIXED.format("ulys")),
+    "no declaration": Refused("cp2", UNDECLARED, lento=(DECLARATION, WITHOUT)),
+    "the divided residual stream": Refused("tp2", MIXED.format("tp") + OR_WHOLE, SQUARE, (SCAN, ON_STREAM)),
+    "both of it": Refused("tp2", BY_TP, SQUARE, (SCAN, f"{SCAN}        y = y + self.scan(y, y)\n")),
+    "a call that is not seen": Refused("tp2", BY_TP, lento=(SCAN, SCAN.replace("self.scan(", "self.scan.forward("))),
+    "a failing dry run": Refused("tp2", NO_TRIAL, lento=(KEPT, f"{KEPT}        assert float(kept.max()) <= 1\n")),
+    "a tensor that is written in place": Refused("tp2", BY_TP, SQUARE, (SCAN, IN_PLACE)),
+    "heads that weights divide": Refused("tp2", HEADS_DIVIDED, {**LENTO, **WHOLE_STREAM}, (DECLARATION, HEADS)),
+    "another package": Refused("cp2", OF_PLAN, lento=(RECURRENCE, f"{RECURRENCE}{MIXER}")),
+    "a strategy that answers None": Refused("ulys2", "without ulys", ulys=answering("None")),
+    "a strategy with a reason": Refused("ulys2", "without ulys, or set it", ulys=answering("'set it'")),
+    "an axis of a strategy that the plan lacks": Refused(
+        "ulys2",
+        "parallel/ulys divides 'sequnce' of batch entries, and no entry of the model's plan has this axis; did you "
+        "mean 'sequence'?",
+        ulys=('entries={"sequence": contiguous}', 'entries={"sequnce": contiguous}'),
+    ),
+    "an axis of a parameter that the plan lacks": Refused(
+        "",
+        "the plan declares that parameter 'blocks.*.scan.decay' is over 'sequnce', and no parameter, entry or "
+        "activation has this axis; did you mean 'sequence'?",
+        lento=(ONES, f'{ONES[:-1]}, over=("batch", "sequnce"))'),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+def test_a_layout_that_divides_what_a_module_may_mix_is_refused(case: Refused, plant: Plant) -> None:
+    plant("nova-lento", *case.lento)
+    plant("nova-ulys", *case.ulys)
+    said = refusal(case.settings, case.layout)
+    assert case.said.strip("…") in said
+    assert case.said.endswith("…") or said.splitlines()[0].endswith(case.said), "and nothing more"
+
+
+def test_layouts_that_divide_nothing_that_a_module_mixes_are_accepted(plant: Plant) -> None:
+    plant("nova-lento", DECLARATION, HEADS)
+    accept(LENTO, "pp2")
+    plant("nova-lento", SCAN, ON_STREAM)
     accept({**SQUARE, **WHOLE_STREAM}, "tp2")
-
-
-def test_a_recurrence_that_gets_the_whole_sequence_and_a_part_of_it_is_refused(plant: Plant) -> None:
-    plant("nova-lento", SCAN, f"{SCAN}        y = y + self.scan(y, y)\n")
-    assert "tp divides the sequence" in refusal(SQUARE, "tp2")
-
-
-def test_a_recurrence_whose_call_is_not_seen_is_refused(plant: Plant) -> None:
-    plant("nova-lento", SCAN, SCAN.replace("self.scan(", "self.scan.forward("))
-    assert "tp divides the sequence" in refusal(LENTO, "tp2")
-
-
-def test_where_it_cannot_be_told_what_is_divided_the_reason_is_given(plant: Plant) -> None:
-    sigmoid = "        kept = torch.sigmoid(forget + self.decay)\n"
-    plant("nova-lento", sigmoid, f"{sigmoid}        assert float(kept.max()) <= 1\n")
-    said = refusal(LENTO, "tp2")
-    assert "or set parallel.tp.sequence_parallel=false: running the units without memory, to see which" in said
-
-
-def test_what_is_written_into_a_tensor_in_place_is_divided_too(plant: Plant) -> None:
-    written = (
-        "        z = torch.zeros(y.shape, device=y.device)\n        z[:, 1:] = y[:, 1:]\n        y = self.scan(z, z)\n"
-    )
-    plant("nova-lento", SCAN, f"F.silu(gate) * value)\n{written}")
-    assert "tp divides the sequence" in refusal(SQUARE, "tp2")
+    plant("nova-lento", DECLARATION, WITHOUT)
+    for layout in ("", "tp2", "pp2", "zero2", "fsdp2"):  # in none of them the recurrence sees a part of the sequence
+        accept(LENTO, layout)
+    plant("nova-ulys", *answering("True, **dict.fromkeys(mixing, True)"))
+    plant("nova-lento")
+    accept(LENTO, "ulys2")
 
 
 def test_the_dry_run_leaves_the_model_as_it_was(plant: Plant) -> None:
@@ -130,17 +161,14 @@ def test_the_dry_run_leaves_the_model_as_it_was(plant: Plant) -> None:
     with torch.device("meta"):
         model = run.hooks.call.build_model(run=run)
     model.place(run.mesh, None)
+    scans = {f"blocks.{number}.scan": frozenset({"sequence"}) for number in range(3)}
     before = {name: dict(vars(part)) for name, part in model.module.named_modules()}
-    (answer,) = [said for _, said in run.hooks.each("support_mixing", run=run, model=model, mixing=SCANS)]
-    assert answer == dict.fromkeys(SCANS, True)
+    (answer,) = [said for _, said in run.hooks.each("support_mixing", run=run, model=model, mixing=scans)]
+    assert answer == dict.fromkeys(scans, True)
     after = {name: vars(part) for name, part in model.module.named_modules()}
-    slots = ("gather", "scatter", "lookup", "cross_entropy", "_forward_pre_hooks")
     for name, attributes in before.items():
-        for slot in slots:
+        for slot in ("gather", "scatter", "lookup", "cross_entropy", "_forward_pre_hooks"):
             assert attributes.get(slot) == after[name].get(slot), f"{name}.{slot}"
-
-
-SCANS = {f"blocks.{number}.scan": frozenset({"sequence"}) for number in range(3)}
 
 
 # Experts with a capacity, and a balance over micro batches.
@@ -246,59 +274,117 @@ def test_explain_says_what_is_mixed_and_what_is_not_known(plant: Plant) -> None:
 
 
 def flat(settings: Settings) -> list[tuple[str, Any]]:
-    nested = {f"model.{name}": value for name, value in settings["model"].items()}
-    return [*nested.items(), *((name, value) for name, value in settings.items() if name != "model")]
-
-
-def test_the_error_names_the_plan_for_classes_of_other_packages(plant: Plant) -> None:
-    source = "        self.scan = Recurrence(config.state_size)\n"
-    plant("nova-lento", source, f"{source}        self.mixer = nn.AvgPool1d(2)\n")
-    assert "add to the plan `mixing={'blocks.*.mixer': ('sequence',)}` if so, with () if not" in refusal(LENTO, "cp2")
+    return [*((f"model.{name}", value) for name, value in settings["model"].items())]
 
 
 # Strategies.
 
-PLAIN_INIT = "    def __init__(self, config: Config) -> None:\n        self.config = config\n"
+
+# What classes and plans say of it, and which of it counts.
 
 
-def hook(*lines: str) -> str:
-    return "\n".join([PLAIN_INIT, "    @hookimpl", *(f"    {line}" for line in lines), ""])
+class Silent(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
 
 
-def test_a_strategy_may_support_a_module_that_mixes_what_it_divides(plant: Plant) -> None:
-    plant("nova-lento")
-    support = ("def support_mixing(self, mixing):", "    assert set(mixing['blocks.0.scan']) == {'sequence'}")
-    plant("nova-ulys", PLAIN_INIT, hook(*support, "    return dict.fromkeys(mixing, True)"))
-    accept(LENTO, "ulys2")
+class Declared(Silent):
+    mixes: ClassVar[frozenset[str]] = frozenset({"sequence"})
 
 
-@pytest.mark.parametrize(("answer", "said"), [("None", "without ulys"), ("'set it'", "without ulys, or set it")])
-def test_an_answer_that_is_no_yes_is_a_refusal(answer: str, said: str, plant: Plant) -> None:
-    plant("nova-lento")
-    support = "def support_mixing(self, mixing):"
-    plant("nova-ulys", PLAIN_INIT, hook(support, f"    return {{'blocks.0.scan': {answer}}}"))
-    assert refusal(LENTO, "ulys2").splitlines()[0].endswith(said)
+class Smaller(Declared):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(2, 2)
 
 
-def test_a_named_axis_of_a_strategy_that_the_plan_does_not_have_is_refused(plant: Plant) -> None:
-    plant("nova-ulys", 'entries={"sequence": contiguous}', 'entries={"sequnce": contiguous}')
-    assert refusal({}, "ulys2") == (
-        "parallel/ulys divides 'sequnce' of batch entries, and no entry of the model's plan has this axis; did you "
-        "mean 'sequence'?"
-    )
+class Other(Declared):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flip(1)
 
 
-def test_an_axis_that_a_parameter_is_broadcast_over_and_the_plan_does_not_have_is_refused(plant: Plant) -> None:
-    initial = 'Init("constant", value=1.0))'
-    plant("nova-lento", initial, 'Init("constant", value=1.0), over=("batch", "sequnce"))')
-    assert refusal(LENTO) == (
-        "the plan declares that parameter 'blocks.*.scan.decay' is over 'sequnce', and no parameter, entry or "
-        "activation has this axis; did you mean 'sequence'?"
-    )
+class Wider(MLP):
+    def activate(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return x.roll(1, 1)
 
 
-def test_what_mixes_heads_is_refused_where_weights_are_divided_by_heads(plant: Plant) -> None:
-    plant("nova-lento", DECLARATION, DECLARATION.replace('"sequence"', '"sequence", "mlp"'))
-    said = refusal({**LENTO, **WHOLE_STREAM}, "tp2")
-    assert said.startswith("parallel/tp divides the mlp (tp=2), and 'blocks.*.scan' (Recurrence) mixes it")
-    accept(LENTO, "pp2")
+class Configured(Silent):
+    def __init__(self, axes: Any) -> None:
+        super().__init__()
+        self.axes = axes
+
+    @property
+    def mixes(self) -> Any:
+        return self.axes
+
+
+def model_of(**modules: nn.Module) -> Model:
+    """A model whose units are these modules."""
+    units = tuple(Unit(name, ("hidden",), ("hidden",)) for name in modules)
+    tokens = ("batch", "sequence")
+    plan = Plan(units, {}, {"tokens": tokens}, {"hidden": (*tokens, "embed")}, Flops(0, 0))
+    return Model(nn.ModuleDict(modules), plan)
+
+
+def known_of(module: nn.Module) -> frozenset[str] | None:
+    return statements(model_of(unit=module))[0].axes
+
+
+@pytest.mark.parametrize(
+    ("module", "axes"),
+    [
+        (Silent(), None),
+        (Declared(), {"sequence"}),
+        (Smaller(), {"sequence"}),  # the code that was declared
+        (Other(), None),  # other code than the one that was declared
+        (Wider(4, 8, "gelu", False), None),
+        (Configured({"batch", "sequence"}), {"batch", "sequence"}),
+        (Configured(()), set()),
+        (nn.LayerNorm(4), set()),
+        (nn.LayerNorm((3, 4)), None),
+        (nn.Conv1d(2, 2, 3), None),
+        (nn.BatchNorm1d(2), None),
+        (nn.Sequential(), set()),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_declaration_covers_the_code_of_the_class_that_makes_it(module: nn.Module, axes: set[str] | None) -> None:
+    assert known_of(module) == axes
+
+
+def test_each_module_inside_a_declared_one_needs_a_declaration_of_its_own() -> None:
+    block = Declared()
+    block.inner = nn.ModuleList([Silent(), Declared()])
+    found = {one.name: one.axes for one in statements(model_of(unit=block))}
+    assert found == {"unit": {"sequence"}, "unit.inner": set(), "unit.inner.0": None, "unit.inner.1": {"sequence"}}
+
+
+@pytest.mark.parametrize("value", ["sequence", 3, [3]])
+def test_a_declaration_that_is_no_set_of_names_is_refused(value: Any) -> None:
+    with pytest.raises(UsageError, match=r"`mixes` of Configured is .*; it must be a set of named axes"):
+        known_of(Configured(value))
+
+
+def test_declarations_that_are_no_sets_of_axes_of_the_plan_on_a_class_are_refused() -> None:
+    module = Silent()
+    module.mixes = frozenset()
+    with pytest.raises(UsageError, match="'unit' sets `mixes` on itself; make it an attribute or a property"):
+        known_of(module)
+    with pytest.raises(UsageError, match=r"mixes 'sequnce', and no .* has this axis; did you mean 'sequence'\?"):
+        known_of(Configured({"sequnce"}))
+
+
+def test_the_plan_declares_for_classes_of_other_packages_with_all_that_is_in_them() -> None:
+    def found(**mixing: tuple[str, ...]) -> Mapping[str, frozenset[str] | None]:
+        block = Declared()
+        block.conv = nn.Sequential(nn.Conv1d(2, 2, 3))
+        model = model_of(unit=block)
+        patterns = {f"unit.{name}": axes for name, axes in mixing.items()}
+        model.plan = replace(model.plan, mixing=patterns)
+        return {one.name: one.axes for one in statements(model)}
+
+    assert found()["unit.conv.0"] is None
+    of_conv = {"unit.conv": frozenset({"sequence"}), "unit.conv.0": frozenset()}
+    assert found(conv=("sequence",)) == {"unit": frozenset({"sequence"}), **of_conv}
+    with pytest.raises(UsageError, match=r"no module matches 'unit\.cnov'; did you mean"):
+        found(cnov=("sequence",))

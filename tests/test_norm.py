@@ -21,32 +21,22 @@ def exact(views: list[Tensor]) -> float:
     return float(sum(float(view.double().square().sum()) for view in views)) ** 0.5
 
 
-def test_views_that_lie_end_to_end_become_one_whatever_their_order() -> None:
+def test_views_that_lie_end_to_end_become_one_whatever_their_order_and_nothing_else_does() -> None:
     whole, views = arena()
     for order in (views, views[::-1], views[2:] + views[:2]):
         (stretch,) = merged(order)
         assert torch.equal(stretch, whole)
         assert stretch.data_ptr() == whole.data_ptr()
-
-
-def test_a_gap_ends_a_stretch() -> None:
-    _, views = arena()
     first, second = merged([view for view in views if view.dim() != 3])
-    assert torch.equal(first, torch.cat([view.flatten() for view in views[:2]]))
+    assert torch.equal(first, torch.cat([view.flatten() for view in views[:2]])), "a gap ends a stretch"
     assert torch.equal(second, torch.cat([view.flatten() for view in views[3:]]))
-
-
-def test_what_is_not_contiguous_or_lies_in_another_storage_stays_by_itself() -> None:
     whole = torch.arange(24.0).view(6, 4)
     columns, below, elsewhere = whole[:3, :2], whole[3:], torch.ones(4)
     found = merged([below, elsewhere, columns])
     assert sorted(tuple(view.shape) for view in found) == [(3, 2), (3, 4), (4,)]
     assert sum(float(view.sum()) for view in found) == float(columns.sum() + below.sum() + 4)
-
-
-def test_overlapping_views_are_counted_as_often_as_they_come() -> None:
-    whole = torch.ones(8)
-    assert sum(view.numel() for view in merged([whole[:4], whole[2:6], whole[4:]])) == 12
+    flat = torch.ones(8)
+    assert sum(view.numel() for view in merged([flat[:4], flat[2:6], flat[4:]])) == 12, "they overlap"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])  # where they say that they are: the tensors are here
@@ -61,14 +51,11 @@ def test_the_norm_is_that_of_all_elements(device: str, long: int, monkeypatch: p
     assert float(measure()) == pytest.approx(exact(owned), rel=1e-6)
 
 
-def test_gradients_that_are_not_finite_show_in_the_norm() -> None:
+def test_gradients_that_are_not_finite_show_in_the_norm_and_none_have_a_norm_of_zero() -> None:
     for value in (float("inf"), float("nan")):
         whole, views = arena()
         whole[5] = value
         assert not bool(GlobalNorm(views, "cuda")().isfinite())
-
-
-def test_a_rank_without_gradients_has_a_norm_of_zero() -> None:
     assert float(GlobalNorm([], "cpu")()) == 0.0
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from layout_words import COMPILED, RECOMPUTED, WHOLE_STREAM, under
 from tiny_models import MIXTRAL
 from torch import Tensor, nn
 
@@ -16,13 +17,11 @@ from mplug.model.build import build_model
 from mplug.model.slots.declaration import fusibles, slot_of
 from mplug.model.slots.fill import sites
 from mplug.model.slots.selection import select
-from mplug.tensors.sink import Weights
 from mplug.tensors.slot_buffers import hold
-from mplug_nn import MLP, Attention, Boundary, Collective, DenseBlock, Inputs, Linear, Narrow, Norm, Projected, Prologue
-from mplug_nn.prologue import ACTIVATION_PRODUCT, FUSED_SLOTS, NORM_PRODUCT, apply_fused
+from mplug_nn import MLP, Attention, Boundary, Collective, DenseBlock, Linear, Norm, Projected
+from mplug_nn.prologue import ACTIVATION_PRODUCT, FUSED_SLOTS, NORM_PRODUCT
 from mplug_testing import run_workers
 from mplug_testing.delayed_gradient_checks import later_fault
-from mplug_testing.fused import composed
 from mplug_testing.harness import difference, tiny_run, train_steps
 from mplug_testing.kernel_buffer_checks import BufferTrial
 from mplug_testing.kernel_buffers import BufferChecks
@@ -74,57 +73,38 @@ def test_a_norm_that_a_router_reads_too_is_not_fused() -> None:
     assert {one.site.role for one in found if one.site.slot in FUSED_SLOTS} == {"blocks.*.attn.qkv"}
 
 
-class OtherForward(DenseBlock):
-    def forward(self, x: Tensor, *rest: Any) -> Tensor:
-        return x
-
-
-class OtherFeedForward(DenseBlock):
-    def feed_forward(self, x: Tensor, *rest: Any) -> Tensor:
-        y: Tensor = self.mlp(x + 1)
-        return y
-
-
-class OtherAttention(Attention):
-    def forward(self, x: Tensor, *rest: Any) -> Tensor:  # type: ignore[override]
-        return super().forward(2 * x, *rest)
-
-
-class OtherActivation(MLP):
-    def activate(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return super().activate(x, bias) + 1
-
-
-class Adapted(Linear):
-    """A layer with an addition to its product, as an adapter makes it."""
-
-    def without_bias(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        return super().without_bias(x) + x
-
-
-class OtherNorm(Norm):
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        normed, summed = super().forward(x, residual)
-        return normed + 1, summed
+def overriding(kind: type[Any], method: str) -> Any:
+    """A subclass that computes something else in one method."""
+    return type(f"Other{kind.__name__}", (kind,), {method: lambda *_: None})
 
 
 def adapted() -> DenseBlock:
+    """The block with an addition to the product of a layer, as an adapter makes it."""
     own = block()
-    own.attn.qkv = Adapted(D, D)
+    own.attn.qkv.__class__ = overriding(Linear, "without_bias")
     return own
+
+
+def other(method: str) -> DenseBlock:
+    own = block()
+    own.__class__ = overriding(DenseBlock, method)
+    return own
+
+
+ATTENTION = (D, 2, 2, 4), {"bias": True, "qk_norm": False, "theta": None}
 
 
 @pytest.mark.parametrize(
     ("build", "remaining"),
     [
-        (lambda: block(attn=OtherAttention(D, 2, 2, 4, bias=True, qk_norm=False, theta=None)), {"mlp.up", "mlp.down"}),
-        (lambda: block(mlp=OtherActivation(D, 2 * D, "gelu", bias=True)), {"attn.qkv", "mlp.up"}),
-        (lambda: block(norm1=OtherNorm(D, "rmsnorm")), {"mlp.up", "mlp.down"}),
+        (lambda: block(attn=overriding(Attention, "forward")(*ATTENTION[0], **ATTENTION[1])), {"mlp.up", "mlp.down"}),
+        (lambda: block(mlp=overriding(MLP, "activate")(D, 2 * D, "gelu", bias=True)), {"attn.qkv", "mlp.up"}),
+        (lambda: block(norm1=overriding(Norm, "forward")(D, "rmsnorm")), {"mlp.up", "mlp.down"}),
         (lambda: block(mlp=Linear(D, D)), {"attn.qkv"}),
         (adapted, {"mlp.up", "mlp.down"}),
-        (lambda: OtherForward(Norm(D, "rmsnorm"), nn.Identity(), Norm(D, "rmsnorm"), nn.Identity()), set()),
-        (lambda: _other(OtherFeedForward), {"attn.qkv", "mlp.down"}),
-        (lambda: _other(OtherForward), {"mlp.down"}),
+        (lambda: block(attn=nn.Identity(), mlp=nn.Identity()), set()),
+        (lambda: other("feed_forward"), {"attn.qkv", "mlp.down"}),
+        (lambda: other("forward"), {"mlp.down"}),
     ],
     ids=["attention", "activation", "norm", "no MLP", "adapter", "modules", "feed-forward", "block"],
 )
@@ -134,11 +114,6 @@ def test_a_statement_ends_where_a_subclass_overrides_the_code(
     """Otherwise a supplier would skip what the subclass computes."""
     with torch.device("meta"):
         assert set(fused_sites(build())) == remaining
-
-
-def _other(kind: type[DenseBlock]) -> DenseBlock:
-    own = block()
-    return kind(own.norm1, own.attn, own.norm2, own.mlp)
 
 
 def test_a_layer_takes_its_product_in_place_of_its_input() -> None:
@@ -167,34 +142,6 @@ def test_a_layer_with_a_fused_supplier_still_multiplies_an_input_by_its_own_prod
     layer.casts = (torch.zeros(D, 3),)
     torch.testing.assert_close(layer(x), expected)
     assert len(calls) == 1
-
-
-# The call.
-
-
-def test_the_whole_is_the_composition_with_its_gradients_and_its_collectives(plant: Plant) -> None:
-    """Two equal ranks: each has the same half of the sequence."""
-    plant("acme-prologue")
-    from acme_prologue.products import Again
-
-    boundary = Boundary(lambda x: torch.cat((x, x), 1), lambda y: y[:, :S] + y[:, S:], lambda x: x)
-    shapes = ((B, S, D), (B, S, D), (D,), (D,), (3, D))
-    grad_y, grad_summed = (torch.randn(shape, dtype=torch.float64) for shape in ((B, 2 * S, 3), (B, S, D)))
-    results = []
-    for fused in (True, False):
-        generator = torch.Generator().manual_seed(1)
-        leaves = [torch.randn(one, generator=generator, dtype=torch.float64).requires_grad_() for one in shapes]
-        inputs, prologue, matrix = Inputs(*leaves[:4]), Prologue("layernorm", 1e-3), leaves[4]
-        if fused:
-            held = {"largest": torch.zeros((), dtype=torch.float64)}
-            y, summed = apply_fused(Again(), prologue, inputs, Weights(matrix), Narrow(before=boundary), held)
-        else:
-            half, summed = composed(prologue, inputs, matrix)
-            y = torch.cat((half, half), 1)
-        torch.autograd.backward([y, summed], [grad_y, grad_summed])
-        results.append((y.detach(), summed.detach(), *(leaf.grad for leaf in leaves)))
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
@@ -249,61 +196,27 @@ def test_the_suite_calls_a_supplier_with_a_prologue_that_it_computes(plant: Plan
     Checks().test_weight_gradients_can_be_computed_later("fp32")
 
 
-# Whole runs.
+DENSE = [
+    *("fsdp2", "zero2", "zero2 parallel.zero.stage=2", "pp2", "pp2 parallel.pp.schedule=gpipe", f"tp2 {WHOLE_STREAM}"),
+    *(f"tp2 {COMPILED} {RECOMPUTED}", "tp2pp2", f"fsdp2tp2 {RECOMPUTED}"),
+]
+SWIGLU = {**GPT, "model.activation": "swiglu", "model.norm": "layernorm"}
+OTHERS = [(DENSE, GPT), (["tp2cp2"], SWIGLU), (["ep2", "tp2ep2"], MIXTRAL)]
+CASES = [pytest.param(one, model, marks=pytest.mark.wide("layouts")) for some, model in OTHERS for one in some]
 
 
-@pytest.mark.parametrize(
-    ("layout", "ranks", "changes"),
-    [
-        ("tp2", 2, {}),
-        *(
-            pytest.param(*case, marks=pytest.mark.wide("layouts"))
-            for case in [
-                ("fsdp2", 2, {}),
-                ("zero2", 2, {}),
-                ("zero2", 2, {"parallel.zero.stage": 2}),
-                ("pp2", 2, {}),
-                ("pp2", 2, {"parallel.pp.schedule": "gpipe"}),
-                ("tp2", 2, {"parallel.tp.sequence_parallel": False}),
-                ("tp2", 2, {"trainer.compile": "aot_eager", "memory.recompute.mode": "full"}),
-                ("tp2pp2", 4, {}),
-                ("fsdp2tp2", 4, {"memory.recompute.mode": "full"}),
-                ("tp2cp2", 4, {"model.activation": "swiglu", "model.norm": "layernorm"}),
-                ("ep2", 2, MIXTRAL),
-                ("tp2ep2", 2, MIXTRAL),
-            ]
-        ),
-    ],
-)
-def test_a_run_equals_that_of_one_process_in_plain_torch(
-    plant: Plant, layout: str, ranks: int, changes: Settings
-) -> None:
+@pytest.mark.parametrize(("layout", "model"), [("tp2", GPT), *CASES])
+def test_a_run_equals_that_of_one_process_in_plain_torch(plant: Plant, layout: str, model: Settings) -> None:
     plant("acme-prologue")
-    model = {name: value for name, value in {**GPT, **changes}.items() if name.startswith("model.")}
-    model = MIXTRAL if "model.name" in model else model
-    found = run_workers(ranks, steps, {**changes, **model, **_named(model), "parallel.layout": layout})
-    alone = run_workers(1, train_steps, model)[0]
-    assert difference(found, alone) == ""
-
-
-def _named(model: Settings) -> Settings:
-    return NAMED if "model.name" not in model else {"kernels.norm_product": "prologue"}
+    named = {"kernels.norm_product": "prologue"} if model is MIXTRAL else NAMED
+    ranks, settings = under({**model, **named}, layout)
+    assert difference(run_workers(ranks, steps, settings), run_workers(1, train_steps, model)[0]) == ""
 
 
 def steps(settings: Settings) -> Any:
     """Be one rank of a run."""
     warnings.simplefilter("ignore")  # torch's own, as it traces
     return train_steps(settings)
-
-
-@pytest.mark.wide("layouts")
-def test_a_compiled_run_with_recomputation_is_the_run_in_plain_torch(plant: Plant) -> None:
-    plant("acme-prologue")
-    again = {"trainer.compile": "aot_eager", "memory.recompute.mode": "full"}
-    assert difference([steps({**GPT, **NAMED, **again})], train_steps(GPT)) == ""
-
-
-# Refusals.
 
 
 def test_a_norm_of_another_plugin_that_would_never_run_is_refused(plant: Plant) -> None:

@@ -1,8 +1,7 @@
 """Differentiable collectives against the same computation in one process, and against each other."""
 
-from collections.abc import Callable
 from functools import cache
-from itertools import permutations
+from itertools import pairwise, permutations
 
 import pytest
 import torch
@@ -78,9 +77,6 @@ def expected(name: str, dims: tuple[int, ...], size: int) -> list[tuple[Tensor, 
     return [(y.detach(), x.grad) for y, x in zip(outputs, xs, strict=True)]
 
 
-# What the workers do.
-
-
 def group_of(groups: str) -> ops.Group:
     if groups == WHOLE:
         return dist.group.WORLD
@@ -95,51 +91,21 @@ def measured(groups: str) -> dict[Case, Result]:
 
 
 def measured_case(name: str, dims: tuple[int, ...], group: ops.Group) -> Result:
-    rank, size = group.rank(), group.size()
-    x, upstream = input_of(name, rank).requires_grad_(), upstream_of(name, dims, size, rank)
-    y = getattr(ops, name)(x, group, *dims)
-    y.backward(upstream)
-    scrambled = in_another_order(x.detach()).requires_grad_()
-    y_scrambled = getattr(ops, name)(scrambled, group, *dims)
-    y_scrambled.backward(in_another_order(upstream))
-    return {
-        "output": y.detach(),
-        "gradient": x.grad,
-        "dual": getattr(ops, DUALS[name])(upstream, group, *reversed(dims)),
-        "strided output": y_scrambled.detach(),
-        "strided gradient": scrambled.grad,
-        "slopes": slopes(name, dims, group),
-    }
+    """Output and gradient, also of an input with another order in memory and of dimensions that count from the end."""
+    rank, found = group.rank(), Result()
+    given, upstream = input_of(name, rank), upstream_of(name, dims, group.size(), rank)
+    for how, order in (("", dims), ("strided ", dims), ("negative ", tuple(dim - len(SHAPE) for dim in dims))):
+        x, grad = (in_another_order(one) if how == "strided " else one for one in (given, upstream))
+        x = x.clone().requires_grad_()
+        y = getattr(ops, name)(x, group, *order)
+        y.backward(grad)
+        found |= {f"{how}output": y.detach(), f"{how}gradient": x.grad}
+    return {**found, "dual": getattr(ops, DUALS[name])(upstream, group, *reversed(dims))}
 
 
 def in_another_order(x: Tensor) -> Tensor:
     """The same values, the last dimension lying first in memory."""
     return x.movedim(-1, 0).contiguous().movedim(0, -1)
-
-
-PROBES = ((0, 0, 0), (1, 3, 5), (3, 7, 11))
-
-
-def slopes(name: str, dims: tuple[int, ...], group: ops.Group) -> Tensor:
-    """[ranks, probes]: how the sum of all ranks' losses changes with an element of a rank's input, by differences."""
-    owners = range(1 if name in ALIKE_IN else group.size())
-    rows = [[slope(name, dims, group, owner, probe) for probe in PROBES] for owner in owners]
-    return torch.tensor(rows, dtype=torch.float64)
-
-
-def slope(name: str, dims: tuple[int, ...], group: ops.Group, owner: int, probe: tuple[int, ...]) -> float:
-    losses = []
-    for step in (0.5, -0.5):
-        x = input_of(name, group.rank())
-        if name in ALIKE_IN or group.rank() == owner:
-            x[probe] += step
-        y = getattr(ops, name)(x, group, *dims)
-        loss = (y * upstream_of(name, dims, group.size(), group.rank())).sum()
-        if name in ALIKE_OUT and group.rank() > 0:  # one loss, which all ranks compute
-            loss.zero_()
-        dist.all_reduce(loss, group=group)
-        losses.append(loss.item())
-    return losses[0] - losses[1]
 
 
 @cache
@@ -158,66 +124,35 @@ def close(given: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(given, wanted, rtol=1e-12, atol=1e-12)
 
 
-every_case = pytest.mark.parametrize(
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
     ("name", "dims"), CASES, ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value))
 )
-every_layout = pytest.mark.parametrize("layout", LAYOUTS)
-
-
-@every_layout
-@every_case
 def test_outputs_and_gradients_are_those_of_one_process(layout: str, name: str, dims: tuple[int, ...]) -> None:
     for world_rank, rank, size in ranks_of(layout):
-        output, gradient = expected(name, dims, size)[rank]
-        close(results(layout)[world_rank][name, dims]["output"], output)
-        close(results(layout)[world_rank][name, dims]["gradient"], gradient)
+        result, (output, gradient) = results(layout)[world_rank][name, dims], expected(name, dims, size)[rank]
+        close(result["output"], output)
+        close(result["gradient"], gradient)
+        assert torch.equal(result["gradient"], result["dual"]), "the backward of each is the forward of its dual"
+        for of in ("output", "gradient"):
+            assert torch.equal(result[f"strided {of}"], result[of]), "the order in memory changes nothing"
+            assert torch.equal(result[f"negative {of}"], result[of]), "a negative dimension counts from the end"
 
 
-@every_layout
-@every_case
-def test_the_backward_of_each_is_the_forward_of_its_dual(layout: str, name: str, dims: tuple[int, ...]) -> None:
-    for result in results(layout):
-        assert torch.equal(result[name, dims]["gradient"], result[name, dims]["dual"])
+ALONG = ("gather", "scatter", "split", "join", "all_gather", "reduce_scatter", "own_part")
 
 
-@every_layout
-@every_case
-def test_gradients_are_the_slopes_of_the_loss(layout: str, name: str, dims: tuple[int, ...]) -> None:
-    for world_rank, rank, _ in ranks_of(layout):
-        result = results(layout)[world_rank][name, dims]
-        measured_slopes = result["slopes"][0 if name in ALIKE_IN else rank]
-        for probe, wanted in zip(PROBES, measured_slopes.tolist(), strict=True):
-            assert result["gradient"][probe].item() == pytest.approx(wanted, abs=1e-9)
-
-
-@every_layout
-@every_case
-def test_the_order_of_a_tensor_in_memory_changes_nothing(layout: str, name: str, dims: tuple[int, ...]) -> None:
-    for result in results(layout):
-        assert torch.equal(result[name, dims]["strided output"], result[name, dims]["output"])
-        assert torch.equal(result[name, dims]["strided gradient"], result[name, dims]["gradient"])
-
-
-@pytest.mark.parametrize("name", ["copy", "reduce", "all_reduce"])
-def test_a_group_of_none_is_the_identity(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dims"),
+    [
+        *((name, ()) for name in ("copy", "reduce", "all_reduce")),
+        *((name, (dim,)) for name in ALONG for dim in range(3)),
+        *((name, (0, 1)) for name in ("exchange", "all_to_all")),
+    ],
+)
+def test_a_group_of_none_is_the_identity(name: str, dims: tuple[int, ...]) -> None:
     x = drawn(SHAPE, 1).requires_grad_()
-    assert getattr(ops, name)(x, None) is x
-
-
-@pytest.mark.parametrize("dim", range(3))
-@pytest.mark.parametrize("name", ["gather", "scatter", "split", "join", "all_gather", "reduce_scatter", "own_part"])
-def test_a_group_of_none_is_the_identity_along_any_dimension(name: str, dim: int) -> None:
-    x = drawn(SHAPE, 1).requires_grad_()
-    assert getattr(ops, name)(x, None, dim) is x
-
-
-@pytest.mark.parametrize("name", ["exchange", "all_to_all"])
-def test_a_group_of_none_exchanges_nothing(name: str) -> None:
-    x = drawn(SHAPE, 1).requires_grad_()
-    assert getattr(ops, name)(x, None, 0, 1) is x
-
-
-# The plain collectives.
+    assert getattr(ops, name)(x, None, *dims) is x
 
 
 def plain(dim: int) -> list[Tensor]:
@@ -249,13 +184,10 @@ def test_plain_collectives_leave_their_input_alone(dim: int) -> None:
 def refusals() -> list[str]:
     """What the functions that cut say of 3 rows over 2 ranks."""
     said = []
-    along_one = (ops.scatter, ops.split, ops.reduce_scatter, ops.own_part)
-    for cut, dims in [*((cut, (0,)) for cut in along_one), (ops.exchange, (0, 1)), (ops.all_to_all, (0, 1))]:
-        try:
-            cut(torch.ones(3, 2), dist.group.WORLD, *dims)
-            said.append("")
-        except RuntimeError as error:
-            said.append(str(error))
+    for cut in (ops.scatter, ops.split, ops.reduce_scatter, ops.own_part, ops.exchange, ops.all_to_all):
+        with pytest.raises(RuntimeError) as refused:
+            cut(torch.ones(3, 2), dist.group.WORLD, *((0, 1) if cut in (ops.exchange, ops.all_to_all) else (0,)))
+        said.append(str(refused.value))
     return said
 
 
@@ -264,54 +196,69 @@ def test_a_dimension_that_the_ranks_do_not_divide_is_never_cut_short() -> None:
         assert all("multiply up" in reason for reason in said)
 
 
-def training_step(functions: list[str]) -> tuple[Tensor, Tensor, Tensor]:
-    """A column-parallel, then a row-parallel linear between two functions: (output, gradients of x and of a weight)."""
-    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    enter, leave = (getattr(ops, name) for name in functions)
-    divided = functions[0] == "gather"
-    up, down = drawn((8, 6), 3).chunk(size, 0)[rank].requires_grad_(), drawn((6, 8), 4).chunk(size, 1)[rank]
-    x = drawn((2, 4, 6), 5)
-    x = (x.chunk(size, 1)[rank] if divided else x).requires_grad_()
-    dims = (1,) if divided else ()
-    y = leave(torch.relu(enter(x, group, *dims) @ up.t()) @ down.t(), group, *dims)
-    weight = drawn((2, 4, 6), 6)
-    y.backward(weight.chunk(size, 1)[rank] if divided else weight)
-    return y.detach(), x.grad, up.grad
+# Rows that go to other ranks in numbers that only the data decides, and come back.
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("functions", [["copy", "reduce"], ["gather", "scatter"]], ids="-".join)
-def test_a_pair_around_two_parallel_linears_gives_what_the_whole_linears_give(functions: list[str], size: int) -> None:
-    x, up = drawn((2, 4, 6), 5).requires_grad_(), drawn((8, 6), 3).requires_grad_()
-    y = torch.relu(x @ up.t()) @ drawn((6, 8), 4).t()
-    y.backward(drawn((2, 4, 6), 6))
-    divided = functions[0] == "gather"
-    part: Callable[[Tensor, int], Tensor] = lambda t, rank: t.chunk(size, 1)[rank] if divided else t  # noqa: E731
-    for rank, (output, grad_x, grad_up) in enumerate(run_workers(size, training_step, functions)):
-        close(output, part(y.detach(), rank))
-        close(grad_x, part(x.grad, rank))
-        close(grad_up, up.grad.chunk(size, 0)[rank])
+RANKS, WIDTH = 3, 2
+COUNTS: dict[str, list[list[int]]] = {
+    "two bins a rank": [[1, 0, 2, 3, 0, 1], [0, 0, 0, 1, 1, 1], [4, 1, 0, 0, 2, 2]],
+    "one bin a rank": [[2, 1, 3], [0, 2, 0], [1, 1, 1]],
+    "a rank that sends nothing": [[0] * 6, [1] * 6, [2] * 6],
+    "a rank that gets nothing": [[3, 1, 0, 0, 1, 1]] * 3,
+    "all to one bin": [[0, 0, 0, 5, 0, 0]] * 3,
+    "nothing at all": [[0] * 6] * 3,
+}
+"""How many rows each rank has in each bin."""
+PADDING = 2
+"""Rows after those of the last bin, which travel nowhere."""
 
 
-def from_the_end() -> list[tuple[Case, bool, bool]]:
-    """Of each case with dimensions: whether negative ones give the same output and the same gradient."""
-    group, found = dist.group.WORLD, []
-    assert group is not None
-    for name, dims in CASES:
-        if not dims:
-            continue
-        results = []
-        for chosen in (dims, tuple(dim - len(SHAPE) for dim in dims)):
-            x = input_of(name, group.rank()).requires_grad_()
-            y = getattr(ops, name)(x, group, *chosen)
-            y.backward(upstream_of(name, dims, group.size(), group.rank()))
-            results.append((y.detach(), x.grad))
-        (y, gradient), (other, other_gradient) = results
-        found.append(((name, dims), torch.equal(y, other), torch.equal(gradient, other_gradient)))
+def labels(counts: list[list[int]], rank: int) -> Tensor:
+    """A rank's rows, each (bin, sender, number)."""
+    rows = [(place, rank, number) for place, count in enumerate(counts[rank]) for number in range(count)]
+    return torch.tensor(rows, dtype=torch.float64).view(-1, 3)
+
+
+def arriving(counts: list[list[int]], rank: int) -> Tensor:
+    """What a rank gets: the rows of its bins, by bin, then by sender."""
+    rows = torch.cat([labels(counts, sender) for sender in range(RANKS)])
+    each = len(counts[0]) // RANKS
+    own = rows[(rows[:, 0] >= rank * each) & (rows[:, 0] < (rank + 1) * each)]
+    key = own[:, 0] * 10_000 + own[:, 1] * 100 + own[:, 2]
+    return own[key.argsort()]
+
+
+def travelled() -> dict[str, tuple[list[int], Tensor, Tensor, float, float]]:
+    """Of every case: counts and rows as they arrive, rows that came back, <send x, y> and <x, the gradient of y>."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    found = {}
+    for name, counts in COUNTS.items():
+        own = labels(counts, rank)
+        padded = torch.cat((own, own.new_full((PADDING, 3), torch.nan)))
+        meeting = ops.meet(torch.tensor(counts[rank]), group)
+        arrived = ops.send(padded, meeting, group)
+        back = ops.give_back(arrived, meeting, len(own), group)
+        x = torch.randn(len(own), WIDTH, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+        y = torch.randn(len(arrived), WIDTH, generator=torch.Generator().manual_seed(9 + rank), requires_grad=True)
+        (gradient,) = torch.autograd.grad(ops.send(x, meeting, group), x, y.detach())
+        returned = ops.give_back(y, meeting, len(own), group)
+        assert torch.equal(returned, gradient)
+        (dual,) = torch.autograd.grad(returned, y, x.detach())
+        assert torch.equal(dual, ops.send(x, meeting, group))
+        inner = float((x.detach() * gradient).sum()), float((y.detach() * dual).sum())
+        found[name] = (meeting.counts.tolist(), arrived, back, *inner)
     return found
 
 
-def test_a_negative_dimension_counts_from_the_end() -> None:
-    for found in run_workers(2, from_the_end):
-        assert len(found) == 18
-        assert [case for case, *same in found if not all(same)] == []
+def test_rows_arrive_by_bin_and_by_sender_come_back_and_are_each_others_gradient() -> None:
+    results = run_workers(RANKS, travelled)
+    for name, counts in COUNTS.items():
+        for rank, result in enumerate(results):
+            held, arrived, back, _, _ = result[name]
+            wanted = arriving(counts, rank)
+            assert torch.equal(arrived, wanted), name
+            first = rank * len(counts[0]) // RANKS
+            assert held == [sum(c[first + number] for c in counts) for number in range(len(held))], name
+            assert torch.equal(back, labels(counts, rank)), name
+        sums = [sum(result[name][place] for result in results) for place in (3, 4)]
+        assert all(abs(one - other) < 1e-4 for one, other in pairwise(sums)), name

@@ -2,27 +2,24 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
+import random_values
 import torch
+from layout_words import COMPILED, RECOMPUTED, WHOLE_STREAM, layouts, under
+from random_values import drawn
 from torch import Tensor
 
-from mplug import Offer, Site, UsageError
-from mplug.config.binding import Kernels
+from mplug import Offer, UsageError
 from mplug.model.build import build_model
 from mplug.model.products.casts import keep_casts
 from mplug.model.slots.declaration import slot_of
-from mplug.model.slots.offers import Filled
-from mplug.model.slots.selection import select
 from mplug.tensors.slot_buffers import hold
 from mplug_nn import (
     MLP,
-    Boundary,
-    Collective,
     GatheredForm,
-    Gemm,
     GroupedProduct,
     Linear,
     Narrow,
@@ -46,8 +43,7 @@ B, S, I_, O_ = 2, 8, 6, 10
 class Doubled(Product):
     """2 x Wᵀ by a copy of the weight; counts its casts."""
 
-    def __init__(self) -> None:
-        self.num_casts = 0
+    num_casts = 0
 
     def cast(self, weight: Tensor, buffers: Any) -> tuple[Tensor, ...]:
         self.num_casts += 1
@@ -56,52 +52,35 @@ class Doubled(Product):
     def forward(self, x: Tensor, weight: Operand, narrow: Narrow, buffers: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         return narrow.scattered(narrow.gathered(x) @ weight.casts[0].t()), (x,)
 
-    def dgrad(
-        self, grad_y: Tensor, weight: Operand, saved: Any, narrow: Narrow, buffers: Any, needs_x: bool
-    ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+    def dgrad(self, grad_y: Tensor, weight: Operand, saved: Any, narrow: Narrow, buffers: Any, needs_x: bool) -> Any:
         grad_y = narrow.gathered_gradient(grad_y)
         return narrow.scattered_gradient(grad_y @ weight.casts[0]) if needs_x else None, (grad_y, *saved)
 
     def wgrad(self, operands: Any, sink: Sink | None, narrow: Narrow, buffers: Any) -> Tensor | None:
         grad_y, x = operands
         a, b = 2 * grad_y.flatten(0, -2).t(), narrow.gathered(x).flatten(0, -2)
-        if sink is None:
-            return a @ b
-        add_product(*sink, a, b)
-        return None
+        return a @ b if sink is None else add_product(*sink, a, b)
 
 
 def filled(linear: Linear, product: Product | None = None) -> Linear:
-    linear.double()
-    with torch.no_grad():
-        for seed, parameter in enumerate(linear.parameters()):
-            parameter.copy_(drawn(*parameter.shape, seed=seed))
+    random_values.filled(linear)
     if product is not None:
         linear.product = product
     return linear
 
 
-def drawn(*shape: int, seed: int = 5) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-# The call.
-
-
 def test_a_product_gives_the_output_and_both_gradients() -> None:
     layer, plain = filled(Linear(I_, O_), Doubled()), filled(Linear(I_, O_))
     grad = drawn(B, S, O_, seed=8)
-    results = []
-    for one, factor in ((layer, 1.0), (plain, 2.0)):
-        x = (drawn(B, S, I_) * factor).requires_grad_()
-        y = one(x)
-        y.backward(grad)
-        results.append((y, x.grad * (1 if factor == 1 else 2), one.weight.grad, one.bias.grad))
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected)
+    found, expected = drawn(B, S, I_).requires_grad_(), (2 * drawn(B, S, I_)).requires_grad_()
+    y, right = layer(found), plain(expected)
+    for one in (y, right):
+        one.backward(grad)
+    ours, theirs = (y, found.grad, layer.weight.grad, layer.bias.grad), (right, 2 * expected.grad, plain.weight.grad)
+    torch.testing.assert_close(ours, (*theirs, plain.bias.grad))
 
 
-def test_the_weight_gradient_goes_to_the_sink_and_a_stale_sink_is_overwritten() -> None:
+def test_the_weight_gradient_goes_to_the_sink_a_stale_sink_is_overwritten_and_a_frozen_weight_gets_none() -> None:
     layer, x, grad = filled(Linear(I_, O_), Doubled()), drawn(B, S, I_), drawn(B, S, O_, seed=8)
     sink = drawn(O_, I_, seed=7)
     layer.weight.main_grad = sink  # type: ignore[attr-defined]
@@ -109,29 +88,10 @@ def test_the_weight_gradient_goes_to_the_sink_and_a_stale_sink_is_overwritten() 
     for number in (1, 2):
         layer(x).backward(grad)
         torch.testing.assert_close(sink, 2 * number * torch.einsum("bso,bsi->oi", grad, x))
-    assert layer.weight.grad is None
-
-
-def test_a_frozen_weight_gets_no_gradient() -> None:
-    layer, x = filled(Linear(I_, O_), Doubled()), drawn(B, S, I_).requires_grad_()
     layer.weight.requires_grad_(False)
-    layer(x).sum().backward()
+    layer(x.requires_grad_()).sum().backward()
     assert layer.weight.grad is None
     torch.testing.assert_close(x.grad, torch.ones(B, S, O_, dtype=x.dtype) @ (2 * layer.weight))
-
-
-def test_the_product_runs_the_collectives_of_the_narrower_slots() -> None:
-    boundary = Boundary(lambda x: torch.cat((x, x), 1), lambda y: y[:, :S] + y[:, S:], lambda x: x)
-
-    layer, plain = filled(Linear(I_, O_), Doubled()), filled(Linear(I_, O_))
-    layer.gather = Collective(boundary.whole, boundary=boundary)
-    plain.gather = lambda x: 2 * torch.cat((x, x), 1)
-    found, expected = drawn(B, S, I_).requires_grad_(), drawn(B, S, I_).requires_grad_()
-    grad = drawn(B, 2 * S, O_, seed=8)
-    layer(found).backward(grad)
-    plain(expected).backward(grad)
-    torch.testing.assert_close(found.grad, expected.grad)
-    torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
@@ -146,8 +106,7 @@ def test_a_compiled_product_gives_equal_gradients_in_one_graph(backend: str) -> 
         layer.weight.grad = None
         call(x).sum().backward()
         results.append((x.grad, layer.weight.grad))
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
@@ -169,9 +128,6 @@ def test_an_mlp_calls_the_products_of_its_projections() -> None:
     mlp.down.product = Doubled()
     bias = mlp.down.bias
     torch.testing.assert_close(mlp(x) - bias, 2 * (before - bias))
-
-
-# The checks of the suite.
 
 
 def test_the_suite_accepts_products_and_their_buffers(plant: Plant) -> None:
@@ -211,37 +167,18 @@ def test_the_suite_reports_a_product_that_cannot_be_postponed() -> None:
     assert found.startswith("the gradient of the weight has other bits if the weight's gradient is computed later")
 
 
-# Whole runs.
+WIDE = [
+    *("zero2", "zero2 parallel.zero.stage=2", "pp2", f"tp2 {WHOLE_STREAM}", f"tp2 {COMPILED} {RECOMPUTED}"),
+    *("fsdp2", f"fsdp2 {COMPILED}", f"fsdp2 {COMPILED} parallel.fsdp.gather=copies", "tp2pp2", "tp2cp2"),
+    *(f"fsdp2tp2 {RECOMPUTED}", "dp2 trainer.micro_batch_size=1"),
+]
 
 
-@pytest.mark.parametrize(
-    ("layout", "ranks", "changes"),
-    [
-        ("tp2", 2, {}),
-        ("fsdp2", 2, {"parallel.fsdp.gather": "copies"}),
-        *(
-            pytest.param(*case, marks=pytest.mark.wide("layouts"))
-            for case in [
-                ("zero2", 2, {}),
-                ("zero2", 2, {"parallel.zero.stage": 2}),
-                ("pp2", 2, {}),
-                ("tp2", 2, {"parallel.tp.sequence_parallel": False}),
-                ("tp2", 2, {"trainer.compile": "aot_eager", "memory.recompute.mode": "full"}),
-                ("fsdp2", 2, {}),
-                ("fsdp2", 2, {"trainer.compile": "aot_eager"}),
-                ("fsdp2", 2, {"trainer.compile": "aot_eager", "parallel.fsdp.gather": "copies"}),
-                ("tp2pp2", 4, {}),
-                ("tp2cp2", 4, {}),
-                ("fsdp2tp2", 4, {"memory.recompute.mode": "full"}),
-                ("dp2", 2, {"trainer.micro_batch_size": 1}),
-            ]
-        ),
-    ],
-)
-def test_a_run_equals_that_of_one_process(plant: Plant, layout: str, ranks: int, changes: Settings) -> None:
+@pytest.mark.parametrize("layout", layouts(["tp2", "fsdp2 parallel.fsdp.gather=copies"], WIDE))
+def test_a_run_equals_that_of_one_process(plant: Plant, layout: str) -> None:
     plant("acme-product")
-    found = run_workers(ranks, steps, {**SETTINGS, **changes, "parallel.layout": layout})
-    assert difference(found, reference()) == ""
+    ranks, settings = under(SETTINGS, layout)
+    assert difference(run_workers(ranks, steps, settings), reference()) == ""
 
 
 def steps(settings: Settings) -> Any:
@@ -250,14 +187,10 @@ def steps(settings: Settings) -> Any:
     return train_steps(settings)
 
 
-REFERENCES: dict[str, Any] = {}
-
-
+@cache
 def reference() -> Any:
     """The same run in one process."""
-    if not REFERENCES:
-        REFERENCES[""] = run_workers(1, train_steps, SETTINGS)[0]
-    return REFERENCES[""]
+    return run_workers(1, train_steps, SETTINGS)[0]
 
 
 def test_the_rounding_reaches_the_results(plant: Plant) -> None:
@@ -289,87 +222,6 @@ def test_units_without_copies_are_called_directly() -> None:
     model = build_model(tiny_run({"model.num_layers": 1, "trainer.compile": "never"}))
     keep_casts(model)
     assert all("forward" not in vars(model.module.get_submodule(unit.name)) for unit in model.own_units)
-
-
-# Selection and refusals.
-
-
-def selected(*offers: Any, recipe: str = "") -> tuple[dict[str, Filled], list[str]]:
-    """The content of the slots of one linear layer, whose products need a recipe, and what is not met."""
-    sites = [
-        Site("blocks.*.up", slot, Linear(I_, O_), "blocks.0.up", frozenset([recipe] if recipe and not end else ()))
-        for slot, end in (
-            ("Linear.product", False),
-            ("Linear.gemm", False),
-            ("Linear.gather", True),
-            ("Linear.scatter", True),
-        )
-    ]
-    kernels = Kernels({"linear": "kernels/whole"}, default=None)
-    found = select(sites, offers, kernels, None)  # type: ignore[arg-type]
-    return {one.site.slot: one for one in found.filled}, [str(one) for one in found.unmet]
-
-
-def test_a_need_of_a_gemm_is_met_by_the_product_that_replaces_it() -> None:
-    whole = Offer({"Linear.product": Doubled()}, serves={"recipe 'r'"}, plugin="kernels/whole")
-    filled, unmet = selected(whole, recipe="recipe 'r'")
-    assert filled["Linear.product"].offer is whole
-    assert unmet == []
-    gemm = Offer({"Linear.gemm": Gemm()}, serves={"recipe 'r'"}, plugin="kernels/whole")
-    assert selected(gemm, recipe="recipe 'r'")[1] == []
-    (told,) = selected(replace(gemm, serves=frozenset()), recipe="recipe 'r'")[1]
-    assert told.startswith("kernels/whole cannot serve Linear.gemm of 'blocks.*.up'")
-
-
-def test_a_gemm_that_the_product_never_calls_is_refused() -> None:
-    class Calling(Doubled):
-        calls = ("Linear.gemm",)
-
-    gemm = Offer({"Linear.gemm": Gemm()}, plugin="parallel/strategy")
-    with pytest.raises(UsageError, match=r"parallel/strategy puts into Linear\.gemm would never run"):
-        selected(Offer({"Linear.product": Doubled()}, plugin="kernels/whole"), gemm)
-    filled, unmet = selected(Offer({"Linear.product": Calling()}, plugin="kernels/whole"), gemm)
-    assert filled["Linear.gemm"].offer is gemm
-    assert unmet == []
-
-
-def test_a_fallback_gives_way_to_a_kernel_that_the_config_names() -> None:
-    own = Offer({"Linear.product": Doubled()}, plugin="parallel/strategy", fallback=True)
-    named = Offer({"Linear.product": Doubled()}, plugin="kernels/whole")
-    assert selected(own)[0]["Linear.product"].offer is own
-    assert selected(own, named)[0]["Linear.product"].offer is named
-    gemm = Offer({"Linear.gemm": Gemm()}, serves={"recipe 'r'"}, plugin="kernels/whole")
-    filled, unmet = selected(own, gemm, recipe="recipe 'r'")
-    assert filled["Linear.product"].offer is None
-    assert unmet == []
-
-
-def test_a_need_that_a_product_refuses_is_reported_once() -> None:
-    whole = Offer(
-        {"Linear.product": Doubled()}, lambda *_: "it needs a GPU", plugin="kernels/whole", serves={"recipe 'r'"}
-    )
-    assert selected(whole, recipe="recipe 'r'")[1] == [
-        "kernels/whole cannot serve Linear.product of 'blocks.*.up': it needs a GPU"
-    ]
-
-
-def test_a_fallback_gives_way_to_the_supplier_of_a_wider_slot() -> None:
-    mlp = MLP(I_, O_, "gelu", bias=False)
-    sites = [
-        Site("blocks.*.mlp", "MLP.core", mlp, "blocks.0.mlp"),
-        Site("blocks.*.mlp.up", "Linear.product", mlp.up, "blocks.0.mlp.up"),
-    ]
-    own = Offer({"Linear.product": Doubled()}, plugin="parallel/strategy", fallback=True)
-    core = Offer({"MLP.core": mlp.core}, plugin="kernels/whole")
-
-    def suppliers(*offers: Offer) -> list[str]:
-        kernels = Kernels({"mlp": "kernels/whole"} if len(offers) > 1 else {}, default=None)
-        return [filled.supplier for filled in select(sites, offers, kernels, None).filled]  # type: ignore[arg-type]
-
-    assert suppliers(own) == ["plain torch", "parallel/strategy"]
-    assert suppliers(own, core) == ["kernels/whole", "plain torch"]
-    with pytest.raises(UsageError, match=r"parallel/strategy puts into Linear\.product would never run"):
-        suppliers(replace(own, fallback=False), core)
 
 
 def test_a_collective_without_a_boundary_is_refused(plant: Plant) -> None:

@@ -61,42 +61,35 @@ def test_parameters_that_differ_only_in_who_shards_them_are_all_summed() -> None
         assert sorted(sums(placements, placements)) == [((0, 1, 2, 3), 1), ((0, 2), 1)]
 
 
-def test_a_strategy_that_owns_parts_and_sums_them_leaves_the_other_axes_to_the_host() -> None:
-    bucket = Bucket(("a",), (0,), (8,), 8, ("rows",), num_owners=2)
-    owned = Sharding((bucket,)).placed(weight("a"))
-    assert sums([weight("a")], [owned], "rows") == [((0, 2), 1)]
-    assert sums([weight("a")], [owned], "rows", "copies") == []
-    assert {tuple(one.copies.of(0)) for one in owned.regions} == {(0, 2)}
+def owned(length: int = 8, num_owners: int = 2) -> Placement:
+    """The parameter whose parts the ranks of `rows` own."""
+    return Sharding((Bucket(("a",), (0,), (8,), length, ("rows",), num_owners=num_owners),)).placed(weight("a"))
 
 
-def test_a_strategy_that_owns_parts_and_does_not_sum_them_is_refused() -> None:
-    bucket = Bucket(("a",), (0,), (8,), 8, ("rows",), num_owners=2)
+def test_a_strategy_that_owns_parts_sums_them_and_leaves_the_other_axes_to_the_host() -> None:
+    assert sums([weight("a")], [owned()], "rows") == [((0, 2), 1)]
+    assert sums([weight("a")], [owned()], "rows", "copies") == []
+    assert {tuple(one.copies.of(0)) for one in owned().regions} == {(0, 2)}
     with pytest.raises(ValueError, match=r"'rows' own different parts of 'a', and nothing sums.* sinks.reduced_over"):
-        sums([weight("a")], [Sharding((bucket,)).placed(weight("a"))])
+        sums([weight("a")], [owned()])
 
 
 @pytest.mark.parametrize(("length", "num_owners"), [(8, 0), (9, 2)])
 def test_a_bucket_whose_owners_get_unequal_parts_is_refused(length: int, num_owners: int) -> None:
     with pytest.raises(ValueError, match=f"the bucket of 'a' has {length} elements.* num_owners={num_owners} does not"):
-        Sharding((Bucket(("a",), (0,), (8,), length, ("rows",), num_owners=num_owners),))
+        owned(length, num_owners)
 
 
 @pytest.mark.parametrize("num_owners", [1, 4])
 def test_a_bucket_has_an_owner_for_every_rank(num_owners: int) -> None:
-    sharding = Sharding((Bucket(("a",), (0,), (8,), 8, ("rows",), num_owners=num_owners),))
     with pytest.raises(ValueError, match=f"'a' is for {num_owners} owners, and axes rows have 2 ranks"):
-        sharding.placed(weight("a"))
+        owned(num_owners=num_owners)
 
 
 def test_sharding_rows_keeps_what_is_sharded_and_summed_already() -> None:
     sharded = GatheredPlacement.of(replace(weight("a"), apart=("copies",), summed=("copies",)), "rows")
     (box,) = sharded.boxes(0)
     assert (sharded.partial_axes, box.copies) == ((), Ranks(0))
-
-
-def test_the_facts_about_stages_are_named_because_an_older_placement_listed_ranks_there() -> None:
-    with pytest.raises(TypeError, match="positional"):
-        Placement("a", weight("a").parameter, (4, 2), MESH, (0, 1))  # type: ignore[misc]
 
 
 def test_the_axis_of_a_pipeline_must_be_in_the_view_of_every_parameter() -> None:

@@ -1,23 +1,29 @@
-"""Attention as a specification: what it computes, what a site needs, and who is refused because he does not know it.
+"""Attention as a specification: what it computes, what a site needs, and samples that are packed with documents.
 
 B batch, S queries, T keys, H query heads, G KV heads, K head dim.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from plain_attention import attend
+from random_values import drawn
 from torch import Tensor, nn
 
-from mplug import Offer, Site, Wrap
-from mplug.config.binding import Kernels
+from mplug import UsageError
+from mplug.model.build import build_model
+from mplug.model.model import Model
 from mplug.model.slots.fill import sites
-from mplug.model.slots.selection import Selection, select
+from mplug.training.assembly import build
 from mplug_nn import Attention, AttentionInputs, AttentionSpec, scaled_dot_product
 from mplug_nn.attention import needs_of_specification
+from mplug_nn.parts import PLAIN_PARTS, numbered
+from mplug_testing.capabilities import Setting, parts_fault
+from mplug_testing.harness import tiny_run
+from mplug_testing.samples import malformed
 
 H, G, K, V, R = 4, 2, 6, 10, 2
 SPEC = AttentionSpec(0.7, K, K)
@@ -27,6 +33,7 @@ SPECS = {
     "window": replace(SPEC, window=3),
     "window of all": replace(SPEC, causal=False, window=2),
     "documents": replace(SPEC, documents=True, window=4),
+    "documents of all": replace(SPEC, documents=True, causal=False),
     "cap": replace(SPEC, soft_cap=1.5),
     "sinks": replace(SPEC, sinks=True),
     "alibi": replace(SPEC, bias="alibi"),
@@ -37,11 +44,6 @@ SPECS = {
     "keys of all": replace(SPEC, own_key_length=True, causal=False, bias="relative"),
 }
 LENGTHS = [[3, 5, 0], [1, 1, 6]]
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
@@ -109,15 +111,12 @@ def test_what_is_trained_gets_a_gradient() -> None:
     assert torch.autograd.gradcheck(lambda *_: scaled_dot_product(*qkv, spec, inputs), trained)
 
 
-def test_slopes_of_heads_that_are_no_power_of_two() -> None:
+def test_slopes_of_heads_are_those_of_the_paper_and_other_biases_are_refused() -> None:
     """Six heads: those of four, 4^-n, and two of eight's: 2^-1 and 2^-3 (the paper's own rule)."""
     from mplug_nn.specification import alibi_slopes
 
     slopes = [4.0**-1, 4.0**-2, 4.0**-3, 4.0**-4, 2.0**-1, 2.0**-3]
     assert alibi_slopes(torch.arange(6), 6).tolist() == slopes
-
-
-def test_a_bias_that_plain_torch_does_not_know_is_no_bias() -> None:
     qkv, inputs = given(SPEC)
     with pytest.raises(ValueError, match="a bias 'rings'"):
         scaled_dot_product(*qkv, replace(SPEC, bias="rings"), inputs)
@@ -141,53 +140,7 @@ def test_whatever_is_not_plain_is_a_need(changes: dict[str, Any], needs: set[str
     assert replace(SPEC, **changes).needs == needs
 
 
-# Who is refused.
-
-
-def selected(offers: list[Offer | Wrap], default: str | None = None, **asked: Any) -> Selection:
-    with torch.device("meta"):
-        module = Attention(8, 2, 2, 4, bias=False, qk_norm=False, theta=None, **asked)
-    site = Site("attn", "Attention.core", module, "attn", needs_of_specification(module, ()))
-    return select([site], offers, Kernels({}, default), None)  # type: ignore[arg-type]
-
-
-def unmet(*offers: Offer | Wrap, **asked: Any) -> list[str]:
-    return [str(one) for one in selected(list(offers), **asked).unmet]
-
-
-def unchanged(inner: Callable[..., Any]) -> Callable[..., Any]:
-    return inner
-
-
-def test_a_wrap_serves_what_it_names_and_nothing_else() -> None:
-    wrap = Wrap("Attention.core", unchanged, 50, plugin="parallel/x")
-    assert unmet(wrap) == []
-    (told,) = unmet(wrap, window=4)
-    assert told == (
-        "parallel/x cannot serve Attention.core of 'attn': the site needs window, and the plugin's wrap does not "
-        "declare it in Wrap.serves"
-    )
-    assert unmet(replace(wrap, serves=frozenset({"window"})), window=4) == []
-    (told,) = unmet(replace(wrap, serves=frozenset({"window"})), window=4, soft_cap=2.0)
-    assert "the site needs soft cap" in told
-
-
-def test_who_calls_again_what_is_inside_serves_everything() -> None:
-    assert unmet(Wrap("Attention.core", unchanged, 1000, plugin="memory/x"), sinks=True) == []
-
-
-def test_a_supplier_that_does_not_declare_a_need_is_refused_without_being_asked() -> None:
-    offer = Offer({"Attention.core": scaled_dot_product}, plugin="kernels/x")
-    selection = selected([offer], "kernels/x")
-    assert selection.filled[0].offer is offer
-    selection = selected([offer], "kernels/x", attention_bias="alibi")
-    assert [one.reason for one in selection.unmet] == ["it does not offer alibi bias"]
-
-
-# Needs.
-
-
-def test_a_module_that_states_a_specification_need_not_repeat_it_as_needs() -> None:
+def test_a_module_needs_what_its_specification_says_without_repeating_it() -> None:
     class Forgetful(Attention):
         def needs(self, slot: str, entries: Any) -> frozenset[str]:
             return frozenset()
@@ -197,3 +150,103 @@ def test_a_module_that_states_a_specification_need_not_repeat_it_as_needs() -> N
     found = {site.slot: site.needs for site in sites(module, ("document_lengths",))}
     assert found["Attention.core"] == {"window", "document_lengths"}
     assert found["Attention.prepare_qk"] == frozenset()
+    with torch.device("meta"):
+        module = Attention(8, 2, 2, 4, bias=False, qk_norm=False, theta=None, causal=False)
+    assert needs_of_specification(module, ("document_lengths",)) == {"document_lengths", "full attention"}
+    assert module.needs("Attention.prepare_qk", ("document_lengths",)) == frozenset()
+
+
+# Documents: who says that samples have some, who hears it, and that none attends to another.
+
+
+PACKED = {"data.documents": 3, "kernels.default": None}
+THREE = torch.tensor([[3, 6, 1], [7, 3, 0]])
+
+
+def test_a_module_without_a_causal_mask_sees_later_positions() -> None:
+    weights = drawn(16, 8)
+    outputs = []
+    for causal in (True, False):
+        module = Attention(4, 2, 1, 4, bias=False, qk_norm=False, theta=None, causal=causal).double()
+        module.qkv.weight.data, module.out.weight.data = weights[:, :4].clone(), weights[:4].clone()
+        x = drawn(1, 6, 4).requires_grad_()
+        module(x, torch.arange(6)[None], torch.zeros(1, dtype=torch.int64))[:, 2].sum().backward()
+        assert x.grad is not None
+        outputs.append(bool(x.grad[:, 3:].any()))
+    assert outputs == [False, True]
+
+
+def test_documents_number_positions_and_a_query_without_a_key_has_nothing() -> None:
+    lengths = torch.tensor([[2, 0, 3, 0], [1, 1, 1, 2]])
+    assert numbered(lengths, 5).tolist() == [[0, 0, 2, 2, 2], [0, 1, 2, 3, 3]]
+    lengths = (torch.tensor([[2, 2]]), torch.tensor([[0, 3]]))
+    q, k, v = drawn(1, 4, 2, 4), drawn(1, 3, 2, 4), drawn(1, 3, 2, 4)
+    output, sums = PLAIN_PARTS.forward(q, k, v, scale=1.0, causal=False, lengths=lengths)
+    assert not output[:, :2].any()
+    assert (sums[:, :, :2] == -torch.inf).all()
+    assert sums[:, :, 2:].isfinite().all()
+
+
+@pytest.mark.parametrize("heads", [(4, 4, 8), (6, 2, 8), (3, 1, 5)])
+def test_the_parts_in_plain_torch_are_right_by_autograd(heads: tuple[int, int, int]) -> None:
+    """Their formulas in fp64, which others are checked by, against the whole that torch differentiates."""
+    h, g, width = heads
+    q, k, v, gradient = drawn(2, 10, h, width), drawn(2, 10, g, width), drawn(2, 10, g, width), drawn(2, 10, h, width)
+    for causal in (True, False):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        whole = attend(*leaves, scale=0.4, causal=causal, document_lengths=THREE)
+        exact = torch.autograd.grad(whole, leaves, gradient)
+        named: dict[str, Any] = {"scale": 0.4, "causal": causal, "lengths": (THREE, THREE)}
+        output, sums = PLAIN_PARTS.forward(q, k, v, **named)
+        torch.testing.assert_close(output, whole.detach())
+        for found, right in zip(PLAIN_PARTS.backward(gradient, q, k, v, output, sums, **named), exact, strict=True):
+            torch.testing.assert_close(found, right)
+    assert parts_fault(PLAIN_PARTS, Setting(h, g, width, torch.float32, "cpu"), packed=True) == ""
+
+
+def cores(settings: dict[str, object]) -> list[frozenset[str]]:
+    model = build_model(tiny_run(settings))
+    return [filled.site.needs for filled in model.slots if filled.site.slot == "Attention.core"]
+
+
+def test_sites_and_units_get_lengths_only_where_the_loader_packs() -> None:
+    assert cores({}) == [frozenset()] * 4
+    assert cores(PACKED) == [frozenset({"document_lengths"})] * 4
+    heard: list[dict[str, Any]] = []
+    for settings in ({"kernels.default": None}, PACKED):
+        run = tiny_run(settings)
+        parts = build(run)
+        block = parts.model.module.get_submodule("blocks.0")
+        block.register_forward_pre_hook(lambda *given: heard.append(dict(given[2])), with_kwargs=True)
+        parts.model.loss(parts.stepper.entries(next(iter(parts.train_loader.take(8))), 1))  # type: ignore[attr-defined]
+    assert [list(named) for named in heard] == [[], ["document_lengths"]]
+
+
+def test_a_model_that_takes_no_lengths_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Model.__init__
+
+    def without(self: Model, module: Any, plan: Any, **named: Any) -> None:
+        original(self, module, replace(plan, units=tuple(replace(u, optional=()) for u in plan.units)), **named)
+
+    monkeypatch.setattr(Model, "__init__", without)
+    build_model(tiny_run({}))
+    with pytest.raises(UsageError) as refused:
+        build_model(tiny_run(PACKED))
+    assert "micro batches of data/mock have 'document_lengths', which no unit of models/gpt takes" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "said"),
+    [
+        ([[4, 4], [8, 0]], ""),
+        ([[4, 3], [8, 0]], "sums to 7 in a sample of 8 tokens"),
+        ([[9, -1], [8, 0]], "holds -1"),
+        ([[8, 0]], "must be [B, M] of int64"),
+    ],
+)
+def test_lengths_that_are_not_those_of_the_sample_are_malformed(lengths: list[list[int]], said: str) -> None:
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    batch = {"tokens": tokens, "labels": tokens, "positions": torch.arange(8)[None], "sample_ids": torch.arange(2)}
+    found = malformed({**batch, "document_lengths": torch.tensor(lengths)}, 8)
+    assert said in found
+    assert bool(found) == bool(said)

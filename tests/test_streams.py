@@ -9,7 +9,7 @@ import torch
 from mplug import Axis, Mesh, Plan, Stream, Unit, UsageError
 from mplug.layout.work import Flops
 from mplug.model.build import build_model
-from mplug.model.compiled.graphs import obstacles
+from mplug.model.compiled.graphs import step_obstacles
 from mplug.training.batch_parts import own_part
 from mplug.training.streams import count_rows, malformed_streams
 from mplug_testing.harness import tiny_run
@@ -118,4 +118,4 @@ def test_no_graph_replays_a_step_with_a_stream() -> None:
     run = tiny_run(SEEING)
     model = build_model(run)
     run.device = "cuda"
-    assert "the number of patches differs from micro batch to micro batch" in obstacles(run, model)
+    assert "the number of patches differs from micro batch to micro batch" in step_obstacles(run, model)

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from layout_words import layouts, under
+from tiny_models import MIXTRAL
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mplug import MicroBatch, RankBatch, Run, UsageError
 from mplug.tensors.host_buffers import register_host_buffer
-from mplug.training.assembly import Parts, build
+from mplug.training.assembly import build
 from mplug.training.batch_parts import count_targets
 from mplug.training.stepper import DefaultStepper
 from mplug.training.token_scale import TokenScale
@@ -21,16 +23,9 @@ Settings = dict[str, Any]
 BALANCE, Z = 0.7, 0.3
 E, K, S, BATCH = 4, 2, 20, 8  # targets / tokens is no binary fraction
 MODEL: Settings = {
-    "model.name": "mixtral",
+    **MIXTRAL,
     "model.num_layers": 1,
-    "model.hidden_size": 32,
-    "model.num_attention_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.ffn_hidden_size": 32,
-    "model.vocab_size": 259,
     "model.init_std": 0.2,
-    "model.num_experts": E,
-    "model.num_experts_per_token": K,
     "model.moe_balance": "sequence",
     "model.aux_loss_coefficient": BALANCE,
     "model.z_loss_coefficient": Z,
@@ -60,12 +55,7 @@ def sink_of(settings: Settings) -> tuple[Tensor, Tensor, Tensor, int]:
     feed = parts.train_loader
     parts.stepper.forward_backward(feed.step_of(list(answers(feed.loader.take(BATCH)))), 1)
     sink = parts.model.sinks[ROUTER]
-    return sink.buffer.clone(), sink.parameter.detach().clone(), torch.cat(seen), int(parts_targets(parts))
-
-
-def parts_targets(parts: Parts) -> Tensor:
-    assert isinstance(parts.stepper, DefaultStepper)
-    return parts.stepper.sums[1]
+    return sink.buffer.clone(), sink.parameter.detach().clone(), torch.cat(seen), int(parts.stepper.sums[1])
 
 
 def plain(weight: Tensor, x: Tensor) -> Tensor:
@@ -102,13 +92,6 @@ def test_the_run_and_the_reported_losses_do_not_depend_on_the_size_of_micro_batc
     assert z == pytest.approx(alone(1).statistics[0][LOSSES][1].item(), rel=1e-12)
 
 
-WIDE = pytest.mark.wide("experts")
-LAYOUTS = [
-    (2, "pp2"),
-    (2, "ep2"),
-    *(pytest.param(2, layout, marks=WIDE) for layout in ("dp2", "zero2", "fsdp2", "tp2", "cp2", "tp2ep2")),
-    *(pytest.param(4, layout, marks=WIDE) for layout in ("dp2cp2", "pp2ep2", "cp2pp2", "zero2tp2")),
-]
 BLOCKS: Settings = {"model.num_layers": 2}
 
 
@@ -117,10 +100,13 @@ def two_blocks() -> Trace:
     return train_steps({**MODEL, **BLOCKS}, portions=answers)
 
 
-@pytest.mark.parametrize(("size", "layout"), LAYOUTS)
-def test_a_layout_gives_the_run_of_one_process(size: int, layout: str) -> None:
-    found = train_ranks(size, {**MODEL, **BLOCKS, "parallel.layout": layout}, answers)
-    assert difference(found, two_blocks()) == ""
+WIDE = ["dp2", "zero2", "fsdp2", "tp2", "cp2", "tp2ep2", "dp2cp2", "pp2ep2", "cp2pp2", "zero2tp2"]
+
+
+@pytest.mark.parametrize("layout", layouts(["pp2", "ep2"], WIDE, "experts"))
+def test_a_layout_gives_the_run_of_one_process(layout: str) -> None:
+    ranks, settings = under({**MODEL, **BLOCKS}, layout)
+    assert difference(train_ranks(ranks, settings, answers), two_blocks()) == ""
 
 
 def test_a_stepper_that_does_not_read_in_advance_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

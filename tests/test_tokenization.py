@@ -64,7 +64,7 @@ def test_a_copy_that_is_gone_or_changed_is_refused_by_its_name(kept: Path) -> No
 def test_a_record_whose_plugin_is_not_installed_says_which_was(kept: Path) -> None:
     with pytest.raises(UsageError, match="was edited"):
         load_tokenizer({**read(kept).as_mapping(), "name": "glyps"})
-    keep_tokenizer(mplug.TokenizerRecord(**{**read(kept).__dict__, "name": "glyps"}), kept)
+    keep_tokenizer(TokenizerRecord(**{**read(kept).__dict__, "name": "glyps"}), kept)
     said = r"made with tokenizer 'glyps' of nova-glyph 1\.0\.0: no plugin 'glyps' .* did you mean 'glyph'\?"
     with pytest.raises(UsageError, match=said):
         load_tokenizer(read(kept))

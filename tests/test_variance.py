@@ -4,9 +4,11 @@
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from layout_words import layouts
 
 from mplug import UsageError, Variance
 from mplug.cli import main
@@ -30,40 +32,21 @@ def require_parity(layout: str) -> None:
     Squeezed().test_a_layout_gives_the_run_of_one_process(layout)
 
 
-# The suite.
-
-
-def test_the_suite_holds_a_strategy_to_the_tolerance_that_it_declares(plant: Plant) -> None:
-    plant("acme-squeeze")
-    require_parity("squeeze2")
-
-
 @pytest.mark.parametrize(
-    ("declared", "said"),
-    [
-        ("return None", "gradient of .* has an error of"),
-        (DECLARED.replace("2.0**-6", "1e-6"), "gradient of .* has an error of"),
-    ],
-    ids=["nothing", "too little"],
+    "declared", ["return None", DECLARED.replace("2.0**-6", "1e-6")], ids=["nothing", "too little"]
 )
-def test_the_suite_fails_a_strategy_that_varies_by_more_than_it_declares(
-    plant: Plant, declared: str, said: str
-) -> None:
+def test_the_suite_fails_a_strategy_that_varies_by_more_than_it_declares(plant: Plant, declared: str) -> None:
     plant("acme-squeeze", DECLARED, declared)
-    with pytest.raises(Fault, match=said):
+    with pytest.raises(Fault, match=r"gradient of .* has an error of"):
         require_parity("squeeze2")
 
 
 def test_the_suite_fails_a_strategy_that_another_one_bypasses(plant: Plant) -> None:
     """Without the axes in its declaration, the host cannot know that the optimizer's sharding sums in its stead."""
     plant("acme-squeeze", DECLARED, DECLARED.replace('("squeeze",)', "()"))
-    with pytest.raises(
-        Fault, match=r"equals one process up to rounding .*, although the strategy declares .* bypasses"
-    ):
+    said = r"equals one process up to rounding .*, although the strategy declares .* bypasses"
+    with pytest.raises(Fault, match=said):
         require_parity("squeeze2zero2")
-
-
-# Together with strategies that sum gradients themselves.
 
 
 @pytest.mark.parametrize("layout", ["squeeze2zero2", "zero2squeeze2"])
@@ -76,44 +59,38 @@ def test_a_sharded_optimizer_that_would_sum_in_its_stead_is_refused_before_launc
         assert words in str(caught.value)
 
 
-def test_replicas_that_would_sum_in_its_stead_are_refused(plant: Plant) -> None:
-    plant("acme-squeeze", BEFORE_OTHERS, "layer = 1")
-    with pytest.raises(UsageError, match="parallel/dp and parallel/squeeze would both sum gradients over the axis"):
-        train_ranks(4, Squeezed.at("squeeze2dp2"))
-
-
-def test_a_sum_that_is_left_to_the_host_is_refused(plant: Plant) -> None:
-    plant("acme-squeeze", SUMMED, "")
-    with pytest.raises(UsageError, match=r"parallel/squeeze declares .* sinks.reduced_over lacks this axis"):
-        train_ranks(2, Squeezed.at("squeeze2"))
+IN_ITS_STEAD = "parallel/dp and parallel/squeeze would both sum gradients over the axis"
+ON_ONE_RANK = r"squeeze names the axis 'squeeze' in .*reduced_over on rank 2, and not on ra"
+OF_ITS_OWN = "sinks.reduced_over.update(*(trained[name] for name in sinks))"
 
 
 @pytest.mark.parametrize(
-    "layout", ["squeeze2fsdp2", *(pytest.param(one, marks=pytest.mark.wide("layouts")) for one in ("squeeze2dp2",))]
+    ("change", "layout", "settings", "said"),
+    [
+        ((BEFORE_OTHERS, "layer = 1"), "squeeze2dp2", {}, IN_ITS_STEAD),
+        ((SUMMED, ""), "squeeze2", {}, r"parallel/squeeze declares .* sinks.reduced_over lacks this axis"),
+        ((SUMMED, OF_ITS_OWN), "squeeze2pp2", FIRST_STAGE, ON_ONE_RANK),
+    ],
+    ids=["replicas sum", "the host sums", "ranks name different axes"],
 )
-def test_with_strategies_that_leave_it_its_axis_gradients_are_compressed(plant: Plant, layout: str) -> None:
-    """The suite compares with the declared tolerance, and requires an error above that of rounding."""
+def test_a_sum_that_another_one_would_make_is_refused(
+    plant: Plant, change: tuple[str, str], layout: str, settings: dict[str, Any], said: str
+) -> None:
+    plant("acme-squeeze", *change)
+    with pytest.raises(UsageError, match=said):
+        train_ranks(2 if layout == "squeeze2" else 4, {**Squeezed.at(layout), **settings})
+
+
+@pytest.mark.parametrize("layout", layouts(["squeeze2", "squeeze2fsdp2"], ["squeeze2dp2"]))
+def test_the_suite_holds_a_strategy_to_the_tolerance_that_it_declares(plant: Plant, layout: str) -> None:
+    """It requires an error above that of rounding too, so that no other strategy sums in its stead."""
     plant("acme-squeeze")
     require_parity(layout)
-
-
-# Stages of frozen parameters only.
 
 
 def test_a_stage_without_trained_parameters_names_the_axes_of_the_others(plant: Plant) -> None:
     plant("acme-squeeze")
     Squeezed()._require_parity("squeeze2pp2", FIRST_STAGE)
-
-
-def test_ranks_that_name_different_axes_are_refused(plant: Plant) -> None:
-    plant("acme-squeeze", SUMMED, "sinks.reduced_over.update(*(trained[name] for name in sinks))")
-    with pytest.raises(
-        UsageError, match=r"squeeze names the axis 'squeeze' in .*reduced_over on rank 2, and not on ra"
-    ):
-        train_ranks(4, {**Squeezed.at("squeeze2pp2"), **FIRST_STAGE})
-
-
-# What users and authors see.
 
 
 def test_explain_shows_what_varies_and_by_how_much(plant: Plant) -> None:
@@ -132,15 +109,20 @@ def test_bundled_strategies_declare_sums_in_bf16(strategy: str) -> None:
     assert "bf16" in variance.reason
 
 
-def test_an_axis_that_the_mesh_does_not_have_is_refused_with_did_you_mean(plant: Plant) -> None:
-    plant("acme-squeeze", DECLARED, DECLARED.replace('("squeeze",)', '("squeze",)'))
-    with pytest.raises(UsageError, match=r"axis 'squeze', which the mesh does not have; did you mean 'squeeze'\?"):
-        tiny_run({"parallel.layout": "squeeze2"})
-
-
-def test_an_answer_that_is_no_variance_is_refused(plant: Plant) -> None:
-    plant("acme-squeeze", DECLARED, "return REASON")
-    with pytest.raises(UsageError, match="the hook 'varies' of parallel/squeeze returned 'gradients are rounded"):
+@pytest.mark.parametrize(
+    ("declared", "said"),
+    [
+        (
+            DECLARED.replace('("squeeze",)', '("squeze",)'),
+            r"axis 'squeze', which the mesh .*; did you mean 'squeeze'\?",
+        ),
+        ("return REASON", "the hook 'varies' of parallel/squeeze returned 'gradients are rounded"),
+    ],
+    ids=["an unknown axis", "no variance"],
+)
+def test_a_declaration_that_means_nothing_is_refused(plant: Plant, declared: str, said: str) -> None:
+    plant("acme-squeeze", DECLARED, declared)
+    with pytest.raises(UsageError, match=said):
         tiny_run({"parallel.layout": "squeeze2"})
 
 

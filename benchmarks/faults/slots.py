@@ -33,9 +33,14 @@ class Stopped(Exception):
     """The time of the whole campaign is over."""
 
 
+def sources_of(copy: Path) -> list[Path]:
+    """The folders of a copy that contain packages: the host's, those of other distributions, and those of plugins."""
+    return [copy, *sorted(copy.glob("*/src")), *sorted(copy.glob("plugins/*/*/src"))]
+
+
 def environment_of(copy: Path, paths: Sequence[str] = ()) -> dict[str, str]:
     """The environment in which the sources of a copy are imported. No GPU is seen: other sessions run beside this."""
-    sources = [str(copy), *sorted(map(str, copy.glob("plugins/*/*/src"))), *paths]
+    sources = [*map(str, sources_of(copy)), *paths]
     inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MPLUG_", "PYTEST_", "COV_"))}
     kept |= {"PYTHONPATH": os.pathsep.join([*sources, *inherited]), "CUDA_VISIBLE_DEVICES": ""}
@@ -49,7 +54,7 @@ def copied(tree: Path, folder: Path) -> Path:
 
 def verify(python: str, copy: Path) -> None:
     """Exit with a message unless an interpreter finds mplug's metadata, and imports every package from the copy."""
-    packages = ["mplug", *(path.name for path in copy.glob("plugins/*/*/src/*") if path.is_dir())]
+    packages = ["mplug", *(path.name for one in sources_of(copy)[1:] for path in one.glob("mplug_*") if path.is_dir())]
     script = (
         "import importlib.metadata, importlib.util, json, sys\n"
         "importlib.metadata.version('mplug')\n"

@@ -10,7 +10,7 @@ from typing import Any
 import peft
 import torch
 import transformers
-from library_models import summed_loss, wide
+from library_models import TABLES, summed_loss, wide
 from mplug_huggingface_format.opened import open_folder
 from published import FAMILIES, model_of, resolved
 from torch import Tensor

@@ -80,7 +80,7 @@ FAULTY = {
     "forgetful": r"'forgetful' .acme-orders 1.0. returns a faulty table .*: rank 0 lacks SB3 of chunk 1 to rank 1",
     "picky": r"'picky' .* does not serve 2 ranks and 4 micro batches: needs 3 ranks",
     "broken": r"'broken' .* fails in 'acme_orders:broken': AttributeError: .*acme_orders.py:\d+",
-    "no_table": r"'no_table' .* returns list; a schedule returns a mplug.Table",
+    "no_table": r"'no_table' .* returns list; a schedule returns a mplug_schedules.Table",
     "not_callable": r"'acme_orders:NOT_CALLABLE' is not a function",
     "absent": r"'absent' .* cannot be imported: .*absent",
 }

@@ -7,11 +7,9 @@ import pytest
 import torch
 from mplug_pp.wire import Wire
 
-from mplug import Kind, Shape, forward_half, proven_table
-from mplug.layout.table_check import check
-from mplug.model.handovers import bytes_sent
 from mplug.training.assembly import build
 from mplug.training.evaluation import evaluate
+from mplug_schedules import Kind, Shape, bytes_sent, check, forward_half, proven_table
 from mplug_testing import run_workers
 from mplug_testing.harness import tiny_run
 

@@ -187,10 +187,9 @@ def test_a_tied_parameter_is_summed_over_ranks_only_if_two_ranks_have_it() -> No
 @pytest.mark.parametrize(
     ("assignments", "said"),
     [
-        ("units_per_stage=[1,2,3]", "has 3 numbers, and pp=2 has 2 stages"),
-        ("units_per_stage=[0,6]", "must be greater than 0"),
+        ("split=[1,2,3]", "has 3 numbers, and pp=2 has 2 stages"),
+        ("split=[0,6]", "must be greater than 0"),
         ("schedule=zb-v1", "did you mean 'zb-v'"),
-        ("split=layers units_per_stage=[3,3]", "both divide the units; remove units_per_stage"),
         ("schedule=zb-v chunks=3", "has 2 chunks per rank, not 3"),
         ("limit=2", "the schedule '1f1b' takes no memory limit; use 'zb-limited'"),
         ("schedule=interleaved split=[3,3]", "2 numbers, and the pipeline has 4 chunks"),

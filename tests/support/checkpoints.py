@@ -90,3 +90,13 @@ def dies(action: Callable[[], None], at: int) -> bool:
         status = 0
     finally:
         os._exit(status)
+
+
+class Evil:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)

@@ -476,6 +476,8 @@ SLOT_FAULTS = {
         "the gradient of weight is missing",
     ),
     "rows begin at one": ("Dropout.rows", lambda positions: positions + 1, "the numbering of rows is wrong"),
+    "the rows of a stream are scaled": ("Join.gather", lambda rows: rows * 1.01, "the output has an error of"),
+    "the places of rows are moved": ("Join.positions", lambda places: places.roll(1, 1), "the output is wrong"),
     "the loss is a mean": ("Loss.cross_entropy", mean_loss, "the loss has an error of"),
     "ignored labels count": (
         "Loss.cross_entropy",

@@ -15,7 +15,8 @@ from mplug_testing import ModelSuite
 WIDE = pytest.mark.wide("suites")
 """The suites of llama and deepseek test the fields that all decoders share in the quick set."""
 FIELDS = QwenVL.Config.model_fields
-ALTERNATING = {"model.rope_division": "alternating", "model.rope_sections": [2, 1, 1]}
+ALTERNATING = {"model.head_dim": 8, "model.rope_division": "alternating", "model.rope_sections": [2, 1, 1]}
+PLAIN = {"model.rope_division": None, "model.rope_sections": []}
 
 
 class TestQwenVLOfText(ModelSuite):
@@ -26,7 +27,7 @@ class TestQwenVLOfText(ModelSuite):
     layouts = ("tp2",)
     positions = "relative"
     examples = examples_of(FIELDS)
-    beside = of_a_family(FIELDS)
+    beside = of_a_family(FIELDS, dict.fromkeys(("head_dim", "rope_fraction"), PLAIN))
     without_effect = {
         "rope_division": "all coordinates of text are equal",
         "rope_sections": "all coordinates of text are equal",
@@ -70,7 +71,8 @@ TINY = QwenVL.presets["tiny"]["model"]
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"rope_division": None}, "a decoder with a tower needs rope_division, and three numbers as rope_sections"),
+        ({"rope_division": None}, "rope_sections has no effect without rope_division"),
+        ({"rope_division": "axial", "rope_sections": ()}, "needs rope_division, and three numbers as rope_sections"),
         ({"num_layers": 1}, "deepstack_blocks has 2 entries, one for each of the first decoder blocks"),
         ({"num_mtp_layers": 1}, "num_mtp_layers=1 cannot be used with a tower"),
         ({"rope_sections": (6, 5, 6)}, "needs sections that sum to 16 pairs"),

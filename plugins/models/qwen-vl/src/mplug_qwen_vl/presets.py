@@ -97,6 +97,8 @@ TINY: Preset = {
     "trainer": {"seq_length": 256},
 }
 """A model for a CPU, with the parts of Qwen3-VL."""
+# The tower's ffn width of 2.5-72b and the shape of 3-235b-a22b agree with the published number of parameters; those of
+# the other presets are in released files.
 PRESETS: dict[str, Preset] = {
     "tiny": TINY,
     "2.5-3b": _second(2048, 36, 16, 2, 11008, vocab_size=151936, tied=True),

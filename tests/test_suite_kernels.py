@@ -99,6 +99,8 @@ FAULTS: dict[str, tuple[str, Any, str]] = {
         "the gradient of weight is missing",
     ),
     "rows begin at one": ("Dropout.rows", lambda positions: positions + 1, "the numbering of rows is wrong"),
+    "the rows of a stream are scaled": ("Join.gather", lambda rows: rows * 1.01, "the output has an error of"),
+    "the places of rows are moved": ("Join.positions", lambda places: places.roll(1, 1), "the output is wrong"),
 }
 """Slots, wrong suppliers of them, and words of the fault that their cases find."""
 

@@ -182,11 +182,13 @@ class FormField:
     """A field whose value is a mapping, which a form of its own describes. Absent, all of its fields are absent.
 
     `under` is the setting that receives the mapping's settings as a section; empty: they are settings of the family's
-    Config itself. `write(config)` returns the fields that this section does not decide.
+    Config itself. With `altering`, a user may set another section, or null: what the trained model computes is then not
+    what the folder describes. `write(config)` returns the fields that this section does not decide.
     """
 
     form: "PublicForm"
     under: str = ""
+    altering: bool = False
     write: Callable[[Any], Mapping[str, Any]] = _nothing
 
     def written(self, name: str, config: Any) -> dict[str, Any]:
@@ -268,13 +270,17 @@ class PublicForm:
             with _naming(name):
                 own = row.form.settings_of(values[name])
             if row.under:
-                fixed[row.under] = {**own.altering, **own.free, **own.fixed}
+                section = {**own.altering, **own.free, **own.fixed}
+                (altering if row.altering else fixed)[row.under] = section
             else:
                 fixed, free, altering = {**fixed, **own.fixed}, {**free, **own.free}, {**altering, **own.altering}
                 longest = own.longest if longest is None else longest
         for name, value in self.settings(values).items():
-            is_section = isinstance(value, Mapping) and isinstance(fixed.get(name), Mapping)
-            fixed[name] = {**fixed[name], **value} if is_section else value
+            holder = next((one for one in (fixed, altering) if isinstance(one.get(name), Mapping)), None)
+            if holder is None or not isinstance(value, Mapping):
+                fixed[name] = value
+            else:
+                holder[name] = {**holder[name], **value}
         return PublicSettings(fixed, free, altering, longest)
 
     def written(self, config: Any) -> dict[str, Any]:

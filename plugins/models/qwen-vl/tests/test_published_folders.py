@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 from mplug_huggingface_format.opened import open_folder  # noqa: E402
 from mplug_qwen_vl.stream import Grid  # noqa: E402
-from published import edited, loaded, rewritten, run_of, save, tensors  # noqa: E402
+from published import edited, loaded, logits, rewritten, run_of, save, tensors  # noqa: E402
 from seeing_models import CONFIGS, config_of, micro_batch, sample  # noqa: E402
 
 from mplug.checkpoint.public_load import fill_from, weights_of  # noqa: E402
@@ -137,6 +137,24 @@ def test_a_folder_is_refused_on_text_alone(made: tuple[str, Path, Any]) -> None:
     _, folder, _ = made
     with pytest.raises(UsageError, match=r"micro batches of data/text have no 'patches', .* \(--data mock"):
         loaded(folder)
+
+
+def test_the_decoder_of_a_folder_is_tuned_on_text_without_its_tower(
+    made: tuple[str, Path, Any], tmp_path: Path, cli_here: Cli
+) -> None:
+    _, folder, library = made
+    run, model = loaded(folder, model__vision=None)
+    assert run.config.model.vision is None
+    tokens = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = library(input_ids=tokens, use_cache=False).logits
+    assert (logits(model, tokens) - expected).abs().max() < 1e-5 * expected.abs().max()
+    run = run_of(folder, {**ONE_STEP, "model.vision": None, "data.name": "mock"})
+    run.directory = tmp_path / "runs" / "text"
+    train(run)
+    result = cli_here("checkpoint", "export", "--to", "huggingface", "exported")
+    assert result.returncode == 2
+    assert "the field 'vision_config', and model.vision is null" in result.stderr
 
 
 def test_the_flat_config_of_the_released_second_generation_is_read(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from mplug_nn.static_cache import static_keys
 from mplug_nn.turning import prepare_qk
 from mplug_testing.kernel_cases.case import Case, Drawn, Suppliers, Tensors
 
+THREE = Rotary(100.0, division="alternating", sections=(2, 1, 1))
 YARN = Rotary(100.0, "yarn", (("factor", 8.0), ("original_max_position_embeddings", 16)))
 """Scaled frequencies, and cosines and sines that are multiplied by a factor."""
 
@@ -166,6 +167,8 @@ def _prepared_qk() -> Iterator[Case]:
     yield _qk("scaled frequencies", 2, 16, 4, 2, theta=YARN)
     yield _qk("rotary positions of a part of the head", 2, 16, 4, 2, theta=Rotary(100.0, width=4))
     yield _qk("rotary positions of neighbouring coordinates", 2, 16, 4, 2, theta=Rotary(100.0, interleaved=True))
+    yield _qk("positions of three coordinates", 2, 16, 4, 2, theta=THREE)
+    yield _qk("positions of three coordinates of each sample", 2, 9, 4, 2, theta=THREE, norm=True, each=True)
 
 
 def _qk(
@@ -183,7 +186,7 @@ def _qk(
     k, drawn = 8, Drawn(s + h + g)
     module = Attention(h * k, h, g, k, bias=False, qk_norm=norm, theta=theta, eps=eps)
     inputs = {"q": drawn.normal(b, s, h, k), "k": drawn.normal(b, s, g, k)}
-    inputs |= _how_prepared(drawn, b, s, k, norm, each, first)
+    inputs |= _how_prepared(drawn, b, s, k, norm, each, first, theta)
 
     def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
         prepare, weights = suppliers["Attention.prepare_qk"], (x.get("q_weight"), x.get("k_weight"))
@@ -197,10 +200,15 @@ def _qk(
     return Case(("Attention.prepare_qk",), name, module, inputs, bind, module.needs("Attention.prepare_qk", ()))
 
 
-def _how_prepared(drawn: Drawn, b: int, s: int, k: int, norm: bool, each: bool, first: int) -> dict[str, Tensor]:
-    """Positions [1, S] (`each`: [B, S]), and the weights [K] of QK-norm."""
+def _how_prepared(
+    drawn: Drawn, b: int, s: int, k: int, norm: bool, each: bool, first: int, theta: float | Rotary | None
+) -> dict[str, Tensor]:
+    """Positions [1, S] (`each`: [B, S]), with three coordinates [..., 3] if need be; the weights [K] of QK-norm."""
     positions = torch.arange(first, first + s, device="cpu")[None]
-    inputs = {"positions": positions + 7 * torch.arange(b, device="cpu")[:, None] if each else positions}
+    positions = positions + 7 * torch.arange(b, device="cpu")[:, None] if each else positions
+    if isinstance(theta, Rotary) and theta.division:
+        positions = torch.stack((positions, positions // 3 + 5, 2 * positions), dim=-1)
+    inputs = {"positions": positions}
     if norm:
         inputs |= {"q_weight": 1 + 0.2 * drawn.normal(k), "k_weight": 1 + 0.2 * drawn.normal(k)}
     return inputs
@@ -222,6 +230,8 @@ def _prepared_qkv() -> Iterator[Case]:
     yield _qkv("scaled frequencies", 2, 6, 4, 2, 8, theta=YARN)
     yield _qkv("QK-norm, then scaled frequencies", 2, 6, 4, 2, 8, theta=YARN, norm=True)
     yield _qkv("rotary positions of a part of the head", 2, 6, 4, 2, 8, theta=Rotary(100.0, width=4))
+    yield _qkv("positions of three coordinates", 2, 6, 4, 2, 8, theta=THREE)
+    yield _qkv("positions of three coordinates of each sample", 2, 6, 4, 2, 8, theta=THREE, norm=True, each=True)
     yield _qkv("heads of 64", 2, 5, 3, 3, 64, theta=10000.0, norm=True)
     yield _qkv("heads of 24", 2, 5, 4, 2, 24, theta=10000.0, norm=True)
 
@@ -241,7 +251,10 @@ def _qkv(
 ) -> Case:
     drawn = Drawn(s + h + g + k)
     module = Attention(h * k, h, g, k, bias=False, qk_norm=norm, theta=theta, eps=eps)
-    inputs = {"packed heads": drawn.normal(b, s, h + 2 * g, k), **_how_prepared(drawn, b, s, k, norm, each, first)}
+    inputs = {
+        "packed heads": drawn.normal(b, s, h + 2 * g, k),
+        **_how_prepared(drawn, b, s, k, norm, each, first, theta),
+    }
 
     def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
         prepare, weights = suppliers["Attention.prepare_qkv"], (x.get("q_weight"), x.get("k_weight"))

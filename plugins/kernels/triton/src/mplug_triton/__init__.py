@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 HALF = ("bfloat16", "float16")
 NARROWER = (*HALF, "float32")
 """Formats whose numbers the kernels compute with in fp32."""
-SCALED = "scaled rotary"
-"""A need that the kernel for queries and keys serves: it turns pairs by any table of cosines and sines."""
+TURNING = frozenset({"scaled rotary", "coordinate rotary"})
+"""Needs that the kernel for queries and keys serves: it turns pairs by any table of cosines and sines."""
 WIDEST = 16384
 """Maximum width of a row, in elements, that a norm's program holds in registers."""
 
@@ -47,7 +47,7 @@ class Triton:
 
         return [
             Offer({"Norm.norm_residual": norm_residual}, supports_norm, optional=True),
-            Offer({"Attention.prepare_qkv": prepare_qkv}, supports_qkv, serves={SCALED}, optional=True),
+            Offer({"Attention.prepare_qkv": prepare_qkv}, supports_qkv, serves=TURNING, optional=True),
             Offer({"MLP.activation": activation}, supports_activation, optional=True),
         ]
 

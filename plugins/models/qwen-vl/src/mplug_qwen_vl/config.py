@@ -36,6 +36,8 @@ class QwenVLConfig(GeneralDecoderConfig):
     @model_validator(mode="after")
     def _tower_fits(self) -> Self:
         vision = self.vision
+        if self.rope_sections and self.rope_division is None:
+            raise ValueError("rope_sections has no effect without rope_division")
         if vision is None:
             return self
         if self.rope_division is None or len(self.rope_sections) != COORDINATES:

@@ -419,7 +419,7 @@ def _fields(text: PublicForm, tower: PublicForm) -> dict[str, PublicField]:
     return {
         **SHARED_FIELDS,
         TEXT: FormField(text),
-        VISION: FormField(tower, "vision", _width),
+        VISION: FormField(tower, "vision", altering=True, write=_width),
         **{name: ReadField(default, TOKEN) for name, (_, default) in IDS.items()},
         "vision_token_id": UnusedField("the library has no such field"),
     }

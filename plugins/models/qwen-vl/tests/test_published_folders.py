@@ -149,7 +149,7 @@ def test_the_decoder_of_a_folder_is_tuned_on_text_without_its_tower(
     with torch.no_grad():
         expected = library(input_ids=tokens, use_cache=False).logits
     assert (logits(model, tokens) - expected).abs().max() < 1e-5 * expected.abs().max()
-    run = run_of(folder, {**ONE_STEP, "model.vision": None, "data.name": "mock"})
+    run = run_of(folder, {**ONE_STEP, "model.vision": None, "data.media": 0})
     run.directory = tmp_path / "runs" / "text"
     train(run)
     result = cli_here("checkpoint", "export", "--to", "huggingface", "exported")

@@ -88,6 +88,8 @@ TINY: Preset = {
             "patch_size": 8,
             "position_grid": 8,
             "deepstack_blocks": [0, 1],
+            "min_pixels": 1024,
+            "max_pixels": 16384,
             "image_token": 503,
             "video_token": 504,
             "start_token": 500,

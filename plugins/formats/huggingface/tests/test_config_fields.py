@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from typing import Any
+from unittest.mock import sentinel
 
 import pytest
 
@@ -71,7 +72,7 @@ LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e3}
 TYPES = ["full_attention", "sliding_attention", "full_attention"]
 GROUPED = {"topk_method": "group_limited_greedy", "n_group": 4}
 LENGTH = "original_max_position_embeddings"
-ABSENT = object()
+ABSENT = sentinel.absent
 """The value of a field that a config.json lacks."""
 Case = tuple[str, dict[str, Any]]
 

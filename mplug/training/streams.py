@@ -87,9 +87,8 @@ class _Shares:
         if len(self.segments) == 1 and not missing:
             return {}
         starts = [0, *accumulate(self.lengths)]
-        parts = [range(starts[one], starts[one + 1]) for one in segments]
-        parts += [range(starts[-1] - group, starts[-1])] * missing
-        chosen = torch.tensor([row for part in parts for row in part])
+        parts = [torch.arange(starts[one], starts[one + 1]) for one in segments]
+        chosen = torch.cat((*parts, *[torch.arange(starts[-1] - group, starts[-1])] * missing))
         made = dict[str, Tensor]()
         for name in _rows_by_entry(self.batch, self.plan, self.axis):
             made[name] = self.batch[name].index_select(self.plan.context[name].index(self.axis), chosen)

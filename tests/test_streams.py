@@ -58,14 +58,23 @@ def test_rows_and_squares_are_counted_without_padding_of_lengths() -> None:
     assert count_rows(batch(8, 2, 6, 0), PLAN) == {"bounds": (8, 40)}
 
 
-@pytest.mark.parametrize(("ranks", "added"), [(1, 0), (2, 1), (3, 0), (4, 1)])
+@pytest.mark.parametrize(("ranks", "added"), [(1, 0), (2, 1), (3, 3), (4, 5)])
 def test_copies_of_the_last_group_fill_the_ranks_of_sequence_parallelism(ranks: int, added: int) -> None:
+    """Every rank has at least two groups."""
     mesh = Mesh.of([Axis("tp", ranks, activations=("sequence",))], ranks)
     whole = batch(6, 4, 2)
     own = own_part(whole, PLAN, mesh, ranks - 1)
     last = whole["rows"][:, -2:]
     assert torch.equal(own["rows"], torch.cat((whole["rows"], *[last] * added), dim=1))
     assert own["bounds"].tolist() == [[4, 2, *[2] * added]]
+
+
+def test_a_process_has_at_least_two_groups_and_two_lengths() -> None:
+    mesh = Mesh.of([], 1)
+    one = own_part(batch(2, 2), PLAN, mesh, 0)
+    assert one["rows"].shape == (1, 4, 3)
+    assert one["bounds"].tolist() == [[2, 2]]
+    assert own_part(batch(6, 6), PLAN, mesh, 0)["bounds"].tolist() == [[6, 0]]
 
 
 @pytest.mark.parametrize(

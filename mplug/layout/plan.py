@@ -47,9 +47,9 @@ class Stream:
     entries whose values are numbers of groups, or -1.
 
     The host divides the segments among the ranks along axes that share streams (`Axis.shares_streams`). It appends
-    copies of the last group of rows, as segments of their own, until all these ranks have equally many groups, and the
-    ranks of sequence parallelism divide this number. Group g of the r-th rank, of n groups each, then has the number
-    r n + g in the entries that `indices` names.
+    copies of the last group of rows, as segments of their own, until all these ranks have equally many groups, of which
+    each rank of sequence parallelism has as many, and at least two. Group g of the r-th rank, of n groups each, then
+    has the number r n + g in the entries that `indices` names.
 
     `rows` and `squares` are the rows of a sample, and the sum of the squared lengths of its segments. Estimates and the
     split into pipeline stages count by them, before there is data.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mplug.contracts import MicroBatch
 from mplug.layout.plan import TOKENS_AXIS
@@ -67,7 +68,13 @@ def own_rows(batch: MicroBatch, plan: "Plan", mesh: "Mesh", rank: int) -> MicroB
     for axis, stream in plan.streams.items():
         if _rows_by_entry(batch, plan, axis):
             changed |= _Shares(batch, plan, axis, stream, prod(one.size for one in sharing), splits).of(own)
+            changed |= {name: _padded(changed[name]) for name in stream.lengths if name in changed}
     return changed
+
+
+def _padded(lengths: Tensor) -> Tensor:
+    """Lengths with at least two entries: a compiler compiles a unit once more for a dimension of size 1."""
+    return lengths if lengths.shape[1] > 1 else pad(lengths, (0, 1))
 
 
 class _Shares:
@@ -78,7 +85,7 @@ class _Shares:
         self.lengths = [length for length in batch[stream.lengths[0]][0].tolist() if length]
         self.segments = _divided(self.lengths, number)
         most = max(sum(self.lengths[one] for one in own) for own in self.segments) // stream.group
-        self.groups = -(-most // splits) * splits
+        self.groups = max(2, -(-most // splits)) * splits  # a compiler compiles once more for a single row
 
     def of(self, share: int) -> dict[str, Tensor]:
         """The entries of the stream for a share."""

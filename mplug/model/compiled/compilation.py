@@ -5,10 +5,11 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import Tensor
 from torch.fx import GraphModule
 
 from mplug.errors import UsageError
-from mplug.layout.plan import Unit
+from mplug.layout.plan import Plan, Unit
 from mplug.model.compiled.compiler_cache import repair_libraries
 from mplug.model.compiled.tracer import prepare_compiler
 from mplug.model.model import Model
@@ -69,16 +70,47 @@ def compiled_units(
     dynamo.recompile_limit = max(dynamo.recompile_limit, SHAPES)
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)  # precision fp32 is deliberate
     named: dict[str, Any] = {"backend": _recomputing(backend), "fullgraph": True}
+    varying = _varying_axes(model.plan)
     own = ((unit, getattr(model.module.get_submodule(unit.name), unit.method)) for unit in units)
-    return [(unit, torch.compile(run, **(named | {"dynamic": _has_streams(model, unit)}))) for unit, run in own]
+    return [
+        (unit, _for_all_sizes(torch.compile(run, dynamic=False, **named), _varying_inputs(model.plan, unit, varying)))
+        for unit, run in own
+    ]
 
 
-def _has_streams(model: Model, unit: Unit) -> bool:
-    """Whether a unit takes rows of a stream: it is compiled once for all numbers of rows."""
-    plan = model.plan
+def _varying_axes(plan: Plan) -> set[str]:
+    """The named axes whose sizes differ between micro batches: rows of streams, and segments of streams."""
+    axes = set(plan.streams)
+    axes |= {plan.context[name][1] for stream in plan.streams.values() for name in stream.lengths}
+    of_streams = [unit for unit in (*plan.units, *plan.inference) if unit.sequence in plan.streams]
+    return axes | {plan.activations[name][1] for unit in of_streams for name in unit.outputs}
+
+
+def _varying_inputs(plan: Plan, unit: Unit, varying: set[str]) -> dict[str, list[int]]:
+    """Each input of a unit in order, and its dimensions along axes that vary; empty if none does."""
     axes = {**plan.context, **plan.activations}
-    of_inputs = [axis for name in (*unit.inputs, *unit.optional) for axis in axes.get(name, ())]
-    return unit.sequence in plan.streams or not plan.streams.keys().isdisjoint(of_inputs)
+    inputs = (*unit.inputs, *unit.optional)
+    found = {name: [dim for dim, axis in enumerate(axes.get(name, ())) if axis in varying] for name in inputs}
+    return found if any(found.values()) else {}
+
+
+def _for_all_sizes(compiled: Callable[..., Any], varying: dict[str, list[int]]) -> Callable[..., Any]:
+    """A compiled unit whose one graph serves all sizes of the dimensions that vary.
+
+    Only these dimensions become symbols. With `torch.compile(dynamic=True)` numbers of the modules would become symbols
+    too, which operators do not take, and sizes that are equal by chance would have to stay equal.
+    """
+    if not varying:
+        return compiled
+    from torch._dynamo import maybe_mark_dynamic
+
+    def call(*inputs: Tensor, **optional: Tensor) -> Any:
+        for name, x in (*zip(varying, inputs, strict=False), *optional.items()):
+            if varying[name]:
+                maybe_mark_dynamic(x, varying[name])
+        return compiled(*inputs, **optional)
+
+    return call
 
 
 def _recomputing(name: str) -> Callable[..., Any]:

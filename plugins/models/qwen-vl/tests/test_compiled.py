@@ -1,0 +1,50 @@
+"""A unit is compiled once for all numbers of rows and segments."""
+
+import warnings
+
+import pytest
+
+from mplug_testing import run_workers
+from mplug_testing.harness import train_steps
+
+SETTINGS: dict[str, object] = {
+    "model.name": "qwen-vl",
+    "model.preset": "tiny",
+    "model.num_layers": 3,
+    "model.vision.min_pixels": 256,
+    "model.vision.max_pixels": 4096,
+    "data.name": "mock",
+    "data.media": 3,
+    "data.media_sides": [8, 64],
+    "trainer.seq_length": 128,
+    "trainer.micro_batch_size": 1,
+    "trainer.global_batch_size": 8,
+    "trainer.compile": "aot_eager",
+}
+KINDS = 9
+"""Patches, block of the tower, merger, merger of DeepStack, join, addition, embedding, block, head."""
+
+
+def compiled() -> tuple[int, set[tuple[int, int]]]:
+    """The graphs of a run, and the numbers of rows and of pictures that its micro batches had."""
+    from mplug.model.compiled.compilation import compiled_graphs
+    from mplug.model.model import Model
+
+    warnings.simplefilter("ignore")
+    seen, loss = set[tuple[int, int]](), Model.loss
+
+    def counted(model: Model, batch: dict) -> object:  # type: ignore[type-arg]
+        seen.add((batch["patches"].shape[1], batch["patch_lengths"].shape[1]))
+        return loss(model, batch)
+
+    Model.loss = counted  # type: ignore[method-assign]
+    train_steps(SETTINGS)
+    return compiled_graphs(), seen
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_unit_is_compiled_once_for_all_numbers_of_rows_and_pictures() -> None:
+    graphs, seen = run_workers(1, compiled)[0]
+    assert len({rows for rows, _ in seen}) > 3
+    assert len({pictures for _, pictures in seen}) > 1
+    assert graphs == 2 * KINDS, "one for training and one for evaluation"

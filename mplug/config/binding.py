@@ -9,6 +9,7 @@ from typing import Any
 
 from mplug.config import host_sections as sections
 from mplug.config.entry import Entry
+from mplug.config.family import families_in
 from mplug.config.sources import NAMED_SECTIONS, Key, Settings, from_mapping, merge, nested, source_of
 
 KIND_OF_SECTION = {"model": "models", "optimizer": "optimizers", "data": "data"}
@@ -126,7 +127,9 @@ class RunConfig:
         owners: dict[Key, str] = {("checkpoint", "pretrained"): "default of mplug"}
         if "frozen" not in type(self.model).model_fields:
             owners["model", "frozen"] = "default of mplug"
-        owners |= {chosen.section: f"default of {chosen.label}" for chosen in self.chosen}
+        for chosen in self.chosen:
+            inside = {(*chosen.section, *steps): family.label for steps, family in families_in(chosen.config)}
+            owners |= {key: f"default of {label}" for key, label in (inside | {chosen.section: chosen.label}).items()}
         found = {}
         for key in from_mapping(self.resolved(), ""):
             set_here = {other: setting for other, setting in self.settings.items() if other[: len(key)] == key}

@@ -143,7 +143,9 @@ def _refuse_contradictions(entry: Entry, plugin: Any, path: Path, found: PublicS
     if problems:
         raise UsageError(f"'{path}' describes no model of {entry.label}: {problems[0].sentence}")
     given = {name: value for name, value in nested(own).get("model", {}).items() if name in plugin.Config.model_fields}
-    wanted, problems = bind(plugin.Config, {**found.choices, **found.fixed, **given})
+    base = from_mapping({**found.choices, **found.fixed}, "", ("model",))
+    whole = nested(merge(base, from_mapping(given, "", ("model",)))).get("model", {})
+    wanted, problems = bind(plugin.Config, whole)
     if problems:  # the resolver reports them, with those of other sections
         return
     contradictions = [

@@ -8,6 +8,7 @@ from datetime import datetime
 from importlib.metadata import version
 from typing import Any
 
+from mplug.config.family import families_in
 from mplug.errors import printable
 from mplug.run.run import Run
 from mplug.system.files import write_whole
@@ -16,14 +17,16 @@ from mplug.system.version import __version__
 
 def provenance(run: Run) -> dict[str, Any]:
     """The distribution, version and source of every plugin. The run and every checkpoint save it."""
+    entries = {chosen.entry for chosen in run.config.chosen}
+    entries |= {family.entry for chosen in run.config.chosen for _, family in families_in(chosen.config)}
     plugins = [
         {
-            "plugin": chosen.label,
-            "distribution": printable(chosen.entry.distribution),
-            "version": printable(chosen.entry.version),
-            "source": printable(chosen.entry.source),
+            "plugin": entry.label,
+            "distribution": printable(entry.distribution),
+            "version": printable(entry.version),
+            "source": printable(entry.source),
         }
-        for chosen in sorted(run.config.chosen, key=lambda chosen: chosen.label)
+        for entry in sorted(entries, key=lambda entry: (entry.label, entry.distribution))
     ]
     order = [[plugin["plugin"], plugin["distribution"], plugin["version"]] for plugin in plugins]
     digest = hashlib.sha256(json.dumps(order).encode()).hexdigest()

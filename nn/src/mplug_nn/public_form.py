@@ -197,7 +197,29 @@ class FormField:
         return {**self.form.written(own), **self.write(config)}
 
 
-PublicField = ReadField | FixedField | SumField | UnusedField | FormField
+@dataclass(frozen=True)
+class FoundFamily:
+    """The config.json of a family in another one: the word that names the family, its Config, and what it states."""
+
+    name: str
+    config: Any
+    settings: PublicSettings
+
+
+@dataclass(frozen=True)
+class FamilyField:
+    """A field whose value is the config.json of another family, which the setting `under` contains (`mplug.Family`).
+
+    `mplug_nn.family_field` makes one. The form's functions see a `FoundFamily` as the value. `read` and `write` convert
+    between a mapping and the family; both raise ValueError.
+    """
+
+    under: str
+    read: Callable[[Mapping[str, Any]], FoundFamily]
+    write: Callable[[Any], Mapping[str, Any]]
+
+
+PublicField = ReadField | FixedField | SumField | UnusedField | FormField | FamilyField
 """A row of the table."""
 
 
@@ -241,6 +263,8 @@ class PublicForm:
                 found[name] = self._read(row, name, given)
             elif isinstance(row, FormField):
                 found[name] = self._values_in(row, name, given.get(name, {}))
+            elif isinstance(row, FamilyField):
+                found[name] = _family_in(row, name, given.get(name, {}))
             elif isinstance(row, FixedField):
                 problem = row.check(name, given.get(name, row.default))
                 if problem is not None:
@@ -263,6 +287,11 @@ class PublicForm:
                 (free if row.training else fixed).update(dict.fromkeys(row.settings, value))
         altering, longest = dict(self.altering), values[self.longest] if self.longest is not None else None
         for name, row in self.fields.items():
+            if isinstance(row, FamilyField):
+                of_family: FoundFamily = values[name]
+                inside = of_family.settings
+                fixed[row.under] = {"name": of_family.name, **inside.altering, **inside.free, **inside.fixed}
+                longest = inside.longest if longest is None else longest
             if not isinstance(row, FormField):
                 continue
             with _naming(name):
@@ -285,11 +314,13 @@ class PublicForm:
             for name, row in self.fields.items()
             if isinstance(row, FormField) or (isinstance(row, ReadField) and row.settings)
         }
+        families = {name: row for name, row in self.fields.items() if isinstance(row, FamilyField)}
         return {
             **({"architectures": [self.architecture]} if self.architecture else {}),
             "model_type": self.model_type,
             **{name: None for name in TOKENS if name in self.fields},  # the library's defaults are of other tokenizers
             **{name: row.written(name, config) for name, row in rows.items() if name not in own},
+            **{name: row.write(getattr(config, row.under)) for name, row in families.items()},
             **own,
         }
 
@@ -366,6 +397,14 @@ class PublicForm:
                 f"its field '{name}' {state} {shown(value)}, but the family supports {total} only, which is "
                 f"{' + '.join(row.names)}"
             )
+
+
+def _family_in(row: FamilyField, name: str, given: Any) -> FoundFamily:
+    """What a mapping says of the family inside. Raises ValueError."""
+    if not isinstance(given, dict):
+        raise ValueError(f"its field '{name}' is {shown(given)}, but must be a mapping")
+    with _naming(name):
+        return row.read(given)
 
 
 @contextmanager

@@ -46,20 +46,26 @@ CLIP: dict[str, Any] = {
 }
 
 
-def _llava(text: Mapping[str, Any]) -> dict[str, Any]:
+def _llava(text: Mapping[str, Any], vision: Mapping[str, Any] = CLIP, **more: Any) -> dict[str, Any]:
     return {
         "model_type": "llava",
         "image_token_index": IMAGE,
         "image_seq_length": 16,
         "text_config": {**TEXT, **text},
-        "vision_config": CLIP,
+        "vision_config": vision,
+        **more,
     }
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _llava({"model_type": "llama"}),
     "qwen2": _llava({"model_type": "qwen2", "tie_word_embeddings": True}),
-    "qwen3": _llava({"model_type": "qwen3", "head_dim": 8}),
+    "qwen3": _llava(
+        {"model_type": "qwen3", "head_dim": 8},
+        {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": True},
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    ),
 }
 
 
@@ -123,7 +129,8 @@ def library_of(given: Mapping[str, Any], dtype: torch.dtype = torch.float64) -> 
 @contextmanager
 def library_in_fp64(given: Mapping[str, Any]) -> Any:
     """The context in which the library's modules compute in fp64."""
-    kinds = ("llava", "clip", given["text_config"]["model_type"])
+    tower = given["vision_config"]["model_type"].removesuffix("_vision_model")
+    kinds = ("llava", tower, given["text_config"]["model_type"])
     for kind in kinds:
         importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     with ExitStack() as stack:

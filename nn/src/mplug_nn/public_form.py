@@ -182,19 +182,34 @@ class FormField:
     """A field whose value is a mapping, which a form of its own describes. Absent, all of its fields are absent.
 
     `under` is the setting that receives the mapping's settings as a section; empty: they are settings of the family's
-    Config itself. `write(config)` returns the fields that this section does not decide.
+    Config itself. `write(config)` returns the fields that this section does not decide. `others` are the forms of
+    mappings with another `model_type`; an export writes the first form whose `implied` settings the section has.
     """
 
     form: "PublicForm"
     under: str = ""
     write: Callable[[Any], Mapping[str, Any]] = _nothing
+    others: "tuple[PublicForm, ...]" = ()
+
+    @property
+    def forms(self) -> "tuple[PublicForm, ...]":
+        """All forms of the mapping."""
+        return (self.form, *self.others)
+
+    def form_of(self, given: Mapping[str, Any]) -> "PublicForm":
+        """The form of a mapping: without `others` the only one, else that of its `model_type`. Raises ValueError."""
+        return form_of(self.forms, {"model_type": self.form.model_type, **given}) if self.others else self.form
 
     def written(self, name: str, config: Any) -> dict[str, Any]:
         """The mapping that a config of the family has for this field. Raises ValueError if it lacks the section."""
         own = getattr(config, self.under) if self.under else config
         if own is None:
             raise ValueError(f"it has the field '{name}', and model.{self.under} is null")
-        return {**self.form.written(own), **self.write(config)}
+        fitting = [
+            form for form in self.forms if all(getattr(own, one) == value for one, value in form.implied.items())
+        ]
+        form = fitting[0] if fitting else self.form  # the form that is read back then refuses the section
+        return {**form.written(own), **self.write(config)}
 
 
 @dataclass(frozen=True)
@@ -295,7 +310,7 @@ class PublicForm:
             if not isinstance(row, FormField):
                 continue
             with _naming(name):
-                own = row.form.settings_of(values[name])
+                own = getattr(values[name], "form", row.form).settings_of(values[name])
             if row.under:
                 fixed[row.under] = {**own.altering, **own.free, **own.fixed}
             else:
@@ -346,7 +361,7 @@ class PublicForm:
         row = self.fields.get(self.flat or "")
         if not isinstance(row, FormField):
             return given
-        beside = [name for name in given if name not in self.fields and row.form.has(name)]
+        beside = [name for name in given if name not in self.fields and any(form.has(name) for form in row.forms)]
         inside = given.get(str(self.flat))
         if isinstance(inside, Mapping):
             for name in beside:
@@ -365,7 +380,8 @@ class PublicForm:
         if not isinstance(given, dict):
             raise ValueError(f"its field '{name}' is {shown(given)}, but must be a mapping")
         with _naming(name):
-            return row.form.values(given)
+            form = row.form_of(given)
+            return NestedValues(form.values(given), form)
 
     def _unknown(self, names: list[str]) -> str:
         several = len(names) > 1
@@ -397,6 +413,14 @@ class PublicForm:
                 f"its field '{name}' {state} {shown(value)}, but the family supports {total} only, which is "
                 f"{' + '.join(row.names)}"
             )
+
+
+class NestedValues(dict[str, Any]):
+    """The values of a mapping in a config.json, and the form that describes them."""
+
+    def __init__(self, values: Mapping[str, Any], form: PublicForm) -> None:
+        super().__init__(values)
+        self.form = form
 
 
 def _family_in(row: FamilyField, name: str, given: Any) -> FoundFamily:

@@ -81,11 +81,15 @@ def _require_settings(config: type[BaseModel], form: PublicForm, what: str) -> l
             require(row.under in config.model_fields, f"its form of {what} sets '{row.under}', which its Config lacks")
             decided.append(row.under)
         elif isinstance(row, FormField) and not row.under:
-            decided += _require_settings(config, row.form, f"{what} ({name})")
+            for one in row.forms:
+                decided += _require_settings(config, one, f"{what} ({name})")
         elif isinstance(row, FormField):
             require(row.under in config.model_fields, f"its form of {what} sets '{row.under}', which its Config lacks")
-            inside = _require_settings(_section(config, row.under), row.form, f"{what} ({name})")
-            decided += [row.under, *(f"{row.under}.{one}" for one in inside)]
+            decided.append(row.under)
+            for form_inside in row.forms:
+                inside = _require_settings(_section(config, row.under), form_inside, f"{what} ({name})")
+                twice = sorted({one for one in inside if inside.count(one) > 1})
+                require(not twice, f"its form of {what} ({name}) decides {twice} in two places")
     decided += [name for name in form.training if name not in decided]
     unknown = sorted({name for name in decided if "." not in name} - set(config.model_fields))
     require(not unknown, f"its form of {what} sets {unknown}, which its Config lacks")
@@ -132,8 +136,9 @@ def _require_used(form: PublicForm, what: str, seen_outside: Collection[str] = (
             continue
     unread = sorted(set(rows) - seen)
     require(not unread, f"its form of {what} declares {unread} as read, but nothing reads them")
-    for name, one in nested.items():
-        _require_used(one, f"{what} ({name})", inside[name])
+    for name, row in form.fields.items():
+        for one in row.forms if isinstance(row, FormField) else ():
+            _require_used(one, f"{what} ({name})", inside[name])
 
 
 def _variants(rows: dict[str, ReadField]) -> Iterator[dict[str, Any]]:

@@ -70,7 +70,13 @@ def unused_tensors(config: VisionConfig) -> dict[str, tuple[int, ...]]:
         found |= dict(_product(f"{at}.mlp.fc1", inner, width)) | dict(_product(f"{at}.mlp.fc2", width, inner))
         for one in ("q_proj", "k_proj", "v_proj", "out_proj"):
             found |= dict(_product(f"{at}.self_attn.{one}", width, width))
-    return found | {f"post_layernorm.{kind}": (width,) for kind in KINDS}
+    found |= {f"post_layernorm.{kind}": (width,) for kind in KINDS}
+    if config.pooling_head:
+        found |= {"head.probe": (1, 1, width), "head.attention.in_proj_weight": (3 * width, width)}
+        found |= {"head.attention.in_proj_bias": (3 * width,)} | dict(_product("head.attention.out_proj", width, width))
+        found |= {f"head.layernorm.{kind}": (width,) for kind in KINDS}
+        found |= dict(_product("head.mlp.fc1", inner, width)) | dict(_product("head.mlp.fc2", width, inner))
+    return found
 
 
 def _product(name: str, out: int, into: int) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 
 class PictureProcessor:
-    """Scales the shorter side of a picture to that of the tower, crops its middle, and cuts it into patches.
-
-    This is the preparation of CLIP, which LLaVA-1.5 uses. A medium is one picture.
-    """
+    """Makes a square of a picture, as CLIP or SigLIP do, and cuts it into patches. A medium is one picture."""
 
     def __init__(self, config: LlavaConfig) -> None:
         self.vision, self.token = config.vision, config.image_token
@@ -30,7 +27,7 @@ class PictureProcessor:
         vision = self.vision
         if len(content) != 1:
             raise ValueError(f"this model takes pictures, and a video of {len(content)} frames is none")
-        rows = cut(cropped(content, vision)[0], vision)
+        rows = cut(squared(content, vision)[0], vision)
         return Medium((self.token,) * len(vision.seen_rows), vision.num_rows, rows)
 
     def entries_of(
@@ -62,17 +59,21 @@ class PictureProcessor:
         }
 
 
-def cropped(content: "Tensor", vision: VisionConfig) -> "Tensor":
-    """The middle square of a picture [1, H, W, 3], whose shorter side is scaled to that of the square, standardised."""
+def squared(content: "Tensor", vision: VisionConfig) -> "Tensor":
+    """A picture [1, H, W, 3] as a square of the tower's side [1, side, side, 3], standardised.
+
+    It is stretched, or its shorter side is scaled to that of the square, and the middle is cropped.
+    """
     from mplug_nn.pictures import resize_frames, standardized
 
     side, (height, width) = vision.image_size, content.shape[1:3]
-    short, long = sorted((height, width))
-    scaled = int(side * long / short)
-    size = (scaled, side) if width <= height else (side, scaled)
+    size = (side, side)
+    if vision.fit == "crop":
+        scaled = int(side * max(height, width) / min(height, width))
+        size = (scaled, side) if width <= height else (side, scaled)
     top, left = (size[0] - side) // 2, (size[1] - side) // 2
-    middle = resize_frames(content, *size)[:, top : top + side, left : left + side]
-    return standardized(middle, vision.pixel_mean, vision.pixel_std)
+    square = resize_frames(content, *size)[:, top : top + side, left : left + side]
+    return standardized(square, vision.pixel_mean, vision.pixel_std)
 
 
 def cut(picture: "Tensor", vision: VisionConfig) -> "Tensor":

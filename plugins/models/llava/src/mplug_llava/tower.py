@@ -70,7 +70,7 @@ class Unused(nn.Module):
         for name, shape in self.shapes.items():
             is_scale = "norm" in name and name.endswith("weight")
             init = inits.weight if len(shape) > 1 else Init("constant", value=1.0 if is_scale else 0.0)
-            found[name] = Parameter(("unused_out", "unused_in")[: len(shape)], init, trainable=False)
+            found[name] = Parameter(("unused",) * len(shape), init, trainable=False)
         return found
 
     def plan_work(self) -> Step:

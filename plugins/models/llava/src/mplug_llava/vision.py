@@ -44,6 +44,13 @@ class VisionConfig(BaseModel):
     features: Literal["patches", "all"] = Field(
         "patches", description="rows of a picture that stand in the text: those of patches, or the class row too"
     )
+    pooling_head: bool = Field(
+        False, description="the tower has SigLIP's head, which is kept for an export, and unused"
+    )
+    fit: Literal["crop", "stretch"] = Field(
+        "crop",
+        description="how a picture becomes a square: its middle is cropped (CLIP), or it is stretched (SigLIP)",
+    )
     pixel_mean: tuple[float, float, float] = Field(
         (0.48145466, 0.4578275, 0.40821073), description="means of the colours, between 0 and 1"
     )

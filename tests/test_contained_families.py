@@ -236,10 +236,28 @@ def test_a_tower_combines_with_the_decoder_of_a_third_party(plant: Callable[...,
     assert torch.device("meta") in {parameter.device for parameter in model.parameters().values()}
 
 
-@pytest.mark.parametrize("layout", ["tp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pp2",
+        pytest.param("tp2 parallel.tp.sequence_parallel=false", marks=pytest.mark.wide("layouts")),
+        pytest.param("fsdp2", marks=pytest.mark.wide("layouts")),
+    ],
+)
 def test_the_decoder_of_a_third_party_computes_the_same_under_a_layout(plant: Any, layout: str) -> None:
     plant("nova-peregrine")
     require_parity(settings({**PEREGRINE, "num_kv_heads": 2}), layout)
+
+
+def test_what_a_strangers_decoder_does_not_state_is_refused_as_it_is_without_a_tower(plant: Any) -> None:
+    plant("nova-peregrine")
+    decoder = {**PEREGRINE, "num_kv_heads": 2}
+    alone = {f"model.{name}": value for name, value in decoder.items()}
+    for of_model, at in ((alone, ""), (settings(decoder), "decoder.")):
+        with pytest.raises(UsageError) as refused:
+            build_model(tiny_run({**of_model, "parallel.layout": "tp2"}))
+        assert f"whether '{at}layers.*' (ParallelBlock) and '{at}readout' (Readout) mix it" in str(refused.value)
+        assert str(refused.value).endswith("or set parallel.tp.sequence_parallel=false")
 
 
 def test_decoders_that_no_tower_can_be_joined_to_are_refused() -> None:

@@ -74,6 +74,10 @@ class VisionConfig(BaseModel):
                 f"vision: feature_layer={self.feature_layer} must be between 1 and num_layers={self.num_layers}, or "
                 f"the same counted from the end (-1: the last block)"
             )
+        if self.patch_bias and self.class_row:
+            raise ValueError(
+                "vision: patch_bias cannot be used with class_row, which is the embedding of a patch of zeros"
+            )
         if self.features == "all" and not self.class_row:
             raise ValueError("vision: features='all' has no effect without class_row")
         return self

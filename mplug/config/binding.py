@@ -97,6 +97,14 @@ class RunConfig:
     frozen: tuple[str, ...] = ()
     """Patterns of parameters that are not trained: the field `frozen` of the section 'model'."""
 
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The plugins of the run: those that the config names, each before the families that it contains."""
+        found: dict[Entry, None] = {}
+        for chosen in self.chosen:
+            found |= dict.fromkeys((chosen.entry, *(family.entry for _, family in families_in(chosen.config))))
+        return tuple(found)
+
     def with_rest(self, degree: int, source: str) -> "RunConfig":
         """The config whose layout also names the strategy of `parallel.data`, with the degree that `source` set."""
         parallel = self.parallel

@@ -8,7 +8,6 @@ from datetime import datetime
 from importlib.metadata import version
 from typing import Any
 
-from mplug.config.family import families_in
 from mplug.errors import printable
 from mplug.run.run import Run
 from mplug.system.files import write_whole
@@ -17,8 +16,6 @@ from mplug.system.version import __version__
 
 def provenance(run: Run) -> dict[str, Any]:
     """The distribution, version and source of every plugin. The run and every checkpoint save it."""
-    entries = {chosen.entry for chosen in run.config.chosen}
-    entries |= {family.entry for chosen in run.config.chosen for _, family in families_in(chosen.config)}
     plugins = [
         {
             "plugin": entry.label,
@@ -26,7 +23,7 @@ def provenance(run: Run) -> dict[str, Any]:
             "version": printable(entry.version),
             "source": printable(entry.source),
         }
-        for entry in sorted(entries, key=lambda entry: (entry.label, entry.distribution))
+        for entry in sorted(run.config.entries, key=lambda entry: (entry.label, entry.distribution))
     ]
     order = [[plugin["plugin"], plugin["distribution"], plugin["version"]] for plugin in plugins]
     digest = hashlib.sha256(json.dumps(order).encode()).hexdigest()

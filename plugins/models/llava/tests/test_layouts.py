@@ -34,6 +34,17 @@ TINY: dict[str, Any] = {
     "data.media_sides": [8, 24],
     "trainer.seq_length": 32,
 }
+SIGLIP = {
+    "model.vision": {
+        **TINY["model.vision"],
+        "class_row": False,
+        "patch_bias": True,
+        "norm_before": False,
+        "pooling_head": True,
+        "feature_layer": -1,
+    },
+    "model.decoder": {**DECODER, "name": "qwen"},
+}
 PACKED = {"data.documents": 3}
 TIED = {"model.decoder": {**DECODER, "tie_embeddings": True}}
 FROZEN = {"model.frozen": ["tower.patches", "tower.blocks", "decoder"]}
@@ -42,6 +53,8 @@ WIDE = pytest.mark.wide("layouts")
 CASES = [
     pytest.param("tp2pp2", TIED, id="tp2pp2 tied"),
     pytest.param("cp2", PACKED, id="cp2 packed"),
+    pytest.param("fsdp2", SIGLIP, id="fsdp2 siglip", marks=WIDE),
+    pytest.param("tp2pp2", SIGLIP, id="tp2pp2 siglip", marks=WIDE),
     pytest.param("fsdp2", FROZEN, id="fsdp2 projector alone"),
     pytest.param("tp2", {}, id="tp2", marks=WIDE),
     pytest.param("pp2", {}, id="pp2", marks=WIDE),

@@ -5,12 +5,14 @@ import pytest
 import torch
 from mplug_llava.config import LlavaConfig
 from mplug_llava.processor import PictureProcessor, cut
+from mplug_llava.published import SIGLIP_PREPARATION
 from mplug_llava.vision import VisionConfig
 
 from mplug.registry.bind_section import bind
 
 Image = pytest.importorskip("PIL.Image")
-library = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
+clip = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
+siglip = pytest.importorskip("transformers.models.siglip.image_processing_pil_siglip")
 NUMBER = 200
 TOKEN = 7
 
@@ -29,17 +31,25 @@ def picture(number: int) -> np.ndarray:
     return np.array(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC))
 
 
-def test_patches_are_those_of_the_library() -> None:
-    side = 28
-    theirs = library.CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
-    ours = processor(image_size=side, patch_size=7)
+SIDE = 28
+SQUARE = {"height": SIDE, "width": SIDE}
+
+
+@pytest.mark.parametrize("tower", ["clip", "siglip"])
+def test_patches_are_those_of_the_library(tower: str) -> None:
+    if tower == "clip":
+        theirs = clip.CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size=SQUARE)
+        ours = processor(image_size=SIDE, patch_size=7)
+    else:
+        theirs = siglip.SiglipImageProcessorPil(size=SQUARE, resample=Image.Resampling.BICUBIC)
+        ours = processor(image_size=SIDE, patch_size=7, **SIGLIP_PREPARATION, class_row=False)
     for number in range(NUMBER):
         pixels = picture(number)
         expected = theirs(Image.fromarray(pixels), return_tensors="pt")["pixel_values"][0]
         medium = ours.prepare(torch.from_numpy(pixels)[None])
         assert medium.tokens == (TOKEN,) * 16
-        assert medium.rows == len(medium.values) == 17
-        assert not medium.values[0].any()
+        assert medium.rows == len(medium.values) == ours.vision.num_rows
+        assert not ours.vision.class_row or not medium.values[0].any()
         assert (medium.values - cut(expected.permute(1, 2, 0), ours.vision)).abs().max() < 1e-5, number
 
 

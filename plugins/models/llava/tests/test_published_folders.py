@@ -105,12 +105,14 @@ def test_a_config_of_its_own_describes_the_model_to_the_library(
         assert torch.equal(again(**seen).logits, library(**seen).logits)
 
 
-def test_settings_that_contradict_the_folder_are_refused_and_choices_of_training_of_the_decoder_are_not(
+def test_settings_that_contradict_the_folder_are_refused_with_the_field_of_the_decoder(
     made: tuple[str, Path, Any],
 ) -> None:
     _, folder, _ = made
-    with pytest.raises(UsageError, match="settings contradict"):
+    with pytest.raises(UsageError, match=r"  model\.decoder\.num_layers \(.*\): 2, but the weights need 3$"):
         run_of(folder, {**SETTINGS, "model.decoder.num_layers": 2})
+    with pytest.raises(UsageError, match=r"  model\.decoder\.name \(.*\): 'gpt', but the weights need '.*'$"):
+        run_of(folder, {**SETTINGS, "model.decoder": {"name": "gpt", "vocab_size": 61}})
     with pytest.raises(UsageError, match="the weights need"):
         run_of(folder, {**SETTINGS, "model.vision.feature_layer": -1})
     assert run_of(folder, {**SETTINGS, "model.decoder.num_layers": 3}).config.model.decoder.config.num_layers == 3

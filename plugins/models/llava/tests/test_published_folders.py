@@ -15,10 +15,13 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers")
 
 from llava_models import CONFIGS, config_of, library_of, micro_batch  # noqa: E402
+from mplug_huggingface_format.opened import open_folder  # noqa: E402
 from published import edited, loaded, rewritten, run_of, save, tensors  # noqa: E402
 from seeing_models import changed  # noqa: E402
 
+from mplug.checkpoint.public_load import fill_from, weights_of  # noqa: E402
 from mplug.errors import UsageError  # noqa: E402
+from mplug.model.build import allocate_parts, build_model  # noqa: E402
 from mplug.training.loop import train  # noqa: E402
 
 Cli = Callable[..., CompletedProcess[str]]
@@ -103,6 +106,23 @@ def test_a_config_of_its_own_describes_the_model_to_the_library(
     seen = narrow(micro_batch(config_of(CONFIGS[kind]), (2, 0, 1)).theirs)
     with torch.no_grad():
         assert torch.equal(again(**seen).logits, library(**seen).logits)
+
+
+def test_text_alone_is_sampled_as_the_library_computes_it(made: tuple[str, Path, Any]) -> None:
+    """A run that only runs forward needs no pictures: the tower is then left out."""
+    _, folder, library = made
+    run = run_of(folder)
+    run.trains = False
+    model = build_model(run)
+    allocate_parts(run, model)
+    fill_from(open_folder(folder), run, model, weights_of(model))
+    model.module.eval()
+    tokens = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(3))
+    zeros = torch.zeros(2, dtype=torch.int64)
+    batch = {"tokens": tokens, "positions": torch.arange(24)[None], "sample_ids": zeros, "keys": zeros}
+    with torch.no_grad():
+        expected = library(input_ids=tokens, use_cache=False).logits
+        assert (model.logits(batch) - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 def test_settings_that_contradict_the_folder_are_refused_with_the_field_of_the_decoder(

@@ -146,8 +146,8 @@ if TYPE_CHECKING:
     from mplug_nn.public_form import ReadField as ReadField
     from mplug_nn.public_form import SumField as SumField
     from mplug_nn.public_form import UnusedField as UnusedField
-    from mplug_nn.public_form import Values as Values
     from mplug_nn.public_form import form_of as form_of
+    from mplug_nn.public_values import Values as Values
     from mplug_nn.rotary import Rotary as Rotary
     from mplug_nn.router import Choice as Choice
     from mplug_nn.router import Router as Router
@@ -260,9 +260,9 @@ publish(
             "ReadField",
             "SumField",
             "UnusedField",
-            "Values",
             "form_of",
         ),
+        "mplug_nn.public_values": ("Values",),
         "mplug_nn.rotary": ("Rotary",),
         "mplug_nn.router": ("Choice", "Router"),
         "mplug_nn.scores": ("RouterScore",),

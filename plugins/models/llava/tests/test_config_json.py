@@ -13,7 +13,7 @@ from seeing_models import changed
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mplug_nn import FamilyField, FormField, UnusedField, written_config
-from mplug_nn.public_form import same_value
+from mplug_nn.public_values import same_value
 from mplug_testing.published import require_tables
 
 (FORM,) = Llava.public_forms

@@ -49,6 +49,8 @@ PACKED = {"data.documents": 3}
 TIED = {"model.decoder": {**DECODER, "tie_embeddings": True}}
 FROZEN = {"model.frozen": ["tower.patches", "tower.blocks", "decoder"]}
 """Only the projector is trained, as in the first stage of LLaVA."""
+EXPERTS = {"model.decoder": {**DECODER, "name": "qwen", "num_experts": 4, "moe_ffn_hidden_size": 16}}
+ADAPTED = {"adapters.lora.rank": 2, "model.frozen": ["tower"]}
 WIDE = pytest.mark.wide("layouts")
 CASES = [
     pytest.param("tp2pp2", TIED, id="tp2pp2 tied"),
@@ -63,6 +65,10 @@ CASES = [
     pytest.param("zero2", {}, id="zero2", marks=WIDE),
     pytest.param("dp2", {}, id="dp2", marks=WIDE),
     pytest.param("fsdp2", {}, id="fsdp2", marks=WIDE),
+    pytest.param("fsdp2tp2", {}, id="fsdp2tp2", marks=WIDE),
+    pytest.param("dp2cp2", {}, id="dp2cp2", marks=WIDE),
+    pytest.param("ep2", EXPERTS, id="ep2 experts of the decoder", marks=WIDE),
+    pytest.param("tp2", ADAPTED, id="tp2 lora", marks=WIDE),
     pytest.param("tp2 trainer.compile=aot_eager", {}, id="tp2 compiled", marks=WIDE),
 ]
 

@@ -91,6 +91,8 @@ def test_what_does_not_fit_is_refused() -> None:
     medium = ours.prepare(torch.from_numpy(picture(1))[None])
     with pytest.raises(ValueError, match=r"sample 1 .*: its 1 pictures have 4 tokens, and the text has 3 tokens 7"):
         ours.entries_of(torch.tensor([[1, 1, 1], [7, 7, 7]]), [[], [medium]])
+    with pytest.raises(ValueError, match="1 x 201 pixels is more than 200 times as long as it is wide"):
+        ours.prepare(torch.zeros(1, 201, 1, 3, dtype=torch.uint8))
     with pytest.raises(ValueError, match="a video of 2 frames is none"):
         ours.prepare(torch.zeros(2, 8, 8, 3, dtype=torch.uint8))
 

@@ -13,6 +13,9 @@ from mplug_llava.vision import CONTEXT, VisionConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
+LONGEST_RATIO = 200
+"""Maximum ratio of the sides of a picture that is cropped: scaled, it would fill the memory."""
+
 
 class PictureProcessor:
     """Makes a square of a picture, as CLIP or SigLIP do, and cuts it into patches. A medium is one picture."""
@@ -62,13 +65,18 @@ class PictureProcessor:
 def squared(content: "Tensor", vision: VisionConfig) -> "Tensor":
     """A picture [1, H, W, 3] as a square of the tower's side [1, side, side, 3], standardised.
 
-    It is stretched, or its shorter side is scaled to that of the square, and the middle is cropped.
+    It is stretched, or its shorter side is scaled to that of the square, and the middle is cropped. Raises ValueError
+    for a picture to be cropped that is more than 200 times as long as it is wide.
     """
     from mplug_nn.pictures import resize_frames, standardized
 
     side, (height, width) = vision.image_size, content.shape[1:3]
     size = (side, side)
     if vision.fit == "crop":
+        if max(height, width) > LONGEST_RATIO * min(height, width):
+            raise ValueError(
+                f"a picture of {width} x {height} pixels is more than {LONGEST_RATIO} times as long as it is wide"
+            )
         scaled = int(side * max(height, width) / min(height, width))
         size = (scaled, side) if width <= height else (side, scaled)
     top, left = (size[0] - side) // 2, (size[1] - side) // 2

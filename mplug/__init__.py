@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mplug.config.binding import RunConfig as RunConfig
     from mplug.config.described import DescribedModel as DescribedModel
     from mplug.config.described import PublicSettings as PublicSettings
+    from mplug.config.family import Family as Family
     from mplug.config.sum_format import SumFormat as SumFormat
     from mplug.contracts import DOCUMENTS as DOCUMENTS
     from mplug.contracts import IGNORED as IGNORED
@@ -102,6 +103,7 @@ if TYPE_CHECKING:
     from mplug.layout.plan import Stages as Stages
     from mplug.layout.plan import Stream as Stream
     from mplug.layout.plan import Unit as Unit
+    from mplug.layout.plan_within import plan_within as plan_within
     from mplug.layout.ranks import Grouping as Grouping
     from mplug.layout.ranks import Ranks as Ranks
     from mplug.layout.work import ActivationProduct as ActivationProduct
@@ -166,6 +168,7 @@ publish(
         "mplug.checkpoint.wanted": ("Wanted",),
         "mplug.config.binding": ("RunConfig",),
         "mplug.config.described": ("DescribedModel", "PublicSettings"),
+        "mplug.config.family": ("Family",),
         "mplug.config.sum_format": ("SumFormat",),
         "mplug.contracts": (
             "CorpusTokenizer",
@@ -216,6 +219,7 @@ publish(
         "mplug.layout.ownership": ("Bucket", "Engine", "Sharding", "Stretch"),
         "mplug.layout.placement": ("Box", "Placement"),
         "mplug.layout.plan": ("Buffer", "Init", "Parameter", "Plan", "Segment", "Shift", "Stages", "Stream", "Unit"),
+        "mplug.layout.plan_within": ("plan_within",),
         "mplug.layout.ranks": ("Grouping", "Ranks"),
         "mplug.layout.work": ("ActivationProduct", "Branches", "Flops", "Step", "WeightProduct", "Work"),
         "mplug.model.plans.adapters": ("Adapters", "Merge", "RowNorms", "row_norms"),

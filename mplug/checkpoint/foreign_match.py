@@ -167,20 +167,17 @@ def _by_own_names(model: Model, checkpoint: ForeignCheckpoint, needed: Mapping[s
 
 
 def _by_public_names(model: Model, checkpoint: ForeignCheckpoint) -> Iterator[Match]:
-    """The tensors have the names of the model's published form, with or without the prefix of the base model."""
+    """The tensors have the names of the model's published form, or those that some folders have in their place."""
     if model.plan.external is None:
         return
     try:
         made = conversion(model)
     except UsageError:  # these settings of the model have no published form, so no checkpoint has its names
         return
-    prefix, names = made.names.prefix, dict[str, str]()
-    if prefix and not any(name.startswith(prefix) for name in checkpoint.tensors):
-        known = {*made.public, *made.duplicates}
-        names = {f"{prefix}{name}": name for name in checkpoint.tensors if name not in known}
-    back = {stored: public for public, stored in names.items()}
-    present = {back.get(name, name) for name in checkpoint.tensors}
-    unneeded = {name for name in checkpoint.tensors if made.ignores(back.get(name, name), present)}
+    back = made.names.public_names(checkpoint.tensors.keys(), {*made.public, *made.duplicates})
+    names = {public: stored for stored, public in back.items() if public != stored}
+    present = set(back.values())
+    unneeded = {name for name in checkpoint.tensors if made.ignores(back[name], present)}
     yield Match(checkpoint, made.links, names, frozenset(unneeded), made.copies)
 
 

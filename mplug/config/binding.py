@@ -9,6 +9,7 @@ from typing import Any
 
 from mplug.config import host_sections as sections
 from mplug.config.entry import Entry
+from mplug.config.family import families_in
 from mplug.config.sources import NAMED_SECTIONS, Key, Settings, from_mapping, merge, nested, source_of
 
 KIND_OF_SECTION = {"model": "models", "optimizer": "optimizers", "data": "data"}
@@ -96,6 +97,14 @@ class RunConfig:
     frozen: tuple[str, ...] = ()
     """Patterns of parameters that are not trained: the field `frozen` of the section 'model'."""
 
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The plugins of the run: those that the config names, each before the families that it contains."""
+        found: dict[Entry, None] = {}
+        for chosen in self.chosen:
+            found |= dict.fromkeys((chosen.entry, *(family.entry for _, family in families_in(chosen.config))))
+        return tuple(found)
+
     def with_rest(self, degree: int, source: str) -> "RunConfig":
         """The config whose layout also names the strategy of `parallel.data`, with the degree that `source` set."""
         parallel = self.parallel
@@ -126,7 +135,9 @@ class RunConfig:
         owners: dict[Key, str] = {("checkpoint", "pretrained"): "default of mplug"}
         if "frozen" not in type(self.model).model_fields:
             owners["model", "frozen"] = "default of mplug"
-        owners |= {chosen.section: f"default of {chosen.label}" for chosen in self.chosen}
+        for chosen in self.chosen:
+            inside = {(*chosen.section, *steps): family.label for steps, family in families_in(chosen.config)}
+            owners |= {key: f"default of {label}" for key, label in (inside | {chosen.section: chosen.label}).items()}
         found = {}
         for key in from_mapping(self.resolved(), ""):
             set_here = {other: setting for other, setting in self.settings.items() if other[: len(key)] == key}

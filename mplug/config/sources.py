@@ -113,20 +113,27 @@ def from_mapping(value: Any, source: str, key: Key = ()) -> Settings:
 
 
 def merge(low: Settings, high: Settings) -> Settings:
-    """`high` over `low`. If `high` names another plugin for a section, the section's fields in `low` are dropped."""
-    dropped = {
-        section
-        for section in NAMED_SECTIONS
-        if (section, "name") in low
-        and (section, "name") in high
-        and low[section, "name"].value != high[section, "name"].value
-    }
+    """`high` over `low`. If `high` names another plugin for a section, the section's fields in `low` are dropped.
+
+    The same holds for a section in the section 'model' that chooses a family (`mplug.Family`). Such a section loses its
+    fields, but not its name, if `high` names a preset.
+    """
+    dropped = [key[:-1] for key in high if _names_plugin(key) and key in low and low[key].value != high[key].value]
+    preset = [key[:-1] for key in high if len(key) > 2 and key[0] == "model" and key[-1] == "preset"]
     kept = {
         key: setting
         for key, setting in low.items()
-        if key[0] not in dropped and not any(_overlap(key, other) for other in high)
+        if not any(key[: len(section)] == section for section in dropped)
+        and not any(key[: len(section)] == section and key != (*section, "name") for section in preset)
+        and not any(_overlap(key, other) for other in high)
     }
     return kept | high
+
+
+def _names_plugin(key: Key) -> bool:
+    """Whether a field names the plugin that reads the fields beside it."""
+    is_family = len(key) > 2 and key[0] == "model"
+    return key[-1] == "name" and (is_family or (len(key) == 2 and key[0] in NAMED_SECTIONS))
 
 
 def _overlap(first: Key, second: Key) -> bool:

@@ -4,7 +4,7 @@ A family declares them in its plan (`Plan.external`). `mplug.layout.conversion` 
 for each pair of regions, and `mplug.layout.moves` computes what any rank reads.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -105,6 +105,8 @@ class ExternalNames:
     Folders that were saved from the model without its head lack `prefix` in all names. `ignored` are patterns of public
     tensors, or of modules, that the model does not need ('*' matches one component). `optional` maps patterns of public
     modules that the model does not need to a tensor; they are ignored only in folders that have this tensor.
+
+    `alternatives` maps the beginning of public names to another one that some folders have in its place.
     """
 
     tensors: Mapping[str, External]
@@ -112,6 +114,20 @@ class ExternalNames:
     ignored: tuple[str, ...] = ()
     copies: Mapping[str, str] = field(default_factory=dict)
     optional: Mapping[str, str] = field(default_factory=dict)
+    alternatives: Mapping[str, str] = field(default_factory=dict)
+
+    def public_names(self, stored: Collection[str], public: Container[str]) -> dict[str, str]:
+        """The public name of each tensor of a folder, by its name there, if the model has the names `public`."""
+        names = {name: name for name in stored}
+        begins = [("", self.prefix)] if self.prefix else []
+        begins += [(other, usual) for usual, other in self.alternatives.items()]
+        for other, usual in begins:
+            if any(name.startswith(usual) for name in stored):
+                continue
+            for name, found in names.items():
+                if found not in public and found.startswith(other):
+                    names[name] = usual + found.removeprefix(other)
+        return names
 
     def of(self, name: str) -> External:
         """The public tensors of one parameter, with the stars of their names filled in; None if there are none."""
@@ -119,6 +135,17 @@ class ExternalNames:
             if hit := starred(pattern).fullmatch(name):
                 return _filled(external, hit.groups())
         return None
+
+    def renamed(self, rename: Callable[[str], str]) -> "ExternalNames":
+        """The same parameters with other public names: each name and pattern is replaced by what `rename` returns."""
+        return ExternalNames(
+            {ours: _renamed(theirs, rename) for ours, theirs in self.tensors.items()},
+            self.prefix,
+            tuple(map(rename, self.ignored)),
+            {rename(public): ours for public, ours in self.copies.items()},
+            {rename(pattern): rename(sign) for pattern, sign in self.optional.items()},
+            {rename(usual): rename(other) for usual, other in self.alternatives.items()},
+        )
 
 
 def substituted(public: str, texts: Iterable[str]) -> str:
@@ -130,23 +157,23 @@ def substituted(public: str, texts: Iterable[str]) -> str:
 
 def _filled(external: External, texts: tuple[str, ...]) -> External:
     """An external name with the texts that the stars of its pattern match."""
-    if isinstance(external, str):
-        return substituted(external, texts)
-    if isinstance(external, Transposed):
-        return Transposed(substituted(external.tensor, texts))
+    return _renamed(external, lambda public: substituted(public, texts))
+
+
+def _renamed(external: External, rename: Callable[[str], str]) -> External:
+    if isinstance(external, str | Transposed):
+        return _source(external, rename)
     if isinstance(external, Fused):
-        return Fused(*(_source(source, texts) for source in external.sources))
+        return Fused(*(_source(source, rename) for source in external.sources))
     if isinstance(external, Interleaved):
-        return Interleaved(_source(external.source, texts))
+        return Interleaved(_source(external.source, rename))
     if external is None:
         return None
-    return tuple(replace(one, tensor=substituted(one.tensor, texts)) for one in external)
+    return tuple(replace(one, tensor=rename(one.tensor)) for one in external)
 
 
-def _source(source: Source, texts: tuple[str, ...]) -> Source:
-    if isinstance(source, Transposed):
-        return Transposed(substituted(source.tensor, texts))
-    return substituted(source, texts)
+def _source(source: Source, rename: Callable[[str], str]) -> Source:
+    return Transposed(rename(source.tensor)) if isinstance(source, Transposed) else rename(source)
 
 
 # The expanded form.

@@ -1,26 +1,91 @@
 """Bind values to a section of the host, a plugin or a tokenizer."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from mplug.config.problems import Problem, booleans_as_numbers, problems_of
+from mplug.config.family import Family, family_fields
+from mplug.config.problems import NO_SECTION, Problem, booleans_as_numbers, problems_of
 from mplug.config.ranges import integers_out_of_range, out_of_range
+from mplug.config.sources import from_mapping, merge, nested
+from mplug.errors import UsageError, listed, quoted, suggest
 from mplug.registry.asking import fault
+from mplug.registry.entry_points import BrokenPlugin, Registry
+
+UNBOUND = object()
+"""The value of a family that cannot be bound: no type accepts it, so no validator of the whole section runs."""
 
 
-def bind(model: type[BaseModel], values: Mapping[str, Any]) -> tuple[Any, list[Problem]]:
-    """The bound section and an empty list; or None and all problems of the values."""
+def bind(
+    model: type[BaseModel], values: Mapping[str, Any], registry: Registry | None = None
+) -> tuple[Any, list[Problem]]:
+    """The bound section and an empty list; or None and all problems of the values.
+
+    A field that is a family (`mplug.Family`) is bound by this family, which `registry` finds (default: that of the
+    interpreter).
+    """
     problems = [Problem(path, message) for path, message in integers_out_of_range(values)]
     if problems:  # validators of the section may compute with these integers
         return None, problems
+    values, of_families = _with_families(model, values, registry)
+    broken = {problem.path[0] for problem in of_families}
     try:
         config = model.model_validate(dict(values))
     except ValidationError as error:
-        return None, problems_of(error, model, values)
+        own = [one for one in problems_of(error, model, values) if not one.path or one.path[0] not in broken]
+        return None, [*own, *of_families]
     except Exception as error:
         return None, [Problem((), f"a validator of the section failed: {fault(error)}", is_fault=True)]
     checks = (*booleans_as_numbers(values, config), *out_of_range(config))
-    problems = [Problem(path, message) for path, message in checks]
+    problems = [*(Problem(path, message) for path, message in checks), *of_families]
     return (None if problems else config), problems
+
+
+def _with_families(
+    model: type[BaseModel], values: Mapping[str, Any], registry: Registry | None
+) -> tuple[Mapping[str, Any], list[Problem]]:
+    """The values with bound families, and the problems of those that cannot be bound."""
+    bound, problems = dict(values), list[Problem]()
+    for field in family_fields(model):
+        value = values.get(field)
+        if isinstance(value, Mapping):
+            family, found = _bind_family(value, registry or Registry())
+            bound[field] = UNBOUND if family is None else family
+            problems += [replace(problem, path=(field, *problem.path)) for problem in found]
+        elif value is not None and not isinstance(value, Family):
+            bound[field] = UNBOUND
+            problems.append(Problem((field,), f"{NO_SECTION}, not {quoted(value)}"))
+    return bound, problems
+
+
+def _bind_family(values: Mapping[str, Any], registry: Registry) -> tuple[Family | None, list[Problem]]:
+    """The family of a section, or None and all problems of the section."""
+    word, preset = values.get("name"), values.get("preset")
+    if not word:
+        names = listed(registry.names("models"))
+        return None, [Problem(("name",), f"is required: the name of a model family (installed: {names})")]
+    try:
+        entry = registry.find("models", str(word))
+        plugin = registry.load(entry)
+    except UsageError as error:
+        return None, [Problem(("name",), str(error), is_fault=isinstance(error, BrokenPlugin))]
+    own = {name: value for name, value in values.items() if name not in ("name", "preset")}
+    if preset is not None:
+        try:
+            own = nested(merge(from_mapping(preset_of(plugin, str(word), str(preset)), ""), from_mapping(own, "")))
+        except ValueError as error:
+            return None, [Problem(("preset",), str(error))]
+    config, problems = bind(plugin.Config, own, registry)
+    return (None if problems else Family(str(word), entry, plugin, config)), problems
+
+
+def preset_of(plugin: type[Any], word: str, preset: str) -> Mapping[str, Any]:
+    """The fields of the section 'model' that a preset of a family sets. ValueError if it has no such preset."""
+    presets = getattr(plugin, "presets", {})
+    if preset not in presets:
+        names = list(map(str, presets))
+        raise ValueError(f"'{word}' has no preset '{preset}'{suggest(preset, names)} (it has {listed(names)})")
+    fields: Mapping[str, Any] = presets[preset].get("model", {})
+    return fields

@@ -1,12 +1,14 @@
 """The settings of a run that starts with a folder of a format, whose description decides the section 'model'."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mplug.config.binding import Chosen, RunConfig
 from mplug.config.described import DescribedModel, PublicSettings
 from mplug.config.entry import Entry
-from mplug.config.sources import Settings, from_mapping, merge, nested, source_of
+from mplug.config.family import Family
+from mplug.config.sources import Key, Settings, from_mapping, merge, nested, source_of
 from mplug.errors import UsageError, brief, listed, quoted
 from mplug.registry.bind_section import bind
 from mplug.registry.entry_points import ARCHITECTURES, TOKENIZER_FILES, BrokenPlugin, Registry
@@ -143,18 +145,37 @@ def _refuse_contradictions(entry: Entry, plugin: Any, path: Path, found: PublicS
     if problems:
         raise UsageError(f"'{path}' describes no model of {entry.label}: {problems[0].sentence}")
     given = {name: value for name, value in nested(own).get("model", {}).items() if name in plugin.Config.model_fields}
-    wanted, problems = bind(plugin.Config, {**found.choices, **found.fixed, **given})
+    base = from_mapping({**found.choices, **found.fixed}, "", ("model",))
+    whole = nested(merge(base, from_mapping(given, "", ("model",)))).get("model", {})
+    wanted, problems = bind(plugin.Config, whole)
     if problems:  # the resolver reports them, with those of other sections
         return
-    contradictions = [
-        f"  model.{name} ({source_of(own, ('model', name))}): {quoted(getattr(wanted, name))}, "
-        f"but the weights need {quoted(getattr(needed, name))}"
+    differing = [
+        one
         for name in given
         if name not in found.choices and getattr(wanted, name) != getattr(needed, name)
+        for one in _differing((name,), getattr(wanted, name), getattr(needed, name))
     ]
-    if contradictions:
-        lines = "\n".join(contradictions)
+    if differing:
+        lines = "\n".join(
+            f"  model.{'.'.join(key)} ({source_of(own, ('model', *key))}): {quoted(ours)}, but the weights need "
+            f"{quoted(theirs)}"
+            for key, ours, theirs in differing
+        )
         raise UsageError(f"settings contradict '{path}'; remove them:\n{lines}")
+
+
+def _differing(key: Key, wanted: Any, needed: Any) -> Iterator[tuple[Key, Any, Any]]:
+    """(key, value that the user wants, value that the weights need) of a field; of each such field of a family."""
+    if not (isinstance(wanted, Family) and isinstance(needed, Family)):
+        yield key, wanted, needed
+    elif wanted.entry != needed.entry:
+        yield (*key, "name"), wanted.name, needed.name
+    else:
+        for name in type(needed.config).model_fields:
+            pair = getattr(wanted.config, name), getattr(needed.config, name)
+            if pair[0] != pair[1]:
+                yield from _differing((*key, name), *pair)
 
 
 def model_of(config: RunConfig) -> Chosen:

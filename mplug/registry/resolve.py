@@ -23,11 +23,12 @@ from mplug.config.binding import (
 )
 from mplug.config.contradictions import contradictions
 from mplug.config.entry import Entry
+from mplug.config.family import family_fields
 from mplug.config.problems import NO_SECTION
 from mplug.config.sources import NAMED_SECTIONS, Key, Settings, from_mapping, merge, nested, source_of
 from mplug.errors import UsageError, brief, listed, quoted, suggest
 from mplug.layout.mesh import parse_layout
-from mplug.registry.bind_section import bind
+from mplug.registry.bind_section import bind, preset_of
 from mplug.registry.entry_points import BrokenPlugin, Registry
 from mplug.registry.fallbacks import missing_defaults, missing_message, without_missing
 from mplug.registry.public import with_public_settings
@@ -54,7 +55,7 @@ class _Resolver:
         self.missing = missing_defaults(registry, base, self.settings)
         named: Settings = {key: setting for key, setting in overrides.items() if key == ("model", "name")}
         self.settings = merge(merge(merge(base, named), self._preset()), overrides)
-        self.settings = without_missing(registry, base, self.settings)
+        self.settings = without_missing(registry, base, self._with_presets_of_families(self.settings, ("model",)))
         self.tree = nested(self.settings)
 
     def run(self) -> RunConfig:
@@ -141,13 +142,29 @@ class _Resolver:
         entry = self._plugin("models", name.value, ("model", "name"))
         if entry is None:
             return {}
-        presets = getattr(self.loaded[entry], "presets", {})
-        if str(preset.value) not in presets:
-            names = list(map(str, presets))
-            message = f"'{name.value}' has no preset '{preset.value}'{suggest(str(preset.value), names)}"
-            self._problem(("model", "preset"), f"{message} (it has {listed(names)})")
+        try:
+            preset_of(self.loaded[entry], name.value, str(preset.value))
+        except ValueError as error:
+            self._problem(("model", "preset"), str(error))
             return {}
-        return from_mapping(presets[str(preset.value)], f"preset {preset.value}")
+        return from_mapping(self.loaded[entry].presets[str(preset.value)], f"preset {preset.value}")
+
+    def _with_presets_of_families(self, settings: Settings, section: Key) -> Settings:
+        """The settings with the presets of the families inside of the model; `bind` reports names that do not exist."""
+        name, preset = (settings.get((*section, field)) for field in ("name", "preset"))
+        if name is None:
+            return settings
+        try:
+            plugin = self.registry.load(self.registry.find("models", str(name.value)))
+        except UsageError:  # binding reports it
+            return settings
+        if len(section) > 1 and preset is not None and str(preset.value) in getattr(plugin, "presets", {}):
+            fields = preset_of(plugin, name.value, str(preset.value))
+            own = {key: setting for key, setting in settings.items() if key != (*section, "preset")}
+            settings = merge(from_mapping(fields, f"preset {preset.value}", section), own)
+        for field in family_fields(plugin.Config):
+            settings = self._with_presets_of_families(settings, (*section, field))
+        return settings
 
     def _named(self, section: str) -> Any:
         raw = self._raw(section)
@@ -187,7 +204,7 @@ class _Resolver:
         return Chosen(entry, plugin, self._bind(key, plugin.Config, raw), key)
 
     def _bind(self, key: Key, model: type[BaseModel], raw: dict[str, Any]) -> Any:
-        config, problems = bind(model, raw)
+        config, problems = bind(model, raw, self.registry)
         for problem in problems:
             if problem.is_fault:
                 self.error = BrokenPlugin

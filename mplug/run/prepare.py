@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 from mplug.config.binding import RunConfig
+from mplug.config.family import families_in
 from mplug.config.sources import source_of
 from mplug.contracts import STREAMS, Variance
 from mplug.errors import UsageError, listed, suggest
@@ -36,6 +37,7 @@ def prepare(
                 check(config=config)
         except UsageError as error:
             problems.append(str(error))
+    problems += _refusals_of_families(config)
     if problems:
         raise UsageError("\n".join(problems))
     hooks.refuse_rivals()
@@ -61,6 +63,20 @@ def prepare(
     _refuse_wrong_variances(run)
     _refuse_unused_base_modules(run)
     return run
+
+
+def _refusals_of_families(config: RunConfig) -> list[str]:
+    """The messages of families inside of the model whose hook `configure` refuses the config."""
+    problems = []
+    for _, family in families_in(config.model):
+        with_hook = family.plugin(family.config)
+        try:
+            with asking(family.label, "configure"):
+                if hasattr(with_hook, "configure"):
+                    with_hook.configure(config=config)
+        except UsageError as error:
+            problems.append(str(error))
+    return problems
 
 
 def check_data(run: Run) -> list[str]:

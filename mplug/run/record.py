@@ -18,12 +18,12 @@ def provenance(run: Run) -> dict[str, Any]:
     """The distribution, version and source of every plugin. The run and every checkpoint save it."""
     plugins = [
         {
-            "plugin": chosen.label,
-            "distribution": printable(chosen.entry.distribution),
-            "version": printable(chosen.entry.version),
-            "source": printable(chosen.entry.source),
+            "plugin": entry.label,
+            "distribution": printable(entry.distribution),
+            "version": printable(entry.version),
+            "source": printable(entry.source),
         }
-        for chosen in sorted(run.config.chosen, key=lambda chosen: chosen.label)
+        for entry in sorted(run.config.entries, key=lambda entry: (entry.label, entry.distribution))
     ]
     order = [[plugin["plugin"], plugin["distribution"], plugin["version"]] for plugin in plugins]
     digest = hashlib.sha256(json.dumps(order).encode()).hexdigest()

@@ -207,7 +207,7 @@ class _Comparison:
             yield from self._of_host(section, model)
 
     def _compared(
-        self, key: Key, model: type[BaseModel] | None, was: Any, now: Any, judge: "_Judge"
+        self, key: Key, model: type[BaseModel] | BaseModel | None, was: Any, now: Any, judge: "_Judge"
     ) -> Iterator[Change]:
         before, after = (dict(leaves(model, values)) for values in (was, now))
         for inner in dict.fromkeys([*before, *after]):
@@ -224,7 +224,7 @@ class _Comparison:
             hosts = {} if "frozen" in chosen.plugin.Config.model_fields else _OF_HOST.get(section, {})
             own = {name: value for name, value in was.items() if name not in hosts}
             was = {**hosts, **was, **bound(chosen, own), "name": now["name"]}
-            yield from self._compared((section,), chosen.plugin.Config, was, now, _bymark_of(chosen, self.manifest))
+            yield from self._compared((section,), chosen.config, was, now, _bymark_of(chosen, self.manifest))
         else:  # compare only the fields that both plugins have
             was["name"] = _named(was.get("name"), self.recorded.get(_label(section, was.get("name"))), chosen)
             common = {name: value for name, value in was.items() if name in now}

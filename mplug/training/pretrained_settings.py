@@ -26,7 +26,7 @@ def other_model_settings(manifest: Mapping[str, Any], config: RunConfig) -> list
     both = {name: value for name, value in new.items() if name in was and name not in OF_HOST}
     return [
         f"{Change(('model', *key), before, after)}"
-        for key, before, after in _different(chosen.plugin.Config, {name: was[name] for name in both}, both)
+        for key, before, after in _different(chosen.config, {name: was[name] for name in both}, both)
     ]
 
 

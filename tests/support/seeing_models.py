@@ -265,7 +265,7 @@ def distances(
         for name, weight in ours_of(model, public(given, weights)).items():
             own[name].copy_(weight)
     model.loss(seen.ours)[0].backward()
-    found = {"logits": _relative(model.logits(seen.ours), logits)}
+    found = {"logits": relative(model.logits(seen.ours), logits)}
     missing = {name for name, x in library.named_parameters() if x.grad is None}
     gradients = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in library.named_parameters()}
     for name, expected in ours_of(model, public(given, gradients)).items():
@@ -275,9 +275,10 @@ def distances(
             continue
         assert gradient is not None, name
         assert expected.abs().max() > 1e-9, f"{name} has no gradient in the library's model"
-        found[name] = _relative(gradient, expected)
+        found[name] = relative(gradient, expected)
     return found
 
 
-def _relative(found: Tensor, expected: Tensor) -> float:
+def relative(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest number."""
     return float((found.detach() - expected.detach()).abs().max() / expected.detach().abs().max())

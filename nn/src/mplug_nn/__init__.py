@@ -97,6 +97,7 @@ if TYPE_CHECKING:
     from mplug_nn.dropout import Jitter as Jitter
     from mplug_nn.embedding import Embedding as Embedding
     from mplug_nn.experts import Experts as Experts
+    from mplug_nn.family_forms import family_field as family_field
     from mplug_nn.fusible import fusible_norm as fusible_norm
     from mplug_nn.fusible import normed as normed
     from mplug_nn.gemm import Gemm as Gemm
@@ -136,15 +137,17 @@ if TYPE_CHECKING:
     from mplug_nn.public_config import differences as differences
     from mplug_nn.public_config import forms_of as forms_of
     from mplug_nn.public_config import written_config as written_config
+    from mplug_nn.public_form import FamilyField as FamilyField
     from mplug_nn.public_form import FixedField as FixedField
     from mplug_nn.public_form import FormField as FormField
+    from mplug_nn.public_form import FoundFamily as FoundFamily
     from mplug_nn.public_form import PublicField as PublicField
     from mplug_nn.public_form import PublicForm as PublicForm
     from mplug_nn.public_form import ReadField as ReadField
     from mplug_nn.public_form import SumField as SumField
     from mplug_nn.public_form import UnusedField as UnusedField
-    from mplug_nn.public_form import Values as Values
     from mplug_nn.public_form import form_of as form_of
+    from mplug_nn.public_values import Values as Values
     from mplug_nn.rotary import Rotary as Rotary
     from mplug_nn.router import Choice as Choice
     from mplug_nn.router import Router as Router
@@ -229,6 +232,7 @@ publish(
         "mplug_nn.dropout": ("Dropout", "Jitter"),
         "mplug_nn.embedding": ("Embedding",),
         "mplug_nn.experts": ("Experts",),
+        "mplug_nn.family_forms": ("family_field",),
         "mplug_nn.fusible": ("fusible_norm", "normed"),
         "mplug_nn.gemm": ("Gemm", "weight_gradient"),
         "mplug_nn.grouped": ("GroupedProduct", "grouped_linear"),
@@ -248,15 +252,17 @@ publish(
         "mplug_nn.public_config": ("differences", "forms_of", "written_config"),
         "mplug_nn.public_form": (
             "FixedField",
+            "FamilyField",
             "FormField",
+            "FoundFamily",
             "PublicField",
             "PublicForm",
             "ReadField",
             "SumField",
             "UnusedField",
-            "Values",
             "form_of",
         ),
+        "mplug_nn.public_values": ("Values",),
         "mplug_nn.rotary": ("Rotary",),
         "mplug_nn.router": ("Choice", "Router"),
         "mplug_nn.scores": ("RouterScore",),

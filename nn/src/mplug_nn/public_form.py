@@ -5,7 +5,6 @@ every config.json through this table, so a field is honoured or refused, and nev
 """
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,89 +12,10 @@ from typing import Any
 
 from mplug.config.described import PublicSettings
 from mplug.errors import brief, listed, suggest
+from mplug_nn.public_values import LARGEST, Values, same_value, shown
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Fields with numbers of tokens, which the tokenizer's files state."""
-
-LARGEST = (1 << 63) - 1
-"""The largest integer of a field that is read."""
-
-
-@dataclass(frozen=True)
-class Values:
-    """Which values of a field are supported, and how an error describes them: 'an integer of at least 1'."""
-
-    accepts: Callable[[Any], bool]
-    text: str
-    samples: tuple[Any, ...] = ()
-    """Supported values that take different paths through a form's function; the suite for families tries them."""
-
-    @property
-    def or_null(self) -> "Values":
-        """The same values, and null."""
-        return Values(lambda value: value is None or self.accepts(value), f"{self.text}, or null", self.samples)
-
-    @staticmethod
-    def integer(least: int = 1, most: int | None = None) -> "Values":
-        """Integers of at least `least`, and of at most `most` if there is a limit."""
-        text = f"an integer of at least {least}" + (f" and at most {most}" if most is not None else "")
-        limit = LARGEST if most is None else most
-        return Values(lambda value: type(value) is int and least <= value <= limit, text)
-
-    @staticmethod
-    def positive() -> "Values":
-        """Finite numbers above 0."""
-        return Values(lambda value: _is_number(value) and value > 0, "a number above 0")
-
-    @staticmethod
-    def not_negative() -> "Values":
-        """Finite numbers from 0 on."""
-        return Values(lambda value: _is_number(value) and value >= 0, "a number of at least 0")
-
-    @staticmethod
-    def share() -> "Values":
-        """Numbers from 0 to less than 1, such as the rate of dropout."""
-        return Values(lambda value: _is_number(value) and 0 <= value < 1, "a number of at least 0 and less than 1")
-
-    @staticmethod
-    def flag() -> "Values":
-        """true and false."""
-        return Values(lambda value: isinstance(value, bool), "true or false", (True, False))
-
-    @staticmethod
-    def one_of(*allowed: Any) -> "Values":
-        """These values."""
-        words = " or ".join(json.dumps(one) for one in allowed)
-        return Values(lambda value: any(same_value(value, one) for one in allowed), words, allowed)
-
-    @staticmethod
-    def mapping() -> "Values":
-        """Mappings of any content, which the form's function checks."""
-        return Values(lambda value: isinstance(value, dict), "a mapping")
-
-    @staticmethod
-    def indices() -> "Values":
-        """Lists of numbers of blocks."""
-        return Values(
-            lambda value: isinstance(value, list) and all(type(one) is int and one >= 0 for one in value),
-            "a list of integers of at least 0",
-        )
-
-    @staticmethod
-    def names() -> "Values":
-        """Lists of names."""
-        return Values(
-            lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value), "a list of names"
-        )
-
-
-def _is_number(value: Any) -> bool:
-    return abs(value) <= LARGEST if type(value) is int else type(value) is float and math.isfinite(value)
-
-
-def same_value(one: Any, other: Any) -> bool:
-    """Whether two values of JSON are equal: 0 is 0.0, but not false."""
-    return isinstance(one, bool) is isinstance(other, bool) and bool(one == other)
 
 
 @dataclass(frozen=True)
@@ -183,23 +103,61 @@ class FormField:
 
     `under` is the setting that receives the mapping's settings as a section; empty: they are settings of the family's
     Config itself. With `altering`, a user may set another section, or null: what the trained model computes is then not
-    what the folder describes. `write(config)` returns the fields that this section does not decide.
+    what the folder describes. `write(config)` returns the fields that this section does not decide. `others` are the
+    forms of mappings with another `model_type`; an export writes the first form whose `implied` settings the section
+    has.
     """
 
     form: "PublicForm"
     under: str = ""
     altering: bool = False
     write: Callable[[Any], Mapping[str, Any]] = _nothing
+    others: "tuple[PublicForm, ...]" = ()
+
+    @property
+    def forms(self) -> "tuple[PublicForm, ...]":
+        """All forms of the mapping."""
+        return (self.form, *self.others)
+
+    def form_of(self, given: Mapping[str, Any]) -> "PublicForm":
+        """The form of a mapping: without `others` the only one, else that of its `model_type`. Raises ValueError."""
+        return form_of(self.forms, {"model_type": self.form.model_type, **given}) if self.others else self.form
 
     def written(self, name: str, config: Any) -> dict[str, Any]:
         """The mapping that a config of the family has for this field. Raises ValueError if it lacks the section."""
         own = getattr(config, self.under) if self.under else config
         if own is None:
             raise ValueError(f"it has the field '{name}', and model.{self.under} is null")
-        return {**self.form.written(own), **self.write(config)}
+        fitting = [
+            form for form in self.forms if all(getattr(own, one) == value for one, value in form.implied.items())
+        ]
+        form = fitting[0] if fitting else self.form  # the form that is read back then refuses the section
+        return {**form.written(own), **self.write(config)}
 
 
-PublicField = ReadField | FixedField | SumField | UnusedField | FormField
+@dataclass(frozen=True)
+class FoundFamily:
+    """The config.json of a family in another one: the word that names the family, its Config, and what it states."""
+
+    name: str
+    config: Any
+    settings: PublicSettings
+
+
+@dataclass(frozen=True)
+class FamilyField:
+    """A field whose value is the config.json of another family, which the setting `under` contains (`mplug.Family`).
+
+    `mplug_nn.family_field` makes one. The form's functions see a `FoundFamily` as the value. `read` and `write` convert
+    between a mapping and the family; both raise ValueError.
+    """
+
+    under: str
+    read: Callable[[Mapping[str, Any]], FoundFamily]
+    write: Callable[[Any], Mapping[str, Any]]
+
+
+PublicField = ReadField | FixedField | SumField | UnusedField | FormField | FamilyField
 """A row of the table."""
 
 
@@ -243,6 +201,8 @@ class PublicForm:
                 found[name] = self._read(row, name, given)
             elif isinstance(row, FormField):
                 found[name] = self._values_in(row, name, given.get(name, {}))
+            elif isinstance(row, FamilyField):
+                found[name] = _family_in(row, name, given.get(name, {}))
             elif isinstance(row, FixedField):
                 problem = row.check(name, given.get(name, row.default))
                 if problem is not None:
@@ -265,10 +225,15 @@ class PublicForm:
                 (free if row.training else fixed).update(dict.fromkeys(row.settings, value))
         altering, longest = dict(self.altering), values[self.longest] if self.longest is not None else None
         for name, row in self.fields.items():
+            if isinstance(row, FamilyField):
+                of_family: FoundFamily = values[name]
+                inside = of_family.settings
+                fixed[row.under] = {"name": of_family.name, **inside.altering, **inside.free, **inside.fixed}
+                longest = inside.longest if longest is None else longest
             if not isinstance(row, FormField):
                 continue
             with _naming(name):
-                own = row.form.settings_of(values[name])
+                own = getattr(values[name], "form", row.form).settings_of(values[name])
             if row.under:
                 section = {**own.altering, **own.free, **own.fixed}
                 (altering if row.altering else fixed)[row.under] = section
@@ -291,11 +256,13 @@ class PublicForm:
             for name, row in self.fields.items()
             if isinstance(row, FormField) or (isinstance(row, ReadField) and row.settings)
         }
+        families = {name: row for name, row in self.fields.items() if isinstance(row, FamilyField)}
         return {
             **({"architectures": [self.architecture]} if self.architecture else {}),
             "model_type": self.model_type,
             **{name: None for name in TOKENS if name in self.fields},  # the library's defaults are of other tokenizers
             **{name: row.written(name, config) for name, row in rows.items() if name not in own},
+            **{name: row.write(getattr(config, row.under)) for name, row in families.items()},
             **own,
         }
 
@@ -321,7 +288,7 @@ class PublicForm:
         row = self.fields.get(self.flat or "")
         if not isinstance(row, FormField):
             return given
-        beside = [name for name in given if name not in self.fields and row.form.has(name)]
+        beside = [name for name in given if name not in self.fields and any(form.has(name) for form in row.forms)]
         inside = given.get(str(self.flat))
         if isinstance(inside, Mapping):
             for name in beside:
@@ -340,7 +307,8 @@ class PublicForm:
         if not isinstance(given, dict):
             raise ValueError(f"its field '{name}' is {shown(given)}, but must be a mapping")
         with _naming(name):
-            return row.form.values(given)
+            form = row.form_of(given)
+            return NestedValues(form.values(given), form)
 
     def _unknown(self, names: list[str]) -> str:
         several = len(names) > 1
@@ -374,6 +342,22 @@ class PublicForm:
             )
 
 
+class NestedValues(dict[str, Any]):
+    """The values of a mapping in a config.json, and the form that describes them."""
+
+    def __init__(self, values: Mapping[str, Any], form: PublicForm) -> None:
+        super().__init__(values)
+        self.form = form
+
+
+def _family_in(row: FamilyField, name: str, given: Any) -> FoundFamily:
+    """What a mapping says of the family inside. Raises ValueError."""
+    if not isinstance(given, dict):
+        raise ValueError(f"its field '{name}' is {shown(given)}, but must be a mapping")
+    with _naming(name):
+        return row.read(given)
+
+
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
     """Errors in the block name the field whose mapping is read."""
@@ -381,11 +365,6 @@ def _naming(name: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"in its field '{name}', {error}") from None
-
-
-def shown(value: Any) -> str:
-    """A value of JSON for a sentence."""
-    return brief(repr(value)) if isinstance(value, str) else brief(json.dumps(value))
 
 
 def form_of(forms: tuple[PublicForm, ...], given: Mapping[str, Any]) -> PublicForm:

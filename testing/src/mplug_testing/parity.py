@@ -27,7 +27,7 @@ _TRAINED: dict[str, list[Trace]] = {}
 def trained_once(settings: TinySettings, portions: Portions = as_they_come) -> list[Trace]:
     """The traces of a run's ranks, from `train_ranks`. The tests of a process share the result of equal settings."""
     config = tiny_config(in_fp64(settings))
-    sources = [(chosen.label, chosen.entry.source) for chosen in config.chosen]
+    sources = [(entry.label, entry.source) for entry in config.entries]
     key = json.dumps([config.resolved(), sources, portions.__name__])
     if key not in _TRAINED:
         _TRAINED[key] = train_ranks(tiny_run(settings).mesh.world_size, settings, portions)

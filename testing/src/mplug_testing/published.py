@@ -14,7 +14,7 @@ from mplug.errors import UsageError
 from mplug.layout.mesh import Mesh
 from mplug.run.run import Run
 from mplug_nn.public_config import FORMS, forms_of, written_config
-from mplug_nn.public_form import FormField, PublicForm, ReadField
+from mplug_nn.public_form import FamilyField, FormField, PublicForm, ReadField
 from mplug_testing.suite import Fault, require
 
 if TYPE_CHECKING:
@@ -77,12 +77,19 @@ def _require_settings(config: type[BaseModel], form: PublicForm, what: str) -> l
     for name, row in form.fields.items():
         if isinstance(row, ReadField):
             decided += row.settings
+        elif isinstance(row, FamilyField):
+            require(row.under in config.model_fields, f"its form of {what} sets '{row.under}', which its Config lacks")
+            decided.append(row.under)
         elif isinstance(row, FormField) and not row.under:
-            decided += _require_settings(config, row.form, f"{what} ({name})")
+            for one in row.forms:
+                decided += _require_settings(config, one, f"{what} ({name})")
         elif isinstance(row, FormField):
             require(row.under in config.model_fields, f"its form of {what} sets '{row.under}', which its Config lacks")
-            inside = _require_settings(_section(config, row.under), row.form, f"{what} ({name})")
-            decided += [row.under, *(f"{row.under}.{one}" for one in inside)]
+            decided.append(row.under)
+            for form_inside in row.forms:
+                inside = _require_settings(_section(config, row.under), form_inside, f"{what} ({name})")
+                twice = sorted({one for one in inside if inside.count(one) > 1})
+                require(not twice, f"its form of {what} ({name}) decides {twice} in two places")
     decided += [name for name in form.training if name not in decided]
     unknown = sorted({name for name in decided if "." not in name} - set(config.model_fields))
     require(not unknown, f"its form of {what} sets {unknown}, which its Config lacks")
@@ -117,19 +124,21 @@ def _require_used(form: PublicForm, what: str, seen_outside: Collection[str] = (
     """The form's function reads every field that decides no setting directly; so may that of the form around it."""
     rows = {name: row for name, row in form.fields.items() if isinstance(row, ReadField)}
     nested = {name: row.form for name, row in form.fields.items() if isinstance(row, FormField)}
+    families = {name: row.read({}) for name, row in form.fields.items() if isinstance(row, FamilyField)}
     seen = {name for name, row in rows.items() if row.settings} | set(seen_outside)
     seen |= {form.longest} if form.longest is not None else set()
     inside: dict[str, set[str]] = {name: set() for name in nested}
     for values in _variants(rows):
         own = {name: _Noted(one.values({}), inside[name]) for name, one in nested.items()}
         try:
-            form.settings(_Noted({**values, **own}, seen))
+            form.settings(_Noted({**values, **families, **own}, seen))
         except ValueError:  # the values do not fit together
             continue
     unread = sorted(set(rows) - seen)
     require(not unread, f"its form of {what} declares {unread} as read, but nothing reads them")
-    for name, one in nested.items():
-        _require_used(one, f"{what} ({name})", inside[name])
+    for name, row in form.fields.items():
+        for one in row.forms if isinstance(row, FormField) else ():
+            _require_used(one, f"{what} ({name})", inside[name])
 
 
 def _variants(rows: dict[str, ReadField]) -> Iterator[dict[str, Any]]:

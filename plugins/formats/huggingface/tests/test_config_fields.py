@@ -14,8 +14,9 @@ from transformers import GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mplug_nn import SHARED_FIELDS
-from mplug_nn.public_form import PublicForm, UnusedField, same_value
+from mplug_nn.public_form import PublicForm, UnusedField
 from mplug_nn.public_form import form_of as choose
+from mplug_nn.public_values import same_value
 
 TOLERANCE = 1e-10
 FORMS = forms()

@@ -13,7 +13,7 @@ from seeing_models import CONFIGS, changed, config_of
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mplug_nn import FormField, PublicForm, UnusedField, form_of, written_config
-from mplug_nn.public_form import same_value
+from mplug_nn.public_values import same_value
 
 FORMS = {form.model_type: form for form in QwenVL.public_forms}
 MAPPINGS = ("text_config", "vision_config")

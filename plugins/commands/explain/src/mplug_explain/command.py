@@ -121,7 +121,7 @@ def _divides(axis: "Axis") -> str:
 
 
 def _plugins(run: "Run") -> str:
-    rows = [(chosen.label, chosen.entry.origin) for chosen in run.config.chosen]
+    rows = [(entry.label, entry.origin) for entry in run.config.entries]
     return table(("PLUGIN", "FROM"), rows)
 
 

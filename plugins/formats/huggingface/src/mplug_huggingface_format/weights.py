@@ -60,12 +60,15 @@ class PublicWeights(FolderWeights):
 
     @cached_property
     def stored(self) -> Mapping[str, Stored]:
-        """The tensors of the folder, by names with the family's prefix."""
-        prefix, tensors = self.conversion.names.prefix, self.folder.tensors
-        if not prefix or any(name.startswith(prefix) for name in tensors):
-            return tensors
+        """The tensors of the folder, by their public names."""
+        return {public: self.folder.tensors[name] for public, name in self._names.items()}
+
+    @cached_property
+    def _names(self) -> Mapping[str, str]:
+        """The name in the folder of each tensor, by its public name."""
         public = {*self.conversion.public, *self.conversion.duplicates}
-        return {name if name in public else f"{prefix}{name}": stored for name, stored in tensors.items()}
+        found = self.conversion.names.public_names(self.folder.tensors.keys(), public)
+        return {public: name for name, public in found.items()}
 
     @cached_property
     def widest(self) -> torch.dtype:
@@ -179,7 +182,7 @@ class PublicWeights(FolderWeights):
 
     def _key(self, name: str) -> str:
         """The name of a tensor in its file."""
-        return name if name in self.folder.tensors else name.removeprefix(self.conversion.names.prefix)
+        return self._names.get(name, name)
 
     def _opened(self, file: str) -> Any:
         if file not in self._files:

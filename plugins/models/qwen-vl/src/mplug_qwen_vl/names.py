@@ -1,6 +1,5 @@
 """The names of published tensors. Imports no torch."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from mplug import ExternalMap, ExternalNames, Factor, Fused, Transposed
@@ -16,11 +15,7 @@ def external_names(config: GeneralDecoderConfig, vision: VisionConfig | None) ->
     """The names of Qwen3-VL if there is QK-norm, else those of Qwen2.5-VL."""
     is_third = config.qk_norm
     found = published_names(config, experts=_experts(config))
-    if is_third:
-        tensors = {ours: _renamed(theirs, _in_language_model) for ours, theirs in found.tensors.items()}
-        found = replace(found, tensors=tensors, ignored=tuple(map(_in_language_model, found.ignored)))
-    else:
-        found = replace(found, prefix="")
+    found = found.renamed(_in_language_model) if is_third else replace(found, prefix="")
     at = "model.visual" if is_third else "visual"
     if vision is None:
         return replace(found, ignored=(*found.ignored, at))
@@ -41,16 +36,6 @@ def _experts(config: GeneralDecoderConfig) -> dict[str, External] | None:
 
 def _in_language_model(name: str) -> str:
     return name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
-
-
-def _renamed(external: External, rename: Callable[[str], str]) -> External:
-    if isinstance(external, str):
-        return rename(external)
-    if isinstance(external, Transposed):
-        return Transposed(rename(external.tensor))
-    if isinstance(external, Fused):
-        return Fused(*(_renamed(source, rename) for source in external.sources))
-    return external
 
 
 def _second(config: VisionConfig, at: str) -> dict[str, External]:

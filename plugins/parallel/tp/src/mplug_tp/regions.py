@@ -2,7 +2,8 @@
 
 A column-parallel linear gathers the residual stream, and a row-parallel linear scatters it (`suppliers.py`). To find
 the modules between the two, this file runs the units on meta tensors. Stand-ins replace the collectives and produce
-the shapes that one rank has. A tensor computed from a split tensor counts as split, until it is gathered.
+the shapes that one rank has. A tensor computed from a split tensor counts as split, until it is gathered. Units of
+streams do not run: a module in them that does not declare what it mixes counts as one that sees split rows.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -23,6 +24,8 @@ from mplug_tp.suppliers import dim_of_tp
 
 LONGEST = 512
 """Number of positions per rank to which the run's sequence is halved for the meta run, as long as halves are even."""
+TOKENS = "sequence"
+"""The named axis of tokens."""
 REMEDY = "set parallel.tp.sequence_parallel=false"
 
 
@@ -38,7 +41,8 @@ def whole_sequences(run: Run, model: Model, names: Collection[str]) -> dict[str,
             for name in names:
                 watch = partial(_watch, seen, divided, name)
                 watches.callback(modules[name].register_forward_pre_hook(watch, with_kwargs=True).remove)
-            replace(model, own_units=model.plan.units).run(_entries(run, model))
+            units = tuple(unit for unit in model.plan.units if unit.sequence == TOKENS)
+            replace(model, own_units=units).run(_entries(run, model) | _of_streams(model))
     except Exception as error:  # of the model's own code
         reason = f"{REMEDY}: running the units without memory, to see which tensors tp divides, ends in {error!r}"
         return dict.fromkeys(names, reason)
@@ -104,6 +108,8 @@ def _one_rank(run: Run, model: Model, divided: _Divided) -> Iterator[None]:
     stand_ins: dict[str, Callable[..., Any]] = {
         "Embedding.lookup": look_up,
         "Dropout.rows": scatter,
+        "Join.gather": lambda rows: rows,
+        "Join.positions": scatter,
         "Attention.core": lambda q, _, v, *__, **___: q.new_empty(*q.shape[:-1], v.shape[-1]),
         "Experts.compute": lambda rows, *_: rows.clone(),
         "Loss.cross_entropy": lambda hidden, *_: (hidden.new_zeros(()), hidden.new_zeros((), dtype=torch.int64)),
@@ -121,6 +127,12 @@ def _one_rank(run: Run, model: Model, divided: _Divided) -> Iterator[None]:
         for entered in (torch.device("meta"), torch.no_grad(), divided):
             stack.enter_context(entered)
         yield
+
+
+def _of_streams(model: Model) -> dict[str, Tensor]:
+    """The activations that units of streams would compute: of size 1 in each dimension, so that they fit any size."""
+    names = {name for unit in model.plan.units if unit.sequence != TOKENS for name in unit.outputs}
+    return {name: torch.empty([1] * len(model.plan.activations[name]), device="meta") for name in sorted(names)}
 
 
 def _entries(run: Run, model: Model) -> dict[str, Tensor]:

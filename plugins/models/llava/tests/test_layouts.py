@@ -1,0 +1,80 @@
+"""LLaVA computes the same under every layout: losses, gradients, norms and weights are those of one process.
+
+Micro batches hold 0 to 3 pictures a sample. Some micro batches have none.
+"""
+
+from typing import Any
+
+import pytest
+
+from mplug_testing.parity import require_parity
+
+DECODER: dict[str, Any] = {
+    "name": "llama",
+    "hidden_size": 32,
+    "num_layers": 3,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_hidden_size": 48,
+    "vocab_size": 260,
+}
+TINY: dict[str, Any] = {
+    "model.name": "llava",
+    "model.decoder": DECODER,
+    "model.vision": {
+        "num_layers": 3,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "ffn_hidden_size": 24,
+        "image_size": 12,
+        "patch_size": 4,
+    },
+    "model.image_token": 256,
+    "data.media": 3,
+    "data.media_sides": [8, 24],
+    "trainer.seq_length": 32,
+}
+SIGLIP = {
+    "model.vision": {
+        **TINY["model.vision"],
+        "class_row": False,
+        "patch_bias": True,
+        "norm_before": False,
+        "pooling_head": True,
+        "feature_layer": -1,
+    },
+    "model.decoder": {**DECODER, "name": "qwen"},
+}
+PACKED = {"data.documents": 3}
+TIED = {"model.decoder": {**DECODER, "tie_embeddings": True}}
+FROZEN = {"model.frozen": ["tower.patches", "tower.blocks", "decoder"]}
+"""Only the projector is trained, as in the first stage of LLaVA."""
+EXPERTS = {"model.decoder": {**DECODER, "name": "qwen", "num_experts": 4, "moe_ffn_hidden_size": 16}}
+ADAPTED = {"adapters.lora.rank": 2, "model.frozen": ["tower"]}
+WIDE = pytest.mark.wide("layouts")
+CASES = [
+    pytest.param("tp2pp2", TIED, id="tp2pp2 tied"),
+    pytest.param("cp2", PACKED, id="cp2 packed"),
+    pytest.param("fsdp2", SIGLIP, id="fsdp2 siglip", marks=WIDE),
+    pytest.param("tp2pp2", SIGLIP, id="tp2pp2 siglip", marks=WIDE),
+    pytest.param("fsdp2", FROZEN, id="fsdp2 projector alone"),
+    pytest.param("tp2", {}, id="tp2", marks=WIDE),
+    pytest.param("pp2", {}, id="pp2", marks=WIDE),
+    pytest.param("pp2 parallel.pp.schedule=zb-h1", {}, id="pp2 zb-h1", marks=WIDE),
+    pytest.param("cp2", {}, id="cp2", marks=WIDE),
+    pytest.param("zero2", {}, id="zero2", marks=WIDE),
+    pytest.param("dp2", {}, id="dp2", marks=WIDE),
+    pytest.param("fsdp2", {}, id="fsdp2", marks=WIDE),
+    pytest.param("fsdp2tp2", {}, id="fsdp2tp2", marks=WIDE),
+    pytest.param("dp2cp2", {}, id="dp2cp2", marks=WIDE),
+    pytest.param("ep2", EXPERTS, id="ep2 experts of the decoder", marks=WIDE),
+    pytest.param("tp2", ADAPTED, id="tp2 lora", marks=WIDE),
+    pytest.param("tp2 trainer.compile=aot_eager", {}, id="tp2 compiled", marks=WIDE),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize(("layout", "settings"), CASES)
+def test_a_layout_computes_what_one_process_does(layout: str, settings: dict[str, Any]) -> None:
+    require_parity({**TINY, **settings}, layout)

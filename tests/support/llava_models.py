@@ -1,0 +1,196 @@
+"""Tiny models of LLaVA, of the transformers library and of this family, and micro batches with pictures for both."""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from library_models import drawn, summed_loss, wide
+from mplug_llava import Llava
+from mplug_llava.build import build
+from mplug_llava.config import LlavaConfig
+from mplug_llava.processor import PictureProcessor, cut
+from seeing_models import ours_of, relative
+from torch import Tensor
+
+from mplug import Medium, Mesh, Model
+from mplug.model.memory import allocate, initialize
+from mplug.registry.bind_section import bind
+from mplug.tensors.random import sample_keys
+from mplug_nn import form_of
+
+IMAGE, V = 55, 61
+SIDE = 8
+"""Pixels of a side of a picture."""
+TEXT: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+CLIP: dict[str, Any] = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "image_size": SIDE,
+    "patch_size": 2,
+}
+
+
+def _llava(text: Mapping[str, Any], vision: Mapping[str, Any] = CLIP, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "llava",
+        "image_token_index": IMAGE,
+        "image_seq_length": 16,
+        "text_config": {**TEXT, **text},
+        "vision_config": vision,
+        **more,
+    }
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": _llava({"model_type": "llama"}),
+    "qwen2": _llava({"model_type": "qwen2", "tie_word_embeddings": True}),
+    "qwen3": _llava(
+        {"model_type": "qwen3", "head_dim": 8},
+        {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": True},
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    ),
+}
+
+
+class Seen(NamedTuple):
+    """A micro batch: ours, and the arguments of the library."""
+
+    ours: dict[str, Tensor]
+    theirs: dict[str, Any]
+
+
+def config_of(given: Mapping[str, Any]) -> LlavaConfig:
+    """Our config of a config.json."""
+    found = form_of(Llava.public_forms, given).read(given)
+    config, problems = bind(LlavaConfig, {**found.choices, **found.fixed})
+    assert not problems, problems
+    return config  # type: ignore[no-any-return]
+
+
+def micro_batch(config: LlavaConfig, numbers: Sequence[int], length: int = 60) -> Seen:
+    """Samples of random text with these numbers of random pictures among it."""
+    vision, generator = config.vision, torch.Generator().manual_seed(11)
+    processor = PictureProcessor(config)
+    tokens = torch.randint(50, (len(numbers), length), generator=generator)
+    media, pixels = list[list[Medium]](), list[Tensor]()
+    for row, number in zip(tokens, numbers, strict=True):
+        media.append([])
+        start = 2
+        for _ in range(number):
+            side = vision.image_size
+            picture = torch.randn(side, side, 3, generator=generator, dtype=torch.float64)
+            pixels.append(picture.permute(2, 0, 1))
+            seen = len(vision.seen_rows)
+            media[-1].append(Medium((IMAGE,) * seen, vision.num_rows, cut(picture, vision)))
+            row[start : start + seen] = IMAGE
+            start += seen + 1
+    labels = tokens.roll(-1, dims=1)
+    labels[:, -1], labels[labels >= 50] = -100, -100
+    ids = torch.arange(len(numbers))
+    ours = {
+        "tokens": tokens,
+        "labels": labels,
+        "positions": torch.arange(length)[None],
+        "sample_ids": ids,
+        "keys": sample_keys(1, 1, ids),
+        **processor.entries_of(tokens, media),
+    }
+    theirs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
+    return Seen(ours, {**theirs, "pixel_values": torch.stack(pixels)} if pixels else theirs)
+
+
+def library_of(given: Mapping[str, Any], dtype: torch.dtype = torch.float64) -> Any:
+    """The library's model with random weights."""
+    import transformers
+
+    fields = {name: value for name, value in given.items() if name != "model_type"}
+    config = transformers.AutoConfig.for_model(given["model_type"], **fields)
+    library = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+    return drawn(library).to(dtype)
+
+
+@contextmanager
+def library_in_fp64(given: Mapping[str, Any]) -> Any:
+    """The context in which the library's modules compute in fp64."""
+    tower = given["vision_config"]["model_type"].removesuffix("_vision_model")
+    kinds = ("llava", tower, given["text_config"]["model_type"])
+    for kind in kinds:
+        importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    with ExitStack() as stack:
+        stack.enter_context(wide(*kinds))
+        yield
+
+
+def built(config: LlavaConfig) -> Model:
+    """Our model in fp64, in one process."""
+    decoder = config.decoder.plugin(config.decoder.config)
+    with torch.device("meta"):
+        model = build(config, decoder.build_model(), has_images=True)
+    model.place(Mesh.of([], 1), None)
+    model.keep_stage(0)
+    allocate(model, 0, torch.device("cpu"), torch.float64, 1)
+    initialize(model.parameters(), model.placements, 0, 1)
+    return model
+
+
+def public(library: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The library's tensors by their names in released folders."""
+    found = {}
+    for name, tensor in library.items():
+        if name.startswith("lm_head"):
+            name = f"language_model.{name}"
+        name = name.removeprefix("model.").replace("language_model.", "language_model.model.", 1)
+        name = name.replace("language_model.model.lm_head", "language_model.lm_head")
+        found[name.replace("vision_tower.", "vision_tower.vision_model.", 1)] = tensor
+    return found
+
+
+def distances(given: Mapping[str, Any], numbers: Sequence[int]) -> dict[str, float]:
+    """The largest difference of logits, and of each gradient relative to its largest element."""
+    config = config_of(given)
+    model = built(config)
+    seen = micro_batch(config, numbers)
+    with library_in_fp64(given):
+        library = library_of(given)
+        weights = {name: x.detach() for name, x in library.named_parameters()}
+        logits = library(**seen.theirs).logits
+        summed_loss(logits, seen.ours["labels"]).backward()
+    own = model.parameters()
+    with torch.no_grad():
+        for name, weight in ours_of(model, public(weights)).items():
+            own[name].copy_(weight)
+    model.loss(seen.ours)[0].backward()
+    found = {"logits": relative(model.logits(seen.ours), logits)}
+    unused = {name for name in own if ".unused." in name}
+    is_blind = not any(numbers)
+    gradients = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in library.named_parameters()}
+    for name, expected in ours_of(model, public(gradients)).items():
+        gradient = own[name].grad
+        if name in unused:
+            assert not expected.any(), name
+            assert gradient is None, name
+        elif is_blind and name.startswith("tower."):
+            assert gradient is not None, name
+            assert not gradient.any(), name
+        else:
+            assert gradient is not None, name
+            assert expected.abs().max() > 1e-9, f"{name} has no gradient in the library's model"
+            found[name] = relative(gradient, expected)
+    return found

@@ -31,7 +31,12 @@ class TestGemma(FurtherDecoderSuite):
         "3-4b": 3.88,
         "3-12b": 11.766,
         "3-27b": 27.009,
+        "3-4b-vision": 4.3,
+        "3-12b-vision": 12.187,
+        "3-27b-vision": 27.432,
+        "tiny-vision": 0.001,
     }
+    without_effect = {"vision": "a tower needs images; test_beside_library.py tests it"}
     reference = ModelSuite.reference  # the library has no Gemma with both soft caps and norms of queries and keys
 
 

@@ -49,8 +49,7 @@ class GemmaConfig(GeneralDecoderConfig):
         return self.model_copy(update={"vision": None})
 
     def _computed(self) -> tuple[object, ...]:
-        vision = self.vision
-        return *super()._computed(), vision and vision.model_copy(update={"typical_images": 1, "init_std": 0.0})
+        return *super()._computed(), self.vision and self.vision.computed()
 
     def external_names(self) -> ExternalNames:
         """The names that most families share, and with a tower those of Gemma 3."""

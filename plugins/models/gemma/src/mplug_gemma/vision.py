@@ -28,6 +28,10 @@ CONTEXT = {
 """The entries of a micro batch with images, and their axes. Every rank has the groups of whole sequences."""
 
 
+BESIDE = frozenset({"init_std", "typical_images", "pixel_mean", "pixel_std", "blank_line_token"})
+"""Fields for initial values, estimates and the processor: towers that differ only in these compute the same."""
+
+
 class VisionConfig(BaseModel):
     """The tower of Gemma 3: SigLIP (arXiv 2303.15343) over square pictures of one size, and pooling of its rows."""
 
@@ -73,6 +77,10 @@ class VisionConfig(BaseModel):
                 f"{self.patches_per_side} rows of patches of a picture"
             )
         return self
+
+    def computed(self) -> dict[str, object]:
+        """The fields that decide what the tower computes, and which tokens stand for its rows."""
+        return self.model_dump(exclude=BESIDE)
 
     @property
     def patches_per_side(self) -> int:

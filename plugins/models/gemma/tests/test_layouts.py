@@ -63,6 +63,7 @@ CASES = [
     pytest.param("pp2", COMPILED, id="pp2 compiled", marks=WIDE),
     pytest.param(f"cp2 {ULYSSES}", PACKED, id="cp2 ulysses packed", marks=WIDE),
     pytest.param(f"cp2 {ULYSSES}", COMPILED, id="cp2 ulysses compiled", marks=WIDE),
+    pytest.param(f"cp2 {ULYSSES}", {"kernels.attention": "flex", **PACKED}, id="cp2 ulysses flex packed", marks=WIDE),
     pytest.param(f"cp2tp2 {ULYSSES}", {}, id="cp2tp2 ulysses", marks=WIDE),
     pytest.param(f"dp2cp2 {ULYSSES}", {}, id="dp2cp2 ulysses", marks=WIDE),
     pytest.param("fsdp2tp2", {}, id="fsdp2tp2", marks=WIDE),

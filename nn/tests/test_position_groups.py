@@ -64,7 +64,7 @@ def test_a_block_hands_groups_to_its_attention() -> None:
         norm1, norm2 = Norm(12, "rmsnorm"), Norm(12, "rmsnorm")
         torch.nn.init.ones_(norm1.weight)
         torch.nn.init.ones_(norm2.weight)
-        mlp = MLP(12, 8)
+        mlp = MLP(12, 8, "swiglu", bias=False)
         for parameter in mlp.parameters():
             torch.nn.init.zeros_(parameter)
         return DenseBlock(norm1.double(), attn, norm2.double(), mlp.double())

@@ -122,6 +122,39 @@ def test_the_short_config_of_the_released_folders_is_the_preset() -> None:
     assert config_of(given).computes_like(Gemma.Config(**Gemma.presets["3-4b-vision"]["model"]))
 
 
+STRANGE: list[Any] = [
+    None,
+    True,
+    0,
+    -1,
+    7,
+    1.5,
+    1e308,
+    float("nan"),
+    float("inf"),
+    1 << 70,
+    10**400,
+    "",
+    "silu",
+    [],
+    [1],
+]
+STRANGE += [{}, {"a": {}}, {"rope_type": "yarn"}, {"full_attention": {"rope_type": "linear"}}]
+
+
+def test_any_value_of_any_field_is_read_or_refused() -> None:
+    """ValueError is a refusal; another exception would be a traceback of the family."""
+    inside = {f"{name}.{field}" for name in MAPPINGS for field in parts()[name][0].fields}
+    refused = 0
+    for name in sorted({*FORM.fields} | inside):
+        for value in STRANGE:
+            try:
+                config_of(changed(CONFIG, {name: value}))
+            except ValueError:
+                refused += 1
+    assert refused > 500
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a field of another model": (
         {"vision_config.qk_norm": True},

@@ -39,11 +39,15 @@ SPECS = {
     "alibi": replace(SPEC, bias="alibi"),
     "alibi of all": replace(SPEC, bias="alibi", causal=False),
     "relative": replace(SPEC, bias="relative", soft_cap=3.0),
+    "groups": replace(SPEC, position_groups=True, documents=True),
+    "groups in windows": replace(SPEC, position_groups=True, window=2),
+    "groups and more keys": replace(SPEC, position_groups=True, window=3, own_key_length=True),
     "values": replace(SPEC, value_width=V),
     "keys": replace(SPEC, own_key_length=True, window=5, bias="alibi"),
     "keys of all": replace(SPEC, own_key_length=True, causal=False, bias="relative"),
 }
 LENGTHS = [[3, 5, 0], [1, 1, 6]]
+GROUPS = [[-1, 0, 0, 0, 1, 1, -1, 2], [0, 0, 0, 0, 0, 0, -1, -1]]
 
 
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
@@ -53,13 +57,15 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: Att
     for row in range(b):
         ends = torch.tensor(LENGTHS[row]).cumsum(0).tolist()
         document = [sum(position >= end for end in ends) for position in range(k.shape[1])]
+        groups = [-1] * ahead + ([-1] * s if inputs.position_groups is None else inputs.position_groups[row].tolist())
         for query in range(s):
             at = query + ahead
+            after = {key for key in range(at + 1, k.shape[1]) if groups[key] == groups[at] >= 0}
             seen = [
                 key
                 for key in range(k.shape[1])
-                if (key <= at or not spec.causal)
-                and (spec.window is None or abs(key - at) < spec.window)
+                if (key <= at or not spec.causal or key in after)
+                and (spec.window is None or abs(key - at) < spec.window or key in after)
                 and (not spec.documents or document[key] == document[at])
             ]
             for head in range(h):
@@ -93,6 +99,7 @@ def given(spec: AttentionSpec) -> tuple[tuple[Tensor, Tensor, Tensor], Attention
         bias_table=drawn(H, 2 * R + 1, seed=4) if spec.bias == "relative" else None,
         first_head=4,
         num_heads=8,
+        position_groups=torch.tensor(GROUPS)[:, :s] if spec.position_groups else None,
     )
     return qkv, inputs
 
@@ -134,6 +141,7 @@ def test_slopes_of_heads_are_those_of_the_paper_and_other_biases_are_refused() -
         ({"bias": "alibi"}, {"alibi bias"}),
         ({"bias": "rings"}, {"rings bias"}),
         ({"value_width": V, "own_key_length": True}, {"value width", "key length"}),
+        ({"position_groups": True, "window": 3}, {"position groups", "window"}),
     ],
 )
 def test_whatever_is_not_plain_is_a_need(changes: dict[str, Any], needs: set[str]) -> None:

@@ -45,7 +45,10 @@ def inputs_of(spec: AttentionSpec, dtype: torch.dtype, s: int, more: int) -> tup
     generator = torch.Generator("cuda").manual_seed(s)
     leaves = [torch.randn(shape, device="cuda", generator=generator).to(dtype).requires_grad_() for shape in shapes]
     lengths = torch.tensor(((200, 1, s - 201, 0), (s, 0, 0, 0)), device="cuda") if spec.documents else None
-    return leaves, {"document_lengths": lengths, "first_head": H, "num_heads": 2 * H}
+    runs = torch.arange(s, device="cuda") // 40  # every second run of 40 positions is a group
+    groups = torch.where(runs % 2 == 1, runs // 2, -1).expand(B, s).contiguous() if spec.position_groups else None
+    heads = {"first_head": H, "num_heads": 2 * H}
+    return leaves, {"document_lengths": lengths, "position_groups": groups, **heads}
 
 
 def outcome(core: Any, spec: AttentionSpec, leaves: list[Tensor], named: dict[str, Any]) -> list[Tensor]:

@@ -10,7 +10,7 @@ from library_models import TABLES, built, decoder, difference, drawn, gpt2, wide
 
 from mplug import PublicSettings
 from mplug.registry.entry_points import Registry
-from mplug_nn import PublicForm, forms_of
+from mplug_nn import FormField, PublicForm, forms_of
 
 FAMILIES = ("gpt", "llama", "qwen", "mixtral", "gemma", "gpt-oss", "deepseek")
 TINY: dict[str, dict[str, Any]] = TABLES["fields"]["kinds"]
@@ -24,12 +24,13 @@ SILENT: dict[str, dict[str, Any]] = {
 
 @cache
 def forms() -> dict[str, tuple[str, PublicForm]]:
-    """By `model_type`, the family that reads it, and its form."""
+    """By `model_type`, the family that reads it, and its form. Forms with mappings inside are left out."""
     registry = Registry()
     return {
         form.model_type: (family, form)
         for family in FAMILIES
         for form in forms_of(registry.load(registry.find("models", family)))
+        if not any(isinstance(row, FormField) for row in form.fields.values())
     }
 
 

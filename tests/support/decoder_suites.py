@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from library_models import wide
+from library_models import alone, wide
 from mplug_huggingface_format.model_config import config_of
 from torch import Tensor
 
@@ -77,7 +77,7 @@ class DecoderSuite(ModelSuite):
             pytest.skip("another suite of the family has them")
         family = installed_plugins().load(self.entry())
         with torch.device("meta"):
-            built = {n: family(family.Config(**one["model"])).build_model() for n, one in family.presets.items()}
+            built = {n: alone(family(family.Config(**one["model"]))) for n, one in family.presets.items()}
         numbers = {name: [one.numel() for one in model.parameters().values()] for name, model in built.items()}
         assert {name: sum(one) / 1e9 for name, one in numbers.items()} == pytest.approx(self.sizes, abs=6e-4, rel=0)
 

@@ -6,7 +6,9 @@ The library rounds to fp32 in places. `wide` makes these places fp64, so that bo
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -68,11 +70,18 @@ def built(name: str, settings: Mapping[str, Any]) -> Model:
     """The model of a bundled family in fp64, in one process."""
     plugin = Registry().load(Registry().find("models", name))
     with torch.device("meta"):
-        model: Model = plugin(plugin.Config(**settings)).build_model()
+        model = alone(plugin(plugin.Config(**settings)))
     model.place(Mesh.of([], 1), None)
     model.keep_stage(0)
     allocate(model, 0, torch.device("cpu"), torch.float64, 1)
     initialize(model.parameters(), model.placements, 0, 1)
+    return model
+
+
+def alone(family: Any) -> Model:
+    """The model that a family's hook builds, for inference without entries beside the tokens."""
+    run = SimpleNamespace(entries=frozenset(), trains=False)
+    model: Model = family.build_model(**dict.fromkeys(signature(family.build_model).parameters, run))
     return model
 
 

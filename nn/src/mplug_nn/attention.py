@@ -241,34 +241,69 @@ class DotProductAttention(nn.Module):
         positions: Tensor,
         keys: Tensor,
         document_lengths: Tensor | None = None,
+        position_groups: Tensor | None = None,
     ) -> Tensor:
-        """q [B, S, H, K], k and v [B, S, G, K], positions [1 or B, S], keys [B], lengths [B, M] -> [B, S, H, K]."""
-        q, k = self.prepare_qk(q, k, positions, *self.scales_of_norm, self.eps, self.theta)
-        return self._mixed(q, k, v, keys, document_lengths)
+        """q [B, S, H, K], k and v [B, S, G, K], positions [1 or B, S], keys [B], lengths [B, M] -> [B, S, H, K].
 
-    def _mixed(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, document_lengths: Tensor | None) -> Tensor:
+        `position_groups` are as in `AttentionInputs`.
+        """
+        q, k = self.prepare_qk(q, k, positions, *self.scales_of_norm, self.eps, self.theta)
+        return self._mixed(q, k, v, keys, document_lengths, position_groups)
+
+    def _mixed(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keys: Tensor,
+        document_lengths: Tensor | None,
+        position_groups: Tensor | None = None,
+    ) -> Tensor:
         if self.cache is not None:
             refuse_documents(document_lengths)
             k, v = self.cache.extend(k, v)
             document_lengths = self.cache.document_lengths(k.shape[1])
-        return self._attended(q, k, v, keys, document_lengths)
+        return self._attended(q, k, v, keys, document_lengths, position_groups)
 
-    def _attended(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, document_lengths: Tensor | None) -> Tensor:
+    def _attended(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keys: Tensor,
+        document_lengths: Tensor | None,
+        position_groups: Tensor | None = None,
+    ) -> Tensor:
         """The core's output [B, S, H, V]."""
-        spec = self._spec(document_lengths)
-        return self.core(q, k, v, spec, self._inputs(spec, keys, document_lengths))
+        spec = self._spec(document_lengths, position_groups)
+        return self.core(q, k, v, spec, self._inputs(spec, keys, document_lengths, position_groups))
 
-    def _spec(self, document_lengths: Tensor | None) -> AttentionSpec:
+    def _spec(self, document_lengths: Tensor | None, position_groups: Tensor | None = None) -> AttentionSpec:
         """What a call computes."""
+        if position_groups is not None and not self.spec.position_groups:
+            raise ValueError("groups of positions came to an attention without the need 'position groups'")
         is_static = self.cache is not None and self.cache.static_keys is not None
-        masks: dict[str, Any] = {"documents": document_lengths is not None, "static_keys": is_static}
+        masks: dict[str, Any] = {
+            "documents": document_lengths is not None,
+            "static_keys": is_static,
+            "position_groups": position_groups is not None and not is_static,  # a single query sees no later key
+        }
         return replace(self.spec, dropout=self.spec.dropout if self.training else 0.0, **masks)
 
-    def _inputs(self, spec: AttentionSpec, keys: Tensor, document_lengths: Tensor | None) -> AttentionInputs:
+    def _inputs(
+        self,
+        spec: AttentionSpec,
+        keys: Tensor,
+        document_lengths: Tensor | None,
+        position_groups: Tensor | None = None,
+    ) -> AttentionInputs:
         """The tensors of a call."""
         static = None if self.cache is None else self.cache.static_keys
         drawn = mix(keys ^ self.site) if spec.dropout else None
-        return AttentionInputs(drawn, document_lengths, self.sinks, num_heads=self.num_heads, static=static)
+        groups = position_groups if spec.position_groups else None
+        return AttentionInputs(
+            drawn, document_lengths, self.sinks, num_heads=self.num_heads, static=static, position_groups=groups
+        )
 
 
 def refuse_documents(document_lengths: Tensor | None) -> None:
@@ -338,25 +373,30 @@ class Attention(DotProductAttention):
         return self.qkv
 
     def forward(
-        self, x: Tensor | Projected, positions: Tensor, keys: Tensor, document_lengths: Tensor | None = None
+        self,
+        x: Tensor | Projected,
+        positions: Tensor,
+        keys: Tensor,
+        document_lengths: Tensor | None = None,
+        position_groups: Tensor | None = None,
     ) -> Tensor:
         """x [B, S, D], positions [1 or B, S], the samples' random keys [B] -> [B, S, D].
 
         `document_lengths` [B, M] are the lengths of the documents in a packed sample. A position attends only to its
-        own document.
+        own document. `position_groups` [B, S] are as in `AttentionInputs`.
         """
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [B, S, H + 2G, K]
         num_heads = self.out.weight.shape[1] // self.head_dim  # this rank's heads, from its shard of the weights
         num_kv_heads = (heads.shape[2] - num_heads) // 2
         packed = self._packed_heads
-        if packed is not None and packed.serves(spec := self._spec(document_lengths)):
-            inputs = self._inputs(spec, keys, document_lengths)
+        if packed is not None and packed.serves(spec := self._spec(document_lengths, position_groups)):
+            inputs = self._inputs(spec, keys, document_lengths, position_groups)
             mixed = packed.attend(heads, num_heads, num_kv_heads, spec, inputs)
         else:
             q, k, v = self.prepare_qkv(
                 heads, num_heads, num_kv_heads, positions, *self.scales_of_norm, self.eps, self.theta, self.prepare_qk
             )
-            mixed = self._mixed(q, k, v, keys, document_lengths)
+            mixed = self._mixed(q, k, v, keys, document_lengths, position_groups)
         y: Tensor = self.out(mixed.flatten(-2))
         return y
 

@@ -101,13 +101,16 @@ class Block(nn.Module):
         keys: Tensor,
         document_lengths: Tensor | None = None,
         coordinates: Tensor | None = None,
+        position_groups: Tensor | None = None,
     ) -> Tensor:
         """x [B, S, D], positions [1 or B, S], keys [B], lengths [B, M] if samples are packed -> [B, S, D].
 
-        `coordinates` [B, S, C] are the positions for attention if these have several coordinates.
+        `coordinates` [B, S, C] are the positions for attention if these have several coordinates. `position_groups`
+        [B, S] are groups of positions that see each other (`AttentionInputs`), for attention that takes them.
         """
         h, x = normed(self.norm1, self.attn, x)
-        h = self.attn(h, positions if coordinates is None else coordinates, keys, document_lengths)
+        groups = {} if position_groups is None else {"position_groups": position_groups}
+        h = self.attn(h, positions if coordinates is None else coordinates, keys, document_lengths, **groups)
         if self.post_norm1 is not None:
             h, _ = self.post_norm1(h)
         h, x = normed(self.norm2, self.norm2_reader(), self.dropout1(h, keys, positions), x)

@@ -4,7 +4,7 @@ It imports Pillow only in its functions: a family that takes pictures depends on
 """
 
 import io
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -39,14 +39,17 @@ def decode_picture(data: bytes, most_pixels: int = MOST_PIXELS) -> Tensor:
         raise ValueError(f"the picture is damaged: {error}") from error
 
 
-def resize_frames(frames: Tensor, height: int, width: int) -> Tensor:
-    """Frames [F, H, W, 3] at another size [F, height, width, 3], by Pillow's bicubic filter."""
+def resize_frames(
+    frames: Tensor, height: int, width: int, resampling: Literal["bicubic", "bilinear"] = "bicubic"
+) -> Tensor:
+    """Frames [F, H, W, 3] at another size [F, height, width, 3], by a filter of Pillow."""
     from PIL import Image
 
     if tuple(frames.shape[1:3]) == (height, width):
         return frames
     pictures = (Image.fromarray(frame.numpy(), "RGB") for frame in frames)
-    return torch.stack([_tensor_of(one.resize((width, height), Image.Resampling.BICUBIC)) for one in pictures])
+    kernel = Image.Resampling[resampling.upper()]
+    return torch.stack([_tensor_of(one.resize((width, height), kernel)) for one in pictures])
 
 
 def standardized(frames: Tensor, mean: "Sequence[float]", std: "Sequence[float]") -> Tensor:

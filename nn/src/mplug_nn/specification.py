@@ -10,6 +10,7 @@ from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mplug.contracts import DOCUMENTS as DOCUMENTS
 from mplug.tensors.segments import numbered
@@ -17,10 +18,14 @@ from mplug.tensors.segments import numbered
 LOG_SUM_EXP, FULL = "log-sum-exp", "full attention"
 WINDOW, SOFT_CAP, SINKS = "window", "soft cap", "attention sinks"
 VALUE_WIDTH, KEY_LENGTH, STATIC_KEYS = "value width", "key length", "static keys"
+POSITION_GROUPS = "position groups"
 ALIBI, RELATIVE = "alibi", "relative"
 """The kinds of bias that plain torch computes. The need of a kind is its name with ' bias' appended: 'alibi bias'."""
 BIASES = frozenset({f"{ALIBI} bias", f"{RELATIVE} bias"})
-KNOWN = frozenset({DOCUMENTS, FULL, WINDOW, SOFT_CAP, SINKS, VALUE_WIDTH, KEY_LENGTH, STATIC_KEYS}) | BIASES
+KNOWN = (
+    frozenset({DOCUMENTS, FULL, WINDOW, SOFT_CAP, SINKS, VALUE_WIDTH, KEY_LENGTH, STATIC_KEYS, POSITION_GROUPS})
+    | BIASES
+)
 """The needs of sites that plain torch serves. 'log-sum-exp' is not among them: wraps need it, sites never do."""
 
 
@@ -33,6 +38,8 @@ class AttentionSpec:
     - `causal`: a query sees no later key.
     - `window`: a query sees only keys that are fewer than `window` positions away.
     - `documents`: a query sees only keys of its own document.
+    - `position_groups`: a query of a causal site also sees all later keys of its own group, such as the tokens of one
+      image (Gemma 3, arXiv 2503.19786). A window then bounds the earlier keys only.
     - `soft_cap` c: scores become c tanh(scores / c) (Gemma 2, arXiv 2408.00118).
     - `sinks`: every head has one additional score without a value (gpt-oss, arXiv 2508.10925).
     - `bias`: the kind of a term that is added to the scores by position and head: 'alibi', -slope |distance|
@@ -57,6 +64,7 @@ class AttentionSpec:
     own_key_length: bool = False
     dropout: float = 0.0
     static_keys: bool = False
+    position_groups: bool = False
 
     @property
     def needs(self) -> frozenset[str]:
@@ -70,6 +78,7 @@ class AttentionSpec:
             VALUE_WIDTH: self.value_width != self.key_width,
             KEY_LENGTH: self.own_key_length,
             STATIC_KEYS: self.static_keys,
+            POSITION_GROUPS: self.position_groups,
             f"{self.bias} bias": bool(self.bias),
         }
         return frozenset(need for need, is_wanted in wanted.items() if is_wanted)
@@ -84,6 +93,7 @@ class Weighting(TypedDict, total=False):
     soft_cap: float | None
     sinks: bool
     dropout: float
+    position_groups: bool
 
 
 class StaticKeys(NamedTuple):
@@ -122,6 +132,11 @@ class AttentionInputs(NamedTuple):
     num_heads: int | None = None
     static: StaticKeys | None = None
     """The rows of a static cache, if the specification has `static_keys`."""
+    position_groups: Tensor | None = None
+    """[B, S], int64: the number of each query's group, or -1. The last S keys are in the same groups, others in none.
+
+    The members of a group are consecutive. Under a strategy that divides the sequence, S is that of the whole sample.
+    """
 
 
 NO_INPUTS = AttentionInputs()
@@ -136,9 +151,12 @@ def unseen(
         yield distances > 0 if spec.window is None else (distances > 0) | (distances <= -spec.window)
         return
     if spec.causal:
-        yield torch.ones(queries, keys, dtype=torch.bool, device=device).triu(1 + keys - queries)
+        later = torch.ones(queries, keys, dtype=torch.bool, device=device).triu(1 + keys - queries)
+        groups = inputs.position_groups
+        yield later if groups is None else later & ~same_group(groups, keys)
     if spec.window is not None:
-        yield _distances(queries, keys, device).abs() >= spec.window
+        distances = _distances(queries, keys, device)
+        yield distances <= -spec.window if spec.causal else distances.abs() >= spec.window
     if inputs.document_lengths is not None:
         yield ~same_document(inputs.document_lengths, keys)[:, :, keys - queries :]
 
@@ -179,6 +197,12 @@ def same_document(document_lengths: Tensor, length: int) -> Tensor:
     """Whether two positions are in the same document: lengths [B, M] -> [B, 1, S, S]; made anew in every call."""
     numbers = numbered(document_lengths, length)  # [B, S]
     return (numbers[:, :, None] == numbers[:, None, :])[:, None]
+
+
+def same_group(groups: Tensor, length: int) -> Tensor:
+    """Whether a query and a key are in the same group: groups [B, S] -> [B, 1, S, T]; made anew in every call."""
+    of_keys = pad(groups, (length - groups.shape[1], 0), value=-1)
+    return ((groups[:, :, None] == of_keys[:, None, :]) & (groups >= 0)[:, :, None])[:, None]
 
 
 def _distances(queries: int, keys: int, device: torch.device) -> Tensor:

@@ -77,6 +77,7 @@ class AttentionConfig:
     scale: float | None = None
     qk_norm_offset: bool = False
     out_bias: bool | None = None
+    position_groups: bool = False
 
     def build(self, hidden_size: int) -> "Attention":
         """The attention."""

@@ -24,6 +24,7 @@ CASES = {
     "one KV head",
     "a soft cap and a window",
     "attention sinks and a window",
+    "groups of positions, a window and documents",
     "ALiBi of six heads",
     "a relative bias, documents and no causal mask",
     "keys wider than values",
@@ -57,16 +58,29 @@ FORMS = {
     "window of three blocks": Form(1.0, window=3 * BLOCK),
     "window, full": Form(1.0, causal=False, window=150),
 }
+GROUPED = {
+    "groups": Form(1.0, grouped=True),
+    "groups and a window": Form(1.0, window=20, grouped=True),
+    "groups and a window of two blocks": Form(1.0, window=2 * BLOCK, grouped=True),
+}
+GROUPS = torch.stack(
+    (
+        torch.tensor([-1] * 100 + [0] * 90 + [-1] * 3 + [1] * 60 + [2] * 47),
+        torch.tensor([3] * 30 + [-1] * 200 + [4] * 2 + [-1] * 67 + [5]),
+    )
+)
+"""Of 300 queries: groups across the borders of blocks, next to each other, and of one position."""
 LENGTHS = {"packed": ((200, 1, 99, 0), (300, 0, 0, 0)), "": None}
 
 
 def visible(mask: Mask, form: Form, queries: int, keys: int) -> torch.Tensor:
     """The pairs that a specification names: [B, S, T]."""
     found = torch.ones(len(mask.tensors[0]), queries, keys, dtype=torch.bool)
-    spec = AttentionSpec(1.0, 8, 8, causal=form.causal, window=form.window)
-    for hidden in unseen(spec, AttentionInputs(), queries, keys, torch.device("cpu")):
-        found &= ~hidden
-    if mask.numbers:
+    spec = AttentionSpec(1.0, 8, 8, causal=form.causal, window=form.window, position_groups=form.grouped)
+    inputs = AttentionInputs(position_groups=GROUPS if form.grouped else None)
+    for hidden in unseen(spec, inputs, queries, keys, torch.device("cpu")):
+        found = found & ~(hidden[:, 0] if hidden.dim() == 4 else hidden)
+    if len(mask.numbers) > 1:
         found &= mask.numbers[0][:, :, None] == mask.numbers[1][:, None]
     return found
 
@@ -87,15 +101,16 @@ def dense(count: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("packed", LENGTHS)
 @pytest.mark.parametrize("more", [0, 217])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, *GROUPED])
 def test_a_block_mask_computes_exactly_the_pairs_that_the_specification_names(
     form: str, more: int, packed: str
 ) -> None:
     """And the mask of backward is its transpose."""
     queries, rows = 300, LENGTHS[packed]
     lengths = None if rows is None else (torch.tensor(rows), torch.tensor([(*row, more) for row in rows]))
-    mask = mask_of(FORMS[form], queries, queries + more, lengths, torch.device("cpu"))
-    expected = visible(mask, FORMS[form], queries, queries + more)
+    own = {**FORMS, **GROUPED}[form]
+    mask = mask_of(own, queries, queries + more, lengths, torch.device("cpu"), GROUPS if own.grouped else None)
+    expected = visible(mask, own, queries, queries + more)
     assert torch.equal(computed(mask, expected), expected)
     for first in (0, 2):
         count, index, of_keys, rows_of_keys = (mask.tensors[first + n] for n in (0, 1, 4, 5))

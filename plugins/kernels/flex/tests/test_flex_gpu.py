@@ -25,6 +25,8 @@ EVERYTHING = {"window": 100, "documents": True, "soft_cap": 2.0, "sinks": True, 
 ALL_SPECS = [
     *SPECS.values(),
     {"window": 100, "causal": False},
+    {"position_groups": True},
+    {"position_groups": True, "window": 20, "documents": True},
     {"soft_cap": 2.0},
     {"bias": ALIBI},
     {"bias": ALIBI, "causal": False},

@@ -1,6 +1,8 @@
 """Gemma keeps the contract of models, and its presets have the published sizes."""
 
+import pytest
 from decoder_suites import FurtherDecoderSuite
+from mplug_gemma import Gemma
 from tiny_models import DECODER
 
 from mplug_testing import ModelSuite
@@ -31,7 +33,12 @@ class TestGemma(FurtherDecoderSuite):
         "3-4b": 3.88,
         "3-12b": 11.766,
         "3-27b": 27.009,
+        "3-4b-vision": 4.3,
+        "3-12b-vision": 12.187,
+        "3-27b-vision": 27.432,
+        "tiny-vision": 0.001,
     }
+    without_effect = {"vision": "a tower needs images; test_beside_library.py tests it"}
     reference = ModelSuite.reference  # the library has no Gemma with both soft caps and norms of queries and keys
 
 
@@ -44,3 +51,15 @@ class TestGemma3(TestGemma):
     checks_fields = False
     sizes = {}
     reference = FurtherDecoderSuite.reference
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"vocab_size": 503}, "vision: image_token=503 has no row in a table of 503 tokens"),
+        ({"num_mtp_layers": 1}, "num_mtp_layers=1 cannot be used with a tower"),
+    ],
+)
+def test_a_decoder_that_does_not_fit_its_tower_is_refused(change: dict[str, int], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Gemma.Config(**{**Gemma.presets["tiny-vision"]["model"], **change})

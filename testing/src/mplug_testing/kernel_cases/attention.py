@@ -76,6 +76,9 @@ def _specified() -> Iterator[Case]:
     yield _core("one query at the end of the keys", 2, 1, 4, 2, 8, more_keys=12, **half)
     yield _core("more keys than queries, and a window", 2, 3, 4, 2, 8, more_keys=10, window=4, **half)
     yield _core("more keys than queries, and documents", 2, 3, 4, 2, 8, more_keys=10, documents=True, **half)
+    yield _core("groups of positions", 2, 13, 4, 2, 8, position_groups=True, **half)
+    yield _core("groups of positions, a window and documents", 2, 13, 4, 2, 8, **GROUPED, **half)
+    yield _core("groups of positions and heads of 64", 2, 13, 4, 2, 64, position_groups=True, window=4, **half)
     yield from _static()
 
 
@@ -95,6 +98,9 @@ def _static() -> Iterator[Case]:
 
 NEWEST = (4, 12, 30)
 """The positions of three samples in caches of 13 rows: the rows of the last sample have been overwritten."""
+GROUPS_OF_13 = ((-1, 0, 0, 0, -1, 1, -1, 2, 2, 2, 2, 2, -1), (0, 0, 0, 1, 1, 1, 1, 1, 1, -1, -1, -1, 2))
+"""Groups of positions in two samples."""
+GROUPED: dict[str, Any] = {"position_groups": True, "window": 3, "documents": True}
 DOCUMENTS_OF_13 = ((5, 1, 7, 0), (13, 0, 0, 0))
 """Document lengths of two samples, padded with zeros."""
 REACH = 3
@@ -127,6 +133,8 @@ def _core(
         inputs["keys"] = drawn.integers(1 << 60, b)
     if spec.documents:
         inputs["document_lengths"] = torch.tensor(DOCUMENTS_OF_13, device="cpu")
+    if spec.position_groups:
+        inputs["position_groups"] = torch.tensor(GROUPS_OF_13, device="cpu")
     if spec.static_keys:
         inputs["positions"] = torch.tensor(NEWEST, device="cpu")
     if spec.sinks:
@@ -137,7 +145,8 @@ def _core(
     def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
         core = suppliers["Attention.core"]
         keys, lengths, sinks, table = map(x.get, ("keys", "document_lengths", "sinks", "bias_table"))
-        given = AttentionInputs(keys, lengths, sinks, table, first_head, h + first_head)
+        groups = x.get("position_groups")
+        given = AttentionInputs(keys, lengths, sinks, table, first_head, h + first_head, position_groups=groups)
         if not spec.static_keys:
             return lambda: {"output": core(x["q"], x["k"], x["v"], spec, given)}
         given = given._replace(static=static_keys(x["positions"], t))

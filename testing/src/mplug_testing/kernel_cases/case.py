@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mplug.layout.plan import Parameter
 from mplug_nn import Attention
-from mplug_nn.specification import FULL, KEY_LENGTH
+from mplug_nn.specification import FULL, KEY_LENGTH, POSITION_GROUPS
 
 Suppliers = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
@@ -47,7 +47,7 @@ class Case:
     @property
     def causal(self) -> bool:
         """Whether this is attention in which query n sees at most the first n keys."""
-        return isinstance(self.module, Attention) and not self.needs & {FULL, KEY_LENGTH}
+        return isinstance(self.module, Attention) and not self.needs & {FULL, KEY_LENGTH, POSITION_GROUPS}
 
     @property
     def dropout(self) -> float:

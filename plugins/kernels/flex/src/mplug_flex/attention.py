@@ -27,6 +27,7 @@ def forward(
     sinks: Optional[Tensor],  # noqa: UP045 (torch reads it)
     table: Optional[Tensor],  # noqa: UP045
     lengths: Optional[Tensor],  # noqa: UP045
+    groups: Optional[Tensor],  # noqa: UP045
     scale: float,
     causal: bool,
     window: Optional[int],  # noqa: UP045
@@ -36,9 +37,9 @@ def forward(
     num_heads: int,
 ) -> tuple[Tensor, Tensor]:
     """q [B, S, H, K], k [B, T, G, K], v [B, T, G, V] -> (output [B, S, H, V], log-sum-exp [B, H, S] with the sinks)."""
-    form = Form(scale, causal, window, soft_cap, bias, lengths is not None)
+    form = Form(scale, causal, window, soft_cap, bias, lengths is not None, groups is not None)
     pair = None if lengths is None else (lengths, lengths)
-    return _compute(form, (q, k, v), pair, sinks, _bias(form, q, table, first_head, num_heads))
+    return _compute(form, (q, k, v), pair, sinks, _bias(form, q, table, first_head, num_heads), groups)
 
 
 @fake("mplug_flex::forward")
@@ -59,6 +60,7 @@ def backward(
     sinks: Optional[Tensor],  # noqa: UP045
     table: Optional[Tensor],  # noqa: UP045
     lengths: Optional[Tensor],  # noqa: UP045
+    groups: Optional[Tensor],  # noqa: UP045
     scale: float,
     causal: bool,
     window: Optional[int],  # noqa: UP045
@@ -68,10 +70,10 @@ def backward(
     num_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v, sinks [H] and table [H, 2R + 1]; the last two are empty if there is no such tensor."""
-    form = Form(scale, causal, window, soft_cap, bias, lengths is not None)
+    form = Form(scale, causal, window, soft_cap, bias, lengths is not None, groups is not None)
     pair = None if lengths is None else (lengths, lengths)
     added = _bias(form, q, table, first_head, num_heads)
-    dq, dk, dv, of_sinks, of_bias = _differentiate(form, (q, k, v), pair, gradient, output, sums, sinks, added)
+    dq, dk, dv, of_sinks, of_bias = _differentiate(form, (q, k, v), pair, gradient, output, sums, sinks, added, groups)
     return dq, dk, dv, of_sinks, of_bias if table is None else of_bias.to(table.dtype)
 
 
@@ -95,9 +97,9 @@ class _Attention(torch.autograd.Function):
     """`forward` with the gradients of `backward`; the log-sum-exp is saved, not differentiated."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, table, lengths, *static):  # type: ignore[no-untyped-def]
-        output, sums = forward(q, k, v, sinks, table, lengths, *static)
-        ctx.save_for_backward(q, k, v, output, sums, sinks, table, lengths)
+    def forward(ctx, q, k, v, sinks, table, lengths, groups, *static):  # type: ignore[no-untyped-def]
+        output, sums = forward(q, k, v, sinks, table, lengths, groups, *static)
+        ctx.save_for_backward(q, k, v, output, sums, sinks, table, lengths, groups)
         ctx.static = static
         return output
 
@@ -107,15 +109,16 @@ class _Attention(torch.autograd.Function):
         sinks, table = saved[5:7]
         *grads, of_sinks, of_table = backward(gradient, *saved, *ctx.static)
         optional = (None if sinks is None else of_sinks, None if table is None else of_table)
-        return *grads, *optional, None, *(None for _ in ctx.static)
+        return *grads, *optional, None, None, *(None for _ in ctx.static)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
     """Attention by flex_attention: q [B, S, H, K], k [B, T, G, K] and v [B, T, G, V] -> [B, S, H, V], contiguous."""
     table = inputs.bias_table if spec.bias == RELATIVE else None
+    groups = inputs.position_groups if spec.causal else None  # without a causal mask, a query sees them anyway
     static = (spec.scale, spec.causal, spec.window, spec.soft_cap, spec.bias, inputs.first_head, inputs.num_heads or 0)
     output: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, inputs.sinks, table, inputs.document_lengths, *static
+        q, k, v, inputs.sinks, table, inputs.document_lengths, groups, *static
     )
     return output
 
@@ -162,11 +165,16 @@ def _bias(form: Form, q: Tensor, table: Tensor | None, first_head: int, num_head
 
 
 def _compute(
-    form: Form, heads: tuple[Tensor, ...], lengths: Any, sinks: Tensor | None, bias: Tensor
+    form: Form,
+    heads: tuple[Tensor, ...],
+    lengths: Any,
+    sinks: Tensor | None,
+    bias: Tensor,
+    groups: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     q, k, v = map(_plain, heads)
     sinks = q.new_empty(0) if sinks is None else _plain(sinks)
-    mask = mask_of(form, q.shape[1], k.shape[1], lengths, q.device)
+    mask = mask_of(form, q.shape[1], k.shape[1], lengths, q.device, groups)
     program = forward_program(form, mask, q, k, v, sinks, bias)
     with torch.no_grad():
         output, sums = program(q, k, v, sinks, bias, *mask.numbers, *mask.tensors)
@@ -182,12 +190,13 @@ def _differentiate(
     sums: Tensor,
     sinks: Tensor | None,
     bias: Tensor,
+    groups: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """The gradients of q, k, v, sinks and bias; the last two are empty if the form has none."""
     trained = form.bias == RELATIVE
     given = [_plain(x) for x in (*heads, output, sums, gradient)]
     own = (*given, output.new_empty(0) if sinks is None else _plain(sinks), bias.detach().requires_grad_(trained))
-    mask = mask_of(form, heads[0].shape[1], heads[1].shape[1], lengths, output.device)
+    mask = mask_of(form, heads[0].shape[1], heads[1].shape[1], lengths, output.device, groups)
     program = backward_program(form, mask, own, trained)
     with torch.no_grad():
         return program(*own, *mask.numbers, *mask.tensors)

@@ -11,6 +11,7 @@ from mplug_nn.specification import (
     FULL,
     KEY_LENGTH,
     LOG_SUM_EXP,
+    POSITION_GROUPS,
     RELATIVE,
     SINKS,
     SOFT_CAP,
@@ -25,7 +26,18 @@ AMPERE = (8, 0)
 NARROWEST, WIDEST = 16, 256
 """Widths of a head on a GPU: a matrix product of Triton needs 16, and shared memory holds tiles of up to 256."""
 OFFERED = frozenset(
-    {FULL, DOCUMENTS, WINDOW, SOFT_CAP, SINKS, VALUE_WIDTH, KEY_LENGTH, f"{ALIBI} bias", f"{RELATIVE} bias"}
+    {
+        FULL,
+        DOCUMENTS,
+        WINDOW,
+        SOFT_CAP,
+        SINKS,
+        VALUE_WIDTH,
+        KEY_LENGTH,
+        POSITION_GROUPS,
+        f"{ALIBI} bias",
+        f"{RELATIVE} bias",
+    }
 ) | {LOG_SUM_EXP}
 
 

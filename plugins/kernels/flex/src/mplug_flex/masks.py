@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
+from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mplug_nn.parts import Lengths, numbered
@@ -33,13 +34,15 @@ class Form:
     soft_cap: float | None = None
     bias: str = ""
     packed: bool = False
+    grouped: bool = False
 
 
 @dataclass(frozen=True)
 class Mask:
-    """A block mask: the attributes of torch's `BlockMask` without its function, and the segments' numbers.
+    """A block mask: the attributes of torch's `BlockMask` without its function, and the numbers that it reads.
 
-    `numbers` are int32 [B, S] and [B, T], or empty without segments.
+    `numbers` are those of the segments of queries and of keys, if there are segments, and last those of the groups of
+    keys, if there are groups: int32 [B, S], [B, T] and [B, T].
     """
 
     blocks: tuple[Any, ...]
@@ -56,12 +59,24 @@ class Mask:
         return tuple(next(remaining) if isinstance(x, Tensor) else x for x in self.blocks)
 
 
-def mask_of(form: Form, queries: int, keys: int, lengths: Lengths | None, device: torch.device) -> Mask:
-    """The mask of a call; `lengths` are those of the segments of queries and of keys.
+def mask_of(
+    form: Form,
+    queries: int,
+    keys: int,
+    lengths: Lengths | None,
+    device: torch.device,
+    groups: Tensor | None = None,
+) -> Mask:
+    """The mask of a call; `lengths` are those of the segments of queries and of keys, `groups` [B, S] of the queries.
 
-    A mask without segments is made once per process. A mask with segments is made once per tensor of lengths, so all
-    layers and the backward pass of a micro batch share it, if both tensors of `lengths` are the same one.
+    A mask with groups is made in every call. Others are made once per process without segments. With segments, they are
+    made once per tensor of lengths, so all layers and the backward pass of a micro batch share one, if both tensors of
+    `lengths` are the same one.
     """
+    if groups is not None:
+        segments = () if lengths is None else (_numbers(lengths[0], queries), _numbers(lengths[1], keys))
+        of_keys = pad(groups.to(torch.int32), (keys - queries, 0), value=-1)
+        return _mask(form, queries, keys, (*segments, of_keys), device)
     key = (form.causal, form.window, queries, keys, device)
     if lengths is None:
         return kept(key, lambda: _mask(form, queries, keys, (), device), device)
@@ -104,7 +119,7 @@ def _numbers(lengths: Tensor, length: int) -> Tensor:
 
 
 def _mask(form: Form, queries: int, keys: int, numbers: tuple[Tensor, ...], device: torch.device) -> Mask:
-    some, full = _blocks(form, queries, keys, numbers, device)
+    some, full = torch.broadcast_tensors(*_blocks(form, queries, keys, numbers, device))
     named: dict[str, Any] = {}
     for name, blocks in (("", some & ~full), ("full_", full)):
         named[f"{name}kv_num_blocks"], named[f"{name}kv_indices"] = _ordered(blocks)
@@ -128,15 +143,17 @@ def _blocks(
     shift = keys - queries  # the queries are the last of the positions
     some, every = [], [last_query - first_query == BLOCK - 1, last_key - first_key == BLOCK - 1]
     if form.causal:
-        some.append(first_key <= last_query + shift)
+        earlier = first_key <= last_query + shift
+        some.append(earlier | _grouped(numbers[-1], queries, keys) if form.grouped else earlier)
         every.append(last_key <= first_query + shift)
     if form.window is not None:
         before, after = first_query + shift - last_key, first_key - last_query - shift
-        some.append((before < form.window) & (after < form.window))
+        some.append(before < form.window if form.grouped else (before < form.window) & (after < form.window))
         farthest = torch.maximum(last_query + shift - first_key, last_key - first_query - shift)
         every.append(farthest < form.window)
-    if numbers:
-        of_queries, of_keys = numbers
+    segments = numbers[:-1] if form.grouped else numbers
+    if segments:
+        of_queries, of_keys = segments
         first_own, last_own = of_queries[:, first_query], of_queries[:, last_query]  # [B, R, 1]
         first_other, last_other = of_keys[:, first_key], of_keys[:, last_key]  # [B, 1, C]
         some.append((first_own <= last_other) & (first_other <= last_own))
@@ -144,6 +161,23 @@ def _blocks(
     all_of = every[0] & every[1]
     some_of = reduce(torch.logical_and, some, torch.ones_like(all_of))
     return _four(some_of), _four(reduce(torch.logical_and, every[2:], all_of))
+
+
+def _grouped(groups: Tensor, queries: int, keys: int) -> Tensor:
+    """Blocks that may have a query and a key of one group, by the ranges of groups in them: groups [B, T] -> [B, R, C].
+
+    A block of another range has no such pair.
+    """
+    of_queries, of_keys = (_ranges(groups[:, keys - length :]) for length in (queries, keys))
+    least, most = (x[:, :, None] for x in of_queries)
+    return (least <= of_keys[1][:, None, :]) & (of_keys[0][:, None, :] <= most)
+
+
+def _ranges(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the largest number of a group in each block; the range of a block without groups is empty."""
+    missing, none = -groups.shape[1] % BLOCK, torch.iinfo(groups.dtype).max
+    blocks = pad(groups, (0, missing), value=-1).unflatten(1, (-1, BLOCK))
+    return blocks.masked_fill(blocks < 0, none).amin(dim=2), blocks.amax(dim=2)
 
 
 def _ends(length: int, device: torch.device) -> tuple[Tensor, Tensor]:

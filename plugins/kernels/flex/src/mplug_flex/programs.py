@@ -170,10 +170,15 @@ def _blocks(form: Form, mask: Mask, blocks: tuple[Tensor, ...], q: Tensor, k: Te
 
     def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor, *numbers: Tensor) -> Tensor:
         seen = query >= 0
-        if form.causal:
+        if form.grouped:
+            groups = numbers[-1]
+            own = (groups[b, key] == groups[b, query + shift]) & (groups[b, key] >= 0)
+            seen = seen & ((key <= query + shift) | own)
+        elif form.causal:
             seen = seen & (key <= query + shift)
         if form.window is not None:
-            seen = seen & ((key - query - shift).abs() < form.window)
+            distance = query + shift - key
+            seen = seen & ((distance if form.grouped else distance.abs()) < form.window)
         if form.packed:
             seen = seen & (numbers[0][b, query] == numbers[1][b, key])
         return seen

@@ -5,7 +5,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from mplug import Site
-from mplug_nn.specification import BIASES, DOCUMENTS, FULL, KEY_LENGTH, LOG_SUM_EXP, STATIC_KEYS, VALUE_WIDTH, WINDOW
+from mplug_nn.specification import (
+    BIASES,
+    DOCUMENTS,
+    FULL,
+    KEY_LENGTH,
+    LOG_SUM_EXP,
+    POSITION_GROUPS,
+    STATIC_KEYS,
+    VALUE_WIDTH,
+    WINDOW,
+)
 
 if TYPE_CHECKING:
     from mplug import Run
@@ -19,7 +29,7 @@ FIRST_SOUND_CUDNN = 91501
 """Older versions give wrong results if 128 does not divide the sequence length (pytorch #169849)."""
 
 
-MASKED = {DOCUMENTS, WINDOW, *BIASES}
+MASKED = {DOCUMENTS, WINDOW, POSITION_GROUPS, *BIASES}
 """Needs that a mask in memory can express."""
 OFFERED = {
     "torch": {LOG_SUM_EXP, FULL, VALUE_WIDTH, KEY_LENGTH, STATIC_KEYS},

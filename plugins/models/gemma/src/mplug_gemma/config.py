@@ -1,9 +1,14 @@
-"""The config of Gemma: the fields of every decoder, some with other defaults."""
+"""The config of Gemma: the fields of every decoder, some with other defaults, and the tower."""
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from dataclasses import replace
+from typing import Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from mplug import ExternalNames
-from mplug_nn import ActivationName, GeneralDecoderConfig, NormName, published_names
+from mplug_gemma.names import external_names
+from mplug_gemma.vision import VisionConfig
+from mplug_nn import ActivationName, AttentionConfig, GeneralDecoderConfig, NormName
 
 
 class GemmaConfig(GeneralDecoderConfig):
@@ -16,7 +21,36 @@ class GemmaConfig(GeneralDecoderConfig):
     activation: ActivationName = Field("geglu_tanh", description="activation of MLPs and experts")
     tie_embeddings: bool = Field(True, description="use the embedding table as the output projection")
     scale_embeddings: bool = Field(True, description="multiply the embeddings by the square root of hidden_size")
+    vision: VisionConfig | None = Field(
+        None, description="the tower that sees (Gemma 3); null: a decoder of text alone"
+    )
+
+    @model_validator(mode="after")
+    def _tower_fits(self) -> Self:
+        if self.vision is None:
+            return self
+        if self.vision.image_token >= self.vocab_size:
+            raise ValueError(
+                f"vision: image_token={self.vision.image_token} has no row in a table of {self.vocab_size} tokens"
+            )
+        if self.num_mtp_layers:
+            raise ValueError(
+                f"num_mtp_layers={self.num_mtp_layers} cannot be used with a tower: the tokens ahead may be those of "
+                f"an image, which have no embedding"
+            )
+        return self
+
+    def attention_config(self) -> AttentionConfig:
+        """Attention; with a tower, the tokens of an image also see the later tokens of that image."""
+        return replace(super().attention_config(), position_groups=self.vision is not None)
+
+    def of_text(self) -> "GemmaConfig":
+        """The same decoder without the tower."""
+        return self.model_copy(update={"vision": None})
+
+    def _computed(self) -> tuple[object, ...]:
+        return *super()._computed(), self.vision and self.vision.computed()
 
     def external_names(self) -> ExternalNames:
-        """The names that most families share."""
-        return published_names(self)
+        """The names that most families share, and with a tower those of Gemma 3."""
+        return external_names(self, self.vision)

@@ -38,6 +38,37 @@ def _three(
     return {"model": model, "trainer": {"seq_length": 8192}, "optimizer": {"lr": 3e-4}}
 
 
+def _seeing(preset: Preset) -> Preset:
+    """A decoder with the tower of Gemma 3."""
+    return {**preset, "model": {**preset["model"], "vision": {}}, "optimizer": {"lr": 1e-5}}
+
+
+TINY: Preset = {
+    "model": {
+        **dict(zip(SHAPE, (128, 6, 4, 2, 32, 256), strict=True)),
+        "vocab_size": 512,
+        "qk_norm": True,
+        "window": 32,
+        "attention_types": [*["window"] * 5, "full"],
+        "window_rope_theta": 1e4,
+        "rope_theta": 1e6,
+        "vision": {
+            "num_layers": 3,
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "ffn_hidden_size": 128,
+            "image_size": 64,
+            "patch_size": 8,
+            "tokens_per_image": 16,
+            "image_token": 503,
+            "start_token": 500,
+            "end_token": 501,
+            "blank_line_token": 502,
+        },
+    },
+    "trainer": {"seq_length": 256},
+}
+"""A model for a CPU that sees."""
 PRESETS: dict[str, Preset] = {
     "2-2b": _two(2304, 26, 8, 4, 256, 9216, scalar=256),
     "2-9b": _two(3584, 42, 16, 8, 256, 14336, scalar=256),
@@ -48,3 +79,5 @@ PRESETS: dict[str, Preset] = {
     "3-12b": _three(3840, 48, 16, 8, 256, 15360),
     "3-27b": _three(5376, 62, 32, 16, 128, 21504, scalar=168),
 }
+PRESETS |= {f"{name}-vision": _seeing(PRESETS[name]) for name in ("3-4b", "3-12b", "3-27b")}
+PRESETS["tiny-vision"] = TINY

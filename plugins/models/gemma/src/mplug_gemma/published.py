@@ -1,17 +1,21 @@
-"""The config.json of Gemma 2 and 3 (text alone)."""
+"""The config.json of Gemma 2 and 3: of text alone, and of Gemma 3 with a tower. No torch."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mplug_nn import (
     EXPERTS_ALTERING,
     EXPERTS_TRAINING,
     LAYER_TYPES_FIELDS,
+    SHARED_FIELDS,
     FixedField,
+    FormField,
     PublicField,
     PublicForm,
     ReadField,
     SumField,
+    UnusedField,
     Values,
     activation_field,
     attention_types,
@@ -28,6 +32,7 @@ from mplug_nn import (
 
 if TYPE_CHECKING:
     from mplug_gemma.config import GemmaConfig
+    from mplug_gemma.vision import VisionConfig
 
 CAP = Values.positive().or_null
 SIZES = {
@@ -171,4 +176,98 @@ GEMMA3 = PublicForm(
     altering=EXPERTS_ALTERING,
     longest="max_position_embeddings",
 )
-FORMS = (GEMMA3, GEMMA2)
+
+
+# Gemma 3 with a tower: fields beside, and in, two nested mappings.
+
+
+TEXT, VISION = "text_config", "vision_config"
+PLAIN = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu"}
+"""The library's activation of an MLP without a gate -> vision.activation."""
+SIZE, TOKEN = Values.integer(), Values.integer(0)
+
+
+def _tower(values: Mapping[str, Any]) -> dict[str, Any]:
+    if values["vision_use_head"]:
+        raise ValueError(
+            "its field 'vision_use_head' is true, or absent, but the family supports false only: the decoder reads no "
+            "pooled vector of a whole picture"
+        )
+    return {}
+
+
+def _written_tower(_: "VisionConfig") -> dict[str, Any]:
+    return {"vision_use_head": False}
+
+
+SIGLIP = PublicForm(
+    architecture="",
+    model_type="siglip_vision_model",
+    fields={
+        **SHARED_FIELDS,
+        "hidden_size": ReadField(768, SIZE, ("hidden_size",)),
+        "intermediate_size": ReadField(3072, SIZE, ("ffn_hidden_size",)),
+        "num_hidden_layers": ReadField(12, Values.integer(most=10_000), ("num_layers",)),
+        "num_attention_heads": ReadField(12, SIZE, ("num_attention_heads",)),
+        "num_channels": ReadField(3, SIZE, ("channels",)),
+        "image_size": ReadField(224, SIZE, ("image_size",)),
+        "patch_size": ReadField(16, SIZE, ("patch_size",)),
+        "hidden_act": ReadField("gelu_pytorch_tanh", Values.one_of(*PLAIN), ("activation",), PLAIN),
+        "layer_norm_eps": ReadField(1e-6, Values.positive(), ("norm_eps",)),
+        "attention_dropout": FixedField(0.0, (0.0,), "the tower has no dropout of attention weights"),
+        "vision_use_head": ReadField(True, Values.flag()),
+    },
+    settings=_tower,
+    write=_written_tower,
+)
+"""The tower."""
+IDS = {
+    "image_token_index": ("image_token", 262144),
+    "boi_token_index": ("start_token", 255999),
+    "eoi_token_index": ("end_token", 256000),
+}
+"""The field of a token's number -> our setting of the tower, and the library's default."""
+
+
+def _whole(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of tokens, which are beside the tower's mapping."""
+    tokens = {ours: values[name] for name, (ours, _) in IDS.items()}
+    return {"vision": {**tokens, "tokens_per_image": values["mm_tokens_per_image"]}}
+
+
+def _written_whole(config: "GemmaConfig") -> dict[str, Any]:
+    vision = config.vision
+    if vision is None:
+        return {}
+    return {
+        **{name: getattr(vision, ours) for name, (ours, _) in IDS.items()},
+        "mm_tokens_per_image": vision.tokens_per_image,
+    }
+
+
+SEEING = PublicForm(
+    architecture="Gemma3ForConditionalGeneration",
+    model_type="gemma3",
+    fields={
+        **SHARED_FIELDS,
+        TEXT: FormField(
+            replace(GEMMA3, architecture="", implied={"qk_norm": True, "logit_soft_cap": None}).with_fields(
+                tie_word_embeddings=UnusedField("the field beside this mapping decides"),
+                final_logit_softcapping=FixedField(None, (None,), "the library ignores other values beside a tower"),
+            )
+        ),
+        VISION: FormField(SIGLIP, "vision"),
+        **{name: ReadField(default, TOKEN) for name, (_, default) in IDS.items()},
+        "mm_tokens_per_image": ReadField(256, SIZE),
+        "initializer_range": UnusedField("it is of the projector's initial values, which the library sets to 0"),
+        **tied_fields(True),
+    },
+    aliases={
+        "image_token_id": "image_token_index",
+        "boi_token_id": "boi_token_index",
+        "eoi_token_id": "eoi_token_index",
+    },
+    settings=_whole,
+    write=_written_whole,
+)
+FORMS = (GEMMA3, GEMMA2, SEEING)

@@ -1,0 +1,58 @@
+"""The names of published tensors. Imports no torch."""
+
+from dataclasses import replace
+
+from mplug import ExternalMap, ExternalNames, Factor, Fused, Transposed
+from mplug_gemma.vision import VisionConfig
+from mplug_nn import GeneralDecoderConfig, published_names
+
+DECODER, TOWER, PROJECTOR = "language_model.", "vision_tower.vision_model", "multi_modal_projector"
+External = str | Transposed | Fused | tuple[ExternalMap, ...]
+
+
+def external_names(config: GeneralDecoderConfig, vision: VisionConfig | None) -> ExternalNames:
+    """The names of the decoder's tensors, and with a tower those of the whole."""
+    found = published_names(config)
+    if vision is None:
+        return found
+    tensors = {ours: _in_language_model(theirs) for ours, theirs in found.tensors.items()}
+    tensors |= {f"tower.{ours}": theirs for ours, theirs in _tower(vision).items()}
+    return replace(found, tensors=tensors, prefix="", ignored=tuple(map(_moved, found.ignored)))
+
+
+def _moved(name: str) -> str:
+    return f"{DECODER}{name}"
+
+
+def _in_language_model(external: object) -> External | None:
+    if external is None or isinstance(external, str):
+        return None if external is None else _moved(external)
+    if isinstance(external, Fused):
+        return Fused(*(_moved(str(source)) for source in external.sources))
+    raise TypeError(f"the decoder has tensors in a form that no folder with a tower has: {external}")
+
+
+def _tower(config: VisionConfig) -> dict[str, External]:
+    block = f"{TOWER}.encoder.layers.*"
+    found: dict[str, External] = {
+        "patches.project.weight": (_patches(config, f"{TOWER}.embeddings.patch_embedding.weight"),),
+        "patches.project.bias": f"{TOWER}.embeddings.patch_embedding.bias",
+        "patches.position": f"{TOWER}.embeddings.position_embedding.weight",
+        "projector.norm.weight": f"{PROJECTOR}.mm_soft_emb_norm.weight",
+        "projector.project.weight": Transposed(f"{PROJECTOR}.mm_input_projection_weight"),
+    }
+    for kind in ("weight", "bias"):
+        found[f"projector.post_norm.{kind}"] = f"{TOWER}.post_layernorm.{kind}"
+        found[f"blocks.*.attn.qkv.{kind}"] = Fused(*(f"{block}.self_attn.{one}_proj.{kind}" for one in "qkv"))
+        found[f"blocks.*.attn.out.{kind}"] = f"{block}.self_attn.out_proj.{kind}"
+        for number, name in ((1, "up"), (2, "down")):
+            found[f"blocks.*.norm{number}.{kind}"] = f"{block}.layer_norm{number}.{kind}"
+            found[f"blocks.*.mlp.{name}.{kind}"] = f"{block}.mlp.fc{number}.{kind}"
+    return found
+
+
+def _patches(config: VisionConfig, tensor: str) -> ExternalMap:
+    """The kernel of a convolution whose stride is its size: a product with flattened patches."""
+    width, colours = Factor("width", config.hidden_size), Factor("colour", config.channels)
+    pixels = (colours, Factor("row", config.patch_size), Factor("column", config.patch_size))
+    return ExternalMap(((width,), pixels), tensor, ((width,), *((one,) for one in pixels)))

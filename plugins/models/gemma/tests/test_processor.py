@@ -1,0 +1,143 @@
+"""The processor of Gemma 3 makes what the library's makes, from files of all modes; what it cannot take is refused."""
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mplug_gemma.processor import VisionProcessor
+from mplug_gemma.stream import groups_of, tower_order
+from mplug_gemma.vision import VisionConfig
+
+from mplug import Medium
+from mplug_nn.pictures import decode_picture
+
+Image = pytest.importorskip("PIL.Image")
+library = pytest.importorskip("transformers.models.gemma3.image_processing_pil_gemma3")
+images = pytest.importorskip("transformers.image_utils")
+MODES = ("RGB", "L", "RGBA", "P", "CMYK", "I;16", "LA", "1")
+FORMATS = {"CMYK": "JPEG", "I;16": "PNG", "RGB": "JPEG"}
+ORIENTATION = 0x0112
+IDS = {"image_token": 55, "start_token": 56, "end_token": 57, "blank_line_token": 58}
+SMALL = VisionConfig(image_size=24, patch_size=4, tokens_per_image=4, hidden_size=8, num_attention_heads=1, **IDS)
+"""Pictures of 6 x 6 patches, in squares of 3 x 3."""
+
+
+def file_of(number: int, mode: str) -> bytes:
+    """A picture of random colours with a random size, of which every third is turned by its EXIF entry."""
+    drawn = np.random.default_rng(number)
+    height, width = (int(size) for size in drawn.integers(1, 90, 2))
+    if mode == "I;16":
+        picture = Image.fromarray(drawn.integers(0, 1 << 16, (height, width), dtype=np.uint16))
+    else:
+        picture = Image.fromarray(drawn.integers(0, 256, (height, width, 3), dtype=np.uint8)).convert(mode)
+    data, exif = io.BytesIO(), Image.Exif()
+    if number % 3 == 0:
+        exif[ORIENTATION] = 1 + number % 8
+    picture.save(data, FORMATS.get(mode, "PNG"), exif=exif)
+    return data.getvalue()
+
+
+def test_patches_are_those_of_the_library() -> None:
+    named: dict[str, Any] = {"pixel_mean": (0.5, 0.4, 0.3), "pixel_std": (0.5, 0.3, 0.2)}
+    vision = VisionConfig(**{**SMALL.model_dump(), **named})
+    size = {"height": vision.image_size, "width": vision.image_size}
+    theirs = library.Gemma3ImageProcessorPil(size=size, image_mean=vision.pixel_mean, image_std=vision.pixel_std)
+    processor, side = VisionProcessor(vision), vision.patch_size
+    for number in range(200):
+        data = file_of(number, MODES[number % len(MODES)])
+        pixels = theirs(images.load_image(Image.open(io.BytesIO(data))), return_tensors="pt")["pixel_values"][0]
+        medium = processor.prepare(decode_picture(data))
+        expected = torch.nn.functional.unfold(pixels[None], side, stride=side)[0].T  # the library's convolution
+        assert (medium.values - expected).abs().max() < 1e-5
+        assert medium.rows == vision.num_patches
+
+
+def test_a_picture_has_a_token_for_each_pooled_row_between_a_start_and_an_end() -> None:
+    processor = VisionProcessor(SMALL)
+    assert pictures(1)[0].tokens == (58, 56, 55, 55, 55, 55, 57, 58)
+    assert processor.placeholders == {55}
+    plain = VisionProcessor(SMALL.model_copy(update={"blank_line_token": None}))
+    assert plain.prepare(decode_picture(file_of(1, "RGB"))).tokens == (56, 55, 55, 55, 55, 57)
+
+
+def pictures(*numbers: int) -> list[Medium]:
+    return [VisionProcessor(SMALL).prepare(decode_picture(file_of(number, "RGB"))) for number in numbers]
+
+
+def test_squares_of_patches_are_consecutive_rows() -> None:
+    order = tower_order(6, 3)
+    assert order[:9].tolist() == [0, 1, 2, 6, 7, 8, 12, 13, 14]
+    assert order[9:12].tolist() == [3, 4, 5]
+    assert order[18] == 18
+    assert order.sort().values.tolist() == list(range(36))
+
+
+def test_entries_refer_to_the_rows_of_each_picture() -> None:
+    one, two, three = pictures(1, 2, 4)
+    text = [[7, *one.tokens, 8, *two.tokens], [9, *three.tokens, *[1] * 9]]
+    entries = VisionProcessor(SMALL).entries_of(torch.tensor(text), [[one, two], [three]])
+    assert tuple(entries) == VisionProcessor(SMALL).entries
+    rows = entries["vision_rows"]
+    assert rows[0][rows[0] >= 0].tolist() == list(range(8))
+    assert rows[1][rows[1] >= 0].tolist() == [8, 9, 10, 11]
+    assert torch.equal(rows >= 0, torch.tensor(text) == 55)
+    order = tower_order(6, 3)
+    assert torch.equal(entries["patches"][0], torch.cat([medium.values[order] for medium in (one, two, three)]))
+    assert entries["patch_lengths"].tolist() == [[36, 36, 36]]
+    places = entries["patch_places"][0, :36]
+    assert torch.equal(places[:, 0] * 6 + places[:, 1], order)
+    assert (places[:, 2:] == 6).all()
+    groups = entries["position_groups"]
+    assert groups[0][rows[0] >= 0].tolist() == [0] * 4 + [1] * 4
+    assert groups[1][rows[1] >= 0].tolist() == [0] * 4
+    assert torch.equal(groups >= 0, rows >= 0)
+
+
+def test_groups_are_those_of_the_library() -> None:
+    modeling = pytest.importorskip("transformers.models.gemma3.modeling_gemma3")
+    tokens = torch.where(torch.rand(20, 40, generator=torch.Generator().manual_seed(2)) < 0.6, 55, 3)
+    expected = modeling.get_block_sequence_ids_for_mask((tokens == 55).to(torch.int64))
+    assert torch.equal(groups_of(tokens, 55), expected)
+
+
+def test_a_micro_batch_without_a_picture_has_one_square_that_nothing_refers_to() -> None:
+    entries = VisionProcessor(SMALL).entries_of(torch.arange(6)[None], [[]])
+    assert entries["patches"].shape == (1, 9, SMALL.patch_width)
+    assert entries["patch_lengths"].tolist() == [[9]]
+    assert entries["vision_rows"].tolist() == entries["position_groups"].tolist() == [[-1] * 6]
+
+
+def test_placeholders_and_pictures_that_do_not_fit_are_refused() -> None:
+    processor, (one, two) = VisionProcessor(SMALL), pictures(1, 2)
+    tokens = torch.tensor([[5, *one.tokens, 6]])
+    with pytest.raises(ValueError, match="sample 0 of the micro batch: it has 2 pictures of 4 tokens, and 4 tokens"):
+        processor.entries_of(tokens, [[one, two]])
+    with pytest.raises(ValueError, match="it has 0 pictures of 4 tokens, and 4 tokens"):
+        processor.entries_of(tokens, [[]])
+    split = torch.tensor([[5, 55, 55, 7, 55, 55]])
+    with pytest.raises(ValueError, match="other tokens among the 4 of a picture from token 1 on"):
+        processor.entries_of(split, [[one]])
+    with pytest.raises(ValueError, match="the picture from token 3 on crosses the end of a document"):
+        processor.entries_of(tokens, [[one]], torch.tensor([[5, 5]]))
+    assert processor.entries_of(tokens, [[one]], torch.tensor([[3, 7]]))["vision_rows"].max() == 3
+
+
+def test_a_video_is_refused() -> None:
+    with pytest.raises(ValueError, match="sees single pictures, and got a video of 2 frames"):
+        VisionProcessor(SMALL).prepare(torch.zeros(2, 8, 8, 3, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"num_attention_heads": 3}, "num_attention_heads=3 does not divide hidden_size=8"),
+        ({"image_size": 26}, "patch_size=4 does not divide image_size=26"),
+        ({"tokens_per_image": 5}, "tokens_per_image=5 is not a square number"),
+        ({"tokens_per_image": 16}, "4 rows of tokens, which do not divide the 6 rows of patches"),
+    ],
+)
+def test_a_tower_whose_parts_do_not_fit_is_refused(change: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        VisionConfig(**{**SMALL.model_dump(), **change})

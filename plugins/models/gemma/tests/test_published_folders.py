@@ -1,0 +1,133 @@
+"""Folders of Gemma 3 with images: what is read computes the same, and what is exported equals them.
+
+The tensors have their names in released folders, which the library reads, and keeps if it writes such a model again.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers")
+
+from mplug_huggingface_format.opened import open_folder  # noqa: E402
+from published import loaded, rewritten, run_of, save, tensors  # noqa: E402
+from seeing_gemma import CONFIG, Seen, config_of, library_of, micro_batch, sample  # noqa: E402
+
+from mplug.checkpoint.public_load import fill_from, weights_of  # noqa: E402
+from mplug.errors import UsageError  # noqa: E402
+from mplug.model.build import allocate_parts, build_model  # noqa: E402
+from mplug.training.loop import train  # noqa: E402
+
+Cli = Callable[..., CompletedProcess[str]]
+SETTINGS: dict[str, Any] = {"data.name": "mock", "data.media": 2, "data.media_sides": [8, 24], "trainer.seq_length": 44}
+SETTINGS["model.vision.blank_line_token"] = 10
+ONE_STEP = {
+    **SETTINGS,
+    "trainer.steps": 1,
+    "trainer.global_batch_size": 2,
+    "trainer.eval_every": 0,
+    "optimizer.lr": 1e-30,
+    "optimizer.weight_decay": 0.0,
+}
+"""With this learning rate, the weights of a checkpoint are those that the run began with."""
+
+
+def released(found: dict[str, Tensor]) -> None:
+    """The names of released folders. The library writes others for a model of its own, and reads both."""
+    inner = "vision_tower.vision_model."
+    for name in [name for name in found if name.startswith("vision_tower.")]:
+        found[name.replace("vision_tower.", inner, 1)] = found.pop(name)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("gemma3")
+    library = save(library_of(CONFIG), folder)
+    rewritten(folder, released)
+    return folder, library
+
+
+def images() -> Seen:
+    parts: tuple[tuple[int | str, ...], ...] = ((3, "image", 2, "image"), ("image", 3), (4,))
+    return micro_batch([sample(one, 44, seed, 9) for seed, one in enumerate(parts)], config_of(CONFIG))
+
+
+def narrow(entries: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.float() if isinstance(x, Tensor) and x.dtype == torch.float64 else x for name, x in entries.items()}
+
+
+def test_a_folder_gives_the_librarys_logits(made: tuple[Path, Any]) -> None:
+    folder, library = made
+    _, model = loaded(folder, **{name.replace(".", "__"): value for name, value in SETTINGS.items()})
+    seen = images()
+    with torch.no_grad():
+        expected = library(**narrow(seen.theirs)).logits
+        found = model.logits(narrow(seen.ours))
+    assert expected.abs().max() > 0.5
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_a_run_of_a_folder_is_exported_as_that_folder(made: tuple[Path, Any], tmp_path: Path, cli_here: Cli) -> None:
+    folder, _ = made
+    run = run_of(folder, ONE_STEP)
+    run.directory = tmp_path / "runs" / "tuned"
+    train(run)
+    result = cli_here("checkpoint", "export", "--to", "huggingface", "exported")
+    assert result.returncode == 0, result.stderr
+    found, expected = tensors(tmp_path / "exported"), tensors(folder)
+    assert found.keys() == expected.keys()
+    for name, (_, tensor) in expected.items():
+        assert torch.equal(found[name][1], tensor), name
+    assert json.loads((tmp_path / "exported" / "config.json").read_text()) == json.loads(
+        (folder / "config.json").read_text()
+    )
+
+
+def test_a_config_of_its_own_describes_the_model_to_the_library(
+    made: tuple[Path, Any], tmp_path: Path, cli_here: Cli
+) -> None:
+    """The config is written by the family, not kept: the settings alone describe the model."""
+    folder, library = made
+    run = run_of(folder, ONE_STEP)
+    run.directory = tmp_path / "runs" / "scratch"
+    train(run)
+    shutil.rmtree(run.directory / "published")
+    result = cli_here("checkpoint", "export", "--to", "huggingface", "exported")
+    assert result.returncode == 0, result.stderr
+    again = transformers.AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "exported", dtype=torch.float32, attn_implementation="eager"
+    )
+    seen = narrow(images().theirs)
+    with torch.no_grad():
+        assert torch.equal(again(**seen).logits, library(**seen).logits)
+
+
+def test_text_alone_is_sampled_as_the_library_computes_it(made: tuple[Path, Any]) -> None:
+    """A run that only runs forward needs no images: the tower and the groups of positions are then left out."""
+    folder, library = made
+    run = run_of(folder)
+    run.trains = False
+    model = build_model(run)
+    assert not any("position groups" in filled.site.needs for filled in model.slots)
+    allocate_parts(run, model)
+    fill_from(open_folder(folder), run, model, weights_of(model))
+    model.module.eval()
+    tokens = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(3))
+    zeros = torch.zeros(2, dtype=torch.int64)
+    batch = {"tokens": tokens, "positions": torch.arange(24)[None], "sample_ids": zeros, "keys": zeros}
+    with torch.no_grad():
+        expected = library(input_ids=tokens, use_cache=False).logits
+        assert (model.logits(batch) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_a_folder_is_refused_on_text_alone(made: tuple[Path, Any]) -> None:
+    folder, _ = made
+    with pytest.raises(UsageError, match=r"micro batches of data/text have no 'patches', .* \(--data mock"):
+        loaded(folder)

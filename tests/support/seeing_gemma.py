@@ -1,0 +1,211 @@
+"""Tiny Gemma 3 models that see, of the transformers library and of this family, and micro batches for both."""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from library_models import drawn, summed_loss, wide
+from mplug_gemma import Gemma
+from mplug_gemma.build import build
+from mplug_gemma.config import GemmaConfig
+from mplug_gemma.stream import micro_batch_entries
+from torch import Tensor
+
+from mplug import Mesh, Model, conversion
+from mplug.checkpoint.transfer import fill_ours
+from mplug.model.memory import allocate, initialize
+from mplug.tensors.random import sample_keys
+from mplug_nn import form_of
+
+IMAGE, START, END, V = 55, 56, 57, 61
+TEXT: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "vocab_size": V,
+    "hidden_size": 16,  # the library keeps its square root in fp32
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 40,
+    "query_pre_attn_scalar": 12,
+    "sliding_window": 5,
+    "sliding_window_pattern": 3,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+TOWER: dict[str, Any] = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "intermediate_size": 20,
+    "image_size": 12,
+    "patch_size": 2,
+    "vision_use_head": False,
+}
+CONFIG: dict[str, Any] = {
+    "model_type": "gemma3",
+    "image_token_index": IMAGE,
+    "boi_token_index": START,
+    "eoi_token_index": END,
+    "mm_tokens_per_image": 9,
+    "text_config": TEXT,
+    "vision_config": TOWER,
+}
+"""Images of 6 x 6 patches and 3 x 3 tokens: more tokens than a window holds."""
+
+
+class Seen(NamedTuple):
+    """A micro batch: ours, and the arguments of the library."""
+
+    ours: dict[str, Tensor]
+    theirs: dict[str, Any]
+
+
+def sample(parts: Sequence[int | str], length: int, seed: int, size: int) -> list[int]:
+    """The tokens of text and images: a number is that of text tokens, 'image' an image of `size` tokens.
+
+    'bare' is an image without the tokens around it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list[int]()
+
+    def text(count: int) -> None:
+        tokens.extend(torch.randint(50, (count,), generator=generator).tolist())
+
+    for part in parts:
+        if isinstance(part, int):
+            text(part)
+        else:
+            tokens.extend([IMAGE] * size if part == "bare" else [START, *[IMAGE] * size, END])
+    text(length - len(tokens))
+    return tokens
+
+
+def micro_batch(samples: Sequence[Sequence[int]], config: GemmaConfig) -> Seen:
+    """The micro batch of samples of tokens, with random pixels."""
+    vision = config.vision
+    assert vision is not None
+    tokens = torch.tensor(samples)
+    numbers = [sum(token == IMAGE for token in own) // vision.tokens_per_image for own in samples]
+    shape = (sum(numbers), vision.channels, vision.image_size, vision.image_size)
+    pixels = torch.randn(shape, generator=torch.Generator().manual_seed(11), dtype=torch.float64)
+    side = vision.patch_size
+    patches = pixels.unfold(2, side, side).unfold(3, side, side)  # [N, colour, patch row, patch column, row, column]
+    flat = patches.permute(0, 2, 3, 1, 4, 5).reshape(len(pixels), vision.num_patches, vision.patch_width)
+    pictures = [list(own) for own in flat.split(numbers)]
+    labels = tokens.roll(-1, dims=1)
+    labels[:, -1], labels[labels >= 50] = -100, -100
+    ids = torch.arange(len(samples))
+    ours = {
+        "tokens": tokens,
+        "labels": labels,
+        "positions": torch.arange(tokens.shape[1])[None],
+        "sample_ids": ids,
+        "keys": sample_keys(1, 1, ids),
+        **micro_batch_entries(tokens, pictures, vision),
+    }
+    kinds = (tokens == IMAGE).to(torch.int64)
+    theirs: dict[str, Any] = {"input_ids": tokens, "token_type_ids": kinds, "use_cache": False}
+    return Seen(ours, {**theirs, "pixel_values": pixels} if len(pixels) else theirs)
+
+
+def library_of(given: Mapping[str, Any]) -> Any:
+    """The library's model, with its own initial values."""
+    import transformers
+
+    fields = {name: value for name, value in given.items() if name != "model_type"}
+    config = transformers.AutoConfig.for_model(given["model_type"], **fields)
+    return transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+
+
+def changed(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with other values: of a field, or of one in a mapping ('vision_config.image_size')."""
+    found = {name: dict(value) if isinstance(value, dict) else value for name, value in given.items()}
+    for name, value in changes.items():
+        outer, _, inner = name.rpartition(".")
+        (found[outer] if outer else found)[inner] = value
+    return found
+
+
+def config_of(given: Mapping[str, Any]) -> GemmaConfig:
+    """Our config of a config.json."""
+    found = form_of(Gemma.public_forms, given).read(given)
+    return GemmaConfig(**{**found.altering, **found.free, **found.fixed})
+
+
+def built(config: GemmaConfig) -> Model:
+    """Our model in fp64, in one process."""
+    with torch.device("meta"):
+        model = build(config, has_images=True)
+    model.place(Mesh.of([], 1), None)
+    model.keep_stage(0)
+    allocate(model, 0, torch.device("cpu"), torch.float64, 1)
+    initialize(model.parameters(), model.placements, 0, 1)
+    return model
+
+
+def public(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The library's tensors by their names in released folders, as its conversion mapping (5.23) states them."""
+    places = {
+        "model.language_model.": "language_model.model.",
+        "model.vision_tower.": "vision_tower.vision_model.",
+        "model.multi_modal_projector.": "multi_modal_projector.",
+        "lm_head.": "language_model.lm_head.",
+    }
+    found = {}
+    for name, tensor in tensors.items():
+        (place,) = (one for one in places if name.startswith(one))
+        found[places[place] + name.removeprefix(place)] = tensor
+    return found
+
+
+def ours_of(model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by their public names as those of our parameters."""
+
+    def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        return tensors[name][tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
+
+    found = {}
+    for name, links in conversion(model).links.items():
+        found[name] = torch.full(links[0].ours.shape, float("nan"), dtype=torch.float64)
+        fill_ours(links, (0,) * found[name].dim(), found[name], read)
+    return found
+
+
+def distances(given: Mapping[str, Any], samples: Sequence[Sequence[int]]) -> dict[str, float]:
+    """The largest difference of logits, and of each gradient relative to its largest element."""
+    config = config_of(given)
+    model = built(config)
+    seen = micro_batch(samples, config)
+    for name in ("gemma3", "siglip"):  # their modules must exist before `wide`
+        importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    with wide("gemma3", "siglip"):
+        library = drawn(library_of(given))
+        weights = {name: x.detach() for name, x in library.named_parameters()}
+        logits = library(**seen.theirs).logits  # type: ignore[operator]
+        summed_loss(logits, seen.ours["labels"]).backward()
+    own = model.parameters()
+    with torch.no_grad():
+        for name, weight in ours_of(model, public(weights)).items():
+            own[name].copy_(weight)
+    model.loss(seen.ours)[0].backward()
+    found = {"logits": _relative(model.logits(seen.ours), logits)}
+    gradients = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in library.named_parameters()}
+    has_images = "pixel_values" in seen.theirs
+    for name, expected in ours_of(model, public(gradients)).items():
+        gradient = own[name].grad
+        assert gradient is not None, name
+        if name.startswith("tower.") and not has_images:
+            assert not gradient.any(), name
+            continue
+        assert expected.abs().max() > 1e-9, f"{name} has no gradient in the library's model"
+        found[name] = _relative(gradient, expected)
+    return found
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    return float((found.detach() - expected.detach()).abs().max() / expected.detach().abs().max())

@@ -93,3 +93,9 @@ def write_texts() -> Callable[[str, int, str], Samples]:
 @pytest.fixture
 def paint() -> Callable[[int], bytes]:
     return picture
+
+
+@pytest.fixture
+def encoders(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    return "own_encoders"

@@ -2,15 +2,25 @@
 
 import io
 import json
+import logging
+import re
+import struct
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mplug_energon.packing import Size, pack
 
-from mplug import Loader, MicroBatch
+from mplug import Loader, MicroBatch, UsageError
 from mplug.training.assembly import build_loader
+from mplug_testing import DataSuite
 from mplug_testing.harness import tiny_run
+from mplug_testing.resume import require_exact_resume
 
 pytest.importorskip("mplug_qwen_vl")
 Image = pytest.importorskip("PIL.Image")
@@ -70,11 +80,13 @@ def sample(record: Any, *pictures: bytes, **files: bytes) -> dict[str, bytes]:
 
 
 def pictured(number: int) -> dict[str, bytes]:
-    """A question with none to two pictures before, between or behind its words."""
+    """A question with none to two pictures, which parts mention, or marks in the text of every fourth question."""
     colours = [list(COLOURS)[(number + one) % 3] for one in range(number % 3)]
-    parts: list[Any] = [{"type": "text", "text": f"{number}:"}, *({"type": "image"} for _ in colours)]
+    content: Any = [{"type": "text", "text": f"{number}:"}, *({"type": "image"} for _ in colours)]
+    if number % 4 == 1:
+        content = f"{number}:" + "<image>" * len(colours)
     pictures = [drawn(colour, 8 + 4 * (number % 5), 8) for colour in colours]
-    return sample(asked(parts, " ".join(colours) or "none"), *pictures)
+    return sample(asked(content, " ".join(colours) or "none"), *pictures)
 
 
 def loader(path: Path, split: str = "train", **changes: Any) -> Loader:
@@ -144,3 +156,312 @@ def test_pictures_stand_where_the_parts_mention_them_and_only_answers_are_target
     colours = batch["patches"][0].view(12, 3, -1).mean(-1)  # the channel with the largest mean
     assert colours[:4].argmax(1).tolist() == [0] * 4
     assert colours[4:].argmax(1).tolist() == [2] * 8
+
+
+def test_a_mark_in_the_text_stands_for_the_next_picture(made: Callable[..., Path]) -> None:
+    path = made(sample(asked("<image>or<image>", "first"), drawn("red"), drawn("blue")))
+    expected = chatml(("user", [*of_picture(1), *b"or", *of_picture(1)]), ("assistant", b"first"))
+    assert first(path)["tokens"][0].tolist()[: len(expected)] == expected
+    with pytest.raises(UsageError, match=r"no message mentions its picture '0\.png'"):
+        first(path, **{"data.picture_mark": None})
+
+
+def test_pictures_may_be_named_and_lie_in_the_folder_of_the_data_set(made: Callable[..., Path]) -> None:
+    parts = [{"type": "image", "image": name} for name in ("art/blue.png", "1.png", "k0.0.png")]
+    path = made(sample(asked(parts, "blue green red"), drawn("red"), drawn("green")))
+    (path / "art").mkdir()
+    (path / "art" / "blue.png").write_bytes(drawn("blue"))
+    assert colours_of(first(path)) == ["blue", "green", "red"]
+
+
+def test_a_conversation_may_list_its_pictures(made: Callable[..., Path]) -> None:
+    record = {**asked([{"type": "image"}, {"type": "image"}], "blue red"), "images": ["blue.png", "0.png"]}
+    path = made(sample(record, drawn("red")))
+    (path / "blue.png").write_bytes(drawn("blue"))
+    assert colours_of(first(path)) == ["blue", "red"]
+
+
+def test_eleven_pictures_come_in_the_order_of_their_numbers(made: Callable[..., Path]) -> None:
+    colours = [list(COLOURS)[number % 3] for number in range(11)]
+    record = asked([{"type": "image"}] * 11, "many")
+    assert colours_of(first(made(sample(record, *map(drawn, colours))))) == colours
+
+
+def colours_of(batch: MicroBatch) -> list[str]:
+    """The colour of each picture of a micro batch, from its patches."""
+    segments = batch["patches"][0].split([length for length in batch["patch_lengths"][0].tolist() if length])
+    channels = [segment.view(len(segment), 3, -1).mean((0, 2)).argmax() for segment in segments]
+    return [list(COLOURS)[int(channel)] for channel in channels]
+
+
+def test_a_video_is_a_list_of_frames_for_a_model_that_takes_videos(made: Callable[..., Path]) -> None:
+    frames = [{"type": "video", "video": [f"{number}.png" for number in range(4)]}]
+    path = made(sample(asked(frames, "it moves"), *map(drawn, ("red", "green", "blue", "red"))))
+    batch = first(path, **{"model.vision": {**VISION, "tokens_per_second": 2}})
+    expected = chatml(("user", [START, VIDEO, VIDEO, END]), ("assistant", b"it moves"))
+    assert batch["tokens"][0].tolist()[: len(expected)] == expected
+    with pytest.raises(UsageError, match=r"the video of '0\.png': this model has the time of each frame"):
+        first(path)
+
+
+def test_the_marks_that_a_template_writes_are_replaced_by_the_tokens_of_the_pictures(
+    made: Callable[..., Path], tmp_path: Path
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% for part in message['content'] %}"
+        "{% if part['type'] == 'image' %}<|see|><|pad|><|seen|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    special = ["<|im_start|>", "<|im_end|>", "<|see|>", "<|seen|>", "<|pad|>"]
+    own = {"data.template": str(template), "data.special_tokens": special}
+    numbers = {"start_token": 259, "end_token": 260, "image_token": 261, "video_token": 303}
+    parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "image"}]
+    path = made(sample(asked(parts, "red blue"), drawn("red", 16, 8), drawn("blue")))
+    batch = first(path, **own, **{"model.vision": {**VISION, **numbers}})
+    question = [*b"a", 259, 261, 261, 260, 259, 261, 260]
+    expected = chatml(("user", question), ("assistant", b"red blue"))
+    assert batch["tokens"][0].tolist()[: len(expected)] == expected
+    assert targets(batch) == [*b"red blue", IM_END]
+    with pytest.raises(UsageError, match=r"writes marks of 0 of its 2 pictures.*use the tokenizer and the template"):
+        first(path, **own)
+
+
+def test_a_picture_in_an_answer_and_behind_the_last_answer_is_no_target(made: Callable[..., Path]) -> None:
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "this:"}, {"type": "image"}]}
+    after = {"role": "user", "content": [{"type": "image"}]}
+    record = {"messages": [{"role": "user", "content": "Show"}, answer, after]}
+    batch = first(made(sample(record, drawn("red"), drawn("blue"))))
+    assert targets(batch) == [*b"this:", IM_END]
+    assert colours_of(batch) == ["red"]
+
+
+# Packing.
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 9)), max_size=40), st.integers(1, 5))
+def test_no_sample_exceeds_a_budget_and_every_conversation_is_in_one(sizes: list[tuple[int, int]], most: int) -> None:
+    bins = pack([Size(*size) for size in sizes], Size(20, 9), most)
+    assert sorted(item for one in bins for item in one) == list(range(len(sizes)))
+    for one in bins:
+        assert 0 < len(one) <= most
+        assert sum(sizes[item][0] for item in one) <= 20
+        assert sum(sizes[item][1] for item in one) <= 9
+
+
+def test_large_conversations_are_placed_first_and_leave_the_least_room() -> None:
+    sizes = [Size(5, 0), Size(3, 0), Size(6, 0), Size(2, 0), Size(4, 0)]
+    assert pack(sizes, Size(10, 1), 9) == [[0, 1, 3], [2, 4]]
+    assert pack([Size(1, 3), Size(1, 3), Size(1, 2)], Size(10, 5), 9) == [[0, 2], [1]]
+
+
+def documents(batch: MicroBatch) -> list[tuple[tuple[int, ...], ...]]:
+    """(tokens, labels, positions, coordinates of rows) of each document with an answer."""
+    found = []
+    for row, lengths in enumerate(batch["document_lengths"].tolist()):
+        ends = [length for length in lengths if length]
+        columns = [batch[name][row].split(ends) for name in ("tokens", "labels", "positions", "coordinates")]
+        for tokens, labels, positions, coordinates in zip(*columns, strict=True):
+            assert positions.tolist() == list(range(len(positions)))
+            if any(label >= 0 for label in labels.tolist()):
+                entries = (tokens, labels, coordinates.flatten())
+                found.append(tuple(tuple(entry.tolist()) for entry in entries))
+    return found
+
+
+def test_packed_conversations_are_those_that_have_a_sample_of_their_own(conversations: Path) -> None:
+    whole = {"data.streams": 1, "data.shuffle_buffer_size": None, "data.max_samples_per_sequence": None}
+    alone = list(loader(conversations, **whole).take(40))
+    expected = set()
+    for batch in alone:
+        for row in range(len(batch["tokens"])):
+            end = batch["tokens"][row].tolist().index(256)
+            entries = (batch[name][row, :end] for name in ("tokens", "labels", "coordinates"))
+            expected.add(tuple(tuple(entry.flatten().tolist()) for entry in entries))
+    found, rows = list[Any](), list[int]()
+    single = {"data.max_rows": 24, "trainer.micro_batch_size": 1}
+    for batch in loader(conversations, **whole, **PACKED, **single).take(40):
+        found += documents(batch)
+        rows.append(int(batch["patch_lengths"].sum()))
+    assert len(found) > 60  # of 40 samples
+    assert set(found) == expected
+    assert len(expected) == 40
+    assert max(rows) == 24
+
+
+def test_a_long_conversation_keeps_whole_pictures(made: Callable[..., Path]) -> None:
+    """The picture that does not fit whole is not in the sample, nor what follows it."""
+    begin = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    long = {"messages": [*begin, *asked([{"type": "text", "text": "c" * 5}, {"type": "image"}], "d" * 50)["messages"]]}
+    path = made(sample(long, drawn("red", 32, 32)))
+    batch = first(path, **{"trainer.seq_length": 50})  # the picture would begin at 34 and end at 52
+    tokens = batch["tokens"][0].tolist()
+    assert tokens[33:] == [*b"c", *[256] * 16]
+    assert batch["vision_rows"].max() == -1
+    assert targets(batch) == [*b"b", IM_END]
+    with pytest.raises(UsageError, match=r"'k0\.json', 'k0\.0\.png': it has \d+ tokens and 64 rows"):
+        first(path, **{"trainer.seq_length": 50, "data.too_long": "refuse"})
+    assert START in first(path, **{"data.max_rows": 64})["tokens"][0].tolist()
+    with pytest.raises(UsageError, match=r"a picture of 18 tokens and 64 rows is larger than a sample"):
+        first(path, **{"data.max_rows": 63})
+
+
+# What cannot be used.
+
+ANSWERED = asked([{"type": "image"}], "red")
+
+
+def bomb() -> bytes:
+    """A PNG of 400 million pixels in a few bytes."""
+    header = struct.pack(">IIBBBBB", 20_000, 20_000, 1, 0, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
+    framed = (struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in chunks)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(framed)
+
+
+BAD = {
+    "a damaged picture": (sample(ANSWERED, drawn("red")[:-30]), "the picture '0.png': the picture is damaged"),
+    "no picture": (sample(ANSWERED, b"nothing"), "the picture '0.png': the bytes are no picture"),
+    "a decompression bomb": (sample(ANSWERED, bomb()), "the picture '0.png': .*pixels"),
+    "a missing file": (
+        sample(asked([{"type": "image", "image": "gone.png"}], "red")),
+        "the picture 'gone.png' is neither a file of the sample nor one of the data set's folder",
+    ),
+    "a file above the folder": (
+        sample(asked([{"type": "image", "image": "../secret.png"}], "red")),
+        "the picture '../secret.png' is outside of the data set's folder",
+    ),
+    "a link out of the folder": (
+        sample(asked([{"type": "image", "image": "link.png"}], "red")),
+        "the picture 'link.png' is outside of the data set's folder",
+    ),
+    "an absolute path": (sample(asked([{"type": "image", "image": "/etc/passwd"}], "red")), "'/etc/passwd' is outside"),
+    "an address": (sample(asked([{"type": "image", "image": "https://a/b.png"}], "red")), "is not in the sample"),
+    "a picture that no text mentions": (sample(asked("Hi", "red"), drawn("red")), "no message mentions its picture"),
+    "a text that mentions an absent picture": (sample(ANSWERED), "its text mentions 1 pictures, and it has 0"),
+    "a picture larger than a sample": (
+        sample(ANSWERED, drawn("red", 256, 256)),
+        r"a picture of \d+ tokens and \d+ rows is larger than a sample \(trainer.seq_length=96",
+    ),
+    "a picture that the model refuses": (sample(ANSWERED, drawn("red", 1000, 4)), "200 times as long as it is wide"),
+    "no answer": (sample({"messages": [{"role": "user", "content": "Hi"}]}), "it has no answer"),
+    "a special token": (sample(asked("<|im_end|>", "red")), "a message has the text of a special token"),
+    "no JSON": ({"json": b"{"}, "its JSON cannot be read"),
+    "no messages": ({"json": b"[1]"}, "its JSON has no list 'messages'"),
+    "no JSON file": ({"txt": b"Hi"}, "it has no file '.json'"),
+    "an unknown part": (sample(asked([{"type": "audio"}], "red")), 'message 1 has the part {"type": "audio"}'),
+    "a sample weight": (sample({**asked("Hi", "red"), "weight": 2}), "it has the weight 2"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_cannot_be_used_ends_the_run_or_is_counted_and_logged_with_its_key(
+    made: Callable[..., Path], what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, words = BAD[what]
+    path = made(*[sample(asked("Hi", "good"))] * 2, bad, bad)
+    (path.parent / "secret.png").write_bytes(drawn("red"))
+    (path / "link.png").symlink_to(path.parent / "secret.png")
+    larger = {"model.vision": {**VISION, "max_pixels": 1 << 16}}
+    with pytest.raises(UsageError, match=rf"'k[23]\.(json|txt)'.*: .*{words}"):
+        list(loader(path, **larger, **{"data.streams": 1}).take(4))
+    with caplog.at_level(logging.WARNING, "mplug.energon"):
+        (*_, last) = loader(path, **larger, **{"data.streams": 1, "data.on_error": "skip"}).take(5)
+    assert targets(last) == [*b"good", IM_END]
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) >= 2
+    assert re.search(
+        rf"^a sample is omitted \(.*'k[23]\.(json|txt)'.*\): .*{words}.*; this process has omitted 1 for", lines[0]
+    )
+    assert "; this process has omitted 2 for " in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data.task_encoder": "conversation"}, r"neither a bundled encoder \(text, image-text, conversations\)"),
+        ({"data.task_encoder": "text", "data.max_rows": 9}, r"data\.max_rows is for conversations"),
+        ({"data.task_encoder_options": {"pixels": 8}}, r"data\.task_encoder_options has no effect on"),
+        ({"data.entries": ["images"]}, r"data\.entries has no effect on"),
+        ({"data.template": "nowhere"}, r"data\.template 'nowhere' is neither a built-in template"),
+        ({"data.packing_buffer_size": 9, "data.max_documents": 99}, r"data\.max_documents=99 is more than trainer"),
+        ({"model.vision": None}, r"supplies samples with media, and models/qwen-vl takes none"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(conversations: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        loader(conversations, **changes)
+
+
+def test_a_typed_data_set_is_refused(text_set: Path) -> None:
+    with pytest.raises(UsageError, match="it is a TextSample; prepare data sets of conversations with --sample"):
+        first(text_set)
+
+
+def test_a_custom_encoder_may_supply_media(text_set: Path, encoders: str) -> None:
+    own: dict[str, Any] = {"data.task_encoder": f"{encoders}:Seeing", "data.entries": ["streams"]}
+    batch = first(text_set, 2, **own)
+    pictures = [(row == IMAGE).sum() * 4 for row in batch["tokens"]]
+    assert batch["patch_lengths"].tolist() == [pictures]
+    for wrong, words in (
+        ("media", r"returns no 'media' \(it returns tokens, labels\)"),
+        ("tokens of no picture", r"returns tokens that do not fit its media: sample 0 of the micro batch"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            first(text_set, **own, **{"data.task_encoder_options": {"wrong": wrong}})
+
+
+# The order, and runs.
+
+
+@pytest.mark.parametrize(("before", "after"), [("dp2", ""), ("", "dp4"), ("dp4", "dp2")])
+def test_packed_conversations_of_a_blend_resume_exactly_under_another_number_of_ranks(
+    tmp_path: Path, conversations: Path, made: Callable[..., Path], before: str, after: str
+) -> None:
+    other = made(*(sample(asked(f"{number}?<image>", "green"), drawn("green")) for number in range(8)))
+    parts = [{"path": str(conversations), "weight": 3}, {"path": str(other), "weight": 1}]
+    named = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
+    blend = tmp_path / "blend.yaml"
+    blend.write_text(yaml.safe_dump({**named, "splits": {"train": {"blend": parts}}}))
+    own = {**TINY, **PACKED, "data.path": str(blend), "data.streams": 4, "trainer.micro_batch_size": 2}
+    require_exact_resume(own, before, [8, 4, 12], after, count=16)
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_worker_processes_resume_exactly(conversations: Path) -> None:
+    own = {"data.path": str(conversations), "data.num_workers": 1, "trainer.micro_batch_size": 2}
+    require_exact_resume({**TINY, **PACKED, **own}, "dp2", [8], "", count=8)
+
+
+class TestConversations(DataSuite):
+    plugin = "energon"
+    settings = {**TINY, **PACKED, "data.streams": 4}
+    examples = {
+        "train_part": ["no-such-part"],
+        "validation_part": ["no-such-part"],
+        "task_encoder": ["text"],
+        "task_encoder_options": [{"no_such_option": 1}],
+        "entries": [["no_such_entry"]],
+        "tokenizer": ["no-such-tokenizer"],
+        "tokenizer_options": [{"no_such_option": 1}],
+        "template": ["llama3"],
+        "special_tokens": [["<|im_start|>", "<|im_end|>", "?"]],
+        "picture_mark": [":"],
+        "max_samples_per_sequence": [1, 5],
+        "max_pixels": [65],
+        "max_rows": [9],
+        "max_documents": [3],
+        "packing_buffer_size": [2],
+    }
+    without_effect = {
+        "num_workers": "workers read the samples that the main process would read (a test resumes with some)",
+        "on_error": "every sample of this set can be used (tests above have others)",
+        "too_long": "every sample of this set is short enough (a test above has another)",
+        "template_variables": "chatml has no variables; a template file sees them (mplug_tokenization tests it)",
+    }
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def of_conversations(cls, conversations: Path) -> None:
+        cls.settings = {**cls.settings, "data.path": str(conversations)}

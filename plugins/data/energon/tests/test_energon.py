@@ -248,12 +248,6 @@ def test_settings_that_cannot_work_are_refused_before_launch(
         check_data(tiny_run({**TINY, "data.path": str(text_set), **changes}))
 
 
-@pytest.fixture
-def encoders(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    return "own_encoders"
-
-
 @pytest.mark.parametrize(
     ("encoder", "what"),
     [

@@ -117,7 +117,7 @@ class Template:
             written = self.text([{"role": "user", "content": [{"type": "text", "text": probe}]}])
         except ValueError:
             return False
-        return probe in written and "type" not in written
+        return probe in written and "'type'" not in written and '"type"' not in written
 
     def text(self, messages: Sequence[Message], tools: Any = None, prompt: bool = False) -> str:
         """The text of messages; with `prompt`, also an answer's header. Raises ValueError if the template fails."""

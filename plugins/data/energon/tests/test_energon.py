@@ -34,7 +34,7 @@ TINY: dict[str, Any] = {
     "data.shuffle_buffer_size": 8,
     "trainer.seq_length": S,
 }
-IMAGES = {"data.task_encoder": "mplug_energon.encoders:ImageText"}
+IMAGES = {"data.task_encoder": "image-text"}
 
 
 class TestEnergon(DataSuite):

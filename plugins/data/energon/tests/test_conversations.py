@@ -14,6 +14,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mplug_energon import Energon
 from mplug_energon.packing import Size, pack
 
 from mplug import Loader, MicroBatch, UsageError
@@ -225,6 +226,56 @@ def test_the_marks_that_a_template_writes_are_replaced_by_the_tokens_of_the_pict
     assert targets(batch) == [*b"red blue", IM_END]
     with pytest.raises(UsageError, match=r"writes marks of 0 of its 2 pictures.*use the tokenizer and the template"):
         first(path, **own)
+
+
+VISION_TEMPLATE = (
+    "{% for message in messages %}{% if loop.first and message.role != 'system' %}<|im_start|>system\nHi<|im_end|>\n"
+    "{% endif %}<|im_start|>{{ message.role }}\n{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' or 'image' in part %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in part %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+VISION_TOKENS = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+
+
+def published(folder: Path) -> Any:
+    """A folder of a published tokenizer of bytes with a template for pictures, and the library's tokenizer of it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    alphabet = {byte: number for number, byte in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(alphabet, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(VISION_TOKENS)
+    library = transformers.PreTrainedTokenizerFast(tokenizer_object=made, chat_template=VISION_TEMPLATE)
+    library.save_pretrained(folder)
+    return library
+
+
+def test_the_tokens_of_a_published_folder_are_those_of_the_library(made: Callable[..., Path], tmp_path: Path) -> None:
+    library = published(tmp_path / "published")
+    numbers = {text: library.convert_tokens_to_ids(text) for text in VISION_TOKENS}
+    parts = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "Which is red?"}]
+    record = asked(parts, "Both.")
+    vision = {
+        "start_token": numbers["<|vision_start|>"],
+        "end_token": numbers["<|vision_end|>"],
+        "image_token": numbers["<|image_pad|>"],
+        "video_token": numbers["<|video_pad|>"],
+    }
+    folder = Energon.folder_settings(
+        tmp_path / "published", "huggingface", {"path": f"{tmp_path}/published/tokenizer.json"}
+    )
+    batch = first(
+        made(sample(record, drawn("red", 16, 8), drawn("red"))),
+        **{f"data.{name}": value for name, value in folder.items()},
+        **{"model.vision": {**VISION, **vision}, "trainer.seq_length": 128},
+    )
+    text = library.apply_chat_template(record["messages"], tokenize=False)
+    text = text.replace("<|image_pad|>", "<|image_pad|>" * 2, 1)  # the tokens of the first picture
+    expected = library(text, add_special_tokens=False)["input_ids"]
+    assert batch["tokens"][0].tolist()[: len(expected)] == expected
+    assert library.decode(targets(batch)) == "Both.<|im_end|>"
 
 
 def test_a_picture_in_an_answer_and_behind_the_last_answer_is_no_target(made: Callable[..., Path]) -> None:

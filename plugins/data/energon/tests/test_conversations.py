@@ -1,12 +1,6 @@
-"""Conversations with pictures: their tokens, targets and pictures, packed and alone, and what cannot be used."""
+"""Conversations with pictures: their tokens, targets and pictures, packed and alone; their order and runs."""
 
-import io
-import json
-import logging
-import re
-import struct
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,128 +10,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mplug_energon import Energon
 from mplug_energon.packing import Size, pack
+from picture_talks import (
+    COLOURS,
+    END,
+    IM_END,
+    IMAGE,
+    PACKED,
+    START,
+    TINY,
+    VIDEO,
+    VISION,
+    asked,
+    chatml,
+    drawn,
+    first,
+    loader,
+    of_picture,
+    sample,
+    targets,
+)
 
-from mplug import Loader, MicroBatch, UsageError
-from mplug.training.assembly import build_loader
+from mplug import MicroBatch, UsageError
 from mplug_testing import DataSuite
-from mplug_testing.harness import tiny_run
 from mplug_testing.resume import require_exact_resume
 
 pytest.importorskip("mplug_qwen_vl")
-Image = pytest.importorskip("PIL.Image")
-S = 96
-IMAGE, VIDEO, START, END = 300, 301, 302, 303
-IM_START, IM_END = 257, 258
-VISION = {
-    "num_layers": 1,
-    "hidden_size": 16,
-    "num_attention_heads": 2,
-    "ffn_hidden_size": 16,
-    "patch_size": 4,
-    "patch_frames": 2,
-    "position_grid": 4,
-    "min_pixels": 64,
-    "max_pixels": 1024,
-    "deepstack_blocks": [0],
-    "image_token": IMAGE,
-    "video_token": VIDEO,
-    "start_token": START,
-    "end_token": END,
-}
-TINY: dict[str, Any] = {
-    "model.name": "qwen-vl",
-    "model.hidden_size": 32,
-    "model.num_layers": 2,
-    "model.num_attention_heads": 2,
-    "model.num_kv_heads": 1,
-    "model.ffn_hidden_size": 32,
-    "model.vocab_size": 304,
-    "model.rope_division": "alternating",
-    "model.rope_sections": [4, 2, 2],
-    "model.vision": VISION,
-    "data.name": "energon",
-    "data.task_encoder": "conversations",
-    "data.streams": 2,
-    "data.shuffle_buffer_size": 8,
-    "trainer.seq_length": S,
-}
-PACKED = {"data.packing_buffer_size": 12, "data.max_documents": 8, "kernels.default": None}
-COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
-
-
-def drawn(colour: str, width: int = 8, height: int = 8) -> bytes:
-    held = io.BytesIO()
-    Image.new("RGB", (width, height), COLOURS[colour]).save(held, "PNG")
-    return held.getvalue()
-
-
-def asked(content: Any, answer: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]}
-
-
-def sample(record: Any, *pictures: bytes, **files: bytes) -> dict[str, bytes]:
-    numbered = {f"{number}.png": picture for number, picture in enumerate(pictures)}
-    return {"json": json.dumps(record).encode(), **numbered, **files}
-
-
-def pictured(number: int) -> dict[str, bytes]:
-    """A question with none to two pictures, which parts mention, or marks in the text of every fourth question."""
-    colours = [list(COLOURS)[(number + one) % 3] for one in range(number % 3)]
-    content: Any = [{"type": "text", "text": f"{number}:"}, *({"type": "image"} for _ in colours)]
-    if number % 4 == 1:
-        content = f"{number}:" + "<image>" * len(colours)
-    pictures = [drawn(colour, 8 + 4 * (number % 5), 8) for colour in colours]
-    return sample(asked(content, " ".join(colours) or "none"), *pictures)
-
-
-def loader(path: Path, split: str = "train", **changes: Any) -> Loader:
-    run = tiny_run({**TINY, "data.path": str(path), **changes})
-    run.device = "cpu"
-    return build_loader(run, split)
-
-
-Prepare = Callable[..., Path]
-
-
-@pytest.fixture
-def made(tmp_path: Path, prepare: Prepare) -> Callable[..., Path]:
-    """A data set of these samples; a stream of it repeats them."""
-
-    def make(*samples: dict[str, bytes]) -> Path:
-        named = {f"k{number}": files for number, files in enumerate(samples)}
-        return prepare(tmp_path / "set", {"train": [named]}, "CrudeWebdataset")
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def conversations(tmp_path_factory: pytest.TempPathFactory, prepare: Prepare) -> Path:
-    parts = {
-        "train": [{f"a{n:02}": pictured(n) for n in range(20)}, {f"b{n:02}": pictured(20 + n) for n in range(20)}],
-        "val": [{f"c{n:02}": pictured(40 + n) for n in range(20)}],
-    }
-    return prepare(tmp_path_factory.mktemp("sets") / "conversations", parts, "CrudeWebdataset")
-
-
-def first(path: Path, count: int = 1, **changes: Any) -> MicroBatch:
-    own = {"data.streams": 1, "trainer.micro_batch_size": count}
-    return next(loader(path, **{**own, **changes}).take(count))
-
-
-def chatml(*turns: tuple[str, Sequence[int]]) -> list[int]:
-    tokens: list[int] = []
-    for role, content in turns:
-        tokens += [IM_START, *f"{role}\n".encode(), *content, IM_END, *b"\n"]
-    return tokens
-
-
-def of_picture(tokens: int) -> list[int]:
-    return [START, *[IMAGE] * tokens, END]
-
-
-def targets(batch: MicroBatch, row: int = 0) -> list[int]:
-    return [label for label in batch["labels"][row].tolist() if label >= 0]
-
+pytest.importorskip("PIL")
 
 # Tokens, targets and pictures.
 
@@ -356,111 +254,6 @@ def test_a_long_conversation_keeps_whole_pictures(made: Callable[..., Path]) -> 
     assert START in first(path, **{"data.max_rows": 64})["tokens"][0].tolist()
     with pytest.raises(UsageError, match=r"a picture of 18 tokens and 64 rows is larger than a sample"):
         first(path, **{"data.max_rows": 63})
-
-
-# What cannot be used.
-
-ANSWERED = asked([{"type": "image"}], "red")
-
-
-def bomb() -> bytes:
-    """A PNG of 400 million pixels in a few bytes."""
-    header = struct.pack(">IIBBBBB", 20_000, 20_000, 1, 0, 0, 0, 0)
-    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
-    framed = (struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in chunks)
-    return b"\x89PNG\r\n\x1a\n" + b"".join(framed)
-
-
-BAD = {
-    "a damaged picture": (sample(ANSWERED, drawn("red")[:-30]), "the picture '0.png': the picture is damaged"),
-    "no picture": (sample(ANSWERED, b"nothing"), "the picture '0.png': the bytes are no picture"),
-    "a decompression bomb": (sample(ANSWERED, bomb()), "the picture '0.png': .*pixels"),
-    "a missing file": (
-        sample(asked([{"type": "image", "image": "gone.png"}], "red")),
-        "the picture 'gone.png' is neither a file of the sample nor one of the data set's folder",
-    ),
-    "a file above the folder": (
-        sample(asked([{"type": "image", "image": "../secret.png"}], "red")),
-        "the picture '../secret.png' is outside of the data set's folder",
-    ),
-    "a link out of the folder": (
-        sample(asked([{"type": "image", "image": "link.png"}], "red")),
-        "the picture 'link.png' is outside of the data set's folder",
-    ),
-    "an absolute path": (sample(asked([{"type": "image", "image": "/etc/passwd"}], "red")), "'/etc/passwd' is outside"),
-    "an address": (sample(asked([{"type": "image", "image": "https://a/b.png"}], "red")), "is not in the sample"),
-    "a picture that no text mentions": (sample(asked("Hi", "red"), drawn("red")), "no message mentions its picture"),
-    "a text that mentions an absent picture": (sample(ANSWERED), "its text mentions 1 pictures, and it has 0"),
-    "a picture larger than a sample": (
-        sample(ANSWERED, drawn("red", 256, 256)),
-        r"a picture of \d+ tokens and \d+ rows is larger than a sample \(trainer.seq_length=96",
-    ),
-    "a picture that the model refuses": (sample(ANSWERED, drawn("red", 1000, 4)), "200 times as long as it is wide"),
-    "no answer": (sample({"messages": [{"role": "user", "content": "Hi"}]}), "it has no answer"),
-    "a special token": (sample(asked("<|im_end|>", "red")), "a message has the text of a special token"),
-    "no JSON": ({"json": b"{"}, "its JSON cannot be read"),
-    "no messages": ({"json": b"[1]"}, "its JSON has no list 'messages'"),
-    "no JSON file": ({"txt": b"Hi"}, "it has no file '.json'"),
-    "an unknown part": (sample(asked([{"type": "audio"}], "red")), 'message 1 has the part {"type": "audio"}'),
-    "a sample weight": (sample({**asked("Hi", "red"), "weight": 2}), "it has the weight 2"),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_what_cannot_be_used_ends_the_run_or_is_counted_and_logged_with_its_key(
-    made: Callable[..., Path], what: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    bad, words = BAD[what]
-    path = made(*[sample(asked("Hi", "good"))] * 2, bad, bad)
-    (path.parent / "secret.png").write_bytes(drawn("red"))
-    (path / "link.png").symlink_to(path.parent / "secret.png")
-    larger = {"model.vision": {**VISION, "max_pixels": 1 << 16}}
-    with pytest.raises(UsageError, match=rf"'k[23]\.(json|txt)'.*: .*{words}"):
-        list(loader(path, **larger, **{"data.streams": 1}).take(4))
-    with caplog.at_level(logging.WARNING, "mplug.energon"):
-        (*_, last) = loader(path, **larger, **{"data.streams": 1, "data.on_error": "skip"}).take(5)
-    assert targets(last) == [*b"good", IM_END]
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) >= 2
-    assert re.search(
-        rf"^a sample is omitted \(.*'k[23]\.(json|txt)'.*\): .*{words}.*; this process has omitted 1 for", lines[0]
-    )
-    assert "; this process has omitted 2 for " in lines[1]
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"data.task_encoder": "conversation"}, r"neither a bundled encoder \(text, image-text, conversations\)"),
-        ({"data.task_encoder": "text", "data.max_rows": 9}, r"data\.max_rows is for conversations"),
-        ({"data.task_encoder_options": {"pixels": 8}}, r"data\.task_encoder_options has no effect on"),
-        ({"data.entries": ["images"]}, r"data\.entries has no effect on"),
-        ({"data.template": "nowhere"}, r"data\.template 'nowhere' is neither a built-in template"),
-        ({"data.packing_buffer_size": 9, "data.max_documents": 99}, r"data\.max_documents=99 is more than trainer"),
-        ({"model.vision": None}, r"supplies samples with media, and models/qwen-vl takes none"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(conversations: Path, changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        loader(conversations, **changes)
-
-
-def test_a_typed_data_set_is_refused(text_set: Path) -> None:
-    with pytest.raises(UsageError, match="it is a TextSample; prepare data sets of conversations with --sample"):
-        first(text_set)
-
-
-def test_a_custom_encoder_may_supply_media(text_set: Path, encoders: str) -> None:
-    own: dict[str, Any] = {"data.task_encoder": f"{encoders}:Seeing", "data.entries": ["streams"]}
-    batch = first(text_set, 2, **own)
-    pictures = [(row == IMAGE).sum() * 4 for row in batch["tokens"]]
-    assert batch["patch_lengths"].tolist() == [pictures]
-    for wrong, words in (
-        ("media", r"returns no 'media' \(it returns tokens, labels\)"),
-        ("tokens of no picture", r"returns tokens that do not fit its media: sample 0 of the micro batch"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            first(text_set, **own, **{"data.task_encoder_options": {"wrong": wrong}})
 
 
 # The order, and runs.

@@ -34,7 +34,7 @@ TINY: dict[str, Any] = {
     "data.shuffle_buffer_size": 8,
     "trainer.seq_length": S,
 }
-IMAGES = {"data.task_encoder": "mplug_energon.encoders:ImageText"}
+IMAGES = {"data.task_encoder": "image-text"}
 
 
 class TestEnergon(DataSuite):
@@ -50,9 +50,17 @@ class TestEnergon(DataSuite):
         "tokenizer_options": [{"no_such_option": 1}],
         "max_samples_per_sequence": [1, 5],
         "packing_buffer_size": [2],  # which this encoder, without packing, refuses
+        "template_variables": [{"bos_token": "<s>"}],  # only for conversations, as those below
+        "special_tokens": [["<|end|>"]],
+        "picture_mark": ["<picture>"],
+        "max_pixels": [9],
+        "max_rows": [9],
+        "too_long": ["refuse"],
+        "max_documents": [9],
     }
     without_effect = {
         "num_workers": "workers read the samples that the main process would read (tests below resume with some)",
+        "template": "it is for conversations, and may come from the folder of a published checkpoint",
         "on_error": "every sample of this set can be read (tests below have a broken one)",
     }
 
@@ -238,12 +246,6 @@ def test_settings_that_cannot_work_are_refused_before_launch(
         (tmp_path / f"weight{weight}.yaml").write_text(blend)
     with pytest.raises(UsageError, match=what):
         check_data(tiny_run({**TINY, "data.path": str(text_set), **changes}))
-
-
-@pytest.fixture
-def encoders(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    return "own_encoders"
 
 
 @pytest.mark.parametrize(

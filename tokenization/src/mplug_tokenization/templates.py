@@ -8,8 +8,9 @@ clock, so a conversation always gives the same text.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -61,7 +62,7 @@ Message = Mapping[str, Any]
 class _Generation(Extension):
     """The tag `{% generation %} ... {% endgeneration %}`, with which some templates mark answers, as plain text."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 (as the base class declares it)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         """The nodes between the tags. `Template.render` finds answers by prefixes, which works for every template."""
@@ -107,6 +108,16 @@ class Template:
                 f"data.template '{self.name}', line {error.lineno}, is not valid Jinja: {error.message}; correct it"
             ) from None
         object.__setattr__(self, "_compiled", compiled)
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether it supports content as a list of parts `{"type": "text", "text": ...}`; other templates need text."""
+        probe = "A question?"
+        try:
+            written = self.text([{"role": "user", "content": [{"type": "text", "text": probe}]}])
+        except ValueError:
+            return False
+        return probe in written and "'type'" not in written and '"type"' not in written
 
     def text(self, messages: Sequence[Message], tools: Any = None, prompt: bool = False) -> str:
         """The text of messages; with `prompt`, also an answer's header. Raises ValueError if the template fails."""
@@ -158,6 +169,8 @@ class Template:
 def _answer_length(added: str, message: Message) -> int:
     """The length of the answer with its end mark in the text that a message adds."""
     marked, content = added.rstrip(), message.get("content")
+    if isinstance(content, list) and content:
+        content = content[-1].get("text")
     ends_in_content = isinstance(content, str) and marked.endswith(content.rstrip()) and bool(content.strip())
     return len(added) if ends_in_content else len(marked)
 

@@ -1,15 +1,14 @@
 """Draw pictures of shapes, with questions and answers: a data set for models that see, made in seconds.
 
     python docs/recipes/draw_shapes.py shapes
-    mplug train --config docs/recipes/vision.yaml --set data.path=shapes
 
 A picture shows one to three equal shapes in one of its quarters. A combination is a shape, a colour, a size, a quarter
 and a number: 480 in all. The validation part has only combinations that no picture of the training part has. The place
 of each shape in its quarter, the shade of its colour and the background are random.
 
 Each sample has the files `KEY.json` and `KEY.0.png`. The JSON is a conversation of five questions about the picture, in
-a random order, each with its answer. The pictures are in WebDataset tars, which `energon prepare` indexes at the end.
-A seed determines every byte of the tars.
+a random order, each with its answer. The pictures are in WebDataset tars, which `energon prepare` indexes at the end. A seed determines every byte of the tars.
+`texts.jsonl` has the texts from which docs/vision.md trains a tokenizer.
 """
 
 import argparse
@@ -128,6 +127,13 @@ def write_part(folder: Path, part: str, shown: Sequence[Combination], number: in
         write_tar(folder / part / f"{index:04}.tar", content[index::tars])
 
 
+def write_texts(path: Path) -> None:
+    """The texts of all questions and answers, a JSON object each, for `mplug data train-tokenizer`."""
+    words = [*QUESTIONS, *SHAPES, *COLOURS, *SIZES, *PLACES, *COUNTS]
+    lines = [f"{role}\n{text}\n" for text in words for role in ("user", "assistant")]
+    path.write_text("".join(f"{json.dumps({'text': line})}\n" for line in lines * 10), encoding="utf-8")
+
+
 def prepare(folder: Path) -> None:
     """Index the tars, as `energon prepare` does, with the folders `train` and `val` as the parts."""
     from megatron.energon.tools.prepare import command
@@ -156,6 +162,7 @@ def main() -> None:
     seen, held_out = combinations(wanted.seed, wanted.held_out)
     write_part(wanted.folder, "train", seen, wanted.train, wanted.tars, wanted.seed)
     write_part(wanted.folder, "val", held_out, wanted.val, wanted.tars, wanted.seed)
+    write_texts(wanted.folder / "texts.jsonl")
     prepare(wanted.folder)
     print(f"{wanted.train} pictures of {len(seen)} combinations for training, in '{wanted.folder}/train'")
     print(f"{wanted.val} pictures of {len(held_out)} other combinations for validation, in '{wanted.folder}/val'")

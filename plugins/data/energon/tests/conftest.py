@@ -80,7 +80,7 @@ def picture_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepared(folder, parts, "CaptioningSample", image="png", caption="txt")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def prepare() -> Callable[..., Path]:
     return prepared
 

@@ -50,9 +50,17 @@ class TestEnergon(DataSuite):
         "tokenizer_options": [{"no_such_option": 1}],
         "max_samples_per_sequence": [1, 5],
         "packing_buffer_size": [2],  # which this encoder, without packing, refuses
+        "template_variables": [{"bos_token": "<s>"}],  # only for conversations, as those below
+        "special_tokens": [["<|end|>"]],
+        "picture_mark": ["<picture>"],
+        "max_pixels": [9],
+        "max_rows": [9],
+        "too_long": ["refuse"],
+        "max_documents": [9],
     }
     without_effect = {
         "num_workers": "workers read the samples that the main process would read (tests below resume with some)",
+        "template": "it is for conversations, and may come from the folder of a published checkpoint",
         "on_error": "every sample of this set can be read (tests below have a broken one)",
     }
 

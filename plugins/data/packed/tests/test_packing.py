@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mplug_packed.packing import best_fit_decreasing
-from mplug_packed.vocabulary import Vocabulary
+
+from mplug_tokenization.vocabulary import Vocabulary
 
 # Packing.
 

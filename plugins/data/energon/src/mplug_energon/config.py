@@ -4,7 +4,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from mplug import MAY_CHANGE, distinct
+from mplug import DOCUMENTS, MAY_CHANGE, STREAMS, distinct
+
+CONVERSATIONS = "conversations"
+OF_CONVERSATIONS = (
+    "template_variables", "special_tokens", "picture_mark", "max_pixels", "max_rows", "too_long", "max_documents"
+)  # fmt: skip
+"""The fields that only the task encoder of conversations uses, except the template, which a folder may supply."""
 
 
 class EnergonConfig(BaseModel):
@@ -19,9 +25,46 @@ class EnergonConfig(BaseModel):
     train_part: str = Field("train", description="the part of the data set for training")
     validation_part: str = Field("val", description="the part of the data set for validation")
     task_encoder: str = Field(
-        "mplug_energon.encoders:Text", pattern=r"^[\w.]+:\w+$", description="module:Class of the task encoder"
+        "text",
+        pattern=r"^([\w-]+|[\w.]+:\w+)$",
+        description="text, image-text, conversations, or module:Class of your own task encoder",
     )
     task_encoder_options: dict[str, Any] = Field(default_factory=dict, description="arguments of the task encoder")
+    template: str = Field(
+        "chatml",
+        description="of conversations: chatml, llama3, a Jinja file, a JSON file with 'chat_template', or the folder "
+        "of a published checkpoint; a run that begins with such a folder uses the folder's tokenizer and template",
+    )
+    template_variables: dict[str, str] = Field(
+        default_factory=dict,
+        description="of conversations: variables of a template file in addition to the messages, such as bos_token",
+    )
+    special_tokens: Annotated[list[str], AfterValidator(distinct)] | None = Field(
+        None, description="of conversations: texts that are encoded as one token each; null: those of the template"
+    )
+    picture_mark: str | None = Field(
+        "<image>",
+        min_length=1,
+        description="of conversations: the text that stands for the next picture in content that is text; null: none",
+    )
+    max_pixels: int = Field(
+        1 << 27, ge=1, description="of conversations: largest number of pixels of a picture file, by its header"
+    )
+    max_rows: int | None = Field(
+        None,
+        ge=1,
+        description="of conversations: largest number of rows of the model's streams (patches) in a sample; null: only "
+        "trainer.seq_length bounds a sample",
+    )
+    too_long: Literal["truncate", "refuse"] = Field(
+        "truncate",
+        description="of conversations with more tokens or rows than a sample: keep the beginning, or data.on_error",
+    )
+    max_documents: int = Field(
+        32,
+        ge=2,
+        description="of conversations: largest number of documents in a packed sample; its unused end is one of them",
+    )
     entries: Annotated[tuple[str, ...], AfterValidator(distinct)] = Field(
         (),
         description="entries of the task encoder in addition to tokens, labels and positions, for models that accept "
@@ -54,5 +97,17 @@ class EnergonConfig(BaseModel):
     )
     on_error: Annotated[Literal["stop", "skip"], MAY_CHANGE] = Field(
         "stop",
-        description="if a sample cannot be read or encoded: stop ends the run, skip prints the error and continues",
+        description="if a sample cannot be read or encoded: stop ends the run, skip logs and counts it, and continues",
     )
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether the task encoder is that of conversations."""
+        return self.task_encoder == CONVERSATIONS
+
+    @property
+    def all_entries(self) -> tuple[str, ...]:
+        """The entries of micro batches in addition to tokens, labels and positions."""
+        if not self.has_conversations:
+            return self.entries
+        return (STREAMS,) if self.packing_buffer_size is None else (DOCUMENTS, STREAMS)

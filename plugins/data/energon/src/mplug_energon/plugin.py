@@ -7,18 +7,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mplug import (
+    STREAMS,
     CorpusTokenizer,
     Loader,
     Tokenizer,
     UsageError,
     hookimpl,
 )
-from mplug_energon.config import EnergonConfig
+from mplug_energon.config import CONVERSATIONS, OF_CONVERSATIONS, EnergonConfig
 from mplug_tokenization import TokenizerRecord, describe_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from mplug import Run
+    from collections.abc import Mapping
 
+    from megatron.energon import TaskEncoder
+
+    from mplug import Run, RunConfig
+    from mplug_tokenization.templates import Template
+    from mplug_tokenization.vocabulary import Vocabulary
+
+NAMES = ("text", "image-text", CONVERSATIONS)
+"""The bundled task encoders."""
 META = ".nv-meta"
 """The folder that `energon prepare` writes into a data set."""
 
@@ -84,21 +93,59 @@ class Energon:
         if path.is_file():
             refuse_wrong_blend(path)
 
+    @staticmethod
+    def folder_settings(folder: Path, tokenizer: str, options: dict[str, Any]) -> dict[str, Any]:
+        """The tokenizer and the chat template of the published checkpoint with which a run begins."""
+        from mplug_tokenization.templates import has_template
+
+        found: dict[str, Any] = {"tokenizer": tokenizer, "tokenizer_options": options}
+        return found | ({"template": str(folder.absolute())} if has_template(folder) else {})
+
     @hookimpl
-    def configure(self) -> None:
-        """Refuse a wrong tokenizer, and an encoder whose package is not installed."""
+    def configure(self, config: "RunConfig") -> None:
+        """Refuse a wrong tokenizer or template, an encoder that is not installed, and settings that it does not use."""
         assert self.described
-        package = self.config.task_encoder.partition(":")[0].partition(".")[0]
+        own = self.config
+        if own.has_conversations:
+            self._refuse_for_conversations(config)
+            return
+        fields = EnergonConfig.model_fields
+        for name in OF_CONVERSATIONS:
+            if getattr(own, name) != fields[name].get_default(call_default_factory=True):
+                raise UsageError(
+                    f"data.{name} is for conversations, and data.task_encoder is '{own.task_encoder}'; remove it, or "
+                    f"set data.task_encoder={CONVERSATIONS}"
+                )
+        if ":" not in own.task_encoder:
+            if own.task_encoder not in NAMES:
+                raise UsageError(
+                    f"data.task_encoder '{own.task_encoder}' is neither a bundled encoder ({', '.join(NAMES)}) nor "
+                    f"module:Class; use one of these"
+                )
+            return
+        package = own.task_encoder.partition(":")[0].partition(".")[0]
         if find_spec(package) is None:
             raise UsageError(
-                f"data.task_encoder '{self.config.task_encoder}': there is no module '{package}'; install it, or add "
+                f"data.task_encoder '{own.task_encoder}': there is no module '{package}'; install it, or add "
                 f"its folder to PYTHONPATH"
+            )
+
+    def _refuse_for_conversations(self, config: "RunConfig") -> None:
+        own, length = self.config, config.trainer.seq_length
+        assert self.template
+        for name in ("task_encoder_options", "entries"):
+            if getattr(own, name):
+                raise UsageError(f"data.{name} has no effect on data.task_encoder={CONVERSATIONS}; remove it")
+        if own.packing_buffer_size is not None and own.max_documents > length:
+            raise UsageError(
+                f"data.max_documents={own.max_documents} is more than trainer.seq_length={length} tokens can hold; set "
+                f"data.max_documents to {length} or less"
             )
 
     @hookimpl
     def batch_entries(self) -> tuple[str, ...]:
         """The entries that the encoder gives besides tokens, labels and positions."""
-        return self.config.entries
+        return self.config.all_entries
 
     @cached_property
     def described(self) -> TokenizerRecord:
@@ -110,23 +157,46 @@ class Energon:
         """The tokenizer that the config names."""
         return load_tokenizer(self.described)
 
+    @cached_property
+    def template(self) -> "Template":
+        """The chat template of conversations, read once."""
+        from mplug_tokenization.templates import read_template
+
+        return read_template(self.config.template, self.config.template_variables)
+
+    def vocabulary(self, places: "Mapping[str, int] | None" = None) -> "Vocabulary":
+        """The tokenizer's tokens and the template's special tokens, and tokens for places in the text."""
+        from mplug_tokenization.vocabulary import Vocabulary
+
+        special = self.config.special_tokens
+        return Vocabulary(self.tokenizer, self.template.special if special is None else special, places)
+
     @hookimpl
     def build_tokenizer(self) -> Tokenizer:
-        """The tokenizer that the encoder receives."""
-        return self.tokenizer
+        """The tokenizer that the encoder receives; that of conversations also encodes special tokens in a text."""
+        return self.vocabulary() if self.config.has_conversations else self.tokenizer
 
     @hookimpl
     def build_loader(self, run: "Run", split: Literal["train", "validation"]) -> Loader:
         """Open this rank's streams of the split's part of the data set."""
-        from mplug_energon.reading import make_loader
+        from mplug_energon.reading import Supplied, make_encoder, make_loader
 
         self.check_data()
         config, trainer = self.config, run.config.trainer
+        processor = run.processor if STREAMS in config.all_entries else None
+        supplied = Supplied(trainer.seq_length, self.tokenizer, processor)
+        if config.has_conversations:
+            from mplug_energon.conversations import PLACES, Conversations
+
+            vocabulary = self.vocabulary(PLACES)
+            encoder: TaskEncoder = Conversations(config, self.template, vocabulary, run.processor, trainer.seq_length)
+        else:
+            encoder = make_encoder(config.task_encoder, config.task_encoder_options, supplied)
         return make_loader(
             config,
-            self.tokenizer,
+            encoder,
+            supplied,
             part=config.train_part if split == "train" else config.validation_part,
-            seq_length=trainer.seq_length,
             seed=trainer.seed,
             shard=run.mesh.batch_shard(run.rank),
             micro_batch_size=run.micro_batch_size,

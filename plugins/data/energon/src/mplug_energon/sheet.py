@@ -34,20 +34,20 @@ def command(path: Path, output: Path, part: str, samples: int, size: int, seed: 
     """
     from mplug import UsageError
     from mplug_energon.plugin import Energon
-    from mplug_energon.reading import make_loader
+    from mplug_energon.reading import Supplied, make_encoder, make_loader
 
     config = Energon.Config(
         path=str(path),
-        task_encoder="mplug_energon.encoders:ImageText",
+        task_encoder="image-text",
         task_encoder_options={"image_size": size},
         entries=("images",),
         streams=1,
     )
     plugin = Energon(config)
-    plugin.configure()
-    loader = make_loader(
-        config, plugin.tokenizer, part=part, seq_length=256, seed=seed, shard=(0, 1), micro_batch_size=samples
-    )
+    supplied = Supplied(256, plugin.tokenizer)
+    encoder = make_encoder(config.task_encoder, config.task_encoder_options, supplied)
+    plugin.check_data()
+    loader = make_loader(config, encoder, supplied, part=part, seed=seed, shard=(0, 1), micro_batch_size=samples)
     drawn = sheet(next(loader.take(samples)), plugin.tokenizer)
     try:
         drawn.save(output, "PNG")

@@ -29,17 +29,6 @@ def message_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {words}"[:SHOWN].removesuffix(": ")
 
 
-def stop(error: Exception, sample: Any, sources: Any = None) -> None:
-    """An error handler that ends the run with an error that names the sample and its sources."""
-    named = where(sample, sources)
-    if isinstance(error, UsageError | RunError):
-        raise type(error)(f"{named}: {error}" if named else str(error)) from error
-    raise RunError(
-        f"a sample of the data set cannot be used{named and f' ({named})'}: {message_of(error)}; correct it, or set "
-        f"data.on_error=skip"
-    ) from error
-
-
 def where(sample: Any, sources: Any = None) -> str:
     """The tars and files of a sample, or its key; the empty string if it has neither."""
     tars = [(f"{source.dataset_path}/{source.shard_name}", source.file_names) for source in sources or ()]

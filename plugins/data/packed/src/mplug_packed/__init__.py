@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from mplug import Run, RunConfig
     from mplug_packed.samples import Count, Documents
-    from mplug_packed.templates import Template
-    from mplug_packed.vocabulary import Vocabulary
+    from mplug_tokenization.templates import Template
+    from mplug_tokenization.vocabulary import Vocabulary
 
 log = logging.getLogger("mplug.packed")
 Split = Literal["train", "validation"]
@@ -79,7 +79,7 @@ class Packed:
     @staticmethod
     def folder_settings(folder: "Path", tokenizer: str, options: dict[str, Any]) -> dict[str, Any]:
         """The tokenizer and the chat template of the published checkpoint with which a run begins."""
-        from mplug_packed.templates import has_template
+        from mplug_tokenization.templates import has_template
 
         found: dict[str, Any] = {"tokenizer": tokenizer, "tokenizer_options": options}
         return found | ({"template": str(folder.absolute())} if has_template(folder) else {})
@@ -113,7 +113,7 @@ class Packed:
     @cached_property
     def template(self) -> "Template":
         """The chat template, read once."""
-        from mplug_packed.templates import read_template
+        from mplug_tokenization.templates import read_template
 
         return read_template(self.config.template, self.config.template_variables)
 
@@ -125,7 +125,7 @@ class Packed:
     @cached_property
     def vocabulary(self) -> "Vocabulary":
         """The tokenizer's tokens and the template's special tokens."""
-        from mplug_packed.vocabulary import Vocabulary
+        from mplug_tokenization.vocabulary import Vocabulary
 
         special = self.config.special_tokens
         return Vocabulary(load_tokenizer(self.tokenizer), self.template.special if special is None else special)
@@ -162,7 +162,7 @@ class Packed:
     def _documents(self, split: Split, length: int, count: "Count") -> "Documents":
         from mplug_packed.reading import encoded, of_split
         from mplug_packed.samples import Documents, document
-        from mplug_packed.templates import ANSWERS
+        from mplug_tokenization.templates import ANSWERS
 
         config = self.config
         found = of_split(split, config.path, config.validation_path, config.validation_percent)

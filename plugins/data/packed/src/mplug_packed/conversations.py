@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mplug import UsageError
-from mplug_packed.templates import ANSWERS
+from mplug_tokenization.templates import ANSWERS
 
 PATTERNS = ("*.jsonl", "*.jsonl.gz")
 REMEDY = "correct the line, or remove it"

@@ -6,8 +6,8 @@ from typing import Literal
 from mplug import UsageError
 from mplug_packed.conversations import REMEDY, Conversation, find_files, read_conversations
 from mplug_packed.samples import Count
-from mplug_packed.templates import Template
-from mplug_packed.vocabulary import Encoded, Vocabulary
+from mplug_tokenization.templates import Template
+from mplug_tokenization.vocabulary import Encoded, Vocabulary
 
 
 def of_split(split: str, path: str, validation_path: str | None, percent: float) -> Iterator[Conversation]:

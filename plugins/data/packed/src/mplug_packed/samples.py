@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mplug_packed.packing import best_fit_decreasing
-from mplug_packed.vocabulary import Encoded
+from mplug_tokenization.vocabulary import Encoded
 
 IGNORED = -100
 """The label of a position without a target."""

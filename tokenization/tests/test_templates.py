@@ -8,9 +8,8 @@ import pytest
 
 pytest.importorskip("jinja2")
 
-from mplug_packed.templates import Template, read_template
-
 from mplug import UsageError
+from mplug_tokenization.templates import Template, read_template
 
 TALK = [
     {"role": "system", "content": "Be brief."},

@@ -8,6 +8,7 @@ clock, so a conversation always gives the same text.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -108,6 +109,16 @@ class Template:
             ) from None
         object.__setattr__(self, "_compiled", compiled)
 
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether it supports content as a list of parts `{"type": "text", "text": ...}`; other templates need text."""
+        probe = "A question?"
+        try:
+            written = self.text([{"role": "user", "content": [{"type": "text", "text": probe}]}])
+        except ValueError:
+            return False
+        return probe in written and "type" not in written
+
     def text(self, messages: Sequence[Message], tools: Any = None, prompt: bool = False) -> str:
         """The text of messages; with `prompt`, also an answer's header. Raises ValueError if the template fails."""
         try:
@@ -158,6 +169,8 @@ class Template:
 def _answer_length(added: str, message: Message) -> int:
     """The length of the answer with its end mark in the text that a message adds."""
     marked, content = added.rstrip(), message.get("content")
+    if isinstance(content, list) and content:
+        content = content[-1].get("text")
     ends_in_content = isinstance(content, str) and marked.endswith(content.rstrip()) and bool(content.strip())
     return len(added) if ends_in_content else len(marked)
 

@@ -20,15 +20,18 @@ class Vocabulary:
     """A tokenizer extended by special tokens, at which texts are split.
 
     A special token of the tokenizer (its attribute `special_tokens`, text to number, if it exists) keeps its number.
-    The others are numbered in order, from the tokenizer's `vocab_size` on.
+    The others are numbered in order, from the tokenizer's `vocab_size` on. `places` are texts whose numbers the caller
+    chooses, because it replaces these tokens by others.
     """
 
-    def __init__(self, tokenizer: CorpusTokenizer, special: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: CorpusTokenizer, special: Sequence[str], places: Mapping[str, int] | None = None
+    ) -> None:
         existing: Mapping[str, int] = getattr(tokenizer, "special_tokens", {})
         first = tokenizer.vocab_size
         added = [text for text in dict.fromkeys(special) if text not in existing]
         self.tokenizer = tokenizer
-        self.special = {**existing, **{text: first + number for number, text in enumerate(added)}}
+        self.special = {**existing, **{text: first + number for number, text in enumerate(added)}, **(places or {})}
         self.vocab_size = max([first, *(token + 1 for token in self.special.values())])
         self.texts = {token: text for text, token in self.special.items()}
         longest_first = sorted(self.special, key=len, reverse=True)

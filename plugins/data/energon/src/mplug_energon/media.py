@@ -1,0 +1,114 @@
+"""The pictures and videos of a conversation: from files of the sample, or of the data set's folder."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mplug import Medium, Processor, UsageError
+from mplug_energon.faults import Unusable
+from mplug_energon.messages import Conversation, Mention
+from mplug_nn.pictures import decode_picture
+
+PICTURES = ("png", "jpg", "jpeg", "webp", "bmp", "gif", "tif", "tiff")
+"""Suffixes of the files of a sample that are its pictures."""
+MISSING, OUTSIDE, ABSENT = "a missing file", "a file outside of the data set", "an absent picture"
+UNMENTIONED, DAMAGED, UNSUPPORTED = "a picture that no text mentions", "a damaged picture", "an unsupported picture"
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of a sample, by their names without its key, and the folder of its data set; None: not local."""
+
+    key: str
+    own: Mapping[str, bytes]
+    folder: Path | None
+
+    @property
+    def pictures(self) -> tuple[str, ...]:
+        """The names of the sample's pictures, in the order of the numbers in them."""
+        names = (name for name in self.own if name.rpartition(".")[2].lower() in PICTURES)
+        return tuple(sorted(names, key=_natural))
+
+    def own_name(self, name: str) -> str:
+        """A name without the sample's key before it: '0.png' for 'KEY.0.png'."""
+        return name if name in self.own else name.removeprefix(f"{self.key.rpartition('/')[2]}.")
+
+    def read(self, name: str) -> bytes:
+        """A file of the sample, or one of the data set's folder by its relative name. Raises Unusable."""
+        if (own := self.own.get(self.own_name(name))) is not None:
+            return own
+        if "://" in name or self.folder is None:
+            raise Unusable(f"the picture '{name[:200]}' is not in the sample, and not in a local folder", MISSING)
+        try:
+            root = self.folder.resolve()
+            found = (root / name).resolve()
+            if not found.is_relative_to(root):
+                raise Unusable(
+                    f"the picture '{name[:200]}' is outside of the data set's folder '{root}'; copy it into the folder",
+                    OUTSIDE,
+                )
+            if found.is_file():
+                return found.read_bytes()
+        except (OSError, ValueError) as error:
+            raise Unusable(f"the picture '{name[:200]}' cannot be read: {error}", MISSING) from None
+        raise Unusable(
+            f"the picture '{name[:200]}' is neither a file of the sample nor one of the data set's folder '{root}'",
+            MISSING,
+        )
+
+
+def prepare_media(conversation: Conversation, files: Files, processor: Processor, most_pixels: int) -> list[Medium]:
+    """The media that a conversation mentions, in order.
+
+    Raises Unusable if it mentions an absent picture or has one that it does not mention, if a file is missing, outside
+    of the data set's folder or damaged, and if the model cannot take a picture.
+    """
+    chosen = _files_of(conversation, files)
+    return [_prepared(mention, names, files, processor, most_pixels) for mention, names in chosen]
+
+
+def _files_of(conversation: Conversation, files: Files) -> list[tuple[Mention, tuple[str, ...]]]:
+    """The names of the files of each mention."""
+    pictures = files.pictures if conversation.pictures is None else conversation.pictures
+    following, chosen = iter(pictures), list[tuple[Mention, tuple[str, ...]]]()
+    for mention in conversation.mentions:
+        names = mention.files
+        if names is None:
+            picture = next(following, None)
+            if picture is None:
+                wanted = sum(one.files is None for one in conversation.mentions)
+                raise Unusable(f"its text mentions {wanted} pictures, and it has {len(pictures)}", ABSENT)
+            names = (picture,)
+        chosen.append((mention, names))
+    mentioned = {files.own_name(name) for _, names in chosen for name in names}
+    for name in (*pictures, *files.pictures):
+        if files.own_name(name) not in mentioned:
+            raise Unusable(f"no message mentions its picture '{name[:200]}'", UNMENTIONED)
+    return chosen
+
+
+def _prepared(mention: Mention, names: Sequence[str], files: Files, processor: Processor, most_pixels: int) -> Medium:
+    frames = []
+    for name in names:
+        try:
+            frames.append(decode_picture(files.read(name), most_pixels))
+        except ValueError as error:
+            raise Unusable(f"the picture '{name[:200]}': {error}", DAMAGED) from None
+    what = f"the video of '{names[0][:200]}'" if mention.is_video else f"the picture '{names[0][:200]}'"
+    if len({frame.shape for frame in frames}) > 1:
+        raise Unusable(f"{what} has frames of different sizes", UNSUPPORTED)
+    if mention.is_video and len(frames) == 1:
+        frames *= 2  # a medium of one frame is a picture
+    try:
+        return processor.prepare(torch.cat(frames))
+    except (ValueError, UsageError) as error:
+        raise Unusable(f"{what}: {error}", UNSUPPORTED) from None
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """A key that orders numbers in names by their values."""
+    parts = re.findall(r"\d+|\D+", name)
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]

@@ -14,6 +14,7 @@ answer, without the tokens of pictures.
 """
 
 import argparse
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -75,7 +76,8 @@ def with_other_media(run: Run, batch: Batch) -> Batch:
 @torch.no_grad()
 def predicted(model: Model, batch: Batch) -> list[list[int]]:
     """The most probable token behind each position [B, S]."""
-    values: list[list[int]] = run_units(model.module, model.plan.inference, batch)["logits"].argmax(dim=-1).tolist()
+    given = {**batch, "keys": torch.zeros_like(batch["sample_ids"])}  # of dropout, which evaluation leaves out
+    values: list[list[int]] = run_units(model.module, model.plan.inference, given)["logits"].argmax(dim=-1).tolist()
     return values
 
 
@@ -101,9 +103,9 @@ def counts(run: Run, model: Model, samples: int) -> dict[tuple[str, str], Counte
 
 
 def _words(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """The text of tokens on one line, without those of special tokens that have numbers behind the tokenizer's."""
+    """The text of tokens on one line, without special tokens of the form `<|NAME|>` and those of the model alone."""
     known = [token for token in tokens if token < getattr(tokenizer, "vocab_size", token + 1)]
-    return " ".join(tokenizer.decode(known).split())
+    return " ".join(re.sub(r"<\|[^|]*\|>", " ", tokenizer.decode(known)).split())
 
 
 def main() -> None:

@@ -1,8 +1,12 @@
 """The scripts in docs/recipes: the drawn data set, and the count of right answers."""
 
+import base64
 import importlib.util
+import io
 import json
 import random
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from types import ModuleType
@@ -96,3 +100,38 @@ def test_answers_are_the_rows_of_targets_and_know_their_questions() -> None:
     first, second = answers_of(tokens, labels, frozenset({50}))
     assert (first.question, first.tokens, first.place) == ((1, 2), (30, 31, 8), slice(4, 7))
     assert (second.question, second.tokens, second.place) == ((1, 3), (40, 8), slice(9, 11))
+
+
+def call(folder: Path, *words: object) -> str:
+    finished = subprocess.run([sys.executable, *map(str, words)], cwd=folder, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
+
+
+def test_the_session_of_the_page_of_vision_runs(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.energon")
+    pytest.importorskip("tokenizers")
+    image = pytest.importorskip("PIL.Image")
+    call(tmp_path, RECIPES / "draw_shapes.py", "shapes", "--train", 32, "--val", 16)
+    words = ["--vocab-size", 353, "--output", "shapes/tokenizer.json"]
+    words += [word for name in ("endoftext", "im_start", "im_end") for word in ("--special", f"<|{name}|>")]
+    told = call(tmp_path, "-m", "mplug", "data", "train-tokenizer", "shapes/texts.jsonl", *words)
+    assert "353 tokens" in told
+    assert "no more pairs" not in told
+    recipe = ["--config", RECIPES / "vision.yaml"]
+    call(tmp_path, "-m", "mplug", "data", "look", *recipe, "--samples", 16, "--split", "validation")
+    page = (tmp_path / "samples.html").read_text()
+    sources = [part.partition('"')[0] for part in page.split('src="data:image/png;base64,')[1:]]
+    shown = {image.open(io.BytesIO(base64.b64decode(source))).convert("RGB").tobytes() for source in sources}
+    files = [data for tar in (tmp_path / "shapes" / "val").glob("*.tar") for data in content_of(tar).values()]
+    pictures = {image.open(io.BytesIO(data)).tobytes() for data in files if data.startswith(b"\x89PNG")}
+    assert len(pictures) == 16
+    assert len(shown) >= 8  # the loader draws from a buffer that it refills, so a picture may come again before others
+    assert shown <= pictures  # they keep their size, so the model receives every pixel
+    call(tmp_path, "-m", "mplug", "train", *recipe, "--name", "shapes", "--set", "trainer.steps=2")
+    lines = call(tmp_path, RECIPES / "answers.py", "--name", "shapes", "--samples", 16).splitlines()
+    assert lines[-1].split()[0] == "all"
+    assert 8 * 5 <= int(lines[-1].split()[1]) <= 16 * 5
+    assert {line.partition("|")[0].strip() for line in lines[1:-1]} == {
+        f"user {question} assistant" for question in script("draw_shapes").QUESTIONS
+    }

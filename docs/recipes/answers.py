@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mplug import IGNORED, Model, Run, UsageError
+from mplug import IGNORED, Model, Processor, Run, Seen, UsageError
 from mplug.commands import (
     at_step,
     find_directory,
@@ -59,18 +59,18 @@ def answers_of(tokens: Sequence[int], labels: Sequence[int], placeholders: froze
         begin = end
 
 
-def with_other_media(run: Run, batch: Batch) -> Batch:
-    """The micro batch, in which each sample has the media of the next one.
-
-    The processor restores the media and prepares them anew, so this works for every family whose processor can.
-    """
-    processor = run.processor
-    if not hasattr(processor, "contents_of"):
+def media_of(run: Run, batch: Batch) -> list[list[Seen]]:
+    """The media of each sample, which the processor of the family restores from the micro batch."""
+    if not hasattr(run.processor, "contents_of"):
         raise UsageError("the processor of this model cannot restore pictures from a micro batch (`contents_of`)")
-    own = processor.contents_of(batch)
+    restored: list[list[Seen]] = run.processor.contents_of(batch)
+    return restored
+
+
+def with_other_media(processor: Processor, batch: Batch, own: list[list[Seen]]) -> Batch:
+    """The micro batch, in which each sample has the media of the next one; they are prepared anew."""
     prepared = [[processor.prepare(one.content) for one in media] for media in [*own[1:], *own[:1]]]
-    changed = processor.entries_of(batch["tokens"], prepared, batch.get("document_lengths"))
-    return {**batch, **changed}
+    return {**batch, **processor.entries_of(batch["tokens"], prepared, batch.get("document_lengths"))}
 
 
 @torch.no_grad()
@@ -82,15 +82,24 @@ def predicted(model: Model, batch: Batch) -> list[list[int]]:
 
 
 def counts(run: Run, model: Model, samples: int) -> dict[tuple[str, str], Counter[str]]:
-    """(question, answer) -> how many there are, and how many are right with their own and with other pictures."""
+    """(question, answer) -> how many there are, and how many are right with their own and with other pictures.
+
+    A sample that the loader repeats counts once.
+    """
     tokenizer = run.hooks.call.build_tokenizer(run=run)
-    found: dict[tuple[str, str], Counter[str]] = {}
+    found, read = dict[tuple[str, str], Counter[str]](), set[bytes]()
     loader = run.hooks.call.build_loader(run=run, split="validation")
     for batch in loader.take(samples):
-        own, other = predicted(model, batch), predicted(model, with_other_media(run, batch))
+        media = media_of(run, batch)
+        own, other = predicted(model, batch), predicted(model, with_other_media(run.processor, batch, media))
         rows = zip(batch["tokens"].tolist(), batch["labels"].tolist(), strict=True)
         answers = [list(answers_of(tokens, labels, run.processor.placeholders)) for tokens, labels in rows]
         for number, row in enumerate(answers):
+            parts = [batch["tokens"][number], *(one.content for one in media[number])]
+            key = b"".join(part.numpy().tobytes() for part in parts)
+            if key in read:
+                continue
+            read.add(key)
             elsewhere = {_words(tokenizer, one.question): one.tokens for one in answers[(number + 1) % len(answers)]}
             for one in row:
                 asked = _words(tokenizer, one.question)
@@ -113,7 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Count the right answers of a run about pictures.")
     parser.add_argument("--name", help="name of the run; default: the newest run")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest one")
-    parser.add_argument("--samples", type=int, default=800, help="samples of the validation part")
+    parser.add_argument("--samples", type=int, default=800, help="samples to read; repeated ones count once")
     wanted = parser.parse_args()
     directory = find_directory(wanted.name)
     alone = read_assignments(["parallel.layout=", "trainer.compile=never", "trainer.device=cpu"], "answers.py")

@@ -7,8 +7,9 @@ and a number: 480 in all. The validation part has only combinations that no pict
 of each shape in its quarter, the shade of its colour and the background are random.
 
 Each sample has the files `KEY.json` and `KEY.0.png`. The JSON is a conversation of five questions about the picture, in
-a random order, each with its answer. The pictures are in WebDataset tars, which `energon prepare` indexes at the end. A seed determines every byte of the tars.
-`texts.jsonl` has the texts from which docs/vision.md trains a tokenizer.
+a random order, each with its answer. The pictures are in WebDataset tars, which the script indexes at the end as
+`energon prepare` does. A seed determines every byte of the tars. `texts.jsonl` has the texts from which docs/vision.md
+trains a tokenizer.
 """
 
 import argparse

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from mplug.contracts import RankBatch as RankBatch
     from mplug.contracts import Record as Record
     from mplug.contracts import Relay as Relay
+    from mplug.contracts import Seen as Seen
     from mplug.contracts import Stateful as Stateful
     from mplug.contracts import Stepper as Stepper
     from mplug.contracts import StepResult as StepResult
@@ -186,6 +187,7 @@ publish(
             "Piece",
             "Pipeline",
             "Processor",
+            "Seen",
             "RankBatch",
             "Record",
             "Relay",

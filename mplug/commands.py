@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mplug.checkpoint.public_load import refuse_other_model as refuse_other_model
     from mplug.checkpoint.states import load_for_inference as load_for_inference
     from mplug.checkpoint.verified import Verified as Verified
+    from mplug.cli.groups import OpenGroup as OpenGroup
     from mplug.cli.hints import assignment_hint as assignment_hint
     from mplug.cli.options import Finite as Finite
     from mplug.cli.options import PluginName as PluginName
@@ -92,6 +93,7 @@ publish(
         "mplug.checkpoint.public_load": ("load_public_for_inference", "refuse_other_model"),
         "mplug.checkpoint.states": ("load_for_inference",),
         "mplug.checkpoint.verified": ("Verified",),
+        "mplug.cli.groups": ("OpenGroup",),
         "mplug.cli.hints": ("assignment_hint",),
         "mplug.cli.options": (
             "Finite",

@@ -68,11 +68,25 @@ class Medium:
     values: Any
 
 
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """A medium in a micro batch, as the model receives it: after resizing and rounding.
+
+    `positions` are those of its placeholders in the sample. `content` has the form that `Processor.prepare` takes.
+    """
+
+    positions: tuple[int, ...]
+    content: "Tensor"
+
+
 class Processor(Protocol):
     """Makes the entries of a model's streams from the media of samples. Its module imports without torch.
 
     `entries` are the names of what it makes; every micro batch has all of them. `placeholders` are the tokens that
     stand for rows of a stream. They occur nowhere else, and are never targets.
+
+    Optional: `contents_of(batch)` undoes what the processor did. It returns the media (`Seen`) of each sample of a
+    micro batch, in their order, from the batch's entries alone. Commands that show samples use it.
     """
 
     entries: tuple[str, ...]

@@ -310,7 +310,9 @@ def test_a_bundled_plugin_is_laid_out_like_the_others(plugin: Path) -> None:
     # a format shares its word with a strategy or a tokenizer of the same library, so its distribution names the kind
     assert described["name"] == (f"mplug-{name}-format" if kind == "formats" else f"mplug-{name}")
     assert described["version"] == host["version"]
-    assert described["entry-points"][f"mplug.{kind}"][name].startswith(f"{package_of(plugin)}:")
+    entries = described["entry-points"][f"mplug.{kind}"]
+    words = [word for word in entries if word.rpartition(".")[2] == name]  # 'data.NAME' is a command of a group
+    assert [entries[word].partition(":")[0] for word in words] == [package_of(plugin)]
     assert (plugin / "src" / package_of(plugin) / "__init__.py").is_file()
     assert len((plugin / "README.md").read_text().splitlines()) > 3
     assert list((plugin / "tests").glob("test_*.py"))

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mplug_qwen_vl.processor import VisionProcessor
+from mplug_qwen_vl.processor import VisionProcessor, fitted
 from mplug_qwen_vl.stream import tower_order
 from mplug_qwen_vl.vision import VisionConfig
 
 from mplug import Medium
-from mplug_nn.pictures import decode_picture
+from mplug_nn.pictures import decode_picture, resize_frames
 
 Image = pytest.importorskip("PIL.Image")
 library = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
@@ -120,3 +120,32 @@ def test_pictures_that_cannot_be_taken_are_refused() -> None:
 def test_bytes_that_are_no_sound_picture_are_refused(data: bytes, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         decode_picture(data, most_pixels=9 if "more than" in words else 1 << 20)
+
+
+def test_media_are_restored_from_the_entries_of_a_micro_batch() -> None:
+    for window in (None, 16):
+        vision = VisionConfig(
+            patch_size=4,
+            min_pixels=64,
+            max_pixels=1600,
+            window_size=window,
+            tokens_per_second=2,
+            pixel_mean=(0.4, 0.5, 0.6),
+            pixel_std=(0.2, 0.3, 0.4),
+        )
+        processor = VisionProcessor(vision)
+        contents = [decode_picture(file_of(number, "RGB")) for number in range(3)]
+        contents.append(torch.cat([resize_frames(contents[0], 24, 40), resize_frames(contents[1], 24, 40)] * 2))
+        media = [processor.prepare(content) for content in contents]
+        text = [[7, *media[0].tokens, *media[1].tokens], [9] * 5, [9, *media[2].tokens, 8, *media[3].tokens]]
+        length = max(map(len, text))
+        tokens = torch.tensor([row + [1] * (length - len(row)) for row in text])
+        entries = processor.entries_of(tokens, [media[:2], [], media[2:]])
+        seen = processor.contents_of({"tokens": tokens, **entries})
+        assert [len(own) for own in seen] == [2, 0, 2]
+        found = [one for own in seen for one in own]
+        for one, medium, content in zip(found, media, contents, strict=True):
+            height, width = fitted(len(content), content.shape[1], content.shape[2], vision)
+            assert torch.equal(one.content, resize_frames(content, height, width))
+            assert len(one.positions) == len(medium.tokens) - 2
+        assert {int(tokens[2, position]) for position in seen[2][1].positions} == {vision.video_token}

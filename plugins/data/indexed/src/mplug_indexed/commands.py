@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
+from mplug.commands import OpenGroup
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -51,7 +53,13 @@ class Prefix(click.Path):
 DATA_SETS = click.argument("prefixes", nargs=-1, required=True, type=Prefix(), metavar="PREFIX...")
 
 
-@click.group()
+class DataCommands(OpenGroup):
+    """The commands of `mplug data`; other distributions add more by entry points 'data.NAME'."""
+
+    path = ("data",)
+
+
+@click.group(cls=DataCommands)
 def command() -> None:
     """Make, inspect, merge, verify and blend corpora of tokens.
 

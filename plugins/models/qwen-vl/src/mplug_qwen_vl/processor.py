@@ -13,6 +13,7 @@ from mplug_qwen_vl.vision import VisionConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mplug import MicroBatch, Seen
     from mplug_qwen_vl.stream import Document
 
 LONGEST_RATIO = 200
@@ -66,6 +67,12 @@ class VisionProcessor:
                 raise ValueError(f"sample {number} of the micro batch: {error}") from error
         patches = [medium.values[1] for own in media for medium in own]
         return micro_batch_entries(samples, tokens.shape[1], self.vision, patches)
+
+    def contents_of(self, batch: "MicroBatch") -> "list[list[Seen]]":
+        """The pictures and videos of each sample, restored from the patches of a micro batch."""
+        from mplug_qwen_vl.restoring import contents_of
+
+        return contents_of(batch, self.vision)
 
     def _documents(self, row: list[int], lengths: Sequence[int], media: Sequence[Medium]) -> "list[Document]":
         """The documents of a sample, each with the media whose tokens it has."""

@@ -1,5 +1,6 @@
 """The settings of a run that starts with a folder of a format, whose description decides the section 'model'."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,20 +138,32 @@ def _family(registry: Registry, described: DescribedModel, word: str | None) -> 
     return entry, entry.name if entry.name in names else f"{entry.distribution}/{entry.name}"
 
 
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """A section of settings with others over it; mappings in both are merged."""
+    both = {name for name, value in over.items() if isinstance(value, dict) and isinstance(base.get(name), dict)}
+    return {**base, **over, **{name: _merged(base[name], over[name]) for name in both}}
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Whether two settings give other models; a section may state it by `computes_like(other)`."""
+    alike = getattr(one, "computes_like", None)
+    return not alike(other) if callable(alike) and type(one) is type(other) else bool(one != other)
+
+
 def _refuse_contradictions(entry: Entry, plugin: Any, path: Path, found: PublicSettings, own: Settings) -> None:
     """Raise UsageError for settings of the user that give a field, other than the free ones, another value."""
     needed, problems = bind(plugin.Config, {**found.choices, **found.fixed})
     if problems:
         raise UsageError(f"'{path}' describes no model of {entry.label}: {problems[0].sentence}")
     given = {name: value for name, value in nested(own).get("model", {}).items() if name in plugin.Config.model_fields}
-    wanted, problems = bind(plugin.Config, {**found.choices, **found.fixed, **given})
+    wanted, problems = bind(plugin.Config, _merged({**found.choices, **found.fixed}, given))
     if problems:  # the resolver reports them, with those of other sections
         return
     contradictions = [
         f"  model.{name} ({source_of(own, ('model', name))}): {quoted(getattr(wanted, name))}, "
         f"but the weights need {quoted(getattr(needed, name))}"
         for name in given
-        if name not in found.choices and getattr(wanted, name) != getattr(needed, name)
+        if name not in found.choices and _differ(getattr(wanted, name), getattr(needed, name))
     ]
     if contradictions:
         lines = "\n".join(contradictions)

@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from mplug.training.job import settle as settle
     from mplug.training.job import supervisor_of as supervisor_of
     from mplug.training.loop import launch_step as launch_step
+    from mplug.training.streams import own_rows as own_rows
 
 publish(
     __name__,
@@ -143,6 +144,7 @@ publish(
         "mplug.training.hardware": ("peak_memory_gib", "peak_tflops", "timed", "use_own_stream"),
         "mplug.training.job": ("among", "settle", "supervisor_of"),
         "mplug.training.loop": ("launch_step",),
+        "mplug.training.streams": ("own_rows",),
         "mplug.model.variance": ("layout_dependence",),
         "mplug.checkpoint.adapter_files": ("unpublished",),
     },

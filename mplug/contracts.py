@@ -60,12 +60,14 @@ class Medium:
     """Something beside text in a sample (a picture, a recording), as a `Processor` has prepared it.
 
     `tokens` stand for it in the text: its placeholders, and the special tokens around them. `rows` is the number of
-    rows that it has in a stream, and `values` is what the processor makes them from.
+    rows that it has in a stream, and `values` is what the processor makes them from. `mark` are the tokens that a
+    published chat template writes for it, whatever its size; `tokens` take their place. Empty: no template writes it.
     """
 
     tokens: tuple[int, ...]
     rows: int
     values: Any
+    mark: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +108,9 @@ class Processor(Protocol):
         A sample without media has an empty sequence. The lengths of documents [B, M] are those of packed samples; no
         medium crosses a border of documents. Raises ValueError, and names the sample by its index, if the placeholders
         in its tokens are not those of its media.
+
+        What the entries say about a token does not depend on later tokens. So a command that samples calls this once,
+        with any text in place of the tokens to come.
         """
 
 
@@ -267,11 +272,12 @@ class FolderTokenizer(Protocol):
     def encode_prompt(self, text: str) -> list[int]:
         """The tokens of a text to continue, with the special tokens that the folder's tokenizer adds to a text."""
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The tokens of a conversation and of the header of the next answer, by the folder's chat template.
 
-        Each message has a `role` and a `content`. Raises UsageError if the folder has no chat template, or if the
-        template does not support the messages.
+        Each message has a `role` and a `content`: a text, or a list of parts. A part has a `type`: that of a text has
+        the field `text`; for that of a medium, the template writes a mark (`Medium.mark`). Raises UsageError if the
+        folder has no chat template, or if the template does not support the messages.
         """
 
     def decode(self, tokens: Iterable[int]) -> str:

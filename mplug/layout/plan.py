@@ -44,7 +44,8 @@ class Stream:
     to the number of rows. A unit of the stream that takes one of them as an input attends within its segments. The
     first counts for units that take none; the segments of the others lie within its segments. A `group` are consecutive
     rows of a segment that a unit may join into one: all rows of a group are always on one rank. `indices` names the
-    entries whose values are numbers of groups, or -1.
+    entries whose values are numbers of groups, or -1. A unit of tokens that takes one of them changes only tokens whose
+    number is not -1: without such tokens, it may be left out.
 
     The host divides the segments among the ranks along axes that share streams (`Axis.shares_streams`). It appends
     copies of the last group of rows, as segments of their own, until all these ranks have equally many groups, of which
@@ -273,6 +274,18 @@ class Plan:
         lengths = {name for stream in self.streams.values() for name in stream.lengths}
         of_rows = {name for name, axes in self.context.items() if not self.streams.keys().isdisjoint(axes)}
         return frozenset(lengths | of_rows)
+
+    def without_streams(self, units: Iterable[Unit]) -> tuple[Unit, ...]:
+        """The units, of `units`, that compute tokens of text: no unit of a stream, and none that joins one to tokens.
+
+        With them, tokens to which no row of a stream belongs need no entries of streams.
+        """
+        indices = {name for stream in self.streams.values() for name in stream.indices}
+        return tuple(
+            unit
+            for unit in units
+            if unit.sequence == TOKENS_AXIS and indices.isdisjoint((*unit.inputs, *unit.optional))
+        )
 
     def lengths_of(self, unit: Unit) -> str:
         """The entry with the lengths of the segments that a unit of a stream works in; empty for a unit of tokens."""

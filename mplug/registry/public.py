@@ -1,6 +1,6 @@
 """The settings of a run that starts with a folder of a format, whose description decides the section 'model'."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,6 +139,12 @@ def _family(registry: Registry, described: DescribedModel, word: str | None) -> 
     return entry, entry.name if entry.name in names else f"{entry.distribution}/{entry.name}"
 
 
+def _differ(one: Any, other: Any) -> bool:
+    """Whether two settings give other models; a section may state it by `computes_like(other)`."""
+    alike = getattr(one, "computes_like", None)
+    return not alike(other) if callable(alike) and type(one) is type(other) else bool(one != other)
+
+
 def _refuse_contradictions(entry: Entry, plugin: Any, path: Path, found: PublicSettings, own: Settings) -> None:
     """Raise UsageError for settings of the user that give a field, other than the free ones, another value."""
     needed, problems = bind(plugin.Config, {**found.choices, **found.fixed})
@@ -153,7 +159,7 @@ def _refuse_contradictions(entry: Entry, plugin: Any, path: Path, found: PublicS
     differing = [
         one
         for name in given
-        if name not in found.choices and getattr(wanted, name) != getattr(needed, name)
+        if name not in found.choices and _differ(getattr(wanted, name), getattr(needed, name))
         for one in _differing((name,), getattr(wanted, name), getattr(needed, name))
     ]
     if differing:
@@ -174,7 +180,7 @@ def _differing(key: Key, wanted: Any, needed: Any) -> Iterator[tuple[Key, Any, A
     else:
         for name in type(needed.config).model_fields:
             pair = getattr(wanted.config, name), getattr(needed.config, name)
-            if pair[0] != pair[1]:
+            if _differ(*pair):
                 yield from _differing((*key, name), *pair)
 
 

@@ -172,7 +172,8 @@ class PublicForm:
     are settings that the form does not state. `training` and `altering` are settings without a field (see
     `PublicSettings`), with the values that the form implies. `longest` is the field with the length of the longest
     sequence. If `settings` returns a section that a `FormField` fills, both are merged. `flat` is a `FormField` whose
-    fields older folders have beside it; both may be there if they are equal.
+    fields older folders have beside it; both may be there if they are equal. `preparation` is the form of the folder's
+    preprocessor_config.json, whose settings are merged too, if the folder has that file; nothing writes them.
 
     An export reads what `write` returns through the same table. If this gives another model, the form cannot express
     the config, and the export is refused. So `write` cannot lose a setting, and needs no checks of its own.
@@ -189,6 +190,7 @@ class PublicForm:
     altering: Mapping[str, Any] = field(default_factory=dict)
     longest: str | None = None
     flat: str | None = None
+    preparation: "PublicForm | None" = None
 
     def values(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The checked values of all fields that are read. Raises ValueError with one sentence."""
@@ -215,6 +217,24 @@ class PublicForm:
     def read(self, given: Mapping[str, Any]) -> PublicSettings:
         """The settings that a config.json describes. Raises ValueError with one sentence."""
         return self.settings_of(self.values(given))
+
+    def read_preparation(self, found: PublicSettings, given: Mapping[str, Any]) -> PublicSettings:
+        """The settings of a config.json with those of a preprocessor_config.json. Raises ValueError with one sentence.
+
+        A setting of both must have the same value in both.
+        """
+        if self.preparation is None:
+            return found
+        fixed = {**found.fixed}
+        for section, values in self.preparation.read(given).fixed.items():
+            for name, value in values.items():
+                if name in fixed[section] and not same_value(fixed[section][name], value):
+                    raise ValueError(
+                        f"its preprocessor_config.json has {shown(value)} for 'model.{section}.{name}', which is "
+                        f"{shown(fixed[section][name])} by its config.json"
+                    )
+            fixed[section] = {**fixed[section], **values}
+        return replace(found, fixed=fixed)
 
     def settings_of(self, values: Mapping[str, Any]) -> PublicSettings:
         """The settings that the values of all fields describe. Raises ValueError if they do not fit together."""

@@ -14,6 +14,7 @@ class TestGenerate(CommandSuite):
         ("--stop", ""),
         ("--pretrained", "nowhere"),
         ("--pretrained", ".", "--name", "both"),
+        ("--image", "nowhere.png"),
         ("--prompts", "nowhere.txt"),
         ("--output", "texts.jsonl"),
         ("--set", "steps=3"),

@@ -3,14 +3,18 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mplug_generate.prompts import Text, occurrences, output_line, read_prompts
+from mplug_generate.pictures import Encoded, encoded
+from mplug_generate.prompts import Prompt, Text, given_prompt, occurrences, output_line, read_prompts
 
+from mplug import Medium
 from mplug.errors import UsageError
 
+Image = pytest.importorskip("PIL.Image")
 END = 256
 
 
@@ -86,6 +90,71 @@ def test_a_file_has_a_prompt_per_line_or_json(tmp_path: Path) -> None:
     assert written == {"prompt": "a\nb", "id": 7, "completion": "!?", "num_tokens": 2, "ended": "length"}
 
 
+def test_parts_of_a_line_are_texts_and_files_beside_it(tmp_path: Path) -> None:
+    picture = {"type": "image", "image": "in/a.png"}
+    words = [{"type": "text", "text": word} for word in ("b", "c")]
+    lines = [
+        {"prompt": [words[0], picture, picture, words[1]]},
+        {"messages": [{"role": "user", "content": [picture, words[0]]}, {"role": "assistant", "content": "d"}]},
+        {"messages": [{"role": "user", "content": words}]},
+    ]
+    (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    file = tmp_path / "in" / "a.png"
+    asked, chat, text = read_prompts(tmp_path / "some.jsonl", chat=True)
+    (plain, *_), mark = read_prompts_of(tmp_path, lines[:1]), {"type": "image"}
+    assert (plain.text, plain.images, plain.pieces()) == ("bc", (file, file), ["b", "", "c"])
+    assert asked.images == (file, file)
+    assert asked.messages == ({"role": "user", "content": [words[0], mark, mark, words[1]]},)
+    assert chat.images == (file,)
+    assert chat.messages == (
+        {"role": "user", "content": [mark, words[0]]},
+        {"role": "assistant", "content": "d"},
+    )
+    assert (text.images, text.messages) == ((), ({"role": "user", "content": "bc"},))
+    assert json.loads(output_line(chat, grown("", b"!")[0]))["messages"] == lines[1]["messages"]
+
+
+def read_prompts_of(folder: Path, lines: list[Any]) -> list[Prompt]:
+    (folder / "plain.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return read_prompts(folder / "plain.jsonl", chat=False)
+
+
+class Words:
+    """A processor whose pictures are marked by 7 and have the tokens 8, 9, 9, 8."""
+
+    entries, placeholders = (), frozenset({9})
+
+    def __init__(self, mark: tuple[int, ...]) -> None:
+        self.mark = mark
+
+    def prepare(self, content: Any) -> Medium:
+        return Medium((8, 9, 9, 8), 2, None, self.mark)
+
+
+def in_place(prompt: Prompt, tokens: list[int], mark: tuple[int, ...], *, of_run: bool) -> Encoded:
+    processor: Any = Words(mark)
+    return encoded(prompt, tokens, processor, (lambda text: [ord(letter) for letter in text]) if of_run else None)
+
+
+def test_pictures_take_the_place_of_their_marks_or_stand_before_the_text_of_a_run(tmp_path: Path) -> None:
+    picture = tmp_path / "a.png"
+    Image.new("RGB", (3, 3)).save(picture)
+    two = given_prompt("AB", [picture] * 2, chat=False)
+    for mark, tokens in (((7,), [1, 7, 2, 7]), ((5, 7), [1, 5, 7, 2, 5, 7])):
+        found = in_place(two, tokens, mark, of_run=False)
+        assert found == Encoded((1, 8, 9, 9, 8, 2, 8, 9, 9, 8), (1, 2))
+    assert in_place(two, [65, 66], (7,), of_run=True).tokens == (8, 9, 9, 8, 8, 9, 9, 8, 65, 66)
+    between = Prompt("it", "AB", images=(picture,), places=(1,))
+    assert in_place(between, [65, 66], (), of_run=True).tokens == (65, 8, 9, 9, 8, 66)
+    for tokens, of_run, sentence in (
+        ([65, 66], False, "--prompt has 2 images, and its text has the marks of 0; add --chat, or write the mark"),
+        ([7, 7, 7], True, "--prompt has 2 images, and its text has the marks of 3; write the mark of an image once"),
+        ([7, 9, 7], True, "--prompt has the token 9 in its text, which stands for a part of an image; remove it"),
+    ):
+        with pytest.raises(UsageError, match=sentence):
+            in_place(two, tokens, (7,), of_run=of_run)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
@@ -97,6 +166,8 @@ def test_a_file_has_a_prompt_per_line_or_json(tmp_path: Path) -> None:
         ("a.jsonl", b'{"completion": "a"}', "has the field 'completion', which the output uses"),
         ("a.jsonl", b'{"prompt": 3}', "has no text in the field 'prompt'"),
         ("a.jsonl", b'{"messages": [{"role": "user"}]}', "'messages' must be a list of objects"),
+        ("a.jsonl", b'{"prompt": [{"type": "video", "video": "a.mp4"}]}', "'prompt' has a part that is neither"),
+        ("a.jsonl", b'{"messages": [{"role": "u", "content": [{"type": "image"}]}]}', "'content' has a part that is"),
         ("a.jsonl", b'{"prompt": "a", "id": NaN}', "line 1 is no JSON"),
         ("a.jsonl", b'{"prompt": "a", "prompt": "b"}', "the field 'prompt' stands there twice"),
         ("a.jsonl", rb'{"prompt": "a", "id": ["\ud800"]}', r"has '\\ud800', which is half a character"),

@@ -10,6 +10,7 @@ from mplug_generate import fast_steps, token_steps
 from mplug_generate.command import Asked, command
 from mplug_generate.decoding import sample
 from mplug_generate.fast_steps import compiled_step
+from mplug_generate.pictures import Encoded
 from mplug_generate.prompts import Prompt
 from mplug_generate.sampling import Sampling
 from mplug_generate.token_steps import Replays, TokenSteps, replays_for
@@ -281,5 +282,5 @@ def test_the_command_replays_steps_unless_it_must_not_and_compiles_them_on_reque
     options: list[str], graphs: bool, compiler: str
 ) -> None:
     asked = Asked(**command.make_context("generate", options).params)
-    assert asked.wanted([Prompt("--prompt", "a")], [[1]], 8, None).graphs is graphs
+    assert asked.wanted([Prompt("--prompt", "a")], [Encoded.of_text([1])], 8, None).graphs is graphs
     assert asked.settings(world=None)["trainer", "compile"].value == compiler

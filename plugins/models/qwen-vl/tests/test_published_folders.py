@@ -50,7 +50,19 @@ def made(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, P
     library = save(library_of(request.param), folder)
     if request.param == "3-moe":
         rewritten(folder, transpose_experts)
+    preparation = {"patch_size": 2, "size": {"shortest_edge": 64, "longest_edge": 400}, "image_mean": [0.3, 0.4, 0.5]}
+    (folder / "preprocessor_config.json").write_text(json.dumps(preparation))
     return request.param, folder, library
+
+
+def test_the_folder_says_how_pictures_are_prepared_and_a_run_may_change_it(made: tuple[str, Path, Any]) -> None:
+    vision = run_of(made[1], SETTINGS).config.model.vision
+    assert (vision.min_pixels, vision.max_pixels, vision.pixel_mean) == (64, 400, (0.3, 0.4, 0.5))
+    assert vision.pixel_std == (0.26862954, 0.26130258, 0.27577711), "the library's default"
+    changed = run_of(made[1], {**SETTINGS, "model.vision.max_pixels": 200}).config.model.vision
+    assert changed == vision.model_copy(update={"max_pixels": 200})
+    with pytest.raises(UsageError, match="settings contradict"):
+        run_of(made[1], {**SETTINGS, "model.vision.patch_size": 4})
 
 
 def transpose_experts(found: dict[str, Tensor]) -> None:

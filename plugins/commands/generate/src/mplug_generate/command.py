@@ -1,6 +1,6 @@
 """mplug generate."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from mplug.commands import Finite, PluginName, RunName
 if TYPE_CHECKING:
     from mplug import Run
     from mplug.commands import Settings, World
+    from mplug_generate.pictures import Encoded
     from mplug_generate.prompts import Prompt
     from mplug_generate.work import Job, Wanted
 
@@ -19,12 +20,21 @@ if TYPE_CHECKING:
 @click.command()
 @click.option("--name", type=RunName(), help="Name of the run; default: the newest run.")
 @click.option("--step", type=click.IntRange(0), help="Step of the checkpoint; default: the newest valid one.")
-@click.option("--prompt", help="Text to continue; default: 'def '.")
+@click.option("--prompt", help="Text to continue; default: 'def ', or an empty text with --image.")
+@click.option(
+    "--image",
+    "images",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="FILE",
+    help="Picture before the text of --prompt, for a model that sees; may be repeated.",
+)
 @click.option(
     "--prompts",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     metavar="FILE",
-    help="File of prompts: one per line, or JSON lines with the field 'prompt' if its name ends in '.jsonl'.",
+    help="File of prompts: one per line, or JSON lines with the field 'prompt' if its name ends in '.jsonl'. Images of "
+    "JSON lines are files in the folder of this file.",
 )
 @click.option(
     "--output",
@@ -102,10 +112,14 @@ def command(**options: Any) -> None:
     ('end': an end token, 'stop': a word of --stop, 'length': --tokens). A text depends on the seed, on its prompt, and
     on how often the same prompt came before; not on other prompts or on --batch-size.
 
+    With --chat, each --image becomes what the folder's chat template writes for an image. A text with images cannot be
+    longer than the longest sequence of the model.
+
     \b
     mplug generate --prompt "class Parser" --tokens 500 --temperature 0.7
     mplug generate --pretrained Qwen3-8B --chat --prompt "Why is the sky blue?" --precision bf16
     mplug generate --pretrained Qwen3-8B --prompts questions.jsonl --output answers.jsonl --parallel tp2
+    mplug generate --pretrained Qwen3-VL-8B --chat --image cat.jpg --prompt "What is this?" --precision bf16
     """
     from mplug.commands import launched
     from mplug_generate.work import start
@@ -125,6 +139,7 @@ class Asked:
     name: str | None
     step: int | None
     prompt: str | None
+    images: tuple[Path, ...]
     prompts: Path | None
     output: Path | None
     batch_size: int
@@ -158,6 +173,8 @@ class Asked:
             )
         if self.prompts is not None and self.prompt is not None:
             raise UsageError("--prompt is one prompt, and --prompts a file of them; use one of them")
+        if self.prompts is not None and self.images:
+            raise UsageError("--image belongs to --prompt; name the images of --prompts in its JSON lines")
         if self.prompts is None and self.output is not None:
             raise UsageError("--output is the file for the texts of --prompts; add --prompts, or redirect the output")
         if self.prompts is not None and self.output is not None and _is_same(self.prompts, self.output):
@@ -170,11 +187,12 @@ class Asked:
 
     def read(self) -> "list[Prompt]":
         """The prompts, before they are encoded."""
-        from mplug_generate.prompts import Prompt, read_prompts
+        from mplug_generate.prompts import given_prompt, read_prompts
 
         if self.prompts is not None:
             return read_prompts(self.prompts, chat=self.chat)
-        return [Prompt("--prompt", "def " if self.prompt is None else self.prompt)]
+        default = "" if self.images else "def "
+        return [given_prompt(default if self.prompt is None else self.prompt, self.images, chat=self.chat)]
 
     def settings(self, *own: str, world: "World | None") -> "Settings":
         """The settings of the command: `own`, those that a layout needs for batches of any size, and the user's."""
@@ -195,19 +213,26 @@ class Asked:
         return merge(read_assignments(fixed, "generate"), read_assignments(self.assignments))
 
     def wanted(
-        self, prompts: "Sequence[Prompt]", encoded: Sequence[Sequence[int]], context: int, vocab_size: int | None
+        self, prompts: "Sequence[Prompt]", encoded: "Sequence[Encoded]", context: int, vocab_size: int | None
     ) -> "Wanted":
-        """What to sample, with the defaults of a run; UsageError if a prompt has no token."""
+        """What to sample, with the defaults of a run; UsageError if a prompt has no token, or images and no room."""
         from mplug import UsageError
         from mplug_generate.sampling import Sampling
         from mplug_generate.work import Wanted
 
-        for prompt, tokens in zip(prompts, encoded, strict=True):
-            if not tokens:
+        have_images = any(prompt.images for prompt in prompts)
+        for prompt, one in zip(prompts, encoded, strict=True):
+            if not one.tokens:
                 raise UsageError(f"{prompt.where} is empty; give at least one character to continue")
+            if have_images and len(one.tokens) + self.tokens > context:
+                raise UsageError(
+                    f"{prompt.where} has {len(one.tokens)} tokens, --tokens adds {self.tokens}, and texts with images "
+                    f"may have {context}, because a longer text loses its beginning; use fewer tokens, or smaller "
+                    f"images"
+                )
         return Wanted(
             prompts=tuple(prompts),
-            encoded=tuple(map(tuple, encoded)),
+            encoded=tuple(encoded),
             num_tokens=self.tokens,
             context=context,
             sampling=Sampling(self.temperature, self.top_k, self.top_p, self.seed, vocab_size),
@@ -268,7 +293,7 @@ def _of_run(asked: Asked, world: "World | None") -> "tuple[Job, Run]":
         raise UsageError(
             f"the data plugin of run '{directory}' has no tokenizer to decode tokens; use another run with --name"
         )
-    encoded = [tokenizer.encode(prompt.text) for prompt in prompts]
+    encoded = _encoded(prompts, lambda: run, lambda prompt: tokenizer.encode(prompt.text), tokenizer.encode)
     size = getattr(tokenizer, "vocab_size", None)
     wanted = asked.wanted(prompts, encoded, run.config.trainer.seq_length, size)
     if asked.step is not None:
@@ -285,12 +310,37 @@ def _published(asked: Asked, world: "World | None") -> "tuple[Job, Run]":
     from mplug_generate.work import Job
 
     assert asked.pretrained is not None
-    tokenizer, prompts = tokenizer_in(asked.pretrained), asked.read()
-    encoded = [tuple(encode(tokenizer, prompt, chat=asked.chat)) for prompt in prompts]
+    folder, tokenizer, prompts = asked.pretrained, tokenizer_in(asked.pretrained), asked.read()
     here = asked.settings(f"trainer.precision={asked.precision or 'fp32'}", world=world)
-    names = [prompt.where for prompt in prompts]
-    wanted = asked.wanted(prompts, encoded, 0, None)  # refuses empty prompts
-    base, settings, context = settings_of(asked.pretrained, encoded, names, asked.tokens, here)
+
+    def of_any_length() -> "Run":
+        base, settings, _ = settings_of(folder, [("a prompt", 1)], 1, here)
+        return _settled(base, settings, world)[0]
+
+    encoded = _encoded(prompts, of_any_length, lambda prompt: encode(tokenizer, prompt, chat=asked.chat))
+    lengths = [(prompt.where, len(one.tokens)) for prompt, one in zip(prompts, encoded, strict=True)]
+    base, settings, context = settings_of(folder, lengths, asked.tokens, here)
+    wanted = asked.wanted(prompts, encoded, context, None)
     run, overrides = _settled(base, settings, world)
-    wanted = replace(wanted, context=context, ends=end_tokens(asked.pretrained))
-    return Job(base, overrides, asked.pretrained, True, wanted), run
+    return Job(base, overrides, folder, True, replace(wanted, ends=end_tokens(folder))), run
+
+
+def _encoded(
+    prompts: "Sequence[Prompt]",
+    run: "Callable[[], Run]",
+    encode: "Callable[[Prompt], Sequence[int]]",
+    pieces: "Callable[[str], list[int]] | None" = None,
+) -> "list[Encoded]":
+    """The tokens of prompts, with those of their images by the model of the run, which has any length.
+
+    Every process reads the images twice: here for their sizes, so that errors come before the weights are read, and
+    later batch by batch, because those of all prompts may not fit into memory.
+    """
+    from mplug_generate.pictures import Encoded, encoded
+
+    if not any(prompt.images for prompt in prompts):
+        return [Encoded.of_text(encode(prompt)) for prompt in prompts]
+    from mplug_generate.sampler import processor_of
+
+    processor = processor_of(run())
+    return [encoded(prompt, encode(prompt), processor, pieces) for prompt in prompts]

@@ -15,6 +15,7 @@ from mplug.ops import all_gather
 from mplug_generate.sampler import Sampler, cached_modules, multiple_of_positions
 from mplug_generate.sampling import Sampling, choose, draws
 from mplug_generate.stages import Choose, DividedModel, RunUnits, divided, run_last
+from mplug_generate.streams import Media, Seen, units_of
 from mplug_generate.token_steps import Replays
 from mplug_nn.cache import CacheSize
 
@@ -27,12 +28,15 @@ class Alone:
 
     shard, shards, multiple, padded = 0, 1, 1, True
     divided: DividedModel | None = None
+    divided_text: DividedModel | None = None
 
     def next_tokens(self, model: Model, entries: Mapping[str, Tensor], run: RunUnits, choose: Choose) -> Tensor:
         """The next token [b] of each of this rank's samples; `run` runs inference units on the entries."""
-        if self.divided is not None:
-            return self.divided.next_tokens(entries, run, choose)
-        return choose(run(model.plan.inference, entries)["logits"][:, -1])
+        units = units_of(model.plan, entries)
+        divided = self.divided if units == model.plan.inference else self.divided_text
+        if divided is not None:
+            return divided.next_tokens(entries, run, choose)
+        return choose(run(units, entries)["logits"][:, -1])
 
     def whole_vocabulary(self, logits: Tensor) -> Tensor:
         """This rank's logits [b, V / R] -> [b, V]."""
@@ -48,7 +52,7 @@ class Ranks(Alone):
 
     Ranks that divide the batch compute different prompts (`shard` of `shards`). Those inside a model share its prompts;
     they need a `multiple` of positions in each call, if they divide the positions among themselves. If the model is
-    divided into stages, `divided` runs it.
+    divided into stages, `divided` runs it, and `divided_text` runs it without streams.
     """
 
     def __init__(self, run: Run, sampler: Sampler) -> None:
@@ -59,7 +63,10 @@ class Ranks(Alone):
         self.of_batch = run.group(*(axis.name for axis in mesh.views["dense"] if "batch" in axis.entries))
         self.vocab_size, splitting = _split_vocabulary(sampler.model)
         self.of_vocabulary = run.group(splitting) if splitting else None
-        self.divided = divided(sampler.model)
+        plan = sampler.model.plan
+        text = plan.without_streams(plan.inference)
+        self.divided = divided(sampler.model, plan.inference)
+        self.divided_text = self.divided if text == plan.inference else divided(sampler.model, text)
 
     def whole_vocabulary(self, logits: Tensor) -> Tensor:
         """This rank's logits [b, V / R] -> [b, V]; the last ranks' rows of a padded vocabulary are removed."""
@@ -104,21 +111,28 @@ def sample(
     take: Take,
     ranks: Alone = ALONE,
     replays: Replays | None = None,
+    media: Media | None = None,
 ) -> None:
     """Sample up to `num_tokens` tokens after each prompt, each token from a window of the last `context` tokens.
 
     `keys` are those of the prompts' random numbers (`sample_key`). `take` receives the tokens in order and is called on
     all ranks, which must get the same answers. While no sample is longer than `context`, a cache holds the earlier
     positions; afterwards, and for a model without a cache, all positions of the window are computed for every token.
-    Batches with the same `replays` share the recording of a step, if it makes recordings.
+    Batches with the same `replays` share the recording of a step, if it makes recordings. Prompts of a batch with
+    `media` must have room for all their tokens in the context: a window would cut media.
     """
+    if media is not None and max(map(len, prompts)) + num_tokens > context:
+        raise ValueError(f"texts with media cannot be longer than the context of {context} tokens")
     model = sampler.model
     model.module.eval()
     if not sampler.uncached:
-        _Batch(sampler, prompts, keys, context, ranks, replays or Replays()).sample(num_tokens, sampling, take)
+        _Batch(sampler, prompts, keys, context, ranks, replays or Replays(), media).sample(num_tokens, sampling, take)
         return
     for number, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
-        _one_by_one(model, list(prompt), key, num_tokens, context, sampling, partial(take, number), ranks)
+        seen = None
+        if media is not None:
+            seen = media.seen([prompt], [number], len(prompt), num_tokens, 0, _device(model))
+        _one_by_one(model, list(prompt), key, num_tokens, context, sampling, partial(take, number), ranks, seen)
 
 
 def _one_by_one(
@@ -130,6 +144,7 @@ def _one_by_one(
     sampling: Sampling,
     take: Callable[[int], bool],
     ranks: Alone,
+    seen: Seen | None,
 ) -> None:
     """Sample after one prompt by full recomputation; all ranks that divide the batch compute the same prompt."""
     device, run = _device(model), partial(run_units, model.module)
@@ -138,7 +153,8 @@ def _one_by_one(
         window = torch.tensor([tokens[-context:]], device=device)
         positions = torch.arange(window.shape[1], device=device)[None]
         chosen = partial(_chosen, ranks, sampling, draws(of_prompt, torch.tensor(index, device=device)))
-        tokens.append(int(ranks.next_tokens(model, _entries(window, positions), run, chosen)))
+        entries = _entries(window, positions) | ({} if seen is None else seen.entries(0, window.shape[1]))
+        tokens.append(int(ranks.next_tokens(model, entries, run, chosen)))
         if take(tokens[-1]):
             return
 
@@ -171,12 +187,15 @@ class _Batch:
         context: int,
         ranks: Alone,
         replays: Replays,
+        media: Media | None,
     ) -> None:
         self.model, self.context, self.ranks, self.wanted = sampler.model, context, ranks, len(prompts)
+        self.media = media
         self.is_static, self.replays, self.device = not sampler.growing, replays, _device(sampler.model)
         each = -(-len(prompts) // ranks.shards)
         self.texts = [list(prompts[number % len(prompts)]) for number in range(each * ranks.shards)]
         self.own = slice(ranks.shard * each, (ranks.shard + 1) * each)
+        self.numbers = [number % len(prompts) for number in range(len(self.texts))][self.own]
         of_texts = [keys[number % len(keys)] for number in range(len(self.texts))]
         self.keys = torch.tensor(of_texts[self.own], device=self.device)
         self.modules = list(cached_modules(sampler.model))
@@ -220,7 +239,9 @@ class _Batch:
         texts, most = self.texts[self.own], longest + num_tokens - 1
         steps = self.replays.steps(self.model, len(texts), longest, most, sampling, self.ranks.whole_vocabulary)
         window, lengths = self._uncomputed(longest, longest), torch.tensor([*map(len, texts)], device=self.device)
-        tokens = steps.begin(window.entries(0), lengths, window.padding, self.keys)
+        window.seen = self._seen(longest, num_tokens)
+        later = None if window.seen is None else window.seen.later(longest)
+        tokens = steps.begin(window.entries(0), lengths, window.padding, self.keys, later)
         found = _OnTheWay(self.ranks.tokens_of_all(tokens))
         for _ in range(1, num_tokens):
             following = _OnTheWay(self.ranks.tokens_of_all(steps.advance(most)))
@@ -232,10 +253,18 @@ class _Batch:
         """The last tokens of this rank's texts in a new cache, with room for `more` tokens if the context has it."""
         length = -(-longest // self.ranks.multiple) * self.ranks.multiple
         window = self._uncomputed(length, length + max(0, min(more, self.context - longest)))
+        window.seen = self._seen(length, more)
         size = CacheSize(window.room, self.ranks.multiple - 1, window.padding, window.most_padding)
         for module in self.modules:
             module.cache = module.new_cache(size)
         return window
+
+    def _seen(self, length: int, more: int) -> Seen | None:
+        """The media of this rank's texts, which have `length` tokens with padding, and will have `more`."""
+        if self.media is None:
+            return None
+        text = self.media.text_behind(self.texts)
+        return self.media.seen(self.texts[self.own], self.numbers, length, more, text, self.device)
 
     def _uncomputed(self, length: int, room: int) -> "_Window":
         """The last tokens of this rank's texts, with padding up to `length`."""
@@ -275,8 +304,10 @@ class _OnTheWay:
 class _Window:
     """The tokens of a rank's texts, with their padding in front, and the positions that the model has computed.
 
-    `padding` [b] is None if no text has padding; `most_padding` is the maximum.
+    `padding` [b] is None if no text has padding; `most_padding` is the maximum. `seen` are the media of the texts.
     """
+
+    seen: Seen | None = None
 
     def __init__(self, texts: Sequence[Sequence[int]], padding: Sequence[int], room: int, device: torch.device) -> None:
         self.length, self.computed, self.room = len(texts[0]) + padding[0], 0, room
@@ -301,4 +332,5 @@ class _Window:
         """The micro batch of the positions that are not computed yet, and of `again` before them."""
         begin, end = self.computed - again, self.length
         self.computed = end
-        return _entries(self.tokens[:, begin:end], self.positions[:, begin:end])
+        found = _entries(self.tokens[:, begin:end], self.positions[:, begin:end])
+        return found if self.seen is None else {**found, **self.seen.entries(begin, end)}

@@ -41,7 +41,11 @@ def compiled_step(run: Run, sampler: Sampler) -> tuple[Instead, str]:
     if backend is None:
         return AS_THEY_ARE, f"trainer.compile={trainer.compile} compiles nothing on this machine's {run.device.upper()}"
     model = sampler.model
-    units = [unit for unit in model.plan.inference if not _has_hooks(model.module.get_submodule(unit.name))]
+    units = [
+        unit
+        for unit in model.plan.without_streams(model.plan.inference)
+        if not _has_hooks(model.module.get_submodule(unit.name))
+    ]
     found = compiled_units(model, units, backend, trainer.tune_kernels)
     return {unit.name: compiled for unit, compiled in found}, ""
 

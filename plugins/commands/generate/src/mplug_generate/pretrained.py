@@ -36,11 +36,12 @@ def encode(tokenizer: "FolderTokenizer", prompt: Prompt, *, chat: bool) -> list[
 
 
 def settings_of(
-    folder: Path, encoded: Sequence[tuple[int, ...]], names: Sequence[str], num_tokens: int, here: "Settings"
+    folder: Path, prompts: Sequence[tuple[str, int]], num_tokens: int, here: "Settings"
 ) -> "tuple[Settings, Settings, int]":
     """(base, overrides, context): the settings of a run of the folder's model, and the tokens that the model sees.
 
-    `names` name the prompts in errors. Raises UsageError if a prompt is longer than the model supports.
+    `prompts` are the names of prompts in errors, and their lengths. Raises UsageError if a prompt is longer than the
+    model supports.
     """
     from mplug.commands import Registry, default_settings, longest_sequence, merge, read_assignments, resolve
 
@@ -50,12 +51,11 @@ def settings_of(
     base, settings = default_settings(), merge(merge(first, here), pretrained)
     config = resolve(registry, base, settings)
     longest = longest_sequence(config, folder)
-    lengths = [len(tokens) for tokens in encoded]
-    if longest is not None:
-        for name, length in zip(names, lengths, strict=True):
-            if length > longest:
-                raise UsageError(f"{name} has {length} tokens, and the model supports {longest}; shorten it")
-    context = min(max(lengths) + num_tokens, longest or max(lengths) + num_tokens)
+    for name, length in prompts:
+        if longest is not None and length > longest:
+            raise UsageError(f"{name} has {length} tokens, and the model supports {longest}; shorten it")
+    most = max(length for _, length in prompts) + num_tokens
+    context = min(most, longest or most)
     degrees = prod(config.parallel.degrees.values())
     whole = -(-context // degrees) * degrees  # a layout may have to divide the sequence
     if longest is not None and whole > longest:

@@ -1,8 +1,10 @@
 """The prompts of `mplug generate`: files of prompts, and the texts that follow them, token by token."""
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,12 +30,30 @@ class Prompt:
     """A prompt of a file or of the command line: a text, or the messages of a chat.
 
     `fields` are those of its line in a JSONL file; the output repeats them. `where` names the prompt in errors.
+    `images` are the files of its pictures, in order. Those of a text stand before the characters with the numbers
+    `places`; those of messages stand in the place of parts {"type": "image"}.
     """
 
     where: str
     text: str = ""
-    messages: tuple[Mapping[str, str], ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[Path, ...] = ()
+    places: tuple[int, ...] = ()
+
+    def pieces(self) -> list[str]:
+        """The text before the first picture, between two, and behind the last one."""
+        ends = (0, *self.places, len(self.text))
+        return [self.text[begin:end] for begin, end in pairwise(ends)]
+
+
+def given_prompt(text: str, images: Sequence[Path], *, chat: bool) -> Prompt:
+    """The prompt of the command line: its pictures come first."""
+    if chat and images:
+        parts: list[Mapping[str, str]] = [{"type": "image"} for _ in images]
+        parts += [{"type": "text", "text": text}] if text else []
+        return Prompt("--prompt", messages=({"role": "user", "content": parts},), images=tuple(images))
+    return Prompt("--prompt", text, images=tuple(images), places=(0,) * len(images))
 
 
 def is_text(text: str) -> bool:
@@ -60,17 +80,17 @@ def read_prompts(path: Path, *, chat: bool) -> list[Prompt]:
         lines.pop()
     if not lines:
         raise UsageError(f"--prompts '{path}' is empty; write one prompt per line")
-    read = _json_line if path.suffix == ".jsonl" else _text_line
-    return [read(line.removesuffix("\r"), f"'{path}', line {number}", chat) for number, line in enumerate(lines, 1)]
+    read = partial(_json_line, chat=chat, folder=path.parent) if path.suffix == ".jsonl" else _text_line
+    return [read(line.removesuffix("\r"), f"'{path}', line {number}") for number, line in enumerate(lines, 1)]
 
 
-def _text_line(line: str, where: str, chat: bool) -> Prompt:
+def _text_line(line: str, where: str) -> Prompt:
     if not line:
         raise UsageError(f"{where} is empty; write a prompt there, or remove the line")
     return Prompt(where, line, fields={"prompt": line})
 
 
-def _json_line(line: str, where: str, chat: bool) -> Prompt:
+def _json_line(line: str, where: str, *, chat: bool, folder: Path) -> Prompt:
     try:
         value = json.loads(line, object_pairs_hook=_once)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # the output repeats it
@@ -85,8 +105,13 @@ def _json_line(line: str, where: str, chat: bool) -> Prompt:
     if used := [name for name in OWN_FIELDS if name in fields]:
         raise UsageError(f"{where} has the field '{used[0]}', which the output uses for its own; rename the field")
     if chat and "messages" in fields:
-        return Prompt(where, messages=_messages(fields["messages"], where), fields=fields)
+        return _conversation(fields, where, folder)
     text = fields.get("prompt")
+    if isinstance(text, list) and text:
+        parts = _parts(text, f"{where}: 'prompt'", folder)
+        if chat:
+            return _of_messages([{"role": "user", "content": parts}], where, fields)
+        return _of_parts(parts, where, fields)
     if not isinstance(text, str) or not text:
         also = " or 'messages'" if chat else ""
         raise UsageError(f"{where} has no text in the field 'prompt'; every line needs 'prompt'{also}")
@@ -102,13 +127,67 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _messages(value: Any, where: str) -> tuple[Mapping[str, str], ...]:
+Part = str | Path
+"""A text, or the file of a picture."""
+
+
+def _conversation(fields: Mapping[str, Any], where: str, folder: Path) -> Prompt:
+    value = fields["messages"]
     fits = isinstance(value, list) and all(
-        isinstance(one, dict) and all(isinstance(one.get(name), str) for name in ("role", "content")) for one in value
+        isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str | list)
+        for one in value
     )
     if not fits or not value:
-        raise UsageError(f"{where}: 'messages' must be a list of objects with the texts 'role' and 'content'")
-    return tuple(value)
+        raise UsageError(
+            f"{where}: 'messages' must be a list of objects with the text 'role', and with 'content', which is a text "
+            f"or a list of parts"
+        )
+    read = partial(_parts, where=f"{where}: 'content'", folder=folder)
+    messages = [one if isinstance(one["content"], str) else {**one, "content": read(one["content"])} for one in value]
+    return _of_messages(messages, where, fields)
+
+
+def _parts(value: Sequence[Any], where: str, folder: Path) -> list[Part]:
+    """The parts of a content; file names are relative to the folder of the prompts."""
+    found = list[Part]()
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            found.append(part["text"])
+        elif kind == "image" and isinstance(part.get("image"), str) and part["image"]:
+            found.append(folder / part["image"])
+        else:
+            raise UsageError(
+                f'{where} has a part that is neither {{"type": "text", "text": TEXT}} nor '
+                f'{{"type": "image", "image": FILE}}; correct it'
+            )
+    return found
+
+
+def _of_parts(parts: Sequence[Part], where: str, fields: Mapping[str, Any]) -> Prompt:
+    text, places = "", list[int]()
+    for part in parts:
+        if isinstance(part, str):
+            text += part
+        else:
+            places.append(len(text))
+    images = tuple(part for part in parts if isinstance(part, Path))
+    return Prompt(where, text, fields=fields, images=images, places=tuple(places))
+
+
+def _of_messages(messages: Sequence[Mapping[str, Any]], where: str, fields: Mapping[str, Any]) -> Prompt:
+    """A conversation, whose parts are those that templates know. Parts that are all texts become one text."""
+    images, found = list[Path](), list[Mapping[str, Any]]()
+    for message in messages:
+        parts = message["content"]
+        if isinstance(parts, str):
+            found.append(message)
+            continue
+        own = [part for part in parts if isinstance(part, Path)]
+        templates = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
+        found.append({**message, "content": templates if own else "".join(parts)})
+        images += own
+    return Prompt(where, messages=tuple(found), fields=fields, images=tuple(images))
 
 
 class Text:
@@ -180,9 +259,9 @@ def output_line(prompt: Prompt, text: Text) -> str:
     return json.dumps({**prompt.fields, **own}, ensure_ascii=False)
 
 
-def occurrences(prompts: Iterable[tuple[int, ...]]) -> Iterator[int]:
+def occurrences(prompts: Iterable[Hashable]) -> Iterator[int]:
     """For each prompt, how often an equal one came before."""
-    counts: dict[tuple[int, ...], int] = {}
+    counts: dict[Hashable, int] = {}
     for prompt in prompts:
         counts[prompt] = counts.get(prompt, -1) + 1
         yield counts[prompt]

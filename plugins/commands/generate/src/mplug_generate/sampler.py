@@ -28,7 +28,7 @@ from typing import Any
 
 from torch import nn
 
-from mplug import Mesh, Model, Run, RunConfig, UsageError, hookimpl, slots_of
+from mplug import Mesh, Model, Processor, Run, RunConfig, UsageError, hookimpl, slots_of
 from mplug.commands import (
     COMMAND,
     Selection,
@@ -56,6 +56,7 @@ class Sampler:
     """The model of a run that samples, and how it samples. Its hooks take part in the build of the model.
 
     `padded`: the samples of a batch may have padding, because their lengths differ or the layout divides positions.
+    `media`: prompts have media, so the model computes its streams (`sampling_run`).
     `graphs`: on a GPU, the step of a token is replayed as a CUDA graph, if all parts of the run can do so.
 
     The build sets the other attributes: `model`; `uncached`, why it samples without a cache (empty: it has one);
@@ -66,8 +67,8 @@ class Sampler:
     layer = OUTERMOST
     model: Model
 
-    def __init__(self, *, padded: bool = False, graphs: bool = False) -> None:
-        self.padded, self.graphs = padded, graphs
+    def __init__(self, *, padded: bool = False, graphs: bool = False, media: bool = False) -> None:
+        self.padded, self.graphs, self.media = padded, graphs, media
         self.uncached = self.growing = ""
         self.replaced: tuple[str, ...] = ()
 
@@ -79,6 +80,8 @@ class Sampler:
         own, so sites need documents if there may be padding.
         """
         _refuse_unable(run, model)
+        if self.media:
+            _refuse_streams_in_text(run, model)
         self.model = model
         model.module.eval()  # some modules mix samples in training only
         self.uncached = _reason_against(model)
@@ -130,7 +133,23 @@ def sampling_run(config: RunConfig, sampler: Sampler) -> Run:
     """The prepared run of a config, which samples instead of training."""
     run = prepare(config, {LABEL: sampler})
     run.trains = False
+    processor: Processor | None = run.hooks.call.build_processor(config=config)
+    if processor is not None:
+        run.entries -= frozenset(processor.entries)
+    if sampler.media:
+        run.entries |= frozenset(processor_of(run).entries)
     return run
+
+
+def processor_of(run: Run) -> Processor:
+    """What makes the entries of media; UsageError if the model takes none."""
+    processor: Processor | None = run.hooks.call.build_processor(config=run.config)
+    if processor is None:
+        raise UsageError(
+            f"prompts have images, and the model of {listed(run.hooks.implementers('build_model'))} has no part that "
+            f"sees them; use a model with a tower, or prompts without images"
+        )
+    return processor
 
 
 def _refuse_unable(run: Run, model: Model) -> None:
@@ -145,6 +164,20 @@ def _refuse_unable(run: Run, model: Model) -> None:
             raise UsageError(
                 f"{owners.get(axis.name, 'the layout')} divides the {listed(divided)} of a sample "
                 f"({axis.name}={axis.size}), which grows token by token; use a layout without it"
+            )
+
+
+def _refuse_streams_in_text(run: Run, model: Model) -> None:
+    """Raise UsageError if a unit computes tokens of text from a stream: what it received is gone after the prompt."""
+    plan = model.plan
+    made = {name for unit in plan.inference if unit.sequence in plan.streams for name in unit.outputs}
+    once = made | plan.stream_entries
+    for unit in plan.without_streams(plan.inference):
+        if needed := once.intersection(unit.inputs):
+            (owner,) = run.hooks.implementers("build_model")
+            raise UsageError(
+                f"the unit '{unit.name}' of {owner} needs {listed(map(repr, sorted(needed)))} for every token, and "
+                f"sampling computes streams once, with the prompt; use prompts without images"
             )
 
 
@@ -187,8 +220,8 @@ def cached_modules(model: Model) -> Iterator[Any]:
 
 
 def _attending(model: Model, own: set[str] | None = None) -> Iterator[Any]:
-    """The modules of the inference units with the slot of attention, or of those inference units in `own` units."""
-    for unit in model.plan.inference:
+    """The modules with the slot of attention of the inference units of tokens, or of those in `own` units."""
+    for unit in model.plan.without_streams(model.plan.inference):
         if own is not None and own.isdisjoint((unit.name, *modules_around(unit.name))):
             continue
         for module in model.module.get_submodule(unit.name).modules():
@@ -205,10 +238,11 @@ def _reason_against(model: Model) -> str:
     for statement in statements(model):
         if statement.axes is None:
             return f"no declaration states what {statement.label} mixes (`mixes`)"
-        if mixed := sorted(statement.axes & {"sequence", "batch"}):
+        of_stream = statement.sequence in model.plan.streams  # a stream is computed once, and as a whole
+        if mixed := sorted(statement.axes & ({"batch"} if of_stream else {"sequence", "batch"})):
             return f"{statement.label} mixes the {listed(mixed)}"
         module: Any = statement.module
-        if not _attends(module):
+        if of_stream or not _attends(module):
             continue
         if not covers(type(module), NAME) or module.caches is not True:
             return f"{statement.label} does not declare that it serves a cache (`{NAME}`)"
@@ -226,7 +260,7 @@ def _reason_against_static(run: Run, model: Model, selection: Selection) -> str:
         if not covers(type(module), STATIC) or getattr(module, STATIC) is not True:
             return f"'{type(module).__name__}' does not declare that it serves a static cache (`{STATIC}`)"
     for filled in selection.filled:
-        if filled.site.slot == CORE:
+        if filled.site.slot == CORE and filled.site.sequence not in model.plan.streams:
             site = replace(filled.site, needs=filled.site.needs | {STATIC_KEYS})
             offered = filled.offer is not None or not site.lacking(offered_in_plain_torch(site))
             answers = [one.answer(site, run) for one in (filled.offer, *filled.wraps) if one is not None]

@@ -60,20 +60,19 @@ class DividedModel:
         return self.relay(entries, compute, torch.empty(len(tokens), dtype=torch.int64, device=tokens.device))
 
 
-def divided(model: Model) -> DividedModel | None:
-    """How ranks run the model together, if it is divided into several chunks. Collective."""
+def divided(model: Model, inference: Sequence[Unit]) -> DividedModel | None:
+    """How ranks run these inference units together, if the model is divided into several chunks. Collective."""
     if len(model.stages.units) == 1:
         return None
     assert model.pipeline is not None
     assert model.pipeline.relay is not None  # else the sampler has refused the run
-    units = _divided(model)
+    units = _divided(model, inference)
     crossing = tuple(_entering(units, chunk) for chunk in range(len(units)))
     return DividedModel(model.pipeline.relay(crossing), units, crossing)
 
 
-def _divided(model: Model) -> tuple[tuple[Unit, ...], ...]:
+def _divided(model: Model, units: Sequence[Unit]) -> tuple[tuple[Unit, ...], ...]:
     """The inference units of each chunk; UsageError if they do not follow the order of the chunks."""
-    units = model.plan.inference
     chunks = [_chunk_of(model, unit) for unit in units]
     for unit, (before, after) in zip(units[1:], pairwise(chunks), strict=True):
         if after < before:

@@ -17,6 +17,7 @@ from mplug_generate.fast_steps import obstacles
 from mplug_generate.sampler import Sampler, cached_modules
 from mplug_generate.sampling import Sampling, choose, draws
 from mplug_generate.stages import run_last
+from mplug_generate.streams import Later, units_of
 from mplug_graphs import CudaGraph, Recording
 from mplug_nn.cache import CacheSize
 from mplug_nn.static_cache import Clock
@@ -60,11 +61,25 @@ class TokenSteps:
         """[b]: the newest token of each text."""
         self.index = torch.zeros((), dtype=torch.int64, device=device)
         self.zeros = torch.zeros_like(self.keys)
+        self.later: Later | None = None
         self._num_eager = 0
         self._recording: Recording | None = None
 
-    def begin(self, prompts: Mapping[str, Tensor], lengths: Tensor, padding: Tensor | None, keys: Tensor) -> Tensor:
-        """The first tokens [b] after prompts of `lengths` [b], whose entries have `padding` [b] in front."""
+    def begin(
+        self,
+        prompts: Mapping[str, Tensor],
+        lengths: Tensor,
+        padding: Tensor | None,
+        keys: Tensor,
+        later: Later | None = None,
+    ) -> Tensor:
+        """The first tokens [b] after prompts of `lengths` [b], whose entries have `padding` [b] in front.
+
+        `later` are further entries of the tokens that follow.
+        """
+        if later is not None or self.later is not None:
+            self._recording = None  # it reads those of the batch before
+        self.later = later
         for module, cache in zip(self.modules, self.caches, strict=True):
             module.cache = cache
         self.clock.start(lengths, padding)
@@ -94,6 +109,7 @@ class TokenSteps:
         entries = {"tokens": self.tokens[:, None], "positions": self.clock.positions[:, None]}
         with shared_rotations():
             given = {**entries, "sample_ids": self.zeros, "keys": self.zeros}
+            given |= {} if self.later is None else self.later.entries(self.index - 1)
             logits = _last_logits(self.model, given, self.replays.compiled)
         self._draw(logits)
 
@@ -175,4 +191,4 @@ def rounded(positions: int) -> int:
 
 def _last_logits(model: Model, entries: Mapping[str, Tensor], compiled: Instead = AS_THEY_ARE) -> Tensor:
     """The logits [b, V / R] of the last position of a micro batch."""
-    return run_last(model, model.plan.inference, entries, compiled)["logits"][:, -1]
+    return run_last(model, units_of(model.plan, entries), entries, compiled)["logits"][:, -1]

@@ -12,14 +12,16 @@ import click
 
 from mplug import RunError
 from mplug.commands import listed
+from mplug_generate.pictures import Encoded, prepared
 from mplug_generate.prompts import Prompt, Text, occurrences, output_line
 
 if TYPE_CHECKING:
-    from mplug import Model, Run
+    from mplug import Medium, Model, Run
     from mplug.commands import Settings, Verified, World
     from mplug_generate.decoding import Alone
     from mplug_generate.sampler import Sampler
     from mplug_generate.sampling import Sampling
+    from mplug_generate.streams import Media
     from mplug_generate.token_steps import Replays
 
 
@@ -32,7 +34,7 @@ class Wanted:
     """
 
     prompts: tuple[Prompt, ...]
-    encoded: tuple[tuple[int, ...], ...]
+    encoded: tuple[Encoded, ...]
     num_tokens: int
     context: int
     sampling: "Sampling"
@@ -52,7 +54,12 @@ class Wanted:
     @property
     def differ(self) -> bool:
         """Whether prompts of a batch have different lengths."""
-        return any(len({len(tokens) for tokens in self.encoded[batch]}) > 1 for batch in self.batches())
+        return any(len({len(one.tokens) for one in self.encoded[batch]}) > 1 for batch in self.batches())
+
+    @property
+    def have_images(self) -> bool:
+        """Whether a prompt has pictures."""
+        return any(prompt.images for prompt in self.prompts)
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,7 @@ def _prepared(job: Job) -> "tuple[Run, Sampler]":
     from mplug.commands import Registry, choose_device, resolve
     from mplug_generate.sampler import Sampler, sampling_run
 
-    sampler = Sampler(padded=job.wanted.differ, graphs=job.wanted.graphs)
+    sampler = Sampler(padded=job.wanted.differ, graphs=job.wanted.graphs, media=job.wanted.have_images)
     run = sampling_run(resolve(Registry(), job.base, job.overrides), sampler)
     run.device = choose_device(run.config)
     return run, sampler
@@ -156,28 +163,46 @@ def _sample(run: "Run", sampler: "Sampler", job: Job, ranks: "Alone", replays: "
     from mplug_generate.decoding import sample
     from mplug_generate.sampling import sample_key
 
-    wanted = job.wanted
+    wanted, sampling = job.wanted, job.wanted.sampling
     tokenizer = tokenizer_of(run, job.weights if job.published else None)
-    keys = [sample_key(wanted.sampling.seed, number) for number in occurrences(wanted.encoded)]
+    prompts = [(one.tokens, prompt.images) for one, prompt in zip(wanted.encoded, wanted.prompts, strict=True)]
+    keys = [sample_key(sampling.seed, number) for number in occurrences(prompts)]
     for batch in wanted.batches():
         encoded = wanted.encoded[batch]
-        texts = [Text(tokenizer, tokens, wanted.ends, wanted.stops) for tokens in encoded]
+        texts = [Text(tokenizer, one.text, wanted.ends, wanted.stops) for one in encoded]
         show = _Terminal(texts[0], run.rank == 0 and not wanted.lines)
         if wanted.echo:
-            show.print(tokenizer.decode(encoded[0]))
+            show.print(tokenizer.decode(encoded[0].text))
 
         def take(number: int, token: int, texts: Sequence[Text] = texts, show: _Terminal = show) -> bool:
             has_ended = texts[number].take(token)
             show.update()
             return has_ended
 
-        sample(sampler, encoded, keys[batch], wanted.num_tokens, wanted.context, wanted.sampling, take, ranks, replays)
+        tokens, media = [one.tokens for one in encoded], _media_of(run, sampler, wanted.prompts[batch])
+        sample(sampler, tokens, keys[batch], wanted.num_tokens, wanted.context, sampling, take, ranks, replays, media)
         for text in texts:
             text.finish()
         show.finish()
         if run.rank == 0 and wanted.lines:
             lines = [output_line(*one) for one in zip(wanted.prompts[batch], texts, strict=True)]
             _write(wanted.output, lines, is_first=batch.start == 0)
+
+
+def _media_of(run: "Run", sampler: "Sampler", prompts: Sequence[Prompt]) -> "Media | None":
+    """The pictures of a batch; None if it has none."""
+    from mplug.commands import own_rows
+    from mplug_generate.sampler import processor_of
+    from mplug_generate.streams import Media
+
+    if not any(prompt.images for prompt in prompts):
+        return None
+    processor, plan = processor_of(run), sampler.model.plan
+
+    def prepare(number: int) -> "Sequence[Medium]":
+        return prepared(prompts[number], processor)
+
+    return Media(processor, plan, prepare, lambda entries: own_rows(entries, plan, run.mesh, run.rank))
 
 
 class _Terminal:

@@ -21,7 +21,7 @@ class HuggingFace(Format):
 
     def settings(self, folder: Path, family: type[Any]) -> PublicSettings | None:
         """The settings by the family's table of its config.json (`public_forms`)."""
-        return settings_of(family, read_json(folder / CONFIG))
+        return settings_of(family, folder / CONFIG)
 
     def end_tokens(self, folder: Path) -> frozenset[int]:
         """Those of generation_config.json, else those of config.json."""

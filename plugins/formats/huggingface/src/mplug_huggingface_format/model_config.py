@@ -1,21 +1,29 @@
 """The config.json of a run's model, by the tables of its family (`public_forms`). Imports no torch."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mplug import PublicSettings, UsageError
-from mplug_huggingface_format.config_file import read_json
+from mplug_huggingface_format.config_file import PREPARATION, read_json
 from mplug_nn import differences, form_of, forms_of, written_config
 
 if TYPE_CHECKING:
     from mplug import RunConfig
 
 
-def settings_of(family: Any, fields: Mapping[str, Any]) -> PublicSettings | None:
-    """What a config.json describes for a family; None if it has no tables. ValueError for unsupported content."""
-    forms = forms_of(family)
-    return form_of(forms, fields).read(fields) if forms else None
+def settings_of(family: Any, path: Path) -> PublicSettings | None:
+    """What a config.json describes for a family; None if it has no tables. ValueError for unsupported content.
+
+    A preprocessor_config.json beside it says how pictures are prepared for a family that sees.
+    """
+    forms, fields = forms_of(family), read_json(path)
+    if not forms:
+        return None
+    form, preparation = form_of(forms, fields), path.with_name(PREPARATION)
+    found = form.read(fields)
+    if form.preparation is None or not preparation.is_file():
+        return found
+    return form.read_preparation(found, read_json(preparation))
 
 
 def config_of(config: "RunConfig") -> dict[str, Any]:
@@ -34,7 +42,7 @@ def describes(config: "RunConfig", path: Path) -> bool:
     """Whether a config.json describes the model of a run. UsageError if its family cannot read it."""
     chosen = _family_of(config)
     try:
-        found = settings_of(chosen.plugin, read_json(path))
+        found = settings_of(chosen.plugin, path)
     except ValueError as error:
         raise UsageError(
             f"{chosen.label} cannot read '{path}': {' '.join(str(error).split())}; use a checkpoint that it supports"

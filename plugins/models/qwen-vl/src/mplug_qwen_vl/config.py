@@ -8,7 +8,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from mplug import ExternalNames
 from mplug_nn import DivisionName, GeneralDecoderConfig, Rotary
 from mplug_qwen_vl.names import external_names
-from mplug_qwen_vl.vision import VisionConfig
+from mplug_qwen_vl.vision import PREPARATION, VisionConfig
 
 COORDINATES = 3
 """Time, row and column."""
@@ -60,7 +60,8 @@ class QwenVLConfig(GeneralDecoderConfig):
         return replace(plain, division=self.rope_division, sections=self.rope_sections) if self.rope_division else plain
 
     def _computed(self) -> tuple[object, ...]:
-        return *super()._computed(), self.vision
+        vision = self.vision
+        return *super()._computed(), vision and vision.model_copy(update=dict.fromkeys(PREPARATION))
 
     def external_names(self) -> ExternalNames:
         """The names of Qwen2.5-VL, Qwen3-VL or Qwen3-VL-MoE."""

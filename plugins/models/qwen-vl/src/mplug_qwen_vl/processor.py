@@ -50,7 +50,8 @@ class VisionProcessor:
         grid = Grid(-(-len(content) // vision.patch_frames), height // vision.patch_size, width // vision.patch_size)
         token = vision.video_token if is_video else vision.image_token
         number = grid.num_patches // vision.merge_size**2
-        return Medium((vision.start_token, *[token] * number, vision.end_token), grid.num_patches, (grid, patches))
+        start, end = vision.start_token, vision.end_token
+        return Medium((start, *[token] * number, end), grid.num_patches, (grid, patches), mark=(start, token, end))
 
     def entries_of(
         self, tokens: "Tensor", media: Sequence[Sequence[Medium]], document_lengths: "Tensor | None" = None

@@ -29,6 +29,10 @@ CONTEXT = {
 """The entries of a micro batch with images, and their axes."""
 
 
+PREPARATION = ("min_pixels", "max_pixels", "pixel_mean", "pixel_std", "typical_patches")
+"""Fields about pictures before they are patches; the weights need none of them."""
+
+
 class VisionConfig(BaseModel):
     """The tower of Qwen3-VL by default. Qwen2.5-VL has windows, RMSNorm, a gated MLP, and no learned positions."""
 
@@ -100,6 +104,10 @@ class VisionConfig(BaseModel):
                 f"{self.merge_size * self.patch_size}"
             )
         return self
+
+    def computes_like(self, other: "VisionConfig") -> bool:
+        """Whether two towers compute the same from the same patches; pictures may become patches in other ways."""
+        return self.model_copy(update={name: getattr(other, name) for name in PREPARATION}) == other
 
     @property
     def window_side(self) -> int:

@@ -37,7 +37,7 @@ class Folder:
         tokens: list[int] = self.tokenizer.encode(text).ids
         return tokens
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The tokens of the text that the chat template makes, in which special tokens are spelt out."""
         tokens: list[int] = self.tokenizer.encode(self.chat(messages), add_special_tokens=False).ids
         return tokens
@@ -47,7 +47,7 @@ class Folder:
         text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text of a conversation and of the header of the next answer."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]

@@ -1,0 +1,195 @@
+"""Greedy answers to questions about pictures are those of the transformers library, token by token in fp64."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+images = pytest.importorskip("PIL.Image")
+processors = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+
+from mplug_generate.command import command  # noqa: E402
+from published import rewritten, save  # noqa: E402
+from seeing_models import CONFIGS, END, IMAGE, START, VIDEO, V, changed, library_in_fp64  # noqa: E402
+
+from mplug import UsageError  # noqa: E402
+
+PREPARATION = {
+    "patch_size": 2,
+    "size": {"shortest_edge": 64, "longest_edge": 400},
+    "image_mean": [0.4, 0.5, 0.6],
+    "image_std": [0.3, 0.2, 0.3],
+}
+SPECIAL = {"<|image_pad|>": IMAGE, "<|video_pad|>": VIDEO, "<|vision_start|>": START, "<|vision_end|>": END}
+USER, ANSWER = 59, 60
+TEMPLATE = (
+    "{% for message in messages %}<|user|>{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}<|answer|>"
+)
+TOKENS = 12
+QUESTIONS: list[list[str]] = [["w1 w2 w3"], ["a.png", "w7"], ["w4", "b.png", "w5 w6", "a.png", "w8 w9 w10"], ["b.png"]]
+"""Texts and files of pictures."""
+
+
+def with_tokenizer(folder: Path) -> None:
+    """Give a folder a tokenizer of words, so that an answer shows its tokens, and a chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    special = {**SPECIAL, "<|user|>": USER, "<|answer|>": ANSWER}
+    words = {f"w{number}": number for number in range(V) if number not in special.values()}
+    tokenizer = Tokenizer(models.WordLevel({**words, **special}, unk_token="w0"))
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+
+
+def picture(path: Path, width: int, height: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    colours = torch.randint(256, (height, width, 3), generator=generator, dtype=torch.uint8)
+    images.fromarray(colours.numpy()).save(path)
+
+
+@pytest.fixture(scope="module", params=["2.5", "3", pytest.param("3-moe", marks=pytest.mark.wide("families"))])
+def made(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
+    """A kind, the folder of a model, with pictures and a file of questions, and the library's model."""
+    folder, kind = tmp_path_factory.mktemp("seeing"), request.param
+    given = changed(CONFIGS[kind], {"text_config.eos_token_id": None})
+    fields = {name: value for name, value in given.items() if name != "model_type"}
+    config = transformers.AutoConfig.for_model(given["model_type"], **fields)
+    library = transformers.AutoModelForImageTextToText.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
+    library = save(library, folder, num_shards=1)
+    with torch.no_grad():  # other activations then give other tokens
+        for parameter in library.parameters():
+            parameter.mul_(2.0 if parameter.dim() > 1 else 1.0)
+    library.save_pretrained(folder)
+    if kind == "3-moe":  # the library saves experts in its own order, and reads that of the released folders too
+        rewritten(
+            folder, lambda found: found.update({n: x.mT.contiguous() for n, x in found.items() if ".experts." in n})
+        )
+    with_tokenizer(folder)
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({**PREPARATION, "image_processor_type": "Qwen2VLImageProcessor"})
+    )
+    picture(folder / "a.png", 16, 9)
+    picture(folder / "b.png", 8, 21)
+    lines = []
+    for question in QUESTIONS:
+        parts = [{"type": "image", "image": x} if x.endswith("png") else {"type": "text", "text": x} for x in question]
+        lines.append(json.dumps({"messages": [{"role": "user", "content": parts}]}))
+    (folder / "questions.jsonl").write_text("\n".join(lines))
+    return kind, folder, library
+
+
+def of_library(kind: str, folder: Path, library: Any, question: Sequence[str]) -> list[int]:
+    """The tokens of the library's greedy answer to a question, with pictures as its own processor makes them."""
+    processor = processors.Qwen2VLImageProcessorPil(**PREPARATION)
+    tokens, grids, pixels = [USER], [], []
+    for part in question:
+        if part.endswith("png"):
+            made = processor(images.open(folder / part).convert("RGB"), return_tensors="pt")
+            grids.append(made["image_grid_thw"])
+            pixels.append(made["pixel_values"].double())
+            tokens += [START, *[IMAGE] * (int(grids[-1].prod()) // 4), END]
+        else:
+            tokens += [int(word[1:]) for word in part.split()]
+    ids = torch.tensor([[*tokens, ANSWER]])
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == IMAGE).long()}
+    if grids:
+        options |= {"image_grid_thw": torch.cat(grids), "pixel_values": torch.cat(pixels)}
+    with library_in_fp64(CONFIGS[kind]), torch.no_grad():
+        wide = library.double()
+        found = wide.generate(ids, max_new_tokens=TOKENS, do_sample=False, pad_token_id=0, **options)
+    answer: list[int] = found[0, ids.shape[1] :].tolist()
+    return answer
+
+
+def answers(folder: Path, *options: str) -> list[str]:
+    """What the command writes for the file of questions."""
+    output = folder / "answers.jsonl"
+    words = ["--pretrained", str(folder), "--chat", "--prompts", str(folder / "questions.jsonl"), "--device", "cpu"]
+    words += ["--output", str(output), "--tokens", str(TOKENS), "--temperature", "0", "--precision", "fp64"]
+    command.main([*words, *options], standalone_mode=False)
+    return [json.loads(line)["completion"].strip() for line in output.read_text().splitlines()]
+
+
+def refused(folder: Path, *options: str) -> str:
+    """The sentence with which the command refuses a question."""
+    words = ["--pretrained", str(folder), "--device", "cpu", "--tokens", "4", *options]
+    with pytest.raises(UsageError) as found:
+        command.main(words, standalone_mode=False)
+    assert "\n" not in str(found.value)
+    return str(found.value)
+
+
+def words_of(tokens: Sequence[int]) -> str:
+    return " ".join(f"w{token}" for token in tokens if token < 55)
+
+
+def test_greedy_answers_are_those_of_the_library(made: tuple[str, Path, Any]) -> None:
+    """Questions of different lengths with none, one and two pictures in one batch; then two at a time."""
+    kind, folder, library = made
+    expected = [words_of(of_library(kind, folder, library, question)) for question in QUESTIONS]
+    assert len(set(" ".join(expected).split())) > 8
+    assert answers(folder) == expected
+    assert answers(folder, "--batch-size", "2") == expected
+
+
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("pp2", marks=pytest.mark.wide("layouts"))])
+def test_a_layout_writes_the_answers_of_one_process(layout: str, made: tuple[str, Path, Any]) -> None:
+    """In one batch, and each alone: then a batch has no picture at all."""
+    _, folder, _ = made
+    expected = answers(folder)
+    assert answers(folder, "--parallel", layout) == expected
+    assert answers(folder, "--parallel", layout, "--batch-size", "1") == expected
+
+
+def test_what_cannot_be_asked_is_refused_with_a_sentence(made: tuple[str, Path, Any], tmp_path: Path) -> None:
+    _, folder, _ = made
+    a, chat = ("--image", str(folder / "a.png")), ("--chat", "--prompt", "w1")
+    damaged = tmp_path / "damaged.png"
+    damaged.write_bytes((folder / "a.png").read_bytes()[:90])
+    assert f"the image '{damaged}' cannot be used: the picture is damaged" in refused(
+        folder, "--image", str(damaged), *chat
+    )
+    text = refused(folder, "--image", str(folder / "config.json"), *chat)
+    assert "cannot be used: the bytes are no picture in a format that Pillow reads; use another image" in text
+    assert "--prompt has 1 image, and its text has the marks of 0; add --chat" in refused(folder, *a, "--prompt", "w1")
+    assert "stands for a part of an image; remove it" in refused(
+        folder, *a, "--prompt", "<|vision_start|> <|image_pad|> <|vision_end|> <|image_pad|>"
+    )
+    large = [*(a * 12), *chat, "--tokens", "40"]
+    assert "--tokens adds 40, and texts with images may have 128, because" in refused(folder, *large)
+    assert "--image belongs to --prompt" in refused(folder, *a, "--prompts", str(folder / "questions.jsonl"))
+    (tmp_path / "some.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": [{"type": "image", "image": "none.png"}]}]})
+    )
+    text = refused(folder, "--chat", "--prompts", str(tmp_path / "some.jsonl"))
+    assert f"line 1: the image '{tmp_path / 'none.png'}' cannot be used: No such file or directory" in text
+    other = shutil.copytree(folder, tmp_path / "other")
+    (other / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content[1].text }}"}))
+    text = refused(other, *a, *chat)
+    assert "--prompt has 1 image, and the chat template of the folder writes 0 of the marks" in text
+
+
+def test_a_preprocessor_config_that_the_family_does_not_follow_is_refused(
+    made: tuple[str, Path, Any], tmp_path: Path
+) -> None:
+    other = shutil.copytree(made[1], tmp_path / "other")
+    for fields, sentence in (
+        ({"patch_size": 14}, "has 14 for 'model.vision.patch_size', which is 2 by its config.json"),
+        ({"resample": 2}, "its field 'resample' is 2, but the family supports 3 only"),
+        ({"do_pad": True}, "'do_pad' is true"),
+        ({"image_mean": [1]}, "its field 'image_mean' is [1], but must be a list of three numbers"),
+        ({"sizes": 1}, "its field 'sizes' is unknown"),
+    ):
+        (other / "preprocessor_config.json").write_text(json.dumps({**PREPARATION, **fields}))
+        assert sentence in refused(other, "--prompt", "w1")

@@ -270,9 +270,11 @@ class Plan:
     @property
     def stream_entries(self) -> frozenset[str]:
         """The entries of micro batches that belong to streams: an axis of each is that of a stream, or its lengths."""
-        lengths = {name for stream in self.streams.values() for name in stream.lengths}
-        of_rows = {name for name, axes in self.context.items() if not self.streams.keys().isdisjoint(axes)}
-        return frozenset(lengths | of_rows)
+        return frozenset[str]().union(*(self.entries_of(axis) for axis in self.streams))
+
+    def entries_of(self, axis: str) -> frozenset[str]:
+        """The entries of micro batches that belong to the stream with this axis."""
+        return frozenset((*self.streams[axis].lengths, *(one for one, axes in self.context.items() if axis in axes)))
 
     def lengths_of(self, unit: Unit) -> str:
         """The entry with the lengths of the segments that a unit of a stream works in; empty for a unit of tokens."""

@@ -51,6 +51,10 @@ class Stream:
     ranks of sequence parallelism divide this number. Group g of the r-th rank, of n groups each, then has the number
     r n + g in the entries that `indices` names.
 
+    With `parallel.balance`, the host also divides the segments among ranks that read different samples. The results
+    then return to the rank of their samples, where a unit joins them with tokens: the numbers in `indices` stay those
+    of the loader. Such a unit takes the entry `mplug.RETURNS`.
+
     `rows` and `squares` are the rows of a sample, and the sum of the squared lengths of its segments. Estimates and the
     split into pipeline stages count by them, before there is data.
     """

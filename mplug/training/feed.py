@@ -128,15 +128,7 @@ class RankBatches:
         return self
 
     def __next__(self) -> RankBatch:
-        start = time.perf_counter()
-        try:
-            whole = next(self._batches)
-        except StopIteration:
-            if self._unread:
-                raise RunError(f"the data loader ended {self._unread} samples before the end of the step") from None
-            raise
-        finally:
-            self.wait_seconds += time.perf_counter() - start
+        whole = self._read()
         self._unread -= len(whole["sample_ids"])
         if self._unread < 0:
             raise RunError(f"the data loader has {-self._unread} samples more than the step")
@@ -145,8 +137,20 @@ class RankBatches:
         rows = {} if self._plan is None else count_rows(whole, self._plan)
         return RankBatch(self._own(whole), number, self._unread == 0, positions, targets, rows)
 
+    def _read(self) -> MicroBatch:
+        """The loader's next micro batch. What follows may wait for other ranks (`Balance`), and no longer for data."""
+        start = time.perf_counter()
+        try:
+            return next(self._batches)
+        except StopIteration:
+            if self._unread:
+                raise RunError(f"the data loader ended {self._unread} samples before the end of the step") from None
+            raise
+        finally:
+            self.wait_seconds += time.perf_counter() - start
 
-READING.add(RankBatches.__next__.__code__)
+
+READING.add(RankBatches._read.__code__)
 
 
 def _cut_and_moved(cut: Change, move: Change, whole: MicroBatch) -> MicroBatch:

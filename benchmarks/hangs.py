@@ -84,7 +84,7 @@ class Misfortune:
             self.strike(run, "loader")
             yield from loader.take(samples)
         feed.Feed.take = lambda feeding, samples: feed.RankBatches(
-            reading(feeding.loader, samples), samples, 0, feeding._cut, feeding._move
+            reading(feeding.loader, samples), samples, 0, feeding._own
         )
 
     @hookimpl

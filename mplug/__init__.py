@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from mplug.contracts import MAY_CHANGE as MAY_CHANGE
     from mplug.contracts import MAY_MOVE as MAY_MOVE
     from mplug.contracts import OF_TRAINING as OF_TRAINING
+    from mplug.contracts import RETURNS as RETURNS
     from mplug.contracts import STREAMS as STREAMS
     from mplug.contracts import CorpusTokenizer as CorpusTokenizer
     from mplug.contracts import FolderTokenizer as FolderTokenizer
@@ -182,6 +183,7 @@ publish(
             "Medium",
             "MicroBatch",
             "OF_TRAINING",
+            "RETURNS",
             "STREAMS",
             "Optimizer",
             "Piece",

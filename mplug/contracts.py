@@ -55,6 +55,14 @@ STREAMS = "streams"
 """In the answer of `batch_entries`: all entries that the processor of the model makes."""
 
 
+RETURNS = "returns"
+"""The entry of a micro batch by which rows of streams return to the rank whose tokens refer to them.
+
+It maps the named axis of each stream to the way of its rows. The host makes it if ranks balance streams
+(`parallel.balance`); a unit that joins rows of a stream with tokens names it in `Unit.optional`.
+"""
+
+
 @dataclass(frozen=True)
 class Medium:
     """Something beside text in a sample (a picture, a recording), as a `Processor` has prepared it.
@@ -119,7 +127,8 @@ Record = dict[str, Any]
 
 Always: step, loss, grad_norm, lr, tokens, tokens_per_s, tflops, mfu, memory_gib, data_wait_s, skipped. In fp16:
 loss_scale, and overflows (the number of steps lost to overflow so far). Statistics by name, if the model has some.
-Figures that the stepper adds: `bubble` of a pipeline.
+Figures that the stepper adds: `bubble` of a pipeline. If the model has streams, for the axis of each ('patches'):
+`patches_per_s`, and `patches_imbalance`, the rows of the rank that computes the most of them over the mean of ranks.
 val_loss, if the run was evaluated after the step.
 """
 

@@ -51,12 +51,14 @@ class Parallel:
     """The layout: each named strategy's degree, and the strategy `data` that takes the remaining ranks.
 
     `rest` is the strategy `data` with its bound config; None if the layout names that strategy, or if `data` is None.
+    `balance` says that ranks which read different samples share the rows of their streams (`mplug.Stream`).
     """
 
     layout: str
     degrees: Mapping[str, int]
     data: str | None
     rest: Chosen | None = None
+    balance: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class RunConfig:
         assert parallel.data is not None
         assert parallel.rest is not None
         layout = f"{parallel.layout}{parallel.data}{degree}"
-        named = Parallel(layout, {**parallel.degrees, parallel.data: degree}, parallel.data)
+        named = Parallel(layout, {**parallel.degrees, parallel.data: degree}, parallel.data, None, parallel.balance)
         settings = merge(self.settings, from_mapping(layout, source, ("parallel", "layout")))
         return replace(self, parallel=named, chosen=(*self.chosen, parallel.rest), settings=settings)
 

@@ -33,31 +33,32 @@ class Groups:
             self._by_use[use] = dist.new_group(backend="gloo", timeout=timeout, group_desc=f"{DESCRIBED}{use}")
         return self._by_use[use]
 
-    def of(self, grouping: Grouping, use: str = "") -> dist.ProcessGroup | None:
+    def of(self, grouping: Grouping, use: str = "", backend: str | None = None) -> dist.ProcessGroup | None:
         """The process group of this rank's group; None if the rank is alone in it.
 
-        Collective: all ranks must call it with the same grouping, which makes the groups of all ranks, once.
+        `backend` is that of its first use; None: that of the default group. Collective: all ranks must call it with
+        the same grouping, which makes the groups of all ranks, once.
         """
         if grouping.size == 1:
             return None
         if (use, grouping.leader) not in self._made:
-            self._made[use, grouping.leader] = self._make(grouping)
+            self._made[use, grouping.leader] = self._make(grouping, backend)
         return self._made[use, grouping.leader]
 
-    def _make(self, grouping: Grouping) -> dist.ProcessGroup | None:
+    def _make(self, grouping: Grouping, backend: str | None) -> dist.ProcessGroup | None:
         """Make the groups of all ranks. Their description is the same on all ranks, as `collectives_begun` needs it.
 
         Their names are not: the name of a split group counts the groups of its rank, and some ranks are in fewer.
         """
         own, description = grouping.of(self.rank), f"{DESCRIBED}group {len(self._made)}"
-        if _splits_at_once():
+        if backend is None and _splits_at_once():
             # One ncclCommSplit makes the groups of all ranks, and each rank names its own. `new_group` would take one
             # for each group: a thousand for the tensor-parallel groups of 8,192 ranks.
             ranks = list(own if len(own) > 1 else grouping.leader)
             return dist.split_group(split_ranks=[ranks], timeout=self._timeout, group_desc=description)
         found = None
         for members in grouping.all():
-            group = dist.new_group(list(members), timeout=self._timeout, group_desc=description)
+            group = dist.new_group(list(members), self._timeout, backend, group_desc=description)
             found = group if members == own else found
         return found
 

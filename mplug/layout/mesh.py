@@ -46,7 +46,8 @@ class Axis:
 
     The ranks along an axis that divides the sequence of entries may also share streams (`mplug.Stream`): each runs the
     units of a stream on some of the segments, and the strategy brings their results together where they join the
-    tokens. Along any other axis, every rank runs all segments of its samples.
+    tokens. Along any other axis, every rank runs all segments of its samples, unless ranks balance streams
+    (`parallel.balance`).
     """
 
     name: str

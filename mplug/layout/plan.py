@@ -52,6 +52,10 @@ class Stream:
     each rank of sequence parallelism has as many, and at least two. Group g of the r-th rank, of n groups each, then
     has the number r n + g in the entries that `indices` names.
 
+    With `parallel.balance`, the host also divides the segments among ranks that read different samples. The results
+    then return to the rank of their samples, where a unit joins them with tokens: the numbers in `indices` stay those
+    of the loader. Such a unit takes the entry `mplug.RETURNS`.
+
     `rows` and `squares` are the rows of a sample, and the sum of the squared lengths of its segments. Estimates and the
     split into pipeline stages count by them, before there is data.
     """
@@ -271,9 +275,11 @@ class Plan:
     @property
     def stream_entries(self) -> frozenset[str]:
         """The entries of micro batches that belong to streams: an axis of each is that of a stream, or its lengths."""
-        lengths = {name for stream in self.streams.values() for name in stream.lengths}
-        of_rows = {name for name, axes in self.context.items() if not self.streams.keys().isdisjoint(axes)}
-        return frozenset(lengths | of_rows)
+        return frozenset[str]().union(*(self.entries_of(axis) for axis in self.streams))
+
+    def entries_of(self, axis: str) -> frozenset[str]:
+        """The entries of micro batches that belong to the stream with this axis."""
+        return frozenset((*self.streams[axis].lengths, *(one for one, axes in self.context.items() if axis in axes)))
 
     def without_streams(self, units: Iterable[Unit]) -> tuple[Unit, ...]:
         """The units, of `units`, that compute tokens of text: no unit of a stream, and none that joins one to tokens.

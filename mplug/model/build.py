@@ -31,6 +31,7 @@ from mplug.model.slots.recipe import choose_base_modules
 from mplug.model.slots.selection import Selection
 from mplug.model.slots.slot_placement import add_slot_buffers
 from mplug.model.slots.token_sums import token_sums
+from mplug.model.stream_balance import refuse_unbalanced, row_returns
 from mplug.model.variance import refuse_bypassing_layout
 from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
@@ -137,6 +138,7 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
     _refuse_two_steppers(run, model)
     model.place(run.mesh, None if model.pipeline is None else model.pipeline.stages)
     refuse_mixing(run, model)
+    refuse_unbalanced(run, model)
     model.set_passes(passes_of(model))
     model.keep_stage(run.mesh.index(run.rank, model.stages.axis))
     run.hooks.call.shard_model(run=run, model=model)
@@ -250,7 +252,7 @@ def collect_offers(run: Run, model: Model) -> list[Offer | Wrap]:
     """The offers of all plugins, with their labels, in the order of the hooks; then the host's own offers."""
     by_plugin = run.hooks.each("offer", run=run, model=model)
     offers = [replace(offer, plugin=label) for label, offers in by_plugin for offer in offers]
-    return [*offers, *token_sums(run, model)]
+    return [*offers, *token_sums(run, model), *row_returns(run, model)]
 
 
 def unmet_reasons(run: Run) -> list[str]:

@@ -16,7 +16,7 @@ from mplug.ops.collectives import (
     split,
 )
 from mplug.ops.exchanges import CHECK, Exchange, Item, in_order
-from mplug.ops.rows import Meeting, give_back, meet, send
+from mplug.ops.rows import Meeting, RowReturn, bring_back, give_back, meet, send
 
 __all__ = [
     "CHECK",
@@ -24,9 +24,11 @@ __all__ = [
     "Group",
     "Item",
     "Meeting",
+    "RowReturn",
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "bring_back",
     "copy",
     "exchange",
     "gather",

@@ -59,6 +59,25 @@ def give_back(rows: Tensor, meeting: Meeting, num_rows: int, group: Group) -> Te
     return returned
 
 
+class RowReturn(NamedTuple):
+    """The way of rows back to the ranks for which others have computed them; tensors only, so that it can be traced.
+
+    `leaving` [N]: the numbers of the rows that this rank sends, ordered by the receiving rank. In `meeting`, a bin is a
+    segment of the rows that this rank receives.
+    """
+
+    leaving: Tensor
+    meeting: Meeting
+
+
+def bring_back(rows: Tensor, way: RowReturn, group: Group) -> Tensor:
+    """rows [R, ...] that this rank has computed for the group -> its own rows [M, ...], which the group has computed.
+
+    In backward, gradients take the opposite way; that of a row that no rank receives is 0.
+    """
+    return send(rows.index_select(0, way.leaving), way.meeting, group)
+
+
 def _way(meeting: Meeting) -> tuple[Tensor, Tensor, Tensor, int]:
     return meeting.order, meeting.inverse, meeting.sizes, len(meeting.counts)
 

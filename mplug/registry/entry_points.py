@@ -52,7 +52,7 @@ SLOTS = "slots"
 GROUPS = (*KINDS, FLAGS, ARCHITECTURES, FORMAT_FILES, TOKENIZER_FILES, OPEN_LISTS, RECORDERS, SUGGESTIONS, SLOTS)
 """The groups that exist without any other distribution, without 'mplug.'."""
 RESERVED_FIELDS = ("name", "preset")
-RESERVED_NAMES = {"kernels": ("default",), "parallel": ("layout", "data")}
+RESERVED_NAMES = {"kernels": ("default",), "parallel": ("layout", "data", "balance")}
 """By kind, the names that no plugin may have: the host has fields with these names beside the plugins' sub-sections.
 
 Kernels cannot have the name of a published kind of slots either.

@@ -1,6 +1,6 @@
 """The settings of a run that starts with a folder of a format, whose description decides the section 'model'."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 

@@ -224,6 +224,8 @@ class _Resolver:
     def _parallel(self) -> Parallel:
         raw = self._raw("parallel")
         word, data = str(raw.pop("layout", None) or ""), raw.pop("data", None)
+        if not isinstance(balance := raw.pop("balance", False), bool):
+            self._problem(("parallel", "balance"), f"must be true or false, not {quoted(balance)}")
         names = self.registry.names("parallel")
         degrees: dict[str, int] = {}
         try:
@@ -236,7 +238,7 @@ class _Resolver:
             key, own = self._sub_section("parallel", rest, data, raw)
             replicated = self._bound(rest, key, own)
         self._sub_sections("parallel", list(degrees), raw, bound=[replicated.section] if replicated else ())
-        return Parallel(word, degrees, data, replicated)
+        return Parallel(word, degrees, data, replicated, balance is True)
 
     def _kernels(self) -> Kernels:
         raw, kinds = self._raw("kernels"), self.registry.slot_kinds()

@@ -95,6 +95,10 @@ class Run:
         """
         return None if self.groups is None else self.groups.of(self.mesh.grouping(*axes), use)
 
+    def group_of_cpus(self, *axes: str, use: str) -> "ProcessGroup | None":
+        """A group as `group` returns it, for collectives on tensors and objects in the memory of the CPU."""
+        return None if self.groups is None else self.groups.of(self.mesh.grouping(*axes), f"{use} (CPU)", "gloo")
+
     @property
     def compiler(self) -> str | None:
         """The name of torch.compile's backend for the model's units; None leaves them eager.

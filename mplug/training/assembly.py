@@ -20,8 +20,10 @@ from mplug.model.model import Model
 from mplug.model.pieces import Held, held_values, make_pieces, write_weights
 from mplug.model.products.casts import keep_casts
 from mplug.model.slots.fill import wrap_units
+from mplug.model.stream_balance import data_axes
 from mplug.model.variance import refuse_bypassing
 from mplug.run.run import Run
+from mplug.training.balance import Balance
 from mplug.training.batch_parts import own_part
 from mplug.training.feed import Feed
 from mplug.training.hardware import use_own_stream
@@ -182,7 +184,8 @@ def _refuse_other_axes(run: Run, summers: dict[str, str]) -> None:
 
 def _feed(run: Run, model: Model, split: str) -> Feed:
     cut = partial(own_part, plan=model.plan, mesh=run.mesh, rank=run.rank)
-    return Feed(build_loader(run, split), run.device, Source.of(run, split, model.plan), cut)
+    balance = Balance(run, model) if data_axes(run) else None
+    return Feed(build_loader(run, split), run.device, Source.of(run, split, model.plan), cut, balance)
 
 
 def build_loader(run: Run, split: str) -> Loader:

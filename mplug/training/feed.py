@@ -9,6 +9,7 @@ begins (`mplug.training.token_scale`).
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from mplug.contracts import Loader, MicroBatch, RankBatch
 from mplug.errors import RunError
 from mplug.run.activity import READING
+from mplug.training.balance import Balance
 from mplug.training.batch_parts import count_targets, without_extra_targets
 from mplug.training.streams import count_rows
 from mplug.training.supervised_loader import Source, Supervised
@@ -31,17 +33,25 @@ class Feed:
     """A loader, and this rank's parts of its micro batches on the run's `device`. Position and state are the loader's.
 
     With a `source`, it checks micro batches while they are on the CPU, and errors name the plugin and the samples.
-    `cut` returns this rank's part of a whole micro batch; by default it is all of it.
+    `cut` returns this rank's part of a whole micro batch; by default it is all of it. `balance` replaces `cut` if ranks
+    exchange rows of streams.
     """
 
-    def __init__(self, loader: Loader, device: str, source: Source | None = None, cut: Change | None = None) -> None:
+    def __init__(
+        self,
+        loader: Loader,
+        device: str,
+        source: Source | None = None,
+        cut: Change | None = None,
+        balance: Balance | None = None,
+    ) -> None:
         self.vocab_size = loader.vocab_size
         self._part, self._shards = (0, 1) if source is None else (source.part, source.shards)
         self._micro_batch_size = 0 if source is None else source.micro_batch_size
         self._plan = None if source is None else source.plan
         self._loader: Loader | Supervised = loader if source is None else Supervised(loader, source)
-        self._cut = _as_it_is if cut is None else cut
-        self._move: Change = Copies() if device.startswith("cuda") else _as_it_is
+        move: Change = Copies() if device.startswith("cuda") else _as_it_is
+        self._own = partial(_cut_and_moved, cut or _as_it_is, move) if balance is None else partial(balance.own, move)
 
     @property
     def loader(self) -> Loader:
@@ -77,7 +87,7 @@ class Feed:
     def _batches(self, batches: Iterable[MicroBatch], num_samples: int) -> "RankBatches":
         expected = -(-num_samples // self._micro_batch_size) if self._micro_batch_size else 0
         expected = len(batches) if isinstance(batches, Sequence) else expected
-        return RankBatches(batches, num_samples, expected, self._cut, self._move, self._plan)
+        return RankBatches(batches, num_samples, expected, self._own, self._plan)
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's state."""
@@ -94,7 +104,8 @@ class Feed:
 class RankBatches:
     """An iterator over a rank's parts of the micro batches of a step; it marks the part that ends the step.
 
-    `num_samples` is the number of samples in all of them. `wait_seconds` is the CPU's time in the loader so far.
+    `own` returns this rank's part of a whole micro batch, on the device. `num_samples` is the number of samples in all
+    of them. `wait_seconds` is the CPU's time in the loader so far.
     `operator.length_hint` is the number of micro batches that the loader's contract promises; 0 if it is unknown.
     """
 
@@ -103,11 +114,10 @@ class RankBatches:
         batches: Iterable[MicroBatch],
         num_samples: int,
         expected: int,
-        cut: Change,
-        move: Change,
+        own: Change,
         plan: "Plan | None" = None,
     ) -> None:
-        self._batches, self._cut, self._move, self._plan = iter(batches), cut, move, plan
+        self._batches, self._own, self._plan = iter(batches), own, plan
         self._expected, self._unread, self._number = expected, num_samples, 0
         self.wait_seconds = 0.0
 
@@ -118,25 +128,33 @@ class RankBatches:
         return self
 
     def __next__(self) -> RankBatch:
-        start = time.perf_counter()
-        try:
-            whole = next(self._batches)
-        except StopIteration:
-            if self._unread:
-                raise RunError(f"the data loader ended {self._unread} samples before the end of the step") from None
-            raise
-        finally:
-            self.wait_seconds += time.perf_counter() - start
+        whole = self._read()
         self._unread -= len(whole["sample_ids"])
         if self._unread < 0:
             raise RunError(f"the data loader has {-self._unread} samples more than the step")
         number, self._number = self._number, self._number + 1
         positions, targets = count_targets(whole)
         rows = {} if self._plan is None else count_rows(whole, self._plan)
-        return RankBatch(self._move(self._cut(whole)), number, self._unread == 0, positions, targets, rows)
+        return RankBatch(self._own(whole), number, self._unread == 0, positions, targets, rows)
+
+    def _read(self) -> MicroBatch:
+        """The loader's next micro batch. What follows may wait for other ranks (`Balance`), and no longer for data."""
+        start = time.perf_counter()
+        try:
+            return next(self._batches)
+        except StopIteration:
+            if self._unread:
+                raise RunError(f"the data loader ended {self._unread} samples before the end of the step") from None
+            raise
+        finally:
+            self.wait_seconds += time.perf_counter() - start
 
 
-READING.add(RankBatches.__next__.__code__)
+READING.add(RankBatches._read.__code__)
+
+
+def _cut_and_moved(cut: Change, move: Change, whole: MicroBatch) -> MicroBatch:
+    return move(cut(whole))
 
 
 def _as_it_is(batch: MicroBatch) -> MicroBatch:

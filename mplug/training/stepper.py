@@ -25,6 +25,7 @@ from mplug.model.slots.slot_states import slot_updates
 from mplug.run.run import Run
 from mplug.tensors.host_buffers import fill_host_buffers
 from mplug.tensors.random import keys_of_samples, step_key
+from mplug.training.streams import rows_by_entry
 from mplug.training.token_scale import TokenScale
 
 
@@ -59,12 +60,14 @@ class DefaultStepper:
         self.halted = torch.zeros((), device=run.device)
         self.positions, self.is_complete = 0, False
         self.rows = {name: [0, 0] for stream in model.plan.streams.values() for name in stream.lengths}
+        self.computed = dict.fromkeys(model.plan.streams, 0)
 
     def begin_step(self, step: int) -> None:
         """Set training mode, mark gradients as stale, and set statistics to zero."""
         self.model.module.train()
         self.positions, self.is_complete = 0, False
         self.rows = {name: [0, 0] for name in self.rows}
+        self.computed = dict.fromkeys(self.computed, 0)
         self.token_scale.begin_step()
         self.sinks.begin_step()
         self.statistics.begin_step()
@@ -91,6 +94,8 @@ class DefaultStepper:
         self.positions += batch.positions
         for name, counted in batch.rows.items():
             self.rows[name] = [sum(pair) for pair in zip(self.rows[name], counted, strict=True)]
+        for axis in self.computed:
+            self.computed[axis] += max(rows_by_entry(batch, self.model.plan, axis).values(), default=0)
         self.is_complete = batch.is_last
         return {**batch, "keys": keys_of_samples(key, batch["sample_ids"])}
 
@@ -175,6 +180,7 @@ class DefaultStepper:
         if self.max_norm > 0:
             scale = scale * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         skip, failed, figures = self._check_finite(loss, norm)
+        figures |= self._imbalances(squares)
         lr = self.scalars.lr
         self.optimizer.step(replace(self.scalars, scale=scale.to(lr), skip=skip.to(lr.device)))
         if not self.one_pass:
@@ -185,6 +191,14 @@ class DefaultStepper:
         pairs = zip(self.rows, zip(rows[::2], rows[1::2], strict=True), strict=True)
         rows_of = {name: torch.stack(pair) for name, pair in pairs}
         return StepResult(loss, norm, num_targets, skip, stop, statistics, failed, figures, rows=rows_of)
+
+    def _imbalances(self, like: Tensor) -> dict[str, Tensor]:
+        """The rows of each stream on the rank that computes the most of them in the step, over the mean of ranks."""
+        if not self.computed:
+            return {}
+        own = torch.stack([torch.full_like(like, float(rows)) for rows in self.computed.values()])
+        found = self.run.largest(own) * self.run.mesh.world_size / self.run.summed(own)
+        return {f"{axis}_imbalance": one for axis, one in zip(self.computed, found.unbind(), strict=True)}
 
     def _scale_of_gradients(self) -> Tensor | float:
         if self.gradient_scale is not None:

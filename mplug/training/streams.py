@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def malformed_streams(batch: MicroBatch, plan: "Plan") -> str:
     """A sentence about entries of streams that contradict one another; '' if there are none."""
     for axis, stream in plan.streams.items():
-        rows = _rows_by_entry(batch, plan, axis)
+        rows = rows_by_entry(batch, plan, axis)
         if not rows:
             continue
         first, number = next(iter(rows.items()))
@@ -66,7 +66,7 @@ def own_rows(batch: MicroBatch, plan: "Plan", mesh: "Mesh", rank: int) -> MicroB
     splits = prod(axis.size for axis in mesh.views["dense"] if TOKENS_AXIS in axis.activations)
     changed = dict(batch)
     for axis, stream in plan.streams.items():
-        if _rows_by_entry(batch, plan, axis):
+        if rows_by_entry(batch, plan, axis):
             changed |= _Shares(batch, plan, axis, stream, prod(one.size for one in sharing), splits).of(own)
             changed |= {name: _padded(changed[name]) for name in stream.lengths if name in changed}
     return changed
@@ -82,7 +82,7 @@ class _Shares:
 
     def __init__(self, batch: MicroBatch, plan: "Plan", axis: str, stream: "Stream", number: int, splits: int) -> None:
         self.batch, self.plan, self.axis, self.stream = batch, plan, axis, stream
-        self.lengths = [length for length in batch[stream.lengths[0]][0].tolist() if length]
+        self.lengths = lengths_in(batch, stream.lengths[0])
         self.segments = _divided(self.lengths, number)
         most = max(sum(self.lengths[one] for one in own) for own in self.segments) // stream.group
         self.groups = max(2, -(-most // splits)) * splits  # a compiler compiles once more for a single row
@@ -97,22 +97,13 @@ class _Shares:
         parts = [torch.arange(starts[one], starts[one + 1]) for one in segments]
         chosen = torch.cat((*parts, *[torch.arange(starts[-1] - group, starts[-1])] * missing))
         made = dict[str, Tensor]()
-        for name in _rows_by_entry(self.batch, self.plan, self.axis):
+        for name in rows_by_entry(self.batch, self.plan, self.axis):
             made[name] = self.batch[name].index_select(self.plan.context[name].index(self.axis), chosen)
         for name in (name for name in self.stream.lengths if name in self.batch):
-            within = self._lengths_within(name)
+            within = lengths_within(self.lengths, lengths_in(self.batch, name))
             own = [length for one in segments for length in within[one]] + [group] * missing
             made[name] = self.batch[name].new_tensor([own])
         return made | self._renumbered()
-
-    def _lengths_within(self, name: str) -> list[list[int]]:
-        """The lengths that an entry states for the parts of each segment."""
-        unread, found = [length for length in self.batch[name][0].tolist() if length], list[list[int]]()
-        for length in self.lengths:
-            found.append([])
-            while sum(found[-1]) < length:
-                found[-1].append(unread.pop(0))
-        return found
 
     def _renumbered(self) -> dict[str, Tensor]:
         """The entries with numbers of groups; a group keeps its number if there is one share."""
@@ -143,6 +134,22 @@ def _divided(lengths: Sequence[int], number: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def _rows_by_entry(batch: MicroBatch, plan: "Plan", axis: str) -> Mapping[str, int]:
+def lengths_in(batch: MicroBatch, name: str) -> list[int]:
+    """The lengths that an entry of a micro batch states, without padding."""
+    return [length for length in batch[name][0].tolist() if length]
+
+
+def lengths_within(outer: Sequence[int], inner: Sequence[int]) -> list[list[int]]:
+    """The lengths `inner` of the parts of each segment; the segments have the lengths `outer`."""
+    unread, found = iter(inner), list[list[int]]()
+    for length in outer:
+        found.append([])
+        while sum(found[-1]) < length:
+            found[-1].append(next(unread))
+    return found
+
+
+def rows_by_entry(batch: MicroBatch, plan: "Plan", axis: str) -> Mapping[str, int]:
+    """The entries of a micro batch that have rows of a stream, and their numbers of rows."""
     named = {name: axes for name, axes in plan.context.items() if name in batch and axis in axes}
     return {name: batch[name].shape[axes.index(axis)] for name, axes in named.items()}

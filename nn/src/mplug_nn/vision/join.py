@@ -1,7 +1,7 @@
 """The join of a stream with the tokens. B batch, S sequence, s positions of this rank, R rows, r rows of this rank."""
 
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,18 @@ def own_positions(places: Tensor) -> Tensor:
     return places
 
 
+def computed_here(rows: Tensor, returns: Mapping[str, Any]) -> Tensor:
+    """The rows of this rank's own micro batch: the default of the slot `Join.bring_back`, which is the identity.
+
+    rows [R, E], and the entry `mplug.RETURNS` -> [R', E]. If ranks balance streams, the host brings the rows back from
+    the ranks that have computed them; in backward, gradients go there.
+    """
+    return rows
+
+
 GATHER = Slot("Join.gather", "join", all_rows)
 POSITIONS = Slot("Join.positions", "join", own_positions)
+BRING_BACK = Slot("Join.bring_back", "join", computed_here, returns_rows=True)
 
 
 class StreamJoin(nn.Module):
@@ -37,19 +47,25 @@ class StreamJoin(nn.Module):
     DeepStack is arXiv 2406.04334.
     """
 
-    SLOTS: ClassVar[tuple[Slot, ...]] = (GATHER, POSITIONS)
+    SLOTS: ClassVar[tuple[Slot, ...]] = (GATHER, POSITIONS, BRING_BACK)
     mixes: ClassVar[frozenset[str]] = frozenset()
     gather: Callable[[Tensor], Tensor]
     positions: Callable[[Tensor], Tensor]
+    bring_back: Callable[[Tensor, Mapping[str, Any]], Tensor]
 
     def __init__(self, add: bool = False) -> None:
         super().__init__()
         self.add = add
         set_defaults(self)
 
-    def forward(self, hidden: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-        """hidden [B, s, E], rows [1, r, E], places [B, S]: the row of each position, or -1 -> [B, s, E]."""
-        own = self.positions(places)
-        chosen = F.embedding(own.clamp(min=0), self.gather(rows)[0])  # [B, s, E]
+    def forward(self, hidden: Tensor, rows: Tensor, places: Tensor, returns: Mapping[str, Any] | None = None) -> Tensor:
+        """hidden [B, s, E], rows [1, r, E], places [B, S]: the row of each position, or -1 -> [B, s, E].
+
+        `returns` is the optional entry `mplug.RETURNS`.
+        """
+        own, table = self.positions(places), self.gather(rows)[0]
+        if returns is not None:
+            table = self.bring_back(table, returns)
+        chosen = F.embedding(own.clamp(min=0), table)  # [B, s, E]
         joined = hidden + chosen if self.add else chosen
         return torch.where((own >= 0)[..., None], joined, hidden)

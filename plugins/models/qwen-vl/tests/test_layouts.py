@@ -53,12 +53,18 @@ FROZEN_TOWER = {"model.frozen": ["tower"]}
 FROZEN_DECODER = {"model.frozen": ["embedding", "blocks", "head"]}
 EXPERTS = {"model.num_experts": 4, "model.moe_ffn_hidden_size": 16}
 COMPILED = {"trainer.compile": "aot_eager"}
+BALANCED = {"parallel.balance": True}
+SINGLY = {**BALANCED, "trainer.micro_batch_size": 1}
+"""Micro batches of a sample: many have no picture."""
 WIDE = pytest.mark.wide("layouts")
 CASES = [
     pytest.param("tp2pp2", {}, id="tp2pp2"),
     pytest.param("cp2", PACKED, id="cp2 packed"),
     pytest.param("fsdp2", FROZEN_TOWER, id="fsdp2 frozen tower"),
     pytest.param("tp2", {**COMPILED, "model.vision": {**TOWER, **WINDOWS}}, id="tp2 compiled windows"),
+    pytest.param("fsdp2", SINGLY, id="fsdp2 balanced samples"),
+    pytest.param("dp2tp2", {**BALANCED, "model.vision": {**TOWER, **WINDOWS}}, id="dp2tp2 balanced windows"),
+    pytest.param("dp2pp2", BALANCED, id="dp2pp2 balanced"),
     pytest.param("dp2", {}, id="dp2", marks=WIDE),
     pytest.param("zero2", {}, id="zero2", marks=WIDE),
     pytest.param("tp2 parallel.tp.sequence_parallel=false", {}, id="tp2 whole sequences", marks=WIDE),
@@ -78,6 +84,19 @@ CASES = [
     pytest.param("ep2", EXPERTS, id="ep2", marks=WIDE),
     pytest.param("pp2", COMPILED, id="pp2 compiled", marks=WIDE),
     pytest.param("cp2", COMPILED, id="cp2 compiled", marks=WIDE),
+    pytest.param("dp2", BALANCED, id="dp2 balanced", marks=WIDE),
+    pytest.param("dp2", {**BALANCED, **COMPILED}, id="dp2 balanced compiled", marks=WIDE),
+    pytest.param("dp2", {**BALANCED, "memory.recompute.mode": "full"}, id="dp2 balanced recompute", marks=WIDE),
+    pytest.param("dp4", BALANCED, id="dp4 balanced", marks=WIDE),
+    pytest.param("dp2cp2", {**BALANCED, **PACKED}, id="dp2cp2 balanced packed", marks=WIDE),
+    pytest.param("zero2", BALANCED, id="zero2 balanced", marks=WIDE),
+    pytest.param("zero2 parallel.zero.stage=2", BALANCED, id="zero2 balanced, stage 2", marks=WIDE),
+    pytest.param("fsdp2", {**BALANCED, **FROZEN_TOWER}, id="fsdp2 balanced frozen tower", marks=WIDE),
+    pytest.param("dp2fsdp2", BALANCED, id="dp2fsdp2 balanced", marks=WIDE),
+    pytest.param("dp2tp2 parallel.tp.sequence_parallel=false", BALANCED, id="dp2tp2 balanced whole", marks=WIDE),
+    pytest.param("dp2pp2", {**BALANCED, **FROZEN_DECODER}, id="dp2pp2 balanced frozen decoder", marks=WIDE),
+    pytest.param("dp2pp2 parallel.pp.schedule=zb-h1", SINGLY, id="dp2pp2 balanced zb-h1", marks=WIDE),
+    pytest.param("ep2", {**BALANCED, **EXPERTS}, id="ep2 balanced", marks=WIDE),
 ]
 
 

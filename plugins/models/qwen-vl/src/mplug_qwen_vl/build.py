@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mplug import Description, Inits, Model, Plan, Stream, Unit, describe
+from mplug import RETURNS, Description, Inits, Model, Plan, Stream, Unit, describe
 from mplug_nn import Head, build_decoder, decoder_plan
 from mplug_qwen_vl.config import QwenVLConfig
 from mplug_qwen_vl.tower import SeeingDecoder, Tower
@@ -68,14 +68,19 @@ def _added(config: VisionConfig) -> list[str]:
 def _units(decoder: tuple[Unit, ...], config: VisionConfig) -> Iterator[Unit]:
     """The units of the tower, then those of the decoder with the joins between them."""
     yield from _tower_units(config)
-    joins = {"embedding": Unit("join", ("hidden", "vision", "vision_rows"), ("hidden",))}
+    joins = {"embedding": _join("join", "vision")}
     for place, added in enumerate(_added(config)):
-        joins[f"blocks.{place}"] = Unit(f"deepstack.{place}", ("hidden", added, "vision_rows"), ("hidden",))
+        joins[f"blocks.{place}"] = _join(f"deepstack.{place}", added)
     for unit in decoder:
         is_block = unit.name.startswith("blocks.")
         yield replace(unit, optional=(*unit.optional, "coordinates")) if is_block else unit
         if unit.name in joins:
             yield joins[unit.name]
+
+
+def _join(name: str, rows: str) -> Unit:
+    """The unit that joins `rows` of the tower with the tokens."""
+    return Unit(name, ("hidden", rows, "vision_rows"), ("hidden",), optional=(RETURNS,))
 
 
 def _tower_units(config: VisionConfig) -> Iterator[Unit]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mplug import Inits, Model, Plan, Stream, Unit, describe
+from mplug import RETURNS, Inits, Model, Plan, Stream, Unit, describe
 from mplug_gemma.config import GemmaConfig
 from mplug_gemma.tower import SeeingDecoder, Tower
 from mplug_gemma.vision import CONTEXT, PATCHES, VisionConfig
@@ -76,4 +76,4 @@ def _units(decoder: tuple[Unit, ...], config: VisionConfig) -> Iterator[Unit]:
         is_block = unit.name.startswith("blocks.")
         yield replace(unit, optional=(*unit.optional, GROUPS)) if is_block else unit
         if unit.name == "embedding":
-            yield Unit("join", ("hidden", "vision", "vision_rows"), ("hidden",))
+            yield Unit("join", ("hidden", "vision", "vision_rows"), ("hidden",), optional=(RETURNS,))

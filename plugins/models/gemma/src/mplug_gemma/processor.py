@@ -36,7 +36,7 @@ class VisionProcessor:
         patches = cut(standardized(frames, vision.pixel_mean, vision.pixel_std), vision)
         around = () if vision.blank_line_token is None else (vision.blank_line_token,)
         inside = (vision.start_token, *(vision.image_token,) * vision.tokens_per_image, vision.end_token)
-        return Medium((*around, *inside, *around), len(patches), patches)
+        return Medium((*around, *inside, *around), len(patches), patches, mark=(vision.start_token,))
 
     def entries_of(
         self, tokens: "Tensor", media: Sequence[Sequence[Medium]], document_lengths: "Tensor | None" = None

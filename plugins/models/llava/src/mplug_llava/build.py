@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mplug import Inits, Model, Plan, Stream, Unit, UsageError, describe, plan_within
+from mplug import RETURNS, Inits, Model, Plan, Stream, Unit, UsageError, describe, plan_within
 from mplug_llava.config import LlavaConfig
 from mplug_llava.names import external_names
 from mplug_llava.tower import Projector, SeeingModel, Tower
@@ -72,7 +72,7 @@ def _units(decoder: tuple[Unit, ...], config: VisionConfig, label: str) -> Itera
     for unit in decoder:
         yield unit
         if unit is embedding[0]:
-            yield Unit("join", (*unit.outputs, "vision", "vision_rows"), unit.outputs)
+            yield Unit("join", (*unit.outputs, "vision", "vision_rows"), unit.outputs, optional=(RETURNS,))
 
 
 def _tower_units(config: VisionConfig) -> Iterator[Unit]:

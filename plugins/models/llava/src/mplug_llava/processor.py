@@ -31,7 +31,7 @@ class PictureProcessor:
         if len(content) != 1:
             raise ValueError(f"this model takes pictures, and a video of {len(content)} frames is none")
         rows = cut(squared(content, vision)[0], vision)
-        return Medium((self.token,) * len(vision.seen_rows), vision.num_rows, rows)
+        return Medium((self.token,) * len(vision.seen_rows), vision.num_rows, rows, mark=(self.token,))
 
     def entries_of(
         self, tokens: "Tensor", media: Sequence[Sequence[Medium]], document_lengths: "Tensor | None" = None

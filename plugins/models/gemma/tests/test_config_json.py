@@ -59,6 +59,14 @@ def test_what_is_written_reads_as_the_same_model() -> None:
     assert config_of(again(written)) == config
 
 
+@pytest.mark.parametrize("preset", [name for name in Gemma.presets if name.endswith("-vision")])
+def test_a_preset_is_written_and_read_as_the_same_model(preset: str) -> None:
+    config = Gemma.Config(**Gemma.presets[preset]["model"])
+    written = written_config(Gemma, config)
+    assert written["model_type"] == "gemma3"
+    assert config_of(written).computes_like(config)
+
+
 def test_a_decoder_of_text_alone_is_written_as_before() -> None:
     assert written_config(Gemma, config_of(CONFIG).of_text())["architectures"] == ["Gemma3ForCausalLM"]
 

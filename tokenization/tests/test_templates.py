@@ -179,3 +179,29 @@ def test_the_template_of_a_published_folder_is_read_from_either_file(tmp_path: P
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(UsageError, match=r"and no folder with chat_template\.jinja or tokenizer_config\.json"):
         read_template(str(tmp_path), {})
+
+
+PARTS = (
+    "{% for message in messages %}{{ message['role'] }}:{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}{{ part['text'] if part['type'] == 'text' else '<image>' }}"
+    "{% endfor %}{% endif %};{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def test_a_template_may_support_content_in_parts() -> None:
+    template = Template("parts", PARTS)
+    assert template.takes_parts
+    content = [{"type": "image"}, {"type": "text", "text": "What?"}]
+    answer = [{"type": "text", "text": "That. "}]
+    talk = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    assert template.render(talk).text == "user:<image>What?;assistant:That. ;"
+    assert answers(template, talk) == ["That. ;"]
+    unmarked = Template("unmarked", PARTS.replace("{% endif %};{% endfor %}", "{% endif %}{% endfor %}"))
+    assert answers(unmarked, talk) == ["That. "]  # white space at the end of a content belongs to the answer
+
+
+@pytest.mark.parametrize("source", [INST, FORGETFUL, "{{ messages | tojson }}", "{{ messages[0].content + 'x' }}"])
+def test_other_templates_need_text(source: str) -> None:
+    assert not Template("text", source, {"eos_token": "</s>"}).takes_parts
+    assert not read_template("chatml", {}).takes_parts
+    assert not read_template("llama3", {}).takes_parts

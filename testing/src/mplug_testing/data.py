@@ -43,6 +43,7 @@ from mplug_testing.samples import (
     unfair,
     unpacked,
 )
+from mplug_testing.stream_samples import watched
 from mplug_testing.suite import Fault, naming_failures, require, smoke
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class DataSuite(FingerprintChecks):
         from mplug.training.assembly import build_loader
 
         with naming_failures(f"build_loader of the {split} split"):
-            return build_loader(run, split)
+            return watched(run, build_loader(run, split))
 
     @classmethod
     def loaders(cls, config: "RunConfig", split: str = "train") -> "list[Loader]":

@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from mplug.run.prepare import prepare
 from mplug_testing.harness import TinySettings, tiny_config
-from mplug_testing.samples import kept, merged_state
+from mplug_testing.samples import kept, merged_state, unpacked
+from mplug_testing.stream_samples import watched
 from mplug_testing.suite import require
 
 if TYPE_CHECKING:
     from mplug.contracts import Loader
 
 Rows = dict[int, dict[str, Any]]
-"""Sample id -> the sample's row of every entry with one row per sample."""
+"""Sample id -> the sample's row of every entry."""
 
 
 def require_exact_resume(settings: TinySettings, before: str, portions: Sequence[int], after: str, count: int) -> None:
@@ -45,7 +46,7 @@ def _loaders(settings: TinySettings, layout: str) -> "dict[int, Loader]":
     for rank in range(run.mesh.world_size):
         part, _ = run.mesh.batch_shard(rank)
         if part not in loaders:
-            loaders[part] = build_loader(replace(run, rank=rank), "train")
+            loaders[part] = watched(run, build_loader(replace(run, rank=rank), "train"))
     return dict(sorted(loaders.items()))
 
 
@@ -53,10 +54,9 @@ def _read(loaders: "dict[int, Loader]", count: int) -> Rows:
     rows: Rows = {}
     for loader in loaders.values():
         for batch in loader.take(count):
-            names = batch["sample_ids"].tolist()
-            for row, name in enumerate(names):
-                require(name not in rows, f"sample {name} is read twice")
-                rows[name] = {key: entry[row].tolist() for key, entry in batch.items() if len(entry) == len(names)}
+            for sample in unpacked(batch):
+                require(sample.number not in rows, f"sample {sample.number} is read twice")
+                rows[sample.number] = dict(sample.rows)
     return rows
 
 

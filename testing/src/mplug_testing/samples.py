@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mplug.training import micro_batch_checks as microbatches
+from mplug_testing.stream_samples import StreamBatch, seen, watched
 from mplug_testing.suite import Fault, naming_failures, require
 
 if TYPE_CHECKING:
@@ -39,8 +40,10 @@ class Sample:
 def unpacked(batch: "MicroBatch") -> list[Sample]:
     """The samples of a micro batch.
 
-    An entry with one row is repeated for all samples; entries of other lengths are left out.
+    An entry with one row is repeated for all samples; entries of other lengths are left out. Of streams, a sample has
+    digests of the rows that its tokens refer to.
     """
+    batch = seen(batch) if isinstance(batch, StreamBatch) else batch
     numbers = batch["sample_ids"].tolist()
     columns = {
         name: tensor.expand(len(numbers), *tensor.shape[1:]).tolist()
@@ -196,7 +199,7 @@ def first_samples(settings: Mapping[str, Any], num_samples: int) -> list[Sample]
 
     run = tiny_run(settings)
     run.device = choose_device(run.config)
-    return read(build_loader(run, "train"), num_samples)
+    return read(watched(run, build_loader(run, "train")), num_samples)
 
 
 def taken(loader: "Loader", num_samples: int) -> "list[MicroBatch]":

@@ -63,7 +63,7 @@ class Vocabulary:
         at: list[int] = []
         start = 0
         for piece in self._split.split(text) if self._split else (text,):
-            within = []
+            within = list[tuple[int, bool]]()
             while len(at) + len(within) < len(borders) and borders[len(at) + len(within)][0] < start + len(piece):
                 place, ends = borders[len(at) + len(within)]
                 within.append((place - start, ends))

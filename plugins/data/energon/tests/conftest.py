@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+from picture_talks import pictured
 
 Samples = Mapping[str, Mapping[str, bytes]]
 """Key -> extension -> content."""
@@ -93,3 +94,29 @@ def write_texts() -> Callable[[str, int, str], Samples]:
 @pytest.fixture
 def paint() -> Callable[[int], bytes]:
     return picture
+
+
+@pytest.fixture
+def encoders(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    return "own_encoders"
+
+
+@pytest.fixture
+def made(tmp_path: Path, prepare: Callable[..., Path]) -> Callable[..., Path]:
+    """A data set of these samples; a stream of it repeats them."""
+
+    def make(*samples: dict[str, bytes]) -> Path:
+        named = {f"k{number}": files for number, files in enumerate(samples)}
+        return prepare(tmp_path / "set", {"train": [named]}, "CrudeWebdataset")
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def conversations(tmp_path_factory: pytest.TempPathFactory, prepare: Callable[..., Path]) -> Path:
+    parts = {
+        "train": [{f"a{n:02}": pictured(n) for n in range(20)}, {f"b{n:02}": pictured(20 + n) for n in range(20)}],
+        "val": [{f"c{n:02}": pictured(40 + n) for n in range(20)}],
+    }
+    return prepare(tmp_path_factory.mktemp("sets") / "conversations", parts, "CrudeWebdataset")

@@ -87,5 +87,23 @@ class Broken(DefaultTaskEncoder):
         return {"tokens": 1 / 0}
 
 
+class Seeing(DefaultTaskEncoder):
+    """Of each sample a picture of its own size, then its text; or, as it should not be, the tokens of another one."""
+
+    def __init__(self, seq_length: int, processor: Any, wrong: str = "") -> None:
+        super().__init__()
+        self.seq_length, self.processor, self.wrong = seq_length, processor, wrong
+
+    @stateless
+    def encode_sample(self, sample: Any) -> dict[str, Any]:
+        width = 8 * (1 + len(sample.text) % 2)
+        medium = self.processor.prepare(torch.zeros(1, 8, width, 3, dtype=torch.uint8))
+        tokens = torch.tensor([*medium.tokens, *sample.text.encode(), *[0] * self.seq_length])[: self.seq_length]
+        sample = {"tokens": tokens, "labels": torch.full_like(tokens, -100), "media": (medium,)}
+        return {name: value for name, value in sample.items() if name != self.wrong} | (
+            {"media": ()} if self.wrong == "tokens of no picture" else {}
+        )
+
+
 class Other:
     pass

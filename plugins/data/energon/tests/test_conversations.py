@@ -1,130 +1,41 @@
-"""Conversations with pictures: their tokens, targets and pictures, packed and alone, and what cannot be used."""
+"""Conversations with pictures: their tokens, targets and pictures, packed and alone; their order and runs."""
 
-import io
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mplug_energon import Energon
+from mplug_energon.packing import Size, pack
+from picture_talks import (
+    COLOURS,
+    END,
+    IM_END,
+    IMAGE,
+    PACKED,
+    START,
+    TINY,
+    VIDEO,
+    VISION,
+    asked,
+    chatml,
+    drawn,
+    first,
+    loader,
+    of_picture,
+    sample,
+    targets,
+)
 
-from mplug import Loader, MicroBatch
-from mplug.training.assembly import build_loader
-from mplug_testing.harness import tiny_run
+from mplug import MicroBatch, UsageError
+from mplug_testing import DataSuite
+from mplug_testing.resume import require_exact_resume
 
 pytest.importorskip("mplug_qwen_vl")
-Image = pytest.importorskip("PIL.Image")
-S = 96
-IMAGE, VIDEO, START, END = 300, 301, 302, 303
-IM_START, IM_END = 257, 258
-VISION = {
-    "num_layers": 1,
-    "hidden_size": 16,
-    "num_attention_heads": 2,
-    "ffn_hidden_size": 16,
-    "patch_size": 4,
-    "patch_frames": 2,
-    "position_grid": 4,
-    "min_pixels": 64,
-    "max_pixels": 1024,
-    "deepstack_blocks": [0],
-    "image_token": IMAGE,
-    "video_token": VIDEO,
-    "start_token": START,
-    "end_token": END,
-}
-TINY: dict[str, Any] = {
-    "model.name": "qwen-vl",
-    "model.hidden_size": 32,
-    "model.num_layers": 2,
-    "model.num_attention_heads": 2,
-    "model.num_kv_heads": 1,
-    "model.ffn_hidden_size": 32,
-    "model.vocab_size": 304,
-    "model.rope_division": "alternating",
-    "model.rope_sections": [4, 2, 2],
-    "model.vision": VISION,
-    "data.name": "energon",
-    "data.task_encoder": "conversations",
-    "data.streams": 2,
-    "data.shuffle_buffer_size": 8,
-    "trainer.seq_length": S,
-}
-PACKED = {"data.packing_buffer_size": 12, "data.max_documents": 8, "kernels.default": None}
-COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
-
-
-def drawn(colour: str, width: int = 8, height: int = 8) -> bytes:
-    held = io.BytesIO()
-    Image.new("RGB", (width, height), COLOURS[colour]).save(held, "PNG")
-    return held.getvalue()
-
-
-def asked(content: Any, answer: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]}
-
-
-def sample(record: Any, *pictures: bytes, **files: bytes) -> dict[str, bytes]:
-    numbered = {f"{number}.png": picture for number, picture in enumerate(pictures)}
-    return {"json": json.dumps(record).encode(), **numbered, **files}
-
-
-def pictured(number: int) -> dict[str, bytes]:
-    """A question with none to two pictures before, between or behind its words."""
-    colours = [list(COLOURS)[(number + one) % 3] for one in range(number % 3)]
-    parts: list[Any] = [{"type": "text", "text": f"{number}:"}, *({"type": "image"} for _ in colours)]
-    pictures = [drawn(colour, 8 + 4 * (number % 5), 8) for colour in colours]
-    return sample(asked(parts, " ".join(colours) or "none"), *pictures)
-
-
-def loader(path: Path, split: str = "train", **changes: Any) -> Loader:
-    run = tiny_run({**TINY, "data.path": str(path), **changes})
-    run.device = "cpu"
-    return build_loader(run, split)
-
-
-Prepare = Callable[..., Path]
-
-
-@pytest.fixture
-def made(tmp_path: Path, prepare: Prepare) -> Callable[..., Path]:
-    """A data set of these samples; a stream of it repeats them."""
-
-    def make(*samples: dict[str, bytes]) -> Path:
-        named = {f"k{number}": files for number, files in enumerate(samples)}
-        return prepare(tmp_path / "set", {"train": [named]}, "CrudeWebdataset")
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def conversations(tmp_path_factory: pytest.TempPathFactory, prepare: Prepare) -> Path:
-    parts = {
-        "train": [{f"a{n:02}": pictured(n) for n in range(20)}, {f"b{n:02}": pictured(20 + n) for n in range(20)}],
-        "val": [{f"c{n:02}": pictured(40 + n) for n in range(20)}],
-    }
-    return prepare(tmp_path_factory.mktemp("sets") / "conversations", parts, "CrudeWebdataset")
-
-
-def first(path: Path, count: int = 1, **changes: Any) -> MicroBatch:
-    own = {"data.streams": 1, "trainer.micro_batch_size": count}
-    return next(loader(path, **{**own, **changes}).take(count))
-
-
-def chatml(*turns: tuple[str, Sequence[int]]) -> list[int]:
-    tokens: list[int] = []
-    for role, content in turns:
-        tokens += [IM_START, *f"{role}\n".encode(), *content, IM_END, *b"\n"]
-    return tokens
-
-
-def of_picture(tokens: int) -> list[int]:
-    return [START, *[IMAGE] * tokens, END]
-
-
-def targets(batch: MicroBatch, row: int = 0) -> list[int]:
-    return [label for label in batch["labels"][row].tolist() if label >= 0]
-
+pytest.importorskip("PIL")
 
 # Tokens, targets and pictures.
 
@@ -144,3 +55,257 @@ def test_pictures_stand_where_the_parts_mention_them_and_only_answers_are_target
     colours = batch["patches"][0].view(12, 3, -1).mean(-1)  # the channel with the largest mean
     assert colours[:4].argmax(1).tolist() == [0] * 4
     assert colours[4:].argmax(1).tolist() == [2] * 8
+
+
+def test_a_mark_in_the_text_stands_for_the_next_picture(made: Callable[..., Path]) -> None:
+    path = made(sample(asked("<image>or<image>", "first"), drawn("red"), drawn("blue")))
+    expected = chatml(("user", [*of_picture(1), *b"or", *of_picture(1)]), ("assistant", b"first"))
+    assert first(path)["tokens"][0].tolist()[: len(expected)] == expected
+    with pytest.raises(UsageError, match=r"no message mentions its picture '0\.png'"):
+        first(path, **{"data.picture_mark": None})
+
+
+def test_pictures_may_be_named_and_lie_in_the_folder_of_the_data_set(made: Callable[..., Path]) -> None:
+    parts = [{"type": "image", "image": name} for name in ("art/blue.png", "1.png", "k0.0.png")]
+    path = made(sample(asked(parts, "blue green red"), drawn("red"), drawn("green")))
+    (path / "art").mkdir()
+    (path / "art" / "blue.png").write_bytes(drawn("blue"))
+    assert colours_of(first(path)) == ["blue", "green", "red"]
+
+
+def test_a_conversation_may_list_its_pictures(made: Callable[..., Path]) -> None:
+    record = {**asked([{"type": "image"}, {"type": "image"}], "blue red"), "images": ["blue.png", "0.png"]}
+    path = made(sample(record, drawn("red")))
+    (path / "blue.png").write_bytes(drawn("blue"))
+    assert colours_of(first(path)) == ["blue", "red"]
+
+
+def test_eleven_pictures_come_in_the_order_of_their_numbers(made: Callable[..., Path]) -> None:
+    colours = [list(COLOURS)[number % 3] for number in range(11)]
+    record = asked([{"type": "image"}] * 11, "many")
+    assert colours_of(first(made(sample(record, *map(drawn, colours))))) == colours
+
+
+def colours_of(batch: MicroBatch) -> list[str]:
+    """The colour of each picture of a micro batch, from its patches."""
+    segments = batch["patches"][0].split([length for length in batch["patch_lengths"][0].tolist() if length])
+    channels = [segment.view(len(segment), 3, -1).mean((0, 2)).argmax() for segment in segments]
+    return [list(COLOURS)[int(channel)] for channel in channels]
+
+
+def test_a_video_is_a_list_of_frames_for_a_model_that_takes_videos(made: Callable[..., Path]) -> None:
+    frames = [{"type": "video", "video": [f"{number}.png" for number in range(4)]}]
+    path = made(sample(asked(frames, "it moves"), *map(drawn, ("red", "green", "blue", "red"))))
+    batch = first(path, **{"model.vision": {**VISION, "tokens_per_second": 2}})
+    expected = chatml(("user", [START, VIDEO, VIDEO, END]), ("assistant", b"it moves"))
+    assert batch["tokens"][0].tolist()[: len(expected)] == expected
+    with pytest.raises(UsageError, match=r"the video of '0\.png': this model has the time of each frame"):
+        first(path)
+
+
+def test_the_marks_that_a_template_writes_are_replaced_by_the_tokens_of_the_pictures(
+    made: Callable[..., Path], tmp_path: Path
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% for part in message['content'] %}"
+        "{% if part['type'] == 'image' %}<|see|><|pad|><|seen|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    special = ["<|im_start|>", "<|im_end|>", "<|see|>", "<|seen|>", "<|pad|>"]
+    own = {"data.template": str(template), "data.special_tokens": special}
+    numbers = {"start_token": 259, "end_token": 260, "image_token": 261, "video_token": 303}
+    parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "image"}]
+    path = made(sample(asked(parts, "red blue"), drawn("red", 16, 8), drawn("blue")))
+    batch = first(path, **own, **{"model.vision": {**VISION, **numbers}})
+    question = [*b"a", 259, 261, 261, 260, 259, 261, 260]
+    expected = chatml(("user", question), ("assistant", b"red blue"))
+    assert batch["tokens"][0].tolist()[: len(expected)] == expected
+    assert targets(batch) == [*b"red blue", IM_END]
+    with pytest.raises(UsageError, match=r"writes marks of 0 of its 2 pictures.*use the tokenizer and the template"):
+        first(path, **own)
+
+
+VISION_TEMPLATE = (
+    "{% for message in messages %}{% if loop.first and message.role != 'system' %}<|im_start|>system\nHi<|im_end|>\n"
+    "{% endif %}<|im_start|>{{ message.role }}\n{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' or 'image' in part %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in part %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+VISION_TOKENS = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+
+
+def published(folder: Path) -> Any:
+    """A folder of a published tokenizer of bytes with a template for pictures, and the library's tokenizer of it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    alphabet = {byte: number for number, byte in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(alphabet, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(VISION_TOKENS)
+    library = transformers.PreTrainedTokenizerFast(tokenizer_object=made, chat_template=VISION_TEMPLATE)
+    library.save_pretrained(folder)
+    return library
+
+
+def test_the_tokens_of_a_published_folder_are_those_of_the_library(made: Callable[..., Path], tmp_path: Path) -> None:
+    library = published(tmp_path / "published")
+    numbers = {text: library.convert_tokens_to_ids(text) for text in VISION_TOKENS}
+    parts = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "Which is red?"}]
+    record = asked(parts, "Both.")
+    vision = {
+        "start_token": numbers["<|vision_start|>"],
+        "end_token": numbers["<|vision_end|>"],
+        "image_token": numbers["<|image_pad|>"],
+        "video_token": numbers["<|video_pad|>"],
+    }
+    folder = Energon.folder_settings(
+        tmp_path / "published", "huggingface", {"path": f"{tmp_path}/published/tokenizer.json"}
+    )
+    batch = first(
+        made(sample(record, drawn("red", 16, 8), drawn("red"))),
+        **{f"data.{name}": value for name, value in folder.items()},
+        **{"model.vision": {**VISION, **vision}, "trainer.seq_length": 128},
+    )
+    text = library.apply_chat_template(record["messages"], tokenize=False)
+    text = text.replace("<|image_pad|>", "<|image_pad|>" * 2, 1)  # the tokens of the first picture
+    expected = library(text, add_special_tokens=False)["input_ids"]
+    assert batch["tokens"][0].tolist()[: len(expected)] == expected
+    assert library.decode(targets(batch)) == "Both.<|im_end|>"
+
+
+def test_a_picture_in_an_answer_and_behind_the_last_answer_is_no_target(made: Callable[..., Path]) -> None:
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "this:"}, {"type": "image"}]}
+    after = {"role": "user", "content": [{"type": "image"}]}
+    record = {"messages": [{"role": "user", "content": "Show"}, answer, after]}
+    batch = first(made(sample(record, drawn("red"), drawn("blue"))))
+    assert targets(batch) == [*b"this:", IM_END]
+    assert colours_of(batch) == ["red"]
+
+
+# Packing.
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 9)), max_size=40), st.integers(1, 5))
+def test_no_sample_exceeds_a_budget_and_every_conversation_is_in_one(sizes: list[tuple[int, int]], most: int) -> None:
+    bins = pack([Size(*size) for size in sizes], Size(20, 9), most)
+    assert sorted(item for one in bins for item in one) == list(range(len(sizes)))
+    for one in bins:
+        assert 0 < len(one) <= most
+        assert sum(sizes[item][0] for item in one) <= 20
+        assert sum(sizes[item][1] for item in one) <= 9
+
+
+def test_large_conversations_are_placed_first_and_leave_the_least_room() -> None:
+    sizes = [Size(5, 0), Size(3, 0), Size(6, 0), Size(2, 0), Size(4, 0)]
+    assert pack(sizes, Size(10, 1), 9) == [[0, 1, 3], [2, 4]]
+    assert pack([Size(1, 3), Size(1, 3), Size(1, 2)], Size(10, 5), 9) == [[0, 2], [1]]
+
+
+def documents(batch: MicroBatch) -> list[tuple[tuple[int, ...], ...]]:
+    """(tokens, labels, positions, coordinates of rows) of each document with an answer."""
+    found = []
+    for row, lengths in enumerate(batch["document_lengths"].tolist()):
+        ends = [length for length in lengths if length]
+        columns = [batch[name][row].split(ends) for name in ("tokens", "labels", "positions", "coordinates")]
+        for tokens, labels, positions, coordinates in zip(*columns, strict=True):
+            assert positions.tolist() == list(range(len(positions)))
+            if any(label >= 0 for label in labels.tolist()):
+                entries = (tokens, labels, coordinates.flatten())
+                found.append(tuple(tuple(entry.tolist()) for entry in entries))
+    return found
+
+
+def test_packed_conversations_are_those_that_have_a_sample_of_their_own(conversations: Path) -> None:
+    whole = {"data.streams": 1, "data.shuffle_buffer_size": None, "data.max_samples_per_sequence": None}
+    alone = list(loader(conversations, **whole).take(40))
+    expected = set()
+    for batch in alone:
+        for row in range(len(batch["tokens"])):
+            end = batch["tokens"][row].tolist().index(256)
+            entries = (batch[name][row, :end] for name in ("tokens", "labels", "coordinates"))
+            expected.add(tuple(tuple(entry.flatten().tolist()) for entry in entries))
+    found, rows = list[Any](), list[int]()
+    single = {"data.max_rows": 24, "trainer.micro_batch_size": 1}
+    for batch in loader(conversations, **whole, **PACKED, **single).take(40):
+        found += documents(batch)
+        rows.append(int(batch["patch_lengths"].sum()))
+    assert len(found) > 60  # of 40 samples
+    assert set(found) == expected
+    assert len(expected) == 40
+    assert max(rows) == 24
+
+
+def test_a_long_conversation_keeps_whole_pictures(made: Callable[..., Path]) -> None:
+    """The picture that does not fit whole is not in the sample, nor what follows it."""
+    begin = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    long = {"messages": [*begin, *asked([{"type": "text", "text": "c" * 5}, {"type": "image"}], "d" * 50)["messages"]]}
+    path = made(sample(long, drawn("red", 32, 32)))
+    batch = first(path, **{"trainer.seq_length": 50})  # the picture would begin at 34 and end at 52
+    tokens = batch["tokens"][0].tolist()
+    assert tokens[33:] == [*b"c", *[256] * 16]
+    assert batch["vision_rows"].max() == -1
+    assert targets(batch) == [*b"b", IM_END]
+    with pytest.raises(UsageError, match=r"'k0\.json', 'k0\.0\.png': it has \d+ tokens and 64 rows"):
+        first(path, **{"trainer.seq_length": 50, "data.too_long": "refuse"})
+    assert START in first(path, **{"data.max_rows": 64})["tokens"][0].tolist()
+    with pytest.raises(UsageError, match=r"a picture of 18 tokens and 64 rows is larger than a sample"):
+        first(path, **{"data.max_rows": 63})
+
+
+# The order, and runs.
+
+
+@pytest.mark.parametrize(("before", "after"), [("dp2", ""), ("", "dp4"), ("dp4", "dp2")])
+def test_packed_conversations_of_a_blend_resume_exactly_under_another_number_of_ranks(
+    tmp_path: Path, conversations: Path, made: Callable[..., Path], before: str, after: str
+) -> None:
+    other = made(*(sample(asked(f"{number}?<image>", "green"), drawn("green")) for number in range(8)))
+    parts = [{"path": str(conversations), "weight": 3}, {"path": str(other), "weight": 1}]
+    named = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
+    blend = tmp_path / "blend.yaml"
+    blend.write_text(yaml.safe_dump({**named, "splits": {"train": {"blend": parts}}}))
+    own = {**TINY, **PACKED, "data.path": str(blend), "data.streams": 4, "trainer.micro_batch_size": 2}
+    require_exact_resume(own, before, [8, 4, 12], after, count=16)
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_worker_processes_resume_exactly(conversations: Path) -> None:
+    own = {"data.path": str(conversations), "data.num_workers": 1, "trainer.micro_batch_size": 2}
+    require_exact_resume({**TINY, **PACKED, **own}, "dp2", [8], "", count=8)
+
+
+class TestConversations(DataSuite):
+    plugin = "energon"
+    settings = {**TINY, **PACKED, "data.streams": 4}
+    examples = {
+        "train_part": ["no-such-part"],
+        "validation_part": ["no-such-part"],
+        "task_encoder": ["text"],
+        "task_encoder_options": [{"no_such_option": 1}],
+        "entries": [["no_such_entry"]],
+        "tokenizer": ["no-such-tokenizer"],
+        "tokenizer_options": [{"no_such_option": 1}],
+        "template": ["llama3"],
+        "special_tokens": [["<|im_start|>", "<|im_end|>", "?"]],
+        "picture_mark": [":"],
+        "max_samples_per_sequence": [1, 5],
+        "max_pixels": [65],
+        "max_rows": [9],
+        "max_documents": [3],
+        "packing_buffer_size": [2],
+    }
+    without_effect = {
+        "num_workers": "workers read the samples that the main process would read (a test resumes with some)",
+        "on_error": "every sample of this set can be used (tests above have others)",
+        "too_long": "every sample of this set is short enough (a test above has another)",
+        "template_variables": "chatml has no variables; a template file sees them (mplug_tokenization tests it)",
+    }
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def of_conversations(cls, conversations: Path) -> None:
+        cls.settings = {**cls.settings, "data.path": str(conversations)}

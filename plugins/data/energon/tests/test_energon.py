@@ -34,7 +34,7 @@ TINY: dict[str, Any] = {
     "data.shuffle_buffer_size": 8,
     "trainer.seq_length": S,
 }
-IMAGES = {"data.task_encoder": "mplug_energon.encoders:ImageText"}
+IMAGES = {"data.task_encoder": "image-text"}
 
 
 class TestEnergon(DataSuite):
@@ -246,12 +246,6 @@ def test_settings_that_cannot_work_are_refused_before_launch(
         (tmp_path / f"weight{weight}.yaml").write_text(blend)
     with pytest.raises(UsageError, match=what):
         check_data(tiny_run({**TINY, "data.path": str(text_set), **changes}))
-
-
-@pytest.fixture
-def encoders(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    return "own_encoders"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Text and images with text through Megatron-Energon: prepared data sets, blends of them, task encoders.
+"""Text, images with text and conversations with images through Megatron-Energon, and task encoders for them.
 
 The plugin and the command `contact-sheet` share this package. The plugin is imported lazily, because a command's help
 must not import pydantic.

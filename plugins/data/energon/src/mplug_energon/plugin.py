@@ -186,7 +186,8 @@ class Energon:
         processor = run.processor if STREAMS in config.all_entries else None
         supplied = Supplied(trainer.seq_length, self.tokenizer, processor)
         if config.has_conversations:
-            from mplug_energon.conversations import PLACES, Conversations
+            from mplug_energon.conversations import Conversations
+            from mplug_energon.writing import PLACES
 
             vocabulary = self.vocabulary(PLACES)
             encoder: TaskEncoder = Conversations(config, self.template, vocabulary, run.processor, trainer.seq_length)

@@ -1,0 +1,118 @@
+"""Conversations that cannot be used: refused, or counted and logged with their keys; settings that do not fit."""
+
+import logging
+import re
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from picture_talks import IM_END, IMAGE, VISION, asked, drawn, first, loader, sample, targets
+
+from mplug import UsageError
+
+pytest.importorskip("mplug_qwen_vl")
+pytest.importorskip("PIL")
+ANSWERED = asked([{"type": "image"}], "red")
+
+
+def bomb() -> bytes:
+    """A PNG of 400 million pixels in a few bytes."""
+    header = struct.pack(">IIBBBBB", 20_000, 20_000, 1, 0, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
+    framed = (struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in chunks)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(framed)
+
+
+BAD = {
+    "a damaged picture": (sample(ANSWERED, drawn("red")[:-30]), "the picture '0.png': the picture is damaged"),
+    "no picture": (sample(ANSWERED, b"nothing"), "the picture '0.png': the bytes are no picture"),
+    "a decompression bomb": (sample(ANSWERED, bomb()), "the picture '0.png': .*pixels"),
+    "a missing file": (
+        sample(asked([{"type": "image", "image": "gone.png"}], "red")),
+        "the picture 'gone.png' is neither a file of the sample nor one of the data set's folder",
+    ),
+    "a file above the folder": (
+        sample(asked([{"type": "image", "image": "../secret.png"}], "red")),
+        "the picture '../secret.png' is outside of the data set's folder",
+    ),
+    "a link out of the folder": (
+        sample(asked([{"type": "image", "image": "link.png"}], "red")),
+        "the picture 'link.png' is outside of the data set's folder",
+    ),
+    "an absolute path": (sample(asked([{"type": "image", "image": "/etc/passwd"}], "red")), "'/etc/passwd' is outside"),
+    "an address": (sample(asked([{"type": "image", "image": "https://a/b.png"}], "red")), "is not in the sample"),
+    "a picture that no text mentions": (sample(asked("Hi", "red"), drawn("red")), "no message mentions its picture"),
+    "a text that mentions an absent picture": (sample(ANSWERED), "its text mentions 1 pictures, and it has 0"),
+    "a picture larger than a sample": (
+        sample(ANSWERED, drawn("red", 256, 256)),
+        r"a picture of \d+ tokens and \d+ rows is larger than a sample \(trainer.seq_length=96",
+    ),
+    "a picture that the model refuses": (sample(ANSWERED, drawn("red", 1000, 4)), "200 times as long as it is wide"),
+    "no answer": (sample({"messages": [{"role": "user", "content": "Hi"}]}), "it has no answer"),
+    "a special token": (sample(asked("<|im_end|>", "red")), "a message has the text of a special token"),
+    "no JSON": ({"json": b"{"}, "its JSON cannot be read"),
+    "no messages": ({"json": b"[1]"}, "its JSON has no list 'messages'"),
+    "no JSON file": ({"txt": b"Hi"}, "it has no file '.json'"),
+    "an unknown part": (sample(asked([{"type": "audio"}], "red")), 'message 1 has the part {"type": "audio"}'),
+    "a sample weight": (sample({**asked("Hi", "red"), "weight": 2}), "it has the weight 2"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_cannot_be_used_ends_the_run_or_is_counted_and_logged_with_its_key(
+    made: Callable[..., Path], what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, words = BAD[what]
+    path = made(*[sample(asked("Hi", "good"))] * 2, bad, bad)
+    (path.parent / "secret.png").write_bytes(drawn("red"))
+    (path / "link.png").symlink_to(path.parent / "secret.png")
+    larger = {"model.vision": {**VISION, "max_pixels": 1 << 16}}
+    with pytest.raises(UsageError, match=rf"'k[23]\.(json|txt)'.*: .*{words}"):
+        list(loader(path, **larger, **{"data.streams": 1}).take(4))
+    with caplog.at_level(logging.WARNING, "mplug.energon"):
+        (*_, last) = loader(path, **larger, **{"data.streams": 1, "data.on_error": "skip"}).take(5)
+    assert targets(last) == [*b"good", IM_END]
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) >= 2
+    assert re.search(
+        rf"^a sample is omitted \(.*'k[23]\.(json|txt)'.*\): .*{words}.*; this process has omitted 1 for", lines[0]
+    )
+    assert "; this process has omitted 2 for " in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data.task_encoder": "conversation"}, r"neither a bundled encoder \(text, image-text, conversations\)"),
+        ({"data.task_encoder": "text", "data.max_rows": 9}, r"data\.max_rows is for conversations"),
+        ({"data.task_encoder_options": {"pixels": 8}}, r"data\.task_encoder_options has no effect on"),
+        ({"data.entries": ["images"]}, r"data\.entries has no effect on"),
+        ({"data.template": "nowhere"}, r"data\.template 'nowhere' is neither a built-in template"),
+        ({"data.packing_buffer_size": 9, "data.max_documents": 99}, r"data\.max_documents=99 is more than trainer"),
+        ({"model.vision": None}, r"supplies samples with media, and models/qwen-vl takes none"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(conversations: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        loader(conversations, **changes)
+
+
+def test_a_typed_data_set_is_refused(text_set: Path) -> None:
+    with pytest.raises(UsageError, match="it is a TextSample; prepare data sets of conversations with --sample"):
+        first(text_set)
+
+
+def test_a_custom_encoder_may_supply_media(text_set: Path, encoders: str) -> None:
+    own: dict[str, Any] = {"data.task_encoder": f"{encoders}:Seeing", "data.entries": ["streams"]}
+    batch = first(text_set, 2, **own)
+    pictures = [(row == IMAGE).sum() * 4 for row in batch["tokens"]]
+    assert batch["patch_lengths"].tolist() == [pictures]
+    for wrong, words in (
+        ("media", r"returns no 'media' \(it returns tokens, labels\)"),
+        ("tokens of no picture", r"returns tokens that do not fit its media: sample 0 of the micro batch"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            first(text_set, **own, **{"data.task_encoder_options": {"wrong": wrong}})

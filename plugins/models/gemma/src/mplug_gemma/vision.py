@@ -78,6 +78,10 @@ class VisionConfig(BaseModel):
             )
         return self
 
+    def computes_like(self, other: "VisionConfig") -> bool:
+        """Whether two towers compute the same from the same patches."""
+        return self.computed() == other.computed()
+
     def computed(self) -> dict[str, object]:
         """The fields that decide what the tower computes, and which tokens stand for its rows."""
         return self.model_dump(exclude=BESIDE)

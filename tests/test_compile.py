@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mplug import Flops, Plan, Unit
 from mplug_testing import run_workers
 from mplug_testing.harness import Trace, difference, train_steps
 
@@ -224,8 +225,9 @@ def gradients() -> Gradients:
         eager, compiled = (torch.arange(6.0).view(2, 3).requires_grad_() for _ in range(2))
         if "operator" not in name:  # it has no derivative
             unit(eager).backward()
-        parts = [SimpleNamespace(name="unit", method="forward")]
-        model: Any = SimpleNamespace(module=nn.ModuleDict({"unit": unit}), own_units=parts)
+        parts = (Unit("unit", ("x",), ("y",)),)
+        plan = Plan(parts, parameters={}, context={}, activations={}, flops=Flops(0, 0))
+        model: Any = SimpleNamespace(module=nn.ModuleDict({"unit": unit}), own_units=parts, plan=plan)
         compile_units(model, "aot_eager")
         try:
             unit(compiled).backward()

@@ -129,7 +129,11 @@ def test_the_session_of_the_page_of_vision_runs(tmp_path: Path) -> None:
     assert len(shown) >= 8  # the loader draws from a buffer that it refills, so a picture may come again before others
     assert shown <= pictures  # they keep their size, so the model receives every pixel
     call(tmp_path, "-m", "mplug", "train", *recipe, "--name", "shapes", "--set", "trainer.steps=2")
-    lines = call(tmp_path, RECIPES / "answers.py", "--name", "shapes", "--samples", 16).splitlines()
+    counted = call(tmp_path, RECIPES / "answers.py", "--name", "shapes", "--samples", 16, "--picture", "answers.png")
+    lines = counted.splitlines()
+    answered = image.open(tmp_path / "answers.png")
+    enlarged = {image.open(io.BytesIO(data)).resize((128, 128), 0).tobytes() for data in files if data[1:4] == b"PNG"}
+    assert answered.crop((4, 4, 132, 132)).tobytes() in enlarged
     assert lines[-1].split()[0] == "all"
     assert 8 * 5 <= int(lines[-1].split()[1]) <= 16 * 5
     assert {line.partition("|")[0].strip() for line in lines[1:-1]} == {

@@ -81,10 +81,17 @@ def predicted(model: Model, batch: Batch) -> list[list[int]]:
     return values
 
 
-def counts(run: Run, model: Model, samples: int) -> dict[tuple[str, str], Counter[str]]:
+class Answered(NamedTuple):
+    """A picture [H, W, 3] and what the model answers: question, answer, and whether it is right."""
+
+    picture: Tensor
+    answers: list[tuple[str, str, bool]]
+
+
+def counts(run: Run, model: Model, samples: int, shown: list[Answered]) -> dict[tuple[str, str], Counter[str]]:
     """(question, answer) -> how many there are, and how many are right with their own and with other pictures.
 
-    A sample that the loader repeats counts once.
+    A sample that the loader repeats counts once. The samples with a picture are appended to `shown`.
     """
     tokenizer = run.hooks.call.build_tokenizer(run=run)
     found, read = dict[tuple[str, str], Counter[str]](), set[bytes]()
@@ -100,6 +107,12 @@ def counts(run: Run, model: Model, samples: int) -> dict[tuple[str, str], Counte
             if key in read:
                 continue
             read.add(key)
+            given = [(one, own[number][one.place]) for one in row]
+            texts = [
+                (_words(tokenizer, one.question), _words(tokenizer, had), tuple(had) == one.tokens)
+                for one, had in given
+            ]
+            shown += [Answered(medium.content[0], texts) for medium in media[number][:1]]
             elsewhere = {_words(tokenizer, one.question): one.tokens for one in answers[(number + 1) % len(answers)]}
             for one in row:
                 asked = _words(tokenizer, one.question)
@@ -109,6 +122,25 @@ def counts(run: Run, model: Model, samples: int) -> dict[tuple[str, str], Counte
                 counted["other"] += tuple(other[number][one.place]) == one.tokens
                 counted["chance"] += elsewhere.get(asked) == one.tokens
     return found
+
+
+def drawn(shown: Sequence[Answered], columns: int = 6) -> Any:
+    """A picture of samples with the answers of the model below them; wrong ones are red."""
+    from PIL import Image, ImageDraw
+
+    wide, line, scale = 190, 13, 2
+    tall = max(one.picture.shape[0] for one in shown) * scale + line * (1 + max(len(one.answers) for one in shown))
+    page = Image.new("RGB", (wide * min(columns, len(shown)), tall * -(-len(shown) // columns)), "white")
+    pen = ImageDraw.Draw(page)
+    for number, one in enumerate(shown):
+        left, top = number % columns * wide + 4, number // columns * tall + 4
+        height, width = (side * scale for side in one.picture.shape[:2])
+        picture = Image.fromarray(one.picture.numpy(), "RGB").resize((width, height), Image.Resampling.NEAREST)
+        page.paste(picture, (left, top))
+        for row, (question, answer, is_right) in enumerate(one.answers):
+            asked = question.removeprefix("user ").removesuffix(" assistant")
+            pen.text((left, top + height + row * line), f"{asked} {answer}", fill="black" if is_right else "red")
+    return page
 
 
 def _words(tokenizer: Any, tokens: Sequence[int]) -> str:
@@ -123,6 +155,7 @@ def main() -> None:
     parser.add_argument("--name", help="name of the run; default: the newest run")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest one")
     parser.add_argument("--samples", type=int, default=800, help="samples to read; repeated ones count once")
+    parser.add_argument("--picture", help="PNG file for the first 12 pictures with the answers of the model")
     wanted = parser.parse_args()
     directory = find_directory(wanted.name)
     alone = read_assignments(["parallel.layout=", "trainer.compile=never", "trainer.device=cpu"], "answers.py")
@@ -130,7 +163,10 @@ def main() -> None:
     run.trains, run.device = False, "cpu"
     model = load_for_inference(run, at_step(directory / "checkpoints", wanted.step))
     model.module.eval()
-    found = counts(run, model, wanted.samples)
+    shown = list[Answered]()
+    found = counts(run, model, wanted.samples, shown)
+    if wanted.picture and shown:
+        drawn(shown[:12]).save(wanted.picture, "PNG")
     print(f"{'question and answer':<48}{'number':>8}{'right':>9}{'others':>9}{'chance':>9}")
     for (question, answer), counted in sorted(found.items()):
         print(_line(f"{question} | {answer}", counted))

@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from mplug_nn.decoders.parts import NormName as NormName
     from mplug_nn.decoders.parts import PartConfig as PartConfig
     from mplug_nn.decoders.parts import ScoreName as ScoreName
+    from mplug_nn.decoders.parts import tower_block as tower_block
     from mplug_nn.decoders.public_fields import EXPERTS_ALTERING as EXPERTS_ALTERING
     from mplug_nn.decoders.public_fields import EXPERTS_TRAINING as EXPERTS_TRAINING
     from mplug_nn.decoders.public_fields import LAYER_TYPES_FIELDS as LAYER_TYPES_FIELDS
@@ -205,6 +206,7 @@ publish(
             "NormName",
             "PartConfig",
             "ScoreName",
+            "tower_block",
         ),
         "mplug_nn.decoders.public_fields": (
             "EXPERTS_ALTERING",

@@ -207,3 +207,19 @@ class EmbeddingConfig:
         from mplug_nn.decoder import TokenEmbedding
 
         return TokenEmbedding(vocab_size, hidden_size, self.num_positions, self.dropout, self.scale)
+
+
+def tower_block(
+    norm: NormConfig, hidden_size: int, num_heads: int, mlp: MLPConfig, theta: Rotary | None = None
+) -> BlockConfig:
+    """A block over the rows of a stream: attention with biases sees the whole segment of a row, and nothing else."""
+    attention = AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        theta=theta,
+        bias=True,
+        causal=False,
+        documents=True,
+    )
+    return BlockConfig(norm, attention, mlp)

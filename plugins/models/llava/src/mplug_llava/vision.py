@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from mplug_nn import ActivationName, AttentionConfig, BlockConfig, MLPConfig, NormConfig
+from mplug_nn import ActivationName, BlockConfig, MLPConfig, NormConfig, tower_block
 
 PATCHES = "patches"
 """The axis along which the rows of the tower's units lie."""
@@ -113,14 +113,5 @@ class VisionConfig(BaseModel):
 
     def block_config(self) -> BlockConfig:
         """A block of the tower; all are equal."""
-        heads = self.num_attention_heads
-        attention = AttentionConfig(
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=self.hidden_size // heads,
-            theta=None,
-            bias=True,
-            causal=False,
-            documents=True,
-        )
-        return BlockConfig(self.norm_config(), attention, MLPConfig(self.ffn_hidden_size, self.activation, bias=True))
+        mlp = MLPConfig(self.ffn_hidden_size, self.activation, bias=True)
+        return tower_block(self.norm_config(), self.hidden_size, self.num_attention_heads, mlp)

@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from mplug_nn import ActivationName, AttentionConfig, BlockConfig, MLPConfig, NormConfig, NormName, Rotary
+from mplug_nn import ActivationName, BlockConfig, MLPConfig, NormConfig, NormName, Rotary, tower_block
 
 PATCHES = "patches"
 """The axis along which the rows of the tower's units lie."""
@@ -129,17 +129,14 @@ class VisionConfig(BaseModel):
 
     def block_config(self) -> BlockConfig:
         """A block of the tower: they are equal, and differ only in the lengths that they are called with."""
-        heads = self.num_attention_heads
-        attention = AttentionConfig(
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=self.hidden_size // heads,
-            theta=Rotary(self.rope_theta, division="axial"),
-            bias=True,
-            causal=False,
-            documents=True,
+        mlp = MLPConfig(self.ffn_hidden_size, self.activation, bias=True)
+        return tower_block(
+            self.norm_config(),
+            self.hidden_size,
+            self.num_attention_heads,
+            mlp,
+            Rotary(self.rope_theta, division="axial"),
         )
-        return BlockConfig(self.norm_config(), attention, MLPConfig(self.ffn_hidden_size, self.activation, bias=True))
 
 
 def entries_of(config: VisionConfig) -> tuple[str, ...]:

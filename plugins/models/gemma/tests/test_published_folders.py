@@ -50,6 +50,7 @@ def released(found: dict[str, Tensor]) -> None:
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("gemma3")
     library = save(library_of(CONFIG), folder)
+    shutil.copytree(folder, folder / "of_the_library")
     rewritten(folder, released)
     return folder, library
 
@@ -63,9 +64,10 @@ def narrow(entries: dict[str, Any]) -> dict[str, Any]:
     return {name: x.float() if isinstance(x, Tensor) and x.dtype == torch.float64 else x for name, x in entries.items()}
 
 
-def test_a_folder_gives_the_librarys_logits(made: tuple[Path, Any]) -> None:
+@pytest.mark.parametrize("names", ["", "of_the_library"])
+def test_a_folder_gives_the_librarys_logits(made: tuple[Path, Any], names: str) -> None:
     folder, library = made
-    _, model = loaded(folder, **{name.replace(".", "__"): value for name, value in SETTINGS.items()})
+    _, model = loaded(folder / names, **{name.replace(".", "__"): value for name, value in SETTINGS.items()})
     seen = images()
     with torch.no_grad():
         expected = library(**narrow(seen.theirs)).logits

@@ -7,6 +7,8 @@ from mplug_gemma.vision import VisionConfig
 from mplug_nn import GeneralDecoderConfig, published_names
 
 DECODER, TOWER, PROJECTOR = "language_model.", "vision_tower.vision_model", "multi_modal_projector"
+ALTERNATIVES = {f"{TOWER}.": "vision_tower."}
+"""Releases of the transformers library from 5 on write the tower without the component 'vision_model'."""
 External = str | Transposed | Fused | tuple[ExternalMap, ...]
 
 
@@ -15,21 +17,9 @@ def external_names(config: GeneralDecoderConfig, vision: VisionConfig | None) ->
     found = published_names(config)
     if vision is None:
         return found
-    tensors = {ours: _in_language_model(theirs) for ours, theirs in found.tensors.items()}
-    tensors |= {f"tower.{ours}": theirs for ours, theirs in _tower(vision).items()}
-    return replace(found, tensors=tensors, prefix="", ignored=tuple(map(_moved, found.ignored)))
-
-
-def _moved(name: str) -> str:
-    return f"{DECODER}{name}"
-
-
-def _in_language_model(external: object) -> External | None:
-    if external is None or isinstance(external, str):
-        return None if external is None else _moved(external)
-    if isinstance(external, Fused):
-        return Fused(*(_moved(str(source)) for source in external.sources))
-    raise TypeError(f"the decoder has tensors in a form that no folder with a tower has: {external}")
+    inner = found.renamed(lambda public: f"{DECODER}{public}")
+    tower = {f"tower.{ours}": theirs for ours, theirs in _tower(vision).items()}
+    return replace(inner, tensors={**inner.tensors, **tower}, prefix="", alternatives=ALTERNATIVES)
 
 
 def _tower(config: VisionConfig) -> dict[str, External]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from mplug import Axis, Mesh, Precision, UsageError, contiguous, hookimpl
 from mplug.config.sources import Setting
@@ -214,6 +215,10 @@ def plugin(**answers: object) -> object:
     return type("Plugin", (), {name: returning(answer) for name, answer in answers.items()})()
 
 
+class NoFields(BaseModel):
+    """The section of a family without settings."""
+
+
 def divided(*axes: Axis, seq_length: int = 8) -> Run:
     """A run of a strategy for each axis."""
     strategies = {f"parallel/{number}": plugin(mesh_axes=[axis]) for number, axis in enumerate(axes)}
@@ -222,6 +227,7 @@ def divided(*axes: Axis, seq_length: int = 8) -> Run:
     trainer = {"device": "cpu", "global_batch_size": 8, "micro_batch_size": 1, "base_modules": None}
     config = SimpleNamespace(
         chosen=(),
+        model=NoFields(),
         parallel=SimpleNamespace(layout="", degrees={axis.name: axis.size for axis in axes}, data=None, rest=None),
         trainer=SimpleNamespace(**trainer, seq_length=seq_length),
         schedule=SimpleNamespace(batch_rampup=SimpleNamespace(start=None)),

@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "vision.py"
 TINY = ["--preset", "tiny", "--steps", "2", "--batches", "2", "--media", "1", "--sides", "16", "64", "--length", "320"]
+PIXELS = ["--set", "model.vision.min_pixels=65536", "--set", "model.vision.max_pixels=262144"]
 VOCABULARY = 512
 
 
@@ -19,7 +20,7 @@ def test_mplug_and_the_library_train_on_the_same_micro_batches(tmp_path: Path) -
     out = tmp_path / "figures.json"
     command = [sys.executable, str(SCRIPT), *TINY, "--library", "sdpa", "--out", str(out)]
     done = subprocess.run(
-        [*command, "--set", "trainer.compile=never", "--set", "trainer.device=cpu"],
+        [*command, "--set", "trainer.compile=never", "--set", "trainer.device=cpu", *PIXELS],
         capture_output=True,
         text=True,
         cwd=tmp_path,

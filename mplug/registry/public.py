@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
+
 from mplug.config.binding import Chosen, RunConfig
 from mplug.config.described import DescribedModel, PublicSettings
 from mplug.config.entry import Entry
@@ -145,6 +147,11 @@ def _differ(one: Any, other: Any) -> bool:
     return not alike(other) if callable(alike) and type(one) is type(other) else bool(one != other)
 
 
+def _is_choice(name: str, found: PublicSettings, wanted: Any) -> bool:
+    """Whether a user may choose the value of a field. A section that the folder describes may be null, or must fit."""
+    return name in found.choices and not (name in found.altering and isinstance(wanted, BaseModel))
+
+
 def _refuse_contradictions(entry: Entry, plugin: Any, path: Path, found: PublicSettings, own: Settings) -> None:
     """Raise UsageError for settings of the user that give a field, other than the free ones, another value."""
     needed, problems = bind(plugin.Config, {**found.choices, **found.fixed})
@@ -159,7 +166,8 @@ def _refuse_contradictions(entry: Entry, plugin: Any, path: Path, found: PublicS
     differing = [
         one
         for name in given
-        if name not in found.choices and _differ(getattr(wanted, name), getattr(needed, name))
+        if not _is_choice(name, found, getattr(wanted, name))
+        if _differ(getattr(wanted, name), getattr(needed, name))
         for one in _differing((name,), getattr(wanted, name), getattr(needed, name))
     ]
     if differing:

@@ -102,8 +102,8 @@ class FormField:
     """A field whose value is a mapping, which a form of its own describes. Absent, all of its fields are absent.
 
     `under` is the setting that receives the mapping's settings as a section; empty: they are settings of the family's
-    Config itself. With `altering`, a user may set another section, or null: what the trained model computes is then not
-    what the folder describes. `write(config)` returns the fields that this section does not decide. `others` are the
+    Config itself. With `altering`, a user may set null: what the trained model computes is then not what the folder
+    describes. `write(config)` returns the fields that this section does not decide. `others` are the
     forms of mappings with another `model_type`; an export writes the first form whose `implied` settings the section
     has.
     """
@@ -225,16 +225,18 @@ class PublicForm:
         """
         if self.preparation is None:
             return found
-        fixed = {**found.fixed}
+        fixed, altering = {**found.fixed}, {**found.altering}
         for section, values in self.preparation.read(given).fixed.items():
+            settings = fixed if section in fixed else altering
+            own = settings[section]
             for name, value in values.items():
-                if name in fixed[section] and not same_value(fixed[section][name], value):
+                if name in own and not same_value(own[name], value):
                     raise ValueError(
                         f"its preprocessor_config.json has {shown(value)} for 'model.{section}.{name}', which is "
-                        f"{shown(fixed[section][name])} by its config.json"
+                        f"{shown(own[name])} by its config.json"
                     )
-            fixed[section] = {**fixed[section], **values}
-        return replace(found, fixed=fixed)
+            settings[section] = {**own, **values}
+        return replace(found, fixed=fixed, altering=altering)
 
     def settings_of(self, values: Mapping[str, Any]) -> PublicSettings:
         """The settings that the values of all fields describe. Raises ValueError if they do not fit together."""

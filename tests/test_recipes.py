@@ -108,6 +108,7 @@ def call(folder: Path, *words: object) -> str:
     return finished.stdout
 
 
+@pytest.mark.wide("session")
 def test_the_session_of_the_page_of_vision_runs(tmp_path: Path) -> None:
     pytest.importorskip("megatron.energon")
     pytest.importorskip("tokenizers")

@@ -16,6 +16,7 @@ PIXELS = ["--set", "model.vision.min_pixels=65536", "--set", "model.vision.max_p
 VOCABULARY = 512
 
 
+@pytest.mark.wide("families")
 def test_mplug_and_the_library_train_on_the_same_micro_batches(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     command = [sys.executable, str(SCRIPT), *TINY, "--library", "sdpa", "--out", str(out)]

@@ -54,7 +54,7 @@ ADAPTED = {"adapters.lora.rank": 2, "model.frozen": ["tower"]}
 WIDE = pytest.mark.wide("layouts")
 CASES = [
     pytest.param("tp2pp2", TIED, id="tp2pp2 tied"),
-    pytest.param("cp2", PACKED, id="cp2 packed"),
+    pytest.param("cp2", PACKED, id="cp2 packed", marks=WIDE),
     pytest.param("fsdp2", SIGLIP, id="fsdp2 siglip", marks=WIDE),
     pytest.param("tp2pp2", SIGLIP, id="tp2pp2 siglip", marks=WIDE),
     pytest.param("fsdp2", FROZEN, id="fsdp2 projector alone"),

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from mplug.contracts import MicroBatch
 from mplug.layout.plan import TOKENS_AXIS
+from mplug.training.segment_shares import assigned
 
 if TYPE_CHECKING:
     from mplug.layout.mesh import Mesh
@@ -83,7 +84,7 @@ class _Shares:
     def __init__(self, batch: MicroBatch, plan: "Plan", axis: str, stream: "Stream", number: int, splits: int) -> None:
         self.batch, self.plan, self.axis, self.stream = batch, plan, axis, stream
         self.lengths = lengths_in(batch, stream.lengths[0])
-        self.segments = _divided(self.lengths, number)
+        self.segments = [[place.number for place in own] for own in assigned([self.lengths], number)]
         most = max(sum(self.lengths[one] for one in own) for own in self.segments) // stream.group
         self.groups = max(2, -(-most // splits)) * splits  # a compiler compiles once more for a single row
 
@@ -122,16 +123,6 @@ class _Shares:
             old = self.batch[name]
             made[name] = torch.where(old < 0, old, numbers[old.clamp(min=0)])
         return made
-
-
-def _divided(lengths: Sequence[int], number: int) -> list[list[int]]:
-    """The numbers of the segments of each share: the longest first, each to the share with the fewest rows so far."""
-    shares, rows = [list[int]() for _ in range(number)], [0] * number
-    for one in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
-        least = rows.index(min(rows))
-        shares[least].append(one)
-        rows[least] += lengths[one]
-    return [sorted(share) for share in shares]
 
 
 def lengths_in(batch: MicroBatch, name: str) -> list[int]:

@@ -1,6 +1,5 @@
 """Folders that the transformers library writes: what is read computes the same, and what is exported equals them."""
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -14,6 +13,8 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
+from exported_folders import ONE_STEP as STEP  # noqa: E402
+from exported_folders import assert_exported_as_it_was  # noqa: E402
 from llava_models import CONFIGS, config_of, library_of, micro_batch  # noqa: E402
 from mplug_huggingface_format.opened import open_folder  # noqa: E402
 from published import edited, loaded, rewritten, run_of, save, tensors  # noqa: E402
@@ -26,15 +27,7 @@ from mplug.training.loop import train  # noqa: E402
 
 Cli = Callable[..., CompletedProcess[str]]
 SETTINGS: dict[str, Any] = {"data.name": "mock", "data.media": 2, "data.media_sides": [8, 24], "trainer.seq_length": 60}
-ONE_STEP = {
-    **SETTINGS,
-    "trainer.steps": 1,
-    "trainer.global_batch_size": 2,
-    "trainer.eval_every": 0,
-    "optimizer.lr": 1e-30,
-    "optimizer.weight_decay": 0.0,
-}
-"""With this learning rate, the weights of a checkpoint are those that the run began with."""
+ONE_STEP = {**SETTINGS, **STEP}
 LIBRARY, RELEASED = "vision_tower.", "vision_tower.vision_model."
 
 
@@ -74,18 +67,7 @@ def test_a_run_of_a_folder_is_exported_as_that_folder(
 ) -> None:
     """Also the tensors that nothing computes with: the last block of the tower, and the norm after it."""
     _, folder, _ = made
-    run = run_of(folder, ONE_STEP)
-    run.directory = tmp_path / "runs" / "tuned"
-    train(run)
-    result = cli_here("checkpoint", "export", "--to", "huggingface", "exported")
-    assert result.returncode == 0, result.stderr
-    found, expected = tensors(tmp_path / "exported"), tensors(folder)
-    assert found.keys() == expected.keys()
-    for name, (_, tensor) in expected.items():
-        assert torch.equal(found[name][1], tensor), name
-    assert json.loads((tmp_path / "exported" / "config.json").read_text()) == json.loads(
-        (folder / "config.json").read_text()
-    )
+    assert_exported_as_it_was(folder, ONE_STEP, tmp_path, cli_here)
 
 
 def test_a_config_of_its_own_describes_the_model_to_the_library(

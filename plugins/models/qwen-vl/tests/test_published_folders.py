@@ -13,9 +13,11 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
+from exported_folders import ONE_STEP as STEP  # noqa: E402
+from exported_folders import assert_exported_as_it_was  # noqa: E402
 from mplug_huggingface_format.opened import open_folder  # noqa: E402
 from mplug_qwen_vl.stream import Grid  # noqa: E402
-from published import edited, loaded, logits, rewritten, run_of, save, tensors  # noqa: E402
+from published import edited, loaded, logits, rewritten, run_of, save  # noqa: E402
 from seeing_models import CONFIGS, config_of, micro_batch, sample  # noqa: E402
 
 from mplug.checkpoint.public_load import fill_from, weights_of  # noqa: E402
@@ -25,15 +27,7 @@ from mplug.training.loop import train  # noqa: E402
 
 Cli = Callable[..., CompletedProcess[str]]
 SETTINGS: dict[str, Any] = {"data.name": "mock", "data.media": 2, "data.media_sides": [8, 24], "trainer.seq_length": 60}
-ONE_STEP = {
-    **SETTINGS,
-    "trainer.steps": 1,
-    "trainer.global_batch_size": 2,
-    "trainer.eval_every": 0,
-    "optimizer.lr": 1e-30,
-    "optimizer.weight_decay": 0.0,
-}
-"""With this learning rate, the weights of a checkpoint are those that the run began with."""
+ONE_STEP = {**SETTINGS, **STEP}
 
 
 def library_of(kind: str) -> Any:
@@ -95,18 +89,7 @@ def test_a_run_of_a_folder_is_exported_as_that_folder(
     made: tuple[str, Path, Any], tmp_path: Path, cli_here: Cli
 ) -> None:
     _, folder, _ = made
-    run = run_of(folder, ONE_STEP)
-    run.directory = tmp_path / "runs" / "tuned"
-    train(run)
-    result = cli_here("checkpoint", "export", "--to", "huggingface", "exported")
-    assert result.returncode == 0, result.stderr
-    found, expected = tensors(tmp_path / "exported"), tensors(folder)
-    assert found.keys() == expected.keys()
-    for name, (_, tensor) in expected.items():
-        assert torch.equal(found[name][1], tensor), name
-    assert json.loads((tmp_path / "exported" / "config.json").read_text()) == json.loads(
-        (folder / "config.json").read_text()
-    )
+    assert_exported_as_it_was(folder, ONE_STEP, tmp_path, cli_here)
 
 
 def test_a_config_of_its_own_describes_the_model_to_the_library(

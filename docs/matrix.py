@@ -29,7 +29,7 @@ EXPERTS = {
     "model.vocab_size": 259,
 }
 DIVIDE_EXPERTS = {"ep", "etp"}
-REQUESTED = (PAGE.parent.parent / "requirements-deepspeed.txt").read_text().splitlines()
+REQUESTED = (PAGE.parent.parent / "requirements-optional.txt").read_text().splitlines()
 ON_REQUEST = {line.rpartition("/")[2] for line in REQUESTED if line.startswith("-e plugins/parallel/")}
 """Strategies that the page omits, because it does not depend on what is installed."""
 TEXT = """# Layouts

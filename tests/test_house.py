@@ -287,7 +287,7 @@ def test_help_listing_and_completion_import_no_plugin_and_validation_no_torch(
 
 # The project's lists.
 
-ON_REQUEST = ROOT / "requirements-deepspeed.txt"
+ON_REQUEST = ROOT / "requirements-optional.txt"
 """The bundled plugins that the README's commands do not install, because their libraries are large."""
 
 

@@ -174,7 +174,7 @@ def test_the_page_has_no_other_rows() -> None:
 
 # docs/layouts.md: a figure or a reason for every installed strategy and pair.
 
-REQUESTED = (ROOT / "requirements-deepspeed.txt").read_text().splitlines()
+REQUESTED = (ROOT / "requirements-optional.txt").read_text().splitlines()
 ON_REQUEST = {line.rpartition("/")[2] for line in REQUESTED if line.startswith("-e plugins/parallel/")}
 """Strategies that the page omits, because it does not depend on what is installed."""
 FIGURE = re.compile(r"(\d\.\de-\d\d) / \d\.\de[-+]\d\d")

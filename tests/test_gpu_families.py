@@ -58,7 +58,19 @@ FAMILIES: dict[str, Settings] = {
         "num_mtp_layers": 1,
     },
     "mixtral": {**BALANCE, "preset": "tiny", "num_layers": 2},
+    "qwen-vl": {"preset": "tiny"},
+    "qwen-vl, experts": {"preset": "tiny", **EXPERTS},
+    "llava": {"preset": "tiny"},
+    "gemma, pictures": {"preset": "tiny-vision"},
 }
+PICTURES: Settings = {
+    "data.name": "mock",
+    "data.media": 2,
+    "data.media_sides": [16, 64],
+    "trainer.seq_length": 256,
+}
+SEEING = {"qwen-vl", "qwen-vl, experts", "llava", "gemma, pictures"}
+"""Families whose samples have pictures of noise here."""
 FP8: Settings = {"trainer.base_modules": ["head"], "kernels.linear": "fp8"}
 PRECISIONS: dict[str, Settings] = {
     "fp32": {},
@@ -103,6 +115,7 @@ def family(name: str, micro_batches: int, precision: str, device: str, compiler:
         "trainer.device": device,
         "trainer.compile": compiler,
         "schedule.warmup_steps": 2,
+        **(PICTURES if name in SEEING else {}),
         **SINKS.get(name, {}),
         **PRECISIONS["fp8, experts" if has_experts else precision],
     }

@@ -161,13 +161,14 @@ def library_of(run: Run, chosen: argparse.Namespace) -> tuple[Any, str]:
     """The library's model of the same shape, and its attention."""
     from mplug_huggingface_format.model_config import config_of
     from transformers import AutoConfig, Qwen3VLForConditionalGeneration
-    from transformers.utils import is_flash_attn_2_available
+    from transformers.utils import is_flash_attn_2_available, is_flash_attn_4_available
 
     fields = config_of(run.config)
     config = AutoConfig.for_model(**fields)
     attention = chosen.library
     if attention == "auto":
-        attention = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
+        fourth = "flash_attention_4" if is_flash_attn_4_available() else "sdpa"
+        attention = "flash_attention_2" if is_flash_attn_2_available() else fourth
     dtype = torch.bfloat16 if run.config.trainer.precision == "bf16" else torch.float32
     with torch.device(run.device):
         model = Qwen3VLForConditionalGeneration._from_config(config, attn_implementation=attention, dtype=dtype)

@@ -6,8 +6,8 @@
 Both train on one device on the same micro batches: one sample a step, packed from documents of random tokens, with
 pictures of noise of mixed sizes. The micro batches are made before, and take turns. Steps include the copy to the
 device, clipping and AdamW. The library has bf16 weights, gradients and moments, where mplug has fp32 masters and
-moments; so the library writes fewer bytes. Its attention is `--library`: 'auto' is flash attention if it is installed,
-else sdpa. With `--compile-library`, each of its blocks is compiled by itself.
+moments; so the library writes fewer bytes. Its attention is `--library`: 'auto' is flash attention (version 2, or 4) if
+it is installed, else sdpa. With `--compile-library`, each of its blocks is compiled by itself.
 
 Printed for each: tokens and patches per second, MFU of tower and decoder together (matrix products and attention of the
 forward pass, times 3; causal attention once, inside documents and pictures only), and memory. Then the ratio.
@@ -19,6 +19,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import wraps
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -169,10 +170,26 @@ def library_of(run: Run, chosen: argparse.Namespace) -> tuple[Any, str]:
     if attention == "auto":
         fourth = "flash_attention_4" if is_flash_attn_4_available() else "sdpa"
         attention = "flash_attention_2" if is_flash_attn_2_available() else fourth
+    if attention == "flash_attention_4":
+        lengths_as_numbers()
     dtype = torch.bfloat16 if run.config.trainer.precision == "bf16" else torch.float32
     with torch.device(run.device):
         model = Qwen3VLForConditionalGeneration._from_config(config, attn_implementation=attention, dtype=dtype)
     return model.train(), attention
+
+
+def lengths_as_numbers() -> None:
+    """Let flash-attn-4 take the largest lengths as the library gives them: as tensors, which it refuses itself."""
+    from flash_attn import cute
+
+    attend = cute.flash_attn_varlen_func
+    names = ("max_seqlen_q", "max_seqlen_k")
+
+    @wraps(attend)
+    def attend_with_numbers(*args: Any, **given: Any) -> Any:
+        return attend(*args, **{name: int(x) if name in names else x for name, x in given.items()})
+
+    cute.flash_attn_varlen_func = attend_with_numbers
 
 
 def arguments_of(batch: MicroBatch, merge_size: int) -> dict[str, Tensor]:

@@ -118,6 +118,7 @@ def family(name: str, micro_batches: int, precision: str, device: str, compiler:
         **(PICTURES if name in SEEING else {}),
         **SINKS.get(name, {}),
         **PRECISIONS["fp8, experts" if has_experts else precision],
+        **({"trainer.base_modules": ["decoder.head"]} if (name, precision) == ("llava", "fp8") else {}),
     }
 
 

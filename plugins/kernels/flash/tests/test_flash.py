@@ -243,28 +243,31 @@ def test_packed_heads_give_the_bits_of_the_core(
             torch.testing.assert_close(ours, expected, rtol=2**-7, atol=2**-7 * float(expected.abs().max()), msg=name)
 
 
+PACKED_HEADS = {"model.position": "learned", "kernels.flash.packed_heads": True}
+
+
 @on_a_gpu
 @pytest.mark.parametrize(
-    ("model", "compiler"), [({}, "inductor"), ({"model.position": "learned"}, "never")], ids=["rotary", "packed heads"]
+    ("packed", "compiler"), [({}, "inductor"), (PACKED_HEADS, "never")], ids=["rotary", "packed heads"]
 )
 def test_a_run_has_the_losses_of_plain_torch_and_attends_from_packed_heads_without_rotary_positions(
-    monkeypatch: pytest.MonkeyPatch, model: dict[str, Any], compiler: str
+    monkeypatch: pytest.MonkeyPatch, packed: dict[str, Any], compiler: str
 ) -> None:
     number = next((number for number, version in VERSIONS.items() if version.installed), 4)
-    served(4 if model else number, 64)
+    served(4 if packed else number, 64)
     calls, attend = [], FourthPacked.attend
 
     def counted(self: FourthPacked, *given: Any) -> Tensor:
         calls.append(1)
         return attend(self, *given)
 
-    if model:
+    if packed:
         monkeypatch.setattr(FourthPacked, "attend", counted)
-    settings = {**TestFlash.settings, **model, "trainer.precision": "bf16", "trainer.compile": compiler}
+    settings = {**TestFlash.settings, **packed, "trainer.precision": "bf16", "trainer.compile": compiler}
     found = train_steps({**settings, "kernels.attention": "flash"})
     plain = train_steps({**settings, "kernels.default": None})
     assert found.losses == pytest.approx(plain.losses, rel=1e-2)
-    assert bool(calls) == bool(model)
+    assert bool(calls) == bool(packed)
 
 
 def test_a_cuda_graph_replays_the_version_that_a_gpu_has_replayed() -> None:

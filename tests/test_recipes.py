@@ -16,7 +16,9 @@ import pytest
 
 from mplug import IGNORED
 
-RECIPES = Path(__file__).parents[1] / "docs" / "recipes"
+ROOT = Path(__file__).parents[1]
+RECIPES = ROOT / "docs" / "recipes"
+VISION = ROOT / "plugins" / "models" / "qwen-vl" / "src" / "mplug_qwen_vl" / "recipes" / "vision.yaml"
 
 
 def script(name: str) -> ModuleType:
@@ -119,7 +121,7 @@ def test_the_session_of_the_page_of_vision_runs(tmp_path: Path) -> None:
     told = call(tmp_path, "-m", "mplug", "data", "train-tokenizer", "shapes/texts.jsonl", *words)
     assert "353 tokens" in told
     assert "no more pairs" not in told
-    recipe = ["--config", RECIPES / "vision.yaml"]
+    recipe = ["--config", VISION]
     call(tmp_path, "-m", "mplug", "data", "look", *recipe, "--samples", 16, "--split", "validation")
     page = (tmp_path / "samples.html").read_text()
     sources = [part.partition('"')[0] for part in page.split('src="data:image/png;base64,')[1:]]

@@ -18,7 +18,7 @@ from byte_level import byte_level  # noqa: E402
 from mplug.cli import main  # noqa: E402
 from mplug_testing.parity import require_parity  # noqa: E402
 
-RECIPE = Path(__file__).parents[4] / "docs" / "recipes" / "lora.yaml"
+RECIPE = Path(__file__).parents[1] / "src" / "mplug_lora" / "recipes" / "lora.yaml"
 TEMPLATE = (
     "{% for message in messages %}<s>{{ message['role'] }}: {{ message['content'] }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant: {% endif %}"

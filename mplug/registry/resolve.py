@@ -23,6 +23,7 @@ from mplug.config.binding import (
 )
 from mplug.config.contradictions import contradictions
 from mplug.config.entry import Entry
+from mplug.config.defaults import under_fine_tuning
 from mplug.config.family import family_fields
 from mplug.config.problems import NO_SECTION
 from mplug.config.sources import NAMED_SECTIONS, Key, Settings, from_mapping, merge, nested, source_of
@@ -31,15 +32,18 @@ from mplug.layout.mesh import parse_layout
 from mplug.registry.bind_section import bind, preset_of
 from mplug.registry.entry_points import BrokenPlugin, Registry
 from mplug.registry.fallbacks import missing_defaults, missing_message, without_missing
+from mplug.registry.fine_tuning import with_fine_tuning
 from mplug.registry.public import with_public_settings
 
 
 def resolve(registry: Registry, base: Settings, overrides: Settings) -> RunConfig:
-    """The config of a run: `overrides` (a file, the command line) over the model's preset over `base`.
+    """The config of a run: `overrides` (a recipe, a file, the command line) over the model's preset over `base`.
 
+    If `overrides` name weights to begin with, or adapters, the defaults of fine-tuning lie over those of `base`.
     If `overrides` name a published checkpoint (`checkpoint.pretrained`), its description decides the section 'model'.
     Raises a UsageError that lists every problem with its field and source; a BrokenPlugin if a plugin is at fault.
     """
+    base = with_fine_tuning(registry, base, overrides)
     return _Resolver(registry, *with_public_settings(registry, base, overrides)).run()
 
 
@@ -54,7 +58,8 @@ class _Resolver:
         self.of_base = {key[:2] for key in base}
         self.missing = missing_defaults(registry, base, self.settings)
         named: Settings = {key: setting for key, setting in overrides.items() if key == ("model", "name")}
-        self.settings = merge(merge(merge(base, named), self._preset()), overrides)
+        preset = under_fine_tuning(self._preset(), base)
+        self.settings = merge(merge(merge(base, named), preset), overrides)
         self.settings = without_missing(registry, base, self._with_presets_of_families(self.settings, ("model",)))
         self.tree = nested(self.settings)
 

@@ -22,11 +22,11 @@ from mplug.config.binding import (
     RunConfig,
 )
 from mplug.config.contradictions import contradictions
+from mplug.config.defaults import is_default, under_fine_tuning
 from mplug.config.entry import Entry
-from mplug.config.defaults import under_fine_tuning
 from mplug.config.family import family_fields
 from mplug.config.problems import NO_SECTION
-from mplug.config.sources import NAMED_SECTIONS, Key, Settings, from_mapping, merge, nested, source_of
+from mplug.config.sources import NAMED_SECTIONS, RECIPE, Key, Settings, from_mapping, merge, nested, source_of
 from mplug.errors import UsageError, brief, listed, quoted, suggest
 from mplug.layout.mesh import parse_layout
 from mplug.registry.bind_section import bind, preset_of
@@ -52,6 +52,7 @@ class _Resolver:
         self.registry = registry
         self.problems: dict[str, None] = {}  # an ordered set, because two checks may find the same problem
         self.error: type[UsageError] = UsageError
+        self.left: set[Key] = set()  # fields that a recipe leaves to the user, and that are missing
         self.chosen: list[Chosen] = []
         self.loaded: dict[Entry, type[Any]] = {}
         self.settings = merge(base, overrides)
@@ -72,6 +73,7 @@ class _Resolver:
                 self._problem((section,), f"{NO_SECTION}, not {quoted(self.tree[section])}")
                 malformed.add(section)
         readable = [section for section in SECTIONS if section not in malformed]
+        recipe = self._recipe() if RECIPE in readable and RECIPE in self.tree else None
         named = {section: self._named(section) for section in NAMED_SECTIONS if section in readable}
         hosts = {
             section: self._bind((section,), model, self._raw(section))
@@ -93,6 +95,7 @@ class _Resolver:
             chosen=tuple(self.chosen),
             settings=self.settings,
             frozen=frozen,
+            recipe=recipe,
         )
         if problems := [*contradictions(config)]:
             raise UsageError("\n".join(problems))
@@ -213,7 +216,8 @@ class _Resolver:
         for problem in problems:
             if problem.is_fault:
                 self.error = BrokenPlugin
-            place = (*key, *problem.path)
+            if (place := (*key, *problem.path)) in self.left:
+                continue
             self._problem(place, problem.message, self._sources_of_fields(place, problem.message))
         return config
 
@@ -271,6 +275,18 @@ class _Resolver:
         named = [word] if isinstance(word, str) and word else []
         found = [name for name in named if self._plugin(section, name, ("trainer", "precision"))]
         self._sub_sections(section, found, self._raw(section))
+
+    def _recipe(self) -> sections.Recipe | None:
+        """The section 'recipe'. Each field that it leaves to the user, and the user does not set, is a problem."""
+        recipe: sections.Recipe | None = self._bind((RECIPE,), sections.Recipe, self._raw(RECIPE))
+        for field, what in recipe.give.items() if recipe else ():
+            key = tuple(field.split("."))
+            given = [one for other, one in self.settings.items() if other[: len(key)] == key and one.value is not None]
+            if all(map(is_default, given)):
+                source = source_of(self.settings, (RECIPE, "give", field))
+                self._problem(key, f"the recipe leaves this field to you: {what}", source)
+                self.left.add(key)
+        return recipe
 
     def _sub_sections(
         self,

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -166,3 +168,14 @@ def test_the_schema_has_the_section_of_recipes() -> None:
 def test_an_unknown_field_of_a_recipes_description_is_refused(install: Callable[..., None]) -> None:
     install(short=RECIPE.replace("  give:", "  gives:"))
     assert "recipe.gives (recipe short:6): unknown field; did you mean 'give'?" in refused("train", "--recipe", "short")
+
+
+def test_listing_imports_neither_torch_nor_pydantic() -> None:
+    script = (
+        "import sys\nfrom mplug.cli import main\n"
+        "try:\n    main(['recipes', 'list'])\n"
+        "except SystemExit:\n    print(sorted({'torch', 'pydantic'} & {*sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "\nsft: " in done.stdout

@@ -72,6 +72,8 @@ if TYPE_CHECKING:
     from mplug.registry.hooks import COMMAND as COMMAND
     from mplug.registry.public import folder_tokenizer as folder_tokenizer
     from mplug.registry.public import longest_sequence as longest_sequence
+    from mplug.registry.recipes import InstalledRecipe as InstalledRecipe
+    from mplug.registry.recipes import find_recipe as find_recipe
     from mplug.registry.resolve import resolve as resolve
     from mplug.run.folder import find_directory as find_directory
     from mplug.run.prepare import prepare as prepare
@@ -137,6 +139,7 @@ publish(
         ),
         "mplug.registry.hooks": ("COMMAND",),
         "mplug.registry.public": ("folder_tokenizer", "longest_sequence"),
+        "mplug.registry.recipes": ("InstalledRecipe", "find_recipe"),
         "mplug.registry.resolve": ("resolve",),
         "mplug.run.folder": ("find_directory",),
         "mplug.run.prepare": ("prepare",),

@@ -17,6 +17,14 @@ import pytest
 from mplug import IGNORED
 
 RECIPES = Path(__file__).parents[1] / "docs" / "recipes"
+VISION = (
+    "--recipe",
+    "vision",
+    "--set",
+    "data.path=shapes",
+    "--set",
+    "data.tokenizer_options.path=shapes/tokenizer.json",
+)
 
 
 def script(name: str) -> ModuleType:
@@ -119,8 +127,7 @@ def test_the_session_of_the_page_of_vision_runs(tmp_path: Path) -> None:
     told = call(tmp_path, "-m", "mplug", "data", "train-tokenizer", "shapes/texts.jsonl", *words)
     assert "353 tokens" in told
     assert "no more pairs" not in told
-    recipe = ["--config", RECIPES / "vision.yaml"]
-    call(tmp_path, "-m", "mplug", "data", "look", *recipe, "--samples", 16, "--split", "validation")
+    call(tmp_path, "-m", "mplug", "data", "look", *VISION, "--samples", 16, "--split", "validation")
     page = (tmp_path / "samples.html").read_text()
     sources = [part.partition('"')[0] for part in page.split('src="data:image/png;base64,')[1:]]
     shown = {image.open(io.BytesIO(base64.b64decode(source))).convert("RGB").tobytes() for source in sources}
@@ -129,7 +136,7 @@ def test_the_session_of_the_page_of_vision_runs(tmp_path: Path) -> None:
     assert len(pictures) == 16
     assert len(shown) >= 8  # the loader draws from a buffer that it refills, so a picture may come again before others
     assert shown <= pictures  # they keep their size, so the model receives every pixel
-    call(tmp_path, "-m", "mplug", "train", *recipe, "--name", "shapes", "--set", "trainer.steps=2")
+    call(tmp_path, "-m", "mplug", "train", *VISION, "--name", "shapes", "--set", "trainer.steps=2")
     counted = call(tmp_path, RECIPES / "answers.py", "--name", "shapes", "--samples", 16, "--picture", "answers.png")
     lines = counted.splitlines()
     answered = image.open(tmp_path / "answers.png")

@@ -11,7 +11,7 @@ from click.shell_completion import CompletionItem
 from mplug.cli.hints import assignment_hint
 from mplug.config.entry import Entry
 from mplug.errors import UsageError, brief
-from mplug.registry.entry_points import Registry
+from mplug.registry.entry_points import RECIPES, Registry
 
 if TYPE_CHECKING:
     from mplug.config.binding import RunConfig
@@ -121,6 +121,11 @@ HOST_OPTIONS = [
         multiple=True,
         help="Train adapters instead of the model's weights (an installed adapter plugin).",
     ),
+    click.option(
+        "--recipe",
+        type=PluginName(RECIPES),
+        help="Settings of an installed recipe ('mplug recipes list'); --config and other options change them.",
+    ),
     click.option("--config", "file", type=click.Path(path_type=Path), help="YAML file with settings."),
     click.option(
         "--set",
@@ -133,7 +138,7 @@ HOST_OPTIONS = [
 """The host's own options of `config_options`."""
 KERNELS = "kernels."
 """The section of the config whose fields name the supplier of a kind of slots."""
-HOST_NAMES = (*FLAGS, "kernels", "adapt", "file", "assignments", "config", "set")
+HOST_NAMES = (*FLAGS, "kernels", "adapt", "recipe", "file", "assignments", "config", "set")
 """Names that a plugin's flag must not have."""
 
 
@@ -143,13 +148,17 @@ def overrides(
     assignments: tuple[str, ...],
     kernels: tuple[str, ...],
     adapt: tuple[str, ...] = (),
+    recipe: str | None = None,
     **flags: str | None,
 ) -> "Settings":
-    """The settings of the command line, merged over those of the file that `--config` names."""
+    """The settings of the command line, over those of the file that `--config` names, over those of the recipe."""
     from mplug.config.sources import merge, read_assignments, read_file
+    from mplug.registry.recipes import with_recipe
 
     assignment_hint(assignments)
     settings: Settings = read_file(file) if file else {}
+    if recipe is not None:
+        settings = with_recipe(Registry(), recipe, settings)
     fields = {**{name: entry.target for name, entry in added_flags().items()}, **FLAGS}
     for flag, value in flags.items():
         if value is not None:

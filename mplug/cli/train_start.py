@@ -71,11 +71,14 @@ class Start:
 
     def lines(self) -> list[str]:
         """The announcement of the run."""
+        from mplug.registry.fine_tuning import fine_tuning_line
+
         run = self.run
         layout = f", {run.config.parallel.layout} on {run.mesh.world_size} processes" if run.mesh.world_size > 1 else ""
         steps, where = run.config.trainer.steps, beginning(self.readable, self.pretrained)
         return [
             f"run {run.directory}: {steps} step{'s' * (steps != 1)}, {where}{layout}",
+            *(f"  {line}" for line in filter(None, [fine_tuning_line(run.config)])),
             *(f"  changed since the checkpoint: {line}" for line in self.since.lines()),
             *(f"  {sentence}" for sentence in self.about),
         ]

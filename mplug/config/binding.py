@@ -10,7 +10,7 @@ from typing import Any
 from mplug.config import host_sections as sections
 from mplug.config.entry import Entry
 from mplug.config.family import families_in
-from mplug.config.sources import NAMED_SECTIONS, Key, Settings, from_mapping, merge, nested, source_of
+from mplug.config.sources import NAMED_SECTIONS, RECIPE, Key, Settings, from_mapping, merge, nested, source_of
 
 KIND_OF_SECTION = {"model": "models", "optimizer": "optimizers", "data": "data"}
 HOST_SECTIONS: dict[str, type[sections.Section]] = {
@@ -26,9 +26,9 @@ A sub-section with the name of a plugin chooses this plugin. The value `false` r
 OPTIONS_OF_PRECISIONS = "precisions"
 """The section with the options of precisions, each in a sub-section; `trainer.precision` chooses one of them."""
 PLUGIN_SECTIONS = ("parallel", "kernels", OPTIONS_OF_PRECISIONS, *FREE_SECTIONS)
-OPTIONAL_SECTIONS = (OPTIONS_OF_PRECISIONS, *FREE_SECTIONS)
+OPTIONAL_SECTIONS = (OPTIONS_OF_PRECISIONS, *FREE_SECTIONS, RECIPE)
 """Sections that a config of a run may omit."""
-SECTIONS = (*NAMED_SECTIONS, *PLUGIN_SECTIONS, *HOST_SECTIONS)
+SECTIONS = (*NAMED_SECTIONS, *PLUGIN_SECTIONS, *HOST_SECTIONS, RECIPE)
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,8 @@ class RunConfig:
     settings: Settings
     frozen: tuple[str, ...] = ()
     """Patterns of parameters that are not trained: the field `frozen` of the section 'model'."""
+    recipe: sections.Recipe | None = None
+    """The recipe from which settings come."""
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -130,7 +132,9 @@ class RunConfig:
             if len(chosen.section) == 2:
                 tree[chosen.section[0]][chosen.section[1]] = _plain(chosen.config)
         tree |= {section: _plain(getattr(self, section)) for section in HOST_SECTIONS}
-        return {section: tree[section] for section in SECTIONS}
+        if self.recipe is not None and self.recipe.name is not None:
+            tree[RECIPE] = {"name": self.recipe.name, "origin": self.recipe.origin}
+        return {section: tree[section] for section in SECTIONS if section in tree}
 
     def sources(self) -> dict[str, str]:
         """The source of every value of `resolved()`; the source of a plugin's default names the plugin."""

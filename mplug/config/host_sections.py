@@ -211,6 +211,23 @@ class Checkpoint(Section):
         return value.model_dump(mode="json")
 
 
+Line = Annotated[str, Field(min_length=1)]
+
+
+class Recipe(Section):
+    """The description of a recipe, in its file; the config of a run keeps the name and the origin."""
+
+    name: Line | None = Field(None, description="the recipe from which the settings come; mplug writes it")
+    origin: Line | None = Field(None, description="its distribution and version; mplug writes it")
+    summary: Line | None = Field(None, description="what the recipe is for, in a line")
+    needs: Line | None = Field(None, description="the GPUs and the memory that it needs")
+    reaches: Line | None = Field(None, description="measured speed and quality, or 'not measured'")
+    give: dict[str, Line] = Field(
+        default_factory=dict,
+        description="fields that the recipe leaves to the user, each with what to give; a run without one is refused",
+    )
+
+
 class Model(Section):
     """The host's own fields in the section 'model'. The model family owns all other fields."""
 

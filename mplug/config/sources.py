@@ -17,6 +17,8 @@ from mplug.errors import UsageError, brief, counted, listed
 
 NAMED_SECTIONS = ("model", "optimizer", "data")
 """Sections in which the field `name` chooses one plugin, and this plugin reads all other fields."""
+RECIPE = "recipe"
+"""The section that describes the recipe from which settings come. It changes nothing in a run."""
 
 Key = tuple[str, ...]
 

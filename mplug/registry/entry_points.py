@@ -47,9 +47,22 @@ RECORDERS = "recorders"
 """The group 'mplug.recorders': a function from the default stepper to one that replays its steps (`trainer.graphs`)."""
 SUGGESTIONS = "suggestions"
 """The group 'mplug.suggestions': functions from a finished run to a clause that says what to do with it, or to ''."""
+RECIPES = "recipes"
+"""The group 'mplug.recipes': each maps the name of a recipe to the package with its file, NAME.yaml."""
 SLOTS = "slots"
 """The group 'mplug.slots', by which a distribution publishes the slots of its blocks: each maps a slot to its kind."""
-GROUPS = (*KINDS, FLAGS, ARCHITECTURES, FORMAT_FILES, TOKENIZER_FILES, OPEN_LISTS, RECORDERS, SUGGESTIONS, SLOTS)
+GROUPS = (
+    *KINDS,
+    FLAGS,
+    ARCHITECTURES,
+    FORMAT_FILES,
+    TOKENIZER_FILES,
+    OPEN_LISTS,
+    RECORDERS,
+    SUGGESTIONS,
+    RECIPES,
+    SLOTS,
+)
 """The groups that exist without any other distribution, without 'mplug.'."""
 RESERVED_FIELDS = ("name", "preset")
 RESERVED_NAMES = {"kernels": ("default",), "parallel": ("layout", "data", "balance")}

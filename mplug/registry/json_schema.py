@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, create_model
 
 from mplug.config import host_sections as sections
 from mplug.config.binding import HOST_SECTIONS, KIND_OF_SECTION, OPTIONAL_SECTIONS
-from mplug.config.sources import NAMED_SECTIONS
+from mplug.config.sources import NAMED_SECTIONS, RECIPE
 from mplug.registry.entry_points import Registry
 
 
@@ -31,6 +31,7 @@ def config_schema(registry: Registry, names: Mapping[str, str]) -> dict[str, Any
     parallel: dict[str, Any] = {"layout": (str, ""), "data": (str | None, None), "balance": (bool, False)}
     fields["parallel"] = (create_model("parallel", __config__=ConfigDict(extra="allow"), **parallel), None)
     fields |= dict.fromkeys(OPTIONAL_SECTIONS, (dict[str, Any], None))
+    fields[RECIPE] = (_partial(sections.Recipe), None)
     whole = create_model("mplug run", __config__=ConfigDict(extra="forbid"), **fields)
     return TypeAdapter(whole).json_schema()
 

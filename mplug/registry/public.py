@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from mplug.config.binding import Chosen, RunConfig
+from mplug.config.defaults import under_fine_tuning
 from mplug.config.described import DescribedModel, PublicSettings
 from mplug.config.entry import Entry
 from mplug.config.family import Family
@@ -42,7 +43,8 @@ def with_public_settings(registry: Registry, base: Settings, overrides: Settings
     found = read_settings(entry, plugin, opened, folder, path)
     preset, name = overrides.get(("model", "preset")), {("model", "name")}
     if preset is not None and preset.value in getattr(plugin, "presets", {}):
-        overrides = merge(from_mapping(plugin.presets[preset.value], f"preset {preset.value}"), overrides)
+        of_preset = from_mapping(plugin.presets[preset.value], f"preset {preset.value}")
+        overrides = merge(under_fine_tuning(of_preset, base), overrides)
         del overrides["model", "preset"]
     own = {key: setting for key, setting in overrides.items() if key[0] == "model" and key not in name}
     _refuse_contradictions(entry, plugin, path, found, own)

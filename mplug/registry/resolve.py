@@ -22,24 +22,28 @@ from mplug.config.binding import (
     RunConfig,
 )
 from mplug.config.contradictions import contradictions
+from mplug.config.defaults import is_default, under_fine_tuning
 from mplug.config.entry import Entry
 from mplug.config.family import family_fields
 from mplug.config.problems import NO_SECTION
-from mplug.config.sources import NAMED_SECTIONS, Key, Settings, from_mapping, merge, nested, source_of
+from mplug.config.sources import NAMED_SECTIONS, RECIPE, Key, Settings, from_mapping, merge, nested, source_of
 from mplug.errors import UsageError, brief, listed, quoted, suggest
 from mplug.layout.mesh import parse_layout
 from mplug.registry.bind_section import bind, preset_of
 from mplug.registry.entry_points import BrokenPlugin, Registry
 from mplug.registry.fallbacks import missing_defaults, missing_message, without_missing
+from mplug.registry.fine_tuning import with_fine_tuning
 from mplug.registry.public import with_public_settings
 
 
 def resolve(registry: Registry, base: Settings, overrides: Settings) -> RunConfig:
-    """The config of a run: `overrides` (a file, the command line) over the model's preset over `base`.
+    """The config of a run: `overrides` (a recipe, a file, the command line) over the model's preset over `base`.
 
+    If `overrides` name weights to begin with, or adapters, the defaults of fine-tuning lie over those of `base`.
     If `overrides` name a published checkpoint (`checkpoint.pretrained`), its description decides the section 'model'.
     Raises a UsageError that lists every problem with its field and source; a BrokenPlugin if a plugin is at fault.
     """
+    base = with_fine_tuning(registry, base, overrides)
     return _Resolver(registry, *with_public_settings(registry, base, overrides)).run()
 
 
@@ -48,13 +52,15 @@ class _Resolver:
         self.registry = registry
         self.problems: dict[str, None] = {}  # an ordered set, because two checks may find the same problem
         self.error: type[UsageError] = UsageError
+        self.left: set[Key] = set()  # fields that a recipe leaves to the user, and that are missing
         self.chosen: list[Chosen] = []
         self.loaded: dict[Entry, type[Any]] = {}
         self.settings = merge(base, overrides)
         self.of_base = {key[:2] for key in base}
         self.missing = missing_defaults(registry, base, self.settings)
         named: Settings = {key: setting for key, setting in overrides.items() if key == ("model", "name")}
-        self.settings = merge(merge(merge(base, named), self._preset()), overrides)
+        preset = under_fine_tuning(self._preset(), base)
+        self.settings = merge(merge(merge(base, named), preset), overrides)
         self.settings = without_missing(registry, base, self._with_presets_of_families(self.settings, ("model",)))
         self.tree = nested(self.settings)
 
@@ -67,6 +73,7 @@ class _Resolver:
                 self._problem((section,), f"{NO_SECTION}, not {quoted(self.tree[section])}")
                 malformed.add(section)
         readable = [section for section in SECTIONS if section not in malformed]
+        recipe = self._recipe() if RECIPE in readable and RECIPE in self.tree else None
         named = {section: self._named(section) for section in NAMED_SECTIONS if section in readable}
         hosts = {
             section: self._bind((section,), model, self._raw(section))
@@ -88,6 +95,7 @@ class _Resolver:
             chosen=tuple(self.chosen),
             settings=self.settings,
             frozen=frozen,
+            recipe=recipe,
         )
         if problems := [*contradictions(config)]:
             raise UsageError("\n".join(problems))
@@ -208,7 +216,8 @@ class _Resolver:
         for problem in problems:
             if problem.is_fault:
                 self.error = BrokenPlugin
-            place = (*key, *problem.path)
+            if (place := (*key, *problem.path)) in self.left:
+                continue
             self._problem(place, problem.message, self._sources_of_fields(place, problem.message))
         return config
 
@@ -266,6 +275,18 @@ class _Resolver:
         named = [word] if isinstance(word, str) and word else []
         found = [name for name in named if self._plugin(section, name, ("trainer", "precision"))]
         self._sub_sections(section, found, self._raw(section))
+
+    def _recipe(self) -> sections.Recipe | None:
+        """The section 'recipe'. Each field that it leaves to the user, and the user does not set, is a problem."""
+        recipe: sections.Recipe | None = self._bind((RECIPE,), sections.Recipe, self._raw(RECIPE))
+        for field, what in recipe.give.items() if recipe else ():
+            key = tuple(field.split("."))
+            given = [one for other, one in self.settings.items() if other[: len(key)] == key and one.value is not None]
+            if all(map(is_default, given)):
+                source = source_of(self.settings, (RECIPE, "give", field))
+                self._problem(key, f"the recipe leaves this field to you: {what}", source)
+                self.left.add(key)
+        return recipe
 
     def _sub_sections(
         self,

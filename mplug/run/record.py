@@ -35,11 +35,12 @@ def write_record(run: Run, facts: dict[str, Any]) -> None:
     assert run.directory is not None
     if run.rank != 0:
         return
-    preset = run.config.settings.get(("model", "preset"))
+    preset, recipe = run.config.settings.get(("model", "preset")), run.config.recipe
     record = {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": sys.argv,
         "preset": preset.value if preset else None,
+        "recipe": None if recipe is None else {"name": recipe.name, "origin": recipe.origin},
         **provenance(run),
         "python": platform.python_version(),
         "platform": platform.platform(),

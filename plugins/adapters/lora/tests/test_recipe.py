@@ -1,4 +1,4 @@
-"""The recipe of the repository: from the folder of a published model and conversations to a new folder."""
+"""The recipe 'lora': from the folder of a published model and conversations to a new folder."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,6 @@ from byte_level import byte_level  # noqa: E402
 from mplug.cli import main  # noqa: E402
 from mplug_testing.parity import require_parity  # noqa: E402
 
-RECIPE = Path(__file__).parents[4] / "docs" / "recipes" / "lora.yaml"
 TEMPLATE = (
     "{% for message in messages %}<s>{{ message['role'] }}: {{ message['content'] }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant: {% endif %}"
@@ -63,7 +62,7 @@ def test_the_recipe_trains_adapters_on_answers_and_writes_a_folder(
     folder_of_a_tiny_model(tmp_path / "model")
     written(tmp_path / "chats.jsonl")
     sets = [word for one in ("data.path=chats.jsonl", *SMALLER) for word in ("--set", one)]
-    run("train", "--name", "chat", "--config", str(RECIPE), "--pretrained", "model", *sets)
+    run("train", "--name", "chat", "--recipe", "lora", "--pretrained", "model", *sets)
     lines = [json.loads(line) for line in (tmp_path / "runs/chat/metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.2
     config = (tmp_path / "runs/chat/config.yaml").read_text()

@@ -1,6 +1,6 @@
 """LoRA (arXiv 2106.09685) and DoRA (arXiv 2402.09353): trains low-rank adapters of a frozen model."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
@@ -49,6 +49,9 @@ class LoRA:
             description="layers with adapters: kinds (linear: all linears of the blocks; attention, mlp, experts), "
             "names of their public modules (q_proj), or patterns of names (blocks.*.attn.qkv)",
         )
+
+    fine_tuning: ClassVar[dict[str, dict[str, Any]]] = {"optimizer": {"name": "adamw", "lr": 2e-4}}
+    """Adapters begin with B = 0 and take a tenfold rate of AdamW; another optimizer keeps its own."""
 
     captures = True
     """Adapters are products; their dropout follows from the samples' keys."""

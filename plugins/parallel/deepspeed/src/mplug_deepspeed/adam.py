@@ -1,6 +1,6 @@
 """DeepSpeed's Adam operators as optimizers of pieces. Their states have the names and the meaning of AdamW's."""
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -32,6 +32,7 @@ class FusedAdam:
 
     Config = AdamConfig
     NAME = "deepspeed_adam"
+    fine_tuning: ClassVar[dict[str, dict[str, Any]]] = {"optimizer": {"lr": 2e-5, "weight_decay": 0.0}}
 
     captures = "reads on the CPU whether a step is skipped"
     """The number of updates is a number of the CPU."""

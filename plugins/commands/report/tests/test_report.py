@@ -1,5 +1,6 @@
 """The page of `mplug report`: its curves, its tables, and what a real browser draws of it."""
 
+import html
 import json
 import re
 import shutil
@@ -142,23 +143,68 @@ class Drawn(HTMLParser):
                 self.found[self._picture][place] += 1
 
 
-@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
+def drawn(page: str, folder: Path, *options: str) -> tuple[str, dict[str, list[int]]]:
+    """The page after a real browser has drawn it, and what is in its pictures."""
+    file = folder / "report.html"
+    file.write_text(page, encoding="utf-8")
+    size = ["--window-size=1200,2400", "--virtual-time-budget=5000", f"--user-data-dir={folder / 'profile'}"]
+    command = [
+        str(BROWSER),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        *size,
+        "--dump-dom",
+        *options,
+        file.as_uri(),
+    ]
+    dumped = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert 'data-drawn="yes"' in dumped
+    found = Drawn()
+    found.feed(dumped)
+    return dumped, found.found
+
+
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
+
+
+@needs_browser
 def test_a_browser_draws_every_curve_of_every_picture(runs: list[Path], tmp_path: Path) -> None:
     """Smoothed figures have two lines for each run: the values and their average."""
-    (tmp_path / "report.html").write_text(page_of(runs)[0], encoding="utf-8")
     shot = tmp_path / "shot.png"
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,2400", "--virtual-time-budget=5000"]
-    shown = ["--dump-dom", f"--screenshot={shot}", (tmp_path / "report.html").as_uri()]
-    command = [str(BROWSER), *options, f"--user-data-dir={tmp_path / 'profile'}", *shown]
-    dumped = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    page = Drawn()
-    page.feed(dumped.stdout)
-    assert 'data-drawn="yes"' in dumped.stdout
+    _, found = drawn(page_of(runs)[0], tmp_path, f"--screenshot={shot}")
     load = "panel-blocks.*.moe.router.load, largest over mean"
     once, twice = {"lr": 2, "memory_gib": 2}, {"loss": 4, "grad_norm": 4, "tokens_per_s": 4, "tflops": 4, "step_s": 4}
     lines = {f"panel-{name}": number for name, number in {**once, **twice, "bubble": 2}.items()} | {load: 2}
     expected = {name: [number, 0, 0] for name, number in lines.items()}
     expected |= {"panel-val_loss": [0, 1, 0], "panel-mfu": [0, 2, 0], "loads-first": [0, 0, 1]}
-    assert page.found == expected
+    assert found == expected
     assert shot.read_bytes().startswith(b"\x89PNG")
     assert len(shot.read_bytes()) > 30_000  # a page of one colour has 10 kB
+
+
+CONTROLS = """
+<script>
+  const change = (id, values) => {
+    Object.assign(document.getElementById(id), values);
+    document.getElementById(id).dispatchEvent(new Event("input"));
+  };
+  change("axis", { value: "seconds" });
+  change("smoothing", { value: 0 });
+  change("log", { checked: true });
+  document.querySelector("#legend button").click();
+  const loss = document.getElementById("panel-loss");
+  const state = [loss.layout.xaxis.title.text, loss.layout.yaxis.type, loss.data.map((trace) => [trace.name, trace.x])];
+  const output = Object.assign(document.createElement("output"), { id: "state", textContent: JSON.stringify(state) });
+  document.body.append(output);
+</script>
+"""
+
+
+@needs_browser
+def test_the_controls_change_the_axis_the_smoothing_and_the_runs(runs: list[Path], tmp_path: Path) -> None:
+    dumped, found = drawn(page_of(runs)[0].replace("</body>", f"{CONTROLS}</body>"), tmp_path)
+    title, scale, traces = json.loads(html.unescape(re.findall('<output id="state">(.*?)</output>', dumped)[0]))
+    assert (title, scale) == ("training time, seconds", "log")
+    assert traces == [["<b>second", [0.5, 1.0, 1.5, 2.0]]]
+    assert (found["panel-loss"], found["panel-lr"], found["panel-bubble"]) == ([1, 0, 0], [1, 0, 0], [0, 0, 0])

@@ -1,5 +1,7 @@
 """The recording of consecutive steps by torch's profiler."""
 
+import gzip
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -54,5 +56,11 @@ class StepTrace:
         self.folder.mkdir(parents=True, exist_ok=True)
         steps = f"{self.steps[0]}" if self._last == self.steps[0] else f"{self.steps[0]}-{self._last}"
         path = self.folder / f"steps_{steps}_rank{self.rank}.json.gz"
-        recorder.export_chrome_trace(str(path))
+        plain = path.with_name(f".{path.stem}")  # torch would compress by way of the system's temporary folder
+        try:
+            recorder.export_chrome_trace(str(plain))
+            with plain.open("rb") as source, gzip.open(path, "wb", compresslevel=6) as target:
+                shutil.copyfileobj(source, target)
+        finally:
+            plain.unlink(missing_ok=True)
         self._path = path

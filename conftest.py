@@ -31,7 +31,7 @@ settings.register_profile(
 )
 settings.load_profile("same everywhere")  # --hypothesis-profile default draws new examples
 
-HEAVY = {"energon", "flash", "fp8", "huggingface", "quack", "sentencepiece", "tiktoken", "triton"}
+HEAVY = {"energon", "flash", "fp8", "huggingface", "mlflow", "quack", "sentencepiece", "tiktoken", "triton"}
 """Plugins whose libraries take long to import."""
 
 
@@ -58,6 +58,7 @@ WIDE = {
     "every character, as more tokenizers cut it",
     "kills": "more points at which workers are killed, damaged and crafted checkpoints",
     "layouts": "more layouts of what the set `pairs` does not combine, and all shapes of the model gpt",
+    "loggers": "the whole suites of the extensions wandb, mlflow and profile",
     "machines": "torchrun and mpirun on two machines, which are network namespaces",
     "pairs": "every pair of values of all features, and the product of some, compared with one process in fp64",
     "mutants": "every recorded mutant of what ranks exchange, made from the code, with the test that kills it",

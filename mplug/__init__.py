@@ -145,6 +145,7 @@ if TYPE_CHECKING:
     from mplug.run.activity import READING as READING
     from mplug.run.activity import Activity as Activity
     from mplug.run.metrics_file import read_records as read_records
+    from mplug.run.metrics_file import scalars as scalars
     from mplug.run.run import Run as Run
     from mplug.run.toolchain import triton_builds as triton_builds
     from mplug.system.files import sync_file as sync_file
@@ -239,7 +240,7 @@ publish(
         "mplug.precisions.precision": ("Precision", "Recipe", "rounding_of_sums"),
         "mplug.registry.implementation": ("hookimpl",),
         "mplug.run.activity": ("Activity", "READING"),
-        "mplug.run.metrics_file": ("read_records",),
+        "mplug.run.metrics_file": ("read_records", "scalars"),
         "mplug.run.run": ("Run",),
         "mplug.run.toolchain": ("triton_builds",),
         "mplug.model.slots.declaration": ("Slot", "set_defaults", "slots_named", "slots_of"),

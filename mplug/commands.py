@@ -75,8 +75,12 @@ if TYPE_CHECKING:
     from mplug.registry.recipes import InstalledRecipe as InstalledRecipe
     from mplug.registry.recipes import find_recipe as find_recipe
     from mplug.registry.resolve import resolve as resolve
+    from mplug.run.folder import all_directories as all_directories
+    from mplug.run.folder import directory_at as directory_at
     from mplug.run.folder import find_directory as find_directory
     from mplug.run.prepare import prepare as prepare
+    from mplug.run.summary import RunSummary as RunSummary
+    from mplug.run.summary import summary_of as summary_of
     from mplug.training.assembly import build as build
     from mplug.training.hardware import peak_memory_gib as peak_memory_gib
     from mplug.training.hardware import peak_tflops as peak_tflops
@@ -141,8 +145,9 @@ publish(
         "mplug.registry.public": ("folder_tokenizer", "longest_sequence"),
         "mplug.registry.recipes": ("InstalledRecipe", "find_recipe"),
         "mplug.registry.resolve": ("resolve",),
-        "mplug.run.folder": ("find_directory",),
+        "mplug.run.folder": ("all_directories", "directory_at", "find_directory"),
         "mplug.run.prepare": ("prepare",),
+        "mplug.run.summary": ("RunSummary", "summary_of"),
         "mplug.training.assembly": ("build",),
         "mplug.training.hardware": ("peak_memory_gib", "peak_tflops", "timed", "use_own_stream"),
         "mplug.training.job": ("among", "settle", "supervisor_of"),

@@ -125,8 +125,9 @@ class Processor(Protocol):
 Record = dict[str, Any]
 """A line of metrics.jsonl.
 
-Always: step, loss, grad_norm, lr, tokens, tokens_per_s, tflops, mfu, memory_gib, data_wait_s, skipped. In fp16:
-loss_scale, and overflows (the number of steps lost to overflow so far). Statistics by name, if the model has some.
+Always: step, loss, grad_norm, lr, tokens, step_s, tokens_per_s, tflops, mfu, memory_gib, data_wait_s, skipped. In
+fp16: loss_scale, and overflows (the number of steps lost to overflow so far). Statistics by name, if the model has
+some. `step_s` is the duration of the step in seconds, without evaluations and saves.
 Figures that the stepper adds: `bubble` of a pipeline. If the model has streams, for the axis of each ('patches'):
 `patches_per_s`, and `patches_imbalance`, the rows of the rank that computes the most of them over the mean of ranks.
 val_loss, if the run was evaluated after the step.

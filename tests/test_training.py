@@ -381,8 +381,8 @@ def test_every_step_has_a_line_with_the_documented_fields(tmp_path: Path, fields
     trained(tmp_path, fields, "trainer.steps=5", "trainer.eval_every=2", "trainer.eval_samples=3")
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
-    documented = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "tflops", "mfu", "memory_gib"}
-    documented |= {"data_wait_s", "skipped"}
+    documented = {"step", "loss", "grad_norm", "lr", "tokens", "step_s", "tokens_per_s", "tflops", "mfu"}
+    documented |= {"memory_gib", "data_wait_s", "skipped"}
     for line in lines:
         evaluated = {"val_loss"} if line["step"] in (2, 4, 5) else set()
         assert set(line) == documented | evaluated
@@ -392,7 +392,8 @@ def test_every_step_has_a_line_with_the_documented_fields(tmp_path: Path, fields
         assert line["data_wait_s"] >= 0
         assert line["skipped"] is False
         assert line["mfu"] is None  # the peak of this processor is not known
-        seconds = 4 * 32 / line["tokens_per_s"]
+        seconds = line["step_s"]
+        assert line["tokens_per_s"] == pytest.approx(4 * 32 / seconds)
         # 2 blocks of 12 x 32² weights, an output of 32 x 256, and attention counted once
         flops = 4 * 32 * 6 * (2 * 12 * 32**2 + 32 * 256) + 6 * 2 * 32 * 4 * 32**2
         assert line["tflops"] == pytest.approx(flops / seconds / 1e12, rel=1e-6)

@@ -15,6 +15,8 @@ from mplug.run.run import Run
 from mplug.system.files import write_whole
 
 RUNS = Path("runs")
+BEGAN, ENDED = "began as rank", "the run ended"
+"""The first words of the lines in a rank's log with which a process begins, and ends without an error."""
 
 
 def new_directory(config: RunConfig, name: str | None, check: bool = True) -> Path:
@@ -34,17 +36,29 @@ def find_directory(name: str | None) -> Path:
     """The folder of the run `name`, or of the newest run if `name` is None. UsageError if there is none."""
     if name is not None:
         if not (RUNS / name / "config.yaml").is_file():
-            newest = [path.parent.name for path in _all_runs()][:5]
+            newest = [path.name for path in all_directories()][:5]
             raise UsageError(f"there is no run '{name}' in '{RUNS}' (newest runs: {listed(newest)})")
         return RUNS / name
-    runs = _all_runs()
+    runs = all_directories()
     if not runs:
         raise UsageError(f"there is no run in '{RUNS}'; start one with 'mplug train'")
-    return runs[0].parent
+    return runs[0]
 
 
-def _all_runs() -> list[Path]:
-    return sorted(RUNS.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
+def directory_at(word: str) -> Path:
+    """The folder of the run with this name, or of the run at this path. UsageError if there is none."""
+    path = Path(word).expanduser()
+    if len(path.parts) < 2:
+        return find_directory(word)
+    if not (path / "config.yaml").is_file():
+        raise UsageError(f"there is no run in the folder '{word}', because it has no config.yaml; use another folder")
+    return path
+
+
+def all_directories() -> list[Path]:
+    """The folders of all runs, the newest first."""
+    configs = sorted(RUNS.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
+    return [path.parent for path in configs]
 
 
 def make_directory(run: Run) -> None:

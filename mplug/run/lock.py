@@ -206,6 +206,23 @@ def take(directory: Path, notify: Callable[[str], None]) -> Claim:
     return claim
 
 
+def is_held(directory: Path) -> bool:
+    """Whether a process trains in a run's folder now, without waiting.
+
+    For a process of another machine or container, the function compares the time of the last rename with the clock of
+    this machine. The answer is for display only: `take` decides without clocks.
+    """
+    folder = directory / FOLDER
+    baton = _baton_in(folder)
+    runs = baton.process.runs() if baton is not None and baton.process is not None else None
+    if baton is None or runs is not None:
+        return bool(runs)
+    try:
+        return abs(time.time() - folder.stat().st_mtime) < LEASE
+    except FileNotFoundError:
+        return False
+
+
 class Lock:
     """A context manager that can hold the lock of one run. A thread renews the lock; SIGTERM releases it."""
 

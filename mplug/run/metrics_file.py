@@ -5,6 +5,7 @@ come from a run. A resumed run then refuses the file, because it must not drop d
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,15 @@ def read_lines(path: Path) -> list[tuple[int, str]]:
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The record of every step in a metrics file; empty if there is no file. UsageError for a damaged line."""
     return [json.loads(line) for _, line in read_lines(path)]
+
+
+def scalars(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """(name, number) of each number in a record; the names of nested values are joined by '/'. None is skipped."""
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from scalars(inner, f"{name}/{key}" if name else str(key))
+    elif isinstance(value, int | float):
+        yield name, float(value)
 
 
 def _step_of(record: Any) -> int:

@@ -21,7 +21,7 @@ from mplug.errors import Diverged, PluginError, UsageError
 from mplug.model.variance import layout_dependence_of_all
 from mplug.registry.blame import plugin_error
 from mplug.run.activity import Activity
-from mplug.run.folder import logging_to, make_directory
+from mplug.run.folder import BEGAN, ENDED, logging_to, make_directory
 from mplug.run.record import write_record
 from mplug.run.run import Run
 from mplug.training.assembly import Parts, build
@@ -80,6 +80,7 @@ def train(
             time_left = TimeLeft(run, deadline, position.saver.expected_seconds)
             val_loss = _steps(run, parts, position, time_left)
             run.hooks.observe("run_finished", run=run)
+            log.info("%s after step %d of %d", ENDED, run.step, run.config.trainer.steps)
             if run.step == run.config.trainer.steps and (val_loss is not None or parts.validation_loader is None):
                 return Ending(val_loss)
             reasons = run.gathered((interrupt.signal, time_left.expired))  # one rank's reason ends all ranks alike
@@ -122,7 +123,7 @@ def _write_beginning(run: Run, parts: Parts, position: Position, sources: Source
     make_directory(run)
     if sources.keep is not None:
         sources.keep()
-    log.info("rank %d of %d, process %d on %s", run.rank, run.mesh.world_size, os.getpid(), socket.gethostname())
+    log.info("%s %d of %d, process %d on %s", BEGAN, run.rank, run.mesh.world_size, os.getpid(), socket.gethostname())
     for line in position.changes.lines():
         log.info("changed since %s: %s", sources.resumed_from, line)
     tokenizer = getattr(parts.train_loader.loader, "tokenizer", None)

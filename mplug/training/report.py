@@ -132,6 +132,7 @@ class Report:
         flops += sum(self.parts.model.stream_passes[name].flops.of(*counted) for name, counted in rows.items())
         tflops, peak = flops / seconds / 1e12 / world_size, peak_tflops(self.run.device)
         return {
+            "step_s": seconds,
             "tokens_per_s": samples * length / seconds,
             "tflops": tflops,
             "mfu": tflops / peak if peak else None,

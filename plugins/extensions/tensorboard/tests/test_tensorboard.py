@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("tensorboard")
 
-from mplug_tensorboard import TensorBoard, scalars
+from mplug_tensorboard import TensorBoard
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mplug import UsageError
+from mplug import UsageError, scalars
 from mplug_testing import ExtensionSuite
 
 

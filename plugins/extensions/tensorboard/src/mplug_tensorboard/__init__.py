@@ -1,12 +1,11 @@
 """The metrics of a run for TensorBoard, written by TensorBoard's own library."""
 
-from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
-from mplug import Record, UsageError, hookimpl
+from mplug import Record, UsageError, hookimpl, scalars
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,12 +89,3 @@ class TensorBoard:
         if self.writer is not None:
             self.writer.close()
             self.writer = None
-
-
-def scalars(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """(name, number) of each number in a record; the names of nested values are joined by '/'. None is skipped."""
-    if isinstance(value, dict | list):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from scalars(inner, f"{name}/{key}" if name else str(key))
-    elif isinstance(value, int | float):
-        yield name, float(value)

@@ -1,0 +1,5 @@
+"""`mplug report`: one HTML page that compares runs."""
+
+from mplug_report.command import command
+
+__all__ = ["command"]

@@ -12,12 +12,12 @@ from torch import Tensor
 from mplug import Model, Run, UsageError
 from mplug.commands import run_units
 from mplug.ops import all_gather
-from mplug_generate.sampler import Sampler, cached_modules, multiple_of_positions
-from mplug_generate.sampling import Sampling, choose, draws
-from mplug_generate.stages import Choose, DividedModel, RunUnits, divided, run_last
-from mplug_generate.streams import Media, Seen, units_of
-from mplug_generate.token_steps import Replays
 from mplug_nn.cache import CacheSize
+from mplug_sampling.sampler import Sampler, cached_modules, multiple_of_positions
+from mplug_sampling.sampling import Sampling, choose, draws
+from mplug_sampling.stages import Choose, DividedModel, RunUnits, divided, run_last
+from mplug_sampling.streams import Media, Seen, units_of
+from mplug_sampling.token_steps import Replays
 
 Take = Callable[[int, int], bool]
 """(number of a prompt, its next token) -> whether its text ends here."""

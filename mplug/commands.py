@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from mplug.training.assembly import feed as feed
     from mplug.training.assembly import forward_stepper as forward_stepper
     from mplug.training.forward import SavedModel as SavedModel
+    from mplug.training.forward import folder_length as folder_length
     from mplug.training.forward import run_forward as run_forward
     from mplug.training.forward import settle_forward as settle_forward
     from mplug.training.hardware import peak_memory_gib as peak_memory_gib
@@ -151,7 +152,7 @@ publish(
         "mplug.run.folder": ("find_directory",),
         "mplug.run.prepare": ("prepare",),
         "mplug.training.assembly": ("allocate_forward", "build", "feed", "forward_stepper"),
-        "mplug.training.forward": ("SavedModel", "run_forward", "settle_forward"),
+        "mplug.training.forward": ("SavedModel", "folder_length", "run_forward", "settle_forward"),
         "mplug.training.hardware": ("peak_memory_gib", "peak_tflops", "timed", "use_own_stream"),
         "mplug.training.job": ("among", "settle", "supervisor_of"),
         "mplug.training.loop": ("launch_step",),

@@ -278,6 +278,14 @@ class FolderTokenizer(Protocol):
     'mplug.tokenizer_files': `"tokenizer.json" = "NAME"`, where NAME is the plugin's own entry point.
     """
 
+    begin: tuple[int, str] | None
+    """The number and the text of the token in front of a text; None if the folder names none."""
+    end: tuple[int, str] | None
+    """The number and the text of the token that ends a text; None if the folder names none."""
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text alone, without special tokens around it."""
+
     def encode_prompt(self, text: str) -> list[int]:
         """The tokens of a text to continue, with the special tokens that the folder's tokenizer adds to a text."""
 

@@ -16,6 +16,7 @@ from mplug.errors import UsageError
 from mplug.layout.mesh import Mesh
 from mplug.registry.entry_points import Registry
 from mplug.registry.formats import is_public
+from mplug.registry.public import longest_sequence
 from mplug.registry.resolve import resolve
 from mplug.run.run import Run
 from mplug.training.job import settle
@@ -82,6 +83,21 @@ class SavedModel:
         allocate(run, model)
         load_public_for_inference(run, model, self.path)
         return model
+
+
+def folder_length(folder: Path, base: Settings, overrides: Settings, most: int, unknown: int | None = None) -> Settings:
+    """`overrides` with a length of sequences that the model of a published folder supports, and the layout divides.
+
+    It is what the model supports (`unknown` tokens, or `most`, if its family does not know), but at most `most`. A
+    length in `overrides` stands.
+    """
+    if ("trainer", "seq_length") in overrides:
+        return overrides
+    config = resolve(Registry(), base, merge(read_assignments(["trainer.seq_length=1"], "the command"), overrides))
+    degrees = prod(config.parallel.degrees.values())
+    length = min(most, longest_sequence(config, folder) or unknown or most)
+    own = read_assignments([f"trainer.seq_length={max(length // degrees, 1) * degrees}"], "the command")
+    return merge(overrides, own)
 
 
 def settle_forward(

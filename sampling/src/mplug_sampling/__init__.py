@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from mplug_sampling.sampler import sampling_run as sampling_run
     from mplug_sampling.sampling import Sampling as Sampling
     from mplug_sampling.sampling import sample_key as sample_key
+    from mplug_sampling.scoring import Score as Score
+    from mplug_sampling.scoring import score as score
     from mplug_sampling.text import Text as Text
     from mplug_sampling.token_steps import Replays as Replays
     from mplug_sampling.token_steps import replays_for as replays_for
@@ -27,6 +29,7 @@ publish(
         "mplug_sampling.decoding": ("Alone", "Ranks", "refuse_undivided", "sample"),
         "mplug_sampling.sampler": ("Sampler", "sampling_run"),
         "mplug_sampling.sampling": ("Sampling", "sample_key"),
+        "mplug_sampling.scoring": ("Score", "score"),
         "mplug_sampling.text": ("Text",),
         "mplug_sampling.token_steps": ("Replays", "replays_for"),
     },

@@ -199,7 +199,7 @@ def _of_run(asked: Asked, world: "World | None") -> tuple["Job", Any]:
 
 
 def _published(asked: Asked, world: "World | None") -> tuple["Job", Any]:
-    from mplug.commands import Registry, SavedModel, default_settings, folder_tokenizer, settle_forward
+    from mplug.commands import Registry, SavedModel, default_settings, folder_length, folder_tokenizer, settle_forward
     from mplug_evaluate.documents import Start, read_documents
     from mplug_evaluate.work import Job
 
@@ -208,23 +208,10 @@ def _published(asked: Asked, world: "World | None") -> tuple["Job", Any]:
     own = [f"checkpoint.pretrained.path={asked.pretrained}"]
     own += [] if asked.precision else ["trainer.precision=fp32"]
     base, settings = default_settings(), asked.settings(*own)
-    if asked.seq_length is None and not any(one.startswith("trainer.seq_length=") for one in asked.assignments):
-        settings = _with_length(asked.pretrained, base, settings)
+    settings = folder_length(asked.pretrained, base, settings, LONGEST)
     run, overrides = settle_forward(base, settings, world, asked.batch_size)
     documents = None
     if asked.files:
         start = Start.of_folder(folder_tokenizer(Registry(), asked.pretrained))
         documents = [read_documents(path, start) for path in asked.files]
     return Job(base, overrides, weights, documents, asked.stride, asked.split or "validation", asked.samples), run
-
-
-def _with_length(folder: Path, base: "Settings", settings: "Settings") -> "Settings":
-    """The settings with a sequence length that the model of a folder supports, and that the layout divides."""
-    from math import prod
-
-    from mplug.commands import Registry, longest_sequence, merge, read_assignments, resolve
-
-    config = resolve(Registry(), base, merge(read_assignments(["trainer.seq_length=1"], "evaluate"), settings))
-    degrees = prod(config.parallel.degrees.values())
-    length = min(LONGEST, longest_sequence(config, folder) or LONGEST)
-    return merge(settings, read_assignments([f"trainer.seq_length={max(length // degrees, 1) * degrees}"], "evaluate"))

@@ -17,8 +17,8 @@ from mplug_generate.prompts import Prompt, occurrences, output_line
 from mplug_sampling.text import Text
 
 if TYPE_CHECKING:
-    from mplug import Medium, Model, Run
-    from mplug.commands import Settings, Verified, World
+    from mplug import Medium, Run
+    from mplug.commands import SavedModel, Settings, Verified, World
     from mplug_sampling.decoding import Alone
     from mplug_sampling.sampler import Sampler
     from mplug_sampling.sampling import Sampling
@@ -87,7 +87,7 @@ def start(job: Job, run: "Run", world: "World | None") -> None:
         work(job)
         return
     tried, sampler = _prepared(job)
-    _built(tried, job)  # refuses before any process starts
+    _saved(job).build(tried)  # refuses before any process starts
     refuse_undivided(sampler, Ranks(tried, sampler))
     try:
         launch(run.mesh.world_size, work, job)
@@ -97,7 +97,7 @@ def start(job: Job, run: "Run", world: "World | None") -> None:
 
 def work(job: Job, send: Callable[..., None] | None = None) -> None:
     """Sample as one process; the first one prints and writes."""
-    from mplug.commands import among, launched
+    from mplug.commands import allocate_parts, among, launched
     from mplug_sampling.decoding import Ranks, refuse_undivided
     from mplug_sampling.fast_steps import compiled_step
     from mplug_sampling.token_steps import replays_for
@@ -105,7 +105,7 @@ def work(job: Job, send: Callable[..., None] | None = None) -> None:
     world = launched()
     run, sampler = _prepared(job)
     with among(world, run):
-        _load(run, job)
+        _saved(job).load(run, allocate_parts)
         ranks = Ranks(run, sampler)
         refuse_undivided(sampler, ranks)
         if run.rank == 0:
@@ -131,26 +131,10 @@ def _prepared(job: Job) -> "tuple[Run, Sampler]":
     return run, sampler
 
 
-def _built(run: "Run", job: Job) -> "Model":
-    """The model on the meta device; UsageError if the weights are those of another one."""
-    from mplug.commands import build_model, refuse_other_model
+def _saved(job: Job) -> "SavedModel":
+    from mplug.commands import SavedModel
 
-    model = build_model(run)
-    if job.published:
-        refuse_other_model(job.weights, model, run.config.checkpoint.pretrained)
-    return model
-
-
-def _load(run: "Run", job: Job) -> None:
-    """Build the model of the run and load its weights."""
-    from mplug.commands import allocate_parts, load_for_inference, load_public_for_inference
-
-    if not job.published:
-        load_for_inference(run, job.weights, job.verified)
-        return
-    model = _built(run, job)
-    allocate_parts(run, model)
-    load_public_for_inference(run, model, job.weights)
+    return SavedModel(job.weights, job.published, job.verified)
 
 
 def tokenizer_of(run: "Run", published: Path | None) -> Any:

@@ -9,17 +9,17 @@ import argparse
 import time
 
 import torch
-from mplug_generate.decoding import sample
-from mplug_generate.fast_steps import compiled_step
-from mplug_generate.sampler import Sampler, sampling_run
-from mplug_generate.sampling import Sampling, sample_key
-from mplug_generate.token_steps import Replays, replays_for
 
 from mplug.errors import listed
 from mplug.model.build import allocate_parts, build_model
 from mplug.model.memory import initialize
 from mplug.model.model import Model
 from mplug.run.run import Run
+from mplug_sampling.decoding import sample
+from mplug_sampling.fast_steps import compiled_step
+from mplug_sampling.sampler import Sampler, sampling_run
+from mplug_sampling.sampling import Sampling, sample_key
+from mplug_sampling.token_steps import Replays, replays_for
 from mplug_testing.harness import tiny_config
 
 SHAPES = {

@@ -1,7 +1,7 @@
 """mplug trains large transformers; every part that someone might want to replace is a plugin.
 
 Plugin authors import this module, `mplug.ops`, `mplug.tensors`, `mplug.commands`, `mplug_graphs`, `mplug_nn`,
-`mplug_schedules`, `mplug_testing` and `mplug_tokenization`. This module imports no torch.
+`mplug_sampling`, `mplug_schedules`, `mplug_testing` and `mplug_tokenization`. This module imports no torch.
 """
 
 from typing import TYPE_CHECKING
@@ -154,6 +154,7 @@ if TYPE_CHECKING:
     from mplug.tensors.supplier import Statements as Statements
     from mplug.tensors.supplier import Supplier as Supplier
     from mplug.tensors.supplier import statements_of as statements_of
+    from mplug.training.evaluator import Evaluator as Evaluator
     from mplug.training.map_loader import MapLoader as MapLoader
     from mplug.training.stepper import DefaultStepper as DefaultStepper
     from mplug.training.torch_optimizer import TorchOptimizer as TorchOptimizer
@@ -247,6 +248,7 @@ publish(
         "mplug.system.files": ("sync_file", "sync_path", "write_whole"),
         "mplug.tensors.supplier": ("Statements", "Supplier", "statements_of"),
         "mplug.training.map_loader": ("MapLoader",),
+        "mplug.training.evaluator": ("Evaluator",),
         "mplug.training.stepper": ("DefaultStepper",),
         "mplug.training.torch_optimizer": ("TorchOptimizer",),
     },

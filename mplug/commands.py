@@ -2,9 +2,13 @@
 
 A command may build the model of a run for something else than training. It passes an object with hooks of its own to
 `prepare(config, {f"{COMMAND}NAME": object})`, and sets `run.trains = False` if the model only runs forward: the model
-then has neither sinks nor an optimizer. `build_model` calls the hooks, also those of the object, on every rank: in
-`adapt_model` it may change what sites need, and in `offers_selected` which needs must be met. `load_for_inference`, or
-`allocate_parts` and `load_public_for_inference`, fill the weights under any layout.
+then has no trained parameter and no optimizer. `build_model` calls the hooks, also those of the object, on every rank:
+in `adapt_model` it may change what sites need, and in `offers_selected` which needs must be met.
+
+`SavedModel` finds the weights of a run or of a published folder, and loads them under any layout. With
+`allocate_parts`, the model has memory alone. With `allocate_forward`, strategies that gather weights take part too, and
+`forward_stepper` evaluates the model on the micro batches of a `feed`, as training does. `settle_forward` makes the run
+of such a command, and `run_forward` starts its processes.
 
 The names are imported when they are first used, because some of them import torch or pydantic.
 """
@@ -81,7 +85,14 @@ if TYPE_CHECKING:
     from mplug.run.prepare import prepare as prepare
     from mplug.run.summary import RunSummary as RunSummary
     from mplug.run.summary import summary_of as summary_of
+    from mplug.training.assembly import allocate_forward as allocate_forward
     from mplug.training.assembly import build as build
+    from mplug.training.assembly import feed as feed
+    from mplug.training.assembly import forward_stepper as forward_stepper
+    from mplug.training.forward import SavedModel as SavedModel
+    from mplug.training.forward import folder_length as folder_length
+    from mplug.training.forward import run_forward as run_forward
+    from mplug.training.forward import settle_forward as settle_forward
     from mplug.training.hardware import peak_memory_gib as peak_memory_gib
     from mplug.training.hardware import peak_tflops as peak_tflops
     from mplug.training.hardware import timed as timed
@@ -148,7 +159,8 @@ publish(
         "mplug.run.folder": ("all_directories", "directory_at", "find_directory"),
         "mplug.run.prepare": ("prepare",),
         "mplug.run.summary": ("RunSummary", "summary_of"),
-        "mplug.training.assembly": ("build",),
+        "mplug.training.assembly": ("allocate_forward", "build", "feed", "forward_stepper"),
+        "mplug.training.forward": ("SavedModel", "folder_length", "run_forward", "settle_forward"),
         "mplug.training.hardware": ("peak_memory_gib", "peak_tflops", "timed", "use_own_stream"),
         "mplug.training.job": ("among", "settle", "supervisor_of"),
         "mplug.training.loop": ("launch_step",),

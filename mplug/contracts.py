@@ -279,6 +279,14 @@ class FolderTokenizer(Protocol):
     'mplug.tokenizer_files': `"tokenizer.json" = "NAME"`, where NAME is the plugin's own entry point.
     """
 
+    begin: tuple[int, str] | None
+    """The number and the text of the token in front of a text; None if the folder names none."""
+    end: tuple[int, str] | None
+    """The number and the text of the token that ends a text; None if the folder names none."""
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text alone, without special tokens around it."""
+
     def encode_prompt(self, text: str) -> list[int]:
         """The tokens of a text to continue, with the special tokens that the folder's tokenizer adds to a text."""
 
@@ -412,7 +420,8 @@ class Pipeline:
     """A model that is divided into stages, and how its ranks run: the answer of the hook `build_pipeline`.
 
     `stages` is pure data: the host keeps the units of this rank's chunks. `stepper(default)` returns the stepper that
-    runs the chunks, around the host's default stepper (`DefaultStepper`). `relay(crossing)` returns what runs the
+    runs the chunks, around the host's default stepper (`DefaultStepper`); in a run that does not train, around an
+    `Evaluator`, and only its method `evaluate` is called. `relay(crossing)` returns what runs the
     chunks forward in a run that does not train, on all ranks together. `crossing` names the activations that enter each
     chunk, which are those of the plan's inference units: they may differ from those of training. None: the strategy
     cannot run its stages forward, and the commands that would are refused.

@@ -265,6 +265,8 @@ def wrap_model(run: "Run", model: "Model") -> None:
     - If a plugin has declared an axis by `varies`, only that plugin sums over it: the host refuses any other sum.
     - Frozen parameters have no sinks, and a stage may have frozen parameters only. All ranks must still ask for the
       same process groups and name the same axes; the host refuses a run whose ranks name different ones.
+    - In a run that does not train (`run.trains` is False), all parameters are frozen, and the host has not called
+      `shard_states`. It then calls this hook only for commands that evaluate the model.
     """
 
 
@@ -302,6 +304,9 @@ def build_stepper(run: "Run", model: "Model", default: "DefaultStepper") -> "Ste
 
     If your stepper changes only how gradients are computed, it passes `update` on to the default. Its backward pass
     begins with `default.loss_gradient(loss)`, which is the loss scale in fp16.
+
+    In a run that does not train (`run.trains` is False), `default` is an `Evaluator`, and the host calls only the
+    method `evaluate` of the answer.
     """
 
 

@@ -165,6 +165,7 @@ def test_the_frozen_wheel_trains_and_resumes(alone: Alone) -> None:
 
 ABSENT = {
     ("checkpoint",): "mplug-checkpoint",
+    ("evaluate",): "mplug-evaluate",
     ("explain",): "mplug-explain",
     ("generate",): "mplug-generate",
     ("plugins", "show"): "mplug-testing",

@@ -82,11 +82,21 @@ def load_adapters(run: "Run", model: "Model", pieces: "Iterable[Piece]") -> None
 
     Call it after the weights of the model are loaded.
     """
+    pieces = list(pieces)
+    if fill_adapters(run, model, held_values(model, pieces)):
+        write_weights(pieces)
+        model.weights_written()
+
+
+def fill_adapters(run: "Run", model: "Model", values: "Iterable[Held]") -> bool:
+    """Fill values of this rank from the folder of adapters that the config names; False if it names none. Collective.
+
+    `values` are those of all parameters of this rank, with the weights of the model.
+    """
     adapters = model.adapters
     if adapters is None or adapters.path is None:
-        return
-    pieces = list(pieces)
-    held = {one.name: one for one in held_values(model, pieces)}
+        return False
+    held = {one.name: one for one in values}
     norms = {name: _norms(run, model, held, rows) for name, rows in adapters.offsets.items()}
     with _opened(model, adapters) as weights:
         for name, links in weights.links.items():
@@ -95,8 +105,7 @@ def load_adapters(run: "Run", model: "Model", pieces: "Iterable[Piece]") -> None
                 fill_ours(links, box.start, values, weights.read)
                 if name in norms:
                     values -= norms[name].to(values)[box.start[0] : box.start[0] + box.shape[0]]
-    write_weights(pieces)
-    model.weights_written()
+    return True
 
 
 def _norms(run: "Run", model: "Model", held: "Mapping[str, Held]", rows: RowNorms) -> torch.Tensor:

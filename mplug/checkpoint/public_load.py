@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from mplug.checkpoint.adapter_files import fill_adapters
 from mplug.checkpoint.copies import refuse_other_copies
 from mplug.checkpoint.foreign_match import needed_of
 from mplug.checkpoint.published import FolderWeights, PublishedFolder
@@ -87,8 +88,18 @@ def load_public(run: Run, model: Model, pieces: Iterable[Piece], path: Path) -> 
 
 
 def load_public_for_inference(run: Run, model: Model, path: Path) -> None:
-    """Load a published checkpoint into a model that has memory, and neither gradients nor an optimizer."""
-    _load(run, model, weights_of(model), path)
+    """Load a published checkpoint into a model that has memory, and neither gradients nor an optimizer. Collective.
+
+    Adapters get the values of the folder that they name. UsageError if they name none.
+    """
+    held = weights_of(model)
+    _load(run, model, held, path)
+    if not fill_adapters(run, model, held) and model.attached:
+        raise UsageError(
+            f"the adapters of this run name no folder with trained ones, and '{path}' has the base model alone; name "
+            f"the folder ('path' of the adapters), or leave the adapters out"
+        )
+    model.weights_written()
 
 
 def weights_of(model: Model) -> list[Held]:

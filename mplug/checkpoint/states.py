@@ -1,5 +1,6 @@
 """Refuse optimizer states that a checkpoint cannot hold or lacks, and load weights for inference."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from mplug.checkpoint.boxes import Boxed, buffer_boxes, held_boxes
@@ -31,8 +32,16 @@ def refuse_unsavable_states(run: Run, model: Model, resume_from: Path | None = N
         refuse_another(resume_from, shapes_of(read_manifest(resume_from)), state)
 
 
-def load_for_inference(run: Run, path: Path, verified: Verified | None = None) -> Model:
+def load_for_inference(
+    run: Run,
+    path: Path,
+    verified: Verified | None = None,
+    allocate: Callable[[Run, Model], None] = allocate_parts,
+) -> Model:
     """The model of a run with the weights of a checkpoint, without gradients and optimizer.
+
+    `allocate` gives the model its memory. `allocate_parts` gives memory alone, and `allocate_forward` also lets
+    strategies take part that gather weights.
 
     Files in `verified` are not read to compare their checksums. If the run is still training and replaces the
     checkpoint at the same time, the function loads the new one.
@@ -40,7 +49,7 @@ def load_for_inference(run: Run, path: Path, verified: Verified | None = None) -
     opened, model = open_together(run, path), build_model(run)
     expected = {f"{name}/weight": Boxed(placement.shape, {}) for name, placement in model.placements.items()}
     refuse_another(path, opened.index.shapes, expected)  # before memory is allocated
-    allocate_parts(run, model)
+    allocate(run, model)
     weights = {
         f"{name}/weight": held_boxes(model.placements[name], parameter.data, run.rank)
         for name, parameter in model.parameters().items()
@@ -48,6 +57,7 @@ def load_for_inference(run: Run, path: Path, verified: Verified | None = None) -
     while True:
         try:
             load(run, opened, weights | buffer_boxes(model, run.rank, held_boxes), verified)
+            model.weights_written()
             return model
         except (UsageError, RunError):  # the same on all ranks
             newer = open_together(run, path)

@@ -20,7 +20,7 @@ from mplug.model.model import Model
 from mplug.model.pieces import make_pieces
 from mplug.model.plans.adapting import adapt
 from mplug.model.plans.count_passes import passes_of
-from mplug.model.plans.freezing import freeze
+from mplug.model.plans.freezing import freeze, freeze_all
 from mplug.model.products.casts import copies_of
 from mplug.model.products.gathered_copies import refuse_idle_copies
 from mplug.model.sizes import within_reason
@@ -56,7 +56,7 @@ def build_model(run: Run) -> Model:
     model, selection = _build_model(run)
     _refuse_unmet(run, selection.unmet)
     if not run.trains:
-        return model  # there is no optimizer
+        return model  # nothing is trained
     _shard_states(run, model)
     refuse_incomplete_engine(run, model)
     refuse_idle_copies(run, model)
@@ -131,7 +131,10 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
         _refuse_unused_entries(run, model)
         _refuse_missing_entries(run, model)
         adapt(run, model)
-    freeze(model, run.config)
+    if run.trains:
+        freeze(model, run.config)
+    else:
+        freeze_all(model)
     model.plan = replace(model.plan, work=model.work)
     model.recipe, model.base_modules = run.precision.recipe, choose_base_modules(run, model)
     model.pipeline = run.hooks.call.build_pipeline(run=run, model=model)

@@ -45,7 +45,7 @@ class Run:
     trains: bool = True
     """Whether the run trains. A command that only runs the model forward sets it to False before it builds the model.
 
-    Such a model has no optimizer, and nothing is refused or sharded because of one."""
+    Such a model has no trained parameter and no optimizer, and nothing is refused or sharded because of one."""
     depends_on_layout: tuple[str, ...] = ()
     """Messages about everything in the run that depends on the layout. Set when a training process is built."""
 

@@ -7,6 +7,7 @@ from functools import partial
 from hashlib import blake2b
 from importlib import import_module
 from itertools import combinations
+from typing import cast
 
 from mplug.contracts import Loader, Optimizer, Piece, Stepper
 from mplug.errors import UsageError, listed
@@ -25,6 +26,7 @@ from mplug.model.variance import refuse_bypassing
 from mplug.run.run import Run
 from mplug.training.balance import Balance
 from mplug.training.batch_parts import own_part
+from mplug.training.evaluator import Evaluator
 from mplug.training.feed import Feed
 from mplug.training.hardware import use_own_stream
 from mplug.training.stepper import DefaultStepper
@@ -64,8 +66,8 @@ def build(run: Run) -> Parts:
     _refuse_other_stages(run, model)
     if trainer.graphs:
         use_own_stream()
-    train_loader = _feed(run, model, "train")
-    validation_loader = _feed(run, model, "validation") if trainer.eval_every else None
+    train_loader = feed(run, model, "train")
+    validation_loader = feed(run, model, "validation") if trainer.eval_every else None
     compile_units(model, compiler_of(run), tune_kernels=trainer.tune_kernels)
     wrap_units(model)
     _allocate(run, model)
@@ -74,6 +76,26 @@ def build(run: Run) -> Parts:
     default = DefaultStepper(run, model, pieces, optimizer)
     stepper = _stepper(run, model, default)
     return Parts(model, pieces, optimizer, stepper, train_loader, validation_loader, default.loss_scale)
+
+
+def allocate_forward(run: Run, model: Model) -> None:
+    """Give a model of a run that does not train its memory, and let strategies wrap its units. Collective.
+
+    The units are compiled as the config says. There are neither gradients nor an optimizer. Weights are loaded
+    afterwards (`load_for_inference`, `load_public_for_inference`).
+    """
+    _refuse_other_stages(run, model)
+    compile_units(model, compiler_of(run), tune_kernels=run.config.trainer.tune_kernels)
+    wrap_units(model)
+    allocate_parts(run, model)
+    model.listen()
+    _wrap(run, model)
+    keep_casts(model)
+
+
+def forward_stepper(run: Run, model: Model) -> Stepper:
+    """What evaluates the model of a run that does not train; only its method `evaluate` may be called. Collective."""
+    return _around(run, model, Evaluator(run, model))
 
 
 def _allocate(run: Run, model: Model) -> None:
@@ -111,10 +133,14 @@ def _stepper(run: Run, model: Model, default: DefaultStepper) -> Stepper:
         module, _, attribute = recorder(run).target.partition(":")
         recording: Callable[[DefaultStepper], Stepper] = getattr(import_module(module), attribute)
         return recording(default)
+    return _around(run, model, default)
+
+
+def _around(run: Run, model: Model, default: Evaluator) -> Stepper:
     if model.pipeline is not None:
         return model.pipeline.stepper(default)
     stepper: Stepper | None = run.hooks.call.build_stepper(run=run, model=model, default=default)
-    return stepper or default
+    return stepper or cast("Stepper", default)
 
 
 def _refuse_other_stages(run: Run, model: Model) -> None:
@@ -182,19 +208,28 @@ def _refuse_other_axes(run: Run, summers: dict[str, str]) -> None:
             )
 
 
-def _feed(run: Run, model: Model, split: str) -> Feed:
+def feed(run: Run, model: Model, split: str, loader: Loader | None = None) -> Feed:
+    """This rank's parts of the micro batches of a split; of those of `loader`, if the run's data do not supply them."""
     cut = partial(own_part, plan=model.plan, mesh=run.mesh, rank=run.rank)
     balance = Balance(run, model) if data_axes(run) else None
-    return Feed(build_loader(run, split), run.device, Source.of(run, split, model.plan), cut, balance)
+    if loader is None:
+        loader = build_loader(run, split)
+    else:
+        _refuse_small_vocabulary(run, loader)
+    return Feed(loader, run.device, Source.of(run, split, model.plan), cut, balance)
 
 
 def build_loader(run: Run, split: str) -> Loader:
     """The loader of a split; UsageError if its vocabulary is larger than the model's."""
     loader: Loader = run.hooks.call.build_loader(run=run, split=split)
+    _refuse_small_vocabulary(run, loader)
+    return loader
+
+
+def _refuse_small_vocabulary(run: Run, loader: Loader) -> None:
     vocab_size = getattr(run.config.model, "vocab_size", None)
     if vocab_size is not None and loader.vocab_size > vocab_size:
         raise UsageError(
             f"model.vocab_size={vocab_size} is too small: the data has tokens up to {loader.vocab_size - 1}; "
             f"set model.vocab_size={loader.vocab_size} or more"
         )
-    return loader

@@ -8,7 +8,6 @@ from step to step enters them as a tensor, and what outlives a step is changed i
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,18 +17,17 @@ from mplug.gradients.loss_scale import LossScale
 from mplug.gradients.norm import GlobalNorm, owned_gradients
 from mplug.gradients.reduction import Reduction
 from mplug.gradients.statistics import Statistics
-from mplug.model.generator_seeds import ENTRY, micro_batch_key
 from mplug.model.model import Model
 from mplug.model.pieces import write_weights
 from mplug.model.slots.slot_states import slot_updates
 from mplug.run.run import Run
 from mplug.tensors.host_buffers import fill_host_buffers
-from mplug.tensors.random import keys_of_samples, step_key
+from mplug.training.evaluator import Evaluator
 from mplug.training.streams import rows_by_entry
 from mplug.training.token_scale import TokenScale
 
 
-class DefaultStepper:
+class DefaultStepper(Evaluator):
     """Runs micro batches in order through all units, then one update. Its methods are the functions of every step.
 
     A strategy with a stepper of its own calls the methods `begin_step`, `entries`, `loss_gradient`, `finish_step` and
@@ -41,11 +39,11 @@ class DefaultStepper:
     """
 
     def __init__(self, run: Run, model: Model, pieces: list[Piece], optimizer: Optimizer) -> None:
-        self.run, self.model, self.sinks, self.pieces, self.optimizer = run, model, model.sinks, pieces, optimizer
-        self.seed, self.max_norm = run.config.trainer.seed, run.config.trainer.max_grad_norm
+        super().__init__(run, model)
+        self.pieces, self.optimizer = pieces, optimizer
+        self.max_norm = run.config.trainer.max_grad_norm
         self.one_pass: bool = getattr(optimizer, "one_pass", False)
         updated_on = pieces[0].master.device if pieces else torch.device(run.device)  # the CPU, if offloaded
-        self.wide = run.precision.master_dtype
         self.norm = GlobalNorm(owned_gradients(pieces, run.rank), updated_on.type, self.wide)
         self.reduction = Reduction(run, model.placements, model.sinks.reduced_over, pieces)
         updates = slot_updates(model.slot_buffers)
@@ -80,15 +78,6 @@ class DefaultStepper:
         """
         return self.token_scale.read(micro_batches)
 
-    def entries(self, batch: RankBatch, step: int) -> MicroBatch:
-        """What this rank's units receive of a micro batch: its entries, and this step's random keys.
-
-        `keys` [B] are those of the samples; `draws` is the key of the random numbers that kernels draw themselves
-        (`mplug.model.generator_seeds`). Call this method once for each micro batch.
-        """
-        draws: Any = micro_batch_key(self.seed, step, batch.number)
-        return {**self.keyed(batch, step_key(self.seed, step)), ENTRY: draws}
-
     def keyed(self, batch: RankBatch, key: Tensor | int) -> MicroBatch:
         """The entries of a micro batch, and the samples' keys in the step with this key."""
         self.positions += batch.positions
@@ -97,7 +86,7 @@ class DefaultStepper:
         for axis in self.computed:
             self.computed[axis] += max(rows_by_entry(batch, self.model.plan, axis).values(), default=0)
         self.is_complete = batch.is_last
-        return {**batch, "keys": keys_of_samples(key, batch["sample_ids"])}
+        return super().keyed(batch, key)
 
     def forward_backward(self, micro_batches: Iterable[RankBatch], step: int) -> None:
         """Sum the gradients of a step's micro batches into the sinks, and sum their losses and target counts."""
@@ -130,13 +119,6 @@ class DefaultStepper:
         if not self.is_complete:
             raise RuntimeError("the stepper has not run the last micro batch of the step (RankBatch.is_last)")
         self.sums = self._own_sums(losses)
-
-    def _own_sums(self, losses: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """[sum of losses, number of targets] of this rank; zeros if another rank counts the same losses."""
-        if not losses or not self.run.counts_losses:
-            return torch.zeros(2, dtype=self.wide, device=self.run.device)
-        sums = [torch.stack([loss.to(self.wide), count.to(self.wide)]) for loss, count in losses]
-        return torch.stack(sums).sum(dim=0)
 
     def update(self, lr: float, weight_decay: float) -> StepResult:
         """Compute the norm and the loss, check that both are finite, and let the optimizer update its pieces.
@@ -224,14 +206,3 @@ class DefaultStepper:
             self.loss_scale.update(overflow, self.halted > 0)
             figures = {"loss_scale": used, "overflows": self.loss_scale.overflows.clone()}
         return skip.float(), torch.maximum(failed.float(), self.halted), figures
-
-    @torch.no_grad()
-    def evaluate(self, micro_batches: Iterable[RankBatch]) -> Tensor:
-        """The mean loss over all tokens of the micro batches, without gradients or dropout."""
-        self.model.module.eval()
-        return self.mean_loss([self.model.loss(self.entries(batch, self.run.step)) for batch in micro_batches])
-
-    def mean_loss(self, losses: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """The mean loss over the targets of all ranks; `losses` are this rank's (loss, number of targets)."""
-        loss_sum, num_targets = self.run.summed(self._own_sums(losses)).unbind()
-        return loss_sum / num_targets

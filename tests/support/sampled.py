@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from mplug_generate.decoding import ALONE, sample
-from mplug_generate.sampler import Sampler, sampling_run
-from mplug_generate.sampling import Sampling, sample_key
-from mplug_generate.token_steps import Replays
 from tiny_models import TABLES, of_model
 
 from mplug.model.build import allocate_parts, build_model
 from mplug.model.memory import initialize
 from mplug.run.run import Run
+from mplug_sampling.decoding import ALONE, sample
+from mplug_sampling.sampler import Sampler, sampling_run
+from mplug_sampling.sampling import Sampling, sample_key
+from mplug_sampling.token_steps import Replays
 from mplug_testing.harness import as_rank, tiny_config
 
 SHAPE: dict[str, Any] = {**of_model(TABLES["sampled"]), "trainer.precision": "fp64", "trainer.device": "cpu"}

@@ -34,6 +34,11 @@ def freeze(model: "Built", config: "RunConfig") -> None:
         raise UsageError(f"{by} every parameter of the model, so the run would train nothing; freeze fewer parameters")
 
 
+def freeze_all(model: "Built") -> None:
+    """Freeze every parameter, for a run that only runs forward: no strategy then keeps anything for gradients."""
+    model.plan = replace(model.plan, frozen=("*",))
+
+
 def _nameable(names: Iterable[str]) -> list[str]:
     """Every name that a pattern can match: those of parameters and of the modules that contain them."""
     parts = [name.split(".") for name in names]

@@ -3,15 +3,15 @@
 from unittest import SkipTest
 
 import torch
-from mplug_generate.decoding import Alone, sample
-from mplug_generate.sampler import Sampler, sampling_run
-from mplug_generate.sampling import Sampling
 from torch import Tensor
 
 from mplug.model.build import allocate_parts, build_model
 from mplug.model.memory import initialize
 from mplug.model.model import Model
 from mplug.run.run import Run
+from mplug_sampling.decoding import Alone, sample
+from mplug_sampling.sampler import Sampler, sampling_run
+from mplug_sampling.sampling import Sampling
 from mplug_testing.harness import TinySettings, as_rank, in_fp64, tiny_config
 from mplug_testing.suite import Fault
 

@@ -1,11 +1,10 @@
 """Samples of a model that a strategy divides into stages, compared with those of one process."""
 
-from mplug_generate.decoding import Ranks, sample
-from mplug_generate.sampler import Sampler, sampling_run
-from mplug_generate.sampling import Sampling, sample_key
-
 from mplug.model.build import allocate_parts, build_model
 from mplug.model.memory import initialize
+from mplug_sampling.decoding import Ranks, sample
+from mplug_sampling.sampler import Sampler, sampling_run
+from mplug_sampling.sampling import Sampling, sample_key
 from mplug_testing.harness import TinySettings, as_rank, in_fp64, tiny_config
 from mplug_testing.workers import WorkerFailed, run_workers
 

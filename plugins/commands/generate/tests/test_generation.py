@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_generate.decoding import Ranks, refuse_undivided, sample
-from mplug_generate.sampler import Sampler, multiple_of_positions
-from mplug_generate.sampling import Sampling, sample_key
 from mplug_pp import PipelineParallel
 from sampled import CONTEXT, FAMILIES, PROMPTS, SHAPE, TOKENS, built, texts
 
 from mplug import UsageError, hookimpl
 from mplug_nn import Attention, Cache, CacheSize
+from mplug_sampling.decoding import Ranks, refuse_undivided, sample
+from mplug_sampling.sampler import Sampler, multiple_of_positions
+from mplug_sampling.sampling import Sampling, sample_key
 from mplug_testing import Fault, run_workers
 from mplug_testing.cached import require_exact_cache
 

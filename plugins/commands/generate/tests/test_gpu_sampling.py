@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_generate import token_steps
-from mplug_generate.fast_steps import compiled_step
-from mplug_generate.sampling import Sampling
-from mplug_generate.token_steps import Replays, replays_for
 from sampled import FAMILIES, PROMPTS, built, texts
+
+from mplug_sampling import token_steps
+from mplug_sampling.fast_steps import compiled_step
+from mplug_sampling.sampling import Sampling
+from mplug_sampling.token_steps import Replays, replays_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")]
 

@@ -9,11 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_generate.decoding import ALONE, Alone, Ranks, sample
-from mplug_generate.sampler import Sampler, processor_of, sampling_run
-from mplug_generate.sampling import Sampling, sample_key
-from mplug_generate.streams import Media
-from mplug_generate.token_steps import Replays
 from mplug_mock import Mock
 
 from mplug import Medium, Run, UsageError, hookimpl
@@ -22,6 +17,11 @@ from mplug.model.build import allocate_parts, build_model
 from mplug.model.memory import initialize
 from mplug.run.prepare import prepare
 from mplug.training.loop import train
+from mplug_sampling.decoding import ALONE, Alone, Ranks, sample
+from mplug_sampling.sampler import Sampler, processor_of, sampling_run
+from mplug_sampling.sampling import Sampling, sample_key
+from mplug_sampling.streams import Media
+from mplug_sampling.token_steps import Replays
 from mplug_testing import run_workers
 from mplug_testing.harness import as_rank, tiny_config
 from mplug_testing.recording import Operations

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mplug_generate.pictures import Encoded, encoded
-from mplug_generate.prompts import Prompt, Text, given_prompt, occurrences, output_line, read_prompts
+from mplug_generate.prompts import Prompt, given_prompt, occurrences, output_line, read_prompts
 
 from mplug import Medium
 from mplug.errors import UsageError
+from mplug_sampling.text import Text
 
 Image = pytest.importorskip("PIL.Image")
 END = 256

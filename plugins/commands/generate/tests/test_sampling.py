@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mplug_generate import decoding
-from mplug_generate import sampling as drawing
-from mplug_generate.sampler import Sampler
-from mplug_generate.sampling import Sampling, sample_key
 from torch import Tensor, nn
 
 from mplug import Flops, Model, Plan, Unit
+from mplug_sampling import decoding
+from mplug_sampling import sampling as drawing
+from mplug_sampling.sampler import Sampler
+from mplug_sampling.sampling import Sampling, sample_key
 
 PROBABILITIES = [0.05, 0.4, 0.1, 0.25, 0.2]
 LOGITS = torch.tensor(PROBABILITIES, dtype=torch.float64).log() + 3.5

@@ -6,14 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from mplug_generate import fast_steps, token_steps
 from mplug_generate.command import Asked, command
-from mplug_generate.decoding import sample
-from mplug_generate.fast_steps import compiled_step
 from mplug_generate.pictures import Encoded
 from mplug_generate.prompts import Prompt
-from mplug_generate.sampling import Sampling
-from mplug_generate.token_steps import Replays, TokenSteps, replays_for
 from sampled import FAMILIES, PROMPTS, built, texts
 from torch import Tensor
 from torch.fx import GraphModule
@@ -26,6 +21,11 @@ from mplug.model.slots.selection import Selection
 from mplug_nn.rotary import Turns
 from mplug_nn.static_cache import static_keys
 from mplug_nn.turning import Turning, table_of_rotations
+from mplug_sampling import fast_steps, token_steps
+from mplug_sampling.decoding import sample
+from mplug_sampling.fast_steps import compiled_step
+from mplug_sampling.sampling import Sampling
+from mplug_sampling.token_steps import Replays, TokenSteps, replays_for
 from mplug_testing.harness import TinySettings
 from mplug_testing.recording import Operations
 

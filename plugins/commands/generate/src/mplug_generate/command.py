@@ -217,8 +217,8 @@ class Asked:
     ) -> "Wanted":
         """What to sample, with the defaults of a run; UsageError if a prompt has no token, or images and no room."""
         from mplug import UsageError
-        from mplug_generate.sampling import Sampling
         from mplug_generate.work import Wanted
+        from mplug_sampling.sampling import Sampling
 
         have_images = any(prompt.images for prompt in prompts)
         for prompt, one in zip(prompts, encoded, strict=True):
@@ -340,7 +340,7 @@ def _encoded(
 
     if not any(prompt.images for prompt in prompts):
         return [Encoded.of_text(encode(prompt)) for prompt in prompts]
-    from mplug_generate.sampler import processor_of
+    from mplug_sampling.sampler import processor_of
 
     processor = processor_of(run())
     return [encoded(prompt, encode(prompt), processor, pieces) for prompt in prompts]

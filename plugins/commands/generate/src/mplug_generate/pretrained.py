@@ -15,16 +15,9 @@ if TYPE_CHECKING:
 
 def tokenizer_in(folder: Path) -> "FolderTokenizer":
     """The tokenizer of a published folder; UsageError if the folder is none."""
-    from mplug.commands import Registry, folder_tokenizer, is_public
+    from mplug.commands import Registry, SavedModel, folder_tokenizer
 
-    if not is_public(folder):
-        if not folder.exists():
-            raise UsageError(
-                f"--pretrained '{folder}' does not exist; mplug downloads nothing: use a folder on this machine"
-            )
-        is_run = (folder / "config.yaml").is_file()
-        remedy = f"it is a run: use --name {folder.name}" if is_run else "use the folder of a published checkpoint"
-        raise UsageError(f"--pretrained '{folder}': no installed format reads it; {remedy}")
+    SavedModel.published(folder)  # refuses any other folder
     return folder_tokenizer(Registry(), folder)
 
 

@@ -13,16 +13,17 @@ import click
 from mplug import RunError
 from mplug.commands import listed
 from mplug_generate.pictures import Encoded, prepared
-from mplug_generate.prompts import Prompt, Text, occurrences, output_line
+from mplug_generate.prompts import Prompt, occurrences, output_line
+from mplug_sampling.text import Text
 
 if TYPE_CHECKING:
-    from mplug import Medium, Model, Run
-    from mplug.commands import Settings, Verified, World
-    from mplug_generate.decoding import Alone
-    from mplug_generate.sampler import Sampler
-    from mplug_generate.sampling import Sampling
-    from mplug_generate.streams import Media
-    from mplug_generate.token_steps import Replays
+    from mplug import Medium, Run
+    from mplug.commands import SavedModel, Settings, Verified, World
+    from mplug_sampling.decoding import Alone
+    from mplug_sampling.sampler import Sampler
+    from mplug_sampling.sampling import Sampling
+    from mplug_sampling.streams import Media
+    from mplug_sampling.token_steps import Replays
 
 
 @dataclass(frozen=True)
@@ -80,13 +81,13 @@ class Job:
 def start(job: Job, run: "Run", world: "World | None") -> None:
     """Refuse what cannot be sampled, then do the work in this process or in those of the layout, started here."""
     from mplug.commands import Stopped, launch
-    from mplug_generate.decoding import Ranks, refuse_undivided
+    from mplug_sampling.decoding import Ranks, refuse_undivided
 
     if world is not None or run.mesh.world_size == 1:
         work(job)
         return
     tried, sampler = _prepared(job)
-    _built(tried, job)  # refuses before any process starts
+    _saved(job).build(tried)  # refuses before any process starts
     refuse_undivided(sampler, Ranks(tried, sampler))
     try:
         launch(run.mesh.world_size, work, job)
@@ -96,15 +97,15 @@ def start(job: Job, run: "Run", world: "World | None") -> None:
 
 def work(job: Job, send: Callable[..., None] | None = None) -> None:
     """Sample as one process; the first one prints and writes."""
-    from mplug.commands import among, launched
-    from mplug_generate.decoding import Ranks, refuse_undivided
-    from mplug_generate.fast_steps import compiled_step
-    from mplug_generate.token_steps import replays_for
+    from mplug.commands import allocate_parts, among, launched
+    from mplug_sampling.decoding import Ranks, refuse_undivided
+    from mplug_sampling.fast_steps import compiled_step
+    from mplug_sampling.token_steps import replays_for
 
     world = launched()
     run, sampler = _prepared(job)
     with among(world, run):
-        _load(run, job)
+        _saved(job).load(run, allocate_parts)
         ranks = Ranks(run, sampler)
         refuse_undivided(sampler, ranks)
         if run.rank == 0:
@@ -122,7 +123,7 @@ def work(job: Job, send: Callable[..., None] | None = None) -> None:
 def _prepared(job: Job) -> "tuple[Run, Sampler]":
     """The run, which samples instead of training, and what will sample when its model is built."""
     from mplug.commands import Registry, choose_device, resolve
-    from mplug_generate.sampler import Sampler, sampling_run
+    from mplug_sampling.sampler import Sampler, sampling_run
 
     sampler = Sampler(padded=job.wanted.differ, graphs=job.wanted.graphs, media=job.wanted.have_images)
     run = sampling_run(resolve(Registry(), job.base, job.overrides), sampler)
@@ -130,26 +131,10 @@ def _prepared(job: Job) -> "tuple[Run, Sampler]":
     return run, sampler
 
 
-def _built(run: "Run", job: Job) -> "Model":
-    """The model on the meta device; UsageError if the weights are those of another one."""
-    from mplug.commands import build_model, refuse_other_model
+def _saved(job: Job) -> "SavedModel":
+    from mplug.commands import SavedModel
 
-    model = build_model(run)
-    if job.published:
-        refuse_other_model(job.weights, model, run.config.checkpoint.pretrained)
-    return model
-
-
-def _load(run: "Run", job: Job) -> None:
-    """Build the model of the run and load its weights."""
-    from mplug.commands import allocate_parts, load_for_inference, load_public_for_inference
-
-    if not job.published:
-        load_for_inference(run, job.weights, job.verified)
-        return
-    model = _built(run, job)
-    allocate_parts(run, model)
-    load_public_for_inference(run, model, job.weights)
+    return SavedModel(job.weights, job.published, job.verified)
 
 
 def tokenizer_of(run: "Run", published: Path | None) -> Any:
@@ -160,8 +145,8 @@ def tokenizer_of(run: "Run", published: Path | None) -> Any:
 
 
 def _sample(run: "Run", sampler: "Sampler", job: Job, ranks: "Alone", replays: "Replays") -> None:
-    from mplug_generate.decoding import sample
-    from mplug_generate.sampling import sample_key
+    from mplug_sampling.decoding import sample
+    from mplug_sampling.sampling import sample_key
 
     wanted, sampling = job.wanted, job.wanted.sampling
     tokenizer = tokenizer_of(run, job.weights if job.published else None)
@@ -192,8 +177,8 @@ def _sample(run: "Run", sampler: "Sampler", job: Job, ranks: "Alone", replays: "
 def _media_of(run: "Run", sampler: "Sampler", prompts: Sequence[Prompt]) -> "Media | None":
     """The pictures of a batch; None if it has none."""
     from mplug.commands import own_rows
-    from mplug_generate.sampler import processor_of
-    from mplug_generate.streams import Media
+    from mplug_sampling.sampler import processor_of
+    from mplug_sampling.streams import Media
 
     if not any(prompt.images for prompt in prompts):
         return None

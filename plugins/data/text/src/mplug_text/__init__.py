@@ -29,9 +29,10 @@ NO_TEXT = {".jsonl", ".parquet", ".gz", ".zst", ".bin", ".idx"}
 
 
 class Bytes:
-    """A tokenizer whose tokens are the bytes of UTF-8."""
+    """A tokenizer whose tokens are the bytes of UTF-8. The byte 0 ends a document."""
 
     vocab_size = 256
+    eod: int | None = 0
 
     def encode(self, text: str) -> list[int]:
         """The bytes of a text."""
@@ -149,7 +150,7 @@ class Text:
     def build_loader(self, run: "Run", split: Literal["train", "validation"]) -> MapLoader:
         """Read the split's files into memory."""
         from mplug_text.corpus import enough_for_windows, find_files, fingerprint_of, read_split
-        from mplug_text.tokens import END_OF_BYTES, tokens_of
+        from mplug_text.tokens import tokens_of
         from mplug_text.windows import RepeatedWindows, Windows
 
         trainer, tokenizer = run.config.trainer, self.tokenizer
@@ -158,13 +159,12 @@ class Text:
             log.warning("%s", sentence)
         stream = read_split(root, files, split, self.config.validation_percent)
         tokens = stream if isinstance(tokenizer, Bytes) else tokens_of(stream, tokenizer)
-        end = END_OF_BYTES if isinstance(tokenizer, Bytes) else tokenizer.eod
         if not len(tokens):
             raise self._without_text(split)
         if enough_for_windows(len(tokens), trainer.seq_length):
             read, count = (windows := Windows(tokens, trainer.seq_length, trainer.seed)).read, windows.count
         else:
-            read, count = RepeatedWindows(tokens, trainer.seq_length, trainer.seed, end).read, None
+            read, count = RepeatedWindows(tokens, trainer.seq_length, trainer.seed, tokenizer.eod).read, None
             if run.rank == 0 and self.config.tokenizer is not None:  # `check_data` counts bytes only
                 log.warning("%s", self._repeated(split, f"{len(tokens)} tokens", trainer.seq_length))
         return MapLoader(

@@ -6,9 +6,6 @@ from numpy.typing import NDArray
 from mplug import CorpusTokenizer
 from mplug_text.corpus import SEPARATOR
 
-END_OF_BYTES = SEPARATOR[0]
-"""The token that ends a document if each token is a byte."""
-
 
 def tokens_of(stream: NDArray[np.uint8], tokenizer: CorpusTokenizer) -> NDArray[np.int32]:
     """The tokens of a split: those of each document, and the tokenizer's end of a document if it has one.

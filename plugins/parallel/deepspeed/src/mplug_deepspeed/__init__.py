@@ -56,14 +56,21 @@ class DeepSpeed:
 
     @hookimpl
     def wrap_model(self, run: "Run", model: "Model") -> None:
-        """Build DeepSpeed's engine around this rank's units, and supply pieces in the memory of its partitions."""
+        """Build DeepSpeed's engine around this rank's units, and supply pieces in the memory of its partitions.
+
+        A run that does not train has no engine: every rank has the whole weights.
+        """
+        if not run.trains:
+            return
         from mplug_deepspeed.engine import start
 
         self._running = start(run, model, Settings.read(self.config))
 
     @hookimpl
-    def build_stepper(self, run: "Run", model: "Model", default: "DefaultStepper") -> "Stepper":
-        """The stepper that runs the engine."""
+    def build_stepper(self, run: "Run", model: "Model", default: "DefaultStepper") -> "Stepper | None":
+        """The stepper that runs the engine; None without one."""
+        if not run.trains:
+            return None
         from mplug_deepspeed.stepper import EngineStepper
 
         assert self._running is not None

@@ -31,6 +31,25 @@ class Folder:
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         self.config = _read(folder / "tokenizer_config.json")
+        self.begin, self.end = self._special("bos_token"), self._special("eos_token")
+
+    def _special(self, name: str) -> tuple[int, str] | None:
+        """(number, text) of a token that tokenizer_config.json names; UsageError if tokenizer.json lacks it."""
+        text = _text(self.config.get(name))
+        if not text:
+            return None
+        number: int | None = self.tokenizer.token_to_id(text)
+        if number is None:
+            raise UsageError(
+                f"tokenizers/huggingface: the {name} '{text}' of '{self.folder}' is no token of its tokenizer.json; "
+                f"download the folder again"
+            )
+        return number, text
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text alone."""
+        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return tokens
 
     def encode_prompt(self, text: str) -> list[int]:
         """The tokens of a text, with those that the post-processor adds."""

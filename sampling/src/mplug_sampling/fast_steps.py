@@ -6,7 +6,7 @@ from torch import nn
 
 from mplug import Run
 from mplug.commands import AS_THEY_ARE, Instead, compiled_units, compiler_of, forward_obstacles
-from mplug_generate.sampler import Sampler, owners_of_axes
+from mplug_sampling.sampler import Sampler, owners_of_axes
 
 
 def obstacles(run: Run, sampler: Sampler) -> list[str]:

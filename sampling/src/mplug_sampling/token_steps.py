@@ -13,15 +13,15 @@ from torch import Tensor
 
 from mplug import Model, Run, RunError, UsageError
 from mplug.commands import AS_THEY_ARE, Instead, cause_of, failed_part, use_own_stream
-from mplug_generate.fast_steps import obstacles
-from mplug_generate.sampler import Sampler, cached_modules
-from mplug_generate.sampling import Sampling, choose, draws
-from mplug_generate.stages import run_last
-from mplug_generate.streams import Later, units_of
 from mplug_graphs import CudaGraph, Recording
 from mplug_nn.cache import CacheSize
 from mplug_nn.static_cache import Clock
 from mplug_nn.turning import shared_rotations
+from mplug_sampling.fast_steps import obstacles
+from mplug_sampling.sampler import Sampler, cached_modules
+from mplug_sampling.sampling import Sampling, choose, draws
+from mplug_sampling.stages import run_last
+from mplug_sampling.streams import Later, units_of
 
 OFF = "sample with --graphs never"
 WARMUP = 2

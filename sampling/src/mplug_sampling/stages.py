@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
 from torch import Tensor
 
 from mplug import Model, Relay, Unit, UsageError
@@ -18,6 +17,8 @@ RunUnits = Callable[[Sequence[Unit], Mapping[str, Tensor]], Mapping[str, Tensor]
 """(inference units, values) -> the values, with the outputs of the units."""
 Choose = Callable[[Tensor], Tensor]
 """The logits [b, V / R] of the last position -> tokens [b]."""
+Finish = Callable[[Tensor], Tensor]
+"""The logits [b, S, V / R] -> what all ranks of a pipeline need."""
 
 
 def run_last(
@@ -47,17 +48,16 @@ class DividedModel:
     units: tuple[tuple[Unit, ...], ...]
     crossing: tuple[tuple[str, ...], ...]
 
-    def next_tokens(self, entries: Mapping[str, Tensor], run: RunUnits, choose: Choose) -> Tensor:
-        """The next token [b] of each sample, on every rank; `run` runs inference units on values."""
+    def run(self, entries: Mapping[str, Tensor], run: RunUnits, finish: Finish, result: Tensor) -> Tensor:
+        """What `finish` makes of the logits, on every rank, in a tensor like `result`; `run` runs units on values."""
 
         def compute(chunk: int, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
             values = run(self.units[chunk], values)
             if chunk + 1 == len(self.units):
-                return {"tokens": choose(values["logits"][:, -1])}
+                return {"result": finish(values["logits"])}
             return {name: values[name] for name in self.crossing[chunk + 1]}
 
-        tokens = entries["tokens"]
-        return self.relay(entries, compute, torch.empty(len(tokens), dtype=torch.int64, device=tokens.device))
+        return self.relay(entries, compute, result)
 
 
 def divided(model: Model, inference: Sequence[Unit]) -> DividedModel | None:

@@ -1,4 +1,4 @@
-"""The part of `mplug generate` in the build of a model: whether it samples with a cache, and with which kind.
+"""The part of sampling in the build of a model: whether it samples with a cache, and with which kind.
 
 A model samples with a cache if its modules declare enough:
 
@@ -41,7 +41,7 @@ from mplug.commands import (
 )
 from mplug_nn.specification import DOCUMENTS, STATIC_KEYS
 
-LABEL = f"{COMMAND}generate"
+LABEL = f"{COMMAND}sampling"
 NAME = "caches"
 """The attribute by which a class declares that its modules serve a cache."""
 STATIC = "static_cache"

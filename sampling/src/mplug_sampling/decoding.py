@@ -12,12 +12,12 @@ from torch import Tensor
 from mplug import Model, Run, UsageError
 from mplug.commands import run_units
 from mplug.ops import all_gather
-from mplug_generate.sampler import Sampler, cached_modules, multiple_of_positions
-from mplug_generate.sampling import Sampling, choose, draws
-from mplug_generate.stages import Choose, DividedModel, RunUnits, divided, run_last
-from mplug_generate.streams import Media, Seen, units_of
-from mplug_generate.token_steps import Replays
 from mplug_nn.cache import CacheSize
+from mplug_sampling.sampler import Sampler, cached_modules, multiple_of_positions
+from mplug_sampling.sampling import Sampling, choose, draws
+from mplug_sampling.stages import Choose, DividedModel, Finish, RunUnits, divided, run_last
+from mplug_sampling.streams import Media, Seen, units_of
+from mplug_sampling.token_steps import Replays
 
 Take = Callable[[int, int], bool]
 """(number of a prompt, its next token) -> whether its text ends here."""
@@ -32,11 +32,22 @@ class Alone:
 
     def next_tokens(self, model: Model, entries: Mapping[str, Tensor], run: RunUnits, choose: Choose) -> Tensor:
         """The next token [b] of each of this rank's samples; `run` runs inference units on the entries."""
+        tokens = entries["tokens"]
+        result = torch.empty(len(tokens), dtype=torch.int64, device=tokens.device)
+        return self.run_units(model, entries, run, lambda logits: choose(logits[:, -1]), result)
+
+    def run_units(
+        self, model: Model, entries: Mapping[str, Tensor], run: RunUnits, finish: Finish, result: Tensor
+    ) -> Tensor:
+        """What `finish` makes of this rank's logits [b, S, V / R], in a tensor like `result`.
+
+        `run` runs inference units on the entries.
+        """
         units = units_of(model.plan, entries)
         divided = self.divided if units == model.plan.inference else self.divided_text
         if divided is not None:
-            return divided.next_tokens(entries, run, choose)
-        return choose(run(units, entries)["logits"][:, -1])
+            return divided.run(entries, run, finish, result)
+        return finish(run(units, entries)["logits"])
 
     def whole_vocabulary(self, logits: Tensor) -> Tensor:
         """This rank's logits [b, V / R] -> [b, V]."""

@@ -1,0 +1,59 @@
+"""Forward passes of a whole model on micro batches, and their mean loss: the part of every stepper that trains nothing.
+
+A run that does not train (`Run.trains`) has an `Evaluator` where a run that trains has the default stepper.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mplug.contracts import MicroBatch, RankBatch
+from mplug.model.generator_seeds import ENTRY, micro_batch_key
+from mplug.model.model import Model
+from mplug.run.run import Run
+from mplug.tensors.random import keys_of_samples, step_key
+
+
+class Evaluator:
+    """Runs micro batches forward, one after the other, through all units.
+
+    A strategy with a stepper of its own takes the entries of micro batches from `entries`, and their mean loss from
+    `mean_loss`.
+    """
+
+    def __init__(self, run: Run, model: Model) -> None:
+        self.run, self.model, self.sinks = run, model, model.sinks
+        self.seed, self.wide = run.config.trainer.seed, run.precision.master_dtype
+
+    def entries(self, batch: RankBatch, step: int) -> MicroBatch:
+        """What this rank's units receive of a micro batch: its entries, and this step's random keys.
+
+        `keys` [B] are those of the samples; `draws` is the key of the random numbers that kernels draw themselves
+        (`mplug.model.generator_seeds`). Call this method once for each micro batch.
+        """
+        draws: Any = micro_batch_key(self.seed, step, batch.number)
+        return {**self.keyed(batch, step_key(self.seed, step)), ENTRY: draws}
+
+    def keyed(self, batch: RankBatch, key: Tensor | int) -> MicroBatch:
+        """The entries of a micro batch, and the samples' keys in the step with this key."""
+        return {**batch, "keys": keys_of_samples(key, batch["sample_ids"])}
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Iterable[RankBatch]) -> Tensor:
+        """The mean loss over all tokens of the micro batches, without gradients or dropout."""
+        self.model.module.eval()
+        return self.mean_loss([self.model.loss(self.entries(batch, self.run.step)) for batch in micro_batches])
+
+    def mean_loss(self, losses: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """The mean loss over the targets of all ranks; `losses` are this rank's (loss, number of targets)."""
+        loss_sum, num_targets = self.run.summed(self._own_sums(losses)).unbind()
+        return loss_sum / num_targets
+
+    def _own_sums(self, losses: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """[sum of losses, number of targets] of this rank; zeros if another rank counts the same losses."""
+        if not losses or not self.run.counts_losses:
+            return torch.zeros(2, dtype=self.wide, device=self.run.device)
+        sums = [torch.stack([loss.to(self.wide), count.to(self.wide)]) for loss, count in losses]
+        return torch.stack(sums).sum(dim=0)

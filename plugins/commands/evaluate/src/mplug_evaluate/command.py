@@ -1,0 +1,217 @@
+"""mplug evaluate."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mplug.commands import PluginName, RunName
+
+if TYPE_CHECKING:
+    from mplug.commands import Settings, World
+    from mplug_evaluate.work import Job
+
+LONGEST = 2048
+"""The default length of sequences with --pretrained, unless the model supports less."""
+ALL = "all"
+
+
+class Count(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
+    """A positive number, or the word 'all'."""
+
+    name = "count"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """The number, or the word."""
+        if value == ALL or isinstance(value, int):
+            return value  # type: ignore[no-any-return]
+        if not str(value).isascii() or not str(value).isdigit() or int(value) < 1:
+            self.fail(f"'{value}' is neither a positive number nor '{ALL}'.", param, ctx)
+        return int(value)
+
+
+@click.command()
+@click.argument("files", nargs=-1, type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="[FILE]...")
+@click.option("--name", type=RunName(), help="Name of the run; default: the newest run.")
+@click.option("--step", type=click.IntRange(0), help="Step of the checkpoint; default: the newest valid one.")
+@click.option(
+    "--pretrained",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Evaluate a published checkpoint (a folder of an installed format) instead of a run.",
+)
+@click.option(
+    "--adapt",
+    type=PluginName("adapters"),
+    multiple=True,
+    help="With --pretrained: the plugin of trained adapters, whose folder a setting names (--set adapters.NAME.path).",
+)
+@click.option("--data", type=PluginName("data"), help="Data loader to take samples from; default: the run's.")
+@click.option(
+    "--split",
+    type=click.Choice(["validation", "train"]),
+    help="Split of the loader's data; default: validation.",
+)
+@click.option(
+    "--samples",
+    type=Count(),
+    metavar="N",
+    help="Number of the loader's samples, or 'all' for one epoch; default: trainer.eval_samples.",
+)
+@click.option(
+    "--seq-length",
+    type=click.IntRange(1, 2**31),
+    metavar="N",
+    help=f"Tokens of a sequence; default: the run's. With --pretrained: what the model supports, at most {LONGEST}.",
+)
+@click.option(
+    "--stride",
+    type=click.IntRange(1, 2**31),
+    metavar="N",
+    help="Tokens of a file by which a sequence follows the one before; default: --seq-length, without overlap.",
+)
+@click.option(
+    "--batch-size",
+    type=click.IntRange(1, 2**20),
+    metavar="N",
+    help="Sequences of a forward pass on a rank; default: the run's. It does not change the result.",
+)
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="File for the JSON.")
+@click.option("--device", default="auto", type=click.Choice(["auto", "cpu", "cuda"]), help="Device to compute on.")
+@click.option("--attention", type=PluginName("kernels"), help="Kernel plugin for attention; default: the run's.")
+@click.option("--parallel", metavar="LAYOUT", help="Layout of strategies that divide the computation: tp2pp2, fsdp8.")
+@click.option("--precision", type=PluginName("precisions"), help="Number formats; default: the run's, or fp32.")
+@click.option("--set", "assignments", metavar="FIELD=VALUE", multiple=True, help="Set a field: trainer.compile=auto.")
+def command(**options: Any) -> None:
+    """Loss and perplexity of files, or of a run's own data.
+
+    A FILE is a text in UTF-8. If its name ends in '.jsonl', each line is a JSON object whose field 'text' is a
+    document. Every token is predicted once, the last ones of a document too: a sequence that they do not fill is
+    padded, and the padding has no loss. The first token is predicted if the tokenizer states a token in front of
+    documents. With --stride, sequences overlap: all but the last N predictions of a sequence are then context only.
+
+    Without FILE, the samples are those of the loader of the run, or of --data.
+
+    The result does not depend on the layout, except for rounding.
+
+    \b
+    mplug evaluate book.txt --name first
+    mplug evaluate --name first --samples all --parallel dp2
+    mplug evaluate --pretrained Qwen3-8B --precision bf16 --parallel tp2 wiki.txt --output result.json
+    mplug evaluate --pretrained DIR --data packed --set data.path=chats.jsonl --samples all
+    mplug evaluate --pretrained DIR --adapt lora --set adapters.lora.path=TRAINED book.txt
+    """
+    from mplug.commands import launched, run_forward
+    from mplug_evaluate.report import refuse_unwritable, report
+    from mplug_evaluate.work import evaluate, prepared
+
+    asked, world = Asked(**options), launched()
+    asked.refuse_contradictions()
+    job, run = _published(asked, world) if asked.pretrained is not None else _of_run(asked, world)
+    is_first = world is None or world.rank == 0
+    if asked.output is not None and is_first:
+        refuse_unwritable(asked.output)
+    prepared(job)  # refuses before any process starts
+    found = run_forward(run, world, evaluate, job)
+    if is_first:
+        report(found, asked.output)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The options of the command line."""
+
+    files: tuple[Path, ...]
+    name: str | None
+    step: int | None
+    pretrained: Path | None
+    adapt: tuple[str, ...]
+    data: str | None
+    split: str | None
+    samples: int | str | None
+    seq_length: int | None
+    stride: int | None
+    batch_size: int | None
+    output: Path | None
+    device: str
+    attention: str | None
+    parallel: str | None
+    precision: str | None
+    assignments: tuple[str, ...]
+
+    def refuse_contradictions(self) -> None:
+        """Raise UsageError for options that contradict each other."""
+        from mplug import UsageError
+
+        if self.pretrained is not None and (self.name is not None or self.step is not None):
+            raise UsageError("--pretrained names a folder, and --name and --step a run; use one of them")
+        if self.adapt and self.pretrained is None:
+            raise UsageError("--adapt applies to --pretrained; a run has its own adapters")
+        of_loader = {"--data": self.data, "--split": self.split, "--samples": self.samples}
+        given = [option for option, value in of_loader.items() if value is not None]
+        if self.files and given:
+            raise UsageError(
+                f"{given[0]} applies to samples of a loader, and '{self.files[0]}' is a file; use one of both"
+            )
+        if not self.files and self.stride is not None:
+            raise UsageError("--stride divides files into sequences, and there is no file; name one, or leave it out")
+        if not self.files and self.pretrained is not None and self.data is None:
+            raise UsageError("--pretrained has no data of its own; name files, or a loader by --data and its settings")
+
+    def settings(self, *own: str) -> "Settings":
+        """The settings of the command: `own`, and the user's."""
+        from mplug.commands import assignment_hint, merge, read_assignments
+
+        assignment_hint(self.assignments)
+        fixed = [
+            f"trainer.device={self.device}",
+            "trainer.graphs=false",
+            f"parallel.layout={self.parallel or ''}",
+            *own,
+        ]
+        given = {
+            "kernels.attention": self.attention,
+            "trainer.precision": self.precision,
+            "trainer.seq_length": self.seq_length,
+            "data.name": self.data,
+        }
+        fixed += [f"{field}={value}" for field, value in given.items() if value is not None]
+        fixed += [f"adapters.{name}={{}}" for name in self.adapt]
+        return merge(read_assignments(fixed, "evaluate"), read_assignments(self.assignments))
+
+
+def _of_run(asked: Asked, world: "World | None") -> tuple["Job", Any]:
+    from mplug.commands import SavedModel, find_directory, saved_settings, settle_forward
+    from mplug_evaluate.documents import Start, read_documents
+    from mplug_evaluate.work import Job
+
+    directory = find_directory(asked.name)
+    base = saved_settings(directory)
+    run, overrides = settle_forward(base, asked.settings(), world, asked.batch_size)
+    documents = None
+    if asked.files:
+        documents = [read_documents(path, Start.of_run(run, directory)) for path in asked.files]
+    weights, lines = SavedModel.of_run(run, directory, asked.step)
+    for line in lines:
+        click.echo(f"mplug: {line}", err=True)
+    return Job(base, overrides, weights, documents, asked.stride, asked.split or "validation", asked.samples), run
+
+
+def _published(asked: Asked, world: "World | None") -> tuple["Job", Any]:
+    from mplug.commands import Registry, SavedModel, default_settings, folder_length, folder_tokenizer, settle_forward
+    from mplug_evaluate.documents import Start, read_documents
+    from mplug_evaluate.work import Job
+
+    assert asked.pretrained is not None
+    weights = SavedModel.published(asked.pretrained)
+    own = [f"checkpoint.pretrained.path={asked.pretrained}"]
+    own += [] if asked.precision else ["trainer.precision=fp32"]
+    base, settings = default_settings(), asked.settings(*own)
+    settings = folder_length(asked.pretrained, base, settings, LONGEST)
+    run, overrides = settle_forward(base, settings, world, asked.batch_size)
+    documents = None
+    if asked.files:
+        start = Start.of_folder(folder_tokenizer(Registry(), asked.pretrained))
+        documents = [read_documents(path, start) for path in asked.files]
+    return Job(base, overrides, weights, documents, asked.stride, asked.split or "validation", asked.samples), run

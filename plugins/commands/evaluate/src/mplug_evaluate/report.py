@@ -1,0 +1,72 @@
+"""The result of an evaluation as a table, and as JSON."""
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mplug import RunError, UsageError, write_whole
+from mplug.commands import table
+
+if TYPE_CHECKING:
+    from mplug_evaluate.work import Found, Measured
+
+COLUMNS = ("data", "documents", "tokens", "loss", "perplexity", "bytes", "bits/byte")
+
+
+def refuse_unwritable(output: Path) -> None:
+    """Raise UsageError, before a long computation, if a file cannot be written."""
+    if not output.parent.is_dir():
+        raise UsageError(f"cannot write --output '{output}': its folder does not exist; make it, or use another file")
+
+
+def report(found: "Found", output: Path | None) -> None:
+    """Print the table, and write the file. RunError afterwards if a loss is not finite."""
+    rows = [*found.rows, *([found.total] if len(found.rows) > 1 else [])]
+    click.echo(table(COLUMNS, [_cells(one) for one in rows]))
+    if output is not None:
+        text = json.dumps(_plain(found), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        try:
+            write_whole(output, text.encode())
+        except OSError as error:
+            raise RunError(f"cannot write --output '{output}': {error.strerror}") from None
+    wrong = [one.name for one in found.rows if not math.isfinite(one.loss)]
+    if wrong:
+        raise RunError(f"the loss of {wrong[0]} is not finite: the weights or the precision do not serve this data")
+
+
+def _cells(one: "Measured") -> list[str]:
+    sizes = ["-" if size is None else f"{size:,}" for size in (one.num_documents, one.num_tokens, one.num_bytes)]
+    bits = "-" if one.bits_per_byte is None else f"{one.bits_per_byte:.4f}"
+    return [one.name, sizes[0], sizes[1], f"{one.loss:.4f}", f"{one.perplexity:.4f}", sizes[2], bits]
+
+
+def _plain(found: "Found") -> dict[str, Any]:
+    return {
+        "weights": found.weights,
+        "layout": found.layout,
+        "precision": found.precision,
+        "seq_length": found.seq_length,
+        "stride": found.stride,
+        "results": [_fields(one) for one in found.rows],
+        "total": _fields(found.total),
+    }
+
+
+def _fields(one: "Measured") -> dict[str, Any]:
+    return {
+        "data": one.name,
+        "documents": one.num_documents,
+        "tokens": one.num_tokens,
+        "loss": _finite(one.loss),
+        "perplexity": _finite(one.perplexity),
+        "bytes": one.num_bytes,
+        "bits_per_byte": _finite(one.bits_per_byte),
+    }
+
+
+def _finite(number: float | None) -> float | None:
+    """The number; None if JSON has no form for it."""
+    return number if number is not None and math.isfinite(number) else None

@@ -1,0 +1,192 @@
+"""The work of `mplug evaluate` in each of its processes: load the weights, run the samples forward.
+
+The command imports this module before it has checked its options, so functions import torch themselves.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mplug import UsageError
+
+if TYPE_CHECKING:
+    from mplug import Model, RankBatch, Run, Stepper
+    from mplug.commands import SavedModel, Settings
+    from mplug_evaluate.documents import Documents
+
+LABEL = "evaluate"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What each process does: plain data that can be pickled.
+
+    Without `documents`, it evaluates `samples` samples of a split of the run's loader: a number, 'all', or None for
+    `trainer.eval_samples`.
+    """
+
+    base: "Settings"
+    overrides: "Settings"
+    weights: "SavedModel"
+    documents: "Sequence[Documents] | None"
+    stride: int | None
+    split: str
+    samples: int | str | None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The mean loss of some targets, in nats per token. `num_bytes` is None if the bytes of the text are unknown."""
+
+    name: str
+    num_documents: int | None
+    num_tokens: int
+    loss: float
+    num_bytes: int | None = None
+
+    @property
+    def perplexity(self) -> float:
+        """e to the power of the loss."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The loss in bits per byte of the text."""
+        return self.loss * self.num_tokens / math.log(2) / self.num_bytes if self.num_bytes else None
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of an evaluation, and what was evaluated."""
+
+    rows: tuple[Measured, ...]
+    weights: str
+    layout: str
+    precision: str
+    seq_length: int
+    stride: int | None
+
+    @property
+    def total(self) -> Measured:
+        """All rows together: the mean over all tokens."""
+        tokens = sum(one.num_tokens for one in self.rows)
+        loss = sum(one.loss * one.num_tokens for one in self.rows) / tokens
+        documents, sizes = [one.num_documents for one in self.rows], [one.num_bytes for one in self.rows]
+        return Measured("total", _sum(documents), tokens, loss, _sum(sizes))
+
+
+def _sum(numbers: Sequence[int | None]) -> int | None:
+    known = [one for one in numbers if one is not None]
+    return sum(known) if len(known) == len(numbers) else None
+
+
+def evaluate(job: Job, send: Callable[..., None] | None = None) -> Found:  # the launcher passes it
+    """Evaluate as one process; all processes get the same result."""
+    from mplug.commands import among, launched
+
+    run, world = prepared(job), launched()
+    with among(world, run):
+        return measured(run, job)
+
+
+def prepared(job: Job) -> "Run":
+    """The run, which evaluates instead of training; UsageError if the stride would leave tokens out."""
+    from mplug.commands import Registry, choose_device, prepare, resolve
+
+    run = prepare(resolve(Registry(), job.base, job.overrides))
+    run.trains, run.device = False, choose_device(run.config)
+    length = run.config.trainer.seq_length
+    if job.stride is not None and job.stride > length:
+        raise UsageError(f"--stride {job.stride} is more than the {length} tokens of a sequence; use at most {length}")
+    if job.documents is not None:
+        run.entries = frozenset()
+    return run
+
+
+def measured(run: "Run", job: Job) -> Found:
+    """The result of a prepared run, on each of its ranks. Collective."""
+    from mplug.commands import allocate_forward, forward_stepper
+
+    model = job.weights.load(run, allocate_forward)
+    _refuse_missing_streams(run, model)
+    stepper, length = forward_stepper(run, model), run.config.trainer.seq_length
+    if job.documents is None:
+        rows, stride = [_of_data(run, model, stepper, job)], None
+    else:
+        stride = job.stride or length
+        rows = list(_of_files(run, model, stepper, job.documents, stride))
+    trainer, layout = run.config.trainer, run.config.parallel.layout
+    return Found(tuple(rows), str(job.weights.path), layout, trainer.precision, length, stride)
+
+
+def _refuse_missing_streams(run: "Run", model: "Model") -> None:
+    """Raise UsageError if units need entries of a stream, such as pictures, and the samples have none."""
+    needed = {name for unit in model.plan.units for name in unit.inputs} & model.plan.stream_entries
+    if missing := sorted(needed - run.entries):
+        raise UsageError(
+            f"the model needs '{missing[0]}' in every sample, which texts do not have; evaluate it on the samples of a "
+            f"loader that supplies media (--data)"
+        )
+
+
+def _of_files(
+    run: "Run", model: "Model", stepper: "Stepper", files: "Sequence[Documents]", stride: int
+) -> Iterator[Measured]:
+    from mplug import MapLoader
+    from mplug.commands import feed
+    from mplug_evaluate.windows import Windows
+
+    for file in files:
+        windows = Windows(file.tokens, run.config.trainer.seq_length, stride)
+        loader = MapLoader(
+            windows.read,
+            vocab_size=1 + max(max(tokens) for tokens in file.tokens if tokens),
+            shard=run.mesh.batch_shard(run.rank),
+            micro_batch_size=run.micro_batch_size,
+        )
+        counted = _Counted(run, feed(run, model, str(file.path), loader).take_evenly(windows.count))
+        loss = float(stepper.evaluate(counted))
+        assert counted.total() == file.num_targets, "every token is predicted once"
+        yield Measured(str(file.path), len(file.tokens), file.num_targets, loss, file.num_bytes)
+
+
+def _of_data(run: "Run", model: "Model", stepper: "Stepper", job: Job) -> Measured:
+    from mplug.commands import feed
+
+    source = feed(run, model, job.split)
+    (label,) = run.hooks.implementers("build_loader")
+    samples = run.config.trainer.eval_samples if job.samples is None else job.samples
+    if isinstance(samples, str):
+        epoch = getattr(source.loader, "samples_per_epoch", None)
+        if epoch is None:
+            raise UsageError(f"{label} does not state how many samples it has; use --samples with a number")
+        samples = epoch
+    counted = _Counted(run, source.take_evenly(samples))
+    loss = float(stepper.evaluate(counted))
+    targets = counted.total()
+    if not targets:
+        raise UsageError(f"{samples} samples of {label} have no target; use more samples")
+    return Measured(f"{label}, {job.split}: {samples} samples", None, targets, loss)
+
+
+class _Counted:
+    """Micro batches, and the targets in all of them."""
+
+    def __init__(self, run: "Run", batches: "Iterator[RankBatch]") -> None:
+        self._run, self._batches, self._targets = run, batches, 0
+
+    def __iter__(self) -> "Iterator[RankBatch]":
+        for batch in self._batches:
+            self._targets += int(batch.targets or 0)
+            yield batch
+
+    def total(self) -> int:
+        """The targets of all ranks. Collective."""
+        import torch
+
+        own = self._targets if self._run.counts_samples else 0
+        return int(self._run.summed(torch.tensor(own, device=self._run.device)))

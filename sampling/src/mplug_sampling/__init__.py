@@ -1,0 +1,36 @@
+"""Sampling from a saved model: with a cache, for many prompts at once, under any layout that divides the computation.
+
+A command builds the model of a run with a `Sampler` (`sampling_run`), loads its weights, and calls `sample` on every
+rank (`Ranks`). This module imports no torch: a name is imported when it is first used.
+"""
+
+from typing import TYPE_CHECKING
+
+from mplug.system.lazy import publish
+
+if TYPE_CHECKING:
+    from mplug_sampling.decoding import Alone as Alone
+    from mplug_sampling.decoding import Ranks as Ranks
+    from mplug_sampling.decoding import refuse_undivided as refuse_undivided
+    from mplug_sampling.decoding import sample as sample
+    from mplug_sampling.sampler import Sampler as Sampler
+    from mplug_sampling.sampler import sampling_run as sampling_run
+    from mplug_sampling.sampling import Sampling as Sampling
+    from mplug_sampling.sampling import sample_key as sample_key
+    from mplug_sampling.scoring import Score as Score
+    from mplug_sampling.scoring import score as score
+    from mplug_sampling.text import Text as Text
+    from mplug_sampling.token_steps import Replays as Replays
+    from mplug_sampling.token_steps import replays_for as replays_for
+
+publish(
+    __name__,
+    {
+        "mplug_sampling.decoding": ("Alone", "Ranks", "refuse_undivided", "sample"),
+        "mplug_sampling.sampler": ("Sampler", "sampling_run"),
+        "mplug_sampling.sampling": ("Sampling", "sample_key"),
+        "mplug_sampling.scoring": ("Score", "score"),
+        "mplug_sampling.text": ("Text",),
+        "mplug_sampling.token_steps": ("Replays", "replays_for"),
+    },
+)

@@ -43,7 +43,6 @@ class DefaultStepper:
     def __init__(self, run: Run, model: Model, pieces: list[Piece], optimizer: Optimizer) -> None:
         self.run, self.model, self.sinks, self.pieces, self.optimizer = run, model, model.sinks, pieces, optimizer
         self.seed, self.max_norm = run.config.trainer.seed, run.config.trainer.max_grad_norm
-        self.one_pass: bool = getattr(optimizer, "one_pass", False)
         updated_on = pieces[0].master.device if pieces else torch.device(run.device)  # the CPU, if offloaded
         self.wide = run.precision.master_dtype
         self.norm = GlobalNorm(owned_gradients(pieces, run.rank), updated_on.type, self.wide)
@@ -183,7 +182,7 @@ class DefaultStepper:
         figures |= self._imbalances(squares)
         lr = self.scalars.lr
         self.optimizer.step(replace(self.scalars, scale=scale.to(lr), skip=skip.to(lr.device)))
-        if not self.one_pass:
+        if not self.optimizer.one_pass:
             write_weights(self.pieces)
         written()
         statistics = self.statistics.finish(num_targets, num_tokens)

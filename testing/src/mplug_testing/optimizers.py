@@ -122,7 +122,7 @@ class OptimizerSuite(WeightSuite):
         needs = getattr(bench.optimizer, "needs", None)
         require(needs in ("elements", "matrices"), f"its `needs` is {needs!r}; it must be 'elements' or 'matrices'")
         for name in ("one_pass", "low_precision_gradients"):
-            value = getattr(bench.optimizer, name, False)
+            value = getattr(bench.optimizer, name)
             require(value in (True, False), f"its `{name}` is {value!r}; it must be True or False")
 
     # Updates.

@@ -106,4 +106,4 @@ class WeightSuite(PluginSuite):
 
 
 def _one_pass(bench: "Bench") -> bool:
-    return bool(getattr(bench.optimizer, "one_pass", False))
+    return bench.optimizer.one_pass

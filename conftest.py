@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from command_line import cli, cli_here  # noqa: F401 (fixtures of all tests)
 from hypothesis import HealthCheck, settings
+from torchless import forking_scripts
 from warm import forking_modules
 
 from mplug_testing.workers import PRELOAD
@@ -110,9 +111,12 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def modules_in_forks() -> Iterator[None]:
-    """The subprocesses of the host (`python -m mplug.model.slots.alternatives`) are forks that have torch imported."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess, "run", forking_modules(subprocess.run))
+    """The subprocesses of the host (`python -m mplug.model.slots.alternatives`) are forks that have torch imported.
+
+    The script of the suites about start-up is a fork that has not.
+    """
+    with pytest.MonkeyPatch.context() as patch, forking_scripts(subprocess.run) as run:
+        patch.setattr(subprocess, "run", forking_modules(run))
         yield
 
 

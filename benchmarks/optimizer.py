@@ -94,7 +94,7 @@ def paths(sinks: Sinks, pieces: list[Piece], norms: dict[str, GlobalNorm], devic
         ("both", 36): in_two_passes,
     }
     chosen = optimizer_of(pieces, AdamW.Config())
-    if getattr(chosen, "one_pass", False):
+    if chosen.one_pass:
         found["one pass", 30] = lambda: chosen.step(scalars)
     return found | {(f"norm {name}", 4): norm for name, norm in norms.items()}
 

@@ -37,7 +37,8 @@ Graph = Mapping[str, frozenset[str]]
 def import_graph(folder: Path) -> Graph:
     """The modules of a package, each with the modules of the same package that it imports.
 
-    Imports inside functions and under TYPE_CHECKING count.
+    Imports inside functions and under TYPE_CHECKING count. `from package import module` imports both: it reads an
+    attribute of the package, which its `__init__` may not have yet. `import package.module as module` does not.
     """
     files = {_module_of(path, folder): path for path in folder.rglob("*.py") if "templates" not in path.parts}
     return {
@@ -56,7 +57,7 @@ def _imports(path: Path, package: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         else:
             continue
         yield from (name for name in names if name.split(".")[0] == package)

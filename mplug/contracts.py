@@ -4,6 +4,7 @@ Shapes: `B` samples of a micro batch, `S` sequence length. A micro batch is a ma
 plan's `context` names the entries.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -194,27 +195,38 @@ class Stateful(Protocol):
         """Restore `state`, so that the object continues exactly from the point at which `state` was taken."""
 
 
-class Loader(Stateful, Protocol):
-    """One split of a data set, in one global order of samples that does not depend on the layout.
+class Loader(ABC):
+    """The base class of loaders: one split of a data set, in one global order of samples.
 
-    The state is that of the global order, not of a rank: a checkpoint holds rank 0's state, and any number of ranks
-    loads it. If each rank has state of its own (buffers, worker processes), the loader has `merge_states(states)`. It
-    takes the states of all parts of the batch, in their order, and returns the one state that a checkpoint holds. Such
-    a loader loads both a merged state and its own state. It raises UsageError for a state from which it cannot
-    continue, before it reads data or changes anything.
-
-    Optional attributes:
-
-    - `samples_per_epoch`, for a finite set: this number of consecutive samples, from the first on, is the whole set.
-    - `tokenizer`: the record of the tokenizer that made the data (`TokenizerRecord.as_mapping`). The run's record keeps
-      it.
-    - `fingerprint`: a short text that is equal for equal samples, wherever their files are, and differs for others.
-      Checkpoints hold it. A run whose data has another fingerprint does not resume.
+    The order does not depend on the layout. The state (`Stateful`) is that of the global order, not of a rank: a
+    checkpoint holds rank 0's state, and any number of ranks loads it. If each rank has state of its own (buffers,
+    worker processes), the loader defines `merge_states`. Such a loader loads both a merged state and its own state. It
+    raises UsageError for a state from which it cannot continue, before it reads data or changes anything.
     """
 
     vocab_size: int
     """Every token is less than this."""
+    samples_per_epoch: int | None = None
+    """For a finite set: this number of consecutive samples, from the first on, is the whole set."""
+    tokenizer: Mapping[str, Any] | None = None
+    """The record of the tokenizer that made the data (`TokenizerRecord.as_mapping`). The run's record keeps it."""
+    fingerprint: str | None = None
+    """A short text that is equal for equal samples, wherever their files are, and differs for others.
 
+    Checkpoints hold it. A run whose data has another fingerprint does not resume.
+    """
+    merge_states: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None
+    """Takes the states of all parts of the batch, in their order, and returns the one that a checkpoint holds."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, as `Stateful.state_dict`."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state, as `Stateful.load_state_dict`."""
+
+    @abstractmethod
     def take(self, num_samples: int) -> Iterator[MicroBatch]:
         """Yield this rank's part of the next `num_samples` global samples, in micro batches of whole samples.
 
@@ -348,17 +360,12 @@ class StepScalars:
     weight_decay: "Tensor"
 
 
-class Optimizer(Protocol):
-    """Updates pieces.
+class Optimizer(ABC):
+    """The base class of optimizers: updates pieces.
 
     Gradients belong to the optimizer, which may overwrite them; the next step writes them anew. By default `step` does
     not write weights: after it, the host rounds masters into weights, which is one more pass over memory.
-    `mplug.TorchOptimizer` makes one from a fused optimizer of torch. Optional attributes:
-
-    - `one_pass` True: `step` writes the weights itself. Afterwards each piece's `weight`, if it has one, is its master
-      rounded to nearest. If `skip` is 1, `step` writes no weight.
-    - `low_precision_gradients` True: the host may pass a gradient that is a single product, never added to, rounded to
-      the weight's dtype. This halves its memory.
+    `mplug.TorchOptimizer` makes one from a fused optimizer of torch.
     """
 
     needs: Literal["elements", "matrices"]
@@ -368,10 +375,23 @@ class Optimizer(Protocol):
     this attribute, and to count bytes, the host builds the optimizer from tensors without memory. So building must not
     read values.
     """
+    one_pass: bool = False
+    """Whether `step` writes the weights itself.
 
+    Afterwards each piece's `weight`, if it has one, is its master rounded to nearest. If `skip` is 1, `step` writes no
+    weight.
+    """
+    low_precision_gradients: bool = False
+    """Whether the host may pass a gradient that is a single product, never added to, rounded to the weight's dtype.
+
+    This halves its memory.
+    """
+
+    @abstractmethod
     def step(self, scalars: StepScalars) -> None:
         """Update every piece's master once. The CPU must not wait for the device."""
 
+    @abstractmethod
     def state(self, piece: Piece) -> "dict[str, Tensor]":
         """The live state tensors of a piece by name, scalars or of the piece's shape; loading copies into them."""
 

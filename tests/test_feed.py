@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mplug.training.feed
-from mplug import MapLoader, MicroBatch, RunError
+from mplug import Loader, MapLoader, MicroBatch, RunError
 from mplug.training.assembly import Parts, build
 from mplug.training.feed import Feed
 from mplug_testing.harness import tiny_run
@@ -27,7 +27,7 @@ def loader(shard: tuple[int, int] = (0, 1), micro_batch_size: int = SIZE) -> Map
     return MapLoader(read, vocab_size=7, shard=shard, micro_batch_size=micro_batch_size)
 
 
-class Lazy:
+class Lazy(Loader):
     """A loader that moves on only while it is read; what it does before each micro batch is a function's."""
 
     vocab_size = 7

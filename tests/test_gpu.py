@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mplug import hookimpl
+from mplug import Loader, hookimpl
 from mplug.errors import Diverged
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
@@ -184,7 +184,7 @@ def test_a_copy_from_pageable_memory_would_be_seen(
         strictly_trained(tmp_path, text_file, {})
 
 
-class Numbers:
+class Numbers(Loader):
     """Micro batch n is filled with n: an entry of 8 MiB, and one that is not contiguous."""
 
     vocab_size = 1 << 20

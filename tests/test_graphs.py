@@ -13,7 +13,7 @@ from mplug_sdpa import SDPA
 from replayed import EXPERTS, GPT, STEPS, Seen, assert_equal, graphed, trained
 from torch import Tensor
 
-from mplug.contracts import StepScalars, WeightExchange
+from mplug.contracts import Optimizer, StepScalars, WeightExchange
 from mplug.errors import RunError, UsageError
 from mplug.model.build import build_model
 from mplug.model.compiled import graphs as obstacles_of
@@ -80,7 +80,7 @@ def test_no_step_depends_on_the_flags_of_sinks_that_it_finds() -> None:
     assert_equal(trained(settings, True, scramble), trained(settings, False))
 
 
-class Waiting:
+class Waiting(Optimizer):
     """An optimizer whose fourth step reads a value of the device."""
 
     needs = "elements"

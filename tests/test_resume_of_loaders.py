@@ -30,6 +30,8 @@ def test_a_state_that_is_a_sample_off_is_found(monkeypatch: pytest.MonkeyPatch) 
 class Plain:
     """Wraps a loader; each rank has a state of its own."""
 
+    fingerprint = merge_states = None
+
     def __init__(self, loader: Any, rank: int) -> None:
         self.loader, self.rank = loader, rank
 

@@ -89,7 +89,8 @@ def chains() -> list[Any]:
     chosen = [(one, other) for one in LAYOUTS for other in LAYOUTS if one != other and "zero" in one + other]
     drawn.shuffle(chosen)
     through_one: list[Any] = [(name, [("zero2", 2), ("", 1), ("zero4", 1)]) for name in ("adamw", "muon")]
-    return through_one + [("adamw", [(name, drawn.choice([1, 2])) for name in pair]) for pair in chosen[:NUMBER]]
+    pairs = [("adamw", [(name, drawn.choice([1, 2])) for name in pair]) for pair in chosen[:NUMBER]]
+    return [*through_one, *pairs[:1], *(pytest.param(*pair, marks=pytest.mark.wide("reshard")) for pair in pairs[1:])]
 
 
 @pytest.mark.parametrize(("optimizer", "layouts"), chains())

@@ -24,9 +24,7 @@ ONE_BATCH = {"optimizer.name": "orthon", "trainer.precision": "bf16", "trainer.m
 @pytest.fixture
 def takes_bf16(plant: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     plant("nova-orthon", "piece.gradient * scalars.scale", "piece.gradient.float() * scalars.scale")
-    monkeypatch.setattr(
-        importlib.import_module("nova_orthon.muon").Muon, "low_precision_gradients", True, raising=False
-    )
+    monkeypatch.setattr(importlib.import_module("nova_orthon.muon").Muon, "low_precision_gradients", True)
 
 
 def format_of(changes: Mapping[str, object] = MappingProxyType({})) -> torch.dtype:

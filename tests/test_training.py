@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mplug import (
+    Optimizer,
     Piece,
     RankBatch,
     Record,
@@ -192,7 +193,7 @@ def test_a_signal_ends_the_run_after_the_whole_step_which_is_saved_and_goes_on_b
 # The update.
 
 
-class Descent:
+class Descent(Optimizer):
     """w -= lr scale g: what is applied can be read off the weights."""
 
     needs = "elements"

@@ -20,8 +20,40 @@ if TYPE_CHECKING:
 
 PORT = click.IntRange(1, 65535)
 
+HELP = """Train a model, or continue a run.
 
-@click.command()
+Without options, the command trains a small byte-level GPT on the source text of Python's standard library. It
+downloads nothing and needs no GPU. 'mplug explain' shows the parts of a run before it starts, and 'mplug config
+show' shows every field of its config.
+
+With --deterministic (trainer.deterministic), mplug omits kernels that are not repeatable bit for bit, and refuses
+them if the config names them. Results can still depend on the layout: 'mplug explain' lists how.
+
+A run of several processes ends when one of them hangs for minutes (longer if steps are long), as long as an
+extension of the run watches them. The error names its rank and its last activity.
+
+A resumed run keeps the settings of its checkpoint. You may change the number of steps, the layout, the kernels, and
+how the run saves, evaluates and reports; the log lists every change. mplug refuses any other change, such as
+another learning rate, optimizer, seed or data, unless --allow-change names it. If all steps are done, the command
+says so and ends.
+
+Only one command at a time can train a run. A second command for the same run ends with an error that names the
+process and machine of the first. SIGTERM and Ctrl-C complete the current step, save, and end the run; they cancel
+an evaluation.
+
+On several machines, start one process per GPU with srun, torchrun or mpirun; docs/machines.md has the commands.
+
+\b
+mplug train --set data.path=book.txt --set trainer.steps=500
+mplug train --model gpt --preset 125m --kernels reference
+mplug train --pretrained Qwen3-8B --adapt lora --data packed --set data.path=chats.jsonl
+mplug train --parallel tp2pp2 --restarts 3
+mplug train --resume --set trainer.steps=3000
+mplug train --resume --set optimizer.lr=1e-3 --allow-change optimizer.lr
+"""
+
+
+@click.command(help=HELP)
 @config_options
 @click.option("--name", type=RunName(), help="Name of the run. Its folder is runs/NAME.")
 @click.option("--master-port", type=PORT, help="Port of the processes that this command starts; default: a free port.")
@@ -57,37 +89,7 @@ def command(
     deterministic: bool,
     **options: Any,
 ) -> None:
-    """Train a model, or continue a run.
-
-    Without options, the command trains a small byte-level GPT on the source text of Python's standard library. It
-    downloads nothing and needs no GPU. 'mplug explain' shows the parts of a run before it starts, and 'mplug config
-    show' shows every field of its config.
-
-    With --deterministic (trainer.deterministic), mplug omits kernels that are not repeatable bit for bit, and refuses
-    them if the config names them. Results can still depend on the layout: 'mplug explain' lists how.
-
-    A run of several processes ends when one of them hangs for minutes (longer if steps are long), as long as an
-    extension of the run watches them. The error names its rank and its last activity.
-
-    A resumed run keeps the settings of its checkpoint. You may change the number of steps, the layout, the kernels, and
-    how the run saves, evaluates and reports; the log lists every change. mplug refuses any other change, such as
-    another learning rate, optimizer, seed or data, unless --allow-change names it. If all steps are done, the command
-    says so and ends.
-
-    Only one command at a time can train a run. A second command for the same run ends with an error that names the
-    process and machine of the first. SIGTERM and Ctrl-C complete the current step, save, and end the run; they cancel
-    an evaluation.
-
-    On several machines, start one process per GPU with srun, torchrun or mpirun; docs/machines.md has the commands.
-
-    \b
-    mplug train --set data.path=book.txt --set trainer.steps=500
-    mplug train --model gpt --preset 125m --kernels reference
-    mplug train --pretrained Qwen3-8B --adapt lora --data packed --set data.path=chats.jsonl
-    mplug train --parallel tp2pp2 --restarts 3
-    mplug train --resume --set trainer.steps=3000
-    mplug train --resume --set optimizer.lr=1e-3 --allow-change optimizer.lr
-    """
+    """Train a model, or continue a run."""
     from mplug.config.sources import merge, read_assignments
     from mplug.distributed.world import launched
     from mplug.run.lock import Lock

@@ -1,5 +1,6 @@
 """The settings that a run starts from: the defaults of the host, or those of a saved run."""
 
+from functools import cache
 from pathlib import Path
 
 from mplug.config.binding import HOST_SECTIONS, OPTIONAL_SECTIONS, SECTIONS
@@ -13,6 +14,11 @@ OWN_FINE_TUNING = "fine-tuning default of "
 
 def default_settings() -> Settings:
     """The settings of the default run."""
+    return dict(_read_defaults())
+
+
+@cache
+def _read_defaults() -> Settings:
     return read_file(Path(__file__).with_name(DEFAULT), DEFAULT)
 
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mplug.config.binding import RunConfig
 from mplug.config.sources import from_mapping
 from mplug.contracts import Optimizer, Piece
-from mplug.errors import UsageError, listed
+from mplug.errors import PluginError, UsageError, listed
 from mplug.model.compiled.graphs import refuse_graphs
 from mplug.model.engine import planned_pieces, refuse_incomplete_engine
 from mplug.model.generator_seeds import GeneratorSeeds, drawing_plugin
@@ -212,9 +212,19 @@ def states_without_memory(run: Run, model: Model) -> tuple[Optimizer, list[Piece
                 shape = (2, *placement.local_shape(run.rank))
                 master, gradient = torch.zeros(shape, dtype=masters, device=run.device).unbind()
                 pieces.append(Piece(name, master, gradient, None, placement.parameter, placement))
-        optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
+        optimizer = build_optimizer(run, pieces)
         refuse_unsavable(run, optimizer, pieces)
     return optimizer, pieces
+
+
+def build_optimizer(run: Run, pieces: list[Piece]) -> Optimizer:
+    """The optimizer of these pieces; PluginError if the plugin returns another object."""
+    optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
+    if not isinstance(optimizer, Optimizer):
+        (label,) = run.hooks.implementers("build_optimizer")
+        returned = type(optimizer).__name__
+        raise PluginError(f"build_optimizer of {label} returns '{returned}', which is not derived from mplug.Optimizer")
+    return optimizer
 
 
 def refuse_unsavable(run: Run, optimizer: Optimizer, pieces: list[Piece]) -> None:
@@ -247,8 +257,8 @@ def gradient_dtype(run: Run, model: Model) -> torch.dtype:
     )
     if trainer.gradients != "auto" or precision.gradients == precision.masters or is_summed:
         return precision.master_dtype
-    accepted = getattr(_optimizer_without_memory(run, model), "low_precision_gradients", False)
-    return precision.gradient_dtype if accepted else precision.master_dtype
+    accepts = _optimizer_without_memory(run, model).low_precision_gradients
+    return precision.gradient_dtype if accepts else precision.master_dtype
 
 
 def collect_offers(run: Run, model: Model) -> list[Offer | Wrap]:
@@ -285,7 +295,7 @@ def measure_bytes(run: Run, model: Model) -> dict[str, int]:
         allocate_parts(run, model)
         model.listen(gradients)
         pieces = make_pieces(model) if model.engine is None else planned_pieces(run, model)
-        optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
+        optimizer = build_optimizer(run, pieces)
         states = [tensor for piece in pieces for tensor in optimizer.state(piece).values()]
         kinds: dict[str, list[torch.Tensor]] = {
             "weights": [parameter for parameter in model.parameters().values() if parameter.requires_grad],

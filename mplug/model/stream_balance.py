@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from mplug import ops
+import mplug.ops as ops
 from mplug.config.sources import source_of
 from mplug.contracts import RETURNS
 from mplug.errors import UsageError, listed

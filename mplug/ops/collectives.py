@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mplug.ops import operators
+import mplug.ops.operators as operators
 
 Group = dist.ProcessGroup | None
 

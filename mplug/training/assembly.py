@@ -10,9 +10,9 @@ from itertools import combinations
 from typing import cast
 
 from mplug.contracts import Loader, Optimizer, Piece, Stepper
-from mplug.errors import UsageError, listed
+from mplug.errors import PluginError, UsageError, listed
 from mplug.gradients.loss_scale import LossScale
-from mplug.model.build import allocate_parts, build_model, gradient_dtype, refuse_unsavable
+from mplug.model.build import allocate_parts, build_model, build_optimizer, gradient_dtype, refuse_unsavable
 from mplug.model.compiled.compilation import compile_units, compiler_of
 from mplug.model.compiled.graphs import recorder
 from mplug.model.engine import refuse_missing_pieces, refuse_other_sums
@@ -122,7 +122,7 @@ def _initialized_pieces(run: Run, model: Model) -> list[Piece]:
 
 def _optimizer(run: Run, model: Model, pieces: list[Piece]) -> Optimizer:
     with nullcontext() if model.engine is None else model.engine.making_states():
-        optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
+        optimizer = build_optimizer(run, pieces)
     refuse_unsavable(run, optimizer, pieces)
     return optimizer
 
@@ -221,7 +221,11 @@ def feed(run: Run, model: Model, split: str, loader: Loader | None = None) -> Fe
 
 def build_loader(run: Run, split: str) -> Loader:
     """The loader of a split; UsageError if its vocabulary is larger than the model's."""
-    loader: Loader = run.hooks.call.build_loader(run=run, split=split)
+    loader = run.hooks.call.build_loader(run=run, split=split)
+    if not isinstance(loader, Loader):
+        (label,) = run.hooks.implementers("build_loader")
+        returned = type(loader).__name__
+        raise PluginError(f"build_loader of {label} returns '{returned}', which is not derived from mplug.Loader")
     _refuse_small_vocabulary(run, loader)
     return loader
 

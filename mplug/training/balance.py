@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mplug import ops
+import mplug.ops as ops
 from mplug.contracts import RETURNS, MicroBatch
 from mplug.layout.plan import TOKENS_AXIS
 from mplug.model.stream_balance import USE, data_axes

@@ -55,7 +55,7 @@ class Feed:
 
     @property
     def loader(self) -> Loader:
-        """The loader itself, for its optional attributes (such as `fingerprint`)."""
+        """The loader itself, for what it states of itself (such as `fingerprint`)."""
         return self._loader.loader if isinstance(self._loader, Supervised) else self._loader
 
     @loader.setter

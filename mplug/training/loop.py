@@ -126,7 +126,7 @@ def _write_beginning(run: Run, parts: Parts, position: Position, sources: Source
     log.info("%s %d of %d, process %d on %s", BEGAN, run.rank, run.mesh.world_size, os.getpid(), socket.gethostname())
     for line in position.changes.lines():
         log.info("changed since %s: %s", sources.resumed_from, line)
-    tokenizer = getattr(parts.train_loader.loader, "tokenizer", None)
+    tokenizer = parts.train_loader.loader.tokenizer
     sizes = {"parameters": parts.num_parameters, "frozen": parts.num_frozen}
     facts = {"depends_on_layout": run.depends_on_layout, "changes": position.history, "tokenizer": tokenizer}
     write_record(run, {**sizes, **sources.record(), **facts})

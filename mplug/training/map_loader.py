@@ -1,17 +1,17 @@
 """A loader for data with random access: the n-th sample can be read directly."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from mplug.contracts import MicroBatch
+from mplug.contracts import Loader, MicroBatch
 
 
-class MapLoader:
+class MapLoader(Loader):
     """A loader with one global order of samples; each data-parallel rank reads its part. Its state is one number.
 
     `read(sample_ids)` returns the micro batch of these samples of the global order, on the CPU. The order has no end:
     `read` must accept any sample id. `shard` is (index, count): this rank reads the `index`-th of `count` equal parts
-    of every global batch. `samples_per_epoch` and `fingerprint` are optional (see `Loader`).
+    of every global batch. The creator of the loader may set `tokenizer`.
     """
 
     def __init__(
@@ -26,8 +26,6 @@ class MapLoader:
     ) -> None:
         self.read, self.vocab_size, self.shard, self.micro_batch_size = read, vocab_size, shard, micro_batch_size
         self.samples_per_epoch, self.fingerprint = samples_per_epoch, fingerprint
-        self.tokenizer: Mapping[str, Any] | None = None
-        """The record of the tokenizer that made the data, or None; the creator of the loader may set it."""
         self.samples = 0
 
     def take(self, num_samples: int) -> Iterator[MicroBatch]:

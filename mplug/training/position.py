@@ -133,18 +133,17 @@ class Position:
             self.parts.train_loader.load_state_dict(plain["loader"], plain["samples"])
 
     def _fingerprint(self) -> str | None:
-        return getattr(self.parts.train_loader.loader, "fingerprint", None)
+        return self.parts.train_loader.loader.fingerprint
 
     def _loader_state(self) -> dict[str, Any]:
         """The training loader's state; with `merge_states`, that of all parts of the batch (on rank 0)."""
         feed, run = self.parts.train_loader, self.run
-        state, merge = feed.state_dict(), getattr(feed.loader, "merge_states", None)
+        state, merge = feed.state_dict(), feed.loader.merge_states
         if merge is None:
             return state
         part = run.mesh.batch_shard(run.rank)[0]
         parts = dict(at_first(run, (part, state)))
-        merged: dict[str, Any] = merge([parts[part] for part in sorted(parts)]) if parts else {}
-        return merged
+        return merge([parts[part] for part in sorted(parts)]) if parts else {}
 
     def _tensors(self) -> list[tuple[str, Placement, Tensor]]:
         """(name in a checkpoint, placement, tensor) of every parameter's values and every piece's optimizer states."""

@@ -42,7 +42,6 @@ class DefaultStepper(Evaluator):
         super().__init__(run, model)
         self.pieces, self.optimizer = pieces, optimizer
         self.max_norm = run.config.trainer.max_grad_norm
-        self.one_pass: bool = getattr(optimizer, "one_pass", False)
         updated_on = pieces[0].master.device if pieces else torch.device(run.device)  # the CPU, if offloaded
         self.norm = GlobalNorm(owned_gradients(pieces, run.rank), updated_on.type, self.wide)
         self.reduction = Reduction(run, model.placements, model.sinks.reduced_over, pieces)
@@ -165,7 +164,7 @@ class DefaultStepper(Evaluator):
         figures |= self._imbalances(squares)
         lr = self.scalars.lr
         self.optimizer.step(replace(self.scalars, scale=scale.to(lr), skip=skip.to(lr.device)))
-        if not self.one_pass:
+        if not self.optimizer.one_pass:
             write_weights(self.pieces)
         written()
         statistics = self.statistics.finish(num_targets, num_tokens)

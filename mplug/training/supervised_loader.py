@@ -147,8 +147,8 @@ class Supervised:
 
     def _samples_of(self, first: int, num_samples: int) -> str:
         """The samples of one call of `take`, by their numbers in the global order, and the epoch if it is stated."""
-        epoch = getattr(self.loader, "samples_per_epoch", None)
-        named = f" (epoch {first // epoch + 1})" if isinstance(epoch, int) and epoch > 0 else ""
+        epoch = self.loader.samples_per_epoch
+        named = f" (epoch {first // epoch + 1})" if epoch is not None and epoch > 0 else ""
         after = "" if self._last is None else f", after sample {int(self._last)}"
         return f"in samples {first} to {first + num_samples - 1} of the {self._data}{named}{after}"
 

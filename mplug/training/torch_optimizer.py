@@ -6,10 +6,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mplug.contracts import Piece, StepScalars
+from mplug.contracts import Optimizer, Piece, StepScalars
 
 
-class TorchOptimizer:
+class TorchOptimizer(Optimizer):
     """One fused pass of torch over all pieces. It updates masters only; the host casts them to the weights.
 
     `build` makes torch's optimizer, with `fused=True`, from one group of parameters without weight decay. `state`

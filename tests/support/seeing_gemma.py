@@ -10,10 +10,10 @@ from mplug_gemma import Gemma
 from mplug_gemma.build import build
 from mplug_gemma.config import GemmaConfig
 from mplug_gemma.stream import micro_batch_entries
+from seeing_models import ours_of
 from torch import Tensor
 
-from mplug import Mesh, Model, conversion
-from mplug.checkpoint.transfer import fill_ours
+from mplug import Mesh, Model
 from mplug.model.memory import allocate, initialize
 from mplug.tensors.random import sample_keys
 from mplug_nn import form_of
@@ -160,19 +160,6 @@ def public(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         (place,) = (one for one in places if name.startswith(one))
         found[places[place] + name.removeprefix(place)] = tensor
-    return found
-
-
-def ours_of(model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by their public names as those of our parameters."""
-
-    def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        return tensors[name][tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
-
-    found = {}
-    for name, links in conversion(model).links.items():
-        found[name] = torch.full(links[0].ours.shape, float("nan"), dtype=torch.float64)
-        fill_ours(links, (0,) * found[name].dim(), found[name], read)
     return found
 
 

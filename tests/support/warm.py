@@ -172,7 +172,7 @@ def forking_modules(run: Callable[..., Any]) -> Callable[..., Any]:
     """Make the subprocesses of commands, such as `python -m mplug_testing.inspection`, forks too."""
 
     def fork(command: list[str], **options: Any) -> Any:
-        if command[:2] != [sys.executable, "-m"] or not command[2].startswith(("mplug.", "mplug_testing.inspection")):
+        if command[:2] != [sys.executable, "-m"] or not command[2].startswith(("mplug.", "mplug_testing.")):
             return run(command, **options)
         assert set(options) <= {"input", "capture_output", "text", "timeout"}
         timeout, text = options.get("timeout"), options.get("input")

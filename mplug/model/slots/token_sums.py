@@ -4,7 +4,7 @@ from itertools import combinations
 
 from torch import Tensor
 
-from mplug import ops
+import mplug.ops as ops
 from mplug.model.model import Model
 from mplug.model.slots.offers import Offer
 from mplug.run.run import Run

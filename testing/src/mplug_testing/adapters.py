@@ -143,7 +143,7 @@ class AdapterSuite(PluginSuite):
 
     def test_replayed_steps_are_steps(self) -> None:
         """If the plugin states by `captures` that its part can be replayed, no number of the CPU enters it."""
-        from mplug_testing import replays
+        import mplug_testing.replays as replays
 
         if not replays.is_stated(tiny_run(self.tiny()), self.entry().label):
             raise SkipTest(f"'{self.plugin}' does not state that its part of a step can be replayed")

@@ -152,7 +152,7 @@ class DataSuite(FingerprintChecks):
         run.device = choose_device(run.config)
         for split in ("train", "validation"):
             loader = cls.loader(run, split)
-            epoch = getattr(loader, "samples_per_epoch", None)
+            epoch = loader.samples_per_epoch
             yield f"sizes of the {split} split", (loader.vocab_size, epoch)
             yield f"{split} samples", digest([dict(sample.rows) for sample in read(loader, LOOK)])
         tokenizer = run.hooks.call.build_tokenizer(run=run)
@@ -160,7 +160,7 @@ class DataSuite(FingerprintChecks):
 
     def _epoch(self, loader: "Loader") -> int | None:
         """The number of samples of an epoch; None if the loader does not state it or it is too large to read."""
-        stated = getattr(loader, "samples_per_epoch", None)
+        stated = loader.samples_per_epoch
         require(stated is None or stated > 0, f"samples_per_epoch is {stated}; it must be positive, or None")
         return stated if stated is not None and stated <= LONGEST_EPOCH else None
 
@@ -264,7 +264,7 @@ class DataSuite(FingerprintChecks):
         """It depends only on the data. Another seed gives the same fingerprint, so that data may move."""
         seed = self.config().trainer.seed + 1
         loaders = [self.alone(), self.alone(trainer__seed=seed), *self.loaders(self.layout(2))]
-        found = [getattr(loader, "fingerprint", None) for loader in loaders]
+        found = [loader.fingerprint for loader in loaders]
         require(
             found == [None] * len(found) or (isinstance(found[0], str) and len(set(found)) == 1),
             f"loaders of the same data have the fingerprints {found}; a fingerprint must be one text that depends only "

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mplug.contracts import Optimizer, Piece, StepScalars
+from mplug.contracts import Piece, StepScalars
 from mplug.layout.mesh import Axis, Mesh
 from mplug.layout.placement import Placement
 from mplug.layout.plan import Init, Parameter, Segment
+from mplug.model.build import build_optimizer
 from mplug.run.run import Run
 from mplug.tensors.random import key_of
 from mplug_testing.suite import naming_failures
@@ -113,7 +114,7 @@ class Bench:
     def __init__(self, run: Run, pieces: list[Piece], subject: str = "pieces") -> None:
         self.run, self.pieces, self.subject = run, pieces, subject
         with naming_failures(f"building it of {subject}"):
-            self.optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
+            self.optimizer = build_optimizer(run, pieces)
 
     def scalars(
         self, lr: float = 1e-2, weight_decay: float = 0.1, scale: float = 1.0, skip: float = 0.0

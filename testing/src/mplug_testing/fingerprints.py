@@ -34,7 +34,7 @@ class FingerprintChecks(PluginSuite):
     def test_its_fingerprint_is_that_of_its_samples(self) -> None:
         """A copy of the data in another place has the same fingerprint; data with other samples has another."""
         loader = self.alone()
-        own = getattr(loader, "fingerprint", None)
+        own = loader.fingerprint
         if own is None:
             raise SkipTest("the loader states no fingerprint, so a run whose data is elsewhere is not resumed")
         place = self.tiny().get(PATH)
@@ -43,14 +43,14 @@ class FingerprintChecks(PluginSuite):
             if copied:
                 moved = self.alone(data__path=_copied(str(place), Path(folder) / "moved"))
                 require(
-                    getattr(moved, "fingerprint", None) == own,
-                    f"a copy of the data in another place has another fingerprint ({moved.fingerprint!r} instead of "  # type: ignore[attr-defined]
+                    moved.fingerprint == own,
+                    f"a copy of the data in another place has another fingerprint ({moved.fingerprint!r} instead of "
                     f"{own!r}); compute it from the samples and not from data.path",
                 )
             others = list(self._with_other_samples(str(place) if copied else None, Path(folder), loader))
         for other, how in others:
             require(
-                getattr(other, "fingerprint", None) != own,
+                other.fingerprint != own,
                 f"data with other samples ({how}) has the same fingerprint, so a run would resume with other data; "
                 f"compute it from the samples",
             )

@@ -62,7 +62,7 @@ class ModelSuite(PluginSuite):
     @classmethod
     def evidence(cls, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """The plan without its FLOPs; loss and gradients of a micro batch in fp64; and two steps of training."""
-        from mplug_testing import blueprint
+        import mplug_testing.blueprint as blueprint
         from mplug_testing.fields import digest
         from mplug_testing.harness import train_steps
         from mplug_testing.model_checks import Trial
@@ -79,28 +79,28 @@ class ModelSuite(PluginSuite):
 
     def on_meta(self) -> "Model":
         """The model of the suite's settings, as the hook `build_model` returns it on the meta device."""
-        from mplug_testing import blueprint
+        import mplug_testing.blueprint as blueprint
 
         return blueprint.on_meta(tiny_run(self.tiny()))
 
     @smoke
     def test_it_is_built_on_the_meta_device(self) -> None:
         """Building allocates no memory and draws no random numbers: the host does both later, from the plan."""
-        from mplug_testing import blueprint
+        import mplug_testing.blueprint as blueprint
 
         blueprint.require_meta_build(tiny_run(self.tiny()))
 
     @smoke
     def test_its_plan_covers_exactly_its_parameters(self) -> None:
         """Each parameter has one pattern with its shape, one unit, and the ties that the plan names."""
-        from mplug_testing import blueprint
+        import mplug_testing.blueprint as blueprint
 
         blueprint.require_covered(self.on_meta())
 
     @smoke
     def test_its_units_fit_together(self) -> None:
         """Each unit's inputs exist and its outputs have named axes. The last units return the loss, or logits."""
-        from mplug_testing import blueprint
+        import mplug_testing.blueprint as blueprint
 
         blueprint.require_fitting_units(self.on_meta())
 
@@ -120,7 +120,7 @@ class ModelSuite(PluginSuite):
     @smoke
     def test_an_attention_core_of_its_own_is_asked_for(self) -> None:
         """If a module's own core is another function than its specification, its sites need that function by name."""
-        from mplug_testing import blueprint
+        import mplug_testing.blueprint as blueprint
 
         blueprint.require_own_cores(self.on_meta())
 
@@ -184,7 +184,7 @@ class ModelSuite(PluginSuite):
 
     def test_its_gradients_are_differences_of_its_loss(self) -> None:
         """Along directions in the parameters of every unit, and in the inputs of one unit of every role, in fp64."""
-        from mplug_testing import derivatives
+        import mplug_testing.derivatives as derivatives
 
         if not self.smooth:
             raise SkipTest("the suite sets smooth = False")
@@ -226,7 +226,7 @@ class ModelSuite(PluginSuite):
 
     def test_replayed_steps_are_steps(self) -> None:
         """If the plugin states by `captures` that its steps can be replayed, no number of the CPU enters them."""
-        from mplug_testing import replays
+        import mplug_testing.replays as replays
 
         run = tiny_run(self.tiny())
         if not replays.is_stated(run, self.entry().label):

@@ -84,7 +84,7 @@ class OptimizerSuite(WeightSuite):
     @classmethod
     def evidence(cls, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """Weights and states of artificial pieces after steps with the config's own rate and decay."""
-        from mplug_testing import dense
+        import mplug_testing.dense as dense
         from mplug_testing.fields import digest
 
         run = cls.run_of(settings)
@@ -112,7 +112,7 @@ class OptimizerSuite(WeightSuite):
         """
         from torch._subclasses.fake_tensor import FakeTensorMode
 
-        from mplug_testing import dense
+        import mplug_testing.dense as dense
 
         run = self._run()
         with FakeTensorMode():
@@ -122,14 +122,14 @@ class OptimizerSuite(WeightSuite):
         needs = getattr(bench.optimizer, "needs", None)
         require(needs in ("elements", "matrices"), f"its `needs` is {needs!r}; it must be 'elements' or 'matrices'")
         for name in ("one_pass", "low_precision_gradients"):
-            value = getattr(bench.optimizer, name, False)
+            value = getattr(bench.optimizer, name)
             require(value in (True, False), f"its `{name}` is {value!r}; it must be True or False")
 
     # Updates.
 
     def test_updates_are_those_of_the_reference(self) -> None:
         """Over steps with changing rate, decay and scale, for every shape of parameter."""
-        from mplug_testing import dense
+        import mplug_testing.dense as dense
 
         bench = self._bench()
         before = {piece.name: piece.master.double() for piece in bench.pieces}
@@ -158,7 +158,7 @@ class OptimizerSuite(WeightSuite):
     @smoke
     def test_gradients_are_scaled(self) -> None:
         """`scale` contains clipping and the division by the number of tokens."""
-        from mplug_testing import dense
+        import mplug_testing.dense as dense
 
         one, other = self._bench(), self._bench()
         for number, scale in enumerate((0.25, 8.0, 0.5)):
@@ -192,7 +192,7 @@ class OptimizerSuite(WeightSuite):
     @smoke
     def test_a_skipped_step_changes_nothing(self) -> None:
         """If `skip` is 1, no bit of weights or state changes, whatever the gradients are."""
-        from mplug_testing import dense
+        import mplug_testing.dense as dense
 
         for factor in (1.0, float("nan"), float("inf")):
             bench = self._bench()
@@ -206,7 +206,7 @@ class OptimizerSuite(WeightSuite):
     @smoke
     def test_a_skipped_step_is_not_remembered(self) -> None:
         """The steps after a skipped step give the same result as without it."""
-        from mplug_testing import dense
+        import mplug_testing.dense as dense
 
         one, other = self._bench(), self._bench()
         one.step(1)
@@ -220,7 +220,7 @@ class OptimizerSuite(WeightSuite):
     @smoke
     def test_a_step_does_not_wait_for_the_device(self) -> None:
         """A step reads no tensor's value on the CPU. For this reason learning rate, scale and skip are tensors."""
-        from mplug_testing import dense
+        import mplug_testing.dense as dense
 
         bench = self._bench()
         bench.step(1)
@@ -247,7 +247,7 @@ class OptimizerSuite(WeightSuite):
     @smoke
     def test_a_replayed_step_is_a_step(self) -> None:
         """If the plugin states by `captures` that its steps can be replayed, they read everything from tensors."""
-        from mplug_testing import replays
+        import mplug_testing.replays as replays
 
         one, other = self._bench(), self._bench()
         if not replays.is_stated(one.run, self.entry().label):
@@ -297,7 +297,7 @@ class OptimizerSuite(WeightSuite):
     @smoke
     def test_copied_state_continues_to_the_bit(self) -> None:
         """The next step depends only on weights, state and the step's inputs."""
-        from mplug_testing import dense
+        import mplug_testing.dense as dense
 
         one, other = self._bench(), self._bench()
         one.step(1)
@@ -320,7 +320,7 @@ class OptimizerSuite(WeightSuite):
     @smoke
     def test_what_it_needs_is_enough(self) -> None:
         """If it needs elements only, the halves of a piece can be updated separately."""
-        from mplug_testing import dense
+        import mplug_testing.dense as dense
 
         one = self._bench()
         if one.optimizer.needs != "elements":
@@ -345,7 +345,7 @@ class OptimizerSuite(WeightSuite):
     @smoke
     def test_it_takes_ranks_that_hold_padding_or_nothing(self) -> None:
         """A rank of a divided vocabulary may hold only padding, and a pipeline stage may have no trained parameter."""
-        from mplug_testing import dense
+        import mplug_testing.dense as dense
 
         run = self._run()
         empty = dense.Bench(run, [], "no pieces, as on a rank without trained parameters")
@@ -380,7 +380,7 @@ class OptimizerSuite(WeightSuite):
         """Compare a piece, or one matrix of it, with the reference after all steps of the schedule."""
         import torch
 
-        from mplug_testing import dense
+        import mplug_testing.dense as dense
 
         steps = [
             DenseStep(

@@ -10,12 +10,12 @@ from unittest import SkipTest
 
 import yaml
 
+import mplug_testing.layouts as layouts
 from mplug.errors import UsageError, listed
 from mplug.layout.mesh import Axis, parse_layout
 from mplug.registry.entry_points import BrokenPlugin
 from mplug.registry.hooks import implemented
 from mplug.run.run import Run
-from mplug_testing import layouts
 from mplug_testing.draws import draws_fault
 from mplug_testing.harness import (
     EXACT,

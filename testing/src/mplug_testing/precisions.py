@@ -134,7 +134,7 @@ class PrecisionSuite(PluginSuite):
 
         Operands that the recipe leaves as they are stand in `exact`, with the reason.
         """
-        from mplug_testing import rounding
+        import mplug_testing.rounding as rounding
         from mplug_testing.model_checks import Trial
 
         for operand in self.exact:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+import mplug_testing.dense as dense
 from mplug.errors import RunError
 from mplug.model.build import build_model
 from mplug.run.run import Run
@@ -10,7 +11,6 @@ from mplug.training.assembly import build
 from mplug.training.loop import launch_step
 from mplug.training.stepper import DefaultStepper
 from mplug_graphs import WARMUP, GraphedStepper
-from mplug_testing import dense
 from mplug_testing.harness import TinySettings, tiny_run
 from mplug_testing.recording import Operations, Reads
 

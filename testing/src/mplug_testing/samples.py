@@ -161,7 +161,7 @@ def merged_state(loaders: "Sequence[Loader]") -> Any:
     """The one state that a checkpoint holds for the loaders of all ranks."""
     with naming_failures("state_dict"):
         states = [loader.state_dict() for loader in loaders]
-    merge = getattr(loaders[0], "merge_states", None)
+    merge = loaders[0].merge_states
     if merge is None:
         return states[0]
     with naming_failures("merge_states"):

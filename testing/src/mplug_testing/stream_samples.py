@@ -6,7 +6,7 @@ The rows of a stream belong to a whole micro batch, and the entries that refer t
 
 from collections.abc import Iterator
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from mplug.contracts import STREAMS
 
@@ -48,8 +48,7 @@ def watched(run: "Run", loader: "Loader") -> "Loader":
         return loader
     with torch.device("meta"):
         plan = run.hooks.call.build_model(run=run).plan
-    wrapped: Loader = StreamLoader(loader, plan)
-    return wrapped
+    return cast("Loader", StreamLoader(loader, plan))
 
 
 def seen(batch: StreamBatch) -> "dict[str, Tensor]":

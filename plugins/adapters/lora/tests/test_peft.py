@@ -148,7 +148,7 @@ def off_on_a_rank(settings: dict[str, Any], base: Path, expected: dict[str, Tens
     return max(errors)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "dp2"])
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("dp2", marks=pytest.mark.wide("layouts"))])
 def test_every_rank_loads_its_part_of_the_adapters(pairs: Any, layout: str) -> None:
     """DoRA stores a magnitude less the norm of its row, to which every rank that divides the row contributes."""
     pair = pairs("llama dora")

@@ -5,12 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tiny_models import DECODER
+
 from mplug_testing import FormatSuite
 
 
 class TestHuggingFace(FormatSuite):
     plugin = "huggingface"
-    settings = {"model.name": "llama", "model.num_kv_heads": 2, "model.ffn_hidden_size": 48}
+    settings = {"model.name": "llama", **DECODER}
 
 
 class TestPEFT(FormatSuite):

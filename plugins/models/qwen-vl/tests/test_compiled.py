@@ -1,11 +1,11 @@
-"""A unit is compiled once for all numbers of rows and segments."""
+"""A unit is compiled once for all numbers of rows and segments, and computes what it does without a compiler."""
 
 import warnings
 
 import pytest
 
 from mplug_testing import run_workers
-from mplug_testing.harness import train_steps
+from mplug_testing.harness import difference, train_steps
 
 SETTINGS: dict[str, object] = {
     "model.name": "qwen-vl",
@@ -25,8 +25,8 @@ KINDS = 9
 """Patches, block of the tower, merger, merger of DeepStack, join, addition, embedding, block, head."""
 
 
-def compiled() -> tuple[int, set[tuple[int, int]]]:
-    """The graphs of a run, and the numbers of rows and of pictures that its micro batches had."""
+def compiled() -> tuple[int, set[tuple[int, int]], str]:
+    """The graphs of a run, the numbers of rows and pictures of its batches, and how it differs from eager units."""
     from mplug.model.compiled.compilation import compiled_graphs
     from mplug.model.model import Model
 
@@ -38,13 +38,14 @@ def compiled() -> tuple[int, set[tuple[int, int]]]:
         return loss(model, batch)
 
     Model.loss = counted  # type: ignore[method-assign]
-    train_steps(SETTINGS)
-    return compiled_graphs(), seen
+    trained = train_steps(SETTINGS)
+    return compiled_graphs(), seen, difference([trained], train_steps({**SETTINGS, "trainer.compile": "never"}))
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_unit_is_compiled_once_for_all_numbers_of_rows_and_pictures() -> None:
-    graphs, seen = run_workers(1, compiled)[0]
+def test_a_unit_is_compiled_once_for_all_numbers_of_rows_and_pictures_and_computes_as_without_a_compiler() -> None:
+    graphs, seen, differs = run_workers(1, compiled)[0]
     assert len({rows for rows, _ in seen}) > 3
     assert len({pictures for _, pictures in seen}) > 1
     assert graphs == 2 * KINDS, "one for training and one for evaluation"
+    assert not differs

@@ -61,7 +61,7 @@ CASES = [
     pytest.param("tp2pp2", {}, id="tp2pp2"),
     pytest.param("cp2", PACKED, id="cp2 packed"),
     pytest.param("fsdp2", FROZEN_TOWER, id="fsdp2 frozen tower"),
-    pytest.param("tp2", {**COMPILED, "model.vision": {**TOWER, **WINDOWS}}, id="tp2 compiled windows"),
+    pytest.param("tp2", {**COMPILED, "model.vision": {**TOWER, **WINDOWS}}, id="tp2 compiled windows", marks=WIDE),
     pytest.param("fsdp2", SINGLY, id="fsdp2 balanced samples", marks=WIDE),
     pytest.param("dp2tp2", {**BALANCED, "model.vision": {**TOWER, **WINDOWS}}, id="dp2tp2 balanced windows"),
     pytest.param("dp2pp2", BALANCED, id="dp2pp2 balanced", marks=WIDE),

@@ -1,6 +1,7 @@
 """Dividing units into stages: as light as brute force finds, as the user says, or refused."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -53,8 +54,11 @@ def test_divisions_that_are_found_by_hand(weights: list[int], parts: int, length
 
 
 def gpt(**fields: Any) -> Model:
+    """A model whose plan has the work of its units, collected once, as the host adds it before it divides a model."""
     with torch.device("meta"):
-        return GPT(GPT.Config(**fields)).build_model()
+        model = GPT(GPT.Config(**fields)).build_model()
+    model.plan = replace(model.plan, work=model.work)
+    return model
 
 
 def small(num_layers: int = 4) -> Model:

@@ -13,7 +13,7 @@ from typing import Any
 from megatron.energon import SavableDataLoader
 from megatron.energon.errors import FatalSampleError
 
-from mplug import MicroBatch, RunError, UsageError
+from mplug import Loader, MicroBatch, RunError, UsageError
 from mplug_energon.sources import message_of
 from mplug_energon.states import from_plain, to_plain
 
@@ -29,7 +29,7 @@ class Shape:
     num_workers: int
 
 
-class StreamLoader:
+class StreamLoader(Loader):
     """A loader of a rank's streams. Its state holds that of each stream; `merge_states` merges all ranks' states."""
 
     def __init__(

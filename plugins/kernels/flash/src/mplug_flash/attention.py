@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mplug_flash import fourth
+import mplug_flash.fourth as fourth
 from mplug_flash.fourth import FourthPacked, FourthParts, begins
 from mplug_nn import AttentionCore, AttentionInputs, AttentionSpec
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from mplug_fp8 import emulation
+import mplug_fp8.emulation as emulation
 from mplug_fp8.emulation import E4M3, columns_of_groups
 from mplug_fp8.operators import cast_rowwise
 from mplug_fp8.recipes import Options
@@ -66,7 +66,7 @@ def cast_grouped(x: Tensor, ends: Tensor, power_of_two: bool) -> tuple[Tensor, T
     """x [M, I], ends [e] -> rows [M, I] with inverses [M], columns [I, Q] with inverses [e, I], ends of columns [e]."""
     if not x.is_cuda:
         return emulation.cast_grouped(x, ends, power_of_two)
-    from mplug_fp8 import launch
+    import mplug_fp8.launch as launch
 
     return launch.cast_grouped(x.contiguous(), ends, power_of_two)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, pad
 from torch.utils.flop_counter import register_flop_formula
 
-from mplug_fp8 import emulation
+import mplug_fp8.emulation as emulation
 from mplug_fp8.emulation import BLOCK, E4M3, E5M2, padded
 from mplug_nn import aligned, fake, operator
 
@@ -37,7 +37,7 @@ def largest(x: Tensor) -> Tensor:
     """x [...] -> the largest absolute values of parts of it, in fp32; NaN and infinity are the largest."""
     if not x.is_cuda:
         return emulation.largest_of(x).view(1)
-    from mplug_fp8 import launch
+    import mplug_fp8.launch as launch
 
     return launch.largest_of(x.contiguous())
 
@@ -60,7 +60,7 @@ def cast(
     if not x.is_cuda:
         rows, inverse = emulation.cast(x, largest, dtype, power_of_two)
         return *_wanted(rows, wants_rows, wants_columns), inverse
-    from mplug_fp8 import launch
+    import mplug_fp8.launch as launch
 
     rows, columns = _empty(x, dtype, wants_rows, wants_columns)
     inverse = launch.cast(
@@ -102,7 +102,7 @@ def cast_scaled(
             statistic.copy_(torch.maximum(statistic, emulation.largest_of(x).to(statistic.dtype)))
         rows = emulation.rounded(x, scale, dtype)
         return *_wanted(rows, wants_rows, wants_columns), torch.ones_like(scale) / scale
-    from mplug_fp8 import launch
+    import mplug_fp8.launch as launch
 
     rows, columns = _empty(x, dtype, wants_rows, wants_columns)
     inverse = launch.cast(
@@ -132,7 +132,7 @@ def cast_columns(x: Tensor, scale: Tensor, e5m2: bool) -> tuple[Tensor, Tensor]:
     if not x.is_cuda:
         rows = emulation.rounded(x, scale, dtype)
         return emulation.transposed(rows), torch.ones_like(scale) / scale
-    from mplug_fp8 import launch
+    import mplug_fp8.launch as launch
 
     _, columns = _empty(x, dtype, False, True)
     return columns, launch.cast(x.contiguous(), scale, None, dtype, False, False, None, columns)
@@ -159,7 +159,7 @@ def transposed(rows: Tensor) -> Tensor:
     """fp8 numbers [N, I] -> [I, P], padded with zeros."""
     if not rows.is_cuda:
         return emulation.transposed(rows)
-    from mplug_fp8 import launch
+    import mplug_fp8.launch as launch
 
     columns = rows.new_empty((rows.shape[1], padded(len(rows))))
     launch.transposed(rows.contiguous(), columns)
@@ -190,7 +190,7 @@ def cast_rowwise(
     """
     if not x.is_cuda:
         return _only_wanted(emulation.cast_rowwise(x, power_of_two), wants_rows, wants_columns)
-    from mplug_fp8 import launch
+    import mplug_fp8.launch as launch
 
     return _only_wanted(launch.cast_rowwise(x.contiguous(), power_of_two), wants_rows, wants_columns)
 
@@ -211,7 +211,7 @@ def cast_lines(x: Tensor, wants_rows: bool, wants_columns: bool) -> tuple[Tensor
     """
     if not x.is_cuda:
         return _only_wanted(emulation.cast_lines(x), wants_rows, wants_columns)
-    from mplug_fp8 import launch
+    import mplug_fp8.launch as launch
 
     return _only_wanted(launch.cast_lines(x.contiguous()), wants_rows, wants_columns)
 
@@ -244,7 +244,7 @@ def cast_blocks(weight: Tensor, wants_rows: bool, wants_columns: bool) -> tuple[
     """
     if not weight.is_cuda:
         return _only_wanted(emulation.cast_blocks(weight), wants_rows, wants_columns)
-    from mplug_fp8 import launch
+    import mplug_fp8.launch as launch
 
     return _only_wanted(launch.cast_blocks(weight.contiguous()), wants_rows, wants_columns)
 

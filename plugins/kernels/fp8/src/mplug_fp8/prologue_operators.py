@@ -8,7 +8,8 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from mplug_fp8 import emulation, prologue_emulation
+import mplug_fp8.emulation as emulation
+import mplug_fp8.prologue_emulation as prologue_emulation
 from mplug_fp8.emulation import E4M3, padded
 from mplug_fp8.prologue_emulation import Statistics
 from mplug_nn import fake, operator
@@ -35,7 +36,7 @@ def normed(
     """
     keeps = torch._C._current_graph_task_id() == -1
     if x.is_cuda:
-        from mplug_fp8 import prologue_launch
+        import mplug_fp8.prologue_launch as prologue_launch
 
         rows, inverse, summed, statistics = _empty_norm(x, residual, centred)
         kept = statistic if keeps else None
@@ -74,7 +75,7 @@ def normed_again(
     """s [N, I] -> the numbers that `normed` gives: columns [I, P] if asked for, else rows [N, I]."""
     statistics = Statistics(means, deviations)
     if summed.is_cuda:
-        from mplug_fp8 import prologue_launch
+        import mplug_fp8.prologue_launch as prologue_launch
 
         found = _empty_numbers(summed, summed.shape[1], columns)
         prologue_launch.normed_again(summed, statistics, weight, bias, scale, found, columns)
@@ -105,7 +106,7 @@ def norm_gradient(
     """The gradients of the norm and of s [N, I] -> that of x [N, I], those of weight and bias [1 or 2, I]."""
     statistics = Statistics(means, deviations)
     if summed.is_cuda:
-        from mplug_fp8 import prologue_launch
+        import mplug_fp8.prologue_launch as prologue_launch
 
         grad_s, grads = _empty_gradients(summed, weight, has_bias)
         prologue_launch.norm_gradient(grad_y, grad_summed, summed, statistics, weight, grad_s, grads)
@@ -129,7 +130,7 @@ def activated(x: Tensor, bias: Maybe, kind: str, scale: Tensor, statistic: Tenso
     """x [N, I] (swiglu: [N, 2I]) -> rows [N, I], inverse [1]; `statistic` as in `normed`."""
     keeps = torch._C._current_graph_task_id() == -1
     if x.is_cuda:
-        from mplug_fp8 import prologue_launch
+        import mplug_fp8.prologue_launch as prologue_launch
 
         rows, inverse = _empty_numbers(x, _width(x, kind), False), x.new_empty(1, dtype=torch.float32)
         prologue_launch.activated(x, bias, kind, scale, statistic if keeps else None, rows, inverse)
@@ -152,7 +153,7 @@ def activation_gradient(
     The numbers are columns [I, P] if asked for, else rows [N, I].
     """
     if x.is_cuda:
-        from mplug_fp8 import prologue_launch
+        import mplug_fp8.prologue_launch as prologue_launch
 
         grad_x, grad_bias, numbers = _empty_activation(x, bias, kind, columns)
         prologue_launch.activation_gradient(grad, x, bias, kind, scale, grad_x, grad_bias, numbers, columns)

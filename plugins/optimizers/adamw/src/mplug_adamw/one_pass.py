@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mplug import Piece, StepScalars
+from mplug import Optimizer, Piece, StepScalars
 from mplug_adamw.state import States
 
 if TYPE_CHECKING:
@@ -28,15 +28,15 @@ FIELDS: tl.constexpr = tl.constexpr(8)
 elements; 1 if the piece decays; 1 if its addresses allow vectors of four elements."""
 
 
-class OnePassAdamW:
+class OnePassAdamW(Optimizer):
     """Updates all pieces in one launch per step, and also writes the weights.
 
     The tensors of a piece must be contiguous and must not move in memory: the first step records their addresses.
     """
 
     needs: Literal["elements"] = "elements"
-    one_pass: Literal[True] = True
-    low_precision_gradients: Literal[True] = True
+    one_pass = True
+    low_precision_gradients = True
 
     def __init__(self, pieces: list[Piece], config: "AdamWConfig") -> None:
         self._pieces, self._states, self._config = pieces, States(pieces), config

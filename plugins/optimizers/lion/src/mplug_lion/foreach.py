@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from mplug import Piece, StepScalars
+from mplug import Optimizer, Piece, StepScalars
 
 if TYPE_CHECKING:
     from mplug_lion.config import LionConfig
@@ -15,7 +15,7 @@ GROUP = 1 << 26
 """Maximum elements updated together: enough to fill a GPU, few enough to bound the memory of directions."""
 
 
-class ForeachLion:
+class ForeachLion(Optimizer):
     """Updates pieces group by group; gradients are scratch memory, and directions are freed after each group."""
 
     needs: Literal["elements"] = "elements"

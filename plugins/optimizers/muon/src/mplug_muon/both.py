@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from mplug import Piece, StepScalars
+from mplug import Optimizer, Piece, StepScalars
 from mplug_muon.hidden import HiddenMatrices
 from mplug_muon.rest import FusedAdamW
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mplug_muon.config import MuonConfig
 
 
-class MuonAndAdamW:
+class MuonAndAdamW(Optimizer):
     """Updates hidden matrices by Muon, and embeddings, the output head, norms and biases by AdamW."""
 
     needs: Literal["matrices"] = "matrices"

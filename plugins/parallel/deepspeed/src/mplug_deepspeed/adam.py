@@ -4,13 +4,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mplug import UsageError, hookimpl
+from mplug import Optimizer, UsageError, hookimpl
 from mplug_deepspeed.toolchain import refuse_without_toolchain
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mplug import Optimizer, Piece, Run, RunConfig, StepScalars
+    from mplug import Piece, Run, RunConfig, StepScalars
 
 
 class AdamConfig(BaseModel):
@@ -72,7 +72,7 @@ class CPUAdam(FusedAdam):
         return AdamOfPieces(pieces, self.config, "DeepSpeedCPUAdam")
 
 
-class AdamOfPieces:
+class AdamOfPieces(Optimizer):
     """One of DeepSpeed's Adam classes over the masters of pieces. The CPU reads in every step whether it is skipped."""
 
     needs: Literal["elements"] = "elements"

@@ -5,10 +5,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mplug import Piece, StepScalars
+from mplug import Optimizer, Piece, StepScalars
 
 
-class Momentum:
+class Momentum(Optimizer):
     """b <- momentum b + g, then w <- w - lr (b + decay w)."""
 
     needs: Literal["elements"] = "elements"

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from mplug import MicroBatch, UsageError
+from mplug import Loader, MicroBatch, UsageError
 from nova_jotter import VOCAB_SIZE
 from nova_jotter.windows import Windows
 
 
-class BufferedLoader:
+class BufferedLoader(Loader):
     """Sample n is drawn from a buffer of `capacity` windows, whose place the next window takes.
 
     An epoch ends with an empty buffer, so every window comes once. Every rank draws the whole global order, which costs

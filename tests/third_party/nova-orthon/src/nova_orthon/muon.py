@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch import Tensor
 
-from mplug import Piece, StepScalars
+from mplug import Optimizer, Piece, StepScalars
 
 if TYPE_CHECKING:
     from nova_orthon import Orthon
@@ -63,7 +63,7 @@ class Adam:
         return mean / (square.sqrt() + self.eps), {"first": first, "second": second, "steps": steps}
 
 
-class Muon:
+class Muon(Optimizer):
     """A rule for each piece: matrices of hidden layers get orthogonalised momentum, everything else Adam."""
 
     needs: Literal["matrices"] = "matrices"

@@ -102,10 +102,12 @@ class Processor(Protocol):
     entries: tuple[str, ...]
     placeholders: frozenset[int]
 
-    def prepare(self, content: "Tensor") -> Medium:
+    def prepare(self, content: "Tensor", num_pictures: int = 1) -> Medium:
         """Prepare a medium from its decoded content: the colours [F, H, W, 3] of F frames, as uint8.
 
-        Raises UsageError for content that the model cannot take (too long and thin, say).
+        `num_pictures` is the number of media of one frame in the text that it belongs to (a sample before packing, a
+        prompt): a family may show a single picture in more detail than each of several. Raises UsageError for content
+        that the model cannot take (too long and thin, say).
         """
 
     def entries_of(

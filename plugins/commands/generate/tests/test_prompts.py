@@ -127,7 +127,7 @@ class Words:
     def __init__(self, mark: tuple[int, ...]) -> None:
         self.mark = mark
 
-    def prepare(self, content: Any) -> Medium:
+    def prepare(self, content: Any, num_pictures: int = 1) -> Medium:
         return Medium((8, 9, 9, 8), 2, None, self.mark)
 
 

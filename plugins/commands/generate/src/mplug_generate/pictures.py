@@ -31,19 +31,19 @@ class Encoded:
 
 def prepared(prompt: Prompt, processor: "Processor") -> "list[Medium]":
     """The pictures of a prompt; UsageError that names the first one that the model cannot take."""
-    return [_prepared(path, prompt.where, processor) for path in prompt.images]
+    return [_prepared(path, prompt, processor) for path in prompt.images]
 
 
-def _prepared(path: Path, where: str, processor: "Processor") -> "Medium":
+def _prepared(path: Path, prompt: Prompt, processor: "Processor") -> "Medium":
     from mplug_nn.pictures import decode_picture
 
     try:
-        return processor.prepare(decode_picture(path.read_bytes()))
+        return processor.prepare(decode_picture(path.read_bytes()), len(prompt.images))
     except OSError as error:
         reason = error.strerror or str(error)
     except (UsageError, ValueError) as error:
         reason = str(error)
-    raise UsageError(f"{where}: the image '{path}' cannot be used: {reason}; use another image")
+    raise UsageError(f"{prompt.where}: the image '{path}' cannot be used: {reason}; use another image")
 
 
 def encoded(prompt: Prompt, tokens: Sequence[int], processor: "Processor", pieces: Encode | None = None) -> Encoded:

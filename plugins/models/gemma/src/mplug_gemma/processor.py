@@ -25,7 +25,7 @@ class VisionProcessor:
         self.placeholders = frozenset({vision.image_token})
         self.entries = tuple(CONTEXT)
 
-    def prepare(self, content: "Tensor") -> Medium:
+    def prepare(self, content: "Tensor", num_pictures: int = 1) -> Medium:
         """The patches of a picture [1, H, W, 3], and the tokens that stand for it."""
         from mplug_nn.pictures import resize_frames, standardized
 

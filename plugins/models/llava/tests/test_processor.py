@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 from mplug_llava.config import LlavaConfig
-from mplug_llava.processor import PictureProcessor, cut
+from mplug_llava.processor import PictureProcessor
 from mplug_llava.published import SIGLIP_PREPARATION
+from mplug_llava.squares import cut
 from mplug_llava.vision import VisionConfig
 
 from mplug.registry.bind_section import bind

@@ -6,7 +6,6 @@ from mplug import UsageError, hookimpl, listed
 from mplug_llava.config import LlavaConfig
 from mplug_llava.presets import PRESETS
 from mplug_llava.published import FORMS
-from mplug_llava.vision import CONTEXT
 
 if TYPE_CHECKING:
     from mplug import Model, Processor, Run
@@ -25,7 +24,7 @@ class Llava:
         """The tower, the projector and the decoder on the meta device, and their plan."""
         from mplug_llava.build import build
 
-        missing = [name for name in CONTEXT if name not in run.entries]
+        missing = [name for name in self.config.context if name not in run.entries]
         if missing and run.trains:
             (loader,) = run.hooks.implementers("build_loader")
             raise UsageError(
@@ -38,9 +37,9 @@ class Llava:
     @hookimpl
     def build_processor(self) -> "Processor":
         """What makes the entries of the tower."""
-        from mplug_llava.processor import PictureProcessor
+        from mplug_llava.processor import PictureProcessor, TileProcessor
 
-        return PictureProcessor(self.config)
+        return PictureProcessor(self.config) if self.config.tiling is None else TileProcessor(self.config)
 
     @hookimpl
     def captures(self) -> str:

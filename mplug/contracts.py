@@ -5,7 +5,7 @@ plan's `context` names the entries.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from mplug.errors import quoted
@@ -70,12 +70,23 @@ class Medium:
     `tokens` stand for it in the text: its placeholders, and the special tokens around them. `rows` is the number of
     rows that it has in a stream, and `values` is what the processor makes them from. `mark` are the tokens that a
     published chat template writes for it, whatever its size; `tokens` take their place. Empty: no template writes it.
+    A processor has no tokenizer: `texts` are texts among the tokens, each with the index of the token behind it. A
+    plugin that writes a medium into a text encodes them (`written`).
     """
 
     tokens: tuple[int, ...]
     rows: int
     values: Any
     mark: tuple[int, ...] = ()
+    texts: tuple[tuple[int, str], ...] = ()
+
+    def written(self, encode: Callable[[str], Sequence[int]]) -> "Medium":
+        """The medium with its texts as tokens. `encode` adds no special tokens."""
+        found, begin = list[int](), 0
+        for index, text in self.texts:
+            found += [*self.tokens[begin:index], *encode(text)]
+            begin = index
+        return replace(self, tokens=(*found, *self.tokens[begin:]), texts=())
 
 
 @dataclass(frozen=True, eq=False)
@@ -282,6 +293,9 @@ class FolderTokenizer(Protocol):
 
     def encode_prompt(self, text: str) -> list[int]:
         """The tokens of a text to continue, with the special tokens that the folder's tokenizer adds to a text."""
+
+    def encode_part(self, text: str) -> list[int]:
+        """The tokens of a part of a text, without added special tokens."""
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The tokens of a conversation and of the header of the next answer, by the folder's chat template.

@@ -133,7 +133,7 @@ class Words:
 
 def in_place(prompt: Prompt, tokens: list[int], mark: tuple[int, ...], *, of_run: bool) -> Encoded:
     processor: Any = Words(mark)
-    return encoded(prompt, tokens, processor, (lambda text: [ord(letter) for letter in text]) if of_run else None)
+    return encoded(prompt, tokens, processor, lambda text: [ord(letter) for letter in text], of_folder=not of_run)
 
 
 def test_pictures_take_the_place_of_their_marks_or_stand_before_the_text_of_a_run(tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mplug_gemma.processor import ACROSS, BEFORE, BEHIND, VisionProcessor
+from mplug_gemma.processor import ACROSS, BEFORE, BEHIND, VisionProcessor, crops_of
 from mplug_gemma.stream import groups_of, tower_order
 from mplug_gemma.vision import PanAndScan, VisionConfig
 
 from mplug import Medium
-from mplug_nn.pictures import decode_picture
+from mplug_nn.pictures import decode_picture, resize_frames
 
 Image = pytest.importorskip("PIL.Image")
 library = pytest.importorskip("transformers.models.gemma3.image_processing_pil_gemma3")
@@ -202,3 +202,24 @@ def test_each_crop_is_a_picture_of_its_own_in_the_tower_and_in_the_text() -> Non
     assert entries["position_groups"][0][[1, 2, 10, 18]].tolist() == [-1, 0, 1, 2]
     with pytest.raises(ValueError, match="vision: pan_and_scan needs blank_line_token"):
         VisionConfig(pan_and_scan=CROPS, blank_line_token=None)
+
+
+def test_pictures_are_restored_from_the_entries_of_a_micro_batch() -> None:
+    processor = VisionProcessor(SMALL.model_copy(update={"pan_and_scan": CROPS, "pixel_std": (0.2, 0.3, 0.4)}))
+    long = torch.from_numpy(np.random.default_rng(5).integers(0, 256, (1, 12, 24, 3), dtype=np.uint8))
+    contents = [decode_picture(file_of(number, "RGB")) for number in (2, 3)]
+    media = [processor.prepare(one).written(lambda _: [1]) for one in (contents[0], long, contents[1])]
+    rows = [[*media[0].tokens, *media[1].tokens], [1, *media[2].tokens]]
+    length = max(map(len, rows))
+    tokens = torch.tensor([row + [2] * (length - len(row)) for row in rows])
+    entries = processor.entries_of(tokens, [media[:2], media[2:]])
+    seen = processor.contents_of({"tokens": tokens, **entries})
+    crops = [crop for one in (contents[0], long) for crop in (one, *crops_of(one, processor.vision))]
+    expected = [crops, [contents[1], *crops_of(contents[1], processor.vision)]]
+    assert len(crops) >= 4
+    for own, wanted, row in zip(seen, expected, tokens, strict=True):
+        assert len(own) == len(wanted)
+        for one, content in zip(own, wanted, strict=True):
+            side = SMALL.image_size
+            assert torch.equal(one.content, resize_frames(content, side, side, "bilinear"))
+            assert row[list(one.positions)].tolist() == [55] * SMALL.tokens_per_image

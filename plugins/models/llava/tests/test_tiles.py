@@ -11,12 +11,13 @@ from mplug_llava.config import LlavaConfig
 from mplug_llava.processor import TileProcessor
 from mplug_llava.squares import cut
 from mplug_llava.tiles import Tiles
+from mplug_llava.tiling import best_resolution, borders, fitted_size
 from mplug_llava.vision import CORNERS
 from torch.nn import functional as F
 
 from mplug import Medium
 from mplug.registry.bind_section import bind
-from mplug_nn.pictures import decode_picture
+from mplug_nn.pictures import decode_picture, resize_frames
 
 Image = pytest.importorskip("PIL.Image")
 pictures = pytest.importorskip("transformers.models.llava_onevision.image_processing_pil_llava_onevision")
@@ -202,3 +203,39 @@ def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], sentence:
         values[section] = {**values[section], **own}
     _, problems = bind(LlavaConfig, values)
     assert [sentence in problem.sentence for problem in problems] == [True], problems
+
+
+def test_media_are_restored_from_the_entries_of_a_micro_batch() -> None:
+    """Of a picture with tiles, the part of its fitted form that whole cells show."""
+    ours = processor()
+    for sizes in ([(1, 24, 23)], [(1, 9, 40), (2, 9, 9)], [(1, 40, 9)], [(1, 5, 9), (1, 8, 8)], [(1, 24, 36)]):
+        contents = [torch.randint(256, (*size, 3), dtype=torch.uint8, generator=torch.Generator()) for size in sizes]
+        number = sum(size[0] == 1 for size in sizes)
+        media = [ours.prepare(content, number) for content in contents]
+        tokens = torch.tensor([[1, *(token for one in media for token in one.tokens), 2]])
+        (seen,) = ours.contents_of({"tokens": tokens, **ours.entries_of(tokens, [media])})
+        begin = 1
+        for one, content, medium in zip(seen, contents, media, strict=True):
+            assert one.positions == tuple(range(begin, begin + len(medium.tokens)))
+            begin += len(medium.tokens)
+            assert torch.equal(one.content, expected_of(content, number))
+
+
+def expected_of(content: torch.Tensor, number: int) -> torch.Tensor:
+    """A video's frames as squares, one of several pictures in its square, and a picture fitted to its resolution."""
+    height, width = content.shape[1:3]
+    if len(content) > 1:
+        return resize_frames(content, SIDE, SIDE)
+    if number > 1:
+        side = max(height, width)
+        square = torch.tensor([127, 102, 76], dtype=torch.uint8).expand(1, side, side, 3).clone()
+        top, left = (side - height) // 2, (side - width) // 2
+        square[:, top : top + height, left : left + width] = content
+        return resize_frames(square, SIDE, SIDE)
+    resolution = best_resolution(height, width, RESOLUTIONS)  # type: ignore[arg-type]
+    high, wide = fitted_size(height, width, resolution)
+    fitted = resize_frames(content, high, wide)[0].permute(2, 0, 1)
+    top, left = (resolution[0] - high) // 2, (resolution[1] - wide) // 2
+    padded = F.pad(fitted, (left, resolution[1] - wide - left, top, resolution[0] - high - top)).permute(1, 2, 0)
+    above, before = (3 * one for one in borders(height, width, resolution[0] // 3, resolution[1] // 3))
+    return padded[None, above : resolution[0] - above, before : resolution[1] - before]

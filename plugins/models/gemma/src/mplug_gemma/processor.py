@@ -13,6 +13,8 @@ from mplug_gemma.vision import CONTEXT, VisionConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mplug import MicroBatch, Seen
+
 
 BEFORE = "Here is the original image \n\n"
 BEHIND = "\n\n and here are some crops to help you see better \n\n"
@@ -60,6 +62,12 @@ class VisionProcessor:
         size = self.vision.num_patches
         patches = [[one for medium in own for one in medium.values.split(size)] for own in media]
         return micro_batch_entries(tokens, patches, self.vision, document_lengths)
+
+    def contents_of(self, batch: "MicroBatch") -> "list[list[Seen]]":
+        """The pictures of each sample, restored from the patches of a micro batch."""
+        from mplug_gemma.restoring import contents_of
+
+        return contents_of(batch, self.vision)
 
 
 def crops_of(content: "Tensor", vision: VisionConfig) -> "list[Tensor]":

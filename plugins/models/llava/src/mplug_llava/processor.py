@@ -13,12 +13,14 @@ from mplug_llava.vision import CONTEXT, CORNERS, TILED_CONTEXT, VisionConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mplug import MicroBatch, Seen
+
 
 class PictureProcessor:
     """Makes a square of a picture, as CLIP or SigLIP do, and cuts it into patches. A medium is one picture."""
 
     def __init__(self, config: LlavaConfig) -> None:
-        self.vision, self.token = config.vision, config.image_token
+        self.config, self.vision, self.token = config, config.vision, config.image_token
         self.placeholders = frozenset({self.token})
         self.entries = tuple(CONTEXT)
 
@@ -46,6 +48,12 @@ class PictureProcessor:
         rows[is_seen] = (starts[:, None] + torch.tensor([*vision.seen_rows])).flatten()
         return {**_tower_entries(pictures, vision), "vision_rows": rows}
 
+    def contents_of(self, batch: "MicroBatch") -> "list[list[Seen]]":
+        """The pictures of each sample, restored from the patches of a micro batch."""
+        from mplug_llava.restoring import contents_of
+
+        return contents_of(batch, self.config)
+
 
 class TileProcessor:
     """Makes a square of a picture and squares of its tiles, and cuts them into patches.
@@ -55,7 +63,7 @@ class TileProcessor:
 
     def __init__(self, config: LlavaConfig) -> None:
         assert config.tiling is not None
-        self.vision, self.tiling, self.token = config.vision, config.tiling, config.image_token
+        self.config, self.vision, self.tiling, self.token = config, config.vision, config.tiling, config.image_token
         self.placeholders = frozenset({self.token, self.tiling.video_token})
         self.entries = tuple(TILED_CONTEXT)
 
@@ -87,6 +95,12 @@ class TileProcessor:
             rows[is_seen], shares[is_seen] = torch.cat(found), torch.cat([one.shares for one in tiles])
         entries = _tower_entries([one.patches for one in tiles], self.vision)
         return {**entries, "vision_rows": rows, "vision_shares": shares}
+
+    def contents_of(self, batch: "MicroBatch") -> "list[list[Seen]]":
+        """The pictures and videos of each sample, restored from the patches of a micro batch."""
+        from mplug_llava.restoring import contents_of
+
+        return contents_of(batch, self.config)
 
 
 def _refuse_other_tokens(tokens: "Tensor", media: Sequence[Sequence[Medium]], marks: Sequence[int]) -> None:

@@ -80,6 +80,17 @@ def test_null_is_refused_or_means_what_the_library_makes_of_it() -> None:
         assert found.computes_like(config_of(again)), name
 
 
+@pytest.mark.parametrize("kind", ALL)
+def test_how_pictures_are_prepared_and_weights_begin_does_not_prevent_an_export(kind: str) -> None:
+    config = config_of(ALL[kind])
+    changes = {"init_std": 0.3, "pixel_mean": (0.1, 0.2, 0.3), "typical_pictures": 7}
+    own = config.model_copy(update={"vision": config.vision.model_copy(update=changes)})
+    assert config_of(written_config(Llava, own)).computes_like(config)
+    assert not own.computes_like(
+        config.model_copy(update={"vision": config.vision.model_copy(update={"patch_size": 1})})
+    )
+
+
 def test_models_that_no_folder_expresses_are_not_written() -> None:
     config = config_of(CONFIGS["llama"])
     gelu = config.model_copy(update={"projector_activation": "relu2"})

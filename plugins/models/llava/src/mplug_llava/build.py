@@ -42,7 +42,7 @@ def build(config: LlavaConfig, decoder: Model, *, has_images: bool) -> Model:
             "patch_hidden": ("packs", PATCHES, "vision_embed"),
             "vision": ("packs", PATCHES, "embed"),
         },
-        streams={PATCHES: _stream(vision)},
+        streams={PATCHES: _stream(vision, config.decoder.name)},
         external=external_names(config, inner.external),
     )
     return Model(module, plan)
@@ -63,9 +63,16 @@ def _refuse_unfit(plan: Plan, label: str) -> None:
             raise UsageError(f"model.decoder: {label} {reason}; use another decoder, or other settings of it")
 
 
-def _stream(config: VisionConfig) -> Stream:
+def _stream(config: VisionConfig, decoder: str) -> Stream:
     rows, number = config.num_rows, config.typical_pictures
-    return Stream(("patch_lengths",), indices=("vision_rows",), rows=number * rows, squares=number * rows**2)
+    return Stream(
+        ("patch_lengths",),
+        indices=("vision_rows",),
+        rows=number * rows,
+        squares=number * rows**2,
+        remedy=f"use a data plugin that supplies images (--data mock --set data.media=2), or train the decoder alone "
+        f"(--model {decoder})",
+    )
 
 
 def _units(decoder: tuple[Unit, ...], config: VisionConfig, rows: tuple[str, ...], label: str) -> Iterator[Unit]:

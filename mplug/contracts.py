@@ -6,7 +6,7 @@ plan's `context` names the entries.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from mplug.errors import quoted
@@ -71,12 +71,23 @@ class Medium:
     `tokens` stand for it in the text: its placeholders, and the special tokens around them. `rows` is the number of
     rows that it has in a stream, and `values` is what the processor makes them from. `mark` are the tokens that a
     published chat template writes for it, whatever its size; `tokens` take their place. Empty: no template writes it.
+    A processor has no tokenizer: `texts` are texts among the tokens, each with the index of the token behind it. A
+    plugin that writes a medium into a text encodes them (`written`).
     """
 
     tokens: tuple[int, ...]
     rows: int
     values: Any
     mark: tuple[int, ...] = ()
+    texts: tuple[tuple[int, str], ...] = ()
+
+    def written(self, encode: Callable[[str], Sequence[int]]) -> "Medium":
+        """The medium with its texts as tokens. `encode` adds no special tokens."""
+        found, begin = list[int](), 0
+        for index, text in self.texts:
+            found += [*self.tokens[begin:index], *encode(text)]
+            begin = index
+        return replace(self, tokens=(*found, *self.tokens[begin:]), texts=())
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,10 +114,12 @@ class Processor(Protocol):
     entries: tuple[str, ...]
     placeholders: frozenset[int]
 
-    def prepare(self, content: "Tensor") -> Medium:
+    def prepare(self, content: "Tensor", num_pictures: int = 1) -> Medium:
         """Prepare a medium from its decoded content: the colours [F, H, W, 3] of F frames, as uint8.
 
-        Raises UsageError for content that the model cannot take (too long and thin, say).
+        `num_pictures` is the number of media of one frame in the text that it belongs to (a sample before packing, a
+        prompt): a family may show a single picture in more detail than each of several. Raises UsageError for content
+        that the model cannot take (too long and thin, say).
         """
 
     def entries_of(
@@ -301,6 +314,9 @@ class FolderTokenizer(Protocol):
 
     def encode_prompt(self, text: str) -> list[int]:
         """The tokens of a text to continue, with the special tokens that the folder's tokenizer adds to a text."""
+
+    def encode_part(self, text: str) -> list[int]:
+        """The tokens of a part of a text, without added special tokens."""
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The tokens of a conversation and of the header of the next answer, by the folder's chat template.

@@ -99,6 +99,14 @@ def test_a_loader_and_a_model_must_agree_about_streams(settings: dict[str, Any],
         build_model(tiny_run({**SEEING, **settings}))
 
 
+def test_a_loader_that_supplies_a_part_of_the_entries_is_refused() -> None:
+    """Also one that units may omit: tokens would then have other positions."""
+    run = tiny_run(SEEING)
+    run.entries -= {"coordinates"}
+    with pytest.raises(UsageError, match="data/mock have no 'coordinates', which models/qwen-vl needs for its patches"):
+        build_model(run)
+
+
 def test_no_graph_replays_a_step_with_a_stream() -> None:
     run = tiny_run(SEEING)
     model = build_model(run)

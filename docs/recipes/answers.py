@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mplug import IGNORED, Model, Processor, Run, Seen, UsageError
+from mplug import IGNORED, Medium, Model, Processor, Run, Seen, UsageError
 from mplug.commands import (
     at_step,
     find_directory,
@@ -69,8 +69,12 @@ def media_of(run: Run, batch: Batch) -> list[list[Seen]]:
 
 def with_other_media(processor: Processor, batch: Batch, own: list[list[Seen]]) -> Batch:
     """The micro batch, in which each sample has the media of the next one; they are prepared anew."""
-    prepared = [[processor.prepare(one.content) for one in media] for media in [*own[1:], *own[:1]]]
+    prepared = [[_prepared(processor, one, media) for one in media] for media in [*own[1:], *own[:1]]]
     return {**batch, **processor.entries_of(batch["tokens"], prepared, batch.get("document_lengths"))}
+
+
+def _prepared(processor: Processor, one: Seen, among: list[Seen]) -> Medium:
+    return processor.prepare(one.content, sum(len(seen.content) == 1 for seen in among))
 
 
 @torch.no_grad()

@@ -58,6 +58,8 @@ class Stream:
 
     `rows` and `squares` are the rows of a sample, and the sum of the squared lengths of its segments. Estimates and the
     split into pipeline stages count by them, before there is data.
+
+    `remedy` ends the error of a run whose loader has no such rows: what to change, after a semicolon.
     """
 
     lengths: tuple[str, ...]
@@ -65,6 +67,7 @@ class Stream:
     indices: tuple[str, ...] = ()
     rows: int = 0
     squares: int = 0
+    remedy: str = "use a data plugin that supplies them (the hook 'batch_entries'), or a model without this part"
 
 
 @dataclass(frozen=True)

@@ -178,14 +178,23 @@ def _refuse_unused_entries(run: Run, model: Model) -> None:
 
 
 def _refuse_missing_entries(run: Run, model: Model) -> None:
-    """Raise UsageError if a unit needs entries of a stream, and the loader of the run does not supply them."""
-    needed = {name for unit in model.plan.units for name in unit.inputs} & model.plan.stream_entries
-    if run.trains and (missing := sorted(needed - run.entries)):
-        (loader,), (owner,) = (run.hooks.implementers(hook) for hook in ("build_loader", "build_model"))
-        raise UsageError(
-            f"the model of {owner} needs {listed(map(repr, missing))} in every micro batch, and {loader} does not "
-            f"supply them (the hook 'batch_entries'); use a loader that does, or a model without this part"
-        )
+    """Raise UsageError if a stream of the model needs entries that the loader of the run does not supply.
+
+    They are those that units need, and all that the family's processor makes.
+    """
+    if not run.trains:
+        return
+    inputs = {name for unit in model.plan.units for name in unit.inputs}
+    processor = run.hooks.call.build_processor(config=run.config)
+    made = () if processor is None else processor.entries
+    for axis, stream in model.plan.streams.items():
+        needed = dict.fromkeys((*made, *sorted(inputs & model.plan.entries_of(axis))))
+        if missing := [name for name in needed if name not in run.entries]:
+            (loader,), (owner,) = (run.hooks.implementers(hook) for hook in ("build_loader", "build_model"))
+            raise UsageError(
+                f"micro batches of {loader} have no {listed(map(repr, missing))}, which {owner} needs for its {axis}; "
+                f"{stream.remedy}"
+            )
 
 
 def _refuse_cut_matrices(run: Run, cut: list[tuple[str, str]]) -> NoReturn:

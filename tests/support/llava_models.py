@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,8 @@ from library_models import drawn, summed_loss, wide
 from mplug_llava import Llava
 from mplug_llava.build import build
 from mplug_llava.config import LlavaConfig
-from mplug_llava.processor import PictureProcessor, cut
+from mplug_llava.processor import PictureProcessor, TileProcessor
+from mplug_llava.squares import cut
 from seeing_models import ours_of, relative
 from torch import Tensor
 
@@ -20,7 +22,7 @@ from mplug.registry.bind_section import bind
 from mplug.tensors.random import sample_keys
 from mplug_nn import form_of
 
-IMAGE, V = 55, 61
+IMAGE, VIDEO, V = 55, 56, 61
 SIDE = 8
 """Pixels of a side of a picture."""
 TEXT: dict[str, Any] = {
@@ -69,6 +71,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+TILED: dict[str, Any] = {
+    **_llava({"model_type": "qwen2"}, {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": False}),
+    "model_type": "llava_onevision",
+    "video_token_index": VIDEO,
+    "image_grid_pinpoints": [[SIDE, SIDE], [SIDE, 3 * SIDE], [2 * SIDE, 2 * SIDE], [3 * SIDE, SIDE]],
+    "vision_aspect_ratio": "anyres_max_2",
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "full",
+}
+"""LLaVA-OneVision."""
+del TILED["image_seq_length"]
+
+
 class Seen(NamedTuple):
     """A micro batch: ours, and the arguments of the library."""
 
@@ -101,19 +116,70 @@ def micro_batch(config: LlavaConfig, numbers: Sequence[int], length: int = 60) -
             media[-1].append(Medium((IMAGE,) * seen, vision.num_rows, cut(picture, vision)))
             row[start : start + seen] = IMAGE
             start += seen + 1
-    labels = tokens.roll(-1, dims=1)
-    labels[:, -1], labels[labels >= 50] = -100, -100
-    ids = torch.arange(len(numbers))
-    ours = {
-        "tokens": tokens,
-        "labels": labels,
-        "positions": torch.arange(length)[None],
-        "sample_ids": ids,
-        "keys": sample_keys(1, 1, ids),
-        **processor.entries_of(tokens, media),
-    }
+    ours = _entries_of(tokens, processor.entries_of(tokens, media))
     theirs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
     return Seen(ours, {**theirs, "pixel_values": torch.stack(pixels)} if pixels else theirs)
+
+
+Size = tuple[int, int, int]
+"""Frames, height and width of a picture or a video."""
+
+
+def tiled_micro_batch(config: LlavaConfig, samples: Sequence[Sequence[Size]], length: int) -> Seen:
+    """Samples of random text with media of these sizes among it; patches are random. All videos have equal frames."""
+    vision, generator = config.vision, torch.Generator().manual_seed(11)
+    processor = TileProcessor(config)
+    tokens = torch.randint(50, (len(samples), length), generator=generator)
+    media = list[list[Medium]]()
+    pictures, videos, sizes = list[Tensor](), list[Tensor](), list[tuple[int, int]]()
+    for row, own in zip(tokens, samples, strict=True):
+        media.append([])
+        start, number = 2, sum(size[0] == 1 for size in own)
+        for size in own:
+            medium = processor.prepare(torch.zeros(*size, 3, dtype=torch.uint8), number)
+            squares = torch.randn(
+                medium.rows // vision.num_rows,
+                vision.image_size,
+                vision.image_size,
+                3,
+                generator=generator,
+                dtype=torch.float64,
+            )
+            patches = torch.cat([cut(square, vision) for square in squares])
+            media[-1].append(replace(medium, values=medium.values._replace(patches=patches)))
+            (pictures if size[0] == 1 else videos).append(squares.permute(0, 3, 1, 2))
+            sizes += [size[1:]] if size[0] == 1 else []
+            row[start : start + len(medium.tokens)] = torch.tensor(medium.tokens)
+            start += len(medium.tokens) + 1
+        assert start < length
+    theirs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
+    if pictures:
+        most = max(map(len, pictures))
+        padded = [torch.cat((one, one.new_zeros(most - len(one), *one.shape[1:]))) for one in pictures]
+        numbers = [sum(size[0] == 1 for size in own) for own in samples]
+        theirs |= {
+            "pixel_values": torch.stack(padded),
+            "image_sizes": torch.tensor(sizes),
+            "batch_num_images": torch.tensor([number for number in numbers if number]),
+        }
+    if videos:
+        theirs["pixel_values_videos"] = torch.stack(videos)
+    return Seen(_entries_of(tokens, processor.entries_of(tokens, media)), theirs)
+
+
+def _entries_of(tokens: Tensor, seen: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All entries of a micro batch; text has the tokens below 50."""
+    labels = tokens.roll(-1, dims=1)
+    labels[:, -1], labels[labels >= 50] = -100, -100
+    ids = torch.arange(len(tokens))
+    return {
+        "tokens": tokens,
+        "labels": labels,
+        "positions": torch.arange(tokens.shape[1])[None],
+        "sample_ids": ids,
+        "keys": sample_keys(1, 1, ids),
+        **seen,
+    }
 
 
 def library_of(given: Mapping[str, Any], dtype: torch.dtype = torch.float64) -> Any:
@@ -130,7 +196,7 @@ def library_of(given: Mapping[str, Any], dtype: torch.dtype = torch.float64) -> 
 def library_in_fp64(given: Mapping[str, Any]) -> Any:
     """The context in which the library's modules compute in fp64."""
     tower = given["vision_config"]["model_type"].removesuffix("_vision_model")
-    kinds = ("llava", tower, given["text_config"]["model_type"])
+    kinds = (given["model_type"], tower, given["text_config"]["model_type"])
     for kind in kinds:
         importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     with ExitStack() as stack:
@@ -163,10 +229,13 @@ def public(library: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def distances(given: Mapping[str, Any], numbers: Sequence[int]) -> dict[str, float]:
+    """The distances from the library for samples with these numbers of pictures."""
+    return distances_of(given, micro_batch(config_of(given), numbers), is_blind=not any(numbers))
+
+
+def distances_of(given: Mapping[str, Any], seen: Seen, *, is_blind: bool = False) -> dict[str, float]:
     """The largest difference of logits, and of each gradient relative to its largest element."""
-    config = config_of(given)
-    model = built(config)
-    seen = micro_batch(config, numbers)
+    model = built(config_of(given))
     with library_in_fp64(given):
         library = library_of(given)
         weights = {name: x.detach() for name, x in library.named_parameters()}
@@ -179,14 +248,13 @@ def distances(given: Mapping[str, Any], numbers: Sequence[int]) -> dict[str, flo
     model.loss(seen.ours)[0].backward()
     found = {"logits": relative(model.logits(seen.ours), logits)}
     unused = {name for name in own if ".unused." in name}
-    is_blind = not any(numbers)
     gradients = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in library.named_parameters()}
     for name, expected in ours_of(model, public(gradients)).items():
         gradient = own[name].grad
         if name in unused:
             assert not expected.any(), name
             assert gradient is None, name
-        elif is_blind and name.startswith("tower."):
+        elif is_blind and name.startswith(("tower.", "join.")):
             assert gradient is not None, name
             assert not gradient.any(), name
         else:

@@ -129,7 +129,7 @@ def _require_used(form: PublicForm, what: str, seen_outside: Collection[str] = (
     seen |= {form.longest} if form.longest is not None else set()
     inside: dict[str, set[str]] = {name: set() for name in nested}
     for values in _variants(rows):
-        own = {name: _Noted(one.values({}), inside[name]) for name, one in nested.items()}
+        own = {name: _Noted(one.values(_required(one)), inside[name]) for name, one in nested.items()}
         try:
             form.settings(_Noted({**values, **families, **own}, seen))
         except ValueError:  # the values do not fit together
@@ -139,6 +139,12 @@ def _require_used(form: PublicForm, what: str, seen_outside: Collection[str] = (
     for name, row in form.fields.items():
         for one in row.forms if isinstance(row, FormField) else ():
             _require_used(one, f"{what} ({name})", inside[name])
+
+
+def _required(form: PublicForm) -> dict[str, Any]:
+    """The defaults of the fields that a mapping must have."""
+    rows = {name: row for name, row in form.fields.items() if isinstance(row, ReadField)}
+    return {name: row.default for name, row in rows.items() if row.required}
 
 
 def _variants(rows: dict[str, ReadField]) -> Iterator[dict[str, Any]]:

@@ -58,7 +58,9 @@ def seen(batch: StreamBatch) -> "dict[str, Tensor]":
         digests = _digests(batch, axis, stream)
         for name in (name for name in stream.indices if name in batch):
             references = batch[name]
-            own[name] = references.new_tensor([[digests[one] for one in row] for row in references.tolist()])
+            own[name] = references.new_tensor([digests[one] for one in references.flatten().tolist()]).view_as(
+                references
+            )
     return own
 
 

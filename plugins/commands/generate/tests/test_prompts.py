@@ -128,13 +128,13 @@ class Words:
     def __init__(self, mark: tuple[int, ...]) -> None:
         self.mark = mark
 
-    def prepare(self, content: Any) -> Medium:
+    def prepare(self, content: Any, num_pictures: int = 1) -> Medium:
         return Medium((8, 9, 9, 8), 2, None, self.mark)
 
 
 def in_place(prompt: Prompt, tokens: list[int], mark: tuple[int, ...], *, of_run: bool) -> Encoded:
     processor: Any = Words(mark)
-    return encoded(prompt, tokens, processor, (lambda text: [ord(letter) for letter in text]) if of_run else None)
+    return encoded(prompt, tokens, processor, lambda text: [ord(letter) for letter in text], of_folder=not of_run)
 
 
 def test_pictures_take_the_place_of_their_marks_or_stand_before_the_text_of_a_run(tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mplug_gemma.processor import VisionProcessor
+from mplug_gemma.processor import ACROSS, BEFORE, BEHIND, VisionProcessor, crops_of
 from mplug_gemma.stream import groups_of, tower_order
-from mplug_gemma.vision import VisionConfig
+from mplug_gemma.vision import PanAndScan, VisionConfig
 
 from mplug import Medium
-from mplug_nn.pictures import decode_picture
+from mplug_nn.pictures import decode_picture, resize_frames
 
 Image = pytest.importorskip("PIL.Image")
 library = pytest.importorskip("transformers.models.gemma3.image_processing_pil_gemma3")
@@ -141,3 +141,85 @@ def test_a_video_is_refused() -> None:
 def test_a_tower_whose_parts_do_not_fit_is_refused(change: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         VisionConfig(**{**SMALL.model_dump(), **change})
+
+
+CROPS = PanAndScan(min_ratio=1.3, min_crop_size=9, max_crops=3)
+OPTIONS = {
+    "do_pan_and_scan": True,
+    "pan_and_scan_min_crop_size": CROPS.min_crop_size,
+    "pan_and_scan_max_num_crops": CROPS.max_crops,
+    "pan_and_scan_min_ratio_to_activate": CROPS.min_ratio,
+}
+PIECE, TEXTS = r"\n\n|[^\n]", (BEFORE, BEHIND, ACROSS, "ab")
+
+
+def librarys() -> tuple[Any, Any]:
+    """The library's processor, and its tokenizer: a token for a letter or a blank line."""
+    from transformers import PreTrainedTokenizerFast
+    from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+
+    tokenizers = pytest.importorskip("tokenizers")
+    marks = {"<image>": 55, "<start>": 56, "<end>": 57, "\n\n": 58}
+    letters = sorted({letter for text in TEXTS for letter in text if letter != "\n"})
+    words = {**marks, **{letter: number for number, letter in enumerate(letters)}}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PIECE), "isolated")
+    names = {"boi_token": "<start>", "image_token": "<image>", "eoi_token": "<end>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, extra_special_tokens=names)
+    size = {"height": SMALL.image_size, "width": SMALL.image_size}
+    made = library.Gemma3ImageProcessorPil(size=size)
+    return Gemma3Processor(made, tokenizer, image_seq_length=SMALL.tokens_per_image), tokenizer
+
+
+def test_crops_and_the_tokens_around_them_are_those_of_the_library() -> None:
+    processor, (theirs, tokenizer) = VisionProcessor(SMALL.model_copy(update={"pan_and_scan": CROPS})), librarys()
+    numbers = set()
+    for number in range(200):
+        data = file_of(number, MODES[number % len(MODES)])
+        picture = images.load_image(Image.open(io.BytesIO(data)))
+        expected = theirs(text="a<start>b", images=[picture], return_tensors="pt", **OPTIONS)
+        medium = processor.prepare(decode_picture(data)).written(
+            lambda text: tokenizer.encode(text, add_special_tokens=False)
+        )
+        ends = [tokenizer.convert_tokens_to_ids(letter) for letter in "ab"]
+        assert [ends[0], *medium.tokens, ends[1]] == expected["input_ids"][0].tolist()
+        side = SMALL.patch_size
+        pixels = torch.nn.functional.unfold(expected["pixel_values"], side, stride=side).mT.flatten(0, 1)
+        assert medium.rows == len(pixels)
+        assert (medium.values - pixels).abs().max() < 1e-5
+        numbers.add(medium.rows // SMALL.num_patches)
+    assert numbers == {1, 3, 4}
+
+
+def test_each_crop_is_a_picture_of_its_own_in_the_tower_and_in_the_text() -> None:
+    processor = VisionProcessor(SMALL.model_copy(update={"pan_and_scan": CROPS}))
+    medium = processor.prepare(torch.zeros(1, 12, 24, 3, dtype=torch.uint8)).written(lambda text: [len(text)])
+    picture = (56, 55, 55, 55, 55, 57)
+    assert medium.tokens == (len(BEFORE), *picture, len(BEHIND), *picture, len(ACROSS), *picture, 58)
+    entries = processor.entries_of(torch.tensor([medium.tokens]), [[medium]])
+    assert entries["patch_lengths"].tolist() == [[36, 36, 36]]
+    assert entries["vision_rows"].max() == 11
+    assert entries["position_groups"][0][[1, 2, 10, 18]].tolist() == [-1, 0, 1, 2]
+    with pytest.raises(ValueError, match="vision: pan_and_scan needs blank_line_token"):
+        VisionConfig(pan_and_scan=CROPS, blank_line_token=None)
+
+
+def test_pictures_are_restored_from_the_entries_of_a_micro_batch() -> None:
+    processor = VisionProcessor(SMALL.model_copy(update={"pan_and_scan": CROPS, "pixel_std": (0.2, 0.3, 0.4)}))
+    long = torch.from_numpy(np.random.default_rng(5).integers(0, 256, (1, 12, 24, 3), dtype=np.uint8))
+    contents = [decode_picture(file_of(number, "RGB")) for number in (2, 3)]
+    media = [processor.prepare(one).written(lambda _: [1]) for one in (contents[0], long, contents[1])]
+    rows = [[*media[0].tokens, *media[1].tokens], [1, *media[2].tokens]]
+    length = max(map(len, rows))
+    tokens = torch.tensor([row + [2] * (length - len(row)) for row in rows])
+    entries = processor.entries_of(tokens, [media[:2], media[2:]])
+    seen = processor.contents_of({"tokens": tokens, **entries})
+    crops = [crop for one in (contents[0], long) for crop in (one, *crops_of(one, processor.vision))]
+    expected = [crops, [contents[1], *crops_of(contents[1], processor.vision)]]
+    assert len(crops) >= 4
+    for own, wanted, row in zip(seen, expected, tokens, strict=True):
+        assert len(own) == len(wanted)
+        for one, content in zip(own, wanted, strict=True):
+            side = SMALL.image_size
+            assert torch.equal(one.content, resize_frames(content, side, side, "bilinear"))
+            assert row[list(one.positions)].tolist() == [55] * SMALL.tokens_per_image

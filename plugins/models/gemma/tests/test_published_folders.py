@@ -3,6 +3,7 @@
 The tensors have their names in released folders, which the library reads, and keeps if it writes such a model again.
 """
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 from exported_folders import ONE_STEP as STEP  # noqa: E402
 from exported_folders import assert_exported_as_it_was  # noqa: E402
+from mplug_gemma.vision import PanAndScan  # noqa: E402
 from mplug_huggingface_format.opened import open_folder  # noqa: E402
 from published import loaded, rewritten, run_of, save  # noqa: E402
 from seeing_gemma import CONFIG, Seen, config_of, library_of, micro_batch, sample  # noqa: E402
@@ -109,6 +111,38 @@ def test_text_alone_is_sampled_as_the_library_computes_it(made: tuple[Path, Any]
     with torch.no_grad():
         expected = library(input_ids=tokens, use_cache=False).logits
         assert (model.logits(batch) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_a_folders_preprocessor_config_says_how_pictures_are_cropped(made: tuple[Path, Any], tmp_path: Path) -> None:
+    other, size = shutil.copytree(made[0], tmp_path / "prepared"), CONFIG["vision_config"]["image_size"]
+    given = {
+        "image_processor_type": "Gemma3ImageProcessor",
+        "size": {"height": size, "width": size},
+        "image_mean": [0.5, 0.4, 0.3],
+        "image_seq_length": CONFIG["mm_tokens_per_image"],
+        "do_convert_rgb": None,
+        "do_pan_and_scan": None,
+        "pan_and_scan_max_num_crops": None,
+    }
+    crops = {"do_pan_and_scan": True, "pan_and_scan_max_num_crops": 3, "pan_and_scan_min_ratio_to_activate": 1.5}
+    for fields, expected in (
+        ({}, None),
+        (crops, PanAndScan(max_crops=3, min_ratio=1.5)),
+        ({**crops, "do_pan_and_scan": False}, None),
+    ):
+        (other / "preprocessor_config.json").write_text(json.dumps({**given, **fields}))
+        vision = run_of(other, SETTINGS).config.model.vision
+        assert (vision.pixel_mean, vision.pan_and_scan) == ((0.5, 0.4, 0.3), expected)
+    for fields, sentence in (
+        ({"size": {"height": 4, "width": 4}}, "preprocessor_config.json has 4 for 'model.vision.image_size'"),
+        ({"image_seq_length": 4}, "preprocessor_config.json has 4 for 'model.vision.tokens_per_image'"),
+        ({"do_pan_and_scan": 1}, "its field 'do_pan_and_scan' is 1, but the family supports"),
+        ({"resample": 3}, "its field 'resample' is 3, but the family supports 2 only"),
+        ({"pan_and_scan": 1}, "its field 'pan_and_scan' is unknown to the family"),
+    ):
+        (other / "preprocessor_config.json").write_text(json.dumps({**given, **fields}))
+        with pytest.raises(UsageError, match=sentence):
+            run_of(other, SETTINGS)
 
 
 def test_a_folder_is_refused_on_text_alone(made: tuple[Path, Any]) -> None:

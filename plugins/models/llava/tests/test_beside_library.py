@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from llava_models import CONFIGS, config_of, distances
+from llava_models import CONFIGS, TILED, config_of, distances, distances_of, tiled_micro_batch
 from seeing_models import changed
 
 TOLERANCE = 1e-10
@@ -47,4 +47,35 @@ def test_other_values_of_fields_compute_what_they_compute_in_the_library(variant
     given = changed(CONFIGS["llama"], VARIANTS[variant])
     assert config_of(given) != config_of(CONFIGS["llama"])
     found = distances(given, (1, 2))
+    assert max(found.values()) < TOLERANCE, found
+
+
+MEDIA = [(1, 20, 9), (3, 6, 11)], [], [(1, 9, 30), (1, 5, 5)], [(1, 17, 16)], [(3, 8, 8)]
+"""One picture and a video, text alone, two pictures, a picture of 2 x 2 tiles that is resampled, a video."""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {
+            "vision_config": {**CONFIGS["llama"]["vision_config"], "image_size": 10, "patch_size": 3},
+            "image_grid_pinpoints": [[10, 20], [30, 20]],
+            "vision_aspect_ratio": "anyres_max_1",
+            "vision_feature_layer": -2,
+            "vision_feature_select_strategy": "default",
+        },
+    ],
+    ids=["siglip", "clip"],
+)
+def test_tiles_and_videos_give_the_librarys_logits_and_gradients(changes: dict[str, Any]) -> None:
+    given = changed(TILED, changes)
+    found = distances_of(given, tiled_micro_batch(config_of(given), MEDIA, 130))
+    assert {"join.newline", "tower.projector.up.weight"} < set(found)
+    assert max(found.values()) < TOLERANCE, found
+
+
+def test_text_alone_leaves_tower_and_line_ends_without_a_gradient() -> None:
+    found = distances_of(TILED, tiled_micro_batch(config_of(TILED), [[], []], 20), is_blind=True)
+    assert not any(name.startswith(("tower.", "join.")) for name in found)
     assert max(found.values()) < TOLERANCE, found

@@ -45,13 +45,31 @@ SIGLIP = {
     },
     "model.decoder": {**DECODER, "name": "qwen"},
 }
+TILED = {
+    "model.vision": {**SIGLIP["model.vision"], "fit": "stretch"},
+    "model.decoder": SIGLIP["model.decoder"],
+    "model.tiling": {
+        "resolutions": [[12, 12], [12, 24], [24, 12], [24, 24]],
+        "max_tiles": 2,
+        "video_token": 257,
+    },
+    "trainer.seq_length": 48,
+}
+"""LLaVA-OneVision: single pictures of 2 to 5 tiles, of which the largest are resampled, and several pictures."""
 PACKED = {"data.documents": 3}
 TIED = {"model.decoder": {**DECODER, "tie_embeddings": True}}
 FROZEN = {"model.frozen": ["tower.patches", "tower.blocks", "decoder"]}
 """Only the projector is trained, as in the first stage of LLaVA."""
 EXPERTS = {"model.decoder": {**DECODER, "name": "qwen", "num_experts": 4, "moe_ffn_hidden_size": 16}}
 ADAPTED = {"adapters.lora.rank": 2, "model.frozen": ["tower"]}
+BALANCED = {"parallel.balance": True}
+JOINED = {"model.frozen": ["tower", "decoder"]}
+"""Only the ends of lines are trained."""
 WIDE = pytest.mark.wide("layouts")
+TILED_LAYOUTS = (
+    *("tp2", "pp2", "pp2 parallel.pp.schedule=zb-h1", "cp2", "cp2 parallel.cp.method=ulysses", "zero2", "fsdp2", "dp2"),
+    *("tp2pp2", "fsdp2tp2", "dp2cp2", "tp2 trainer.compile=aot_eager", "fsdp2 memory.recompute.mode=full"),
+)
 CASES = [
     pytest.param("tp2pp2", TIED, id="tp2pp2 tied"),
     pytest.param("cp2", PACKED, id="cp2 packed", marks=WIDE),
@@ -70,6 +88,17 @@ CASES = [
     pytest.param("ep2", EXPERTS, id="ep2 experts of the decoder", marks=WIDE),
     pytest.param("tp2", ADAPTED, id="tp2 lora", marks=WIDE),
     pytest.param("tp2 trainer.compile=aot_eager", {}, id="tp2 compiled", marks=WIDE),
+    pytest.param("tp2", TILED, id="tp2 tiled"),
+    pytest.param("dp2cp2", {**TILED, **PACKED, **BALANCED}, id="dp2cp2 tiled, packed and balanced"),
+    *(pytest.param(layout, TILED, id=f"{layout} tiled", marks=WIDE) for layout in TILED_LAYOUTS[1:]),
+    pytest.param("dp2cp2", {**TILED, **BALANCED}, id="dp2cp2 tiled and balanced", marks=WIDE),
+    pytest.param("cp2", {**TILED, **PACKED}, id="cp2 tiled and packed", marks=WIDE),
+    pytest.param("fsdp2", {**TILED, **JOINED}, id="fsdp2 ends of lines alone", marks=WIDE),
+    pytest.param("dp2", {**TILED, "model.frozen": ["tower"]}, id="dp2 tiled, frozen tower", marks=WIDE),
+    pytest.param("tp2", {**TILED, **ADAPTED}, id="tp2 tiled, lora", marks=WIDE),
+    pytest.param(
+        "ep2", {**TILED, "model.decoder": EXPERTS["model.decoder"]}, id="ep2 tiled, experts of the decoder", marks=WIDE
+    ),
 ]
 
 

@@ -10,7 +10,7 @@ from mplug_llava.config import LlavaConfig
 
 from mplug.registry.bind_section import bind
 
-SIZES = {"1.5-7b": 7.063, "1.5-13b": 13.351}
+SIZES = {"1.5-7b": 7.063, "1.5-13b": 13.351, "onevision-0.5b": 0.894, "onevision-7b": 8.030}
 """Parameters in billions."""
 
 

@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 import torch
 from mplug_llava.config import LlavaConfig
-from mplug_llava.processor import PictureProcessor, cut
+from mplug_llava.processor import PictureProcessor
 from mplug_llava.published import SIGLIP_PREPARATION
+from mplug_llava.squares import cut
 from mplug_llava.vision import VisionConfig
 
 from mplug.registry.bind_section import bind
+from mplug_nn.pictures import resize_frames
 
 Image = pytest.importorskip("PIL.Image")
 clip = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
@@ -100,3 +102,17 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_pixels_beyond_the_last_whole_patch_are_not_seen() -> None:
     vision = VisionConfig(image_size=8, patch_size=3, features="all")
     assert cut(torch.ones(8, 8, 3), vision).shape == (5, 27)
+
+
+@pytest.mark.parametrize("features", ["patches", "all"])
+def test_pictures_are_restored_from_the_entries_of_a_micro_batch(features: str) -> None:
+    ours = processor(image_size=8, patch_size=4, features=features, fit="stretch", pixel_std=(0.2, 0.3, 0.4))
+    contents = [torch.from_numpy(picture(number))[None] for number in range(3)]
+    media = [ours.prepare(content) for content in contents]
+    text = [[*media[0].tokens, *media[1].tokens, 2], [3, *media[2].tokens, *[5] * len(media[0].tokens)]]
+    tokens = torch.tensor(text)
+    seen = ours.contents_of({"tokens": tokens, **ours.entries_of(tokens, [media[:2], media[2:]])})
+    assert [len(own) for own in seen] == [2, 1]
+    for one, content in zip([one for own in seen for one in own], contents, strict=True):
+        assert torch.equal(one.content, resize_frames(content, 8, 8))
+    assert [one.positions[0] for one in seen[0]] == [0, len(media[0].tokens)]

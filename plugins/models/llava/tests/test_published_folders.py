@@ -1,5 +1,6 @@
 """Folders that the transformers library writes: what is read computes the same, and what is exported equals them."""
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -15,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 from exported_folders import ONE_STEP as STEP  # noqa: E402
 from exported_folders import assert_exported_as_it_was  # noqa: E402
-from llava_models import CONFIGS, config_of, library_of, micro_batch  # noqa: E402
+from llava_models import CONFIGS, TILED, Seen, config_of, library_of, micro_batch, tiled_micro_batch  # noqa: E402
 from mplug_huggingface_format.opened import open_folder  # noqa: E402
 from published import edited, loaded, rewritten, run_of, save, tensors  # noqa: E402
 from seeing_models import changed  # noqa: E402
@@ -28,14 +29,15 @@ from mplug.training.loop import train  # noqa: E402
 Cli = Callable[..., CompletedProcess[str]]
 SETTINGS: dict[str, Any] = {"data.name": "mock", "data.media": 2, "data.media_sides": [8, 24], "trainer.seq_length": 60}
 ONE_STEP = {**SETTINGS, **STEP}
+ALL = {**CONFIGS, "tiled": TILED}
 LIBRARY, RELEASED = "vision_tower.", "vision_tower.vision_model."
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2"])
+@pytest.fixture(scope="module", params=["llama", "qwen2", "tiled"])
 def made(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
     """A kind, the folder of a model of it, and the model. Of one kind, the names are those of the released folders."""
     folder = tmp_path_factory.mktemp(request.param)
-    library = save(library_of(CONFIGS[request.param], torch.float32), folder)
+    library = save(library_of(ALL[request.param], torch.float32), folder)
     if request.param == "llama":
         rewritten(folder, as_released)
     return request.param, folder, library
@@ -51,10 +53,18 @@ def narrow(entries: dict[str, Any]) -> dict[str, Any]:
     return {name: x.float() if isinstance(x, Tensor) and x.dtype == torch.float64 else x for name, x in entries.items()}
 
 
+def seen_by(kind: str) -> Seen:
+    """A micro batch with pictures, with videos too if the model has tiles."""
+    config = config_of(ALL[kind])
+    if kind == "tiled":
+        return tiled_micro_batch(config, ([(1, 20, 9), (2, 6, 11)], [], [(1, 9, 30), (1, 5, 5)]), 120)
+    return micro_batch(config, (2, 0, 1))
+
+
 def test_a_folder_gives_the_librarys_logits(made: tuple[str, Path, Any]) -> None:
     kind, folder, library = made
     _, model = loaded(folder, **{name.replace(".", "__"): value for name, value in SETTINGS.items()})
-    seen = micro_batch(config_of(CONFIGS[kind]), (2, 0, 1))
+    seen = seen_by(kind)
     with torch.no_grad():
         expected = library(**narrow(seen.theirs)).logits
         found = model.logits(narrow(seen.ours))
@@ -85,7 +95,7 @@ def test_a_config_of_its_own_describes_the_model_to_the_library(
     again = transformers.AutoModelForImageTextToText.from_pretrained(
         tmp_path / "exported", dtype=torch.float32, attn_implementation="eager"
     )
-    seen = narrow(micro_batch(config_of(CONFIGS[kind]), (2, 0, 1)).theirs)
+    seen = narrow(seen_by(kind).theirs)
     with torch.no_grad():
         assert torch.equal(again(**seen).logits, library(**seen).logits)
 
@@ -116,7 +126,7 @@ def test_settings_that_contradict_the_folder_are_refused_with_the_field_of_the_d
     with pytest.raises(UsageError, match=r"  model\.decoder\.name \(.*\): 'gpt', but the weights need '.*'$"):
         run_of(folder, {**SETTINGS, "model.decoder": {"name": "gpt", "vocab_size": 61}})
     with pytest.raises(UsageError, match="the weights need"):
-        run_of(folder, {**SETTINGS, "model.vision.feature_layer": -1})
+        run_of(folder, {**SETTINGS, "model.vision.feature_layer": 1})
     assert run_of(folder, {**SETTINGS, "model.decoder.num_layers": 3}).config.model.decoder.config.num_layers == 3
 
 
@@ -124,6 +134,75 @@ def test_a_folder_is_refused_on_text_alone(made: tuple[str, Path, Any]) -> None:
     _, folder, _ = made
     with pytest.raises(UsageError, match=r"micro batches of data/text have no 'patches', .* \(--data mock"):
         loaded(folder)
+
+
+PREPARATION = {
+    "image_processor_type": "LlavaOnevisionImageProcessor",
+    "size": {"height": TILED["vision_config"]["image_size"], "width": TILED["vision_config"]["image_size"]},
+    "image_grid_pinpoints": TILED["image_grid_pinpoints"],
+    "image_mean": [0.5, 0.4, 0.3],
+    "image_std": [0.5, 0.3, 0.2],
+    "do_pad": True,
+    "resample": 3,
+    "rescale_factor": 1 / 255,
+}
+
+
+@pytest.mark.parametrize("made", ["tiled"], indirect=True)
+def test_a_folders_preprocessor_config_says_how_pictures_become_tiles(
+    made: tuple[str, Path, Any], tmp_path: Path, cli_here: Cli
+) -> None:
+    """Colours come from the file; a run of its own with other colours is exported all the same."""
+    other = shutil.copytree(made[1], tmp_path / "prepared")
+    for fields, sentence in (
+        ({}, None),
+        (
+            {"image_grid_pinpoints": [[8, 8]]},
+            r"preprocessor_config.json has \[\[8, 8\]\] for 'model.tiling.resolutions'",
+        ),
+        ({"size": {"height": 4, "width": 4}}, "preprocessor_config.json has 4 for 'model.vision.image_size'"),
+        ({"size": {"shortest_edge": 8}}, "its field 'size' is .*, and the family reads equal 'height' and 'width'"),
+        ({"do_center_crop": True}, "its field 'do_center_crop' is true, but the family supports"),
+        ({"crop_pct": 0.9}, "its field 'crop_pct' is unknown to the family"),
+    ):
+        (other / "preprocessor_config.json").write_text(json.dumps({**PREPARATION, **fields}))
+        if sentence is not None:
+            with pytest.raises(UsageError, match=sentence):
+                run_of(other, SETTINGS)
+            continue
+        vision = run_of(other, SETTINGS).config.model.vision
+        assert (vision.pixel_mean, vision.pixel_std) == ((0.5, 0.4, 0.3), (0.5, 0.3, 0.2))
+        run = run_of(other, ONE_STEP)
+        run.directory = tmp_path / "runs" / "scratch"
+        train(run)
+        shutil.rmtree(run.directory / "published")
+        result = cli_here("checkpoint", "export", "--to", "huggingface", "exported")
+        assert result.returncode == 0, result.stderr
+
+
+REFUSED_TILES: dict[str, tuple[dict[str, Any], str]] = {
+    "no number of tiles": (
+        {"vision_aspect_ratio": "anyres"},
+        "'vision_aspect_ratio' is 'anyres', but the family supports",
+    ),
+    "tiles of other sizes": ({"image_grid_pinpoints": [[8, 12]]}, "tiling: resolutions has [8, 12]"),
+    "no pairs": ({"image_grid_pinpoints": [8]}, "'image_grid_pinpoints' is [8], but must be a list of heights and"),
+    "a class row": (
+        {"vision_config": CONFIGS["llama"]["vision_config"]},
+        "'vision_feature_select_strategy' is 'full', which keeps the class row",
+    ),
+    "a lost patch": ({"vision_feature_select_strategy": "default"}, "drops the first patch of a 'vision_config'"),
+    "a tower without sizes": ({"vision_config": {}}, "in its field 'vision_config', it lacks the field 'hidden_size'"),
+    "equal tokens": ({"video_token_index": 55}, "tiling: video_token=55 must be another token than image_token"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_TILES)
+def test_tiles_that_cannot_be_honoured_are_refused_in_a_sentence(case: str) -> None:
+    changes, sentence = REFUSED_TILES[case]
+    with pytest.raises((ValueError, AssertionError), match=re.escape(sentence)) as refused:
+        config_of(changed(TILED, changes))
+    assert len(str(refused.value).splitlines()) == 1
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

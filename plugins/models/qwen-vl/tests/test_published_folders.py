@@ -53,8 +53,9 @@ def test_the_folder_says_how_pictures_are_prepared_and_a_run_may_change_it(made:
     vision = run_of(made[1], SETTINGS).config.model.vision
     assert (vision.min_pixels, vision.max_pixels, vision.pixel_mean) == (64, 400, (0.3, 0.4, 0.5))
     assert vision.pixel_std == (0.26862954, 0.26130258, 0.27577711), "the library's default"
-    changed = run_of(made[1], {**SETTINGS, "model.vision.max_pixels": 200}).config.model.vision
-    assert changed == vision.model_copy(update={"max_pixels": 200})
+    for name, value in (("max_pixels", 200), ("init_std", 0.1)):
+        changed = run_of(made[1], {**SETTINGS, f"model.vision.{name}": value}).config.model.vision
+        assert changed == vision.model_copy(update={name: value})
     with pytest.raises(UsageError, match="settings contradict"):
         run_of(made[1], {**SETTINGS, "model.vision.patch_size": 4})
 

@@ -113,3 +113,11 @@ def test_special_tokens_are_listed_by_text_and_are_not_made_from_texts(tmp_path:
     for text, number in tokenizer.special_tokens.items():
         assert tokenizer.tokenizer.token_to_id(text) == number
         assert number not in tokenizer.encode(f"a {text} b")
+
+
+def test_a_part_of_a_text_has_no_added_tokens(tmp_path: Path) -> None:
+    trained(tmp_path / "tokenizer.json", "<|endoftext|>")
+    folder = HuggingFace.read_folder(tmp_path)
+    whole, part = folder.encode_prompt("quick fox"), folder.encode_part("quick fox")
+    assert part
+    assert whole == [folder.tokenizer.token_to_id("<|endoftext|>"), *part]

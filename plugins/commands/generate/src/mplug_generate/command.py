@@ -293,7 +293,9 @@ def _of_run(asked: Asked, world: "World | None") -> "tuple[Job, Run]":
         raise UsageError(
             f"the data plugin of run '{directory}' has no tokenizer to decode tokens; use another run with --name"
         )
-    encoded = _encoded(prompts, lambda: run, lambda prompt: tokenizer.encode(prompt.text), tokenizer.encode)
+    encoded = _encoded(
+        prompts, lambda: run, lambda prompt: tokenizer.encode(prompt.text), tokenizer.encode, of_folder=False
+    )
     size = getattr(tokenizer, "vocab_size", None)
     wanted = asked.wanted(prompts, encoded, run.config.trainer.seq_length, size)
     if asked.step is not None:
@@ -317,7 +319,13 @@ def _published(asked: Asked, world: "World | None") -> "tuple[Job, Run]":
         base, settings, _ = settings_of(folder, [("a prompt", 1)], 1, here)
         return _settled(base, settings, world)[0]
 
-    encoded = _encoded(prompts, of_any_length, lambda prompt: encode(tokenizer, prompt, chat=asked.chat))
+    encoded = _encoded(
+        prompts,
+        of_any_length,
+        lambda prompt: encode(tokenizer, prompt, chat=asked.chat),
+        tokenizer.encode_part,
+        of_folder=True,
+    )
     lengths = [(prompt.where, len(one.tokens)) for prompt, one in zip(prompts, encoded, strict=True)]
     base, settings, context = settings_of(folder, lengths, asked.tokens, here)
     wanted = asked.wanted(prompts, encoded, context, None)
@@ -329,7 +337,9 @@ def _encoded(
     prompts: "Sequence[Prompt]",
     run: "Callable[[], Run]",
     encode: "Callable[[Prompt], Sequence[int]]",
-    pieces: "Callable[[str], list[int]] | None" = None,
+    encode_part: "Callable[[str], list[int]]",
+    *,
+    of_folder: bool,
 ) -> "list[Encoded]":
     """The tokens of prompts, with those of their images by the model of the run, which has any length.
 
@@ -343,4 +353,4 @@ def _encoded(
     from mplug_sampling.sampler import processor_of
 
     processor = processor_of(run())
-    return [encoded(prompt, encode(prompt), processor, pieces) for prompt in prompts]
+    return [encoded(prompt, encode(prompt), processor, encode_part, of_folder=of_folder) for prompt in prompts]

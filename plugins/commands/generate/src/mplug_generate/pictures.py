@@ -31,37 +31,39 @@ class Encoded:
 
 def prepared(prompt: Prompt, processor: "Processor") -> "list[Medium]":
     """The pictures of a prompt; UsageError that names the first one that the model cannot take."""
-    return [_prepared(path, prompt.where, processor) for path in prompt.images]
+    return [_prepared(path, prompt, processor) for path in prompt.images]
 
 
-def _prepared(path: Path, where: str, processor: "Processor") -> "Medium":
+def _prepared(path: Path, prompt: Prompt, processor: "Processor") -> "Medium":
     from mplug_nn.pictures import decode_picture
 
     try:
-        return processor.prepare(decode_picture(path.read_bytes()))
+        return processor.prepare(decode_picture(path.read_bytes()), len(prompt.images))
     except OSError as error:
         reason = error.strerror or str(error)
     except (UsageError, ValueError) as error:
         reason = str(error)
-    raise UsageError(f"{where}: the image '{path}' cannot be used: {reason}; use another image")
+    raise UsageError(f"{prompt.where}: the image '{path}' cannot be used: {reason}; use another image")
 
 
-def encoded(prompt: Prompt, tokens: Sequence[int], processor: "Processor", pieces: Encode | None = None) -> Encoded:
+def encoded(
+    prompt: Prompt, tokens: Sequence[int], processor: "Processor", encode: Encode, *, of_folder: bool
+) -> Encoded:
     """A prompt with its pictures in the places that its tokens mark (`Medium.mark`), one mark for each picture.
 
-    If nothing is marked and `pieces` encodes parts of a text, the pictures stand where the prompt says
-    (`Prompt.places`). UsageError if there is no such place.
+    `encode` encodes parts of a text. If nothing is marked and the model is not that of a folder, the pictures stand
+    where the prompt says (`Prompt.places`). UsageError if there is no such place.
     """
-    media = prepared(prompt, processor)
+    media = [medium.written(encode) for medium in prepared(prompt, processor)]
     places = _places(tokens, {medium.mark for medium in media} - {()})
     if len(places) == len(media):
         ends = [0, *(end for _, end in places)]
         texts = [tokens[end:begin] for end, (begin, _) in zip(ends, places, strict=False)]
         texts.append(tokens[ends[-1] :])
-    elif pieces is not None and not places:
-        texts = [pieces(text) for text in prompt.pieces()]
+    elif not of_folder and not places:
+        texts = [encode(text) for text in prompt.pieces()]
     else:
-        raise UsageError(_without_place(prompt, media, len(places), of_folder=pieces is None))
+        raise UsageError(_without_place(prompt, media, len(places), of_folder=of_folder))
     found = list(texts[0])
     for medium, text in zip(media, texts[1:], strict=True):
         found += [*medium.tokens, *text]

@@ -67,7 +67,8 @@ def prepare_media(conversation: Conversation, files: Files, processor: Processor
     of the data set's folder or damaged, and if the model cannot take a picture.
     """
     chosen = _files_of(conversation, files)
-    return [_prepared(mention, names, files, processor, most_pixels) for mention, names in chosen]
+    num_pictures = sum(not mention.is_video for mention, _ in chosen)
+    return [_prepared(one, files, processor, num_pictures, most_pixels) for one in chosen]
 
 
 def _files_of(conversation: Conversation, files: Files) -> list[tuple[Mention, tuple[str, ...]]]:
@@ -90,8 +91,10 @@ def _files_of(conversation: Conversation, files: Files) -> list[tuple[Mention, t
     return chosen
 
 
-def _prepared(mention: Mention, names: Sequence[str], files: Files, processor: Processor, most_pixels: int) -> Medium:
-    frames = []
+def _prepared(
+    chosen: tuple[Mention, Sequence[str]], files: Files, processor: Processor, num_pictures: int, most_pixels: int
+) -> Medium:
+    (mention, names), frames = chosen, []
     for name in names:
         try:
             frames.append(decode_picture(files.read(name), most_pixels))
@@ -103,7 +106,7 @@ def _prepared(mention: Mention, names: Sequence[str], files: Files, processor: P
     if mention.is_video and len(frames) == 1:
         frames *= 2  # a medium of one frame is a picture
     try:
-        return processor.prepare(torch.cat(frames))
+        return processor.prepare(torch.cat(frames), num_pictures)
     except (ValueError, UsageError) as error:
         raise Unusable(f"{what}: {error}", UNSUPPORTED) from None
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -73,6 +72,7 @@ class Writer:
                 raise Unusable("a message has the text of a special token, which could end its turn", SPECIAL)
         messages = conversation.messages[: conversation.end]
         media = media[: sum(part["type"] != "text" for message in messages for part in message["content"])]
+        media = [medium.written(self.vocabulary.encode) for medium in media]
         if not self.template.takes_parts:
             messages = [{**message, "content": _as_text(message)} for message in messages]
         try:
@@ -120,7 +120,7 @@ def _marks_of(medium: Medium, tokens: Sequence[int], at: int, marks: frozenset[i
     """The number of tokens from `at` on that mark a medium: the place of one, or `marks` in the order of its tokens."""
     if tokens[at] == PLACE_TOKEN:
         return 1
-    order = [token for token, _ in groupby(medium.tokens) if token in marks]
+    order = list(dict.fromkeys(token for token in medium.tokens if token in marks))
     end = at
     while end < len(tokens) and tokens[end] in order:
         order = order[order.index(tokens[end]) + 1 :]

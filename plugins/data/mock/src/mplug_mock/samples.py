@@ -27,13 +27,13 @@ class Media:
     def drawn(self, generator: torch.Generator) -> list[Medium]:
         """The media of a sample; each number of them is equally likely."""
         number = int(torch.randint(self.most + 1, (), generator=generator))
-        return [self._one(generator) for _ in range(number)]
+        return [self._one(generator, number) for _ in range(number)]
 
-    def _one(self, generator: torch.Generator) -> Medium:
+    def _one(self, generator: torch.Generator, number: int) -> Medium:
         least, largest = self.sides
         height, width = torch.randint(least, largest + 1, (2,), generator=generator).tolist()
         colours = torch.randint(256, (1, height, width, 3), generator=generator, dtype=torch.uint8)
-        return self.processor.prepare(colours)
+        return self.processor.prepare(colours, number)
 
 
 def reader(

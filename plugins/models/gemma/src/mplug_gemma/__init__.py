@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from mplug import UsageError, hookimpl, listed
+from mplug import hookimpl
 from mplug_gemma.config import GemmaConfig
 from mplug_gemma.presets import PRESETS
 from mplug_gemma.published import FORMS
@@ -27,15 +27,7 @@ class Gemma(DecoderFamily):
         """The decoder, with its tower if it has one, on the meta device, and the plan."""
         from mplug_gemma.build import build
 
-        missing = [] if self.config.vision is None else [name for name in CONTEXT if name not in run.entries]
-        if missing and run.trains:
-            (loader,) = run.hooks.implementers("build_loader")
-            raise UsageError(
-                f"micro batches of {loader} have no {listed(map(repr, missing))}, which the tower of 'model.vision' "
-                f"needs; use a data plugin that supplies images (--data mock --set data.media=2), or train a decoder "
-                f"of text (--set model.vision=null)"
-            )
-        return build(self.config, has_images=not missing)
+        return build(self.config, has_images=self.config.vision is None or run.entries.issuperset(CONTEXT))
 
     @hookimpl
     def build_processor(self) -> "Processor | None":

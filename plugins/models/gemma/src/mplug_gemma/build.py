@@ -11,6 +11,12 @@ from mplug_nn import Head, build_decoder, decoder_plan
 
 GROUPS = "position_groups"
 
+WITHOUT = (
+    "use a data plugin that supplies images (--data mock --set data.media=2), or train a decoder of text "
+    "(--set model.vision=null)"
+)
+"""What to do without images."""
+
 
 def build(config: GemmaConfig, *, has_images: bool) -> Model:
     """The model on the meta device, and its plan.
@@ -61,6 +67,7 @@ def _stream(config: VisionConfig) -> Stream:
         indices=("vision_rows",),
         rows=images * number,
         squares=images * number**2,
+        remedy=WITHOUT,
     )
 
 

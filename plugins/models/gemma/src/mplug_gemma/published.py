@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from mplug_gemma.preparation import PREPARATION
 from mplug_nn import (
     EXPERTS_ALTERING,
     EXPERTS_TRAINING,
@@ -269,5 +270,6 @@ SEEING = PublicForm(
     },
     settings=_whole,
     write=_written_whole,
+    preparation=PREPARATION,
 )
 FORMS = (GEMMA3, GEMMA2, SEEING)

@@ -28,8 +28,18 @@ CONTEXT = {
 """The entries of a micro batch with images, and their axes. Every rank has the groups of whole sequences."""
 
 
-BESIDE = frozenset({"init_std", "typical_images", "pixel_mean", "pixel_std", "blank_line_token"})
+BESIDE = frozenset({"init_std", "typical_images", "pixel_mean", "pixel_std", "blank_line_token", "pan_and_scan"})
 """Fields for initial values, estimates and the processor: towers that differ only in these compute the same."""
+
+
+class PanAndScan(BaseModel):
+    """Which pictures are also seen by crops, side by side along the longer side. Each crop is a picture of its own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    min_ratio: PositiveFloat = Field(1.2, description="ratio of the sides from which on a picture has crops")
+    min_crop_size: PositiveInt = Field(256, description="a picture whose crops would have a shorter side has none")
+    max_crops: PositiveInt = Field(4, description="crops of a picture at most")
 
 
 class VisionConfig(BaseModel):
@@ -61,6 +71,9 @@ class VisionConfig(BaseModel):
     blank_line_token: NonNegativeInt | None = Field(
         108, description="token of a blank line before start_token and after end_token; null: none"
     )
+    pan_and_scan: PanAndScan | None = Field(
+        None, description="long pictures are seen by crops too, with a text around them; null: no crops"
+    )
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -76,6 +89,8 @@ class VisionConfig(BaseModel):
                 f"vision: tokens_per_image={self.tokens_per_image} is {side} rows of tokens, which do not divide the "
                 f"{self.patches_per_side} rows of patches of a picture"
             )
+        if self.pan_and_scan is not None and self.blank_line_token is None:
+            raise ValueError("vision: pan_and_scan needs blank_line_token: its crops have blank lines between them")
         return self
 
     def computes_like(self, other: "VisionConfig") -> bool:

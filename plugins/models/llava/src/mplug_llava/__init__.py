@@ -2,11 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from mplug import UsageError, hookimpl, listed
+from mplug import hookimpl
 from mplug_llava.config import LlavaConfig
 from mplug_llava.presets import PRESETS
 from mplug_llava.published import FORMS
-from mplug_llava.vision import CONTEXT
 
 if TYPE_CHECKING:
     from mplug import Model, Processor, Run
@@ -25,22 +24,15 @@ class Llava:
         """The tower, the projector and the decoder on the meta device, and their plan."""
         from mplug_llava.build import build
 
-        missing = [name for name in CONTEXT if name not in run.entries]
-        if missing and run.trains:
-            (loader,) = run.hooks.implementers("build_loader")
-            raise UsageError(
-                f"micro batches of {loader} have no {listed(map(repr, missing))}, which the tower of 'model.vision' "
-                f"needs; use a data plugin that supplies images (--data mock --set data.media=2), or train the decoder "
-                f"alone (--model {self.config.decoder.name})"
-            )
-        return build(self.config, self.config.decoder.build(run), has_images=not missing)
+        has_images = run.entries.issuperset(self.config.context)
+        return build(self.config, self.config.decoder.build(run), has_images=has_images)
 
     @hookimpl
     def build_processor(self) -> "Processor":
         """What makes the entries of the tower."""
-        from mplug_llava.processor import PictureProcessor
+        from mplug_llava.processor import PictureProcessor, TileProcessor
 
-        return PictureProcessor(self.config)
+        return PictureProcessor(self.config) if self.config.tiling is None else TileProcessor(self.config)
 
     @hookimpl
     def captures(self) -> str:

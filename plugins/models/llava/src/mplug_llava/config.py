@@ -5,7 +5,8 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
 from mplug import Family
-from mplug_llava.vision import VisionConfig
+from mplug_llava.tiling import TilingConfig
+from mplug_llava.vision import CONTEXT, TILED_CONTEXT, VisionConfig
 from mplug_nn import ActivationName
 
 
@@ -19,6 +20,10 @@ class LlavaConfig(BaseModel):
     projector_activation: ActivationName = Field("gelu", description="activation between the projector's products")
     projector_bias: bool = Field(True, description="biases of the projector")
     image_token: NonNegativeInt = Field(32000, description="token in whose place a row of a picture stands")
+    tiling: TilingConfig | None = Field(
+        None,
+        description="pictures as a whole and as tiles, and videos (LLaVA-OneVision); null: a square for each picture",
+    )
 
     @model_validator(mode="after")
     def _decoder_fits(self) -> Self:
@@ -33,6 +38,31 @@ class LlavaConfig(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _tiling_fits(self) -> Self:
+        tiling, vision = self.tiling, self.vision
+        if tiling is None:
+            return self
+        if tiling.video_token >= self.vocab_size or tiling.video_token == self.image_token:
+            raise ValueError(
+                f"tiling: video_token={tiling.video_token} must be another token than image_token, and less than the "
+                f"decoder's vocab_size={self.vocab_size}"
+            )
+        for size in (size for size in tiling.resolutions if any(one % vision.image_size for one in size)):
+            raise ValueError(
+                f"tiling: resolutions has {list(size)}, of which vision.image_size={vision.image_size} is no divisor"
+            )
+        if vision.fit != "stretch":
+            raise ValueError("tiling: pictures as a whole are stretched, so it needs vision.fit=stretch")
+        if vision.features != "patches":
+            raise ValueError("tiling: a class row has no place in a grid of tiles, so it needs vision.features=patches")
+        return self
+
+    @property
+    def context(self) -> dict[str, tuple[str, ...]]:
+        """The entries of a micro batch with pictures, and their axes."""
+        return CONTEXT if self.tiling is None else TILED_CONTEXT
+
     @property
     def vocab_size(self) -> int:
         """Tokens that the decoder knows."""
@@ -46,9 +76,9 @@ class LlavaConfig(BaseModel):
     def computes_like(self, other: "LlavaConfig") -> bool:
         """Whether two configs describe the same model, also if a family can spell it differently."""
         one, two = self.decoder, other.decoder
-        if one.entry != two.entry or not _alike(one.config, two.config):
+        if one.entry != two.entry or not _alike(one.config, two.config) or not self.vision.computes_like(other.vision):
             return False
-        return self.model_copy(update={"decoder": two}) == other
+        return self.model_copy(update={"decoder": two, "vision": other.vision}) == other
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -22,8 +22,9 @@ def external_names(config: LlavaConfig, decoder: ExternalNames | None) -> Extern
     ends = ("up", "linear_1"), ("down", "linear_2")
     for kind in KINDS if config.projector_bias else KINDS[:1]:
         tower |= {f"tower.projector.{ours}.{kind}": f"{PROJECTOR}.{theirs}.{kind}" for ours, theirs in ends}
+    newline = {} if config.tiling is None else {"join.newline": "image_newline"}
     return ExternalNames(
-        {**inner.tensors, **tower},
+        {**inner.tensors, **tower, **newline},
         ignored=(*inner.ignored, f"{TOWER}.embeddings.position_ids"),
         copies=inner.copies,
         optional=inner.optional,

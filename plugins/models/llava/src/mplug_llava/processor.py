@@ -8,25 +8,26 @@ from typing import TYPE_CHECKING
 
 from mplug import Medium
 from mplug_llava.config import LlavaConfig
-from mplug_llava.vision import CONTEXT, VisionConfig
+from mplug_llava.vision import CONTEXT, CORNERS, TILED_CONTEXT, VisionConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-LONGEST_RATIO = 200
-"""Maximum ratio of the sides of a picture that is cropped: scaled, it would fill the memory."""
+    from mplug import MicroBatch, Seen
 
 
 class PictureProcessor:
     """Makes a square of a picture, as CLIP or SigLIP do, and cuts it into patches. A medium is one picture."""
 
     def __init__(self, config: LlavaConfig) -> None:
-        self.vision, self.token = config.vision, config.image_token
+        self.config, self.vision, self.token = config, config.vision, config.image_token
         self.placeholders = frozenset({self.token})
         self.entries = tuple(CONTEXT)
 
-    def prepare(self, content: "Tensor") -> Medium:
+    def prepare(self, content: "Tensor", num_pictures: int = 1) -> Medium:
         """The patches of a picture [1, H, W, 3], and the tokens that stand for them."""
+        from mplug_llava.squares import cut, squared
+
         vision = self.vision
         if len(content) != 1:
             raise ValueError(f"this model takes pictures, and a video of {len(content)} frames is none")
@@ -40,55 +41,88 @@ class PictureProcessor:
         import torch
 
         vision, is_seen = self.vision, tokens == self.token
+        _refuse_other_tokens(tokens, media, [self.token])
         pictures = [medium.values for own in media for medium in own]
-        for number, (own, row) in enumerate(zip(media, is_seen, strict=True)):
-            found, needed = int(row.sum()), sum(len(medium.tokens) for medium in own)
-            if found != needed:
-                raise ValueError(
-                    f"sample {number} of the micro batch: its {len(own)} pictures have {needed} tokens, and the text "
-                    f"has {found} tokens {self.token}"
-                )
-        patches = torch.cat(pictures) if pictures else torch.zeros(1, vision.patch_width)
-        places = torch.arange(vision.num_rows).repeat(len(pictures)) if pictures else torch.zeros(1, dtype=torch.int64)
         starts = torch.arange(len(pictures)) * vision.num_rows
-        seen = (starts[:, None] + torch.tensor([*vision.seen_rows])).flatten()
         rows = torch.full_like(tokens, -1)
-        rows[is_seen] = seen
-        return {
-            "patches": patches[None],
-            "patch_places": places[None],
-            "patch_lengths": torch.tensor([vision.num_rows] * len(pictures) or [1])[None],
-            "vision_rows": rows,
-        }
+        rows[is_seen] = (starts[:, None] + torch.tensor([*vision.seen_rows])).flatten()
+        return {**_tower_entries(pictures, vision), "vision_rows": rows}
+
+    def contents_of(self, batch: "MicroBatch") -> "list[list[Seen]]":
+        """The pictures of each sample, restored from the patches of a micro batch."""
+        from mplug_llava.restoring import contents_of
+
+        return contents_of(batch, self.config)
 
 
-def squared(content: "Tensor", vision: VisionConfig) -> "Tensor":
-    """A picture [1, H, W, 3] as a square of the tower's side [1, side, side, 3], standardised.
+class TileProcessor:
+    """Makes a square of a picture and squares of its tiles, and cuts them into patches.
 
-    It is stretched, or its shorter side is scaled to that of the square, and the middle is cropped. Raises ValueError
-    for a picture to be cropped that is more than 200 times as long as it is wide.
+    A medium of one frame is a picture, one of several frames a video.
     """
-    from mplug_nn.pictures import resize_frames, standardized
 
-    side, (height, width) = vision.image_size, content.shape[1:3]
-    size = (side, side)
-    if vision.fit == "crop":
-        if max(height, width) > LONGEST_RATIO * min(height, width):
-            raise ValueError(
-                f"a picture of {width} x {height} pixels is more than {LONGEST_RATIO} times as long as it is wide"
-            )
-        scaled = int(side * max(height, width) / min(height, width))
-        size = (scaled, side) if width <= height else (side, scaled)
-    top, left = (size[0] - side) // 2, (size[1] - side) // 2
-    square = resize_frames(content, *size)[:, top : top + side, left : left + side]
-    return standardized(square, vision.pixel_mean, vision.pixel_std)
+    def __init__(self, config: LlavaConfig) -> None:
+        assert config.tiling is not None
+        self.config, self.vision, self.tiling, self.token = config, config.vision, config.tiling, config.image_token
+        self.placeholders = frozenset({self.token, self.tiling.video_token})
+        self.entries = tuple(TILED_CONTEXT)
+
+    def prepare(self, content: "Tensor", num_pictures: int = 1) -> Medium:
+        """The tiles of a picture or a video [F, H, W, 3], and the tokens that stand for them."""
+        from mplug_llava.tiles import tiles_of
+
+        tiles = tiles_of(content, num_pictures, self.vision, self.tiling)
+        token = self.token if len(content) == 1 else self.tiling.video_token
+        return Medium((token,) * len(tiles.cells), len(tiles.patches), tiles, mark=(token,))
+
+    def entries_of(
+        self, tokens: "Tensor", media: Sequence[Sequence[Medium]], document_lengths: "Tensor | None" = None
+    ) -> "Mapping[str, Tensor]":
+        """The entries of a micro batch; without a picture in it, they hold one row of zeros that no token refers to."""
+        import torch
+
+        marks = sorted(self.placeholders)
+        _refuse_other_tokens(tokens, media, marks)
+        tiles = [medium.values for own in media for medium in own]
+        is_seen, first = torch.isin(tokens, torch.tensor(marks)), 0
+        rows = torch.full((*tokens.shape, CORNERS), -1)
+        shares = torch.zeros(*tokens.shape, CORNERS, dtype=torch.float64)
+        found = []
+        for one in tiles:
+            found.append(first + one.cells)
+            first += len(one.patches)
+        if tiles:
+            rows[is_seen], shares[is_seen] = torch.cat(found), torch.cat([one.shares for one in tiles])
+        entries = _tower_entries([one.patches for one in tiles], self.vision)
+        return {**entries, "vision_rows": rows, "vision_shares": shares}
+
+    def contents_of(self, batch: "MicroBatch") -> "list[list[Seen]]":
+        """The pictures and videos of each sample, restored from the patches of a micro batch."""
+        from mplug_llava.restoring import contents_of
+
+        return contents_of(batch, self.config)
 
 
-def cut(picture: "Tensor", vision: VisionConfig) -> "Tensor":
-    """A square [side, side, 3] as rows of the tower [P, C]: a class row of zeros, if there is one, then the patches."""
+def _refuse_other_tokens(tokens: "Tensor", media: Sequence[Sequence[Medium]], marks: Sequence[int]) -> None:
+    """Raise ValueError if the tokens of a sample that stand for media are not those of its media."""
+    for number, (own, row) in enumerate(zip(media, tokens.tolist(), strict=True)):
+        found, needed = [one for one in row if one in marks], [one for medium in own for one in medium.tokens]
+        for mark in marks:
+            if (has := found.count(mark)) != (wants := needed.count(mark)):
+                raise ValueError(
+                    f"sample {number} of the micro batch: its {len(own)} pictures have {wants} tokens, and the text "
+                    f"has {has} tokens {mark}"
+                )
+        if found != needed:
+            raise ValueError(f"sample {number} of the micro batch: its pictures and videos are in another order")
+
+
+def _tower_entries(squares: "Sequence[Tensor]", vision: VisionConfig) -> "dict[str, Tensor]":
+    """The entries of the tower, of rows of squares [P, C]; one row of zeros if there are none."""
     import torch
 
-    side, number = vision.patch_size, vision.side
-    whole = picture[: number * side, : number * side]
-    parts = whole.reshape(number, side, number, side, -1).permute(0, 2, 4, 1, 3).reshape(number**2, -1)
-    return torch.cat((parts.new_zeros(int(vision.class_row), parts.shape[1]), parts))
+    rows = torch.cat([*squares]) if squares else torch.zeros(1, vision.patch_width)
+    number = len(rows) // vision.num_rows if squares else 0
+    places = torch.arange(vision.num_rows).repeat(number) if squares else torch.zeros(1, dtype=torch.int64)
+    lengths = torch.tensor([vision.num_rows] * number or [1])
+    return {"patches": rows[None], "patch_places": places[None], "patch_lengths": lengths[None]}

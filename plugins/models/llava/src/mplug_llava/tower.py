@@ -1,7 +1,11 @@
-"""The tower and the projector. P rows of a micro batch, p of this rank, D width of the tower, E of the decoder."""
+"""The tower, the projector and the join.
+
+P rows of a micro batch, p of this rank, D width of the tower, E of the decoder. B samples, S positions, s of this rank.
+R rows of the projector, r of this rank.
+"""
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +117,44 @@ class Projector(Activation):
         return y
 
 
+class GridJoin(StreamJoin):
+    """Weighted sums of rows of the tower in place of the hidden states of some positions, and a trained end of lines.
+
+    A position whose weights are all 0 is the end of a line.
+    """
+
+    mixes: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.newline = nn.Parameter(torch.empty(dim))
+
+    def plan_entries(self, inits: Inits) -> Entries:
+        """The meaning of the parameter."""
+        return {"newline": Parameter(("embed",), inits.weight, decay=False)}
+
+    def plan_work(self) -> Step:
+        """No product."""
+        return ()
+
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, rows: Tensor, places: Tensor, shares: Tensor, returns: Mapping[str, Any] | None = None
+    ) -> Tensor:
+        """hidden [B, s, E], rows [1, r, E], places and shares [B, S, CORNERS] -> [B, s, E].
+
+        A place is the number of a row, or -1. `returns` is the optional entry `mplug.RETURNS`.
+        """
+        own, weights, table = self.positions(places), self.positions(shares), self.gather(rows)[0]
+        if returns is not None:
+            table = self.bring_back(table, returns)
+        dtype = torch.promote_types(table.dtype, torch.float32)
+        mixed = hidden.new_zeros((), dtype=dtype)
+        for place, weight in zip(own.unbind(-1), weights.to(dtype).unbind(-1), strict=True):
+            mixed = mixed + F.embedding(place.clamp(min=0), table).to(dtype) * weight[..., None]  # [B, s, E]
+        is_seen, is_end = (own[..., :1] >= 0), (weights == 0).all(dim=-1, keepdim=True)
+        return torch.where(is_seen, torch.where(is_end, self.newline, mixed.to(hidden.dtype)), hidden)
+
+
 class Tower(nn.Module):
     """The units of the tower; the host runs them in the plan's order.
 
@@ -134,8 +176,8 @@ class SeeingModel(nn.Module):
 
     mixes: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, tower: Tower, decoder: nn.Module) -> None:
+    def __init__(self, tower: Tower, join: StreamJoin, decoder: nn.Module) -> None:
         super().__init__()
         self.tower = tower
-        self.join = StreamJoin()
+        self.join = join
         self.decoder = decoder

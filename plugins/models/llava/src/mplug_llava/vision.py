@@ -15,6 +15,16 @@ CONTEXT = {
     "vision_rows": ("batch", "sequence"),
 }
 """The entries of a micro batch with pictures, and their axes."""
+CORNERS = 4
+"""Rows of the tower whose weighted sum stands in the place of a token, if pictures are tiled."""
+TILED_CONTEXT = {
+    **CONTEXT,
+    "vision_rows": ("batch", "sequence", "corner"),
+    "vision_shares": ("batch", "sequence", "corner"),
+}
+"""The entries of a micro batch with tiled pictures, and their axes."""
+PREPARATION = frozenset({"init_std", "fit", "pixel_mean", "pixel_std", "typical_pictures"})
+"""Fields for initial values, pictures and estimates: towers that differ only in these compute the same."""
 
 
 class VisionConfig(BaseModel):
@@ -58,7 +68,7 @@ class VisionConfig(BaseModel):
         (0.26862954, 0.26130258, 0.27577711), description="standard deviations of the colours"
     )
     typical_pictures: PositiveInt = Field(
-        1, description="pictures of a sample, by which a pipeline is split and memory is estimated"
+        1, description="pictures, or tiles of them, of a sample: by them a pipeline is split and memory is estimated"
     )
 
     @model_validator(mode="after")
@@ -81,6 +91,10 @@ class VisionConfig(BaseModel):
         if self.features == "all" and not self.class_row:
             raise ValueError("vision: features='all' has no effect without class_row")
         return self
+
+    def computes_like(self, other: "VisionConfig") -> bool:
+        """Whether two towers compute the same from the same patches."""
+        return self.model_dump(exclude=PREPARATION) == other.model_dump(exclude=PREPARATION)
 
     @property
     def used_layers(self) -> int:

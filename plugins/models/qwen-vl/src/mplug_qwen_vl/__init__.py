@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from mplug import UsageError, hookimpl, listed
+from mplug import hookimpl
 from mplug_nn import DecoderFamily
 from mplug_qwen_vl.config import QwenVLConfig
 from mplug_qwen_vl.presets import PRESETS
@@ -24,17 +24,8 @@ class QwenVL(DecoderFamily):
         """The tower and the decoder on the meta device, and their plan."""
         from mplug_qwen_vl.build import build
 
-        missing: list[str] = []
-        if self.config.vision is not None:
-            missing = [name for name in entries_of(self.config.vision) if name not in run.entries]
-        if missing and run.trains:
-            (loader,) = run.hooks.implementers("build_loader")
-            raise UsageError(
-                f"micro batches of {loader} have no {listed(map(repr, missing))}, which the tower of 'model.vision' "
-                f"needs; use a data plugin that supplies images (--data mock --set data.media=2), or train a decoder "
-                f"of text (--set model.vision=null)"
-            )
-        return build(self.config, has_images=not missing)
+        needed = () if self.config.vision is None else entries_of(self.config.vision)
+        return build(self.config, has_images=run.entries.issuperset(needed))
 
     @hookimpl
     def build_processor(self) -> "Processor | None":

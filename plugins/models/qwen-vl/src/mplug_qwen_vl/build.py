@@ -9,6 +9,12 @@ from mplug_qwen_vl.config import QwenVLConfig
 from mplug_qwen_vl.tower import SeeingDecoder, Tower
 from mplug_qwen_vl.vision import CONTEXT, PATCHES, VisionConfig, entries_of
 
+WITHOUT = (
+    "use a data plugin that supplies images (--data mock --set data.media=2), or train a decoder of text "
+    "(--set model.vision=null)"
+)
+"""What to do without images."""
+
 
 def build(config: QwenVLConfig, *, has_images: bool) -> Model:
     """The model on the meta device, and its plan. Without images, the units of inference leave the tower out."""
@@ -52,7 +58,8 @@ def _stream(config: VisionConfig) -> Stream:
     """The patches; those of a sample are counted as one frame."""
     lengths = tuple(name for name in ("patch_lengths", "window_lengths") if name in entries_of(config))
     number = config.typical_patches
-    return Stream(lengths, group=config.merge_size**2, indices=("vision_rows",), rows=number, squares=number**2)
+    group, indices = config.merge_size**2, ("vision_rows",)
+    return Stream(lengths, group=group, indices=indices, rows=number, squares=number**2, remedy=WITHOUT)
 
 
 def _described(tower: Tower, config: VisionConfig) -> Description:

@@ -33,7 +33,7 @@ class VisionProcessor:
         windows = () if vision.window_size is None else ("window_lengths",)
         self.entries = ("patches", "patch_places", "patch_lengths", *windows, "vision_rows", "coordinates")
 
-    def prepare(self, content: "Tensor") -> Medium:
+    def prepare(self, content: "Tensor", num_pictures: int = 1) -> Medium:
         """The patches of frames [F, H, W, 3], and the tokens that stand for them."""
         from mplug_nn.pictures import resize_frames, standardized
         from mplug_qwen_vl.stream import Grid

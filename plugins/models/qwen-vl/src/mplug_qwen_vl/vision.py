@@ -29,8 +29,9 @@ CONTEXT = {
 """The entries of a micro batch with images, and their axes."""
 
 
-PREPARATION = ("min_pixels", "max_pixels", "pixel_mean", "pixel_std", "typical_patches")
-"""Fields about pictures before they are patches; the weights need none of them."""
+PREPARATION = ("min_pixels", "max_pixels", "pixel_mean", "pixel_std", "typical_patches", "init_std")
+"""Fields for pictures before they are patches, estimates and initial values: towers that differ only in these compute
+the same."""
 
 
 class VisionConfig(BaseModel):

@@ -56,6 +56,11 @@ class Folder:
         tokens: list[int] = self.tokenizer.encode(text).ids
         return tokens
 
+    def encode_part(self, text: str) -> list[int]:
+        """The tokens of a part of a text, without those that the post-processor adds."""
+        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return tokens
+
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The tokens of the text that the chat template makes, in which special tokens are spelt out."""
         tokens: list[int] = self.tokenizer.encode(self.chat(messages), add_special_tokens=False).ids

@@ -219,3 +219,31 @@ class Model(Section):
         description="parameters that are not trained, as patterns of the names of parameters or modules: 'embedding', "
         "'blocks.0' or 'blocks.*.attn.qkv.weight' ('*' matches one part of a name)",
     )
+
+
+def _as_list(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+class ParameterGroup(Section):
+    """Parameters with a learning rate and a weight decay of their own, as factors on those of the run."""
+
+    match: Annotated[Names, Field(min_length=1), BeforeValidator(_as_list)] = Field(
+        description="patterns of the names of parameters or modules, as in `model.frozen`; one pattern may be a text"
+    )
+    lr_scale: float = Field(
+        1.0, gt=0, allow_inf_nan=False, description="factor on the learning rate that the schedule gives at each step"
+    )
+    weight_decay_scale: Finite = Field(
+        1.0, description="factor on the weight decay that the schedule gives at each step; 0: no decay"
+    )
+
+
+class Optimizer(Section):
+    """The host's own fields in the section 'optimizer'. The optimizer owns all other fields."""
+
+    groups: tuple[ParameterGroup, ...] = Field(
+        (),
+        description="parameters with other learning rates and weight decays: a list of match, lr_scale and "
+        "weight_decay_scale; the first group that matches a parameter applies",
+    )

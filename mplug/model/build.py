@@ -14,6 +14,7 @@ from mplug.errors import UsageError, listed
 from mplug.model.compiled.graphs import refuse_graphs
 from mplug.model.engine import planned_pieces, refuse_incomplete_engine
 from mplug.model.generator_seeds import GeneratorSeeds, drawing_plugin
+from mplug.model.grouped_optimizer import build_optimizer, refuse_single
 from mplug.model.memory import allocate
 from mplug.model.mixing import refuse_mixing
 from mplug.model.model import Model
@@ -21,6 +22,7 @@ from mplug.model.pieces import make_pieces
 from mplug.model.plans.adapting import adapt
 from mplug.model.plans.count_passes import passes_of
 from mplug.model.plans.freezing import freeze
+from mplug.model.plans.grouping import grouped
 from mplug.model.products.casts import copies_of
 from mplug.model.products.gathered_copies import refuse_idle_copies
 from mplug.model.sizes import within_reason
@@ -57,6 +59,7 @@ def build_model(run: Run) -> Model:
     _refuse_unmet(run, selection.unmet)
     if not run.trains:
         return model  # there is no optimizer
+    refuse_single(run)
     _shard_states(run, model)
     refuse_incomplete_engine(run, model)
     refuse_idle_copies(run, model)
@@ -132,6 +135,7 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
         _refuse_missing_entries(run, model)
         adapt(run, model)
     freeze(model, run.config)
+    model.groups = grouped(model, run.config)
     model.plan = replace(model.plan, work=model.work)
     model.recipe, model.base_modules = run.precision.recipe, choose_base_modules(run, model)
     model.pipeline = run.hooks.call.build_pipeline(run=run, model=model)
@@ -209,7 +213,7 @@ def states_without_memory(run: Run, model: Model) -> tuple[Optimizer, list[Piece
                 shape = (2, *placement.local_shape(run.rank))
                 master, gradient = torch.zeros(shape, dtype=masters, device=run.device).unbind()
                 pieces.append(Piece(name, master, gradient, None, placement.parameter, placement))
-        optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
+        optimizer = build_optimizer(run, model, pieces)
         refuse_unsavable(run, optimizer, pieces)
     return optimizer, pieces
 
@@ -282,7 +286,7 @@ def measure_bytes(run: Run, model: Model) -> dict[str, int]:
         allocate_parts(run, model)
         model.listen(gradients)
         pieces = make_pieces(model) if model.engine is None else planned_pieces(run, model)
-        optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
+        optimizer = build_optimizer(run, model, pieces)
         states = [tensor for piece in pieces for tensor in optimizer.state(piece).values()]
         kinds: dict[str, list[torch.Tensor]] = {
             "weights": [parameter for parameter in model.parameters().values() if parameter.requires_grad],

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from mplug.config import host_sections as sections
 from mplug.config.binding import (
     FREE_SECTIONS,
+    HOST_FIELDS,
     HOST_SECTIONS,
     KIND_OF_SECTION,
     OPTIONS_OF_PRECISIONS,
@@ -20,6 +20,7 @@ from mplug.config.binding import (
     Kernels,
     Parallel,
     RunConfig,
+    host_fields,
 )
 from mplug.config.contradictions import contradictions
 from mplug.config.entry import Entry
@@ -73,7 +74,8 @@ class _Resolver:
             for section, model in HOST_SECTIONS.items()
             if section in readable
         }
-        parallel, kernels, frozen = self._parallel(), self._kernels(), self._frozen()
+        parallel, kernels = self._parallel(), self._kernels()
+        frozen, groups = self._of_host("model").frozen, self._of_host("optimizer").groups
         self._precision()
         for section in FREE_SECTIONS:
             raw = self._named_in(section)
@@ -88,6 +90,7 @@ class _Resolver:
             chosen=tuple(self.chosen),
             settings=self.settings,
             frozen=frozen,
+            groups=groups,
         )
         if problems := [*contradictions(config)]:
             raise UsageError("\n".join(problems))
@@ -177,22 +180,16 @@ class _Resolver:
             )
             return None
         entry = self._plugin(kind, word, (section, "name"))
-        if entry and section == "model" and not self._freezes_itself(entry):
-            raw.pop("frozen", None)  # the field belongs to the host
+        for field in host_fields(section, self.loaded[entry]) if entry else ():
+            raw.pop(field, None)
         return self._choose(entry, (section,), raw) if entry else None
 
-    def _freezes_itself(self, entry: Entry) -> bool:
-        """Whether a model family has a field `frozen` of its own. The host's field `frozen` then does not apply."""
-        return "frozen" in self.loaded[entry].Config.model_fields
-
-    def _frozen(self) -> tuple[str, ...]:
-        """The host's own field `frozen` of the section 'model'."""
-        raw = self._raw("model")
-        entry = self._plugin("models", raw["name"], ("model", "name")) if raw.get("name") else None
-        if "frozen" not in raw or entry is None or self._freezes_itself(entry):
-            return ()
-        bound = self._bind(("model",), sections.Model, {"frozen": raw["frozen"]})
-        return bound.frozen if bound else ()
+    def _of_host(self, section: str) -> Any:
+        """The host's own fields in the section of a plugin."""
+        raw, model = self._raw(section), HOST_FIELDS[section]
+        entry = self._plugin(KIND_OF_SECTION[section], raw["name"], (section, "name")) if raw.get("name") else None
+        names = host_fields(section, self.loaded[entry]) if entry else ()
+        return self._bind((section,), model, {name: raw[name] for name in names if name in raw}) or model()
 
     def _choose(self, entry: Entry, key: Key, raw: dict[str, Any]) -> Any:
         chosen = self._bound(entry, key, raw)

@@ -15,6 +15,7 @@ from mplug.model.build import allocate_parts, build_model, gradient_dtype, refus
 from mplug.model.compiled.compilation import compile_units, compiler_of
 from mplug.model.compiled.graphs import recorder
 from mplug.model.engine import refuse_missing_pieces, refuse_other_sums
+from mplug.model.grouped_optimizer import build_optimizer
 from mplug.model.memory import initialize
 from mplug.model.model import Model
 from mplug.model.pieces import Held, held_values, make_pieces, write_weights
@@ -100,7 +101,7 @@ def _initialized_pieces(run: Run, model: Model) -> list[Piece]:
 
 def _optimizer(run: Run, model: Model, pieces: list[Piece]) -> Optimizer:
     with nullcontext() if model.engine is None else model.engine.making_states():
-        optimizer: Optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
+        optimizer = build_optimizer(run, model, pieces)
     refuse_unsavable(run, optimizer, pieces)
     return optimizer
 

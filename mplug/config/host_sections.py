@@ -154,13 +154,23 @@ class Schedule(Section):
 class Pretrained(Section):
     """The weights that a new run starts with. A path alone stands for the whole section."""
 
-    path: str = Field(
-        min_length=1,
-        description="a checkpoint, a run's folder, or a published folder of an installed format",
+    path: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="a checkpoint, a run's folder, or a published folder of an installed format"
+    )
+    parts: dict[str, Annotated[str, Field(min_length=1)]] = Field(
+        {},
+        description="instead of path: a published folder for each part of the model, by the name of the part's section "
+        "in 'model'; parts without a folder keep initial values",
     )
     only: Names | None = Field(
         None, description="patterns of the parameters or modules to load; null: all. The others keep initial values"
     )
+
+    @model_validator(mode="after")
+    def _names_folders_once(self) -> Self:
+        if (self.path is None) is not bool(self.parts):
+            raise ValueError("needs either path, a folder of the whole model, or parts, folders of parts of it")
+        return self
 
     @property
     def excluded(self) -> tuple[str, ...]:
@@ -200,13 +210,14 @@ class Checkpoint(Section):
         description="write while training continues, from a copy in the host's memory"
     )
     pretrained: Annotated[Pretrained | None, BeforeValidator(_with_path), MAY_CHANGE] = Field(
-        description="the weights that a new run starts with, and nothing else: a path, or path, only and except"
+        description="the weights that a new run starts with, and nothing else: a path, or path (or parts), only "
+        "and except"
     )
 
     @field_serializer("pretrained")
     def _short(self, value: Pretrained | None) -> Any:
         """A path alone as a text, as the user may write it."""
-        if value is None or (value.only is None and not value.excluded):
+        if value is None or (value.only is None and not value.excluded and not value.parts):
             return None if value is None else value.path
         return value.model_dump(mode="json")
 

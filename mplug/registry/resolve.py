@@ -33,15 +33,18 @@ from mplug.registry.bind_section import bind, preset_of
 from mplug.registry.entry_points import BrokenPlugin, Registry
 from mplug.registry.fallbacks import missing_defaults, missing_message, without_missing
 from mplug.registry.public import with_public_settings
+from mplug.registry.public_parts import with_part_settings
 
 
 def resolve(registry: Registry, base: Settings, overrides: Settings) -> RunConfig:
     """The config of a run: `overrides` (a file, the command line) over the model's preset over `base`.
 
-    If `overrides` name a published checkpoint (`checkpoint.pretrained`), its description decides the section 'model'.
+    If `overrides` name a published checkpoint (`checkpoint.pretrained`), its description decides the section 'model';
+    published checkpoints of parts decide the sections of these parts.
     Raises a UsageError that lists every problem with its field and source; a BrokenPlugin if a plugin is at fault.
     """
-    return _Resolver(registry, *with_public_settings(registry, base, overrides)).run()
+    base, overrides = with_public_settings(registry, base, overrides)
+    return _Resolver(registry, base, with_part_settings(registry, base, overrides)).run()
 
 
 class _Resolver:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from mplug import RETURNS, Inits, Model, Plan, Stream, Unit, UsageError, describe, plan_within
 from mplug_llava.config import LlavaConfig
-from mplug_llava.names import external_names
+from mplug_llava.names import external_names, tower_names
 from mplug_llava.tower import Projector, SeeingModel, Tower
 from mplug_llava.vision import CONTEXT, PATCHES, VisionConfig
 
@@ -36,6 +36,7 @@ def build(config: LlavaConfig, decoder: Model, *, has_images: bool) -> Model:
         },
         streams={PATCHES: _stream(vision)},
         external=external_names(config, inner.external),
+        parts={"vision": tower_names(vision), **({"decoder": inner.external} if inner.external else {})},
     )
     return Model(module, plan)
 

@@ -186,7 +186,9 @@ def _refuse_other_axes(run: Run, summers: dict[str, str]) -> None:
 def _feed(run: Run, model: Model, split: str) -> Feed:
     cut = partial(own_part, plan=model.plan, mesh=run.mesh, rank=run.rank)
     balance = Balance(run, model) if data_axes(run) else None
-    return Feed(build_loader(run, split), run.device, Source.of(run, split, model.plan), cut, balance)
+    taken = {name for unit in model.own_units for name in (*unit.inputs, *unit.optional)}
+    idle = model.plan.stream_entries - taken  # a stage without the units of a stream does not need its rows
+    return Feed(build_loader(run, split), run.device, Source.of(run, split, model.plan), cut, balance, idle)
 
 
 def build_loader(run: Run, split: str) -> Loader:

@@ -86,7 +86,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Made:
 def settings_of(vision: Path | None, decoder: Path | None, **more: Any) -> dict[str, Any]:
     """The settings of a run whose parts begin with folders; for None, the part has the sizes of the folder's."""
     given = {"vision": vision, "decoder": decoder}
-    return {
+    found = {
         "trainer.device": "cpu",
         "kernels.default": None,
         "trainer.seq_length": 60,
@@ -98,8 +98,8 @@ def settings_of(vision: Path | None, decoder: Path | None, **more: Any) -> dict[
         "data.media_sides": [8, 24],
         "checkpoint.pretrained.parts": {part: str(folder) for part, folder in given.items() if folder is not None},
         **FP64,
-        **more,
     }
+    return {name: value for name, value in {**found, **more}.items() if value is not None}
 
 
 def run_with(settings: dict[str, Any]) -> Run:
@@ -251,6 +251,14 @@ def test_patterns_leave_out_parts_of_a_folder(folders: Made) -> None:
     run = run_with(settings_of(folders.tower, folders.decoder, **only))
     path, model = newest_pretrained(run), build_model(run)
     assert "decoder.head" in left_out(path, model, run.config.checkpoint.pretrained)
+
+
+def test_the_folder_of_the_decoder_says_which_tokenizer_the_data_has(folders: Made, tmp_path: Path) -> None:
+    own = [shutil.copytree(folder, tmp_path / folder.name) for folder in (folders.tower, folders.decoder)]
+    for folder in own:
+        (folder / "tokenizer.json").write_text("{}")
+    data = resolved(settings_of(*own, **{"data.name": "text", "data.media": None, "data.media_sides": None})).data
+    assert data.tokenizer_options == {"path": str(own[1] / "tokenizer.json")}
 
 
 def test_settings_of_the_user_and_of_a_preset_stand_beside_those_of_folders(folders: Made) -> None:

@@ -272,7 +272,11 @@ def wrap_model(run: "Run", model: "Model") -> None:
 
 @exactly_one
 def build_optimizer(run: "Run", pieces: "list[Piece]") -> "Optimizer":
-    """Build the optimizer of this rank's pieces. It updates them; the host sums gradients and sets the schedules."""
+    """Build the optimizer of this rank's pieces. It updates them; the host sums gradients and sets the schedules.
+
+    If the config has groups of parameters (`optimizer.groups`), the host calls the hook for each of them, on every rank
+    in the same order. So an optimizer must keep everything in the object that it returns.
+    """
 
 
 @at_most_one

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from mplug.checkpoint.folder import complete, read_manifest
 from mplug.checkpoint.index import shapes_of
 from mplug.checkpoint.names import MANIFEST
+from mplug.checkpoint.part_folders import PartFolders
 from mplug.checkpoint.wanted import FIELD, Wanted, wanted_of
 from mplug.config.sources import source_of
 from mplug.contracts import Piece
@@ -23,20 +24,20 @@ if TYPE_CHECKING:
     from mplug.model.model import Model
 
 
-def pretrained_of(run: Run) -> Path | None:
+def pretrained_of(run: Run) -> Path | PartFolders | None:
     """The checkpoint with which a new run begins, by manifests alone: the newest valid one if the config names a run.
 
     None if `checkpoint.pretrained` is null. Raises UsageError if there is no such checkpoint.
     """
     path = newest_pretrained(run)
-    if path is None or not _is_of_named_run(run, path):
+    if path is None or isinstance(path, PartFolders) or not _is_of_named_run(run, path):
         return path
     from mplug.checkpoint.newest_valid import newest_readable  # imports pydantic
 
     return newest_readable(path.parent).path
 
 
-def newest_pretrained(run: Run) -> Path | None:
+def newest_pretrained(run: Run) -> Path | PartFolders | None:
     """The checkpoint that `checkpoint.pretrained` names by its folder or the folder of its run; None if it is null.
 
     It may be the folder of a published checkpoint. If the path is the folder of a run, the answer is its newest
@@ -45,6 +46,8 @@ def newest_pretrained(run: Run) -> Path | None:
     section = run.config.checkpoint.pretrained
     if section is None:
         return None
+    if section.path is None:
+        return PartFolders({part: Path(path).expanduser() for part, path in section.parts.items()})
     folder = Path(section.path).expanduser()
     if is_public(folder):
         return folder
@@ -68,15 +71,15 @@ def newest_pretrained(run: Run) -> Path | None:
 def _is_of_named_run(run: Run, path: Path) -> bool:
     """Whether the config names the run of a checkpoint, and not the checkpoint itself."""
     given = run.config.checkpoint.pretrained
-    return given is not None and path.parent == Path(given.path).expanduser() / "checkpoints"
+    return given is not None and given.path is not None and path.parent == Path(given.path).expanduser() / "checkpoints"
 
 
-def refuse_another_model(path: Path, model: "Model", section: "Pretrained | None" = None) -> None:
+def refuse_another_model(path: Path | PartFolders, model: "Model", section: "Pretrained | None" = None) -> None:
     """Raise UsageError unless the checkpoint has the wanted parameters, by name and logical shape, and no others.
 
-    `section` says what is wanted; None: all parameters.
+    `section` says what is wanted; None: all parameters. Folders of parts must have those of their part.
     """
-    if is_public(path):
+    if isinstance(path, PartFolders) or is_public(path):
         from mplug.checkpoint.public_load import refuse_other_model  # imports torch
 
         refuse_other_model(path, model, section)
@@ -131,7 +134,7 @@ def weights_in(shapes: "Mapping[str, tuple[int, ...]]") -> dict[str, tuple[int, 
     }
 
 
-def load_weights(run: Run, model: "Model", pieces: list[Piece], path: Path) -> "Chosen | Begun":
+def load_weights(run: Run, model: "Model", pieces: list[Piece], path: Path | PartFolders) -> "Chosen | Begun":
     """Load the weights and module states of a checkpoint, or of a published one, into the model of a new run.
 
     The states that kernels keep (`Offer.buffers`) start anew: the run that saved the checkpoint may have other kernels.
@@ -144,7 +147,7 @@ def load_weights(run: Run, model: "Model", pieces: list[Piece], path: Path) -> "
     from mplug.checkpoint.verified import Verified
     from mplug.model.pieces import held_values, write_weights
 
-    if is_public(path):
+    if isinstance(path, PartFolders) or is_public(path):
         from mplug.checkpoint.public_load import load_public
 
         return load_public(run, model, pieces, path)

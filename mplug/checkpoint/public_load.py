@@ -1,8 +1,8 @@
 """Load the weights of a folder of a format into the model of a run: each rank reads the boxes that it holds."""
 
 import shutil
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from mplug.checkpoint.adapter_files import fill_adapters
 from mplug.checkpoint.copies import refuse_other_copies
 from mplug.checkpoint.foreign_match import needed_of
+from mplug.checkpoint.part_folders import PartFolders, begun_anew, part_of
 from mplug.checkpoint.published import FolderWeights, PublishedFolder
 from mplug.checkpoint.rank_exchanges import from_rank, raise_alike
 from mplug.checkpoint.transfer import fill_ours
@@ -30,19 +31,20 @@ KEPT = "published"
 
 @dataclass(frozen=True)
 class Begun:
-    """A published checkpoint, of the format `name`, whose weights a run has loaded."""
+    """A published checkpoint, of the format `name`, whose weights a run has loaded; no `weights`: several, of parts."""
 
-    path: Path
+    path: Path | PartFolders
     name: str
-    weights: FolderWeights
+    weights: FolderWeights | None
 
     def lines(self, use: str = "") -> list[str]:
         """Nothing to print: no checkpoint was skipped."""
         return []
 
     def keep(self, directory: Path) -> None:
-        """Keep in the folder of the run what an export needs beside the weights."""
-        self.weights.keep(directory / KEPT / self.name)
+        """Keep in the folder of the run what an export needs beside the weights: nothing, if they are of parts."""
+        if self.weights is not None:
+            self.weights.keep(directory / KEPT / self.name)
 
 
 def carry_kept(source: Path, directory: Path) -> None:
@@ -60,23 +62,55 @@ def open_published(path: Path) -> tuple[str, PublishedFolder]:
     return found.name, folder
 
 
-def _checked(folder: PublishedFolder, model: Model, section: Pretrained | None) -> tuple[FolderWeights, Wanted]:
-    weights = folder.weights(model)
-    wanted = wanted_of(section, model.plan, sorted(needed_of(model)), weights.present)
-    weights.refuse_other_model(f"{FIELD} '{folder.path}'", wanted)
-    return weights, wanted
+Opened = Sequence[tuple[str, PublishedFolder]]
+"""Folders with the parts of the model that they are for; the part '' is the whole model."""
 
 
-def refuse_other_model(path: Path, model: Model, section: Pretrained | None) -> None:
-    """Raise UsageError unless a folder fits the whole model. Reads headers only.
+@dataclass(frozen=True)
+class _Read:
+    """A folder's weights for a model or a part of it, with a label for errors."""
+
+    label: str
+    weights: FolderWeights
+    wanted: Wanted
+
+
+def _checked(folders: Opened, model: Model, section: Pretrained | None) -> list[_Read]:
+    made = []
+    for part, folder in folders:
+        own = part_of(model, part) if part else model
+        label = f"{FIELD}{f'.parts.{part}' if part else ''} '{folder.path}'"
+        made.append((label, folder.weights(own), needed_of(own).keys()))
+    present = [name for _, weights, _ in made for name in weights.present]
+    wanted = wanted_of(section, model.plan, sorted(needed_of(model)), present)
+    found = [_Read(label, weights, replace(wanted, names=wanted.names & names)) for label, weights, names in made]
+    for one in found:
+        one.weights.refuse_other_model(one.label, one.wanted)
+    return found
+
+
+def _open_all(path: Path | PartFolders) -> list[tuple[str, str, PublishedFolder]]:
+    """(part, name of the format, folder) of each folder."""
+    paths = path.paths if isinstance(path, PartFolders) else {"": path}
+    return [(part, *open_published(one)) for part, one in paths.items()]
+
+
+def refuse_other_model(path: Path | PartFolders, model: Model, section: Pretrained | None) -> None:
+    """Raise UsageError unless a folder fits the whole model, or each folder its part. Reads headers only.
 
     The values of tensors that must be equal are compared while they are read (`load_public`).
     """
-    _checked(open_published(path)[1], model, section)
+    _checked([(part, folder) for part, _, folder in _open_all(path)], model, section)
 
 
-def load_public(run: Run, model: Model, pieces: Iterable[Piece], path: Path) -> Begun:
-    """Load a published checkpoint into a new run. Collective: rank 0 reads the headers for all ranks.
+def left_out(path: PartFolders, model: Model, section: Pretrained | None) -> list[str]:
+    """The modules and parameters that keep initial values if parts of the model begin with folders."""
+    checked = _checked([(part, folder) for part, _, folder in _open_all(path)], model, section)
+    return begun_anew(model, [name for one in checked for name in one.weights.links if name in one.wanted.names])
+
+
+def load_public(run: Run, model: Model, pieces: Iterable[Piece], path: Path | PartFolders) -> Begun:
+    """Load published checkpoints into a new run. Collective: rank 0 reads the headers for all ranks.
 
     No rank holds more than its own parts and one box of a public tensor.
     """
@@ -107,37 +141,41 @@ def weights_of(model: Model) -> list[Held]:
     return [Held(name, one.data, model.placements[name]) for name, one in model.parameters().items()]
 
 
-def _load(run: Run, model: Model, held: Iterable[Held], path: Path) -> tuple[str, FolderWeights]:
+def _load(run: Run, model: Model, held: Iterable[Held], path: Path | PartFolders) -> tuple[str, FolderWeights | None]:
+    """(the name of the format, its weights) of the folder of a whole model; None if folders have parts of it."""
     opened, error = None, None
     if run.rank == 0:
         try:
-            opened = open_published(path)
+            opened = _open_all(path)
         except (UsageError, RunError) as raised:
             error = raised
     raise_alike(run, error)
     opened = from_rank(run, 0, opened)
     assert opened is not None
-    name, folder = opened
-    weights: FolderWeights | None = None
+    read: list[_Read] = []
     try:
-        weights = fill_from(folder, run, model, held)
+        read = _fill([(part, folder) for part, _, folder in opened], run, model, held)
     except (UsageError, RunError) as raised:
         error = raised
     raise_alike(run, error)
-    assert weights is not None
-    return name, weights
+    return opened[0][1], None if isinstance(path, PartFolders) else read[0].weights
 
 
 def fill_from(folder: PublishedFolder, run: Run, model: Model, held: Iterable[Held]) -> FolderWeights:
-    """Fill the values and states of this rank from a folder. The ranks do not communicate."""
-    weights, wanted = _checked(folder, model, run.config.checkpoint.pretrained)
+    """Fill the values and states of this rank from the folder of a whole model. The ranks do not communicate."""
+    return _fill([("", folder)], run, model, held)[0].weights
+
+
+def _fill(folders: Opened, run: Run, model: Model, held: Iterable[Held]) -> list[_Read]:
+    found = _checked(folders, model, run.config.checkpoint.pretrained)
     states = [(name, state, model.buffer_placements[name]) for name, state in model.states().items()]
     values: list[tuple[str, Tensor, Placement]] = [(one.name, one.values, one.placement) for one in held]
-    with weights:
-        for name, tensor, placement in [*values, *states]:
-            links = weights.links.get(name, ()) if name in wanted.names else ()
-            copies = weights.copies(name, wanted)
-            for box in placement.boxes(run.rank) if links else ():
-                fill_ours(links, box.start, region(tensor, box), weights.read)
-                refuse_other_copies(f"{FIELD} '{folder.path}'", weights, name, copies, box)
-    return weights
+    for one in found:
+        with one.weights as weights:
+            for name, tensor, placement in [*values, *states]:
+                links = weights.links.get(name, ()) if name in one.wanted.names else ()
+                copies = weights.copies(name, one.wanted)
+                for box in placement.boxes(run.rank) if links else ():
+                    fill_ours(links, box.start, region(tensor, box), weights.read)
+                    refuse_other_copies(one.label, weights, name, copies, box)
+    return found

@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mplug.errors import RunError, UsageError
+from mplug.errors import RunError, UsageError, some_names
 
 if TYPE_CHECKING:
     from mplug.checkpoint.newest_valid import Choice
+    from mplug.checkpoint.part_folders import PartFolders
     from mplug.model.model import Model
     from mplug.run.lock import Claim, Lock
     from mplug.run.run import Run
@@ -85,20 +86,26 @@ def changes_of(run: "Run", readable: "Choice | None", allowed: tuple[str, ...]) 
     return changes_on_resume(readable.path, readable.manifest, run, allowed)
 
 
-def about_weights(run: "Run", model: "Model", pretrained: Path | None) -> list[str]:
+def about_weights(run: "Run", model: "Model", pretrained: "Path | PartFolders | None") -> list[str]:
     """Lines about the settings of the model that differ from those of the run whose weights the run begins with.
 
     A run that begins with a published model also states if it cannot be published again. UsageError if the run would
     load adapters that compute something else in it.
     """
     from mplug.checkpoint.folder import read_manifest
+    from mplug.checkpoint.part_folders import PartFolders
     from mplug.checkpoint.pretrained import has_adapters
-    from mplug.checkpoint.public_load import KEPT
+    from mplug.checkpoint.public_load import KEPT, left_out
     from mplug.registry.formats import format_of
     from mplug.training.pretrained_settings import other_model_settings, refuse_other_adapters
 
     if pretrained is None:
         return []
+    if isinstance(pretrained, PartFolders):
+        anew = left_out(pretrained, model, run.config.checkpoint.pretrained)
+        names = {found.name for path in pretrained.paths.values() if (found := format_of(path)) is not None}
+        about = [line for name in sorted(names) for line in about_export(run, name)]
+        return [*([f"{some_names(anew)} have initial values, because no folder has them"] if anew else []), *about]
     found = format_of(pretrained)
     if found is not None:
         return about_export(run, found.name)
@@ -136,8 +143,9 @@ def saved_since(run: "Run", before: "Choice | None") -> int:
     return newest.manifest["step"]
 
 
-def beginning(readable: "Choice | None", pretrained: Path | None) -> str:
+def beginning(readable: "Choice | None", pretrained: "Path | PartFolders | None") -> str:
     """Text about the start of a run: 'from step 100', 'with the weights of ...' or 'from scratch'."""
     if readable is not None:
         return f"from step {readable.manifest['step']}"
-    return f"with the weights of '{pretrained}'" if pretrained is not None else "from scratch"
+    folders = f"'{pretrained}'" if isinstance(pretrained, Path) else str(pretrained)
+    return f"with the weights of {folders}" if pretrained is not None else "from scratch"

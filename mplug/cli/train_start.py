@@ -17,6 +17,7 @@ from mplug.errors import UsageError
 
 if TYPE_CHECKING:
     from mplug.checkpoint.newest_valid import Choice
+    from mplug.checkpoint.part_folders import PartFolders
     from mplug.config.sources import Settings
     from mplug.distributed.world import World
     from mplug.run.lock import Claim, Lock
@@ -49,7 +50,7 @@ class Start:
     changes: "Settings"
     resume_from: Path | None
     readable: "Choice | None"
-    pretrained: Path | None
+    pretrained: "Path | PartFolders | None"
     since: "Changes"
     about: list[str]
     """What the data plugin reports about its data, and settings that do not fit the weights."""
@@ -159,7 +160,7 @@ def _base(directory: Path | None) -> "Settings":
 
 def _refuse_model(
     run: "Run", world: "World | None", resume_from: Path | None, readable: "Choice | None", since: "Changes"
-) -> tuple[Path | None, list[str]]:
+) -> "tuple[Path | PartFolders | None, list[str]]":
     """Build the model on the meta device, and refuse what cannot train.
 
     Returns the folder of pretrained weights, and lines about them.

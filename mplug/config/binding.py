@@ -26,9 +26,17 @@ A sub-section with the name of a plugin chooses this plugin. The value `false` r
 OPTIONS_OF_PRECISIONS = "precisions"
 """The section with the options of precisions, each in a sub-section; `trainer.precision` chooses one of them."""
 PLUGIN_SECTIONS = ("parallel", "kernels", OPTIONS_OF_PRECISIONS, *FREE_SECTIONS)
+HOST_FIELDS: dict[str, type[sections.Section]] = {"model": sections.Model, "optimizer": sections.Optimizer}
+"""The host's own fields in the section of a plugin. A plugin's field of the same name keeps its own meaning."""
 OPTIONAL_SECTIONS = (OPTIONS_OF_PRECISIONS, *FREE_SECTIONS, RECIPE)
 """Sections that a config of a run may omit."""
 SECTIONS = (*NAMED_SECTIONS, *PLUGIN_SECTIONS, *HOST_SECTIONS, RECIPE)
+
+
+def host_fields(section: str, plugin: type[Any]) -> dict[str, Any]:
+    """The host's own fields (pydantic's) in the section of a plugin."""
+    fields = HOST_FIELDS[section].model_fields if section in HOST_FIELDS else {}
+    return {name: field for name, field in fields.items() if name not in plugin.Config.model_fields}
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,8 @@ class RunConfig:
     """Patterns of parameters that are not trained: the field `frozen` of the section 'model'."""
     recipe: sections.Recipe | None = None
     """The recipe from which settings come."""
+    groups: tuple[sections.ParameterGroup, ...] = ()
+    """Parameters with other rates: the field `groups` of the section 'optimizer'."""
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -125,6 +135,7 @@ class RunConfig:
         for section in NAMED_SECTIONS:
             tree[section] = {"name": self.settings[section, "name"].value, **_plain(getattr(self, section))}
         tree["model"].setdefault("frozen", list(self.frozen))
+        tree["optimizer"].setdefault("groups", [_plain(group) for group in self.groups])
         raw = nested(self.settings)
         for section in PLUGIN_SECTIONS:
             tree[section] = dict(raw.get(section, {}))
@@ -139,9 +150,10 @@ class RunConfig:
     def sources(self) -> dict[str, str]:
         """The source of every value of `resolved()`; the source of a plugin's default names the plugin."""
         owners: dict[Key, str] = {("checkpoint", "pretrained"): "default of mplug"}
-        if "frozen" not in type(self.model).model_fields:
-            owners["model", "frozen"] = "default of mplug"
         for chosen in self.chosen:
+            owners |= dict.fromkeys(
+                ((*chosen.section, name) for name in host_fields(chosen.section[0], chosen.plugin)), "default of mplug"
+            )
             inside = {(*chosen.section, *steps): family.label for steps, family in families_in(chosen.config)}
             owners |= {key: f"default of {label}" for key, label in (inside | {chosen.section: chosen.label}).items()}
         found = {}

@@ -78,6 +78,22 @@ class DescribesModels:
         del folder, family
         return None
 
+    def parts_of(self, family: type[Any]) -> tuple[str, ...]:
+        """The parts of a family's models that have folders of their own in this format (`Plan.parts`).
+
+        Each is the name of a section of its Config. Families that the family contains (`mplug.Family`) need no mention:
+        the host asks for the `settings` of their folders.
+        """
+        del family
+        return ()
+
+    def part_settings(self, folder: Path, family: type[Any], part: str) -> PublicSettings:
+        """The settings of a part's section, by the folder of a model that has this part. ValueError as in `settings`.
+
+        The host calls it for the names that `parts_of` returns.
+        """
+        raise NotImplementedError(f"{type(self).__name__} names '{part}' and does not read '{folder}' for {family}")
+
     def end_tokens(self, folder: Path) -> frozenset[int]:
         """The tokens that end a text, by the folder; empty if it does not say."""
         del folder

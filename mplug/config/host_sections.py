@@ -154,13 +154,23 @@ class Schedule(Section):
 class Pretrained(Section):
     """The weights that a new run starts with. A path alone stands for the whole section."""
 
-    path: str = Field(
-        min_length=1,
-        description="a checkpoint, a run's folder, or a published folder of an installed format",
+    path: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="a checkpoint, a run's folder, or a published folder of an installed format"
+    )
+    parts: dict[str, Annotated[str, Field(min_length=1)]] = Field(
+        {},
+        description="instead of path: a published folder for each part of the model, by the name of the part's section "
+        "in 'model'; parts without a folder keep initial values",
     )
     only: Names | None = Field(
         None, description="patterns of the parameters or modules to load; null: all. The others keep initial values"
     )
+
+    @model_validator(mode="after")
+    def _names_folders_once(self) -> Self:
+        if (self.path is None) is not bool(self.parts):
+            raise ValueError("needs either path, a folder of the whole model, or parts, folders of parts of it")
+        return self
 
     @property
     def excluded(self) -> tuple[str, ...]:
@@ -200,13 +210,14 @@ class Checkpoint(Section):
         description="write while training continues, from a copy in the host's memory"
     )
     pretrained: Annotated[Pretrained | None, BeforeValidator(_with_path), MAY_CHANGE] = Field(
-        description="the weights that a new run starts with, and nothing else: a path, or path, only and except"
+        description="the weights that a new run starts with, and nothing else: a path, or path (or parts), only "
+        "and except"
     )
 
     @field_serializer("pretrained")
     def _short(self, value: Pretrained | None) -> Any:
         """A path alone as a text, as the user may write it."""
-        if value is None or (value.only is None and not value.excluded):
+        if value is None or (value.only is None and not value.excluded and not value.parts):
             return None if value is None else value.path
         return value.model_dump(mode="json")
 
@@ -235,4 +246,32 @@ class Model(Section):
         (),
         description="parameters that are not trained, as patterns of the names of parameters or modules: 'embedding', "
         "'blocks.0' or 'blocks.*.attn.qkv.weight' ('*' matches one part of a name)",
+    )
+
+
+def _as_list(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+class ParameterGroup(Section):
+    """Parameters with a learning rate and a weight decay of their own, as factors on those of the run."""
+
+    match: Annotated[Names, Field(min_length=1), BeforeValidator(_as_list)] = Field(
+        description="patterns of the names of parameters or modules, as in `model.frozen`; one pattern may be a text"
+    )
+    lr_scale: float = Field(
+        1.0, gt=0, allow_inf_nan=False, description="factor on the learning rate that the schedule gives at each step"
+    )
+    weight_decay_scale: Finite = Field(
+        1.0, description="factor on the weight decay that the schedule gives at each step; 0: no decay"
+    )
+
+
+class Optimizer(Section):
+    """The host's own fields in the section 'optimizer'. The optimizer owns all other fields."""
+
+    groups: tuple[ParameterGroup, ...] = Field(
+        (),
+        description="parameters with other learning rates and weight decays: a list of match, lr_scale and "
+        "weight_decay_scale; the first group that matches a parameter applies",
     )

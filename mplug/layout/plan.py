@@ -244,11 +244,12 @@ class Plan:
     patterns of the config (`model.frozen`). `base_modules` are patterns of modules that keep the formats of a precision
     if its recipe computes products in others (a product whose result must be in fp32). The first and the last unit of a
     row of blocks, and all units outside of a row, are base modules in any case. `external` says which tensors of
-    published checkpoints hold which parameters; None: the model has no published form. `shifted` are entries that the
-    host makes from those of the loader; `context` names their axes too. `work` says what the FLOPs belong to: which
-    parameter, or which module. If it is None, the host collects it from what the modules state (`plan_work`). `streams`
-    are the rows of other kinds than tokens, by their named axis. `flops` are those of the units of the tokens; the
-    FLOPs of a stream are the sum of the work of its units.
+    published checkpoints hold which parameters; None: the model has no published form. `parts` says the same of folders
+    that hold a part of the model alone, by the name of the part: of the section of the family's Config that describes
+    it. `shifted` are entries that the host makes from those of the loader; `context` names their axes too. `work` says
+    what the FLOPs belong to: which parameter, or which module. If it is None, the host collects it from what the
+    modules state (`plan_work`). `streams` are the rows of other kinds than tokens, by their named axis. `flops` are
+    those of the units of the tokens; the FLOPs of a stream are the sum of the work of its units.
     """
 
     units: tuple[Unit, ...]
@@ -263,6 +264,7 @@ class Plan:
     frozen: tuple[str, ...] = ()
     base_modules: tuple[str, ...] = ()
     external: ExternalNames | None = None
+    parts: Mapping[str, ExternalNames] = field(default_factory=dict)
     shifted: Mapping[str, Shift] = field(default_factory=dict)
     work: tuple[Work, ...] | None = None
     streams: Mapping[str, Stream] = field(default_factory=dict)

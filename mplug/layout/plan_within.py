@@ -14,7 +14,7 @@ def plan_within(plan: Plan, name: str) -> Plan:
 
     The names of units, parameters and buffers begin with `name`, as do all patterns. Entries, activations, axes and
     public names stay as they are: the plan around it adds its own, and renames public tensors
-    (`ExternalNames.renamed`).
+    (`ExternalNames.renamed`). It also names the parts that have folders of their own (`Plan.parts`).
     """
 
     def inside(entries: Mapping[str, Entry]) -> dict[str, Entry]:
@@ -38,5 +38,6 @@ def plan_within(plan: Plan, name: str) -> Plan:
         frozen=all_inside(plan.frozen),
         base_modules=all_inside(plan.base_modules),
         external=external,
+        parts={},
         work=None,
     )

@@ -10,10 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mplug.config.binding import RunConfig
 from mplug.config.sources import from_mapping
 from mplug.contracts import Optimizer, Piece
-from mplug.errors import PluginError, UsageError, listed
+from mplug.errors import UsageError, listed
 from mplug.model.compiled.graphs import refuse_graphs
 from mplug.model.engine import planned_pieces, refuse_incomplete_engine
 from mplug.model.generator_seeds import GeneratorSeeds, drawing_plugin
+from mplug.model.grouped_optimizer import build_optimizer, refuse_single
 from mplug.model.memory import allocate
 from mplug.model.mixing import refuse_mixing
 from mplug.model.model import Model
@@ -21,6 +22,7 @@ from mplug.model.pieces import make_pieces
 from mplug.model.plans.adapting import adapt
 from mplug.model.plans.count_passes import passes_of
 from mplug.model.plans.freezing import freeze, freeze_all
+from mplug.model.plans.grouping import grouped
 from mplug.model.products.casts import copies_of
 from mplug.model.products.gathered_copies import refuse_idle_copies
 from mplug.model.sizes import within_reason
@@ -56,7 +58,8 @@ def build_model(run: Run) -> Model:
     model, selection = _build_model(run)
     _refuse_unmet(run, selection.unmet)
     if not run.trains:
-        return model  # nothing is trained
+        return model  # nothing is trained, and there is no optimizer
+    refuse_single(run)
     _shard_states(run, model)
     refuse_incomplete_engine(run, model)
     refuse_idle_copies(run, model)
@@ -133,6 +136,7 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
         adapt(run, model)
     if run.trains:
         freeze(model, run.config)
+        model.groups = grouped(model, run.config)
     else:
         freeze_all(model)
     model.plan = replace(model.plan, work=model.work)
@@ -221,19 +225,9 @@ def states_without_memory(run: Run, model: Model) -> tuple[Optimizer, list[Piece
                 shape = (2, *placement.local_shape(run.rank))
                 master, gradient = torch.zeros(shape, dtype=masters, device=run.device).unbind()
                 pieces.append(Piece(name, master, gradient, None, placement.parameter, placement))
-        optimizer = build_optimizer(run, pieces)
+        optimizer = build_optimizer(run, model, pieces)
         refuse_unsavable(run, optimizer, pieces)
     return optimizer, pieces
-
-
-def build_optimizer(run: Run, pieces: list[Piece]) -> Optimizer:
-    """The optimizer of these pieces; PluginError if the plugin returns another object."""
-    optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
-    if not isinstance(optimizer, Optimizer):
-        (label,) = run.hooks.implementers("build_optimizer")
-        returned = type(optimizer).__name__
-        raise PluginError(f"build_optimizer of {label} returns '{returned}', which is not derived from mplug.Optimizer")
-    return optimizer
 
 
 def refuse_unsavable(run: Run, optimizer: Optimizer, pieces: list[Piece]) -> None:
@@ -304,7 +298,7 @@ def measure_bytes(run: Run, model: Model) -> dict[str, int]:
         allocate_parts(run, model)
         model.listen(gradients)
         pieces = make_pieces(model) if model.engine is None else planned_pieces(run, model)
-        optimizer = build_optimizer(run, pieces)
+        optimizer = build_optimizer(run, model, pieces)
         states = [tensor for piece in pieces for tensor in optimizer.state(piece).values()]
         kinds: dict[str, list[torch.Tensor]] = {
             "weights": [parameter for parameter in model.parameters().values() if parameter.requires_grad],

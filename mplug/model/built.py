@@ -20,7 +20,8 @@ class Built:
     """A module on the meta device, and its plan, as `build_model` returns them and `adapt_model` changes them.
 
     `recipe` is that of the run's precision; products of the modules that `base_modules` match ignore it. `attached` are
-    the modules that plugins have added, `merges` says how an export multiplies them into the model's parameters, and
+    the modules that plugins have added, `groups` the numbers of the groups of trained parameters that have other rates
+    (`optimizer.groups`), `merges` says how an export multiplies them into the model's parameters, and
     `adapters` is their published form.
     """
 
@@ -28,6 +29,7 @@ class Built:
     plan: Plan
     recipe: Recipe | None = None
     base_modules: tuple[str, ...] = ()
+    groups: Mapping[str, int] = field(default_factory=dict)
     attached: dict[str, nn.Module] = field(default_factory=dict)
     merges: "dict[str, Merge]" = field(default_factory=dict)
     adapters: "Adapters | None" = None

@@ -79,3 +79,10 @@ def public_folder(settings: Settings) -> Path | None:
         if setting is not None and isinstance(setting.value, str):
             return Path(setting.value).expanduser()
     return None
+
+
+def part_folders(settings: Settings) -> dict[str, Path]:
+    """The folders that `checkpoint.pretrained.parts` names, by the names of the parts; they may be of any kind."""
+    start = ("checkpoint", "pretrained", "parts")
+    named = {key[3]: one.value for key, one in settings.items() if len(key) == 4 and key[:3] == start}
+    return {part: Path(value).expanduser() for part, value in named.items() if isinstance(value, str)}

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, TypeAdapter, create_model
 
 from mplug.config import host_sections as sections
-from mplug.config.binding import HOST_SECTIONS, KIND_OF_SECTION, OPTIONAL_SECTIONS
+from mplug.config.binding import HOST_SECTIONS, KIND_OF_SECTION, OPTIONAL_SECTIONS, host_fields
 from mplug.config.sources import NAMED_SECTIONS, RECIPE
 from mplug.registry.entry_points import Registry
 
@@ -20,9 +20,7 @@ def config_schema(registry: Registry, names: Mapping[str, str]) -> dict[str, Any
         extra: dict[str, Any] = {"name": (sections.PluginName, ...)}
         if section == "model":
             extra["preset"] = (str | None, None)
-            if "frozen" not in plugin.Config.model_fields:
-                frozen = sections.Model.model_fields["frozen"]
-                extra["frozen"] = (frozen.annotation, frozen)
+        extra |= {field: (one.annotation, one) for field, one in host_fields(section, plugin).items()}
         fields[section] = (_partial(create_model(section, __base__=plugin.Config, **extra)), None)
     for section, model in HOST_SECTIONS.items():
         fields[section] = (_partial(model), None)

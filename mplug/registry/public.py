@@ -38,7 +38,7 @@ def with_public_settings(registry: Registry, base: Settings, overrides: Settings
     described: DescribedModel = opened.ask("describe", folder)
     path = described.path
     named = overrides.get(("model", "name"))
-    entry, word = _family(registry, described, None if named is None else str(named.value))
+    entry, word = family_of(registry, described, None if named is None else str(named.value))
     plugin = registry.load(entry)
     found = read_settings(entry, plugin, opened, folder, path)
     preset, name = overrides.get(("model", "preset")), {("model", "name")}
@@ -47,14 +47,14 @@ def with_public_settings(registry: Registry, base: Settings, overrides: Settings
         overrides = merge(under_fine_tuning(of_preset, base), overrides)
         del overrides["model", "preset"]
     own = {key: setting for key, setting in overrides.items() if key[0] == "model" and key not in name}
-    _refuse_contradictions(entry, plugin, path, found, own)
+    refuse_contradictions(entry.label, plugin.Config, path, found, own)
     model = from_mapping({"name": word, **found.choices, **found.fixed}, str(path), ("model",))
     base = {key: setting for key, setting in base.items() if key[0] != "model"}
-    model = merge(model, _data_settings(registry, folder, base, overrides))
+    model = merge(model, data_settings(registry, folder, base, overrides))
     return base, merge(merge({}, model), overrides)
 
 
-def _data_settings(registry: Registry, folder: Path, base: Settings, overrides: Settings) -> Settings:
+def data_settings(registry: Registry, folder: Path, base: Settings, overrides: Settings) -> Settings:
     """What the folder of a published checkpoint says about the data: its tokenizer and its chat template.
 
     A data plugin that uses them has a static method `folder_settings(folder, tokenizer, options)`, which returns
@@ -105,7 +105,7 @@ def brief_reason(error: ValueError) -> str:
     return " ".join(str(error).split())
 
 
-def _family(registry: Registry, described: DescribedModel, word: str | None) -> tuple[Entry, str]:
+def family_of(registry: Registry, described: DescribedModel, word: str | None) -> tuple[Entry, str]:
     """The family that reads a folder, and the word that names it: the one that the user named, or the only one."""
     path, architectures = described.path, described.architectures
     if described.family is not None:
@@ -154,15 +154,19 @@ def _is_choice(name: str, found: PublicSettings, wanted: Any) -> bool:
     return name in found.choices and not (name in found.altering and isinstance(wanted, BaseModel))
 
 
-def _refuse_contradictions(entry: Entry, plugin: Any, path: Path, found: PublicSettings, own: Settings) -> None:
-    """Raise UsageError for settings of the user that give a field, other than the free ones, another value."""
-    needed, problems = bind(plugin.Config, {**found.choices, **found.fixed})
+def refuse_contradictions(
+    label: str, model: type[BaseModel], path: Path, found: PublicSettings, own: Settings, section: Key = ("model",)
+) -> None:
+    """Raise UsageError for settings of the user that give a field, other than the free ones, another value.
+
+    `label` names what the Config `model` of a section describes.
+    """
+    needed, problems = bind(model, {**found.choices, **found.fixed})
     if problems:
-        raise UsageError(f"'{path}' describes no model of {entry.label}: {problems[0].sentence}")
-    given = {name: value for name, value in nested(own).get("model", {}).items() if name in plugin.Config.model_fields}
-    base = from_mapping({**found.choices, **found.fixed}, "", ("model",))
-    whole = nested(merge(base, from_mapping(given, "", ("model",)))).get("model", {})
-    wanted, problems = bind(plugin.Config, whole)
+        raise UsageError(f"'{path}' describes no model of {label}: {problems[0].sentence}")
+    given = {name: value for name, value in _inside(own, section).items() if name in model.model_fields}
+    base = from_mapping({**found.choices, **found.fixed}, "", section)
+    wanted, problems = bind(model, _inside(merge(base, from_mapping(given, "", section)), section))
     if problems:  # the resolver reports them, with those of other sections
         return
     differing = [
@@ -174,11 +178,19 @@ def _refuse_contradictions(entry: Entry, plugin: Any, path: Path, found: PublicS
     ]
     if differing:
         lines = "\n".join(
-            f"  model.{'.'.join(key)} ({source_of(own, ('model', *key))}): {quoted(ours)}, but the weights need "
-            f"{quoted(theirs)}"
+            f"  {'.'.join((*section, *key))} ({source_of(own, (*section, *key))}): {quoted(ours)}, but the weights "
+            f"need {quoted(theirs)}"
             for key, ours, theirs in differing
         )
         raise UsageError(f"settings contradict '{path}'; remove them:\n{lines}")
+
+
+def _inside(settings: Settings, section: Key) -> dict[str, Any]:
+    """The fields of a section."""
+    found: Any = nested(settings)
+    for name in section:
+        found = found.get(name, {}) if isinstance(found, dict) else {}
+    return found if isinstance(found, dict) else {}
 
 
 def _differing(key: Key, wanted: Any, needed: Any) -> Iterator[tuple[Key, Any, Any]]:

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from mplug.config import host_sections as sections
 from mplug.config.binding import (
     FREE_SECTIONS,
+    HOST_FIELDS,
     HOST_SECTIONS,
     KIND_OF_SECTION,
     OPTIONS_OF_PRECISIONS,
@@ -20,6 +21,7 @@ from mplug.config.binding import (
     Kernels,
     Parallel,
     RunConfig,
+    host_fields,
 )
 from mplug.config.contradictions import contradictions
 from mplug.config.defaults import is_default, under_fine_tuning
@@ -34,17 +36,20 @@ from mplug.registry.entry_points import BrokenPlugin, Registry
 from mplug.registry.fallbacks import missing_defaults, missing_message, without_missing
 from mplug.registry.fine_tuning import with_fine_tuning
 from mplug.registry.public import with_public_settings
+from mplug.registry.public_parts import with_part_settings
 
 
 def resolve(registry: Registry, base: Settings, overrides: Settings) -> RunConfig:
     """The config of a run: `overrides` (a recipe, a file, the command line) over the model's preset over `base`.
 
     If `overrides` name weights to begin with, or adapters, the defaults of fine-tuning lie over those of `base`.
-    If `overrides` name a published checkpoint (`checkpoint.pretrained`), its description decides the section 'model'.
+    If `overrides` name a published checkpoint (`checkpoint.pretrained`), its description decides the section 'model';
+    published checkpoints of parts decide the sections of these parts.
     Raises a UsageError that lists every problem with its field and source; a BrokenPlugin if a plugin is at fault.
     """
     base = with_fine_tuning(registry, base, overrides)
-    return _Resolver(registry, *with_public_settings(registry, base, overrides)).run()
+    base, overrides = with_public_settings(registry, base, overrides)
+    return _Resolver(registry, base, with_part_settings(registry, base, overrides)).run()
 
 
 class _Resolver:
@@ -80,7 +85,8 @@ class _Resolver:
             for section, model in HOST_SECTIONS.items()
             if section in readable
         }
-        parallel, kernels, frozen = self._parallel(), self._kernels(), self._frozen()
+        parallel, kernels = self._parallel(), self._kernels()
+        frozen, groups = self._of_host("model").frozen, self._of_host("optimizer").groups
         self._precision()
         for section in FREE_SECTIONS:
             raw = self._named_in(section)
@@ -96,6 +102,7 @@ class _Resolver:
             settings=self.settings,
             frozen=frozen,
             recipe=recipe,
+            groups=groups,
         )
         if problems := [*contradictions(config)]:
             raise UsageError("\n".join(problems))
@@ -185,22 +192,16 @@ class _Resolver:
             )
             return None
         entry = self._plugin(kind, word, (section, "name"))
-        if entry and section == "model" and not self._freezes_itself(entry):
-            raw.pop("frozen", None)  # the field belongs to the host
+        for field in host_fields(section, self.loaded[entry]) if entry else ():
+            raw.pop(field, None)
         return self._choose(entry, (section,), raw) if entry else None
 
-    def _freezes_itself(self, entry: Entry) -> bool:
-        """Whether a model family has a field `frozen` of its own. The host's field `frozen` then does not apply."""
-        return "frozen" in self.loaded[entry].Config.model_fields
-
-    def _frozen(self) -> tuple[str, ...]:
-        """The host's own field `frozen` of the section 'model'."""
-        raw = self._raw("model")
-        entry = self._plugin("models", raw["name"], ("model", "name")) if raw.get("name") else None
-        if "frozen" not in raw or entry is None or self._freezes_itself(entry):
-            return ()
-        bound = self._bind(("model",), sections.Model, {"frozen": raw["frozen"]})
-        return bound.frozen if bound else ()
+    def _of_host(self, section: str) -> Any:
+        """The host's own fields in the section of a plugin."""
+        raw, model = self._raw(section), HOST_FIELDS[section]
+        entry = self._plugin(KIND_OF_SECTION[section], raw["name"], (section, "name")) if raw.get("name") else None
+        names = host_fields(section, self.loaded[entry]) if entry else ()
+        return self._bind((section,), model, {name: raw[name] for name in names if name in raw}) or model()
 
     def _choose(self, entry: Entry, key: Key, raw: dict[str, Any]) -> Any:
         chosen = self._bound(entry, key, raw)

@@ -12,10 +12,11 @@ from typing import cast
 from mplug.contracts import Loader, Optimizer, Piece, Stepper
 from mplug.errors import PluginError, UsageError, listed
 from mplug.gradients.loss_scale import LossScale
-from mplug.model.build import allocate_parts, build_model, build_optimizer, gradient_dtype, refuse_unsavable
+from mplug.model.build import allocate_parts, build_model, gradient_dtype, refuse_unsavable
 from mplug.model.compiled.compilation import compile_units, compiler_of
 from mplug.model.compiled.graphs import recorder
 from mplug.model.engine import refuse_missing_pieces, refuse_other_sums
+from mplug.model.grouped_optimizer import build_optimizer
 from mplug.model.memory import initialize
 from mplug.model.model import Model
 from mplug.model.pieces import Held, held_values, make_pieces, write_weights
@@ -122,7 +123,7 @@ def _initialized_pieces(run: Run, model: Model) -> list[Piece]:
 
 def _optimizer(run: Run, model: Model, pieces: list[Piece]) -> Optimizer:
     with nullcontext() if model.engine is None else model.engine.making_states():
-        optimizer = build_optimizer(run, pieces)
+        optimizer = build_optimizer(run, model, pieces)
     refuse_unsavable(run, optimizer, pieces)
     return optimizer
 
@@ -216,7 +217,9 @@ def feed(run: Run, model: Model, split: str, loader: Loader | None = None) -> Fe
         loader = build_loader(run, split)
     else:
         _refuse_small_vocabulary(run, loader)
-    return Feed(loader, run.device, Source.of(run, split, model.plan), cut, balance)
+    taken = {name for unit in model.own_units for name in (*unit.inputs, *unit.optional)}
+    idle = model.plan.stream_entries - taken  # a stage without the units of a stream does not need its rows
+    return Feed(loader, run.device, Source.of(run, split, model.plan), cut, balance, idle)
 
 
 def build_loader(run: Run, split: str) -> Loader:

@@ -22,6 +22,7 @@ from mplug.config.binding import (
     PLUGIN_SECTIONS,
     Chosen,
     RunConfig,
+    host_fields,
 )
 from mplug.config.defaults import default_settings
 from mplug.config.host_sections import Schedule
@@ -221,7 +222,7 @@ class _Comparison:
         chosen = next(chosen for chosen in self.run.config.chosen if chosen.section == (section,))
         was, now = dict(self.old.get(section) or {}), self.new[section]
         if _is_same(chosen, was.get("name"), self.recorded):
-            hosts = {} if "frozen" in chosen.plugin.Config.model_fields else _OF_HOST.get(section, {})
+            hosts = {name: list(one.default) for name, one in host_fields(section, chosen.plugin).items()}
             own = {name: value for name, value in was.items() if name not in hosts}
             was = {**hosts, **was, **bound(chosen, own), "name": now["name"]}
             yield from self._compared((section,), chosen.config, was, now, _bymark_of(chosen, self.manifest))
@@ -266,8 +267,6 @@ class _Comparison:
         yield from self._compared((section,), model, was, self.new[section], _bymark_of(None, self.manifest))
 
 
-_OF_HOST: dict[str, dict[str, Any]] = {"model": {"frozen": []}}
-"""Fields of named sections that belong to the host instead of a plugin, with their defaults."""
 _Judge = Callable[[Key, Any, Any, Mark | None, str], Change]
 
 

@@ -8,7 +8,7 @@ begins (`mplug.training.token_scale`).
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ class Feed:
 
     With a `source`, it checks micro batches while they are on the CPU, and errors name the plugin and the samples.
     `cut` returns this rank's part of a whole micro batch; by default it is all of it. `balance` replaces `cut` if ranks
-    exchange rows of streams.
+    exchange rows of streams. Of the entries `idle`, which no unit of this rank takes, only the shapes reach the device.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Feed:
         source: Source | None = None,
         cut: Change | None = None,
         balance: Balance | None = None,
+        idle: Collection[str] = (),
     ) -> None:
         self.vocab_size = loader.vocab_size
         self._part, self._shards = (0, 1) if source is None else (source.part, source.shards)
@@ -51,6 +52,8 @@ class Feed:
         self._plan = None if source is None else source.plan
         self._loader: Loader | Supervised = loader if source is None else Supervised(loader, source)
         move: Change = Copies() if device.startswith("cuda") else _as_it_is
+        if idle:
+            move = partial(_moved_but, frozenset(idle), device, move)
         self._own = partial(_cut_and_moved, cut or _as_it_is, move) if balance is None else partial(balance.own, move)
 
     @property
@@ -155,6 +158,16 @@ READING.add(RankBatches._read.__code__)
 
 def _cut_and_moved(cut: Change, move: Change, whole: MicroBatch) -> MicroBatch:
     return move(cut(whole))
+
+
+def _moved_but(idle: Collection[str], device: str, move: Change, batch: MicroBatch) -> MicroBatch:
+    """The micro batch on the device; the entries `idle` are zeros without memory there.
+
+    Stages of a pipeline agree on the sizes of messages by the shapes of all entries.
+    """
+    moved = move({name: x for name, x in batch.items() if name not in idle})
+    shapes = {name: batch[name] for name in idle if name in batch}
+    return {**moved, **{name: x.new_zeros((), device=device).expand(x.shape) for name, x in shapes.items()}}
 
 
 def _as_it_is(batch: MicroBatch) -> MicroBatch:

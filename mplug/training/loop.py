@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from mplug.checkpoint.adapter_files import load_adapters
+from mplug.checkpoint.part_folders import PartFolders
 from mplug.checkpoint.pretrained import keep_original, load_weights, newest_pretrained
 from mplug.contracts import StepResult
 from mplug.errors import Diverged, PluginError, UsageError
@@ -96,7 +97,7 @@ class Sources:
     """
 
     resumed_from: Path | None = None
-    pretrained: Path | None = None
+    pretrained: Path | PartFolders | None = None
     keep: Callable[[], None] | None = None
 
     def record(self) -> dict[str, str | None]:

@@ -137,6 +137,7 @@ if TYPE_CHECKING:
     from mplug_nn.prologue import Upstream as Upstream
     from mplug_nn.public_config import differences as differences
     from mplug_nn.public_config import forms_of as forms_of
+    from mplug_nn.public_config import part_forms_of as part_forms_of
     from mplug_nn.public_config import written_config as written_config
     from mplug_nn.public_form import FamilyField as FamilyField
     from mplug_nn.public_form import FixedField as FixedField
@@ -251,7 +252,7 @@ publish(
         "mplug_nn.parts": ("AttentionParts", "Part"),
         "mplug_nn.product": ("Boundary", "Collective", "Narrow", "Product"),
         "mplug_nn.prologue": ("FusedProduct", "Inputs", "Projected", "Prologue", "Upstream"),
-        "mplug_nn.public_config": ("differences", "forms_of", "written_config"),
+        "mplug_nn.public_config": ("differences", "forms_of", "part_forms_of", "written_config"),
         "mplug_nn.public_form": (
             "FixedField",
             "FamilyField",

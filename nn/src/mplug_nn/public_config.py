@@ -1,5 +1,6 @@
 """The config.json of a family's Config: what it says is read back and compared. No torch."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -12,10 +13,18 @@ from mplug_nn.public_form import PublicForm
 FORMS = "public_forms"
 """An attribute of a family: the tables of the config.json's that it reads and writes (`PublicForm`)."""
 
+PARTS = "public_parts"
+"""An attribute of a family: the tables of the config.json's of folders with a part of its model (`Plan.parts`)."""
+
 
 def forms_of(plugin: Any) -> tuple[PublicForm, ...]:
     """The forms of config.json that a family states; empty if it has none."""
     return tuple(getattr(plugin, FORMS, ()))
+
+
+def part_forms_of(plugin: Any) -> Mapping[str, tuple[PublicForm, ...]]:
+    """The forms of config.json of parts alone that a family states, by the names of the sections that they describe."""
+    return dict(getattr(plugin, PARTS, {}))
 
 
 def written_config(plugin: Any, config: Any) -> dict[str, Any]:

@@ -343,6 +343,25 @@ class OptimizerSuite(WeightSuite):
         )
 
     @smoke
+    def test_several_optimizers_update_their_pieces_as_one_does(self) -> None:
+        """The host builds an optimizer for each group of parameters (`optimizer.groups`), with rates of its own."""
+        from mplug_testing import dense
+
+        one = self._bench()
+        pieces = dense.make_pieces(one.run.device)
+        parts = [dense.Bench(one.run, pieces[start::2], "a part of the pieces") for start in (0, 1)]
+        for number in (1, 2):
+            one.step(number)
+            for part in parts:
+                part.step(number)
+        found = dense.apart(one.masters(), {**parts[0].masters(), **parts[1].masters()}, self.tolerance)
+        require(
+            not found,
+            f"{found} differs if several optimizers update the pieces; an optimizer must keep everything that it needs "
+            f"in the object that build_optimizer returns",
+        )
+
+    @smoke
     def test_it_takes_ranks_that_hold_padding_or_nothing(self) -> None:
         """A rank of a divided vocabulary may hold only padding, and a pipeline stage may have no trained parameter."""
         import mplug_testing.dense as dense

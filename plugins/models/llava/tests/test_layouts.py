@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 
+from mplug import RETURNS
+from mplug.training.assembly import build
+from mplug_testing import run_workers
+from mplug_testing.harness import tiny_run
 from mplug_testing.parity import require_parity
 
 DECODER: dict[str, Any] = {
@@ -107,3 +111,20 @@ CASES = [
 @pytest.mark.parametrize(("layout", "settings"), CASES)
 def test_a_layout_computes_what_one_process_does(layout: str, settings: dict[str, Any]) -> None:
     require_parity({**TINY, **settings}, layout)
+
+
+def bytes_of_entries(settings: dict[str, Any]) -> dict[str, int]:
+    """Be one stage: the memory of each entry of a micro batch that it receives."""
+    batch = next(build(tiny_run(settings)).train_loader.take(8))
+    return {name: x.untyped_storage().nbytes() for name, x in batch.items() if name != RETURNS}
+
+
+@pytest.mark.parametrize("balance", [False, pytest.param(True, marks=WIDE)])
+def test_a_stage_without_the_tower_receives_no_rows_of_pictures(balance: bool) -> None:
+    layout = "pp2dp2" if balance else "pp2"
+    split = {"parallel.layout": layout, "parallel.balance": balance, "parallel.pp.split": [6, 4]}
+    ranks = run_workers(4 if balance else 2, bytes_of_entries, {**TINY, **split})
+    for name, least in {"patches": 1000, "patch_places": 100, "patch_lengths": 16}.items():
+        assert ranks[0][name] >= least, name
+        assert ranks[-1][name] <= 8, name
+    assert ranks[0]["labels"] == ranks[-1]["labels"]

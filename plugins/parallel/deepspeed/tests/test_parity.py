@@ -235,11 +235,27 @@ def test_options_of_a_file_give_20_steps_of_one_process(alone: Any, tmp_path: An
         require_close(found, alone)
 
 
+GROUPS = {
+    "optimizer.groups": [
+        {"match": "embedding", "lr_scale": 0.25, "weight_decay_scale": 0},
+        {"match": "blocks.1", "lr_scale": 2, "weight_decay_scale": 3},
+    ]
+}
+
+
 @pytest.mark.wide("layouts")
+def test_groups_of_parameters_give_20_steps_of_one_process() -> None:
+    (reference,) = run_workers(1, trained, GROUPS)
+    for found in of_ranks(2, "deepspeed2", [{**GROUPS, **stage} for stage in [*STAGES, *OFFLOADED[2:]]]):
+        require_close(found, reference)
+
+
+@pytest.mark.wide("layouts")
+@pytest.mark.parametrize("groups", [{}, GROUPS], ids=["", "groups"])
 @pytest.mark.parametrize("optimizer", ["deepspeed_cpu_adam", "deepspeed_adam"])
-def test_deepspeeds_adam_gives_20_steps_of_adamw(alone: Any, optimizer: str) -> None:
+def test_deepspeeds_adam_gives_20_steps_of_adamw(alone: Any, optimizer: str, groups: dict[str, Any]) -> None:
     """Builds the operator, which takes a minute once per machine."""
     same = {"optimizer.lr": 5e-3, "optimizer.weight_decay": 0.1}
-    case = {"optimizer.name": optimizer, **same, "parallel.deepspeed.offload_optimizer": True, **STAGES[1]}
+    case = {"optimizer.name": optimizer, **same, "parallel.deepspeed.offload_optimizer": True, **STAGES[1], **groups}
     (found,) = of_ranks(2, "deepspeed2", [case])
-    require_close(found, alone)
+    require_close(found, run_workers(1, trained, groups)[0] if groups else alone)

@@ -65,7 +65,7 @@ def command(rank: int, schedule: bool, svg: "Path | None", **options: Any) -> No
         *([("Buffers of suppliers", _slot_buffers(model, rank))] if model.slot_buffers else []),
         *([("Adapters alone", _adapters(model))] if model.adapters is not None else []),
         ("Mixed outside of slots", _mixing(model)),
-        (f"Parameters of rank {rank}", _placements(model, rank)),
+        (f"Parameters of rank {rank}", _placements(run, model, rank)),
         *([("Gathered for each pass", gathered)] if (gathered := _gathered(run, model)) else []),
         *([(f"Sharded over ranks, with the part of rank {rank}", _shards(run, model))] if _is_sharded(model) else []),
         ("A step", _step(run, model)),
@@ -255,17 +255,14 @@ def _mixing(model: "Model") -> str:
     return table(("MODULE", "COUNT", "CLASS", "MIXES"), [(key[0], n, *key[1:]) for key, n in groups.items()])
 
 
-def _placements(model: "Model", rank: int) -> str:
+def _placements(run: "Run", model: "Model", rank: int) -> str:
     rows = []
     trained = {name: placement.parameter.trainable for name, placement in model.placements.items()}
-    groups = [
-        (role, [n for n in names if trained[n] is kept])
-        for role, names in _grouped(list(trained)).items()
-        for kept in (True, False)
-    ]
-    for role, names in groups:
-        if not names:
-            continue
+    alike: dict[tuple[str, bool, int], list[str]] = {}
+    for role, names in _grouped(list(trained)).items():
+        for name in sorted(names, key=lambda name: not trained[name]):
+            alike.setdefault((role, trained[name], model.groups.get(name, -1)), []).append(name)
+    for (role, _, group), names in alike.items():
         held = [name for name in names if model.placements[name].boxes(rank)]
         placement = model.placements[held[0] if held else names[0]]
         boxes = placement.boxes(rank)
@@ -280,9 +277,20 @@ def _placements(model: "Model", rank: int) -> str:
                 len(boxes),
                 len(boxes[0].copies) if boxes else 0,
                 "frozen" if not placement.parameter.trainable else len(boxes[0].partial) if boxes else 0,
+                _rates(run, group),
             )
         )
-    return table(("PARAMETER", "COUNT", "SHAPE", "AXES", "LOCAL", "BOXES", "COPIES", "PARTIAL OVER"), rows)
+    header = ("PARAMETER", "COUNT", "SHAPE", "AXES", "LOCAL", "BOXES", "COPIES", "PARTIAL OVER", "RATES")
+    kept = len(header) if run.config.groups else -1
+    return table(header[:kept], [row[:kept] for row in rows])
+
+
+def _rates(run: "Run", number: int) -> str:
+    """The factors of a group of `optimizer.groups` on the learning rate and the weight decay."""
+    if number < 0:
+        return "-"
+    group = run.config.groups[number]
+    return f"group {number}: lr x {group.lr_scale:g}, decay x {group.weight_decay_scale:g}"
 
 
 def _gathered(run: "Run", model: "Model") -> str:

@@ -122,7 +122,7 @@ class Text:
     def _other_tokens(self, config: "RunConfig") -> str:
         """The warning about a published model whose folder has no tokenizer that decided the tokens, or ''."""
         start = config.checkpoint.pretrained
-        if start is None or self.config.tokenizer is not None:
+        if start is None or start.path is None or self.config.tokenizer is not None:
             return ""
         is_published = (Path(start.path).expanduser() / "config.json").is_file()
         if not is_published or getattr(config.model, "vocab_size", Bytes.vocab_size) <= Bytes.vocab_size:

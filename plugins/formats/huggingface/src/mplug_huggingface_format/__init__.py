@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from mplug import DescribedModel, Format, PublicSettings, UsageError, listed
 from mplug_huggingface_format.config_file import CONFIG, architectures_of, read_json
-from mplug_huggingface_format.model_config import config_of, has_forms, settings_of
+from mplug_huggingface_format.model_config import config_of, has_forms, part_settings_of, settings_of
+from mplug_nn import part_forms_of
 
 if TYPE_CHECKING:
     from mplug import Export, ExportOptions, FolderWeights, Model, PublishedFolder, Run, RunConfig
@@ -22,6 +23,14 @@ class HuggingFace(Format):
     def settings(self, folder: Path, family: type[Any]) -> PublicSettings | None:
         """The settings by the family's table of its config.json (`public_forms`)."""
         return settings_of(family, folder / CONFIG)
+
+    def parts_of(self, family: type[Any]) -> tuple[str, ...]:
+        """The parts for which the family has tables (`public_parts`)."""
+        return tuple(part_forms_of(family))
+
+    def part_settings(self, folder: Path, family: type[Any], part: str) -> PublicSettings:
+        """The settings of a part by the family's tables of its config.json."""
+        return part_settings_of(family, part, folder / CONFIG)
 
     def end_tokens(self, folder: Path) -> frozenset[int]:
         """Those of generation_config.json, else those of config.json."""

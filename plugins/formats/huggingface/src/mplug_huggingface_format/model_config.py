@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from mplug import PublicSettings, UsageError
 from mplug_huggingface_format.config_file import PREPARATION, read_json
-from mplug_nn import differences, form_of, forms_of, written_config
+from mplug_nn import differences, form_of, forms_of, part_forms_of, written_config
 
 if TYPE_CHECKING:
     from mplug import RunConfig
@@ -24,6 +24,12 @@ def settings_of(family: Any, path: Path) -> PublicSettings | None:
     if form.preparation is None or not preparation.is_file():
         return found
     return form.read_preparation(found, read_json(preparation))
+
+
+def part_settings_of(family: Any, part: str, path: Path) -> PublicSettings:
+    """What a config.json describes of a part of a family's models. ValueError for unsupported content."""
+    fields = read_json(path)
+    return form_of(part_forms_of(family)[part], fields).read(fields)
 
 
 def config_of(config: "RunConfig") -> dict[str, Any]:

@@ -6,6 +6,7 @@ from mplug import hookimpl
 from mplug_llava.config import LlavaConfig
 from mplug_llava.presets import PRESETS
 from mplug_llava.published import FORMS
+from mplug_llava.published_towers import PARTS
 
 if TYPE_CHECKING:
     from mplug import Model, Processor, Run
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 class Llava:
     """A tower over the patches of pictures, whose projected rows stand in the text of a decoder."""
 
-    Config, presets, public_forms = LlavaConfig, PRESETS, FORMS
+    Config, presets, public_forms, public_parts = LlavaConfig, PRESETS, FORMS, PARTS
 
     def __init__(self, config: LlavaConfig) -> None:
         self.config = config

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from mplug import RETURNS, Inits, Model, Plan, Stream, Unit, UsageError, describe, plan_within
 from mplug_llava.config import LlavaConfig
-from mplug_llava.names import external_names
+from mplug_llava.names import external_names, tower_names
 from mplug_llava.tower import GridJoin, Projector, SeeingModel, Tower
 from mplug_llava.vision import PATCHES, TILED_CONTEXT, VisionConfig
 from mplug_nn import StreamJoin
@@ -44,6 +44,7 @@ def build(config: LlavaConfig, decoder: Model, *, has_images: bool) -> Model:
         },
         streams={PATCHES: _stream(vision, config.decoder.name)},
         external=external_names(config, inner.external),
+        parts={"vision": tower_names(vision), **({"decoder": inner.external} if inner.external else {})},
     )
     return Model(module, plan)
 

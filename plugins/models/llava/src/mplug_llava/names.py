@@ -9,6 +9,10 @@ from mplug_llava.vision import VisionConfig
 TOWER, PROJECTOR, DECODER = "vision_tower.vision_model", "multi_modal_projector", "language_model"
 ALTERNATIVES = {f"{TOWER}.": "vision_tower."}
 """Releases of the transformers library from 5 on write the tower without the component 'vision_model'."""
+ALONE = "vision_model"
+"""Where the tower is in folders of CLIP and SigLIP."""
+BESIDE = ("text_model", "logit_scale", "logit_bias", "text_projection", "visual_projection")
+"""What whole models of CLIP and SigLIP have beside the tower."""
 External = str | Fused | tuple[ExternalMap, ...] | None
 KINDS = ("weight", "bias")
 
@@ -18,7 +22,7 @@ def external_names(config: LlavaConfig, decoder: ExternalNames | None) -> Extern
     if decoder is None:
         return None
     inner = decoder.renamed(lambda public: f"{DECODER}.{public}")
-    tower = {f"tower.{ours}": theirs for ours, theirs in _tower(config.vision).items()}
+    tower = _tower(config.vision, TOWER)
     ends = ("up", "linear_1"), ("down", "linear_2")
     for kind in KINDS if config.projector_bias else KINDS[:1]:
         tower |= {f"tower.projector.{ours}.{kind}": f"{PROJECTOR}.{theirs}.{kind}" for ours, theirs in ends}
@@ -32,8 +36,22 @@ def external_names(config: LlavaConfig, decoder: ExternalNames | None) -> Extern
     )
 
 
-def _tower(config: VisionConfig) -> dict[str, External]:
-    at, block = f"{TOWER}.embeddings", f"{TOWER}.encoder.layers.*"
+def tower_names(config: VisionConfig) -> ExternalNames:
+    """The names of folders of CLIP and SigLIP: of the tower alone, or of a model that also has a tower of text."""
+    return ExternalNames(
+        _tower(config, ALONE),
+        prefix=f"{ALONE}.",  # releases of the transformers library from 5 on write the tower alone without it
+        ignored=(f"{ALONE}.embeddings.position_ids", *BESIDE),
+    )
+
+
+def _tower(config: VisionConfig, root: str) -> dict[str, External]:
+    """The names of the tower's parameters, whose public names begin with `root`."""
+    return {f"tower.{ours}": theirs for ours, theirs in _within_tower(config, root).items()}
+
+
+def _within_tower(config: VisionConfig, root: str) -> dict[str, External]:
+    at, block = f"{root}.embeddings", f"{root}.encoder.layers.*"
     found: dict[str, External] = {
         "patches.project.weight": (_patches(config, f"{at}.patch_embedding.weight"),),
         "patches.position": f"{at}.position_embedding.weight",
@@ -41,13 +59,13 @@ def _tower(config: VisionConfig) -> dict[str, External]:
     found |= {"patches.first": f"{at}.class_embedding"} if config.class_row else {}
     found |= {"patches.project.bias": f"{at}.patch_embedding.bias"} if config.patch_bias else {}
     for kind in KINDS:
-        found |= {f"patches.norm.{kind}": f"{TOWER}.pre_layrnorm.{kind}"} if config.norm_before else {}
+        found |= {f"patches.norm.{kind}": f"{root}.pre_layrnorm.{kind}"} if config.norm_before else {}
         found |= {f"blocks.*.norm{number}.{kind}": f"{block}.layer_norm{number}.{kind}" for number in (1, 2)}
         found["blocks.*.attn.qkv." + kind] = Fused(*(f"{block}.self_attn.{one}_proj.{kind}" for one in "qkv"))
         found["blocks.*.attn.out." + kind] = f"{block}.self_attn.out_proj.{kind}"
         found["blocks.*.mlp.up." + kind] = f"{block}.mlp.fc1.{kind}"
         found["blocks.*.mlp.down." + kind] = f"{block}.mlp.fc2.{kind}"
-    return found | {f"projector.unused.{name}": f"{TOWER}.{name}" for name in unused_tensors(config)}
+    return found | {f"projector.unused.{name}": f"{root}.{name}" for name in unused_tensors(config)}
 
 
 def _patches(config: VisionConfig, tensor: str) -> ExternalMap:

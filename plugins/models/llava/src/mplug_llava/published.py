@@ -5,87 +5,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mplug_llava.preparation import PREPARATION
+from mplug_llava.published_towers import CLIP, PLAIN, SIGLIP
 from mplug_llava.tiling import TilingConfig
-from mplug_nn import (
-    SHARED_FIELDS,
-    FixedField,
-    FormField,
-    FoundFamily,
-    PublicField,
-    PublicForm,
-    ReadField,
-    UnusedField,
-    Values,
-    family_field,
-)
+from mplug_nn import SHARED_FIELDS, FormField, FoundFamily, PublicForm, ReadField, UnusedField, Values, family_field
 
 if TYPE_CHECKING:
     from mplug_llava.config import LlavaConfig
 
 TEXT, VISION = "text_config", "vision_config"
-PLAIN = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "quick_gelu": "quick_gelu"}
-"""The library's activation -> ours."""
 SIZE = Values.integer()
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size")
 """Fields of a tower's mapping."""
 FEATURES = {"default": "patches", "full": "all"}
 """The library's choice of rows of a picture, which begins with a class row -> vision.features."""
-CLIP_PREPARATION = {
-    "fit": "crop",
-    "pixel_mean": (0.48145466, 0.4578275, 0.40821073),
-    "pixel_std": (0.26862954, 0.26130258, 0.27577711),
-}
-SIGLIP_PREPARATION = {"fit": "stretch", "pixel_mean": (0.5, 0.5, 0.5), "pixel_std": (0.5, 0.5, 0.5)}
-"""How pictures are prepared, which the folder's preprocessor_config.json may state otherwise."""
-
-
-def _tower_fields(
-    width: int, ffn: int, layers: int, heads: int, *, side: int, patch: int, activation: str, eps: float
-) -> dict[str, PublicField]:
-    """Rows that CLIP and SigLIP share, with the library's defaults."""
-    return {
-        **SHARED_FIELDS,
-        "hidden_size": ReadField(width, SIZE, ("hidden_size",)),
-        "intermediate_size": ReadField(ffn, SIZE, ("ffn_hidden_size",)),
-        "num_hidden_layers": ReadField(layers, Values.integer(most=10_000), ("num_layers",)),
-        "num_attention_heads": ReadField(heads, SIZE, ("num_attention_heads",)),
-        "num_channels": ReadField(3, Values.one_of(3), ("channels",)),
-        "image_size": ReadField(side, SIZE, ("image_size",)),
-        "patch_size": ReadField(patch, SIZE, ("patch_size",)),
-        "hidden_act": ReadField(activation, Values.one_of(*PLAIN), ("activation",), PLAIN),
-        "layer_norm_eps": ReadField(eps, Values.positive(), ("norm_eps",)),
-        "attention_dropout": FixedField(0.0, (0.0,), "the family has no dropout of attention weights"),
-    }
-
-
-CLIP = PublicForm(
-    architecture="",
-    model_type="clip_vision_model",
-    fields={
-        **_tower_fields(1024, 4096, 24, 16, side=336, patch=14, activation="quick_gelu", eps=1e-5),
-        "initializer_range": ReadField(0.02, Values.not_negative(), ("init_std",)),
-        "dropout": UnusedField("the library's tower has no such dropout"),
-        "initializer_factor": UnusedField("a factor of the library's initial weights"),
-        "projection_dim": UnusedField("the width of CLIP's own projection, which LLaVA does not use"),
-        "vocab_size": UnusedField("a size of CLIP's tower of text"),
-    },
-    implied={"class_row": True, "patch_bias": False, "norm_before": True, "pooling_head": False},
-    training=CLIP_PREPARATION,
-)
-"""The tower of CLIP; the defaults are those of the library's mapping in a LLaVA."""
-SIGLIP = PublicForm(
-    architecture="",
-    model_type="siglip_vision_model",
-    fields={
-        **_tower_fields(768, 3072, 12, 12, side=224, patch=16, activation="gelu_pytorch_tanh", eps=1e-6),
-        "vision_use_head": ReadField(True, Values.flag(), ("pooling_head",)),
-        "initializer_range": UnusedField("the library's initial weights of this tower do not depend on it"),
-        "initializer_factor": UnusedField("a factor of the library's initial weights"),
-    },
-    implied={"class_row": False, "patch_bias": True, "norm_before": False},
-    training={**SIGLIP_PREPARATION, "init_std": 0.02},
-)
-"""The tower of SigLIP."""
 
 
 UNTIED = f"its field 'tie_word_embeddings' is true and that of '{TEXT}' is not; the family supports equal values"

@@ -1,0 +1,95 @@
+"""The optimizer of a run: one, or one for each group of parameters with rates of its own (`optimizer.groups`)."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from torch import Tensor
+
+from mplug.contracts import Optimizer, Piece, StepScalars
+from mplug.errors import PluginError, UsageError, listed
+from mplug.model.plans.grouping import FIELD
+
+if TYPE_CHECKING:
+    from mplug.model.built import Built
+    from mplug.run.run import Run
+
+HOOK = "build_optimizer"
+LATER = ("state", "build_stepper", "wrap_model", "shard_states")
+"""Hooks by which a plugin does more for a run than what the optimizers do that it has built."""
+
+
+def build_optimizer(run: "Run", model: "Built", pieces: list[Piece]) -> Optimizer:
+    """The optimizer of these pieces; PluginError if the plugin returns another object."""
+    if not run.config.groups:
+        return _built(run, pieces)
+    rates = [(1.0, 1.0), *((one.lr_scale, one.weight_decay_scale) for one in run.config.groups)]
+    parts = []
+    for number, (lr, weight_decay) in enumerate(rates, start=-1):
+        own = [piece for piece in pieces if model.groups.get(piece.name, -1) == number]
+        # An optimizer may have collectives, so every rank builds and runs all of them, also those without pieces.
+        parts.append(Part(_built(run, own), own, lr, weight_decay))
+    return GroupedOptimizer(parts)
+
+
+def _built(run: "Run", pieces: list[Piece]) -> Optimizer:
+    optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
+    if not isinstance(optimizer, Optimizer):
+        (label,) = run.hooks.implementers(HOOK)
+        returned = type(optimizer).__name__
+        raise PluginError(f"build_optimizer of {label} returns '{returned}', which is not derived from mplug.Optimizer")
+    return optimizer
+
+
+def refuse_single(run: "Run") -> None:
+    """Raise UsageError if the config has groups, and the plugin may not be able to build several optimizers."""
+    if not run.config.groups:
+        return
+    (label,) = run.hooks.implementers(HOOK)
+    later = [hook for hook in LATER if label in run.hooks.implementers(hook)]
+    if later:
+        raise UsageError(
+            f"{FIELD} needs an optimizer for each group, and {label} keeps something for the whole run (the hook "
+            f"{listed(map(repr, later))}); remove the groups, or use another optimizer"
+        )
+
+
+class Part(NamedTuple):
+    """The optimizer of a group, its pieces on this rank, and the factors on the rates of the run."""
+
+    optimizer: Optimizer
+    pieces: Sequence[Piece]
+    lr: float
+    weight_decay: float
+
+    def step(self, scalars: StepScalars) -> None:
+        """Update the pieces of the group once."""
+        lr, weight_decay = _scaled(scalars.lr, self.lr), _scaled(scalars.weight_decay, self.weight_decay)
+        self.optimizer.step(replace(scalars, lr=lr, weight_decay=weight_decay))
+
+
+def _scaled(rate: Tensor, factor: float) -> Tensor:
+    """The product, rounded once."""
+    return rate if factor == 1.0 else (rate.double() * factor).to(rate.dtype)
+
+
+class GroupedOptimizer(Optimizer):
+    """Optimizers of disjoint pieces, each with its own learning rate and weight decay."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._of = {piece.name: part.optimizer for part in parts for piece in part.pieces}
+        used = [part.optimizer for part in parts if part.pieces] or [part.optimizer for part in parts]
+        whole = all(part.optimizer.needs == "elements" for part in parts)
+        self.needs: Literal["elements", "matrices"] = "elements" if whole else "matrices"
+        self.one_pass = all(one.one_pass for one in used)
+        self.low_precision_gradients = all(one.low_precision_gradients for one in used)
+
+    def step(self, scalars: StepScalars) -> None:
+        """Update every piece's master once."""
+        for part in self._parts:
+            part.step(scalars)
+
+    def state(self, piece: Piece) -> dict[str, Tensor]:
+        """The live state of a piece."""
+        return self._of[piece.name].state(piece)

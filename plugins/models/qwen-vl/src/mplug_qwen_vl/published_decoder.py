@@ -1,0 +1,238 @@
+"""The mapping `text_config` in the config.json of Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE. No torch."""
+
+from collections import ChainMap
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from mplug_nn import (
+    EXPERTS_ALTERING,
+    EXPERTS_TRAINING,
+    ROUTER_LOSS_FIELDS,
+    FixedField,
+    PublicField,
+    PublicForm,
+    ReadField,
+    UnusedField,
+    Values,
+    attention_types,
+    decoder_fields,
+    heads_fields,
+    rotary_fields,
+    rotary_settings,
+    shortest,
+    written_rotary,
+)
+
+if TYPE_CHECKING:
+    from mplug_qwen_vl.config import QwenVLConfig
+
+SECTIONS = {"contiguous": [16, 24, 24], "alternating": [24, 20, 20]}
+"""The library's sections of a division, if a folder states none."""
+SIZE = Values.integer()
+
+
+def _rotary(values: Mapping[str, Any], division: str) -> dict[str, Any]:
+    """Rotary positions, their sections, and whether they alternate."""
+    plain, sections = dict[str, Any](), None
+    for name in ("rope_parameters", "rope_scaling"):
+        given = values[name]
+        if not given:
+            continue
+        found = given.get("mrope_section", SECTIONS[division])
+        if not _is_sections(found) or (sections is not None and sections != found):
+            raise ValueError(f"its field '{name}.mrope_section' is not a list of three integers of at least 1")
+        sections = found
+        alternates = given.get("mrope_interleaved", division == "alternating")
+        if alternates is not (division == "alternating"):
+            raise ValueError(f"its field '{name}.mrope_interleaved' is {alternates!r}, which the library ignores")
+        plain[name] = _without_sections(given)
+    return {
+        **rotary_settings(ChainMap(plain, values)),  # type: ignore[arg-type]
+        "rope_division": division,
+        "rope_sections": tuple(sections or SECTIONS[division]),
+    }
+
+
+def _is_sections(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(type(one) is int and one > 0 for one in value)
+
+
+def _without_sections(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of rotary positions without those of coordinates."""
+    found = {name: value for name, value in given.items() if name not in ("mrope_section", "mrope_interleaved")}
+    return {
+        name: "default" if value == "mrope" and name in ("type", "rope_type") else value
+        for name, value in found.items()
+    }
+
+
+def _written_rotary(config: "QwenVLConfig") -> dict[str, Any]:
+    division, sections = str(config.rope_division), list(config.rope_sections)
+    found = written_rotary(config.rope_theta, config.rope_scaling)
+    options = {**found["rope_parameters"], "mrope_section": sections}
+    options |= {"mrope_interleaved": True} if division == "alternating" else {}
+    return {"rope_theta": config.rope_theta, "rope_scaling": options, "rope_parameters": options}
+
+
+def _written_decoder(config: "QwenVLConfig") -> dict[str, Any]:
+    return {**_written_rotary(config), "num_key_value_heads": config.kv_heads}
+
+
+COPIES: dict[str, PublicField] = {
+    name: UnusedField("older releases repeat it here; the field beside this mapping decides")
+    for name in (
+        *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id"),
+        "max_pixels",
+    )
+}
+"""Rows of tokens that older releases write into the decoder's mapping too."""
+NO_WINDOWS: dict[str, PublicField] = {
+    "use_sliding_window": FixedField(False, (False, None), "the family reads decoders of VL models without windows"),
+    "sliding_window": UnusedField("use_sliding_window is false"),
+    "max_window_layers": UnusedField("use_sliding_window is false"),
+    "layer_types": ReadField(None, Values.names().or_null),
+}
+
+
+def _second_text(values: Mapping[str, Any]) -> dict[str, Any]:
+    types = attention_types(values, ["full"])
+    if types != ("full",):
+        raise ValueError("its field 'layer_types' has blocks with windows, which the family does not read")
+    return _rotary(values, "contiguous")
+
+
+SECOND_TEXT = PublicForm(
+    architecture="",
+    model_type="qwen2_5_vl_text",
+    fields={
+        **decoder_fields(
+            vocab_size=152064,
+            hidden_size=8192,
+            intermediate_size=29568,
+            num_hidden_layers=80,
+            num_attention_heads=64,
+            max_position_embeddings=32768,
+        ),
+        **heads_fields(8, None, null=("num_key_value_heads",)),
+        **rotary_fields(1e6),
+        **NO_WINDOWS,
+        **COPIES,
+        "rms_norm_eps": ReadField(1e-5, Values.positive(), ("norm_eps",)),
+        "head_dim": FixedField(None, (None,), "the library's layers ignore it"),
+        "tie_word_embeddings": ReadField(False, Values.flag()),
+    },
+    settings=_second_text,
+    write=_written_decoder,
+    implied={"qk_norm": False, "qkv_bias": True, "attention_out_bias": False},
+    training=EXPERTS_TRAINING,
+    altering=EXPERTS_ALTERING,
+    longest="max_position_embeddings",
+)
+"""The decoder of Qwen2.5-VL."""
+THIRD: dict[str, PublicField] = {
+    **rotary_fields(500000.0),
+    **COPIES,
+    "attention_bias": ReadField(False, Values.flag(), ("qkv_bias", "attention_out_bias")),
+    "tie_word_embeddings": UnusedField("the field beside this mapping decides"),
+}
+
+
+def _third_text(values: Mapping[str, Any]) -> dict[str, Any]:
+    return _rotary(values, "alternating")
+
+
+def _written_third(config: "QwenVLConfig") -> dict[str, Any]:
+    return {**_written_decoder(config), "head_dim": config.head_width}
+
+
+THIRD_TEXT = PublicForm(
+    architecture="",
+    model_type="qwen3_vl_text",
+    fields={
+        **decoder_fields(
+            vocab_size=151936,
+            hidden_size=4096,
+            intermediate_size=22016,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            max_position_embeddings=128000,
+        ),
+        **heads_fields(32, 128, null=("num_key_value_heads",)),
+        **THIRD,
+    },
+    settings=_third_text,
+    write=_written_third,
+    implied={"qk_norm": True},
+    training=EXPERTS_TRAINING,
+    altering=EXPERTS_ALTERING,
+    longest="max_position_embeddings",
+)
+"""The decoder of Qwen3-VL."""
+
+
+def _refuse_square(width: int, hidden: int) -> None:
+    """Raise ValueError if the library cannot tell from a tensor of experts whether it is transposed."""
+    if hidden in (width, 2 * width):
+        raise ValueError(
+            f"its experts of width {width} are square matrices beside hidden_size={hidden}: the library guesses from "
+            f"the shape whether a tensor is transposed"
+        )
+
+
+def _sparse_text(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The blocks with experts: every n-th, except some."""
+    _refuse_square(values["moe_intermediate_size"], values["hidden_size"])
+    step, dense = values["decoder_sparse_step"], values["mlp_only_layers"] or ()
+    types = [
+        "experts" if number not in dense and (number + 1) % step == 0 else "mlp"
+        for number in range(values["num_hidden_layers"])
+    ]
+    return {
+        **_rotary(values, "alternating"),
+        "feed_forward_types": None if set(types) == {"experts"} else shortest(types),
+    }
+
+
+def _written_sparse(config: "QwenVLConfig") -> dict[str, Any]:
+    dense = [number for number in range(config.num_layers) if not config.has_experts(number)]
+    _refuse_square(config.expert_width, config.hidden_size)
+    return {
+        **_written_third(config),
+        "moe_intermediate_size": config.expert_width,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": dense,
+    }
+
+
+SPARSE_TEXT = PublicForm(
+    architecture="",
+    model_type="qwen3_vl_moe_text",
+    fields={
+        **decoder_fields(
+            vocab_size=151936,
+            hidden_size=2048,
+            intermediate_size=5632,
+            num_hidden_layers=24,
+            num_attention_heads=16,
+            max_position_embeddings=128000,
+        ),
+        **heads_fields(16, None, null=("head_dim",)),
+        **THIRD,
+        **ROUTER_LOSS_FIELDS,
+        "num_experts": ReadField(60, SIZE, ("num_experts",)),
+        "num_experts_per_tok": ReadField(4, SIZE, ("num_experts_per_token",)),
+        "moe_intermediate_size": ReadField(1408, SIZE, ("moe_ffn_hidden_size",)),
+        "norm_topk_prob": FixedField(True, (True,), "the library always normalises the gates"),
+        "decoder_sparse_step": ReadField(1, SIZE),
+        "mlp_only_layers": ReadField(None, Values.indices().or_null),
+        "sliding_window": UnusedField("the library has no windows here, whatever it says"),
+    },
+    aliases={"num_local_experts": "num_experts"},
+    settings=_sparse_text,
+    write=_written_sparse,
+    implied={"qk_norm": True, "moe_router_normalize": True},
+    training=EXPERTS_TRAINING,
+    altering=EXPERTS_ALTERING,
+    longest="max_position_embeddings",
+)
+"""The decoder of Qwen3-VL-MoE."""

@@ -95,8 +95,13 @@ class Processor(Protocol):
     `entries` are the names of what it makes; every micro batch has all of them. `placeholders` are the tokens that
     stand for rows of a stream. They occur nowhere else, and are never targets.
 
+    Optional: `prepare_video(content, rate, encode)` prepares the frames [F, H, W, 3] of a video as `prepare` does those
+    of a picture. `rate` is the number of frames in a second. `encode` gives the tokens of a text, for models that read
+    times as text between the frames. A processor without this method takes no videos.
+
     Optional: `contents_of(batch)` undoes what the processor did. It returns the media (`Seen`) of each sample of a
-    micro batch, in their order, from the batch's entries alone. Commands that show samples use it.
+    micro batch, in their order, from the batch's entries alone. Commands that show samples use it. Frames with text
+    between them are media of their own.
     """
 
     entries: tuple[str, ...]

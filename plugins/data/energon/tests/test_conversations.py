@@ -93,13 +93,41 @@ def colours_of(batch: MicroBatch) -> list[str]:
     return [list(COLOURS)[int(channel)] for channel in channels]
 
 
-def test_a_video_is_a_list_of_frames_for_a_model_that_takes_videos(made: Callable[..., Path]) -> None:
-    frames = [{"type": "video", "video": [f"{number}.png" for number in range(4)]}]
-    path = made(sample(asked(frames, "it moves"), *map(drawn, ("red", "green", "blue", "red"))))
-    batch = first(path, **{"model.vision": {**VISION, "tokens_per_second": 2}})
+def filmed(*colours: str, **stated: Any) -> dict[str, bytes]:
+    """A question about a video with a frame of each colour."""
+    frames = [{"type": "video", "video": [f"{number}.png" for number in range(len(colours))], **stated}]
+    return sample(asked(frames, "it moves"), *map(drawn, colours))
+
+
+MOVING = ("red", "green", "blue")
+
+
+def test_a_video_is_a_list_of_frames_whose_times_are_positions(made: Callable[..., Path]) -> None:
+    batch = first(made(filmed(*MOVING, fps=0.5)), **{"model.vision": {**VISION, "tokens_per_second": 2}})
     expected = chatml(("user", [START, VIDEO, VIDEO, END]), ("assistant", b"it moves"))
     assert batch["tokens"][0].tolist()[: len(expected)] == expected
-    with pytest.raises(UsageError, match=r"the video of '0\.png': this model has the time of each frame"):
+    at = expected.index(VIDEO)
+    before, later = batch["coordinates"][0, at : at + 2, 0].tolist()
+    assert later - before == 8, "two positions in a second, and two frames of two seconds in a patch"
+    assert colours_of(batch) == ["red", "blue"]
+
+
+def test_a_video_has_the_times_of_its_frames_in_the_text(made: Callable[..., Path]) -> None:
+    question = [START, *b"<0.2 seconds>", START, VIDEO, END, *b"<1.0 seconds>", START, VIDEO, END, END]
+    expected = chatml(("user", question), ("assistant", b"it moves"))
+    path = made(filmed(*MOVING))
+    for rate, time in ((2, b"<0.2"), (1, b"<0.5")):
+        batch = first(path, **{"data.video_fps": rate, "trainer.seq_length": 128})
+        tokens = batch["tokens"][0].tolist()
+        assert bytes(tokens[tokens.index(START) + 1 :][:4]) == time
+    assert (
+        first(path, **{"data.video_fps": 2, "trainer.seq_length": 128})["tokens"][0].tolist()[: len(expected)]
+        == expected
+    )
+    assert targets(batch) == [*b"it moves", IM_END]
+    with pytest.raises(
+        UsageError, match=r"the video of '0\.png': its number of frames in a second is unknown; add 'fps'"
+    ):
         first(path)
 
 
@@ -109,7 +137,7 @@ def test_the_marks_that_a_template_writes_are_replaced_by_the_tokens_of_the_pict
     template = tmp_path / "template.jinja"
     template.write_text(
         "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% for part in message['content'] %}"
-        "{% if part['type'] == 'image' %}<|see|><|pad|><|seen|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+        "{% if part['type'] != 'text' %}<|see|><|pad|><|seen|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     special = ["<|im_start|>", "<|im_end|>", "<|see|>", "<|seen|>", "<|pad|>"]
@@ -122,6 +150,13 @@ def test_the_marks_that_a_template_writes_are_replaced_by_the_tokens_of_the_pict
     expected = chatml(("user", question), ("assistant", b"red blue"))
     assert batch["tokens"][0].tolist()[: len(expected)] == expected
     assert targets(batch) == [*b"red blue", IM_END]
+    films = [{"type": "video", "video": ["0.png", "1.png"], "fps": 2}] * 2
+    path = made(sample(asked(films, "still"), drawn("red"), drawn("blue")), folder="films")
+    batch = first(path, **own, **{"model.vision": {**VISION, **numbers, "video_token": 261, "image_token": 303}})
+    film = [259, *b"<0.2 seconds>", 259, 261, 260, 260]
+    expected = chatml(("user", [*film, *film]), ("assistant", b"still"))
+    assert batch["tokens"][0].tolist()[: len(expected)] == expected
+    path = made(sample(asked(parts, "red blue"), drawn("red", 16, 8), drawn("blue")), folder="pictures")
     with pytest.raises(UsageError, match=r"writes marks of 0 of its 2 pictures.*use the tokenizer and the template"):
         first(path, **own)
 
@@ -300,6 +335,7 @@ class TestConversations(DataSuite):
     }
     without_effect = {
         "num_workers": "workers read the samples that the main process would read (a test resumes with some)",
+        "video_fps": "no sample of this set has a video (a test above has one)",
         "on_error": "every sample of this set can be used (tests above have others)",
         "too_long": "every sample of this set is short enough (a test above has another)",
         "template_variables": "chatml has no variables; a template file sees them (mplug_tokenization tests it)",

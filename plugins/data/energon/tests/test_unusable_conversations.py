@@ -51,6 +51,22 @@ BAD = {
         r"a picture of \d+ tokens and \d+ rows is larger than a sample \(trainer.seq_length=96",
     ),
     "a picture that the model refuses": (sample(ANSWERED, drawn("red", 1000, 4)), "200 times as long as it is wide"),
+    "a video without a rate": (
+        sample(asked([{"type": "video", "video": ["0.png"]}], "red"), drawn("red")),
+        "the video of '0.png': its number of frames in a second is unknown",
+    ),
+    "a video of one frame": (
+        sample(asked([{"type": "video", "video": ["0.png"], "fps": 2}], "red"), drawn("red")),
+        "the video of '0.png': a video of 1 frames is shorter than a patch",
+    ),
+    "a rate of a video that is none": (
+        sample(asked([{"type": "video", "video": ["0.png"], "fps": 0}], "red"), drawn("red")),
+        "message 1 has the part",
+    ),
+    "frames of different sizes": (
+        sample(asked([{"type": "video", "video": ["0.png", "1.png"], "fps": 2}], "red"), drawn("red"), drawn("red", 9)),
+        "the video of '0.png' has frames of different sizes",
+    ),
     "no answer": (sample({"messages": [{"role": "user", "content": "Hi"}]}), "it has no answer"),
     "a special token": (sample(asked("<|im_end|>", "red")), "a message has the text of a special token"),
     "no JSON": ({"json": b"{"}, "its JSON cannot be read"),

@@ -2,13 +2,14 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat
 
 from mplug import DOCUMENTS, MAY_CHANGE, STREAMS, distinct
 
 CONVERSATIONS = "conversations"
 OF_CONVERSATIONS = (
-    "template_variables", "special_tokens", "picture_mark", "max_pixels", "max_rows", "too_long", "max_documents"
+    "template_variables", "special_tokens", "picture_mark", "max_pixels", "video_fps", "max_rows", "too_long",
+    "max_documents",
 )  # fmt: skip
 """The fields that only the task encoder of conversations uses, except the template, which a folder may supply."""
 
@@ -49,6 +50,12 @@ class EnergonConfig(BaseModel):
     )
     max_pixels: int = Field(
         1 << 27, ge=1, description="of conversations: largest number of pixels of a picture file, by its header"
+    )
+    video_fps: PositiveFloat | None = Field(
+        None,
+        allow_inf_nan=False,
+        description="of conversations: frames in a second of a video whose part of a message has no 'fps'; null: such "
+        "a video cannot be used",
     )
     max_rows: int | None = Field(
         None,

@@ -14,7 +14,7 @@ from torch import Tensor
 from mplug import IGNORED, Medium, Processor
 from mplug_energon.config import EnergonConfig
 from mplug_energon.faults import Unusable
-from mplug_energon.media import Files, prepare_media
+from mplug_energon.media import Files, Preparation, prepare_media
 from mplug_energon.messages import INVALID, read_conversation
 from mplug_energon.packing import Size, pack
 from mplug_energon.writing import Writer, Written
@@ -85,8 +85,9 @@ class Conversations(DefaultTaskEncoder):
         self, config: EnergonConfig, template: Template, vocabulary: Vocabulary, processor: Processor, seq_length: int
     ) -> None:
         super().__init__()
-        self.config, self.seq_length, self.processor = config, seq_length, processor
+        self.config, self.seq_length = config, seq_length
         self.text = Writer(template, vocabulary, processor)
+        self.media = Preparation(processor, vocabulary.encode, config.max_pixels, config.video_fps)
         self.vocab_size = self.text.vocab_size
         self.budget = Size(seq_length, UNBOUNDED if config.max_rows is None else config.max_rows)
         eod = vocabulary.tokenizer.eod
@@ -105,7 +106,7 @@ class Conversations(DefaultTaskEncoder):
         if "json" not in sample.files.own:
             raise Unusable(f"it has no file '.json' (but {', '.join(sample.files.own) or 'none'})", INVALID)
         conversation = read_conversation(sample.files.own["json"], self.config.picture_mark)
-        media = prepare_media(conversation, sample.files, self.processor, self.config.max_pixels)
+        media = prepare_media(conversation, sample.files, self.media)
         written = self._cut(self.text.write(conversation, media))
         tokens, labels = written.labelled()
         talk = Talk.derive_from(sample, tokens=tokens, labels=labels, media=tuple(written.media))

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -120,7 +119,7 @@ def _marks_of(medium: Medium, tokens: Sequence[int], at: int, marks: frozenset[i
     """The number of tokens from `at` on that mark a medium: the place of one, or `marks` in the order of its tokens."""
     if tokens[at] == PLACE_TOKEN:
         return 1
-    order = [token for token, _ in groupby(medium.tokens) if token in marks]
+    order = [token for token in dict.fromkeys(medium.tokens) if token in marks]
     end = at
     while end < len(tokens) and tokens[end] in order:
         order = order[order.index(tokens[end]) + 1 :]

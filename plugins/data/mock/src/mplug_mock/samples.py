@@ -16,13 +16,22 @@ Spans = list[tuple[int, int]]
 """The first position of each medium in a sample, and the number of its tokens."""
 
 
+RATE = 2.0
+"""Frames of a video in a second."""
+
+
 @dataclass(frozen=True)
 class Media:
-    """Up to `most` media in a sample: noise of one frame, whose height and width are between the two `sides`."""
+    """Up to `most` media in a sample: noise whose height and width are between the two `sides`.
+
+    The number of frames is between the two `frames`; more than one are a video.
+    """
 
     processor: "Processor"
     most: int
     sides: tuple[int, int]
+    frames: tuple[int, int]
+    vocab_size: int
 
     def drawn(self, generator: torch.Generator) -> list[Medium]:
         """The media of a sample; each number of them is equally likely."""
@@ -32,8 +41,21 @@ class Media:
     def _one(self, generator: torch.Generator) -> Medium:
         least, largest = self.sides
         height, width = torch.randint(least, largest + 1, (2,), generator=generator).tolist()
-        colours = torch.randint(256, (1, height, width, 3), generator=generator, dtype=torch.uint8)
-        return self.processor.prepare(colours)
+        frames = self._frames(generator)
+        colours = torch.randint(256, (frames, height, width, 3), generator=generator, dtype=torch.uint8)
+        if frames == 1:
+            return self.processor.prepare(colours)
+        found: Medium = self.processor.prepare_video(colours, RATE, self._encode)  # type: ignore[attr-defined]
+        return found
+
+    def _frames(self, generator: torch.Generator) -> int:
+        least, largest = self.frames
+        return least if least == largest else int(torch.randint(least, largest + 1, (), generator=generator))
+
+    def _encode(self, text: str) -> list[int]:
+        """Tokens for the bytes of a text, none of which is a placeholder."""
+        free = [token for token in range(self.vocab_size) if token not in self.processor.placeholders]
+        return [free[byte % len(free)] for byte in text.encode()]
 
 
 def reader(

@@ -27,7 +27,7 @@ from mplug_nn import (
     tied_fields,
     written_rotary,
 )
-from mplug_qwen_vl.preparation import PREPARATION
+from mplug_qwen_vl import preparation
 
 if TYPE_CHECKING:
     from mplug_qwen_vl.config import QwenVLConfig
@@ -427,7 +427,7 @@ def _fields(text: PublicForm, tower: PublicForm) -> dict[str, PublicField]:
 
 
 SECOND = PublicForm(
-    preparation=PREPARATION,
+    preparation=preparation.SECOND,
     architecture="Qwen2_5_VLForConditionalGeneration",
     model_type="qwen2_5_vl",
     fields={**_fields(SECOND_TEXT, SECOND_TOWER), "tie_word_embeddings": ReadField(False, Values.flag())},
@@ -437,7 +437,7 @@ SECOND = PublicForm(
 )
 """Qwen2.5-VL; the released folders have the fields of the decoder beside the tower's mapping."""
 DENSE = PublicForm(
-    preparation=PREPARATION,
+    preparation=preparation.THIRD,
     architecture="Qwen3VLForConditionalGeneration",
     model_type="qwen3_vl",
     fields={**_fields(THIRD_TEXT, _third_tower_form("qwen3_vl_vision")), **tied_fields(False)},
@@ -445,7 +445,7 @@ DENSE = PublicForm(
     write=_written_whole,
 )
 SPARSE = PublicForm(
-    preparation=PREPARATION,
+    preparation=preparation.THIRD,
     architecture="Qwen3VLMoeForConditionalGeneration",
     model_type="qwen3_vl_moe",
     fields={**_fields(SPARSE_TEXT, _third_tower_form("qwen3_vl_moe_vision")), **tied_fields(False)},

@@ -23,6 +23,9 @@ IGNORED = -100
 DOCUMENTS = "document_lengths"
 """The entry of a packed micro batch with the lengths of each sample's documents [B, M]."""
 
+LOSS_WEIGHTS = "loss_weights"
+"""The entry of a micro batch with the factors of the losses of its labels [B, S]."""
+
 
 @dataclass(frozen=True, eq=False)
 class RankBatch(Mapping[str, "Tensor"]):
@@ -231,6 +234,10 @@ class Loader(Stateful, Protocol):
         `document_lengths` [B, M], int64: the lengths in the order of the documents in the sample. Each row sums to S
         and is padded with zeros; M is the same in every micro batch. The loader decides whether positions restart with
         each document.
+
+        A loader whose targets differ in importance declares `loss_weights` [B, S] in the same way: floating-point
+        numbers of at least 0, which multiply the losses of the labels. The loss of a step is the sum of these products
+        over all ranks and micro batches, divided by the number of targets, whatever their weights are.
 
         If the model has streams (`mplug.Stream`), every micro batch has their entries, which the loader declares in
         `batch_entries` too: at least one group of rows, also where no sample has any.

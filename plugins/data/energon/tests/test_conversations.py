@@ -1,5 +1,7 @@
 """Conversations with pictures: their tokens, targets and pictures, packed and alone; their order and runs."""
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,12 +28,14 @@ from picture_talks import (
     first,
     loader,
     of_picture,
+    pictured,
     sample,
     targets,
 )
 
 from mplug import MicroBatch, UsageError
 from mplug_testing import DataSuite
+from mplug_testing.parity import require_parity
 from mplug_testing.resume import require_exact_resume
 
 pytest.importorskip("mplug_qwen_vl")
@@ -291,6 +295,50 @@ def test_a_long_conversation_keeps_whole_pictures(made: Callable[..., Path]) -> 
         first(path, **{"data.max_rows": 63})
 
 
+# Weights.
+
+WEIGHTED = {"data.sample_weights": True}
+
+
+def weighted(number: int) -> dict[str, bytes]:
+    """The question of `pictured`, with a weight from 0 to 2."""
+    files = pictured(number)
+    return {**files, "json": json.dumps({**json.loads(files["json"]), "weight": number % 5 / 2}).encode()}
+
+
+def test_the_weight_of_a_conversation_is_that_of_each_of_its_tokens(made: Callable[..., Path]) -> None:
+    path = made(*map(weighted, range(8)))
+    whole = {"data.shuffle_buffer_size": None, "data.max_samples_per_sequence": None, "data.max_documents": 4}
+    own = {**PACKED, "data.packing_buffer_size": 8, **whole, **WEIGHTED}
+    seen = dict[int, float]()
+    for batch in loader(path, **own, **{"data.streams": 1}).take(6):
+        for row, lengths in enumerate(batch["document_lengths"].tolist()):
+            ends = [length for length in lengths if length]
+            columns = (batch[name][row].split(ends) for name in ("tokens", "labels", "loss_weights"))
+            for tokens, labels, weights in zip(*columns, strict=True):
+                (weight,) = weights.unique().tolist()
+                if any(label >= 0 for label in labels.tolist()):
+                    text = bytes(token for token in tokens.tolist() if token < 256).decode()
+                    seen[int(re.search(r"(\d+):", text)[1])] = weight  # type: ignore[index]
+    assert seen == {number: number % 5 / 2 for number in range(8)}
+    assert "loss_weights" not in first(made(pictured(1), folder="plain"))
+
+
+LAYOUTS = pytest.mark.wide("layouts")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["cp2", *(pytest.param(layout, marks=LAYOUTS) for layout in ("dp2", "tp2", "pp2", "dp2 parallel.balance=true"))],
+)
+def test_a_layout_trains_packed_conversations_with_weights_as_one_process_does(
+    prepare: Callable[..., Path], tmp_path: Path, layout: str
+) -> None:
+    parts = {part: [{f"{part}{n:02}": weighted(n) for n in range(24)}] for part in ("train", "val")}
+    own = {**TINY, **PACKED, **WEIGHTED, "data.path": str(prepare(tmp_path / "set", parts, "CrudeWebdataset"))}
+    require_parity({**own, "model.num_kv_heads": 2, "model.vision": {**VISION, "typical_patches": 16}}, layout)
+
+
 # The order, and runs.
 
 
@@ -335,6 +383,7 @@ class TestConversations(DataSuite):
     }
     without_effect = {
         "num_workers": "workers read the samples that the main process would read (a test resumes with some)",
+        "sample_weights": "no sample of this set has a weight (a test above has some)",
         "video_fps": "no sample of this set has a video (a test above has one)",
         "on_error": "every sample of this set can be used (tests above have others)",
         "too_long": "every sample of this set is short enough (a test above has another)",

@@ -73,7 +73,9 @@ BAD = {
     "no messages": ({"json": b"[1]"}, "its JSON has no list 'messages'"),
     "no JSON file": ({"txt": b"Hi"}, "it has no file '.json'"),
     "an unknown part": (sample(asked([{"type": "audio"}], "red")), 'message 1 has the part {"type": "audio"}'),
-    "a sample weight": (sample({**asked("Hi", "red"), "weight": 2}), "it has the weight 2"),
+    "a sample weight": (sample({**asked("Hi", "red"), "weight": 2}), "it has the weight 2, and data.sample_weights is"),
+    "a negative weight": (sample({**asked("Hi", "red"), "weight": -1}), "it has the weight -1; a weight is a number"),
+    "a weight that is no number": (sample({**asked("Hi", "red"), "weight": "2"}), "it has the weight '2'; a weight is"),
 }
 
 

@@ -34,13 +34,15 @@ class Mention:
 class Conversation:
     """The messages with their content as lists of parts, and the pictures and videos that they mention, in order.
 
-    `pictures` are the files that the conversation itself lists as its pictures; None: it lists none.
+    `pictures` are the files that the conversation itself lists as its pictures; None: it lists none. `weight`
+    multiplies the losses of its targets.
     """
 
     messages: list[dict[str, Any]]
     mentions: tuple[Mention, ...]
     pictures: tuple[str, ...] | None
     tools: Any
+    weight: float = 1.0
 
     @property
     def end(self) -> int:
@@ -62,15 +64,12 @@ def read_conversation(data: bytes, mark: str | None) -> Conversation:
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list):
         raise Unusable(f"its JSON has no list 'messages'; {WRONG}", INVALID)
-    if record.get("weight", 1) != 1:
-        raise Unusable(
-            f"it has the weight {record['weight']!r}, and samples cannot have weights; remove it, or give its data set "
-            f"a weight in a metadataset",
-            INVALID,
-        )
+    weight = record.get("weight", 1)
+    if not (is_positive(weight) or (weight == 0 and type(weight) in (int, float))):
+        raise Unusable(f"it has the weight {weight!r}; a weight is a number of at least 0", INVALID)
     mentions: list[Mention] = []
     read = [_message(message, number, mark, mentions) for number, message in enumerate(messages, start=1)]
-    return Conversation(read, tuple(mentions), _listed(record.get("images")), record.get("tools"))
+    return Conversation(read, tuple(mentions), _listed(record.get("images")), record.get("tools"), float(weight))
 
 
 def is_positive(value: Any) -> bool:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
-from mplug import DOCUMENTS, STREAMS, MapLoader, UsageError, hookimpl
+from mplug import DOCUMENTS, LOSS_WEIGHTS, STREAMS, MapLoader, UsageError, hookimpl
 
 if TYPE_CHECKING:
     from mplug import Processor, Run, RunConfig
@@ -24,6 +24,9 @@ class Mock:
             1,
             ge=1,
             description="number of documents per sample, of random lengths; 1: samples are not packed",
+        )
+        loss_weights: bool = Field(
+            False, description="multiply the loss of each document by a random weight between 0 and 2"
         )
         media: int = Field(
             0, ge=0, description="largest number of pictures of noise in a sample, for a model that takes pictures"
@@ -59,9 +62,10 @@ class Mock:
 
     @hookimpl
     def batch_entries(self) -> tuple[str, ...]:
-        """Document lengths, if samples are packed, and the entries of streams, if samples have media."""
-        packed = (DOCUMENTS,) if self.config.documents > 1 else ()
-        return (*packed, STREAMS) if self.config.media else packed
+        """Document lengths, if samples are packed, weights of losses, and the entries of streams of media."""
+        own = self.config
+        given = {DOCUMENTS: own.documents > 1, LOSS_WEIGHTS: own.loss_weights, STREAMS: own.media > 0}
+        return tuple(name for name, is_given in given.items() if is_given)
 
     def _media(self, processor: "Processor", vocab_size: int) -> "Media":
         from mplug_mock.samples import Media
@@ -80,7 +84,7 @@ class Mock:
         vocab_size = own.vocab_size or run.config.model.vocab_size
         media = self._media(run.processor, vocab_size) if own.media else None
         return MapLoader(
-            reader(trainer.seed, vocab_size, trainer.seq_length, own.documents, media),
+            reader(trainer.seed, vocab_size, trainer.seq_length, own.documents, media, is_weighted=own.loss_weights),
             vocab_size=vocab_size,
             shard=run.mesh.batch_shard(run.rank),
             micro_batch_size=run.micro_batch_size,

@@ -59,17 +59,18 @@ class Media:
 
 
 def reader(
-    seed: int, vocab_size: int, length: int, documents: int, media: Media | None = None
+    seed: int, vocab_size: int, length: int, documents: int, media: Media | None = None, *, is_weighted: bool = False
 ) -> Callable[[range], MicroBatch]:
     """A function that makes samples of `length` tokens by their numbers, each with this number of documents.
 
     In a packed sample, positions restart at 0 in every document, and a document's last token has no target. A medium
-    lies within a document; one for which a sample has no room is left out.
+    lies within a document; one for which a sample has no room is left out. If samples are weighted, the losses of each
+    document have a random weight.
     """
     positions = torch.arange(length)[None]
 
     def read(sample_ids: range) -> MicroBatch:
-        windows, lengths, in_samples = [], [], []
+        windows, lengths, in_samples, weights = [], [], [], []
         generator = torch.Generator()
         for number in sample_ids:
             generator.manual_seed(hash((seed, number)))
@@ -78,9 +79,14 @@ def reader(
             windows.append(window)
             in_samples.append(found)
             lengths.append(_cut(length, documents, spans, generator))
+            if is_weighted:
+                of_document = 2 * torch.rand(documents, generator=generator)
+                weights.append(of_document.repeat_interleave(lengths[-1]))
         tokens = torch.stack(windows)  # [B, S + 1]
         ids = torch.tensor(list(sample_ids))
         batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": positions, "sample_ids": ids}
+        if is_weighted:
+            batch["loss_weights"] = torch.stack(weights)
         if documents > 1:
             batch |= _packed(batch["labels"], torch.stack(lengths))
         return batch if media is None else {**batch, **_with_media(batch, media.processor, in_samples)}

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mplug_energon import Energon
 from mplug_energon.packing import Size, pack
+from pair_runs import checkpoint_of, errors, failures, follow, worst
 from picture_talks import (
     COLOURS,
     END,
@@ -34,7 +35,9 @@ from picture_talks import (
 )
 
 from mplug import MicroBatch, UsageError
-from mplug_testing import DataSuite
+from mplug.training.assembly import build_loader
+from mplug_testing import DataSuite, run_workers
+from mplug_testing.harness import tiny_run
 from mplug_testing.parity import require_parity
 from mplug_testing.resume import require_exact_resume
 
@@ -342,15 +345,65 @@ def test_a_layout_trains_packed_conversations_with_weights_as_one_process_does(
 # The order, and runs.
 
 
+def blended(folder: Path, conversations: Path, made: Callable[..., Path]) -> Path:
+    """A metadataset of three parts of conversations and one part of others, whose answers are 'green'."""
+    other = made(*(sample(asked(f"{number}?<image>", "green"), drawn("green")) for number in range(8)))
+    parts = [{"path": str(conversations), "weight": 3}, {"path": str(other), "weight": 1}]
+    named = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
+    blend = folder / "blend.yaml"
+    blend.write_text(yaml.safe_dump({**named, "splits": {"train": {"blend": parts}}}))
+    return blend
+
+
+def numbers(batch: MicroBatch, mark: bytes = b":") -> list[int]:
+    """The number that the question of each sample begins with; those with another mark behind it are left out."""
+    texts = (bytes(token for token in row if token < 256) for row in batch["tokens"].tolist())
+    found = (re.match(rb"user\n(\d+)" + mark, text) for text in texts)
+    return [int(one[1]) for one in found if one]
+
+
+def test_a_blend_of_conversations_follows_its_weights(
+    tmp_path: Path, conversations: Path, made: Callable[..., Path]
+) -> None:
+    batches = list(loader(blended(tmp_path, conversations, made)).take(160))
+    counts = [sum(len(numbers(batch, mark)) for batch in batches) for mark in (b":", rb"\?")]
+    assert sum(counts) == 160
+    assert 22 <= counts[1] <= 58  # a quarter, within more than three standard deviations
+
+
+def test_an_epoch_that_is_resumed_on_two_ranks_has_every_conversation_once(conversations: Path) -> None:
+    own = {"data.streams": 4, "trainer.micro_batch_size": 2, "data.shuffle_buffer_size": None}
+    whole = loader(conversations, **own)
+    seen = [number for batch in whole.take(16) for number in numbers(batch)]
+    state = whole.state_dict()
+    for rank in range(2):
+        run = tiny_run({**TINY, **own, "data.path": str(conversations), "parallel.layout": "dp2"})
+        run.device, run.rank = "cpu", rank
+        again = build_loader(run, "train")
+        again.load_state_dict(state)
+        seen += [number for batch in again.take(24) for number in numbers(batch)]
+    assert sorted(seen) == list(range(40))
+
+
+def test_a_run_with_pictures_that_resumes_on_two_ranks_has_the_losses_of_one_process(
+    conversations: Path, tmp_path: Path
+) -> None:
+    """Stopped behind the first of two steps of 16 samples; an epoch has 40."""
+    changes = {**TINY, "data.path": str(conversations), "trainer.precision": "fp64", "trainer.global_batch_size": 16}
+    own = {**changes, "data.streams": 4, "trainer.micro_batch_size": 4, "trainer.eval_samples": 8}
+    own |= {"checkpoint.asynchronous": False, "schedule.warmup_steps": 0}
+    expected = follow(own, tmp_path / "whole")
+    source, layout = checkpoint_of(tmp_path / "whole"), {"parallel.layout": "dp2"}
+    ranks = run_workers(2, follow, {**own, **layout}, tmp_path / "resumed", source, timeout=240)
+    assert [sorted(rank.losses) for rank in ranks] == [[2], [2]]
+    assert failures(worst(errors(ranks, expected))) == []
+
+
 @pytest.mark.parametrize(("before", "after"), [("dp2", ""), ("", "dp4"), ("dp4", "dp2")])
 def test_packed_conversations_of_a_blend_resume_exactly_under_another_number_of_ranks(
     tmp_path: Path, conversations: Path, made: Callable[..., Path], before: str, after: str
 ) -> None:
-    other = made(*(sample(asked(f"{number}?<image>", "green"), drawn("green")) for number in range(8)))
-    parts = [{"path": str(conversations), "weight": 3}, {"path": str(other), "weight": 1}]
-    named = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
-    blend = tmp_path / "blend.yaml"
-    blend.write_text(yaml.safe_dump({**named, "splits": {"train": {"blend": parts}}}))
+    blend = blended(tmp_path, conversations, made)
     own = {**TINY, **PACKED, "data.path": str(blend), "data.streams": 4, "trainer.micro_batch_size": 2}
     require_exact_resume(own, before, [8, 4, 12], after, count=16)
 

@@ -24,6 +24,9 @@ IGNORED = -100
 DOCUMENTS = "document_lengths"
 """The entry of a packed micro batch with the lengths of each sample's documents [B, M]."""
 
+LOSS_WEIGHTS = "loss_weights"
+"""The entry of a micro batch with the factors of the losses of its labels [B, S]."""
+
 
 @dataclass(frozen=True, eq=False)
 class RankBatch(Mapping[str, "Tensor"]):
@@ -107,8 +110,13 @@ class Processor(Protocol):
     `entries` are the names of what it makes; every micro batch has all of them. `placeholders` are the tokens that
     stand for rows of a stream. They occur nowhere else, and are never targets.
 
+    Optional: `prepare_video(content, rate, encode)` prepares the frames [F, H, W, 3] of a video as `prepare` does those
+    of a picture. `rate` is the number of frames in a second. `encode` gives the tokens of a text, for models that read
+    times as text between the frames. A processor without this method takes no videos.
+
     Optional: `contents_of(batch)` undoes what the processor did. It returns the media (`Seen`) of each sample of a
-    micro batch, in their order, from the batch's entries alone. Commands that show samples use it.
+    micro batch, in their order, from the batch's entries alone. Commands that show samples use it. Frames with text
+    between them are media of their own.
     """
 
     entries: tuple[str, ...]
@@ -252,6 +260,10 @@ class Loader(ABC):
         `document_lengths` [B, M], int64: the lengths in the order of the documents in the sample. Each row sums to S
         and is padded with zeros; M is the same in every micro batch. The loader decides whether positions restart with
         each document.
+
+        A loader whose targets differ in importance declares `loss_weights` [B, S] in the same way: floating-point
+        numbers of at least 0, which multiply the losses of the labels. The loss of a step is the sum of these products
+        over all ranks and micro batches, divided by the number of targets, whatever their weights are.
 
         If the model has streams (`mplug.Stream`), every micro batch has their entries, which the loader declares in
         `batch_entries` too: at least one group of rows, also where no sample has any.

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mplug.cli.options import Finite as Finite
     from mplug.cli.options import PluginName as PluginName
     from mplug.cli.options import RunName as RunName
+    from mplug.cli.options import UserPath as UserPath
     from mplug.cli.options import config_options as config_options
     from mplug.cli.options import overrides as overrides
     from mplug.cli.options import resolved as resolved
@@ -100,6 +101,7 @@ publish(
             "Finite",
             "PluginName",
             "RunName",
+            "UserPath",
             "config_options",
             "overrides",
             "resolved",

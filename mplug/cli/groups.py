@@ -13,7 +13,11 @@ from mplug.config.entry import Entry
 from mplug.errors import UsageError, suggest
 from mplug.registry.entry_points import Registry
 
+WORDS = "mplug.words"
+"""Key of a click context's `meta`: the words of the command line after the name of the command."""
 KIND = "commands"
+WHOLE = 1000
+"""Maximum number of characters of a command's summary: click would cut it to fit one line."""
 PACKAGES = Path(__file__).with_name("packages.yaml")
 """The commands of the packages that belong to the default installation, each with the name of its package."""
 
@@ -29,7 +33,7 @@ class OpenGroup(click.Group):
 
     def summaries(self) -> Mapping[str, str]:
         """The group's own commands, each with a line of help."""
-        return {name: command.get_short_help_str(limit=100) for name, command in self.commands.items()}
+        return {name: command.get_short_help_str(limit=WHOLE) for name, command in self.commands.items()}
 
     def own(self, name: str) -> click.Command | None:
         """One of the group's own commands."""

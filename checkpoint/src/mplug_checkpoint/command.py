@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from mplug.cli.groups import OpenGroup
 from mplug.cli.options import RunName
 from mplug.cli.tables import human_bytes, table
 from mplug.errors import RunError, UsageError, printable
@@ -20,7 +21,13 @@ run_option = click.option("--name", type=RunName(), help="Name of the run; defau
 step_option = click.option("--step", type=int, help="Step of the checkpoint; default: the newest checkpoint.")
 
 
-@click.group()
+class CheckpointCommands(OpenGroup):
+    """The commands of `mplug checkpoint`."""
+
+    path = ("checkpoint",)
+
+
+@click.group(cls=CheckpointCommands)
 def command() -> None:
     """List, show and verify the checkpoints of a run, and convert them from and to other forms.
 

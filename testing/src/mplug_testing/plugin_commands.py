@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 from click.shell_completion import CompletionItem
 
+from mplug.cli.options import UserPath
 from mplug.config.entry import Entry
 from mplug.errors import UsageError, suggest
 from mplug.registry.entry_points import KINDS, Registry
@@ -97,7 +98,7 @@ def check(plugins: tuple[str, ...]) -> None:
 @click.command()
 @click.argument("distribution")
 @click.option("--kind", type=click.Choice(KINDS), required=True, help="Kind of the plugin.")
-@click.option("--folder", type=click.Path(path_type=Path), help="Folder to create; default: ./DISTRIBUTION.")
+@click.option("--folder", type=UserPath(), help="Folder to create; default: ./DISTRIBUTION.")
 def new(distribution: str, kind: str, folder: Path | None) -> None:
     """Write the package of a new plugin: a working example that can be installed and passes its suite.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mplug.commands import Finite, PluginName, RunName
+from mplug.commands import Finite, PluginName, RunName, UserPath
 
 if TYPE_CHECKING:
     from mplug import Run
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     "--image",
     "images",
     multiple=True,
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=UserPath(exists=True, dir_okay=False),
     metavar="FILE",
     help="Picture before the text of --prompt, for a model that sees; may be repeated.",
 )
 @click.option(
     "--prompts",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=UserPath(exists=True, dir_okay=False),
     metavar="FILE",
     help="File of prompts: one per line, or JSON lines with the field 'prompt' if its name ends in '.jsonl'. Images of "
     "JSON lines are files in the folder of this file.",
 )
 @click.option(
     "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=UserPath(dir_okay=False),
     metavar="FILE",
     help="With --prompts: file for the texts, as JSON lines in the order of the prompts; default: standard output.",
 )
@@ -60,17 +60,28 @@ if TYPE_CHECKING:
     help="Sampling temperature; 0: always the most probable token.",
 )
 @click.option(
-    "--top-k", default=0, type=click.IntRange(0, 2**31), help="Sample from the k most probable tokens; 0: from all."
+    "--top-k",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0, 2**31),
+    help="Sample from the k most probable tokens; 0: from all.",
 )
 @click.option(
     "--top-p",
     default=1.0,
+    show_default=True,
     type=Finite(0, 1, min_open=True),
     help="Sample from the most probable tokens that together have this probability.",
 )
 @click.option("--stop", "stops", multiple=True, metavar="WORD", help="End the text before this word; may be repeated.")
 @click.option("--seed", default=0, show_default=True, type=int, help="The same seed gives the same text.")
-@click.option("--device", default="auto", type=click.Choice(["auto", "cpu", "cuda"]), help="Device to compute on.")
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    help="Device to compute on.",
+)
 @click.option(
     "--graphs",
     default="auto",
@@ -87,7 +98,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--pretrained",
-    type=click.Path(path_type=Path),
+    type=UserPath(),
     metavar="FOLDER",
     help="Sample from a published checkpoint (a folder of an installed format) instead of a run.",
 )

@@ -125,9 +125,11 @@ class Processor(Protocol):
 Record = dict[str, Any]
 """A line of metrics.jsonl.
 
-Always: step, loss, grad_norm, lr, tokens, tokens_per_s, tflops, mfu, memory_gib, data_wait_s, skipped. In fp16:
-loss_scale, and overflows (the number of steps lost to overflow so far). Statistics by name, if the model has some.
-Figures that the stepper adds: `bubble` of a pipeline. If the model has streams, for the axis of each ('patches'):
+Always: step, loss, grad_norm, lr, tokens, targets_per_s, tokens_per_s, tflops, mfu, memory_gib, data_wait_s, skipped.
+`tokens` are the targets of the run so far, and `targets_per_s` those of this step per second. `tokens_per_s` and
+`tflops` count all positions of the samples, also those without a target: prompts, and the unfilled rest of a sample.
+In fp16: loss_scale, and overflows (the number of steps lost to overflow so far). Statistics by name, if the model has
+some. Figures that the stepper adds: `bubble` of a pipeline. If the model has streams, for the axis of each ('patches'):
 `patches_per_s`, and `patches_imbalance`, the rows of the rank that computes the most of them over the mean of ranks.
 val_loss, if the run was evaluated after the step.
 """

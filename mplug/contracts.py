@@ -238,7 +238,9 @@ class Tokenizer(Protocol):
     """Converts text to tokens and back.
 
     If a tokenizer states its `vocab_size`, the host never decodes a token that is not less than it, however many tokens
-    the model has.
+    the model has. A tokenizer of conversations may state `end_tokens`, a frozenset of tokens that end an answer, and
+    have `encode_chat`, as `FolderTokenizer` does: `mplug generate` then ends texts there, and takes --chat. A part that
+    is no text becomes the token -1 if the template supports texts only.
     """
 
     def encode(self, text: str) -> list[int]:

@@ -27,24 +27,44 @@ def new_directory(config: RunConfig, name: str | None, check: bool = True) -> Pa
     directory = RUNS / (name or f"{config.settings['model', 'name'].value.rpartition('/')[2]}-{stamp}")
     if check and (directory / "config.yaml").exists():
         raise UsageError(f"the run '{directory}' already exists; continue it with --resume, or use another --name")
+    if check and _lacks_config(directory):
+        raise UsageError(f"{_damage(directory)}, or use another --name")
     return directory
 
 
 def find_directory(name: str | None) -> Path:
     """The folder of the run `name`, or of the newest run if `name` is None. UsageError if there is none."""
-    if name is not None:
-        if not (RUNS / name / "config.yaml").is_file():
-            newest = [path.parent.name for path in _all_runs()][:5]
-            raise UsageError(f"there is no run '{name}' in '{RUNS}' (newest runs: {listed(newest)})")
-        return RUNS / name
-    runs = _all_runs()
-    if not runs:
-        raise UsageError(f"there is no run in '{RUNS}'; start one with 'mplug train'")
-    return runs[0].parent
+    runs = all_runs()
+    if name is None:
+        if not runs:
+            damaged = [path for path in sorted(RUNS.glob("*")) if _lacks_config(path)]
+            remedy = _damage(damaged[0]) if damaged else "start one with 'mplug train'"
+            raise UsageError(f"there is no run in '{RUNS}'; {remedy}")
+        return runs[0]
+    directory = RUNS / name
+    if _lacks_config(directory):
+        raise UsageError(_damage(directory))
+    if not (directory / "config.yaml").is_file():
+        raise UsageError(
+            f"there is no run '{name}' in '{RUNS}' (newest runs: {listed(path.name for path in runs[:5])})"
+        )
+    return directory
 
 
-def _all_runs() -> list[Path]:
-    return sorted(RUNS.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
+def all_runs() -> list[Path]:
+    """The folders of all runs, the newest first."""
+    files = sorted(RUNS.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
+    return [path.parent for path in files]
+
+
+def _lacks_config(directory: Path) -> bool:
+    """Whether a folder has the files of a run that has trained, but no config.yaml."""
+    trained = (directory / "checkpoints").is_dir() or (directory / "metrics.jsonl").is_file()
+    return trained and not (directory / "config.yaml").exists()
+
+
+def _damage(directory: Path) -> str:
+    return f"the run '{directory}' has lost its file config.yaml; restore the file, or move the folder away"
 
 
 def make_directory(run: Run) -> None:

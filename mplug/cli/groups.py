@@ -21,6 +21,9 @@ WHOLE = 1000
 PACKAGES = Path(__file__).with_name("packages.yaml")
 """The commands of the packages that belong to the default installation, each with the name of its package."""
 
+OTHER_COMMANDS = Path(__file__).with_name("other_commands.yaml")
+"""Commands of other tools, each with the command of mplug that does the same."""
+
 
 class OpenGroup(click.Group):
     """A group with commands of its own and those of distributions, which it imports when the user calls them.
@@ -83,6 +86,9 @@ class OpenGroup(click.Group):
         package = yaml.safe_load(PACKAGES.read_text(encoding="utf-8")).get(command)
         if package is not None:
             return f"the command '{command}' is in the package {package}, which is not installed: pip install {package}"
+        other = yaml.safe_load(OTHER_COMMANDS.read_text(encoding="utf-8")).get(command)
+        if other is not None:
+            return f"there is no command '{command}'; use {other}"
         return f"there is no command '{command}'{suggest(name, names)} (see {' '.join(('mplug', *self.path))} --help)"
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:

@@ -147,10 +147,12 @@ class Processor(Protocol):
 Record = dict[str, Any]
 """A line of metrics.jsonl.
 
-Always: step, loss, grad_norm, lr, tokens, step_s, tokens_per_s, tflops, mfu, memory_gib, data_wait_s, skipped. In
-fp16: loss_scale, and overflows (the number of steps lost to overflow so far). Statistics by name, if the model has
-some. `step_s` is the duration of the step in seconds, without evaluations and saves.
-Figures that the stepper adds: `bubble` of a pipeline. If the model has streams, for the axis of each ('patches'):
+Always: step, loss, grad_norm, lr, tokens, targets_per_s, step_s, tokens_per_s, tflops, mfu, memory_gib, data_wait_s,
+skipped. `tokens` are the targets of the run so far, and `targets_per_s` those of this step per second. `tokens_per_s`
+and `tflops` count all positions of the samples, also those without a target (prompts, the unfilled rest of a sample).
+`step_s` is the duration of the step in seconds, without evaluations and saves. In fp16: loss_scale, and overflows (the
+number of steps lost to overflow so far). Statistics by name, if the model has some. Figures that the stepper adds:
+`bubble` of a pipeline. If the model has streams, for the axis of each ('patches'):
 `patches_per_s`, and `patches_imbalance`, the rows of the rank that computes the most of them over the mean of ranks.
 val_loss, if the run was evaluated after the step.
 """
@@ -274,7 +276,9 @@ class Tokenizer(Protocol):
     """Converts text to tokens and back.
 
     If a tokenizer states its `vocab_size`, the host never decodes a token that is not less than it, however many tokens
-    the model has.
+    the model has. A tokenizer of conversations may state `end_tokens`, a frozenset of tokens that end an answer, and
+    have `encode_chat`, as `FolderTokenizer` does: `mplug generate` then ends texts there, and takes --chat. A part that
+    is no text becomes the token -1 if the template supports texts only.
     """
 
     def encode(self, text: str) -> list[int]:

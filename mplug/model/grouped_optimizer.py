@@ -22,13 +22,13 @@ LATER = ("state", "build_stepper", "wrap_model", "shard_states")
 def build_optimizer(run: "Run", model: "Built", pieces: list[Piece]) -> Optimizer:
     """The optimizer of these pieces; PluginError if the plugin returns another object."""
     if not run.config.groups:
-        return _built(run, pieces)
+        return single_optimizer(run, pieces)
     rates = [(1.0, 1.0), *((one.lr_scale, one.weight_decay_scale) for one in run.config.groups)]
     parts = []
     for number, (lr, weight_decay) in enumerate(rates, start=-1):
         own = [piece for piece in pieces if model.groups.get(piece.name, -1) == number]
         # An optimizer may have collectives, so every rank builds and runs all of them, also those without pieces.
-        parts.append(Part(_built(run, own), own, lr, weight_decay))
+        parts.append(Part(single_optimizer(run, own), own, lr, weight_decay))
     return GroupedOptimizer(parts)
 
 

@@ -32,8 +32,9 @@ def build_optimizer(run: "Run", model: "Built", pieces: list[Piece]) -> Optimize
     return GroupedOptimizer(parts)
 
 
-def _built(run: "Run", pieces: list[Piece]) -> Optimizer:
-    optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
+def single_optimizer(run: "Run", pieces: list[Piece]) -> Optimizer:
+    """What the plugin builds of these pieces alone; PluginError if it is no optimizer."""
+    optimizer: object = run.hooks.call.build_optimizer(run=run, pieces=pieces)
     if not isinstance(optimizer, Optimizer):
         (label,) = run.hooks.implementers(HOOK)
         returned = type(optimizer).__name__

@@ -59,7 +59,7 @@ class Store:
 
     def listing(self, below: str = "") -> dict[str, tuple[int, str]]:
         """By the name of every file in a folder: its size, and a mark that changes if it is written again."""
-        with self._explained("list"):
+        with self._explained("list", below):
             self.files.invalidate_cache()
             found: dict[str, dict[str, Any]] = self.files.find(self._path(below), detail=True)
         marks = {path: next((str(one[mark]) for mark in MARKS if one.get(mark)), "") for path, one in found.items()}

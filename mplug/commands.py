@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from mplug.registry.recipes import InstalledRecipe as InstalledRecipe
     from mplug.registry.recipes import find_recipe as find_recipe
     from mplug.registry.resolve import resolve as resolve
+    from mplug.run.folder import RUNS as RUNS
     from mplug.run.folder import all_directories as all_directories
     from mplug.run.folder import directory_at as directory_at
     from mplug.run.folder import find_directory as find_directory
@@ -159,7 +160,7 @@ publish(
         "mplug.registry.public": ("folder_tokenizer", "longest_sequence"),
         "mplug.registry.recipes": ("InstalledRecipe", "find_recipe"),
         "mplug.registry.resolve": ("resolve",),
-        "mplug.run.folder": ("all_directories", "directory_at", "find_directory"),
+        "mplug.run.folder": ("RUNS", "all_directories", "directory_at", "find_directory"),
         "mplug.run.prepare": ("prepare",),
         "mplug.run.summary": ("RunSummary", "summary_of"),
         "mplug.training.assembly": ("allocate_forward", "build", "feed", "forward_stepper"),

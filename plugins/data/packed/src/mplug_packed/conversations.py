@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mplug import UsageError
+from mplug import UsageError, local_path
 from mplug_tokenization.templates import ANSWERS
 
 PATTERNS = ("*.jsonl", "*.jsonl.gz")
@@ -35,7 +35,7 @@ class Conversation:
 
 def find_files(path: str, field: str = "data.path") -> list[Path]:
     """The sorted files of a file name, a folder or a glob; raises UsageError if there are none."""
-    source = Path(path).expanduser()
+    source = local_path(path)
     if source.is_dir():
         files = [file for pattern in PATTERNS for file in source.glob(pattern) if file.is_file()]
         reason = "contains no file *.jsonl or *.jsonl.gz"

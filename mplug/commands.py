@@ -52,15 +52,18 @@ if TYPE_CHECKING:
     from mplug.errors import listed as listed
     from mplug.layout.names import modules_around as modules_around
     from mplug.layout.names import role_of as role_of
+    from mplug.model.activations import estimate_activations as estimate_activations
     from mplug.model.build import allocate_parts as allocate_parts
     from mplug.model.build import build_model as build_model
     from mplug.model.build import choose_device as choose_device
     from mplug.model.build import measure_bytes as measure_bytes
+    from mplug.model.build import unmet_reasons as unmet_reasons
     from mplug.model.compiled.compilation import compiled_graphs as compiled_graphs
     from mplug.model.compiled.compilation import compiled_units as compiled_units
     from mplug.model.compiled.compilation import compiler_of as compiler_of
     from mplug.model.compiled.graphs import forward_obstacles as forward_obstacles
     from mplug.model.compiled.graphs import step_obstacles as step_obstacles
+    from mplug.model.memory_check import check_memory as check_memory
     from mplug.model.mixing import covers as covers
     from mplug.model.mixing import statements as statements
     from mplug.model.slots.selection import Selection as Selection
@@ -87,6 +90,7 @@ if TYPE_CHECKING:
     from mplug.run.prepare import prepare as prepare
     from mplug.run.summary import RunSummary as RunSummary
     from mplug.run.summary import summary_of as summary_of
+    from mplug.system.memory_limits import host_memory as host_memory
     from mplug.training.assembly import allocate_forward as allocate_forward
     from mplug.training.assembly import build as build
     from mplug.training.assembly import feed as feed
@@ -139,12 +143,14 @@ publish(
             "modules_around",
             "role_of",
         ),
-        "mplug.model.build": ("allocate_parts", "build_model", "choose_device", "measure_bytes"),
+        "mplug.model.activations": ("estimate_activations",),
+        "mplug.model.build": ("allocate_parts", "build_model", "choose_device", "measure_bytes", "unmet_reasons"),
         "mplug.model.compiled.compilation": ("compiled_graphs", "compiled_units", "compiler_of"),
         "mplug.model.compiled.graphs": (
             "forward_obstacles",
             "step_obstacles",
         ),
+        "mplug.model.memory_check": ("check_memory",),
         "mplug.model.mixing": ("covers", "statements"),
         "mplug.model.slots.selection": ("Selection", "offered_in_plain_torch"),
         "mplug.model.units": ("AS_THEY_ARE", "Instead", "run_units"),
@@ -162,6 +168,7 @@ publish(
         "mplug.run.folder": ("all_directories", "directory_at", "find_directory"),
         "mplug.run.prepare": ("prepare",),
         "mplug.run.summary": ("RunSummary", "summary_of"),
+        "mplug.system.memory_limits": ("host_memory",),
         "mplug.training.assembly": ("allocate_forward", "build", "feed", "forward_stepper"),
         "mplug.training.forward": ("SavedModel", "folder_length", "run_forward", "settle_forward"),
         "mplug.training.hardware": ("peak_memory_gib", "peak_tflops", "timed", "use_own_stream"),

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from mplug.config.defaults import default_settings as default_settings
     from mplug.config.defaults import saved_settings as saved_settings
     from mplug.config.sources import Settings as Settings
+    from mplug.config.sources import from_mapping as from_mapping
     from mplug.config.sources import merge as merge
     from mplug.config.sources import read_assignments as read_assignments
     from mplug.config.sources import read_file as read_file
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from mplug.registry.blame import cause_of as cause_of
     from mplug.registry.blame import failed_part as failed_part
     from mplug.registry.entry_points import Registry as Registry
+    from mplug.registry.entry_points import refuse_other_versions as refuse_other_versions
     from mplug.registry.formats import format_named as format_named
     from mplug.registry.formats import format_of as format_of
     from mplug.registry.formats import is_public as is_public
@@ -103,6 +105,7 @@ if TYPE_CHECKING:
     from mplug.training.hardware import peak_tflops as peak_tflops
     from mplug.training.hardware import timed as timed
     from mplug.training.hardware import use_own_stream as use_own_stream
+    from mplug.training.job import COLLECTIVE_SECONDS as COLLECTIVE_SECONDS
     from mplug.training.job import among as among
     from mplug.training.job import settle as settle
     from mplug.training.job import supervisor_of as supervisor_of
@@ -133,7 +136,7 @@ publish(
             "table",
         ),
         "mplug.config.defaults": ("default_settings", "saved_settings"),
-        "mplug.config.sources": ("Settings", "merge", "read_assignments", "read_file"),
+        "mplug.config.sources": ("Settings", "from_mapping", "merge", "read_assignments", "read_file"),
         "mplug.distributed.launch": ("Stopped", "launch"),
         "mplug.distributed.signals": ("Signals",),
         "mplug.distributed.supervision": ("Send",),
@@ -155,7 +158,7 @@ publish(
         "mplug.model.slots.selection": ("Selection", "offered_in_plain_torch"),
         "mplug.model.units": ("AS_THEY_ARE", "Instead", "run_units"),
         "mplug.registry.blame": ("cause_of", "failed_part"),
-        "mplug.registry.entry_points": ("Registry",),
+        "mplug.registry.entry_points": ("Registry", "refuse_other_versions"),
         "mplug.registry.formats": (
             "format_named",
             "format_of",
@@ -172,7 +175,7 @@ publish(
         "mplug.training.assembly": ("allocate_forward", "build", "feed", "forward_stepper"),
         "mplug.training.forward": ("SavedModel", "folder_length", "run_forward", "settle_forward"),
         "mplug.training.hardware": ("peak_memory_gib", "peak_tflops", "timed", "use_own_stream"),
-        "mplug.training.job": ("among", "settle", "supervisor_of"),
+        "mplug.training.job": ("COLLECTIVE_SECONDS", "among", "settle", "supervisor_of"),
         "mplug.training.loop": ("launch_step",),
         "mplug.training.streams": ("own_rows",),
         "mplug.model.variance": ("layout_dependence",),

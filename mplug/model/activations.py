@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 EAGER = 1.4
 """Bytes that eager units keep, over the inputs and outputs of products: rotations, activation functions and norms keep
 intermediate results (measured: docs/memory.md). Compiled units recompute most of them."""
+EAGER_LOSS = 12
+"""Bytes per logit that the loss holds for a moment where units are eager: three copies in fp32."""
+MOST_LOSS = 768 << 20
+"""At most, because the loss widens logits in chunks."""
 CERTAIN = 0.5
 """The part of the estimate that a run surely needs: kernels may keep operands in 8 bits, or fewer of them."""
 LABELS = ("activations of matrix products", "scores of attention", "logits", "gradients and recomputed units")
@@ -179,7 +183,8 @@ class _Estimate:
             is_loss = unit.name == self.last and "vocab" in placement.parameter.axes
             kept = self._product(sum(out), inner, is_loss, placement.parameter.trainable)
             whole.add(kept)
-            largest = max(largest, self.itemsize * sum(out))
+            passing = min(EAGER_LOSS * sum(out), MOST_LOSS) if is_loss and self.run.compiler is None else 0.0
+            largest = max(largest, self.itemsize * sum(out) + passing)
             if not again.all:
                 first = self.itemsize * inner
                 again = Kept(products=first, certain=first)

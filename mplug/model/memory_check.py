@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mplug.run.run import Run
 
 SETTING = "trainer.memory_check"
-PROCESS = 400 << 20
+PROCESS = 512 << 20
 """Bytes that a process takes before it has a model: Python and torch."""
 NAMED_PARTS = 3
 """Number of parts that a message names."""

@@ -31,7 +31,7 @@ def torch_and_gpus() -> Findings:
             findings.problem(f"torch finds no GPU: {_why_none()}", "compare the driver with the version of CUDA above")
         findings.add("GPUs", {"number": "0"})
         return findings
-    findings.add("torch", {"NCCL": ".".join(map(str, torch.cuda.nccl.version()))})  # type: ignore[no-untyped-call]
+    findings.add("torch", {"NCCL": ".".join(map(str, torch.cuda.nccl.version()))})
     _gpus(findings)
     return findings
 
@@ -78,7 +78,7 @@ def _backends() -> list[str]:
 
 def _why_none() -> str:
     try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         return str(error).partition("\n")[0]
     return "it gives no reason"

@@ -1,8 +1,8 @@
 """Estimates the memory of activations before anything runs, from the plan, the placements and the filled slots.
 
-A matrix product keeps its input for backward, and what follows it keeps its output: norms, attention and activation
-functions keep their inputs. So a unit keeps about the input and the output of each of its products, for every token of
-every micro batch in flight. `docs/memory.md` compares the estimate with measured memory.
+A matrix product keeps its input for backward, and what follows it keeps its output: norms, products of activations and
+activation functions keep their inputs. So a unit keeps about the input and the output of each of its products, for
+every token of every micro batch in flight. `docs/memory.md` compares the estimate with measured memory.
 """
 
 from collections import defaultdict
@@ -33,7 +33,7 @@ MOST_LOSS = 768 << 20
 """At most, because the loss widens logits in chunks."""
 CERTAIN = 0.5
 """The part of the estimate that a run surely needs: kernels may keep operands in 8 bits, or fewer of them."""
-LABELS = ("activations of matrix products", "scores of attention", "logits", "gradients and recomputed units")
+LABELS = ("activations of matrix products", "values for pairs of positions", "logits", "gradients and recomputed units")
 """The parts of the estimate."""
 
 
@@ -212,15 +212,13 @@ class _Estimate:
     def _sides(self, placement: "Placement", work: "Work", tokens: float, rank: int) -> list[float]:
         """The elements of a product's operands on each side of its weight, the input last; empty if it has no sides.
 
+        A weight of more than two dimensions is a stack of matrices, of which a token meets as many as its FLOPs say.
+
         A rank of sequence parallelism holds its part of the tokens where the width is whole.
         """
         gathered: GatheredPlacement | Placement = placement
         shape = getattr(gathered, "gathered_shape", placement.local_shape)(rank)
-        dims = [
-            (number, {segment.axis for segment in segments})
-            for number, segments in enumerate(placement.dims)
-            if not any(segment.axis == "expert" for segment in segments)
-        ]
+        dims = list(enumerate({segment.axis for segment in segments} for segments in placement.dims))[-2:]
         logical = prod(placement.shape[number] for number, _ in dims)
         if len(dims) < 2 or not logical:
             return []

@@ -124,7 +124,7 @@ class Offer:
     new values of some states, with the same dimension, and changes no argument. The host discards them if the step is
     skipped.
 
-    A supplier that `keeps_pairs` keeps a value for every pair of positions for backward (the scores of attention). The
+    A supplier that `keeps_pairs` keeps a value for every pair of positions for backward. The
     estimate of a run's memory reads it.
     """
 

@@ -124,8 +124,8 @@ class Offer:
     new values of some states, with the same dimension, and changes no argument. The host discards them if the step is
     skipped.
 
-    A supplier that `keeps_pairs` keeps a value for every pair of positions for backward. The
-    estimate of a run's memory reads it.
+    A supplier that `keeps_pairs` keeps a value for every pair of positions for backward. The estimate of
+    a run's memory reads it.
     """
 
     suppliers: Mapping[str, Any]

@@ -202,7 +202,8 @@ class Stages:
     `ranks` is the index along `axis` of each chunk's rank; without it, there is one chunk per rank, in order.
     `backward` is 'split' if the schedule computes the gradients of weights later than those of activations. `schedule`
     is the name of the pipeline schedule, and `table` returns its table (`mplug_schedules.Table`) for a number of micro
-    batches.
+    batches. `in_flight` returns, for a number of micro batches, how many of them each rank along `axis` holds
+    activations of at the peak.
     """
 
     axis: str
@@ -211,6 +212,7 @@ class Stages:
     ranks: tuple[int, ...] | None = None
     schedule: str = ""
     table: Callable[[int], ActionTable] | None = None
+    in_flight: Callable[[int], Sequence[float]] | None = None
 
     def __post_init__(self) -> None:
         if self.ranks is not None and len(self.ranks) != len(self.units):

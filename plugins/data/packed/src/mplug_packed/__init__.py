@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mplug import Run, RunConfig
-    from mplug_packed.samples import Count, Documents
+    from mplug_tokenization.packed_samples import Count, Documents
     from mplug_tokenization.templates import Template
     from mplug_tokenization.vocabulary import Vocabulary
 
@@ -138,7 +138,7 @@ class Packed:
     @hookimpl
     def build_loader(self, run: "Run", split: Split) -> MapLoader:
         """Read, render, encode and pack the split's conversations in memory."""
-        from mplug_packed.samples import Count, PackedSamples
+        from mplug_tokenization.packed_samples import Count, PackedSamples
 
         trainer, count = run.config.trainer, Count()
         documents = self._documents(split, trainer.seq_length, count)
@@ -161,7 +161,7 @@ class Packed:
 
     def _documents(self, split: Split, length: int, count: "Count") -> "Documents":
         from mplug_packed.reading import encoded, of_split
-        from mplug_packed.samples import Documents, document
+        from mplug_tokenization.packed_samples import Documents, document
         from mplug_tokenization.templates import ANSWERS
 
         config = self.config

@@ -5,7 +5,7 @@ from typing import Literal
 
 from mplug import UsageError
 from mplug_packed.conversations import REMEDY, Conversation, find_files, read_conversations
-from mplug_packed.samples import Count
+from mplug_tokenization.packed_samples import Count
 from mplug_tokenization.templates import Template
 from mplug_tokenization.vocabulary import Encoded, Vocabulary
 

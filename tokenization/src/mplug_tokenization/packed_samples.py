@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mplug_packed.packing import best_fit_decreasing
+from mplug_tokenization.packing import best_fit_decreasing
 from mplug_tokenization.vocabulary import Encoded
 
 IGNORED = -100

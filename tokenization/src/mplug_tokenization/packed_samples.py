@@ -71,7 +71,8 @@ class PackedSamples:
 
     def __init__(self, documents: DocumentStore, seq_length: int, most: int, filler: int, key: Sequence[int]) -> None:
         self.documents, self.seq_length, self.most, self.filler, self.key = documents, seq_length, most, filler, key
-        self.packed = best_fit_decreasing(documents.lengths, seq_length, most - 1)  # one is reserved for the filler
+        own = [*map(int, documents.lengths)]
+        self.packed = best_fit_decreasing(own, seq_length, most - 1)  # one is reserved for the filler
         self.count = len(self.packed)
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 

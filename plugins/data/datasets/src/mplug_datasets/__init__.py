@@ -87,13 +87,14 @@ class Datasets:
 
     @cached_property
     def vocabulary(self) -> "Vocabulary":
-        """The tokenizer's tokens; for conversations, also the template's special tokens."""
+        """The tokenizer's tokens; for conversations, also the template and its special tokens."""
+        from mplug_tokenization.chat import ChatVocabulary
         from mplug_tokenization.vocabulary import Vocabulary
 
-        special = self.config.special_tokens or ()
-        if self.config.special_tokens is None and self.config.conversations:
-            special = self.template.special
-        return Vocabulary(load_tokenizer(self.tokenizer), special)
+        special, tokenizer = self.config.special_tokens, load_tokenizer(self.tokenizer)
+        if not self.config.conversations:
+            return Vocabulary(tokenizer, special or ())
+        return ChatVocabulary(tokenizer, self.template.special if special is None else special, self.template)
 
     @hookimpl
     def build_tokenizer(self) -> Tokenizer:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("datasets")
+pytest.importorskip("pyarrow")
+pytest.importorskip("numpy")
 
 import datasets
 import pyarrow as pa

@@ -67,7 +67,7 @@ WIDE = {
     "precision": "more layouts and methods in bf16, fp16 and FP8",
     "reshard": "resumes of optimizers and DeepSpeed under other layouts",
     "scaffold": "every kind of package that `plugins new` writes: installed, tested and used",
-    "session": "the first training run of README.md with all its steps",
+    "session": "the first training run of README.md with all its steps; mplug-all installed from the built wheels",
     "suites": "every planted mistake that a suite of mplug_testing must catch, all kernel cases for kernels/flex, and "
     "`plugins check` of every package in tests/packages",
 }

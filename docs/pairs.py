@@ -9,6 +9,7 @@ python docs/pairs.py --anew    makes all cases anew; either takes about half a m
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -18,8 +19,21 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from covering import Case, Generator, all_pairs, default_case  # noqa: E402
-from pair_features import COSTLY, FEATURES, GENERAL, MEANING, PRODUCT, few_with_every_value, named_cases, small_enough  # noqa: E402
+from covering import Array, Case, Features, Generator, all_pairs, default_case  # noqa: E402
+from pair_features import (  # noqa: E402
+    COSTLY,
+    FEATURES,
+    GENERAL,
+    MEANING,
+    PRODUCT,
+    SEEING,
+    SEEING_MEANING,
+    SEES,
+    few_with_every_value,
+    named_cases,
+    seeing,
+    small_enough,
+)
 from pair_probe import refusal_of, world_size_of  # noqa: E402
 
 PAGE, DATA = ROOT / "docs" / "pairs.md", ROOT / "tests" / "data" / "pairs.json"
@@ -46,6 +60,7 @@ hold (each copy on each rank), the movement of the master weights, and the loss 
 | cases that contain all others | {cases} |
 | ranks of a case | {ranks} |
 | cases of the product of {product} | {product_cases} |
+| cases of the family `{sees}`, which contain all pairs of its features | {seeing_cases} |
 | cases that the quick tests run | {quick} |
 
 In the quick tests every value occurs. `pytest --wide pairs` runs the other cases. With `MPLUG_PAIRS=FILE` each case
@@ -63,6 +78,11 @@ A case has at most two parallel strategies, so at most four ranks. Not in the li
 The first value is the default.
 
 {table}
+
+The family `{sees}` has a tower, and only it takes media. It has an array of its own, with these features, and with
+{shared} of the others:
+
+{seeing_table}
 
 ## Found
 
@@ -82,26 +102,43 @@ Each line is a smallest set of values that mplug refuses before any process star
 default. The list is not written by hand: the generator tries cases, and reduces what is refused.
 
 {reasons}
+
+Of the family `{sees}`:
+
+{seeing_reasons}
 """
 
 
 def main() -> None:
     """Make the cases, and write both files."""
     began = monotonic()
-    kept = json.loads(DATA.read_text())["pairs"] if DATA.exists() and "--anew" not in sys.argv else []
-    array = Generator(FEATURES, refusal_of, small_enough, COSTLY, SEED).make(kept)
-    if array.uncovered:
-        sys.exit(f"no accepted case contains the pairs {[sorted(pair) for pair in array.uncovered]}")
+    before = json.loads(DATA.read_text()) if DATA.exists() and "--anew" not in sys.argv else {}
+    array = covering(FEATURES, refusal_of, before.get("pairs", []))
+    of_seeing = covering(SEEING, lambda case: refusal_of(seeing(case)), before.get("seeing", []))
     second = product_cases()
-    refused = sorted(array.refused.items(), key=lambda item: (len(item[0]), sorted(item[0])))
-    entries = [{"values": dict(sorted(values)), "reason": reason} for values, reason in refused]
-    data: dict[str, Any] = {"pairs": array.cases, "product": second, "refused": entries}
+    data: dict[str, Any] = {"pairs": array.cases, "product": second, "seeing": of_seeing.cases}
+    data |= {"refused": entries_of(array), "seeing refused": entries_of(of_seeing)}
     lists = [f'"{name}": [\n' + ",\n".join(map(json.dumps, listed)) + "\n]" for name, listed in data.items()]
     ranks = Counter(map(world_size_of, array.cases))
     data["ranks"] = {str(number): ranks[number] for number in sorted(ranks)}
     DATA.write_text("{\n" + ",\n".join([*lists, f'"ranks": {json.dumps(data["ranks"])}']) + "\n}\n")
     PAGE.write_text(page(data))
-    print(f"{len(array.cases)} cases of pairs and {len(second)} of the product in {monotonic() - began:.0f} s")
+    counts = f"{len(array.cases)} cases of pairs, {len(second)} of the product, {len(of_seeing.cases)} of {SEES}"
+    print(f"{counts} in {monotonic() - began:.0f} s")
+
+
+def covering(features: Features, probe: Callable[[Case], str], kept: list[Case]) -> Array:
+    """The array of some features, beginning with the cases that are kept."""
+    array = Generator(features, probe, small_enough, COSTLY, SEED).make(kept)
+    if array.uncovered:
+        sys.exit(f"no accepted case contains the pairs {[sorted(pair) for pair in array.uncovered]}")
+    return array
+
+
+def entries_of(array: Array) -> list[dict[str, Any]]:
+    """What an array refuses, in a fixed order, with the reasons."""
+    refused = sorted(array.refused.items(), key=lambda item: (len(item[0]), sorted(item[0])))
+    return [{"values": dict(sorted(values)), "reason": reason} for values, reason in refused]
 
 
 def product_cases() -> list[Case]:
@@ -132,12 +169,25 @@ def page(data: dict[str, Any]) -> str:
         product=" × ".join(PRODUCT),
         product_cases=len(data["product"]),
         quick=len(few_with_every_value(named_cases(data))),
-        table="\n".join(
-            ["| feature | meaning | values |", "|---|---|---|"]
-            + [f"| {name} | {MEANING[name]} | {', '.join(values)} |" for name, values in FEATURES.items()]
-        ),
-        reasons="\n".join(["| values | reason |", "|---|---|", *map(line_of, data["refused"])]),
+        sees=SEES,
+        seeing_cases=len(data["seeing"]),
+        table=table_of(FEATURES, MEANING),
+        shared=", ".join(name for name in SEEING if name not in SEEING_MEANING),
+        seeing_table=table_of(SEEING, SEEING_MEANING),
+        reasons=refusals(data["refused"]),
+        seeing_reasons=refusals(data["seeing refused"]),
     )
+
+
+def table_of(features: Features, meanings: Mapping[str, str]) -> str:
+    """The table of the features with a meaning: what each means, and its values."""
+    lines = [f"| {name} | {meaning} | {', '.join(features[name])} |" for name, meaning in meanings.items()]
+    return "\n".join(["| feature | meaning | values |", "|---|---|---|", *lines])
+
+
+def refusals(entries: list[dict[str, Any]]) -> str:
+    """The table of refusals."""
+    return "\n".join(["| values | reason |", "|---|---|", *map(line_of, entries)])
 
 
 def line_of(entry: dict[str, Any]) -> str:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mplug.config.sum_format import SumFormat as SumFormat
     from mplug.contracts import DOCUMENTS as DOCUMENTS
     from mplug.contracts import IGNORED as IGNORED
+    from mplug.contracts import LOSS_WEIGHTS as LOSS_WEIGHTS
     from mplug.contracts import MAY_CHANGE as MAY_CHANGE
     from mplug.contracts import MAY_MOVE as MAY_MOVE
     from mplug.contracts import OF_TRAINING as OF_TRAINING
@@ -177,6 +178,7 @@ publish(
         "mplug.contracts": (
             "CorpusTokenizer",
             "DOCUMENTS",
+            "LOSS_WEIGHTS",
             "FolderTokenizer",
             "IGNORED",
             "Loader",

@@ -20,6 +20,7 @@ from mplug.system.lazy import publish
 if TYPE_CHECKING:
     from mplug.checkpoint.adapter_files import unpublished as unpublished
     from mplug.checkpoint.folder import at_step as at_step
+    from mplug.checkpoint.folder import newest_saved as newest_saved
     from mplug.checkpoint.newest_valid import choose as choose
     from mplug.checkpoint.public_load import load_public_for_inference as load_public_for_inference
     from mplug.checkpoint.public_load import refuse_other_model as refuse_other_model
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from mplug.cli.options import Finite as Finite
     from mplug.cli.options import PluginName as PluginName
     from mplug.cli.options import RunName as RunName
+    from mplug.cli.options import UserPath as UserPath
     from mplug.cli.options import config_options as config_options
     from mplug.cli.options import overrides as overrides
     from mplug.cli.options import resolved as resolved
@@ -107,7 +109,7 @@ publish(
     __name__,
     {
         "mplug.checkpoint.newest_valid": ("choose",),
-        "mplug.checkpoint.folder": ("at_step",),
+        "mplug.checkpoint.folder": ("at_step", "newest_saved"),
         "mplug.checkpoint.public_load": ("load_public_for_inference", "refuse_other_model"),
         "mplug.checkpoint.states": ("load_for_inference",),
         "mplug.checkpoint.verified": ("Verified",),
@@ -117,6 +119,7 @@ publish(
             "Finite",
             "PluginName",
             "RunName",
+            "UserPath",
             "config_options",
             "overrides",
             "resolved",

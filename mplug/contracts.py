@@ -24,6 +24,9 @@ IGNORED = -100
 DOCUMENTS = "document_lengths"
 """The entry of a packed micro batch with the lengths of each sample's documents [B, M]."""
 
+LOSS_WEIGHTS = "loss_weights"
+"""The entry of a micro batch with the factors of the losses of its labels [B, S]."""
+
 
 @dataclass(frozen=True, eq=False)
 class RankBatch(Mapping[str, "Tensor"]):
@@ -107,8 +110,13 @@ class Processor(Protocol):
     `entries` are the names of what it makes; every micro batch has all of them. `placeholders` are the tokens that
     stand for rows of a stream. They occur nowhere else, and are never targets.
 
+    Optional: `prepare_video(content, rate, encode)` prepares the frames [F, H, W, 3] of a video as `prepare` does those
+    of a picture. `rate` is the number of frames in a second. `encode` gives the tokens of a text, for models that read
+    times as text between the frames. A processor without this method takes no videos.
+
     Optional: `contents_of(batch)` undoes what the processor did. It returns the media (`Seen`) of each sample of a
-    micro batch, in their order, from the batch's entries alone. Commands that show samples use it.
+    micro batch, in their order, from the batch's entries alone. Commands that show samples use it. Frames with text
+    between them are media of their own.
     """
 
     entries: tuple[str, ...]
@@ -139,10 +147,12 @@ class Processor(Protocol):
 Record = dict[str, Any]
 """A line of metrics.jsonl.
 
-Always: step, loss, grad_norm, lr, tokens, step_s, tokens_per_s, tflops, mfu, memory_gib, data_wait_s, skipped. In
-fp16: loss_scale, and overflows (the number of steps lost to overflow so far). Statistics by name, if the model has
-some. `step_s` is the duration of the step in seconds, without evaluations and saves.
-Figures that the stepper adds: `bubble` of a pipeline. If the model has streams, for the axis of each ('patches'):
+Always: step, loss, grad_norm, lr, tokens, targets_per_s, step_s, tokens_per_s, tflops, mfu, memory_gib, data_wait_s,
+skipped. `tokens` are the targets of the run so far, and `targets_per_s` those of this step per second. `tokens_per_s`
+and `tflops` count all positions of the samples, also those without a target (prompts, the unfilled rest of a sample).
+`step_s` is the duration of the step in seconds, without evaluations and saves. In fp16: loss_scale, and overflows (the
+number of steps lost to overflow so far). Statistics by name, if the model has some. Figures that the stepper adds:
+`bubble` of a pipeline. If the model has streams, for the axis of each ('patches'):
 `patches_per_s`, and `patches_imbalance`, the rows of the rank that computes the most of them over the mean of ranks.
 val_loss, if the run was evaluated after the step.
 """
@@ -253,6 +263,10 @@ class Loader(ABC):
         and is padded with zeros; M is the same in every micro batch. The loader decides whether positions restart with
         each document.
 
+        A loader whose targets differ in importance declares `loss_weights` [B, S] in the same way: floating-point
+        numbers of at least 0, which multiply the losses of the labels. The loss of a step is the sum of these products
+        over all ranks and micro batches, divided by the number of targets, whatever their weights are.
+
         If the model has streams (`mplug.Stream`), every micro batch has their entries, which the loader declares in
         `batch_entries` too: at least one group of rows, also where no sample has any.
         """
@@ -262,7 +276,9 @@ class Tokenizer(Protocol):
     """Converts text to tokens and back.
 
     If a tokenizer states its `vocab_size`, the host never decodes a token that is not less than it, however many tokens
-    the model has.
+    the model has. A tokenizer of conversations may state `end_tokens`, a frozenset of tokens that end an answer, and
+    have `encode_chat`, as `FolderTokenizer` does: `mplug generate` then ends texts there, and takes --chat. A part that
+    is no text becomes the token -1 if the template supports texts only.
     """
 
     def encode(self, text: str) -> list[int]:

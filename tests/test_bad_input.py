@@ -174,6 +174,15 @@ def test_a_runs_damaged_config_is_refused_with_its_line(cli: Cli, trained: Path)
     assert_refused(cli("train", "--resume"), ["runs/done/config.yaml:2"])
 
 
+def test_a_run_without_its_config_is_damaged_and_not_absent(cli_here: Cli, tiny: list[str], tmp_path: Path) -> None:
+    (tmp_path / "runs" / "lost" / "checkpoints").mkdir(parents=True)
+    for words in (
+        ("train", "--resume", "--name", "lost"), ("train", "--resume"), ("generate", "--name", "lost"),
+        ("checkpoint", "list", "--name", "lost"), ("train", *tiny, "--name", "lost"),
+    ):  # fmt: skip
+        assert_refused(cli_here(*words), ["the run 'runs/lost' has lost its file config.yaml; restore the file"])
+
+
 # Checkpoints.
 
 

@@ -136,6 +136,15 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_loaded_as_the_new_o
         load_for_inference(prepare(tiny_config(SMALL)), third)
 
 
+def test_verify_names_the_checkpoint_that_commands_use_in_the_place_of_a_damaged_one(third: Path) -> None:
+    (third / FILE).write_bytes(b"\xff" * (third / FILE).stat().st_size)
+    result = CliRunner().invoke(main, ["checkpoint", "verify"])
+    assert result.exit_code == 2
+    assert "step_00000003' is damaged" in result.output
+    assert "remove it" not in result.output
+    assert "commands skip damaged checkpoints; the newest valid one is that of step 2" in result.output
+
+
 def test_verify_reports_every_problem_and_skips_what_is_removed_meanwhile(
     third: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,10 @@
 """The pages of the repository are true: links, classes, commands, tables of what the code computes."""
 
+import os
 import re
 import runpy
 import shlex
+import shutil
 import sys
 from itertools import combinations
 from pathlib import Path
@@ -74,11 +76,22 @@ def block(first: str) -> str:
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The package of the tutorial, after a comparison of the command's output with the page."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")  # as after activate
     command, _, shown = block("$ mplug plugins new").partition("\n")
     written = CliRunner().invoke(main, shlex.split(command)[2:])
     assert written.exit_code == 0, written.output
     assert written.output.rstrip() == shown.rstrip()
     return tmp_path / "acme-ringo"
+
+
+def test_a_new_plugin_has_commands_that_work_also_where_the_environment_is_not_in_the_path(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(package)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    written = CliRunner().invoke(main, ["plugins", "new", "--kind", "extensions", "acme-ringo"]).output
+    for words in ("pip install -e acme-ringo", "mplug plugins test extensions/ringo", "mplug train --set extensions"):
+        assert f"  {sys.executable} -m {words}" in written
 
 
 def test_the_tutorial_shows_the_class_and_the_entry_point_that_the_command_writes(package: Path) -> None:

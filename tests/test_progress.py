@@ -13,9 +13,11 @@ from rich.console import Console
 
 from mplug.cli import main
 from mplug.training.interrupt import Interrupt
-from mplug.training.observers import ProgressLine
+from mplug.training.observers import ProgressLine, TimeRemaining, step_line
+from mplug.training.report import loss_warning
 
 RECORD: dict[str, Any] = {"step": 12_345, "loss": 2.34567, "grad_norm": 0.5, "lr": 3e-4, "tokens_per_s": 1_234_567.8}
+RECORD |= {"targets_per_s": 1_234_567.8}
 RECORD |= {"tflops": 412.3, "mfu": 0.417, "memory_gib": 71.25, "skipped": False}
 
 
@@ -23,7 +25,8 @@ def shown(width: int) -> str:
     """What a terminal of so many columns gets at one step of a long run."""
     console = Console(file=StringIO(), force_terminal=True, width=width)
     line = ProgressLine(console, total_steps=100_000, log_every=1000)
-    line.run_started(SimpleNamespace(step=12_344, depends_on_layout=()))  # type: ignore[arg-type]
+    line.run_started(SimpleNamespace(step=12_343, depends_on_layout=()))  # type: ignore[arg-type]
+    line.step_finished({**RECORD, "step": 12_344})  # type: ignore[arg-type]
     line.step_finished(RECORD)  # type: ignore[arg-type]
     line.bar.refresh()
     line.run_finished()
@@ -37,6 +40,29 @@ def test_the_bar_and_the_time_that_is_left_fit_on_a_terminal(width: int) -> None
     assert re.search(r" 12345/100000  loss 2\.3457  1,234,568 tokens/s  [\d:]+ left\n", text)
     assert "━" * 8 in text
     assert "…" not in text
+
+
+def test_the_remaining_time_follows_recent_steps_and_counts_evaluations() -> None:
+    remaining = TimeRemaining()
+    remaining.begin(100.0)
+    now = 220.0  # the first step compiles
+    assert remaining.step(now, 1000) is None
+    for step in range(2, 102):
+        evaluates = step % 50 == 0
+        now += 35 if evaluates else 10
+        left = remaining.step(now, 1001 - step, evaluates)
+    assert left == pytest.approx(900 * (10 + 2 * 25 / 100), rel=1e-9)
+    for step in range(102, 202):  # other processes take their part of the machine
+        now += 40
+        left = remaining.step(now, 1001 - step)
+    assert left == pytest.approx(800 * (40 + 2 * 25 / 200), rel=1e-9)
+    assert TimeRemaining().step(5.0, 0) == 0.0
+
+
+def test_the_line_of_a_step_has_its_targets_if_not_every_token_is_one() -> None:
+    assert "1,234,568 tokens/s  412" in step_line(RECORD, 100_000, None)
+    assert "1,234,568 tokens/s (300,000 targets/s)  412" in step_line(RECORD | {"targets_per_s": 3e5}, 100_000, None)
+    assert " left" not in step_line(RECORD, 100_000, None)
 
 
 def test_ctrl_c_is_acknowledged_at_once_and_by_one_process(capfd: pytest.CaptureFixture[str]) -> None:
@@ -55,3 +81,11 @@ def test_ctrl_c_ends_a_command_with_the_status_of_the_signal(monkeypatch: pytest
 
     monkeypatch.setattr(command, "callback", interrupted)
     assert CliRunner().invoke(main, ["explain"]).exit_code == 128 + signal.SIGINT
+
+
+def test_a_loss_far_above_that_of_a_uniform_guess_is_a_warning() -> None:
+    assert loss_warning(5.9, 256) == loss_warning(None, 256) == loss_warning(8.3, 256) == []
+    (warning,) = loss_warning(333_451.2, 256)
+    assert warning.startswith(
+        "the last loss, 3.335e+05, is far above 5.545, the loss of a uniform guess among 256 tokens:"
+    )

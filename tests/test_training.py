@@ -29,6 +29,7 @@ from mplug import (
     hookimpl,
 )
 from mplug.checkpoint.names import path_of, step_of
+from mplug.cli.train_start import _about_warmup
 from mplug.config.defaults import default_settings, saved_settings
 from mplug.config.sources import read_assignments
 from mplug.errors import Diverged
@@ -383,13 +384,14 @@ def test_every_step_has_a_line_with_the_documented_fields(tmp_path: Path, fields
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     documented = {"step", "loss", "grad_norm", "lr", "tokens", "step_s", "tokens_per_s", "tflops", "mfu"}
-    documented |= {"memory_gib", "data_wait_s", "skipped"}
+    documented |= {"memory_gib", "data_wait_s", "skipped", "targets_per_s"}
     for line in lines:
         evaluated = {"val_loss"} if line["step"] in (2, 4, 5) else set()
         assert set(line) == documented | evaluated
         assert line["tokens"] == line["step"] * 4 * 32
         assert all(math.isfinite(line[name]) and line[name] > 0 for name in ("loss", "grad_norm", "tokens_per_s"))
         assert 0.01 < line["memory_gib"] < 64
+        assert line["targets_per_s"] == line["tokens_per_s"]  # every token of a text is a target
         assert line["data_wait_s"] >= 0
         assert line["skipped"] is False
         assert line["mfu"] is None  # the peak of this processor is not known
@@ -481,3 +483,24 @@ def test_a_growing_batch_consumes_every_sample_once_and_in_order(tmp_path: Path,
     trained(tmp_path / "resumed", fields, resume_from=middle, recording=resumed)
     assert resumed.samples == {5: recording.samples[5]}
     assert figures(tmp_path / "resumed") == figures(tmp_path / "whole")[4:]
+
+
+def test_a_run_that_ends_with_a_loss_far_above_a_uniform_guess_warns(
+    tmp_path: Path, fields: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trained(tmp_path / "a", fields, "trainer.steps=1", "trainer.eval_every=0")
+    assert "uniform guess" not in capfd.readouterr().err
+    monkeypatch.setattr("mplug.training.report.FAR_ABOVE", 0.5)
+    trained(tmp_path / "b", fields, "trainer.steps=1", "trainer.eval_every=0")
+    assert "is far above 5.545, the loss of a uniform guess among 256 tokens" in capfd.readouterr().err
+    assert "far above 5.545" in (tmp_path / "b" / "logs" / "rank0.log").read_text()
+
+
+def test_a_run_that_ends_within_its_warm_up_says_how_far_the_rate_gets() -> None:
+    def lines(*changes: str) -> list[str]:
+        config = resolve(Registry(), default_settings(), read_assignments(changes))
+        return _about_warmup(SimpleNamespace(config=config))  # type: ignore[arg-type]
+
+    assert lines() == lines("trainer.steps=50", "schedule.warmup_steps=50") == []
+    (line,) = lines("trainer.steps=4")
+    assert line.startswith("the warm-up has 50 steps and the run 4, so the learning rate only reaches 0.0004 of 0.005;")

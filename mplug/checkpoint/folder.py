@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from mplug.checkpoint.names import MANIFEST, path_of, step_of
 from mplug.checkpoint.reading import Expected, Replaced, check_file, check_header, read_small, status_of
 from mplug.errors import RunError, UsageError, listed, printable
+from mplug.run.folder import all_directories, find_directory
 
 if TYPE_CHECKING:
     from mplug.checkpoint.manifest import Contents, Manifest
@@ -35,6 +36,16 @@ def is_named_as_checkpoint(path: Path) -> bool:
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints in a folder, oldest first."""
     return sorted(filter(is_named_as_checkpoint, folder.glob("step_*")), key=step_of)
+
+
+def newest_saved() -> Path:
+    """The folder of the newest run with a complete checkpoint. UsageError if no run has one."""
+    runs = all_directories()
+    found = next((path for path in runs if complete(path / "checkpoints")), None)
+    if found is None:
+        newest(find_directory(None) / "checkpoints")  # raises
+    assert found is not None
+    return found
 
 
 def newest(folder: Path) -> Path:

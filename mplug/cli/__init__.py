@@ -3,13 +3,14 @@
 import errno
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 import click
 
-from mplug.cli.groups import OpenGroup
+from mplug.cli.groups import WORDS, OpenGroup
 from mplug.errors import RunError, UsageError
 from mplug.system.version import __version__
 
@@ -19,8 +20,6 @@ COMMANDS = {
     "plugins": "List, show and check installed plugins, or create a new one.",
 }
 """The host's own commands, in the order in which a new user needs them. Each is a module of this package."""
-WORDS = "mplug.words"
-"""Key of a click context's `meta`: the words of the command line after the name of the command."""
 
 
 class Commands(OpenGroup):
@@ -41,21 +40,16 @@ class Commands(OpenGroup):
         ctx.meta[WORDS] = args[1:]
         return super().resolve_command(ctx, args)
 
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run a command. Ctrl-C gives the exit status of its signal. For an unknown word, suggest config fields."""
-        try:
-            return super().invoke(ctx)
-        except click.UsageError as error:
-            from mplug.cli.hints import argument_hint, option_hint  # only this error needs it
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words before the name of a command. An error of click becomes one of mplug."""
+        with _in_our_words(ctx):
+            return super().parse_args(ctx, args)
 
-            words = ctx.meta.get(WORDS, [])
-            if (
-                hint := option_hint(error, words)
-                if isinstance(error, click.NoSuchOption)
-                else argument_hint(error, words)
-            ):
-                raise UsageError(hint) from None
-            raise
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command. Ctrl-C gives the exit status of its signal. An error of click becomes one of mplug."""
+        try:
+            with _in_our_words(ctx):
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             sys.exit(128 + signal.SIGINT)
 
@@ -70,6 +64,20 @@ class Commands(OpenGroup):
         except OSError as error:
             file = f": '{error.filename}'" if error.filename else ""
             _fail(f"{error.strerror or error}{file}", 2 if error.errno == errno.ENAMETOOLONG else 1)
+
+
+@contextmanager
+def _in_our_words(ctx: click.Context) -> Iterator[None]:
+    """Turn an error of click about the words of a command line into a UsageError, with a remedy if there is one."""
+    try:
+        yield
+    except click.exceptions.NoArgsIsHelpError:
+        raise
+    except click.UsageError as error:
+        from mplug.cli.click_errors import message_of  # only this error needs it
+
+        command = " ".join(filter(None, (ctx.command_path, ctx.invoked_subcommand)))
+        raise UsageError(message_of(error, command, ctx.meta.get(WORDS, []))) from None
 
 
 def _fail(message: str, status: int) -> None:
@@ -87,5 +95,5 @@ def main() -> None:
 
     \b
     mplug train                    train a small GPT on Python's own source text
-    mplug train --model gpt --preset 125m --set data.path=books/
+    mplug train --model gpt --preset 125m --data books/
     """

@@ -5,12 +5,19 @@ from typing import Any
 
 import click
 
+from mplug.cli.groups import OpenGroup
 from mplug.cli.options import PluginName, config_options, resolved
 from mplug.cli.tables import table
 from mplug.errors import UsageError
 
 
-@click.group()
+class ConfigCommands(OpenGroup):
+    """The commands of `mplug config`."""
+
+    path = ("config",)
+
+
+@click.group(cls=ConfigCommands)
 def command() -> None:
     """Show the resolved config, or its JSON Schema."""
 

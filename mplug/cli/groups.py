@@ -13,9 +13,16 @@ from mplug.config.entry import Entry
 from mplug.errors import UsageError, suggest
 from mplug.registry.entry_points import Registry
 
+WORDS = "mplug.words"
+"""Key of a click context's `meta`: the words of the command line after the name of the command."""
 KIND = "commands"
+WHOLE = 1000
+"""Maximum number of characters of a command's summary: click would cut it to fit one line."""
 PACKAGES = Path(__file__).with_name("packages.yaml")
 """The commands of the packages that belong to the default installation, each with the name of its package."""
+
+OTHER_COMMANDS = Path(__file__).with_name("other_commands.yaml")
+"""Commands of other tools, each with the command of mplug that does the same."""
 
 
 class OpenGroup(click.Group):
@@ -29,7 +36,7 @@ class OpenGroup(click.Group):
 
     def summaries(self) -> Mapping[str, str]:
         """The group's own commands, each with a line of help."""
-        return {name: command.get_short_help_str(limit=100) for name, command in self.commands.items()}
+        return {name: command.get_short_help_str(limit=WHOLE) for name, command in self.commands.items()}
 
     def own(self, name: str) -> click.Command | None:
         """One of the group's own commands."""
@@ -79,6 +86,9 @@ class OpenGroup(click.Group):
         package = yaml.safe_load(PACKAGES.read_text(encoding="utf-8")).get(command)
         if package is not None:
             return f"the command '{command}' is in the package {package}, which is not installed: pip install {package}"
+        other = yaml.safe_load(OTHER_COMMANDS.read_text(encoding="utf-8")).get(command)
+        if other is not None:
+            return f"there is no command '{command}'; use {other}"
         return f"there is no command '{command}'{suggest(name, names)} (see {' '.join(('mplug', *self.path))} --help)"
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:

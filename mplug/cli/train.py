@@ -43,13 +43,17 @@ an evaluation.
 
 On several machines, start one process per GPU with srun, torchrun or mpirun; docs/machines.md has the commands.
 
+To set a field of the config, use its short option if it has one (--steps 500), an assignment (trainer.steps=500,
+also after --set), or a YAML file (FILE.yaml), which the command line overrides.
+
 \b
-mplug train --set data.path=book.txt --set trainer.steps=500
+mplug train --data book.txt --steps 500 --lr 1e-3
+mplug train run.yaml trainer.eval_every=100
 mplug train --model gpt --preset 125m --kernels reference
-mplug train --pretrained Qwen3-8B --adapt lora --data packed --set data.path=chats.jsonl
+mplug train --pretrained Qwen3-8B --adapt lora --data packed --data chats.jsonl
 mplug train --parallel tp2pp2 --restarts 3
-mplug train --resume --set trainer.steps=3000
-mplug train --resume --set optimizer.lr=1e-3 --allow-change optimizer.lr
+mplug train --resume --steps 3000
+mplug train --resume --lr 1e-3 --allow-change optimizer.lr
 """
 
 
@@ -71,6 +75,7 @@ mplug train --resume --set optimizer.lr=1e-3 --allow-change optimizer.lr
     "--restarts",
     type=click.IntRange(0, 10**6),
     default=0,
+    show_default=True,
     help="Maximum restarts from the newest valid checkpoint after a process dies or hangs.",
 )
 @click.option("--deterministic", is_flag=True, help="Make the run repeatable bit for bit on the same machines.")

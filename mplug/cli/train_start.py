@@ -82,6 +82,7 @@ class Start:
             *(f"  {line}" for line in filter(None, [fine_tuning_line(run.config)])),
             *(f"  changed since the checkpoint: {line}" for line in self.since.lines()),
             *(f"  {sentence}" for sentence in self.about),
+            *(f"  {sentence}" for sentence in _about_warmup(run)),
         ]
 
 
@@ -118,6 +119,17 @@ def prepare_start(request: Request, world: "World | None", lock: "Lock") -> Star
     return Start(
         request, world, run, base, changes, resume_from, readable, pretrained, since, [*about_data, *about], claim
     )  # fmt: skip
+
+
+def _about_warmup(run: "Run") -> list[str]:
+    """A line about a run that ends within its warm-up."""
+    schedule, steps, peak = run.config.schedule, run.config.trainer.steps, run.config.optimizer.lr
+    if schedule.warmup_steps <= steps:
+        return []
+    return [
+        f"the warm-up has {schedule.warmup_steps} steps and the run {steps}, so the learning rate only reaches "
+        f"{peak * steps / schedule.warmup_steps:.2g} of {peak:g}; set schedule.warmup_steps to fewer"
+    ]
 
 
 def _is_first(world: "World | None") -> bool:

@@ -3,7 +3,6 @@
 from functools import cache
 from pathlib import Path
 
-from mplug.config.binding import HOST_SECTIONS, OPTIONAL_SECTIONS, SECTIONS
 from mplug.config.sources import Setting, Settings, merge, read_file
 
 DEFAULT = "default.yaml"
@@ -44,6 +43,8 @@ def under_fine_tuning(preset: Settings, base: Settings) -> Settings:
 
 def saved_settings(directory: Path) -> Settings:
     """The settings in the folder of a run. Host fields that were added after the run was saved have their defaults."""
+    from mplug.config.binding import HOST_SECTIONS, OPTIONAL_SECTIONS, SECTIONS  # imports pydantic; help does not
+
     ours = {key: setting for key, setting in default_settings().items() if key[0] in HOST_SECTIONS}
     needed = [section for section in SECTIONS if section not in OPTIONAL_SECTIONS]
     return merge(ours, read_file(directory / "config.yaml", needed=needed))

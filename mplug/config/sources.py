@@ -4,6 +4,8 @@ A setting is one leaf of the config ('model.num_layers') with its value and its 
 name is resolved, so the host imports no plugin to read another plugin's config.
 """
 
+import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +21,8 @@ NAMED_SECTIONS = ("model", "optimizer", "data")
 """Sections in which the field `name` chooses one plugin, and this plugin reads all other fields."""
 RECIPE = "recipe"
 """The section that describes the recipe from which settings come. It changes nothing in a run."""
+
+HOME = re.compile(r"~[^/\s]*/")
 
 Key = tuple[str, ...]
 
@@ -67,14 +71,14 @@ def _collect(
     """Add the leaves of a mapping to `settings`, and the keys of its leaves and sections to `seen`."""
     for name_node, value_node in node.value:
         source = f"{label}:{name_node.start_mark.line + 1}"
-        path = (*key, name_of(name_node, source))
+        path = (*key, with_home(name_of(name_node, source)))
         if path in seen:
             raise UsageError(f"{source}: '{'.'.join(path)}' is set twice; remove one of the two")
         seen.add(path)
         if isinstance(value_node, yaml.MappingNode) and value_node.value:
             _collect(value_node, path, label, settings, seen, (*enclosing, source))
             continue
-        value = construct(value_node, partial("{}:{}".format, label))
+        value = with_home(construct(value_node, partial("{}:{}".format, label)))
         if key or value not in (None, {}):  # an empty section changes nothing
             settings[path] = Setting(value, source, enclosing)
 
@@ -99,9 +103,20 @@ def _assigned(text: str, source: str) -> Any:
     """The value of an assignment; text that is not YAML is a string."""
     try:
         root = compose(text, lambda _: source)
-        return None if root is None else construct(root, lambda _: source)
+        return None if root is None else with_home(construct(root, lambda _: source))
     except NotYaml:
-        return text
+        return with_home(text)
+
+
+def with_home(value: Any) -> Any:
+    """The value with the user's home in the place of '~' at the beginning of paths ('~/' and '~NAME/')."""
+    if isinstance(value, str):
+        return os.path.expanduser(value) if HOME.match(value) else value
+    if isinstance(value, list):
+        return [with_home(one) for one in value]
+    if isinstance(value, dict):
+        return {with_home(name): with_home(inner) for name, inner in value.items()}
+    return value
 
 
 def from_mapping(value: Any, source: str, key: Key = ()) -> Settings:

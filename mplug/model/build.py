@@ -28,6 +28,7 @@ from mplug.model.products.gathered_copies import refuse_idle_copies
 from mplug.model.sizes import within_reason
 from mplug.model.slots.alternatives import kernels_that_would_do
 from mplug.model.slots.fill import fill_slots, select_offers
+from mplug.model.slots.kernel_limits import NO_GPU
 from mplug.model.slots.offers import PLAIN, Offer, Unmet, Wrap
 from mplug.model.slots.recipe import choose_base_modules
 from mplug.model.slots.selection import Selection
@@ -71,6 +72,8 @@ def build_model(run: Run) -> Model:
 
 def _refuse_unmet(run: Run, unmet: list[Unmet]) -> None:
     """Raise UsageError if plugins do not meet needs; it says for each of them which kernels would do."""
+    if lines := _missing_gpu(run, unmet):
+        raise UsageError("\n".join(lines))
     different = {str(one): one for one in unmet}
     representatives = {(u.plugin, u.kind): u for u in different.values()}  # trying a kernel costs one process
     remedies = {key: _remedy(run.config, one) for key, one in representatives.items()}
@@ -118,6 +121,31 @@ def _refuse_transient_gradients(run: Run, model: Model) -> None:
             f"'{model.stages.schedule}' of {pipeline} computes {reason}; keep whole gradients (ZeRO stage 1), or use a "
             f"schedule with one chunk per rank and an undivided backward pass, such as 1f1b"
         )
+
+
+def _missing_gpu(run: Run, unmet: Iterable[Unmet]) -> list[str]:
+    """The error lines of a run on the CPU that only a GPU could serve; empty if the kernels lack something else.
+
+    Without a GPU, no other kernel is searched for: the search takes a minute, and would hide the cause.
+    """
+    if run.device != "cpu":
+        return []
+    cause = "trainer.device=cpu" if run.config.trainer.device == "cpu" else "torch finds no GPU on this machine"
+    kernels = list(dict.fromkeys(one.plugin for one in unmet if NO_GPU in one.reason))
+    if kernels:
+        needs = "needs" if len(kernels) == 1 else "need"
+        return [
+            f"{listed(kernels)} {needs} a CUDA GPU, and this run is on the CPU ({cause}); leave the kernel out here"
+        ]
+    recipe = run.precision.recipe
+    kinds = [one.kind for one in unmet if one.plugin == PLAIN and recipe is not None and recipe.need in one.site.needs]
+    if recipe is not None and kinds:
+        return [
+            f"trainer.precision={run.config.trainer.precision} computes by the recipe '{recipe.name}', which is for "
+            f"GPUs, and this run is on the CPU ({cause}); use --precision bf16 here, or name a kernel that emulates "
+            f"the recipe, slowly: kernels.{kinds[0]}=NAME"
+        ]
+    return []
 
 
 def _remedy(config: RunConfig, unmet: Unmet) -> str:

@@ -22,18 +22,19 @@ LATER = ("state", "build_stepper", "wrap_model", "shard_states")
 def build_optimizer(run: "Run", model: "Built", pieces: list[Piece]) -> Optimizer:
     """The optimizer of these pieces; PluginError if the plugin returns another object."""
     if not run.config.groups:
-        return _built(run, pieces)
+        return single_optimizer(run, pieces)
     rates = [(1.0, 1.0), *((one.lr_scale, one.weight_decay_scale) for one in run.config.groups)]
     parts = []
     for number, (lr, weight_decay) in enumerate(rates, start=-1):
         own = [piece for piece in pieces if model.groups.get(piece.name, -1) == number]
         # An optimizer may have collectives, so every rank builds and runs all of them, also those without pieces.
-        parts.append(Part(_built(run, own), own, lr, weight_decay))
+        parts.append(Part(single_optimizer(run, own), own, lr, weight_decay))
     return GroupedOptimizer(parts)
 
 
-def _built(run: "Run", pieces: list[Piece]) -> Optimizer:
-    optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces)
+def single_optimizer(run: "Run", pieces: list[Piece]) -> Optimizer:
+    """What the plugin builds of these pieces alone; PluginError if it is no optimizer."""
+    optimizer: object = run.hooks.call.build_optimizer(run=run, pieces=pieces)
     if not isinstance(optimizer, Optimizer):
         (label,) = run.hooks.implementers(HOOK)
         returned = type(optimizer).__name__

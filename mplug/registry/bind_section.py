@@ -86,6 +86,13 @@ def preset_of(plugin: type[Any], word: str, preset: str) -> Mapping[str, Any]:
     presets = getattr(plugin, "presets", {})
     if preset not in presets:
         names = list(map(str, presets))
-        raise ValueError(f"'{word}' has no preset '{preset}'{suggest(preset, names)} (it has {listed(names)})")
+        near = suggest(preset, names) or _containing(preset, names)
+        raise ValueError(f"'{word}' has no preset '{preset}'{near} (it has {listed(names)})")
     fields: Mapping[str, Any] = presets[preset].get("model", {})
     return fields
+
+
+def _containing(preset: str, names: list[str]) -> str:
+    """'; did you mean '3.2-1b'?' for '1b': presets with the word as one of their parts."""
+    found = [f"'{name}'" for name in names if preset.lower() in name.lower().split("-")]
+    return f"; did you mean {' or '.join(found)}?" if found else ""

@@ -29,20 +29,34 @@ def new_directory(config: RunConfig, name: str | None, check: bool = True) -> Pa
     directory = RUNS / (name or f"{config.settings['model', 'name'].value.rpartition('/')[2]}-{stamp}")
     if check and (directory / "config.yaml").exists():
         raise UsageError(f"the run '{directory}' already exists; continue it with --resume, or use another --name")
+    if check and _lacks_config(directory):
+        raise UsageError(f"{_damage(directory)}, or use another --name")
     return directory
 
 
 def find_directory(name: str | None) -> Path:
     """The folder of the run `name`, or of the newest run if `name` is None. UsageError if there is none."""
-    if name is not None:
-        if not (RUNS / name / "config.yaml").is_file():
-            newest = [path.name for path in all_directories()][:5]
-            raise UsageError(f"there is no run '{name}' in '{RUNS}' (newest runs: {listed(newest)})")
-        return RUNS / name
     runs = all_directories()
-    if not runs:
-        raise UsageError(f"there is no run in '{RUNS}'; start one with 'mplug train'")
-    return runs[0]
+    if name is None:
+        if not runs:
+            damaged = [path for path in sorted(RUNS.glob("*")) if _lacks_config(path)]
+            remedy = _damage(damaged[0]) if damaged else "start one with 'mplug train'"
+            raise UsageError(f"there is no run in '{RUNS}'; {remedy}")
+        return runs[0]
+    directory = RUNS / name
+    if _lacks_config(directory):
+        raise UsageError(_damage(directory))
+    if not (directory / "config.yaml").is_file():
+        raise UsageError(
+            f"there is no run '{name}' in '{RUNS}' (newest runs: {listed(path.name for path in runs[:5])})"
+        )
+    return directory
+
+
+def all_directories() -> list[Path]:
+    """The folders of all runs, the newest first."""
+    files = sorted(RUNS.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
+    return [path.parent for path in files]
 
 
 def directory_at(word: str) -> Path:
@@ -55,10 +69,14 @@ def directory_at(word: str) -> Path:
     return path
 
 
-def all_directories() -> list[Path]:
-    """The folders of all runs, the newest first."""
-    configs = sorted(RUNS.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
-    return [path.parent for path in configs]
+def _lacks_config(directory: Path) -> bool:
+    """Whether a folder has the files of a run that has trained, but no config.yaml."""
+    trained = (directory / "checkpoints").is_dir() or (directory / "metrics.jsonl").is_file()
+    return trained and not (directory / "config.yaml").exists()
+
+
+def _damage(directory: Path) -> str:
+    return f"the run '{directory}' has lost its file config.yaml; restore the file, or move the folder away"
 
 
 def make_directory(run: Run) -> None:

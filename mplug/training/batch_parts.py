@@ -42,6 +42,8 @@ def with_shifted(batch: MicroBatch, plan: "Plan") -> MicroBatch:
         return batch
     made = {}
     for name, shift in plan.shifted.items():
+        if shift.entry not in batch:
+            continue  # an optional one
         dim, x = plan.context[shift.entry].index("sequence"), batch[shift.entry]
         if x.shape[dim] <= shift.by:
             made[name] = torch.full_like(x, shift.fill)

@@ -29,7 +29,7 @@ from mplug.training.assembly import Parts, build
 from mplug.training.evaluation import evaluate_unless_stopped
 from mplug.training.interrupt import Interrupt, TimeLeft
 from mplug.training.position import Position
-from mplug.training.report import PendingRecord, Report
+from mplug.training.report import PendingRecord, Report, loss_warning
 from mplug.training.schedule import batch_size, learning_rate, weight_decay
 
 log = logging.getLogger("mplug")
@@ -209,6 +209,7 @@ def _steps(run: Run, parts: Parts, position: Position, time_left: TimeLeft) -> f
     position.saver.wait()
     run.enter("ending the run")
     _report_saved(run, position)
+    _report(run, loss_warning(report.last_loss, parts.train_loader.vocab_size))
     return val_loss
 
 

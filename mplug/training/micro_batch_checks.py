@@ -6,7 +6,7 @@ without a row in the embedding ends the process by a device assertion.
 
 from typing import TYPE_CHECKING
 
-from mplug.contracts import DOCUMENTS, IGNORED
+from mplug.contracts import DOCUMENTS, IGNORED, LOSS_WEIGHTS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,19 @@ def malformed(batch: "MicroBatch", length: int) -> str:
             return f"'{name}' has dtype {tensor.dtype}; it must hold signed integers"
     if batch["labels"].dtype.itemsize != 8:
         return f"'labels' has dtype {batch['labels'].dtype}; a loss takes int64"
+    if LOSS_WEIGHTS in batch and (fault := _weight_fault(batch[LOSS_WEIGHTS], size, length)):
+        return fault
     return _length_fault(batch[DOCUMENTS], size, length) if DOCUMENTS in batch else ""
+
+
+def _weight_fault(weights: "Tensor", size: int, length: int) -> str:
+    """A fault of the weights of losses of samples of `length` tokens; '' if there is none."""
+    name = f"'{LOSS_WEIGHTS}' {tuple(weights.shape)} of {weights.dtype}"
+    if tuple(weights.shape) != (size, length) or not weights.is_floating_point():
+        return f"{name} must be [B, S] of floating-point numbers, here with B={size} and S={length}"
+    if weights.device.type == "cpu" and bool((weights < 0).any()):
+        return f"{name} holds {float(weights.min())}; a weight is at least 0"
+    return ""
 
 
 def _length_fault(lengths: "Tensor", size: int, length: int) -> str:

@@ -3,7 +3,9 @@
 import json
 import logging
 import math
+import statistics
 import time
+from collections import deque
 from pathlib import Path
 from typing import IO
 
@@ -67,6 +69,43 @@ def _finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+RECENT = 50
+"""Steps over which the remaining time takes the usual duration of a step."""
+
+
+class TimeRemaining:
+    """The remaining time of a run, by the median duration of its recent steps and by its evaluations and saves.
+
+    The first step of a process may compile kernels, and says nothing about those that follow.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._last = 0.0
+        self._steps, self._pauses = -1, 0.0
+
+    def begin(self, now: float) -> None:
+        """Start the clock; times are in seconds."""
+        self._last = now
+
+    def step(self, now: float, steps_left: int, has_paused: bool = False) -> float | None:
+        """The seconds left after a step that ended now; None as long as no step says it.
+
+        `has_paused` says that an evaluation or a save has added to the duration of this step.
+        """
+        took, self._last = now - self._last, now
+        self._steps += 1
+        if self._steps == 0:
+            return None if steps_left else 0.0
+        usual = statistics.median(self._recent or [took])
+        if has_paused:
+            self._pauses += max(0.0, took - usual)
+        else:
+            self._recent.append(took)
+            usual = statistics.median(self._recent)
+        return steps_left * (usual + self._pauses / self._steps)
+
+
 class ProgressLine:
     """Prints a line every `log_every` steps; on a terminal it also shows a bar that moves with every step."""
 
@@ -81,8 +120,8 @@ class ProgressLine:
             disable=not console.is_terminal,
         )
         self.task: TaskID | None = None
-        self.first_step = 0
-        self.mark = 0.0
+        self.remaining = TimeRemaining()
+        self.has_saved = False
 
     @hookimpl
     def run_started(self, run: Run) -> None:
@@ -91,7 +130,7 @@ class ProgressLine:
             line = f"depends on the layout: {'; '.join(run.depends_on_layout)}"
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
             log.info(line)
-        self.first_step, self.mark = run.step, time.monotonic()
+        self.remaining.begin(time.monotonic())
         self.task = self.bar.add_task("", total=self.total_steps, completed=run.step)
         self.bar.start()
 
@@ -99,7 +138,8 @@ class ProgressLine:
     def step_finished(self, record: Record) -> None:
         """Move the bar; print a line every `log_every` steps and for evaluated, skipped, first and last steps."""
         step, notable = record["step"], "val_loss" in record or record["skipped"]
-        left = (time.monotonic() - self.mark) / (step - self.first_step) * (self.total_steps - step)
+        has_paused, self.has_saved = self.has_saved or "val_loss" in record, False
+        left = self.remaining.step(time.monotonic(), self.total_steps - step, has_paused)
         line = step_line(record, self.total_steps, left)
         assert self.task is not None
         self.bar.update(self.task, completed=step, description=short_line(record, self.total_steps, left))
@@ -110,6 +150,7 @@ class ProgressLine:
     @hookimpl
     def checkpoint_saved(self, path: Path) -> None:
         """Log the path of the checkpoint."""
+        self.has_saved = True
         log.info("saved %s", path)
 
     @hookimpl
@@ -123,34 +164,46 @@ class ProgressLine:
         self.bar.stop()
 
 
-def step_line(record: Record, total_steps: int, seconds_left: float) -> str:
+def step_line(record: Record, total_steps: int, seconds_left: float | None) -> str:
     """One step as a line of text."""
     parts = [
         f"step {record['step']:>{len(str(total_steps))}}/{total_steps}",
         f"loss {record['loss']:.4f}",
         f"grad norm {record['grad_norm']:.2f}",
         f"lr {record['lr']:.2e}",
-        f"{record['tokens_per_s']:,.0f} tokens/s",
+        f"{record['tokens_per_s']:,.0f} tokens/s{_targets(record)}",
         f"{record['tflops']:.3g} TFLOP/s",
         f"MFU {record['mfu']:.1%}" if record["mfu"] is not None else "",
         f"{record['memory_gib']:.2f} GiB",
         f"val loss {record['val_loss']:.4f}" if "val_loss" in record else "",
         "skipped" if record["skipped"] else "",
-        f"{duration(seconds_left)} left",
+        _left(seconds_left),
     ]
     return "  ".join(part for part in parts if part)
 
 
-def short_line(record: Record, total_steps: int, seconds_left: float) -> str:
+def short_line(record: Record, total_steps: int, seconds_left: float | None) -> str:
     """A short form of `step_line` for use next to a bar: both fit on a terminal of 80 columns."""
     return "  ".join(
-        (
+        part
+        for part in (
             f"{record['step']:>{len(str(total_steps))}}/{total_steps}",
             f"loss {record['loss']:.4f}",
             f"{record['tokens_per_s']:,.0f} tokens/s",
-            f"{duration(seconds_left)} left",
+            _left(seconds_left),
         )
+        if part
     )
+
+
+def _left(seconds: float | None) -> str:
+    return "" if seconds is None else f"{duration(seconds)} left"
+
+
+def _targets(record: Record) -> str:
+    """The targets per second, if a part of the tokens is no target: prompts, and unfilled rests of samples."""
+    targets, tokens = record["targets_per_s"], record["tokens_per_s"]
+    return "" if targets > 0.999 * tokens else f" ({targets:,.0f} targets/s)"
 
 
 def duration(seconds: float) -> str:

@@ -76,6 +76,8 @@ class Report:
         self.run, self.parts, self.position = run, parts, position
         self._launched: PendingRecord | None = None
         self._record: Record | None = None
+        self.last_loss: float | None = None
+        """The loss of the last step that was read."""
         self._mark = Moment(run.device)
 
     def pause(self) -> None:
@@ -104,7 +106,9 @@ class Report:
         if results.pop("failed") and self.run.config.trainer.nonfinite == "stop":
             raise _diverged(step.step, results)
         self.stop = results.pop("stop") or self.stop
-        self.position.tokens += int(results["tokens"])
+        targets = int(results["tokens"])
+        self.position.tokens += targets
+        self.last_loss = results["loss"]
         rows = {name: [int(results.pop(f"{name} {of}")) for of in ROWS] for name in step.streams}
         self._record = {
             "step": step.step,
@@ -112,6 +116,7 @@ class Report:
             "grad_norm": results.pop("grad_norm"),
             "lr": step.lr,
             "tokens": self.position.tokens,
+            "targets_per_s": targets / seconds,
             **self._speed(step.samples, seconds, rows),
             "memory_gib": peak_memory_gib(self.run.device),
             "data_wait_s": step.data_wait_s,
@@ -144,6 +149,21 @@ class Report:
         streams = self.parts.model.plan.streams
         first = {axis: stream.lengths[0] for axis, stream in streams.items()}
         return {f"{axis}_per_s": rows[name][0] / seconds for axis, name in first.items() if name in rows}
+
+
+FAR_ABOVE = 1.5
+"""A model whose loss is more than so many times that of a uniform guess has learnt nothing, or has diverged."""
+
+
+def loss_warning(loss: float | None, vocab_size: int) -> list[str]:
+    """A warning if the last loss of a run (nats per token) is far above that of a model that knows nothing."""
+    uniform = math.log(max(vocab_size, 2))
+    if loss is None or loss <= FAR_ABOVE * uniform:
+        return []
+    return [
+        f"the last loss, {loss:,.4g}, is far above {uniform:.4g}, the loss of a uniform guess among {vocab_size:,} "
+        f"tokens: the run has diverged, or has learnt nothing; try a lower optimizer.lr (--lr), or a longer warm-up"
+    ]
 
 
 def _diverged(step: int, results: Record) -> Diverged:

@@ -15,15 +15,26 @@ Settings = dict[str, Any]
 
 _TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 BASE: Settings = _TABLES["base"]
-VALUES: dict[str, dict[str, Settings]] = {name: one["values"] for name, one in _TABLES["features"].items()}
+_OF_SEEING = _TABLES["seeing"]
+_OWN: dict[str, dict[str, Settings]] = {name: one["values"] for name, one in _OF_SEEING["features"].items()}
+_GENERAL: dict[str, dict[str, Settings]] = {name: one["values"] for name, one in _TABLES["features"].items()}
+VALUES = {name: {**_GENERAL.get(name, {}), **_OWN.get(name, {})} for name in {**_GENERAL, **_OWN}}
 MEANING: dict[str, str] = {name: one["meaning"] for name, one in _TABLES["features"].items()}
-FEATURES: dict[str, tuple[str, ...]] = {name: tuple(values) for name, values in VALUES.items()}
+SEEING_MEANING: dict[str, str] = {name: one["meaning"] for name, one in _OF_SEEING["features"].items()}
+FEATURES: dict[str, tuple[str, ...]] = {name: tuple(values) for name, values in _GENERAL.items()}
 LAYERS, BATCH = BASE["model.num_layers"], BASE["trainer.global_batch_size"]
 GENERAL = {"qwen-experts", "llama", "qwen", "gemma", "gpt-oss", "deepseek"}
 """The families with the fields of `GeneralDecoderConfig`."""
 HEAD_ALONE = "pp2 1f1b, head alone"
 STRATEGIES = ("data", "tensor", "context", "pipeline", "experts")
-MATHEMATICS = ("family", "mixing", "ahead", "tied", "packed", "adapter", "frozen", "optimizer")
+SEES: str = _OF_SEEING["family"]
+"""The family with a tower, whose cases are an array of their own: no other family takes media."""
+MATHEMATICS = ("family", "mixing", "ahead", "tied", "packed", "adapter", "frozen", "optimizer", "media")
+SEEING: dict[str, tuple[str, ...]] = {
+    **{name: tuple(values) for name, values in _OWN.items()},
+    **{name: tuple(value for value in FEATURES[name] if value != HEAD_ALONE) for name in _OF_SEEING["shared"]},
+}
+"""The features of its array: its own, and some of those of the others."""
 COSTLY = ("compile",)
 """Features whose other values cost more than everything else of a case."""
 PRODUCT = {
@@ -39,20 +50,30 @@ def small_enough(case: Case) -> bool:
     return sum(case.get(name, "none") != "none" for name in STRATEGIES) <= 2
 
 
+def seeing(case: Case) -> Case:
+    """A case of the array of the family that sees, with the defaults of all other features."""
+    return {**{name: values[0] for name, values in FEATURES.items()}, "family": SEES, **case}
+
+
 def named_cases(data: Mapping[str, Any]) -> dict[str, Case]:
-    """All cases of the file by name: `pair-007`, `product-012`."""
-    lists = {"pair": data["pairs"], "product": data["product"]}
+    """All cases of the file by name: `pair-007`, `product-012`, `seeing-003`."""
+    lists = {"pair": data["pairs"], "product": data["product"], "seeing": [*map(seeing, data["seeing"])]}
     return {f"{name}-{number:03}": case for name, cases in lists.items() for number, case in enumerate(cases)}
 
 
 def few_with_every_value(cases: Mapping[str, Case]) -> set[str]:
-    """The names of few cases in which every value occurs: each is the one with the most new values for its cost."""
+    """The names of few cases in which every value occurs: each is the one with the most new values for its cost.
+
+    Those of the family that sees are chosen last, for the values that no other case has.
+    """
     missing = {item for case in cases.values() for item in case.items()}
     chosen: set[str] = set()
-    while missing:
-        best = max(cases, key=lambda name: len(missing & cases[name].items()) / _cost(cases[name]))
-        chosen.add(best)
-        missing -= cases[best].items()
+    for sees in (False, True):
+        own = {name: case for name, case in cases.items() if (case["family"] == SEES) is sees}
+        while wanted := missing & {item for case in own.values() for item in case.items()}:
+            best = max(own, key=lambda name: len(wanted & own[name].items()) / _cost(own[name]))
+            chosen.add(best)
+            missing -= own[best].items()
     return chosen
 
 
@@ -85,7 +106,9 @@ def resumed_settings(case: Case, world_size: int) -> Settings:
 
 def _mathematics(case: Case) -> Settings:
     family, found = case["family"], dict(BASE)
-    for name in MATHEMATICS:
+    if family == SEES:
+        found |= _OF_SEEING["settings"]
+    for name in (name for name in MATHEMATICS if name in case and (name, case[name]) != ("family", SEES)):
         if name != "mixing" or family in GENERAL or case[name] != "full":
             found |= VALUES[name][case[name]]
     if family != "mixtral" or case["tied"] == "yes":
@@ -96,7 +119,7 @@ def _mathematics(case: Case) -> Settings:
 def _execution(case: Case) -> Settings:
     found: Settings = {}
     words = []
-    for name in (name for name in FEATURES if name not in MATHEMATICS):
+    for name in (name for name in VALUES if name in case and name not in MATHEMATICS):
         own = dict(VALUES[name][case[name]])
         words.append(own.pop("parallel.layout", ""))
         found |= own

@@ -2,6 +2,8 @@
 
 import importlib
 from collections.abc import Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +12,7 @@ from mplug_qwen_vl import QwenVL
 from mplug_qwen_vl.build import build
 from mplug_qwen_vl.config import QwenVLConfig
 from mplug_qwen_vl.stream import Document, Grid, micro_batch_entries, read_document
+from mplug_qwen_vl.vision import VisionConfig
 from torch import Tensor
 
 from mplug import Mesh, Model, conversion
@@ -178,6 +181,21 @@ def micro_batch(samples: Sequence[Sample], config: QwenVLConfig, multiple: int =
     if seconds and config.vision is not None and config.vision.tokens_per_second is not None:
         theirs["second_per_grid_ts"] = torch.tensor(seconds)
     return Seen(ours, theirs)
+
+
+def library_positions(model: Any, vision: VisionConfig, found: Sample) -> Tensor:
+    """[S, 3] by the library's method, which uses nothing of its model but the config."""
+    config = SimpleNamespace(
+        vision_config=SimpleNamespace(spatial_merge_size=2, tokens_per_second=vision.tokens_per_second)
+    )
+    own = SimpleNamespace(config=config, get_vision_position_ids=partial(model.get_vision_position_ids, None))
+    grids = {
+        "image_grid_thw": torch.tensor([grid[:3] for grid in found.images]) if found.images else None,
+        "video_grid_thw": torch.tensor([grid[:3] for grid in found.videos]) if found.videos else None,
+        "second_per_grid_ts": [grid.seconds for grid in found.videos] or None,
+    }
+    positions, _ = model.get_rope_index(own, torch.tensor([found.tokens]), torch.tensor([found.kinds]), **grids)
+    return positions[:, 0].T
 
 
 def library_of(given: Mapping[str, Any]) -> Any:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from mplug.cli.groups import OpenGroup
 from mplug.cli.options import RunName
 from mplug.cli.tables import human_bytes, table
 from mplug.errors import RunError, UsageError, printable
@@ -20,7 +21,13 @@ run_option = click.option("--name", type=RunName(), help="Name of the run; defau
 step_option = click.option("--step", type=int, help="Step of the checkpoint; default: the newest checkpoint.")
 
 
-@click.group()
+class CheckpointCommands(OpenGroup):
+    """The commands of `mplug checkpoint`."""
+
+    path = ("checkpoint",)
+
+
+@click.group(cls=CheckpointCommands)
 def command() -> None:
     """List, show and verify the checkpoints of a run, and convert them from and to other forms.
 
@@ -93,12 +100,13 @@ def verify_(name: str | None, step: int | None) -> None:
     """Verify the checksums and headers of all checkpoints of a run, or of one with --step.
 
     The command reads all files completely. The exit status is 2 if a checkpoint is not valid, and 1 if a
-    file cannot be read.
+    file cannot be read. A damaged checkpoint may stay: a resumed run and the other commands skip it, unless --step
+    names it.
     """
     from rich.console import Console
     from rich.progress import track
 
-    from mplug.checkpoint.folder import complete, read_valid
+    from mplug.checkpoint.folder import REMEDY, complete, read_valid
     from mplug.checkpoint.names import step_of
 
     console = Console()
@@ -106,6 +114,7 @@ def verify_(name: str | None, step: int | None) -> None:
     if not paths:
         raise UsageError(f"there is no complete checkpoint in '{_folder(name)}'; use another run with --name")
     problems: list[UsageError | RunError] = []
+    valid: list[int] = []
     for path in paths:
         label = f"step {step_of(path)}"
         try:
@@ -118,9 +127,13 @@ def verify_(name: str | None, step: int | None) -> None:
             problems.append(error)
             continue
         click.echo(f"{label}: {len(manifest['files'])} files match their checksums")
+        valid.append(manifest["step"])
     if problems:
         kind = UsageError if any(isinstance(error, UsageError) for error in problems) else RunError
-        raise kind("\n".join(map(str, problems)))
+        lines = [str(error).removesuffix(REMEDY) for error in problems]
+        if valid and kind is UsageError:
+            lines.append(f"commands skip damaged checkpoints; the newest valid one is that of step {max(valid)}")
+        raise kind("\n".join(lines))
 
 
 command.add_command(export_)

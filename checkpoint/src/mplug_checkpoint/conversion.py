@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mplug.cli.options import PluginName, RunName, config_options, resolved
+from mplug.cli.options import PluginName, RunName, UserPath, config_options, resolved
 from mplug.errors import UsageError, counted
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 @click.command("export")
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=UserPath())
 @click.option(
     "--to",
     "name_of_format",
@@ -85,7 +85,7 @@ def export_(
 
 
 @click.command("import")
-@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("folder", type=UserPath(exists=True, file_okay=False))
 @click.option(
     "--from",
     "name_of_format",

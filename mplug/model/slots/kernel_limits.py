@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from mplug.run.run import Run
 
 DEVICES = {"cuda": "a CUDA GPU", "cpu": "a CPU"}
+NO_GPU = "needs a CUDA GPU, and this run is on the CPU"
+"""In the reason of a supplier: what keeps it from serving any site of a run on the CPU."""
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 

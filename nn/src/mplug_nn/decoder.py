@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from mplug.contracts import DOCUMENTS, IGNORED
+from mplug.contracts import DOCUMENTS, IGNORED, LOSS_WEIGHTS
 from mplug.layout.inits import TOKENS, Entries, Inits
 from mplug.layout.plan import Parameter, Plan, Shift, Unit
 from mplug.model.plans.description import describe
@@ -210,13 +210,16 @@ def decoder_plan(decoder: Decoder, inits: Inits) -> Plan:
     blocks = [Unit(f"blocks.{name}", takes, ("hidden",), optional=optional) for name in decoder.blocks]
     body = (Unit("embedding", ("tokens", "positions", "keys"), ("hidden",)), *blocks)
     shifted = _shifted(decoder)
-    ahead = (Unit("ahead", (*takes, *shifted), ("hidden",), optional=optional),) if shifted else ()
+    weights = {name: one for name, one in shifted.items() if one.entry == LOSS_WEIGHTS}
+    inputs = (*takes, *(name for name in shifted if name not in weights))
+    ahead = (Unit("ahead", inputs, ("hidden",), optional=(*optional, *weights)),) if shifted else ()
     return describe(decoder, inits).plan(
-        units=(*body, *ahead, Unit("head", ("hidden", "labels"), ("loss", "num_targets"))),
+        units=(*body, *ahead, Unit("head", ("hidden", "labels"), ("loss", "num_targets"), optional=(LOSS_WEIGHTS,))),
         inference=(*body, Unit("head", ("hidden",), ("logits",), method="logits")),
         context={
             "tokens": TOKENS,
             "labels": TOKENS,
+            LOSS_WEIGHTS: TOKENS,
             "positions": TOKENS,
             "sample_ids": ("batch",),
             "keys": ("batch",),
@@ -243,4 +246,5 @@ def _shifted(decoder: Decoder) -> dict[str, Shift]:
     for by in range(1, 1 + (len(decoder.ahead.depths) if decoder.ahead else 0)):
         found[f"tokens_{by}"] = Shift("tokens", by, 0)
         found[f"labels_{by}"] = Shift("labels", by, IGNORED)
+        found[f"{LOSS_WEIGHTS}_{by}"] = Shift(LOSS_WEIGHTS, by, 0)
     return found

@@ -32,13 +32,14 @@ class Head(nn.Module):
         vocab = Segment("vocab", self.project.weight.shape[0], uneven="pad")
         return {"project.weight": Parameter((vocab, "embed"), inits.weight)}
 
-    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B, S, D], labels [B, S] -> (sum of the losses in nats, number of targets)."""
-        return self.loss_of(self.norm(x)[0], labels)
+    def forward(self, x: Tensor, labels: Tensor, loss_weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x [B, S, D], labels and weights of their losses [B, S] -> (sum of the losses in nats, number of targets)."""
+        return self.loss_of(self.norm(x)[0], labels, loss_weights)
 
-    def loss_of(self, h: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The normalised h [B, S, D], labels [B, S] -> (sum of the losses in nats, number of targets)."""
-        loss: tuple[Tensor, Tensor] = self.loss(h, self.project if self.soft_cap is None else self._capped, labels)
+    def loss_of(self, h: Tensor, labels: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The normalised h [B, S, D], labels and weights [B, S] -> (sum of the losses in nats, number of targets)."""
+        project = self.project if self.soft_cap is None else self._capped
+        loss: tuple[Tensor, Tensor] = self.loss(h, project, labels, weights)
         return loss
 
     def logits(self, x: Tensor) -> Tensor:

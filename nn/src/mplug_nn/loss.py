@@ -10,10 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from mplug.contracts import IGNORED as IGNORED
+from mplug.contracts import LOSS_WEIGHTS
 from mplug.model.slots.declaration import Slot
 
 CAPPED = "logit soft cap"
 """The need of a loss whose `project` is more than a `Linear`."""
+WEIGHTED = LOSS_WEIGHTS
+"""The need of a loss in a run whose micro batches have weights of losses: the argument `weights`."""
 
 AT_ONCE = 1 << 26
 """Number of logits that are widened to fp32 at a time. Compiled code widens in registers and ignores this."""
@@ -27,30 +30,38 @@ def _whole(values: Tensor, op: Literal["SUM", "MAX"]) -> Tensor:
     return values
 
 
-def cross_entropy(hidden: Tensor, project: Callable[[Tensor], Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
+def cross_entropy(
+    hidden: Tensor, project: Callable[[Tensor], Tensor], labels: Tensor, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The default of the slot `Loss.cross_entropy`.
 
     hidden [B, S, D], `project` to logits [B, S, V] (a `Linear`), labels [B, S] -> (sum of the losses in nats, at least
     fp32; number of targets, int64). A supplier may project in chunks, so that the logits never exist at once. At sites
-    that need 'logit soft cap', `project` is a function that also caps the logits.
+    that need 'logit soft cap', `project` is a function that also caps the logits. At sites that need 'loss_weights',
+    `weights` [B, S] multiply the losses of the labels; they do not change the number of targets.
     """
     flat = labels.flatten()
     counted = flat != IGNORED
-    return loss_sum(project(hidden).flatten(0, -2), flat, counted), counted.sum()
+    return loss_sum(project(hidden).flatten(0, -2), flat, factors(counted, weights)), counted.sum()
 
 
-CROSS_ENTROPY = Slot("Loss.cross_entropy", "loss", cross_entropy, serves=frozenset({CAPPED}))
+def factors(counted: Tensor, weights: Tensor | None) -> Tensor:
+    """What multiplies the loss of each token [N]: whether it has a target, times its weight [B, S]."""
+    return counted if weights is None else counted * weights.flatten()
 
 
-def loss_sum(logits: Tensor, labels: Tensor, counted: Tensor, merge: Merge = _whole) -> Tensor:
-    """The sum over tokens of log sum_v exp(z_nv) - z_n,label in nats, in at least fp32.
+CROSS_ENTROPY = Slot("Loss.cross_entropy", "loss", cross_entropy, serves=frozenset({CAPPED, WEIGHTED}))
 
-    logits [N, v]; labels [N], negative if the label is not among these v; `counted` [N]: whether the token has a
-    target. The gradient has the logits' dtype. If other ranks hold the rest of the vocabulary, `merge` combines the
-    values of all ranks (arXiv 1909.08053, section 3). The logits saved for backward keep their dtype, and are widened
-    in chunks.
+
+def loss_sum(logits: Tensor, labels: Tensor, factor: Tensor, merge: Merge = _whole) -> Tensor:
+    """The sum over tokens of factor (log sum_v exp(z_nv) - z_n,label) in nats, in at least fp32.
+
+    logits [N, v]; labels [N], negative if the label is not among these v; `factor` [N]: whether the token has a target,
+    or its weight, and 0 without one (`factors`). The gradient has the logits' dtype. If other ranks hold the rest of
+    the vocabulary, `merge` combines the values of all ranks (arXiv 1909.08053, section 3). The logits saved for
+    backward keep their dtype, and are widened in chunks.
     """
-    result: Tensor = _CrossEntropy.apply(logits, labels, counted, merge)  # type: ignore[no-untyped-call]
+    result: Tensor = _CrossEntropy.apply(logits, labels, factor, merge)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -63,18 +74,18 @@ def _wide(logits: Tensor) -> Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """grad_z = (softmax(z) - onehot(label)) grad, computed from the logits and log sum exp(z) alone."""
+    """grad_z = factor (softmax(z) - onehot(label)) grad, computed from the logits and log sum exp(z) alone."""
 
     @staticmethod
-    def forward(ctx, logits, labels, counted, merge):  # type: ignore[no-untyped-def]
+    def forward(ctx, logits, labels, factor, merge):  # type: ignore[no-untyped-def]
         rows = _rows(logits)
         highest = merge(_wide(logits.amax(dim=-1)), "MAX")
         parts = zip(logits.split(rows), highest.split(rows), strict=True)
         sums = [(_wide(part) - top[:, None]).exp().sum(dim=-1) for part, top in parts]
         log_sum = merge(torch.cat(sums), "SUM").log() + highest
         at_label = _wide(logits.gather(1, labels.clamp(min=0)[:, None])[:, 0])
-        ctx.save_for_backward(logits, labels, counted, log_sum)
-        return ((log_sum - merge(torch.where(labels < 0, 0.0, at_label), "SUM")) * counted).sum()
+        ctx.save_for_backward(logits, labels, factor, log_sum)
+        return ((log_sum - merge(torch.where(labels < 0, 0.0, at_label), "SUM")) * factor).sum()
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
@@ -82,10 +93,10 @@ class _CrossEntropy(torch.autograd.Function):
         logits = saved[0]
         gradient, columns = torch.empty_like(logits), torch.arange(logits.shape[1], device=logits.device)
         parts = zip(*(tensor.split(_rows(logits)) for tensor in (gradient, *saved)), strict=True)
-        for target, part, label, counted, log_sum in parts:
+        for target, part, label, factor, log_sum in parts:
             probabilities = (_wide(part) - log_sum[:, None]).exp()
             at_label = (columns == label[:, None]).to(probabilities.dtype)
-            target.copy_((probabilities - at_label) * (counted * grad)[:, None])
+            target.copy_((probabilities - at_label) * (factor * grad)[:, None])
         return gradient, None, None, None
 
 
@@ -102,8 +113,13 @@ class Loss(nn.Module):
 
     def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
         """What a supplier of the slot must offer here."""
-        return frozenset() if self.soft_cap is None else frozenset({CAPPED})
+        needs = {CAPPED: self.soft_cap is not None, WEIGHTED: LOSS_WEIGHTS in entries}
+        return frozenset(need for need, is_needed in needs.items() if is_needed)
 
-    def forward(self, hidden: Tensor, project: Callable[[Tensor], Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden [B, S, D], labels [B, S] -> (loss sum, number of targets)."""
-        return self.cross_entropy(hidden, project, labels)
+    def forward(
+        self, hidden: Tensor, project: Callable[[Tensor], Tensor], labels: Tensor, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """hidden [B, S, D], labels and weights [B, S] -> (loss sum, number of targets)."""
+        if weights is None:
+            return self.cross_entropy(hidden, project, labels)
+        return self.cross_entropy(hidden, project, labels, weights)

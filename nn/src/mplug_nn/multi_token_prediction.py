@@ -57,8 +57,9 @@ class TokensAhead(nn.Module):
     labels, T is the number of targets of the model's loss. The embedding table, the head's norm and the
     head's projection are those of the model: tied parameters.
 
-    The entries 'tokens_k' and 'labels_k' are shifted over whole sequences, before a strategy divides them. Evaluation
-    and inference skip the unit. The buffer `losses` [K] reports each depth's loss, without the coefficient, per target.
+    The entries 'tokens_k' and 'labels_k', and 'loss_weights_k' if losses have weights, are shifted over whole
+    sequences, before a strategy divides them. Evaluation and inference skip the unit. The buffer `losses` [K] reports
+    each depth's loss, without the coefficient, per target.
     """
 
     mixes: ClassVar[frozenset[str]] = frozenset()  # attention mixes positions, in a slot
@@ -97,16 +98,26 @@ class TokensAhead(nn.Module):
         return [depth.get_submodule("block") for depth in self.depths]
 
     def forward(
-        self, hidden: Tensor, positions: Tensor, keys: Tensor, *ahead: Tensor, document_lengths: Tensor | None = None
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        keys: Tensor,
+        *ahead: Tensor,
+        document_lengths: Tensor | None = None,
+        **weights: Tensor,
     ) -> Tensor:
-        """hidden [B, S, D], `ahead`: tokens and labels [B, S] of each depth in turn -> hidden."""
+        """hidden [B, S, D], `ahead`: tokens and labels [B, S] of each depth in turn -> hidden.
+
+        `weights`: those of the losses of each depth in turn [B, S], if losses have some.
+        """
         if not self.training:
             return hidden
         h = self.head.norm(hidden)[0]
         losses: list[Tensor] = []  # a call of `list[Tensor]` cannot be traced
-        for depth, tokens, labels in zip(self.depths, ahead[::2], ahead[1::2], strict=True):
+        of_depth = weights.values() if weights else [None] * len(self.depths)
+        for depth, tokens, labels, of_labels in zip(self.depths, ahead[::2], ahead[1::2], of_depth, strict=True):
             h = depth(h, self.token(tokens), positions, keys, document_lengths)
-            losses.append(self.head.loss_of(h, labels)[0])
+            losses.append(self.head.loss_of(h, labels, of_labels)[0])
         each = torch.stack(losses)
         # Sequence parallelism gathers the sequence before the loss, so several ranks know the same sum.
         share = hidden.shape[1] / ahead[1].shape[1]

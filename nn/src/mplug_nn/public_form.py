@@ -172,8 +172,9 @@ class PublicForm:
     are settings that the form does not state. `training` and `altering` are settings without a field (see
     `PublicSettings`), with the values that the form implies. `longest` is the field with the length of the longest
     sequence. If `settings` returns a section that a `FormField` fills, both are merged. `flat` is a `FormField` whose
-    fields older folders have beside it; both may be there if they are equal. `preparation` is the form of the folder's
-    preprocessor_config.json, whose settings are merged too, if the folder has that file; nothing writes them.
+    fields older folders have beside it; both may be there if they are equal. `preparation` has the forms of further
+    files of the folder, by their names, that say how media are prepared (preprocessor_config.json). Their settings are
+    merged too, if the folder has these files; nothing writes them.
 
     An export reads what `write` returns through the same table. If this gives another model, the form cannot express
     the config, and the export is refused. So `write` cannot lose a setting, and needs no checks of its own.
@@ -190,7 +191,7 @@ class PublicForm:
     altering: Mapping[str, Any] = field(default_factory=dict)
     longest: str | None = None
     flat: str | None = None
-    preparation: "PublicForm | None" = None
+    preparation: "Mapping[str, PublicForm]" = field(default_factory=dict)
 
     def values(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The checked values of all fields that are read. Raises ValueError with one sentence."""
@@ -218,22 +219,20 @@ class PublicForm:
         """The settings that a config.json describes. Raises ValueError with one sentence."""
         return self.settings_of(self.values(given))
 
-    def read_preparation(self, found: PublicSettings, given: Mapping[str, Any]) -> PublicSettings:
-        """The settings of a config.json with those of a preprocessor_config.json. Raises ValueError with one sentence.
+    def read_preparation(self, found: PublicSettings, file: str, given: Mapping[str, Any]) -> PublicSettings:
+        """The settings `found` so far with those of a `file` of `preparation`. Raises ValueError with one sentence.
 
-        A setting of both must have the same value in both.
+        A setting of several files must have the same value in all of them.
         """
-        if self.preparation is None:
-            return found
         fixed, altering = {**found.fixed}, {**found.altering}
-        for section, values in self.preparation.read(given).fixed.items():
+        for section, values in self.preparation[file].read(given).fixed.items():
             settings = fixed if section in fixed else altering
             own = settings[section]
             for name, value in values.items():
                 if name in own and not same_value(own[name], value):
                     raise ValueError(
-                        f"its preprocessor_config.json has {shown(value)} for 'model.{section}.{name}', which is "
-                        f"{shown(own[name])} by its config.json"
+                        f"its {file} has {shown(value)} for 'model.{section}.{name}', which is {shown(own[name])} by "
+                        f"another file"
                     )
             settings[section] = {**own, **values}
         return replace(found, fixed=fixed, altering=altering)

@@ -16,7 +16,7 @@ from mplug.contracts import Piece, StepScalars
 from mplug.layout.mesh import Axis, Mesh
 from mplug.layout.placement import Placement
 from mplug.layout.plan import Init, Parameter, Segment
-from mplug.model.build import build_optimizer
+from mplug.model.grouped_optimizer import single_optimizer
 from mplug.run.run import Run
 from mplug.tensors.random import key_of
 from mplug_testing.suite import naming_failures
@@ -114,7 +114,7 @@ class Bench:
     def __init__(self, run: Run, pieces: list[Piece], subject: str = "pieces") -> None:
         self.run, self.pieces, self.subject = run, pieces, subject
         with naming_failures(f"building it of {subject}"):
-            self.optimizer = build_optimizer(run, pieces)
+            self.optimizer = single_optimizer(run, pieces)
 
     def scalars(
         self, lr: float = 1e-2, weight_decay: float = 0.1, scale: float = 1.0, skip: float = 0.0

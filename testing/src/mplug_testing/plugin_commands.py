@@ -1,14 +1,17 @@
-"""`mplug plugins show`, `check` and `new`: look at installed plugins, test them, and write the package of a new one."""
+"""`mplug plugins show`, `check`, `test` and `new`: look at installed plugins, test them, and write a new package."""
 
 import os
+import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import click
 from click.shell_completion import CompletionItem
 
+from mplug.cli.options import UserPath
 from mplug.config.entry import Entry
-from mplug.errors import UsageError, suggest
+from mplug.errors import UsageError, listed, suggest
 from mplug.registry.entry_points import KINDS, Registry
 from mplug_testing.inspection import check_apart, inspect_apart
 from mplug_testing.scaffold import describe, write
@@ -89,15 +92,38 @@ def check(plugins: tuple[str, ...]) -> None:
                 click.echo("\n".join(f"          {line}" for line in report.fault.splitlines()))
     click.echo(
         f"{len(entries) + len(misplaced) - broken} of {len(entries) + len(misplaced)} plugins pass the quick checks; "
-        f"pytest runs their complete suites"
+        f"'mplug plugins test NAME' runs a complete suite"
     )
     raise SystemExit(1 if broken else 0)
 
 
 @click.command()
+@click.argument("plugin", type=AnyPlugin())
+@click.option("--fast", is_flag=True, help="Of mplug's suite, run only the tests of 'mplug plugins check': seconds.")
+@click.option("--select", metavar="WORDS", help="Run only tests whose names match, as -k of pytest selects them.")
+def test(plugin: str, fast: bool, select: str | None) -> None:
+    """Run the tests of one plugin with the Python of this environment; print the reason of each skipped test.
+
+    The tests are those in the plugin's source folder (pip install -e FOLDER). If it is installed without its source,
+    they are the suite of its kind. The exit status is that of pytest: 0 if all tests pass.
+
+    \b
+    mplug plugins test ringo --fast
+    """
+    from mplug_testing.plugin_tests import run_tests
+
+    entries = _named(plugin)
+    if len(entries) > 1:
+        choices = listed(f"{entry.kind}/{entry.name} ({entry.origin})" for entry in entries)
+        raise UsageError(f"'{plugin}' names {choices}; use one of them with its kind")
+    options = ["-rs", *(["-p", "mplug_testing.fast_tests"] if fast else []), *(["-k", select] if select else [])]
+    raise SystemExit(run_tests(entries[0], options))
+
+
+@click.command()
 @click.argument("distribution")
 @click.option("--kind", type=click.Choice(KINDS), required=True, help="Kind of the plugin.")
-@click.option("--folder", type=click.Path(path_type=Path), help="Folder to create; default: ./DISTRIBUTION.")
+@click.option("--folder", type=UserPath(), help="Folder to create; default: ./DISTRIBUTION.")
 def new(distribution: str, kind: str, folder: Path | None) -> None:
     """Write the package of a new plugin: a working example that can be installed and passes its suite.
 
@@ -110,5 +136,16 @@ def new(distribution: str, kind: str, folder: Path | None) -> None:
     folder = folder or Path(distribution)
     for path in write(package, folder):
         click.echo(f"wrote {path}")
+    python = _python()
+    pip, mplug = (f"{python} -m pip", f"{python} -m mplug") if python else ("pip", "mplug")
+    use = package.use.replace("mplug ", f"{mplug} ", 1)
     click.echo(f"\nThe plugin is named '{package.name}'. Next:\n")
-    click.echo(f"  pip install -e {folder}\n  pytest {folder}\n  {package.use}")
+    click.echo(f"  {pip} install -e {folder}\n  {mplug} plugins test {kind}/{package.name}\n  {use}")
+
+
+def _python() -> str:
+    """The path of this environment's Python; empty if the shell finds the commands of the environment."""
+    found, own = shutil.which("mplug"), Path(sys.executable)
+    if found is not None and Path(found).parent.resolve() == own.parent.resolve():
+        return ""
+    return os.path.relpath(own) if own.is_relative_to(Path.cwd()) else str(own)

@@ -1,7 +1,7 @@
 """Texts after prompts with pictures: a cache, layouts and recordings give the tokens of full recomputation."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -242,6 +242,10 @@ class Letters:
     def decode(self, tokens: Iterable[int]) -> str:
         return bytes(tokens).decode("latin-1")
 
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        parts = [part for message in messages for part in message["content"]]
+        return [token for part in parts for token in (self.encode(part["text"]) if "text" in part else [-1])]
+
 
 @hookimpl
 def letters(self: Mock) -> Letters:
@@ -270,6 +274,8 @@ def test_a_run_continues_texts_with_pictures(
         texts[name] = result.stdout
         assert texts[name].startswith("xy")
     assert texts["a"] != texts["b"]
+    chat = cli_here(*words, "--chat", "--image", "a.png", "--prompt", "xy")  # its template supports texts only
+    assert (chat.returncode, "xy" + chat.stdout) == (0, texts["a"]), chat.stderr
     parts = {name: {"type": "image", "image": f"{name}.png"} for name in "ab"}
     text = {"type": "text", "text": "xy"}
     lines = [[parts["a"], text], [text, parts["b"]], "xy", [parts["b"], text], [parts["a"], text]]

@@ -106,9 +106,9 @@ def encoders(monkeypatch: pytest.MonkeyPatch) -> str:
 def made(tmp_path: Path, prepare: Callable[..., Path]) -> Callable[..., Path]:
     """A data set of these samples; a stream of it repeats them."""
 
-    def make(*samples: dict[str, bytes]) -> Path:
+    def make(*samples: dict[str, bytes], folder: str = "set") -> Path:
         named = {f"k{number}": files for number, files in enumerate(samples)}
-        return prepare(tmp_path / "set", {"train": [named]}, "CrudeWebdataset")
+        return prepare(tmp_path / folder, {"train": [named]}, "CrudeWebdataset")
 
     return make
 

@@ -1,5 +1,7 @@
 """Conversations with pictures: their tokens, targets and pictures, packed and alone; their order and runs."""
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mplug_energon import Energon
 from mplug_energon.packing import Size, pack
+from pair_runs import checkpoint_of, errors, failures, follow, worst
 from picture_talks import (
     COLOURS,
     END,
@@ -26,12 +29,16 @@ from picture_talks import (
     first,
     loader,
     of_picture,
+    pictured,
     sample,
     targets,
 )
 
 from mplug import MicroBatch, UsageError
-from mplug_testing import DataSuite
+from mplug.training.assembly import build_loader
+from mplug_testing import DataSuite, run_workers
+from mplug_testing.harness import tiny_run
+from mplug_testing.parity import require_parity
 from mplug_testing.resume import require_exact_resume
 
 pytest.importorskip("mplug_qwen_vl")
@@ -93,13 +100,41 @@ def colours_of(batch: MicroBatch) -> list[str]:
     return [list(COLOURS)[int(channel)] for channel in channels]
 
 
-def test_a_video_is_a_list_of_frames_for_a_model_that_takes_videos(made: Callable[..., Path]) -> None:
-    frames = [{"type": "video", "video": [f"{number}.png" for number in range(4)]}]
-    path = made(sample(asked(frames, "it moves"), *map(drawn, ("red", "green", "blue", "red"))))
-    batch = first(path, **{"model.vision": {**VISION, "tokens_per_second": 2}})
+def filmed(*colours: str, **stated: Any) -> dict[str, bytes]:
+    """A question about a video with a frame of each colour."""
+    frames = [{"type": "video", "video": [f"{number}.png" for number in range(len(colours))], **stated}]
+    return sample(asked(frames, "it moves"), *map(drawn, colours))
+
+
+MOVING = ("red", "green", "blue")
+
+
+def test_a_video_is_a_list_of_frames_whose_times_are_positions(made: Callable[..., Path]) -> None:
+    batch = first(made(filmed(*MOVING, fps=0.5)), **{"model.vision": {**VISION, "tokens_per_second": 2}})
     expected = chatml(("user", [START, VIDEO, VIDEO, END]), ("assistant", b"it moves"))
     assert batch["tokens"][0].tolist()[: len(expected)] == expected
-    with pytest.raises(UsageError, match=r"the video of '0\.png': this model has the time of each frame"):
+    at = expected.index(VIDEO)
+    before, later = batch["coordinates"][0, at : at + 2, 0].tolist()
+    assert later - before == 8, "two positions in a second, and two frames of two seconds in a patch"
+    assert colours_of(batch) == ["red", "blue"]
+
+
+def test_a_video_has_the_times_of_its_frames_in_the_text(made: Callable[..., Path]) -> None:
+    question = [START, *b"<0.2 seconds>", START, VIDEO, END, *b"<1.0 seconds>", START, VIDEO, END, END]
+    expected = chatml(("user", question), ("assistant", b"it moves"))
+    path = made(filmed(*MOVING))
+    for rate, time in ((2, b"<0.2"), (1, b"<0.5")):
+        batch = first(path, **{"data.video_fps": rate, "trainer.seq_length": 128})
+        tokens = batch["tokens"][0].tolist()
+        assert bytes(tokens[tokens.index(START) + 1 :][:4]) == time
+    assert (
+        first(path, **{"data.video_fps": 2, "trainer.seq_length": 128})["tokens"][0].tolist()[: len(expected)]
+        == expected
+    )
+    assert targets(batch) == [*b"it moves", IM_END]
+    with pytest.raises(
+        UsageError, match=r"the video of '0\.png': its number of frames in a second is unknown; add 'fps'"
+    ):
         first(path)
 
 
@@ -109,7 +144,7 @@ def test_the_marks_that_a_template_writes_are_replaced_by_the_tokens_of_the_pict
     template = tmp_path / "template.jinja"
     template.write_text(
         "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% for part in message['content'] %}"
-        "{% if part['type'] == 'image' %}<|see|><|pad|><|seen|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+        "{% if part['type'] != 'text' %}<|see|><|pad|><|seen|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     special = ["<|im_start|>", "<|im_end|>", "<|see|>", "<|seen|>", "<|pad|>"]
@@ -122,6 +157,13 @@ def test_the_marks_that_a_template_writes_are_replaced_by_the_tokens_of_the_pict
     expected = chatml(("user", question), ("assistant", b"red blue"))
     assert batch["tokens"][0].tolist()[: len(expected)] == expected
     assert targets(batch) == [*b"red blue", IM_END]
+    films = [{"type": "video", "video": ["0.png", "1.png"], "fps": 2}] * 2
+    path = made(sample(asked(films, "still"), drawn("red"), drawn("blue")), folder="films")
+    batch = first(path, **own, **{"model.vision": {**VISION, **numbers, "video_token": 261, "image_token": 303}})
+    film = [259, *b"<0.2 seconds>", 259, 261, 260, 260]
+    expected = chatml(("user", [*film, *film]), ("assistant", b"still"))
+    assert batch["tokens"][0].tolist()[: len(expected)] == expected
+    path = made(sample(asked(parts, "red blue"), drawn("red", 16, 8), drawn("blue")), folder="pictures")
     with pytest.raises(UsageError, match=r"writes marks of 0 of its 2 pictures.*use the tokenizer and the template"):
         first(path, **own)
 
@@ -256,18 +298,112 @@ def test_a_long_conversation_keeps_whole_pictures(made: Callable[..., Path]) -> 
         first(path, **{"data.max_rows": 63})
 
 
+# Weights.
+
+WEIGHTED = {"data.sample_weights": True}
+
+
+def weighted(number: int) -> dict[str, bytes]:
+    """The question of `pictured`, with a weight from 0 to 2."""
+    files = pictured(number)
+    return {**files, "json": json.dumps({**json.loads(files["json"]), "weight": number % 5 / 2}).encode()}
+
+
+def test_the_weight_of_a_conversation_is_that_of_each_of_its_tokens(made: Callable[..., Path]) -> None:
+    path = made(*map(weighted, range(8)))
+    whole = {"data.shuffle_buffer_size": None, "data.max_samples_per_sequence": None, "data.max_documents": 4}
+    own = {**PACKED, "data.packing_buffer_size": 8, **whole, **WEIGHTED}
+    seen = dict[int, float]()
+    for batch in loader(path, **own, **{"data.streams": 1}).take(6):
+        for row, lengths in enumerate(batch["document_lengths"].tolist()):
+            ends = [length for length in lengths if length]
+            columns = (batch[name][row].split(ends) for name in ("tokens", "labels", "loss_weights"))
+            for tokens, labels, weights in zip(*columns, strict=True):
+                (weight,) = weights.unique().tolist()
+                if any(label >= 0 for label in labels.tolist()):
+                    text = bytes(token for token in tokens.tolist() if token < 256).decode()
+                    seen[int(re.search(r"(\d+):", text)[1])] = weight  # type: ignore[index]
+    assert seen == {number: number % 5 / 2 for number in range(8)}
+    assert "loss_weights" not in first(made(pictured(1), folder="plain"))
+
+
+LAYOUTS = pytest.mark.wide("layouts")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["cp2", *(pytest.param(layout, marks=LAYOUTS) for layout in ("dp2", "tp2", "pp2", "dp2 parallel.balance=true"))],
+)
+def test_a_layout_trains_packed_conversations_with_weights_as_one_process_does(
+    prepare: Callable[..., Path], tmp_path: Path, layout: str
+) -> None:
+    parts = {part: [{f"{part}{n:02}": weighted(n) for n in range(24)}] for part in ("train", "val")}
+    own = {**TINY, **PACKED, **WEIGHTED, "data.path": str(prepare(tmp_path / "set", parts, "CrudeWebdataset"))}
+    require_parity({**own, "model.num_kv_heads": 2, "model.vision": {**VISION, "typical_patches": 16}}, layout)
+
+
 # The order, and runs.
+
+
+def blended(folder: Path, conversations: Path, made: Callable[..., Path]) -> Path:
+    """A metadataset of three parts of conversations and one part of others, whose answers are 'green'."""
+    other = made(*(sample(asked(f"{number}?<image>", "green"), drawn("green")) for number in range(8)))
+    parts = [{"path": str(conversations), "weight": 3}, {"path": str(other), "weight": 1}]
+    named = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
+    blend = folder / "blend.yaml"
+    blend.write_text(yaml.safe_dump({**named, "splits": {"train": {"blend": parts}}}))
+    return blend
+
+
+def numbers(batch: MicroBatch, mark: bytes = b":") -> list[int]:
+    """The number that the question of each sample begins with; those with another mark behind it are left out."""
+    texts = (bytes(token for token in row if token < 256) for row in batch["tokens"].tolist())
+    found = (re.match(rb"user\n(\d+)" + mark, text) for text in texts)
+    return [int(one[1]) for one in found if one]
+
+
+def test_a_blend_of_conversations_follows_its_weights(
+    tmp_path: Path, conversations: Path, made: Callable[..., Path]
+) -> None:
+    batches = list(loader(blended(tmp_path, conversations, made)).take(160))
+    counts = [sum(len(numbers(batch, mark)) for batch in batches) for mark in (b":", rb"\?")]
+    assert sum(counts) == 160
+    assert 22 <= counts[1] <= 58  # a quarter, within more than three standard deviations
+
+
+def test_an_epoch_that_is_resumed_on_two_ranks_has_every_conversation_once(conversations: Path) -> None:
+    own = {"data.streams": 4, "trainer.micro_batch_size": 2, "data.shuffle_buffer_size": None}
+    whole = loader(conversations, **own)
+    seen = [number for batch in whole.take(16) for number in numbers(batch)]
+    state = whole.state_dict()
+    for rank in range(2):
+        run = tiny_run({**TINY, **own, "data.path": str(conversations), "parallel.layout": "dp2"})
+        run.device, run.rank = "cpu", rank
+        again = build_loader(run, "train")
+        again.load_state_dict(state)
+        seen += [number for batch in again.take(24) for number in numbers(batch)]
+    assert sorted(seen) == list(range(40))
+
+
+def test_a_run_with_pictures_that_resumes_on_two_ranks_has_the_losses_of_one_process(
+    conversations: Path, tmp_path: Path
+) -> None:
+    """Stopped behind the first of two steps of 16 samples; an epoch has 40."""
+    changes = {**TINY, "data.path": str(conversations), "trainer.precision": "fp64", "trainer.global_batch_size": 16}
+    own = {**changes, "data.streams": 4, "trainer.micro_batch_size": 4, "trainer.eval_samples": 8}
+    own |= {"checkpoint.asynchronous": False, "schedule.warmup_steps": 0}
+    expected = follow(own, tmp_path / "whole")
+    source, layout = checkpoint_of(tmp_path / "whole"), {"parallel.layout": "dp2"}
+    ranks = run_workers(2, follow, {**own, **layout}, tmp_path / "resumed", source, timeout=240)
+    assert [sorted(rank.losses) for rank in ranks] == [[2], [2]]
+    assert failures(worst(errors(ranks, expected))) == []
 
 
 @pytest.mark.parametrize(("before", "after"), [("dp2", ""), ("", "dp4"), ("dp4", "dp2")])
 def test_packed_conversations_of_a_blend_resume_exactly_under_another_number_of_ranks(
     tmp_path: Path, conversations: Path, made: Callable[..., Path], before: str, after: str
 ) -> None:
-    other = made(*(sample(asked(f"{number}?<image>", "green"), drawn("green")) for number in range(8)))
-    parts = [{"path": str(conversations), "weight": 3}, {"path": str(other), "weight": 1}]
-    named = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
-    blend = tmp_path / "blend.yaml"
-    blend.write_text(yaml.safe_dump({**named, "splits": {"train": {"blend": parts}}}))
+    blend = blended(tmp_path, conversations, made)
     own = {**TINY, **PACKED, "data.path": str(blend), "data.streams": 4, "trainer.micro_batch_size": 2}
     require_exact_resume(own, before, [8, 4, 12], after, count=16)
 
@@ -300,6 +436,8 @@ class TestConversations(DataSuite):
     }
     without_effect = {
         "num_workers": "workers read the samples that the main process would read (a test resumes with some)",
+        "sample_weights": "no sample of this set has a weight (a test above has some)",
+        "video_fps": "no sample of this set has a video (a test above has one)",
         "on_error": "every sample of this set can be used (tests above have others)",
         "too_long": "every sample of this set is short enough (a test above has another)",
         "template_variables": "chatml has no variables; a template file sees them (mplug_tokenization tests it)",

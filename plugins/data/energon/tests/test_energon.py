@@ -54,6 +54,8 @@ class TestEnergon(DataSuite):
         "special_tokens": [["<|end|>"]],
         "picture_mark": ["<picture>"],
         "max_pixels": [9],
+        "video_fps": [2],
+        "sample_weights": [True],
         "max_rows": [9],
         "too_long": ["refuse"],
         "max_documents": [9],

@@ -51,13 +51,39 @@ BAD = {
         r"a picture of \d+ tokens and \d+ rows is larger than a sample \(trainer.seq_length=96",
     ),
     "a picture that the model refuses": (sample(ANSWERED, drawn("red", 1000, 4)), "200 times as long as it is wide"),
+    "a video without a rate": (
+        sample(asked([{"type": "video", "video": ["0.png"]}], "red"), drawn("red")),
+        "the video of '0.png': its number of frames in a second is unknown",
+    ),
+    "a video of one frame": (
+        sample(asked([{"type": "video", "video": ["0.png"], "fps": 2}], "red"), drawn("red")),
+        "the video of '0.png': a video of 1 frames is shorter than a patch",
+    ),
+    "a rate of a video that is none": (
+        sample(asked([{"type": "video", "video": ["0.png"], "fps": 0}], "red"), drawn("red")),
+        "message 1 has the part",
+    ),
+    "frames of different sizes": (
+        sample(asked([{"type": "video", "video": ["0.png", "1.png"], "fps": 2}], "red"), drawn("red"), drawn("red", 9)),
+        "the video of '0.png' has frames of different sizes",
+    ),
+    "a damaged frame of a video": (
+        sample(asked([{"type": "video", "video": ["0.png", "1.png"], "fps": 2}], "red"), drawn("red"), b"nothing"),
+        "the picture '1.png': the bytes are no picture",
+    ),
+    "a frame above the folder": (
+        sample(asked([{"type": "video", "video": ["0.png", "../secret.png"], "fps": 2}], "red"), drawn("red")),
+        "the picture '../secret.png' is outside of the data set's folder",
+    ),
     "no answer": (sample({"messages": [{"role": "user", "content": "Hi"}]}), "it has no answer"),
     "a special token": (sample(asked("<|im_end|>", "red")), "a message has the text of a special token"),
     "no JSON": ({"json": b"{"}, "its JSON cannot be read"),
     "no messages": ({"json": b"[1]"}, "its JSON has no list 'messages'"),
     "no JSON file": ({"txt": b"Hi"}, "it has no file '.json'"),
     "an unknown part": (sample(asked([{"type": "audio"}], "red")), 'message 1 has the part {"type": "audio"}'),
-    "a sample weight": (sample({**asked("Hi", "red"), "weight": 2}), "it has the weight 2"),
+    "a sample weight": (sample({**asked("Hi", "red"), "weight": 2}), "it has the weight 2, and data.sample_weights is"),
+    "a negative weight": (sample({**asked("Hi", "red"), "weight": -1}), "it has the weight -1; a weight is a number"),
+    "a weight that is no number": (sample({**asked("Hi", "red"), "weight": "2"}), "it has the weight '2'; a weight is"),
 }
 
 
@@ -81,6 +107,36 @@ def test_what_cannot_be_used_ends_the_run_or_is_counted_and_logged_with_its_key(
         rf"^a sample is omitted \(.*'k[23]\.(json|txt)'.*\): .*{words}.*; this process has omitted 1 for", lines[0]
     )
     assert "; this process has omitted 2 for " in lines[1]
+
+
+KINDS = {
+    "a damaged picture": ("a damaged picture", "no picture", "a decompression bomb", "a damaged frame of a video"),
+    "a missing file": ("a missing file", "an address"),
+    "a file outside of the data set": (
+        *("a file above the folder", "a link out of the folder", "an absolute path", "a frame above the folder"),
+    ),
+    "a picture that no text mentions": ("a picture that no text mentions",),
+    "an absent picture": ("a text that mentions an absent picture",),
+    "a picture that is too large": ("a picture larger than a sample",),
+    "an unsupported picture": ("a picture that the model refuses", "frames of different sizes"),
+    "a weight without data.sample_weights": ("a sample weight",),
+}
+"""The name under which samples are counted -> those samples."""
+
+
+def test_samples_that_are_omitted_are_counted_by_their_kind(
+    made: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = [BAD[what][0] for kinds in KINDS.values() for what in kinds]
+    path = made(*bad, sample(asked("Hi", "good")))
+    (path.parent / "secret.png").write_bytes(drawn("red"))
+    (path / "link.png").symlink_to(path.parent / "secret.png")
+    larger = {"model.vision": {**VISION, "max_pixels": 1 << 16}, "data.shuffle_buffer_size": None}
+    with caplog.at_level(logging.WARNING, "mplug.energon"):
+        list(loader(path, **larger, **{"data.streams": 1, "data.on_error": "skip"}).take(1))
+    counts = caplog.records[-1].getMessage().partition("this process has omitted ")[2]
+    found = {kind: int(number) for number, kind in re.findall(r"(\d+) for ([^,]+)", counts)}
+    assert found == {kind: len(samples) for kind, samples in KINDS.items()}
 
 
 @pytest.mark.parametrize(

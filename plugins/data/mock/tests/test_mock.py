@@ -14,7 +14,9 @@ from mplug_testing.harness import tiny_run
 S, V = 16, 50
 
 
-MEDIA = dict.fromkeys(("media", "media_sides"), "the model has no streams; qwen-vl's test_layouts.py trains with media")
+MEDIA = dict.fromkeys(
+    ("media", "media_sides", "media_frames"), "the model has no streams; qwen-vl's test_layouts.py trains with media"
+)
 
 
 class TestMock(DataSuite):

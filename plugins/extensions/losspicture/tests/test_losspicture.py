@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 from mplug_losspicture import LossPicture
-from mplug_losspicture.drawing import MARK, MOST, Curve, log_ticks, svg, ticks
+from mplug_losspicture.drawing import MARK, MOST, Curve, log_ticks, smoothed, svg, ticks
 
 from mplug.training.loop import train
 from mplug_testing import ExtensionSuite
@@ -73,7 +73,20 @@ def test_a_long_run_is_drawn_by_the_means_of_consecutive_steps() -> None:
     found = curve(*(float(step % 2) for step in range(steps)))
     assert found.width == 8
     assert found.points() == [(8 * n + 4.5, 0.5) for n in range(steps // 8)]
-    assert "training loss, means of 8 steps" in texts(drawn(found))
+    picture = drawn(found)
+    assert "training loss, means of 8 steps, smoothed over 200" in texts(picture)
+    assert [len(line) for line in lines(picture)] == [640, 640]  # the means behind, and the smoothed curve
+
+
+def test_a_smoothed_curve_has_the_means_around_its_points_and_fewer_near_the_ends() -> None:
+    points = [(float(step), loss) for step, loss in enumerate([9.0, 3.0, 0.0, 6.0, 3.0])]
+    assert smoothed(points, 0) == points
+    assert smoothed(points, 1) == [(0, 9.0), (1, 4.0), (2, 3.0), (3, 3.0), (4, 3.0)]
+    assert smoothed(points, 2) == [(0, 9.0), (1, 4.0), (2, 4.2), (3, 3.0), (4, 3.0)]
+    assert len(lines(drawn(curve(*range(1, 41))))) == 1  # few points are drawn as they are
+    noisy = lines(drawn(curve(*(2.0 + step % 2 for step in range(900)))))
+    heights = [{y for _, y in line[5:-5]} for line in noisy]
+    assert max(heights[0]) - min(heights[0]) > 100 > 3 * (max(heights[1]) - min(heights[1]))
 
 
 def test_losses_that_are_not_finite_have_no_point() -> None:

@@ -168,6 +168,8 @@ def test_an_interpreter_runs_on_a_cpu_and_without_triton_it_says_what_to_install
     assert answer(at(slot), during("cpu")) is True
     installed.setattr(mplug_triton, "find_spec", lambda _: None)
     assert "triton is not installed; install 'mplug-triton[triton]'" in str(answer(at(slot), during()))
+    installed.delenv("TRITON_INTERPRET")
+    assert answer(at(slot), during("cpu")) == "it needs a CUDA GPU, and this run is on the CPU"
 
 
 def test_neither_importing_it_nor_asking_it_imports_triton() -> None:

@@ -112,6 +112,11 @@ def test_tiles_and_tokens_are_those_of_the_library() -> None:
             assert (medium.values.patches - patches).abs().max() < 1e-5, read
 
 
+def prepared(ours: TileProcessor, content: torch.Tensor, number: int = 1) -> Medium:
+    """A picture, one of a number of them, or a video of several frames."""
+    return ours.prepare(content, number) if len(content) == 1 else ours.prepare_video(content, 2.0, str.encode)
+
+
 def combined(tiles: Tiles, rows: torch.Tensor) -> torch.Tensor:
     """The weighted sums of rows [P, E] of the tower, one for each token."""
     return (rows[tiles.cells] * tiles.shares[..., None]).sum(1)
@@ -119,7 +124,7 @@ def combined(tiles: Tiles, rows: torch.Tensor) -> torch.Tensor:
 
 def test_rows_of_a_frame_are_halved_as_torch_interpolates_them() -> None:
     ours = processor()
-    medium = ours.prepare(torch.zeros(3, 5, 9, 3, dtype=torch.uint8))
+    medium = prepared(ours, torch.zeros(3, 5, 9, 3, dtype=torch.uint8))
     assert medium.tokens == (VIDEO,) * (3 * 4 + 1)
     rows = torch.randn(medium.rows, 5, dtype=torch.float64)
     frames = rows.view(3, 4, 4, 5).permute(0, 3, 1, 2)
@@ -132,7 +137,7 @@ def test_rows_of_a_frame_are_halved_as_torch_interpolates_them() -> None:
 def media_of(ours: TileProcessor, *sizes: Sequence[int]) -> list[Medium]:
     drawn = np.random.default_rng(3)
     contents = [torch.from_numpy(drawn.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
-    return [ours.prepare(content, sum(size[0] == 1 for size in sizes)) for content in contents]
+    return [prepared(ours, content, sum(size[0] == 1 for size in sizes)) for content in contents]
 
 
 def test_tokens_refer_to_the_rows_of_their_own_media() -> None:
@@ -211,7 +216,7 @@ def test_media_are_restored_from_the_entries_of_a_micro_batch() -> None:
     for sizes in ([(1, 24, 23)], [(1, 9, 40), (2, 9, 9)], [(1, 40, 9)], [(1, 5, 9), (1, 8, 8)], [(1, 24, 36)]):
         contents = [torch.randint(256, (*size, 3), dtype=torch.uint8, generator=torch.Generator()) for size in sizes]
         number = sum(size[0] == 1 for size in sizes)
-        media = [ours.prepare(content, number) for content in contents]
+        media = [prepared(ours, content, number) for content in contents]
         tokens = torch.tensor([[1, *(token for one in media for token in one.tokens), 2]])
         (seen,) = ours.contents_of({"tokens": tokens, **ours.entries_of(tokens, [media])})
         begin = 1

@@ -185,7 +185,7 @@ def test_a_preprocessor_config_that_the_family_does_not_follow_is_refused(
 ) -> None:
     other = shutil.copytree(made[1], tmp_path / "other")
     for fields, sentence in (
-        ({"patch_size": 14}, "has 14 for 'model.vision.patch_size', which is 2 by its config.json"),
+        ({"patch_size": 14}, "has 14 for 'model.vision.patch_size', which is 2 by another file"),
         ({"resample": 2}, "its field 'resample' is 2, but the family supports 3 only"),
         ({"do_pad": True}, "'do_pad' is true"),
         ({"image_mean": [1]}, "its field 'image_mean' is [1], but must be a list of three numbers"),

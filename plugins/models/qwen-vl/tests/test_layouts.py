@@ -54,6 +54,13 @@ FROZEN_DECODER = {"model.frozen": ["embedding", "blocks", "head"]}
 EXPERTS = {"model.num_experts": 4, "model.moe_ffn_hidden_size": 16}
 COMPILED = {"trainer.compile": "aot_eager"}
 BALANCED = {"parallel.balance": True}
+VIDEOS = {
+    "data.media_frames": [1, 5],
+    "trainer.seq_length": 64,
+    "model.vision": {**TOWER, "video_max_pixels": 1600},
+}
+TIMED = {"data.media_frames": [1, 5], "model.vision": {**TOWER, **WINDOWS}}
+"""Videos with times in the text, and with times as positions."""
 SINGLY = {**BALANCED, "trainer.micro_batch_size": 1}
 """Micro batches of a sample: many have no picture."""
 WIDE = pytest.mark.wide("layouts")
@@ -65,6 +72,12 @@ CASES = [
     pytest.param("fsdp2", SINGLY, id="fsdp2 balanced samples", marks=WIDE),
     pytest.param("dp2tp2", {**BALANCED, "model.vision": {**TOWER, **WINDOWS}}, id="dp2tp2 balanced windows"),
     pytest.param("dp2pp2", BALANCED, id="dp2pp2 balanced", marks=WIDE),
+    pytest.param("cp2", {**VIDEOS, **PACKED}, id="cp2 packed videos"),
+    pytest.param("tp2pp2", VIDEOS, id="tp2pp2 videos", marks=WIDE),
+    pytest.param("dp2", {**VIDEOS, **BALANCED}, id="dp2 balanced videos", marks=WIDE),
+    pytest.param("fsdp2", TIMED, id="fsdp2 timed videos", marks=WIDE),
+    pytest.param("cp2", TIMED, id="cp2 timed videos", marks=WIDE),
+    pytest.param("tp2pp2", TIMED, id="tp2pp2 timed videos", marks=WIDE),
     pytest.param("dp2", {}, id="dp2", marks=WIDE),
     pytest.param("zero2", {}, id="zero2", marks=WIDE),
     pytest.param("tp2 parallel.tp.sequence_parallel=false", {}, id="tp2 whole sequences", marks=WIDE),

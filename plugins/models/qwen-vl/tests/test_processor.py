@@ -105,7 +105,7 @@ def test_pictures_that_cannot_be_taken_are_refused() -> None:
     processor, _ = pictures()
     with pytest.raises(ValueError, match="1 x 201 pixels is more than 200 times as long as it is wide"):
         processor.prepare(torch.zeros(1, 201, 1, 3, dtype=torch.uint8))
-    with pytest.raises(ValueError, match="a video of 2 frames cannot be prepared without its text"):
+    with pytest.raises(ValueError, match="a picture has one frame, and this content has 2"):
         processor.prepare(torch.zeros(2, 8, 8, 3, dtype=torch.uint8))
 
 
@@ -136,7 +136,8 @@ def test_media_are_restored_from_the_entries_of_a_micro_batch() -> None:
         processor = VisionProcessor(vision)
         contents = [decode_picture(file_of(number, "RGB")) for number in range(3)]
         contents.append(torch.cat([resize_frames(contents[0], 24, 40), resize_frames(contents[1], 24, 40)] * 2))
-        media = [processor.prepare(content) for content in contents]
+        media = [processor.prepare(content) for content in contents[:3]]
+        media.append(processor.prepare_video(contents[3], 2, list))
         text = [[7, *media[0].tokens, *media[1].tokens], [9] * 5, [9, *media[2].tokens, 8, *media[3].tokens]]
         length = max(map(len, text))
         tokens = torch.tensor([row + [1] * (length - len(row)) for row in text])
@@ -145,7 +146,7 @@ def test_media_are_restored_from_the_entries_of_a_micro_batch() -> None:
         assert [len(own) for own in seen] == [2, 0, 2]
         found = [one for own in seen for one in own]
         for one, medium, content in zip(found, media, contents, strict=True):
-            height, width = fitted(len(content), content.shape[1], content.shape[2], vision)
+            height, width = fitted(content.shape[1], content.shape[2], vision, (64, 1600))
             assert torch.equal(one.content, resize_frames(content, height, width))
             assert len(one.positions) == len(medium.tokens) - 2
         assert {int(tokens[2, position]) for position in seen[2][1].positions} == {vision.video_token}

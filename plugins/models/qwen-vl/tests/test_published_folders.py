@@ -60,6 +60,29 @@ def test_the_folder_says_how_pictures_are_prepared_and_a_run_may_change_it(made:
         run_of(made[1], {**SETTINGS, "model.vision.patch_size": 4})
 
 
+def test_the_folder_says_how_videos_are_prepared(made: tuple[str, Path, Any]) -> None:
+    assert run_of(made[1], SETTINGS).config.model.vision.video_bounds == (64, 400), "those of pictures, without a file"
+    colours = {"image_mean": [0.3, 0.4, 0.5], "image_std": [0.26862954, 0.26130258, 0.27577711]}
+    stated = {"patch_size": 2, **colours, "size": {"shortest_edge": 16, "longest_edge": 900}, "fps": 2}
+    file = made[1] / "video_preprocessor_config.json"
+    try:
+        file.write_text(json.dumps(stated))
+        vision = run_of(made[1], SETTINGS).config.model.vision
+        assert (vision.video_bounds, vision.max_pixels) == ((16, 900), 400)
+        for changes, sentence in (
+            (
+                {"image_mean": [0.3, 0.4, 0.6]},
+                "its video_preprocessor_config.json has .* for 'model.vision.pixel_mean'",
+            ),
+            ({"cap_pixels_per_frame": True}, "its field 'cap_pixels_per_frame' is true"),
+        ):
+            file.write_text(json.dumps({**stated, **changes}))
+            with pytest.raises(UsageError, match=sentence):
+                run_of(made[1], SETTINGS)
+    finally:
+        file.unlink(missing_ok=True)
+
+
 def transpose_experts(found: dict[str, Tensor]) -> None:
     """Experts as in the released folders. The library saves its own in its own order, and reads both."""
     found.update({name: x.mT.contiguous() for name, x in found.items() if ".mlp.experts." in name})

@@ -1,9 +1,6 @@
 """The entries of images are those that the transformers library computes from tokens and grids."""
 
 import random
-from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +9,7 @@ from mplug_qwen_vl.vision import VisionConfig
 
 transformers = pytest.importorskip("transformers")
 
-from seeing_models import IMAGE, VIDEO, Sample, sample  # noqa: E402
+from seeing_models import IMAGE, VIDEO, Sample, library_positions, sample  # noqa: E402
 from transformers import vision_utils  # noqa: E402
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as second  # noqa: E402
 from transformers.models.qwen3_vl import modeling_qwen3_vl as third  # noqa: E402
@@ -41,21 +38,6 @@ def drawn(seed: int, *, frames_apart: bool) -> Sample:
 
 def fits(found: Sample) -> bool:
     return len(found.tokens) == LENGTH
-
-
-def library_positions(model: Any, vision: VisionConfig, found: Sample) -> torch.Tensor:
-    """[S, 3] by the library's method, which uses nothing of its model but the config."""
-    config = SimpleNamespace(
-        vision_config=SimpleNamespace(spatial_merge_size=2, tokens_per_second=vision.tokens_per_second)
-    )
-    own = SimpleNamespace(config=config, get_vision_position_ids=partial(model.get_vision_position_ids, None))
-    grids = {
-        "image_grid_thw": torch.tensor([grid[:3] for grid in found.images]) if found.images else None,
-        "video_grid_thw": torch.tensor([grid[:3] for grid in found.videos]) if found.videos else None,
-        "second_per_grid_ts": [grid.seconds for grid in found.videos] or None,
-    }
-    positions, _ = model.get_rope_index(own, torch.tensor([found.tokens]), torch.tensor([found.kinds]), **grids)
-    return positions[:, 0].T
 
 
 @pytest.mark.parametrize("kind", CASES)

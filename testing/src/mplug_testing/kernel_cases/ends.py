@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from mplug_nn import Dropout, Embedding, Loss
-from mplug_nn.loss import IGNORED
+from mplug_nn.loss import IGNORED, WEIGHTED
 from mplug_testing.kernel_cases.case import Case, Drawn, Suppliers, Tensors
 from mplug_testing.kernel_cases.dense import with_weight
 
@@ -50,21 +50,24 @@ def _losses() -> Iterator[Case]:
     yield _loss("no target at all", (1, 8), 40, ignored=8)
     yield _loss("an odd vocabulary and length", (2, 33), 37, ignored=5)
     yield _loss("batch 1 and length 1", (1, 1), 40)
+    yield _loss("weights of losses", (2, 16), 40, ignored=5, needs=frozenset({WEIGHTED}))
 
 
-def _loss(name: str, rows: tuple[int, int], v: int, ignored: int = 0) -> Case:
+def _loss(name: str, rows: tuple[int, int], v: int, ignored: int = 0, needs: frozenset[str] = frozenset()) -> Case:
     d, drawn = 24, Drawn(v + rows[1])
     labels = drawn.integers(v, *rows)
     labels.flatten()[:ignored] = IGNORED  # a view: the labels are contiguous
     inputs = {"hidden": drawn.normal(*rows, d), "weight": drawn.normal(v, d), "labels": labels}
+    inputs |= {"hundredths": drawn.integers(300, *rows)} if WEIGHTED in needs else {}
 
     def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
         project, loss = with_weight(d, v, x["weight"]), suppliers["Loss.cross_entropy"]
 
         def call() -> dict[str, Tensor]:
-            total, count = loss(x["hidden"], project, x["labels"])
+            weights = (x["hundredths"] / 100,) if "hundredths" in x else ()
+            total, count = loss(x["hidden"], project, x["labels"], *weights)
             return {"loss": total, "number of targets": count}
 
         return call
 
-    return Case(("Loss.cross_entropy",), name, Loss(), inputs, bind)
+    return Case(("Loss.cross_entropy",), name, Loss(), inputs, bind, needs)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mplug import UsageError
-from mplug.commands import config_options, overrides, table
+from mplug.commands import UserPath, config_options, overrides, table
 
 if TYPE_CHECKING:
     from mplug_bench.ceilings import Limits
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 )
 @click.option("--profile", is_flag=True, help="Show the time of a step by class of kernel.")
 @click.option("--limits", is_flag=True, help="Also measure the limits of the machine for each variant's work.")
-@click.option("--out", type=click.Path(path_type=Path), help="Write all figures to this file, as JSON.")
+@click.option("--out", type=UserPath(), help="Write all figures to this file, as JSON.")
 def command(
     steps: int,
     warmup: int,

@@ -10,6 +10,7 @@ import click
 from mplug import UsageError, counted, write_whole
 from mplug.commands import (
     Registry,
+    UserPath,
     config_options,
     format_named,
     human_bytes,
@@ -30,9 +31,7 @@ if TYPE_CHECKING:
 @config_options
 @click.option("--rank", default=0, show_default=True, help="Show the parameters and bytes of this rank.")
 @click.option("--schedule", is_flag=True, help="Show only the pipeline schedule: a chart, and figures of each rank.")
-@click.option(
-    "--svg", type=click.Path(path_type=Path, dir_okay=False), help="With --schedule: also write the chart to this file."
-)
+@click.option("--svg", type=UserPath(dir_okay=False), help="With --schedule: also write the chart to this file.")
 def command(rank: int, schedule: bool, svg: "Path | None", **options: Any) -> None:
     """Show the parts of a run without starting it. No memory is allocated, and no data is read.
 

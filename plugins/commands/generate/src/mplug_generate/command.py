@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mplug.commands import Finite, PluginName, RunName
+from mplug.commands import Finite, PluginName, RunName, UserPath
 
 if TYPE_CHECKING:
     from mplug import Run
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--name", type=RunName(), help="Name of the run; default: the newest run.")
+@click.option("--name", type=RunName(), help="Name of the run; default: the newest run with a checkpoint.")
 @click.option("--step", type=click.IntRange(0), help="Step of the checkpoint; default: the newest valid one.")
 @click.option("--prompt", help="Text to continue; default: 'def ', or an empty text with --image.")
 @click.option(
     "--image",
     "images",
     multiple=True,
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=UserPath(exists=True, dir_okay=False),
     metavar="FILE",
     help="Picture before the text of --prompt, for a model that sees; may be repeated.",
 )
 @click.option(
     "--prompts",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=UserPath(exists=True, dir_okay=False),
     metavar="FILE",
     help="File of prompts: one per line, or JSON lines with the field 'prompt' if its name ends in '.jsonl'. Images of "
     "JSON lines are files in the folder of this file.",
 )
 @click.option(
     "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=UserPath(dir_okay=False),
     metavar="FILE",
     help="With --prompts: file for the texts, as JSON lines in the order of the prompts; default: standard output.",
 )
@@ -60,17 +60,28 @@ if TYPE_CHECKING:
     help="Sampling temperature; 0: always the most probable token.",
 )
 @click.option(
-    "--top-k", default=0, type=click.IntRange(0, 2**31), help="Sample from the k most probable tokens; 0: from all."
+    "--top-k",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0, 2**31),
+    help="Sample from the k most probable tokens; 0: from all.",
 )
 @click.option(
     "--top-p",
     default=1.0,
+    show_default=True,
     type=Finite(0, 1, min_open=True),
     help="Sample from the most probable tokens that together have this probability.",
 )
 @click.option("--stop", "stops", multiple=True, metavar="WORD", help="End the text before this word; may be repeated.")
 @click.option("--seed", default=0, show_default=True, type=int, help="The same seed gives the same text.")
-@click.option("--device", default="auto", type=click.Choice(["auto", "cpu", "cuda"]), help="Device to compute on.")
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    help="Device to compute on.",
+)
 @click.option(
     "--graphs",
     default="auto",
@@ -87,12 +98,14 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--pretrained",
-    type=click.Path(path_type=Path),
+    type=UserPath(),
     metavar="FOLDER",
     help="Sample from a published checkpoint (a folder of an installed format) instead of a run.",
 )
 @click.option(
-    "--chat", is_flag=True, help="With --pretrained: the prompt is a user's message, in the folder's chat template."
+    "--chat",
+    is_flag=True,
+    help="The prompt is a user's message, in the chat template of the published folder, or of the run's data.",
 )
 @click.option("--attention", type=PluginName("kernels"), help="Kernel plugin for attention; default: the run's.")
 @click.option("--parallel", metavar="LAYOUT", help="Layout of strategies that divide the computation: tp2, ep4.")
@@ -112,11 +125,15 @@ def command(**options: Any) -> None:
     ('end': an end token, 'stop': a word of --stop, 'length': --tokens). A text depends on the seed, on its prompt, and
     on how often the same prompt came before; not on other prompts or on --batch-size.
 
+    A run that was trained on conversations ends its texts where its chat template ends an answer. Without --name, the
+    command samples from the newest run that has a checkpoint.
+
     With --chat, each --image becomes what the folder's chat template writes for an image. A text with images cannot be
     longer than the longest sequence of the model.
 
     \b
     mplug generate --prompt "class Parser" --tokens 500 --temperature 0.7
+    mplug generate --name chat --chat --prompt "Why is the sky blue?"
     mplug generate --pretrained Qwen3-8B --chat --prompt "Why is the sky blue?" --precision bf16
     mplug generate --pretrained Qwen3-8B --prompts questions.jsonl --output answers.jsonl --parallel tp2
     mplug generate --pretrained Qwen3-VL-8B --chat --image cat.jpg --prompt "What is this?" --precision bf16
@@ -166,11 +183,8 @@ class Asked:
 
         if self.pretrained is not None and (self.name is not None or self.step is not None):
             raise UsageError("--pretrained names a folder, and --name and --step a run; use one of them")
-        if self.pretrained is None and (self.chat or self.precision is not None):
-            raise UsageError(
-                "--chat and --precision apply only to published checkpoints; add --pretrained. To chat with a run, "
-                "export it first: mplug checkpoint export --to FORMAT FOLDER, then --pretrained FOLDER"
-            )
+        if self.pretrained is None and self.precision is not None:
+            raise UsageError("--precision applies only to published checkpoints; add --pretrained, or remove it")
         if self.prompts is not None and self.prompt is not None:
             raise UsageError("--prompt is one prompt, and --prompts a file of them; use one of them")
         if self.prompts is not None and self.images:
@@ -280,11 +294,14 @@ def _settled(base: "Settings", overrides: "Settings", world: "World | None") -> 
 
 def _of_run(asked: Asked, world: "World | None") -> "tuple[Job, Run]":
     from mplug import Mesh, UsageError
-    from mplug.commands import Verified, at_step, choose, find_directory, saved_settings
+    from mplug.commands import Verified, at_step, choose, find_directory, newest_saved, saved_settings
+    from mplug_generate.pretrained import encode
     from mplug_generate.work import Job
 
     prompts = asked.read()
-    directory = find_directory(asked.name)
+    directory = find_directory(asked.name) if asked.name is not None else newest_saved()
+    if asked.name is None and (newest := find_directory(None)) != directory and (world is None or world.rank == 0):
+        click.echo(f"mplug: sampling from '{directory}': the newer run '{newest}' has no checkpoint", err=True)
     checkpoint = at_step(directory / "checkpoints", asked.step)
     base = saved_settings(directory)
     run, overrides = _settled(base, asked.settings(world=world), world)
@@ -293,11 +310,20 @@ def _of_run(asked: Asked, world: "World | None") -> "tuple[Job, Run]":
         raise UsageError(
             f"the data plugin of run '{directory}' has no tokenizer to decode tokens; use another run with --name"
         )
-    encoded = _encoded(
-        prompts, lambda: run, lambda prompt: tokenizer.encode(prompt.text), tokenizer.encode, of_folder=False
-    )
+    if asked.chat and not hasattr(tokenizer, "encode_chat"):
+        raise UsageError(
+            f"--chat: the data of run '{directory}' have no chat template, because it was not trained on "
+            f"conversations; write the whole prompt in --prompt, without --chat"
+        )
+
+    def tokens(prompt: "Prompt") -> "Sequence[int]":
+        return encode(tokenizer, prompt, chat=True) if asked.chat else tokenizer.encode(prompt.text)
+
+    # A template marks the places of pictures itself, as that of a folder does.
+    encoded = _encoded(prompts, lambda: run, tokens, tokenizer.encode, of_folder=asked.chat)
     size = getattr(tokenizer, "vocab_size", None)
     wanted = asked.wanted(prompts, encoded, run.config.trainer.seq_length, size)
+    wanted = replace(wanted, ends=frozenset(getattr(tokenizer, "end_tokens", ())))
     if asked.step is not None:
         return Job(base, overrides, checkpoint, False, wanted), run
     verified = Verified()

@@ -29,6 +29,10 @@ class Encoded:
         return cls(found, found)
 
 
+PLACE = (-1,)
+"""The mark of a picture where a chat template supports texts only (`Tokenizer.encode_chat`)."""
+
+
 def prepared(prompt: Prompt, processor: "Processor") -> "list[Medium]":
     """The pictures of a prompt; UsageError that names the first one that the model cannot take."""
     return [_prepared(path, prompt, processor) for path in prompt.images]
@@ -55,7 +59,7 @@ def encoded(
     where the prompt says (`Prompt.places`). UsageError if there is no such place.
     """
     media = [medium.written(encode) for medium in prepared(prompt, processor)]
-    places = _places(tokens, {medium.mark for medium in media} - {()})
+    places = _places(tokens, {PLACE, *(medium.mark for medium in media)} - {()})
     if len(places) == len(media):
         ends = [0, *(end for _, end in places)]
         texts = [tokens[end:begin] for end, (begin, _) in zip(ends, places, strict=False)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mplug import RunError
+from mplug import RunError, counted
 from mplug.commands import listed
 from mplug_generate.pictures import Encoded, prepared
 from mplug_generate.prompts import Prompt, occurrences, output_line
@@ -172,6 +172,8 @@ def _sample(run: "Run", sampler: "Sampler", job: Job, ranks: "Alone", replays: "
         if run.rank == 0 and wanted.lines:
             lines = [output_line(*one) for one in zip(wanted.prompts[batch], texts, strict=True)]
             _write(wanted.output, lines, is_first=batch.start == 0)
+    if run.rank == 0 and wanted.output is not None:
+        click.echo(f"wrote {counted(len(wanted.prompts), 'text')} to '{wanted.output}'")
 
 
 def _media_of(run: "Run", sampler: "Sampler", prompts: Sequence[Prompt]) -> "Media | None":

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from mplug.commands import config_options
+from mplug.commands import UserPath, config_options
 
 if TYPE_CHECKING:
     from mplug import Run
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     "--output",
     default="samples.html",
     show_default=True,
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=UserPath(dir_okay=False),
     help="File for the page.",
 )
 def command(split: Literal["train", "validation"], samples: int, skip: int, output: Path, **options: Any) -> None:

@@ -2,13 +2,14 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat
 
-from mplug import DOCUMENTS, MAY_CHANGE, STREAMS, distinct
+from mplug import DOCUMENTS, LOSS_WEIGHTS, MAY_CHANGE, STREAMS, distinct
 
 CONVERSATIONS = "conversations"
 OF_CONVERSATIONS = (
-    "template_variables", "special_tokens", "picture_mark", "max_pixels", "max_rows", "too_long", "max_documents"
+    "template_variables", "special_tokens", "sample_weights", "picture_mark", "max_pixels", "video_fps", "max_rows",
+    "too_long", "max_documents",
 )  # fmt: skip
 """The fields that only the task encoder of conversations uses, except the template, which a folder may supply."""
 
@@ -42,6 +43,11 @@ class EnergonConfig(BaseModel):
     special_tokens: Annotated[list[str], AfterValidator(distinct)] | None = Field(
         None, description="of conversations: texts that are encoded as one token each; null: those of the template"
     )
+    sample_weights: bool = Field(
+        False,
+        description="of conversations: multiply the losses of a conversation by its 'weight', without which it is 1; "
+        "false: conversations with another weight than 1 cannot be used",
+    )
     picture_mark: str | None = Field(
         "<image>",
         min_length=1,
@@ -49,6 +55,12 @@ class EnergonConfig(BaseModel):
     )
     max_pixels: int = Field(
         1 << 27, ge=1, description="of conversations: largest number of pixels of a picture file, by its header"
+    )
+    video_fps: PositiveFloat | None = Field(
+        None,
+        allow_inf_nan=False,
+        description="of conversations: frames in a second of a video whose part of a message has no 'fps'; null: such "
+        "a video cannot be used",
     )
     max_rows: int | None = Field(
         None,
@@ -110,4 +122,6 @@ class EnergonConfig(BaseModel):
         """The entries of micro batches in addition to tokens, labels and positions."""
         if not self.has_conversations:
             return self.entries
-        return (STREAMS,) if self.packing_buffer_size is None else (DOCUMENTS, STREAMS)
+        packed, weighted = self.packing_buffer_size is not None, self.sample_weights
+        given = {DOCUMENTS: packed, LOSS_WEIGHTS: weighted, STREAMS: True}
+        return tuple(name for name, is_given in given.items() if is_given)

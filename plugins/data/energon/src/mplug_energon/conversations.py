@@ -14,7 +14,7 @@ from torch import Tensor
 from mplug import IGNORED, Medium, Processor
 from mplug_energon.config import EnergonConfig
 from mplug_energon.faults import Unusable
-from mplug_energon.media import Files, prepare_media
+from mplug_energon.media import Files, Preparation, prepare_media
 from mplug_energon.messages import INVALID, read_conversation
 from mplug_energon.packing import Size, pack
 from mplug_energon.writing import Writer, Written
@@ -22,6 +22,7 @@ from mplug_tokenization.templates import Template
 from mplug_tokenization.vocabulary import Vocabulary
 
 TOO_LARGE, TOO_LONG, NO_ANSWER = "a picture that is too large", "a text that is too long", "no answer"
+WEIGHT = "a weight without data.sample_weights"
 UNBOUNDED = 1 << 62
 
 
@@ -34,11 +35,12 @@ class Raw(Sample):
 
 @edataclass
 class Talk(Sample):
-    """A conversation: tokens [n], labels [n], and its media in order."""
+    """A conversation: tokens [n], labels [n], its media in order, and the weight of its losses."""
 
     tokens: Tensor
     labels: Tensor
     media: tuple[Medium, ...]
+    weight: float
 
     @property
     def size(self) -> Size:
@@ -48,10 +50,11 @@ class Talk(Sample):
 
 @edataclass
 class Filled(Sample):
-    """A sample: tokens [S], labels [S], positions [S] and its media in order."""
+    """A sample: tokens [S], labels [S], weights of losses [S], positions [S] and its media in order."""
 
     tokens: Tensor
     labels: Tensor
+    loss_weights: Tensor
     positions: Tensor
     media: tuple[Medium, ...]
 
@@ -85,8 +88,9 @@ class Conversations(DefaultTaskEncoder):
         self, config: EnergonConfig, template: Template, vocabulary: Vocabulary, processor: Processor, seq_length: int
     ) -> None:
         super().__init__()
-        self.config, self.seq_length, self.processor = config, seq_length, processor
+        self.config, self.seq_length = config, seq_length
         self.text = Writer(template, vocabulary, processor)
+        self.media = Preparation(processor, vocabulary.encode, config.max_pixels, config.video_fps)
         self.vocab_size = self.text.vocab_size
         self.budget = Size(seq_length, UNBOUNDED if config.max_rows is None else config.max_rows)
         eod = vocabulary.tokenizer.eod
@@ -105,10 +109,18 @@ class Conversations(DefaultTaskEncoder):
         if "json" not in sample.files.own:
             raise Unusable(f"it has no file '.json' (but {', '.join(sample.files.own) or 'none'})", INVALID)
         conversation = read_conversation(sample.files.own["json"], self.config.picture_mark)
-        media = prepare_media(conversation, sample.files, self.processor, self.config.max_pixels)
+        if conversation.weight != 1 and not self.config.sample_weights:
+            raise Unusable(
+                f"it has the weight {conversation.weight:g}, and data.sample_weights is false; set it to true, or "
+                f"remove the weight",
+                WEIGHT,
+            )
+        media = prepare_media(conversation, sample.files, self.media)
         written = self._cut(self.text.write(conversation, media))
         tokens, labels = written.labelled()
-        talk = Talk.derive_from(sample, tokens=tokens, labels=labels, media=tuple(written.media))
+        talk = Talk.derive_from(
+            sample, tokens=tokens, labels=labels, media=tuple(written.media), weight=conversation.weight
+        )
         return talk if self.config.packing_buffer_size is not None else self._filled(talk)
 
     def select_samples_to_pack(self, samples: list[Talk]) -> list[list[Talk]]:
@@ -127,6 +139,7 @@ class Conversations(DefaultTaskEncoder):
             samples[0],
             tokens=self._padded([talk.tokens for talk in samples], self.filler),
             labels=self._padded([talk.labels for talk in samples], IGNORED),
+            loss_weights=self._weights(samples),
             positions=torch.cat([torch.arange(length) for length in lengths]),
             media=tuple(medium for talk in samples for medium in talk.media),
             document_lengths=spread,
@@ -137,9 +150,13 @@ class Conversations(DefaultTaskEncoder):
             talk,
             tokens=self._padded([talk.tokens], self.filler),
             labels=self._padded([talk.labels], IGNORED),
+            loss_weights=self._weights([talk]),
             positions=torch.arange(self.seq_length),
             media=talk.media,
         )
+
+    def _weights(self, talks: list[Talk]) -> Tensor:
+        return self._padded([torch.full((len(talk.tokens),), talk.weight) for talk in talks], 1)
 
     def _padded(self, rows: list[Tensor], value: int) -> Tensor:
         row = torch.cat(rows)

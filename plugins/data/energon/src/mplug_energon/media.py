@@ -1,11 +1,12 @@
 """The pictures and videos of a conversation: from files of the sample, or of the data set's folder."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from mplug import Medium, Processor, UsageError
 from mplug_energon.faults import Unusable
@@ -60,15 +61,28 @@ class Files:
         )
 
 
-def prepare_media(conversation: Conversation, files: Files, processor: Processor, most_pixels: int) -> list[Medium]:
+@dataclass(frozen=True)
+class Preparation:
+    """What prepares media: the processor of the model, and the tokens of texts that stand between frames of videos.
+
+    `rate` is that of videos whose part of a message states none.
+    """
+
+    processor: Processor
+    encode: Callable[[str], Sequence[int]]
+    most_pixels: int
+    rate: float | None
+
+
+def prepare_media(conversation: Conversation, files: Files, preparation: Preparation) -> list[Medium]:
     """The media that a conversation mentions, in order.
 
     Raises Unusable if it mentions an absent picture or has one that it does not mention, if a file is missing, outside
     of the data set's folder or damaged, and if the model cannot take a picture.
     """
     chosen = _files_of(conversation, files)
-    num_pictures = sum(not mention.is_video for mention, _ in chosen)
-    return [_prepared(one, files, processor, num_pictures, most_pixels) for one in chosen]
+    number = sum(not mention.is_video for mention, _ in chosen)
+    return [_prepared(mention, names, files, preparation, number) for mention, names in chosen]
 
 
 def _files_of(conversation: Conversation, files: Files) -> list[tuple[Mention, tuple[str, ...]]]:
@@ -92,23 +106,34 @@ def _files_of(conversation: Conversation, files: Files) -> list[tuple[Mention, t
 
 
 def _prepared(
-    chosen: tuple[Mention, Sequence[str]], files: Files, processor: Processor, num_pictures: int, most_pixels: int
+    mention: Mention, names: Sequence[str], files: Files, preparation: Preparation, num_pictures: int
 ) -> Medium:
-    (mention, names), frames = chosen, []
+    frames = []
     for name in names:
         try:
-            frames.append(decode_picture(files.read(name), most_pixels))
+            frames.append(decode_picture(files.read(name), preparation.most_pixels))
         except ValueError as error:
             raise Unusable(f"the picture '{name[:200]}': {error}", DAMAGED) from None
     what = f"the video of '{names[0][:200]}'" if mention.is_video else f"the picture '{names[0][:200]}'"
     if len({frame.shape for frame in frames}) > 1:
         raise Unusable(f"{what} has frames of different sizes", UNSUPPORTED)
-    if mention.is_video and len(frames) == 1:
-        frames *= 2  # a medium of one frame is a picture
     try:
-        return processor.prepare(torch.cat(frames), num_pictures)
+        if mention.is_video:
+            return _video(torch.cat(frames), mention, preparation)
+        return preparation.processor.prepare(torch.cat(frames), num_pictures)
     except (ValueError, UsageError) as error:
         raise Unusable(f"{what}: {error}", UNSUPPORTED) from None
+
+
+def _video(frames: Tensor, mention: Mention, preparation: Preparation) -> Medium:
+    prepare = getattr(preparation.processor, "prepare_video", None)
+    rate = preparation.rate if mention.rate is None else mention.rate
+    if prepare is None:
+        raise ValueError("the model takes no videos")
+    if rate is None:
+        raise ValueError("its number of frames in a second is unknown; add 'fps' to its part, or set data.video_fps")
+    found: Medium = prepare(frames, rate, preparation.encode)
+    return found
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

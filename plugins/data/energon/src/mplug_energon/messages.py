@@ -1,7 +1,7 @@
 """Conversations in JSON: messages whose content is text, or a list of parts of text, pictures and videos.
 
 A picture is `{"type": "image"}` (the next one of the sample) or `{"type": "image", "image": "FILE"}`. A video is
-`{"type": "video", "video": ["FILE", ...]}`, a file for each frame.
+`{"type": "video", "video": ["FILE", ...], "fps": 2}`, a file for each frame.
 """
 
 import json
@@ -20,23 +20,29 @@ NAMES = ("image", "path")
 
 @dataclass(frozen=True)
 class Mention:
-    """A picture or a video in a message, by the files of its frames; None: the next picture of the sample."""
+    """A picture or a video in a message, by the files of its frames; None: the next picture of the sample.
+
+    `rate` is the number of frames of a video in a second, if the message states it.
+    """
 
     files: tuple[str, ...] | None
     is_video: bool = False
+    rate: float | None = None
 
 
 @dataclass(frozen=True)
 class Conversation:
     """The messages with their content as lists of parts, and the pictures and videos that they mention, in order.
 
-    `pictures` are the files that the conversation itself lists as its pictures; None: it lists none.
+    `pictures` are the files that the conversation itself lists as its pictures; None: it lists none. `weight`
+    multiplies the losses of its targets.
     """
 
     messages: list[dict[str, Any]]
     mentions: tuple[Mention, ...]
     pictures: tuple[str, ...] | None
     tools: Any
+    weight: float = 1.0
 
     @property
     def end(self) -> int:
@@ -58,15 +64,17 @@ def read_conversation(data: bytes, mark: str | None) -> Conversation:
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list):
         raise Unusable(f"its JSON has no list 'messages'; {WRONG}", INVALID)
-    if record.get("weight", 1) != 1:
-        raise Unusable(
-            f"it has the weight {record['weight']!r}, and samples cannot have weights; remove it, or give its data set "
-            f"a weight in a metadataset",
-            INVALID,
-        )
+    weight = record.get("weight", 1)
+    if not (is_positive(weight) or (weight == 0 and type(weight) in (int, float))):
+        raise Unusable(f"it has the weight {weight!r}; a weight is a number of at least 0", INVALID)
     mentions: list[Mention] = []
     read = [_message(message, number, mark, mentions) for number, message in enumerate(messages, start=1)]
-    return Conversation(read, tuple(mentions), _listed(record.get("images")), record.get("tools"))
+    return Conversation(read, tuple(mentions), _listed(record.get("images")), record.get("tools"), float(weight))
+
+
+def is_positive(value: Any) -> bool:
+    """Whether a value of JSON is a finite number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 def _listed(images: Any) -> tuple[str, ...] | None:
@@ -110,14 +118,15 @@ def _part(part: Any, number: int, mentions: list[Mention]) -> dict[str, Any]:
         if name is None or isinstance(name, str):
             mentions.append(Mention(None if name is None else (name,)))
             return {"type": "image"}
-    if kind == "video" and not part.keys() - {"type", "video"}:
-        frames = part.get("video")
-        if isinstance(frames, list) and frames and all(isinstance(name, str) for name in frames):
-            mentions.append(Mention(tuple(frames), is_video=True))
+    if kind == "video" and not part.keys() - {"type", "video", "fps"}:
+        frames, rate = part.get("video"), part.get("fps")
+        has_frames = isinstance(frames, list) and frames and all(isinstance(name, str) for name in frames)
+        if has_frames and (rate is None or is_positive(rate)):
+            mentions.append(Mention(tuple(frames), is_video=True, rate=rate))
             return {"type": "video"}
     raise Unusable(
         f'message {number} has the part {json.dumps(part)[:120]}; a part is a text ({{"type": "text", "text": '
         f'"..."}}), a picture ({{"type": "image"}}, with the key \'image\' for its file) or a video '
-        f'({{"type": "video", "video": ["FILE", ...]}})',
+        f'({{"type": "video", "video": ["FILE", ...], "fps": 2}})',
         INVALID,
     )

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from megatron.energon import TaskEncoder
 
     from mplug import Run, RunConfig
+    from mplug_tokenization.chat import ChatVocabulary
     from mplug_tokenization.templates import Template
-    from mplug_tokenization.vocabulary import Vocabulary
 
 NAMES = ("text", "image-text", CONVERSATIONS)
 """The bundled task encoders."""
@@ -164,12 +164,12 @@ class Energon:
 
         return read_template(self.config.template, self.config.template_variables)
 
-    def vocabulary(self, places: "Mapping[str, int] | None" = None) -> "Vocabulary":
-        """The tokenizer's tokens and the template's special tokens, and tokens for places in the text."""
-        from mplug_tokenization.vocabulary import Vocabulary
+    def vocabulary(self, places: "Mapping[str, int] | None" = None) -> "ChatVocabulary":
+        """The tokenizer's tokens, the template with its special tokens, and tokens for places in the text."""
+        from mplug_tokenization.chat import ChatVocabulary
 
-        special = self.config.special_tokens
-        return Vocabulary(self.tokenizer, self.template.special if special is None else special, places)
+        special = self.template.special if self.config.special_tokens is None else self.config.special_tokens
+        return ChatVocabulary(self.tokenizer, special, self.template, places)
 
     @hookimpl
     def build_tokenizer(self) -> Tokenizer:

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from mplug.commands import UserPath
+
 if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageDraw import ImageDraw
@@ -18,8 +20,8 @@ LINES = 4
 
 
 @click.command()
-@click.argument("path", type=click.Path(path_type=Path))
-@click.option("--output", default="batch.png", show_default=True, type=click.Path(path_type=Path), help="The PNG file.")
+@click.argument("path", type=UserPath())
+@click.option("--output", default="batch.png", show_default=True, type=UserPath(), help="The PNG file.")
 @click.option("--part", default="train", show_default=True, help="Part of the data set to draw.")
 @click.option("--samples", default=16, show_default=True, type=click.IntRange(1), help="Number of samples.")
 @click.option("--size", default=128, show_default=True, type=click.IntRange(1), help="Side of an image in pixels.")

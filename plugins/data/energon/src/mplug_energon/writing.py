@@ -120,7 +120,7 @@ def _marks_of(medium: Medium, tokens: Sequence[int], at: int, marks: frozenset[i
     """The number of tokens from `at` on that mark a medium: the place of one, or `marks` in the order of its tokens."""
     if tokens[at] == PLACE_TOKEN:
         return 1
-    order = list(dict.fromkeys(token for token in medium.tokens if token in marks))
+    order = [token for token in dict.fromkeys(medium.tokens) if token in marks]
     end = at
     while end < len(tokens) and tokens[end] in order:
         order = order[order.index(tokens[end]) + 1 :]

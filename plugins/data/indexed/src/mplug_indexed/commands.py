@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
-from mplug.commands import OpenGroup
+from mplug.commands import OpenGroup, UserPath
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -229,9 +229,7 @@ def verify(prefixes: tuple[str, ...], vocab_size: int | None) -> None:
 @click.option(
     "--by-size", is_flag=True, help="Multiply each weight by the tokens of its corpus; weights are then epochs."
 )
-@click.option(
-    "--write", type=click.Path(dir_okay=False, path_type=Path), help="Write a config for training to this file."
-)
+@click.option("--write", type=UserPath(dir_okay=False), help="Write a config for training to this file.")
 def blend(weighted: tuple[str, ...], tokens: int | None, by_size: bool, write: Path | None) -> None:
     """Show the proportion, tokens and epochs that weights give to each corpus, and write them as a config.
 
@@ -256,7 +254,7 @@ def blend(weighted: tuple[str, ...], tokens: int | None, by_size: bool, write: P
     "--output",
     default="tokenizer.json",
     show_default=True,
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=UserPath(dir_okay=False),
     help="Output file.",
 )
 @click.option(

@@ -4,10 +4,11 @@ from typing import TYPE_CHECKING, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
-from mplug import DOCUMENTS, STREAMS, MapLoader, UsageError, hookimpl
+from mplug import DOCUMENTS, LOSS_WEIGHTS, STREAMS, MapLoader, UsageError, hookimpl
 
 if TYPE_CHECKING:
-    from mplug import Run, RunConfig
+    from mplug import Processor, Run, RunConfig
+    from mplug_mock.samples import Media
 
 
 class Mock:
@@ -24,6 +25,9 @@ class Mock:
             ge=1,
             description="number of documents per sample, of random lengths; 1: samples are not packed",
         )
+        loss_weights: bool = Field(
+            False, description="multiply the loss of each document by a random weight between 0 and 2"
+        )
         media: int = Field(
             0, ge=0, description="largest number of pictures of noise in a sample, for a model that takes pictures"
         )
@@ -31,10 +35,17 @@ class Mock:
             (56, 224), description="smallest and largest height and width of a picture, in pixels"
         )
 
+        media_frames: tuple[PositiveInt, PositiveInt] = Field(
+            (1, 1),
+            description="smallest and largest number of frames; more than one are a video of two frames in a second",
+        )
+
         @model_validator(mode="after")
-        def _sides_are_in_order(self) -> Self:
+        def _bounds_are_in_order(self) -> Self:
             if self.media_sides[0] > self.media_sides[1]:
                 raise ValueError(f"media_sides {self.media_sides} must be the smallest side and the largest")
+            if self.media_frames[0] > self.media_frames[1]:
+                raise ValueError(f"media_frames {self.media_frames} must be the smallest number and the largest")
             return self
 
     def __init__(self, config: Config) -> None:
@@ -51,20 +62,29 @@ class Mock:
 
     @hookimpl
     def batch_entries(self) -> tuple[str, ...]:
-        """Document lengths, if samples are packed, and the entries of streams, if samples have media."""
-        packed = (DOCUMENTS,) if self.config.documents > 1 else ()
-        return (*packed, STREAMS) if self.config.media else packed
+        """Document lengths, if samples are packed, weights of losses, and the entries of streams of media."""
+        own = self.config
+        given = {DOCUMENTS: own.documents > 1, LOSS_WEIGHTS: own.loss_weights, STREAMS: own.media > 0}
+        return tuple(name for name, is_given in given.items() if is_given)
+
+    def _media(self, processor: "Processor", vocab_size: int) -> "Media":
+        from mplug_mock.samples import Media
+
+        own = self.config
+        if own.media_frames[1] > 1 and not hasattr(processor, "prepare_video"):
+            raise UsageError(f"data.media_frames={own.media_frames} has videos, and the model takes none; remove it")
+        return Media(processor, own.media, own.media_sides, own.media_frames, vocab_size)
 
     @hookimpl
     def build_loader(self, run: "Run") -> MapLoader:
         """A loader of random samples; both splits have the same samples."""
-        from mplug_mock.samples import Media, reader
+        from mplug_mock.samples import reader
 
         trainer, own = run.config.trainer, self.config
         vocab_size = own.vocab_size or run.config.model.vocab_size
-        media = Media(run.processor, own.media, own.media_sides) if own.media else None
+        media = self._media(run.processor, vocab_size) if own.media else None
         return MapLoader(
-            reader(trainer.seed, vocab_size, trainer.seq_length, own.documents, media),
+            reader(trainer.seed, vocab_size, trainer.seq_length, own.documents, media, is_weighted=own.loss_weights),
             vocab_size=vocab_size,
             shard=run.mesh.batch_shard(run.rank),
             micro_batch_size=run.micro_batch_size,

@@ -16,13 +16,22 @@ Spans = list[tuple[int, int]]
 """The first position of each medium in a sample, and the number of its tokens."""
 
 
+RATE = 2.0
+"""Frames of a video in a second."""
+
+
 @dataclass(frozen=True)
 class Media:
-    """Up to `most` media in a sample: noise of one frame, whose height and width are between the two `sides`."""
+    """Up to `most` media in a sample: noise whose height and width are between the two `sides`.
+
+    The number of frames is between the two `frames`; more than one are a video.
+    """
 
     processor: "Processor"
     most: int
     sides: tuple[int, int]
+    frames: tuple[int, int]
+    vocab_size: int
 
     def drawn(self, generator: torch.Generator) -> list[Medium]:
         """The media of a sample; each number of them is equally likely."""
@@ -32,22 +41,36 @@ class Media:
     def _one(self, generator: torch.Generator, number: int) -> Medium:
         least, largest = self.sides
         height, width = torch.randint(least, largest + 1, (2,), generator=generator).tolist()
-        colours = torch.randint(256, (1, height, width, 3), generator=generator, dtype=torch.uint8)
-        return self.processor.prepare(colours, number)
+        frames = self._frames(generator)
+        colours = torch.randint(256, (frames, height, width, 3), generator=generator, dtype=torch.uint8)
+        if frames == 1:
+            return self.processor.prepare(colours, number)
+        found: Medium = self.processor.prepare_video(colours, RATE, self._encode)  # type: ignore[attr-defined]
+        return found
+
+    def _frames(self, generator: torch.Generator) -> int:
+        least, largest = self.frames
+        return least if least == largest else int(torch.randint(least, largest + 1, (), generator=generator))
+
+    def _encode(self, text: str) -> list[int]:
+        """Tokens for the bytes of a text, none of which is a placeholder."""
+        free = [token for token in range(self.vocab_size) if token not in self.processor.placeholders]
+        return [free[byte % len(free)] for byte in text.encode()]
 
 
 def reader(
-    seed: int, vocab_size: int, length: int, documents: int, media: Media | None = None
+    seed: int, vocab_size: int, length: int, documents: int, media: Media | None = None, *, is_weighted: bool = False
 ) -> Callable[[range], MicroBatch]:
     """A function that makes samples of `length` tokens by their numbers, each with this number of documents.
 
     In a packed sample, positions restart at 0 in every document, and a document's last token has no target. A medium
-    lies within a document; one for which a sample has no room is left out.
+    lies within a document; one for which a sample has no room is left out. If samples are weighted, the losses of each
+    document have a random weight.
     """
     positions = torch.arange(length)[None]
 
     def read(sample_ids: range) -> MicroBatch:
-        windows, lengths, in_samples = [], [], []
+        windows, lengths, in_samples, weights = [], [], [], []
         generator = torch.Generator()
         for number in sample_ids:
             generator.manual_seed(hash((seed, number)))
@@ -56,9 +79,14 @@ def reader(
             windows.append(window)
             in_samples.append(found)
             lengths.append(_cut(length, documents, spans, generator))
+            if is_weighted:
+                of_document = 2 * torch.rand(documents, generator=generator)
+                weights.append(of_document.repeat_interleave(lengths[-1]))
         tokens = torch.stack(windows)  # [B, S + 1]
         ids = torch.tensor(list(sample_ids))
         batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": positions, "sample_ids": ids}
+        if is_weighted:
+            batch["loss_weights"] = torch.stack(weights)
         if documents > 1:
             batch |= _packed(batch["labels"], torch.stack(lengths))
         return batch if media is None else {**batch, **_with_media(batch, media.processor, in_samples)}

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from mplug import Run, RunConfig
     from mplug_packed.samples import Count, Documents
+    from mplug_tokenization.chat import ChatVocabulary
     from mplug_tokenization.templates import Template
-    from mplug_tokenization.vocabulary import Vocabulary
 
 log = logging.getLogger("mplug.packed")
 Split = Literal["train", "validation"]
@@ -123,16 +123,16 @@ class Packed:
         return describe_tokenizer(self.config.tokenizer, self.config.tokenizer_options, "data.tokenizer")
 
     @cached_property
-    def vocabulary(self) -> "Vocabulary":
-        """The tokenizer's tokens and the template's special tokens."""
-        from mplug_tokenization.vocabulary import Vocabulary
+    def vocabulary(self) -> "ChatVocabulary":
+        """The tokenizer's tokens, the template's special tokens, and the template."""
+        from mplug_tokenization.chat import ChatVocabulary
 
-        special = self.config.special_tokens
-        return Vocabulary(load_tokenizer(self.tokenizer), self.template.special if special is None else special)
+        special = self.template.special if self.config.special_tokens is None else self.config.special_tokens
+        return ChatVocabulary(load_tokenizer(self.tokenizer), special, self.template)
 
     @hookimpl
     def build_tokenizer(self) -> Tokenizer:
-        """The tokenizer, which also encodes special tokens that a text spells out."""
+        """The tokenizer: it also encodes special tokens that a text spells out, and writes and ends conversations."""
         return self.vocabulary
 
     @hookimpl

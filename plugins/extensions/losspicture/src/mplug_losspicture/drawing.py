@@ -5,6 +5,7 @@ pygal, the nearest library, would add four packages to the host, and its picture
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 Points = list[tuple[float, float]]
 """(step, loss)."""
@@ -15,11 +16,15 @@ WIDTH, HEIGHT = 720, 360
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 40, 52  # margins around the axes, in pixels
 FEW = 40
 """Up to so many points are drawn with markers."""
+NEAR = 50
+"""A point of a smoothed curve is the mean over 1/50 of the points on either side of it; of fewer near the ends."""
 MOST = 1024
 """Points of a curve; there are fewer pixels."""
 LOGARITHMIC = 10.0
 """If the greatest loss is more than so many times the least, the loss axis is logarithmic."""
 TRAINING, VALIDATION, INK, GRID = "#1f6fb4", "#c8500a", "#333333", "#dddddd"
+PALE = {TRAINING: "#b9d2ea", VALIDATION: "#edc4ae"}
+"""The colours of the points behind a smoothed curve."""
 
 
 class Curve:
@@ -82,8 +87,12 @@ def svg(training: Curve, validation: Curve) -> str | None:
     start = LEFT + 16
     for name, curve, colour in curves:
         if curve.points():
+            points, reach = curve.points(), len(curve.points()) // NEAR if len(curve.points()) > FEW else 0
             label = name if curve.width == 1 else f"{name}, means of {curve.width} steps"
-            parts += _line([(x(step), y(loss)) for step, loss in curve.points()], colour)
+            if reach:
+                label += f", smoothed over {(2 * reach + 1) * curve.width}"
+                parts += _line([(x(step), y(loss)) for step, loss in points], PALE[colour], width=1)
+            parts += _line([(x(step), y(loss)) for step, loss in smoothed(points, reach)], colour)
             parts.append(f'<path d="M{start} 20h24" stroke="{colour}" stroke-width="2"/>')
             parts.append(f'<text x="{start + 32}" y="24.5">{label}</text>')
             start += 60 + 7 * len(label)
@@ -104,10 +113,20 @@ def _frame(is_log: bool) -> Iterator[str]:
     yield f'<text transform="translate(18 {middle}) rotate(-90)" text-anchor="middle">loss, nats per token{unit}</text>'
 
 
-def _line(points: Points, colour: str) -> Iterator[str]:
+def smoothed(points: Points, reach: int) -> Points:
+    """Each point with the mean of the losses of up to `reach` points on either side, equally many on both."""
+    sums = [0.0, *accumulate(loss for _, loss in points)]
+    found = []
+    for place, (step, _) in enumerate(points):
+        side = min(reach, place, len(points) - 1 - place)
+        found.append((step, (sums[place + side + 1] - sums[place - side]) / (2 * side + 1)))
+    return found
+
+
+def _line(points: Points, colour: str, width: int = 2) -> Iterator[str]:
     """A line through points in pixels, with markers if they are few."""
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
+    yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
     if len(points) <= FEW:
         yield from (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>' for x, y in points)
 

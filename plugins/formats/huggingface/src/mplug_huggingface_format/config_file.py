@@ -8,7 +8,6 @@ from typing import Any
 from mplug import UsageError
 
 CONFIG = "config.json"
-PREPARATION = "preprocessor_config.json"
 LARGEST_CONFIG = 1 << 26
 """Maximum size of a JSON file of a folder, in bytes."""
 

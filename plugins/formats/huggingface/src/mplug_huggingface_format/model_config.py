@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mplug import PublicSettings, UsageError
-from mplug_huggingface_format.config_file import PREPARATION, read_json
+from mplug_huggingface_format.config_file import read_json
 from mplug_nn import differences, form_of, forms_of, part_forms_of, written_config
 
 if TYPE_CHECKING:
@@ -14,16 +14,17 @@ if TYPE_CHECKING:
 def settings_of(family: Any, path: Path) -> PublicSettings | None:
     """What a config.json describes for a family; None if it has no tables. ValueError for unsupported content.
 
-    A preprocessor_config.json beside it says how pictures are prepared for a family that sees.
+    Files beside it say how pictures and videos are prepared for a family that sees (`PublicForm.preparation`).
     """
     forms, fields = forms_of(family), read_json(path)
     if not forms:
         return None
-    form, preparation = form_of(forms, fields), path.with_name(PREPARATION)
+    form = form_of(forms, fields)
     found = form.read(fields)
-    if form.preparation is None or not preparation.is_file():
-        return found
-    return form.read_preparation(found, read_json(preparation))
+    for name in form.preparation:
+        if (file := path.with_name(name)).is_file():
+            found = form.read_preparation(found, name, read_json(file))
+    return found
 
 
 def part_settings_of(family: Any, part: str, path: Path) -> PublicSettings:

@@ -68,10 +68,10 @@ def supports_norm(site: Site, run: "Run") -> bool | str:
 
 
 def _runs(run: "Run") -> bool | str:
-    if find_spec("triton") is None:
-        return "triton is not installed; install 'mplug-triton[triton]'"
     if run.device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return "it needs a CUDA GPU, and this run is on the CPU"
+    if find_spec("triton") is None:
+        return "triton is not installed; install 'mplug-triton[triton]'"
     if run.precision.activations not in NARROWER:
         word, format_ = run.config.trainer.precision, run.precision.activations
         return f"it computes in fp32, and trainer.precision={word} computes in {format_}"

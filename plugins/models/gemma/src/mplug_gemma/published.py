@@ -270,6 +270,6 @@ SEEING = PublicForm(
     },
     settings=_whole,
     write=_written_whole,
-    preparation=PREPARATION,
+    preparation={"preprocessor_config.json": PREPARATION},
 )
 FORMS = (GEMMA3, GEMMA2, SEEING)

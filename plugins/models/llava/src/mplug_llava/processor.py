@@ -3,7 +3,7 @@
 The module imports without torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mplug import Medium
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mplug import MicroBatch, Seen
+    from mplug_llava.tiles import Tiles
 
 
 class PictureProcessor:
@@ -56,10 +57,7 @@ class PictureProcessor:
 
 
 class TileProcessor:
-    """Makes a square of a picture and squares of its tiles, and cuts them into patches.
-
-    A medium of one frame is a picture, one of several frames a video.
-    """
+    """Makes a square of a picture and squares of its tiles, and cuts them into patches; squares of frames of videos."""
 
     def __init__(self, config: LlavaConfig) -> None:
         assert config.tiling is not None
@@ -68,11 +66,20 @@ class TileProcessor:
         self.entries = tuple(TILED_CONTEXT)
 
     def prepare(self, content: "Tensor", num_pictures: int = 1) -> Medium:
-        """The tiles of a picture or a video [F, H, W, 3], and the tokens that stand for them."""
+        """The tiles of a picture [1, H, W, 3], and the tokens that stand for them."""
         from mplug_llava.tiles import tiles_of
 
-        tiles = tiles_of(content, num_pictures, self.vision, self.tiling)
-        token = self.token if len(content) == 1 else self.tiling.video_token
+        if len(content) != 1:
+            raise ValueError(f"a picture has one frame, and this content has {len(content)}")
+        return self._medium(self.token, tiles_of(content, num_pictures, self.vision, self.tiling))
+
+    def prepare_video(self, content: "Tensor", rate: float, encode: "Callable[[str], Sequence[int]]") -> Medium:
+        """The squares of the frames [F, H, W, 3] of a video, and the tokens that stand for them; no times matter."""
+        from mplug_llava.tiles import frames_of
+
+        return self._medium(self.tiling.video_token, frames_of(content, self.vision))
+
+    def _medium(self, token: int, tiles: "Tiles") -> Medium:
         return Medium((token,) * len(tiles.cells), len(tiles.patches), tiles, mark=(token,))
 
     def entries_of(

@@ -29,24 +29,28 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(content: Tensor, num_pictures: int, vision: VisionConfig, tiling: TilingConfig) -> Tiles:
-    """The tiles of a picture, or of the frames of a video [F, H, W, 3].
+    """The tiles of a picture [1, H, W, 3].
 
     A single picture is seen as a whole and by tiles in more detail. One of several pictures is filled up to a square.
     """
     side = vision.image_size
-    if len(content) > 1:
-        squares = resize_frames(content, side, side)
-        seen = [_halved(number, vision) for number in range(len(content))]
-    elif num_pictures > 1:
+    if num_pictures > 1:
         squares = resize_frames(_filled(content, vision.pixel_mean), side, side)
-        seen = [_plain(_cells(0, vision))]
-    else:
-        resolution = best_resolution(*content.shape[1:3], tiling.resolutions)
-        squares = torch.cat((resize_frames(content, side, side), _divided(content, resolution, side)))
-        detail = _lines(_visible(content, resolution, vision), vision.side, tiling.max_tiles)
-        seen = [_plain(_cells(0, vision)), detail]
-    if len(content) > 1 or num_pictures > 1:
-        seen.append(_line_ends(1))
+        return _tiles(squares, [_plain(_cells(0, vision)), _line_ends(1)], vision)
+    resolution = best_resolution(*content.shape[1:3], tiling.resolutions)
+    squares = torch.cat((resize_frames(content, side, side), _divided(content, resolution, side)))
+    detail = _lines(_visible(content, resolution, vision), vision.side, tiling.max_tiles)
+    return _tiles(squares, [_plain(_cells(0, vision)), detail], vision)
+
+
+def frames_of(content: Tensor, vision: VisionConfig) -> Tiles:
+    """The frames of a video [F, H, W, 3], at half the number of rows per side, and one end of a line."""
+    seen = [_halved(number, vision) for number in range(len(content))]
+    return _tiles(resize_frames(content, vision.image_size, vision.image_size), [*seen, _line_ends(1)], vision)
+
+
+def _tiles(squares: Tensor, seen: Sequence[tuple[Tensor, Tensor]], vision: VisionConfig) -> Tiles:
+    """The patches of squares, and what their tokens see."""
     colours = standardized(squares, vision.pixel_mean, vision.pixel_std)
     patches = torch.cat([cut(square, vision) for square in colours])
     return Tiles(patches, torch.cat([cells for cells, _ in seen]), torch.cat([shares for _, shares in seen]))

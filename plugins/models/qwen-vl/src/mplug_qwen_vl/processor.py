@@ -4,7 +4,7 @@ The module imports without torch.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mplug import Medium
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mplug import MicroBatch, Seen
-    from mplug_qwen_vl.stream import Document
+    from mplug_qwen_vl.stream import Document, Grid
 
 LONGEST_RATIO = 200
 """Maximum ratio of the sides of a picture."""
@@ -23,8 +23,7 @@ LONGEST_RATIO = 200
 class VisionProcessor:
     """Resizes pictures to whole squares of patches, cuts them into patches, and finds their places among the tokens.
 
-    A medium of one frame is a picture, one of several frames a video. A video is refused if the text has a time before
-    each of its frames (Qwen3-VL): the processor has no tokenizer.
+    With `vision.tokens_per_second`, times of videos are positions. Without it, they are texts between the frames.
     """
 
     def __init__(self, vision: VisionConfig) -> None:
@@ -34,24 +33,55 @@ class VisionProcessor:
         self.entries = ("patches", "patch_places", "patch_lengths", *windows, "vision_rows", "coordinates")
 
     def prepare(self, content: "Tensor", num_pictures: int = 1) -> Medium:
-        """The patches of frames [F, H, W, 3], and the tokens that stand for them."""
+        """The patches of a picture [1, H, W, 3], and the tokens that stand for it."""
+        vision = self.vision
+        if len(content) != 1:
+            raise ValueError(f"a picture has one frame, and this content has {len(content)}")
+        bounds = (vision.min_pixels, vision.max_pixels)
+        grid, patches = self._patches(content, fitted(content.shape[1], content.shape[2], vision, bounds))
+        return self._medium(vision.image_token, grid, patches, self._run(vision.image_token, grid))
+
+    def prepare_video(self, content: "Tensor", rate: float, encode: "Callable[[str], Sequence[int]]") -> Medium:
+        """The patches of the frames [F, H, W, 3] of a video, of which a second has `rate`, and its tokens.
+
+        A model with times in the text has the text "<1.2 seconds>" before the frames of a patch. Its time is the mean
+        of the times of the first and the last of these frames.
+        """
+        vision, number = self.vision, len(content)
+        size = (content.shape[1], content.shape[2])
+        if vision.tokens_per_second is not None:
+            height, width = fitted(*size, vision, vision.video_bounds)
+        else:
+            height, width = fitted_video(number, *size, vision)
+        grid, patches = self._patches(content, (height, width))
+        grid = grid._replace(seconds=vision.patch_frames / rate)
+        if vision.tokens_per_second is not None:
+            tokens = self._run(vision.video_token, grid)
+        else:
+            frame = self._run(vision.video_token, grid._replace(frames=1))
+            texts = (encode(f"<{time:.1f} seconds>") for time in times_of(number, rate, vision.patch_frames))
+            within = (token for text in texts for token in (*text, *frame))
+            tokens = (vision.start_token, *within, vision.end_token)
+        return self._medium(vision.video_token, grid, patches, tokens)
+
+    def _patches(self, content: "Tensor", size: tuple[int, int]) -> "tuple[Grid, Tensor]":
+        """The grid and the patches of frames that are resized to a height and a width."""
         from mplug_nn.pictures import resize_frames, standardized
         from mplug_qwen_vl.stream import Grid
 
-        vision, is_video = self.vision, len(content) > 1
-        if is_video and vision.tokens_per_second is None:
-            raise ValueError(
-                f"this model has the time of each frame of a video in the text, so a video of {len(content)} frames "
-                f"cannot be prepared without its text"
-            )
-        height, width = fitted(len(content), content.shape[1], content.shape[2], vision)
+        vision, (height, width) = self.vision, size
         frames = standardized(resize_frames(content, height, width), vision.pixel_mean, vision.pixel_std)
-        patches = cut(frames, vision)
-        grid = Grid(-(-len(content) // vision.patch_frames), height // vision.patch_size, width // vision.patch_size)
-        token = vision.video_token if is_video else vision.image_token
-        number = grid.num_patches // vision.merge_size**2
-        start, end = vision.start_token, vision.end_token
-        return Medium((start, *[token] * number, end), grid.num_patches, (grid, patches), mark=(start, token, end))
+        side = vision.patch_size
+        return Grid(-(-len(content) // vision.patch_frames), height // side, width // side), cut(frames, vision)
+
+    def _run(self, token: int, grid: "Grid") -> tuple[int, ...]:
+        """A placeholder for each square of a grid, between the tokens around an image."""
+        number = grid.num_patches // self.vision.merge_size**2
+        return (self.vision.start_token, *[token] * number, self.vision.end_token)
+
+    def _medium(self, token: int, grid: "Grid", patches: "Tensor", tokens: tuple[int, ...]) -> Medium:
+        mark = (self.vision.start_token, token, self.vision.end_token)
+        return Medium(tokens, grid.num_patches, (grid, patches), mark=mark)
 
     def entries_of(
         self, tokens: "Tensor", media: Sequence[Sequence[Medium]], document_lengths: "Tensor | None" = None
@@ -96,26 +126,55 @@ class VisionProcessor:
         return found
 
 
-def fitted(frames: int, height: int, width: int, vision: VisionConfig) -> tuple[int, int]:
-    """The height and width to which frames are resized: multiples of a square of patches, with a bounded product.
+def fitted(height: int, width: int, vision: VisionConfig, bounds: tuple[int, int]) -> tuple[int, int]:
+    """The height and width to which a frame is resized: multiples of a square of patches, with a bounded product.
 
-    The bounds of pixels hold for one frame. A side is rounded to the nearest multiple, a half to the even one. If the
-    product then is beyond a bound, both sides are scaled to meet it. Raises ValueError for a frame that is more than
-    200 times as long as it is wide.
+    A side is rounded to the nearest multiple, a half to the even one. If the product then is beyond a bound, both sides
+    are scaled to meet it. Raises ValueError for a frame that is more than 200 times as long as it is wide.
     """
-    side = vision.patch_size * vision.merge_size
+    return _fitted(height, width, 1, 1, vision, bounds)
+
+
+def fitted_video(frames: int, height: int, width: int, vision: VisionConfig) -> tuple[int, int]:
+    """The height and width of the frames of a video whose bounds hold for all frames together.
+
+    A frame that is smaller than a square of patches is scaled to it first. The bounds hold for whole patches, whose
+    number is rounded, a half to the even one. Raises ValueError for a video that is shorter than a patch.
+    """
+    side, of_patch = vision.patch_size * vision.merge_size, vision.patch_frames
+    if frames < of_patch:
+        raise ValueError(f"a video of {frames} frames is shorter than a patch, which has {of_patch}; use an image")
+    if min(height, width) < side:
+        scale = max(side / height, side / width)
+        height, width = int(height * scale), int(width * scale)
+    counted = round(frames / of_patch) * of_patch
+    return _fitted(height, width, counted, frames, vision, vision.video_bounds)
+
+
+def _fitted(
+    height: int, width: int, counted: int, frames: int, vision: VisionConfig, bounds: tuple[int, int]
+) -> tuple[int, int]:
+    """The fitted sides of `frames` frames, of which `counted` are compared with the bounds."""
+    side, (least, most) = vision.patch_size * vision.merge_size, bounds
     if max(height, width) > LONGEST_RATIO * min(height, width):
         raise ValueError(
             f"a picture of {width} x {height} pixels is more than {LONGEST_RATIO} times as long as it is wide"
         )
     rows, columns = round(height / side) * side, round(width / side) * side
-    if rows * columns > vision.max_pixels:
-        factor = math.sqrt(height * width / vision.max_pixels)
+    if counted * rows * columns > most:
+        factor = math.sqrt(frames * height * width / most)
         return tuple(max(side, math.floor(one / factor / side) * side) for one in (height, width))  # type: ignore[return-value]
-    if rows * columns < vision.min_pixels:
-        factor = math.sqrt(vision.min_pixels / (height * width))
+    if counted * rows * columns < least:
+        factor = math.sqrt(least / (frames * height * width))
         return tuple(math.ceil(one * factor / side) * side for one in (height, width))  # type: ignore[return-value]
     return rows, columns
+
+
+def times_of(frames: int, rate: float, of_patch: int) -> list[float]:
+    """The time of each patch of a video in seconds; the last frame is repeated to fill a patch."""
+    times = [number / rate for number in range(frames)]
+    times += [times[-1]] * (-frames % of_patch)
+    return [(times[first] + times[first + of_patch - 1]) / 2 for first in range(0, len(times), of_patch)]
 
 
 def cut(frames: "Tensor", vision: VisionConfig) -> "Tensor":

@@ -29,7 +29,10 @@ CONTEXT = {
 """The entries of a micro batch with images, and their axes."""
 
 
-PREPARATION = ("min_pixels", "max_pixels", "pixel_mean", "pixel_std", "typical_patches", "init_std")
+PREPARATION = (
+    *("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels"),
+    *("pixel_mean", "pixel_std", "typical_patches", "init_std"),
+)
 """Fields for pictures before they are patches, estimates and initial values: towers that differ only in these compute
 the same."""
 
@@ -71,6 +74,16 @@ class VisionConfig(BaseModel):
     )
     min_pixels: PositiveInt = Field(65536, description="smallest area to which a picture is resized, in pixels")
     max_pixels: PositiveInt = Field(16777216, description="largest area to which a picture is resized, in pixels")
+    video_min_pixels: PositiveInt | None = Field(
+        None,
+        description="smallest area of a video in pixels: of a frame with tokens_per_second, otherwise of all frames "
+        "together; null: min_pixels",
+    )
+    video_max_pixels: PositiveInt | None = Field(
+        None,
+        description="largest area of a video in pixels: of a frame with tokens_per_second, otherwise of all frames "
+        "together; null: max_pixels",
+    )
     pixel_mean: tuple[float, float, float] = Field((0.5, 0.5, 0.5), description="means of the colours, between 0 and 1")
     pixel_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = Field(
         (0.5, 0.5, 0.5), description="standard deviations of the colours"
@@ -109,6 +122,11 @@ class VisionConfig(BaseModel):
     def computes_like(self, other: "VisionConfig") -> bool:
         """Whether two towers compute the same from the same patches; pictures may become patches in other ways."""
         return self.model_copy(update={name: getattr(other, name) for name in PREPARATION}) == other
+
+    @property
+    def video_bounds(self) -> tuple[int, int]:
+        """The smallest and the largest area of a video in pixels."""
+        return self.video_min_pixels or self.min_pixels, self.video_max_pixels or self.max_pixels
 
     @property
     def window_side(self) -> int:

@@ -24,7 +24,7 @@ from torch import Tensor
 from mplug import Model, Offer, Run, Site, Wrap, ops
 from mplug_nn import AttentionCore, AttentionInputs, AttentionSpec, Collective, PackedHeads, packed_heads_of
 from mplug_nn.embedding import lookup
-from mplug_nn.loss import CAPPED
+from mplug_nn.loss import CAPPED, WEIGHTED
 from mplug_nn.specification import KNOWN
 from mplug_tp.boundary import SEQUENCE, boundary
 from mplug_tp.chunked import name_for
@@ -79,7 +79,7 @@ def offers(run: Run, model: Model, sequence_parallel: bool, overlap: bool) -> li
     if overlap:
         found.append(Offer({"Linear.product": OVERLAPPED}, split_either_way, note=_overlap, fallback=True))
     if vocabulary.size is not None:
-        found.append(Offer({"Loss.cross_entropy": vocabulary.cross_entropy}, serves={CAPPED}))
+        found.append(Offer({"Loss.cross_entropy": vocabulary.cross_entropy}, serves={CAPPED, WEIGHTED}))
     if sequence_parallel:
         found.append(Offer({"Embedding.lookup": look_up_positions}, weight_split_along(None)))
         found.append(Offer({"Dropout.rows": own_positions}))

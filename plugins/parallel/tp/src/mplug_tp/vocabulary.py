@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mplug import ops
 from mplug_nn.embedding import lookup
-from mplug_nn.loss import IGNORED, loss_sum
+from mplug_nn.loss import IGNORED, factors, loss_sum
 
 
 class VocabularyParallel:
@@ -30,9 +30,12 @@ class VocabularyParallel:
         return lookup(local, weight) * in_shard[..., None]
 
     def cross_entropy(
-        self, hidden: Tensor, project: Callable[[Tensor], Tensor], labels: Tensor
+        self, hidden: Tensor, project: Callable[[Tensor], Tensor], labels: Tensor, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """hidden [B, S, D] and labels [B, S] -> (loss sum, number of targets); `project` gives own logits [B, S, v]."""
+        """hidden [B, S, D], labels and weights [B, S] -> (loss sum, number of targets).
+
+        `project` gives own logits [B, S, v].
+        """
         logits, flat = project(hidden).flatten(0, -2), labels.flatten()
         local, in_shard = self._localized(flat, logits.shape[1])
         counted, width, size = flat != IGNORED, logits.shape[1], self.size or 0
@@ -40,7 +43,8 @@ class VocabularyParallel:
             # Mask on every rank, padded or not: identical compiled graphs keep one order of collectives on all ranks.
             padding = torch.arange(width, device=logits.device) >= size - self.rank * width
             logits = logits.masked_fill(padding, float("-inf"))
-        return loss_sum(logits, local.masked_fill(~in_shard, -1), counted, self._merge), counted.sum()
+        factor = factors(counted, weights)
+        return loss_sum(logits, local.masked_fill(~in_shard, -1), factor, self._merge), counted.sum()
 
     def _merge(self, values: Tensor, op: Literal["SUM", "MAX"]) -> Tensor:
         """All-reduce; three per loss: maximum, sum of exponentials, the label's logit (arXiv 1909.08053, section 3)."""

@@ -1,0 +1,79 @@
+"""The forms of settings that people try: short options, assignments without --set, a config file, '~' in paths."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from mplug.cli import main
+from mplug.cli.hints import NEAR_MISSES
+from mplug.cli.options import FLAGS
+from mplug.config.sources import read_assignments, with_home
+
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def shown(cli_here: Cli, *words: str) -> dict:
+    result = cli_here("config", "show", *words)
+    assert (result.returncode, result.stderr) == (0, "")
+    return yaml.safe_load(result.stdout)
+
+
+def test_short_options_assignments_and_a_config_file_set_what_set_does(cli_here: Cli, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("trainer: {steps: 7, eval_every: 3}\ndata: {name: packed}\n")
+    (tmp_path / "chats.jsonl").write_text("")
+    short = ("--lr", "1e-3", "--steps=5", "--batch-size", "4", "--seq-length", "32", "--seed", "9")
+    long = ("optimizer.lr=1e-3", "trainer.steps=5", "trainer.global_batch_size=4", "trainer.seq_length=32")
+    words = [word for one in (*long, "trainer.seed=9", "data.path=chats.jsonl") for word in ("--set", one)]
+    expected = shown(cli_here, "--config", "run.yaml", *words)
+    assert expected["trainer"]["eval_every"] == 3
+    assert shown(cli_here, "run.yaml", *short, "--data", "chats.jsonl") == expected
+    assert shown(cli_here, "run.yaml", *long, "trainer.seed=9", "data.path=chats.jsonl") == expected
+    without_file = [*short, "--data", "packed", "--data", "chats.jsonl", "trainer.eval_every=3"]
+    assert shown(cli_here, *without_file) == expected
+
+
+def test_a_tilde_is_the_users_home_in_every_source(
+    cli_here: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "run.yaml").write_text("data: {path: ~/book.txt}\n")
+    home = f"{tmp_path}/home/book.txt"
+    for words in (
+        ["--config=~/run.yaml"], ["~/run.yaml"], ["--set", "data.path=~/book.txt"], ["data.path=~/book.txt"],
+        ["--data", "~/book.txt"],
+    ):  # fmt: skip
+        assert shown(cli_here, *words)["data"]["path"] == home, words
+    assert with_home(["~/a", "~", "a~/b", "~ /x", 3]) == [f"{tmp_path}/home/a", "~", "a~/b", "~ /x", 3]
+    blend = read_assignments(["data.path={~/a: 0.5, b: 0.5}"])
+    assert {key[-1] for key in blend} == {f"{tmp_path}/home/a", "b"}
+
+
+def test_the_help_of_train_shows_the_values_of_the_default_run() -> None:
+    text = " ".join(CliRunner().invoke(main, ["train", "--help"], terminal_width=200).output.split())
+    for words in (
+        "(an installed plugin). [default: gpt]", "[default: 950]", "[default: 0.005]", "[default: fp32]",
+        "[default: sdpa]", "[default: 8]",
+    ):  # fmt: skip
+        assert words in text
+
+
+def test_near_misses_name_fields_that_exist_and_no_word_twice() -> None:
+    table = yaml.safe_load(NEAR_MISSES.read_text())
+    words = [word for line in table.values() for word in line.split()]
+    assert sorted(words) == sorted(set(words))
+    assert not set(words) & set(FLAGS)
+    fields = {answer for answer in table if " " not in answer}
+    settings = CliRunner().invoke(main, ["config", "show", "--sources"]).output
+    assert [field for field in fields if f"\n{field} " not in settings] == []
+
+
+@pytest.mark.parametrize("group", ["", "config", "checkpoint", "data", "plugins"])
+def test_the_help_of_a_group_shows_whole_summaries(group: str) -> None:
+    text = CliRunner().invoke(main, [*group.split(), "--help"]).output.partition("Commands:")[2]
+    assert len(text.splitlines()) > 2
+    assert "..." not in text

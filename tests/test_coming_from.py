@@ -84,6 +84,8 @@ def check_field(text: str) -> None:
 
 
 NEEDED = {
+    "--model llava": "--preset tiny",
+    "--model qwen-vl": "--preset tiny",
     "--preset 3": "--model llama",
     "--data indexed": "--set data.path=corpus",
     "--data packed": "--set data.path=x",

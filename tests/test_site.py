@@ -158,7 +158,7 @@ SHOWN = {
     "index.html": "A first session",
     "docs/training.html": "Train",
     "docs/pipeline.html": "Choose a schedule",
-    "docs/layouts.html": "Layouts",
+    "docs/from-megatron.html": "Megatron-LM",
     "plugins/models/gpt/index.html": "gpt",
     "api/mplug.html": "Axis",
 }

@@ -112,6 +112,19 @@ if TYPE_CHECKING:
     from mplug_nn.linear import LinearAdapter as LinearAdapter
     from mplug_nn.linear import boundary_of as boundary_of
     from mplug_nn.loss import Loss as Loss
+    from mplug_nn.mixers.chunked import chunked_scan as chunked_scan
+    from mplug_nn.mixers.convolution import Convolution as Convolution
+    from mplug_nn.mixers.convolution import short_convolution as short_convolution
+    from mplug_nn.mixers.gated_delta import GatedDeltaNet as GatedDeltaNet
+    from mplug_nn.mixers.gated_linear import GatedLinearAttention as GatedLinearAttention
+    from mplug_nn.mixers.kimi_delta import KimiDeltaAttention as KimiDeltaAttention
+    from mplug_nn.mixers.mamba import Mamba2 as Mamba2
+    from mplug_nn.mixers.mixer import Mixer as Mixer
+    from mplug_nn.mixers.recurrence import recurrent_scan as recurrent_scan
+    from mplug_nn.mixers.scan import Scan as Scan
+    from mplug_nn.mixers.specification import ConvolutionSpec as ConvolutionSpec
+    from mplug_nn.mixers.specification import MixerInputs as MixerInputs
+    from mplug_nn.mixers.specification import ScanSpec as ScanSpec
     from mplug_nn.mlp import MLP as MLP
     from mplug_nn.mlp import Activation as Activation
     from mplug_nn.moe import MixtureOfExperts as MixtureOfExperts
@@ -242,6 +255,16 @@ publish(
         "mplug_nn.latent": ("LatentAttention",),
         "mplug_nn.linear": ("ADAPTERS", "Linear", "LinearAdapter", "boundary_of"),
         "mplug_nn.loss": ("Loss",),
+        "mplug_nn.mixers.chunked": ("chunked_scan",),
+        "mplug_nn.mixers.convolution": ("Convolution", "short_convolution"),
+        "mplug_nn.mixers.gated_delta": ("GatedDeltaNet",),
+        "mplug_nn.mixers.gated_linear": ("GatedLinearAttention",),
+        "mplug_nn.mixers.kimi_delta": ("KimiDeltaAttention",),
+        "mplug_nn.mixers.mamba": ("Mamba2",),
+        "mplug_nn.mixers.mixer": ("Mixer",),
+        "mplug_nn.mixers.recurrence": ("recurrent_scan",),
+        "mplug_nn.mixers.scan": ("Scan",),
+        "mplug_nn.mixers.specification": ("ConvolutionSpec", "MixerInputs", "ScanSpec"),
         "mplug_nn.mlp": ("Activation", "MLP"),
         "mplug_nn.moe": ("MixtureOfExperts",),
         "mplug_nn.norm": ("Norm",),

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from mplug_nn.decoders.family import DecoderFamily as DecoderFamily
     from mplug_nn.decoders.general import GeneralDecoderConfig as GeneralDecoderConfig
     from mplug_nn.decoders.general import RopeScaling as RopeScaling
+    from mplug_nn.decoders.hybrid import HybridDecoderConfig as HybridDecoderConfig
     from mplug_nn.decoders.parts import ActivationName as ActivationName
     from mplug_nn.decoders.parts import AttentionConfig as AttentionConfig
     from mplug_nn.decoders.parts import BlockConfig as BlockConfig
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from mplug_nn.decoders.parts import NormConfig as NormConfig
     from mplug_nn.decoders.parts import NormName as NormName
     from mplug_nn.decoders.parts import PartConfig as PartConfig
+    from mplug_nn.decoders.parts import ScanConfig as ScanConfig
     from mplug_nn.decoders.parts import ScoreName as ScoreName
     from mplug_nn.decoders.parts import tower_block as tower_block
     from mplug_nn.decoders.public_fields import EXPERTS_ALTERING as EXPERTS_ALTERING
@@ -206,6 +208,7 @@ publish(
         "mplug_nn.decoders.config": ("DecoderConfig",),
         "mplug_nn.decoders.family": ("DecoderFamily",),
         "mplug_nn.decoders.general": ("GeneralDecoderConfig", "RopeScaling"),
+        "mplug_nn.decoders.hybrid": ("HybridDecoderConfig",),
         "mplug_nn.decoders.parts": (
             "ActivationName",
             "AttentionConfig",
@@ -218,6 +221,7 @@ publish(
             "NormConfig",
             "NormName",
             "PartConfig",
+            "ScanConfig",
             "ScoreName",
             "tower_block",
         ),

@@ -104,7 +104,8 @@ def _in_chunks(x: Tensor, chunk: int) -> Tensor:
     missing = -x.shape[2] % chunk
     if missing:
         x = pad(x, (0, 0) * (x.dim() - 3) + (0, missing))
-    return x.unflatten(2, (-1, chunk))
+    chunks: Tensor = x.unflatten(2, (-1, chunk))
+    return chunks
 
 
 def _masks(lengths: Tensor | None, length: int, chunk: int, device: torch.device) -> _Masks:

@@ -91,11 +91,25 @@ class Segment:
 
 @dataclass(frozen=True)
 class Init:
-    """How initial values are made: `normal` with standard deviation `std`, or `constant` with `value`."""
+    """How initial values are made.
 
-    kind: Literal["normal", "constant"]
+    - 'normal': with standard deviation `std`.
+    - 'constant': `value`.
+    - 'uniform': between `low` and `high`.
+    - 'log of uniform': the logarithm of a number that is uniform between `low` and `high`.
+    - 'time step': x such that log(softplus(x)) is uniform between log(`low`) and log(`high`) (Mamba, arXiv 2312.00752,
+      section 3.6).
+    """
+
+    kind: Literal["normal", "constant", "uniform", "log of uniform", "time step"]
     std: float = 0.0
     value: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind in ("log of uniform", "time step") and not 0 < self.low <= self.high:
+            raise ValueError(f"initial values of the kind '{self.kind}' need 0 < low <= high, not {self}")
 
 
 def axes_of(dims: Iterable[str | Segment | tuple[Segment, ...]]) -> frozenset[str]:

@@ -5,6 +5,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from mplug_nn.decoders.hybrid import HybridDecoderConfig
 from mplug_nn.decoders.parts import (
     ActivationName,
     AttentionConfig,
@@ -15,14 +16,13 @@ from mplug_nn.decoders.parts import (
     NormName,
     PartConfig,
 )
-from mplug_nn.decoders.sparse import SparseDecoderConfig
 from mplug_nn.rotary import Rotary
 
 RopeScaling = dict[str, bool | int | float | str | tuple[float, ...]]
 """The name of a scaling of rotary positions as 'type', and its options."""
 
 
-class GeneralDecoderConfig(SparseDecoderConfig):
+class GeneralDecoderConfig(HybridDecoderConfig):
     """The base of the `Config` of a family whose blocks are the shared ones; a family sets other defaults.
 
     Blocks may differ. Each list has an entry per block, or fewer entries, which then repeat. With `num_experts` 0, the
@@ -47,6 +47,7 @@ class GeneralDecoderConfig(SparseDecoderConfig):
     attention_soft_cap: PositiveFloat | None = Field(None, description="c: attention scores become c tanh(score / c)")
     logit_soft_cap: PositiveFloat | None = Field(None, description="c: the model's logits become c tanh(logit / c)")
     attention_sinks: bool = Field(False, description="a trained score without a value for each head")
+    attention_output_gate: bool = Field(False, description="a sigmoid of the token weighs attention's output")
     window: PositiveInt | None = Field(None, description="positions that blocks of the type 'window' see")
     attention_types: tuple[Literal["full", "window"], ...] = Field(
         ("full",), min_length=1, description="attention of each block: whole sequences, or windows"
@@ -148,6 +149,7 @@ class GeneralDecoderConfig(SparseDecoderConfig):
             window=self.window if windowed else None,
             soft_cap=self.attention_soft_cap,
             sinks=self.attention_sinks,
+            output_gate=self.attention_output_gate,
             scale=scale,
             qk_norm_offset=self.norm.startswith("offset_"),
         )
@@ -163,4 +165,5 @@ class GeneralDecoderConfig(SparseDecoderConfig):
         dense = MLPConfig(self.ffn_hidden_size, self.activation, self.mlp_bias)
         experts = replace(self.experts_config(), kind=self.activation, bias=self.expert_projection_bias)
         feed_forward: PartConfig = experts if self.has_experts(number) else dense
-        return BlockConfig(self.norm_config(), self.attention_of(number), feed_forward, post_norms=self.post_norms)
+        mixer = self.scan_config(number) or self.attention_of(number)
+        return BlockConfig(self.norm_config(), mixer, feed_forward, post_norms=self.post_norms)

@@ -81,7 +81,6 @@ class AttentionConfig:
     qk_norm_offset: bool = False
     out_bias: bool | None = None
     position_groups: bool = False
-    output_gate: bool = False
 
     def build(self, hidden_size: int) -> "Attention":
         """The attention."""

@@ -3,8 +3,7 @@
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from mplug import ExternalNames
-from mplug_nn import GeneralDecoderConfig
-from mplug_qwen.names import names_of
+from mplug_nn import GeneralDecoderConfig, published_names
 
 
 class QwenConfig(GeneralDecoderConfig):
@@ -17,5 +16,5 @@ class QwenConfig(GeneralDecoderConfig):
     aux_loss_coefficient: float = Field(0.001, ge=0, description="weight of the balancing loss")
 
     def external_names(self) -> ExternalNames:
-        """The published names."""
-        return names_of(self)
+        """The names that most families share."""
+        return published_names(self)

@@ -11,6 +11,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+pytest.importorskip("fsspec", reason="the tests of S3 need fsspec")
 pytest.importorskip("s3fs", reason="the tests of S3 need s3fs")
 pytest.importorskip("moto", reason="the tests of S3 need moto")
 

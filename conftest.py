@@ -32,7 +32,7 @@ settings.register_profile(
 )
 settings.load_profile("same everywhere")  # --hypothesis-profile default draws new examples
 
-HEAVY = {"energon", "flash", "fp8", "huggingface", "mlflow", "quack", "sentencepiece", "tiktoken", "triton"}
+HEAVY = {"datasets", "energon", "flash", "fp8", "huggingface", "mlflow", "quack", "sentencepiece", "tiktoken", "triton"}
 """Plugins whose libraries take long to import."""
 
 
@@ -53,6 +53,7 @@ PRELOAD.extend(modules_of_plugins())
 WIDE = {
     "compile": "longer tests of compiled units, and the yardstick of `mplug bench`",
     "configs": "1,000 generated config.json files of each architecture, computed beside the transformers library",
+    "data": "the whole suites of data/datasets: conversations streamed, texts mapped and streamed",
     "experts": "every way of routing and balancing experts, under several layouts",
     "families": "more families: greedy text, logits and round trips, beside the transformers library",
     "fuzz": "broken configs, checkpoints, files of runs and indices: 10,000 in one process, 50 in processes; "
@@ -66,7 +67,8 @@ WIDE = {
     "precision": "more layouts and methods in bf16, fp16 and FP8",
     "reshard": "resumes of optimizers and DeepSpeed under other layouts",
     "scaffold": "every kind of package that `plugins new` writes: installed, tested and used",
-    "session": "the first training run of README.md with all its steps",
+    "session": "the first training run of README.md with all its steps; mplug-all installed from the built wheels",
+    "site": "the documentation site with the API, and its pages in a browser",
     "suites": "every planted mistake that a suite of mplug_testing must catch, all kernel cases for kernels/flex, and "
     "`plugins check` of every package in tests/packages",
 }

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from mplug.config.defaults import default_settings as default_settings
     from mplug.config.defaults import saved_settings as saved_settings
     from mplug.config.sources import Settings as Settings
+    from mplug.config.sources import from_mapping as from_mapping
     from mplug.config.sources import merge as merge
     from mplug.config.sources import read_assignments as read_assignments
     from mplug.config.sources import read_file as read_file
@@ -52,15 +53,18 @@ if TYPE_CHECKING:
     from mplug.errors import listed as listed
     from mplug.layout.names import modules_around as modules_around
     from mplug.layout.names import role_of as role_of
+    from mplug.model.activations import estimate_activations as estimate_activations
     from mplug.model.build import allocate_parts as allocate_parts
     from mplug.model.build import build_model as build_model
     from mplug.model.build import choose_device as choose_device
     from mplug.model.build import measure_bytes as measure_bytes
+    from mplug.model.build import unmet_reasons as unmet_reasons
     from mplug.model.compiled.compilation import compiled_graphs as compiled_graphs
     from mplug.model.compiled.compilation import compiled_units as compiled_units
     from mplug.model.compiled.compilation import compiler_of as compiler_of
     from mplug.model.compiled.graphs import forward_obstacles as forward_obstacles
     from mplug.model.compiled.graphs import step_obstacles as step_obstacles
+    from mplug.model.memory_check import check_memory as check_memory
     from mplug.model.mixing import covers as covers
     from mplug.model.mixing import statements as statements
     from mplug.model.slots.selection import Selection as Selection
@@ -72,6 +76,7 @@ if TYPE_CHECKING:
     from mplug.registry.blame import cause_of as cause_of
     from mplug.registry.blame import failed_part as failed_part
     from mplug.registry.entry_points import Registry as Registry
+    from mplug.registry.entry_points import refuse_other_versions as refuse_other_versions
     from mplug.registry.formats import format_named as format_named
     from mplug.registry.formats import format_of as format_of
     from mplug.registry.formats import is_public as is_public
@@ -81,12 +86,14 @@ if TYPE_CHECKING:
     from mplug.registry.recipes import InstalledRecipe as InstalledRecipe
     from mplug.registry.recipes import find_recipe as find_recipe
     from mplug.registry.resolve import resolve as resolve
+    from mplug.run.folder import RUNS as RUNS
     from mplug.run.folder import all_directories as all_directories
     from mplug.run.folder import directory_at as directory_at
     from mplug.run.folder import find_directory as find_directory
     from mplug.run.prepare import prepare as prepare
     from mplug.run.summary import RunSummary as RunSummary
     from mplug.run.summary import summary_of as summary_of
+    from mplug.system.memory_limits import host_memory as host_memory
     from mplug.training.assembly import allocate_forward as allocate_forward
     from mplug.training.assembly import build as build
     from mplug.training.assembly import feed as feed
@@ -99,6 +106,7 @@ if TYPE_CHECKING:
     from mplug.training.hardware import peak_tflops as peak_tflops
     from mplug.training.hardware import timed as timed
     from mplug.training.hardware import use_own_stream as use_own_stream
+    from mplug.training.job import COLLECTIVE_SECONDS as COLLECTIVE_SECONDS
     from mplug.training.job import among as among
     from mplug.training.job import settle as settle
     from mplug.training.job import supervisor_of as supervisor_of
@@ -129,7 +137,7 @@ publish(
             "table",
         ),
         "mplug.config.defaults": ("default_settings", "saved_settings"),
-        "mplug.config.sources": ("Settings", "merge", "read_assignments", "read_file"),
+        "mplug.config.sources": ("Settings", "from_mapping", "merge", "read_assignments", "read_file"),
         "mplug.distributed.launch": ("Stopped", "launch"),
         "mplug.distributed.signals": ("Signals",),
         "mplug.distributed.supervision": ("Send",),
@@ -139,17 +147,19 @@ publish(
             "modules_around",
             "role_of",
         ),
-        "mplug.model.build": ("allocate_parts", "build_model", "choose_device", "measure_bytes"),
+        "mplug.model.activations": ("estimate_activations",),
+        "mplug.model.build": ("allocate_parts", "build_model", "choose_device", "measure_bytes", "unmet_reasons"),
         "mplug.model.compiled.compilation": ("compiled_graphs", "compiled_units", "compiler_of"),
         "mplug.model.compiled.graphs": (
             "forward_obstacles",
             "step_obstacles",
         ),
+        "mplug.model.memory_check": ("check_memory",),
         "mplug.model.mixing": ("covers", "statements"),
         "mplug.model.slots.selection": ("Selection", "offered_in_plain_torch"),
         "mplug.model.units": ("AS_THEY_ARE", "Instead", "run_units"),
         "mplug.registry.blame": ("cause_of", "failed_part"),
-        "mplug.registry.entry_points": ("Registry",),
+        "mplug.registry.entry_points": ("Registry", "refuse_other_versions"),
         "mplug.registry.formats": (
             "format_named",
             "format_of",
@@ -159,13 +169,14 @@ publish(
         "mplug.registry.public": ("folder_tokenizer", "longest_sequence"),
         "mplug.registry.recipes": ("InstalledRecipe", "find_recipe"),
         "mplug.registry.resolve": ("resolve",),
-        "mplug.run.folder": ("all_directories", "directory_at", "find_directory"),
+        "mplug.run.folder": ("RUNS", "all_directories", "directory_at", "find_directory"),
         "mplug.run.prepare": ("prepare",),
         "mplug.run.summary": ("RunSummary", "summary_of"),
+        "mplug.system.memory_limits": ("host_memory",),
         "mplug.training.assembly": ("allocate_forward", "build", "feed", "forward_stepper"),
         "mplug.training.forward": ("SavedModel", "folder_length", "run_forward", "settle_forward"),
         "mplug.training.hardware": ("peak_memory_gib", "peak_tflops", "timed", "use_own_stream"),
-        "mplug.training.job": ("among", "settle", "supervisor_of"),
+        "mplug.training.job": ("COLLECTIVE_SECONDS", "among", "settle", "supervisor_of"),
         "mplug.training.loop": ("launch_step",),
         "mplug.training.streams": ("own_rows",),
         "mplug.model.variance": ("layout_dependence",),

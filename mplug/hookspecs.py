@@ -339,7 +339,11 @@ def activity_began(run: "Run") -> None:
 
 @all_plugins
 def run_started(run: "Run") -> None:
-    """Everything is built and, if the run resumes, loaded. The first step follows."""
+    """Everything is built and, if the run resumes, loaded. The first step follows.
+
+    Raise UsageError to refuse the run: the server that the user has named does not accept it, for example. It ends the
+    run on every rank.
+    """
 
 
 @all_plugins

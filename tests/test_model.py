@@ -1,5 +1,6 @@
 """From a plan to memory: initial values, tied parameters, slots and bytes."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -139,6 +140,31 @@ def test_initial_values_are_all_different_and_have_the_standard_deviation_of_the
     assert float(weight.mean()) == pytest.approx(0, abs=5 * 0.5 / 60000**0.5)
     assert float(weight.std()) == pytest.approx(0.5, rel=5 / 120000**0.5)
     assert len(weight.unique()) > 59900  # of 60000 fp32 numbers a few agree by chance
+
+
+@pytest.mark.parametrize(
+    ("init", "uniform"),
+    [
+        (Init("uniform", low=-2.0, high=3.0), lambda x: x),
+        (Init("log of uniform", low=1.0, high=16.0), torch.exp),
+        (Init("time step", low=1e-3, high=0.1), lambda x: nn.functional.softplus(x).log()),
+    ],
+    ids=lambda value: getattr(value, "kind", ""),
+)
+def test_initial_values_have_the_distribution_of_the_plan(init: Init, uniform: Callable[[Tensor], Tensor]) -> None:
+    plan = Plan((Unit("0", (), ()),), {"0.weight": Parameter(("out", "in"), init)}, {}, {}, Flops(0, 0))
+    with torch.device("meta"):
+        model = Model(nn.Sequential(Linear(100, 100, bias=False)), plan)
+    drawn = uniform(values(filled(Mesh.of([], 1), 0, 3, model))["0.weight"].double()).flatten()
+    low, high = (math.log(init.low), math.log(init.high)) if init.kind == "time step" else (init.low, init.high)
+    shares = torch.histc((drawn - low) / (high - low), bins=10, min=0, max=1) / len(drawn)
+    assert float(shares.sum()) == pytest.approx(1)
+    assert (shares - 0.1).abs().max() < 5 * (0.09 / len(drawn)) ** 0.5
+
+
+def test_a_distribution_of_logarithms_needs_positive_bounds() -> None:
+    with pytest.raises(ValueError, match="'log of uniform' need 0 < low <= high"):
+        Init("log of uniform", low=0.0, high=1.0)
 
 
 def test_tied_parameters_stay_tied_and_count_once() -> None:

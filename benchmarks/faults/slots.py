@@ -35,7 +35,12 @@ class Stopped(Exception):
 
 def sources_of(copy: Path) -> list[Path]:
     """The folders of a copy that contain packages: the host's, those of other distributions, and those of plugins."""
-    return [copy, *sorted(copy.glob("*/src")), *sorted(copy.glob("plugins/*/*/src"))]
+    return [
+        copy,
+        *sorted(copy.glob("*/src")),
+        *sorted(copy.glob("plugins/*/*/src")),
+        *sorted(copy.glob("release/*/src")),
+    ]
 
 
 def environment_of(copy: Path, paths: Sequence[str] = ()) -> dict[str, str]:

@@ -13,6 +13,7 @@ from mplug.config.sources import source_of
 from mplug.contracts import Piece
 from mplug.errors import UsageError, counted
 from mplug.registry.formats import is_public
+from mplug.registry.stores import local_path
 from mplug.run.run import Run
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ def newest_pretrained(run: Run) -> Path | PartFolders | None:
     if section is None:
         return None
     if section.path is None:
-        return PartFolders({part: Path(path).expanduser() for part, path in section.parts.items()})
-    folder = Path(section.path).expanduser()
+        return PartFolders({part: local_path(path) for part, path in section.parts.items()})
+    folder = local_path(section.path)
     if is_public(folder):
         return folder
     if os.path.lexists(folder / MANIFEST):
@@ -71,7 +72,7 @@ def newest_pretrained(run: Run) -> Path | PartFolders | None:
 def _is_of_named_run(run: Run, path: Path) -> bool:
     """Whether the config names the run of a checkpoint, and not the checkpoint itself."""
     given = run.config.checkpoint.pretrained
-    return given is not None and given.path is not None and path.parent == Path(given.path).expanduser() / "checkpoints"
+    return given is not None and given.path is not None and path.parent == local_path(given.path) / "checkpoints"
 
 
 def refuse_another_model(path: Path | PartFolders, model: "Model", section: "Pretrained | None" = None) -> None:

@@ -14,6 +14,7 @@ from mplug.cli.setting_option import SettingOption
 from mplug.config.entry import Entry
 from mplug.errors import UsageError, brief
 from mplug.registry.entry_points import RECIPES, Registry
+from mplug.registry.stores import is_address
 
 if TYPE_CHECKING:
     from mplug.config.binding import RunConfig
@@ -58,6 +59,14 @@ class UserPath(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The path."""
         return super().convert(os.path.expanduser(value), param, ctx)
+
+
+class NewFolder(UserPath):
+    """The path of a new folder, or the address of a store (a `str`)."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path or the address."""
+        return value if isinstance(value, str) and is_address(value) else super().convert(value, param, ctx)
 
 
 class Finite(click.FloatRange):

@@ -181,6 +181,7 @@ def _refuse_model(
     from mplug.checkpoint.pretrained import pretrained_of, refuse_another_model
     from mplug.checkpoint.states import refuse_unsavable_states  # imports torch: refused configs end before
     from mplug.model.build import build_model
+    from mplug.model.memory_check import check_memory
     from mplug.model.sizes import refuse_beyond_memory
     from mplug.training.changes import refuse_other_micro_batches
 
@@ -196,4 +197,4 @@ def _refuse_model(
     lines = about_weights(run, model, pretrained)
     if model.adapters is not None and (lost := unpublished(model)):
         lines.append(f"'mplug checkpoint export --to {model.adapters.format}' will refuse this run: {lost}")
-    return pretrained, lines
+    return pretrained, [*lines, *check_memory(run, model, world)]  # the last: the model gets tensors without memory

@@ -106,6 +106,10 @@ class Trainer(Section):
     device: Annotated[Literal["auto", "cpu", "cuda"], MAY_CHANGE] = Field(
         description="device to train on; 'auto' uses a GPU if there is one"
     )
+    memory_check: Annotated[Literal["refuse", "warn", "off"], MAY_CHANGE] = Field(
+        description="before the run starts, compare an estimate of its memory with that of this machine: 'refuse' ends "
+        "a run that surely does not fit, and warns of one that may not; 'warn' only warns; 'off' estimates nothing"
+    )
     seed: NonNegativeInt = Field(description="seed of initial weights, data order and dropout, under any layout")
     max_grad_norm: Finite = Field(
         description="maximum global gradient norm; gradients above it are scaled down; 0: never"

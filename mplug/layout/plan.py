@@ -91,11 +91,25 @@ class Segment:
 
 @dataclass(frozen=True)
 class Init:
-    """How initial values are made: `normal` with standard deviation `std`, or `constant` with `value`."""
+    """How initial values are made.
 
-    kind: Literal["normal", "constant"]
+    - 'normal': with standard deviation `std`.
+    - 'constant': `value`.
+    - 'uniform': between `low` and `high`.
+    - 'log of uniform': the logarithm of a number that is uniform between `low` and `high`.
+    - 'time step': x such that log(softplus(x)) is uniform between log(`low`) and log(`high`) (Mamba, arXiv 2312.00752,
+      section 3.6).
+    """
+
+    kind: Literal["normal", "constant", "uniform", "log of uniform", "time step"]
     std: float = 0.0
     value: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind in ("log of uniform", "time step") and not 0 < self.low <= self.high:
+            raise ValueError(f"initial values of the kind '{self.kind}' need 0 < low <= high, not {self}")
 
 
 def axes_of(dims: Iterable[str | Segment | tuple[Segment, ...]]) -> frozenset[str]:
@@ -202,7 +216,8 @@ class Stages:
     `ranks` is the index along `axis` of each chunk's rank; without it, there is one chunk per rank, in order.
     `backward` is 'split' if the schedule computes the gradients of weights later than those of activations. `schedule`
     is the name of the pipeline schedule, and `table` returns its table (`mplug_schedules.Table`) for a number of micro
-    batches.
+    batches. `in_flight` returns, for a number of micro batches, how many of them each rank along `axis` holds
+    activations of at the peak.
     """
 
     axis: str
@@ -211,6 +226,7 @@ class Stages:
     ranks: tuple[int, ...] | None = None
     schedule: str = ""
     table: Callable[[int], ActionTable] | None = None
+    in_flight: Callable[[int], Sequence[float]] | None = None
 
     def __post_init__(self) -> None:
         if self.ranks is not None and len(self.ranks) != len(self.units):

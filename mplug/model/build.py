@@ -1,6 +1,6 @@
 """From a prepared run to a model: split, placed, its slots filled, measured."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -123,7 +123,7 @@ def _refuse_transient_gradients(run: Run, model: Model) -> None:
         )
 
 
-def _missing_gpu(run: Run, unmet: Iterable[Unmet]) -> list[str]:
+def _missing_gpu(run: Run, unmet: Sequence[Unmet]) -> list[str]:
     """The error lines of a run on the CPU that only a GPU could serve; empty if the kernels lack something else.
 
     Without a GPU, no other kernel is searched for: the search takes a minute, and would hide the cause.
@@ -131,19 +131,15 @@ def _missing_gpu(run: Run, unmet: Iterable[Unmet]) -> list[str]:
     if run.device != "cpu":
         return []
     cause = "trainer.device=cpu" if run.config.trainer.device == "cpu" else "torch finds no GPU on this machine"
-    kernels = list(dict.fromkeys(one.plugin for one in unmet if NO_GPU in one.reason))
-    if kernels:
-        needs = "needs" if len(kernels) == 1 else "need"
-        return [
-            f"{listed(kernels)} {needs} a CUDA GPU, and this run is on the CPU ({cause}); leave the kernel out here"
-        ]
+    without = {one.plugin: one for one in reversed(unmet) if NO_GPU in one.reason}
+    if without:
+        return [f"{one} ({cause}); leave the kernel out here" for one in without.values()]
     recipe = run.precision.recipe
-    kinds = [one.kind for one in unmet if one.plugin == PLAIN and recipe is not None and recipe.need in one.site.needs]
-    if recipe is not None and kinds:
+    plain = [one for one in unmet if one.plugin == PLAIN and recipe is not None and recipe.need in one.site.needs]
+    if recipe is not None and plain:
         return [
-            f"trainer.precision={run.config.trainer.precision} computes by the recipe '{recipe.name}', which is for "
-            f"GPUs, and this run is on the CPU ({cause}); use --precision bf16 here, or name a kernel that emulates "
-            f"the recipe, slowly: kernels.{kinds[0]}=NAME"
+            f"{plain[0]}; this run is on the CPU ({cause}): use --precision bf16 here, or name a kernel that computes "
+            f"the recipe '{recipe.name}' on a CPU, slowly: kernels.{plain[0].kind}=NAME"
         ]
     return []
 

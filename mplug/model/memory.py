@@ -1,5 +1,6 @@
 """Allocates the parameters and buffers of a rank, and gives them initial values."""
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -9,9 +10,10 @@ from mplug.gradients.owned_memory import Shards
 from mplug.gradients.region import region
 from mplug.gradients.wide import wide
 from mplug.layout.placement import Box, Placement
+from mplug.layout.plan import Init
 from mplug.model.model import Model
 from mplug.tensors.host_buffers import purpose_of
-from mplug.tensors.random import key_of, normal
+from mplug.tensors.random import key_of, normal, uniform
 
 CHUNK = 1 << 22
 """Number of initial values that are generated at a time: it bounds the memory of fp64 temporaries."""
@@ -94,5 +96,18 @@ def _initial(name: str, placement: Placement, box: Box, device: torch.device, se
     for dim, (start, length) in enumerate(zip(box.start, box.shape, strict=True)):
         counter = counter[..., None] + torch.arange(start, start + length, device=device) * strides[dim]
     flat = counter.flatten()
-    values = [normal(key, part).float() * init.std for part in flat.split(CHUNK)]
+    values = [_drawn(init, key, part) for part in flat.split(CHUNK)]
     return torch.cat(values).view(box.shape)
+
+
+def _drawn(init: Init, key: int, counter: Tensor) -> Tensor:
+    """Initial values that are drawn, in fp32, for int64 counters."""
+    if init.kind == "normal":
+        return normal(key, counter).float() * init.std
+    numbers = uniform(key, counter).double()
+    if init.kind != "time step":
+        between = init.low + (init.high - init.low) * numbers
+        return (between.log() if init.kind == "log of uniform" else between).float()
+    low, high = math.log(init.low), math.log(init.high)
+    steps = (low + (high - low) * numbers).exp()
+    return (steps + (-(-steps).expm1()).log()).float()  # the inverse of softplus

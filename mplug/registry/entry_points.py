@@ -49,6 +49,8 @@ SUGGESTIONS = "suggestions"
 """The group 'mplug.suggestions': functions from a finished run to a clause that says what to do with it, or to ''."""
 RECIPES = "recipes"
 """The group 'mplug.recipes': each maps the name of a recipe to the package with its file, NAME.yaml."""
+STORES = "stores"
+"""The group 'mplug.stores': a class that reads and writes addresses such as 's3://bucket/model'."""
 SLOTS = "slots"
 """The group 'mplug.slots', by which a distribution publishes the slots of its blocks: each maps a slot to its kind."""
 GROUPS = (
@@ -61,6 +63,7 @@ GROUPS = (
     RECORDERS,
     SUGGESTIONS,
     RECIPES,
+    STORES,
     SLOTS,
 )
 """The groups that exist without any other distribution, without 'mplug.'."""

@@ -10,6 +10,7 @@ from mplug.config.sources import Settings
 from mplug.errors import UsageError, listed
 from mplug.registry.asking import asking
 from mplug.registry.entry_points import FORMAT_FILES, BrokenPlugin, Registry
+from mplug.registry.stores import local_path
 
 KIND = "formats"
 
@@ -77,7 +78,7 @@ def public_folder(settings: Settings) -> Path | None:
     for key in (("checkpoint", "pretrained", "path"), ("checkpoint", "pretrained")):
         setting = settings.get(key)
         if setting is not None and isinstance(setting.value, str):
-            return Path(setting.value).expanduser()
+            return local_path(setting.value)
     return None
 
 
@@ -85,4 +86,4 @@ def part_folders(settings: Settings) -> dict[str, Path]:
     """The folders that `checkpoint.pretrained.parts` names, by the names of the parts; they may be of any kind."""
     start = ("checkpoint", "pretrained", "parts")
     named = {key[3]: one.value for key, one in settings.items() if len(key) == 4 and key[:3] == start}
-    return {part: Path(value).expanduser() for part, value in named.items() if isinstance(value, str)}
+    return {part: local_path(value) for part, value in named.items() if isinstance(value, str)}

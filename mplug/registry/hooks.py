@@ -16,6 +16,8 @@ log = logging.getLogger("mplug")
 
 HOST = "host/"
 """Prefix of the labels of the host's own observers."""
+REFUSING = "run_started"
+"""The observing hook in which a UsageError ends the run."""
 COMMAND = "commands/"
 """Prefix of the label of the object with which a command takes part in the runs that it builds."""
 
@@ -104,12 +106,16 @@ class Hooks:
         return [(implementation.plugin_name, _bound(implementation)) for implementation in ordered]
 
     def observe(self, hook: str, **arguments: Any) -> None:
-        """Call observers. The exception of a plugin is logged; the exception of a host's own observer ends the run."""
+        """Call observers. The exception of a plugin is logged; the exception of a host's own observer ends the run.
+
+        So does a UsageError of `run_started`, by which a plugin refuses the run.
+        """
         for implementation in reversed(self._implementations(hook)):
             try:
                 _bound(implementation)(**arguments)
-            except Exception:
-                if implementation.plugin_name.startswith(HOST):
+            except Exception as error:
+                refused = hook == REFUSING and isinstance(error, UsageError)
+                if refused or implementation.plugin_name.startswith(HOST):
                     raise
                 self._report_once(implementation.plugin_name, hook)
                 log.exception("observer '%s' failed in %s; the run continues", implementation.plugin_name, hook)

@@ -97,7 +97,7 @@ def add_product(total: Tensor, stale: Tensor, a: Tensor, b: Tensor) -> None:
 
 @operator("mplug::add_rows", mutates_args=("total", "stale"))
 def add_rows(total: Tensor, stale: Tensor, indices: Tensor, rows: Tensor) -> None:
-    """total [V, D] [indices [N]] += rows [N, D], bitwise deterministic; several rows may have the same index.
+    """`total[indices] += rows`: total [V, D], indices [N], rows [N, D]. Bitwise deterministic if indices repeat.
 
     On a GPU, rows with the same index are first summed in the dtype that can hold rows and total (at least fp32). The
     sum is rounded to total's dtype once.

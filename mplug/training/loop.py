@@ -199,6 +199,7 @@ def _steps(run: Run, parts: Parts, position: Position, time_left: TimeLeft) -> f
             report.publish()
             run.enter(Activity.WRITING)
             position.saver.wait()
+            _report_saved(run, position)  # the next save may remove what observers must see
             run.enter(Activity.SAVING, run.step)
             position.save()
         report.publish()

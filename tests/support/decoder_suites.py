@@ -30,7 +30,12 @@ OF_EXPERTS = (
     *("moe_router_score", "moe_router_normalize", "moe_router_scale", "moe_router_jitter", "moe_balance"),
     *("aux_loss_coefficient", "z_loss_coefficient", "expert_bias_rate", "capacity_factor", "expert_projection_bias"),
 )
+OF_SCANS = (
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    "linear_conv_width",
+)
 BESIDE: dict[str, dict[str, Any]] = {
+    **{key: {"mixer_types": ["gated_delta"]} for key in OF_SCANS},
     **dict.fromkeys(OF_EXPERTS, EXPERTS),
     **dict.fromkeys(("moe_router_num_groups", "moe_router_top_groups", "moe_router_group_best"), GROUPS),
     **dict.fromkeys(("window", "attention_types", "window_rope_theta"), WINDOWS),

@@ -136,7 +136,11 @@ def tiled_micro_batch(config: LlavaConfig, samples: Sequence[Sequence[Size]], le
         media.append([])
         start, number = 2, sum(size[0] == 1 for size in own)
         for size in own:
-            medium = processor.prepare(torch.zeros(*size, 3, dtype=torch.uint8), number)
+            content = torch.zeros(*size, 3, dtype=torch.uint8)
+            is_video = size[0] > 1
+            medium = (
+                processor.prepare_video(content, 2.0, str.encode) if is_video else processor.prepare(content, number)
+            )
             squares = torch.randn(
                 medium.rows // vision.num_rows,
                 vision.image_size,

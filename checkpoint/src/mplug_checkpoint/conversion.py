@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mplug.cli.options import PluginName, RunName, UserPath, config_options, resolved
+from mplug.cli.options import NewFolder, PluginName, RunName, UserPath, config_options, resolved
 from mplug.errors import UsageError, counted
+from mplug.registry.stores import stores_for
 
 if TYPE_CHECKING:
     from mplug.run.run import Run
@@ -17,7 +19,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 @click.command("export")
-@click.argument("folder", type=UserPath())
+@click.argument("folder", type=NewFolder())
 @click.option(
     "--to",
     "name_of_format",
@@ -41,13 +43,14 @@ DTYPES = ("float32", "bfloat16", "float16")
     help="Maximum size of a file in GB. A run that began with a published checkpoint keeps that checkpoint's files.",
 )
 def export_(
-    folder: Path, name_of_format: str, name: str | None, step: int | None, dtype: str | None, shard_size: float
+    folder: Path | str, name_of_format: str, name: str | None, step: int | None, dtype: str | None, shard_size: float
 ) -> None:
     """Write the weights of a run to FOLDER, in a format of other software.
 
-    FOLDER must not exist. 'mplug plugins list --kind formats' lists the installed formats, and 'mplug explain' says
-    what they write of a run. If the run began with a published checkpoint of the format, the files that this checkpoint
-    has beside its weights are kept, such as the tokenizer and the chat template.
+    FOLDER must not exist. It may be the address of a store, s3://BUCKET/FOLDER. 'mplug plugins list --kind formats'
+    lists the installed formats, and 'mplug explain' says what they write of a run. If the run began with a published
+    checkpoint of the format, the files that this checkpoint has beside its weights are kept, such as the tokenizer and
+    the chat template.
 
     If the run has adapters (mplug train --adapt), an export of the whole model multiplies them into the weights, in
     fp32.
@@ -64,8 +67,7 @@ def export_(
     from mplug_checkpoint.export import export_public
 
     found, directory = format_named(name_of_format), find_directory(name)
-    if folder.exists() or folder.is_symlink():
-        raise UsageError(f"'{folder}' exists already; use another folder, or remove it")
+    _refuse_existing(folder)
     checkpoint, run = at_step(directory / "checkpoints", step), saved_run(directory)
     kept = directory / KEPT / found.name
     options = ExportOptions(dtype, int(shard_size * 1e9), kept if kept.is_dir() else None)
@@ -79,9 +81,29 @@ def export_(
         opened = choose(run, checkpoint, Verified()).opened
     else:
         opened = open_together(run, checkpoint)
-    files = export_public(export, opened, folder)
+    with _written_to(folder, directory) as target:
+        files = export_public(export, opened, target)
     number = counted(len(export.conversion.public), "tensor")
     click.echo(f"'{folder}' has {number} of '{opened.path}' in {counted(len(files), 'file')}")
+
+
+def _refuse_existing(folder: Path | str) -> None:
+    """Raise UsageError if the target of an export exists."""
+    if isinstance(folder, str):
+        stores_for(folder).refuse_existing(folder)
+    elif folder.exists() or folder.is_symlink():
+        raise UsageError(f"'{folder}' exists already; use another folder, or remove it")
+
+
+@contextmanager
+def _written_to(folder: Path | str, directory: Path) -> "Iterator[Path]":
+    """The path of a new folder that the block writes; what an address names is copied there after the block."""
+    if isinstance(folder, Path):
+        yield folder
+        return
+    with TemporaryDirectory(prefix=".export-", dir=directory) as temporary:
+        yield Path(temporary) / "export"
+        stores_for(folder).deliver(Path(temporary) / "export", folder)
 
 
 @click.command("import")

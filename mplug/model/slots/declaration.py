@@ -40,6 +40,8 @@ class Slot:
     - `returns_rows`: a supplier is called as `supplier(rows, returns)`, with the rows [R, ...] of a stream that ranks
       have computed for one another, and the entry `mplug.RETURNS`. It returns the rows of this rank's own micro batch.
       The host supplies it if ranks balance streams (`parallel.balance`).
+    - `keeps_pairs`: the default keeps a value for every pair of positions for backward. The estimate of
+      a run's memory reads it.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Slot:
     buffers: tuple[str, ...] = ()
     sums_tokens: bool = False
     returns_rows: bool = False
+    keeps_pairs: bool = False
 
     def __post_init__(self) -> None:
         block, _, attribute = self.name.partition(".")

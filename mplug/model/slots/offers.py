@@ -123,6 +123,9 @@ class Offer:
     It receives all buffers of the sites of a role, each with one more dimension in front (the sites). It returns the
     new values of some states, with the same dimension, and changes no argument. The host discards them if the step is
     skipped.
+
+    A supplier that `keeps_pairs` keeps a value for every pair of positions for backward. The estimate of
+    a run's memory reads it.
     """
 
     suppliers: Mapping[str, Any]
@@ -140,6 +143,7 @@ class Offer:
     dtypes: tuple[str, ...] = ()
     chips: tuple[str, ...] = ()
     shapes: Mapping[str, Container[int]] = field(default_factory=dict)
+    keeps_pairs: bool = False
 
     def answer(self, site: Site, run: "Run") -> bool | str:
         """True, a reason against a site, or False if the offer is not meant for it; by its data, then by `supports`."""
@@ -176,6 +180,9 @@ class Wrap:
     A wrap that `passes_buffers` passes the keyword argument `buffers` on unchanged. The host refuses any other wrap
     below `RECOMPUTING` around a supplier that declares buffers.
 
+    The estimate of a run's memory takes a wrap from `RECOMPUTING` on to keep only the arguments of the inner callable.
+    If it `moves`, it keeps them in the memory of the CPU.
+
     The slot `UNIT` is the call of a unit: `site.module` is the unit's module, `site.name` its name. These wraps
     surround the compiled unit and stay eager. They take and return what the unit takes and returns.
     """
@@ -191,6 +198,7 @@ class Wrap:
     serves: frozenset[str] = frozenset()
     passes_buffers: bool = False
     streams: bool = False
+    moves: bool = False
 
     @property
     def label(self) -> str:

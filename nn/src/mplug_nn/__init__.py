@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from mplug_nn.decoders.family import DecoderFamily as DecoderFamily
     from mplug_nn.decoders.general import GeneralDecoderConfig as GeneralDecoderConfig
     from mplug_nn.decoders.general import RopeScaling as RopeScaling
+    from mplug_nn.decoders.hybrid import HybridDecoderConfig as HybridDecoderConfig
     from mplug_nn.decoders.parts import ActivationName as ActivationName
     from mplug_nn.decoders.parts import AttentionConfig as AttentionConfig
     from mplug_nn.decoders.parts import BlockConfig as BlockConfig
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from mplug_nn.decoders.parts import NormConfig as NormConfig
     from mplug_nn.decoders.parts import NormName as NormName
     from mplug_nn.decoders.parts import PartConfig as PartConfig
+    from mplug_nn.decoders.parts import ScanConfig as ScanConfig
     from mplug_nn.decoders.parts import ScoreName as ScoreName
     from mplug_nn.decoders.parts import tower_block as tower_block
     from mplug_nn.decoders.public_fields import EXPERTS_ALTERING as EXPERTS_ALTERING
@@ -112,6 +114,19 @@ if TYPE_CHECKING:
     from mplug_nn.linear import LinearAdapter as LinearAdapter
     from mplug_nn.linear import boundary_of as boundary_of
     from mplug_nn.loss import Loss as Loss
+    from mplug_nn.mixers.chunked import chunked_scan as chunked_scan
+    from mplug_nn.mixers.convolution import Convolution as Convolution
+    from mplug_nn.mixers.convolution import short_convolution as short_convolution
+    from mplug_nn.mixers.gated_delta import GatedDeltaNet as GatedDeltaNet
+    from mplug_nn.mixers.gated_linear import GatedLinearAttention as GatedLinearAttention
+    from mplug_nn.mixers.kimi_delta import KimiDeltaAttention as KimiDeltaAttention
+    from mplug_nn.mixers.mamba import Mamba2 as Mamba2
+    from mplug_nn.mixers.mixer import Mixer as Mixer
+    from mplug_nn.mixers.recurrence import recurrent_scan as recurrent_scan
+    from mplug_nn.mixers.scan import Scan as Scan
+    from mplug_nn.mixers.specification import ConvolutionSpec as ConvolutionSpec
+    from mplug_nn.mixers.specification import MixerInputs as MixerInputs
+    from mplug_nn.mixers.specification import ScanSpec as ScanSpec
     from mplug_nn.mlp import MLP as MLP
     from mplug_nn.mlp import Activation as Activation
     from mplug_nn.moe import MixtureOfExperts as MixtureOfExperts
@@ -194,6 +209,7 @@ publish(
         "mplug_nn.decoders.config": ("DecoderConfig",),
         "mplug_nn.decoders.family": ("DecoderFamily",),
         "mplug_nn.decoders.general": ("GeneralDecoderConfig", "RopeScaling"),
+        "mplug_nn.decoders.hybrid": ("HybridDecoderConfig",),
         "mplug_nn.decoders.parts": (
             "ActivationName",
             "AttentionConfig",
@@ -206,6 +222,7 @@ publish(
             "NormConfig",
             "NormName",
             "PartConfig",
+            "ScanConfig",
             "ScoreName",
             "tower_block",
         ),
@@ -243,6 +260,16 @@ publish(
         "mplug_nn.latent": ("LatentAttention",),
         "mplug_nn.linear": ("ADAPTERS", "Linear", "LinearAdapter", "boundary_of"),
         "mplug_nn.loss": ("Loss",),
+        "mplug_nn.mixers.chunked": ("chunked_scan",),
+        "mplug_nn.mixers.convolution": ("Convolution", "short_convolution"),
+        "mplug_nn.mixers.gated_delta": ("GatedDeltaNet",),
+        "mplug_nn.mixers.gated_linear": ("GatedLinearAttention",),
+        "mplug_nn.mixers.kimi_delta": ("KimiDeltaAttention",),
+        "mplug_nn.mixers.mamba": ("Mamba2",),
+        "mplug_nn.mixers.mixer": ("Mixer",),
+        "mplug_nn.mixers.recurrence": ("recurrent_scan",),
+        "mplug_nn.mixers.scan": ("Scan",),
+        "mplug_nn.mixers.specification": ("ConvolutionSpec", "MixerInputs", "ScanSpec"),
         "mplug_nn.mlp": ("Activation", "MLP"),
         "mplug_nn.moe": ("MixtureOfExperts",),
         "mplug_nn.norm": ("Norm",),

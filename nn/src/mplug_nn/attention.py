@@ -102,7 +102,14 @@ def needs_of_specification(module: nn.Module, entries: Container[str]) -> frozen
     return replace(spec, documents=spec.documents or DOCUMENTS in entries).needs
 
 
-CORE = Slot("Attention.core", "attention", DOT_PRODUCT, serves=KNOWN | {LOG_SUM_EXP}, needs=needs_of_specification)
+CORE = Slot(
+    "Attention.core",
+    "attention",
+    DOT_PRODUCT,
+    serves=KNOWN | {LOG_SUM_EXP},
+    needs=needs_of_specification,
+    keeps_pairs=True,
+)
 PREPARE_QK = Slot("Attention.prepare_qk", "qk", PASSING_QK, serves=ROTARY_NEEDS | {WIDE_NORM})
 PREPARE_QKV = Slot("Attention.prepare_qkv", "qk", PASSING_QKV, calls={"": (PREPARE_QK.name,)}, composes=True)
 

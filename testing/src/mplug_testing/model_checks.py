@@ -143,7 +143,8 @@ class Trial:
 
     def require_other_beginning(self, other: "Trial") -> None:
         """A run of another seed has other initial weights."""
-        drawn = {name for name, placement in other.model.placements.items() if placement.parameter.init.std > 0}
+        inits = {name: placement.parameter.init for name, placement in other.model.placements.items()}
+        drawn = {name for name, init in inits.items() if init.std > 0 or init.high > init.low}
         require(drawn, "no parameter has random initial values (Init), so all seeds give the same model")
         own, its = self.model.parameters(), other.model.parameters()
         for name in sorted(drawn & own.keys()):

@@ -345,7 +345,7 @@ class OptimizerSuite(WeightSuite):
     @smoke
     def test_several_optimizers_update_their_pieces_as_one_does(self) -> None:
         """The host builds an optimizer for each group of parameters (`optimizer.groups`), with rates of its own."""
-        from mplug_testing import dense
+        import mplug_testing.dense as dense
 
         one = self._bench()
         pieces = dense.make_pieces(one.run.device)

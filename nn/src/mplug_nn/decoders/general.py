@@ -5,6 +5,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from mplug_nn.decoders.hybrid import HybridDecoderConfig
 from mplug_nn.decoders.parts import (
     ActivationName,
     AttentionConfig,
@@ -15,14 +16,13 @@ from mplug_nn.decoders.parts import (
     NormName,
     PartConfig,
 )
-from mplug_nn.decoders.sparse import SparseDecoderConfig
 from mplug_nn.rotary import Rotary
 
 RopeScaling = dict[str, bool | int | float | str | tuple[float, ...]]
 """The name of a scaling of rotary positions as 'type', and its options."""
 
 
-class GeneralDecoderConfig(SparseDecoderConfig):
+class GeneralDecoderConfig(HybridDecoderConfig):
     """The base of the `Config` of a family whose blocks are the shared ones; a family sets other defaults.
 
     Blocks may differ. Each list has an entry per block, or fewer entries, which then repeat. With `num_experts` 0, the
@@ -163,4 +163,5 @@ class GeneralDecoderConfig(SparseDecoderConfig):
         dense = MLPConfig(self.ffn_hidden_size, self.activation, self.mlp_bias)
         experts = replace(self.experts_config(), kind=self.activation, bias=self.expert_projection_bias)
         feed_forward: PartConfig = experts if self.has_experts(number) else dense
-        return BlockConfig(self.norm_config(), self.attention_of(number), feed_forward, post_norms=self.post_norms)
+        mixer = self.scan_config(number) or self.attention_of(number)
+        return BlockConfig(self.norm_config(), mixer, feed_forward, post_norms=self.post_norms)

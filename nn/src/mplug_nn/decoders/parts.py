@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mplug_nn.attention import Attention
     from mplug_nn.decoder import TokenEmbedding
     from mplug_nn.latent import LatentAttention
+    from mplug_nn.mixers.mixer import Mixer
     from mplug_nn.mlp import MLP
     from mplug_nn.moe import MixtureOfExperts
     from mplug_nn.norm import Norm
@@ -30,6 +31,8 @@ NormName = Annotated[str, AfterValidator(NORMS.check)]
 """A field of a config that names a norm of the open list."""
 DivisionName = Annotated[str, AfterValidator(DIVISIONS.check)]
 """A field of a config that names a division of rotary positions of the open list."""
+MixerKind = Literal["gated_delta", "mamba2", "kimi_delta", "gated_linear"]
+"""The mixers with a scan (`ScanConfig`)."""
 ScoreName = Annotated[str, AfterValidator(SCORES.check)]
 """A field of a config that names a router's score of the open list."""
 
@@ -109,6 +112,43 @@ class LatentAttentionConfig:
         from mplug_nn.latent import LatentAttention
 
         return LatentAttention(hidden_size, **vars(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScanConfig:
+    """A mixer with a scan in the place of attention: the module of `mplug_nn` that `kind` names.
+
+    'gated_delta' is a `GatedDeltaNet`, 'mamba2' a `Mamba2` (key heads are its groups, the key width that of a state),
+    'kimi_delta' a `KimiDeltaAttention`, 'gated_linear' a `GatedLinearAttention`. The last two have as many key heads as
+    value heads, and the last one has no convolution.
+    """
+
+    kind: MixerKind
+    num_key_heads: int
+    num_value_heads: int
+    key_width: int
+    value_width: int
+    conv_width: int = 4
+    eps: float = 1e-6
+
+    def build(self, hidden_size: int) -> "Mixer":
+        """The mixer."""
+        from mplug_nn.mixers.gated_delta import GatedDeltaNet
+        from mplug_nn.mixers.gated_linear import GatedLinearAttention
+        from mplug_nn.mixers.kimi_delta import KimiDeltaAttention
+        from mplug_nn.mixers.mamba import Mamba2
+
+        keys, values, width, eps = self.num_key_heads, self.num_value_heads, self.conv_width, self.eps
+        if self.kind == "gated_delta":
+            widths = self.key_width, self.value_width
+            return GatedDeltaNet(hidden_size, keys, values, *widths, conv_width=width, eps=eps)
+        if self.kind == "mamba2":
+            heads = values, self.value_width, keys, self.key_width
+            return Mamba2(hidden_size, *heads, conv_width=width, eps=eps)
+        heads_of_both = values, self.key_width, self.value_width
+        if self.kind == "kimi_delta":
+            return KimiDeltaAttention(hidden_size, *heads_of_both, conv_width=width, eps=eps)
+        return GatedLinearAttention(hidden_size, *heads_of_both, eps=eps)
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,7 @@ def test_a_file_is_one_document_or_one_per_json_line(tmp_path: Path) -> None:
         ("a.txt", b"a", "nothing to predict"),
         ("a.txt", b"ab\xff", r"no text in UTF-8 \(byte 2\)"),
         ("a.jsonl", b'{"text": "ab"}\n{"txt": "cd"}', "line 2 has no text in the field 'text'"),
+        ("a.jsonl", b'{"messages": []}', "line 1 is a conversation, and no document"),
         ("a.jsonl", b'{"text": "ab"}\n\n', "line 2 is no JSON"),
         ("a.jsonl", b'{"text": "\\ud800b"}', "half a character"),
     ],

@@ -144,7 +144,7 @@ def test_the_command_shows_the_samples_of_the_run_and_the_pictures_of_its_proces
     shown = Page(text)
     assert all(source.startswith("data:image/png;base64,") for source in shown.loaded)
     options = dict.fromkeys(("parallel", "optimizer", "precision", "pretrained", "attention", "file"))
-    chosen = {"model": "qwen-vl", "preset": "tiny", "data": "mock", "kernels": (), "assignments": MEDIA}
+    chosen = {"model": "qwen-vl", "preset": "tiny", "data": ("mock",), "kernels": (), "assignments": MEDIA}
     run = prepare(resolved(options | chosen))
     batches = list(run.hooks.call.build_loader(run=run, split="train").take(8))
     expected = [seen for batch in batches for own in run.processor.contents_of(batch) for seen in [own]][3:8]

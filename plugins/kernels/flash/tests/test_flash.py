@@ -243,7 +243,8 @@ def test_packed_heads_give_the_bits_of_the_core(
             torch.testing.assert_close(ours, expected, rtol=2**-7, atol=2**-7 * float(expected.abs().max()), msg=name)
 
 
-PACKED_HEADS = {"model.position": "learned", "kernels.flash.packed_heads": True}
+PACKED_HEADS = {"model.position": "learned", "model.qk_norm": False}
+"""Nothing stands between the projection and the core."""
 
 
 @on_a_gpu

@@ -5,7 +5,7 @@ import pytest
 import torch
 from mplug_llava.config import LlavaConfig
 from mplug_llava.processor import PictureProcessor
-from mplug_llava.published import SIGLIP_PREPARATION
+from mplug_llava.published_towers import SIGLIP_PREPARATION
 from mplug_llava.squares import cut
 from mplug_llava.vision import VisionConfig
 

@@ -71,7 +71,7 @@ def leaking() -> None:
     """A document has the first token of the next one, too, where that is the first of a rank's chunk."""
     import mplug_cp.documents
 
-    original = mplug_cp.documents._clipped
+    original = mplug_cp.documents.clipped
 
     def clipped(lengths: Tensor, ranges: tuple[range, ...]) -> Tensor:
         found = original(lengths, ranges)
@@ -81,7 +81,7 @@ def leaking() -> None:
             found = found + ended.int() - ended.roll(1, dims=1).int()
         return found
 
-    mplug_cp.documents._clipped = clipped
+    mplug_cp.documents.clipped = clipped
 
 
 def straight() -> None:

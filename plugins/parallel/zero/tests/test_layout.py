@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from layout_runs import under
 from mplug_zero.layout import ALIGNED, Item, in_buckets, in_matrices, in_ranges, owners
 
-from mplug import Axis, Init, Mesh, Parameter, Piece, Sharding, UsageError, contiguous, hookimpl
+from mplug import Axis, Init, Mesh, Optimizer, Parameter, Piece, Sharding, StepScalars, UsageError, contiguous, hookimpl
 from mplug.gradients.region import region
 from mplug.layout.ownership import Bucket, ShardedPlacement, Stretch
 from mplug.layout.placement import Placement
@@ -255,7 +255,7 @@ def test_muon_owns_about_as_much_on_every_rank() -> None:
 # Refusals.
 
 
-class Rows:
+class Rows(Optimizer):
     """An optimizer of something else."""
 
     needs = "rows"
@@ -263,6 +263,9 @@ class Rows:
     @hookimpl
     def build_optimizer(self) -> "Rows":
         return self
+
+    def step(self, scalars: StepScalars) -> None:
+        raise AssertionError("no step is made")
 
     def state(self, piece: Piece) -> dict[str, torch.Tensor]:
         return {}

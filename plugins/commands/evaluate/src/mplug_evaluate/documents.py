@@ -103,6 +103,11 @@ def _of_line(line: str, where: str) -> str:
         raise UsageError(f"{where} is no JSON: {error}; a line is an object with the field 'text'") from None
     text = value.get("text") if isinstance(value, dict) else None
     if not isinstance(text, str):
+        if isinstance(value, dict) and "messages" in value:
+            raise UsageError(
+                f"{where} is a conversation, and no document with the field 'text'; evaluate conversations with the "
+                f"loader of the run: without FILE, or with --data NAME --set data.path=FILE"
+            )
         raise UsageError(f"{where} has no text in the field 'text'; every line needs one")
     try:
         text.encode()

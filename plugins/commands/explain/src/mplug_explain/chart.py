@@ -103,7 +103,8 @@ def picture(model: "Model", num_micro_batches: int) -> str:
     times = timeline(found, Costs())
     width, height = LEFT + round(times.length) * WIDTH + 8, len(found.rows) * HEIGHT + 36
     title = f"{model.stages.schedule}, {num_micro_batches} micro batches: bubble {times.bubble:.1%}"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">'
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">'
     lines = [head, f'<text x="4" y="16" font-size="13">{escape(title)}</text>', *_boxes(found, times), "</svg>"]
     return "\n".join(lines) + "\n"
 

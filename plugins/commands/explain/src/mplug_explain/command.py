@@ -341,11 +341,14 @@ def _by(shape: tuple[int, ...]) -> str:
 
 
 def _bytes(run: "Run", model: "Model") -> str:
-    from mplug.commands import measure_bytes  # imports torch
+    """A table of what the rank holds between steps, which is exact, and of the activations, which are estimated."""
+    from mplug.commands import estimate_activations, measure_bytes  # imports torch
 
+    activations = estimate_activations(run, model)[run.mesh.index(run.rank, model.stages.axis)]
     measured = measure_bytes(run, model)
     rows = [(label, human_bytes(count), f"{count:,}") for label, count in measured.items()]
-    return table(("WHAT", "SIZE", "BYTES"), rows)
+    estimated = [(label, f"about {human_bytes(count)}", "-") for label, count in activations.parts().items()]
+    return table(("WHAT", "SIZE", "BYTES"), [*rows, *estimated])
 
 
 def _adapters(model: "Model") -> str:

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mplug import Run, RunConfig
-    from mplug_packed.samples import Count, Documents
     from mplug_tokenization.chat import ChatVocabulary
+    from mplug_tokenization.conversations import Count
+    from mplug_tokenization.packed_samples import Documents
     from mplug_tokenization.templates import Template
 
 log = logging.getLogger("mplug.packed")
@@ -138,17 +139,16 @@ class Packed:
     @hookimpl
     def build_loader(self, run: "Run", split: Split) -> MapLoader:
         """Read, render, encode and pack the split's conversations in memory."""
-        from mplug_packed.samples import Count, PackedSamples
+        from mplug_tokenization.conversations import Count
+        from mplug_tokenization.packed_samples import PackedSamples
 
         trainer, count = run.config.trainer, Count()
         documents = self._documents(split, trainer.seq_length, count)
         filler = self.vocabulary.tokenizer.eod or 0
-        samples = PackedSamples(documents, trainer.seq_length, self.config.max_documents, filler, trainer.seed)
+        samples = PackedSamples(documents, trainer.seq_length, self.config.max_documents, filler, (trainer.seed,))
         log.info(
-            "%s: %d of %d conversations in %d samples, %.1f%% full (%d truncated; dropped: %d too long, "
-            "%d without an answer, %d with a special token in their text)",
-            split, count.kept, count.conversations, samples.count, 100 * samples.filled, count.truncated,
-            count.too_long, count.without_answer, count.with_special_tokens,
+            "%s: %d of %d conversations in %d samples, %.1f%% full (%s)",
+            split, count.kept, count.conversations, samples.count, 100 * samples.filled, count,
         )  # fmt: skip
         return MapLoader(
             samples.read,
@@ -161,12 +161,13 @@ class Packed:
 
     def _documents(self, split: Split, length: int, count: "Count") -> "Documents":
         from mplug_packed.reading import encoded, of_split
-        from mplug_packed.samples import Documents, document
+        from mplug_tokenization.conversations import Encoder
+        from mplug_tokenization.packed_samples import Documents, document
         from mplug_tokenization.templates import ANSWERS
 
         config = self.config
         found = of_split(split, config.path, config.validation_path, config.validation_percent)
-        kept = encoded(found, self.template, self.vocabulary, length, config.too_long, count)
+        kept = encoded(found, Encoder(self.template, self.vocabulary, length, config.too_long), count)
         documents = Documents(document(conversation, length) for conversation in kept)
         if not documents.lengths:
             own_files = split == "validation" and config.validation_path

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mplug import UsageError
-from mplug_tokenization.templates import ANSWERS
+from mplug import UsageError, local_path
+from mplug_tokenization.conversations import message_fault
 
 PATTERNS = ("*.jsonl", "*.jsonl.gz")
 REMEDY = "correct the line, or remove it"
@@ -35,7 +35,7 @@ class Conversation:
 
 def find_files(path: str, field: str = "data.path") -> list[Path]:
     """The sorted files of a file name, a folder or a glob; raises UsageError if there are none."""
-    source = Path(path).expanduser()
+    source = local_path(path)
     if source.is_dir():
         files = [file for pattern in PATTERNS for file in source.glob(pattern) if file.is_file()]
         reason = "contains no file *.jsonl or *.jsonl.gz"
@@ -86,16 +86,6 @@ def _conversation(line: bytes, where: str) -> Conversation:
         kind = f"fields: {', '.join(record) or 'none'}" if isinstance(record, dict) else type(record).__name__
         raise UsageError(f"{where} has no list 'messages' ({kind}); write each line as {{\"messages\": [...]}}")
     for number, message in enumerate(messages, start=1):
-        _check(message, f"{where}, message {number},")
+        if fault := message_fault(message):
+            raise UsageError(f"{where}, message {number}, {fault}")
     return Conversation(where, messages, record.get("tools"))
-
-
-def _check(message: Any, where: str) -> None:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise UsageError(
-            f'{where} has no string \'role\'; write a message as {{"role": "{ANSWERS}", "content": "..."}}'
-        )
-    content = message.get("content")
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        kind = "no 'content'" if content is None else f"a 'content' of type {type(content).__name__}"
-        raise UsageError(f"{where} has {kind}; 'content' must be a string")

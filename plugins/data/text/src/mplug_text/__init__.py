@@ -16,6 +16,7 @@ from mplug import (
     MapLoader,
     UsageError,
     hookimpl,
+    local_path,
 )
 from mplug_tokenization import TokenizerRecord, describe_tokenizer, load_tokenizer
 
@@ -124,8 +125,9 @@ class Text:
         start = config.checkpoint.pretrained
         if start is None or start.path is None or self.config.tokenizer is not None:
             return ""
-        is_published = (Path(start.path).expanduser() / "config.json").is_file()
-        if not is_published or getattr(config.model, "vocab_size", Bytes.vocab_size) <= Bytes.vocab_size:
+        if getattr(config.model, "vocab_size", Bytes.vocab_size) <= Bytes.vocab_size:
+            return ""
+        if not (local_path(start.path) / "config.json").is_file():
             return ""
         return (
             f"data/text makes a token of each byte, and the model of '{start.path}' has {config.model.vocab_size} "

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mplug import UsageError
+from mplug import UsageError, local_path
 
 SEPARATOR = b"\0"
 """Ends each document; a byte that does not occur in text."""
@@ -24,7 +24,7 @@ def find_files(path: str | None, pattern: str) -> tuple[Path, list[Path]]:
     """
     if path is None:
         return _standard_library()
-    source = Path(path).expanduser()
+    source = local_path(path)
     if source.is_dir():
         root, files = source, _matching(source, pattern)
         reason = f"contains no file that matches data.pattern '{pattern}'"

@@ -24,4 +24,7 @@ class Reference:
         """Attention, norms, activation and loss."""
         from mplug_reference.wide import OFFERED, SUPPLIERS
 
-        return [Offer({slot: supplier}, serves=OFFERED[slot]) for slot, supplier in SUPPLIERS.items()]
+        return [
+            Offer({slot: supplier}, serves=OFFERED[slot], keeps_pairs=slot == "Attention.core")
+            for slot, supplier in SUPPLIERS.items()
+        ]

@@ -73,7 +73,7 @@ class Recompute:
             from mplug_recompute.offload import Offload
 
             offload = Offload(model.module, self.config.offload_from)
-            wraps.append(Wrap(UNIT, offload.wrapped, OFFLOAD, supports=_inside(chosen), note="offload"))
+            wraps.append(Wrap(UNIT, offload.wrapped, OFFLOAD, supports=_inside(chosen), note="offload", moves=True))
         return wraps
 
     @hookimpl

@@ -38,6 +38,10 @@ class GemmaConfig(GeneralDecoderConfig):
                 f"num_mtp_layers={self.num_mtp_layers} cannot be used with a tower: the tokens ahead may be those of "
                 f"an image, which have no embedding"
             )
+        if set(self.mixer_types) != {"attention"}:
+            raise ValueError(
+                "mixer_types has scans, in which the tokens of an image cannot see each other; use attention"
+            )
         return self
 
     def attention_config(self) -> AttentionConfig:

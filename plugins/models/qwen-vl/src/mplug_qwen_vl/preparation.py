@@ -110,5 +110,5 @@ def _preparations(patch: int, mean: Colours, std: Colours) -> dict[str, PublicFo
     return {"preprocessor_config.json": PICTURES, "video_preprocessor_config.json": videos}
 
 
-SECOND, THIRD = _preparations(14, CLIP_MEAN, CLIP_STD), _preparations(16, HALF, HALF)
+SECOND_FILES, THIRD_FILES = _preparations(14, CLIP_MEAN, CLIP_STD), _preparations(16, HALF, HALF)
 """How folders of Qwen2.5-VL and Qwen3-VL prepare media; without the second file, videos are prepared by the first."""

@@ -13,7 +13,7 @@ from mplug_nn import (
     Values,
     tied_fields,
 )
-from mplug_qwen_vl import preparation
+from mplug_qwen_vl.preparation import SECOND_FILES, THIRD_FILES
 from mplug_qwen_vl.published_decoder import SECOND_TEXT, SPARSE_TEXT, THIRD_TEXT
 from mplug_qwen_vl.published_tower import SECOND_TOWER, third_tower_form
 
@@ -73,7 +73,7 @@ def _fields(text: PublicForm, tower: PublicForm) -> dict[str, PublicField]:
 
 
 SECOND = PublicForm(
-    preparation=preparation.SECOND,
+    preparation=SECOND_FILES,
     architecture="Qwen2_5_VLForConditionalGeneration",
     model_type="qwen2_5_vl",
     fields={**_fields(SECOND_TEXT, SECOND_TOWER), "tie_word_embeddings": ReadField(False, Values.flag())},
@@ -83,7 +83,7 @@ SECOND = PublicForm(
 )
 """Qwen2.5-VL; the released folders have the fields of the decoder beside the tower's mapping."""
 DENSE = PublicForm(
-    preparation=preparation.THIRD,
+    preparation=THIRD_FILES,
     architecture="Qwen3VLForConditionalGeneration",
     model_type="qwen3_vl",
     fields={**_fields(THIRD_TEXT, third_tower_form("qwen3_vl_vision")), **tied_fields(False)},
@@ -91,7 +91,7 @@ DENSE = PublicForm(
     write=_written_whole,
 )
 SPARSE = PublicForm(
-    preparation=preparation.THIRD,
+    preparation=THIRD_FILES,
     architecture="Qwen3VLMoeForConditionalGeneration",
     model_type="qwen3_vl_moe",
     fields={**_fields(SPARSE_TEXT, third_tower_form("qwen3_vl_moe_vision")), **tied_fields(False)},

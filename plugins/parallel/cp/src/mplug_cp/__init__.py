@@ -1,7 +1,8 @@
 """Context parallelism: splits the sequence of every sample over ranks, from the batch to the loss.
 
-Among the slots, only the attention core mixes positions. So this plugin wraps the core's supplier; the model, its plan
-and its kernels need no change. Ranks share the segments of streams, and gather the rows where these join the tokens.
+Among the slots, those of attention, scans and short convolutions mix positions. So this plugin wraps the suppliers of
+these; the model, its plan and its kernels need no change. Ranks share the segments of streams, and gather the rows
+where these join the tokens.
 """
 
 from typing import TYPE_CHECKING
@@ -11,11 +12,13 @@ from mplug_cp.config import ContextParallelConfig
 from mplug_cp.zigzag import zigzag
 
 if TYPE_CHECKING:
-    from mplug import Run, RunConfig, Wrap
+    from collections.abc import Mapping
+
+    from mplug import Model, Run, RunConfig, Wrap
 
 
 class ContextParallel:
-    """Each rank holds a part of every sequence; in attention, ranks exchange keys and values, or heads."""
+    """Each rank holds a part of every sequence; ranks exchange keys and values, or heads, and the states of scans."""
 
     Config = ContextParallelConfig
 
@@ -48,8 +51,17 @@ class ContextParallel:
         return axes
 
     @hookimpl
+    def support_mixing(self, model: "Model", mixing: "Mapping[str, frozenset[str]]") -> dict[str, bool]:
+        """Scans and short convolutions mix positions in a slot whose states this plugin passes on."""
+        from mplug_cp.states import passes_states
+
+        found = {name for name, axes in mixing.items() if axes == {"sequence"}}
+        return {name: True for name in found if passes_states(model.module.get_submodule(name))}
+
+    @hookimpl
     def offer(self, run: "Run") -> "list[Wrap]":
-        """The wraps of every attention core; nothing if cp=1."""
+        """The wraps of every attention core, scan and short convolution; nothing if cp=1."""
+        from mplug_cp.states import around_mixers
         from mplug_cp.wraps import around_attention
 
-        return around_attention(run, self.config.method)
+        return [*around_attention(run, self.config.method), *around_mixers(run)]

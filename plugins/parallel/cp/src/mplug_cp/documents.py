@@ -15,10 +15,11 @@ def lengths_in(document_lengths: Tensor | None, block: Block) -> Lengths | None:
     """
     if document_lengths is None:
         return None
-    return _clipped(document_lengths, block.of_queries), _clipped(document_lengths, block.of_keys)
+    return clipped(document_lengths, block.of_queries), clipped(document_lengths, block.of_keys)
 
 
-def _clipped(lengths: Tensor, ranges: Ranges) -> Tensor:
+def clipped(lengths: Tensor, ranges: Ranges) -> Tensor:
+    """The positions of each document that lie in these ranges of the sequence: [B, M] -> [B, M]."""
     ends = lengths.cumsum(dim=1)
     starts = ends - lengths
     inside = [(ends.clamp(max=part.stop) - starts.clamp(min=part.start)).clamp(min=0) for part in ranges]

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 from mplug import MAY_CHANGE, Axis, Pipeline, Stages, UsageError, hookimpl
 from mplug_pp.stages import divide
-from mplug_schedules import Shape, Table, find_schedule, proven_table
+from mplug_schedules import Shape, Table, find_schedule, peak, proven_table
 
 if TYPE_CHECKING:
     from mplug import Model, Run, RunConfig
@@ -83,6 +83,10 @@ class PipelineParallel:
                 config.schedule, Shape(size, num_micro_batches, config.chunks, config.group, config.limit)
             )
 
+        def in_flight(num_micro_batches: int) -> list[float]:
+            made = table(num_micro_batches)
+            return [peak(made, rank) for rank in range(size)]
+
         tables = [table(number) for number in run.micro_batch_counts()] if run.trains else [table(1)]
         if any(one.ranks != tables[0].ranks for one in tables):
             raise UsageError(
@@ -92,4 +96,4 @@ class PipelineParallel:
         chunks = len(tables[0].ranks) // size
         units = divide(model, size, self.config.split, chunks, run.config.trainer.seq_length)
         backward: Literal["whole", "split"] = "split" if any(one.splits_backward for one in tables) else "whole"
-        return Stages("pp", units, backward, tables[0].ranks, self.config.schedule, table)
+        return Stages("pp", units, backward, tables[0].ranks, self.config.schedule, table, in_flight)

@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mplug_packed.packing import best_fit_decreasing
 
+from mplug_tokenization.packing import best_fit_decreasing
 from mplug_tokenization.vocabulary import Vocabulary
 
 # Packing.

@@ -1,36 +1,33 @@
 """Samples of packed conversations. B samples of a micro batch, S sequence length, M documents of a sample."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mplug_packed.packing import best_fit_decreasing
+from mplug_tokenization.packing import best_fit_decreasing
 from mplug_tokenization.vocabulary import Encoded
 
 IGNORED = -100
 """The label of a position without a target."""
 
 
-@dataclass
-class Count:
-    """Counts of a split's conversations, by outcome."""
+class DocumentStore(Protocol):
+    """Encoded conversations that can be read by their number."""
 
-    conversations: int = 0
-    truncated: int = 0
-    too_long: int = 0
-    without_answer: int = 0
-    with_special_tokens: int = 0
+    lengths: Sequence[int] | NDArray[np.int64]
+    """The number of tokens of each."""
+
+    def read(self, number: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """(tokens, labels) of a conversation; a label is the next token, or IGNORED."""
 
     @property
-    def kept(self) -> int:
-        """The number of conversations in the samples."""
-        return self.conversations - self.too_long - self.without_answer - self.with_special_tokens
+    def fingerprint(self) -> bytes:
+        """A digest of the tokens and labels."""
 
 
 class Documents:
@@ -42,6 +39,19 @@ class Documents:
         self.ends = np.cumsum([0, *self.lengths])
         self.tokens = np.concatenate([np.empty(0, np.int32), *(tokens for tokens, _ in pairs)])
         self.labels = np.concatenate([np.empty(0, np.int64), *(labels for _, labels in pairs)])
+
+    def read(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """(tokens, labels) of a conversation."""
+        source = slice(self.ends[number], self.ends[number + 1])
+        return self.tokens[source], self.labels[source]
+
+    @property
+    def fingerprint(self) -> bytes:
+        """A digest of all tokens and labels, and of the ends of the conversations."""
+        found = blake2b(digest_size=16)
+        for array in (self.ends, self.tokens, self.labels):
+            found.update(array.data)
+        return found.digest()
 
 
 def document(encoded: Encoded, length: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
@@ -56,12 +66,13 @@ class PackedSamples:
     """Samples by their number in the global order: every epoch reads each packed sample once, in its own order.
 
     The packing is the same in every epoch. So all epochs have the same number of samples, and any sample can be read
-    without the preceding ones.
+    without the preceding ones. `key` is the key of the order: the seed, and what else distinguishes this set.
     """
 
-    def __init__(self, documents: Documents, seq_length: int, most: int, filler: int, seed: int) -> None:
-        self.documents, self.seq_length, self.most, self.filler, self.seed = documents, seq_length, most, filler, seed
-        self.packed = best_fit_decreasing(documents.lengths, seq_length, most - 1)  # one is reserved for the filler
+    def __init__(self, documents: DocumentStore, seq_length: int, most: int, filler: int, key: Sequence[int]) -> None:
+        self.documents, self.seq_length, self.most, self.filler, self.key = documents, seq_length, most, filler, key
+        own = [*map(int, documents.lengths)]
+        self.packed = best_fit_decreasing(own, seq_length, most - 1)  # one is reserved for the filler
         self.count = len(self.packed)
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
@@ -69,14 +80,13 @@ class PackedSamples:
     def fingerprint(self) -> str:
         """A hash of the conversations' tokens and labels, and of the settings of the packing."""
         found = blake2b(repr((self.seq_length, self.most, self.filler)).encode(), digest_size=16)
-        for array in (self.documents.ends, self.documents.tokens, self.documents.labels):
-            found.update(array.data)
+        found.update(self.documents.fingerprint)
         return found.hexdigest()
 
     @property
     def filled(self) -> float:
         """The share of positions that conversations fill."""
-        return len(self.documents.tokens) / (self.count * self.seq_length)
+        return int(sum(self.documents.lengths)) / (self.count * self.seq_length)
 
     def read(self, sample_ids: range) -> dict[str, Tensor]:
         """The micro batch of these samples; the unfilled end of a sample is one more document, without targets."""
@@ -100,12 +110,12 @@ class PackedSamples:
         positions: NDArray[np.int64],
         lengths: NDArray[np.int64],
     ) -> None:
-        place, documents = 0, self.documents
+        place = 0
         for number, member in enumerate(members):
-            source = slice(documents.ends[member], documents.ends[member + 1])
-            length = lengths[number] = documents.lengths[member]
-            tokens[place : place + length] = documents.tokens[source]
-            labels[place : place + length] = documents.labels[source]
+            own_tokens, own_labels = self.documents.read(member)
+            length = lengths[number] = len(own_tokens)
+            tokens[place : place + length] = own_tokens
+            labels[place : place + length] = own_labels
             positions[place : place + length] = np.arange(length)
             place += length
         if place < self.seq_length:
@@ -115,5 +125,5 @@ class PackedSamples:
     def _packed(self, epoch: int, index: int) -> list[int]:
         if epoch != self._epoch:
             self._epoch = epoch
-            self._order = np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.count)
+            self._order = np.random.Generator(np.random.PCG64([*self.key, epoch])).permutation(self.count)
         return self.packed[self._order[index]]

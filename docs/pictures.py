@@ -1,0 +1,131 @@
+"""Draw the pictures of schedules and layouts in docs/pictures from the tables and the meshes that runs use.
+
+python docs/pictures.py
+
+A test keeps the pictures equal to what this script draws.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from mplug_explain.chart import picture
+
+from mplug import Axis, Mesh, Model
+from mplug.commands import Registry, default_settings, prepare, read_assignments, resolve
+from mplug_schedules import Shape, Table, proven_table
+
+FOLDER = Path(__file__).parent / "pictures"
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "gpipe": {},
+    "1f1b": {},
+    "interleaved": {},
+    "zb-h1": {},
+    "zb-limited": {"limit": 7},
+    "zb-v": {},
+    "dualpipe-v": {},
+}
+"""The bundled schedules, each with its settings in the picture."""
+RANKS, MICRO_BATCHES = 4, 8
+LAYOUTS = {
+    "layout": ("tp2pp2dp2", {}),
+    "layout_of_experts": ("tp2cp2pp2ep4", {"model.name": "mixtral", "model.preset": "tiny"}),
+}
+"""The drawn layouts, each with further settings of the run."""
+CELL, MARGIN, TITLE = 44, 8, 18
+"""Pixels of a rank's square, around a group of ranks, and of its title."""
+SHADES = ("#f4f6fb", "#dfe7f5", "#c4d4ee", "#a5bfe6")
+"""The fills of groups, from the outermost on."""
+
+
+def schedule(name: str) -> str:
+    """The chart of a schedule for `RANKS` ranks and `MICRO_BATCHES` micro batches."""
+
+    def table(number: int) -> Table:
+        return proven_table(name, Shape(RANKS, number, **SCHEDULES[name]))
+
+    stages = SimpleNamespace(table=table, schedule=name)
+    return picture(cast("Model", SimpleNamespace(stages=stages)), MICRO_BATCHES)
+
+
+def mesh_of(layout: str, further: Mapping[str, str]) -> Mesh:
+    """The mesh of a run with this layout."""
+    words = {"parallel.layout": layout, "trainer.micro_batch_size": 1, "trainer.seq_length": 256, **further}
+    settings = read_assignments([f"{field}={value}" for field, value in words.items()])
+    return prepare(resolve(Registry(), default_settings(), settings)).mesh
+
+
+def ranks_in(mesh: Mesh, axes: tuple[Axis, ...], chosen: Mapping[str, int]) -> list[int]:
+    """The ranks at these positions of some axes."""
+    return [
+        rank
+        for rank in range(mesh.world_size)
+        if all(mesh.index(rank, axis.name) == chosen[axis.name] for axis in axes if axis.name in chosen)
+    ]
+
+
+def boxes(
+    mesh: Mesh, axes: tuple[Axis, ...], chosen: Mapping[str, int], x: float, y: float, depth: int = 0
+) -> tuple[list[str], float, float]:
+    """The drawing of the ranks at the chosen positions, with its width and height.
+
+    Each axis is a level: a box for each position, side by side on one level and one below another on the next.
+    """
+    left = [axis for axis in axes if axis.name not in chosen]
+    if not left:
+        (rank,) = ranks_in(mesh, axes, chosen)
+        middle = f'x="{x + CELL / 2:g}" y="{y + CELL / 2 + 5:g}" font-size="14" text-anchor="middle"'
+        square = f'<rect x="{x:g}" y="{y:g}" width="{CELL}" height="{CELL}" rx="4" fill="#fff" stroke="#334"/>'
+        return [square, f"<text {middle}>{rank}</text>"], CELL, CELL
+    axis, across = left[0], depth % 2 == 0
+    drawn: list[str] = []
+    width = height = 0.0
+    for position in range(axis.size):
+        at_x, at_y = (x + width, y) if across else (x, y + height)
+        inner, w, h = boxes(
+            mesh, axes, {**chosen, axis.name: position}, at_x + MARGIN, at_y + TITLE + MARGIN / 2, depth + 1
+        )
+        w, h = w + 2 * MARGIN, h + TITLE + 1.5 * MARGIN
+        fill = SHADES[min(depth, len(SHADES) - 1)]
+        drawn.append(
+            f'<rect x="{at_x:g}" y="{at_y:g}" width="{w:g}" height="{h:g}" rx="6" fill="{fill}" stroke="#889"/>'
+        )
+        drawn.append(
+            f'<text x="{at_x + MARGIN:g}" y="{at_y + TITLE - 2:g}" font-size="12">{axis.name} {position}</text>'
+        )
+        drawn += inner
+        step = (w if across else h) + (MARGIN if position + 1 < axis.size else 0)
+        width, height = (width + step, max(height, h)) if across else (max(width, w), height + step)
+    return drawn, width, height
+
+
+def layout(name: str) -> str:
+    """The ranks of a layout in each view of its mesh. Views of the same axes are drawn once."""
+    word, further = LAYOUTS[name]
+    mesh = mesh_of(word, further)
+    views = {tuple((axis.name, axis.size) for axis in axes): view for view, axes in reversed(mesh.views.items())}
+    lines: list[str] = []
+    x, height = 12.0, 0.0
+    for view in reversed(views.values()):
+        title = f"{word}: {mesh.world_size} ranks" + (f", the view '{view}'" if len(views) > 1 else "")
+        drawn, w, h = boxes(mesh, mesh.views[view], {}, x, 32)
+        lines += [f'<text x="{x:g}" y="20" font-size="14">{title}</text>', *drawn]
+        x, height = x + max(w, 7.2 * len(title)) + 40, max(height, h)
+    size = f'width="{x - 28:g}" height="{height + 44:g}" viewBox="0 0 {x - 28:g} {height + 44:g}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">'
+    return "\n".join([head, *lines, "</svg>"]) + "\n"
+
+
+def pictures() -> Iterator[tuple[str, str]]:
+    """The name and the text of each picture."""
+    for name in SCHEDULES:
+        yield f"schedule_{name}.svg", schedule(name)
+    for name in LAYOUTS:
+        yield f"{name}.svg", layout(name)
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for file, text in pictures():
+        (FOLDER / file).write_text(text, encoding="utf-8")

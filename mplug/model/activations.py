@@ -1,0 +1,251 @@
+"""Estimates the memory of activations before anything runs, from the plan, the placements and the filled slots.
+
+A matrix product keeps its input for backward, and what follows it keeps its output: norms, products of activations and
+activation functions keep their inputs. So a unit keeps about the input and the output of each of its products, for
+every token of every micro batch in flight. `docs/memory.md` compares the estimate with measured memory.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import ceil, prod
+from typing import TYPE_CHECKING
+
+from mplug.layout.gradient_flow import carrying
+from mplug.layout.names import role_of
+from mplug.layout.plan import TOKENS_AXIS, Unit
+from mplug.model.slots.offers import RECOMPUTING
+from mplug.precisions.dtypes import FORMATS
+
+if TYPE_CHECKING:
+    from mplug.layout.gathered import GatheredPlacement
+    from mplug.layout.placement import Placement
+    from mplug.layout.work import Work
+    from mplug.model.model import Model
+    from mplug.run.run import Run
+
+EAGER = 1.4
+"""Bytes that eager units keep, over the inputs and outputs of products: rotations, activation functions and norms keep
+intermediate results (measured: docs/memory.md). Compiled units recompute most of them."""
+EAGER_LOSS = 12
+"""Bytes per logit that the loss holds for a moment where units are eager: three copies in fp32."""
+MOST_LOSS = 768 << 20
+"""At most, because the loss widens logits in chunks."""
+CERTAIN = 0.5
+"""The part of the estimate that a run surely needs: kernels may keep operands in 8 bits, or fewer of them."""
+LABELS = ("activations of matrix products", "values for pairs of positions", "logits", "gradients and recomputed units")
+"""The parts of the estimate."""
+
+
+@dataclass
+class Kept:
+    """Bytes of one micro batch that a unit, or several units, keep for backward, by their kind."""
+
+    products: float = 0.0
+    pairs: float = 0.0
+    logits: float = 0.0
+    certain: float = 0.0
+
+    @property
+    def all(self) -> float:
+        """The sum of all kinds."""
+        return self.products + self.pairs + self.logits
+
+    def add(self, other: "Kept", times: float = 1.0) -> None:
+        """Add another part, `times` as large."""
+        self.products += times * other.products
+        self.pairs += times * other.pairs
+        self.logits += times * other.logits
+        self.certain += times * other.certain
+
+
+@dataclass
+class Activations:
+    """The estimated activations of a rank in bytes, at the peak of a step.
+
+    `kept` is for the micro batches in flight; `in_flight` is their number. `passing` is what exists for a moment: the
+    gradient of the largest result of a product, and a unit that is computed again. `certain` is a lower bound.
+    """
+
+    kept: Kept = field(default_factory=Kept)
+    in_flight: float = 1.0
+    passing: float = 0.0
+
+    @property
+    def expected(self) -> int:
+        """The estimate."""
+        return int(self.kept.all + self.passing)
+
+    @property
+    def certain(self) -> int:
+        """What the run needs at least."""
+        return int(CERTAIN * self.kept.certain)
+
+    def parts(self) -> dict[str, int]:
+        """The estimate by its parts, without those that are 0."""
+        sizes = (self.kept.products, self.kept.pairs, self.kept.logits, self.passing)
+        return {label: int(size) for label, size in zip(LABELS, sizes, strict=True) if size >= 1}
+
+
+def estimate_activations(run: "Run", model: "Model") -> list[Activations]:
+    """The activations of a rank at each index along the pipeline's axis (one entry without a pipeline)."""
+    estimate = _Estimate(run, model)
+    stages = model.stages
+    size = run.mesh.axes[stages.axis].size if stages.axis else 1
+    number = max(run.micro_batch_counts())
+    in_flight = stages.in_flight(number) if stages.in_flight is not None else [1.0] * size
+    return [estimate.of_stage(stage, in_flight[stage]) for stage in range(size)]
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """One unit: what it keeps of a micro batch, what it keeps if it is computed again, and its largest result."""
+
+    whole: Kept
+    again: Kept
+    largest: float
+
+
+class _Estimate:
+    """Reads a model's plan, placements and slots."""
+
+    def __init__(self, run: "Run", model: "Model") -> None:
+        self.run, self.model = run, model
+        self.itemsize = FORMATS[run.precision.activations].bytes
+        self.factor = EAGER if run.compiler is None else 1.0
+        self.work: dict[str, list[Work]] = defaultdict(list)
+        for one in model.plan.work or ():
+            self.work[one.unit].append(one)
+        self.axes = [axis for axis in run.mesh.axes.values() if axis.size > 1]
+        self.last = model.plan.units[-1].name
+        self.keeps_pairs, self.fuses_loss = self._of_slots()
+        self.recomputed, self.moved = self._of_wraps()
+
+    def _of_slots(self) -> tuple[set[str], bool]:
+        """The roles of modules that keep a value for every pair of positions; whether a supplier computes the loss."""
+        pairs, fused = set[str](), False
+        for filled in self.model.slots:
+            keeps = filled.site.declared.keeps_pairs if filled.offer is None else filled.offer.keeps_pairs
+            again = any(wrap.layer >= RECOMPUTING for wrap in filled.wraps)
+            if keeps and not again:
+                pairs.add(filled.site.role)
+            fused |= filled.site.kind == "loss" and filled.offer is not None
+        return pairs, fused
+
+    def _of_wraps(self) -> tuple[Mapping[str, float], bool]:
+        """By role, the part of this rank's units that are computed again; whether what is kept leaves the device.
+
+        Units of other stages are taken to be wrapped as those of their role here.
+        """
+        roles, wrapped, moved = defaultdict[str, int](int), defaultdict[str, int](int), False
+        for unit in self.model.own_units:
+            roles[role_of(unit.name)] += 1
+        for filled in self.model.unit_wraps:
+            outer = [wrap for wrap in filled.wraps if wrap.layer >= RECOMPUTING]
+            wrapped[filled.site.role] += bool(outer)
+            moved |= any(wrap.moves for wrap in outer) and self.run.device != "cpu"
+        return {role: wrapped[role] / count for role, count in roles.items()}, moved
+
+    def of_stage(self, stage: int, in_flight: float) -> Activations:
+        """The activations of a rank of a stage."""
+        found = Activations(in_flight=in_flight)
+        rank = self._rank_of(stage)
+        trained = self.model.trained_units()
+        names = {name for chunk in self.model.stages.chunks_of(stage) for name in self.model.stages.units[chunk]}
+        for unit, carried in zip(self.model.plan.units, carrying(self.model.plan.units, trained), strict=False):
+            if unit.name not in names or (unit.name not in trained and carried.isdisjoint(unit.inputs)):
+                continue
+            one, again = self._unit(unit, rank), self.recomputed.get(role_of(unit.name), 0.0)
+            found.kept.add(one.whole, in_flight * (1 - again))
+            if not self.moved:
+                found.kept.add(one.again, in_flight * again)
+            found.passing = max(found.passing, one.largest + (one.whole.all if again else 0))
+        return found
+
+    def _rank_of(self, stage: int) -> int:
+        axis = self.model.stages.axis
+        if not axis:
+            return self.run.rank
+        return next(rank for rank in range(self.run.mesh.world_size) if self.run.mesh.index(rank, axis) == stage)
+
+    def _unit(self, unit: Unit, rank: int) -> _Unit:
+        tokens, squares = self._rows(unit)
+        whole, again, largest = Kept(), Kept(), 0.0
+        for one in self.work[unit.name]:
+            if not one.is_weight:
+                whole.add(self._pairs(one, squares))
+                continue
+            placement = self.model.placement_of(one.name)
+            sides = self._sides(placement, one, tokens, rank)
+            if not sides:
+                continue
+            *out, inner = sides
+            is_loss = unit.name == self.last and "vocab" in placement.parameter.axes
+            kept = self._product(sum(out), inner, is_loss, placement.parameter.trainable)
+            whole.add(kept)
+            passing = min(EAGER_LOSS * sum(out), MOST_LOSS) if is_loss and self.run.compiler is None else 0.0
+            largest = max(largest, self.itemsize * sum(out) + passing)
+            if not again.all:
+                first = self.itemsize * inner
+                again = Kept(products=first, certain=first)
+        return _Unit(whole, again, largest)
+
+    def _product(self, out: float, inner: float, is_loss: bool, trainable: bool) -> Kept:
+        """What a product keeps: its input, if its weight is trained, and its output."""
+        inner = inner if trainable else 0.0
+        if not is_loss:
+            size = self.itemsize * (out + inner)
+            return Kept(products=self.factor * size, certain=size)
+        logits, hidden = self.itemsize * out, self.itemsize * inner
+        return Kept(products=hidden, logits=logits, certain=hidden + (0 if self.fuses_loss else logits))
+
+    def _rows(self, unit: Unit) -> tuple[float, float]:
+        """(rows, sum of squared lengths) of a micro batch that a rank computes in a unit."""
+        samples, trainer = self.run.micro_batch_size, self.run.config.trainer
+        if unit.sequence == TOKENS_AXIS:
+            ranks = prod(axis.size for axis in self.axes if TOKENS_AXIS in axis.entries)
+            return samples * trainer.seq_length / ranks, samples * trainer.seq_length**2 / ranks
+        stream = self.model.plan.streams[unit.sequence]
+        ranks = prod(axis.size for axis in self.axes if axis.shares_streams)
+        return samples * stream.rows / ranks, samples * stream.squares / ranks
+
+    def _sides(self, placement: "Placement", work: "Work", tokens: float, rank: int) -> list[float]:
+        """The elements of a product's operands on each side of its weight, the input last; empty if it has no sides.
+
+        A weight of more than two dimensions is a stack of matrices, of which a token meets as many as its FLOPs say.
+
+        A rank of sequence parallelism holds its part of the tokens where the width is whole.
+        """
+        gathered: GatheredPlacement | Placement = placement
+        shape = getattr(gathered, "gathered_shape", placement.local_shape)(rank)
+        dims = list(enumerate({segment.axis for segment in segments} for segments in placement.dims))[-2:]
+        logical = prod(placement.shape[number] for number, _ in dims)
+        if len(dims) < 2 or not logical:
+            return []
+        times = max(work.flops.per_token / (6 * logical), 0.0)
+        return [times * tokens * shape[number] / self._shared(names) for number, names in dims]
+
+    def _shared(self, names: set[str]) -> int:
+        """The ranks that divide the sequence of activations with these named axes."""
+        sharing = [axis for axis in self.axes if TOKENS_AXIS in axis.activations and TOKENS_AXIS not in axis.entries]
+        return prod(axis.size for axis in sharing if names.isdisjoint(axis.splits))
+
+    def _pairs(self, work: "Work", squares: float) -> Kept:
+        """The scores that a module keeps for all pairs of positions, and their normalised form."""
+        if role_of(work.name) not in self.keeps_pairs or not work.flops.per_squared_length:
+            return Kept()
+        size = squares * self._heads(work.name) * self.itemsize
+        return Kept(pairs=2 * size, certain=size)
+
+    def _heads(self, module: str) -> float:
+        """The heads of a module that a rank computes, as its parameters state them."""
+        counts = [
+            segment.count
+            for name, placement in self.model.placements.items()
+            if name.startswith(f"{module}.")
+            for segments in placement.dims
+            for segment in segments
+            if segment.axis == "heads"
+        ]
+        ranks = prod(axis.size for axis in self.axes if "heads" in axis.splits)
+        return ceil(max(counts, default=1) / ranks)

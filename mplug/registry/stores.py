@@ -1,0 +1,67 @@
+"""Addresses of object stores, such as 's3://bucket/model', in the place of paths. The host knows no protocol.
+
+A distribution brings one class in the entry-point group 'mplug.stores'. Its methods are those of `Stores`. Imports no
+torch.
+"""
+
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol
+
+from mplug.errors import UsageError, listed
+from mplug.registry.asking import asking
+from mplug.registry.entry_points import STORES, Registry, refuse_other_versions
+
+
+class Stores(Protocol):
+    """What the host asks of the class of the group 'mplug.stores'. Errors are UsageError and RunError."""
+
+    def local_copy(self, address: str) -> Path:
+        """A complete copy of a folder or file on this machine, which is never changed. Of a run, it has a checkpoint.
+
+        Every process of a run calls it. A copy of unchanged files is made once on a machine.
+        """
+
+    def refuse_existing(self, address: str) -> None:
+        """Raise UsageError if there is a folder or file at an address, or if the store refuses the user."""
+
+    def deliver(self, folder: Path, address: str) -> None:
+        """Copy a folder of this machine to an address. Readers recognise the copy when it is complete."""
+
+
+def is_address(text: str) -> bool:
+    """Whether a text is the address of a store, and not a path."""
+    return "://" in text
+
+
+def local_path(text: str) -> Path:
+    """The path that a text names. The address of a store names its copy on this machine, which is made now."""
+    return _copied(text) if is_address(text) else Path(text).expanduser()
+
+
+@cache
+def _copied(address: str) -> Path:
+    """A process asks for the copy of an address once, so it reads one version of it."""
+    return stores_for(address).local_copy(address)
+
+
+def stores_for(address: str) -> Stores:
+    """What reads and writes addresses. UsageError if no installed distribution does, or several do."""
+    entries = Registry().table(STORES)
+    if not entries:
+        raise UsageError(
+            f"'{address}' is the address of a store, which no installed package reads; use a path, or install "
+            f"mplug-store"
+        )
+    if len(entries) > 1:
+        raise UsageError(
+            f"'{address}' is the address of a store, which {listed(entry.origin for entry in entries)} read; "
+            f"uninstall one of them"
+        )
+    (entry,) = entries
+    refuse_other_versions(entry)
+    module, _, attribute = entry.target.partition(":")
+    with asking(f"stores/{entry.name} ({entry.origin})", entry.target):
+        made: Stores = getattr(import_module(module), attribute)()
+        return made

@@ -1,0 +1,1 @@
+"""Token mixers beside attention: scans (linear attention, state spaces, delta rules) and short convolutions."""

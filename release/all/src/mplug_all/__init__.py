@@ -1,0 +1,1 @@
+"""This distribution requires all bundled distributions of mplug. It has no code."""

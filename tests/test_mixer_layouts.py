@@ -1,0 +1,131 @@
+"""Decoders whose blocks have scans, or scans and attention: under every layout they train as in one process."""
+
+from typing import Any
+
+import pytest
+import torch
+from layout_runs import difference_of
+from tiny_models import DECODER
+from torch import Tensor
+
+from mplug import UsageError
+from mplug.model.build import build_model
+from mplug_testing.harness import tiny_run
+from mplug_testing.parity import require_parity
+
+HEADS = {"model.linear_num_key_heads": 2, "model.linear_key_head_dim": 6, "model.linear_value_head_dim": 8}
+LLAMA: dict[str, Any] = {**DECODER, "model.name": "llama", "model.num_layers": 2, "data.documents": 5}
+HYBRID = {**LLAMA, **HEADS, "model.mixer_types": ["gated_delta", "attention"]}
+SCANS = {**LLAMA, **HEADS, "model.num_layers": 4, "model.linear_num_key_heads": 4}
+SCANS["model.mixer_types"] = ["mamba2", "kimi_delta", "gated_linear", "gated_delta"]
+ULYSSES, ALL_GATHER = "parallel.cp.method=ulysses", "parallel.cp.method=all_gather"
+HIERARCHICAL = "parallel.cp.method=hierarchical parallel.cp.ulysses_degree=2"
+COMPILED = "trainer.compile=aot_eager"
+RECOMPUTE = "memory.recompute={}"
+LAYOUTS = (
+    *("tp2", "tp4", "tp2 parallel.tp.sequence_parallel=false", "pp2", "cp2", "cp4", "zero2", "fsdp2", "tp2cp2"),
+    *("cp2pp2", f"cp2 {ALL_GATHER}", f"cp2 {ULYSSES}", f"cp4 {HIERARCHICAL}", f"cp2 {RECOMPUTE}", f"zero2 {RECOMPUTE}"),
+)
+
+
+@pytest.mark.parametrize("layout", ["tp4", "cp4"])
+def test_a_hybrid_with_fewer_key_heads_than_ranks_and_short_intervals_trains_as_in_one_process(layout: str) -> None:
+    """With cp4, an interval of 2 positions is shorter than the 3 that a convolution sees before its own."""
+    require_parity(HYBRID, layout)
+
+
+@pytest.mark.wide("layouts")
+@pytest.mark.parametrize("settings", [HYBRID, SCANS], ids=["hybrid", "scans"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_trains_as_one_process(layout: str, settings: dict[str, Any]) -> None:
+    require_parity(settings, layout)
+
+
+@pytest.mark.wide("layouts")
+def test_experts_and_scans_train_as_in_one_process() -> None:
+    require_parity({**HYBRID, "model.num_experts": 4, "model.moe_ffn_hidden_size": 24}, "ep2")
+
+
+@pytest.mark.wide("compile")
+@pytest.mark.parametrize("layout", ["tp2", "cp2"])
+def test_compiled_units_with_scans_train_as_in_one_process(layout: str) -> None:
+    require_parity(SCANS, f"{layout} {COMPILED}")
+
+
+# Planted mistakes.
+
+
+def leaking() -> None:
+    """A document that begins where an interval does has the state of the document before it."""
+    import mplug_cp.states as states
+
+    original = states.distance_in_document
+    states.distance_in_document = lambda lengths, position: original(lengths, position) + 1
+
+
+def forgetting() -> None:
+    """An interval has the end state of the one before it, and nothing of earlier ones."""
+    import mplug_cp.states as states
+
+    original = states._start_states
+
+    def start_states(gathered: Tensor, places: list[int], lengths: Any, width: int, length: int) -> Tensor:
+        without = torch.cat((gathered[..., :width], 0 * gathered[..., width:]), dim=-1)
+        return original(without, places, lengths, width, length)
+
+    states._start_states = start_states
+
+
+@pytest.mark.wide("layouts")
+@pytest.mark.parametrize("mistake", [leaking, forgetting])
+def test_the_comparison_catches(mistake: Any) -> None:
+    assert difference_of("cp2", {**SCANS, "data.documents": 3}, mistake) != ""
+
+
+# Refusals and the plan.
+
+
+def _build(settings: dict[str, Any], layout: str) -> None:
+    run = tiny_run({**settings, "parallel.layout": layout})
+    build_model(run)
+    raise AssertionError("it is accepted")
+
+
+def refused(settings: dict[str, Any], layout: str) -> str:
+    with pytest.raises(UsageError) as error:
+        _build(settings, layout)
+    return str(error.value)
+
+
+def test_layouts_that_do_not_fit_the_heads_are_refused_before_launch() -> None:
+    odd = {"model.linear_num_value_heads": 3, "model.linear_num_key_heads": 3}
+    assert "tp=2 does not divide the 3 heads" in refused({**HYBRID, **odd}, "tp2")
+    groups = {**HYBRID, "model.mixer_types": ["mamba2"], "model.linear_num_key_heads": 1}
+    assert "tp=2 does not divide the 1 kv heads" in refused(groups, "tp2")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"model.mixer_types": ["kimi_delta"]}, "kimi_delta has as many key heads as value heads"),
+        ({"model.linear_num_key_heads": 3}, "linear_num_key_heads=3 does not divide linear_num_value_heads=4"),
+        ({"model.mixer_types": ["mamba2"] * 3}, "mixer_types has 3 entries, and num_layers is 2"),
+        ({"model.mixer_types": ["mamba"]}, "mixer_types"),
+    ],
+)
+def test_scans_that_do_not_fit_are_refused(fields: dict[str, Any], said: str) -> None:
+    assert said in refused({**HYBRID, **fields}, "")
+
+
+def test_the_plan_counts_the_recurrence_and_keeps_decays_without_weight_decay() -> None:
+    model = build_model(tiny_run({**HYBRID, "model.mixer_types": ["gated_delta"]}))
+    plain = build_model(tiny_run({**HYBRID, "model.mixer_types": ["attention"]}))
+    heads, key, value, hidden = 4, 6, 8, 32
+    projections = hidden * (2 * 2 * key + 2 * heads * value + 2 * heads) + heads * value * hidden
+    channels = 2 * 2 * key + heads * value
+    scan = 6 * (projections + 4 * channels + 3 * heads * key * value)
+    attention = 6 * (hidden * (4 + 2 + 2) * 8 + hidden * hidden)
+    assert model.plan.flops.per_token - plain.plan.flops.per_token == 2 * (scan - attention)
+    assert model.plan.flops.per_squared_length == 0
+    for name in ("A_log", "dt_bias", "norm"):
+        assert not model.plan.parameters[f"blocks.*.attn.{name}"].decays

@@ -116,6 +116,7 @@ if TYPE_CHECKING:
     from mplug_nn.loss import Loss as Loss
     from mplug_nn.mixers.chunked import chunked_scan as chunked_scan
     from mplug_nn.mixers.convolution import Convolution as Convolution
+    from mplug_nn.mixers.convolution import end_rows as end_rows
     from mplug_nn.mixers.convolution import short_convolution as short_convolution
     from mplug_nn.mixers.gated_delta import GatedDeltaNet as GatedDeltaNet
     from mplug_nn.mixers.gated_linear import GatedLinearAttention as GatedLinearAttention
@@ -261,7 +262,7 @@ publish(
         "mplug_nn.linear": ("ADAPTERS", "Linear", "LinearAdapter", "boundary_of"),
         "mplug_nn.loss": ("Loss",),
         "mplug_nn.mixers.chunked": ("chunked_scan",),
-        "mplug_nn.mixers.convolution": ("Convolution", "short_convolution"),
+        "mplug_nn.mixers.convolution": ("Convolution", "end_rows", "short_convolution"),
         "mplug_nn.mixers.gated_delta": ("GatedDeltaNet",),
         "mplug_nn.mixers.gated_linear": ("GatedLinearAttention",),
         "mplug_nn.mixers.kimi_delta": ("KimiDeltaAttention",),

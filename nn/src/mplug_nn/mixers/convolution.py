@@ -26,7 +26,7 @@ def short_convolution(
     """
     earlier, length = spec.width - 1, x.shape[1]
     wide = torch.promote_types(x.dtype, torch.float32)
-    rows = pad(x, (0, 0, earlier, 0)) if inputs.state is None else torch.cat((inputs.state.to(x.dtype), x), dim=1)
+    rows = _rows(x, earlier, inputs.state)
     reach = _reach(inputs.document_lengths, length, earlier)
     total = None if bias is None else bias.to(wide)
     for distance in range(spec.width):
@@ -36,11 +36,23 @@ def short_convolution(
         term = taken.to(wide) * weight[:, earlier - distance].to(wide)
         total = term if total is None else total + term
     assert total is not None
-    end = rows[:, length:]
+    return (silu(total) if spec.silu else total).to(x.dtype), end_rows(x, spec, inputs)
+
+
+def end_rows(x: Tensor, spec: ConvolutionSpec, inputs: MixerInputs = NOTHING) -> Tensor:
+    """The end state [B, W - 1, C] of a short convolution of x [B, S, C]; a supplier need not compute it by a kernel."""
+    earlier, length = spec.width - 1, x.shape[1]
+    end = _rows(x[:, max(0, length - earlier) :], earlier, inputs.state)[:, -earlier:] if earlier else x[:, :0]
+    reach = _reach(inputs.document_lengths, length, earlier)
     if reach is not None:
         distances = torch.arange(earlier - 1, -1, -1, device=x.device)
         end = end.masked_fill((distances > reach[:, -1:])[..., None], 0.0)
-    return (silu(total) if spec.silu else total).to(x.dtype), end
+    return end
+
+
+def _rows(x: Tensor, earlier: int, state: Tensor | None) -> Tensor:
+    """x behind the `earlier` rows of its start state, or behind zeros."""
+    return pad(x, (0, 0, earlier, 0)) if state is None else torch.cat((state.to(x.dtype), x), dim=1)
 
 
 def _reach(lengths: Tensor | None, length: int, earlier: int) -> Tensor | None:

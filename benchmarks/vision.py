@@ -29,7 +29,7 @@ from torch import Tensor
 
 from mplug.config.defaults import default_settings
 from mplug.config.sources import from_mapping, merge, read_assignments
-from mplug.contracts import IGNORED, MicroBatch
+from mplug.contracts.micro_batch import IGNORED, MicroBatch
 from mplug.model.build import choose_device
 from mplug.model.compiled.compilation import compiled_graphs
 from mplug.registry.entry_points import Registry

@@ -31,35 +31,35 @@ if TYPE_CHECKING:
     from mplug.config.family import Family as Family
     from mplug.config.family import Source as Source
     from mplug.config.sum_format import SumFormat as SumFormat
-    from mplug.contracts import DOCUMENTS as DOCUMENTS
-    from mplug.contracts import IGNORED as IGNORED
-    from mplug.contracts import LOSS_WEIGHTS as LOSS_WEIGHTS
-    from mplug.contracts import MAY_CHANGE as MAY_CHANGE
-    from mplug.contracts import MAY_MOVE as MAY_MOVE
-    from mplug.contracts import OF_TRAINING as OF_TRAINING
-    from mplug.contracts import RETURNS as RETURNS
-    from mplug.contracts import STREAMS as STREAMS
-    from mplug.contracts import CorpusTokenizer as CorpusTokenizer
-    from mplug.contracts import FolderTokenizer as FolderTokenizer
-    from mplug.contracts import Loader as Loader
-    from mplug.contracts import Medium as Medium
-    from mplug.contracts import MicroBatch as MicroBatch
-    from mplug.contracts import Optimizer as Optimizer
-    from mplug.contracts import Piece as Piece
-    from mplug.contracts import Pipeline as Pipeline
-    from mplug.contracts import Processor as Processor
-    from mplug.contracts import RankBatch as RankBatch
-    from mplug.contracts import Record as Record
-    from mplug.contracts import Relay as Relay
-    from mplug.contracts import Seen as Seen
-    from mplug.contracts import Stateful as Stateful
-    from mplug.contracts import Stepper as Stepper
-    from mplug.contracts import StepResult as StepResult
-    from mplug.contracts import StepScalars as StepScalars
-    from mplug.contracts import Tokenizer as Tokenizer
-    from mplug.contracts import Variance as Variance
-    from mplug.contracts import WeightExchange as WeightExchange
-    from mplug.contracts import distinct as distinct
+    from mplug.contracts.fields import MAY_CHANGE as MAY_CHANGE
+    from mplug.contracts.fields import MAY_MOVE as MAY_MOVE
+    from mplug.contracts.fields import OF_TRAINING as OF_TRAINING
+    from mplug.contracts.fields import distinct as distinct
+    from mplug.contracts.loader import Loader as Loader
+    from mplug.contracts.loader import Stateful as Stateful
+    from mplug.contracts.micro_batch import DOCUMENTS as DOCUMENTS
+    from mplug.contracts.micro_batch import IGNORED as IGNORED
+    from mplug.contracts.micro_batch import LOSS_WEIGHTS as LOSS_WEIGHTS
+    from mplug.contracts.micro_batch import MicroBatch as MicroBatch
+    from mplug.contracts.micro_batch import RankBatch as RankBatch
+    from mplug.contracts.optimizer import Optimizer as Optimizer
+    from mplug.contracts.optimizer import Piece as Piece
+    from mplug.contracts.optimizer import StepScalars as StepScalars
+    from mplug.contracts.optimizer import WeightExchange as WeightExchange
+    from mplug.contracts.stepper import Pipeline as Pipeline
+    from mplug.contracts.stepper import Record as Record
+    from mplug.contracts.stepper import Relay as Relay
+    from mplug.contracts.stepper import Stepper as Stepper
+    from mplug.contracts.stepper import StepResult as StepResult
+    from mplug.contracts.streams import RETURNS as RETURNS
+    from mplug.contracts.streams import STREAMS as STREAMS
+    from mplug.contracts.streams import Medium as Medium
+    from mplug.contracts.streams import Processor as Processor
+    from mplug.contracts.streams import Seen as Seen
+    from mplug.contracts.tokenizer import CorpusTokenizer as CorpusTokenizer
+    from mplug.contracts.tokenizer import FolderTokenizer as FolderTokenizer
+    from mplug.contracts.tokenizer import Tokenizer as Tokenizer
+    from mplug.contracts.variance import Variance as Variance
     from mplug.distributed.supervision import Hang as Hang
     from mplug.distributed.supervision import Monitor as Monitor
     from mplug.distributed.supervision import PluginMessage as PluginMessage
@@ -177,37 +177,49 @@ publish(
         "mplug.config.described": ("DescribedModel", "PublicSettings"),
         "mplug.config.family": ("Family", "Source"),
         "mplug.config.sum_format": ("SumFormat",),
-        "mplug.contracts": (
-            "CorpusTokenizer",
-            "DOCUMENTS",
-            "LOSS_WEIGHTS",
-            "FolderTokenizer",
-            "IGNORED",
-            "Loader",
+        "mplug.contracts.fields": (
             "MAY_CHANGE",
             "MAY_MOVE",
-            "Medium",
-            "MicroBatch",
             "OF_TRAINING",
-            "RETURNS",
-            "STREAMS",
-            "Optimizer",
-            "Piece",
-            "Pipeline",
-            "Processor",
-            "Seen",
-            "RankBatch",
-            "Record",
-            "Relay",
-            "Stateful",
-            "StepResult",
-            "StepScalars",
-            "Stepper",
-            "Tokenizer",
-            "Variance",
-            "WeightExchange",
             "distinct",
         ),
+        "mplug.contracts.loader": (
+            "Loader",
+            "Stateful",
+        ),
+        "mplug.contracts.micro_batch": (
+            "DOCUMENTS",
+            "IGNORED",
+            "LOSS_WEIGHTS",
+            "MicroBatch",
+            "RankBatch",
+        ),
+        "mplug.contracts.optimizer": (
+            "Optimizer",
+            "Piece",
+            "StepScalars",
+            "WeightExchange",
+        ),
+        "mplug.contracts.stepper": (
+            "Pipeline",
+            "Record",
+            "Relay",
+            "StepResult",
+            "Stepper",
+        ),
+        "mplug.contracts.streams": (
+            "Medium",
+            "Processor",
+            "RETURNS",
+            "STREAMS",
+            "Seen",
+        ),
+        "mplug.contracts.tokenizer": (
+            "CorpusTokenizer",
+            "FolderTokenizer",
+            "Tokenizer",
+        ),
+        "mplug.contracts.variance": ("Variance",),
         "mplug.distributed.supervision": ("Hang", "Monitor", "PluginMessage", "Send", "Supervisor"),
         "mplug.errors": ("RunError", "UsageError", "brief", "counted", "listed", "quoted", "some_names"),
         "mplug.gradients.owned_memory": ("Shard",),

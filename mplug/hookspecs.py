@@ -19,18 +19,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mplug.config.binding import RunConfig
-    from mplug.contracts import (
-        Loader,
-        Optimizer,
-        Piece,
-        Pipeline,
-        Processor,
-        Record,
-        Stateful,
-        Stepper,
-        Tokenizer,
-        Variance,
-    )
+    from mplug.contracts.loader import Loader, Stateful
+    from mplug.contracts.optimizer import Optimizer, Piece
+    from mplug.contracts.stepper import Pipeline, Record, Stepper
+    from mplug.contracts.streams import Processor
+    from mplug.contracts.tokenizer import Tokenizer
+    from mplug.contracts.variance import Variance
     from mplug.distributed.supervision import Supervisor
     from mplug.layout.mesh import Axis
     from mplug.layout.ownership import Sharding

@@ -28,7 +28,7 @@ from mplug.cli import main, train_start
 from mplug.cli import train as command
 from mplug.cli.beginning import readable_after
 from mplug.cli.train_start import Request, Start
-from mplug.contracts import Variance
+from mplug.contracts.variance import Variance
 from mplug.errors import RunError, UsageError
 from mplug.run.prepare import prepare
 from mplug.run.run import Run

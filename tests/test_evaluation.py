@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mplug.contracts import RankBatch
+from mplug.contracts.micro_batch import RankBatch
 from mplug.distributed.groups import Groups
 from mplug.layout.mesh import Mesh
 from mplug.registry.hooks import HOST

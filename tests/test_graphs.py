@@ -13,7 +13,7 @@ from mplug_sdpa import SDPA
 from replayed import EXPERTS, GPT, STEPS, Seen, assert_equal, graphed, trained
 from torch import Tensor
 
-from mplug.contracts import Optimizer, StepScalars, WeightExchange
+from mplug.contracts.optimizer import Optimizer, StepScalars, WeightExchange
 from mplug.errors import RunError, UsageError
 from mplug.model.build import build_model
 from mplug.model.compiled import graphs as obstacles_of

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from mplug import MapLoader, MicroBatch
-from mplug.contracts import Loader
+from mplug.contracts.loader import Loader
 from mplug.distributed.launch import Pipes
 from mplug.errors import PluginError, RunError, UsageError
 from mplug.registry.blame import plugin_error

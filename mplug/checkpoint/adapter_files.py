@@ -18,7 +18,7 @@ from mplug.model.plans.adapters import Adapters, RowNorms, squares_of_rows
 from mplug.registry.formats import format_named
 
 if TYPE_CHECKING:
-    from mplug.contracts import Piece
+    from mplug.contracts.optimizer import Piece
     from mplug.model.model import Model
     from mplug.model.pieces import Held
     from mplug.run.run import Run

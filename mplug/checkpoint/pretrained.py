@@ -10,7 +10,7 @@ from mplug.checkpoint.names import MANIFEST
 from mplug.checkpoint.part_folders import PartFolders
 from mplug.checkpoint.wanted import FIELD, Wanted, wanted_of
 from mplug.config.sources import source_of
-from mplug.contracts import Piece
+from mplug.contracts.optimizer import Piece
 from mplug.errors import UsageError, counted
 from mplug.registry.formats import is_public
 from mplug.registry.stores import local_path

@@ -16,7 +16,7 @@ from mplug.checkpoint.rank_exchanges import from_rank, raise_alike
 from mplug.checkpoint.transfer import fill_ours
 from mplug.checkpoint.wanted import FIELD, Wanted, wanted_of
 from mplug.config.host_sections import Pretrained
-from mplug.contracts import Piece
+from mplug.contracts.optimizer import Piece
 from mplug.errors import RunError, UsageError
 from mplug.gradients.region import region
 from mplug.layout.placement import Placement

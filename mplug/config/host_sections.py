@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from mplug.contracts import MAY_CHANGE, distinct
+from mplug.contracts.fields import MAY_CHANGE, distinct
 
 PluginName = Annotated[str, Field(min_length=1, description="name of an installed plugin")]
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from mplug.contracts import Piece
+from mplug.contracts.optimizer import Piece
 from mplug.gradients.region import region
 
 PART = 1 << 14

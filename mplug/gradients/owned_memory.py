@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from mplug.contracts import Piece
+from mplug.contracts.optimizer import Piece
 from mplug.layout.ownership import Bucket, Sharding, Stretch
 from mplug.layout.placement import Placement
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mplug.contracts import Piece
+from mplug.contracts.optimizer import Piece
 from mplug.gradients.region import region
 from mplug.gradients.wide import wide
 from mplug.layout.placement import Placement

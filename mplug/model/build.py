@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mplug.config.binding import RunConfig
 from mplug.config.sources import from_mapping
-from mplug.contracts import Optimizer, Piece
+from mplug.contracts.optimizer import Optimizer, Piece
 from mplug.errors import UsageError, listed
 from mplug.model.compiled.graphs import refuse_graphs
 from mplug.model.engine import planned_pieces, refuse_incomplete_engine

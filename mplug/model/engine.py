@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from mplug.contracts import Piece
+from mplug.contracts.optimizer import Piece
 from mplug.errors import UsageError
 from mplug.model.model import Model
 from mplug.run.run import Run

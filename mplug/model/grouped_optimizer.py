@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torch import Tensor
 
-from mplug.contracts import Optimizer, Piece, StepScalars
+from mplug.contracts.optimizer import Optimizer, Piece, StepScalars
 from mplug.errors import PluginError, UsageError, listed
 from mplug.model.plans.grouping import FIELD
 

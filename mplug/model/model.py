@@ -16,7 +16,7 @@ from mplug.gradients.sinks import Sinks
 from mplug.model.rank_part import RankPart
 
 if TYPE_CHECKING:
-    from mplug.contracts import Piece, WeightExchange
+    from mplug.contracts.optimizer import Piece, WeightExchange
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mplug.contracts import Piece
+from mplug.contracts.optimizer import Piece
 from mplug.layout.placement import Placement
 from mplug.model.engine import pieces_of_engine
 from mplug.model.model import Model

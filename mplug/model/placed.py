@@ -19,7 +19,7 @@ from mplug.ops.exchanges import Item, in_order
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from mplug.contracts import Pipeline
+    from mplug.contracts.stepper import Pipeline
     from mplug.layout.mesh import Mesh
     from mplug.model.mixing_statement import Statement
     from mplug.model.plans.passes import Passes

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mplug.ops as ops
 from mplug.config.sources import source_of
-from mplug.contracts import RETURNS
+from mplug.contracts.streams import RETURNS
 from mplug.errors import UsageError, listed
 from mplug.layout.plan import TOKENS_AXIS, Plan, Unit
 from mplug.model.model import Model

@@ -18,7 +18,7 @@ from mplug.registry.entry_points import ARCHITECTURES, TOKENIZER_FILES, BrokenPl
 from mplug.registry.formats import Found, format_of, public_folder
 
 if TYPE_CHECKING:
-    from mplug.contracts import FolderTokenizer
+    from mplug.contracts.tokenizer import FolderTokenizer
 
 DATA = "folder_settings"
 """A static method of a data plugin: from the folder of a published checkpoint to settings of its section."""

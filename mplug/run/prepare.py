@@ -6,7 +6,8 @@ from pathlib import Path
 from mplug.config.binding import RunConfig
 from mplug.config.family import contained_in
 from mplug.config.sources import source_of
-from mplug.contracts import STREAMS, Variance
+from mplug.contracts.streams import STREAMS
+from mplug.contracts.variance import Variance
 from mplug.errors import UsageError, listed, suggest
 from mplug.layout.mesh import Axis, Mesh, contiguous, view_sizes
 from mplug.registry.asking import asking

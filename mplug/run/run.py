@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mplug.config.binding import RunConfig
-from mplug.contracts import Processor, Variance
+from mplug.contracts.streams import Processor
+from mplug.contracts.variance import Variance
 from mplug.errors import UsageError, listed
 from mplug.layout.mesh import Mesh
 from mplug.precisions.precision import Precision

@@ -9,7 +9,9 @@ from importlib import import_module
 from itertools import combinations
 from typing import cast
 
-from mplug.contracts import Loader, Optimizer, Piece, Stepper
+from mplug.contracts.loader import Loader
+from mplug.contracts.optimizer import Optimizer, Piece
+from mplug.contracts.stepper import Stepper
 from mplug.errors import PluginError, UsageError, listed
 from mplug.gradients.loss_scale import LossScale
 from mplug.model.build import allocate_parts, build_model, gradient_dtype, refuse_unsavable

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mplug.ops as ops
-from mplug.contracts import RETURNS, MicroBatch
+from mplug.contracts.micro_batch import MicroBatch
+from mplug.contracts.streams import RETURNS
 from mplug.layout.plan import TOKENS_AXIS
 from mplug.model.stream_balance import USE, data_axes
 from mplug.training.batch_parts import own_entries, with_shifted

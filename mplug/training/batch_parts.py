@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mplug.contracts import DOCUMENTS, IGNORED, MicroBatch
+from mplug.contracts.micro_batch import DOCUMENTS, IGNORED, MicroBatch
 from mplug.tensors.segments import numbered
 from mplug.training.streams import own_rows
 

@@ -27,7 +27,7 @@ from mplug.config.binding import (
 from mplug.config.defaults import default_settings
 from mplug.config.host_sections import Schedule
 from mplug.config.sources import NAMED_SECTIONS, Key, nested, source_of
-from mplug.contracts import MAY_CHANGE, MAY_MOVE, Mark
+from mplug.contracts.fields import MAY_CHANGE, MAY_MOVE, Mark
 from mplug.errors import UsageError, listed, printable, suggest
 from mplug.model.mixing import MICRO_BATCH, SAMPLES
 from mplug.model.model import Model

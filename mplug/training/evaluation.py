@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mplug.contracts import RankBatch
+from mplug.contracts.micro_batch import RankBatch
 from mplug.run.run import Run
 from mplug.training.assembly import Parts
 from mplug.training.feed import Feed

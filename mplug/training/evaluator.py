@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mplug.contracts import MicroBatch, RankBatch
+from mplug.contracts.micro_batch import MicroBatch, RankBatch
 from mplug.model.generator_seeds import ENTRY, micro_batch_key
 from mplug.model.model import Model
 from mplug.run.run import Run

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mplug.contracts import Loader, MicroBatch, RankBatch
+from mplug.contracts.loader import Loader
+from mplug.contracts.micro_batch import MicroBatch, RankBatch
 from mplug.errors import RunError
 from mplug.run.activity import READING
 from mplug.training.balance import Balance

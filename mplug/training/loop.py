@@ -17,7 +17,7 @@ from pathlib import Path
 from mplug.checkpoint.adapter_files import load_adapters
 from mplug.checkpoint.part_folders import PartFolders
 from mplug.checkpoint.pretrained import keep_original, load_weights, newest_pretrained
-from mplug.contracts import StepResult
+from mplug.contracts.stepper import StepResult
 from mplug.errors import Diverged, PluginError, UsageError
 from mplug.model.variance import layout_dependence_of_all
 from mplug.registry.blame import plugin_error

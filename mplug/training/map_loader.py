@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mplug.contracts import Loader, MicroBatch
+from mplug.contracts.loader import Loader
+from mplug.contracts.micro_batch import MicroBatch
 
 
 class MapLoader(Loader):

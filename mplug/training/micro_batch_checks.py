@@ -1,4 +1,4 @@
-"""Check a micro batch against the contract of loaders (`mplug.contracts.Loader`). Each check returns a sentence.
+"""Check a micro batch against the contract of loaders (`mplug.contracts.loader.Loader`). Each check returns a sentence.
 
 `B` samples of a micro batch, `S` sequence length. The check runs while the values are on the CPU: on a GPU, a token
 without a row in the embedding ends the process by a device assertion.
@@ -6,12 +6,12 @@ without a row in the embedding ends the process by a device assertion.
 
 from typing import TYPE_CHECKING
 
-from mplug.contracts import DOCUMENTS, IGNORED, LOSS_WEIGHTS
+from mplug.contracts.micro_batch import DOCUMENTS, IGNORED, LOSS_WEIGHTS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mplug.contracts import MicroBatch
+    from mplug.contracts.micro_batch import MicroBatch
 
 SHAPES = {"tokens": "[B, S]", "labels": "[B, S]", "positions": "[1 or B, S]", "sample_ids": "[B]"}
 """The entries of every micro batch."""

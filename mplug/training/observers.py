@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
-from mplug.contracts import Record
+from mplug.contracts.stepper import Record
 from mplug.registry.implementation import hookimpl
 from mplug.run.metrics_file import METRICS, read_lines
 from mplug.run.run import Run

@@ -18,7 +18,7 @@ from mplug.checkpoint.pretrained import refuse_larger, weights_in
 from mplug.checkpoint.rank_exchanges import at_first
 from mplug.checkpoint.saver import Saver, load
 from mplug.checkpoint.storage import FolderReader
-from mplug.contracts import Stateful
+from mplug.contracts.loader import Stateful
 from mplug.errors import RunError, UsageError, printable
 from mplug.layout.placement import Placement
 from mplug.model.pieces import write_weights

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from mplug.config.binding import RunConfig
-from mplug.contracts import OF_TRAINING
+from mplug.contracts.fields import OF_TRAINING
 from mplug.errors import UsageError
 from mplug.training.changes import ABSENT, ADAPTING, Change
 from mplug.training.saved_fields import bound, leaves, mark_of

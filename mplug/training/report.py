@@ -9,7 +9,7 @@ from math import prod
 
 import torch
 
-from mplug.contracts import Record, StepResult
+from mplug.contracts.stepper import Record, StepResult
 from mplug.errors import Diverged
 from mplug.run.run import Run
 from mplug.training.assembly import Parts

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from mplug.config.binding import Chosen
 from mplug.config.family import Contained
 from mplug.config.sources import Key
-from mplug.contracts import Mark
+from mplug.contracts.fields import Mark
 from mplug.registry.bind_section import bind
 
 

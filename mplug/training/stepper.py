@@ -12,7 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mplug.contracts import MicroBatch, Optimizer, Piece, RankBatch, StepResult, StepScalars
+from mplug.contracts.micro_batch import MicroBatch, RankBatch
+from mplug.contracts.optimizer import Optimizer, Piece, StepScalars
+from mplug.contracts.stepper import StepResult
 from mplug.gradients.loss_scale import LossScale
 from mplug.gradients.norm import GlobalNorm, owned_gradients
 from mplug.gradients.reduction import Reduction

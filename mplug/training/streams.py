@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mplug.contracts import MicroBatch
+from mplug.contracts.micro_batch import MicroBatch
 from mplug.layout.plan import TOKENS_AXIS
 from mplug.training.segment_shares import assigned
 

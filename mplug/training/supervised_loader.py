@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from mplug.contracts import Loader, MicroBatch
+from mplug.contracts.loader import Loader
+from mplug.contracts.micro_batch import MicroBatch
 from mplug.errors import PluginError, RunError, UsageError
 from mplug.registry.blame import cause_of, sentence_of
 from mplug.training.micro_batch_checks import malformed, out_of_range

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from mplug.contracts import RankBatch
+from mplug.contracts.micro_batch import RankBatch
 from mplug.errors import UsageError
 from mplug.run.run import Run
 from mplug.tensors.host_buffers import fill_host_buffers, host_buffers

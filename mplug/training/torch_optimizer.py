@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mplug.contracts import Optimizer, Piece, StepScalars
+from mplug.contracts.optimizer import Optimizer, Piece, StepScalars
 
 
 class TorchOptimizer(Optimizer):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from mplug.config.sources import source_of
-from mplug.contracts import DOCUMENTS
+from mplug.contracts.micro_batch import DOCUMENTS
 from mplug.errors import UsageError, listed, suggest
 from mplug.layout.names import role_of
 from mplug.layout.plan import TOKENS_AXIS

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from mplug.contracts import DOCUMENTS, IGNORED, LOSS_WEIGHTS
+from mplug.contracts.micro_batch import DOCUMENTS, IGNORED, LOSS_WEIGHTS
 from mplug.layout.inits import TOKENS, Entries, Inits
 from mplug.layout.plan import Parameter, Plan, Shift, Unit
 from mplug.model.plans.description import describe

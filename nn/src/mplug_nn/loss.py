@@ -9,8 +9,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from mplug.contracts import IGNORED as IGNORED
-from mplug.contracts import LOSS_WEIGHTS
+from mplug.contracts.micro_batch import IGNORED as IGNORED
+from mplug.contracts.micro_batch import LOSS_WEIGHTS
 from mplug.model.slots.declaration import Slot
 
 CAPPED = "logit soft cap"

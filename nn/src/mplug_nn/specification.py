@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mplug.contracts import DOCUMENTS as DOCUMENTS
+from mplug.contracts.micro_batch import DOCUMENTS as DOCUMENTS
 from mplug.tensors.segments import numbered
 
 LOG_SUM_EXP, FULL = "log-sum-exp", "full attention"

@@ -6,7 +6,7 @@ from unittest import SkipTest
 import torch
 from torch import Tensor
 
-from mplug.contracts import MicroBatch
+from mplug.contracts.micro_batch import MicroBatch
 from mplug.errors import UsageError
 from mplug.model.model import Model
 from mplug.training.batch_parts import with_shifted

@@ -48,7 +48,7 @@ from mplug_testing.suite import Fault, naming_failures, require, smoke
 
 if TYPE_CHECKING:
     from mplug.config.binding import RunConfig
-    from mplug.contracts import Loader
+    from mplug.contracts.loader import Loader
     from mplug.run.run import Run
 
 LOOK = 64

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mplug.contracts import Piece, StepScalars
+from mplug.contracts.optimizer import Piece, StepScalars
 from mplug.layout.mesh import Axis, Mesh
 from mplug.layout.placement import Placement
 from mplug.layout.plan import Init, Parameter, Segment

@@ -12,7 +12,7 @@ from mplug_testing.samples import difference, read
 from mplug_testing.suite import Fault, PluginSuite, require
 
 if TYPE_CHECKING:
-    from mplug.contracts import Loader
+    from mplug.contracts.loader import Loader
 
 LOOK = 64
 PATH = "data.path"

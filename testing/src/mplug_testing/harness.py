@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mplug.config.binding import RunConfig
-    from mplug.contracts import MicroBatch, RankBatch
+    from mplug.contracts.micro_batch import MicroBatch, RankBatch
     from mplug.gradients.sinks import GradientSink
     from mplug.layout.placement import Placement
     from mplug.training.assembly import Parts

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from mplug.contracts import MicroBatch
+from mplug.contracts.micro_batch import MicroBatch
 from mplug.errors import listed
 from mplug.layout.plan import Unit
 from mplug.layout.work import Flops

@@ -29,7 +29,7 @@ from mplug_testing.workers import run_workers
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mplug.contracts import Piece
+    from mplug.contracts.optimizer import Piece
     from mplug.layout.plan import Parameter
 
 SCHEDULE = [(1e-2, 0.1, 1.0), (2e-2, 0.1, 0.25), (5e-3, 0.0, 4.0), (0.0, 0.5, 1.0), (3e-2, 0.3, 0.125)]

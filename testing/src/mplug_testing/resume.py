@@ -11,7 +11,7 @@ from mplug_testing.stream_samples import watched
 from mplug_testing.suite import require
 
 if TYPE_CHECKING:
-    from mplug.contracts import Loader
+    from mplug.contracts.loader import Loader
 
 Rows = dict[int, dict[str, Any]]
 """Sample id -> the sample's row of every entry."""

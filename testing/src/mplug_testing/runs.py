@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mplug.config.binding import RunConfig
-    from mplug.contracts import Record
+    from mplug.contracts.stepper import Record
     from mplug.model.model import Model
     from mplug.run.run import Run
 

@@ -18,7 +18,8 @@ from mplug_testing.suite import Fault, naming_failures, require
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mplug.contracts import Loader, MicroBatch
+    from mplug.contracts.loader import Loader
+    from mplug.contracts.micro_batch import MicroBatch
 
 IGNORED = -100
 """The label of a position without a target."""

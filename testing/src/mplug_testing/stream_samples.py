@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, cast
 
-from mplug.contracts import STREAMS
+from mplug.contracts.streams import STREAMS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mplug.contracts import Loader, MicroBatch
+    from mplug.contracts.loader import Loader
+    from mplug.contracts.micro_batch import MicroBatch
     from mplug.layout.plan import Plan, Stream
     from mplug.run.run import Run
 

@@ -16,7 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from mplug.config.entry import Entry
-from mplug.contracts import CorpusTokenizer
+from mplug.contracts.tokenizer import CorpusTokenizer
 from mplug.errors import UsageError
 from mplug.registry.bind_section import bind
 from mplug.registry.entry_points import Registry

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from mplug.contracts import DOCUMENTS as DOCUMENTS
+from mplug.contracts.micro_batch import DOCUMENTS as DOCUMENTS
 
 STATES = "states"
 """The need of a site, or of a wrap, that passes a start state to the core or reads its end state."""

@@ -1,0 +1,1 @@
+"""The types that plugins and the host exchange. Torch-free: tensors appear in annotations only."""

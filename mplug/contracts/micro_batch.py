@@ -1,0 +1,47 @@
+"""Micro batches: mappings from entry names to tensors. The plan's `context` names the entries.
+
+Shapes: `B` samples of a micro batch, `S` sequence length, `M` documents of a sample.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MicroBatch = Mapping[str, "Tensor"]
+IGNORED = -100
+"""The label of a position that has no target."""
+DOCUMENTS = "document_lengths"
+"""The entry of a packed micro batch with the lengths of each sample's documents [B, M]."""
+
+LOSS_WEIGHTS = "loss_weights"
+"""The entry of a micro batch with the factors of the losses of its labels [B, S]."""
+
+
+@dataclass(frozen=True, eq=False)
+class RankBatch(Mapping[str, "Tensor"]):
+    """A rank's part of a micro batch on the device, as the host's feed hands it to a stepper.
+
+    `number` is that of the micro batch in the step, from 0 on. `is_last` says that the step ends with it. `positions`
+    and `targets` are the numbers of labels, and of labels that are not ignored, in the whole micro batch. A micro batch
+    without labels has no `targets`; labels that a loader keeps on a device are counted there. `rows` are the number of
+    rows of each stream, and the sum of the squared lengths of their segments, by the entry with these lengths.
+    """
+
+    entries: MicroBatch
+    number: int
+    is_last: bool
+    positions: int
+    targets: "int | Tensor | None"
+    rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> "Tensor":
+        return self.entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)

@@ -1,0 +1,94 @@
+"""What an optimizer updates, with which values, and how other ranks get the new weights."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mplug.layout.placement import Placement
+    from mplug.layout.plan import Parameter
+
+
+@dataclass
+class Piece:
+    """What an optimizer updates: one parameter, or the part of it that this rank owns.
+
+    The optimizer updates `master` (fp32) in place from `gradient` (same shape). The host has reduced the gradient, but
+    not scaled it. The gradient is fp32; it has the weight's dtype only if the optimizer accepts that
+    (`low_precision_gradients`). `weight` is the low-precision copy. The host writes it after the step, or the optimizer
+    does (`one_pass`). It is None if the master is the weight itself.
+    """
+
+    name: str
+    master: "Tensor"
+    gradient: "Tensor"
+    weight: "Tensor | None"
+    parameter: "Parameter"
+    placement: "Placement"
+
+
+@dataclass(frozen=True)
+class WeightExchange:
+    """How other ranks, or other copies, get the weights that this rank has updated; in `Model.exchanges`.
+
+    The host calls `begin` when pieces have new weights: after each update, and when it has initialised or loaded
+    masters. `begin` may only start the exchange, which forward then hides: the units wait for the weights that they
+    use. `wait` waits for all that is under way (on a GPU, lets the current stream wait). It is None if nothing is under
+    way when `begin` returns.
+    """
+
+    begin: "Callable[[], None]"
+    wait: "Callable[[], None] | None"
+
+
+@dataclass(frozen=True)
+class StepScalars:
+    """The values that change from step to step, as fp32 scalars on the device, so that the CPU never waits for them.
+
+    The optimizer must multiply gradients by `scale` (clipping and the token count). If `skip` is 1, no bit of masters,
+    state or weights may change, whatever the values of the gradients and of the other scalars.
+    """
+
+    lr: "Tensor"
+    scale: "Tensor"
+    skip: "Tensor"
+    weight_decay: "Tensor"
+
+
+class Optimizer(ABC):
+    """The base class of optimizers: updates pieces.
+
+    Gradients belong to the optimizer, which may overwrite them; the next step writes them anew. By default `step` does
+    not write weights: after it, the host rounds masters into weights, which is one more pass over memory.
+    `mplug.TorchOptimizer` makes one from a fused optimizer of torch.
+    """
+
+    needs: Literal["elements", "matrices"]
+    """Whether any range of a piece may be updated alone, or only whole matrices (segment by segment).
+
+    If the optimizer needs whole matrices, the host refuses a layout that cuts one, before any process starts. To read
+    this attribute, and to count bytes, the host builds the optimizer from tensors without memory. So building must not
+    read values.
+    """
+    one_pass: bool = False
+    """Whether `step` writes the weights itself.
+
+    Afterwards each piece's `weight`, if it has one, is its master rounded to nearest. If `skip` is 1, `step` writes no
+    weight.
+    """
+    low_precision_gradients: bool = False
+    """Whether the host may pass a gradient that is a single product, never added to, rounded to the weight's dtype.
+
+    This halves its memory.
+    """
+
+    @abstractmethod
+    def step(self, scalars: StepScalars) -> None:
+        """Update every piece's master once. The CPU must not wait for the device."""
+
+    @abstractmethod
+    def state(self, piece: Piece) -> "dict[str, Tensor]":
+        """The live state tensors of a piece by name, scalars or of the piece's shape; loading copies into them."""

@@ -47,11 +47,14 @@ def content_of(tar: Path) -> dict[str, bytes]:
         return {one.name: opened.extractfile(one).read() for one in opened}  # type: ignore[union-attr]
 
 
-def write(shapes: ModuleType, folder: Path, seed: int = 1) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-    seen, held_out = shapes.combinations(seed, 80)
-    shapes.write_part(folder, "train", seen, 40, 2, seed)
-    shapes.write_part(folder, "val", held_out, 16, 2, seed)
-    return seen, held_out
+NUMBERS = {"train": 40, "val": 16, "test": 10}
+"""Pictures of each part that the tests draw."""
+
+
+def write(shapes: ModuleType, folder: Path, seed: int = 1) -> None:
+    shown = shapes.combinations(seed, 80, 40)
+    for part, number in NUMBERS.items():
+        shapes.write_part(folder, part, shown[part], number, 2, seed)
 
 
 def test_a_seed_determines_every_byte_of_the_drawn_tars(shapes: ModuleType, tmp_path: Path) -> None:
@@ -59,17 +62,17 @@ def test_a_seed_determines_every_byte_of_the_drawn_tars(shapes: ModuleType, tmp_
     write(shapes, tmp_path / "same")
     write(shapes, tmp_path / "other", seed=2)
     tars = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").glob("*/*.tar"))
-    assert len(tars) == 4
+    assert len(tars) == 6
     for tar in tars:
         data = (tmp_path / "one" / tar).read_bytes()
         assert data == (tmp_path / "same" / tar).read_bytes()
         assert data != (tmp_path / "other" / tar).read_bytes()
 
 
-def test_no_picture_for_training_shows_a_combination_of_validation(shapes: ModuleType, tmp_path: Path) -> None:
+def test_no_combination_is_in_the_pictures_of_two_parts(shapes: ModuleType, tmp_path: Path) -> None:
     write(shapes, tmp_path)
     drawn: dict[str, set[tuple[str, ...]]] = {}
-    for part in ("train", "val"):
+    for part in NUMBERS:
         samples = [text for tar in (tmp_path / part).glob("*.tar") for text in content_of(tar).items()]
         drawn[part] = set()
         for name, data in samples:
@@ -79,13 +82,12 @@ def test_no_picture_for_training_shows_a_combination_of_validation(shapes: Modul
                 answered = dict(zip(asked, (message["content"] for message in messages[1::2]), strict=True))
                 drawn[part].add(tuple(answered[question] for question in shapes.QUESTIONS))
                 assert [part["type"] for message in messages[::2] for part in message["content"]].count("image") == 1
-    assert len(drawn["train"]) == 40
-    assert len(drawn["val"]) == 16
-    assert not drawn["train"] & drawn["val"]
+    assert {part: len(combinations) for part, combinations in drawn.items()} == NUMBERS
+    assert len(set.union(*drawn.values())) == sum(NUMBERS.values())
 
 
 def test_a_picture_shows_its_combination(shapes: ModuleType) -> None:
-    for number, shown in enumerate(shapes.combinations(1, 80)[0]):
+    for number, shown in enumerate(shapes.combinations(1, 80, 40)["train"]):
         pixels = np.array(shapes.draw(shown, random.Random(number))).astype(int)
         left, top = (cells * shapes.CELL for cells in shapes.PLACES[shown.place])
         background = pixels[63 - top - 31, 63 - left - 31]  # a pixel of the opposite quarter
@@ -121,7 +123,7 @@ def test_the_session_of_the_page_of_vision_runs(tmp_path: Path) -> None:
     pytest.importorskip("megatron.energon")
     pytest.importorskip("tokenizers")
     image = pytest.importorskip("PIL.Image")
-    call(tmp_path, RECIPES / "draw_shapes.py", "shapes", "--train", 32, "--val", 16)
+    call(tmp_path, RECIPES / "draw_shapes.py", "shapes", "--train", 32, "--val", 16, "--test", 8)
     words = ["--vocab-size", 353, "--output", "shapes/tokenizer.json"]
     words += [word for name in ("endoftext", "im_start", "im_end") for word in ("--special", f"<|{name}|>")]
     told = call(tmp_path, "-m", "mplug", "data", "train-tokenizer", "shapes/texts.jsonl", *words)
@@ -139,6 +141,8 @@ def test_the_session_of_the_page_of_vision_runs(tmp_path: Path) -> None:
     call(tmp_path, "-m", "mplug", "train", *VISION, "--name", "shapes", "--set", "trainer.steps=2")
     counted = call(tmp_path, RECIPES / "answers.py", "--name", "shapes", "--samples", 16, "--picture", "answers.png")
     lines = counted.splitlines()
+    tested = call(tmp_path, RECIPES / "answers.py", "--name", "shapes", "--part", "test", "--samples", 8).splitlines()
+    assert 4 * 5 <= int(tested[-1].split()[1]) <= 8 * 5
     answered = image.open(tmp_path / "answers.png")
     enlarged = {image.open(io.BytesIO(data)).resize((128, 128), 0).tobytes() for data in files if data[1:4] == b"PNG"}
     assert answered.crop((4, 4, 132, 132)).tobytes() in enlarged

@@ -1,6 +1,6 @@
-"""Count how many answers of a run are right, on the validation part of its data, and how many without the picture.
+"""Count how many answers of a run are right, on a part of its data, and how many without the picture.
 
-    python docs/recipes/answers.py --name shapes --samples 800
+    python docs/recipes/answers.py --name shapes --part test --samples 400
 
 An answer is a row of consecutive targets of a sample: the words of an answer and the token that ends it. It counts as
 right if each of its tokens is the most probable one behind the true tokens before it. These are exactly the answers
@@ -158,11 +158,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Count the right answers of a run about pictures.")
     parser.add_argument("--name", help="name of the run; default: the newest run")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest one")
+    parser.add_argument("--part", help="part of the data set; default: that of validation")
     parser.add_argument("--samples", type=int, default=800, help="samples to read; repeated ones count once")
     parser.add_argument("--picture", help="PNG file for the first 12 pictures with the answers of the model")
     wanted = parser.parse_args()
     directory = find_directory(wanted.name)
-    alone = read_assignments(["parallel.layout=", "trainer.compile=never", "trainer.device=cpu"], "answers.py")
+    words = ["parallel.layout=", "trainer.compile=never", "trainer.device=cpu"]
+    words += [f"data.validation_part={wanted.part}"] if wanted.part else []
+    alone = read_assignments(words, "answers.py")
     run, _ = settle(merge(saved_settings(directory), alone), {}, None)
     run.trains, run.device = False, "cpu"
     model = load_for_inference(run, at_step(directory / "checkpoints", wanted.step))

@@ -3,8 +3,8 @@
     python docs/recipes/draw_shapes.py shapes
 
 A picture shows one to three equal shapes in one of its quarters. A combination is a shape, a colour, a size, a quarter
-and a number: 480 in all. The validation part has only combinations that no picture of the training part has. The place
-of each shape in its quarter, the shade of its colour and the background are random.
+and a number: 480 in all. The validation part and the test part have only combinations that no picture of another part
+has. The place of each shape in its quarter, the shade of its colour and the background are random.
 
 Each sample has the files `KEY.json` and `KEY.0.png`. The JSON is a conversation of five questions about the picture, in
 a random order, each with its answer. The pictures are in WebDataset tars, which the script indexes at the end as
@@ -39,6 +39,11 @@ PLACES = {"top left": (0, 0), "top right": (2, 0), "bottom left": (0, 2), "botto
 COUNTS = ("one", "two", "three")
 QUESTIONS = ("which shape?", "which colour?", "which size?", "where?", "how many?")
 """In the order of a combination's words."""
+PARTS = {
+    "train": "for training",
+    "val": "for validation, of combinations that are not in training",
+    "test": "for the final test, of combinations that are in no other part",
+}
 SHADE, DARKEST = 20, 60
 """Largest change of a colour's channels, and largest grey of a background."""
 
@@ -53,11 +58,12 @@ class Combination(NamedTuple):
     count: str
 
 
-def combinations(seed: int, held_out: int) -> tuple[list[Combination], list[Combination]]:
-    """(the combinations for training, `held_out` others for validation)."""
+def combinations(seed: int, held_out: int, for_test: int) -> dict[str, list[Combination]]:
+    """The combinations of each part: `held_out` for validation, `for_test` others for tests, the rest for training."""
     every = [Combination(*words) for words in product(SHAPES, COLOURS, SIZES, PLACES, COUNTS)]
     random.Random(f"{seed} combinations").shuffle(every)
-    return every[held_out:], every[:held_out]
+    rest = held_out + for_test
+    return {"train": every[rest:], "val": every[:held_out], "test": every[held_out:rest]}
 
 
 def draw(shown: Combination, drawn: random.Random) -> Image.Image:
@@ -136,11 +142,11 @@ def write_texts(path: Path) -> None:
 
 
 def prepare(folder: Path) -> None:
-    """Index the tars, as `energon prepare` does, with the folders `train` and `val` as the parts."""
+    """Index the tars, as `energon prepare` does; a folder of tars is a part."""
     from megatron.energon.tools.prepare import command
 
     words = ["--non-interactive", "--no-progress", "--num-workers=1", "--force-overwrite"]
-    words += [f"--split-parts={part}:{part}/.*" for part in ("train", "val")]
+    words += [f"--split-parts={part}:{part}/.*" for part in PARTS]
     command.main([str(folder), *words, "--sample-type=CrudeWebdataset"], standalone_mode=False)
 
 
@@ -148,25 +154,28 @@ def main() -> None:
     """Draw a data set."""
     parser = argparse.ArgumentParser(description="Draw pictures of shapes with questions, as a data set of Energon.")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--train", type=int, default=8000, help="pictures for training")
-    parser.add_argument("--val", type=int, default=800, help="pictures for validation, of held-out combinations")
+    for (part, purpose), number in zip(PARTS.items(), (8000, 800, 400), strict=True):
+        parser.add_argument(f"--{part}", type=int, default=number, help=f"pictures {purpose}")
     parser.add_argument("--held-out", type=int, default=80, help="combinations that only validation has")
+    parser.add_argument("--held-out-test", type=int, default=40, help="combinations that only the test has")
     parser.add_argument("--tars", type=int, default=8, help="tars of each part")
     parser.add_argument("--seed", type=int, default=1234)
     wanted = parser.parse_args()
-    if not 0 < wanted.held_out < len(SHAPES) * len(COLOURS) * len(SIZES) * len(PLACES) * len(COUNTS):
-        parser.error("--held-out must leave combinations for both parts")
-    if min(wanted.train, wanted.val) < wanted.tars or wanted.tars < 1:
+    shown = combinations(wanted.seed, wanted.held_out, wanted.held_out_test)
+    if min(wanted.held_out, wanted.held_out_test) < 1 or not shown["train"]:
+        parser.error("--held-out and --held-out-test must be at least 1 and leave combinations for training")
+    numbers = {part: getattr(wanted, part) for part in PARTS}
+    if min(numbers.values()) < wanted.tars or wanted.tars < 1:
         parser.error("every tar of a part needs at least one picture")
     if wanted.folder.exists():
         parser.error(f"'{wanted.folder}' exists; remove it, or choose another folder")
-    seen, held_out = combinations(wanted.seed, wanted.held_out)
-    write_part(wanted.folder, "train", seen, wanted.train, wanted.tars, wanted.seed)
-    write_part(wanted.folder, "val", held_out, wanted.val, wanted.tars, wanted.seed)
+    for part, number in numbers.items():
+        write_part(wanted.folder, part, shown[part], number, wanted.tars, wanted.seed)
     write_texts(wanted.folder / "texts.jsonl")
     prepare(wanted.folder)
-    print(f"{wanted.train} pictures of {len(seen)} combinations for training, in '{wanted.folder}/train'")
-    print(f"{wanted.val} pictures of {len(held_out)} other combinations for validation, in '{wanted.folder}/val'")
+    for part, purpose in PARTS.items():
+        folder, number = wanted.folder / part, len(shown[part])
+        print(f"'{folder}': {numbers[part]} pictures {purpose} ({number} combinations)")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mplug_generate.pictures import Encoded, encoded
-from mplug_generate.prompts import Prompt, given_prompt, occurrences, output_line, read_prompts
+from mplug_generate.prompts import Prompt, Shown, given_prompt, occurrences, output_line, read_prompts, video_of
 
 from mplug import Medium
 from mplug.errors import UsageError
@@ -100,19 +101,60 @@ def test_parts_of_a_line_are_texts_and_files_beside_it(tmp_path: Path) -> None:
         {"messages": [{"role": "user", "content": words}]},
     ]
     (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    file = tmp_path / "in" / "a.png"
+    file = Shown.image(tmp_path / "in" / "a.png")
     asked, chat, text = read_prompts(tmp_path / "some.jsonl", chat=True)
     (plain, *_), mark = read_prompts_of(tmp_path, lines[:1]), {"type": "image"}
-    assert (plain.text, plain.images, plain.pieces()) == ("bc", (file, file), ["b", "", "c"])
-    assert asked.images == (file, file)
+    assert (plain.text, plain.media, plain.pieces()) == ("bc", (file, file), ["b", "", "c"])
+    assert asked.media == (file, file)
     assert asked.messages == ({"role": "user", "content": [words[0], mark, mark, words[1]]},)
-    assert chat.images == (file,)
+    assert chat.media == (file,)
     assert chat.messages == (
         {"role": "user", "content": [mark, words[0]]},
         {"role": "assistant", "content": "d"},
     )
-    assert (text.images, text.messages) == ((), ({"role": "user", "content": "bc"},))
+    assert (text.media, text.messages) == ((), ({"role": "user", "content": "bc"},))
     assert json.loads(output_line(chat, grown("", b"!")[0]))["messages"] == lines[1]["messages"]
+
+
+def test_a_video_is_a_list_of_frames_or_a_folder_of_them(tmp_path: Path) -> None:
+    frames = tmp_path / "frames"
+    frames.mkdir()
+    with pytest.raises(UsageError, match=r"--video '.*frames' has no frames, which are files \.png"):
+        video_of(frames, 2)
+    for name in ("10.png", "2.PNG", "notes.txt"):
+        (frames / name).touch()
+    shown = Shown(frames, (frames / "2.PNG", frames / "10.png"), 2)
+    assert video_of(frames, 2) == shown
+    asked = given_prompt("what?", [Shown.image(tmp_path / "a.png"), shown], chat=True)
+    text, mark = {"type": "text", "text": "what?"}, {"type": "video"}
+    assert asked.messages == ({"role": "user", "content": [{"type": "image"}, mark, text]},)
+    video = {"type": "video", "video": ["frames/2.PNG", "frames/10.png"], "fps": 2}
+    (plain,) = read_prompts_of(tmp_path, [{"prompt": [video, text]}])
+    assert (plain.media, plain.places) == ((Shown(shown.files[0], shown.files, 2.0),), (0,))
+    for wrong in ({"fps": 0}, {"fps": None}, {"fps": "2"}, {"video": []}, {"video": "a.mp4"}, {"video": [1]}):
+        with pytest.raises(UsageError, match=r"has a part that is neither .* nor .* FRAMES IN A SECOND"):
+            read_prompts_of(tmp_path, [{"prompt": [{**video, **wrong}]}])
+
+
+def test_marks_of_images_and_videos_stand_in_their_order(tmp_path: Path) -> None:
+    frames = tmp_path / "frames"
+    frames.mkdir()
+    for number, size in enumerate([(3, 3), (3, 3), (4, 3)]):
+        Image.new("RGB", size).save(frames / f"{number}.png")
+    picture, video = Shown.image(frames / "0.png"), video_of(frames, 2)
+    prompt = given_prompt("", [picture, replace(video, files=video.files[:2])], chat=False)
+    processor: Any = Videos((7,))
+    assert encoded(prompt, [7, 1, 6], processor, list, of_folder=True).tokens == (8, 9, 9, 8, 1, 5, 9, 5)
+    with pytest.raises(UsageError, match=r"in another order than these, which are image, video; put"):
+        encoded(prompt, [6, 7], processor, list, of_folder=True)
+    for of, told in (
+        (Videos((7,)), r"its frames have different sizes: '2.png' has 4 x 3 pixels, not 3 x 3; use another video"),
+        (Words((7,)), r"the video '.*frames' cannot be used: "),
+    ):
+        with pytest.raises(UsageError, match=told):
+            in_place(given_prompt("", [video], chat=False), [6], (7,), of_run=False, processor=of)
+    with pytest.raises(UsageError, match=r"cannot be used: the model takes no videos; use another video"):
+        in_place(given_prompt("", [prompt.media[1]], chat=False), [6], (7,), of_run=False)
 
 
 def read_prompts_of(folder: Path, lines: list[Any]) -> list[Prompt]:
@@ -132,20 +174,30 @@ class Words:
         return Medium((8, 9, 9, 8), 2, None, self.mark)
 
 
-def in_place(prompt: Prompt, tokens: list[int], mark: tuple[int, ...], *, of_run: bool) -> Encoded:
-    processor: Any = Words(mark)
+class Videos(Words):
+    """It takes videos too, which are marked by 6 and have the tokens 5, 9, 5."""
+
+    def prepare_video(self, content: Any, rate: float, encode: Any) -> Medium:
+        return Medium((5, 9, 5), len(content), None, (6,))
+
+
+def in_place(
+    prompt: Prompt, tokens: list[int], mark: tuple[int, ...], *, of_run: bool, processor: Any = None
+) -> Encoded:
+    processor = processor or Words(mark)
     return encoded(prompt, tokens, processor, lambda text: [ord(letter) for letter in text], of_folder=not of_run)
 
 
 def test_pictures_take_the_place_of_their_marks_or_stand_before_the_text_of_a_run(tmp_path: Path) -> None:
     picture = tmp_path / "a.png"
     Image.new("RGB", (3, 3)).save(picture)
-    two = given_prompt("AB", [picture] * 2, chat=False)
+    shown = Shown.image(picture)
+    two = given_prompt("AB", [shown] * 2, chat=False)
     for mark, tokens in (((7,), [1, 7, 2, 7]), ((5, 7), [1, 5, 7, 2, 5, 7])):
         found = in_place(two, tokens, mark, of_run=False)
         assert found == Encoded((1, 8, 9, 9, 8, 2, 8, 9, 9, 8), (1, 2))
     assert in_place(two, [65, 66], (7,), of_run=True).tokens == (8, 9, 9, 8, 8, 9, 9, 8, 65, 66)
-    between = Prompt("it", "AB", images=(picture,), places=(1,))
+    between = Prompt("it", "AB", media=(shown,), places=(1,))
     assert in_place(between, [65, 66], (), of_run=True).tokens == (65, 8, 9, 9, 8, 66)
     for tokens, of_run, sentence in (
         ([65, 66], False, "--prompt has 2 images, and its text has the marks of 0; add --chat, or write the mark"),

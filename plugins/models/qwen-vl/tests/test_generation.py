@@ -13,11 +13,17 @@ transformers = pytest.importorskip("transformers")
 images = pytest.importorskip("PIL.Image")
 processors = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
 
+from click.testing import CliRunner  # noqa: E402
 from mplug_generate.command import command  # noqa: E402
+from mplug_huggingface_format.model_config import settings_of  # noqa: E402
+from mplug_qwen_vl import QwenVL  # noqa: E402
+from mplug_qwen_vl.processor import VisionProcessor  # noqa: E402
+from mplug_qwen_vl.vision import VisionConfig  # noqa: E402
 from published import rewritten, save  # noqa: E402
 from seeing_models import CONFIGS, END, IMAGE, START, VIDEO, V, changed, library_in_fp64  # noqa: E402
 
 from mplug import UsageError  # noqa: E402
+from mplug_nn.pictures import decode_picture  # noqa: E402
 
 PREPARATION = {
     "patch_size": 2,
@@ -30,9 +36,10 @@ USER, ANSWER = 59, 60
 TEMPLATE = (
     "{% for message in messages %}<|user|>{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}<|answer|>"
 )
-TOKENS = 12
+TOKENS, RATE = 12, 4.0
 QUESTIONS: list[list[str]] = [["w1 w2 w3"], ["a.png", "w7"], ["w4", "b.png", "w5 w6", "a.png", "w8 w9 w10"], ["b.png"]]
 """Texts and files of pictures."""
 
@@ -112,10 +119,10 @@ def of_library(kind: str, folder: Path, library: Any, question: Sequence[str]) -
     return answer
 
 
-def answers(folder: Path, *options: str) -> list[str]:
-    """What the command writes for the file of questions."""
+def answers(folder: Path, *options: str, file: str = "questions.jsonl") -> list[str]:
+    """What the command writes for a file of questions."""
     output = folder / "answers.jsonl"
-    words = ["--pretrained", str(folder), "--chat", "--prompts", str(folder / "questions.jsonl"), "--device", "cpu"]
+    words = ["--pretrained", str(folder), "--chat", "--prompts", str(folder / file), "--device", "cpu"]
     words += ["--output", str(output), "--tokens", str(TOKENS), "--temperature", "0", "--precision", "fp64"]
     command.main([*words, *options], standalone_mode=False)
     return [json.loads(line)["completion"].strip() for line in output.read_text().splitlines()]
@@ -150,6 +157,63 @@ def test_a_layout_writes_the_answers_of_one_process(layout: str, made: tuple[str
     expected = answers(folder)
     assert answers(folder, "--parallel", layout) == expected
     assert answers(folder, "--parallel", layout, "--batch-size", "1") == expected
+
+
+def of_library_about_videos(kind: str, folder: Path, library: Any, parts: Sequence[str | list[Path]]) -> list[int]:
+    """The library's greedy answer to text and videos, whose patches and tokens test_videos.py compares with its own."""
+    vision, tokens, grids, pixels = vision_of(folder), [USER], [], []
+    for part in parts:
+        if isinstance(part, str):
+            tokens += [int(word[1:]) for word in part.split()]
+            continue
+        frames = torch.cat([decode_picture(path.read_bytes()) for path in part])
+        medium = VisionProcessor(vision).prepare_video(frames, RATE, lambda text: [0] * len(text.split()))
+        tokens += medium.tokens
+        grids.append(medium.values[0])
+        pixels.append(medium.values[1].double())
+    ids = torch.tensor([[*tokens, ANSWER]])
+    options: dict[str, Any] = {
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": 2 * (ids == VIDEO).long(),
+        "video_grid_thw": torch.tensor([grid[:3] for grid in grids]),
+        "pixel_values_videos": torch.cat(pixels),
+    }
+    if kind == "2.5":
+        options["second_per_grid_ts"] = torch.tensor([grid.seconds for grid in grids])
+    with library_in_fp64(CONFIGS[kind]), torch.no_grad():
+        found = library.double().generate(ids, max_new_tokens=TOKENS, do_sample=False, pad_token_id=0, **options)
+    answer: list[int] = found[0, ids.shape[1] :].tolist()
+    return answer
+
+
+def vision_of(folder: Path) -> VisionConfig:
+    """The tower of a folder, with the processor's settings."""
+    found = settings_of(QwenVL, folder / "config.json")
+    assert found is not None
+    return VisionConfig(**found.altering["vision"])
+
+
+def test_greedy_answers_about_videos_are_those_of_the_library(made: tuple[str, Path, Any]) -> None:
+    """A folder of frames on the command line, and lists of frames in a file of questions."""
+    kind, folder, library = made
+    frames = folder / "frames"
+    frames.mkdir()
+    for number in range(5):
+        picture(frames / f"{number}.png", 9, 12)
+    files, some = [frames / f"{number}.png" for number in range(5)], [frames / "1.png", frames / "0.png"]
+    expected = [
+        words_of(of_library_about_videos(kind, folder, library, parts)) for parts in ([files, "w7"], ["w2", some, "w3"])
+    ]
+    parts = [{"type": "video", "video": [f"frames/{path.name}" for path in own], "fps": RATE} for own in (files, some)]
+    texts = [{"type": "text", "text": f"w{number}"} for number in (7, 2, 3)]
+    lines = [[parts[0], texts[0]], [texts[1], parts[1], texts[2]]]
+    (folder / "videos.jsonl").write_text("\n".join(json.dumps({"prompt": line}) for line in lines))
+    assert answers(folder, file="videos.jsonl") == expected
+    words = ["--pretrained", str(folder), "--chat", "--video", str(frames), "--fps", str(RATE), "--prompt", "w7"]
+    words += ["--device", "cpu", "--tokens", str(TOKENS), "--temperature", "0", "--precision", "fp64"]
+    shown = CliRunner().invoke(command, words)
+    assert (shown.exit_code, shown.stdout.strip()) == (0, expected[0]), shown.output
+    assert "--video and --fps belong together" in refused(folder, "--video", str(frames))
 
 
 def test_what_cannot_be_asked_is_refused_with_a_sentence(made: tuple[str, Path, Any], tmp_path: Path) -> None:

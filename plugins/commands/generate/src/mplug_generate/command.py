@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.option("--name", type=RunName(), help="Name of the run; default: the newest run with a checkpoint.")
 @click.option("--step", type=click.IntRange(0), help="Step of the checkpoint; default: the newest valid one.")
-@click.option("--prompt", help="Text to continue; default: 'def ', or an empty text with --image.")
+@click.option("--prompt", help="Text to continue; default: 'def ', or an empty text with --image or --video.")
 @click.option(
     "--image",
     "images",
@@ -30,11 +30,21 @@ if TYPE_CHECKING:
     help="Picture before the text of --prompt, for a model that sees; may be repeated.",
 )
 @click.option(
+    "--video",
+    "videos",
+    multiple=True,
+    type=UserPath(exists=True, file_okay=False),
+    metavar="FOLDER",
+    help="Video before the text of --prompt: a folder with its frames as pictures, in the order of the numbers in "
+    "their names; may be repeated.",
+)
+@click.option("--fps", type=Finite(0, min_open=True), help="With --video: frames of the folders in a second.")
+@click.option(
     "--prompts",
     type=UserPath(exists=True, dir_okay=False),
     metavar="FILE",
-    help="File of prompts: one per line, or JSON lines with the field 'prompt' if its name ends in '.jsonl'. Images of "
-    "JSON lines are files in the folder of this file.",
+    help="File of prompts: one per line, or JSON lines with the field 'prompt' if its name ends in '.jsonl'. Images "
+    "and videos of JSON lines are files in the folder of this file.",
 )
 @click.option(
     "--output",
@@ -128,8 +138,8 @@ def command(**options: Any) -> None:
     A run that was trained on conversations ends its texts where its chat template ends an answer. Without --name, the
     command samples from the newest run that has a checkpoint.
 
-    With --chat, each --image becomes what the folder's chat template writes for an image. A text with images cannot be
-    longer than the longest sequence of the model.
+    With --chat, each --image and --video becomes what the folder's chat template writes for it. A text with images or
+    videos cannot be longer than the longest sequence of the model.
 
     \b
     mplug generate --prompt "class Parser" --tokens 500 --temperature 0.7
@@ -157,6 +167,8 @@ class Asked:
     step: int | None
     prompt: str | None
     images: tuple[Path, ...]
+    videos: tuple[Path, ...]
+    fps: float | None
     prompts: Path | None
     output: Path | None
     batch_size: int
@@ -187,8 +199,11 @@ class Asked:
             raise UsageError("--precision applies only to published checkpoints; add --pretrained, or remove it")
         if self.prompts is not None and self.prompt is not None:
             raise UsageError("--prompt is one prompt, and --prompts a file of them; use one of them")
-        if self.prompts is not None and self.images:
-            raise UsageError("--image belongs to --prompt; name the images of --prompts in its JSON lines")
+        for option, given in (("image", self.images), ("video", self.videos)):
+            if self.prompts is not None and given:
+                raise UsageError(f"--{option} belongs to --prompt; name the {option}s of --prompts in its JSON lines")
+        if (self.fps is None) == bool(self.videos):
+            raise UsageError("--video and --fps belong together; add the missing one, or remove the other one")
         if self.prompts is None and self.output is not None:
             raise UsageError("--output is the file for the texts of --prompts; add --prompts, or redirect the output")
         if self.prompts is not None and self.output is not None and _is_same(self.prompts, self.output):
@@ -201,12 +216,13 @@ class Asked:
 
     def read(self) -> "list[Prompt]":
         """The prompts, before they are encoded."""
-        from mplug_generate.prompts import given_prompt, read_prompts
+        from mplug_generate.prompts import Shown, given_prompt, read_prompts, video_of
 
         if self.prompts is not None:
             return read_prompts(self.prompts, chat=self.chat)
-        default = "" if self.images else "def "
-        return [given_prompt(default if self.prompt is None else self.prompt, self.images, chat=self.chat)]
+        media = [*map(Shown.image, self.images), *(video_of(folder, self.fps or 0) for folder in self.videos)]
+        default = "" if media else "def "
+        return [given_prompt(default if self.prompt is None else self.prompt, media, chat=self.chat)]
 
     def settings(self, *own: str, world: "World | None") -> "Settings":
         """The settings of the command: `own`, those that a layout needs for batches of any size, and the user's."""
@@ -229,16 +245,16 @@ class Asked:
     def wanted(
         self, prompts: "Sequence[Prompt]", encoded: "Sequence[Encoded]", context: int, vocab_size: int | None
     ) -> "Wanted":
-        """What to sample, with the defaults of a run; UsageError if a prompt has no token, or images and no room."""
+        """What to sample, with the defaults of a run; UsageError if a prompt has no token, or media and no room."""
         from mplug import UsageError
         from mplug_generate.work import Wanted
         from mplug_sampling.sampling import Sampling
 
-        have_images = any(prompt.images for prompt in prompts)
+        have_media = any(prompt.media for prompt in prompts)
         for prompt, one in zip(prompts, encoded, strict=True):
             if not one.tokens:
                 raise UsageError(f"{prompt.where} is empty; give at least one character to continue")
-            if have_images and len(one.tokens) + self.tokens > context:
+            if have_media and len(one.tokens) + self.tokens > context:
                 raise UsageError(
                     f"{prompt.where} has {len(one.tokens)} tokens, --tokens adds {self.tokens}, and texts with images "
                     f"may have {context}, because a longer text loses its beginning; use fewer tokens, or smaller "
@@ -374,7 +390,7 @@ def _encoded(
     """
     from mplug_generate.pictures import Encoded, encoded
 
-    if not any(prompt.images for prompt in prompts):
+    if not any(prompt.media for prompt in prompts):
         return [Encoded.of_text(encode(prompt)) for prompt in prompts]
     from mplug_sampling.sampler import processor_of
 

@@ -1,6 +1,7 @@
 """The prompts of `mplug generate`: files of prompts, and the texts that follow them, token by token."""
 
 import json
+import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,35 +16,78 @@ OWN_FIELDS = ("completion", "num_tokens", "ended")
 """The fields that `mplug generate` adds to a line of its output."""
 
 
+FRAMES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+"""Suffixes of files in the folder of a video that are its frames."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A picture or a video of a prompt: its file, or those of its frames. A second has `rate` frames; None: a picture.
+
+    `name` is the file or the folder by which errors name it.
+    """
+
+    name: Path
+    files: tuple[Path, ...]
+    rate: float | None = None
+
+    @property
+    def kind(self) -> str:
+        """The type of a part that templates know."""
+        return "image" if self.rate is None else "video"
+
+    @classmethod
+    def image(cls, file: Path) -> "Shown":
+        """A picture."""
+        return cls(file, (file,))
+
+
 @dataclass(frozen=True)
 class Prompt:
     """A prompt of a file or of the command line: a text, or the messages of a chat.
 
     `fields` are those of its line in a JSONL file; the output repeats them. `where` names the prompt in errors.
-    `images` are the files of its pictures, in order. Those of a text stand before the characters with the numbers
-    `places`; those of messages stand in the place of parts {"type": "image"}.
+    `media` are its pictures and videos, in order. Those of a text stand before the characters with the numbers
+    `places`; those of messages stand in the place of parts {"type": "image"} and {"type": "video"}.
     """
 
     where: str
     text: str = ""
     messages: tuple[Mapping[str, Any], ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
-    images: tuple[Path, ...] = ()
+    media: tuple[Shown, ...] = ()
     places: tuple[int, ...] = ()
 
     def pieces(self) -> list[str]:
-        """The text before the first picture, between two, and behind the last one."""
+        """The text before the first picture or video, between two, and behind the last one."""
         ends = (0, *self.places, len(self.text))
         return [self.text[begin:end] for begin, end in pairwise(ends)]
 
 
-def given_prompt(text: str, images: Sequence[Path], *, chat: bool) -> Prompt:
-    """The prompt of the command line: its pictures come first."""
-    if chat and images:
-        parts: list[Mapping[str, str]] = [{"type": "image"} for _ in images]
+def given_prompt(text: str, media: Sequence[Shown], *, chat: bool) -> Prompt:
+    """The prompt of the command line: its pictures and videos come first."""
+    if chat and media:
+        parts: list[Mapping[str, str]] = [{"type": one.kind} for one in media]
         parts += [{"type": "text", "text": text}] if text else []
-        return Prompt("--prompt", messages=({"role": "user", "content": parts},), images=tuple(images))
-    return Prompt("--prompt", text, images=tuple(images), places=(0,) * len(images))
+        return Prompt("--prompt", messages=({"role": "user", "content": parts},), media=tuple(media))
+    return Prompt("--prompt", text, media=tuple(media), places=(0,) * len(media))
+
+
+def video_of(folder: Path, rate: float) -> Shown:
+    """The video whose frames are the pictures of a folder, in the order of the numbers in their names."""
+    files = sorted((path for path in folder.iterdir() if path.suffix.lower() in FRAMES), key=_natural)
+    if not files:
+        raise UsageError(
+            f"--video '{folder}' has no frames, which are files {', '.join(FRAMES)}; write the frames of a video there "
+            f"(ffmpeg -i FILE -vf fps=2 {folder}/%04d.png)"
+        )
+    return Shown(folder, tuple(files), rate)
+
+
+def _natural(path: Path) -> list[tuple[int, int, str]]:
+    """A key that orders numbers in names by their values."""
+    parts = re.findall(r"\d+|\D+", path.name)
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
 
 
 def is_text(text: str) -> bool:
@@ -117,8 +161,7 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-Part = str | Path
-"""A text, or the file of a picture."""
+Part = str | Shown
 
 
 def _conversation(fields: Mapping[str, Any], where: str, folder: Path) -> Prompt:
@@ -145,13 +188,23 @@ def _parts(value: Sequence[Any], where: str, folder: Path) -> list[Part]:
         if kind == "text" and isinstance(part.get("text"), str):
             found.append(part["text"])
         elif kind == "image" and isinstance(part.get("image"), str) and part["image"]:
-            found.append(folder / part["image"])
+            found.append(Shown.image(folder / part["image"]))
+        elif kind == "video" and _is_video(part):
+            files = tuple(folder / name for name in part["video"])
+            found.append(Shown(files[0], files, float(part["fps"])))
         else:
             raise UsageError(
-                f'{where} has a part that is neither {{"type": "text", "text": TEXT}} nor '
-                f'{{"type": "image", "image": FILE}}; correct it'
+                f'{where} has a part that is neither {{"type": "text", "text": TEXT}} nor {{"type": "image", "image": '
+                f'FILE}} nor {{"type": "video", "video": [FILE, ...], "fps": FRAMES IN A SECOND}}; correct it'
             )
     return found
+
+
+def _is_video(part: Mapping[str, Any]) -> bool:
+    """Whether a part has the files of frames, and their number in a second."""
+    files, rate = part.get("video"), part.get("fps")
+    has_files = isinstance(files, list) and bool(files) and all(isinstance(name, str) and name for name in files)
+    return has_files and type(rate) in (int, float) and 0 < rate < float("inf")
 
 
 def _of_parts(parts: Sequence[Part], where: str, fields: Mapping[str, Any]) -> Prompt:
@@ -161,23 +214,23 @@ def _of_parts(parts: Sequence[Part], where: str, fields: Mapping[str, Any]) -> P
             text += part
         else:
             places.append(len(text))
-    images = tuple(part for part in parts if isinstance(part, Path))
-    return Prompt(where, text, fields=fields, images=images, places=tuple(places))
+    media = tuple(part for part in parts if isinstance(part, Shown))
+    return Prompt(where, text, fields=fields, media=media, places=tuple(places))
 
 
 def _of_messages(messages: Sequence[Mapping[str, Any]], where: str, fields: Mapping[str, Any]) -> Prompt:
     """A conversation, whose parts are those that templates know. Parts that are all texts become one text."""
-    images, found = list[Path](), list[Mapping[str, Any]]()
+    media, found = list[Shown](), list[Mapping[str, Any]]()
     for message in messages:
         parts = message["content"]
         if isinstance(parts, str):
             found.append(message)
             continue
-        own = [part for part in parts if isinstance(part, Path)]
-        templates = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
+        own = [part for part in parts if isinstance(part, Shown)]
+        templates = [{"type": "text", "text": part} if isinstance(part, str) else {"type": part.kind} for part in parts]
         found.append({**message, "content": templates if own else "".join(parts)})
-        images += own
-    return Prompt(where, messages=tuple(found), fields=fields, images=tuple(images))
+        media += own
+    return Prompt(where, messages=tuple(found), fields=fields, media=tuple(media))
 
 
 def output_line(prompt: Prompt, text: Text) -> str:

@@ -12,7 +12,7 @@ import click
 
 from mplug import RunError, counted
 from mplug.commands import listed
-from mplug_generate.pictures import Encoded, prepared
+from mplug_generate.pictures import Encode, Encoded, prepared
 from mplug_generate.prompts import Prompt, occurrences, output_line
 from mplug_sampling.text import Text
 
@@ -58,9 +58,9 @@ class Wanted:
         return any(len({len(one.tokens) for one in self.encoded[batch]}) > 1 for batch in self.batches())
 
     @property
-    def have_images(self) -> bool:
-        """Whether a prompt has pictures."""
-        return any(prompt.images for prompt in self.prompts)
+    def have_media(self) -> bool:
+        """Whether a prompt has pictures or videos."""
+        return any(prompt.media for prompt in self.prompts)
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _prepared(job: Job) -> "tuple[Run, Sampler]":
     from mplug.commands import Registry, choose_device, resolve
     from mplug_sampling.sampler import Sampler, sampling_run
 
-    sampler = Sampler(padded=job.wanted.differ, graphs=job.wanted.graphs, media=job.wanted.have_images)
+    sampler = Sampler(padded=job.wanted.differ, graphs=job.wanted.graphs, media=job.wanted.have_media)
     run = sampling_run(resolve(Registry(), job.base, job.overrides), sampler)
     run.device = choose_device(run.config)
     return run, sampler
@@ -150,7 +150,8 @@ def _sample(run: "Run", sampler: "Sampler", job: Job, ranks: "Alone", replays: "
 
     wanted, sampling = job.wanted, job.wanted.sampling
     tokenizer = tokenizer_of(run, job.weights if job.published else None)
-    prompts = [(one.tokens, prompt.images) for one, prompt in zip(wanted.encoded, wanted.prompts, strict=True)]
+    encode = tokenizer.encode_part if job.published else getattr(tokenizer, "encode", None)
+    prompts = [(one.tokens, prompt.media) for one, prompt in zip(wanted.encoded, wanted.prompts, strict=True)]
     keys = [sample_key(sampling.seed, number) for number in occurrences(prompts)]
     for batch in wanted.batches():
         encoded = wanted.encoded[batch]
@@ -164,7 +165,7 @@ def _sample(run: "Run", sampler: "Sampler", job: Job, ranks: "Alone", replays: "
             show.update()
             return has_ended
 
-        tokens, media = [one.tokens for one in encoded], _media_of(run, sampler, wanted.prompts[batch])
+        tokens, media = [one.tokens for one in encoded], _media_of(run, sampler, wanted.prompts[batch], encode)
         sample(sampler, tokens, keys[batch], wanted.num_tokens, wanted.context, sampling, take, ranks, replays, media)
         for text in texts:
             text.finish()
@@ -176,18 +177,18 @@ def _sample(run: "Run", sampler: "Sampler", job: Job, ranks: "Alone", replays: "
         click.echo(f"wrote {counted(len(wanted.prompts), 'text')} to '{wanted.output}'")
 
 
-def _media_of(run: "Run", sampler: "Sampler", prompts: Sequence[Prompt]) -> "Media | None":
-    """The pictures of a batch; None if it has none."""
+def _media_of(run: "Run", sampler: "Sampler", prompts: Sequence[Prompt], encode: Encode) -> "Media | None":
+    """The pictures and videos of a batch; None if it has none."""
     from mplug.commands import own_rows
     from mplug_sampling.sampler import processor_of
     from mplug_sampling.streams import Media
 
-    if not any(prompt.images for prompt in prompts):
+    if not any(prompt.media for prompt in prompts):
         return None
     processor, plan = processor_of(run), sampler.model.plan
 
     def prepare(number: int) -> "Sequence[Medium]":
-        return prepared(prompts[number], processor)
+        return prepared(prompts[number], processor, encode)
 
     return Media(processor, plan, prepare, lambda entries: own_rows(entries, plan, run.mesh, run.rank))
 

@@ -1,0 +1,162 @@
+"""A run with pictures that is killed in the middle of epochs and goes on under other layouts, by the command line.
+
+An extension records the samples that every rank computes in a step. It halts in the middle of one step, where every
+process of the command is killed by SIGKILL.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from picture_talks import TINY
+
+pytest.importorskip("mplug_qwen_vl")
+pytest.importorskip("PIL")
+WITNESS = '''
+"""An extension that records the samples of steps, and halts in the middle of one."""
+
+import json
+import re
+import time
+from pathlib import Path
+
+from mplug import hookimpl
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Witness:
+    class Config(BaseModel):
+        model_config = ConfigDict(extra="forbid", frozen=True)
+        halt: int = Field(0, description="the step in which it halts")
+
+    def __init__(self, config):
+        self.config = config
+
+    @hookimpl
+    def wrap_model(self, run, model):
+        def seen(module, given, named):
+            tokens = next(one for one in [*given, *named.values()] if one.ndim == 2)
+            rows = (bytes(token for token in row if token < 256) for row in tokens.tolist())
+            numbers = [int(re.match(rb"user\\n(\\d+):", row)[1]) for row in rows]
+            with Path(f"seen.{run.rank}.jsonl").open("a") as file:
+                file.write(json.dumps({"step": run.step, "numbers": numbers}) + "\\n")
+            if run.step == self.config.halt:
+                Path(f"halted.{run.rank}").touch()
+                time.sleep(600)
+
+        model.module.get_submodule("embedding.token").register_forward_pre_hook(seen, with_kwargs=True)
+'''
+SETTINGS = {
+    "data.streams": 2,
+    "data.shuffle_buffer_size": None,
+    "trainer.precision": "fp64",
+    "trainer.global_batch_size": 8,
+    "trainer.micro_batch_size": 2,
+    "trainer.eval_every": 0,
+    "trainer.steps": 10,
+    "trainer.device": "cpu",
+    "schedule.warmup_steps": 0,
+    "checkpoint.every": 2,
+    "checkpoint.asynchronous": False,
+}
+"""An epoch has 40 samples, so 5 steps."""
+
+
+def nested(settings: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        section, _, field = name.partition(".")
+        found.setdefault(section, {})[field] = value
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path, conversations: Path) -> Path:
+    """A working directory with the config of the run, and the extension in its `site`."""
+    config = nested({**TINY, **SETTINGS, "data.path": str(conversations)})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    information = tmp_path / "site" / "acme_witness-1.0.dist-info"
+    information.mkdir(parents=True)
+    (tmp_path / "site" / "acme_witness.py").write_text(WITNESS)
+    facts = "Metadata-Version: 2.1\nName: acme-witness\nVersion: 1.0\nSummary: A witness\nRequires-Dist: mplug>=0.1\n"
+    (information / "METADATA").write_text(facts)
+    (information / "entry_points.txt").write_text("[mplug.extensions]\nwitness = acme_witness:Witness\n")
+    return tmp_path
+
+
+def train(folder: Path, *words: str, halt: int | None = None) -> None:
+    """Run `mplug train`. With `halt`, kill all of its processes when one of them has halted in this step."""
+    for path in folder.glob("halted.*"):
+        path.unlink()
+    halts = ("--set", f"extensions.witness.halt={halt or 0}")
+    command = [sys.executable, "-m", "mplug", "train", *words, *halts]
+    environment = {**os.environ, "PYTHONPATH": str(folder / "site"), "OMP_NUM_THREADS": "1"}
+    with (folder / "printed").open("w") as printed:
+        started = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=printed, stderr=printed, start_new_session=True
+        )
+    deadline = time.monotonic() + 300
+    while started.poll() is None and not list(folder.glob("halted.*")):
+        assert time.monotonic() < deadline, (folder / "printed").read_text()
+        time.sleep(0.02)
+    if halt is None:
+        assert started.returncode == 0, (folder / "printed").read_text()
+        return
+    assert started.poll() is None, (folder / "printed").read_text()
+    own = [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if session_of(pid) == started.pid]
+    for pid in own:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert started.wait(60) == -signal.SIGKILL
+
+
+def session_of(pid: int) -> int | None:
+    with suppress(ProcessLookupError):
+        return os.getsid(pid)
+    return None
+
+
+def losses(folder: Path, name: str) -> dict[int, float]:
+    lines = map(json.loads, (folder / "runs" / name / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def seen(folder: Path) -> dict[int, list[int]]:
+    """The samples of each step on all ranks, since the last call."""
+    found: dict[int, list[int]] = {}
+    for path in folder.glob("seen.*.jsonl"):
+        for line in map(json.loads, path.read_text().splitlines()):
+            found.setdefault(line["step"], []).extend(line["numbers"])
+        path.unlink()
+    return found
+
+
+@pytest.mark.wide("kills")
+def test_a_run_killed_in_the_middle_of_epochs_sees_every_sample_once_from_one_rank_to_two_and_back(
+    folder: Path, conversations: Path
+) -> None:
+    train(folder, "--config", "run.yaml", "--name", "whole")
+    whole = seen(folder)
+    train(folder, "--config", "run.yaml", "--name", "killed", halt=4)
+    lives = [seen(folder)]
+    train(folder, "--name", "killed", "--resume", "--parallel", "dp2", halt=8)
+    lives.append(seen(folder))
+    train(folder, "--name", "killed", "--resume", "--parallel", "")
+    lives.append(seen(folder))
+    assert [min(life) for life in lives] == [1, 3, 7]  # each life begins with the newest checkpoint
+    assert len(lives[0][4]) < 8  # it was killed within a step
+    counted = {step: sorted(numbers) for life in lives for step, numbers in life.items()}
+    assert counted == {step: sorted(numbers) for step, numbers in whole.items()}
+    for epoch in (range(1, 6), range(6, 11)):
+        assert sorted(number for step in epoch for number in counted[step]) == list(range(40))
+    expected = losses(folder, "whole")
+    assert sorted(expected) == list(range(1, 11))
+    assert losses(folder, "killed") == pytest.approx(expected, rel=1e-10)

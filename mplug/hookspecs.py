@@ -346,6 +346,15 @@ def step_started(run: "Run") -> None:
 
 
 @all_plugins
+def micro_batch_began(run: "Run", number: int, count: int) -> None:
+    """This rank takes its micro batch `number` of the step, from 0 on, out of `count`; 0 if the number is unknown.
+
+    Under a pipeline, its forward pass begins; backward passes of others follow. On a GPU, the CPU is ahead of the
+    device. A step that is replayed as a CUDA graph has no such moments. Return within microseconds.
+    """
+
+
+@all_plugins
 def step_finished(run: "Run", record: "Record") -> None:
     """The step numbered `record["step"]` is over. `record` is the step's line of metrics.jsonl.
 

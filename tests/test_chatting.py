@@ -61,6 +61,7 @@ def test_a_run_on_conversations_answers_a_question_and_stops(cli_here: Cli, tmp_
     trained = cli_here("train", *words, *STEPS, *MODEL)
     assert trained.returncode == 0, trained.stderr
     assert " targets/s)  " in trained.stdout
+    assert trained.stdout.endswith('; sample from it with: mplug generate --name chat --chat --prompt "..."\n')
     (tmp_path / "runs" / "newer").mkdir()
     (tmp_path / "runs" / "newer" / "config.yaml").write_text((tmp_path / "runs" / "chat" / "config.yaml").read_text())
     ask = ("generate", "--tokens", "20", "--temperature", "0", "--device", "cpu")

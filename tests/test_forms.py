@@ -1,14 +1,17 @@
 """The forms of settings that people try: short options, assignments without --set, a config file, '~' in paths."""
 
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from click.testing import CliRunner
 
 from mplug.cli import main
+from mplug.cli.groups import OpenGroup
 from mplug.cli.hints import NEAR_MISSES
 from mplug.cli.options import FLAGS
 from mplug.config.sources import read_assignments, with_home
@@ -77,3 +80,50 @@ def test_the_help_of_a_group_shows_whole_summaries(group: str) -> None:
     text = CliRunner().invoke(main, [*group.split(), "--help"]).output.partition("Commands:")[2]
     assert len(text.splitlines()) > 2
     assert "..." not in text
+
+
+def test_a_config_file_with_another_extension_is_found_or_explained(cli_here: Cli, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("trainer: {steps: 3}")
+    for word in ("run.yml", "run", "run.jml"):
+        answer = cli_here("train", word)
+        assert (answer.returncode, "did you mean 'run.yaml'?" in answer.stderr) == (2, True), answer.stderr
+        assert "did you mean 'run.yaml'?" in cli_here("train", "--config", word).stderr
+    assert "did you mean 'run.yaml'?" in cli_here("train", "rum.yaml").stderr
+    assert cli_here("train", "--config", "other.yaml").stderr.endswith("use another file\n")
+    (tmp_path / "own.yamll").write_text("trainer: {steps: 3}")
+    both = "use --config own.yamll if it is a config file, or --data own.yamll to train on it"
+    assert both in cli_here("train", "own.yamll").stderr
+    assert shown(cli_here, "--config", "own.yamll")["trainer"]["steps"] == 3
+
+
+def test_the_common_prefix_of_files_is_a_path(cli_here: Cli, tmp_path: Path) -> None:
+    for suffix in ("bin", "idx"):
+        (tmp_path / f"books.{suffix}").touch()
+    assert shown(cli_here, "--data", "books")["data"]["path"] == "books"
+    refused = cli_here("train", "--data", "books.bin")
+    assert "train on it with --data indexed --set data.path=books" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def command(:\n", "SyntaxError: invalid syntax ({0}, line 1)"),
+        ("import click\nimport clack\n", "ModuleNotFoundError: No module named 'clack' ({0}, line 2)"),
+        (
+            "from json import dumps\n\ndumps({1, 2})\n",
+            "TypeError: Object of type set is not JSON serializable ({0}, line 3)",
+        ),
+        ("", "AttributeError: module 'broken_command' has no attribute 'command'"),
+    ],
+)
+def test_a_command_that_cannot_be_imported_is_named_with_file_and_line(
+    source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_command.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_command", raising=False)
+    entry = SimpleNamespace(target="broken_command:command", origin="acme 1.0")
+    monkeypatch.setattr(OpenGroup, "added", lambda *_: {"broken": entry})
+    refused = CliRunner().invoke(main, ["broken"])
+    start = "command 'broken' (acme 1.0) cannot be imported: "
+    assert f"{start}{message.format(tmp_path / 'broken_command.py')}" in refused.output

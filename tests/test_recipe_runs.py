@@ -146,6 +146,7 @@ def test_a_recipe_is_complete_and_describes_itself(name: str) -> None:
     assert config.recipe is not None
     comments = [line for line in recipe.text.splitlines() if line.startswith("# ")]
     assert f"--recipe {name}" in " ".join(comments)
+    assert ("recipe", "machine", "gpus") in recipe.settings or "GPU" not in recipe.described("needs")
     for field in ("summary", "needs", "reaches"):
         assert "\n" not in recipe.described(field)
 

@@ -25,7 +25,8 @@ class Format(DescribesModels):
 
     - `mplug train --pretrained FOLDER` calls `recognises`, `describe`, `settings` and `open_published`.
     - `mplug checkpoint import --from NAME FOLDER` calls `open`.
-    - `mplug checkpoint export --to NAME FOLDER` calls `export`; `mplug explain` calls `form_of`.
+    - `mplug checkpoint export --to NAME FOLDER` calls `export`, and `usage` at its end.
+    - `mplug explain` calls `form_of`.
     - Adapters (`mplug.Adapters.format`) of a run begin with a folder that `open_adapters` reads.
     """
 
@@ -45,6 +46,10 @@ class Format(DescribesModels):
     def export(self, run: "Run", model: "Model", options: ExportOptions) -> Export:
         """What an export of a run writes. UsageError if this format cannot express the run's model."""
         raise UsageError("this format writes no checkpoints; name another one with --to")
+
+    def usage(self, run: "Run", folder: str) -> list[str]:
+        """How to use the folder (or the address) of an export of the run: code or commands, each a clause."""
+        return []
 
     def open_adapters(self, folder: Path, model: "Model") -> FolderWeights:
         """The adapters in a folder, for a model with adapters. UsageError unless the run computes the same with them.

@@ -67,7 +67,8 @@ class OpenGroup(click.Group):
         try:
             found: click.Command = getattr(import_module(module), attribute)
         except (Exception, SystemExit) as error:
-            raise UsageError(f"command '{name}' ({entry.origin}) cannot be imported: {error}") from error
+            reason = _described(error, module)
+            raise UsageError(f"command '{name}' ({entry.origin}) cannot be imported: {reason}") from error
         return found
 
     def resolve_command(
@@ -101,6 +102,18 @@ class OpenGroup(click.Group):
         added = {name: f"{_summary_of(entry)} ({entry.origin})" for name, entry in self.added(Registry()).items()}
         with formatter.section("Commands"):
             formatter.write_dl([*self.summaries().items(), *added.items()])
+
+
+def _described(error: BaseException, module: str) -> str:
+    """The type and the message of an error of an import, and the last line of the module's package that it passed."""
+    import traceback  # only this error needs it
+
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
+    package, files = module.partition(".")[0], traceback.extract_tb(error.__traceback__)
+    frames = [one for one in files if package in (*Path(one.filename).parts, Path(one.filename).stem)]
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
 
 
 def _summary_of(entry: Entry) -> str:

@@ -272,6 +272,7 @@ def _looks_like_path(word: str) -> bool:
         or bool(Path(word).suffix)
         or any(c in word for c in "*?")
         or Path(word).exists()
+        or any(path.suffix and path.stem == word for path in Path().iterdir())  # the common prefix of files
     )
 
 

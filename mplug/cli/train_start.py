@@ -54,6 +54,8 @@ class Start:
     since: "Changes"
     about: list[str]
     """What the data plugin reports about its data, and settings that do not fit the weights."""
+    about_step: list[str]
+    """What a step is, how long it takes at least, and what the recipe needs that this machine lacks."""
     claim: "Claim | None"
 
     @property
@@ -83,6 +85,7 @@ class Start:
             *(f"  changed since the checkpoint: {line}" for line in self.since.lines()),
             *(f"  {sentence}" for sentence in self.about),
             *(f"  {sentence}" for sentence in _about_warmup(run)),
+            *(f"  {sentence}" for sentence in self.about_step),
         ]
 
 
@@ -113,11 +116,12 @@ def prepare_start(request: Request, world: "World | None", lock: "Lock") -> Star
     readable = readable_of(resume_from) if _reads_checkpoints(world) else None
     since = changes_of(run, readable, request.allowed)
     run.directory = directory or new_directory(run.config, request.name, check=first)
-    pretrained, about = _refuse_model(run, world, resume_from, readable, since)
+    pretrained, about, about_step = _refuse_model(run, world, resume_from, readable, since)
     if first:
         claim = claim or claim_new(lock, run, request.name)
+    about = [*about_data, *about]
     return Start(
-        request, world, run, base, changes, resume_from, readable, pretrained, since, [*about_data, *about], claim
+        request, world, run, base, changes, resume_from, readable, pretrained, since, about, about_step, claim
     )  # fmt: skip
 
 
@@ -172,10 +176,10 @@ def _base(directory: Path | None) -> "Settings":
 
 def _refuse_model(
     run: "Run", world: "World | None", resume_from: Path | None, readable: "Choice | None", since: "Changes"
-) -> "tuple[Path | PartFolders | None, list[str]]":
+) -> "tuple[Path | PartFolders | None, list[str], list[str]]":
     """Build the model on the meta device, and refuse what cannot train.
 
-    Returns the folder of pretrained weights, and lines about them.
+    Returns the folder of pretrained weights, lines about them, and lines about a step.
     """
     from mplug.checkpoint.adapter_files import refuse_other_adapters, unpublished
     from mplug.checkpoint.pretrained import pretrained_of, refuse_another_model
@@ -184,6 +188,7 @@ def _refuse_model(
     from mplug.model.memory_check import check_memory
     from mplug.model.sizes import refuse_beyond_memory
     from mplug.training.changes import refuse_other_micro_batches
+    from mplug.training.step_estimate import about_step, recipe_gaps
 
     model = build_model(run)
     refuse_beyond_memory(run, model, world)
@@ -197,4 +202,6 @@ def _refuse_model(
     lines = about_weights(run, model, pretrained)
     if model.adapters is not None and (lost := unpublished(model)):
         lines.append(f"'mplug checkpoint export --to {model.adapters.format}' will refuse this run: {lost}")
-    return pretrained, [*lines, *check_memory(run, model, world)]  # the last: the model gets tensors without memory
+    done = readable.manifest["step"] if readable is not None else 0
+    step = [about_step(run, model, world, done), *recipe_gaps(run, world)] if _is_first(world) else []
+    return pretrained, [*lines, *check_memory(run, model, world)], step  # the model gets tensors without memory

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 ARGUMENT = "argument"
 """The source of settings that the command line assigns without an option."""
 YAML = (".yaml", ".yml")
+SIMILAR = 0.6
+"""Smallest similarity (difflib's ratio) of a file's extension and one of YAML for which both uses are named."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ def _refuse_value_after_a_space(words: tuple[str, ...], assignments: tuple[str, 
 
 def _remedy(word: str) -> str:
     """The message for a word that is neither an assignment nor a config file."""
+    import difflib  # only errors need it
+
     from mplug.registry.entry_points import Registry
     from mplug.registry.formats import is_public
 
@@ -69,6 +73,8 @@ def _remedy(word: str) -> str:
         return f"'{word}' is no option; to begin with the weights of the run '{word}', use --pretrained {word}"
     if path.is_dir() and is_public(path):
         return f"'{word}' is no option; to begin with the weights in '{word}', use --pretrained {word}"
+    if path.is_file() and difflib.get_close_matches(path.suffix.lower(), YAML, 1, SIMILAR):
+        return f"'{word}' is no option; use --config {word} if it is a config file, or --data {word} to train on it"
     if path.exists():
         return f"'{word}' is no option; to train on the file or folder '{word}', use --data {word}"
     if (Path("runs") / word / "config.yaml").is_file():
@@ -78,6 +84,10 @@ def _remedy(word: str) -> str:
             return f"'{word}' is no option; to choose the plugin '{word}', use {option} {word}"
     if word.lower().endswith(".json"):
         return f"'{brief(word)}' is no config file, which is YAML (FILE.yaml)"
+    for name in dict.fromkeys((path.name, path.stem)):
+        for found in (path.with_name(f"{name}{suffix}") for suffix in YAML):
+            if found.is_file():
+                return f"there is no file '{brief(word)}'; did you mean '{found}'?"
     return (
         f"'{brief(word)}' is neither an option, nor an assignment (trainer.steps=100), nor a config file (FILE.yaml), "
         f"and there is no such file"

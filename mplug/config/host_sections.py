@@ -229,6 +229,13 @@ class Checkpoint(Section):
 Line = Annotated[str, Field(min_length=1)]
 
 
+class RecipeMachine(Section):
+    """The GPUs for which a recipe is made."""
+
+    gpus: int = Field(1, ge=1, description="the least number of GPUs; a run with fewer gets a warning")
+    gpu_memory_gb: float = Field(0, ge=0, description="the least memory of each GPU in GB; 0: any")
+
+
 class Recipe(Section):
     """The description of a recipe, in its file; the config of a run keeps the name and the origin."""
 
@@ -236,6 +243,10 @@ class Recipe(Section):
     origin: Line | None = Field(None, description="its distribution and version; mplug writes it")
     summary: Line | None = Field(None, description="what the recipe is for, in a line")
     needs: Line | None = Field(None, description="the GPUs and the memory that it needs")
+    machine: RecipeMachine | None = Field(
+        None,
+        description="the GPUs of `needs` as numbers: a machine that lacks them gets a warning; null: a CPU will do",
+    )
     reaches: Line | None = Field(None, description="measured speed and quality, or 'not measured'")
     give: dict[str, Line] = Field(
         default_factory=dict,

@@ -17,6 +17,8 @@ DEEPEST = 64
 """Maximum levels of nesting of a config: far more than fields have, and far fewer than Python's stack."""
 MOST_VALUES = 100_000
 """Maximum number of values of a config with its aliases written out."""
+SUFFIXES = (".yaml", ".yml")
+"""The ends of names by which a command takes a word for a config file."""
 LONGEST = 1 << 22
 """Maximum size of a config file in bytes."""
 
@@ -31,7 +33,8 @@ def read_text(path: Path) -> str:
             content = file.read(LONGEST + 1)
         text = content.decode("utf-8")
     except OSError as error:
-        raise UsageError(f"cannot read the config file '{path}': {error.strerror}; use another file") from None
+        remedy = _similar(path) if isinstance(error, FileNotFoundError) else "use another file"
+        raise UsageError(f"cannot read the config file '{path}': {error.strerror}; {remedy}") from None
     except ValueError as error:
         raise UsageError(f"cannot read the config file '{path}': {error}; save it as UTF-8 text") from None
     if len(content) > LONGEST:
@@ -39,6 +42,20 @@ def read_text(path: Path) -> str:
             f"cannot read the config file '{path}': it is longer than {LONGEST:,} bytes; remove what is not a setting"
         )
     return text
+
+
+def _similar(path: Path) -> str:
+    """What to do about a missing file: use the one with a similar name, such as run.yaml for run.yml."""
+    import difflib  # only errors need it
+
+    try:
+        names = [one.name for one in path.parent.iterdir() if one.suffix.lower() in SUFFIXES]
+    except OSError:
+        names = []
+    stems = {Path(name).stem: name for name in names}
+    near = [stem for stem in (path.stem, path.name) if stem in stems]
+    near = near or difflib.get_close_matches(path.stem, stems, n=1)
+    return f"did you mean '{path.with_name(stems[near[0]])}'?" if near else "use another file"
 
 
 class NotYaml(UsageError):

@@ -219,7 +219,8 @@ class _Resolver:
                 self.error = BrokenPlugin
             if (place := (*key, *problem.path)) in self.left:
                 continue
-            self._problem(place, problem.message, self._sources_of_fields(place, problem.message))
+            remedy = f"; set it with {'.'.join(place)}=VALUE" if problem.message.startswith("is required") else ""
+            self._problem(place, f"{problem.message}{remedy}", self._sources_of_fields(place, problem.message))
         return config
 
     def _sources_of_fields(self, key: Key, message: str) -> str:

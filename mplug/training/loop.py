@@ -31,6 +31,7 @@ from mplug.training.interrupt import Interrupt, TimeLeft
 from mplug.training.position import Position
 from mplug.training.report import PendingRecord, Report, loss_warning
 from mplug.training.schedule import batch_size, learning_rate, weight_decay
+from mplug.training.step_estimate import data_gap
 
 log = logging.getLogger("mplug")
 
@@ -77,6 +78,7 @@ def train(
             sources = Sources(resumed_from=choice.path)
         _write_beginning(run, parts, position, sources)
         with Interrupt(run) as interrupt, _finishing_saves_on_failure(run, position):
+            _report(run, data_gap(run, parts.train_loader.loader.samples_per_epoch))
             run.hooks.observe("run_started", run=run)
             time_left = TimeLeft(run, deadline, position.saver.expected_seconds)
             val_loss = _steps(run, parts, position, time_left)

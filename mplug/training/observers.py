@@ -106,8 +106,23 @@ class TimeRemaining:
         return steps_left * (usual + self._pauses / self._steps)
 
 
+SLOW_STEP = 2.0
+"""Seconds after which the bar also shows the micro batches of a step."""
+LONG_STEP = 20.0
+"""Estimated seconds of a step that are printed before the first step is over."""
+LONG_RUN = 3600.0
+"""Seconds from which on an estimate for a CPU comes with advice."""
+TRIAL = "fewer tokens per step (--batch-size, --seq-length) or fewer --steps make a trial"
+SILENCE = 60.0
+"""Seconds after which a step has a line whatever its number is."""
+
+
 class ProgressLine:
-    """Prints a line every `log_every` steps; on a terminal it also shows a bar that moves with every step."""
+    """Prints a line every `log_every` steps, and at least one a minute.
+
+    On a terminal it also shows a bar that moves with every step, and with every micro batch of slow steps. If the first
+    micro batch of a process shows that steps will be long, it prints an estimate.
+    """
 
     def __init__(self, console: Console, total_steps: int, log_every: int) -> None:
         self.console, self.total_steps, self.log_every = console, total_steps, log_every
@@ -122,6 +137,8 @@ class ProgressLine:
         self.task: TaskID | None = None
         self.remaining = TimeRemaining()
         self.has_saved = False
+        self.printed_at = self.step_began = time.monotonic()
+        self.knows_duration = False
 
     @hookimpl
     def run_started(self, run: Run) -> None:
@@ -135,17 +152,31 @@ class ProgressLine:
         self.bar.start()
 
     @hookimpl
+    def micro_batch_began(self, run: Run, number: int, count: int) -> None:
+        """Show the micro batches of a slow step; estimate the duration of long steps by the first micro batch."""
+        now = time.monotonic()
+        if number == 0:
+            self.step_began = now
+        took = now - self.step_began
+        if number == 1 and not self.knows_duration and took * count >= LONG_STEP and _is_in_order(run):
+            self._print(estimate_line(took, count, self.total_steps - run.step + 1))
+        if took >= SLOW_STEP and self.task is not None:
+            words = f"{run.step}/{self.total_steps}  micro batch {number + 1} of {count}  {duration(took)}"
+            self.bar.update(self.task, completed=run.step - 1 + number / max(count, number + 1), description=words)
+
+    @hookimpl
     def step_finished(self, record: Record) -> None:
         """Move the bar; print a line every `log_every` steps and for evaluated, skipped, first and last steps."""
+        self.knows_duration = True
         step, notable = record["step"], "val_loss" in record or record["skipped"]
         has_paused, self.has_saved = self.has_saved or "val_loss" in record, False
         left = self.remaining.step(time.monotonic(), self.total_steps - step, has_paused)
         line = step_line(record, self.total_steps, left)
         assert self.task is not None
         self.bar.update(self.task, completed=step, description=short_line(record, self.total_steps, left))
-        if notable or step % self.log_every == 0 or step in (1, self.total_steps):
-            self.console.print(line, highlight=False, soft_wrap=True)
-            log.info(line)
+        silent = time.monotonic() - self.printed_at >= SILENCE
+        if notable or silent or step % self.log_every == 0 or step in (1, self.total_steps):
+            self._print(line)
 
     @hookimpl
     def checkpoint_saved(self, path: Path) -> None:
@@ -162,6 +193,25 @@ class ProgressLine:
     def run_failed(self) -> None:
         """Remove the bar."""
         self.bar.stop()
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, highlight=False, soft_wrap=True)
+        log.info(line)
+        self.printed_at = time.monotonic()
+
+
+def _is_in_order(run: Run) -> bool:
+    """Whether a micro batch is computed when the next one begins: on a CPU, and without a pipeline."""
+    return run.device == "cpu" and not any("units" in axis.activations for axis in run.mesh.views["dense"])
+
+
+def estimate_line(seconds: float, count: int, steps: int) -> str:
+    """The durations of a step of `count` micro batches and of the run, by those of the first micro batch."""
+    step, run = seconds * count, seconds * count * steps
+    return (
+        f"the first of {count} micro batches took {duration(seconds)}: about {duration(step)} per step, "
+        f"{duration(run)} for {steps:,} step{'s' * (steps != 1)}{f'; {TRIAL}' if run >= LONG_RUN else ''}"
+    )
 
 
 def step_line(record: Record, total_steps: int, seconds_left: float | None) -> str:

@@ -5,9 +5,10 @@ A step in order: `begin_step`, `read`, then for each micro batch `entries` and `
 from step to step enters them as a tensor, and what outlives a step is changed in place.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from operator import length_hint
 
 import torch
 from torch import Tensor
@@ -27,6 +28,24 @@ from mplug.tensors.host_buffers import fill_host_buffers
 from mplug.training.evaluator import Evaluator
 from mplug.training.streams import rows_by_entry
 from mplug.training.token_scale import TokenScale
+
+
+class Announced:
+    """An iterator over the micro batches of a step that calls `micro_batch_began` for each."""
+
+    def __init__(self, run: Run, batches: Iterable[RankBatch], count: int) -> None:
+        self._run, self._batches, self._count = run, iter(batches), count
+
+    def __length_hint__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[RankBatch]:
+        return self
+
+    def __next__(self) -> RankBatch:
+        batch = next(self._batches)
+        self._run.hooks.observe("micro_batch_began", run=self._run, number=batch.number, count=self._count)
+        return batch
 
 
 class DefaultStepper(Evaluator):
@@ -72,12 +91,12 @@ class DefaultStepper(Evaluator):
         self.statistics.begin_step()
 
     def read(self, micro_batches: Iterable[RankBatch]) -> Iterable[RankBatch]:
-        """The step's micro batches, after `begin_step`.
+        """The step's micro batches, after `begin_step`; observers hear when the stepper takes one.
 
         They are read on request, unless a loss inside of blocks is a mean over tokens (`TokenScale`): then all are read
         here. Collective.
         """
-        return self.token_scale.read(micro_batches)
+        return Announced(self.run, self.token_scale.read(micro_batches), length_hint(micro_batches))
 
     def keyed(self, batch: RankBatch, key: Tensor | int) -> MicroBatch:
         """The entries of a micro batch, and the samples' keys in the step with this key."""

@@ -85,6 +85,8 @@ def export_(
         files = export_public(export, opened, target)
     number = counted(len(export.conversion.public), "tensor")
     click.echo(f"'{folder}' has {number} of '{opened.path}' in {counted(len(files), 'file')}")
+    for clause in found.ask("usage", run, str(folder)):
+        click.echo(f"  {clause}")
 
 
 def _refuse_existing(folder: Path | str) -> None:

@@ -252,6 +252,17 @@ def test_a_split_that_is_repeated_is_reported_and_one_without_text_is_refused(tm
         loader(path, "validation")
 
 
+def test_files_that_are_no_text_are_reported_with_what_reads_them(tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text('{"messages": [{"role": "user", "content": "Why?"}]}\n' * 20)
+    (sentence,) = checked(chats)
+    assert f"the lines of '{chats}' are conversations" in sentence
+    assert "add --data packed (docs/packed.md)" in sentence
+    chats.write_text('{"text": "some"}\n' * 20)
+    (sentence,) = checked(chats)
+    assert "convert them with 'mplug data preprocess'" in sentence
+
+
 def test_a_file_that_may_not_be_read_is_refused(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda *_: False)  # root may read every file
     with pytest.raises(UsageError, match=r"cannot read '.*book\.txt': permission denied"):

@@ -58,7 +58,9 @@ def test_a_trace_has_the_chosen_steps_and_their_operators(tmp_path: Path, capfd:
     assert sum(one["name"] == "aten::embedding" for one in found) == 2 * 4  # steps, micro batches
     assert not [one for one in found if "Input Dims" in one.get("args", {}) or one.get("cat") == "python_function"]
     message = f"wrote a profile: {path}; open it: https://ui.perfetto.dev"
-    assert message in capfd.readouterr().err
+    printed = capfd.readouterr().err
+    assert message in printed
+    assert "USDT" not in printed
 
 
 def test_a_trace_can_begin_at_the_first_step_and_have_shapes_and_stacks(tmp_path: Path) -> None:

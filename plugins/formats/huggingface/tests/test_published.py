@@ -1,6 +1,7 @@
 """Published checkpoints: what the transformers library computes and writes is what mplug computes and writes."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -80,6 +81,9 @@ def test_the_export_of_an_import_is_equal_bit_by_bit(family: str, tmp_path: Path
     result = cli_here("checkpoint", "export", "--to", "huggingface", "exported")
     assert result.returncode == 0, result.stderr
     require_equal(tmp_path / "exported", tmp_path / "original")
+    found = re.search(r'in transformers: transformers\.(\w+)\.from_pretrained\("exported"\)', result.stdout)
+    assert found
+    assert hasattr(transformers, found[1])
     for name in ("config.json", "generation_config.json", "chat_template.jinja"):
         assert (tmp_path / "exported" / name).read_bytes() == (tmp_path / "original" / name).read_bytes()
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)

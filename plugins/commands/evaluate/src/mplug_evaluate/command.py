@@ -31,8 +31,32 @@ class Count(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
         return int(value)
 
 
+class TextFile(click.Path):
+    """A file of text. A folder and a missing file have a message with what is meant."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path of the file."""
+        path = Path(value).expanduser()
+        if path.is_dir():
+            if (path / "config.yaml").is_file():
+                meant = f"to evaluate the run '{path}', use --name {path.name}"
+            elif (path / "config.json").is_file():
+                meant = f"to evaluate the model in it, use --pretrained {path}, and name files of text"
+            else:
+                meant = f"name its files, as in {path}/*.txt"
+            self.fail(f"'{value}' is a folder; {meant}", param, ctx)
+        if not path.exists():
+            is_run = (Path("runs") / str(value) / "config.yaml").is_file()
+            meant = f"to evaluate the run '{value}', use --name {value}" if is_run else "name a file of text"
+            self.fail(f"there is no file '{value}'; {meant}", param, ctx)
+        return path
+
+
 @click.command()
-@click.argument("files", nargs=-1, type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="[FILE]...")
+@click.argument("files", nargs=-1, type=TextFile(), metavar="[FILE]...")
 @click.option("--name", type=RunName(), help="Name of the run; default: the newest run.")
 @click.option("--step", type=click.IntRange(0), help="Step of the checkpoint; default: the newest valid one.")
 @click.option(

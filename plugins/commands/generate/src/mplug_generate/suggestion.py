@@ -7,8 +7,13 @@ if TYPE_CHECKING:
 
 
 def after_training(run: "Run") -> str:
-    """The command that samples from the run; empty if no plugin of the run has its tokenizer."""
+    """The command that samples from the run; empty if no plugin of the run has its tokenizer.
+
+    A tokenizer with a chat template is that of a run on conversations.
+    """
     assert run.directory is not None
-    if not run.hooks.implementers("build_tokenizer"):
+    tokenizer = run.hooks.call.build_tokenizer(run=run)
+    if tokenizer is None:
         return ""
-    return f"sample from it with: mplug generate --name {run.directory.name}"
+    chat = ' --chat --prompt "..."' if hasattr(tokenizer, "encode_chat") else ""
+    return f"sample from it with: mplug generate --name {run.directory.name}{chat}"

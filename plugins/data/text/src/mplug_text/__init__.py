@@ -3,6 +3,7 @@
 A token is a byte, or that of a tokenizer plugin.
 """
 
+import json
 import logging
 from functools import cached_property
 from pathlib import Path
@@ -107,9 +108,11 @@ class Text:
 
         Report a split that is repeated, and bytes for a published model that probably has other tokens.
         """
-        from mplug_text.corpus import enough_for_windows, find_files, measure_split
+        from mplug_text.corpus import enough_for_windows, find_files, measure_split, refuse_corpus
 
         trainer, percent = config.trainer, self.config.validation_percent
+        if self.config.path is not None:
+            refuse_corpus(self.config.path)
         root, files = find_files(self.config.path, self.config.pattern)
         sentences = [_not_text(files), self._other_tokens(config)]
         for split in ("train", "validation") if trainer.eval_every else ("train",):
@@ -179,11 +182,31 @@ class Text:
         )
 
 
+LONGEST_LINE = 1 << 20
+"""Bytes of a first line that are read to see whether it is a conversation."""
+
+
+def _has_messages(file: Path) -> bool:
+    """Whether the first line of a file is the JSON of a conversation."""
+    try:
+        with file.open("rb") as opened:
+            line = json.loads(opened.readline(LONGEST_LINE))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(line, dict) and not {"messages", "conversations"}.isdisjoint(line)
+
+
 def _not_text(files: list[Path]) -> str:
     """The warning about files that contain documents in a format that this plugin does not parse, or ''."""
     found = sorted({file.suffix for file in files} & NO_TEXT)
     if not found:
         return ""
+    chats = next((file for file in files if file.suffix == ".jsonl" and _has_messages(file)), None)
+    if chats is not None:
+        return (
+            f"the lines of '{chats}' are conversations, and data/text reads them as plain text, with their braces and "
+            f"quotes; to train on the messages, add --data packed (docs/packed.md)"
+        )
     return (
         f"data/text reads every byte of a file as text, including {', '.join(found)} files; if they contain documents, "
         f"convert them with 'mplug data preprocess' and train with --data indexed"

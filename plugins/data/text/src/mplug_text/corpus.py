@@ -34,8 +34,21 @@ def find_files(path: str | None, pattern: str) -> tuple[Path, list[Path]]:
         files = [file for file in map(Path, glob.glob(str(source), recursive=True)) if file.is_file()]
         root, reason = _common_folder(files), "does not exist, and matches no file as a glob"
     if not files:
-        raise UsageError(f"data.path '{path}' {reason}; set data.path to a text file, a folder or a glob")
+        near = sorted(one for one in source.parent.glob(f"{glob.escape(source.name)}.*") if one.is_file())
+        meant = f" (did you mean '{near[0]}'?)" if near else ""
+        raise UsageError(f"data.path '{path}' {reason}{meant}; set data.path to a text file, a folder or a glob")
     return root, sorted(files)
+
+
+def refuse_corpus(path: str) -> None:
+    """Raise UsageError if a path is a file, or the common prefix, of a corpus of tokens: PREFIX.bin and PREFIX.idx."""
+    named = Path(path).expanduser()
+    prefix = named.with_suffix("") if named.suffix in (".bin", ".idx") else named
+    if not named.is_dir() and all(prefix.with_name(f"{prefix.name}{suffix}").is_file() for suffix in (".bin", ".idx")):
+        raise UsageError(
+            f"data.path '{path}' is of a corpus of tokens, {prefix.name}.bin with {prefix.name}.idx, which data/text "
+            f"does not read; train on it with --data indexed --set data.path={prefix}"
+        )
 
 
 def _matching(folder: Path, pattern: str) -> list[Path]:

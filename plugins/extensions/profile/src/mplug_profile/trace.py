@@ -1,12 +1,20 @@
 """The recording of consecutive steps by torch's profiler."""
 
 import gzip
+import os
 import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
+
+NOISE = b"USDT:"
+"""The beginning of the lines that torch's library prints when it starts and stops; its log level hides errors too."""
 
 
 class StepTrace:
@@ -37,10 +45,12 @@ class StepTrace:
     def enter(self, step: int) -> None:
         """Begin step number `step`. The first call has the step before the first one of the process, which may be 0."""
         if step == self.steps[0] - 1 and not self._runs:
-            self._recorder.start()
+            with without_noise():
+                self._recorder.start()
             self._runs = True
         elif step in self.steps and self._runs:
-            self._recorder.step()
+            with without_noise():
+                self._recorder.step()
             self._last = step
 
     def end(self) -> Path | None:
@@ -48,7 +58,8 @@ class StepTrace:
         if self._runs:
             if self.device.startswith("cuda"):
                 torch.cuda.synchronize()  # the device may still compute the last step
-            self._recorder.stop()
+            with without_noise():
+                self._recorder.stop()
             self._runs = False
         return self._path
 
@@ -64,3 +75,22 @@ class StepTrace:
         finally:
             plain.unlink(missing_ok=True)
         self._path = path
+
+
+@contextmanager
+def without_noise() -> Iterator[None]:
+    """Leave out the lines that begin with `NOISE` of what the block writes to the process's stderr."""
+    sys.stderr.flush()
+    own = os.dup(2)
+    with tempfile.TemporaryFile() as written:
+        os.dup2(written.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(own, 2)
+            os.close(own)
+            written.seek(0)
+            kept = b"".join(line for line in written if not line.startswith(NOISE))
+            while kept:
+                kept = kept[os.write(2, kept) :]

@@ -60,6 +60,13 @@ class HuggingFace(Format):
 
         return whole_model(run, model, options)
 
+    def usage(self, run: "Run", folder: str) -> list[str]:
+        """The class of transformers; mplug's own commands if the folder has a tokenizer."""
+        clauses = [f'in transformers: transformers.{self.form_of(run.config)}.from_pretrained("{folder}")']
+        if Path(folder, "tokenizer.json").is_file():
+            clauses.append(f"in mplug: mplug generate --pretrained {folder}, mplug evaluate --pretrained {folder} FILE")
+        return clauses
+
 
 class PEFT(Format):
     """The adapters of a model alone, as the library PEFT reads and writes them."""
@@ -69,6 +76,10 @@ class PEFT(Format):
         from mplug_huggingface_format.export import adapters_alone  # imports torch
 
         return adapters_alone(run, model, options)
+
+    def usage(self, run: "Run", folder: str) -> list[str]:
+        """The class of PEFT."""
+        return [f'in PEFT, on the model of the run: peft.PeftModel.from_pretrained(model, "{folder}")']
 
     def open_adapters(self, folder: Path, model: "Model") -> "FolderWeights":
         """The adapters in a folder, compared with those of the model."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mplug.config.described import DescribedModel as DescribedModel
     from mplug.config.described import PublicSettings as PublicSettings
     from mplug.config.family import Family as Family
+    from mplug.config.family import Source as Source
     from mplug.config.sum_format import SumFormat as SumFormat
     from mplug.contracts import DOCUMENTS as DOCUMENTS
     from mplug.contracts import IGNORED as IGNORED
@@ -174,7 +175,7 @@ publish(
         "mplug.checkpoint.wanted": ("Wanted",),
         "mplug.config.binding": ("RunConfig",),
         "mplug.config.described": ("DescribedModel", "PublicSettings"),
-        "mplug.config.family": ("Family",),
+        "mplug.config.family": ("Family", "Source"),
         "mplug.config.sum_format": ("SumFormat",),
         "mplug.contracts": (
             "CorpusTokenizer",

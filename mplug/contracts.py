@@ -296,7 +296,8 @@ class CorpusTokenizer(Tokenizer, Protocol):
 
     Every encoding process builds one, and uses it from one thread at a time. A tokenizer with special tokens may state
     `special_tokens`, a mapping from their texts to their numbers. Code that writes such a text on purpose (chat
-    templates) cuts it out of the text and inserts the number.
+    templates) cuts it out of the text and inserts the number. A tokenizer whose tokens tell where words begin may state
+    `continuing`: for each token, whether it continues the word of the token before it (masks of whole words need it).
     """
 
     vocab_size: int

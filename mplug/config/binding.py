@@ -9,7 +9,7 @@ from typing import Any
 
 from mplug.config import host_sections as sections
 from mplug.config.entry import Entry
-from mplug.config.family import families_in
+from mplug.config.family import contained_in
 from mplug.config.sources import NAMED_SECTIONS, RECIPE, Key, Settings, from_mapping, merge, nested, source_of
 
 KIND_OF_SECTION = {"model": "models", "optimizer": "optimizers", "data": "data"}
@@ -116,7 +116,7 @@ class RunConfig:
         """The plugins of the run: those that the config names, each before the families that it contains."""
         found: dict[Entry, None] = {}
         for chosen in self.chosen:
-            found |= dict.fromkeys((chosen.entry, *(family.entry for _, family in families_in(chosen.config))))
+            found |= dict.fromkeys((chosen.entry, *(family.entry for _, family in contained_in(chosen.config))))
         return tuple(found)
 
     def with_rest(self, degree: int, source: str) -> "RunConfig":
@@ -154,7 +154,7 @@ class RunConfig:
             owners |= dict.fromkeys(
                 ((*chosen.section, name) for name in host_fields(chosen.section[0], chosen.plugin)), "default of mplug"
             )
-            inside = {(*chosen.section, *steps): family.label for steps, family in families_in(chosen.config)}
+            inside = {(*chosen.section, *steps): family.label for steps, family in contained_in(chosen.config)}
             owners |= {key: f"default of {label}" for key, label in (inside | {chosen.section: chosen.label}).items()}
         found = {}
         for key in from_mapping(self.resolved(), ""):

@@ -1,9 +1,10 @@
-"""A model family inside of another one: the type of a field of a Config. Imports no torch."""
+"""A model family inside of another one, or a data plugin: the types of fields of a Config. Imports no torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from inspect import signature
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from mplug.config.entry import Entry
 
@@ -13,19 +14,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Family:
-    """Another family that a model contains, chosen by its name: the type of a field of a family's Config.
+class Contained:
+    """Another plugin that a plugin contains, chosen by its name: what `Family` and `Source` share.
 
-        class SeeingConfig(BaseModel):
-            decoder: Family = Field(description="the decoder of the text")
-
-    The field's value is a section like 'model' itself: `name` chooses an installed family (also that of a third
-    party), `preset` one of its presets, and the family's own Config binds all other fields. The host resolves it, so
-    no family imports another one. `config` is the bound Config. The section of the host's field `model.frozen` stays
-    that of the whole model.
-
-    `build(run)` returns the family's own model and plan. `mplug.plan_within` makes a part of a larger plan of it.
+    The field's value is a section of its own: `name` chooses an installed plugin (also that of a third party), and the
+    plugin's own Config binds all other fields. The host resolves it, so no plugin imports another one. `config` is the
+    bound Config.
     """
+
+    kind: ClassVar[str]
+    """The kind of the plugin."""
 
     name: str
     entry: Entry
@@ -37,6 +35,39 @@ class Family:
         """'models/gpt'."""
         return self.entry.label
 
+    def dumped(self) -> dict[str, Any]:
+        """The section as plain data."""
+        return {"name": self.name, **self.config.model_dump(mode="json")}
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: "GetCoreSchemaHandler") -> "CoreSchema":
+        from pydantic_core import core_schema
+
+        written = core_schema.plain_serializer_function_ser_schema(lambda contained: contained.dumped())
+        return core_schema.is_instance_schema(cls, serialization=written)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: "CoreSchema", handler: "GetJsonSchemaHandler") -> dict[str, Any]:
+        """The fields are those of the plugin that `name` chooses."""
+        texts = {field: {"type": "string"} for field in ("name", "preset")}
+        return {"type": "object", "properties": texts, "required": ["name"], "additionalProperties": True}
+
+
+@dataclass(frozen=True)
+class Family(Contained):
+    """Another family that a model contains, chosen by its name: the type of a field of a family's Config.
+
+        class SeeingConfig(BaseModel):
+            decoder: Family = Field(description="the decoder of the text")
+
+    The field's value is a section like 'model' itself (`Contained`); `preset` chooses one of the family's presets. The
+    section of the host's field `model.frozen` stays that of the whole model.
+
+    `build(run)` returns the family's own model and plan. `mplug.plan_within` makes a part of a larger plan of it.
+    """
+
+    kind = "models"
+
     def build(self, run: Any) -> Any:
         """What the family's `build_model` returns for a run: its `mplug.Model` on the meta device, with its plan.
 
@@ -46,34 +77,54 @@ class Family:
         build = self.plugin(self.config).build_model
         return build(**({"run": run} if "run" in signature(build).parameters else {}))
 
-    def dumped(self) -> dict[str, Any]:
-        """The section as plain data."""
-        return {"name": self.name, **self.config.model_dump(mode="json")}
 
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: "GetCoreSchemaHandler") -> "CoreSchema":
-        from pydantic_core import core_schema
+@dataclass(frozen=True)
+class Source(Contained):
+    """Another data plugin, whose samples a data plugin changes: the type of a field of its Config.
 
-        written = core_schema.plain_serializer_function_ser_schema(lambda family: family.dumped())
-        return core_schema.is_instance_schema(cls, serialization=written)
+        class ShuffledConfig(BaseModel):
+            of: Source = Field(description="the data whose samples are shuffled")
 
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: "CoreSchema", handler: "GetJsonSchemaHandler") -> dict[str, Any]:
-        """The fields are those of the family that `name` chooses."""
-        texts = {field: {"type": "string"} for field in ("name", "preset")}
-        return {"type": "object", "properties": texts, "required": ["name"], "additionalProperties": True}
+    The field's value is a section like 'data' itself (`Contained`). The plugin around it implements the hooks of data
+    plugins, and calls those of the source in them (`call`).
+    """
+
+    kind = "data"
+
+    @cached_property
+    def _created(self) -> Any:
+        return self.plugin(self.config)
+
+    def call(self, hook: str, **given: Any) -> Any:
+        """What the source's hook returns; None if it does not have this hook. `given` are all arguments of the hook.
+
+        The source sees its own config as `self.config`; `run.config.data` is that of the plugin around it.
+        """
+        method = getattr(self._created, hook, None)
+        if method is None:
+            return None
+        return method(**{name: value for name, value in given.items() if name in signature(method).parameters})
+
+
+def contained_fields(model: "type[BaseModel]") -> dict[str, type[Contained]]:
+    """The fields of a Config whose values are other plugins, and the type of each."""
+    found = {}
+    for name, field in model.model_fields.items():
+        for one in (field.annotation, *get_args(field.annotation)):
+            if isinstance(one, type) and issubclass(one, Contained):
+                found[name] = one
+    return found
 
 
 def family_fields(model: "type[BaseModel]") -> tuple[str, ...]:
     """The fields of a Config whose values are families."""
-    fields = model.model_fields.items()
-    return tuple(name for name, one in fields if one.annotation is Family or Family in get_args(one.annotation))
+    return tuple(name for name, one in contained_fields(model).items() if one is Family)
 
 
-def families_in(config: Any) -> Iterator[tuple[tuple[str, ...], Family]]:
-    """The families that a bound Config contains, with the steps to their fields, the innermost first."""
-    for name in family_fields(type(config)):
-        family = getattr(config, name)
-        if isinstance(family, Family):
-            yield from (((name, *steps), inner) for steps, inner in families_in(family.config))
-            yield (name,), family
+def contained_in(config: Any) -> Iterator[tuple[tuple[str, ...], Contained]]:
+    """The plugins that a bound Config contains, with the steps to their fields, the innermost first."""
+    for name in contained_fields(type(config)):
+        contained = getattr(config, name)
+        if isinstance(contained, Contained):
+            yield from (((name, *steps), inner) for steps, inner in contained_in(contained.config))
+            yield (name,), contained

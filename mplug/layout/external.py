@@ -106,7 +106,8 @@ class ExternalNames:
     tensors, or of modules, that the model does not need ('*' matches one component). `optional` maps patterns of public
     modules that the model does not need to a tensor; they are ignored only in folders that have this tensor.
 
-    `alternatives` maps the beginning of public names to another one that some folders have in its place.
+    `alternatives` maps the beginning of public names to another one that some folders have in its place. `endings` maps
+    the end of public names to another one that some folders have in its place.
     """
 
     tensors: Mapping[str, External]
@@ -115,10 +116,11 @@ class ExternalNames:
     copies: Mapping[str, str] = field(default_factory=dict)
     optional: Mapping[str, str] = field(default_factory=dict)
     alternatives: Mapping[str, str] = field(default_factory=dict)
+    endings: Mapping[str, str] = field(default_factory=dict)
 
     def public_names(self, stored: Collection[str], public: Container[str]) -> dict[str, str]:
         """The public name of each tensor of a folder, by its name there, if the model has the names `public`."""
-        names = {name: name for name in stored}
+        names = {name: self._with_usual_end(name) for name in stored}
         begins = [("", self.prefix)] if self.prefix else []
         begins += [(other, usual) for usual, other in self.alternatives.items()]
         for other, usual in begins:
@@ -128,6 +130,10 @@ class ExternalNames:
                 if found not in public and found.startswith(other):
                     names[name] = usual + found.removeprefix(other)
         return names
+
+    def _with_usual_end(self, name: str) -> str:
+        ends = ((usual, other) for usual, other in self.endings.items() if name.endswith(other))
+        return next((name.removesuffix(other) + usual for usual, other in ends), name)
 
     def of(self, name: str) -> External:
         """The public tensors of one parameter, with the stars of their names filled in; None if there are none."""
@@ -145,6 +151,7 @@ class ExternalNames:
             {rename(public): ours for public, ours in self.copies.items()},
             {rename(pattern): rename(sign) for pattern, sign in self.optional.items()},
             {rename(usual): rename(other) for usual, other in self.alternatives.items()},
+            self.endings,
         )
 
 

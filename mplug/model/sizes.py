@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from mplug.config.binding import RunConfig
-from mplug.config.family import Family
+from mplug.config.family import Contained
 from mplug.config.sources import source_of
 from mplug.errors import UsageError
 from mplug.precisions.dtypes import FORMATS
@@ -91,7 +91,7 @@ def _size_remedy(config: RunConfig) -> str:
 def _integers(section: BaseModel, path: str) -> Iterator[tuple[int, str]]:
     for name in type(section).model_fields:
         value = getattr(section, name)
-        value = value.config if isinstance(value, Family) else value
+        value = value.config if isinstance(value, Contained) else value
         if isinstance(value, BaseModel):
             yield from _integers(value, f"{path}.{name}")
         elif isinstance(value, int) and not isinstance(value, bool):

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from mplug.config.family import Family, family_fields
+from mplug.config.family import Contained, contained_fields
 from mplug.config.problems import NO_SECTION, Problem, booleans_as_numbers, problems_of
 from mplug.config.ranges import integers_out_of_range, out_of_range
 from mplug.config.sources import from_mapping, merge, nested
@@ -23,8 +23,8 @@ def bind(
 ) -> tuple[Any, list[Problem]]:
     """The bound section and an empty list; or None and all problems of the values.
 
-    A field that is a family (`mplug.Family`) is bound by this family, which `registry` finds (default: that of the
-    interpreter).
+    A field that is another plugin (`mplug.Family`, `mplug.Source`) is bound by this plugin, which `registry` finds
+    (default: that of the interpreter).
     """
     problems = [Problem(path, message) for path, message in integers_out_of_range(values)]
     if problems:  # validators of the section may compute with these integers
@@ -48,26 +48,32 @@ def _with_families(
 ) -> tuple[Mapping[str, Any], list[Problem]]:
     """The values with bound families, and the problems of those that cannot be bound."""
     bound, problems = dict(values), list[Problem]()
-    for field in family_fields(model):
+    for field, kind in contained_fields(model).items():
         value = values.get(field)
         if isinstance(value, Mapping):
-            family, found = _bind_family(value, registry or Registry())
-            bound[field] = UNBOUND if family is None else family
+            contained, found = _bind_contained(kind, value, registry or Registry())
+            bound[field] = UNBOUND if contained is None else contained
             problems += [replace(problem, path=(field, *problem.path)) for problem in found]
-        elif value is not None and not isinstance(value, Family):
+        elif value is not None and not isinstance(value, Contained):
             bound[field] = UNBOUND
             problems.append(Problem((field,), f"{NO_SECTION}, not {quoted(value)}"))
     return bound, problems
 
 
-def _bind_family(values: Mapping[str, Any], registry: Registry) -> tuple[Family | None, list[Problem]]:
-    """The family of a section, or None and all problems of the section."""
-    word, preset = values.get("name"), values.get("preset")
+NOUNS = {"models": "model family", "data": "data plugin"}
+"""Kind of a contained plugin -> what an error calls it."""
+
+
+def _bind_contained(
+    contained: type[Contained], values: Mapping[str, Any], registry: Registry
+) -> tuple[Contained | None, list[Problem]]:
+    """The plugin of a section, or None and all problems of the section."""
+    kind, word, preset = contained.kind, values.get("name"), values.get("preset")
     if not word:
-        names = listed(registry.names("models"))
-        return None, [Problem(("name",), f"is required: the name of a model family (installed: {names})")]
+        names = listed(registry.names(kind))
+        return None, [Problem(("name",), f"is required: the name of a {NOUNS[kind]} (installed: {names})")]
     try:
-        entry = registry.find("models", str(word))
+        entry = registry.find(kind, str(word))
         plugin = registry.load(entry)
     except UsageError as error:
         return None, [Problem(("name",), str(error), is_fault=isinstance(error, BrokenPlugin))]
@@ -78,7 +84,7 @@ def _bind_family(values: Mapping[str, Any], registry: Registry) -> tuple[Family 
         except ValueError as error:
             return None, [Problem(("preset",), str(error))]
     config, problems = bind(plugin.Config, own, registry)
-    return (None if problems else Family(str(word), entry, plugin, config)), problems
+    return (None if problems else contained(str(word), entry, plugin, config)), problems
 
 
 def preset_of(plugin: type[Any], word: str, preset: str) -> Mapping[str, Any]:

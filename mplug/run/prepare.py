@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from mplug.config.binding import RunConfig
-from mplug.config.family import families_in
+from mplug.config.family import contained_in
 from mplug.config.sources import source_of
 from mplug.contracts import STREAMS, Variance
 from mplug.errors import UsageError, listed, suggest
@@ -68,7 +68,7 @@ def prepare(
 def _refusals_of_families(config: RunConfig) -> list[str]:
     """The messages of families inside of the model whose hook `configure` refuses the config."""
     problems = []
-    for _, family in families_in(config.model):
+    for _, family in contained_in(config.model):
         with_hook = family.plugin(family.config)
         try:
             with asking(family.label, "configure"):

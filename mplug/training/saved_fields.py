@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from mplug.config.binding import Chosen
-from mplug.config.family import Family
+from mplug.config.family import Contained
 from mplug.config.sources import Key
 from mplug.contracts import Mark
 from mplug.registry.bind_section import bind
@@ -35,7 +35,7 @@ def _section_in(model: Any, name: str) -> Any:
     """The Config of a field that is a section; for a field of a bound section that is a family, its bound section."""
     described = _fields_of(model).get(name)
     value = getattr(model, name, None) if isinstance(model, BaseModel) and described is not None else None
-    if isinstance(value, Family):
+    if isinstance(value, Contained):
         return value.config
     inner = described.annotation if described is not None else None
     return inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None

@@ -63,13 +63,19 @@ class Block(nn.Module):
 
     With `post_norms`, each part's output goes through a norm of its own before it is added (sandwich norms, Gemma 2).
     `attn(x [B, S, D], positions, keys, document_lengths)` returns [B, S, D]: an `Attention`, or a module of your own.
+    Without `norm1`, attention reads x itself: the first block behind an embedding that ends in a norm (ModernBERT).
     `Block` is the common part of `DenseBlock` and `SparseBlock`.
     """
 
     mixes: ClassVar[frozenset[str]] = frozenset()  # attention mixes positions, in a slot; a router declares its mixing
 
     def __init__(
-        self, norm1: Norm, attn: nn.Module, norm2: Norm, dropout: float = 0.0, post_norms: PostNorms | None = None
+        self,
+        norm1: Norm | None,
+        attn: nn.Module,
+        norm2: Norm,
+        dropout: float = 0.0,
+        post_norms: PostNorms | None = None,
     ) -> None:
         super().__init__()
         self.norm1, self.attn = norm1, attn
@@ -89,7 +95,8 @@ class Block(nn.Module):
 
     def fusibles(self) -> Iterator[Fusible]:
         """The norms whose results only one linear layer reads."""
-        yield from fusible_norm(self.norm1, self.attn)
+        if self.norm1 is not None:
+            yield from fusible_norm(self.norm1, self.attn)
         yield from fusible_norm(
             self.norm2, self.norm2_reader() if states(self, "norm2_reader", "feed_forward") else None
         )
@@ -108,7 +115,7 @@ class Block(nn.Module):
         `coordinates` [B, S, C] are the positions for attention if these have several coordinates. `position_groups`
         [B, S] are groups of positions that see each other (`AttentionInputs`), for attention that takes them.
         """
-        h, x = normed(self.norm1, self.attn, x)
+        h, x = (x, x) if self.norm1 is None else normed(self.norm1, self.attn, x)
         groups = {} if position_groups is None else {"position_groups": position_groups}
         h = self.attn(h, positions if coordinates is None else coordinates, keys, document_lengths, **groups)
         if self.post_norm1 is not None:
@@ -128,7 +135,7 @@ class DenseBlock(Block):
 
     def __init__(
         self,
-        norm1: Norm,
+        norm1: Norm | None,
         attn: nn.Module,
         norm2: Norm,
         mlp: nn.Module,
@@ -155,7 +162,7 @@ class SparseBlock(Block):
 
     def __init__(
         self,
-        norm1: Norm,
+        norm1: Norm | None,
         attn: nn.Module,
         norm2: Norm,
         moe: MixtureOfExperts,

@@ -153,10 +153,15 @@ def processor_of(run: Run) -> Processor:
 
 
 def _refuse_unable(run: Run, model: Model) -> None:
-    """Raise UsageError if the model has no inference units, or if the layout divides the positions of a sample."""
+    """Raise UsageError if the model cannot continue a text, or if the layout divides the positions of a sample."""
     (owner,) = run.hooks.implementers("build_model")
     if not model.plan.inference:
         raise UsageError(f"the plan of {owner} has no inference units, so the model cannot be sampled from")
+    if any(not spec.causal for module in _attending(model) if (spec := getattr(module, "spec", None)) is not None):
+        raise UsageError(
+            f"attention of {owner} sees later tokens, so the model cannot continue a text token by token; sample from "
+            f"a decoder"
+        )
     owners = owners_of_axes(run)
     for axis in run.mesh.axes.values():
         divided = sorted({*axis.entries} - {"batch"})

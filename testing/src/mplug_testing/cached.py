@@ -5,6 +5,7 @@ from unittest import SkipTest
 import torch
 from torch import Tensor
 
+from mplug.errors import UsageError
 from mplug.model.build import allocate_parts, build_model
 from mplug.model.memory import initialize
 from mplug.model.model import Model
@@ -63,6 +64,16 @@ def require_exact_cache(settings: TinySettings) -> None:
                 f"{difference:.1e} (relative to the largest); a module that declares `caches` or `mixes` uses "
                 f"something else than its new positions, their `positions`, and its cache"
             )
+
+
+def require_refused_sampling(settings: TinySettings) -> None:
+    """Raise Fault if a model whose attention sees later tokens is sampled from."""
+    run = as_rank(sampling_run(tiny_config({"kernels.default": None, **settings}), Sampler(padded=True)))
+    try:
+        build_model(run)
+    except UsageError:
+        return
+    raise Fault("the suite has 'causal = False', and sampling does not refuse the model")
 
 
 def _built(run: Run) -> Model:

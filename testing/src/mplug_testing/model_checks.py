@@ -347,6 +347,23 @@ class Trial:
             require(position < at or moved, f"the token at position {position} does not change the logits there")
 
     @torch.no_grad()
+    def require_logits_of_later_tokens(self) -> None:
+        """Logits depend on the token at their own position, and the last token changes those of the position before."""
+        self.shake()
+        self.model.module.eval()
+        batch = self.batches[0]
+        tokens = batch["tokens"].clone()
+        tokens[:, -1] = (tokens[:, -1] + 1) % (tokens.max() + 1)
+        before, after = self.logits(batch), self.logits({**batch, "tokens": tokens})
+        changed = (before - after).abs().amax(dim=(0, 2)) > 1e-5 * float(before.abs().max())  # [S]
+        require(bool(changed[-1]), "the last token does not change the logits there")
+        require(
+            bool(changed[-2]),
+            "the last token does not change the logits before it, so the model is causal; remove 'causal = False' from "
+            "the suite",
+        )
+
+    @torch.no_grad()
     def require_flops(self, core_flops: Callable[..., Flops]) -> None:
         """The plan's FLOPs are three times those of a forward pass, as torch counts matrix products.
 

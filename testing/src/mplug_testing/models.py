@@ -42,6 +42,8 @@ class ModelSuite(PluginSuite):
     """
     smooth: ClassVar[bool] = True
     """Gradients are the derivatives of the loss. False for a model that rounds on purpose."""
+    causal: ClassVar[bool] = True
+    """No logit depends on a later token. False for an encoder, which is not sampled from."""
 
     @classmethod
     def naming(cls) -> dict[str, Any]:
@@ -249,8 +251,11 @@ class ModelSuite(PluginSuite):
         self.trial().require_logits_of_the_loss()
 
     def test_a_later_token_changes_no_earlier_logit(self) -> None:
-        """Every token changes the logits from its own position on."""
-        self.trial().require_causal_logits()
+        """Every token changes the logits from its own position on; without `causal`, also those before it."""
+        if self.causal:
+            self.trial().require_causal_logits()
+        else:
+            self.trial().require_logits_of_later_tokens()
 
     def test_its_flops_are_those_of_its_matrix_products(self) -> None:
         """The plan's FLOPs are three times those of the matrix products of a forward pass."""
@@ -271,10 +276,16 @@ class ModelSuite(PluginSuite):
         require_declared_mixing(self.trial(trainer__precision="fp64"))
 
     def test_sampling_with_a_cache_is_exact(self) -> None:
-        """If all modules declare that they serve a cache, its logits are those of the whole text, with padding too."""
-        from mplug_testing.cached import require_exact_cache
+        """If all modules declare that they serve a cache, its logits are those of the whole text, with padding too.
 
-        require_exact_cache(self.tiny())
+        A model that is not `causal` is not sampled from.
+        """
+        from mplug_testing.cached import require_exact_cache, require_refused_sampling
+
+        if self.causal:
+            require_exact_cache(self.tiny())
+        else:
+            require_refused_sampling(self.tiny())
 
     # Under layouts.
 

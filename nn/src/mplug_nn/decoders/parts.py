@@ -212,6 +212,7 @@ class BlockConfig:
     """A block: `mplug_nn.SparseBlock` if its feed-forward part is a mixture of experts, else `mplug_nn.DenseBlock`.
 
     The norms are equal. `dropout` is that of each part's output. With `post_norms`, the output of each part has a norm.
+    Without `first_norm`, attention reads the residual stream itself.
     """
 
     norm: NormConfig
@@ -219,13 +220,15 @@ class BlockConfig:
     feed_forward: PartConfig
     dropout: float = 0.0
     post_norms: bool = False
+    first_norm: bool = True
 
     def build(self, hidden_size: int) -> "nn.Module":
         """The block."""
         from mplug_nn.decoder import DenseBlock, SparseBlock
         from mplug_nn.moe import MixtureOfExperts
 
-        norm1, norm2 = self.norm.build(hidden_size), self.norm.build(hidden_size)
+        norm1 = self.norm.build(hidden_size) if self.first_norm else None
+        norm2 = self.norm.build(hidden_size)
         attn, feed_forward = self.attention.build(hidden_size), self.feed_forward.build(hidden_size)
         post = (self.norm.build(hidden_size), self.norm.build(hidden_size)) if self.post_norms else None
         if isinstance(feed_forward, MixtureOfExperts):

@@ -1,6 +1,7 @@
 """Tokenizers of the `tokenizers` library, loaded from a tokenizer.json."""
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -20,6 +21,10 @@ ENDS = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "</s>", "<eos>")
 
 REMEMBERED = 1 << 17
 """Words in the library's cache: about 20 MB, and a tenth of the time."""
+
+
+SPACES = ("\u0120", "\u2581")
+"""A space at the beginning of a token: of byte-level vocabularies, and of those of SentencePiece."""
 
 
 class FileTokenizer:
@@ -42,6 +47,27 @@ class FileTokenizer:
     def __reduce__(self) -> tuple[Any, ...]:
         """Construct it again when it is unpickled, because the library's pickle loses `encode_special_tokens`."""
         return FileTokenizer, (self.tokenizer, self.eod)
+
+    @cached_property
+    def continuing(self) -> list[bool] | None:
+        """For each token, whether it continues the word of the token before it; None if the tokens do not tell.
+
+        Word pieces have a prefix ('##') then. In other vocabularies a word begins with a space, so punctuation behind
+        a word continues it.
+        """
+        vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
+        prefix = getattr(self.tokenizer.model, "continuing_subword_prefix", None)
+        found = [True] * self.vocab_size
+        if prefix:
+            for text, number in vocabulary.items():
+                found[number] = text.startswith(prefix)
+            return found
+        mark = next((one for one in SPACES if any(text.startswith(one) for text in vocabulary)), None)
+        if mark is None:
+            return None
+        for text, number in vocabulary.items():
+            found[number] = not text.startswith(mark)
+        return found
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text."""

@@ -1,0 +1,47 @@
+"""BERT and ModernBERT keep the contract of models, and their presets have the published sizes."""
+
+from typing import Any
+
+import pytest
+import torch
+from mplug_bert import Bert, ModernBert
+
+from mplug_testing import ModelSuite
+
+
+class TestBert(ModelSuite):
+    plugin = "bert"
+    settings = {"model.num_layers": 3, "model.ffn_hidden_size": 48, "model.max_position_embeddings": 20}
+    layouts = ()
+    positions = "absolute"
+    causal = False
+    examples = {"position_offset": [2]}
+
+
+class TestModernBert(ModelSuite):
+    plugin = "modernbert"
+    settings = {"model.num_layers": 3, "model.ffn_hidden_size": 48, "model.window": 3}
+    layouts = ()
+    positions = "relative"
+    causal = False
+    examples = {"attention_types": [("full", "window")]}
+
+
+# Sizes.
+
+
+@pytest.mark.parametrize(
+    ("family", "preset", "number"),
+    [
+        (Bert, "base", 109_514_298),
+        (Bert, "large", 335_174_458),
+        (Bert, "roberta-base", 124_697_433),
+        (Bert, "roberta-large", 355_412_057),
+        (ModernBert, "base", 149_655_232),
+        (ModernBert, "large", 395_881_664),
+    ],
+)
+def test_a_preset_has_the_published_number_of_parameters(family: Any, preset: str, number: int) -> None:
+    with torch.device("meta"):
+        model = family(family.Config(**family.presets[preset]["model"])).build_model()
+    assert sum(parameter.numel() for parameter in model.parameters().values()) == number

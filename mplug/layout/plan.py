@@ -93,7 +93,7 @@ class Segment:
 class Init:
     """How initial values are made.
 
-    - 'normal': with standard deviation `std`.
+    - 'normal': with standard deviation `std`, or with one for each segment of a fused dimension (`segment_stds`).
     - 'constant': `value`.
     - 'uniform': between `low` and `high`.
     - 'log of uniform': the logarithm of a number that is uniform between `low` and `high`.
@@ -106,6 +106,7 @@ class Init:
     value: float = 0.0
     low: float = 0.0
     high: float = 0.0
+    segment_stds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind in ("log of uniform", "time step") and not 0 < self.low <= self.high:

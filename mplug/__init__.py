@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mplug.config.family import Source as Source
     from mplug.config.sum_format import SumFormat as SumFormat
     from mplug.contracts import DOCUMENTS as DOCUMENTS
+    from mplug.contracts import ENCODER_TEXTS as ENCODER_TEXTS
     from mplug.contracts import IGNORED as IGNORED
     from mplug.contracts import LOSS_WEIGHTS as LOSS_WEIGHTS
     from mplug.contracts import MAY_CHANGE as MAY_CHANGE
@@ -182,6 +183,7 @@ publish(
             "DOCUMENTS",
             "LOSS_WEIGHTS",
             "FolderTokenizer",
+            "ENCODER_TEXTS",
             "IGNORED",
             "Loader",
             "MAY_CHANGE",

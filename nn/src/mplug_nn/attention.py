@@ -98,6 +98,8 @@ def needs_of_specification(module: nn.Module, entries: Container[str]) -> frozen
     spec = getattr(module, "spec", None)
     if not isinstance(spec, AttentionSpec):
         return frozenset()
+    if spec.cross:  # documents are those of the queries' sequence
+        return spec.needs
     return replace(spec, documents=spec.documents or DOCUMENTS in entries).needs
 
 

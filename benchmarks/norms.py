@@ -15,7 +15,7 @@ import argparse
 import importlib
 import statistics
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ from torch import Tensor
 from mplug.cli.tables import table
 from mplug.registry.precisions import precision_named
 from mplug.training.hardware import Moment
-from mplug_nn.norm import Kind, norm_residual
+from mplug_nn.norm import norm_residual
+from mplug_nn.norm_functions import NORMS
 
 NormResidual = Callable[..., tuple[Tensor, Tensor]]
 EPS = 1e-5
@@ -35,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=16384)
     parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--kind", choices=get_args(Kind), default="layernorm")
+    parser.add_argument("--kind", choices=NORMS.list.names(), default="layernorm")
     parser.add_argument("--bias", action="store_true")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
     parser.add_argument("--repeats", type=int, default=30)

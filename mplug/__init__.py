@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from mplug.config.family import Source as Source
     from mplug.config.sum_format import SumFormat as SumFormat
     from mplug.contracts import DOCUMENTS as DOCUMENTS
-    from mplug.contracts import ENCODER_TEXTS as ENCODER_TEXTS
     from mplug.contracts import IGNORED as IGNORED
     from mplug.contracts import LOSS_WEIGHTS as LOSS_WEIGHTS
     from mplug.contracts import MAY_CHANGE as MAY_CHANGE
@@ -99,6 +98,7 @@ if TYPE_CHECKING:
     from mplug.layout.ownership import Stretch as Stretch
     from mplug.layout.placement import Box as Box
     from mplug.layout.placement import Placement as Placement
+    from mplug.layout.plan import ENCODER_TEXTS as ENCODER_TEXTS
     from mplug.layout.plan import Buffer as Buffer
     from mplug.layout.plan import Init as Init
     from mplug.layout.plan import Parameter as Parameter
@@ -183,7 +183,6 @@ publish(
             "DOCUMENTS",
             "LOSS_WEIGHTS",
             "FolderTokenizer",
-            "ENCODER_TEXTS",
             "IGNORED",
             "Loader",
             "MAY_CHANGE",
@@ -230,7 +229,18 @@ publish(
         "mplug.layout.mesh": ("Axis", "IndexMap", "Mesh", "contiguous"),
         "mplug.layout.ownership": ("Bucket", "Engine", "Sharding", "Stretch"),
         "mplug.layout.placement": ("Box", "Placement"),
-        "mplug.layout.plan": ("Buffer", "Init", "Parameter", "Plan", "Segment", "Shift", "Stages", "Stream", "Unit"),
+        "mplug.layout.plan": (
+            "Buffer",
+            "ENCODER_TEXTS",
+            "Init",
+            "Parameter",
+            "Plan",
+            "Segment",
+            "Shift",
+            "Stages",
+            "Stream",
+            "Unit",
+        ),
         "mplug.layout.plan_within": ("plan_within",),
         "mplug.layout.ranks": ("Grouping", "Ranks"),
         "mplug.layout.work": ("ActivationProduct", "Branches", "Flops", "Step", "WeightProduct", "Work"),

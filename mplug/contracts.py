@@ -55,12 +55,6 @@ class RankBatch(Mapping[str, "Tensor"]):
         return len(self.entries)
 
 
-ENCODER_TEXTS = ("encoder_tokens", "encoder_places", "encoder_lengths", "encoder_rows")
-"""The entries of micro batches with a text for an encoder beside the tokens of each sample.
-
-A loader that has them answers `batch_entries` with these names, and makes them by
-`mplug.tensors.encoder_texts.entries_of_texts`. A family with an encoder and a decoder takes them.
-"""
 STREAMS = "streams"
 """In the answer of `batch_entries`: all entries that the processor of the model makes."""
 

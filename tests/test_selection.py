@@ -104,6 +104,20 @@ def test_a_named_kernel_must_fill_one_site_of_its_kind() -> None:
     assert said.endswith("it offers no supplier for slots of the kind 'attention' alone")
 
 
+def test_a_partial_offer_may_serve_some_sites_but_not_none() -> None:
+    def supports(site: Site, _: object) -> bool | str:
+        return site.name != "blocks.1.attn" or "it is odd"
+
+    there = [at(CORE, name=f"blocks.{number}.attn") for number in range(2)]
+    for partial, refused in ((False, 1), (True, 0)):
+        found = selected(there, Offer({CORE: print}, supports, plugin=FAST, partial=partial), attention=FAST)
+        assert [filled.supplier for filled in found.filled] == [FAST, PLAIN]
+        assert len(found.unmet) == refused
+    assert unmet(there[1:], Offer({CORE: print}, supports, plugin=FAST, partial=True), attention=FAST) == [
+        "kernels/fast cannot serve Attention.core of 'blocks.*.attn': it is odd"
+    ]
+
+
 # Wraps.
 
 

@@ -12,6 +12,12 @@ from mplug.layout.work import Flops, Work
 
 TOKENS_AXIS = "sequence"
 """The named axis of the tokens of a sample."""
+ENCODER_TEXTS = ("encoder_tokens", "encoder_places", "encoder_lengths", "encoder_rows")
+"""The entries of micro batches with a text for an encoder beside the tokens of each sample.
+
+A loader that has them answers `batch_entries` with these names, and makes them by
+`mplug.tensors.encoder_texts.entries_of_texts`. A family with an encoder and a decoder takes them.
+"""
 
 
 @dataclass(frozen=True)

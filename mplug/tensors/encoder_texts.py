@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mplug.contracts import ENCODER_TEXTS
+from mplug.layout.plan import ENCODER_TEXTS
 
 FURTHEST = 20
 """The place of a row in its sample is a number of so many bits."""

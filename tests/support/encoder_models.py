@@ -1,5 +1,6 @@
 """Tiny encoders of the transformers library and of the family bert, with the same weights."""
 
+import copy
 import importlib
 from collections.abc import Mapping
 from typing import Any
@@ -69,15 +70,20 @@ def built(given: Mapping[str, Any]) -> Model:
     return model
 
 
-def library_of(given: Mapping[str, Any]) -> Any:
-    """The library's model in fp64 with random weights."""
+def library_config(given: Mapping[str, Any]) -> Any:
+    """The library's config of a config.json."""
     import transformers
 
+    fields = copy.deepcopy({name: value for name, value in given.items() if name != "model_type"})
+    return transformers.AutoConfig.for_model(given["model_type"], **fields)
+
+
+def library_of(given: Mapping[str, Any]) -> Any:
+    """The library's model in fp64 with random weights."""
     kind = given["model_type"]
-    fields = {name: value for name, value in given.items() if name != "model_type"}
-    config = transformers.AutoConfig.for_model(kind, **fields)
     module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-    return drawn(getattr(module, ARCHITECTURES[kind])._from_config(config, attn_implementation="eager"))
+    made = getattr(module, ARCHITECTURES[kind])
+    return drawn(made._from_config(library_config(given), attn_implementation="eager"))
 
 
 def micro_batch() -> dict[str, Tensor]:

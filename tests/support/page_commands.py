@@ -88,7 +88,7 @@ def _lines(text: str) -> Iterator[str]:
 def parsed(words: tuple[str, ...]) -> click.Context:
     """The command with the values of its options; click.UsageError for an unknown command, option or value."""
     command: click.Command = main
-    context, left = click.Context(main, info_name="mplug"), list(words)
+    context, left = click.Context(main, info_name="mplug", **main.context_settings), list(words)
     while isinstance(command, click.Group) and left and not left[0].startswith("-"):
         name = left.pop(0)
         found = command.get_command(context, name)

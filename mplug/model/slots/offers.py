@@ -105,6 +105,7 @@ class Offer:
     `supports(site, run)` says the rest. The host calls it for sites that pass all of these, and the answer is True, a
     reason against the site, or False if the offer is not meant for the site. If an `optional` offer does not serve the
     needs of a site, the site keeps its default in plain torch, unless the config names the plugin for the kind of slot.
+    A `partial` offer may be named for a model of which it serves only some sites: the others keep their default.
 
     `varies(site, run)` returns what in the supplier depends on the layout, or an empty string; a kernel whose dropout
     draws from torch's generators must report that (the host then seeds them for every unit). `note(site, run)` returns
@@ -139,6 +140,7 @@ class Offer:
     serves: Iterable[str] = frozenset()
     requires: frozenset[str] = frozenset()
     optional: bool = False
+    partial: bool = False
     devices: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
     chips: tuple[str, ...] = ()

@@ -75,6 +75,7 @@ def select(
         unmet += [*_reasons_of_wraps(row), *_reasons_of_suppliers(row, suppliers, kernels, known)]
     unmet = _unmet_where_called(unmet, contents)
     unmet = _without_consequences(unmet)
+    unmet = _unmet_in_whole(unmet, suppliers, contents, elsewhere)
     unmet += [one for one in _idle(contents, unmet, kernels) if one.kind not in elsewhere]
     _refuse_uncalled(contents, kernels)
     return Selection(contents, [Filled(row.site, None, row.wraps) for row in units if row.wraps], unmet)
@@ -190,6 +191,20 @@ def _without_consequences(unmet: list[Unmet]) -> list[Unmet]:
         )
 
     return [one for one in unmet if not follows(one)]
+
+
+def _unmet_in_whole(
+    unmet: Iterable[Unmet], suppliers: Iterable[Offer], contents: Iterable[Filled], elsewhere: Collection[str]
+) -> list[Unmet]:
+    """Leave out the refusals of a partial offer that serves another site of the slot, maybe in another stage."""
+    partial = {(offer.plugin, slot) for offer in suppliers if offer.partial for slot in offer.suppliers}
+    working = {(filled.supplier, filled.site.slot) for filled in contents if filled.offer}
+
+    def serves_another(one: Unmet) -> bool:
+        what = (one.plugin, one.site.slot)
+        return what in partial and (what in working or one.kind in elsewhere)
+
+    return [one for one in unmet if not serves_another(one)]
 
 
 def _idle(contents: Iterable[Filled], unmet: Iterable[Unmet], kernels: "Kernels") -> list[Unmet]:

@@ -24,9 +24,7 @@ ALIBI, RELATIVE = "alibi", "relative"
 """The kinds of bias that plain torch computes. The need of a kind is its name with ' bias' appended: 'alibi bias'."""
 BIASES = frozenset({f"{ALIBI} bias", f"{RELATIVE} bias"})
 KNOWN = (
-    frozenset(
-        {DOCUMENTS, FULL, WINDOW, SOFT_CAP, SINKS, VALUE_WIDTH, KEY_LENGTH, STATIC_KEYS, POSITION_GROUPS, CROSS}
-    )
+    frozenset({DOCUMENTS, FULL, WINDOW, SOFT_CAP, SINKS, VALUE_WIDTH, KEY_LENGTH, STATIC_KEYS, POSITION_GROUPS, CROSS})
     | BIASES
 )
 """The needs of sites that plain torch serves. 'log-sum-exp' is not among them: wraps need it, sites never do."""
@@ -155,7 +153,7 @@ NO_INPUTS = AttentionInputs()
 def unseen(
     spec: AttentionSpec, inputs: AttentionInputs, queries: int, keys: int, device: torch.device
 ) -> Iterator[Tensor]:
-    """Masks [S, T], [B, 1, S, T] or [B, 1, 1, T], true if a query does not see a key. They are made anew in every call."""
+    """Masks [S, T], [B, 1, S, T] or [B, 1, 1, T], true if a query does not see a key; made anew in every call."""
     if inputs.static is not None:
         distances = inputs.static.distances[:, None, None]  # [B, 1, 1, T]
         yield distances > 0 if spec.window is None else (distances > 0) | (distances <= -spec.window)

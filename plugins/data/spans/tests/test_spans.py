@@ -1,5 +1,6 @@
 """Corrupted spans are those of a plain reference, with the published lengths, under any layout and after a resume."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from mplug_spans.lengths import lengths_of, longest
 from mplug_spans.loader import SpansLoader
 
 from mplug import IGNORED, MapLoader, UsageError
+from mplug.model.build import build_model
 from mplug_testing.harness import tiny_run
 
 LENGTHS = lengths_of(27, 0.3, 2.0)
@@ -66,7 +68,7 @@ def parts(key: int, number: int, total: int, count: int) -> list[int]:
     of_sample = hashed((number ^ key) & WORD)
     signed = {border: (hashed((of_sample + border) & WORD) ^ 2**63) for border in range(1, total)}
     borders = [0, *sorted(sorted(signed, key=lambda border: signed[border])[: count - 1]), total]
-    return [end - begin for begin, end in zip(borders, borders[1:], strict=False)]
+    return [end - begin for begin, end in pairwise(borders)]
 
 
 def reference(tokens: list[int], number: int, own: Corruption) -> tuple[list[int], list[int]]:
@@ -211,7 +213,6 @@ def test_the_sentinels_of_a_tokenizer_are_used() -> None:
 
 
 def test_a_model_without_an_encoder_is_refused() -> None:
+    run = run_of(**{"model.name": "gpt"})
     with pytest.raises(UsageError, match="encoder_"):
-        from mplug.model.build import build_model
-
-        build_model(tiny_run({**RUN, "model.name": "gpt"}))
+        build_model(run)

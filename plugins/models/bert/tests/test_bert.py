@@ -9,21 +9,26 @@ from mplug_bert import Bert, ModernBert
 from mplug_testing import ModelSuite
 
 
-class TestBert(ModelSuite):
+class EncoderSuite(ModelSuite):
+    layouts = ()
+    causal = False
+
+    @pytest.mark.wide("suites")
+    def test_every_field_of_its_config_has_an_effect(self) -> None:
+        super().test_every_field_of_its_config_has_an_effect()
+
+
+class TestBert(EncoderSuite):
     plugin = "bert"
     settings = {"model.num_layers": 3, "model.ffn_hidden_size": 48, "model.max_position_embeddings": 20}
-    layouts = ()
     positions = "absolute"
-    causal = False
     examples = {"position_offset": [2]}
 
 
-class TestModernBert(ModelSuite):
+class TestModernBert(EncoderSuite):
     plugin = "modernbert"
     settings = {"model.num_layers": 3, "model.ffn_hidden_size": 48, "model.window": 3}
-    layouts = ()
     positions = "relative"
-    causal = False
     examples = {"attention_types": [("full", "window")]}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mplug import UsageError
+from mplug_testing.faults import Fault
 from mplug_testing.parity import require_parity
 
 MASKED: dict[str, Any] = {
@@ -66,5 +66,5 @@ def test_a_layout_computes_what_one_process_does(layout: str, settings: dict[str
 
 
 def test_windows_are_refused_where_attention_is_computed_by_parts() -> None:
-    with pytest.raises(UsageError, match=r"does not support window; set parallel\.cp\.method=ulysses"):
+    with pytest.raises(Fault, match=r"does not support window; set parallel\.cp\.method=ulysses"):
         require_parity(MODERN, f"{CP}ring")

@@ -29,7 +29,7 @@ class Quack:
         """Offer `MLP.core`, the MLP between its collectives."""
         from mplug_quack.mlp import core
 
-        return [Offer({"MLP.core": core}, supports)]
+        return [Offer({"MLP.core": core}, supports, partial=True)]
 
 
 def supports(site: Site, run: "Run") -> bool | str:

@@ -73,12 +73,13 @@ def triton_norm_backward(
     """The gradient of s [N, D], and each program's share of the gradients of weight and bias [programs, D], in fp32.
 
     With n the normed s and g = grad_y * weight: grad_s = scale * (g - mean(g) - n * mean(g * n)) + grad_summed. The
-    term mean(g) is omitted unless CENTRED. A program processes every num_programs-th tile, pipelined over STAGES.
+    term mean(g) is omitted unless CENTRED. A program processes every num_programs-th tile, pipelined over STAGES. It
+    adds up its rows at its end only: a sum in every tile would make its warps wait for one another.
     """
     i = tl.arange(0, WIDTH)[None, :]
     w = tl.load(weight + i, mask=i < D, other=0.0).to(tl.float32)
-    weight_sum = tl.zeros([1, WIDTH], tl.float32)
-    bias_sum = tl.zeros([1, WIDTH], tl.float32)
+    weight_sums_of_rows = tl.zeros([ROWS, WIDTH], tl.float32)
+    bias_sums_of_rows = tl.zeros([ROWS, WIDTH], tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = (tile * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
         inside = (row < num_rows) & (i < D)
@@ -90,18 +91,18 @@ def triton_norm_backward(
         if CENTRED:
             n -= tl.load(means + row, mask=row < num_rows, other=0.0)
         n = tl.where(inside, n * scale, 0.0)
-        weight_sum += tl.sum(upstream * n, axis=0, keep_dims=True)
+        weight_sums_of_rows += upstream * n
         if BIAS:
-            bias_sum += tl.sum(upstream, axis=0, keep_dims=True)
+            bias_sums_of_rows += upstream
         g = upstream * w
         grad = g - n * (tl.sum(g * n, axis=1, keep_dims=True) / D)
         if CENTRED:
             grad -= tl.sum(g, axis=1, keep_dims=True) / D
         tl.store(grad_s + at, (grad * scale + beside).to(grad_s.dtype.element_ty), mask=inside)
     share = tl.program_id(0) * D + i
-    tl.store(weight_sums + share, weight_sum, mask=i < D)
+    tl.store(weight_sums + share, tl.sum(weight_sums_of_rows, axis=0, keep_dims=True), mask=i < D)
     if BIAS:
-        tl.store(bias_sums + share, bias_sum, mask=i < D)
+        tl.store(bias_sums + share, tl.sum(bias_sums_of_rows, axis=0, keep_dims=True), mask=i < D)
 
 
 @triton.jit

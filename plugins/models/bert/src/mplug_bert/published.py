@@ -151,7 +151,7 @@ def _written_modern(config: "ModernBertConfig") -> dict[str, Any]:
     bases = {"full_attention": config.rope_theta, "sliding_attention": config.window_rope_theta}
     kinds = ["sliding_attention" if config.has_window(n) else "full_attention" for n in range(config.num_layers)]
     return {
-        "local_attention": 2 * config.window,
+        "local_attention": 2 * config.window or 1,
         "layer_types": kinds,
         "rope_parameters": {name: {"rope_type": "default", "rope_theta": base} for name, base in bases.items()},
         "global_rope_theta": config.rope_theta,

@@ -1,0 +1,112 @@
+"""Folders that the transformers library writes: what is read computes the same, and what is exported equals them."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from encoder_models import CONFIGS, V, library_config  # noqa: E402
+from exported_folders import ONE_STEP, assert_exported_as_it_was  # noqa: E402
+from published import loaded, logits, rewritten, run_of, save  # noqa: E402
+
+from mplug.gradients.region import region  # noqa: E402
+from mplug.training.loop import train  # noqa: E402
+
+Cli = Callable[..., CompletedProcess[str]]
+DATA: dict[str, Any] = {
+    "data.name": "masked",
+    "data.of": {"name": "mock", "vocab_size": V - 2},
+    "data.mask_token": V - 1,
+    "trainer.seq_length": 12,
+}
+SETTINGS = {**DATA, **ONE_STEP}
+TOKENS = torch.randint(3, V, (2, 12), generator=torch.Generator().manual_seed(3))
+WIDE = pytest.mark.wide("families")
+OTHERS = [pytest.param(kind, marks=WIDE) for kind in CONFIGS if kind != "bert"]
+
+
+GIVEN = {key.replace(".", "__"): value for key, value in DATA.items()}
+
+
+class Folders(dict[str, tuple[Path, Any]]):
+    """By `model_type`, a folder in three files and the library's model that wrote it."""
+
+    def __init__(self, parent: Path) -> None:
+        super().__init__()
+        self.parent = parent
+
+    def __missing__(self, kind: str) -> tuple[Path, Any]:
+        folder = self.parent / kind
+        folder.mkdir()
+        model = transformers.AutoModelForMaskedLM.from_config(library_config(CONFIGS[kind]))
+        self[kind] = folder, save(model, folder)
+        return self[kind]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return Folders(tmp_path_factory.mktemp("encoders"))
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_folder_gives_the_librarys_logits_and_each_rank_reads_its_boxes(kind: str, made: Folders) -> None:
+    folder, library = made[kind]
+    _, model = loaded(folder, **GIVEN)
+    with torch.no_grad():
+        expected = library(TOKENS).logits
+    assert expected.abs().max() > 0.5
+    assert (logits(model, TOKENS) - expected).abs().max() < 1e-5 * expected.abs().max()
+    whole = model.parameters()
+    for rank in range(4):
+        _, part = loaded(folder, "tp2pp2", rank, **GIVEN)
+        for name, parameter in part.parameters().items():
+            for box in part.placements[name].boxes(rank):
+                cut = tuple(slice(s, s + n) for s, n in zip(box.start, box.shape, strict=True))
+                assert torch.equal(region(parameter.data, box), whole[name].data[cut]), (rank, name)
+
+
+def test_norms_of_older_folders_are_read_by_their_older_names(made: Folders, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(made["bert"][0], tmp_path / "older"))
+    older = {".LayerNorm.weight": ".LayerNorm.gamma", ".LayerNorm.bias": ".LayerNorm.beta"}
+
+    def rename(found: dict[str, torch.Tensor]) -> None:
+        for name in [*found]:
+            end = next((one for one in older if name.endswith(one)), None)
+            if end is not None:
+                found[name.removesuffix(end) + older[end]] = found.pop(name)
+
+    rewritten(folder, rename)
+    pairs = zip(
+        loaded(folder, **GIVEN)[1].parameters().values(),
+        loaded(made["bert"][0], **GIVEN)[1].parameters().values(),
+        strict=True,
+    )
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("kind", ["bert", *OTHERS])
+def test_a_run_of_a_folder_is_exported_as_that_folder(kind: str, made: Folders, tmp_path: Path, cli_here: Cli) -> None:
+    assert_exported_as_it_was(made[kind][0], SETTINGS, tmp_path, cli_here)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("bert", marks=WIDE), pytest.param("roberta", marks=WIDE), "modernbert"])
+def test_a_config_of_its_own_describes_the_model_to_the_library(
+    kind: str, made: Folders, tmp_path: Path, cli_here: Cli
+) -> None:
+    """The config is written by the family, not kept: the settings alone describe the model."""
+    folder, library = made[kind]
+    run = run_of(folder, SETTINGS)
+    run.directory = tmp_path / "runs" / "scratch"
+    train(run)
+    shutil.rmtree(run.directory / "published")
+    result = cli_here("checkpoint", "export", "--to", "huggingface", "exported")
+    assert result.returncode == 0, result.stderr
+    again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.equal(again.eval()(TOKENS).logits, library(TOKENS).logits)

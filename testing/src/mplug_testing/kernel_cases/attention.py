@@ -152,8 +152,8 @@ def _core(
         core = suppliers["Attention.core"]
         keys, lengths, sinks, table = map(x.get, ("keys", "document_lengths", "sinks", "bias_table"))
         groups = x.get("position_groups")
-        counts = {"position_groups": groups, "key_counts": x.get("key_counts")}
-        given = AttentionInputs(keys, lengths, sinks, table, first_head, h + first_head, **counts)
+        given = AttentionInputs(keys, lengths, sinks, table, first_head, h + first_head, position_groups=groups)
+        given = given._replace(key_counts=x.get("key_counts"))
         if not spec.static_keys:
             return lambda: {"output": core(x["q"], x["k"], x["v"], spec, given)}
         given = given._replace(static=static_keys(x["positions"], t))

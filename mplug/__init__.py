@@ -98,6 +98,7 @@ if TYPE_CHECKING:
     from mplug.layout.ownership import Stretch as Stretch
     from mplug.layout.placement import Box as Box
     from mplug.layout.placement import Placement as Placement
+    from mplug.layout.plan import ENCODER_TEXTS as ENCODER_TEXTS
     from mplug.layout.plan import Buffer as Buffer
     from mplug.layout.plan import Init as Init
     from mplug.layout.plan import Parameter as Parameter
@@ -240,7 +241,18 @@ publish(
         "mplug.layout.mesh": ("Axis", "IndexMap", "Mesh", "contiguous"),
         "mplug.layout.ownership": ("Bucket", "Engine", "Sharding", "Stretch"),
         "mplug.layout.placement": ("Box", "Placement"),
-        "mplug.layout.plan": ("Buffer", "Init", "Parameter", "Plan", "Segment", "Shift", "Stages", "Stream", "Unit"),
+        "mplug.layout.plan": (
+            "Buffer",
+            "ENCODER_TEXTS",
+            "Init",
+            "Parameter",
+            "Plan",
+            "Segment",
+            "Shift",
+            "Stages",
+            "Stream",
+            "Unit",
+        ),
         "mplug.layout.plan_within": ("plan_within",),
         "mplug.layout.ranks": ("Grouping", "Ranks"),
         "mplug.layout.work": ("ActivationProduct", "Branches", "Flops", "Step", "WeightProduct", "Work"),

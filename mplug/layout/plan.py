@@ -12,6 +12,12 @@ from mplug.layout.work import Flops, Work
 
 TOKENS_AXIS = "sequence"
 """The named axis of the tokens of a sample."""
+ENCODER_TEXTS = ("encoder_tokens", "encoder_places", "encoder_lengths", "encoder_rows")
+"""The entries of micro batches with a text for an encoder beside the tokens of each sample.
+
+A loader that has them answers `batch_entries` with these names, and makes them by
+`mplug.tensors.encoder_texts.entries_of_texts`. A family with an encoder and a decoder takes them.
+"""
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ class Segment:
 class Init:
     """How initial values are made.
 
-    - 'normal': with standard deviation `std`.
+    - 'normal': with standard deviation `std`, or with one for each segment of a fused dimension (`segment_stds`).
     - 'constant': `value`.
     - 'uniform': between `low` and `high`.
     - 'log of uniform': the logarithm of a number that is uniform between `low` and `high`.
@@ -106,6 +112,7 @@ class Init:
     value: float = 0.0
     low: float = 0.0
     high: float = 0.0
+    segment_stds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind in ("log of uniform", "time step") and not 0 < self.low <= self.high:

@@ -97,13 +97,25 @@ def _initial(name: str, placement: Placement, box: Box, device: torch.device, se
         counter = counter[..., None] + torch.arange(start, start + length, device=device) * strides[dim]
     flat = counter.flatten()
     values = [_drawn(init, key, part) for part in flat.split(CHUNK)]
-    return torch.cat(values).view(box.shape)
+    drawn = torch.cat(values).view(box.shape)
+    return drawn * _stds(placement, box).to(device) if init.segment_stds else drawn
+
+
+def _stds(placement: Placement, box: Box) -> Tensor:
+    """The standard deviation of each element along the fused dimension of a box, to multiply the box by."""
+    stds = placement.parameter.init.segment_stds
+    dim = next(dim for dim, segments in enumerate(placement.dims) if len(segments) > 1)
+    lengths = torch.tensor([segment.length for segment in placement.dims[dim]])
+    whole = torch.tensor(stds).repeat_interleave(lengths)
+    own = whole[box.start[dim] : box.start[dim] + box.shape[dim]]
+    return own.view(-1, *(1 for _ in box.shape[dim + 1 :]))
 
 
 def _drawn(init: Init, key: int, counter: Tensor) -> Tensor:
     """Initial values that are drawn, in fp32, for int64 counters."""
     if init.kind == "normal":
-        return normal(key, counter).float() * init.std
+        drawn = normal(key, counter).float()
+        return drawn if init.segment_stds else drawn * init.std
     numbers = uniform(key, counter).double()
     if init.kind != "time step":
         between = init.low + (init.high - init.low) * numbers

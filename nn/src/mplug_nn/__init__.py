@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from mplug_nn.core import AttentionCore as AttentionCore
     from mplug_nn.core import packed_heads_of as packed_heads_of
     from mplug_nn.core import parts_of as parts_of
+    from mplug_nn.cross import CrossAttention as CrossAttention
+    from mplug_nn.cross import CrossKeys as CrossKeys
     from mplug_nn.decoder import Block as Block
     from mplug_nn.decoder import Decoder as Decoder
     from mplug_nn.decoder import DenseBlock as DenseBlock
@@ -166,6 +168,7 @@ if TYPE_CHECKING:
     from mplug_nn.public_form import UnusedField as UnusedField
     from mplug_nn.public_form import form_of as form_of
     from mplug_nn.public_values import Values as Values
+    from mplug_nn.relative import RelativeBias as RelativeBias
     from mplug_nn.rotary import Rotary as Rotary
     from mplug_nn.router import Choice as Choice
     from mplug_nn.router import Router as Router
@@ -205,6 +208,7 @@ publish(
         "mplug_nn.cache": ("Cache", "CacheSize"),
         "mplug_nn.chunked_collectives": ("Arrival", "ChunkedCollectives", "Produce", "Rows", "collectives_named"),
         "mplug_nn.core": ("AttentionCore", "packed_heads_of", "parts_of"),
+        "mplug_nn.cross": ("CrossAttention", "CrossKeys"),
         "mplug_nn.decoder": ("Block", "Decoder", "DenseBlock", "SparseBlock", "TokenEmbedding", "decoder_plan"),
         "mplug_nn.decoders.build": ("build_decoder",),
         "mplug_nn.decoders.config": ("DecoderConfig",),
@@ -294,6 +298,7 @@ publish(
             "form_of",
         ),
         "mplug_nn.public_values": ("Values",),
+        "mplug_nn.relative": ("RelativeBias",),
         "mplug_nn.rotary": ("Rotary",),
         "mplug_nn.router": ("Choice", "Router"),
         "mplug_nn.scores": ("RouterScore",),

@@ -26,6 +26,10 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def _relu(x: Tensor) -> Tensor:
+    return F.relu(x)
+
+
 def _relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
@@ -54,6 +58,7 @@ GELU = ActivationFunction(F.gelu)
 """arXiv 1606.08415, exact."""
 GELU_TANH = ActivationFunction(_gelu_tanh)
 """By tanh, as in GPT-2."""
+RELU = ActivationFunction(_relu)
 RELU2 = ActivationFunction(_relu2)
 """The square of ReLU (arXiv 2109.08668)."""
 SWIGLU = ActivationFunction(_swiglu, gated=True)

@@ -30,7 +30,6 @@ from mplug_nn.specification import (
     KNOWN,
     LOG_SUM_EXP,
     NO_INPUTS,
-    RELATIVE,
     AttentionInputs,
     AttentionSpec,
     Weighting,
@@ -99,6 +98,8 @@ def needs_of_specification(module: nn.Module, entries: Container[str]) -> frozen
     spec = getattr(module, "spec", None)
     if not isinstance(spec, AttentionSpec):
         return frozenset()
+    if spec.cross:  # documents are those of the queries' sequence
+        return spec.needs
     return replace(spec, documents=spec.documents or DOCUMENTS in entries).needs
 
 
@@ -118,7 +119,8 @@ class DotProductAttention(nn.Module):
     """Attention without its projections, for blocks that fuse the projections with others.
 
     `theta` is the base of rotary positions, or a `mplug_nn.Rotary` of another kind; None: no rotary positions.
-    `weighting` and `bias` are as in `AttentionSpec`; `documents` says that every call has the lengths of documents,
+    `weighting` and `bias` are as in `AttentionSpec`; with the bias 'relative', every call has a table (`RelativeBias`).
+    `documents` says that every call has the lengths of documents,
     whatever the loader supplies. With `sinks`, the module has a parameter `sinks` with one score per head. `scale`
     None: 1 / sqrt(head_dim). With `qk_norm_offset`, the scales of QK-norm are 1 + weight, and the norm is computed in
     fp32 (Gemma 3).
@@ -155,8 +157,6 @@ class DotProductAttention(nn.Module):
         **weighting: Unpack[Weighting],
     ) -> None:
         super().__init__()
-        if bias == RELATIVE:
-            raise ValueError("this block has no table of a relative bias; a block of your own hands one to its core")
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.theta = theta.turns(head_dim) if isinstance(theta, Rotary) else theta
         self.eps, self.qk_norm_offset = eps, qk_norm_offset
@@ -249,13 +249,14 @@ class DotProductAttention(nn.Module):
         keys: Tensor,
         document_lengths: Tensor | None = None,
         position_groups: Tensor | None = None,
+        bias_table: Tensor | None = None,
     ) -> Tensor:
         """q [B, S, H, K], k and v [B, S, G, K], positions [1 or B, S], keys [B], lengths [B, M] -> [B, S, H, K].
 
-        `position_groups` are as in `AttentionInputs`.
+        `position_groups` and `bias_table` are as in `AttentionInputs`.
         """
         q, k = self.prepare_qk(q, k, positions, *self.scales_of_norm, self.eps, self.theta)
-        return self._mixed(q, k, v, keys, document_lengths, position_groups)
+        return self._mixed(q, k, v, keys, document_lengths, position_groups, bias_table)
 
     def _mixed(
         self,
@@ -265,12 +266,13 @@ class DotProductAttention(nn.Module):
         keys: Tensor,
         document_lengths: Tensor | None,
         position_groups: Tensor | None = None,
+        bias_table: Tensor | None = None,
     ) -> Tensor:
         if self.cache is not None:
             refuse_documents(document_lengths)
             k, v = self.cache.extend(k, v)
             document_lengths = self.cache.document_lengths(k.shape[1])
-        return self._attended(q, k, v, keys, document_lengths, position_groups)
+        return self._attended(q, k, v, keys, document_lengths, position_groups, bias_table)
 
     def _attended(
         self,
@@ -280,10 +282,11 @@ class DotProductAttention(nn.Module):
         keys: Tensor,
         document_lengths: Tensor | None,
         position_groups: Tensor | None = None,
+        bias_table: Tensor | None = None,
     ) -> Tensor:
         """The core's output [B, S, H, V]."""
         spec = self._spec(document_lengths, position_groups)
-        return self.core(q, k, v, spec, self._inputs(spec, keys, document_lengths, position_groups))
+        return self.core(q, k, v, spec, self._inputs(spec, keys, document_lengths, position_groups, bias_table))
 
     def _spec(self, document_lengths: Tensor | None, position_groups: Tensor | None = None) -> AttentionSpec:
         """What a call computes."""
@@ -303,13 +306,20 @@ class DotProductAttention(nn.Module):
         keys: Tensor,
         document_lengths: Tensor | None,
         position_groups: Tensor | None = None,
+        bias_table: Tensor | None = None,
     ) -> AttentionInputs:
         """The tensors of a call."""
         static = None if self.cache is None else self.cache.static_keys
         drawn = mix(keys ^ self.site) if spec.dropout else None
         groups = position_groups if spec.position_groups else None
         return AttentionInputs(
-            drawn, document_lengths, self.sinks, num_heads=self.num_heads, static=static, position_groups=groups
+            drawn,
+            document_lengths,
+            self.sinks,
+            bias_table,
+            num_heads=self.num_heads,
+            static=static,
+            position_groups=groups,
         )
 
 
@@ -386,24 +396,25 @@ class Attention(DotProductAttention):
         keys: Tensor,
         document_lengths: Tensor | None = None,
         position_groups: Tensor | None = None,
+        bias_table: Tensor | None = None,
     ) -> Tensor:
         """x [B, S, D], positions [1 or B, S], the samples' random keys [B] -> [B, S, D].
 
         `document_lengths` [B, M] are the lengths of the documents in a packed sample. A position attends only to its
-        own document. `position_groups` [B, S] are as in `AttentionInputs`.
+        own document. `position_groups` [B, S] and `bias_table` are as in `AttentionInputs`.
         """
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [B, S, H + 2G, K]
         num_heads = self.out.weight.shape[1] // self.head_dim  # this rank's heads, from its shard of the weights
         num_kv_heads = (heads.shape[2] - num_heads) // 2
         packed = self._packed_heads
         if packed is not None and packed.serves(spec := self._spec(document_lengths, position_groups)):
-            inputs = self._inputs(spec, keys, document_lengths, position_groups)
+            inputs = self._inputs(spec, keys, document_lengths, position_groups, bias_table)
             mixed = packed.attend(heads, num_heads, num_kv_heads, spec, inputs)
         else:
             q, k, v = self.prepare_qkv(
                 heads, num_heads, num_kv_heads, positions, *self.scales_of_norm, self.eps, self.theta, self.prepare_qk
             )
-            mixed = self._mixed(q, k, v, keys, document_lengths, position_groups)
+            mixed = self._mixed(q, k, v, keys, document_lengths, position_groups, bias_table)
         y: Tensor = self.out(mixed.flatten(-2))
         return y
 

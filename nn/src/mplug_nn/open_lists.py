@@ -11,7 +11,7 @@ ACTIVATIONS = OpenList(
     "mplug.activations",
     {
         name: f"mplug_nn.activations:{name.upper()}"
-        for name in ("gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh", "clamped_swiglu")
+        for name in ("gelu", "gelu_tanh", "relu", "relu2", "swiglu", "geglu", "geglu_tanh", "clamped_swiglu")
     },
     OWNER,
 )

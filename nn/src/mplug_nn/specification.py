@@ -19,11 +19,12 @@ LOG_SUM_EXP, FULL = "log-sum-exp", "full attention"
 WINDOW, SOFT_CAP, SINKS = "window", "soft cap", "attention sinks"
 VALUE_WIDTH, KEY_LENGTH, STATIC_KEYS = "value width", "key length", "static keys"
 POSITION_GROUPS = "position groups"
+CROSS = "cross-attention"
 ALIBI, RELATIVE = "alibi", "relative"
 """The kinds of bias that plain torch computes. The need of a kind is its name with ' bias' appended: 'alibi bias'."""
 BIASES = frozenset({f"{ALIBI} bias", f"{RELATIVE} bias"})
 KNOWN = (
-    frozenset({DOCUMENTS, FULL, WINDOW, SOFT_CAP, SINKS, VALUE_WIDTH, KEY_LENGTH, STATIC_KEYS, POSITION_GROUPS})
+    frozenset({DOCUMENTS, FULL, WINDOW, SOFT_CAP, SINKS, VALUE_WIDTH, KEY_LENGTH, STATIC_KEYS, POSITION_GROUPS, CROSS})
     | BIASES
 )
 """The needs of sites that plain torch serves. 'log-sum-exp' is not among them: wraps need it, sites never do."""
@@ -48,6 +49,9 @@ class AttentionSpec:
     - `static_keys`: each sample has one query, and the keys are the rows of a static cache, in the order of its rows
       (`StaticKeys`). The query sees no row that is empty.
     - `dropout`: the probability with which an attention weight is dropped.
+    - `cross`: the keys are rows of another sequence, such as those of an encoder. A query sees the first
+      `AttentionInputs.key_counts` of them, and has no distance to them. It is combined with `scale`, the widths and
+      `dropout` only, and is not `causal`.
 
     `key_width` and `value_width` are those of one head.
     """
@@ -65,6 +69,7 @@ class AttentionSpec:
     dropout: float = 0.0
     static_keys: bool = False
     position_groups: bool = False
+    cross: bool = False
 
     @property
     def needs(self) -> frozenset[str]:
@@ -79,6 +84,7 @@ class AttentionSpec:
             KEY_LENGTH: self.own_key_length,
             STATIC_KEYS: self.static_keys,
             POSITION_GROUPS: self.position_groups,
+            CROSS: self.cross,
             f"{self.bias} bias": bool(self.bias),
         }
         return frozenset(need for need, is_wanted in wanted.items() if is_wanted)
@@ -137,6 +143,8 @@ class AttentionInputs(NamedTuple):
 
     The members of a group are consecutive. Under a strategy that divides the sequence, S is that of the whole sample.
     """
+    key_counts: Tensor | None = None
+    """[B], int64, from 1 to T: with `cross`, the number of keys of each sample; the keys behind them are padding."""
 
 
 NO_INPUTS = AttentionInputs()
@@ -145,10 +153,14 @@ NO_INPUTS = AttentionInputs()
 def unseen(
     spec: AttentionSpec, inputs: AttentionInputs, queries: int, keys: int, device: torch.device
 ) -> Iterator[Tensor]:
-    """Masks [S, T] or [B, 1, S, T], true if a query does not see a key. They are made anew in every call."""
+    """Masks [S, T], [B, 1, S, T] or [B, 1, 1, T], true if a query does not see a key; made anew in every call."""
     if inputs.static is not None:
         distances = inputs.static.distances[:, None, None]  # [B, 1, 1, T]
         yield distances > 0 if spec.window is None else (distances > 0) | (distances <= -spec.window)
+        return
+    if spec.cross:
+        assert inputs.key_counts is not None, "cross-attention comes with the numbers of keys"
+        yield (torch.arange(keys, device=device) >= inputs.key_counts[:, None])[:, None, None]
         return
     if spec.causal:
         later = torch.ones(queries, keys, dtype=torch.bool, device=device).triu(1 + keys - queries)

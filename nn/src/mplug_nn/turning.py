@@ -58,6 +58,17 @@ def _(positions: Tensor, frequencies: list[float], factor: float, dtype: torch.d
     return torch.empty((2, *positions.shape, len(frequencies)), device=positions.device, dtype=dtype)
 
 
+@operator("mplug::numbers_beside")
+def numbers_beside(x: Tensor, numbers: list[int]) -> Tensor:
+    """Constant numbers [N] on the device of x, without a copy from the CPU after the first call: int64."""
+    return _on(x.device, tuple(numbers), torch.int64).clone()
+
+
+@fake("mplug::numbers_beside")
+def _(x: Tensor, numbers: list[int]) -> Tensor:
+    return torch.empty(len(numbers), device=x.device, dtype=torch.int64)
+
+
 @operator("mplug::coordinate_rotations")
 def coordinate_rotations(
     positions: Tensor, frequencies: list[float], coordinates: list[int], factor: float, dtype: torch.dtype

@@ -67,8 +67,10 @@ def _replace_slots(model: Model) -> None:
 
 
 def _position_wise(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
-    """q [B, S, H, K], k and v [B, S, G, K] -> each position's value, weighted by its own query and key."""
+    """q [B, S, H, K], k and v [B, T, G, K] -> each position's value, weighted by its own query and key."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    if k.shape[1] != q.shape[1]:  # keys of another sequence, all of which a query sees
+        k, v = (x.mean(dim=1, keepdim=True).expand(-1, q.shape[1], -1, -1) for x in (k, v))
     return v * (q * k).mean(-1, keepdim=True).tanh()
 
 
@@ -87,8 +89,12 @@ def _inputs_of_units(trial: Trial) -> Iterator[tuple[Unit, Values]]:
 
 
 def _axes_of_tokens(model: Model, unit: Unit, values: Values) -> list[str]:
-    """The axes of a unit's inputs that batch entries have too. Axes that only activations have are features."""
-    entries = {axis for axes in model.plan.context.values() for axis in axes}
+    """The axes of a unit's inputs that batch entries have too. Axes that only activations have are features.
+
+    The rows of a stream that a unit of another sequence takes are not its own: it may use all of them.
+    """
+    foreign = {axis for axis in model.plan.streams if axis != unit.sequence}
+    entries = {axis for axes in model.plan.context.values() for axis in axes} - foreign
     given = [_axes_of(model, name) for name in _changeable(unit, values)]
     return [axis for axis in dict.fromkeys(axis for axes in given for axis in axes) if axis in entries]
 
@@ -152,11 +158,13 @@ class _Probe:
             yield {axis: round(part * (length - 1)) for axis, length in lengths.items()}
 
     def _changed(self, at: dict[str, int], number: int) -> Values:
-        """The inputs, with other values at one index of each axis of tokens."""
+        """The inputs that have the axis, with other values at one index of each axis of tokens."""
         generator = torch.Generator().manual_seed(number)
         tokens = set(_axes_of_tokens(self.model, self.unit, self.values))
         changed = dict(self.values)
         for name in _changeable(self.unit, self.values):
+            if self.axis not in _axes_of(self.model, name):
+                continue
             value = self.values[name].clone()
             where = tuple(at[axis] if axis in tokens else slice(None) for axis in _axes_of(self.model, name))
             if value.is_floating_point():
@@ -193,7 +201,7 @@ class _Probe:
                 continue
             dim = axes.index(self.axis)
             other_indices = [index for index in range(value.shape[dim]) if index != at[self.axis]]
-            moved = (after[name] - value).abs().index_select(dim, torch.tensor(other_indices))
+            moved = (after[name] - value).abs().index_select(dim, torch.tensor(other_indices, dtype=torch.int64))
             if bool((moved > TOLERANCE * value.abs().max().clamp(min=1.0)).any()):
                 return True
         return False

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mplug.contracts.micro_batch import MicroBatch
 from mplug.errors import listed
-from mplug.layout.plan import Unit
+from mplug.layout.plan import TOKENS_AXIS, Unit
 from mplug.layout.work import Flops
 from mplug.model.model import Model
 from mplug.model.plans.work import flops_of_work
@@ -374,9 +374,11 @@ class Trial:
         both cases, the modules must not state more (`plan_work`) than the plan.
         """
         calls: list[tuple[str, tuple[Any, ...]]] = []
+        streams = [f"{unit.name}." for unit in self.model.plan.units if unit.sequence != TOKENS_AXIS]
         for site in sites(self.model.module):
             if site.slot == "Attention.core":
-                site.module.core = _noting(calls, other_functions(site))
+                is_counted = not site.name.startswith(tuple(streams))
+                site.module.core = _noting(calls if is_counted else [], other_functions(site))
         batch = self.batches[0]
         counted = self._products(batch)
         if not calls:
@@ -404,7 +406,9 @@ class Trial:
 
     def _require_work_of_plan(self) -> None:
         """The FLOPs that modules state are a part of the plan's: a frozen model skips some of them."""
-        stated, found = self.model.plan.flops, flops_of_work(self.model.work)
+        of_tokens = {unit.name for unit in self.model.plan.units if unit.sequence == TOKENS_AXIS}
+        own = [one for one in self.model.work if one.unit in of_tokens]
+        stated, found = self.model.plan.flops, flops_of_work(own)
         require(
             found.per_token <= stated.per_token,
             f"the modules state {found.per_token:,} FLOPs per token (plan_work), and the plan {stated.per_token:,}, so "
@@ -412,11 +416,14 @@ class Trial:
         )
 
     def _products(self, batch: MicroBatch) -> int:
-        """The FLOPs of the matrix products and convolutions of a forward pass that torch can count."""
-        counter = FlopCounterMode(display=False, custom_mapping=UNCOUNTED)
-        with counter:
-            self.loss(batch)
-        return int(counter.get_total_flops())
+        """The FLOPs of the products and convolutions of tokens that torch can count in a forward pass."""
+        values, total = dict(batch), 0
+        for unit in self.model.plan.units:
+            counter = FlopCounterMode(display=False, custom_mapping=UNCOUNTED)
+            with counter:
+                values = run_units(self.model.module, [unit], values)
+            total += int(counter.get_total_flops()) if unit.sequence == TOKENS_AXIS else 0
+        return total
 
     def _require_no_fewer_flops(self, counted: int) -> None:
         """A lower bound from forward passes of two lengths.
@@ -464,9 +471,11 @@ def _noting(calls: list[tuple[str, tuple[Any, ...]]], other: str) -> Callable[..
 
 
 def _flops_of(call: tuple[Any, ...], other: str, core_flops: Callable[..., Flops]) -> Flops:
-    """The FLOPs of one call of a core: of causal softmax attention, or of the function `other`."""
+    """The FLOPs of one call of a core: of softmax attention, or of the function `other`."""
     if not other:
-        q, _, v = call[:3]
+        q, k, v = call[:3]
+        if getattr(call[3], "cross", False):
+            return Flops(6 * q.shape[2] * (q.shape[3] + v.shape[3]) * k.shape[1], 0)
         return Flops(0, 3 * q.shape[2] * (q.shape[3] + v.shape[3]))
     try:
         return core_flops(*call)

@@ -76,6 +76,8 @@ def _specified() -> Iterator[Case]:
     yield _core("one query at the end of the keys", 2, 1, 4, 2, 8, more_keys=12, **half)
     yield _core("more keys than queries, and a window", 2, 3, 4, 2, 8, more_keys=10, window=4, **half)
     yield _core("more keys than queries, and documents", 2, 3, 4, 2, 8, more_keys=10, documents=True, **half)
+    yield _core("keys of another sequence, some of them padding", 3, 13, 4, 2, 8, cross_keys=7, **half)
+    yield _core("more keys of another sequence than queries", 3, 5, 4, 2, 64, cross_keys=11, **half)
     yield _core("groups of positions", 2, 13, 4, 2, 8, position_groups=True, **half)
     yield _core("groups of positions, a window and documents", 2, 13, 4, 2, 8, **GROUPED, **half)
     yield _core("groups of positions and heads of 64", 2, 13, 4, 2, 64, position_groups=True, window=4, **half)
@@ -118,10 +120,12 @@ def _core(
     first_head: int = 0,
     value_width: int | None = None,
     more_keys: int = 0,
+    cross_keys: int = 0,
     **asked: Any,
 ) -> Case:
+    asked |= {"cross": True, "causal": False} if cross_keys else {}
     spec = AttentionSpec(scale or k**-0.5, k, value_width or k, own_key_length=more_keys > 0, **asked)
-    drawn, t = Drawn(s + h + g + k), s + more_keys
+    drawn, t = Drawn(s + h + g + k), cross_keys or s + more_keys
     inputs = {
         "q": drawn.normal(b, s, h, k),
         "k": drawn.normal(b, t, g, k),
@@ -135,6 +139,8 @@ def _core(
         inputs["document_lengths"] = torch.tensor(DOCUMENTS_OF_13, device="cpu")
     if spec.position_groups:
         inputs["position_groups"] = torch.tensor(GROUPS_OF_13, device="cpu")
+    if spec.cross:
+        inputs["key_counts"] = torch.tensor([t, 1, t // 2][:b], device="cpu")
     if spec.static_keys:
         inputs["positions"] = torch.tensor(NEWEST, device="cpu")
     if spec.sinks:
@@ -147,6 +153,7 @@ def _core(
         keys, lengths, sinks, table = map(x.get, ("keys", "document_lengths", "sinks", "bias_table"))
         groups = x.get("position_groups")
         given = AttentionInputs(keys, lengths, sinks, table, first_head, h + first_head, position_groups=groups)
+        given = given._replace(key_counts=x.get("key_counts"))
         if not spec.static_keys:
             return lambda: {"output": core(x["q"], x["k"], x["v"], spec, given)}
         given = given._replace(static=static_keys(x["positions"], t))

@@ -13,7 +13,7 @@ from torch import Tensor
 from mplug_flex.masks import Form, kept, mask_of
 from mplug_flex.programs import backward_program, forward_program
 from mplug_nn import AttentionCore, AttentionInputs, AttentionSpec, fake, operator
-from mplug_nn.parts import AttentionParts, Part
+from mplug_nn.parts import AttentionParts, Lengths, Part
 from mplug_nn.specification import ALIBI, RELATIVE, alibi_slopes
 
 # torch reads an operator's schema from its annotated arguments, so `forward` and `backward` list them one by one.
@@ -28,6 +28,7 @@ def forward(
     table: Optional[Tensor],  # noqa: UP045
     lengths: Optional[Tensor],  # noqa: UP045
     groups: Optional[Tensor],  # noqa: UP045
+    counts: Optional[Tensor],  # noqa: UP045
     scale: float,
     causal: bool,
     window: Optional[int],  # noqa: UP045
@@ -37,8 +38,8 @@ def forward(
     num_heads: int,
 ) -> tuple[Tensor, Tensor]:
     """q [B, S, H, K], k [B, T, G, K], v [B, T, G, V] -> (output [B, S, H, V], log-sum-exp [B, H, S] with the sinks)."""
-    form = Form(scale, causal, window, soft_cap, bias, lengths is not None, groups is not None)
-    pair = None if lengths is None else (lengths, lengths)
+    pair = _lengths(q, k, lengths, counts)
+    form = Form(scale, causal, window, soft_cap, bias, pair is not None, groups is not None)
     return _compute(form, (q, k, v), pair, sinks, _bias(form, q, table, first_head, num_heads), groups)
 
 
@@ -61,6 +62,7 @@ def backward(
     table: Optional[Tensor],  # noqa: UP045
     lengths: Optional[Tensor],  # noqa: UP045
     groups: Optional[Tensor],  # noqa: UP045
+    counts: Optional[Tensor],  # noqa: UP045
     scale: float,
     causal: bool,
     window: Optional[int],  # noqa: UP045
@@ -70,8 +72,8 @@ def backward(
     num_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v, sinks [H] and table [H, 2R + 1]; the last two are empty if there is no such tensor."""
-    form = Form(scale, causal, window, soft_cap, bias, lengths is not None, groups is not None)
-    pair = None if lengths is None else (lengths, lengths)
+    pair = _lengths(q, k, lengths, counts)
+    form = Form(scale, causal, window, soft_cap, bias, pair is not None, groups is not None)
     added = _bias(form, q, table, first_head, num_heads)
     dq, dk, dv, of_sinks, of_bias = _differentiate(form, (q, k, v), pair, gradient, output, sums, sinks, added, groups)
     return dq, dk, dv, of_sinks, of_bias if table is None else of_bias.to(table.dtype)
@@ -97,9 +99,9 @@ class _Attention(torch.autograd.Function):
     """`forward` with the gradients of `backward`; the log-sum-exp is saved, not differentiated."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, table, lengths, groups, *static):  # type: ignore[no-untyped-def]
-        output, sums = forward(q, k, v, sinks, table, lengths, groups, *static)
-        ctx.save_for_backward(q, k, v, output, sums, sinks, table, lengths, groups)
+    def forward(ctx, q, k, v, sinks, table, lengths, groups, counts, *static):  # type: ignore[no-untyped-def]
+        output, sums = forward(q, k, v, sinks, table, lengths, groups, counts, *static)
+        ctx.save_for_backward(q, k, v, output, sums, sinks, table, lengths, groups, counts)
         ctx.static = static
         return output
 
@@ -109,7 +111,7 @@ class _Attention(torch.autograd.Function):
         sinks, table = saved[5:7]
         *grads, of_sinks, of_table = backward(gradient, *saved, *ctx.static)
         optional = (None if sinks is None else of_sinks, None if table is None else of_table)
-        return *grads, *optional, None, None, *(None for _ in ctx.static)
+        return *grads, *optional, None, None, None, *(None for _ in ctx.static)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
@@ -118,7 +120,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: Att
     groups = inputs.position_groups if spec.causal else None  # without a causal mask, a query sees them anyway
     static = (spec.scale, spec.causal, spec.window, spec.soft_cap, spec.bias, inputs.first_head, inputs.num_heads or 0)
     output: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, inputs.sinks, table, inputs.document_lengths, groups, *static
+        q, k, v, inputs.sinks, table, inputs.document_lengths, groups, inputs.key_counts, *static
     )
     return output
 
@@ -144,6 +146,14 @@ class FlexParts(AttentionParts):
 
 
 attention = AttentionCore(_attention, parts=FlexParts())
+
+
+def _lengths(q: Tensor, k: Tensor, documents: Tensor | None, counts: Tensor | None) -> Lengths | None:
+    """The lengths of the segments of queries and of keys; of keys with padding, the padding is a segment of its own."""
+    if counts is None:
+        return None if documents is None else (documents, documents)
+    of_queries = torch.stack((torch.full_like(counts, q.shape[1]), torch.zeros_like(counts)), dim=1)
+    return of_queries, torch.stack((counts, k.shape[1] - counts), dim=1)
 
 
 def _form_of(part: Part) -> Form:

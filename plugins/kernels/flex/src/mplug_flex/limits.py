@@ -7,6 +7,7 @@ import torch
 from mplug import Site, triton_builds
 from mplug_nn.specification import (
     ALIBI,
+    CROSS,
     DOCUMENTS,
     FULL,
     KEY_LENGTH,
@@ -35,6 +36,7 @@ OFFERED = frozenset(
         VALUE_WIDTH,
         KEY_LENGTH,
         POSITION_GROUPS,
+        CROSS,
         f"{ALIBI} bias",
         f"{RELATIVE} bias",
     }

@@ -13,7 +13,7 @@ from mplug_cp.exchange import exchanged
 from mplug_cp.gathered import gathered_of
 from mplug_cp.ring import ring_of
 from mplug_nn import AttentionInputs, AttentionParts, AttentionSpec, parts_of
-from mplug_nn.specification import DOCUMENTS, FULL, KEY_LENGTH, KNOWN, LOG_SUM_EXP, STATIC_KEYS, VALUE_WIDTH
+from mplug_nn.specification import CROSS, DOCUMENTS, FULL, KEY_LENGTH, KNOWN, LOG_SUM_EXP, STATIC_KEYS, VALUE_WIDTH
 
 if TYPE_CHECKING:
     from mplug import Run
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Operator = Callable[..., tuple[Tensor, ...]]
 BY_PARTS = frozenset({DOCUMENTS, FULL, VALUE_WIDTH})
 """Needs that attention by parts serves: parts have no window, cap, sink or bias."""
-BY_HEADS = KNOWN - {KEY_LENGTH, STATIC_KEYS}
+BY_HEADS = KNOWN - {KEY_LENGTH, STATIC_KEYS, CROSS}
 """Needs that the exchange of heads serves: every rank computes whole heads, with as many keys as queries."""
 
 
@@ -53,7 +53,7 @@ def _around_joins(run: "Run") -> "list[Wrap]":
     def gathered(inner: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         return lambda rows: ops.gather(inner(rows), group, 1)
 
-    return [Wrap("Join.gather", gathered, layer=50)]
+    return [Wrap(slot, gathered, layer=50) for slot in ("Join.gather", "CrossAttention.gather")]
 
 
 def by_parts(
@@ -83,9 +83,9 @@ def by_parts(
 def _has_parts(site: Site, run: "Run") -> bool | str:
     """True if attention can be computed by parts, else a reason; no supplier draws dropout masks part by part.
 
-    False for the rows of a stream, which cp does not divide.
+    False for the rows of a stream, which cp does not divide, and for keys of another sequence, which every rank has.
     """
-    if site.sequence != "sequence":
+    if site.sequence != "sequence" or CROSS in site.needs:
         return False
     if unserved := site.needs - BY_PARTS:
         remedy = "set parallel.cp.method=ulysses" if unserved <= BY_HEADS else "use a layout without cp"
@@ -100,7 +100,7 @@ def _has_parts(site: Site, run: "Run") -> bool | str:
 
 
 def _has_heads(axis: str, site: Site, run: "Run") -> bool | str:
-    if site.sequence != "sequence":
+    if site.sequence != "sequence" or CROSS in site.needs:
         return False
     size = run.mesh.axes[axis].size
     heads = site.module.num_heads // prod(one.size for one in run.mesh.axes.values() if "heads" in one.splits)

@@ -1,0 +1,62 @@
+"""T5 keeps the contract of models, and its presets have the published sizes."""
+
+from typing import Any
+
+import pytest
+import torch
+from mplug_t5 import T5
+
+from mplug_testing import ModelSuite
+
+SPANS: dict[str, Any] = {
+    "data.name": "spans",
+    "data.of": {"name": "mock", "vocab_size": 200},
+    "data.sentinels": 8,
+    "data.end_token": 1,
+    "data.encoder_length": 23,
+    "data.noise_density": 0.3,
+    "data.mean_span": 2.0,
+}
+
+
+class TestT5(ModelSuite):
+    plugin = "t5"
+    settings = {
+        "model.num_layers": 2,
+        "model.num_decoder_layers": 2,
+        "model.hidden_size": 16,
+        "model.head_dim": 4,
+        "model.ffn_hidden_size": 48,
+        "model.bias_ranges": 8,
+        "model.bias_reach": 10,
+        "model.encoder_length": 23,
+        "model.vocab_size": 209,
+        **SPANS,
+    }
+    layouts = ()
+    positions = "ignored"
+    without_effect = {"encoder_length": "an estimate, which the FLOPs of cross-attention follow"}
+
+
+# Sizes.
+
+
+@pytest.mark.parametrize(
+    ("preset", "number"),
+    [
+        ("small", 60_506_624),
+        ("base", 222_903_552),
+        ("large", 737_668_096),
+        ("3b", 2_851_598_336),
+        ("11b", 11_307_321_344),
+        ("v1.1-small", 76_961_152),
+        ("v1.1-base", 247_577_856),
+        ("v1.1-large", 783_150_080),
+        ("v1.1-xl", 2_849_757_184),
+        ("v1.1-xxl", 11_135_332_352),
+    ],
+)
+def test_a_preset_has_the_published_number_of_parameters(preset: str, number: int) -> None:
+    with torch.device("meta"):
+        model = T5(T5.Config(**T5.presets[preset]["model"])).build_model()
+    assert sum(parameter.numel() for parameter in model.parameters().values()) == number

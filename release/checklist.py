@@ -71,7 +71,7 @@ def reported(name: str, step: Callable[[], str]) -> bool:
 
 def output(*words: str) -> str:
     """What a command prints."""
-    return subprocess.check_output(words, cwd=ROOT, text=True).strip()
+    return subprocess.check_output(words, cwd=ROOT, text=True).rstrip()
 
 
 def command(*words: str) -> str:

@@ -8,17 +8,12 @@ from pathlib import Path
 import click
 import pytest
 from library_models import TABLES
-from page_commands import Shown, commands_of, parsed, settle_as_train
+from page_commands import COMMANDS, PAGES, ROOT, Shown, parsed, settle_as_train
 
 from mplug.errors import UsageError
 from mplug.registry.entry_points import Registry
 from mplug.registry.recipes import find_recipe
 
-ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-PAGES += [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "commands.md"]  # written from the code
-PAGES += sorted(ROOT.glob("plugins/*/*/README.md")) + sorted(ROOT.glob("[a-z]*/README.md"))
-COMMANDS = {page: commands_of(page) for page in PAGES}
 FOLDERS = {"Qwen3-8B": "qwen3", "Qwen3-0.6B": "qwen3", "DIR": "llama", "my-model": "llama"}
 """Folders of published models that pages name, each with the architecture of a tiny one."""
 FILES = (

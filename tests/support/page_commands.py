@@ -130,3 +130,10 @@ def _config_options() -> dict[str | None, str | None]:
     def command() -> None: ...
 
     return {one.name: getattr(one, "help", None) for one in vars(config_options(command))["__click_params__"]}
+
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES += [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "commands.md"]  # written from the code
+PAGES += sorted(ROOT.glob("plugins/*/*/README.md")) + sorted(ROOT.glob("[a-z]*/README.md"))
+COMMANDS = {page: commands_of(page) for page in PAGES}

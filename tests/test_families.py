@@ -133,3 +133,55 @@ def test_two_depths_of_multi_token_prediction_have_the_gradients_of_the_papers_l
     with wide("deepseek_v3"):
         model = built("deepseek", {**OURS, **OUR_V3, "num_mtp_layers": 2})
         assert difference(drawn(Ahead(2)), model, with_depths, lambda own, given: own.losses(given)) < TOLERANCE
+
+
+NEXT: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 24,
+    "mlp_only_layers": [2],
+}
+
+
+def with_scans(theirs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The parameters of Qwen3-Next as ours: its projections are interleaved by heads."""
+    renamed = {name.replace("shared_expert.", "shared_experts."): x for name, x in theirs.items()}
+    found = decoder(renamed)
+    for layer in range(4):
+        own = {
+            name.removeprefix(f"model.layers.{layer}."): x for name, x in theirs.items() if f".layers.{layer}." in name
+        }
+        ours = {name: own[f"linear_attn.{name}"] for name in ("A_log", "dt_bias") if f"linear_attn.{name}" in own}
+        if ours:
+            parts = own["linear_attn.in_proj_qkvz.weight"].unflatten(0, (2, -1)).split((6, 6, 10, 10), dim=1)
+            gates = own["linear_attn.in_proj_ba.weight"].unflatten(0, (2, -1)).chunk(2, dim=1)
+            ours["inputs.weight"] = torch.cat([part.flatten(0, 1) for part in (*parts, *gates)])
+            ours |= {"conv.weight": own["linear_attn.conv1d.weight"][:, 0], "norm": own["linear_attn.norm.weight"]}
+            ours["out.weight"] = own["linear_attn.out_proj.weight"]
+        else:
+            q, gate = own["self_attn.q_proj.weight"].unflatten(0, (4, -1)).chunk(2, dim=1)
+            rest = [own[f"self_attn.{one}_proj.weight"] for one in "kv"]
+            ours["qkv.weight"] = torch.cat((q.flatten(0, 1), *rest, gate.flatten(0, 1)))
+        found |= {f"blocks.{layer}.attn.{name}": x for name, x in ours.items()}
+        if "mlp.shared_expert_gate.weight" in own:
+            found[f"blocks.{layer}.moe.shared_gate.weight"] = own["mlp.shared_expert_gate.weight"]
+    return found
+
+
+def test_qwen3_next_is_the_librarys_model_by_its_config_json() -> None:
+    from mplug_qwen.hybrid import QWEN3_NEXT
+
+    importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
+    with wide("qwen3_next"):
+        reference = drawn(library("qwen3_next", **NEXT))
+        fixed = QWEN3_NEXT.read(reference.config.to_dict()).fixed
+        ours = built("qwen", {**fixed, "aux_loss_coefficient": 0.0})
+        assert difference(reference, ours, with_scans) < TOLERANCE

@@ -81,6 +81,7 @@ class AttentionConfig:
     qk_norm_offset: bool = False
     out_bias: bool | None = None
     position_groups: bool = False
+    output_gate: bool = False
 
     def build(self, hidden_size: int) -> "Attention":
         """The attention."""

@@ -3,7 +3,8 @@
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from mplug import ExternalNames
-from mplug_nn import GeneralDecoderConfig, published_names
+from mplug_nn import GeneralDecoderConfig
+from mplug_qwen.names import names_of
 
 
 class QwenConfig(GeneralDecoderConfig):
@@ -16,5 +17,5 @@ class QwenConfig(GeneralDecoderConfig):
     aux_loss_coefficient: float = Field(0.001, ge=0, description="weight of the balancing loss")
 
     def external_names(self) -> ExternalNames:
-        """The names that most families share."""
-        return published_names(self)
+        """The published names."""
+        return names_of(self)

@@ -1,4 +1,4 @@
-"""The published tensors of Qwen3-Next, whose blocks have different mixers.
+"""The published tensors of Qwen3-Next and Qwen3.5, whose blocks have different mixers.
 
 G key heads, H value heads, r value heads of a key head, K key width, V value width.
 """
@@ -6,41 +6,81 @@ G key heads, H value heads, r value heads of a key head, K key width, V value wi
 from mplug import ExternalMap, ExternalNames, Factor, Fused
 from mplug_nn import GeneralDecoderConfig, ScanConfig, published_names
 
-LAYER = "model.layers.*"
+SERVED = {"attention", "gated_delta"}
+"""The mixers that published models have."""
+AHEAD = {"token_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden", "merge": "fc", "norm": "norm"}
+"""Our modules of a depth of multi-token prediction -> the published ones."""
 External = str | Fused | tuple[ExternalMap, ...] | None
 Names = dict[str, External]
 Rows = list[tuple[int, int, str, int, int]]
 """Ranges of rows: the first of ours, their number, the public tensor, its number of rows, and the first of them."""
 
 
-def names_of(config: GeneralDecoderConfig) -> ExternalNames:
-    """The names that most families share, unless blocks have scans or gates as those of Qwen3-Next."""
-    if set(config.mixer_types) == {"attention"} and not config.attention_output_gate:
+def names_of(config: GeneralDecoderConfig, *, apart: bool) -> ExternalNames | None:
+    """The names that most families share, unless blocks have scans or gates as those of Qwen3-Next.
+
+    With `apart`, the projections of gated delta nets are those of Qwen3.5. Some folders of Qwen3.5 hold a model that
+    sees, whose tower is not read.
+    """
+    mixers = set(config.mixer_types)
+    if mixers == {"attention"} and not config.attention_output_gate:
         return published_names(config)
-    shared = published_names(config, attention={}, experts=_experts(config))
-    blocks: Names = {}
+    if mixers - SERVED or config.num_mtp_layers > 1:
+        return None
+    tensors: Names = {
+        "embedding.token.weight": "model.embed_tokens.weight",
+        "head.norm.weight": "model.norm.weight",
+        "head.project.weight": "lm_head.weight",
+    }
     for number in range(config.num_layers):
-        at, scan = f"model.layers.{number}", config.scan_config(number)
-        own = _attention(config, f"{at}.self_attn") if scan is None else _delta_net(config, scan, f"{at}.linear_attn")
-        blocks |= {f"blocks.{number}.attn.{ours}": theirs for ours, theirs in own.items()}
-    return ExternalNames({**shared.tensors, **blocks}, shared.prefix, (*shared.ignored, "mtp"))
+        block = _block(config, number, f"model.layers.{number}", apart=apart)
+        tensors |= {f"blocks.{number}.{ours}": theirs for ours, theirs in block.items()}
+    if config.num_mtp_layers:
+        tensors |= {f"ahead.depths.0.{ours}.weight": f"mtp.{theirs}.weight" for ours, theirs in AHEAD.items()}
+        block = _block(config, config.num_layers, "mtp.layers.0", apart=apart)
+        tensors |= {f"ahead.depths.0.block.{ours}": theirs for ours, theirs in block.items()}
+    ignored = () if config.num_mtp_layers else ("mtp",)
+    seeing = {"model.": "model.language_model."} if apart else {}
+    return ExternalNames(tensors, "model.", (*ignored, *(("model.visual",) if apart else ())), alternatives=seeing)
 
 
-def _experts(config: GeneralDecoderConfig) -> Names:
-    """Experts, and one shared MLP with a gate."""
-    at = f"{LAYER}.mlp"
+def _block(config: GeneralDecoderConfig, number: int, at: str, *, apart: bool) -> Names:
+    """A block, by its number; blocks of multi-token prediction follow those of the model."""
     found: Names = {
-        "moe.router.weight": f"{at}.gate.weight",
-        "moe.experts.up": Fused(f"{at}.experts.{{}}.gate_proj.weight", f"{at}.experts.{{}}.up_proj.weight"),
-        "moe.experts.down": f"{at}.experts.{{}}.down_proj.weight",
+        "norm1.weight": f"{at}.input_layernorm.weight",
+        "norm2.weight": f"{at}.post_attention_layernorm.weight",
+    }
+    scan = config.scan_config(number)
+    if scan is None:
+        own = _attention(config, f"{at}.self_attn")
+    else:
+        rows = (_rows_apart if apart else _rows_by_head)(scan, f"{at}.linear_attn")
+        own = _delta_net(config, scan, rows, f"{at}.linear_attn")
+    found |= {f"attn.{ours}": theirs for ours, theirs in own.items()}
+    if config.has_experts(number):
+        return found | {f"moe.{ours}": theirs for ours, theirs in _experts(config, f"{at}.mlp").items()}
+    return found | {f"mlp.{ours}": theirs for ours, theirs in _mlp(f"{at}.mlp").items()}
+
+
+def _mlp(at: str) -> Names:
+    return {
+        "up.weight": Fused(f"{at}.gate_proj.weight", f"{at}.up_proj.weight"),
+        "down.weight": f"{at}.down_proj.weight",
+    }
+
+
+def _experts(config: GeneralDecoderConfig, at: str) -> Names:
+    """Experts, and one shared MLP with a gate."""
+    found: Names = {
+        "router.weight": f"{at}.gate.weight",
+        "experts.up": Fused(f"{at}.experts.{{}}.gate_proj.weight", f"{at}.experts.{{}}.up_proj.weight"),
+        "experts.down": f"{at}.experts.{{}}.down_proj.weight",
     }
     if config.num_shared_experts:
-        projections = (f"{at}.shared_expert.{one}_proj.weight" for one in ("gate", "up"))
-        found["moe.shared.up.weight"] = Fused(*projections)
-        found["moe.shared.down.weight"] = f"{at}.shared_expert.down_proj.weight"
+        found |= {f"shared.{ours}": theirs for ours, theirs in _mlp(f"{at}.shared_expert").items()}
     if config.shared_expert_gate:
-        found["moe.shared_gate.weight"] = f"{at}.shared_expert_gate.weight"
-    return found
+        found["shared_gate.weight"] = f"{at}.shared_expert_gate.weight"
+    return found | ({"router.last_load": None} if config.moe_balance == "global_batch" else {})
 
 
 def _maps(rows: Rows, ours: int, width: int | None) -> tuple[ExternalMap, ...]:
@@ -79,27 +119,46 @@ def _attention(config: GeneralDecoderConfig, at: str) -> Names:
     return found | ({f"{one}_norm": f"{at}.{one}_norm.weight" for one in "qk"} if config.qk_norm else {})
 
 
-def _delta_net(config: GeneralDecoderConfig, scan: ScanConfig, at: str) -> Names:
-    """A gated delta net: the rows of a key head, and of its value heads, follow each other."""
+def _rows_by_head(scan: ScanConfig, at: str) -> Rows:
+    """Qwen3-Next: the rows of a key head and of its value heads follow each other, in [q, k, v, z] and in [b, a]."""
     groups, heads, key, value = scan.num_key_heads, scan.num_value_heads, scan.key_width, scan.value_width
     shared = heads // groups
     keys, values, own = groups * key, heads * value, shared * value
-    qkvz, ba, stride = f"{at}.in_proj_qkvz.weight", f"{at}.in_proj_ba.weight", 2 * key + 2 * own
-    total, rows = 2 * (keys + values + heads), []
+    qkvz, ba, stride, behind = f"{at}.in_proj_qkvz.weight", f"{at}.in_proj_ba.weight", 2 * key + 2 * own, 2 * keys
+    behind += 2 * values
+    rows: Rows = []
     for group in range(groups):
-        at_group, behind = group * stride, 2 * keys + 2 * values
+        first = group * stride
         rows += [
-            (group * key, key, qkvz, groups * stride, at_group),
-            (keys + group * key, key, qkvz, groups * stride, at_group + key),
-            (2 * keys + group * own, own, qkvz, groups * stride, at_group + 2 * key),
-            (2 * keys + values + group * own, own, qkvz, groups * stride, at_group + 2 * key + own),
+            (group * key, key, qkvz, groups * stride, first),
+            (keys + group * key, key, qkvz, groups * stride, first + key),
+            (2 * keys + group * own, own, qkvz, groups * stride, first + 2 * key),
+            (2 * keys + values + group * own, own, qkvz, groups * stride, first + 2 * key + own),
             (behind + group * shared, shared, ba, 2 * heads, 2 * group * shared),
             (behind + heads + group * shared, shared, ba, 2 * heads, 2 * group * shared + shared),
         ]
+    return rows
+
+
+def _rows_apart(scan: ScanConfig, at: str) -> Rows:
+    """Qwen3.5: [q, k, v], z, b and a are projections of their own."""
+    heads, values = scan.num_value_heads, scan.num_value_heads * scan.value_width
+    rows: Rows = []
+    first = 0
+    mixed = 2 * scan.num_key_heads * scan.key_width + values
+    for name, count in (("qkv", mixed), ("z", values), ("b", heads), ("a", heads)):
+        rows.append((first, count, f"{at}.in_proj_{name}.weight", count, 0))
+        first += count
+    return rows
+
+
+def _delta_net(config: GeneralDecoderConfig, scan: ScanConfig, rows: Rows, at: str) -> Names:
+    """A gated delta net, by the rows of its projections."""
+    keys, values = scan.num_key_heads * scan.key_width, scan.num_value_heads * scan.value_width
     channel, tap, one = Factor("channel", 2 * keys + values), Factor("tap", scan.conv_width), Factor("one", 1)
     conv = ExternalMap(((channel,), (tap,)), f"{at}.conv1d.weight", ((channel,), (one,), (tap,)))
     return {
-        "inputs.weight": _maps(rows, total, config.hidden_size),
+        "inputs.weight": _maps(rows, 2 * (keys + values + scan.num_value_heads), config.hidden_size),
         "conv.weight": (conv,),
         "A_log": f"{at}.A_log",
         "dt_bias": f"{at}.dt_bias",

@@ -21,6 +21,8 @@ ARCHITECTURES = {
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
@@ -49,7 +51,7 @@ def case_of(kind: str, seed: int) -> Case:
     defaults = defaults_of(kind)
     if "layer_types" in defaults and draw.random() < 0.5:
         fields["layer_types"] = _layer_types(
-            draw, fields["num_hidden_layers"], "linear" if kind in MIXED else "sliding"
+            draw, fields["num_hidden_layers"], "linear" if kind in LINEAR else "sliding"
         )
         if "sliding_attention" in fields["layer_types"] and draw.random() < 0.95:
             fields["sliding_window"] = draw.choice((3, 6, 4096))
@@ -225,14 +227,48 @@ def _mixed_shape(draw: Random, kind: str) -> Fields:
     if kind == "qwen3_5_text":
         return fields
     experts = draw.choice((1, 2, 4, 6))
-    shared = {"shared_expert_intermediate_size": width * draw.choice((1, 1, 2)), "moe_intermediate_size": width}
+    shared = {"shared_expert_intermediate_size": draw.choice((8, 12, 20)), "moe_intermediate_size": width}
     return {**fields, **shared, "num_experts": experts, "num_experts_per_tok": draw.randint(1, min(experts, 4))}
 
 
+def _factors(draw: Random, kind: str) -> Fields:
+    """Factors of embeddings, branches, scores and logits, as Granite has them."""
+    names = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+    return {name: draw.choice((0.25, 0.5, 2, 3.0)) for name in names if draw.random() < 0.5}
+
+
+def _granite_shape(draw: Random, kind: str) -> Fields:
+    return {**_shape(draw, kind), **_factors(draw, kind)}
+
+
+def _mamba_shape(draw: Random, kind: str) -> Fields:
+    """Mamba-2 and attention, experts or none, and a shared MLP."""
+    fields, experts, groups = _granite_shape(draw, kind), draw.choice((0, 1, 2, 4, 6)), draw.choice((1, 1, 2))
+    heads = groups * draw.choice([n for n in (1, 2, 4) if fields["hidden_size"] % (n * groups) == 0] or [1])
+    fields |= {
+        "intermediate_size": draw.choice((8, 12)),
+        "mamba_n_heads": heads,
+        "mamba_n_groups": groups,
+        "mamba_d_state": draw.choice((3, 8)),
+        "num_local_experts": experts,
+        "num_experts_per_tok": draw.randint(1, max(1, min(experts, 4))),
+    }
+    fields["shared_intermediate_size"] = draw.choice((8, 12, 20))
+    if draw.random() < 0.6:
+        fields["mamba_expand"] = draw.choice((1, 2))
+    if draw.random() < 0.5:
+        fields["position_embedding_type"] = draw.choice(("rope", "rope", "nope", None))
+    return fields
+
+
 MIXED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+LINEAR = (*MIXED, "granitemoehybrid")
+"""Kinds whose entries of `layer_types` are of linear or of full attention."""
 SHAPES: dict[str, Callable[[Random, str], Fields]] = {
     "gpt2": _gpt2_shape,
     **dict.fromkeys(MIXED, _mixed_shape),
+    "granite": _granite_shape,
+    "granitemoehybrid": _mamba_shape,
     "mixtral": _sparse_shape,
     "qwen3_moe": _sparse_shape,
     "gpt_oss": _sparse_shape,

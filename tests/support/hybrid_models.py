@@ -70,7 +70,36 @@ def _delta_net(config: Any, own: Tensors) -> Tensors:
     return found | {"inputs.weight": torch.cat(inputs), "conv.weight": at["conv1d.weight"][:, 0]}
 
 
+def granite(config: Any, theirs: Tensors) -> Tensors:
+    """Granite 4: Mamba-2 or attention, experts, and a shared MLP without a gate (the only one without experts)."""
+    found = decoder(theirs)
+    for layer in range(config.num_hidden_layers):
+        own = layer_of(theirs, f"model.layers.{layer}.")
+        ours = {f"attn.{name}": x for name, x in mamba(layer_of(own, "mamba.")).items()}
+        has_experts = "block_sparse_moe.router.weight" in own
+        for theirs_of, ours_of in (("input_linear", "up"), ("output_linear", "down")):
+            at = "moe.shared" if has_experts else "mlp"
+            ours[f"{at}.{ours_of}.weight"] = own[f"shared_mlp.{theirs_of}.weight"]
+        if has_experts:
+            ours["moe.router.weight"] = own["block_sparse_moe.router.weight"]
+            ours["moe.experts.up"] = own["block_sparse_moe.experts.gate_up_proj"]
+            ours["moe.experts.down"] = own["block_sparse_moe.experts.down_proj"]
+        found |= {f"blocks.{layer}.{name}": x for name, x in ours.items()}
+    return found
+
+
+def mamba(own: Tensors) -> Tensors:
+    """A Mamba-2, whose projection has the order of ours; empty if there is none."""
+    if not own:
+        return {}
+    names = {"in_proj.weight": "inputs.weight", "norm.weight": "norm", "out_proj.weight": "out.weight"}
+    names |= {name: name for name in ("A_log", "dt_bias", "D")}
+    found = {ours: own[name] for name, ours in names.items()}
+    return found | {"conv.weight": own["conv1d.weight"][:, 0], "conv.bias": own["conv1d.bias"]}
+
+
 HYBRIDS: dict[str, Callable[[Any, Tensors], Tensors]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), qwen),
+    "granitemoehybrid": granite,
 }
 """By `model_type`, the map of the parameters of a model with this config."""

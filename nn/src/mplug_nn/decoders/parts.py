@@ -213,6 +213,7 @@ class BlockConfig:
     """A block: `mplug_nn.SparseBlock` if its feed-forward part is a mixture of experts, else `mplug_nn.DenseBlock`.
 
     The norms are equal. `dropout` is that of each part's output. With `post_norms`, the output of each part has a norm.
+    `residual_scale` multiplies the output of each part before it is added.
     """
 
     norm: NormConfig
@@ -220,6 +221,7 @@ class BlockConfig:
     feed_forward: PartConfig
     dropout: float = 0.0
     post_norms: bool = False
+    residual_scale: float = 1.0
 
     def build(self, hidden_size: int) -> "nn.Module":
         """The block."""
@@ -230,8 +232,8 @@ class BlockConfig:
         attn, feed_forward = self.attention.build(hidden_size), self.feed_forward.build(hidden_size)
         post = (self.norm.build(hidden_size), self.norm.build(hidden_size)) if self.post_norms else None
         if isinstance(feed_forward, MixtureOfExperts):
-            return SparseBlock(norm1, attn, norm2, feed_forward, self.dropout, post)
-        return DenseBlock(norm1, attn, norm2, feed_forward, self.dropout, post)
+            return SparseBlock(norm1, attn, norm2, feed_forward, self.dropout, post, self.residual_scale)
+        return DenseBlock(norm1, attn, norm2, feed_forward, self.dropout, post, self.residual_scale)
 
 
 @dataclass(frozen=True)

@@ -86,13 +86,8 @@ def _all_sparse(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _shared(values: Mapping[str, Any]) -> dict[str, Any]:
     """The shared expert, whose output has a gate."""
-    shared, width = values["shared_expert_intermediate_size"], values["moe_intermediate_size"]
-    if shared % width:
-        raise ValueError(
-            f"its field 'shared_expert_intermediate_size' is {shared}, which is no multiple of moe_intermediate_size, "
-            f"{width}"
-        )
-    return {"num_shared_experts": shared // width, "shared_expert_gate": True}
+    width = values["shared_expert_intermediate_size"]
+    return {"num_shared_experts": 1, "moe_shared_ffn_hidden_size": width, "shared_expert_gate": True}
 
 
 def _mixers(values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -170,8 +165,6 @@ def _written_apart(config: "QwenConfig") -> dict[str, Any]:
 
 
 def _written_sparse(config: "QwenConfig") -> dict[str, Any]:
-    if not all(config.has_experts(number) for number in range(config.num_layers)):
-        raise ValueError(f"every block has experts, and model.feed_forward_types={config.feed_forward_types!r}")
     return {**_written_mixers(config, "apart"), **_written_experts(config)}
 
 

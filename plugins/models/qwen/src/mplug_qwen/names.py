@@ -4,7 +4,7 @@ G key heads, H value heads, r value heads of a key head, K key width, V value wi
 """
 
 from mplug import ExternalMap, ExternalNames, Factor, Fused
-from mplug_nn import GeneralDecoderConfig, ScanConfig, published_names
+from mplug_nn import GeneralDecoderConfig, ScanConfig, convolution_map, published_names
 
 SERVED = {"attention", "gated_delta"}
 """The mixers that published models have."""
@@ -155,11 +155,9 @@ def _rows_apart(scan: ScanConfig, at: str) -> Rows:
 def _delta_net(config: GeneralDecoderConfig, scan: ScanConfig, rows: Rows, at: str) -> Names:
     """A gated delta net, by the rows of its projections."""
     keys, values = scan.num_key_heads * scan.key_width, scan.num_value_heads * scan.value_width
-    channel, tap, one = Factor("channel", 2 * keys + values), Factor("tap", scan.conv_width), Factor("one", 1)
-    conv = ExternalMap(((channel,), (tap,)), f"{at}.conv1d.weight", ((channel,), (one,), (tap,)))
     return {
         "inputs.weight": _maps(rows, 2 * (keys + values + scan.num_value_heads), config.hidden_size),
-        "conv.weight": (conv,),
+        "conv.weight": convolution_map(f"{at}.conv1d.weight", 2 * keys + values, scan.conv_width),
         "A_log": f"{at}.A_log",
         "dt_bias": f"{at}.dt_bias",
         "norm": f"{at}.norm.weight",

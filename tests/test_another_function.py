@@ -115,7 +115,7 @@ FAULTS = {
         'return ("qkv", ActivationProduct(flops), "out")',
         "return super().plan_work()",
         FLOPS,
-        ("FLOPs per token, and the products with weights need", "and its attention cores 9,216"),
+        ("FLOPs per token, and the products with weights need", "and its cores 9,216"),
         suite=ModelsSuite,
     ),
     "the plan states the FLOPs of both": Planted(

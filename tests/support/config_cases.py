@@ -18,6 +18,11 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
@@ -45,7 +50,9 @@ def case_of(kind: str, seed: int) -> Case:
         fields |= _rotary(draw, kind, fields)
     defaults = defaults_of(kind)
     if "layer_types" in defaults and draw.random() < 0.5:
-        fields["layer_types"] = _layer_types(draw, fields["num_hidden_layers"])
+        fields["layer_types"] = _layer_types(
+            draw, fields["num_hidden_layers"], "linear" if kind in LINEAR else "sliding"
+        )
         if "sliding_attention" in fields["layer_types"] and draw.random() < 0.95:
             fields["sliding_window"] = draw.choice((3, 6, 4096))
             fields |= {"use_sliding_window": True} if "use_sliding_window" in defaults else {}
@@ -204,8 +211,64 @@ def _latent_shape(draw: Random, kind: str) -> Fields:
     return fields
 
 
+def _mixed_shape(draw: Random, kind: str) -> Fields:
+    """Gated delta nets and attention, with experts unless they are Qwen3.5's dense models."""
+    groups, width = draw.choice((1, 2, 3)), draw.choice((8, 12))
+    fields = {
+        **_shape(draw, kind),
+        "head_dim": draw.choice((8, 16)),
+        "linear_num_key_heads": groups,
+        "linear_num_value_heads": groups * draw.choice((1, 2)),
+        "linear_key_head_dim": draw.choice((3, 6)),
+        "linear_value_head_dim": draw.choice((4, 5)),
+    }
+    if draw.random() < 0.7:
+        fields["full_attention_interval"] = draw.choice((1, 2, 3))
+    if kind == "qwen3_5_text":
+        return fields
+    experts = draw.choice((1, 2, 4, 6))
+    shared = {"shared_expert_intermediate_size": draw.choice((8, 12, 20)), "moe_intermediate_size": width}
+    return {**fields, **shared, "num_experts": experts, "num_experts_per_tok": draw.randint(1, min(experts, 4))}
+
+
+def _factors(draw: Random, kind: str) -> Fields:
+    """Factors of embeddings, branches, scores and logits, as Granite has them."""
+    names = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+    return {name: draw.choice((0.25, 0.5, 2, 3.0)) for name in names if draw.random() < 0.5}
+
+
+def _granite_shape(draw: Random, kind: str) -> Fields:
+    return {**_shape(draw, kind), **_factors(draw, kind)}
+
+
+def _mamba_shape(draw: Random, kind: str) -> Fields:
+    """Mamba-2 and attention, experts or none, and a shared MLP."""
+    fields, experts, groups = _granite_shape(draw, kind), draw.choice((0, 1, 2, 4, 6)), draw.choice((1, 1, 2))
+    heads = groups * draw.choice([n for n in (1, 2, 4) if fields["hidden_size"] % (n * groups) == 0] or [1])
+    fields |= {
+        "intermediate_size": draw.choice((8, 12)),
+        "mamba_n_heads": heads,
+        "mamba_n_groups": groups,
+        "mamba_d_state": draw.choice((3, 8)),
+        "num_local_experts": experts,
+        "num_experts_per_tok": draw.randint(1, max(1, min(experts, 4))),
+    }
+    fields["shared_intermediate_size"] = draw.choice((8, 12, 20))
+    if draw.random() < 0.6:
+        fields["mamba_expand"] = draw.choice((1, 2))
+    if draw.random() < 0.5:
+        fields["position_embedding_type"] = draw.choice(("rope", "rope", "nope", None))
+    return fields
+
+
+MIXED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+LINEAR = (*MIXED, "granitemoehybrid")
+"""Kinds whose entries of `layer_types` are of linear or of full attention."""
 SHAPES: dict[str, Callable[[Random, str], Fields]] = {
     "gpt2": _gpt2_shape,
+    **dict.fromkeys(MIXED, _mixed_shape),
+    "granite": _granite_shape,
+    "granitemoehybrid": _mamba_shape,
     "mixtral": _sparse_shape,
     "qwen3_moe": _sparse_shape,
     "gpt_oss": _sparse_shape,
@@ -214,11 +277,11 @@ SHAPES: dict[str, Callable[[Random, str], Fields]] = {
 }
 
 
-def _layer_types(draw: Random, layers: int) -> list[str]:
+def _layer_types(draw: Random, layers: int, other: str) -> list[str]:
     if draw.random() < 0.05:
         return [draw.choice(("chunked_attention", "attention", "full_attention", "linear_attention"))] * layers
     length = layers if draw.random() < 0.97 else layers + 1
-    return [draw.choice(("full_attention", "sliding_attention")) for _ in range(length)]
+    return [draw.choice(("full_attention", f"{other}_attention")) for _ in range(length)]
 
 
 # Rotary positions.

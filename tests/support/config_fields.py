@@ -6,13 +6,14 @@ from functools import cache
 from typing import Any
 
 import torch
-from library_models import TABLES, built, decoder, difference, drawn, gpt2, wide
+from hybrid_models import mapped_of
+from library_models import TABLES, built, difference, drawn, wide
 
 from mplug import PublicSettings
 from mplug.registry.entry_points import Registry
 from mplug_nn import FormField, PublicForm, forms_of
 
-FAMILIES = ("gpt", "llama", "qwen", "mixtral", "gemma", "gpt-oss", "deepseek")
+FAMILIES = ("gpt", "llama", "qwen", "granite", "mixtral", "gemma", "gpt-oss", "deepseek")
 TINY: dict[str, dict[str, Any]] = TABLES["fields"]["kinds"]
 """By `model_type`, the fields of a tiny model; all others are absent."""
 SILENT: dict[str, dict[str, Any]] = {
@@ -98,4 +99,4 @@ def distance(given: dict[str, Any], ours: Any = None) -> float:
             for name, buffer in reference.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     buffer.copy_(torch.linspace(-1, 1, len(buffer)).roll(3))
-        return difference(reference, built(family, settings), gpt2 if kind == "gpt2" else decoder)
+        return difference(reference, built(family, settings), mapped_of(library.config))

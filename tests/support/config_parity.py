@@ -21,7 +21,8 @@ from unittest import mock
 import torch
 from config_cases import Case
 from config_values import Fields
-from library_models import decoder, gpt2, summed_loss, wide
+from hybrid_models import HYBRIDS, mapped_of
+from library_models import summed_loss, wide
 from mplug_huggingface_format.opened import open_folder
 from published import resolved
 from torch import Tensor
@@ -39,7 +40,12 @@ from mplug_testing.harness import installed_plugins
 
 TOLERANCE = 1e-10
 """Maximum difference of fp64 values, absolute, or relative to the largest value of a tensor above 1."""
-EXPERTS = {"qwen3_moe", "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3"}
+EXPERTS = {
+    *("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3"),
+    *("qwen3_next", "qwen3_5_moe_text", "granitemoehybrid"),
+}
+APART = {"gpt_oss", *HYBRIDS}
+"""Kinds whose code in transformers does not tell documents apart by their positions."""
 Tensors = dict[str, Tensor]
 
 
@@ -158,9 +164,9 @@ class Reference:
 
     def _logits(self) -> Tensor:
         tokens, positions = self.batch["tokens"], self.batch["positions"]
-        if self.kind != "gpt_oss" or "document_lengths" not in self.batch:
+        if self.kind not in APART or "document_lengths" not in self.batch:
             return self._of(tokens, positions)
-        rows = []  # transformers' gpt-oss does not tell documents apart by their positions
+        rows = []
         for row, lengths in enumerate(self.batch["document_lengths"].tolist()):
             parts = zip(tokens[row].split(lengths), positions[row].split(lengths), strict=True)
             rows.append(torch.cat([self._of(one[None], places[None]) for one, places in parts], dim=1))
@@ -188,7 +194,7 @@ class Reference:
         return self._ours({n: torch.zeros_like(one) if one.grad is None else one.grad for n, one in own.items()})
 
     def _ours(self, tensors: Tensors) -> Tensors:
-        return gpt2(tensors) if self.kind == "gpt2" else decoder(tensors)
+        return mapped_of(self.library.config)(tensors)
 
 
 @contextmanager

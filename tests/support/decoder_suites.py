@@ -43,7 +43,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "mlp_bias": {"feed_forward_types": ["mlp"]},
     "expert_bias": {**EXPERTS, "expert_bias_rate": 0.0},
     "capacity_dropping": {**EXPERTS, "capacity_factor": 0.5},
-    "shared_expert_gate": {**EXPERTS, "num_shared_experts": 1},
+    **{name: {**EXPERTS, "num_shared_experts": 1} for name in ("shared_expert_gate", "moe_shared_ffn_hidden_size")},
     "mtp_loss_coefficient": {"num_mtp_layers": 1},
 }
 EXAMPLES: dict[str, list[Any]] = {

@@ -96,6 +96,8 @@ if TYPE_CHECKING:
     from mplug_nn.decoders.public_fields import written_heads as written_heads
     from mplug_nn.decoders.public_fields import written_rotary as written_rotary
     from mplug_nn.decoders.published import published_names as published_names
+    from mplug_nn.decoders.published_mixers import convolution_map as convolution_map
+    from mplug_nn.decoders.published_mixers import mamba_names as mamba_names
     from mplug_nn.decoders.sparse import SparseDecoderConfig as SparseDecoderConfig
     from mplug_nn.delayed_scaling import DelayedScaling as DelayedScaling
     from mplug_nn.dropout import Dropout as Dropout
@@ -252,6 +254,7 @@ publish(
             "written_rotary",
         ),
         "mplug_nn.decoders.published": ("published_names",),
+        "mplug_nn.decoders.published_mixers": ("convolution_map", "mamba_names"),
         "mplug_nn.decoders.sparse": ("SparseDecoderConfig",),
         "mplug_nn.delayed_scaling": ("DelayedScaling",),
         "mplug_nn.dropout": ("Dropout", "Jitter"),

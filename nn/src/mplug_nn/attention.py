@@ -332,7 +332,8 @@ def refuse_documents(document_lengths: Tensor | None) -> None:
 class Attention(DotProductAttention):
     """Self-attention with its projections: `qkv` (queries, keys and values, fused) before the core, `out` after it.
 
-    `out_bias` None: `out` has a bias if `qkv` has one.
+    `out_bias` None: `out` has a bias if `qkv` has one. With `output_gate`, `qkv` also projects to a gate [B, S, H, K],
+    behind the values; the core's output is multiplied by its sigmoid (arXiv 2505.06708, Qwen3-Next).
     """
 
     SLOTS: ClassVar[tuple[Slot, ...]] = (*DotProductAttention.SLOTS, PREPARE_QKV)
@@ -356,19 +357,21 @@ class Attention(DotProductAttention):
         scale: float | None = None,
         qk_norm_offset: bool = False,
         out_bias: bool | None = None,
+        output_gate: bool = False,
         **weighting: Unpack[Weighting],
     ) -> None:
         norm: dict[str, Any] = {"qk_norm": qk_norm, "eps": eps, "qk_norm_offset": qk_norm_offset}
         heads = num_heads, num_kv_heads, head_dim
         super().__init__(*heads, theta=theta, scale=scale, bias=attention_bias, **norm, **weighting)
-        self.qkv = Linear(dim, (num_heads + 2 * num_kv_heads) * head_dim, bias)
+        self.output_gate = output_gate
+        self.qkv = Linear(dim, ((2 if output_gate else 1) * num_heads + 2 * num_kv_heads) * head_dim, bias)
         self.out = Linear(num_heads * head_dim, dim, bias if out_bias is None else out_bias)
 
     def plan_entries(self, inits: Inits) -> Entries:
         """The meaning of the parameters."""
         heads = Segment("heads", self.num_heads, self.head_dim)
         keys_or_values = Segment("kv_heads", self.num_kv_heads, self.head_dim, uneven="copy")
-        qkv = (heads, keys_or_values, keys_or_values)
+        qkv = (heads, keys_or_values, keys_or_values, *((heads,) if self.output_gate else ()))
         entries = {
             **super().plan_entries(inits),
             "qkv.weight": Parameter((qkv, "embed"), inits.weight),
@@ -405,6 +408,9 @@ class Attention(DotProductAttention):
         """
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [B, S, H + 2G, K]
         num_heads = self.out.weight.shape[1] // self.head_dim  # this rank's heads, from its shard of the weights
+        gate = None
+        if self.output_gate:
+            heads, gate = heads.split((heads.shape[2] - num_heads, num_heads), dim=2)
         num_kv_heads = (heads.shape[2] - num_heads) // 2
         packed = self._packed_heads
         if packed is not None and packed.serves(spec := self._spec(document_lengths, position_groups)):
@@ -415,6 +421,8 @@ class Attention(DotProductAttention):
                 heads, num_heads, num_kv_heads, positions, *self.scales_of_norm, self.eps, self.theta, self.prepare_qk
             )
             mixed = self._mixed(q, k, v, keys, document_lengths, position_groups, bias_table)
+        if gate is not None:
+            mixed = mixed * gate.sigmoid()
         y: Tensor = self.out(mixed.flatten(-2))
         return y
 
@@ -423,5 +431,7 @@ class Attention(DotProductAttention):
         """What attends from packed heads; None if something may stand between the projection and the core."""
         packed = packed_heads_of(self.core) if type(self) is Attention else None  # subclasses may call it otherwise
         if packed is None or self.theta is not None or self.cache is not None or self.scales_of_norm[0] is not None:
+            return None
+        if self.output_gate:  # its rows are a part of the packed projection
             return None
         return packed if passes_through(self.prepare_qkv) and passes_through(self.prepare_qk) else None

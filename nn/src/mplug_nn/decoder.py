@@ -62,6 +62,7 @@ class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)).
 
     With `post_norms`, each part's output goes through a norm of its own before it is added (sandwich norms, Gemma 2).
+    `residual_scale` multiplies it then (Granite).
     `attn(x [B, S, D], positions, keys, document_lengths)` returns [B, S, D]: an `Attention`, or a module of your own.
     Without `norm1`, attention reads x itself: the first block behind an embedding that ends in a norm (ModernBERT).
     `Block` is the common part of `DenseBlock` and `SparseBlock`.
@@ -76,8 +77,10 @@ class Block(nn.Module):
         norm2: Norm,
         dropout: float = 0.0,
         post_norms: PostNorms | None = None,
+        residual_scale: float = 1.0,
     ) -> None:
         super().__init__()
+        self.residual_scale = residual_scale
         self.norm1, self.attn = norm1, attn
         self.dropout1 = Dropout(dropout)
         self.norm2 = norm2
@@ -120,12 +123,16 @@ class Block(nn.Module):
         h = self.attn(h, positions if coordinates is None else coordinates, keys, document_lengths, **groups)
         if self.post_norm1 is not None:
             h, _ = self.post_norm1(h)
+        h = self._scaled(h)
         h, x = normed(self.norm2, self.norm2_reader(), self.dropout1(h, keys, positions), x)
         h = self.feed_forward(h, positions, keys)
         if self.post_norm2 is not None:
             h, _ = self.post_norm2(h)
-        y: Tensor = self.dropout2(h, keys, positions)
+        y: Tensor = self.dropout2(self._scaled(h), keys, positions)
         return x + y
+
+    def _scaled(self, h: Tensor) -> Tensor:
+        return h if self.residual_scale == 1.0 else h * self.residual_scale
 
 
 class DenseBlock(Block):
@@ -141,8 +148,9 @@ class DenseBlock(Block):
         mlp: nn.Module,
         dropout: float = 0.0,
         post_norms: PostNorms | None = None,
+        residual_scale: float = 1.0,
     ) -> None:
-        super().__init__(norm1, attn, norm2, dropout, post_norms)
+        super().__init__(norm1, attn, norm2, dropout, post_norms, residual_scale)
         self.mlp = mlp
 
     def norm2_reader(self) -> nn.Module:
@@ -168,8 +176,9 @@ class SparseBlock(Block):
         moe: MixtureOfExperts,
         dropout: float = 0.0,
         post_norms: PostNorms | None = None,
+        residual_scale: float = 1.0,
     ) -> None:
-        super().__init__(norm1, attn, norm2, dropout, post_norms)
+        super().__init__(norm1, attn, norm2, dropout, post_norms, residual_scale)
         self.moe = moe
 
     def feed_forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> Tensor:

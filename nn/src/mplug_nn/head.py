@@ -15,14 +15,17 @@ from mplug_nn.norm import Norm
 class Head(nn.Module):
     """The last norm, the projection to the vocabulary, the loss.
 
-    With `soft_cap` c, logits become c tanh(logits / c) (Gemma 2, arXiv 2408.00118).
+    With `soft_cap` c, logits become c tanh(logits / c) (Gemma 2, arXiv 2408.00118). Before that, they are multiplied by
+    `scale` (Granite): the projection receives multiplied vectors, so suppliers of the loss need not know it.
     """
 
     mixes: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, norm: Norm, hidden_size: int, vocab_size: int, soft_cap: float | None = None) -> None:
+    def __init__(
+        self, norm: Norm, hidden_size: int, vocab_size: int, soft_cap: float | None = None, scale: float = 1.0
+    ) -> None:
         super().__init__()
-        self.norm, self.soft_cap = norm, soft_cap
+        self.norm, self.soft_cap, self.scale = norm, soft_cap, scale
         self.project = Linear(hidden_size, vocab_size, bias=False)
         self.project.adaptable = False  # suppliers of the loss multiply by the weight
         self.loss = Loss(soft_cap)
@@ -39,14 +42,17 @@ class Head(nn.Module):
     def loss_of(self, h: Tensor, labels: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The normalised h [B, S, D], labels and weights [B, S] -> (sum of the losses in nats, number of targets)."""
         project = self.project if self.soft_cap is None else self._capped
-        loss: tuple[Tensor, Tensor] = self.loss(h, project, labels, weights)
+        loss: tuple[Tensor, Tensor] = self.loss(self._scaled(h), project, labels, weights)
         return loss
 
     def logits(self, x: Tensor) -> Tensor:
         """x [B, S, D] -> [B, S, V]."""
-        h, _ = self.norm(x)
+        h = self._scaled(self.norm(x)[0])
         logits: Tensor = self.project(h) if self.soft_cap is None else self._capped(h)
         return logits
+
+    def _scaled(self, h: Tensor) -> Tensor:
+        return h if self.scale == 1.0 else h * self.scale
 
     def _capped(self, h: Tensor) -> Tensor:
         """h [..., D] -> capped logits [..., V]."""

@@ -72,6 +72,7 @@ class TokensAhead(nn.Module):
         self.coefficient = coefficient
         self.token = Embedding(vocab_size, dim)
         self.head = Head(Norm(dim, head.norm.kind, head.norm.eps, head.norm.bias is not None), dim, vocab_size)
+        self.head.scale = head.scale
         self.head.soft_cap = self.head.loss.soft_cap = head.soft_cap
         self.depths = nn.ModuleList(depths)
         self.register_buffer("losses", torch.zeros(len(depths), dtype=torch.float64), persistent=False)

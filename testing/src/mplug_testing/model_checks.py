@@ -27,6 +27,7 @@ from mplug.training.batch_parts import with_shifted
 from mplug_nn.loss import IGNORED
 from mplug_testing.blueprint import other_functions
 from mplug_testing.harness import EXACT, TinySettings, tiny_run, with_ragged_labels
+from mplug_testing.mixer_flops import note_mixers
 from mplug_testing.suite import Fault, require
 
 SAMPLES = 4
@@ -369,6 +370,7 @@ class Trial:
 
         The check replaces the slot of attention by a core that multiplies nothing. It counts H K multiply-adds with
         keys and as many with values for each of the S² / 2 pairs that a causal mask leaves: 6 FLOPs each with backward.
+        The cores of scans and short convolutions are replaced likewise (`note_mixers`).
         For a core other than softmax attention, `core_flops` states the FLOPs. If a model does not use the slot, the
         check estimates attention from the growth of the count with the length, and the plan must not state less. In
         both cases, the modules must not state more (`plan_work`) than the plan.
@@ -379,16 +381,18 @@ class Trial:
             if site.slot == "Attention.core":
                 is_counted = not site.name.startswith(tuple(streams))
                 site.module.core = _noting(calls if is_counted else [], other_functions(site))
+        of_mixers = note_mixers(list(sites(self.model.module)))
         batch = self.batches[0]
         counted = self._products(batch)
-        if not calls:
+        if not calls and not of_mixers:
             self._require_no_fewer_flops(counted)
             self._require_work_of_plan()
             return
         stated, weights = self.model.plan.flops, 3 * counted // batch["tokens"].numel()
         cores = [_flops_of(call, other, core_flops) for other, call in calls]
-        per_token, squared = sum(core.per_token for core in cores), sum(core.per_squared_length for core in cores)
-        more = f", and its attention cores {per_token:,}" if per_token else ""
+        per_token = sum(core.per_token for core in cores) + sum(of_mixers)
+        squared = sum(core.per_squared_length for core in cores)
+        more = f", and its cores {per_token:,}" if per_token else ""
         require(
             stated.per_token == weights + per_token,
             f"the plan states {stated.per_token:,} FLOPs per token, and the products with weights need "

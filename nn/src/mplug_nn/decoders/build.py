@@ -19,7 +19,7 @@ def build_decoder(config: DecoderConfig) -> Model:
     decoder = Decoder(
         embedding.build(vocab, size),
         (block.build(size) for block in config.blocks),
-        Head(config.norm_config().build(size), size, vocab, config.output_soft_cap),
+        Head(config.norm_config().build(size), size, vocab, config.output_soft_cap, config.output_scale),
         tied=embedding.tied,
         depths=[_depth(config, number) for number in range(config.depths_ahead)],
         ahead_coefficient=config.ahead_coefficient,

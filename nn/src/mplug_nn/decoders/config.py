@@ -70,6 +70,11 @@ class DecoderConfig(BaseModel, ABC):
         return None
 
     @property
+    def output_scale(self) -> float:
+        """What the logits are multiplied by; 1 unless a family overrides this."""
+        return 1.0
+
+    @property
     def depths_ahead(self) -> int:
         """Depths of multi-token prediction; 0 unless a family overrides this."""
         return 0
@@ -93,8 +98,8 @@ class DecoderConfig(BaseModel, ABC):
         return type(self) is type(other) and self._computed() == other._computed()
 
     def _computed(self) -> tuple[object, ...]:
-        sizes = self.hidden_size, self.vocab_size, self.init_std, self.output_soft_cap, self.depths_ahead
-        return *sizes, self.embedding_config(), self.norm_config(), self.blocks
+        sizes = self.hidden_size, self.vocab_size, self.init_std, self.depths_ahead
+        return *sizes, self.output_soft_cap, self.output_scale, self.embedding_config(), self.norm_config(), self.blocks
 
     def attention_config(self) -> AttentionConfig:
         """Attention by the fields of this class; use `dataclasses.replace` for more (a window, a bias)."""

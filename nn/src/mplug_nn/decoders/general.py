@@ -47,6 +47,7 @@ class GeneralDecoderConfig(HybridDecoderConfig):
     attention_soft_cap: PositiveFloat | None = Field(None, description="c: attention scores become c tanh(score / c)")
     logit_soft_cap: PositiveFloat | None = Field(None, description="c: the model's logits become c tanh(logit / c)")
     attention_sinks: bool = Field(False, description="a trained score without a value for each head")
+    attention_output_gate: bool = Field(False, description="a sigmoid of the token weighs attention's output")
     window: PositiveInt | None = Field(None, description="positions that blocks of the type 'window' see")
     attention_types: tuple[Literal["full", "window"], ...] = Field(
         ("full",), min_length=1, description="attention of each block: whole sequences, or windows"
@@ -148,6 +149,7 @@ class GeneralDecoderConfig(HybridDecoderConfig):
             window=self.window if windowed else None,
             soft_cap=self.attention_soft_cap,
             sinks=self.attention_sinks,
+            output_gate=self.attention_output_gate,
             scale=scale,
             qk_norm_offset=self.norm.startswith("offset_"),
         )

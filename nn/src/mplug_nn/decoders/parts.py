@@ -81,6 +81,7 @@ class AttentionConfig:
     qk_norm_offset: bool = False
     out_bias: bool | None = None
     position_groups: bool = False
+    output_gate: bool = False
 
     def build(self, hidden_size: int) -> "Attention":
         """The attention."""
@@ -213,6 +214,7 @@ class BlockConfig:
 
     The norms are equal. `dropout` is that of each part's output. With `post_norms`, the output of each part has a norm.
     Without `first_norm`, attention reads the residual stream itself.
+    `residual_scale` multiplies the output of each part before it is added.
     """
 
     norm: NormConfig
@@ -221,6 +223,7 @@ class BlockConfig:
     dropout: float = 0.0
     post_norms: bool = False
     first_norm: bool = True
+    residual_scale: float = 1.0
 
     def build(self, hidden_size: int) -> "nn.Module":
         """The block."""
@@ -232,8 +235,8 @@ class BlockConfig:
         attn, feed_forward = self.attention.build(hidden_size), self.feed_forward.build(hidden_size)
         post = (self.norm.build(hidden_size), self.norm.build(hidden_size)) if self.post_norms else None
         if isinstance(feed_forward, MixtureOfExperts):
-            return SparseBlock(norm1, attn, norm2, feed_forward, self.dropout, post)
-        return DenseBlock(norm1, attn, norm2, feed_forward, self.dropout, post)
+            return SparseBlock(norm1, attn, norm2, feed_forward, self.dropout, post, self.residual_scale)
+        return DenseBlock(norm1, attn, norm2, feed_forward, self.dropout, post, self.residual_scale)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,9 @@ class SparseDecoderConfig(DecoderConfig):
     num_experts: PositiveInt = Field(8, description="experts of a block")
     num_experts_per_token: PositiveInt = Field(2, description="experts that each token chooses")
     num_shared_experts: NonNegativeInt = Field(0, description="experts that every token uses beside those")
+    moe_shared_ffn_hidden_size: PositiveInt | None = Field(
+        None, description="width of all shared experts together; null: num_shared_experts times that of an expert"
+    )
     shared_expert_gate: bool = Field(False, description="a sigmoid of the token weighs the shared experts")
     moe_router_score: ScoreName = Field("softmax", description="logits to scores, over experts")
     moe_router_num_groups: PositiveInt = Field(1, description="groups that the experts are divided into")
@@ -70,6 +73,8 @@ class SparseDecoderConfig(DecoderConfig):
             raise ValueError(f"expert_bias_rate={self.expert_bias_rate} changes a bias, and expert_bias is false")
         if self.shared_expert_gate and not self.num_shared_experts:
             raise ValueError("shared_expert_gate weighs shared experts, and num_shared_experts is 0")
+        if self.moe_shared_ffn_hidden_size and not self.num_shared_experts:
+            raise ValueError("moe_shared_ffn_hidden_size is the width of shared experts, and num_shared_experts is 0")
         return self
 
     @property
@@ -80,7 +85,9 @@ class SparseDecoderConfig(DecoderConfig):
     @property
     def shared_width(self) -> int:
         """Width of all shared experts together, which are one MLP."""
-        return self.num_shared_experts * self.expert_width
+        if not self.num_shared_experts:
+            return 0
+        return self.moe_shared_ffn_hidden_size or self.num_shared_experts * self.expert_width
 
     def block_config(self, number: int) -> PartConfig:
         """A block: the first `num_dense_layers` have an MLP, the others experts."""

@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mplug_nn import SHARED_FIELDS
+from mplug_nn.decoders.public_fields import PARTIAL
 from mplug_nn.public_form import PublicForm, UnusedField
 from mplug_nn.public_form import form_of as choose
 from mplug_nn.public_values import same_value
@@ -70,6 +71,8 @@ MSCALES = {"mscale": 0.7, "mscale_all_dim": 0.9}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4}
 BASES = {"rope_theta": 1e3, "rope_local_base_freq": 50.0}
 LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e3}
+MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "mrope_interleaved": True}
+MIXED = ["full_attention", "linear_attention", "linear_attention"]
 TYPES = ["full_attention", "sliding_attention", "full_attention"]
 GROUPED = {"topk_method": "group_limited_greedy", "n_group": 4}
 LENGTH = "original_max_position_embeddings"
@@ -88,6 +91,10 @@ COMPUTED: list[Case] = [
     ("llama", {"rope_parameters": {**YARN, **ZEROS}}),
     ("qwen2", {**WINDOWS, "max_window_layers": 1}),
     ("qwen3_moe", WINDOWS),
+    ("qwen3_next", {"mlp_only_layers": [2], "attention_bias": True}),
+    ("granitemoehybrid", {}),
+    ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": "rope", "rope_theta": 1e3}),
+    ("qwen3_5_moe_text", {"rope_parameters": {**MROPE, "rope_theta": 1e3, "partial_rotary_factor": 0.5}}),
     ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_theta": 50.0}}}),
     ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 150.0}}),
     ("deepseek_v3", {"norm_topk_prob": None}),
@@ -121,6 +128,17 @@ READ: list[Case] = [
     ("qwen3_moe", {"num_experts": 0}),
     ("qwen3_moe", {"num_experts": ABSENT, "num_local_experts": 6}),
     ("qwen3_moe", {"hidden_act": "gelu_new", "mlp_only_layers": [0]}),
+    ("granite", {"attention_bias": True, "mlp_bias": True, "rope_theta": 1e3, "attention_multiplier": 1}),
+    ("granite", {"num_key_value_heads": None, "head_dim": 16, "hidden_act": "gelu"}),
+    ("granitemoehybrid", {"layer_types": ["mamba", "attention", "mamba"], "mamba_d_head": 16}),
+    ("granitemoehybrid", {"layer_types": ABSENT, "layers_block_type": ["attention"] * 3, "attention_bias": True}),
+    ("granitemoehybrid", {"layer_types": None, "mamba_expand": 1, "mamba_d_conv": 3, "num_experts_per_tok": 1}),
+    ("qwen3_next", {}),
+    ("qwen3_next", {"num_experts": 0, "layer_types": MIXED}),
+    ("qwen3_next", {"decoder_sparse_step": 2, "norm_topk_prob": False, "partial_rotary_factor": 1.0}),
+    ("qwen3_next", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}, "partial_rotary_factor": 0.75}),
+    ("qwen3_5_text", {"layer_types": MIXED, "tie_word_embeddings": True, "linear_conv_kernel_dim": 3}),
+    ("qwen3_5_text", {"rope_theta": 1e3, "rope_scaling": {**MROPE, "type": "default"}, "attn_output_gate": True}),
     ("mixtral", {"num_key_value_heads": ABSENT, "num_attention_heads": 16}),
     ("mixtral", {"rope_theta": 100.0}),
     ("mixtral", {"head_dim": None}),
@@ -203,6 +221,23 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {**WINDOWS, "max_window_layers": 2}, "is not 0, and releases of the library differ"),
     ("qwen2", {"head_dim": None}, "'head_dim' is null, but must be an integer"),
     ("qwen2", {"use_mrope": True}, "'use_mrope' is true, but the family supports false only"),
+    ("qwen3_next", {"layer_types": TYPES}, "'layer_types' is not a list of 3 of linear_attention, full_attention"),
+    ("qwen3_next", {"hidden_act": "gelu"}, "it is also the activation of the short convolutions"),
+    ("qwen3_next", {"partial_rotary_factor": 0.2}, "is 0.2, which turns 3 of 16 coordinates of a head"),
+    ("qwen3_5_text", {"attn_output_gate": False}, "'attn_output_gate' is false, but the family supports true only"),
+    ("qwen3_5_text", {"mtp_use_dedicated_embeddings": True}, "the blocks share the embedding of the model"),
+    ("qwen3_5_moe_text", {"mamba_ssm_dtype": "bfloat16"}, "scans compute in fp32"),
+    # Granite
+    ("granitemoehybrid", {"mamba_d_head": 8}, "'mamba_n_heads' is 4, but 'mamba_expand' needs heads of 8 that fill 64"),
+    (
+        "granitemoehybrid",
+        {"layer_types": TYPES},
+        "'layer_types' is not a list of 3 of linear_attention, full_attention",
+    ),
+    ("granitemoehybrid", {"hidden_act": "gelu"}, "it is also the activation of the short convolutions"),
+    ("granitemoehybrid", {"mamba_conv_bias": False}, "'mamba_conv_bias' is false, but the family supports true only"),
+    ("granitemoehybrid", {"time_step_limit": [0.1, 1.0]}, "'time_step_limit' is [0.1, 1.0], but"),
+    ("granitemoehybrid", {"position_embedding_type": "alibi"}, "'position_embedding_type' is 'alibi'"),
     # Gemma
     (
         "gemma3_text",
@@ -231,7 +266,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FORMS if kind != "gpt2"])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in FORMS if FORMS[kind][1].fields.get("partial_rotary_factor") == PARTIAL]
+)
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_share_of_rotated_coordinates_is_refused_because_the_library_ignores_it(kind: str, inside: bool) -> None:
     options = {"rope_type": "default", "partial_rotary_factor": 0.5}

@@ -31,6 +31,16 @@ GEMMA: dict[str, Any] = {
     "use_cache": True,
 }
 QWEN: dict[str, Any] = {**COMMON, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "use_sliding_window": False}
+MIXED: dict[str, Any] = {
+    "attention_bias": False,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 128),
+    "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "rms_norm_eps": 1e-06,
+}
 QWEN3 = {**QWEN, "attention_bias": False, "head_dim": 128, "rope_scaling": None, "sliding_window": None}
 DEEPSEEK: dict[str, Any] = {
     **COMMON,
@@ -157,6 +167,43 @@ CONFIGS: dict[tuple[str, str], dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "output_router_logits": False,
         "router_aux_loss_coef": 0.001,
+    },
+    ("qwen", "next-80b-a3b"): {
+        **COMMON,
+        **of_class("Qwen3NextForCausalLM", "qwen3_next"),
+        **sizes(width=2048, inner=5120, layers=48, heads=16, kv_heads=2, vocabulary=151936, longest=262144),
+        **MIXED,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "output_router_logits": False,
+        "partial_rotary_factor": 0.25,
+        "rope_scaling": None,
+        "rope_theta": 10000000,
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 512,
+        "use_sliding_window": False,
+    },
+    ("qwen", "3.5-27b"): {
+        **COMMON,
+        **of_class("Qwen3_5ForCausalLM", "qwen3_5_text"),
+        **sizes(width=5120, inner=17408, layers=64, heads=24, kv_heads=4, vocabulary=248320, longest=262144),
+        **MIXED,
+        "linear_num_value_heads": 48,
+        "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
     },
     ("gemma", "2-2b"): {
         **GEMMA,

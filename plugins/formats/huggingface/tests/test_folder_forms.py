@@ -332,6 +332,27 @@ def test_the_layer_for_multi_token_prediction_is_read_if_the_model_has_one(folde
         changed(path, lambda found, copy=copy: found[copy].div_(2))
 
 
+def prediction_block_beside(found: dict[str, Tensor]) -> None:
+    """A copy of the block with attention times 2, as Qwen3-Next names it."""
+    at = "model.layers.3."
+    found |= {name.replace(at, "mtp.layers.0."): one * 2 for name, one in found.items() if name.startswith(at)}
+    for name, shape in (("pre_fc_norm_embedding", (32,)), ("pre_fc_norm_hidden", (32,)), ("norm", (32,))):
+        found[f"mtp.{name}.weight"] = torch.randn(shape)
+    found["mtp.fc.weight"] = torch.randn(32, 64)
+
+
+def test_the_block_for_multi_token_prediction_of_qwen3_next_is_read_if_the_model_has_one(folder: Folder) -> None:
+    path = changed(folder("qwen3-next"), prediction_block_beside)
+    assert not [name for name in loaded(path)[1].parameters() if name.startswith("ahead.")]
+    own, stored = loaded(path, model__num_mtp_layers=1)[1].parameters(), tensors(path)
+    for ours, theirs in (("merge", "fc"), ("token_norm", "pre_fc_norm_embedding"), ("norm", "norm")):
+        assert torch.equal(own[f"ahead.depths.0.{ours}.weight"], stored[f"mtp.{theirs}.weight"][1])
+    for name in ("attn.qkv.weight", "moe.experts.up", "moe.shared_gate.weight", "norm2.weight"):
+        assert torch.equal(own[f"ahead.depths.0.block.{name}"], 2 * own[f"blocks.3.{name}"])
+    with pytest.raises(UsageError, match="has no published form"):
+        loaded(path, model__num_mtp_layers=2)
+
+
 # What of a folder is not read.
 
 

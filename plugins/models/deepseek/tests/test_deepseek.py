@@ -20,7 +20,7 @@ class TestDeepseek(DecoderSuite):
     }
     layouts = ("tp2pp2", "cp2")
     own_examples = {
-        **{name: [True] for name in ("qk_norm", "qkv_bias", "attention_out_bias")},
+        **{name: [True] for name in ("qk_norm", "qkv_bias", "attention_out_bias", "attention_output_gate")},
         "num_kv_heads": [2],
         "head_dim": [8],
         "window_rope_theta": [100.0],

@@ -16,6 +16,7 @@ class TestQwenOfExperts(FurtherDecoderSuite):
     }
     layouts = ("ep2",)
     own_beside = {"num_dense_layers": {"feed_forward_types": None}}
+    without_effect = {"published_scans": "only the names of published tensors depend on it"}
     sizes = {
         "2.5-0.5b": 0.494,
         "2.5-1.5b": 1.544,
@@ -32,4 +33,50 @@ class TestQwenOfExperts(FurtherDecoderSuite):
         "3-32b": 32.762,
         "3-30b-a3b": 30.532,
         "3-235b-a22b": 235.094,
+        "next-80b-a3b": 79.674,
+        "3.5-0.8b": 0.752,
+        "3.5-4b": 4.206,
+        "3.5-9b": 8.954,
+        "3.5-27b": 26.896,
+        "3.5-35b-a3b": 34.661,
+        "3.5-397b-a17b": 396.346,
     }
+
+
+MIXED = {
+    **DECODER,
+    "model.num_layers": 2,
+    "model.head_dim": 16,
+    "model.rope_fraction": 0.25,
+    "model.norm": "offset_rmsnorm",
+    "model.attention_output_gate": True,
+    "model.mixer_types": ["gated_delta", "attention"],
+    "model.linear_num_key_heads": 2,
+    "model.linear_key_head_dim": 6,
+    "model.linear_value_head_dim": 8,
+}
+
+
+class TestQwenNext(FurtherDecoderSuite):
+    """Qwen3-Next: gated delta nets and gated attention, each with experts."""
+
+    plugin = "qwen"
+    settings = {
+        **MIXED,
+        "model.num_experts": 4,
+        "model.moe_ffn_hidden_size": 24,
+        "model.num_shared_experts": 1,
+        "model.shared_expert_gate": True,
+    }
+    layouts = ("tp2",)
+    own_beside = {"num_dense_layers": {"feed_forward_types": None}}
+    checks_fields = False
+
+
+class TestQwenThreeFive(FurtherDecoderSuite):
+    """A dense model of Qwen3.5, with its block of multi-token prediction."""
+
+    plugin = "qwen"
+    settings = {**MIXED, "model.published_scans": "apart", "model.num_mtp_layers": 1}
+    layouts = ("cp2",)
+    checks_fields = False

@@ -9,7 +9,10 @@ from mplug import ExternalNames
 from mplug_deepseek.names import names
 from mplug_nn import GeneralDecoderConfig, LatentAttentionConfig, ScoreName
 
-UNUSED = ("num_kv_heads", "head_dim", "qk_norm", "qkv_bias", "attention_out_bias", "window_rope_theta")
+UNUSED = (
+    *("num_kv_heads", "head_dim", "qk_norm", "qkv_bias", "attention_out_bias", "window_rope_theta"),
+    "attention_output_gate",
+)
 """Fields of other attentions; latent attention has neither of them."""
 
 

@@ -24,6 +24,7 @@ from mplug_nn import (
     written_heads,
     written_rotary,
 )
+from mplug_qwen.hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 
 if TYPE_CHECKING:
     from mplug_qwen.config import QwenConfig
@@ -173,4 +174,4 @@ QWEN3_MOE = PublicForm(
     altering=EXPERTS_ALTERING,
     longest="max_position_embeddings",
 )
-FORMS = (QWEN3, QWEN3_MOE, QWEN2)
+FORMS = (QWEN3, QWEN3_MOE, QWEN2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)

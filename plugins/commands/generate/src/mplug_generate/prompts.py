@@ -204,8 +204,7 @@ def _is_video(part: Mapping[str, Any]) -> bool:
     """Whether a part has the files of frames, and their number in a second."""
     files, rate = part.get("video"), part.get("fps")
     has_files = isinstance(files, list) and bool(files) and all(isinstance(name, str) and name for name in files)
-    is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
-    return has_files and is_number and 0 < rate < float("inf")
+    return has_files and isinstance(rate, int | float) and not isinstance(rate, bool) and 0 < rate < float("inf")
 
 
 def _of_parts(parts: Sequence[Part], where: str, fields: Mapping[str, Any]) -> Prompt:

@@ -72,6 +72,8 @@ def test_ratios_are_of_each_round_with_its_own_round_of_the_other() -> None:
         ("void cudnn::fusion::compute_dot_do_o<true, 128>", "attention"),
         ("kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at_0", "attention"),
         ("triton_tem_fused_flex_attention_0", "attention"),
+        ("chunk_gated_delta_rule_fwd_kernel_h_blockdim64", "scan"),
+        ("causal_conv1d_bwd_kernel", "scan"),
         ("ncclDevKernel_AllGather_RING_LL", "collectives"),
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
         ("void at::native::multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<float>>", "copies and fills"),

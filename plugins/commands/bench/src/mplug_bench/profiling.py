@@ -17,6 +17,8 @@ GAPS, OTHER, COLLECTIVES = "gaps", "other", "collectives"
 CLASSES = {
     COLLECTIVES: r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|\b(send|recv)\b|"
     r"send_rows|rows_back|memcpy ptop",
+    "scan": r"causal_conv1d|^(chunk_(fwd|bwd|gated|gla|kda|local|global)|fused_recurrent|recompute_w_u|prepare_wy|"
+    r"solve_tril|merge_16x16|compute_dh0|gdn_gate|kda_gate)",
     "loss": r"cross_?entropy|log_?softmax|softmax_online|nll_?loss|logsumexp",
     "attention": r"flash|fmha|attention|sdpa|softmax|compute_dot_do_o|convert_dq",
     "optimizer": r"adam|(multi_tensor|foreach)(?!.*copy)|\blamb\b|\bsgd|muon",
@@ -34,7 +36,7 @@ Attention comes before GEMM, because the names of FlashAttention's kernels conta
 GPUs ("PtoP") is a collective's. A GPU that waits for such a copy of another GPU runs no kernel: the wait is a gap.
 """
 PRECEDENCE = (
-    *("GEMM", "attention", "optimizer", "loss", "norm and activation", OTHER),
+    *("GEMM", "attention", "scan", "optimizer", "loss", "norm and activation", OTHER),
     *("sort and gather", "copies and fills", COLLECTIVES),
 )
 """If kernels overlap, the first class in this order gets the time: hidden time of a collective counts for the other."""

@@ -131,7 +131,7 @@ def decoders(shape: Shape, length: int, chosen: argparse.Namespace) -> list[Row]
     ]
     if not chosen.tiny:
         fixed += ["trainer.precision=bf16", f"kernels.attention={chosen.attention}"]
-        fixed += [f"kernels.{kind}=triton" for kind in ("qk", "norm", "activation")]
+        fixed += [f"kernels.{kind}=triton" for kind in ("qk", "norm")]
         hybrid += [f"kernels.scan={chosen.scan}", f"kernels.convolution={chosen.scan}"]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "bench.json")

@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 pytest.importorskip("transformers")
 
-from encoder_models import CONFIGS, B, S, built, library_config, micro_batch, ours_of, relative  # noqa: E402
-from library_models import drawn, wide  # noqa: E402
+from encoder_models import CONFIGS, B, S, built, library_config, micro_batch, ours_of, relative
+from library_models import drawn, wide
 
-from mplug import IGNORED  # noqa: E402
-from mplug_testing.parity import require_parity  # noqa: E402
+from mplug import IGNORED
+from mplug_testing.parity import require_parity
 
 NAMES = {"0": "no", "1": "perhaps", "2": "yes"}
 CLASSES: dict[str, Any] = {"id2label": NAMES, "label2id": {name: int(number) for number, name in NAMES.items()}}
@@ -30,10 +30,8 @@ def labelled(head: str) -> dict[str, Tensor]:
     """A micro batch with labels at first positions, or at some positions."""
     batch = micro_batch()
     classes = torch.arange(B * S).view(B, S) % 3
-    if head == "SequenceClassification":
-        kept = torch.arange(S).expand(B, S) == 0
-    else:
-        kept = batch["labels"] != IGNORED
+    is_first = torch.arange(S).expand(B, S) == 0
+    kept = is_first if head == "SequenceClassification" else batch["labels"] != IGNORED
     return {**batch, "labels": classes.masked_fill(~kept, IGNORED)}
 
 

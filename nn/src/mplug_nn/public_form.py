@@ -389,7 +389,10 @@ def _naming(name: str) -> Iterator[None]:
 
 
 def form_of(forms: tuple[PublicForm, ...], given: Mapping[str, Any]) -> PublicForm:
-    """The form of a config.json, by its `model_type`, else by its `architectures`. Raises ValueError."""
+    """The form of a config.json, by its `model_type` and its `architectures`. Raises ValueError.
+
+    Several forms may have one `model_type`: models with different heads. The first counts if none is named.
+    """
     kind, architectures = given.get("model_type"), given.get("architectures")
     named = architectures if isinstance(architectures, list) else []
     by_name = [form for form in forms if form.architecture in named]
@@ -397,10 +400,11 @@ def form_of(forms: tuple[PublicForm, ...], given: Mapping[str, Any]) -> PublicFo
         if len(by_name) != 1:
             raise ValueError(f"it lacks the field 'model_type' ({listed(form.model_type for form in forms)})")
         return by_name[0]
-    for form in forms:
-        if same_value(kind, form.model_type):
-            if by_name and form not in by_name:
-                raise ValueError(f"its field 'model_type' is {shown(kind)}, but 'architectures' is {shown(named)}")
+    of_kind = [form for form in forms if same_value(kind, form.model_type)]
+    if by_name and of_kind and not any(form in by_name for form in of_kind):
+        raise ValueError(f"its field 'model_type' is {shown(kind)}, but 'architectures' is {shown(named)}")
+    for form in of_kind:
+        if not by_name or form in by_name:
             return form
-    words = " or ".join(json.dumps(form.model_type) for form in forms)
+    words = " or ".join(json.dumps(kind) for kind in dict.fromkeys(form.model_type for form in forms))
     raise ValueError(f"its field 'model_type' is {shown(kind)}, but the family supports {words} only")

@@ -221,3 +221,26 @@ def test_processes_that_the_command_starts_have_the_loss_of_one(
     assert found["total"]["loss"] == pytest.approx(trained[-1]["val_loss"], rel=1e-10)
     alone, divided = (result_of(cli, tmp_path, "a.txt", *more)["total"] for more in ((), ("--parallel", "fsdp2")))
     assert alone["loss"] == pytest.approx(divided["loss"], rel=1e-10)
+
+
+def test_accuracy_is_the_share_of_labels_with_the_highest_logit(folder: Path) -> None:
+    """Beside the share of the most common label."""
+    from transformers import AutoModelForCausalLM
+
+    mock = ("--data", "mock", "--set", "data.vocab_size=3", "--samples", 6, "--seq-length", LENGTH, "--batch-size", 2)
+    job = job_of("--pretrained", folder, *mock, *FP64, "--accuracy")
+    (found,) = found_by(job).rows
+    run = as_rank(prepared(job))
+    batches = [*run.hooks.call.build_loader(run=run, split="validation").take(6)]
+    labels = torch.cat([batch["labels"] for batch in batches])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    with torch.no_grad(), wide("llama"):
+        logits = model(torch.cat([batch["tokens"] for batch in batches])).logits
+    assert found.accuracy == pytest.approx(float((logits.argmax(-1) == labels).double().mean()), rel=1e-6)
+    assert found.most_common == pytest.approx(int(labels.flatten().bincount().max()) / labels.numel(), rel=1e-6)
+
+
+def test_accuracy_needs_the_whole_model_on_each_rank(folder: Path) -> None:
+    job = job_of("--pretrained", folder, "--data", "mock", *FP64, "--accuracy", "--parallel", "tp2")
+    with pytest.raises(UsageError, match="--accuracy needs the whole model on each rank"):
+        found_by(job)

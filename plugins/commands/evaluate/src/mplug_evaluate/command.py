@@ -101,6 +101,11 @@ class TextFile(click.Path):
     metavar="N",
     help="Sequences of a forward pass on a rank; default: the run's. It does not change the result.",
 )
+@click.option(
+    "--accuracy",
+    is_flag=True,
+    help="Also the share of the loader's targets whose label has the highest logit, and that of the commonest label.",
+)
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="File for the JSON.")
 @click.option("--device", default="auto", type=click.Choice(["auto", "cpu", "cuda"]), help="Device to compute on.")
 @click.option("--attention", type=PluginName("kernels"), help="Kernel plugin for attention; default: the run's.")
@@ -122,6 +127,7 @@ def command(**options: Any) -> None:
     \b
     mplug evaluate book.txt --name first
     mplug evaluate --name first --samples all --parallel dp2
+    mplug evaluate --name classes --samples all --accuracy
     mplug evaluate --pretrained Qwen3-8B --precision bf16 --parallel tp2 wiki.txt --output result.json
     mplug evaluate --pretrained DIR --data packed --set data.path=chats.jsonl --samples all
     mplug evaluate --pretrained DIR --adapt lora --set adapters.lora.path=TRAINED book.txt
@@ -157,6 +163,7 @@ class Asked:
     seq_length: int | None
     stride: int | None
     batch_size: int | None
+    accuracy: bool
     output: Path | None
     device: str
     attention: str | None
@@ -173,6 +180,7 @@ class Asked:
         if self.adapt and self.pretrained is None:
             raise UsageError("--adapt applies to --pretrained; a run has its own adapters")
         of_loader = {"--data": self.data, "--split": self.split, "--samples": self.samples}
+        of_loader["--accuracy"] = self.accuracy or None
         given = [option for option, value in of_loader.items() if value is not None]
         if self.files and given:
             raise UsageError(
@@ -219,7 +227,9 @@ def _of_run(asked: Asked, world: "World | None") -> tuple["Job", Any]:
     weights, lines = SavedModel.of_run(run, directory, asked.step)
     for line in lines:
         click.echo(f"mplug: {line}", err=True)
-    return Job(base, overrides, weights, documents, asked.stride, asked.split or "validation", asked.samples), run
+    return Job(
+        base, overrides, weights, documents, asked.stride, asked.split or "validation", asked.samples, asked.accuracy
+    ), run
 
 
 def _published(asked: Asked, world: "World | None") -> tuple["Job", Any]:
@@ -238,4 +248,6 @@ def _published(asked: Asked, world: "World | None") -> tuple["Job", Any]:
     if asked.files:
         start = Start.of_folder(folder_tokenizer(Registry(), asked.pretrained))
         documents = [read_documents(path, start) for path in asked.files]
-    return Job(base, overrides, weights, documents, asked.stride, asked.split or "validation", asked.samples), run
+    return Job(
+        base, overrides, weights, documents, asked.stride, asked.split or "validation", asked.samples, asked.accuracy
+    ), run

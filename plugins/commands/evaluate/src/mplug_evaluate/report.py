@@ -13,6 +13,7 @@ from mplug.commands import table
 if TYPE_CHECKING:
     from mplug_evaluate.work import Found, Measured
 
+OF_ACCURACY = ("accuracy", "most common")
 COLUMNS = ("data", "documents", "tokens", "loss", "perplexity", "bytes", "bits/byte")
 
 
@@ -25,7 +26,9 @@ def refuse_unwritable(output: Path) -> None:
 def report(found: "Found", output: Path | None) -> None:
     """Print the table, and write the file. RunError afterwards if a loss is not finite."""
     rows = [*found.rows, *([found.total] if len(found.rows) > 1 else [])]
-    click.echo(table(COLUMNS, [_cells(one) for one in rows]))
+    with_accuracy = found.rows[0].accuracy is not None
+    columns = (*COLUMNS, *(OF_ACCURACY if with_accuracy else ()))
+    click.echo(table(columns, [[*_cells(one), *(_shares(one) if with_accuracy else ())] for one in rows]))
     if output is not None:
         text = json.dumps(_plain(found), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         try:
@@ -41,6 +44,10 @@ def _cells(one: "Measured") -> list[str]:
     sizes = ["-" if size is None else f"{size:,}" for size in (one.num_documents, one.num_tokens, one.num_bytes)]
     bits = "-" if one.bits_per_byte is None else f"{one.bits_per_byte:.4f}"
     return [one.name, sizes[0], sizes[1], f"{one.loss:.4f}", f"{one.perplexity:.4f}", sizes[2], bits]
+
+
+def _shares(one: "Measured") -> list[str]:
+    return ["-" if share is None else f"{share:.1%}" for share in (one.accuracy, one.most_common)]
 
 
 def _plain(found: "Found") -> dict[str, Any]:
@@ -64,6 +71,7 @@ def _fields(one: "Measured") -> dict[str, Any]:
         "perplexity": _finite(one.perplexity),
         "bytes": one.num_bytes,
         "bits_per_byte": _finite(one.bits_per_byte),
+        **({} if one.accuracy is None else {"accuracy": one.accuracy, "most_common": one.most_common}),
     }
 
 

@@ -33,17 +33,24 @@ class Job:
     stride: int | None
     split: str
     samples: int | str | None
+    accuracy: bool = False
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The mean loss of some targets, in nats per token. `num_bytes` is None if the bytes of the text are unknown."""
+    """The mean loss of some targets, in nats per token. `num_bytes` is None if the bytes of the text are unknown.
+
+    `accuracy` is the share of the targets whose label has the highest logit, and `most_common` that of the label that
+    occurs most often: the accuracy of a model that always answers it. None: they were not asked for.
+    """
 
     name: str
     num_documents: int | None
     num_tokens: int
     loss: float
     num_bytes: int | None = None
+    accuracy: float | None = None
+    most_common: float | None = None
 
     @property
     def perplexity(self) -> float:
@@ -156,6 +163,7 @@ def _of_files(
 
 def _of_data(run: "Run", model: "Model", stepper: "Stepper", job: Job) -> Measured:
     from mplug.commands import feed
+    from mplug_evaluate.hits import Hits
 
     source = feed(run, model, job.split)
     (label,) = run.hooks.implementers("build_loader")
@@ -165,12 +173,14 @@ def _of_data(run: "Run", model: "Model", stepper: "Stepper", job: Job) -> Measur
         if epoch is None:
             raise UsageError(f"{label} does not state how many samples it has; use --samples with a number")
         samples = epoch
-    counted = _Counted(run, source.take_evenly(samples))
+    hits = Hits(run, model, stepper, source.take_evenly(samples)) if job.accuracy else None
+    counted = _Counted(run, source.take_evenly(samples) if hits is None else iter(hits))
     loss = float(stepper.evaluate(counted))
     targets = counted.total()
     if not targets:
         raise UsageError(f"{samples} samples of {label} have no target; use more samples")
-    return Measured(f"{label}, {job.split}: {samples} samples", None, targets, loss)
+    shares = (None, None) if hits is None else hits.shares()
+    return Measured(f"{label}, {job.split}: {samples} samples", None, targets, loss, None, *shares)
 
 
 class _Counted:

@@ -138,14 +138,17 @@ class MaskedHead(nn.Module):
 
 
 class Encoder(nn.Module):
-    """The units of an encoder: embedding, blocks, head. With `tied`, the head's projection is the table of tokens."""
+    """The units of an encoder: embedding, blocks, head.
+
+    With `tied`, the projection of a head of masked tokens is the table of tokens.
+    """
 
     def __init__(
-        self, embedding: EncoderEmbedding, blocks: Iterable[nn.Module], head: MaskedHead, *, tied: bool
+        self, embedding: EncoderEmbedding, blocks: Iterable[nn.Module], head: nn.Module, *, tied: bool
     ) -> None:
         super().__init__()
         self.embedding = embedding
         self.blocks = nn.ModuleDict({str(number): block for number, block in enumerate(blocks)})
         self.head = head
-        if tied:
-            self.head.project.weight = self.embedding.token.weight
+        if tied and isinstance(head, MaskedHead):
+            head.project.weight = self.embedding.token.weight

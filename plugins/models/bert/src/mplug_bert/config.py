@@ -1,9 +1,10 @@
 """The configs of BERT and ModernBERT: their fields, and their parts as data. No torch."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -14,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 
+from mplug import distinct
 from mplug_nn import ActivationName, AttentionConfig, BlockConfig, MLPConfig, NormConfig
 
 if TYPE_CHECKING:
@@ -35,6 +37,32 @@ class EncoderConfig(BaseModel):
     init_std: NonNegativeFloat = Field(0.02, description="standard deviation of initial weights")
     tie_embeddings: bool = Field(True, description="use the embedding table as the output projection")
     attention_dropout: float = Field(0.0, ge=0, lt=1, description="dropout of attention weights")
+    head: Literal["masked", "sequences", "tokens", "embedding"] = Field(
+        "masked",
+        description="what the model learns: masked tokens, the classes of texts or of tokens, or vectors of texts by "
+        "a contrastive loss over all pairs of a step",
+    )
+    labels: Annotated[tuple[str, ...], AfterValidator(distinct)] = Field(
+        (), description="names of the classes, in the order of their numbers, for the heads 'sequences' and 'tokens'"
+    )
+    classifier_dropout: float | None = Field(
+        None, ge=0, lt=1, description="dropout in the heads for classes; null: that of `dropout`"
+    )
+    pooling: Literal["first", "mean"] = Field(
+        "first",
+        description="the vector of a text, for the heads 'sequences' and 'embedding': that of its first position, or "
+        "the mean over its positions",
+    )
+    temperature: PositiveFloat = Field(0.05, description="what cosines are divided by, for the head 'embedding'")
+
+    @model_validator(mode="after")
+    def _labels_fit(self) -> Self:
+        has_classes = self.head in ("sequences", "tokens")
+        if has_classes and len(self.labels) < 2:
+            raise ValueError(f"head={self.head} needs labels: the names of at least two classes")
+        if self.labels and not has_classes:
+            raise ValueError(f"head={self.head} has no classes, and labels has names; set head, or leave labels out")
+        return self
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
@@ -43,6 +71,12 @@ class EncoderConfig(BaseModel):
                 f"num_attention_heads={self.num_attention_heads} does not divide hidden_size={self.hidden_size}"
             )
         return self
+
+    @property
+    def dropout_of_classes(self) -> float:
+        """Dropout in the heads for classes."""
+        other: float = getattr(self, "dropout", 0.0)
+        return other if self.classifier_dropout is None else self.classifier_dropout
 
     @property
     def head_width(self) -> int:
@@ -89,6 +123,11 @@ class BertConfig(EncoderConfig):
         2, description="rows of the table of token types; without the entry 'token_types' every token is of type 0"
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout of the embedding and of each part's output")
+
+    @property
+    def is_roberta(self) -> bool:
+        """Whether the model is a RoBERTa: only its positions have an offset."""
+        return self.position_offset > 0
 
     @property
     def longest(self) -> int:

@@ -1,6 +1,7 @@
 """The config.json of BERT, RoBERTa and ModernBERT."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mplug_nn import (
@@ -63,11 +64,61 @@ def _bert(vocab: int) -> dict[str, PublicField]:
     }
 
 
+OTHER_HEADS: dict[str, Any] = {"head": "masked", "labels": (), "pooling": "first"}
+"""A folder with a head of masked tokens: a run may replace the head."""
+OF_HEADS: dict[str, Any] = {"temperature": 0.05, "classifier_dropout": None}
+"""Settings of other heads."""
+
+
+def _labels(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the classes, in the order of their numbers."""
+    named = values["id2label"]
+    if named is None:
+        return tuple(f"LABEL_{number}" for number in range(values["num_labels"] or 2))
+    numbered = {str(number): name for number, name in named.items()}
+    names = [numbered.get(str(number)) for number in range(len(numbered))]
+    if len(numbered) < 2 or not all(isinstance(name, str) for name in names) or len({*names}) < len(names):
+        raise ValueError("its field 'id2label' must map the numbers from 0 on to different names of at least 2 classes")
+    if values["num_labels"] not in (None, len(names)):
+        raise ValueError(f"its field 'num_labels' is {values['num_labels']}, and 'id2label' has {len(names)} classes")
+    return tuple(str(name) for name in names)
+
+
+def _with_classes(form: PublicForm, architecture: str, head: str, **more: PublicField) -> PublicForm:
+    """The form of the same model with a head for classes."""
+
+    def settings(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {**form.settings(values), "labels": _labels(values)}
+
+    def write(config: "BertConfig | ModernBertConfig") -> dict[str, Any]:
+        names = {str(number): name for number, name in enumerate(config.labels)}
+        return {**form.write(config), "id2label": names, "label2id": {name: int(n) for n, name in names.items()}}
+
+    changed = replace(
+        form,
+        architecture=architecture,
+        settings=settings,
+        write=write,
+        implied={**({} if "classifier_pooling" in more else {"pooling": "first"}), **form.implied, "head": head},
+        training={name: value for name, value in form.training.items() if name != "classifier_dropout"},
+        altering={},
+    )
+    rows: dict[str, PublicField] = {
+        "id2label": ReadField(None, Values.mapping().or_null),
+        "num_labels": ReadField(None, Values.integer(2).or_null),
+        "problem_type": FixedField(None, (None, "single_label_classification"), "a class is one of several"),
+        "classifier_dropout": ReadField(None, Values.share().or_null, ("classifier_dropout",), training=True),
+    }
+    return changed.with_fields(**{**rows, **more})
+
+
 BERT = PublicForm(
     architecture="BertForMaskedLM",
     model_type="bert",
     fields=_bert(30522),
     implied={"position_offset": 0},
+    training=OF_HEADS,
+    altering=OTHER_HEADS,
     longest="max_position_embeddings",
 )
 
@@ -92,8 +143,19 @@ ROBERTA = PublicForm(
     settings=_roberta,
     write=_written_roberta,
     implied={"activation": "gelu"},
+    training=OF_HEADS,
+    altering=OTHER_HEADS,
 )
-BERT_FORMS = (BERT, ROBERTA)
+ROBERTA_WITH_CLASSES = ROBERTA.with_fields(hidden_act=_bert(50265)["hidden_act"])
+ROBERTA_WITH_CLASSES = replace(ROBERTA_WITH_CLASSES, implied={})
+BERT_FORMS = (
+    BERT,
+    ROBERTA,
+    _with_classes(BERT, "BertForSequenceClassification", "sequences"),
+    _with_classes(BERT, "BertForTokenClassification", "tokens"),
+    _with_classes(ROBERTA_WITH_CLASSES, "RobertaForSequenceClassification", "sequences"),
+    _with_classes(ROBERTA_WITH_CLASSES, "RobertaForTokenClassification", "tokens"),
+)
 
 
 def _modern(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,7 +256,20 @@ MODERN_BERT = PublicForm(
     },
     settings=_modern,
     write=_written_modern,
-    training={"attention_dropout": 0.0},
+    training={"attention_dropout": 0.0, **OF_HEADS},
+    altering=OTHER_HEADS,
     longest="max_position_embeddings",
 )
-MODERN_BERT_FORMS = (MODERN_BERT,)
+POOLINGS = {"cls": "first", "mean": "mean"}
+MODERN_DROPOUT = ReadField(0.0, Values.share(), ("classifier_dropout",), training=True)
+MODERN_BERT_FORMS = (
+    MODERN_BERT,
+    _with_classes(
+        MODERN_BERT,
+        "ModernBertForSequenceClassification",
+        "sequences",
+        classifier_dropout=MODERN_DROPOUT,
+        classifier_pooling=ReadField("cls", Values.one_of(*POOLINGS), ("pooling",), POOLINGS),
+    ),
+    _with_classes(MODERN_BERT, "ModernBertForTokenClassification", "tokens", classifier_dropout=MODERN_DROPOUT),
+)

@@ -36,7 +36,8 @@ def offers(run: Run, model: Model, sequence_parallel: bool, overlap: bool) -> li
     """All offers and wraps of tensor parallelism for this run."""
     group = run.group("tp")
     chunked = name_for(group, sequence_parallel) if overlap else ""
-    vocabulary = VocabularyParallel(group, _vocab_size(model))
+    sizes = _vocab_sizes(model)
+    vocabulary = VocabularyParallel(group, next(iter(sizes.values()), None))
 
     def weight_split_along(dim: int | None) -> Callable[[Site, Run], bool]:
         return lambda site, _: dim_of_tp(model, f"{site.name}.weight") == dim
@@ -78,8 +79,13 @@ def offers(run: Run, model: Model, sequence_parallel: bool, overlap: bool) -> li
     ]
     if overlap:
         found.append(Offer({"Linear.product": OVERLAPPED}, split_either_way, note=_overlap, fallback=True))
-    if vocabulary.size is not None:
-        found.append(Offer({"Loss.cross_entropy": vocabulary.cross_entropy}, serves={CAPPED, WEIGHTED}))
+    for size in sorted({*sizes.values()}):
+
+        def has_size(site: Site, _: Run, size: int = size) -> bool:
+            return _size_at(sizes, site) == size
+
+        loss = VocabularyParallel(group, size).cross_entropy
+        found.append(Offer({"Loss.cross_entropy": loss}, has_size, serves={CAPPED, WEIGHTED}))
     if sequence_parallel:
         found.append(Offer({"Embedding.lookup": look_up_positions}, weight_split_along(None)))
         found.append(Offer({"Dropout.rows": own_positions}))
@@ -102,13 +108,21 @@ def _overlap(site: Site, run: Run) -> str:
     return "overlap"
 
 
-def _vocab_size(model: Model) -> int | None:
-    """The unpadded vocabulary size if tp splits the vocabulary, else None."""
-    for placement in model.placements.values():
-        for segment in (segment for dim in placement.dims for segment in dim):
-            if segment.axis == "vocab" and placement.splits.get("vocab") == "tp":
-                return segment.count
-    return None
+def _vocab_sizes(model: Model) -> dict[str, int]:
+    """The unpadded number of rows of each parameter whose vocabulary tp splits, by its name."""
+    return {
+        name: segment.count
+        for name, placement in model.placements.items()
+        for dim in placement.dims
+        for segment in dim
+        if segment.axis == "vocab" and placement.splits.get("vocab") == "tp"
+    }
+
+
+def _size_at(sizes: dict[str, int], site: Site) -> int:
+    """The vocabulary of a loss: that of the module around it (classes, say), or else the model's."""
+    around = f"{site.name.rpartition('.')[0]}."
+    return next((size for name, size in sizes.items() if name.startswith(around)), next(iter(sizes.values())))
 
 
 def _with_global_heads(index: int, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -59,6 +59,12 @@ T5_FORM = PublicForm(
         **unused("whether decoding keeps keys and values", "output_past"),
         **unused("a field of classifiers", "classifier_dropout"),
     },
+    aliases={
+        "hidden_size": "d_model",
+        "num_attention_heads": "num_heads",
+        "num_hidden_layers": "num_layers",
+        "head_dim": "d_kv",
+    },
     settings=_settings,
     write=_written,
 )

@@ -107,12 +107,11 @@ def test_what_is_written_is_the_librarys_model_with_each_setting(name: str, valu
     """Logits and gradients in fp64; what cannot be written is refused by its name."""
     base = config_of(TINY)
     config = T5.Config(**{**base.model_dump(), name: value})
-    try:
-        fields = written_config(T5, config)
-    except ValueError as reason:
-        assert (name, value) == ("activation", "geglu"), reason
-        assert "cannot express" in str(reason)
+    if (name, value) == ("activation", "geglu"):
+        with pytest.raises(ValueError, match=r"cannot express .*activation"):
+            written_config(T5, config)
         return
+    fields = written_config(T5, config)
     rows = (row for row in T5_FORM.fields.values() if isinstance(row, ReadField) and row.training)
     kept = {one: getattr(config, one) for row in rows for one in row.settings}
     assert config_of(fields).model_copy(update=kept).computes_like(config)

@@ -96,11 +96,11 @@ def test_a_run_of_a_folder_is_exported_as_that_folder(kind: str, made: Folders, 
 
 def test_peft_computes_with_our_adapters_what_the_run_computes(made: Folders, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
+    from peft_models import loaded_here, run_of
     from safetensors.torch import save_file
 
     from mplug.checkpoint.adapter_files import adapter_conversion, adapters_of
     from mplug.model.build import build_model
-    from peft_models import loaded_here, run_of
 
     folder = made["v1.1"][0]
     settings = {"checkpoint.pretrained.path": str(folder), "adapters.lora.rank": 2, **DATA}

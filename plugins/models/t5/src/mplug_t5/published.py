@@ -37,7 +37,11 @@ def _start(values: Mapping[str, Any]) -> int:
 
 
 def _written(config: "T5Config") -> dict[str, Any]:
-    return {"num_decoder_layers": config.decoder_layers, "scale_decoder_outputs": config.scales_output, "decoder_start_token_id": config.start_token}
+    return {
+        "num_decoder_layers": config.decoder_layers,
+        "scale_decoder_outputs": config.scales_output,
+        "decoder_start_token_id": config.start_token,
+    }
 
 
 T5_FORM = PublicForm(

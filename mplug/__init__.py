@@ -99,6 +99,7 @@ if TYPE_CHECKING:
     from mplug.layout.placement import Box as Box
     from mplug.layout.placement import Placement as Placement
     from mplug.layout.plan import ENCODER_TEXTS as ENCODER_TEXTS
+    from mplug.layout.plan import Answering as Answering
     from mplug.layout.plan import Buffer as Buffer
     from mplug.layout.plan import Init as Init
     from mplug.layout.plan import Parameter as Parameter
@@ -242,6 +243,7 @@ publish(
         "mplug.layout.ownership": ("Bucket", "Engine", "Sharding", "Stretch"),
         "mplug.layout.placement": ("Box", "Placement"),
         "mplug.layout.plan": (
+            "Answering",
             "Buffer",
             "ENCODER_TEXTS",
             "Init",

@@ -77,6 +77,18 @@ class Stream:
 
 
 @dataclass(frozen=True)
+class Answering:
+    """How a model is sampled from whose prompts are texts of an encoder (`ENCODER_TEXTS`).
+
+    The decoder's text begins with the token `start`. The inference units of the plan compute it together with the
+    texts. `units` compute the tokens that follow, with what modules keep of the texts in their caches.
+    """
+
+    start: int
+    units: tuple[Unit, ...]
+
+
+@dataclass(frozen=True)
 class Segment:
     """A range of a dimension: `count` items of `width` elements each, along one named axis.
 
@@ -272,7 +284,8 @@ class Plan:
     it. `shifted` are entries that the host makes from those of the loader; `context` names their axes too. `work` says
     what the FLOPs belong to: which parameter, or which module. If it is None, the host collects it from what the
     modules state (`plan_work`). `streams` are the rows of other kinds than tokens, by their named axis. `flops` are
-    those of the units of the tokens; the FLOPs of a stream are the sum of the work of its units.
+    those of the units of the tokens; the FLOPs of a stream are the sum of the work of its units. `answering` is how the
+    model samples if its prompts are texts of an encoder.
     """
 
     units: tuple[Unit, ...]
@@ -291,6 +304,7 @@ class Plan:
     shifted: Mapping[str, Shift] = field(default_factory=dict)
     work: tuple[Work, ...] | None = None
     streams: Mapping[str, Stream] = field(default_factory=dict)
+    answering: Answering | None = None
 
     def __post_init__(self) -> None:
         for unit in self.units:
@@ -314,6 +328,8 @@ class Plan:
 
         With them, tokens to which no row of a stream belongs need no entries of streams.
         """
+        if self.answering is not None:
+            return self.answering.units
         indices = {name for stream in self.streams.values() for name in stream.indices}
         return tuple(
             unit

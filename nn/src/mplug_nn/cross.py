@@ -17,6 +17,7 @@ from mplug.layout.work import ActivationProduct, Flops, Step
 from mplug.model.slots.declaration import Slot, set_defaults
 from mplug.tensors.random import mix
 from mplug_nn.attention import CORE, DotProductAttention
+from mplug_nn.cache import Cache, CacheSize
 from mplug_nn.linear import Linear
 from mplug_nn.specification import AttentionInputs
 
@@ -57,6 +58,13 @@ class CrossKeys(nn.Module):
         return y
 
 
+class CrossCache(Cache):
+    """The keys and values of a batch (`constants`), computed with the first tokens and kept for those that follow."""
+
+    def rewind(self, positions: int) -> None:
+        """Nothing: no row belongs to a position of the queries."""
+
+
 class CrossAttention(DotProductAttention):
     """Attention of tokens to the rows of a stream that belong to their sample.
 
@@ -65,8 +73,8 @@ class CrossAttention(DotProductAttention):
 
     SLOTS: ClassVar[tuple[Slot, ...]] = (CORE, GATHER)
     mixes: ClassVar[frozenset[str]] = frozenset()  # only inside a slot
-    caches: ClassVar[bool] = False  # the rows of the stream do not grow
-    static_cache: ClassVar[bool] = False
+    caches: ClassVar[bool] = True
+    static_cache: ClassVar[bool] = False  # every batch has other keys, in other memory
     gather: Callable[[Tensor], Tensor]
 
     def __init__(
@@ -92,16 +100,37 @@ class CrossAttention(DotProductAttention):
         pairs = 6 * self.num_heads * (self.spec.key_width + self.spec.value_width)
         return ("q", ActivationProduct(Flops(pairs * self.typical_keys, 0)), "out")
 
-    def forward(self, x: Tensor, memory: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
+    def serve_cache(self) -> None:
+        """Nothing: the core computes the same from keys that are kept."""
+
+    def new_cache(self, size: CacheSize) -> Cache:
+        """An empty cache."""
+        return CrossCache(size)
+
+    def forward(self, x: Tensor, memory: Tensor | None, rows: Tensor | None, keys: Tensor) -> Tensor:
         """x [B, s, D], memory [1, r, 2 H K] of `CrossKeys`, rows [B, T], the samples' random keys [B] -> [B, s, D].
 
-        `rows` are the numbers of a sample's rows in those of all ranks, then -1 as padding.
+        `rows` are the numbers of a sample's rows in those of all ranks, then -1 as padding. Without both, the cache has
+        what an earlier call has made of them.
         """
         q = self.q(x).unflatten(-1, (-1, self.head_dim))  # [B, S, H, K]
-        chosen = F.embedding(rows.clamp(min=0), self.gather(memory)[0])  # [B, T, 2 H K]
-        k, v = chosen.unflatten(-1, (2, -1, self.head_dim)).unbind(2)  # [B, T, H, K]
+        k, v, counts = self._kept() if memory is None or rows is None else self._of_rows(memory, rows)
         spec = replace(self.spec, dropout=self.spec.dropout if self.training else 0.0)
         drawn = mix(keys ^ self.site) if spec.dropout else None
-        inputs = AttentionInputs(drawn, num_heads=self.num_heads, key_counts=(rows >= 0).sum(dim=1))
+        inputs = AttentionInputs(drawn, num_heads=self.num_heads, key_counts=counts)
         y: Tensor = self.out(self.core(q, k, v, spec, inputs).flatten(-2))
         return y
+
+    def _of_rows(self, memory: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The keys and values [B, T, H, K] of each sample, and their number [B]; a cache keeps them."""
+        chosen = F.embedding(rows.clamp(min=0), self.gather(memory)[0])  # [B, T, 2 H K]
+        k, v = chosen.unflatten(-1, (2, -1, self.head_dim)).unbind(2)
+        found = k, v, (rows >= 0).sum(dim=1)
+        if self.cache is not None:
+            self.cache.constants = found
+        return found
+
+    def _kept(self) -> tuple[Tensor, ...]:
+        if self.cache is None or not self.cache.constants:
+            raise ValueError("cross-attention has neither rows nor a cache with what an earlier call made of them")
+        return self.cache.constants

@@ -16,7 +16,7 @@ from mplug_nn.cache import CacheSize
 from mplug_sampling.sampler import Sampler, cached_modules, multiple_of_positions
 from mplug_sampling.sampling import Sampling, choose, draws
 from mplug_sampling.stages import Choose, DividedModel, Finish, RunUnits, divided, run_last
-from mplug_sampling.streams import Media, Seen, units_of
+from mplug_sampling.streams import EncoderTexts, Media, Seen, units_of
 from mplug_sampling.token_steps import Replays
 
 Take = Callable[[int, int], bool]
@@ -122,7 +122,7 @@ def sample(
     take: Take,
     ranks: Alone = ALONE,
     replays: Replays | None = None,
-    media: Media | None = None,
+    media: Media | EncoderTexts | None = None,
 ) -> None:
     """Sample up to `num_tokens` tokens after each prompt, each token from a window of the last `context` tokens.
 
@@ -130,10 +130,11 @@ def sample(
     all ranks, which must get the same answers. While no sample is longer than `context`, a cache holds the earlier
     positions; afterwards, and for a model without a cache, all positions of the window are computed for every token.
     Batches with the same `replays` share the recording of a step, if it makes recordings. Prompts of a batch with
-    `media` must have room for all their tokens in the context: a window would cut media.
+    `media` must have room for all their tokens in the context: a window would cut media. If the model has an encoder,
+    `media` are the texts of the encoder, and each prompt is the decoder's first token.
     """
     if media is not None and max(map(len, prompts)) + num_tokens > context:
-        raise ValueError(f"texts with media cannot be longer than the context of {context} tokens")
+        raise ValueError(f"texts with media or an encoder cannot be longer than the context of {context} tokens")
     model = sampler.model
     model.module.eval()
     if not sampler.uncached:
@@ -198,7 +199,7 @@ class _Batch:
         context: int,
         ranks: Alone,
         replays: Replays,
-        media: Media | None,
+        media: Media | EncoderTexts | None,
     ) -> None:
         self.model, self.context, self.ranks, self.wanted = sampler.model, context, ranks, len(prompts)
         self.media = media

@@ -28,7 +28,7 @@ from typing import Any
 
 from torch import nn
 
-from mplug import Mesh, Model, Processor, Run, RunConfig, UsageError, hookimpl, slots_of
+from mplug import ENCODER_TEXTS, Mesh, Model, Processor, Run, RunConfig, UsageError, hookimpl, slots_of
 from mplug.commands import (
     COMMAND,
     Selection,
@@ -82,6 +82,8 @@ class Sampler:
         _refuse_unable(run, model)
         if self.media:
             _refuse_streams_in_text(run, model)
+        if model.plan.answering is not None:
+            run.entries |= {*ENCODER_TEXTS}
         self.model = model
         model.module.eval()  # some modules mix samples in training only
         self.uncached = _reason_against(model)
@@ -157,7 +159,8 @@ def _refuse_unable(run: Run, model: Model) -> None:
     (owner,) = run.hooks.implementers("build_model")
     if not model.plan.inference:
         raise UsageError(f"the plan of {owner} has no inference units, so the model cannot be sampled from")
-    if any(not spec.causal for module in _attending(model) if (spec := getattr(module, "spec", None)) is not None):
+    specs = [spec for module in _attending(model) if (spec := getattr(module, "spec", None)) is not None]
+    if any(not spec.causal and not spec.cross for spec in specs):
         raise UsageError(
             f"attention of {owner} sees later tokens, so the model cannot continue a text token by token; sample from "
             f"a decoder"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mplug import Medium, Plan, Processor, RunError, Unit
+from mplug.tensors.encoder_texts import entries_of_texts
 
 ALONG = "sequence"
 """The axis of the tokens."""
@@ -69,6 +70,36 @@ class Media:
 
     def _is_text(self, token: int) -> bool:
         return token not in self.processor.placeholders
+
+
+@dataclass(frozen=True)
+class EncoderTexts:
+    """The prompts of a batch as texts of the model's encoder; the decoder's texts begin with `Plan.answering`.
+
+    `own` leaves the rows that this rank computes.
+    """
+
+    plan: Plan
+    texts: Sequence[Sequence[int]]
+    own: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+
+    def text_behind(self, prompts: Sequence[Sequence[int]]) -> int:
+        """All tokens of the decoder are text."""
+        return max(map(len, prompts))
+
+    def seen(
+        self,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        length: int,
+        more: int,
+        text: int,
+        device: torch.device,
+    ) -> "Seen":
+        """The entries of the texts with the `numbers`, for the first tokens of the decoder."""
+        own = [torch.tensor([*self.texts[number]]) for number in numbers]
+        made = entries_of_texts(own, torch.arange(len(own)), max(map(len, own)))
+        return Seen(self.plan, {name: x.to(device) for name, x in self.own(made).items()}, {}, 0)
 
 
 @dataclass(frozen=True)

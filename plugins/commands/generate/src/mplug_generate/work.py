@@ -4,7 +4,7 @@ The command imports this module before it has checked its options, so functions 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mplug_sampling.decoding import Alone
     from mplug_sampling.sampler import Sampler
     from mplug_sampling.sampling import Sampling
-    from mplug_sampling.streams import Media
+    from mplug_sampling.streams import EncoderTexts, Media
     from mplug_sampling.token_steps import Replays
 
 
@@ -151,6 +151,9 @@ def _sample(run: "Run", sampler: "Sampler", job: Job, ranks: "Alone", replays: "
     wanted, sampling = job.wanted, job.wanted.sampling
     tokenizer = tokenizer_of(run, job.weights if job.published else None)
     encode: Any = tokenizer.encode_part if job.published else getattr(tokenizer, "encode", None)
+    answering = sampler.model.plan.answering
+    if answering is not None:
+        wanted = _answered(wanted, tokenizer, published=job.published)
     prompts = [(one.tokens, prompt.media) for one, prompt in zip(wanted.encoded, wanted.prompts, strict=True)]
     keys = [sample_key(sampling.seed, number) for number in occurrences(prompts)]
     for batch in wanted.batches():
@@ -165,7 +168,10 @@ def _sample(run: "Run", sampler: "Sampler", job: Job, ranks: "Alone", replays: "
             show.update()
             return has_ended
 
-        tokens, media = [one.tokens for one in encoded], _media_of(run, sampler, wanted.prompts[batch], encode)
+        tokens: list[Sequence[int]] = [one.tokens for one in encoded]
+        media: Media | EncoderTexts | None = _media_of(run, sampler, wanted.prompts[batch], encode)
+        if answering is not None:
+            media, tokens = _texts_of(run, sampler, tokens), [(answering.start,)] * len(tokens)
         sample(sampler, tokens, keys[batch], wanted.num_tokens, wanted.context, sampling, take, ranks, replays, media)
         for text in texts:
             text.finish()
@@ -175,6 +181,29 @@ def _sample(run: "Run", sampler: "Sampler", job: Job, ranks: "Alone", replays: "
             _write(wanted.output, lines, is_first=batch.start == 0)
     if run.rank == 0 and wanted.output is not None:
         click.echo(f"wrote {counted(len(wanted.prompts), 'text')} to '{wanted.output}'")
+
+
+def _answered(wanted: Wanted, tokenizer: Any, *, published: bool) -> Wanted:
+    """What to sample from a model with an encoder: its texts end in the token that ends a text of the decoder.
+
+    The answer does not continue the prompt, so it has room of its own. A folder's tokenizer adds the end itself.
+    """
+    end: int | None = getattr(tokenizer, "eod", None)
+    context = max(wanted.context, 1 + wanted.num_tokens)
+    if published or end is None:
+        encoded = tuple(replace(one, text=()) for one in wanted.encoded)
+        return replace(wanted, encoded=encoded, context=context, echo=False)
+    encoded = tuple(Encoded((*one.tokens, end), ()) for one in wanted.encoded)
+    return replace(wanted, encoded=encoded, context=context, echo=False, ends=wanted.ends | {end})
+
+
+def _texts_of(run: "Run", sampler: "Sampler", texts: Sequence[Sequence[int]]) -> "EncoderTexts":
+    """The texts of a batch for the encoder."""
+    from mplug.commands import own_rows
+    from mplug_sampling.streams import EncoderTexts
+
+    plan = sampler.model.plan
+    return EncoderTexts(plan, texts, lambda entries: own_rows(entries, plan, run.mesh, run.rank))
 
 
 def _media_of(run: "Run", sampler: "Sampler", prompts: Sequence[Prompt], encode: Encode) -> "Media | None":

@@ -96,7 +96,20 @@ class DecoderBlock(nn.Module):
         self.attn, self.cross, self.mlp = attn, cross, mlp
         self.dropout1, self.dropout_cross, self.dropout2 = Dropout(dropout), Dropout(dropout), Dropout(dropout)
 
-    def forward(self, x: Tensor, bias: Tensor, memory: Tensor, rows: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
+    def continued(self, x: Tensor, bias: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
+        """`forward` of later tokens, while the model samples: caches have what the first call has computed."""
+        y: Tensor = self(x, bias, None, None, positions, keys)
+        return y
+
+    def forward(
+        self,
+        x: Tensor,
+        bias: Tensor,
+        memory: Tensor | None,
+        rows: Tensor | None,
+        positions: Tensor,
+        keys: Tensor,
+    ) -> Tensor:
         """x [B, S, D], bias [H, 2 reach + 1], memory [1, R, 2 H K], rows [B, T], positions, keys [B] -> [B, S, D].
 
         `memory` and `rows` are those of `mplug_nn.CrossAttention`.

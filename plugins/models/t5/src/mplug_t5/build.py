@@ -1,9 +1,9 @@
 """From the config to T5 on the meta device, and its plan."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from mplug import LOSS_WEIGHTS, Init, Inits, Model, Parameter, Stream, Unit, describe
+from mplug import LOSS_WEIGHTS, Answering, Init, Inits, Model, Parameter, Stream, Unit, describe
 from mplug_nn import MLP, Attention, CrossAttention, CrossKeys, Embedding, Norm, RelativeBias
 from mplug_t5.blocks import (
     Decoder,
@@ -106,6 +106,7 @@ def _planned(model: EncoderDecoder, config: T5Config) -> Model:
         },
         streams={ROWS: Stream((LENGTHS,), indices=(OF_SAMPLE,), rows=length, squares=length**2, remedy=REMEDY)},
         external=names(config),
+        answering=Answering(config.start_token, tuple(_later_units(body))),
     )
     return Model(model, replace(plan, parameters=_with_inits(plan.parameters, config)))
 
@@ -125,6 +126,15 @@ def _units(model: EncoderDecoder) -> list[Unit]:
         takes = ("hidden", "bias", "memory", OF_SAMPLE, "positions", "keys")
         units.append(Unit(f"decoder.blocks.{number}", takes, ("hidden",)))
     return units
+
+
+def _later_units(body: tuple[Unit, ...]) -> Iterator[Unit]:
+    """The units that compute later tokens while the model samples."""
+    for unit in (unit for unit in body if unit.sequence != ROWS):
+        is_block = OF_SAMPLE in unit.inputs
+        inputs = tuple(name for name in unit.inputs if name not in ("memory", OF_SAMPLE))
+        yield replace(unit, inputs=inputs, method="continued") if is_block else unit
+    yield Unit("head", ("hidden",), ("logits",), method="logits")
 
 
 def _with_inits(parameters: Mapping[str, Parameter], config: T5Config) -> dict[str, Parameter]:

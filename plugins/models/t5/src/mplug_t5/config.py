@@ -2,7 +2,16 @@
 
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from mplug_nn import ActivationName
 
@@ -38,6 +47,7 @@ class T5Config(BaseModel):
         0.0, ge=0, lt=1, description="dropout of both embeddings, of each part's output and of both last norms"
     )
     init_factor: NonNegativeFloat = Field(1.0, description="factor of the standard deviations of initial weights")
+    start_token: NonNegativeInt = Field(0, description="the decoder's first token when the model is sampled from")
     encoder_length: PositiveInt = Field(
         512, description="tokens of a sample in the encoder, by which a pipeline is split and FLOPs are estimated"
     )
@@ -64,8 +74,8 @@ class T5Config(BaseModel):
         return self.tie_embeddings if self.scale_output is None else self.scale_output
 
     def computes_like(self, other: "T5Config") -> bool:
-        """Whether two configs compute the same; estimates and initial values do not count."""
-        free = {name: getattr(other, name) for name in ("encoder_length", "init_factor", "dropout")}
+        """Whether two configs compute the same logits; estimates, initial values and the first token do not count."""
+        free = {name: getattr(other, name) for name in ("encoder_length", "init_factor", "dropout", "start_token")}
         return self._whole(**free) == other._whole()
 
     def _whole(self, **fields: object) -> "T5Config":

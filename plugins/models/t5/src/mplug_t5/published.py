@@ -24,12 +24,24 @@ def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
     scaled = values["scale_decoder_outputs"]
     return {
         "num_decoder_layers": values["num_decoder_layers"] or values["num_layers"],
+        "start_token": _start(values),
         "scale_output": values["tie_word_embeddings"] if scaled is None else scaled,
     }
 
 
+def _start(values: Mapping[str, Any]) -> int:
+    """The decoder's first token: the library takes the padding if a folder names none."""
+    start, padding = values["decoder_start_token_id"], values["pad_token_id"]
+    found: int = (padding or 0) if start is None else start
+    return found
+
+
 def _written(config: "T5Config") -> dict[str, Any]:
-    return {"num_decoder_layers": config.decoder_layers, "scale_decoder_outputs": config.scales_output}
+    return {
+        "num_decoder_layers": config.decoder_layers,
+        "scale_decoder_outputs": config.scales_output,
+        "decoder_start_token_id": config.start_token,
+    }
 
 
 T5_FORM = PublicForm(
@@ -52,12 +64,20 @@ T5_FORM = PublicForm(
         "scale_decoder_outputs": ReadField(None, Values.flag().or_null),
         "dropout_rate": ReadField(0.1, Values.share(), ("dropout",), training=True),
         "initializer_factor": ReadField(1.0, Values.not_negative(), ("init_factor",), training=True),
+        "pad_token_id": ReadField(0, Values.integer(0).or_null),
+        "decoder_start_token_id": ReadField(None, Values.integer(0).or_null),
         "is_encoder_decoder": FixedField(True, (True,), "the family has both stacks"),
         "is_decoder": FixedField(False, (False,), "the family has both stacks"),
         **unused("other fields decide it", "dense_act_fn is_gated_act"),
         **unused("the length of the texts that the authors trained with", "n_positions"),
         **unused("whether decoding keeps keys and values", "output_past"),
         **unused("a field of classifiers", "classifier_dropout"),
+    },
+    aliases={
+        "hidden_size": "d_model",
+        "num_attention_heads": "num_heads",
+        "num_hidden_layers": "num_layers",
+        "head_dim": "d_kv",
     },
     settings=_settings,
     write=_written,

@@ -98,8 +98,35 @@ def mamba(own: Tensors) -> Tensors:
     return found | {"conv.weight": own["conv1d.weight"][:, 0], "conv.bias": own["conv1d.bias"]}
 
 
+def nemotron(config: Any, theirs: Tensors) -> Tensors:
+    """Nemotron-H: one part per block, called `mixer`."""
+    found = {"embedding.token.weight": theirs["model.embeddings.weight"]} if "model.embeddings.weight" in theirs else {}
+    found["head.norm.weight"] = theirs["model.norm_f.weight"]
+    if "lm_head.weight" in theirs:
+        found["head.project.weight"] = theirs["lm_head.weight"]
+    for layer, kind in enumerate(config.layers_block_type):
+        own = layer_of(theirs, f"model.layers.{layer}.mixer.")
+        found[f"blocks.{layer}.norm.weight"] = theirs[f"model.layers.{layer}.norm.weight"]
+        if kind == "linear_attention":
+            ours = {f"attn.{name}": x for name, x in mamba(own).items()}
+        elif kind == "full_attention":
+            qkv = torch.cat([own[f"{one}_proj.weight"] for one in "qkv"])
+            ours = {"attn.qkv.weight": qkv, "attn.out.weight": own["o_proj.weight"]}
+        elif kind == "mlp":
+            ours = {f"mlp.{one}.weight": own[f"{one}_proj.weight"] for one in ("up", "down")}
+        else:
+            ours = {f"moe.experts.{one}": own[f"experts.{one}_proj"] for one in ("up", "down")}
+            ours |= {f"moe.shared.{one}.weight": own[f"shared_experts.{one}_proj.weight"] for one in ("up", "down")}
+            ours["moe.router.weight"] = own["gate.weight"]
+            if "gate.e_score_correction_bias" in own:
+                ours["moe.router.bias"] = own["gate.e_score_correction_bias"]
+        found |= {f"blocks.{layer}.{name}": x for name, x in ours.items()}
+    return found
+
+
 HYBRIDS: dict[str, Callable[[Any, Tensors], Tensors]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), qwen),
     "granitemoehybrid": granite,
+    "nemotron_h": nemotron,
 }
 """By `model_type`, the map of the parameters of a model with this config."""

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from mplug_nn.attention import Attention as Attention
     from mplug_nn.attention import DotProductAttention as DotProductAttention
     from mplug_nn.attention import scaled_dot_product as scaled_dot_product
+    from mplug_nn.branch import Branch as Branch
+    from mplug_nn.branch import ExpertsBranch as ExpertsBranch
+    from mplug_nn.branch import MixerBranch as MixerBranch
+    from mplug_nn.branch import MLPBranch as MLPBranch
     from mplug_nn.cache import Cache as Cache
     from mplug_nn.cache import CacheSize as CacheSize
     from mplug_nn.chunked_collectives import Arrival as Arrival
@@ -64,6 +68,7 @@ if TYPE_CHECKING:
     from mplug_nn.decoders.parts import ActivationName as ActivationName
     from mplug_nn.decoders.parts import AttentionConfig as AttentionConfig
     from mplug_nn.decoders.parts import BlockConfig as BlockConfig
+    from mplug_nn.decoders.parts import BranchConfig as BranchConfig
     from mplug_nn.decoders.parts import DivisionName as DivisionName
     from mplug_nn.decoders.parts import EmbeddingConfig as EmbeddingConfig
     from mplug_nn.decoders.parts import ExpertsConfig as ExpertsConfig
@@ -203,6 +208,7 @@ publish(
         "mplug_nn.activations": ("ActivationFunction",),
         "mplug_nn.multi_token_prediction": ("DepthAhead", "TokensAhead"),
         "mplug_nn.attention": ("Attention", "DotProductAttention", "scaled_dot_product"),
+        "mplug_nn.branch": ("Branch", "ExpertsBranch", "MLPBranch", "MixerBranch"),
         "mplug_nn.cache": ("Cache", "CacheSize"),
         "mplug_nn.chunked_collectives": ("Arrival", "ChunkedCollectives", "Produce", "Rows", "collectives_named"),
         "mplug_nn.core": ("AttentionCore", "packed_heads_of", "parts_of"),
@@ -216,6 +222,7 @@ publish(
             "ActivationName",
             "AttentionConfig",
             "BlockConfig",
+            "BranchConfig",
             "DivisionName",
             "EmbeddingConfig",
             "ExpertsConfig",

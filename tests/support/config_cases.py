@@ -24,6 +24,7 @@ ARCHITECTURES = {
     "granite": "GraniteForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
+    "kimi_linear": "KimiLinearForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
@@ -47,7 +48,7 @@ def case_of(kind: str, seed: int) -> Case:
     """The case number `seed` of a `model_type`."""
     draw = Random(f"{kind} {seed}")
     fields = {"architectures": [ARCHITECTURES[kind]], "model_type": kind, **SHAPES.get(kind, _shape)(draw, kind)}
-    if kind not in ("gpt2", "nemotron_h"):
+    if kind not in ("gpt2", "nemotron_h", "kimi_linear"):
         fields |= _rotary(draw, kind, fields)
     defaults = defaults_of(kind)
     if kind == "nemotron_h" and draw.random() < 0.2:
@@ -288,14 +289,31 @@ def _branches_shape(draw: Random, kind: str) -> Fields:
     return fields | ({"time_step_min": draw.choice((0.0, 0.5, 1.0))} if draw.random() < 0.5 else {})
 
 
+def _kimi_shape(draw: Random, kind: str) -> Fields:
+    """Kimi delta attention and latent attention; experts under the library's names for this class."""
+    fields = _latent_shape(draw, kind)
+    layers = fields["num_hidden_layers"]
+    fields |= {"num_local_experts": fields.pop("n_routed_experts"), "pad_token_id": None}
+    if draw.random() < 0.3:
+        fields["mlp_layer_types"] = [draw.choice(("dense", "sparse")) for _ in range(layers)]
+    widths = {"linear_num_heads": draw.choice((1, 2, 3)), "linear_head_dim": draw.choice((4, 6))}
+    if draw.random() < 0.6:
+        return {**fields, **widths}
+    full = sorted(draw.sample(range(1, layers + 1), draw.randint(0, layers)))
+    lists = {"full_attn_layers": full, "kda_layers": [n for n in range(1, layers + 1) if n not in full]}
+    nested = {"num_heads": widths["linear_num_heads"], "head_dim": widths["linear_head_dim"]}
+    return {**fields, "linear_attn_config": {**nested, **lists, "short_conv_kernel_size": draw.choice((3, 4))}}
+
+
 MIXED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-LINEAR = (*MIXED, "granitemoehybrid")
+LINEAR = (*MIXED, "granitemoehybrid", "kimi_linear")
 """Kinds whose entries of `layer_types` are of linear or of full attention."""
 SHAPES: dict[str, Callable[[Random, str], Fields]] = {
     "gpt2": _gpt2_shape,
     **dict.fromkeys(MIXED, _mixed_shape),
     "granite": _granite_shape,
     "nemotron_h": _branches_shape,
+    "kimi_linear": _kimi_shape,
     "granitemoehybrid": _mamba_shape,
     "mixtral": _sparse_shape,
     "qwen3_moe": _sparse_shape,

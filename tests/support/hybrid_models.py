@@ -124,9 +124,34 @@ def nemotron(config: Any, theirs: Tensors) -> Tensors:
     return found
 
 
+def kimi(config: Any, theirs: Tensors) -> Tensors:
+    """Kimi Linear: Kimi delta attention or latent attention, as DeepSeek-V3 with experts."""
+    found = {name: x for name, x in decoder(theirs).items() if ".attn.qkv." not in name}
+    for layer, kind in enumerate(config.layer_types):
+        if kind == "linear_attention":
+            found = {name: x for name, x in found.items() if not name.startswith(f"blocks.{layer}.attn.")}
+            own = layer_of(theirs, f"model.layers.{layer}.self_attn.")
+            found |= {f"blocks.{layer}.attn.{name}": x for name, x in _kimi_delta(own).items()}
+    return found
+
+
+def _kimi_delta(own: Tensors) -> Tensors:
+    names = {"forget_gate.f_a_proj": "decay_down", "forget_gate.f_b_proj": "decay_up", "o_proj": "out"}
+    names |= {"g_a_proj": "gate_down", "g_b_proj": "gate_up"}
+    return {
+        **{f"{ours}.weight": own[f"{name}.weight"] for name, ours in names.items()},
+        "inputs.weight": torch.cat([own[f"{one}_proj.weight"] for one in "qkvb"]),
+        "conv.weight": own["conv1d.weight"][:, 0],
+        "A_log": own["forget_gate.A_log"].flatten(),
+        "dt_bias": own["forget_gate.dt_bias"].flatten(),
+        "norm": own["o_norm.weight"],
+    }
+
+
 HYBRIDS: dict[str, Callable[[Any, Tensors], Tensors]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), qwen),
     "granitemoehybrid": granite,
     "nemotron_h": nemotron,
+    "kimi_linear": kimi,
 }
 """By `model_type`, the map of the parameters of a model with this config."""

@@ -65,6 +65,8 @@ if TYPE_CHECKING:
     from mplug_nn.decoders.general import GeneralDecoderConfig as GeneralDecoderConfig
     from mplug_nn.decoders.general import RopeScaling as RopeScaling
     from mplug_nn.decoders.hybrid import HybridDecoderConfig as HybridDecoderConfig
+    from mplug_nn.decoders.hybrid import MixerType as MixerType
+    from mplug_nn.decoders.latent import LatentDecoderConfig as LatentDecoderConfig
     from mplug_nn.decoders.parts import ActivationName as ActivationName
     from mplug_nn.decoders.parts import AttentionConfig as AttentionConfig
     from mplug_nn.decoders.parts import BlockConfig as BlockConfig
@@ -217,7 +219,8 @@ publish(
         "mplug_nn.decoders.config": ("DecoderConfig",),
         "mplug_nn.decoders.family": ("DecoderFamily",),
         "mplug_nn.decoders.general": ("GeneralDecoderConfig", "RopeScaling"),
-        "mplug_nn.decoders.hybrid": ("HybridDecoderConfig",),
+        "mplug_nn.decoders.hybrid": ("HybridDecoderConfig", "MixerType"),
+        "mplug_nn.decoders.latent": ("LatentDecoderConfig",),
         "mplug_nn.decoders.parts": (
             "ActivationName",
             "AttentionConfig",

@@ -150,7 +150,11 @@ NEMOTRON_H = PublicForm(
         "norm_topk_prob": ReadField(True, Values.flag(), ("moe_router_normalize",)),
         "n_shared_experts": FixedField(1, (1,), "the library has one shared MLP, whatever the number"),
         "moe_latent_size": FixedField(None, (None,), "experts of latent vectors are not implemented"),
-        **{name: FixedField(False, (False,)) for name in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias")},
+        **{name: FixedField(False, (False,)) for name in ("mlp_bias", "use_bias")},
+        **{
+            name: FixedField(False, (False,), "the library ignores other values")
+            for name in ("attention_bias", "mamba_proj_bias")
+        },
         "use_conv_bias": FixedField(True, (True,)),
         "residual_in_fp32": FixedField(False, (False,)),
         "hidden_dropout": FixedField(0.0, (0.0,)),

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from layout_runs import difference_of
-from tiny_models import DECODER
+from tiny_models import DECODER, TABLES, of_model
 from torch import Tensor
 
 from mplug import UsageError
@@ -47,9 +47,72 @@ def test_experts_and_scans_train_as_in_one_process() -> None:
 
 
 @pytest.mark.wide("compile")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("layout", ["tp2", "cp2"])
 def test_compiled_units_with_scans_train_as_in_one_process(layout: str) -> None:
     require_parity(SCANS, f"{layout} {COMPILED}")
+
+
+GRANITE = {
+    **LLAMA,
+    **HEADS,
+    "model.name": "granite",
+    "model.mixer_types": ["mamba2", "attention"],
+    "model.position_types": ["none"],
+    "model.residual_multiplier": 0.5,
+    "model.logits_divisor": 2.0,
+    "model.num_experts": 4,
+    "model.moe_ffn_hidden_size": 24,
+    "model.num_shared_experts": 1,
+}
+FACTORS = ("model.residual_multiplier", "model.logits_divisor", "model.mixer_types")
+NEMOTRON = {
+    **{name: value for name, value in GRANITE.items() if name not in FACTORS},
+    "model.name": "nemotron",
+    "model.num_layers": 4,
+    "model.pattern": "ME*-",
+}
+KIMI = {
+    **of_model(TABLES["latent experts"]),
+    "data.documents": 5,
+    "model.name": "kimi-linear",
+    "model.num_layers": 2,
+    "model.num_mtp_layers": 0,
+    "model.mixer_types": ["kimi_delta", "attention"],
+    "model.linear_key_head_dim": 6,
+}
+QWEN = {
+    **HYBRID,
+    "model.name": "qwen",
+    "model.norm": "offset_rmsnorm",
+    "model.attention_output_gate": True,
+    "model.num_experts": 4,
+    "model.moe_ffn_hidden_size": 24,
+    "model.num_shared_experts": 1,
+    "model.shared_expert_gate": True,
+    "model.num_mtp_layers": 1,
+}
+FAMILIES = {"qwen": QWEN, "granite": GRANITE, "nemotron": NEMOTRON, "kimi-linear": KIMI}
+OF_FAMILIES = ("tp2", "tp4", "pp2", "cp2", "cp4", "zero2", "fsdp2", "ep2", "tp2cp2", "cp2pp2")
+
+
+@pytest.mark.wide("layouts")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", OF_FAMILIES)
+def test_published_hybrids_train_under_every_layout_as_one_process(layout: str, family: str) -> None:
+    settings = FAMILIES[family]
+    if layout == "tp4" and family in ("granite", "nemotron"):
+        settings = {**settings, "model.linear_num_key_heads": 4}  # a norm of Mamba-2 spans a group
+    require_parity(settings, layout)
+
+
+@pytest.mark.wide("compile")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_units_of_published_hybrids_train_as_in_one_process(family: str) -> None:
+    require_parity(FAMILIES[family], f"cp2 {COMPILED}")
 
 
 # Planted mistakes.

@@ -23,6 +23,8 @@ ARCHITECTURES = {
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "granite": "GraniteForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+    "kimi_linear": "KimiLinearForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
@@ -46,9 +48,12 @@ def case_of(kind: str, seed: int) -> Case:
     """The case number `seed` of a `model_type`."""
     draw = Random(f"{kind} {seed}")
     fields = {"architectures": [ARCHITECTURES[kind]], "model_type": kind, **SHAPES.get(kind, _shape)(draw, kind)}
-    if kind != "gpt2":
+    if kind not in ("gpt2", "nemotron_h", "kimi_linear"):
         fields |= _rotary(draw, kind, fields)
     defaults = defaults_of(kind)
+    if kind == "nemotron_h" and draw.random() < 0.2:
+        letters = "".join(draw.choice("M*-E") for _ in range(3))
+        fields = {**fields, "layers_block_type": None, "hybrid_override_pattern": letters}
     if "layer_types" in defaults and draw.random() < 0.5:
         fields["layer_types"] = _layer_types(
             draw, fields["num_hidden_layers"], "linear" if kind in LINEAR else "sliding"
@@ -261,13 +266,54 @@ def _mamba_shape(draw: Random, kind: str) -> Fields:
     return fields
 
 
+def _branches_shape(draw: Random, kind: str) -> Fields:
+    """Blocks of one part each, with groups of experts."""
+    groups, top = draw.choice(((1, 1), (2, 1), (2, 2)))
+    each, states = draw.choice((2, 3)), draw.choice((1, 2))
+    blocks = ("linear_attention", "moe", "full_attention", "mlp")
+    fields = {
+        **_shape(draw, "qwen3"),
+        "layers_block_type": [draw.choice(blocks) for _ in range(draw.choice((2, 3, 4)))],
+        "mamba_num_heads": states * draw.choice((1, 2)),
+        "mamba_head_dim": draw.choice((4, 8)),
+        "n_groups": states,
+        "ssm_state_size": draw.choice((3, 8)),
+        "n_routed_experts": groups * each,
+        "n_group": groups,
+        "topk_group": top,
+        "num_experts_per_tok": draw.randint(1, top * each),
+        "moe_intermediate_size": draw.choice((8, 12)),
+        "moe_shared_expert_intermediate_size": draw.choice((8, 20)),
+    }
+    fields.pop("num_hidden_layers")
+    return fields | ({"time_step_min": draw.choice((0.0, 0.5, 1.0))} if draw.random() < 0.5 else {})
+
+
+def _kimi_shape(draw: Random, kind: str) -> Fields:
+    """Kimi delta attention and latent attention; experts under the library's names for this class."""
+    fields = _latent_shape(draw, kind)
+    layers = fields["num_hidden_layers"]
+    fields |= {"num_local_experts": fields.pop("n_routed_experts"), "pad_token_id": None}
+    if draw.random() < 0.3:
+        fields["mlp_layer_types"] = [draw.choice(("dense", "sparse")) for _ in range(layers)]
+    widths = {"linear_num_heads": draw.choice((1, 2, 3)), "linear_head_dim": draw.choice((4, 6))}
+    if draw.random() < 0.6:
+        return {**fields, **widths}
+    full = sorted(draw.sample(range(1, layers + 1), draw.randint(0, layers)))
+    lists = {"full_attn_layers": full, "kda_layers": [n for n in range(1, layers + 1) if n not in full]}
+    nested = {"num_heads": widths["linear_num_heads"], "head_dim": widths["linear_head_dim"]}
+    return {**fields, "linear_attn_config": {**nested, **lists, "short_conv_kernel_size": draw.choice((3, 4))}}
+
+
 MIXED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-LINEAR = (*MIXED, "granitemoehybrid")
+LINEAR = (*MIXED, "granitemoehybrid", "kimi_linear")
 """Kinds whose entries of `layer_types` are of linear or of full attention."""
 SHAPES: dict[str, Callable[[Random, str], Fields]] = {
     "gpt2": _gpt2_shape,
     **dict.fromkeys(MIXED, _mixed_shape),
     "granite": _granite_shape,
+    "nemotron_h": _branches_shape,
+    "kimi_linear": _kimi_shape,
     "granitemoehybrid": _mamba_shape,
     "mixtral": _sparse_shape,
     "qwen3_moe": _sparse_shape,

@@ -13,7 +13,7 @@ from mplug import PublicSettings
 from mplug.registry.entry_points import Registry
 from mplug_nn import FormField, PublicForm, forms_of
 
-FAMILIES = ("gpt", "llama", "qwen", "granite", "mixtral", "gemma", "gpt-oss", "deepseek")
+FAMILIES = ("gpt", "llama", "qwen", "granite", "nemotron", "kimi-linear", "mixtral", "gemma", "gpt-oss", "deepseek")
 TINY: dict[str, dict[str, Any]] = TABLES["fields"]["kinds"]
 """By `model_type`, the fields of a tiny model; all others are absent."""
 SILENT: dict[str, dict[str, Any]] = {

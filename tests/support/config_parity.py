@@ -42,7 +42,7 @@ TOLERANCE = 1e-10
 """Maximum difference of fp64 values, absolute, or relative to the largest value of a tensor above 1."""
 EXPERTS = {
     *("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3"),
-    *("qwen3_next", "qwen3_5_moe_text", "granitemoehybrid"),
+    *("qwen3_next", "qwen3_5_moe_text", "granitemoehybrid", "nemotron_h", "kimi_linear"),
 }
 APART = {"gpt_oss", *HYBRIDS}
 """Kinds whose code in transformers does not tell documents apart by their positions."""

@@ -98,8 +98,60 @@ def mamba(own: Tensors) -> Tensors:
     return found | {"conv.weight": own["conv1d.weight"][:, 0], "conv.bias": own["conv1d.bias"]}
 
 
+def nemotron(config: Any, theirs: Tensors) -> Tensors:
+    """Nemotron-H: one part per block, called `mixer`."""
+    found = {"embedding.token.weight": theirs["model.embeddings.weight"]} if "model.embeddings.weight" in theirs else {}
+    found["head.norm.weight"] = theirs["model.norm_f.weight"]
+    if "lm_head.weight" in theirs:
+        found["head.project.weight"] = theirs["lm_head.weight"]
+    for layer, kind in enumerate(config.layers_block_type):
+        own = layer_of(theirs, f"model.layers.{layer}.mixer.")
+        found[f"blocks.{layer}.norm.weight"] = theirs[f"model.layers.{layer}.norm.weight"]
+        if kind == "linear_attention":
+            ours = {f"attn.{name}": x for name, x in mamba(own).items()}
+        elif kind == "full_attention":
+            qkv = torch.cat([own[f"{one}_proj.weight"] for one in "qkv"])
+            ours = {"attn.qkv.weight": qkv, "attn.out.weight": own["o_proj.weight"]}
+        elif kind == "mlp":
+            ours = {f"mlp.{one}.weight": own[f"{one}_proj.weight"] for one in ("up", "down")}
+        else:
+            ours = {f"moe.experts.{one}": own[f"experts.{one}_proj"] for one in ("up", "down")}
+            ours |= {f"moe.shared.{one}.weight": own[f"shared_experts.{one}_proj.weight"] for one in ("up", "down")}
+            ours["moe.router.weight"] = own["gate.weight"]
+            if "gate.e_score_correction_bias" in own:
+                ours["moe.router.bias"] = own["gate.e_score_correction_bias"]
+        found |= {f"blocks.{layer}.{name}": x for name, x in ours.items()}
+    return found
+
+
+def kimi(config: Any, theirs: Tensors) -> Tensors:
+    """Kimi Linear: Kimi delta attention or latent attention, as DeepSeek-V3 with experts."""
+    found = {name: x for name, x in decoder(theirs).items() if ".attn.qkv." not in name}
+    for layer, kind in enumerate(config.layer_types):
+        if kind == "linear_attention":
+            found = {name: x for name, x in found.items() if not name.startswith(f"blocks.{layer}.attn.")}
+            own = layer_of(theirs, f"model.layers.{layer}.self_attn.")
+            found |= {f"blocks.{layer}.attn.{name}": x for name, x in _kimi_delta(own).items()}
+    return found
+
+
+def _kimi_delta(own: Tensors) -> Tensors:
+    names = {"forget_gate.f_a_proj": "decay_down", "forget_gate.f_b_proj": "decay_up", "o_proj": "out"}
+    names |= {"g_a_proj": "gate_down", "g_b_proj": "gate_up"}
+    return {
+        **{f"{ours}.weight": own[f"{name}.weight"] for name, ours in names.items()},
+        "inputs.weight": torch.cat([own[f"{one}_proj.weight"] for one in "qkvb"]),
+        "conv.weight": own["conv1d.weight"][:, 0],
+        "A_log": own["forget_gate.A_log"].flatten(),
+        "dt_bias": own["forget_gate.dt_bias"].flatten(),
+        "norm": own["o_norm.weight"],
+    }
+
+
 HYBRIDS: dict[str, Callable[[Any, Tensors], Tensors]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), qwen),
     "granitemoehybrid": granite,
+    "nemotron_h": nemotron,
+    "kimi_linear": kimi,
 }
 """By `model_type`, the map of the parameters of a model with this config."""

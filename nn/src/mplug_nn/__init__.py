@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from mplug_nn.attention import Attention as Attention
     from mplug_nn.attention import DotProductAttention as DotProductAttention
     from mplug_nn.attention import scaled_dot_product as scaled_dot_product
+    from mplug_nn.branch import Branch as Branch
+    from mplug_nn.branch import ExpertsBranch as ExpertsBranch
+    from mplug_nn.branch import MixerBranch as MixerBranch
+    from mplug_nn.branch import MLPBranch as MLPBranch
     from mplug_nn.cache import Cache as Cache
     from mplug_nn.cache import CacheSize as CacheSize
     from mplug_nn.chunked_collectives import Arrival as Arrival
@@ -63,9 +67,12 @@ if TYPE_CHECKING:
     from mplug_nn.decoders.general import GeneralDecoderConfig as GeneralDecoderConfig
     from mplug_nn.decoders.general import RopeScaling as RopeScaling
     from mplug_nn.decoders.hybrid import HybridDecoderConfig as HybridDecoderConfig
+    from mplug_nn.decoders.hybrid import MixerType as MixerType
+    from mplug_nn.decoders.latent import LatentDecoderConfig as LatentDecoderConfig
     from mplug_nn.decoders.parts import ActivationName as ActivationName
     from mplug_nn.decoders.parts import AttentionConfig as AttentionConfig
     from mplug_nn.decoders.parts import BlockConfig as BlockConfig
+    from mplug_nn.decoders.parts import BranchConfig as BranchConfig
     from mplug_nn.decoders.parts import DivisionName as DivisionName
     from mplug_nn.decoders.parts import EmbeddingConfig as EmbeddingConfig
     from mplug_nn.decoders.parts import ExpertsConfig as ExpertsConfig
@@ -207,6 +214,7 @@ publish(
         "mplug_nn.activations": ("ActivationFunction",),
         "mplug_nn.multi_token_prediction": ("DepthAhead", "TokensAhead"),
         "mplug_nn.attention": ("Attention", "DotProductAttention", "scaled_dot_product"),
+        "mplug_nn.branch": ("Branch", "ExpertsBranch", "MLPBranch", "MixerBranch"),
         "mplug_nn.cache": ("Cache", "CacheSize"),
         "mplug_nn.chunked_collectives": ("Arrival", "ChunkedCollectives", "Produce", "Rows", "collectives_named"),
         "mplug_nn.core": ("AttentionCore", "packed_heads_of", "parts_of"),
@@ -216,11 +224,13 @@ publish(
         "mplug_nn.decoders.config": ("DecoderConfig",),
         "mplug_nn.decoders.family": ("DecoderFamily",),
         "mplug_nn.decoders.general": ("GeneralDecoderConfig", "RopeScaling"),
-        "mplug_nn.decoders.hybrid": ("HybridDecoderConfig",),
+        "mplug_nn.decoders.hybrid": ("HybridDecoderConfig", "MixerType"),
+        "mplug_nn.decoders.latent": ("LatentDecoderConfig",),
         "mplug_nn.decoders.parts": (
             "ActivationName",
             "AttentionConfig",
             "BlockConfig",
+            "BranchConfig",
             "DivisionName",
             "EmbeddingConfig",
             "ExpertsConfig",

@@ -4,6 +4,7 @@ The fields of a part have the names of the arguments of its module in `mplug_nn`
 those of the whole model.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
@@ -121,7 +122,7 @@ class ScanConfig:
 
     'gated_delta' is a `GatedDeltaNet`, 'mamba2' a `Mamba2` (key heads are its groups, the key width that of a state),
     'kimi_delta' a `KimiDeltaAttention`, 'gated_linear' a `GatedLinearAttention`. The last two have as many key heads as
-    value heads, and the last one has no convolution.
+    value heads, and the last one has no convolution. `time_step_limit` is that of a `Mamba2`.
     """
 
     kind: MixerKind
@@ -131,6 +132,7 @@ class ScanConfig:
     value_width: int
     conv_width: int = 4
     eps: float = 1e-6
+    time_step_limit: tuple[float, float] = (0.0, math.inf)
 
     def build(self, hidden_size: int) -> "Mixer":
         """The mixer."""
@@ -145,7 +147,7 @@ class ScanConfig:
             return GatedDeltaNet(hidden_size, keys, values, *widths, conv_width=width, eps=eps)
         if self.kind == "mamba2":
             heads = values, self.value_width, keys, self.key_width
-            return Mamba2(hidden_size, *heads, conv_width=width, eps=eps)
+            return Mamba2(hidden_size, *heads, conv_width=width, eps=eps, time_step_limit=self.time_step_limit)
         heads_of_both = values, self.key_width, self.value_width
         if self.kind == "kimi_delta":
             return KimiDeltaAttention(hidden_size, *heads_of_both, conv_width=width, eps=eps)
@@ -237,6 +239,25 @@ class BlockConfig:
         if isinstance(feed_forward, MixtureOfExperts):
             return SparseBlock(norm1, attn, norm2, feed_forward, self.dropout, post, self.residual_scale)
         return DenseBlock(norm1, attn, norm2, feed_forward, self.dropout, post, self.residual_scale)
+
+
+@dataclass(frozen=True)
+class BranchConfig:
+    """A block of a single branch: `mplug_nn.ExpertsBranch`, `MLPBranch` or `MixerBranch`, by what `part` builds."""
+
+    norm: NormConfig
+    part: PartConfig
+
+    def build(self, hidden_size: int) -> "nn.Module":
+        """The block."""
+        from mplug_nn.branch import ExpertsBranch, MixerBranch, MLPBranch
+        from mplug_nn.mlp import MLP
+        from mplug_nn.moe import MixtureOfExperts
+
+        norm, part = self.norm.build(hidden_size), self.part.build(hidden_size)
+        if isinstance(part, MixtureOfExperts):
+            return ExpertsBranch(norm, part)
+        return MLPBranch(norm, part) if isinstance(part, MLP) else MixerBranch(norm, part)
 
 
 @dataclass(frozen=True)

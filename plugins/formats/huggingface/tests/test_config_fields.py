@@ -15,12 +15,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mplug_nn import SHARED_FIELDS
 from mplug_nn.decoders.public_fields import PARTIAL
-from mplug_nn.public_form import PublicForm, UnusedField
+from mplug_nn.public_form import PublicForm, ReadField, UnusedField
 from mplug_nn.public_form import form_of as choose
 from mplug_nn.public_values import same_value
 
 TOLERANCE = 1e-10
 FORMS = forms()
+ROTARY = [kind for kind, (_, form) in FORMS.items() if isinstance(form.fields.get("rope_theta"), ReadField)]
 
 
 def form_of(kind: str) -> PublicForm:
@@ -53,7 +54,7 @@ def test_fields_of_generation_have_no_effect() -> None:
     assert set(GenerationConfig._get_default_generation_params()) <= set(SHARED_FIELDS)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FORMS if kind != "gpt2"])
+@pytest.mark.parametrize("kind", ROTARY)
 def test_the_base_of_rotary_positions_has_the_librarys_default(kind: str) -> None:
     default, rows = CONFIG_MAPPING[kind].default_theta, form_of(kind).fields
     if kind == "gemma3_text":
@@ -92,6 +93,8 @@ COMPUTED: list[Case] = [
     ("qwen2", {**WINDOWS, "max_window_layers": 1}),
     ("qwen3_moe", WINDOWS),
     ("qwen3_next", {"mlp_only_layers": [2], "attention_bias": True}),
+    ("kimi_linear", {}),
+    ("nemotron_h", {}),
     ("granitemoehybrid", {}),
     ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": "rope", "rope_theta": 1e3}),
     ("qwen3_5_moe_text", {"rope_parameters": {**MROPE, "rope_theta": 1e3, "partial_rotary_factor": 0.5}}),
@@ -128,6 +131,14 @@ READ: list[Case] = [
     ("qwen3_moe", {"num_experts": 0}),
     ("qwen3_moe", {"num_experts": ABSENT, "num_local_experts": 6}),
     ("qwen3_moe", {"hidden_act": "gelu_new", "mlp_only_layers": [0]}),
+    ("nemotron_h", {"layers_block_type": ABSENT, "hybrid_override_pattern": "M*-E", "num_hidden_layers": 4}),
+    ("nemotron_h", {"layers_block_type": ABSENT, "layer_types": ["mamba", "attention"], "tie_word_embeddings": True}),
+    ("nemotron_h", {"layers_block_type": ABSENT, "norm_topk_prob": False, "n_group": 1, "conv_kernel": 3}),
+    ("nemotron_h", {"n_groups": ABSENT, "mamba_n_groups": 1, "topk_group": 2, "num_key_value_heads": 4}),
+    ("kimi_linear", {"layer_types": None, "linear_attn_config": {"full_attn_layers": [3], "kda_layers": [1, 2]}}),
+    ("kimi_linear", {"linear_attn_config": {"head_dim": 5, "num_heads": 2, "short_conv_kernel_size": 3}}),
+    ("kimi_linear", {"layer_types": None, "mlp_layer_types": ["sparse", "dense", "sparse"], "q_lora_rank": 10}),
+    ("kimi_linear", {"num_local_experts": ABSENT, "num_experts": 8, "first_k_dense_replace": 3, "n_group": 1}),
     ("granite", {"attention_bias": True, "mlp_bias": True, "rope_theta": 1e3, "attention_multiplier": 1}),
     ("granite", {"num_key_value_heads": None, "head_dim": 16, "hidden_act": "gelu"}),
     ("granitemoehybrid", {"layer_types": ["mamba", "attention", "mamba"], "mamba_d_head": 16}),
@@ -227,6 +238,26 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_5_text", {"attn_output_gate": False}, "'attn_output_gate' is false, but the family supports true only"),
     ("qwen3_5_text", {"mtp_use_dedicated_embeddings": True}, "the blocks share the embedding of the model"),
     ("qwen3_5_moe_text", {"mamba_ssm_dtype": "bfloat16"}, "scans compute in fp32"),
+    # Kimi Linear
+    ("kimi_linear", {"layer_types": TYPES}, "'layer_types' is not a list of 3 of linear_attention, full_attention"),
+    ("kimi_linear", {"mlp_layer_types": ["dense"]}, "'mlp_layer_types' is not a list of 3 of dense, sparse"),
+    ("kimi_linear", {"linear_attn_config": {"gate": 1}}, "'linear_attn_config.gate' is unknown to the family"),
+    ("kimi_linear", {"linear_attn_config": {"head_dim": 0}}, "'linear_attn_config.head_dim' is 0, but must be an int"),
+    (
+        "kimi_linear",
+        {"layer_types": None, "linear_attn_config": {"full_attn_layers": [1], "kda_layers": [1, 2]}},
+        "do not name 3 blocks once each",
+    ),
+    ("kimi_linear", {"mla_use_nope": False}, "'mla_use_nope' is false, but the family supports true only"),
+    # Nemotron
+    ("nemotron_h", {"hybrid_override_pattern": "M"}, "'layers_block_type' and 'hybrid_override_pattern' contradict"),
+    ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "MX"}, "has other letters than M, *, -, E"),
+    ("nemotron_h", {"layers_block_type": TYPES}, "'layers_block_type' is not a list of linear_attention, full_att"),
+    ("nemotron_h", {"num_hidden_layers": 5}, "'num_hidden_layers' is 5, but the pattern of its blocks has 4 of them"),
+    ("nemotron_h", {"moe_latent_size": 8}, "experts of latent vectors are not implemented"),
+    ("nemotron_h", {"mlp_hidden_act": "silu"}, "'mlp_hidden_act' is 'silu', but the family supports \"relu2\" only"),
+    ("nemotron_h", {"n_group": 6}, "its field 'n_group' (6) leaves a group of its 6 experts fewer than 2"),
+    ("nemotron_h", {"norm_eps": 0.1}, "'norm_eps' is 0.1, but the family supports 1e-05 only, which is layer_norm_ep"),
     # Granite
     ("granitemoehybrid", {"mamba_d_head": 8}, "'mamba_n_heads' is 4, but 'mamba_expand' needs heads of 8 that fill 64"),
     (

@@ -332,6 +332,25 @@ def test_the_layer_for_multi_token_prediction_is_read_if_the_model_has_one(folde
         changed(path, lambda found, copy=copy: found[copy].div_(2))
 
 
+def test_dense_blocks_of_kimi_linear_are_read_under_the_name_that_the_library_saves(folder: Folder) -> None:
+    def one_dense(found: dict[str, Tensor]) -> None:
+        at = "model.layers.0.block_sparse_moe."
+        for name in [name for name in found if name.startswith(at)]:
+            del found[name]
+        for name, shape in (("gate", (48, 32)), ("up", (48, 32)), ("down", (32, 48))):
+            found[f"{at}{name}_proj.weight"] = torch.randn(shape)
+
+    def published(found: dict[str, Tensor]) -> None:
+        for name in [name for name in found if name.startswith("model.layers.0.block_sparse_moe.")]:
+            found[name.replace("block_sparse_moe", "mlp")] = found.pop(name)
+
+    path = changed(folder("kimi-linear"), one_dense)
+    edited(path, mlp_layer_types=["dense", "sparse", "sparse"])
+    saved = loaded(path)[1].parameters()
+    own = loaded(changed(path, published))[1].parameters()
+    assert all(torch.equal(own[name], one) for name, one in saved.items())
+
+
 def prediction_block_beside(found: dict[str, Tensor]) -> None:
     """A copy of the block with attention times 2, as Qwen3-Next names it."""
     at = "model.layers.3."

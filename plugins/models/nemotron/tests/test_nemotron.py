@@ -1,0 +1,34 @@
+"""Nemotron keeps the contract of models, and its presets have the published sizes."""
+
+from decoder_suites import FurtherDecoderSuite
+from tiny_models import DECODER
+
+SHAPE = {name: value for name, value in DECODER.items() if name != "model.num_layers"}
+
+
+class TestNemotron(FurtherDecoderSuite):
+    """Every kind of block."""
+
+    plugin = "nemotron"
+    settings = {
+        **SHAPE,
+        "model.num_layers": 4,
+        "model.pattern": "MEM*",
+        "model.num_experts": 4,
+        "model.num_experts_per_token": 2,
+        "model.moe_ffn_hidden_size": 24,
+        "model.num_shared_experts": 1,
+        "model.linear_num_key_heads": 2,
+        "model.linear_key_head_dim": 6,
+        "model.linear_value_head_dim": 8,
+    }
+    layouts = ("tp2",)
+    positions = "ignored"
+    own_beside = {
+        "ffn_hidden_size": {"pattern": "M-*"},
+        "mlp_bias": {"pattern": "M-*"},
+        **{name: {"position_types": ["rotary"]} for name in ("rope_theta", "rope_scaling", "rope_fraction")},
+        "rope_interleaved": {"position_types": ["rotary"]},
+    }
+    own_examples = {"pattern": ["M*"]}
+    sizes = {"h-8b": 8.101, "3-nano-30b-a3b": 31.578}

@@ -357,7 +357,9 @@ def test_an_entry_point_of_a_group_that_there_is_not_is_told(
 
 
 @pytest.mark.parametrize("version", ["0.1.0", "0.1", "0.2", "1", "0.1.0.dev1", "0.2rc1"])
-@pytest.mark.parametrize("requirement", [">=0.1,<0.2", ">=0.1.0, <0.2", "<1", ">=0.1.1", "==0.1.*", "~=0.1.0", ""])
+@pytest.mark.parametrize(
+    "requirement", [">=0.1,<0.2", ">=0.1.0, <0.2", "<1", ">=0.1.1", "==0.1.*", "==0.1.0", "~=0.1.0", ""]
+)
 def test_a_requirement_admits_what_the_packaging_library_says(requirement: str, version: str) -> None:
     assert _admits(requirement, version) == (version in SpecifierSet(requirement, prereleases=True))
 

@@ -1,5 +1,6 @@
 """Entry points -> names -> plugins. Listing reads distribution metadata only and never imports a plugin."""
 
+import operator
 import os
 import re
 import sys
@@ -230,8 +231,9 @@ def refuse_other_versions(entry: Entry) -> None:
         )
 
 
-PLAIN = re.compile(r"(>=|<)(\d+(?:\.\d+)*)")
-"""A bound of a requirement, as all bundled plugins have two."""
+COMPARED = {">=": operator.ge, "<": operator.lt, "==": operator.eq}
+PLAIN = re.compile(r"(>=|<|==)(\d+(?:\.\d+)*)")
+"""A bound of a requirement, as bundled plugins have them."""
 
 
 def _admits(requirement: str, version: str) -> bool:
@@ -242,7 +244,7 @@ def _admits(requirement: str, version: str) -> bool:
 
         return version in SpecifierSet(requirement, prereleases=True)
     own = _numbers(version)
-    return all(own >= _numbers(one[2]) if one[1] == ">=" else own < _numbers(one[2]) for one in bounds if one)
+    return all(COMPARED[one[1]](own, _numbers(one[2])) for one in bounds if one)
 
 
 def _numbers(version: str) -> list[int]:

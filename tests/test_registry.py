@@ -16,13 +16,14 @@ import torch
 import yaml
 from click.testing import CliRunner
 from command_line import assert_refused
+from packaging.specifiers import SpecifierSet
 
 from mplug.cli import main
 from mplug.errors import UsageError
 from mplug.model.build import can_be_built
 from mplug.model.slots import alternatives
 from mplug.model.slots.offers import Site, Unmet
-from mplug.registry.entry_points import BrokenPlugin, Registry
+from mplug.registry.entry_points import BrokenPlugin, Registry, _admits
 from mplug_nn import Attention
 from mplug_testing.harness import tiny_config
 from mplug_testing.inspection import inspect_here
@@ -353,3 +354,21 @@ def test_an_entry_point_of_a_group_that_there_is_not_is_told(
     assert checked.exit_code == 1
     assert checked.output.startswith(f"broken  {told}")
     assert "0 of 1 plugins pass" in checked.output
+
+
+@pytest.mark.parametrize("version", ["0.1.0", "0.1", "0.2", "1", "0.1.0.dev1", "0.2rc1"])
+@pytest.mark.parametrize(
+    "requirement", [">=0.1,<0.2", ">=0.1.0, <0.2", "<1", ">=0.1.1", "==0.1.*", "==0.1.0", "~=0.1.0", ""]
+)
+def test_a_requirement_admits_what_the_packaging_library_says(requirement: str, version: str) -> None:
+    assert _admits(requirement, version) == (version in SpecifierSet(requirement, prereleases=True))
+
+
+def test_a_scan_is_repeated_after_an_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    before = Registry().names("models")
+    folder = tmp_path / "acme_later-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Name: acme-later\nVersion: 1.0\n\n")
+    (folder / "entry_points.txt").write_text("[mplug.models]\nlater = acme_later:Later\n")
+    assert sorted([*before, "later"]) == sorted(Registry().names("models"))

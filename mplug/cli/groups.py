@@ -1,6 +1,7 @@
 """Groups of commands that installed distributions extend. Listing a group imports no command of a plugin."""
 
-import ast
+import os
+import re
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -119,15 +120,40 @@ def _described(error: BaseException, module: str) -> str:
 def _summary_of(entry: Entry) -> str:
     """The summary of a plugin's command: the docstring in its source, read without an import, or its distribution's."""
     module, _, attribute = entry.target.partition(":")
-    package, *inner = module.split(".")
     try:
-        spec = find_spec(package)
-        path = Path(*(spec.submodule_search_locations or ()) if spec else (), *inner)
-        source = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
-        tree = ast.parse(source.read_text(encoding="utf-8"))
+        source = _source_of(entry.source, module.split("."))
+        text = _docstring(source, attribute)
     except (ImportError, OSError, ValueError, SyntaxError):
         return entry.summary
-    docstrings = (
-        ast.get_docstring(part) for part in tree.body if isinstance(part, ast.FunctionDef) and part.name == attribute
-    )
-    return next((" ".join(text.split("\n\n")[0].split()) for text in docstrings if text), entry.summary)
+    return " ".join(text.split("\n\n")[0].split()) if text else entry.summary
+
+
+def _docstring(source: str, name: str) -> str | None:
+    """The first paragraph of the docstring of a function of a module.
+
+    Parsing takes most of the time of `mplug --help`, so it is for what the usual form does not match.
+    """
+    head = rf"^def {re.escape(name)}\((?:[^\n]*|\n(?:    [^\n]*\n)*)\)[^\n]*:\n    "
+    plain = re.search(head + r'"""([^"\\]+?)(?:"""|\n\n)', source, re.MULTILINE)
+    if plain is not None:
+        return plain[1]
+    import ast
+
+    parts = ast.parse(source).body
+    found = (ast.get_docstring(one) for one in parts if isinstance(one, ast.FunctionDef) and one.name == name)
+    return next(filter(None, found), None)
+
+
+def _source_of(folder: str, names: list[str]) -> str:
+    """The source of a module of the distribution in a folder; OSError if there is none.
+
+    A search along `sys.path` lists every folder of it, so it comes last: an editable install adds a folder per package.
+    """
+    bases = [os.path.join(folder, *inner, *names) for inner in ((), ("src",))]
+    for path in [one + end for one in bases for end in (".py", f"{os.sep}__init__.py")]:
+        if os.path.isfile(path):
+            return Path(path).read_text(encoding="utf-8")
+    spec = find_spec(names[0])
+    path = Path(*(spec.submodule_search_locations or ()) if spec else (), *names[1:])
+    source = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
+    return source.read_text(encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from traceback import extract_tb
 
 from mplug.errors import RunError, UsageError
 from mplug.registry.entry_points import BrokenPlugin
@@ -27,6 +26,8 @@ def asking(label: str, what: str) -> Iterator[None]:
 
 def fault(error: Exception) -> str:
     """An exception of a plugin's code on one line, with the file and line that raised it."""
+    from traceback import extract_tb  # only errors need it
+
     frames = extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {_text_of(error)}{place}"

@@ -1,9 +1,12 @@
 """Entry points -> names -> plugins. Listing reads distribution metadata only and never imports a plugin."""
 
+import operator
+import os
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib import import_module
 from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any, NamedTuple
@@ -121,35 +124,11 @@ class Registry:
     """The plugins installed for this interpreter."""
 
     def __init__(self, installed: Iterable[Distribution] | None = None) -> None:
-        self._installed = distributions() if installed is None else installed
+        self._installed = installed
 
     @cached_property
-    def _scan(self) -> tuple[list[Entry], list[Shadowed], list[Misplaced]]:
-        shadowed: list[Shadowed] = []
-        seen: dict[str, tuple[_Metadata, list[EntryPoint]]] = {}
-        for distribution in self._installed:
-            text = distribution.read_text("entry_points.txt") or ""
-            if "[mplug." not in text:
-                continue
-            described = _metadata(distribution)
-            normalized = re.sub(r"[-_.]+", "-", described.name).lower()
-            if normalized in seen:
-                shadowed.append(Shadowed(described.name, described.version, described.source))
-                continue
-            points = [point for point in _points(text) if point.group.startswith("mplug.")]
-            seen[normalized] = (described, points)
-        opened = {one.name for _, points in seen.values() for one in points if one.group == f"mplug.{OPEN_LISTS}"}
-        groups = (*GROUPS, *sorted(opened))
-        entries: list[Entry] = []
-        misplaced: list[Misplaced] = []
-        for described, points in seen.values():
-            for point in points:
-                kind = point.group.removeprefix("mplug.")
-                if kind in groups:
-                    entries.append(_entry(kind, point, described))
-                else:
-                    misplaced.append(Misplaced(point.group, point.name, described.name, described.version, groups))
-        return sorted(entries, key=lambda entry: (entry.kind, entry.name, entry.distribution)), shadowed, misplaced
+    def _scan(self) -> "Scan":
+        return _scan(self._installed) if self._installed is not None else _scan_of_path(*_state_of_path())
 
     def entries(self, kind: str | None = None) -> list[Entry]:
         """Installed plugins of a kind (of all kinds if None), sorted by kind and name."""
@@ -245,13 +224,83 @@ class Registry:
 
 def refuse_other_versions(entry: Entry) -> None:
     """Raise BrokenPlugin if the plugin's 'Requires-Dist: mplug' does not admit this host."""
-    from packaging.specifiers import SpecifierSet  # costs start-up time, and listing does not need it
-
-    if entry.requires is not None and __version__ not in SpecifierSet(entry.requires, prereleases=True):
+    if entry.requires is not None and not _admits(entry.requires, __version__):
         raise BrokenPlugin(
             f"{entry.label} ({entry.origin}) requires mplug {entry.requires}, but mplug {__version__} is installed; "
             f"install another release of {entry.distribution} or of mplug"
         )
+
+
+COMPARED = {">=": operator.ge, "<": operator.lt, "==": operator.eq}
+PLAIN = re.compile(r"(>=|<|==)(\d+(?:\.\d+)*)")
+"""A bound of a requirement, as bundled plugins have them."""
+
+
+def _admits(requirement: str, version: str) -> bool:
+    """Whether a requirement admits a version; bounds of plain numbers need no library, whose import takes long."""
+    bounds = [PLAIN.fullmatch(clause.strip()) for clause in requirement.split(",")]
+    if not all(bounds) or not re.fullmatch(r"\d+(\.\d+)*", version):
+        from packaging.specifiers import SpecifierSet
+
+        return version in SpecifierSet(requirement, prereleases=True)
+    own = _numbers(version)
+    return all(COMPARED[one[1]](own, _numbers(one[2])) for one in bounds if one)
+
+
+def _numbers(version: str) -> list[int]:
+    """The numbers of a version without zeros at its end: 1.0 equals 1."""
+    numbers = [int(number) for number in version.split(".")]
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return numbers
+
+
+Scan = tuple[list[Entry], list[Shadowed], list[Misplaced]]
+
+
+def _state_of_path() -> tuple[tuple[str, int], ...]:
+    """The folders of `sys.path` with their times of change: an installation changes one of them."""
+    found = []
+    for folder in sys.path:
+        try:
+            found.append((folder, os.stat(folder or ".").st_mtime_ns))
+        except OSError:
+            found.append((folder, 0))
+    return tuple(found)
+
+
+@lru_cache(maxsize=1)
+def _scan_of_path(*state: tuple[str, int]) -> Scan:  # the state is the key
+    """The scan of what is installed; a command asks for it several times, and it takes most of the time of listing."""
+    return _scan(distributions())
+
+
+def _scan(installed: Iterable[Distribution]) -> Scan:
+    shadowed: list[Shadowed] = []
+    seen: dict[str, tuple[_Metadata, list[EntryPoint]]] = {}
+    for distribution in installed:
+        text = distribution.read_text("entry_points.txt") or ""
+        if "[mplug." not in text:
+            continue
+        described = _metadata(distribution)
+        normalized = re.sub(r"[-_.]+", "-", described.name).lower()
+        if normalized in seen:
+            shadowed.append(Shadowed(described.name, described.version, described.source))
+            continue
+        points = [point for point in _points(text) if point.group.startswith("mplug.")]
+        seen[normalized] = (described, points)
+    opened = {one.name for _, points in seen.values() for one in points if one.group == f"mplug.{OPEN_LISTS}"}
+    groups = (*GROUPS, *sorted(opened))
+    entries: list[Entry] = []
+    misplaced: list[Misplaced] = []
+    for described, points in seen.values():
+        for point in points:
+            kind = point.group.removeprefix("mplug.")
+            if kind in groups:
+                entries.append(_entry(kind, point, described))
+            else:
+                misplaced.append(Misplaced(point.group, point.name, described.name, described.version, groups))
+    return sorted(entries, key=lambda entry: (entry.kind, entry.name, entry.distribution)), shadowed, misplaced
 
 
 class _Metadata(NamedTuple):

@@ -22,7 +22,6 @@ import getpass
 import json
 import os
 import re
-import secrets
 import select
 import shlex
 import shutil
@@ -181,7 +180,7 @@ def take(directory: Path, notify: Callable[[str], None]) -> Claim:
     its baton.
     """
     folder = directory / FOLDER
-    own = Baton.of(Process.this(), secrets.token_hex(8), 0)
+    own = Baton.of(Process.this(), os.urandom(8).hex(), 0)
     watched, since = None, 0.0
     for _ in range(int(TRIES + LEASE / POLL)):
         baton = _baton_in(folder)

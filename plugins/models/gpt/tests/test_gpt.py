@@ -40,6 +40,11 @@ class TestGPT(ModelSuite):
     positions = "relative"
     beside = {"max_position_embeddings": {"model.position": "learned"}}
 
+    @pytest.mark.wide("families")
+    def test_replayed_steps_are_steps(self) -> None:
+        """Those of `TestGPTWithEverything` are replayed in the quick tests."""
+        super().test_replayed_steps_are_steps()
+
     def reference(self, weights: Any, batch: Any, config: Any) -> Tensor:
         def of_block(h: Tensor, n: int) -> Tensor:
             return feed_forward(h, weights, f"blocks.{n}.mlp", config)

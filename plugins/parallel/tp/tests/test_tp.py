@@ -13,8 +13,6 @@ class TestTensorParallel(ParallelSuite):
     variants = {
         **ParallelSuite.variants,
         "all-kv-heads-and-alibi": {"model.num_kv_heads": 4, "model.position": "alibi"},
-        "whole-stream": WHOLE_STREAM,
-        "overlap": OVERLAP,
         "everything-whole-stream-overlap": {**EVERYTHING, **WHOLE_STREAM, **OVERLAP},
     }
     refused = {

@@ -95,10 +95,8 @@ class CommandSuite(PluginSuite):
     def test_it_explains_itself(self) -> None:
         """`mplug NAME --help` works in an empty folder."""
         output = self._output("--help")
-        require(
-            output.status == 0,
-            f"'{self._call()} --help' ends with status {output.status}: {_end_of(output.err, output.out)}",
-        )
+        end = _end_of(output.err, output.out)
+        require(output.status == 0, f"'{self._call()} --help' ends with status {output.status}: {end}")
         usage = f"Usage: {self._call()}"
         first = output.out.strip().partition("\n")[0]
         require(first.startswith(usage), f"'{self._call()} --help' begins with '{first}', not with '{usage}'")

@@ -57,6 +57,7 @@ class TestGPTWithEverything(TestGPT):
     positions = "absolute"
     settings = ParallelSuite.variants["another-model"]
     layouts = ("pp2tp2", "tp2 parallel.tp.sequence_parallel=false")
+    test_replayed_steps_are_steps = ModelSuite.test_replayed_steps_are_steps
 
 
 # Every shape computes what the papers say.

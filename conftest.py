@@ -53,7 +53,7 @@ PRELOAD.extend(modules_of_plugins())
 WIDE = {
     "compile": "longer tests of compiled units, and the yardstick of `mplug bench`",
     "configs": "1,000 generated config.json files of each architecture, computed beside the transformers library",
-    "data": "the whole suites of data/datasets: conversations streamed, texts mapped and streamed",
+    "data": "the whole suites of data/datasets (mapped and streamed) and of conversations in data/energon",
     "experts": "every way of routing and balancing experts, under several layouts",
     "families": "more families: greedy text, logits and round trips, beside the transformers library",
     "fuzz": "broken configs, checkpoints, files of runs and indices: 10,000 in one process, 50 in processes; "
@@ -68,7 +68,7 @@ WIDE = {
     "reshard": "resumes of optimizers and DeepSpeed under other layouts",
     "scaffold": "every kind of package that `plugins new` writes: installed, tested and used",
     "session": "the first training run of README.md with all its steps; mplug-all installed from the built wheels",
-    "site": "the documentation site with the API, and its pages in a browser",
+    "site": "the documentation site without and with the API, its pages in a browser, and the controls of a report",
     "suites": "every planted mistake that a suite of mplug_testing must catch, all kernel cases for kernels/flex, and "
     "`plugins check` of every package in tests/packages",
 }

@@ -258,7 +258,7 @@ def test_a_port_that_is_in_use_is_refused_by_its_number(folder: Path, options: l
 # The same run, whoever starts its processes.
 
 
-@pytest.mark.parametrize("layout", ["dp2", "tp2pp2"])
+@pytest.mark.parametrize("layout", ["dp2", pytest.param("tp2pp2", marks=pytest.mark.wide("layouts"))])
 def test_several_processes_give_the_losses_of_one_and_write_one_record(layout: str, whole: Whole) -> None:
     run = whole(layout)
     assert_same_losses(run, whole(""))

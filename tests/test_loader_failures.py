@@ -174,14 +174,17 @@ class Rows(Dataset[MicroBatch]):
     ],
 )
 def test_what_a_worker_process_raises_is_one_sentence(error: Exception, sentence: str) -> None:
+    batches: Any = iter(DataLoader(Rows(error), batch_size=None, num_workers=1))
+
     class Prefetching(MapLoader):
         def take(self, num_samples: int) -> Iterator[MicroBatch]:
-            return iter(DataLoader(Rows(error), batch_size=None, num_workers=1))
+            return batches  # type: ignore[no-any-return]
 
     fed = feed(Prefetching(batch, vocab_size=V, shard=(0, 1), micro_batch_size=SIZE))
     with pytest.raises(RunError, match=sentence) as caught:
         list(fed.take(4))
     assert "Traceback" in str(caught.value.__cause__)
+    batches._shutdown_workers()  # a garbage collection in a later test would wait 5 s for the worker
 
 
 def test_the_numbers_of_samples_on_a_device_are_not_read_while_all_is_well() -> None:

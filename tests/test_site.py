@@ -101,6 +101,7 @@ def name_of(page: Path) -> str:
     return "index.html" if page.name == "README.md" else f"{page.stem}.html"
 
 
+@pytest.mark.wide("site")
 def test_the_site_has_every_page_and_no_dead_link_and_loads_nothing_from_another_host(
     hooks: ModuleType, site: Path
 ) -> None:
@@ -113,6 +114,7 @@ def test_the_site_has_every_page_and_no_dead_link_and_loads_nothing_from_another
     assert loaded_elsewhere(parsed) == set()
 
 
+@pytest.mark.wide("site")
 def test_lists_and_tables_are_rendered_as_such(site: Path) -> None:
     marker = r"(?:[-*] |\d+\. |\|)"
     for file in site.rglob("*.html"):

@@ -61,6 +61,10 @@ def named_cases(data: Mapping[str, Any]) -> dict[str, Case]:
     return {f"{name}-{number:03}": case for name, cases in lists.items() for number, case in enumerate(cases)}
 
 
+DENSE = ("gpt", "gpt alibi", "llama", "qwen")
+"""Families whose blocks are of one kind and compile fast."""
+
+
 def few_with_every_value(cases: Mapping[str, Case]) -> set[str]:
     """The names of few cases in which every value occurs: each is the one with the most new values for its cost.
 
@@ -81,7 +85,8 @@ def _cost(case: Case) -> float:
     """CPU seconds of a case, roughly: compiled units cost the most, and the more, the larger their graphs are."""
     strategies = sum(case[name] != "none" for name in STRATEGIES)
     larger = sum(case[name] != FEATURES[name][0] for name in ("ahead", "adapter", "recompute", "packed"))
-    return float(2**strategies * (0.5 if case["compile"] == "never" else 8 + 4 * larger))
+    experts = case["family"] not in DENSE
+    return float(2**strategies * (0.5 if case["compile"] == "never" else 4 + 4 * larger + 4 * experts))
 
 
 def settings_of(case: Case) -> Settings:

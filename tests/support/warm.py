@@ -172,12 +172,12 @@ def forking_modules(run: Callable[..., Any]) -> Callable[..., Any]:
     """Make the subprocesses of commands, such as `python -m mplug_testing.inspection`, forks too."""
 
     def fork(command: list[str], **options: Any) -> Any:
-        if command[:2] != [sys.executable, "-m"] or not command[2].startswith(("mplug.", "mplug_testing.")):
+        if command[:2] != [sys.executable, "-m"] or command[2].partition(".")[0] not in ("mplug", "mplug_testing"):
             return run(command, **options)
-        assert set(options) <= {"input", "capture_output", "text", "timeout"}
+        assert set(options) <= {"input", "capture_output", "text", "timeout", "cwd", "env"}
         timeout, text = options.get("timeout"), options.get("input")
-        here = Path.cwd()
-        return run_module(*command[2:], cwd=here, environment=os.environ, timeout=timeout, text=text)
+        here, environment = Path(options.get("cwd") or Path.cwd()), options.get("env") or os.environ
+        return run_module(*command[2:], cwd=here, environment=environment, timeout=timeout, text=text)
 
     return fork
 

@@ -10,6 +10,7 @@ Its tests run `mplug` in separate processes in an empty folder, as a user would.
 """
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -94,7 +95,8 @@ class CommandSuite(PluginSuite):
     def test_it_explains_itself(self) -> None:
         """`mplug NAME --help` works in an empty folder."""
         output = self._output("--help")
-        require(output.status == 0, f"'{self._call()} --help' ends with status {output.status}: {_end_of(output)}")
+        end = _end_of(output.err, output.out)
+        require(output.status == 0, f"'{self._call()} --help' ends with status {output.status}: {end}")
         usage = f"Usage: {self._call()}"
         first = output.out.strip().partition("\n")[0]
         require(first.startswith(usage), f"'{self._call()} --help' begins with '{first}', not with '{usage}'")
@@ -124,12 +126,9 @@ class CommandSuite(PluginSuite):
     def test_an_unknown_option_is_an_error_that_names_it(self) -> None:
         """A misspelt option must never be ignored."""
         for name, _ in self._commands():
-            output = output_of(*name.split()[1:], NO_SUCH_OPTION)
-            require(
-                output.status == 2,
-                f"'{name} {NO_SUCH_OPTION}' ends with status {output.status}, not 2: {_end_of(output)}",
-            )
-            require(NO_SUCH_OPTION in output.err, f"the error of '{name} {NO_SUCH_OPTION}' does not name the option")
+            status, err, end = refusal_of(*name.split()[1:], NO_SUCH_OPTION)
+            require(status == 2, f"'{name} {NO_SUCH_OPTION}' ends with status {status}, not 2: {end}")
+            require(NO_SUCH_OPTION in err, f"the error of '{name} {NO_SUCH_OPTION}' does not name the option")
 
     def test_wrong_arguments_are_known_of_every_command(self) -> None:
         """If `refused` has none for a command, the first user finds the traceback."""
@@ -145,13 +144,10 @@ class CommandSuite(PluginSuite):
     def test_wrong_arguments_are_refused_in_a_sentence(self) -> None:
         """For the arguments in `refused`, it raises `mplug.UsageError`, which states problem, place and remedy."""
         for arguments in self.refused:
-            output, line = self._output(*arguments), " ".join((self._call(), *arguments))
-            require(
-                "Traceback" not in output.err,
-                f"'{line}' ends in a traceback: {_end_of(output)}; raise mplug.UsageError",
-            )
-            require(output.status == 2, f"'{line}' ends with status {output.status}, not 2: {_end_of(output)}")
-            require(output.err.strip(), f"'{line}' prints no error message")
+            (status, err, end), line = refusal_of(*self._words(), *arguments), " ".join((self._call(), *arguments))
+            require("Traceback" not in err, f"'{line}' ends in a traceback: {end}; raise mplug.UsageError")
+            require(status == 2, f"'{line}' ends with status {status}, not 2: {end}")
+            require(err.strip(), f"'{line}' prints no error message")
 
     def _output(self, *arguments: str) -> Output:
         return output_of(*self._words(), *arguments)
@@ -193,6 +189,15 @@ def output_of(*arguments: str) -> Output:
     return Output(out, finished.stderr, status, frozenset(modules))
 
 
-def _end_of(output: Output) -> str:
-    lines: Sequence[str] = (output.err.strip() or output.out.strip() or "it prints nothing").splitlines()
+def refusal_of(*arguments: str) -> tuple[int, str, str]:
+    """(exit status, errors, last line) of `mplug` in a separate process in an empty folder."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with TemporaryDirectory(prefix="mplug-command-") as folder:
+        command = [sys.executable, "-m", "mplug", *arguments]
+        finished = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    return finished.returncode, finished.stderr, _end_of(finished.stderr, finished.stdout)
+
+
+def _end_of(err: str, out: str) -> str:
+    lines: Sequence[str] = (err.strip() or out.strip() or "it prints nothing").splitlines()
     return lines[-1]

@@ -176,7 +176,8 @@ def test_scores_are_those_of_the_harness_for_hugging_face_models(folder: Path, e
     assert set(map(str, greedy)) == {"True", "False"}, "both cases occur"
 
 
-@pytest.mark.parametrize("layout", ["tp2", pytest.param("pp2", marks=WIDE), pytest.param("dp2", marks=WIDE)])
+@WIDE
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
 def test_scores_do_not_depend_on_the_layout(folder: Path, expected: dict[str, Any], layout: str) -> None:
     found, others = run_workers(2, results, job_of(folder, "--tasks", ALL, "--parallel", layout))
     require_results(found, expected)

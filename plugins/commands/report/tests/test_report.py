@@ -202,6 +202,7 @@ CONTROLS = """
 
 
 @needs_browser
+@pytest.mark.wide("site")
 def test_the_controls_change_the_axis_the_smoothing_and_the_runs(runs: list[Path], tmp_path: Path) -> None:
     dumped, found = drawn(page_of(runs)[0].replace("</body>", f"{CONTROLS}</body>"), tmp_path)
     title, scale, traces = json.loads(html.unescape(re.findall('<output id="state">(.*?)</output>', dumped)[0]))

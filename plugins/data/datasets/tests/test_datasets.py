@@ -7,6 +7,8 @@ import pytest
 
 pytest.importorskip("datasets")
 
+from quick_part import quick
+
 from mplug_testing import DataSuite
 
 HERE = Path(__file__).parent
@@ -27,7 +29,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield
 
 
-class TestChats(DataSuite):
+class Chats(DataSuite):
     plugin = "datasets"
     settings: ClassVar[dict[str, Any]] = {
         **TINY, "data.path": str(HERE / "chats.jsonl"), "data.form": "chat", "data.max_documents": 5,
@@ -49,9 +51,23 @@ class TestChats(DataSuite):
     without_effect: ClassVar[dict[str, str]] = {"block": MAPPED, "cache": PLACE}
 
 
+@quick(
+    "test_every_field_of_its_config_has_an_effect",
+    "test_neither_importing_nor_configuring_it_imports_torch",
+    "test_missing_data_is_refused_before_a_run_is_announced",
+    "test_a_micro_batch_is_what_the_contract_says",
+    "test_it_resumes_exactly",
+    "test_the_splits_share_no_text",
+    "test_every_sample_comes_once_an_epoch",
+    wide="data",
+)
+class TestChats(Chats):
+    pass
+
+
 @pytest.mark.wide("data")
-class TestStreamedChats(TestChats):
-    settings: ClassVar[dict[str, Any]] = {**TestChats.settings, "data.streaming": True, "data.block": 30}
+class TestStreamedChats(Chats):
+    settings: ClassVar[dict[str, Any]] = {**Chats.settings, "data.streaming": True, "data.block": 30}
     without_effect: ClassVar[dict[str, str]] = {"cache": PLACE}
 
 
@@ -63,7 +79,7 @@ class TestTexts(DataSuite):
     plugin = "datasets"
     settings: ClassVar[dict[str, Any]] = {**TINY, "data.path": str(HERE / "texts.jsonl"), "trainer.seq_length": 32}
     examples: ClassVar[dict[str, Any]] = {
-        **TestChats.examples,
+        **Chats.examples,
         "validation_path": [str(HERE / "texts.jsonl")],
         "columns": [{"text": "none"}],
     }

@@ -33,6 +33,7 @@ from picture_talks import (
     sample,
     targets,
 )
+from quick_part import quick
 
 from mplug import MicroBatch, UsageError
 from mplug.training.assembly import build_loader
@@ -399,7 +400,13 @@ def test_a_run_with_pictures_that_resumes_on_two_ranks_has_the_losses_of_one_pro
     assert failures(worst(errors(ranks, expected))) == []
 
 
-@pytest.mark.parametrize(("before", "after"), [("dp2", ""), ("", "dp4"), ("dp4", "dp2")])
+FEWER_AND_MORE = [
+    ("dp4", "dp2"),
+    *(pytest.param(*one, marks=pytest.mark.wide("data")) for one in (("dp2", ""), ("", "dp4"))),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), FEWER_AND_MORE)
 def test_packed_conversations_of_a_blend_resume_exactly_under_another_number_of_ranks(
     tmp_path: Path, conversations: Path, made: Callable[..., Path], before: str, after: str
 ) -> None:
@@ -414,6 +421,16 @@ def test_worker_processes_resume_exactly(conversations: Path) -> None:
     require_exact_resume({**TINY, **PACKED, **own}, "dp2", [8], "", count=8)
 
 
+@quick(
+    "test_every_field_of_its_config_has_an_effect",
+    "test_a_micro_batch_is_what_the_contract_says",
+    "test_a_run_finds_no_fault_in_its_micro_batches",
+    "test_labels_are_the_next_tokens",
+    "test_text_survives_the_tokenizer",
+    "test_a_run_trains_on_it_and_resumes",
+    "test_its_state_is_a_snapshot",
+    wide="data",
+)
 class TestConversations(DataSuite):
     plugin = "energon"
     settings = {**TINY, **PACKED, "data.streams": 4}

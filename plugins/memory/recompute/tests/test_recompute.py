@@ -47,7 +47,7 @@ class TestFull(Recompute):
     checks_fields = True
     compilers = MemorySuite.compilers
     settings = DROPOUT
-    layouts = ("tp2", "fsdp2")
+    layouts = ("fsdp2",)
     examples = {"slots": [["activation"]], "offload_from": [0]}
     beside = {"slots": settings_of(mode="selective"), "offload_from": settings_of(offload=True)}
 

@@ -1,5 +1,6 @@
 """DeepSeek keeps the contract of models, and its presets have the published sizes."""
 
+import pytest
 from decoder_suites import DecoderSuite
 from tiny_models import LATENT_EXPERTS
 
@@ -28,3 +29,7 @@ class TestDeepseek(DecoderSuite):
     """Latent attention refuses these."""
     own_beside = {"window_rope_theta": {}}
     sizes = {"v2-lite": 15.706, "v2": 235.741, "v3": 671.026}
+
+    @pytest.mark.wide("families")
+    def test_every_field_of_its_config_has_an_effect(self) -> None:
+        super().test_every_field_of_its_config_has_an_effect()

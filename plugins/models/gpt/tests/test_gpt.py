@@ -40,6 +40,11 @@ class TestGPT(ModelSuite):
     positions = "relative"
     beside = {"max_position_embeddings": {"model.position": "learned"}}
 
+    @pytest.mark.wide("families")
+    def test_replayed_steps_are_steps(self) -> None:
+        """Those of `TestGPTWithEverything` are replayed in the quick tests."""
+        super().test_replayed_steps_are_steps()
+
     def reference(self, weights: Any, batch: Any, config: Any) -> Tensor:
         def of_block(h: Tensor, n: int) -> Tensor:
             return feed_forward(h, weights, f"blocks.{n}.mlp", config)
@@ -52,6 +57,7 @@ class TestGPTWithEverything(TestGPT):
     positions = "absolute"
     settings = ParallelSuite.variants["another-model"]
     layouts = ("pp2tp2", "tp2 parallel.tp.sequence_parallel=false")
+    test_replayed_steps_are_steps = ModelSuite.test_replayed_steps_are_steps
 
 
 # Every shape computes what the papers say.

@@ -42,6 +42,7 @@ def compiled() -> tuple[int, set[tuple[int, int]], str]:
     return compiled_graphs(), seen, difference([trained], train_steps({**SETTINGS, "trainer.compile": "never"}))
 
 
+@pytest.mark.wide("compile")
 @pytest.mark.filterwarnings("ignore")
 def test_a_unit_is_compiled_once_for_all_numbers_of_rows_and_pictures_and_computes_as_without_a_compiler() -> None:
     graphs, seen, differs = run_workers(1, compiled)[0]

@@ -150,7 +150,11 @@ def test_greedy_answers_are_those_of_the_library(made: tuple[str, Path, Any]) ->
     assert answers(folder, "--batch-size", "2") == expected
 
 
-@pytest.mark.parametrize("layout", ["tp2", pytest.param("pp2", marks=pytest.mark.wide("layouts"))])
+WIDE = pytest.mark.wide("layouts")
+DIVIDED = [("3", "tp2"), *(pytest.param(kind, one, marks=WIDE) for kind in ("2.5", "3-moe") for one in ("tp2", "pp2"))]
+
+
+@pytest.mark.parametrize(("made", "layout"), [*DIVIDED, pytest.param("3", "pp2", marks=WIDE)], indirect=["made"])
 def test_a_layout_writes_the_answers_of_one_process(layout: str, made: tuple[str, Path, Any]) -> None:
     """In one batch, and each alone: then a batch has no picture at all."""
     _, folder, _ = made

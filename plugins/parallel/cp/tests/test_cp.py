@@ -43,7 +43,9 @@ class TestContextParallel(ParallelSuite):
 METHODS = {"cp4": HIERARCHICAL, "cp2tp2": ALL_GATHER, "cp2pp2": ULYSSES}
 
 
-@pytest.mark.parametrize("layout", METHODS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(one, marks=pytest.mark.wide("layouts")) if one == "cp4" else one for one in METHODS]
+)
 def test_every_method_gives_the_run_of_one_process(layout: str) -> None:
     require_parity({**METHODS[layout], **DOCUMENTS}, layout)
 

@@ -1,5 +1,7 @@
 """Tensor parallelism passes the suite of strategies; with and without sequence parallelism and overlap."""
 
+import pytest
+
 from mplug_testing import ParallelSuite
 
 EVERYTHING = {**ParallelSuite.variants["another-model"], **ParallelSuite.variants["dropout"]}
@@ -13,11 +15,13 @@ class TestTensorParallel(ParallelSuite):
     variants = {
         **ParallelSuite.variants,
         "all-kv-heads-and-alibi": {"model.num_kv_heads": 4, "model.position": "alibi"},
-        "whole-stream": WHOLE_STREAM,
-        "overlap": OVERLAP,
         "everything-whole-stream-overlap": {**EVERYTHING, **WHOLE_STREAM, **OVERLAP},
     }
     refused = {
         "tp8": ("tp=8", "4 heads", "use 1 or 2 or 4"),
         "tp32": ("tp=32", "trainer.seq_length=16", "parallel.tp.sequence_parallel=false"),
     }
+
+    @pytest.mark.wide("suites")
+    def test_every_field_of_its_config_has_an_effect(self) -> None:
+        super().test_every_field_of_its_config_has_an_effect()

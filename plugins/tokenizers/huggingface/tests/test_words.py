@@ -78,7 +78,8 @@ MORE = [pytest.param(name, marks=pytest.mark.wide("fuzz")) for name in ("byte le
 def test_every_character_has_the_librarys_tokens_next_to_every_kind_of_character(name: str, tmp_path: Path) -> None:
     ours, library = both(trained(CUTS[name]), tmp_path)
     neighbours = ("a{}b", " {}", "1{}1", "'{}", "{0}{0}", "\n{}\n", ".{} .")
-    texts = ["".join(map(around.format, BMP)) for around in neighbours]
+    step = len(neighbours) if name == "qwen2" else 1  # the quick test: every character beside one of them
+    texts = ["".join(map(around.format, BMP[number % step :: step])) for number, around in enumerate(neighbours)]
     for text in (*texts, *(text.encode("ascii", "ignore").decode() for text in texts)):
         assert ours.words is not None
         assert ours.words._cut_for(text) is not None

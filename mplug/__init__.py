@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mplug.contracts import OF_TRAINING as OF_TRAINING
     from mplug.contracts import RETURNS as RETURNS
     from mplug.contracts import STREAMS as STREAMS
+    from mplug.contracts import WHOLE_SEQUENCE as WHOLE_SEQUENCE
     from mplug.contracts import CorpusTokenizer as CorpusTokenizer
     from mplug.contracts import FolderTokenizer as FolderTokenizer
     from mplug.contracts import Loader as Loader
@@ -190,6 +191,7 @@ publish(
             "OF_TRAINING",
             "RETURNS",
             "STREAMS",
+            "WHOLE_SEQUENCE",
             "Optimizer",
             "Piece",
             "Pipeline",

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from mplug.contracts.stepper import StepResult as StepResult
     from mplug.contracts.streams import RETURNS as RETURNS
     from mplug.contracts.streams import STREAMS as STREAMS
+    from mplug.contracts.streams import WHOLE_SEQUENCE as WHOLE_SEQUENCE
     from mplug.contracts.streams import Medium as Medium
     from mplug.contracts.streams import Processor as Processor
     from mplug.contracts.streams import Seen as Seen
@@ -214,6 +215,7 @@ publish(
             "Processor",
             "RETURNS",
             "STREAMS",
+            "WHOLE_SEQUENCE",
             "Seen",
         ),
         "mplug.contracts.tokenizer": (

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 STREAMS = "streams"
 """In the answer of `batch_entries`: all entries that the processor of the model makes."""
-
-
+WHOLE_SEQUENCE = "whole_sequence"
+"""The axis of entries along the tokens of a sample that no strategy divides: every rank has them of all tokens."""
 RETURNS = "returns"
 """The entry of a micro batch by which rows of streams return to the rank whose tokens refer to them.
 

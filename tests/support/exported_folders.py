@@ -20,7 +20,7 @@ ONE_STEP = {
 
 
 def assert_exported_as_it_was(folder: Path, settings: dict[str, Any], tmp_path: Path, cli: Any) -> None:
-    """The folder that a run of a folder is exported as has the same tensors and the same config.json."""
+    """The folder that a run of a folder is exported as has the same tensors and the same files of JSON."""
     run = run_of(folder, settings)
     run.directory = tmp_path / "runs" / "tuned"
     train(run)
@@ -30,6 +30,7 @@ def assert_exported_as_it_was(folder: Path, settings: dict[str, Any], tmp_path: 
     assert found.keys() == expected.keys()
     for name, (_, tensor) in expected.items():
         assert torch.equal(found[name][1], tensor), name
-    assert json.loads((tmp_path / "exported" / "config.json").read_text()) == json.loads(
-        (folder / "config.json").read_text()
-    )
+    for file in folder.glob("*.json"):
+        if "index" not in file.name:
+            written = (tmp_path / "exported" / file.name).read_text()
+            assert json.loads(written) == json.loads(file.read_text()), file.name

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mplug import Medium, Plan, Processor, RunError, Unit
+from mplug import WHOLE_SEQUENCE, Medium, Plan, Processor, RunError, Unit
 from mplug.tensors.encoder_texts import entries_of_texts
 
-ALONG = "sequence"
-"""The axis of the tokens."""
+ALONG = frozenset({"sequence", WHOLE_SEQUENCE})
+"""The axes of the tokens."""
 
 
 def units_of(plan: Plan, entries: Mapping[str, Tensor]) -> tuple[Unit, ...]:
@@ -65,7 +65,8 @@ class Media:
         except ValueError as error:
             raise RunError(f"the media of prompts cannot be placed: {error}; a file may have changed") from error
         entries = {name: x.to(device) for name, x in self.own(made).items()}
-        along = {name: self.plan.context[name].index(ALONG) for name in entries if ALONG in self.plan.context[name]}
+        axes = {name: self.plan.context[name] for name in entries}
+        along = {name: dim for name in axes for dim, axis in enumerate(axes[name]) if axis in ALONG}
         return Seen(self.plan, entries, along, length - text)
 
     def _is_text(self, token: int) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,11 +29,22 @@ PREPARATION: dict[str, Any] = {
 USER, ANSWER, TOKENS = 59, 60, 10
 TEMPLATE = (
     "{% for message in messages %}<|user|>{% if message.content is string %}{{ message.content }}{% else %}"
-    "{% for part in message.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}<image>"
+    "{% elif part.type == 'video' %}<video>{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}{% endfor %}<|answer|>"
 )
 QUESTIONS: list[list[str]] = [["w1 w2 w3"], ["a.png", "w7"], ["w4", "b.png", "w5 w6", "a.png", "w8"], ["b.png"]]
-"""Texts and files of pictures."""
+QUESTIONS += [["w9", "video", "w5"], ["a.png", "video"]]
+"""Texts, files of pictures, and a video."""
+FRAMES, CELLS = ("b.png", "c.png", "d.png"), -(-(SIDE // TILED["vision_config"]["patch_size"]) // 2)
+"""The frames of the video, and the cells of a frame's side that stand in the text."""
+
+
+VIDEO_PART = {"type": "video", "video": FRAMES, "fps": 2}
+
+
+def part_of(word: str) -> dict[str, str]:
+    return {"type": "image", "image": word} if word.endswith("png") else {"type": "text", "text": word}
 
 
 @pytest.fixture(scope="module")
@@ -51,25 +63,34 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPARATION))
     generator = torch.Generator().manual_seed(5)
-    for name, size in (("a.png", (16, 9)), ("b.png", (19, 20))):
+    for name, size in (("a.png", (16, 9)), *((frame, (19, 20)) for frame in FRAMES)):
         images.fromarray(torch.randint(256, (*size, 3), generator=generator, dtype=torch.uint8).numpy()).save(
             folder / name
         )
     lines = []
     for question in QUESTIONS:
-        parts = [{"type": "image", "image": x} if x.endswith("png") else {"type": "text", "text": x} for x in question]
+        parts = [VIDEO_PART if x == "video" else part_of(x) for x in question]
         lines.append(json.dumps({"messages": [{"role": "user", "content": parts}]}))
     (folder / "questions.jsonl").write_text("\n".join(lines))
     return folder, library
 
 
 def of_library(folder: Path, library: Any, question: Sequence[str]) -> list[int]:
-    """The tokens of the library's greedy answer to a question, with pictures as its own processor makes them."""
+    """The tokens of the library's greedy answer to a question, with media as its own processor makes them.
+
+    Pillow resizes the frames of a video: the library's processor of videos needs torchvision.
+    """
     files = [folder / part for part in question if part.endswith("png")]
-    ours, tokens = TileProcessor(config_of(TILED)), [USER]
+    ours, tokens, videos = TileProcessor(config_of(TILED)), [USER], []
     for part in question:
         if part.endswith("png"):
             tokens += ours.prepare(decode_picture((folder / part).read_bytes()), len(files)).tokens
+        elif part == "video":
+            tokens += [VIDEO] * (len(FRAMES) * CELLS**2 + 1)
+            shown = [images.open(folder / name).resize((SIDE, SIDE), images.Resampling.BICUBIC) for name in FRAMES]
+            colours = torch.stack([torch.from_numpy(np.array(frame)) for frame in shown]).float() / 255
+            mean, std = (torch.tensor(PREPARATION[name]) for name in ("image_mean", "image_std"))
+            videos.append(((colours - mean) / std).permute(0, 3, 1, 2).double())
         else:
             tokens += [int(word[1:]) for word in part.split()]
     ids = torch.tensor([[*tokens, ANSWER]])
@@ -78,19 +99,36 @@ def of_library(folder: Path, library: Any, question: Sequence[str]) -> list[int]
         processor = processors.LlavaOnevisionImageProcessorPil(**PREPARATION)
         options |= processor([[images.open(file) for file in files]], return_tensors="pt")
         options["pixel_values"] = options["pixel_values"].double()
+    if videos:
+        options["pixel_values_videos"] = torch.stack(videos)
     with library_in_fp64(TILED), torch.no_grad():
         found = library.double().generate(ids, max_new_tokens=TOKENS, do_sample=False, pad_token_id=0, **options)
     answer: list[int] = found[0, ids.shape[1] :].tolist()
     return answer
 
 
-def test_answers_are_those_of_the_library_together_and_with_a_cache(made: tuple[Path, Any]) -> None:
-    folder, library = made
+def answers(folder: Path, *options: str) -> list[str]:
+    """What the command writes for the file of questions."""
     output = folder / "answers.jsonl"
     words = ["--pretrained", str(folder), "--chat", "--prompts", str(folder / "questions.jsonl"), "--device", "cpu"]
     words += ["--output", str(output), "--tokens", str(TOKENS), "--temperature", "0", "--precision", "fp64"]
-    command.main(words, standalone_mode=False)
-    found = [json.loads(line)["completion"].strip() for line in output.read_text().splitlines()]
+    command.main([*words, *options], standalone_mode=False)
+    return [json.loads(line)["completion"].strip() for line in output.read_text().splitlines()]
+
+
+def test_answers_are_those_of_the_library_together_and_with_a_cache(made: tuple[Path, Any]) -> None:
+    folder, library = made
     expected = [of_library(folder, library, question) for question in QUESTIONS]
-    assert found == [" ".join(f"w{token}" for token in answer if token < IMAGE) for answer in expected]
-    assert len(set(found)) == len(found)
+    assert answers(folder) == [" ".join(f"w{token}" for token in answer if token < IMAGE) for answer in expected]
+
+
+LAYOUTS = [pytest.param(layout, marks=pytest.mark.wide("layouts")) for layout in ("tp2", "pp2")]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_writes_the_answers_of_one_process(layout: str, made: tuple[Path, Any]) -> None:
+    """In one batch, and each alone: then a batch has no picture at all."""
+    folder, _ = made
+    expected = answers(folder)
+    assert answers(folder, "--parallel", layout) == expected
+    assert answers(folder, "--parallel", layout, "--batch-size", "1") == expected

@@ -77,7 +77,7 @@ def test_a_run_of_a_folder_is_exported_as_that_folder(
 ) -> None:
     """Also the tensors that nothing computes with: the last block of the tower, and the norm after it."""
     _, folder, _ = made
-    assert_exported_as_it_was(folder, ONE_STEP, tmp_path, cli_here)
+    assert_exported_as_it_was(folder, {**ONE_STEP, "model.vision.init_std": 0.3}, tmp_path, cli_here)
 
 
 def test_a_config_of_its_own_describes_the_model_to_the_library(
@@ -148,6 +148,14 @@ PREPARATION = {
 }
 
 
+VIDEO = {**PREPARATION, "video_processor_type": "LlavaOnevisionVideoProcessor", "do_sample_frames": False}
+OF_VIDEOS: list[tuple[str, str, dict[str, Any]]] = [
+    ("video_preprocessor_config.json", "", {**VIDEO, "image_mean": [0.1, 0.2, 0.3]}),
+    ("processor_config.json", "video_processor", {**VIDEO, "image_std": [0.1, 0.2, 0.3]}),
+]
+"""File, the field in it, and how videos are prepared; the library prefers the second."""
+
+
 @pytest.mark.parametrize("made", ["tiled"], indirect=True)
 def test_a_folders_preprocessor_config_says_how_pictures_become_tiles(
     made: tuple[str, Path, Any], tmp_path: Path, cli_here: Cli
@@ -170,6 +178,16 @@ def test_a_folders_preprocessor_config_says_how_pictures_become_tiles(
             with pytest.raises(UsageError, match=sentence):
                 run_of(other, SETTINGS)
             continue
+        for name, inside, own in OF_VIDEOS:
+            (other / name).write_text(json.dumps({inside: own} if inside else own))
+            tiling = run_of(other, SETTINGS).config.model.tiling
+            assert (tiling.video_mean, tiling.video_std) == (tuple(own["image_mean"]), tuple(own["image_std"]))
+        for wrong, reason in (({"fps": 2, "resample": 2}, "'resample' is 2"), ({"a": 1}, "'a' is unknown")):
+            (other / name).write_text(json.dumps({inside: wrong}))
+            with pytest.raises(UsageError, match=reason):
+                run_of(other, SETTINGS)
+        for name, _, _ in OF_VIDEOS:
+            (other / name).unlink()
         vision = run_of(other, SETTINGS).config.model.vision
         assert (vision.pixel_mean, vision.pixel_std) == ((0.5, 0.4, 0.3), (0.5, 0.3, 0.2))
         run = run_of(other, ONE_STEP)

@@ -226,6 +226,18 @@ def test_media_are_restored_from_the_entries_of_a_micro_batch() -> None:
             assert torch.equal(one.content, expected_of(content, number))
 
 
+def test_colours_of_videos_may_be_others_than_those_of_pictures() -> None:
+    content = torch.randint(256, (2, 9, 9, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    plain, ours = processor(), processor(video_mean=(0.1, 0.2, 0.3), video_std=(0.5, 0.25, 1.0))
+    one, two = (one.prepare_video(content, 2.0, str.encode) for one in (plain, ours))
+    colours = resize_frames(content, SIDE, SIDE).float() / 255
+    expected = (colours - torch.tensor([0.1, 0.2, 0.3])) / torch.tensor([0.5, 0.25, 1.0])
+    assert torch.equal(two.values.patches, torch.cat([cut(frame, ours.vision) for frame in expected]))
+    assert not torch.equal(one.values.patches, two.values.patches)
+    (seen,) = ours.contents_of({"tokens": (tokens := torch.tensor([two.tokens])), **ours.entries_of(tokens, [[two]])})
+    assert torch.equal(seen[0].content, resize_frames(content, SIDE, SIDE))
+
+
 def expected_of(content: torch.Tensor, number: int) -> torch.Tensor:
     """A video's frames as squares, one of several pictures in its square, and a picture fitted to its resolution."""
     height, width = content.shape[1:3]

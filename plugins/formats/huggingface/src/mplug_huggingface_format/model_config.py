@@ -11,18 +11,29 @@ if TYPE_CHECKING:
     from mplug import RunConfig
 
 
+PROCESSOR = "processor_config.json"
+"""The file in which newer releases of the library write how media are prepared; it prefers this file."""
+INSIDE = {"preprocessor_config.json": "image_processor", "video_preprocessor_config.json": "video_processor"}
+"""Older file -> the field of `PROCESSOR` that has its fields."""
+
+
 def settings_of(family: Any, path: Path) -> PublicSettings | None:
     """What a config.json describes for a family; None if it has no tables. ValueError for unsupported content.
 
-    Files beside it say how pictures and videos are prepared for a family that sees (`PublicForm.preparation`).
+    Files beside it say how pictures and videos are prepared for a family that sees (`PublicForm.preparation`): files of
+    these names, or mappings in processor_config.json.
     """
     forms, fields = forms_of(family), read_json(path)
     if not forms:
         return None
     form = form_of(forms, fields)
     found = form.read(fields)
+    newer = read_json(path.with_name(PROCESSOR)) if form.preparation and path.with_name(PROCESSOR).is_file() else {}
     for name in form.preparation:
-        if (file := path.with_name(name)).is_file():
+        given = newer.get(INSIDE.get(name, ""))
+        if isinstance(given, dict):
+            found = form.read_preparation(found, name, given)
+        elif (file := path.with_name(name)).is_file():
             found = form.read_preparation(found, name, read_json(file))
     return found
 

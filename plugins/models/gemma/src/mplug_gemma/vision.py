@@ -14,6 +14,7 @@ from pydantic import (
     model_validator,
 )
 
+from mplug import WHOLE_SEQUENCE
 from mplug_nn import ActivationName, BlockConfig, MLPConfig, NormConfig, tower_block
 
 PATCHES = "patches"
@@ -23,7 +24,7 @@ CONTEXT = {
     "patch_places": ("packs", PATCHES, "place"),
     "patch_lengths": ("packs", "frames"),
     "vision_rows": ("batch", "sequence"),
-    "position_groups": ("batch", "whole_sequence"),
+    "position_groups": ("batch", WHOLE_SEQUENCE),
 }
 """The entries of a micro batch with images, and their axes. Every rank has the groups of whole sequences."""
 

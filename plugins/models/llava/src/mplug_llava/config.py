@@ -76,11 +76,12 @@ class LlavaConfig(BaseModel):
     def computes_like(self, other: "LlavaConfig") -> bool:
         """Whether two configs describe the same model, also if a family can spell it differently."""
         one, two = self.decoder, other.decoder
-        if one.entry != two.entry or not _alike(one.config, two.config) or not self.vision.computes_like(other.vision):
+        parts = ((one.config, two.config), (self.vision, other.vision), (self.tiling, other.tiling))
+        if one.entry != two.entry or not all(_alike(*pair) for pair in parts):
             return False
-        return self.model_copy(update={"decoder": two, "vision": other.vision}) == other
+        return self.model_copy(update={"decoder": two, "vision": other.vision, "tiling": other.tiling}) == other
 
 
 def _alike(one: Any, other: Any) -> bool:
     computes_like = getattr(one, "computes_like", None)
-    return bool(computes_like(other)) if callable(computes_like) else bool(one == other)
+    return bool(computes_like(other)) if callable(computes_like) and other is not None else bool(one == other)

@@ -1,4 +1,4 @@
-"""The preprocessor_config.json of LLaVA-OneVision: how pictures are tiled and standardised. Imports no torch."""
+"""How the folders of LLaVA-OneVision say that pictures and videos are tiled and standardised. Imports no torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,20 +22,27 @@ def _is_sizes(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(one, list | tuple) and len(one) == 2 for one in value)
 
 
-def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    size, sizes = values["size"], values["image_grid_pinpoints"]
+def _side(values: Mapping[str, Any]) -> int:
+    size = values["size"]
     if set(size) != {"height", "width"} or size["height"] != size["width"]:
         raise ValueError(f"its field 'size' is {size}, and the family reads equal 'height' and 'width'")
+    side: int = size["height"]
+    return side
+
+
+def _of_pictures(values: Mapping[str, Any]) -> dict[str, Any]:
     colours = {"pixel_mean": tuple(values["image_mean"]), "pixel_std": tuple(values["image_std"])}
-    return {
-        "vision": {"image_size": size["height"], **colours},
-        "tiling": {"resolutions": tuple(map(tuple, sizes))},
-    }
+    resolutions = tuple(map(tuple, values["image_grid_pinpoints"]))
+    return {"vision": {"image_size": _side(values), **colours}, "tiling": {"resolutions": resolutions}}
 
 
-FIELDS: dict[str, PublicField] = {
+def _of_videos(values: Mapping[str, Any]) -> dict[str, Any]:
+    colours = {"video_mean": tuple(values["image_mean"]), "video_std": tuple(values["image_std"])}
+    return {"vision": {"image_size": _side(values)}, "tiling": colours}
+
+
+SHARED: dict[str, PublicField] = {
     "size": ReadField({"height": 384, "width": 384}, Values.mapping()),
-    "image_grid_pinpoints": ReadField(TilingConfig().resolutions, Values(_is_sizes, "a list of heights and widths")),
     "image_mean": ReadField(CLIP_MEAN, COLOURS),
     "image_std": ReadField(CLIP_STD, COLOURS),
     **{name: FixedField(True, (True,), ALWAYS) for name in ("do_resize", "do_rescale", "do_normalize")},
@@ -55,4 +62,27 @@ FIELDS: dict[str, PublicField] = {
         )
     },
 }
-PREPARATION = PublicForm(architecture="", model_type="", fields=FIELDS, settings=_settings)
+FIELDS: dict[str, PublicField] = {
+    **SHARED,
+    "image_grid_pinpoints": ReadField(TilingConfig().resolutions, Values(_is_sizes, "a list of heights and widths")),
+}
+OF_VIDEOS: dict[str, PublicField] = {
+    **SHARED,
+    **{
+        name: UnusedField("frames of videos are given; the family samples none")
+        for name in ("do_sample_frames", "fps", "num_frames")
+    },
+    **{
+        name: UnusedField("how the library runs the same computation")
+        for name in ("video_processor_type", "video_metadata", "return_metadata")
+    },
+    **{
+        name: UnusedField("the library reads it of pictures only")
+        for name in ("image_grid_pinpoints", "model_valid_processing_keys", "_valid_kwargs_names")
+    },
+}
+PREPARATION = {
+    "preprocessor_config.json": PublicForm(architecture="", model_type="", fields=FIELDS, settings=_of_pictures),
+    "video_preprocessor_config.json": PublicForm(architecture="", model_type="", fields=OF_VIDEOS, settings=_of_videos),
+}
+"""The forms by the names of their files; without the second file, videos are prepared by the first."""

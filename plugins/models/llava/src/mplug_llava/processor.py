@@ -77,7 +77,7 @@ class TileProcessor:
         """The squares of the frames [F, H, W, 3] of a video, and the tokens that stand for them; no times matter."""
         from mplug_llava.tiles import frames_of
 
-        return self._medium(self.tiling.video_token, frames_of(content, self.vision))
+        return self._medium(self.tiling.video_token, frames_of(content, self.vision, self.tiling))
 
     def _medium(self, token: int, tiles: "Tiles") -> Medium:
         return Medium((token,) * len(tiles.cells), len(tiles.patches), tiles, mark=(token,))

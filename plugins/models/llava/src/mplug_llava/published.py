@@ -187,7 +187,7 @@ ONE_VISION = PublicForm(
     aliases={"image_token_id": "image_token_index", "video_token_id": "video_token_index"},
     settings=_one_vision,
     write=_written_one_vision,
-    preparation={"preprocessor_config.json": PREPARATION},
+    preparation=PREPARATION,
 )
 """LLaVA-OneVision."""
 FORMS = (CLIP_LLAVA, ONE_VISION)

@@ -47,7 +47,9 @@ def _tiled(patches: Tensor, tokens: Tensor, rows: Tensor, shares: Tensor, config
         square = first // vision.num_rows
         if tokens[own[0]] == tiling.video_token:
             frames = (len(own) - 1) // (-(-vision.side // 2)) ** 2
-            content = torch.stack([_restored(patches, square + frame, vision) for frame in range(frames)])
+            mean, std = tiling.colours_of_videos(vision.pixel_mean, vision.pixel_std)
+            shown = vision.model_copy(update={"pixel_mean": mean, "pixel_std": std})
+            content = torch.stack([_restored(patches, square + frame, shown) for frame in range(frames)])
         elif len(ends) > 1 and ends[0] > size:
             lines = rows[own[size:]].view(len(ends), -1, rows.shape[1])[:, :-1]  # [lines, cells, CORNERS]
             content = _joined(patches, lines, vision)[None]

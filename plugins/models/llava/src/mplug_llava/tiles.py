@@ -43,10 +43,12 @@ def tiles_of(content: Tensor, num_pictures: int, vision: VisionConfig, tiling: T
     return _tiles(squares, [_plain(_cells(0, vision)), detail], vision)
 
 
-def frames_of(content: Tensor, vision: VisionConfig) -> Tiles:
+def frames_of(content: Tensor, vision: VisionConfig, tiling: TilingConfig) -> Tiles:
     """The frames of a video [F, H, W, 3], at half the number of rows per side, and one end of a line."""
     seen = [_halved(number, vision) for number in range(len(content))]
-    return _tiles(resize_frames(content, vision.image_size, vision.image_size), [*seen, _line_ends(1)], vision)
+    mean, std = tiling.colours_of_videos(vision.pixel_mean, vision.pixel_std)
+    own = vision.model_copy(update={"pixel_mean": mean, "pixel_std": std})
+    return _tiles(resize_frames(content, vision.image_size, vision.image_size), [*seen, _line_ends(1)], own)
 
 
 def _tiles(squares: Tensor, seen: Sequence[tuple[Tensor, Tensor]], vision: VisionConfig) -> Tiles:

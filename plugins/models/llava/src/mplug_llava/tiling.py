@@ -4,11 +4,14 @@ import math
 from collections.abc import Sequence
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 Size = tuple[int, int]
 """Height and width."""
+Colours = tuple[float, float, float]
 SIDES = range(384, 2305, 384)
+OF_VIDEOS = frozenset({"video_mean", "video_std"})
+"""Fields for frames of videos before they are patches: models that differ only in these compute the same."""
 
 
 class TilingConfig(BaseModel):
@@ -24,12 +27,24 @@ class TilingConfig(BaseModel):
         9, description="tiles whose number of rows a picture has at most; those of a larger one are resampled"
     )
     video_token: NonNegativeInt = Field(151647, description="token in whose place a row of a video stands")
+    video_mean: Colours | None = Field(None, description="means of the colours of videos; null: vision.pixel_mean")
+    video_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = Field(
+        None, description="standard deviations of the colours of videos; null: vision.pixel_std"
+    )
 
     @model_validator(mode="after")
     def _has_resolutions(self) -> Self:
         if not self.resolutions:
             raise ValueError("tiling: resolutions needs at least one height and width")
         return self
+
+    def computes_like(self, other: "TilingConfig") -> bool:
+        """Whether the same patches become the same rows of the text."""
+        return self.model_dump(exclude=OF_VIDEOS) == other.model_dump(exclude=OF_VIDEOS)
+
+    def colours_of_videos(self, mean: Colours, std: Colours) -> tuple[Colours, Colours]:
+        """The means and standard deviations of the colours of videos, where those of pictures are `mean` and `std`."""
+        return self.video_mean or mean, self.video_std or std
 
 
 def best_resolution(height: int, width: int, resolutions: Sequence[Size]) -> Size:

@@ -1,0 +1,112 @@
+"""Greedy answers to questions about pictures are those of the transformers library, token by token in fp64."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+images = pytest.importorskip("PIL.Image")
+processors = pytest.importorskip("transformers.models.gemma3.image_processing_pil_gemma3")
+
+from library_models import wide  # noqa: E402
+from mplug_generate.command import command  # noqa: E402
+from published import save  # noqa: E402
+from seeing_gemma import CONFIG, END, IMAGE, START, TOWER, V, library_of  # noqa: E402
+
+SIDE, TOKENS_OF_IMAGE = TOWER["image_size"], CONFIG["mm_tokens_per_image"]
+PREPARATION: dict[str, Any] = {
+    "size": {"height": SIDE, "width": SIDE},
+    "image_mean": [0.4, 0.5, 0.6],
+    "image_std": [0.3, 0.2, 0.3],
+}
+BLANK, USER, ANSWER, TOKENS = 58, 59, 60, 10
+TEMPLATE = (
+    "{% for message in messages %}<|user|>{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}<|start|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}<|answer|>"
+)
+QUESTIONS: list[list[str]] = [["w1 w2 w3"], ["a.png", "w7"], ["w4", "b.png", "w5 w6", "a.png", "w8"], ["b.png"]]
+"""Texts and files of pictures."""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The folder of a model, with pictures and a file of questions, and the library's model."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("gemma3")
+    library = save(library_of(CONFIG), folder, num_shards=1)
+    special = {"<|image|>": IMAGE, "<|start|>": START, "<|end|>": END, "<|user|>": USER, "<|answer|>": ANSWER}
+    words = {f"w{number}": number for number in range(V) if number not in special.values()}
+    tokenizer = Tokenizer(models.WordLevel({**words, **special}, unk_token="w0"))
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    (folder / "preprocessor_config.json").write_text(json.dumps(PREPARATION))
+    generator = torch.Generator().manual_seed(5)
+    for name, size in (("a.png", (16, 9)), ("b.png", (19, 20))):
+        colours = torch.randint(256, (*size, 3), generator=generator, dtype=torch.uint8)
+        images.fromarray(colours.numpy()).save(folder / name)
+    lines = []
+    for question in QUESTIONS:
+        parts = [{"type": "image", "image": x} if x.endswith("png") else {"type": "text", "text": x} for x in question]
+        lines.append(json.dumps({"messages": [{"role": "user", "content": parts}]}))
+    (folder / "questions.jsonl").write_text("\n".join(lines))
+    return folder, library
+
+
+def of_library(folder: Path, library: Any, question: Sequence[str]) -> list[int]:
+    """The tokens of the library's greedy answer to a question, with pictures as its own processor makes them."""
+    tokens, pictures = [USER], []
+    for part in question:
+        if part.endswith("png"):
+            tokens += [BLANK, START, *[IMAGE] * TOKENS_OF_IMAGE, END, BLANK]
+            pictures.append(images.open(folder / part).convert("RGB"))
+        else:
+            tokens += [int(word[1:]) for word in part.split()]
+    ids = torch.tensor([[*tokens, ANSWER]])
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "token_type_ids": (ids == IMAGE).long()}
+    if pictures:
+        made = processors.Gemma3ImageProcessorPil(**PREPARATION)(pictures, return_tensors="pt")
+        options["pixel_values"] = made["pixel_values"].double()
+    with wide("gemma3"), torch.no_grad():
+        found = library.double().generate(ids, max_new_tokens=TOKENS, do_sample=False, pad_token_id=0, **options)
+    answer: list[int] = found[0, ids.shape[1] :].tolist()
+    return answer
+
+
+def answers(folder: Path, *options: str) -> list[str]:
+    """What the command writes for the file of questions."""
+    output = folder / "answers.jsonl"
+    words = ["--pretrained", str(folder), "--chat", "--prompts", str(folder / "questions.jsonl"), "--device", "cpu"]
+    words += ["--output", str(output), "--tokens", str(TOKENS), "--temperature", "0", "--precision", "fp64"]
+    words += ["--set", f"model.vision.blank_line_token={BLANK}"]
+    command.main([*words, *options], standalone_mode=False)
+    return [json.loads(line)["completion"].strip() for line in output.read_text().splitlines()]
+
+
+def test_greedy_answers_are_those_of_the_library(made: tuple[Path, Any]) -> None:
+    """Questions of different lengths with none, one and two pictures in one batch; then two at a time."""
+    folder, library = made
+    found = [of_library(folder, library, question) for question in QUESTIONS]
+    expected = [" ".join(f"w{token}" for token in answer if token < IMAGE or token == BLANK) for answer in found]
+    assert len(set(" ".join(expected).split())) > 6
+    assert answers(folder) == expected
+    assert answers(folder, "--batch-size", "2") == expected
+
+
+LAYOUTS = [pytest.param(layout, marks=pytest.mark.wide("layouts")) for layout in ("tp2", "pp2")]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_writes_the_answers_of_one_process(layout: str, made: tuple[Path, Any]) -> None:
+    """In one batch, and each alone: then a batch has no picture at all."""
+    folder, _ = made
+    expected = answers(folder)
+    assert answers(folder, "--parallel", layout) == expected
+    assert answers(folder, "--parallel", layout, "--batch-size", "1") == expected

@@ -53,7 +53,8 @@ PRELOAD.extend(modules_of_plugins())
 WIDE = {
     "compile": "longer tests of compiled units, and the yardstick of `mplug bench`",
     "configs": "1,000 generated config.json files of each architecture, computed beside the transformers library",
-    "data": "the whole suites of data/datasets: conversations streamed, texts mapped and streamed",
+    "data": "the whole suites of data/datasets: conversations streamed, texts mapped and streamed; its losses under "
+    "layouts; every loader that reads from the addresses of a store",
     "experts": "every way of routing and balancing experts, under several layouts",
     "families": "more families: greedy text, logits and round trips, beside the transformers library",
     "fuzz": "broken configs, checkpoints, files of runs and indices: 10,000 in one process, 50 in processes; "

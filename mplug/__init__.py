@@ -144,6 +144,7 @@ if TYPE_CHECKING:
     from mplug.registry.implementation import hookimpl as hookimpl
     from mplug.registry.open_lists import OpenList as OpenList
     from mplug.registry.stores import local_path as local_path
+    from mplug.registry.stores import local_prefix as local_prefix
     from mplug.run.activity import READING as READING
     from mplug.run.activity import Activity as Activity
     from mplug.run.metrics_file import read_records as read_records
@@ -243,7 +244,7 @@ publish(
         "mplug.precisions.dtypes": ("FORMATS",),
         "mplug.precisions.precision": ("Precision", "Recipe", "rounding_of_sums"),
         "mplug.registry.implementation": ("hookimpl",),
-        "mplug.registry.stores": ("local_path",),
+        "mplug.registry.stores": ("local_path", "local_prefix"),
         "mplug.run.activity": ("Activity", "READING"),
         "mplug.run.metrics_file": ("read_records", "scalars"),
         "mplug.run.run": ("Run",),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mplug.commands import PluginName, RunName
+from mplug.commands import PluginName, RunName, StoredPath
 
 if TYPE_CHECKING:
     from mplug.commands import Settings, World
@@ -32,14 +32,14 @@ class Count(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
 
 
 @click.command()
-@click.argument("files", nargs=-1, type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="[FILE]...")
+@click.argument("files", nargs=-1, type=StoredPath(exists=True, dir_okay=False), metavar="[FILE]...")
 @click.option("--name", type=RunName(), help="Name of the run; default: the newest run.")
 @click.option("--step", type=click.IntRange(0), help="Step of the checkpoint; default: the newest valid one.")
 @click.option(
     "--pretrained",
-    type=click.Path(path_type=Path),
+    type=StoredPath(),
     metavar="FOLDER",
-    help="Evaluate a published checkpoint (a folder of an installed format) instead of a run.",
+    help="Evaluate a published checkpoint (a folder of an installed format, or its address) instead of a run.",
 )
 @click.option(
     "--adapt",

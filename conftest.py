@@ -62,7 +62,7 @@ WIDE = {
     "kills": "more points at which workers are killed, damaged and crafted checkpoints",
     "layouts": "more layouts of what the set `pairs` does not combine, and all shapes of the model gpt",
     "loggers": "the whole suites of the extensions wandb, mlflow and profile",
-    "machines": "torchrun and mpirun on two machines, which are network namespaces",
+    "machines": "torchrun and mpirun on two machines, which are network namespaces; machines without a common folder",
     "pairs": "every pair of values of all features, and the product of some, compared with one process in fp64",
     "mutants": "every recorded mutant of what ranks exchange, made from the code, with the test that kills it",
     "precision": "more layouts and methods in bf16, fp16 and FP8",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mplug.checkpoint.foreign import ForeignCheckpoint as ForeignCheckpoint
     from mplug.checkpoint.foreign import ForeignTensor as ForeignTensor
     from mplug.checkpoint.format import Format as Format
+    from mplug.checkpoint.own_folders import Gatherer as Gatherer
     from mplug.checkpoint.published import Export as Export
     from mplug.checkpoint.published import ExportOptions as ExportOptions
     from mplug.checkpoint.published import ExportValues as ExportValues
@@ -169,6 +170,7 @@ publish(
         "mplug.checkpoint.external_form": ("conversion",),
         "mplug.checkpoint.foreign": ("ForeignCheckpoint", "ForeignTensor"),
         "mplug.checkpoint.format": ("Format",),
+        "mplug.checkpoint.own_folders": ("Gatherer",),
         "mplug.checkpoint.published": ("Export", "ExportOptions", "ExportValues", "FolderWeights", "PublishedFolder"),
         "mplug.checkpoint.reading": ("read_whole_header",),
         "mplug.checkpoint.safetensors_file": ("write_safetensors",),

@@ -40,7 +40,7 @@ def accept(endpoint: str, requests: str) -> None:
 def run_in(directory: Path, rank: int = 0, world_size: int = 1) -> Any:
     directory.mkdir(parents=True, exist_ok=True)
     return SimpleNamespace(
-        rank=rank, directory=directory, step=0, mesh=SimpleNamespace(world_size=world_size),
+        rank=rank, directory=directory, step=0, shared_folder=True, mesh=SimpleNamespace(world_size=world_size),
         config=SimpleNamespace(checkpoint=SimpleNamespace(keep=1)), enter=[].append,
     )  # fmt: skip
 

@@ -53,7 +53,8 @@ PRELOAD.extend(modules_of_plugins())
 WIDE = {
     "compile": "longer tests of compiled units, and the yardstick of `mplug bench`",
     "configs": "1,000 generated config.json files of each architecture, computed beside the transformers library",
-    "data": "the whole suites of data/datasets (mapped and streamed) and of conversations in data/energon",
+    "data": "the whole suites of data/datasets (mapped and streamed) and of conversations in data/energon; losses of "
+    "data/datasets under layouts; every loader that reads from the addresses of a store",
     "experts": "every way of routing and balancing experts, under several layouts",
     "families": "more families: greedy text, logits and round trips, beside the transformers library",
     "fuzz": "broken configs, checkpoints, files of runs and indices: 10,000 in one process, 50 in processes; "
@@ -61,7 +62,7 @@ WIDE = {
     "kills": "more points at which workers are killed, damaged and crafted checkpoints",
     "layouts": "more layouts of what the set `pairs` does not combine, and all shapes of the model gpt",
     "loggers": "the whole suites of the extensions wandb, mlflow and profile",
-    "machines": "torchrun and mpirun on two machines, which are network namespaces",
+    "machines": "torchrun and mpirun on two machines, which are network namespaces; machines without a common folder",
     "pairs": "every pair of values of all features, and the product of some, compared with one process in fp64",
     "mutants": "every recorded mutant of what ranks exchange, made from the code, with the test that kills it",
     "precision": "more layouts and methods in bf16, fp16 and FP8",

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from mplug.config.defaults import default_settings
 from mplug.config.sources import from_mapping, merge, read_assignments
-from mplug.contracts import DOCUMENTS, IGNORED, MicroBatch
+from mplug.contracts.micro_batch import DOCUMENTS, IGNORED, MicroBatch
 from mplug.model.build import choose_device
 from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mplug.checkpoint.foreign import ForeignCheckpoint as ForeignCheckpoint
     from mplug.checkpoint.foreign import ForeignTensor as ForeignTensor
     from mplug.checkpoint.format import Format as Format
+    from mplug.checkpoint.own_folders import Gatherer as Gatherer
     from mplug.checkpoint.published import Export as Export
     from mplug.checkpoint.published import ExportOptions as ExportOptions
     from mplug.checkpoint.published import ExportValues as ExportValues
@@ -148,6 +149,7 @@ if TYPE_CHECKING:
     from mplug.registry.implementation import hookimpl as hookimpl
     from mplug.registry.open_lists import OpenList as OpenList
     from mplug.registry.stores import local_path as local_path
+    from mplug.registry.stores import local_prefix as local_prefix
     from mplug.run.activity import READING as READING
     from mplug.run.activity import Activity as Activity
     from mplug.run.metrics_file import read_records as read_records
@@ -172,6 +174,7 @@ publish(
         "mplug.checkpoint.external_form": ("conversion",),
         "mplug.checkpoint.foreign": ("ForeignCheckpoint", "ForeignTensor"),
         "mplug.checkpoint.format": ("Format",),
+        "mplug.checkpoint.own_folders": ("Gatherer",),
         "mplug.checkpoint.published": ("Export", "ExportOptions", "ExportValues", "FolderWeights", "PublishedFolder"),
         "mplug.checkpoint.reading": ("read_whole_header",),
         "mplug.checkpoint.safetensors_file": ("write_safetensors",),
@@ -272,7 +275,7 @@ publish(
         "mplug.precisions.dtypes": ("FORMATS",),
         "mplug.precisions.precision": ("Precision", "Recipe", "rounding_of_sums"),
         "mplug.registry.implementation": ("hookimpl",),
-        "mplug.registry.stores": ("local_path",),
+        "mplug.registry.stores": ("local_path", "local_prefix"),
         "mplug.run.activity": ("Activity", "READING"),
         "mplug.run.metrics_file": ("read_records", "scalars"),
         "mplug.run.run": ("Run",),

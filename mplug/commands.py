@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from mplug.cli.options import Finite as Finite
     from mplug.cli.options import PluginName as PluginName
     from mplug.cli.options import RunName as RunName
+    from mplug.cli.options import StoredPath as StoredPath
     from mplug.cli.options import UserPath as UserPath
     from mplug.cli.options import config_options as config_options
     from mplug.cli.options import overrides as overrides
@@ -127,6 +128,7 @@ publish(
             "Finite",
             "PluginName",
             "RunName",
+            "StoredPath",
             "UserPath",
             "config_options",
             "overrides",

@@ -18,6 +18,7 @@ from mplug.registry.specification import all_plugins, at_most_one, exactly_one, 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from mplug.checkpoint.own_folders import Gatherer
     from mplug.config.binding import RunConfig
     from mplug.contracts.loader import Loader, Stateful
     from mplug.contracts.optimizer import Optimizer, Piece
@@ -117,6 +118,17 @@ def supervise(run: "Run") -> "Supervisor | None":
     that time, `run.rank` is not set. `mplug.Supervisor` says what the host lends the object, which can observe the run
     by `activity_began`, `run.activity` and `run.collectives_begun()`. Without an answer, torch ends a collective after
     30 minutes.
+    """
+
+
+@at_most_one
+def gather_checkpoints(config: "RunConfig") -> "Gatherer | None":
+    """The object that joins the parts of checkpoints if each machine has a run folder of its own; None: it does not.
+
+    Without an object, all ranks must see the folder of rank 0. With one, they need not: `run.shared_folder` says
+    whether they do. Otherwise the ranks of each machine write their files and the manifest to the folder of their
+    machine, and the plugin copies them, from `checkpoint_saved` on, to a place that all machines see. The files of rank
+    3 begin with 'rank00003.'. Called in `mplug train` before a run continues, and in each process. Pure.
     """
 
 
@@ -365,7 +377,7 @@ def step_finished(run: "Run", record: "Record") -> None:
 
 @all_plugins
 def checkpoint_saved(run: "Run", path: "Path") -> None:
-    """A complete checkpoint is visible at `path`."""
+    """A complete checkpoint is visible at `path`; without a shared folder, this machine's part with the manifest."""
 
 
 @all_plugins

@@ -70,11 +70,26 @@ def _shares(manifest: "Manifest", num_ranks: int) -> list[bytes]:
     return [zlib.compress(json.dumps(part).encode(), 1) for part in contents_by_rank(manifest, num_ranks)]
 
 
-def _difference(run: Run, opened: Opened) -> RunError | None:
+def _fault_of_own(opened: Opened) -> UsageError | RunError | None:
+    """Why this machine, which has a folder of its own, lacks the checkpoint or a file of it: another one is used."""
+    reason = "its manifest is another one"
+    try:
+        if read_with_checksum(opened.path)[1] == opened.checksum:
+            return None
+    except UsageError as error:
+        reason = str(error).removesuffix(REMEDY)
+    except RunError as error:
+        return error
+    return UsageError(f"{socket.gethostname()} does not have the checkpoint '{opened.path}' of rank 0 ({reason})")
+
+
+def _difference(run: Run, opened: Opened) -> UsageError | RunError | None:
     """Why this machine does not have the checkpoint that rank 0 reads: its first rank compares the manifests' texts."""
     world = launched()
     if run.rank == 0 or world is None or world.local_rank != 0:
         return None
+    if not run.sees_first_folder:
+        return _fault_of_own(opened)
     reason = "its manifest is another one"
     try:
         if checksum_of_manifest(opened.path) == opened.checksum:

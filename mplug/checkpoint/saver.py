@@ -41,7 +41,7 @@ class Saver:
         self.run, self.verified = run, Verified()
         self.retention = Retention(run.config.checkpoint.keep, self.verified)
         self._stager, self._plans = _HostCopy(), KeptPlans()
-        self._pending: tuple[Path, Future[Any]] | None = None
+        self._pending: tuple[FolderWriter, Future[Any]] | None = None
         self._visible: list[Path] = []
         self._longest = 0.0
         self._expected = 0.0
@@ -54,7 +54,8 @@ class Saver:
         run, began = self.run, time.monotonic()
         final = path_of(run.checkpoints, run.step)
         confirm = run.claim.confirm if run.claim is not None else None
-        writer = FolderWriter(final, run.rank, manifest, self._plans, self.retention, confirm)
+        folders = {"shared": run.shared_folder, "own_folder": not run.sees_first_folder}
+        writer = FolderWriter(final, run.rank, manifest, self._plans, self.retention, confirm, **folders)
         options = {"storage_writer": writer, "planner": BoxSavePlanner(self._plans), **_together(run)}
         if run.config.checkpoint.asynchronous:
             saving: Any = dcp_async_save(state, async_stager=self._stager, **options)
@@ -65,7 +66,7 @@ class Saver:
             except CheckpointException as error:
                 saving.set_exception(error)
         saving.add_done_callback(lambda ended: self._finished(ended, began))
-        self._pending = (final, saving)
+        self._pending = (writer, saving)
         if not run.config.checkpoint.asynchronous:
             self.wait()
 
@@ -88,13 +89,18 @@ class Saver:
         """Wait until the pending checkpoint is visible. RunError if the save fails."""
         if self._pending is None:
             return
-        final, saving = self._pending
+        writer, saving = self._pending
+        final = writer.final
         error = saving.exception()
         self._pending = None
         if error is not None:
             if self.run.rank == 0 and (self.run.claim is None or self.run.claim.held()):
                 shutil.rmtree(partial_path(final), ignore_errors=True)
             raise RunError(_explained(error, final)) from error
+        try:
+            writer.add_part(saving.result())
+        except OSError as failure:
+            raise RunError(_explained(failure, final)) from failure
         self._visible.append(final)
 
     def let_finish(self) -> None:

@@ -20,9 +20,11 @@ from torch.futures import Future
 from mplug.checkpoint.boxes import BoxSavePlanner
 from mplug.checkpoint.manifest import encode, name_in_file
 from mplug.checkpoint.names import MANIFEST, SUFFIX, file_of, partial_path
+from mplug.checkpoint.own_folders import add_part, keep_parts, make_partial
 from mplug.checkpoint.plans import KeptPlans
 from mplug.checkpoint.reading import checksum_of, open_file
 from mplug.checkpoint.retention import Retention
+from mplug.distributed.world import launched
 from mplug.system.files import sync_path, write_whole
 
 log = logging.getLogger("mplug")
@@ -42,7 +44,8 @@ class FolderWriter(StorageWriter):
 
     The coordinator also removes old checkpoints. `manifest` is the plain data to save with the tensors, which `plans`
     describe. The coordinator calls `confirm` before it changes a visible checkpoint; it raises if another process has
-    taken over the run.
+    taken over the run. Without a `shared` folder, the coordinator may see a part of the files only. A rank with
+    `own_folder` does not see its folder, and calls `add_part` with the result of the save.
     """
 
     def __init__(
@@ -53,7 +56,10 @@ class FolderWriter(StorageWriter):
         plans: KeptPlans,
         retention: Retention,
         confirm: Callable[[], None] | None = None,
+        shared: bool = True,
+        own_folder: bool = False,
     ) -> None:
+        self.shared, self.own_folder = shared, own_folder
         self.final, self.partial, self.rank = final, partial_path(final), rank
         self.manifest, self.plans, self.retention, self.confirm = manifest, plans, retention, confirm
 
@@ -69,6 +75,8 @@ class FolderWriter(StorageWriter):
             self.partial.mkdir(parents=True)
             sync_path(self.final.parent)
             sync_path(self.final.parent.parent)
+        elif self.own_folder:
+            make_partial(self.final)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan unchanged."""
@@ -98,8 +106,12 @@ class FolderWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Make the checkpoint visible after all ranks have written their files."""
+        """Make the checkpoint visible after all ranks have written their files.
+
+        Without a shared folder, the ranks receive the text of the manifest as `metadata.storage_data`.
+        """
         written: list[Written] = [result.storage_data for of_rank in results for result in of_rank]
+        here = {one.file for one in written if self.shared or (self.partial / one.file).exists()}
         names = {one.file: one.file for one in written}
         table = self.plans.table()
         replaces = self.final.is_dir() and not self.final.is_symlink()
@@ -110,13 +122,22 @@ class FolderWriter(StorageWriter):
         text = encode({**self.manifest, "files": files}, table)
         self._refuse_if_taken_over()
         if replaces:
-            _replace(self.partial, self.final, names, text)
+            _replace(self.partial, self.final, {old: new for old, new in names.items() if old in here}, text)
         else:
             write_whole(self.partial / MANIFEST, text)
             sync_path(self.partial)
             self.partial.rename(self.final)
             sync_path(self.final.parent)
-        self.retention.after(self.final, files)
+        self.retention.after(self.final, [names[one] for one in here])
+        metadata.storage_data = None if self.shared else text
+
+    def add_part(self, metadata: Metadata) -> None:
+        """Make this rank's file visible in the folder of its machine, if that is another one than the coordinator's."""
+        if self.own_folder:
+            add_part(self.final, self.rank, metadata.storage_data)
+            world = launched()
+            if world is not None and world.local_rank == 0:
+                keep_parts(self.final, self.retention.keep)
 
     def _refuse_if_taken_over(self) -> None:
         if self.confirm is not None:

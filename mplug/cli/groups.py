@@ -154,6 +154,6 @@ def _source_of(folder: str, names: list[str]) -> str:
         if os.path.isfile(path):
             return Path(path).read_text(encoding="utf-8")
     spec = find_spec(names[0])
-    path = Path(*(spec.submodule_search_locations or ()) if spec else (), *names[1:])
-    source = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
+    module = Path(*(spec.submodule_search_locations or ()) if spec else (), *names[1:])
+    source = module.with_suffix(".py") if module.with_suffix(".py").is_file() else module / "__init__.py"
     return source.read_text(encoding="utf-8")

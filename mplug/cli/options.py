@@ -14,7 +14,7 @@ from mplug.cli.setting_option import SettingOption
 from mplug.config.entry import Entry
 from mplug.errors import UsageError, brief
 from mplug.registry.entry_points import RECIPES, Registry
-from mplug.registry.stores import is_address
+from mplug.registry.stores import is_address, local_path
 
 if TYPE_CHECKING:
     from mplug.config.binding import RunConfig
@@ -59,6 +59,16 @@ class UserPath(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The path."""
         return super().convert(os.path.expanduser(value), param, ctx)
+
+
+class StoredPath(UserPath):
+    """A path, or the address of a store, whose copy on this machine the command receives."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path."""
+        if isinstance(value, str) and is_address(value) and not (ctx and ctx.resilient_parsing):
+            value = str(local_path(value))
+        return super().convert(value, param, ctx)
 
 
 class NewFolder(UserPath):

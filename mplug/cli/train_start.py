@@ -110,7 +110,7 @@ def prepare_start(request: Request, world: "World | None", lock: "Lock") -> Star
     if request.master_port is not None:
         refuse_port_in_use(request.master_port)
     about_data = check_data(run)
-    resume_from = newest_of(directory, restarted) if directory else None
+    resume_from = newest_of(directory, restarted) if directory and _is_complete(run, world, directory) else directory
     if directory is not None and first:
         read_lines(directory / METRICS)  # refuses a damaged file; only the first rank writes it
     readable = readable_of(resume_from) if _reads_checkpoints(world) else None
@@ -123,6 +123,17 @@ def prepare_start(request: Request, world: "World | None", lock: "Lock") -> Star
     return Start(
         request, world, run, base, changes, resume_from, readable, pretrained, since, about, about_step, claim
     )  # fmt: skip
+
+
+def _is_complete(run: "Run", world: "World | None", directory: Path) -> bool:
+    """Let a plugin that joins checkpoints complete this machine's folder. False in processes that do not wait for it.
+
+    These receive the checkpoint to continue from later, from rank 0.
+    """
+    gatherer = run.hooks.call.gather_checkpoints(config=run.config)
+    if gatherer is not None and _reads_checkpoints(world):
+        gatherer.complete(directory)
+    return gatherer is None or _reads_checkpoints(world)
 
 
 def _about_warmup(run: "Run") -> list[str]:

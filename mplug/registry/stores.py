@@ -17,10 +17,11 @@ from mplug.registry.entry_points import STORES, Registry, refuse_other_versions
 class Stores(Protocol):
     """What the host asks of the class of the group 'mplug.stores'. Errors are UsageError and RunError."""
 
-    def local_copy(self, address: str) -> Path:
+    def local_copy(self, address: str, beginning: str = "") -> Path:
         """A complete copy of a folder or file on this machine, which is never changed. Of a run, it has a checkpoint.
 
-        Every process of a run calls it. A copy of unchanged files is made once on a machine.
+        With `beginning`, the copy of a folder has only the files directly in it whose names begin so. Every process of
+        a run calls it. A copy of unchanged files is made once on a machine.
         """
 
     def refuse_existing(self, address: str) -> None:
@@ -40,10 +41,23 @@ def local_path(text: str) -> Path:
     return _copied(text) if is_address(text) else Path(text).expanduser()
 
 
+def local_prefix(text: str) -> Path:
+    """The path without suffixes that several files of a folder share: 'data/corpus' of corpus.bin and corpus.idx.
+
+    If the text is the address of a store, only these files of the folder are copied to this machine.
+    """
+    if not is_address(text):
+        return Path(text).expanduser()
+    folder, _, name = text.rpartition("/")
+    if not name or folder.endswith("/"):
+        raise UsageError(f"'{text}' names no files; use the address of files without suffixes, s3://BUCKET/FOLDER/NAME")
+    return _copied(folder, f"{name}.") / name
+
+
 @cache
-def _copied(address: str) -> Path:
+def _copied(address: str, beginning: str = "") -> Path:
     """A process asks for the copy of an address once, so it reads one version of it."""
-    return stores_for(address).local_copy(address)
+    return stores_for(address).local_copy(address, beginning)
 
 
 def stores_for(address: str) -> Stores:

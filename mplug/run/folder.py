@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from mplug.config.binding import RunConfig
+from mplug.distributed.world import launched
 from mplug.errors import UsageError, listed
 from mplug.run.run import Run
 from mplug.system.files import write_whole
@@ -80,10 +81,11 @@ def _damage(directory: Path) -> str:
 
 
 def make_directory(run: Run) -> None:
-    """Create the run's folder. Rank 0 also saves the resolved config."""
+    """Create the run's folder. One process of each folder also saves the resolved config."""
     assert run.directory is not None
     (run.directory / "logs").mkdir(parents=True, exist_ok=True)
-    if run.rank != 0:
+    world = launched()
+    if run.rank != 0 and (run.sees_first_folder or world is None or world.local_rank != 0):
         return
     text = yaml.safe_dump(run.config.resolved(), sort_keys=False)
     write_whole(

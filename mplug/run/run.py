@@ -39,6 +39,10 @@ class Run:
     groups: "Groups | None" = None
     claim: "Claim | None" = None
     """The lock of the directory, on rank 0 of a run that a command has started."""
+    shared_folder: bool = True
+    """Whether all ranks see the folder of rank 0. Otherwise a plugin joins checkpoints (hook `gather_checkpoints`)."""
+    sees_first_folder: bool = True
+    """Whether this rank sees the folder of rank 0."""
     activity: Activity = field(default_factory=Activity)
     """What the main thread of this process does."""
     entries: frozenset[str] = frozenset()

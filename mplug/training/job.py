@@ -22,7 +22,7 @@ from mplug.run.lock import Claim
 from mplug.run.prepare import prepare
 from mplug.run.record import provenance
 from mplug.run.run import Run
-from mplug.training.shared_folder import refuse_unshared_folder
+from mplug.training.shared_folder import find_own_folders, refuse_unshared_folder
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,10 @@ def work(job: Job, send: Send | None = None) -> Outcome:
         run.directory, resume_from = job.directory, job.resume_from
         if world is not None:
             run.directory, resume_from = agreed((run.directory, resume_from))  # nodes may see different folders
-            if world.local_size != world.size:
+            if world.local_size != world.size and run.hooks.call.gather_checkpoints(config=run.config) is None:
                 refuse_unshared_folder(run)
+            elif world.local_size != world.size:
+                find_own_folders(run)
         outcome = _trained(run, replace(job, resume_from=resume_from))
     del run
     gc.collect()  # a process group that a reference cycle keeps alive aborts the interpreter at exit

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mplug.cli.options import NewFolder, PluginName, RunName, UserPath, config_options, resolved
+from mplug.cli.options import NewFolder, PluginName, RunName, StoredPath, config_options, resolved
 from mplug.errors import UsageError, counted
 from mplug.registry.stores import stores_for
 
@@ -109,7 +109,7 @@ def _written_to(folder: Path | str, directory: Path) -> "Iterator[Path]":
 
 
 @click.command("import")
-@click.argument("folder", type=UserPath(exists=True, file_okay=False))
+@click.argument("folder", type=StoredPath(exists=True, file_okay=False))
 @click.option(
     "--from",
     "name_of_format",
@@ -121,6 +121,8 @@ def _written_to(folder: Path | str, directory: Path) -> "Iterator[Path]":
 @click.option("--name", type=RunName(), required=True, help="Name of the new run, which has one checkpoint.")
 def import_(folder: Path, name_of_format: str, name: str, **options: Any) -> None:
     """Read a checkpoint of another library into a new run.
+
+    FOLDER may be the address of a store, s3://BUCKET/FOLDER.
 
     The section 'model' must describe the model: the shapes of all tensors are compared, and the settings that the
     checkpoint states. The tensors have the names of the model's own parameters or of its published form, or the

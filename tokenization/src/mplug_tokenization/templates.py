@@ -17,7 +17,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from mplug import UsageError
+from mplug import UsageError, local_path
 
 WITHOUT_CONTENT = (
     "{% if message['content'] is none %}"
@@ -179,7 +179,7 @@ def read_template(named: str, variables: Mapping[str, str]) -> Template:
     """The template of `data.template`: a name, a Jinja file, or a JSON file with a `chat_template`."""
     if named in NAMED:
         return Template(named, NAMED[named], variables, SPECIAL_TOKENS[named])
-    path = Path(named).expanduser()
+    path = local_path(named)
     if path.is_dir() and has_template(path):
         return _of_folder(path, named, variables)
     if not path.is_file():

@@ -2,9 +2,11 @@
 
 import html
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -209,3 +211,45 @@ def test_the_controls_change_the_axis_the_smoothing_and_the_runs(runs: list[Path
     assert (title, scale) == ("training time, seconds", "log")
     assert traces == [["<b>second", [0.5, 1.0, 1.5, 2.0]]]
     assert (found["panel-loss"], found["panel-lr"], found["panel-bubble"]) == ([1, 0, 0], [1, 0, 0], [0, 0, 0])
+
+
+# Trained runs.
+
+BASE = (
+    "--set", "trainer.device=cpu", "--set", "trainer.compile=never", "--steps", "4", "--batch-size", "4",
+    "--set", "trainer.eval_every=2", "--set", "trainer.eval_samples=4", "--data", "mock",
+)  # fmt: skip
+SMALL = (
+    "--seq-length", "32", "--set", "model.num_layers=2", "--set", "model.hidden_size=32",
+    "--set", "model.num_attention_heads=4", "--set", "model.vocab_size=64",
+)  # fmt: skip
+KINDS = {
+    "experts": ("--model", "mixtral", *SMALL),
+    "pipeline": ("--model", "gpt", *SMALL, "--parallel", "pp2", "--set", "trainer.micro_batch_size=1"),
+    "vision": ("--model", "qwen-vl", "--preset", "tiny", "--seq-length", "256", "--set", "data.media=2"),
+}
+ALWAYS = {"loss", "val_loss", "grad_norm", "lr", "tokens_per_s", "tflops", "memory_gib", "step_s"}
+"""The figures that each run records on a CPU. MFU needs a chip whose peak is known; test_report has its curve."""
+
+
+@needs_browser
+@pytest.mark.wide("site")
+def test_each_kind_of_run_has_its_curves(tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for name, words in KINDS.items():
+        command = [sys.executable, "-m", "mplug", "train", "--name", name, *BASE, *words]
+        finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert finished.returncode == 0, finished.stderr
+    _, found = drawn(page_of([tmp_path / "runs" / name for name in KINDS])[0], tmp_path)
+    lines, points = {name: one[0] for name, one in found.items()}, {name: one[1] for name, one in found.items()}
+    assert points["panel-val_loss"] == 2 * len(KINDS)  # after steps 2 and 4
+    for figure in ALWAYS - {"val_loss"}:
+        # Runs of four steps have a line for the values, and smoothed figures one for the average too.
+        assert lines[f"panel-{figure}"] in (len(KINDS), 2 * len(KINDS)), figure
+    own = {name for name in found if name.removeprefix("panel-") not in ALWAYS}
+    (load,) = (name for name in own if "load" in name and name.startswith("panel-"))
+    assert lines[load] in (1, 2)
+    assert found["loads-experts"][2] == 1
+    assert lines["panel-bubble"] in (1, 2)
+    assert {name for name in own if "patches" in name} >= {"panel-patches_per_s"}
+    assert lines["panel-patches_per_s"] in (1, 2)

@@ -16,7 +16,6 @@ pytest.importorskip("s3fs", reason="the tests of S3 need s3fs")
 pytest.importorskip("moto", reason="the tests of S3 need moto")
 
 import s3fs
-from moto.server import ThreadedMotoServer
 from mplug_store import CopiesCheckpoints
 from mplug_store.address import Store
 from mplug_store.download import download_run, newest_first
@@ -24,28 +23,11 @@ from mplug_store.download import download_run, newest_first
 from mplug import UsageError
 
 
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    """A server of S3 with the bucket 'bucket'."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
 @pytest.fixture(autouse=True)
-def user(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    variables = {"ACCESS_KEY_ID": "id", "SECRET_ACCESS_KEY": "key", "DEFAULT_REGION": "us-east-1"}
-    for name, value in {**variables, "ENDPOINT_URL": endpoint}.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
-    s3fs.S3FileSystem.clear_instance_cache()
-    files = s3fs.S3FileSystem()
-    if not files.exists("bucket"):
-        files.mkdir("bucket")
+def user(endpoint: str, bucket: str) -> Iterator[None]:
+    """A user whom the server accepts, again after a test in which it has refused him."""
     yield
     accept(endpoint, "inf")
-    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def accept(endpoint: str, requests: str) -> None:
@@ -58,7 +40,7 @@ def accept(endpoint: str, requests: str) -> None:
 def run_in(directory: Path, rank: int = 0, world_size: int = 1) -> Any:
     directory.mkdir(parents=True, exist_ok=True)
     return SimpleNamespace(
-        rank=rank, directory=directory, step=0, mesh=SimpleNamespace(world_size=world_size),
+        rank=rank, directory=directory, step=0, shared_folder=True, mesh=SimpleNamespace(world_size=world_size),
         config=SimpleNamespace(checkpoint=SimpleNamespace(keep=1)), enter=[].append,
     )  # fmt: skip
 

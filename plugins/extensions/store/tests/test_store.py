@@ -21,7 +21,7 @@ from mplug_store.checkpoints import MANIFEST, prune, stored
 from mplug_store.command import command
 from mplug_store.download import download_run, newest_first
 from mplug_store.folders import Folders
-from mplug_store.upload import Copy, copy_alone, publish
+from mplug_store.upload import Copy, all_files, copy_alone, publish
 
 from mplug import RunError, UsageError
 from mplug_testing import ExtensionSuite
@@ -96,7 +96,7 @@ def test_a_run_comes_back_bit_for_bit_with_the_complete_lines_of_its_metrics(run
 
 def test_a_copy_is_visible_only_when_the_files_of_all_ranks_are_there(run: Path, store: Store) -> None:
     path = saved(run, 5)
-    copies = [Copy(path, rank, 2) for rank in range(2)]
+    copies = [Copy(path, all_files(rank, 2)) for rank in range(2)]
     copies[0].upload(store)
     with pytest.raises(StoreError, match=r"another rank has not copied 'rank00001.safetensors' to .* within 0.1 s"):
         publish(store, copies[0].manifest, run, 0.1)
@@ -108,7 +108,7 @@ def test_a_copy_is_visible_only_when_the_files_of_all_ranks_are_there(run: Path,
 
 def test_a_checkpoint_that_the_run_removes_meanwhile_is_still_copied(run: Path, store: Store) -> None:
     path = saved(run, 5, ranks=1)
-    expected, copy = contents(path), Copy(path, 0, 1)
+    expected, copy = contents(path), Copy(path, all_files(0, 1))
     for file in path.iterdir():
         file.unlink()
     copy.upload(store)
@@ -146,7 +146,7 @@ def test_a_damaged_copy_is_skipped_for_the_one_before_it_and_refused_if_it_is_na
 
 
 def test_the_newest_copies_stay_and_later_steps_and_rests_of_uploads_go(run: Path, store: Store) -> None:
-    copies = {step: Copy(saved(run, step), 0, 1) for step in (2, 4, 6, 8, 10)}
+    copies = {step: Copy(saved(run, step), all_files(0, 1)) for step in (2, 4, 6, 8, 10)}
     for step, copy in copies.items():
         copy.upload(store)
         if step != 4:  # killed before its manifest was written
@@ -160,7 +160,7 @@ def test_the_newest_copies_stay_and_later_steps_and_rests_of_uploads_go(run: Pat
 
 def test_files_of_a_later_step_that_other_ranks_copy_already_are_left_alone(run: Path, store: Store) -> None:
     copy_alone(store, saved(run, 2), run)
-    later, copy = Copy(saved(run, 6), 1, 2), Copy(saved(run, 4), 0, 1)
+    later, copy = Copy(saved(run, 6), all_files(1, 2)), Copy(saved(run, 4), all_files(0, 1))
     later.upload(store)
     copy.upload(store)
     publish(store, copy.manifest, run, 0)
@@ -171,7 +171,7 @@ def test_files_of_a_later_step_that_other_ranks_copy_already_are_left_alone(run:
 def test_a_step_that_is_saved_again_replaces_its_copy_and_never_overwrites_a_file(run: Path, store: Store) -> None:
     copy_alone(store, saved(run, 4, salt=b"old"), run)
     (run / "checkpoints").rename(run / "old")
-    copy = Copy(saved(run, 4, salt=b"new"), 0, 1)
+    copy = Copy(saved(run, 4, salt=b"new"), all_files(0, 1))
     copy.upload(store)
     download_run(store, run.parent / "before")
     assert contents(run.parent / "before" / "checkpoints") == contents(run / "old")
@@ -188,7 +188,7 @@ import os, shutil, signal, sys
 from pathlib import Path
 from mplug_store.address import Store
 from mplug_store.checkpoints import prune
-from mplug_store.upload import Copy, publish
+from mplug_store.upload import Copy, all_files, publish
 
 bucket, path, directory, rank, world_size, kills = *map(Path, sys.argv[1:4]), *map(int, sys.argv[4:])
 
@@ -215,7 +215,7 @@ def copy(number):
     for name in ("pipe_file", "mv", "rm_file"):
         setattr(store.files, name, counted(getattr(store.files, name)))
     opened, store.files.open = store.files.open, partly
-    copy = Copy(path, rank, world_size)
+    copy = Copy(path, all_files(rank, world_size))
     copy.upload(store)
     if rank == 0:
         publish(store, copy.manifest, directory, 0)
@@ -272,7 +272,7 @@ def test_rank_0_publishes_nothing_if_another_rank_is_killed(tmp_path: Path, run:
     path = saved(run, 4)
     assert killed(tmp_path / "bucket", path, run, 1, 2, 1) == [-signal.SIGKILL]
     store = Store(f"file://{tmp_path}/bucket0/first")
-    copy = Copy(path, 0, 2)
+    copy = Copy(path, all_files(0, 2))
     copy.upload(store)
     with pytest.raises(StoreError, match=r"another rank has not copied 'rank00001.safetensors'"):
         publish(store, copy.manifest, run, 0.1)
@@ -287,7 +287,7 @@ def test_rank_0_publishes_nothing_if_another_rank_is_killed(tmp_path: Path, run:
 def observed(directory: Path, step: int = 0, rank: int = 0, world_size: int = 1) -> Any:
     checkpoint = SimpleNamespace(keep=2)
     return SimpleNamespace(
-        rank=rank, directory=directory, step=step, mesh=SimpleNamespace(world_size=world_size),
+        rank=rank, directory=directory, step=step, shared_folder=True, mesh=SimpleNamespace(world_size=world_size),
         config=SimpleNamespace(checkpoint=checkpoint), enter=[].append,
     )  # fmt: skip
 
@@ -390,6 +390,11 @@ def test_pull_list_and_push(tmp_path: Path, run: Path, store: Store, monkeypatch
     pulled = CliRunner().invoke(command, ["pull", store.address, "--name", "again"], catch_exceptions=False)
     assert pulled.output == "run 'runs/again' has step 5; continue with: mplug train --resume --name again\n"
     assert contents(tmp_path / "runs" / "again" / "checkpoints" / path.name) == contents(path)
+    (path / "rank00001.safetensors").unlink()  # a machine without it is completed
+    pulled = CliRunner().invoke(command, ["pull", store.address], catch_exceptions=False)
+    assert pulled.output == "run 'runs/first' has step 5; continue with: mplug train --resume --name first\n"
+    assert contents(path) == contents(tmp_path / "runs" / "again" / "checkpoints" / path.name)
+    (run / "store.json").write_text("{}")
     with pytest.raises(UsageError, match="'runs/first' exists already"):
         CliRunner().invoke(command, ["pull", store.address], catch_exceptions=False)
     with pytest.raises(UsageError, match="has no complete checkpoint"):

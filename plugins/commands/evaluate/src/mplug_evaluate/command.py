@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mplug.commands import PluginName, RunName
+from mplug.commands import PluginName, RunName, StoredPath
 
 if TYPE_CHECKING:
     from mplug.commands import Settings, World
@@ -31,15 +31,12 @@ class Count(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
         return int(value)
 
 
-class TextFile(click.Path):
-    """A file of text. A folder and a missing file have a message with what is meant."""
-
-    def __init__(self) -> None:
-        super().__init__(path_type=Path)
+class TextFile(StoredPath):
+    """A file of text, or its address. A folder and a missing file have a message with what is meant."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The path of the file."""
-        path = Path(value).expanduser()
+        path = Path(super().convert(value, param, ctx))
         if path.is_dir():
             if (path / "config.yaml").is_file():
                 meant = f"to evaluate the run '{path}', use --name {path.name}"
@@ -61,9 +58,9 @@ class TextFile(click.Path):
 @click.option("--step", type=click.IntRange(0), help="Step of the checkpoint; default: the newest valid one.")
 @click.option(
     "--pretrained",
-    type=click.Path(path_type=Path),
+    type=StoredPath(),
     metavar="FOLDER",
-    help="Evaluate a published checkpoint (a folder of an installed format) instead of a run.",
+    help="Evaluate a published checkpoint (a folder of an installed format, or its address) instead of a run.",
 )
 @click.option(
     "--adapt",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mplug.commands import Finite, PluginName, RunName, UserPath
+from mplug.commands import Finite, PluginName, RunName, StoredPath, UserPath
 
 if TYPE_CHECKING:
     from mplug import Run
@@ -108,9 +108,9 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--pretrained",
-    type=UserPath(),
+    type=StoredPath(),
     metavar="FOLDER",
-    help="Sample from a published checkpoint (a folder of an installed format) instead of a run.",
+    help="Sample from a published checkpoint (a folder of an installed format, or its address) instead of a run.",
 )
 @click.option(
     "--chat",

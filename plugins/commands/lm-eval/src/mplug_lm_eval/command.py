@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mplug.commands import Finite, PluginName, RunName
+from mplug.commands import Finite, PluginName, RunName, StoredPath
 
 if TYPE_CHECKING:
     from mplug import Run
@@ -44,9 +44,9 @@ UNKNOWN = 2048
 @click.option("--step", type=click.IntRange(0), help="Step of the checkpoint; default: the newest valid one.")
 @click.option(
     "--pretrained",
-    type=click.Path(path_type=Path),
+    type=StoredPath(),
     metavar="FOLDER",
-    help="Evaluate a published checkpoint (a folder of an installed format) instead of a run.",
+    help="Evaluate a published checkpoint (a folder of an installed format, or its address) instead of a run.",
 )
 @click.option(
     "--adapt",

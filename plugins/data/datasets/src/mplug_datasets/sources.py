@@ -9,7 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mplug import UsageError
+from mplug import UsageError, local_path
 
 os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"  # before the library reads them
 
@@ -64,8 +64,8 @@ def joined(sources: Sequence[Source]) -> Source:
 
 
 def find_source(path: str, split: str, field: str) -> Source:
-    """The files of a path's split; raises UsageError if the path is not on this machine or has no such split."""
-    place = Path(path).expanduser()
+    """The files of a split of a path or address; raises UsageError if there is nothing, or no such split."""
+    place = local_path(path)
     if place.is_dir():
         files = _saved(place, path, split, field) or _of_folder(place, path, split, field)
     else:

@@ -1,10 +1,11 @@
 """The config of Energon."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat
 
-from mplug import DOCUMENTS, LOSS_WEIGHTS, MAY_CHANGE, STREAMS, distinct
+from mplug import DOCUMENTS, LOSS_WEIGHTS, MAY_CHANGE, STREAMS, distinct, local_path
 
 CONVERSATIONS = "conversations"
 OF_CONVERSATIONS = (
@@ -21,7 +22,8 @@ class EnergonConfig(BaseModel):
 
     path: str = Field(
         min_length=1,
-        description="a folder that `energon prepare` has indexed, or the YAML file of a metadataset (a blend)",
+        description="a folder that `energon prepare` has indexed (or its address in a store), or the YAML file of a "
+        "metadataset (a blend)",
     )
     train_part: str = Field("train", description="the part of the data set for training")
     validation_part: str = Field("val", description="the part of the data set for validation")
@@ -111,6 +113,11 @@ class EnergonConfig(BaseModel):
         "stop",
         description="if a sample cannot be read or encoded: stop ends the run, skip logs and counts it, and continues",
     )
+
+    @property
+    def folder(self) -> Path:
+        """The data set on this machine."""
+        return local_path(self.path)
 
     @property
     def has_conversations(self) -> bool:

@@ -74,7 +74,12 @@ class Energon:
     @hookimpl
     def check_data(self) -> None:
         """Refuse a data set that is missing or not prepared, and a file that is not a metadataset."""
-        path = Path(self.config.path)
+        if "://" in self.config.path and self.config.path.endswith((".yaml", ".yml")):
+            raise UsageError(
+                f"data.path '{self.config.path}' is the address of a metadataset, whose parts are paths of a machine; "
+                f"use a copy of the file on this machine, or the address of a prepared folder"
+            )
+        path = self.config.folder
         if not path.exists():
             raise UsageError(
                 f"data.path '{path}' does not exist; set it to a prepared folder or to a metadataset's YAML file"

@@ -47,7 +47,7 @@ def make_loader(
     vocab_size: int = getattr(encoder, "vocab_size", None) or supplied.tokenizer.vocab_size
     return StreamLoader(
         lambda stream: open_stream(config, encoder, part, seed, stream),
-        config.path,
+        str(config.folder),
         Shape(config.streams, config.num_workers),
         collate(config.all_entries, supplied, config.task_encoder),
         vocab_size=vocab_size,
@@ -92,7 +92,7 @@ def open_stream(config: "EnergonConfig", encoder: TaskEncoder, part: str, seed: 
     )
     try:
         dataset = get_train_dataset(
-            config.path,
+            str(config.folder),
             split_part=part,
             worker_config=worker,
             batch_size=None,
@@ -106,7 +106,7 @@ def open_stream(config: "EnergonConfig", encoder: TaskEncoder, part: str, seed: 
             f"data.path '{config.path}': Energon cannot read part '{part}': {message_of(error)}; use an existing part, "
             f"or run 'energon prepare' again (a part consists of whole tar files, so each part needs at least one)"
         ) from error
-    name_tars(dataset, config.path)
+    name_tars(dataset, str(config.folder))
     loader = get_savable_loader(
         dataset,
         gc_collect_every_n_steps=0 if config.num_workers == 0 else 100,  # it would freeze the trainer's objects

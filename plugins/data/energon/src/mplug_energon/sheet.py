@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mplug.commands import UserPath
+from mplug.commands import StoredPath, UserPath
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -20,7 +20,7 @@ LINES = 4
 
 
 @click.command()
-@click.argument("path", type=UserPath())
+@click.argument("path", type=StoredPath())
 @click.option("--output", default="batch.png", show_default=True, type=UserPath(), help="The PNG file.")
 @click.option("--part", default="train", show_default=True, help="Part of the data set to draw.")
 @click.option("--samples", default=16, show_default=True, type=click.IntRange(1), help="Number of samples.")

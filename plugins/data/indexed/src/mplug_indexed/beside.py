@@ -1,12 +1,11 @@
 """Names of data sets, the tokenizer's record beside them, and the tokens that separate documents."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mplug import UsageError
+from mplug import UsageError, local_prefix
 from mplug_tokenization import load_tokenizer, read_tokenizer
 
 if TYPE_CHECKING:
@@ -15,8 +14,11 @@ if TYPE_CHECKING:
 
 
 def prefix_of(name: Path | str) -> Path:
-    """The prefix of a data set, from the prefix or one of its two files. Raises UsageError for an empty name."""
-    path = Path(os.path.expanduser(str(name).removesuffix(".bin").removesuffix(".idx")))
+    """The prefix of a data set, from the prefix or one of its two files, which a store may have.
+
+    Raises UsageError for an empty name.
+    """
+    path = local_prefix(str(name).removesuffix(".bin").removesuffix(".idx"))
     if path.name in ("", ".."):
         raise UsageError(
             f"'{name}' is not a data set; use the path of its files without .bin and .idx, such as data/corpus"

@@ -12,17 +12,16 @@ from mplug import Activity, UsageError, hookimpl, write_whole
 if TYPE_CHECKING:
     from mplug import Run
     from mplug_store.address import Store
+    from mplug_store.joined import Joined
     from mplug_store.worker import Worker
-
-IDENTITY = "store.json"
-"""The file in a run's folder, and in its copy, that says to which run the copy belongs."""
 
 
 class CopiesCheckpoints:
     """Copies every checkpoint of a run to a store while training continues.
 
     A thread of each rank copies the rank's share of the files, and rank 0 writes the manifest when all files are
-    there. A store that refuses the run at its start ends it; later, the run reports the failure and continues.
+    there. A store that refuses the run at its start ends it; later, the run reports the failure and continues. With
+    `own_disks`, the store also joins the checkpoints of machines that have no common folder.
     """
 
     class Config(BaseModel):
@@ -32,6 +31,10 @@ class CopiesCheckpoints:
 
         address: str = Field(
             min_length=1, description="folder of the copies, s3://BUCKET/FOLDER; that of a run has the run's name"
+        )
+        own_disks: bool = Field(
+            False,
+            description="the machines need no common folder for the run: the store joins the parts of its checkpoints",
         )
         keep: PositiveInt | None = Field(
             None, description="number of checkpoints to keep in the store; null: checkpoint.keep"
@@ -53,6 +56,15 @@ class CopiesCheckpoints:
         from mplug_store.address import refuse_unusable  # imports fsspec
 
         refuse_unusable(self.config.address, "extensions.store.address")
+
+    @hookimpl
+    def gather_checkpoints(self) -> "Joined | None":
+        """The store, if the machines may have folders of their own."""
+        if not self.config.own_disks:
+            return None
+        from mplug_store.joined import Joined  # imports fsspec
+
+        return Joined(self.config.address)
 
     @hookimpl
     def run_started(self, run: "Run") -> None:
@@ -88,10 +100,11 @@ class CopiesCheckpoints:
             worker.end(self.config.end_seconds)
 
     def _add(self, run: "Run", path: Path, newest: bool) -> None:
-        from mplug_store.upload import Copy  # imports fsspec
+        from mplug_store.upload import Copy, all_files, own_files  # imports fsspec
 
         if self.worker is not None:
-            self.worker.add(Copy(path, run.rank, run.mesh.world_size), newest)
+            share = all_files(run.rank, run.mesh.world_size) if run.shared_folder else own_files(run.rank)
+            self.worker.add(Copy(path, share), newest)
 
 
 def refuse_other_run(store: "Store", directory: Path, field: str) -> None:
@@ -99,6 +112,8 @@ def refuse_other_run(store: "Store", directory: Path, field: str) -> None:
 
     `field` is where the user has set the address.
     """
+    from mplug_store.checkpoints import IDENTITY  # imports fsspec
+
     path, found = directory / IDENTITY, store.read(IDENTITY)
     if not path.exists():
         write_whole(path, json.dumps({"run": uuid.uuid4().hex}) + "\n")

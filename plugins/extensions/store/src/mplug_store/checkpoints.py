@@ -15,6 +15,8 @@ from pathlib import Path
 from mplug import RunError
 from mplug_store.address import PARTIAL, Store
 
+IDENTITY = "store.json"
+"""The file in a run's folder, and in its copy, that says to which run the copy belongs."""
 MANIFEST = "checkpoint.json"
 FOLDER = "checkpoints"
 _NAME = re.compile(rf"{FOLDER}/(step_([0-9]{{8,18}})\.[0-9a-f]{{8}})/([^/]+)")

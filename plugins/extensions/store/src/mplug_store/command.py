@@ -5,8 +5,9 @@ import click
 from mplug import UsageError
 from mplug.commands import RUNS, RunName, find_directory, human_bytes, table
 from mplug_store.address import Store
-from mplug_store.checkpoints import MANIFEST
+from mplug_store.checkpoints import IDENTITY, MANIFEST
 from mplug_store.download import download_run, newest_first
+from mplug_store.joined import complete
 from mplug_store.upload import copy_alone
 
 
@@ -45,14 +46,20 @@ def pull(address: str, name: str | None, step: int | None) -> None:
     """Copy a run with its newest valid checkpoint from a store into the folder 'runs'.
 
     The command compares the checksums of all files. 'mplug train --resume' then continues the run, under any layout
-    and with any number of processes.
+    and with any number of processes. If the machine has a folder of the run without a common one (own_disks), the
+    command completes it.
     """
     store = Store(address)
-    target = RUNS / (name or store.address.rpartition("/")[2])
-    if target.exists():
+    target, skipped = RUNS / (name or store.address.rpartition("/")[2]), list[str]()
+    own = step is None and (target / IDENTITY).exists() and (target / IDENTITY).read_bytes() == store.read(IDENTITY)
+    if target.exists() and not own:
         raise UsageError(f"'{target}' exists already; use another name with --name, or remove it")
     try:
-        one, skipped = download_run(store, target, step)
+        found = complete(store, target) if own else None
+        if found is None:
+            one, skipped = download_run(store, target, step)
+        else:
+            one = found
     except OSError as error:
         raise UsageError(f"cannot write '{target}': {error.strerror or error}; free or change the disk") from error
     for reason in skipped:

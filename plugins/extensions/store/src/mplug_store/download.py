@@ -1,7 +1,7 @@
 """Copy runs, folders and files of a store to this machine. Every copy is complete before it gets its name."""
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from mplug import RunError, UsageError, write_whole
@@ -78,11 +78,8 @@ def download_run(store: Store, target: Path, step: int | None = None) -> tuple[S
     return newest
 
 
-def download_folder(store: Store, target: Path) -> None:
-    """Copy all files of a folder of a store, or the one file that the address names, to the new path `target`."""
-    sizes = store.sizes()
-    if not sizes:
-        raise UsageError(f"there is nothing at '{store.address}'; use another address")
+def download_files(store: Store, sizes: Mapping[str, int], target: Path) -> None:
+    """Copy files of a folder of a store into the new folder `target`. The file '' is the one that the address names."""
     for name, size in sizes.items():
         path = target / name if name else target
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -5,14 +5,14 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from mplug import RunError, UsageError
 from mplug_store.address import Store
 from mplug_store.checkpoints import FOLDER
-from mplug_store.download import download_folder, download_run, newest_first
+from mplug_store.download import download_files, download_run, newest_first
 
 LAST = ("checkpoint.json", "config.json", "adapter_config.json")
 """Files by which a folder is recognised: they are written last, so a folder is recognised when it is complete."""
@@ -21,17 +21,21 @@ LAST = ("checkpoint.json", "config.json", "adapter_config.json")
 class Folders:
     """The stores that the host asks for addresses such as 's3://bucket/model' (the group 'mplug.stores')."""
 
-    def local_copy(self, address: str) -> Path:
+    def local_copy(self, address: str, beginning: str = "") -> Path:
         """A copy of a folder or file on this machine, in the cache. Of a run, it has the newest valid checkpoint.
 
-        The copy of an unchanged folder is used again. Processes of one machine share it. A copy is never changed: if
-        the folder in the store changes, it gets a new copy, and the old one is removed by the user.
+        With `beginning`, it has only the files directly in the folder whose names begin so. The copy of an unchanged
+        folder is used again. Processes of one machine share it. A copy is never changed: if the folder in the store
+        changes, it gets a new copy, and the old one is removed by the user.
         """
         store = Store(address)
         listing = store.listing()
+        if beginning:
+            listing = {name: one for name, one in listing.items() if name.startswith(beginning) and "/" not in name}
         if not listing:
-            raise UsageError(f"there is nothing at '{address}'; use another address, or a folder of this machine")
-        runs = any(name.startswith(f"{FOLDER}/") for name in listing)
+            named = f"{address}/{beginning}*" if beginning else address
+            raise UsageError(f"there is nothing at '{named}'; use another address, or a folder of this machine")
+        runs = not beginning and any(name.startswith(f"{FOLDER}/") for name in listing)
         if runs and not newest_first(store):
             raise UsageError(f"'{address}' has no complete checkpoint; use the address of a run, or wait for its copy")
         content = hashlib.sha256(repr(sorted(listing.items())).encode()).hexdigest()[:16]
@@ -44,7 +48,7 @@ class Folders:
                 if runs:
                     download_run(store, target)
                 else:
-                    _download(store, target)
+                    _download(store, target, {name: size for name, (size, _) in listing.items()})
         return target
 
     def refuse_existing(self, address: str) -> None:
@@ -73,12 +77,12 @@ def cache() -> Path:
     return (Path(given).expanduser() if given else base) / "stores"
 
 
-def _download(store: Store, target: Path) -> None:
+def _download(store: Store, target: Path, sizes: Mapping[str, int]) -> None:
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.unlink(missing_ok=True)
     try:
-        download_folder(store, partial)
+        download_files(store, sizes, partial)
         partial.rename(target)
     except OSError as error:
         raise RunError(f"cannot copy '{store.address}' to '{target}': {error.strerror or error}") from error

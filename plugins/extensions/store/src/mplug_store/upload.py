@@ -18,14 +18,28 @@ POLL = 1.0
 """Seconds between two looks for the files of other ranks."""
 
 
+Share = Callable[[list[str]], list[str]]
+"""Of the sorted names of a checkpoint's files, those that a rank copies."""
+
+
+def all_files(rank: int, world_size: int) -> Share:
+    """The ranks divide all files: they share a folder."""
+    return lambda names: names[rank::world_size]
+
+
+def own_files(rank: int) -> Share:
+    """A rank copies what it has written: other ranks do not see it."""
+    return lambda names: [name for name in names if name.startswith(f"rank{rank:05d}.")]
+
+
 class Copy:
     """A checkpoint that this rank copies. Its files are open, so that a removal of the checkpoint does not matter."""
 
-    def __init__(self, path: Path, rank: int, world_size: int) -> None:
-        self.path, self.rank = path, rank
+    def __init__(self, path: Path, share_of: "Share") -> None:
+        self.path = path
         self.manifest = parse((path / MANIFEST).read_bytes(), str(path))
         self._stack = ExitStack()
-        share = sorted(self.manifest.files)[rank::world_size]
+        share = share_of(sorted(self.manifest.files))
         try:
             self._share: dict[str, IO[bytes]] = {
                 name: self._stack.enter_context((path / name).open("rb")) for name in share
@@ -96,7 +110,7 @@ def publish(store: Store, manifest: Manifest, directory: Path, seconds: float) -
 
 def copy_alone(store: Store, path: Path, directory: Path) -> Manifest:
     """Copy a checkpoint with all its files from one process. Returns its manifest."""
-    copy = Copy(path, 0, 1)
+    copy = Copy(path, all_files(0, 1))
     copy.upload(store)
     publish(store, copy.manifest, directory, 0)
     return copy.manifest

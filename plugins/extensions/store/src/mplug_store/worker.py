@@ -8,7 +8,7 @@ from queue import Queue
 
 from mplug import RunError
 from mplug_store.address import Store
-from mplug_store.checkpoints import prune
+from mplug_store.checkpoints import IDENTITY, prune
 from mplug_store.upload import Copy, publish
 
 log = logging.getLogger("mplug")
@@ -64,11 +64,20 @@ class Worker:
     def _copy(self, copy: Copy, newest: bool) -> None:
         copy.upload(self.store)
         if self.rank != 0:
+            self._identify()
             return
         publish(self.store, copy.manifest, self.directory, self.seconds)
         log.info("copied the checkpoint to '%s/%s'", self.store.address, copy.manifest.folder)
         for folder in prune(self.store, copy.manifest, self.keep) if newest else ():
             log.info("removed '%s/%s'", self.store.address, folder)
+
+    def _identify(self) -> None:
+        """Name the run in a folder that rank 0 does not see, as `refuse_other_run` has done in that of rank 0."""
+        path = self.directory / IDENTITY
+        if not path.exists() and (content := self.store.read(IDENTITY)) is not None:
+            temporary = path.with_name(f".{IDENTITY}.{self.rank}.partial")
+            temporary.write_bytes(content)
+            temporary.replace(path)
 
     def _report(self, message: str) -> None:
         log.warning("%s", message)

@@ -150,7 +150,7 @@ def _sample(run: "Run", sampler: "Sampler", job: Job, ranks: "Alone", replays: "
 
     wanted, sampling = job.wanted, job.wanted.sampling
     tokenizer = tokenizer_of(run, job.weights if job.published else None)
-    encode = tokenizer.encode_part if job.published else getattr(tokenizer, "encode", None)
+    encode: Encode = tokenizer.encode_part if job.published else tokenizer.encode
     prompts = [(one.tokens, prompt.media) for one, prompt in zip(wanted.encoded, wanted.prompts, strict=True)]
     keys = [sample_key(sampling.seed, number) for number in occurrences(prompts)]
     for batch in wanted.batches():

@@ -202,7 +202,8 @@ def _parts(value: Sequence[Any], where: str, folder: Path) -> list[Part]:
 
 def _is_video(part: Mapping[str, Any]) -> bool:
     """Whether a part has the files of frames, and their number in a second."""
-    files, rate = part.get("video"), part.get("fps")
+    files: Any = part.get("video")
+    rate: Any = part.get("fps")
     has_files = isinstance(files, list) and bool(files) and all(isinstance(name, str) and name for name in files)
     return has_files and isinstance(rate, int | float) and not isinstance(rate, bool) and 0 < rate < float("inf")
 

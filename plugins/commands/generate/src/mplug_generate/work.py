@@ -150,7 +150,7 @@ def _sample(run: "Run", sampler: "Sampler", job: Job, ranks: "Alone", replays: "
 
     wanted, sampling = job.wanted, job.wanted.sampling
     tokenizer = tokenizer_of(run, job.weights if job.published else None)
-    encode: Any = tokenizer.encode_part if job.published else getattr(tokenizer, "encode", None)
+    encode: Encode = tokenizer.encode_part if job.published else tokenizer.encode
     answering = sampler.model.plan.answering
     if answering is not None:
         wanted = _answered(wanted, tokenizer, published=job.published)

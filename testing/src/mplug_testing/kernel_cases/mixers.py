@@ -29,7 +29,7 @@ def mixer_cases() -> Iterator[Case]:
 
 
 def _scans(kind: Any) -> Iterator[Case]:
-    yield _scan(kind, "", 2, 16, 2, 2)
+    yield _scan(kind, "", 2, 5, 2, 2)
     yield _scan(kind, "grouped keys of 24 and values of 32", 2, 13, 2, 4, widths=(24, 32))
     yield _scan(kind, "decays that leave nothing", 1, 70, 1, 2, decays=30.0)
     yield _scan(kind, "documents", 2, 13, 1, 2, documents=DOCUMENTS)

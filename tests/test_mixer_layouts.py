@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 from layout_runs import difference_of
-from tiny_models import DECODER, TABLES, of_model
+from scanning import HEADS, HYBRID, LLAMA, SCANS
+from tiny_models import TABLES, of_model
 from torch import Tensor
 
 from mplug import UsageError
@@ -13,11 +14,6 @@ from mplug.model.build import build_model
 from mplug_testing.harness import tiny_run
 from mplug_testing.parity import require_parity
 
-HEADS = {"model.linear_num_key_heads": 2, "model.linear_key_head_dim": 6, "model.linear_value_head_dim": 8}
-LLAMA: dict[str, Any] = {**DECODER, "model.name": "llama", "model.num_layers": 2, "data.documents": 5}
-HYBRID = {**LLAMA, **HEADS, "model.mixer_types": ["gated_delta", "attention"]}
-SCANS = {**LLAMA, **HEADS, "model.num_layers": 4, "model.linear_num_key_heads": 4}
-SCANS["model.mixer_types"] = ["mamba2", "kimi_delta", "gated_linear", "gated_delta"]
 ULYSSES, ALL_GATHER = "parallel.cp.method=ulysses", "parallel.cp.method=all_gather"
 HIERARCHICAL = "parallel.cp.method=hierarchical parallel.cp.ulysses_degree=2"
 COMPILED = "trainer.compile=aot_eager"

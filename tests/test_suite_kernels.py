@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mplug_nn import SLOTS as ALL_SLOTS
-from mplug_nn import AttentionInputs, AttentionSpec, Gemm
+from mplug_nn import AttentionInputs, AttentionSpec, Gemm, MixerInputs, chunked_scan, short_convolution
 from mplug_nn.attention import prepare_qk, prepare_qkv, scaled_dot_product
 from mplug_nn.experts import combine, compute, dispatch
 from mplug_nn.loss import cross_entropy
@@ -46,11 +46,8 @@ CHECKS: dict[str, Callable[[Trial], str]] = {
 
 BF16 = {"Attention.core", "Linear.gemm", "Loss.cross_entropy"}
 """The slots that the quick tests check in bf16 as well: attention, a sink of gradients, and a sum."""
-WITHOUT_CASES = {"Scan.core", "Convolution.core"}
-"""Slots for which the suite of kernels has no case yet; `nn/tests` compare their plain torch with the recurrence."""
-CHECKED = [slot for slot in ALL_SLOTS if slot not in WITHOUT_CASES]
-SLOTS = [(slot, torch.float32) for slot in CHECKED] + [
-    pytest.param(slot, torch.bfloat16, marks=[] if slot in BF16 else pytest.mark.wide("suites")) for slot in CHECKED
+SLOTS = [(slot, torch.float32) for slot in ALL_SLOTS] + [
+    pytest.param(slot, torch.bfloat16, marks=[] if slot in BF16 else pytest.mark.wide("suites")) for slot in ALL_SLOTS
 ]
 
 
@@ -217,6 +214,46 @@ def gradients_not_turned_back(heads: Tensor, h: int, g: int, *rest: Any) -> tupl
 @wrong("Attention.prepare_qkv", "with positions of each sample: the prepared q has an error of")
 def positions_of_the_first_sample(heads: Tensor, h: int, g: int, positions: Tensor, *rest: Any) -> Any:
     return prepare_qkv(heads, h, g, positions[:1], *rest)
+
+
+@wrong("Scan.core", "kind 'decay', documents: the output has an error of")
+def leaking_scan(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *given, spec, inputs = arguments
+    return chunked_scan(*given, spec, MixerInputs(None, inputs.state))
+
+
+@wrong("Scan.core", "kind 'delta': the output has an error of")
+def decay_after_the_read(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, write: Any, *rest: Any) -> Any:
+    if write is not None and rest[0].kind == "delta":
+        decay = torch.cat((torch.zeros_like(decay[:, :1]), decay[:, :-1]), dim=1)
+    return chunked_scan(q, k, v, decay, write, *rest)
+
+
+@wrong("Scan.core", "states and a length of several chunks: the end state has an error of")
+def state_before_the_last_position(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *given, spec, inputs = arguments
+    y, end = chunked_scan(*given, spec, inputs)
+    if spec.states and y.shape[1] > 1 and inputs.document_lengths is None:
+        _, end = chunked_scan(*(None if x is None else x[:, :-1] for x in given), spec, inputs)
+    return y, end
+
+
+@wrong("Scan.core", "states and a length of several chunks: the gradient of state has an error of")
+def no_gradient_for_the_start_state(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *given, spec, inputs = arguments
+    start = None if inputs.state is None else inputs.state.detach() + 0 * inputs.state
+    return chunked_scan(*given, spec, inputs._replace(state=start))
+
+
+@wrong("Convolution.core", "with documents: the output has an error of")
+def leaking_convolution(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *given, spec, inputs = arguments
+    return short_convolution(*given, spec, MixerInputs(None, inputs.state))
+
+
+@wrong("Convolution.core", "with width 4 and SiLU: the output has an error of")
+def mirrored_convolution(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return short_convolution(x, weight.flip(1), *rest)
 
 
 @pytest.mark.parametrize(("slot", "supplier", "words"), FAULTS.values(), ids=FAULTS)

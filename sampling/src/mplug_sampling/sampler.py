@@ -4,7 +4,7 @@ A model samples with a cache if its modules declare enough:
 
 - Every module declares what it mixes (`mixes`), and in evaluation none mixes positions or samples outside of slots. So
   the last positions can be computed alone, and several samples together.
-- Every module with the slot `Attention.core` declares that it serves a cache:
+- Every module with the slot `Attention.core`, `Scan.core` or `Convolution.core` declares that it serves a cache:
 
       caches: ClassVar[bool] = True
 
@@ -47,6 +47,8 @@ NAME = "caches"
 STATIC = "static_cache"
 """The attribute by which a class declares that its modules also serve a static cache."""
 CORE = "Attention.core"
+STATEFUL = ("Scan.core", "Convolution.core")
+"""Slots whose modules keep a state. They may declare that they mix the sequence: with their cache, only a call does."""
 PROTOCOL = ("cache", "serve_cache", "new_cache")
 OUTERMOST = 1 << 30
 """A layer outside of those of all adapters: what they add to the model declares something too."""
@@ -74,7 +76,7 @@ class Sampler:
 
     @hookimpl
     def adapt_model(self, run: Run, model: Model) -> None:
-        """Let attention serve caches from now on, if the model can sample with them: sites then need what caches need.
+        """Let modules serve caches from now on, if the model can sample with them: sites then need what caches need.
 
         The model still has the units of all stages, so all ranks agree. Attention receives padding as a document of its
         own, so sites need documents if there may be padding.
@@ -90,7 +92,7 @@ class Sampler:
         self.padded = self.padded or multiple_of_positions(run.mesh) > 1
         if self.uncached:
             return
-        for module in _attending(model):
+        for module in _caching(model):
             module.serve_cache()
         if self.padded:
             run.entries |= {DOCUMENTS}
@@ -122,7 +124,7 @@ class Sampler:
         """
         kept, messages = [], dict[str, None]()
         for unmet in selection.unmet:
-            by_kernel = unmet.site.slot == CORE and unmet.plugin in run.config.kernels.plugins
+            by_kernel = unmet.site.slot in (CORE, *STATEFUL) and unmet.plugin in run.config.kernels.plugins
             if by_kernel and not unmet.site.lacking(offered_in_plain_torch(unmet.site)):
                 messages[f"{unmet}; plain torch computes it"] = None
             else:
@@ -224,21 +226,26 @@ def multiple_of_positions(mesh: Mesh) -> int:
 
 def cached_modules(model: Model) -> Iterator[Any]:
     """The modules of this rank that keep a cache, in order."""
-    return _attending(model, {unit.name for unit in model.own_units})
+    return _caching(model, {unit.name for unit in model.own_units})
 
 
-def _attending(model: Model, own: set[str] | None = None) -> Iterator[Any]:
-    """The modules with the slot of attention of the inference units of tokens, or of those in `own` units."""
+def _caching(model: Model, own: set[str] | None = None) -> Iterator[Any]:
+    """The modules with a slot that keeps a cache, of the inference units of tokens, or of those in `own` units."""
     for unit in model.plan.without_streams(model.plan.inference):
         if own is not None and own.isdisjoint((unit.name, *modules_around(unit.name))):
             continue
         for module in model.module.get_submodule(unit.name).modules():
-            if _attends(module):
+            if _keeps_cache(module):
                 yield module
 
 
-def _attends(module: nn.Module) -> bool:
-    return any(slot.name == CORE for slot in slots_of(module))
+def _keeps_cache(module: nn.Module) -> bool:
+    return any(slot.name in (CORE, *STATEFUL) for slot in slots_of(module))
+
+
+def _keeps_state(module: nn.Module) -> bool:
+    """Whether a module's slot passes a state from position to position, which a cache can hold."""
+    return any(slot.name in STATEFUL for slot in slots_of(module)) and getattr(module, NAME, False) is True
 
 
 def _reason_against(model: Model) -> str:
@@ -247,10 +254,11 @@ def _reason_against(model: Model) -> str:
         if statement.axes is None:
             return f"no declaration states what {statement.label} mixes (`mixes`)"
         of_stream = statement.sequence in model.plan.streams  # a stream is computed once, and as a whole
-        if mixed := sorted(statement.axes & ({"batch"} if of_stream else {"sequence", "batch"})):
-            return f"{statement.label} mixes the {listed(mixed)}"
         module: Any = statement.module
-        if of_stream or not _attends(module):
+        only_samples = of_stream or _keeps_state(module)
+        if mixed := sorted(statement.axes & ({"batch"} if only_samples else {"sequence", "batch"})):
+            return f"{statement.label} mixes the {listed(mixed)}"
+        if of_stream or not _keeps_cache(module):
             continue
         if not covers(type(module), NAME) or module.caches is not True:
             return f"{statement.label} does not declare that it serves a cache (`{NAME}`)"

@@ -53,7 +53,7 @@ class TokenSteps:
         self.capacity, self.num_positions = capacity, 0
         device = next(iter(model.parameters().values())).device
         self.clock = Clock(num_samples, device)
-        size = CacheSize(capacity, make=self.clock.cache)
+        size = CacheSize(capacity, clock=self.clock)
         self.modules = list(cached_modules(model))
         self.caches = [module.new_cache(size) for module in self.modules]
         self.keys = torch.zeros(num_samples, dtype=torch.int64, device=device)

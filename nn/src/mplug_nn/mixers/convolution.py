@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -11,8 +12,11 @@ from torch.nn.functional import pad, silu
 from mplug.layout.work import Step, WeightProduct
 from mplug.model.slots.declaration import Slot, set_defaults
 from mplug.tensors.segments import numbered
+from mplug_nn.attention import refuse_documents
+from mplug_nn.cache import CacheSize
 from mplug_nn.mixers.scan import needs_of_spec
 from mplug_nn.mixers.specification import CONVOLUTIONS, NOTHING, ConvolutionSpec, MixerInputs
+from mplug_nn.mixers.states import StateCache, state_cache
 
 
 def short_convolution(
@@ -72,11 +76,14 @@ CONVOLUTION = Slot("Convolution.core", "convolution", short_convolution, serves=
 class Convolution(nn.Module):
     """A short causal convolution with its weights. The block around it declares what its channels are.
 
-    `mixes` is as for `mplug_nn.Scan`.
+    `mixes` and `cache` are as for `mplug_nn.Scan`.
     """
 
     SLOTS: ClassVar[tuple[Slot, ...]] = (CONVOLUTION,)
     mixes: ClassVar[frozenset[str]] = frozenset({"sequence"})
+    caches: ClassVar[bool] = True
+    static_cache: ClassVar[bool] = True
+    cache: StateCache | None = None
     core: Callable[..., tuple[Tensor, Tensor]]
 
     def __init__(self, channels: int, width: int, *, bias: bool = False, silu: bool = True) -> None:
@@ -92,6 +99,22 @@ class Convolution(nn.Module):
 
     def forward(self, x: Tensor, document_lengths: Tensor | None = None) -> Tensor:
         """[B, S, C] -> [B, S, C]."""
+        if self.cache is not None:
+            refuse_documents(document_lengths)
+            return self.cache.through(partial(self._part, x), x.shape[1])
         spec = replace(self.spec, documents=document_lengths is not None)
         y, _ = self.core(x, self.weight, self.bias, spec, MixerInputs(document_lengths))
         return y
+
+    def _part(self, x: Tensor, rows: slice, inputs: MixerInputs) -> tuple[Tensor, Tensor]:
+        """(y, end state) of some rows of x."""
+        spec = replace(self.spec, documents=inputs.document_lengths is not None)
+        return self.core(x[:, rows], self.weight, self.bias, spec, inputs)
+
+    def serve_cache(self) -> None:
+        """Make the module serve a cache from now on: its core must take and return states."""
+        self.spec = replace(self.spec, states=True)
+
+    def new_cache(self, size: CacheSize) -> StateCache:
+        """An empty cache: the last W - 1 rows [B, W - 1, C]."""
+        return state_cache(size)

@@ -2,14 +2,18 @@
 
 from collections.abc import Callable, Container
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 from torch import Tensor, nn
 
 from mplug.layout.work import ActivationProduct, Flops, Step
 from mplug.model.slots.declaration import Slot, set_defaults
+from mplug_nn.attention import refuse_documents
+from mplug_nn.cache import CacheSize
 from mplug_nn.mixers.chunked import chunked_scan
 from mplug_nn.mixers.specification import DOCUMENTS, SCANS, MixerInputs, ScanKind, ScanSpec
+from mplug_nn.mixers.states import StateCache, state_cache
 
 
 def needs_of_spec(module: nn.Module, entries: Container[str]) -> frozenset[str]:
@@ -25,11 +29,17 @@ class Scan(nn.Module):
     """A scan without projections. `num_heads` (value heads) and `num_key_heads` are those of the whole model.
 
     It declares that it mixes the sequence although only its slot does: what does not know the slot (a strategy that
-    divides the sequence, sampling with a cache) must refuse it.
+    divides the sequence) must refuse it.
+
+    While a model samples, the host may give the module a `cache` (`mplug_nn.mixers.states`). The module then receives
+    only the last positions of its samples, and begins with the state in the cache.
     """
 
     SLOTS: ClassVar[tuple[Slot, ...]] = (SCAN,)
     mixes: ClassVar[frozenset[str]] = frozenset({"sequence"})
+    caches: ClassVar[bool] = True
+    static_cache: ClassVar[bool] = True
+    cache: StateCache | None = None
     core: Callable[..., tuple[Tensor, Tensor]]
 
     def __init__(
@@ -60,6 +70,25 @@ class Scan(nn.Module):
         document_lengths: Tensor | None = None,
     ) -> Tensor:
         """The arguments of the slot -> y [B, S, H, V]."""
+        if self.cache is not None:
+            refuse_documents(document_lengths)
+            return self.cache.through(partial(self._part, q, k, v, decay, write), v.shape[1])
         spec = replace(self.spec, documents=document_lengths is not None)
         y, _ = self.core(q, k, v, decay, write, spec, MixerInputs(document_lengths))
         return y
+
+    def _part(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, write: Tensor | None, rows: slice, inputs: MixerInputs
+    ) -> tuple[Tensor, Tensor]:
+        """(y, end state) of some rows of the arguments."""
+        spec = replace(self.spec, documents=inputs.document_lengths is not None)
+        part = None if write is None else write[:, rows]
+        return self.core(q[:, rows], k[:, rows], v[:, rows], decay[:, rows], part, spec, inputs)
+
+    def serve_cache(self) -> None:
+        """Make the module serve a cache from now on: its core must take and return states."""
+        self.spec = replace(self.spec, states=True)
+
+    def new_cache(self, size: CacheSize) -> StateCache:
+        """An empty cache: a state [B, H, K, V] in at least fp32."""
+        return state_cache(size)

@@ -14,6 +14,7 @@ from mplug_fla.scans import scan, scan_by_channel
 from torch import Tensor
 
 from mplug_nn import ConvolutionSpec, MixerInputs, ScanSpec, recurrent_scan, short_convolution
+from mplug_testing import KernelSuite
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,9 +22,28 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # those of compilers
 ]
 KINDS = ("decay", "channel decay", "delta", "channel delta")
+HYBRID: dict[str, Any] = {
+    "model.name": "llama",
+    "model.hidden_size": 64,
+    "model.num_attention_heads": 2,
+    "model.num_kv_heads": 1,
+    "model.ffn_hidden_size": 96,
+    "model.mixer_types": ["gated_delta", "mamba2", "kimi_delta", "gated_linear"],
+    "model.num_layers": 4,
+    "model.linear_num_key_heads": 2,
+    "model.linear_num_value_heads": 2,
+    "model.linear_key_head_dim": 32,
+    "model.linear_value_head_dim": 32,
+}
 BAND, BAND_OF_DECAYS = 0.012, 0.025
 """The largest error of a result in bf16, as a share of its norm; gradients of decays are differences of large sums."""
 LONG = 200  # three chunks of 64, and 8 positions
+
+
+class TestFlaOnAGPU(KernelSuite):
+    plugin = "fla"
+    settings = {"trainer.device": "cuda", **HYBRID}
+    dtypes = ("bf16",)
 
 
 @pytest.fixture(autouse=True)

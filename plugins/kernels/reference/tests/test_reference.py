@@ -22,6 +22,9 @@ CASES = [
     ("MLP.activation", "swiglu with a bias"),
     ("Norm.norm_residual", "layernorm with a residual"),
     ("Norm.norm_residual", "rmsnorm with a residual"),
+    ("Scan.core", "kind 'delta', documents and states"),
+    ("Scan.core", "kind 'channel decay', documents and states"),
+    ("Convolution.core", "documents and states"),
 ]
 
 

@@ -131,6 +131,16 @@ def test_embeddings_and_the_head_of_a_model_are_told_by_the_plan(fields: dict[st
     assert matrices - hidden == tables
 
 
+def test_the_rows_of_a_short_convolution_are_separate_and_decays_are_no_matrices() -> None:
+    mixers = {"model.name": "llama", "model.mixer_types": ["gated_delta", "mamba2"]}
+    parts = build(tiny_run({"optimizer.name": "muon", **mixers}))
+    of_mixers = {piece.name: piece for piece in parts.pieces if ".attn." in piece.name}
+    hidden = {name for name in of_mixers if "momentum_buffer" in parts.optimizer.state(of_mixers[name])}
+    assert {name.rpartition("attn.")[2] for name in hidden} == {"inputs.weight", "out.weight"}
+    undecayed = {name.rpartition(".")[2] for name, piece in of_mixers.items() if not piece.parameter.decay}
+    assert {"A_log", "dt_bias", "D"} <= undecayed
+
+
 @pytest.mark.parametrize("layout", ["tp2", "tp2pp2"])
 def test_a_layout_that_cuts_matrices_is_refused_before_launch(layout: str) -> None:
     with pytest.raises(UsageError, match=r"muon needs whole matrices, and tp=2 cuts '.*use a layout without tp"):
@@ -147,4 +157,4 @@ def test_biases_of_experts_are_stacked_vectors_and_no_matrices() -> None:
     }
     for dims, is_matrix in shapes.items():
         piece: Any = SimpleNamespace(parameter=Parameter(dims, init))
-        assert is_hidden_matrix(piece, ("vocab", "positions")) is is_matrix, dims
+        assert is_hidden_matrix(piece, ("vocab", "positions", "conv")) is is_matrix, dims

@@ -10,6 +10,7 @@ from mplug_testing.kernel_cases.case import BUFFERS, SINK, Case, Suppliers, Tens
 from mplug_testing.kernel_cases.dense import dense_cases
 from mplug_testing.kernel_cases.ends import end_cases
 from mplug_testing.kernel_cases.experts import expert_cases
+from mplug_testing.kernel_cases.mixers import mixer_cases
 from mplug_testing.kernel_cases.streams import stream_cases
 
 __all__ = ["BUFFERS", "SINK", "Case", "Suppliers", "Tensors", "cases"]
@@ -18,4 +19,11 @@ __all__ = ["BUFFERS", "SINK", "Case", "Suppliers", "Tensors", "cases"]
 def cases() -> list[Case]:
     """All cases of all slots."""
     with torch.device("meta"):
-        return [*attention_cases(), *dense_cases(), *end_cases(), *expert_cases(), *stream_cases()]
+        return [
+            *attention_cases(),
+            *dense_cases(),
+            *end_cases(),
+            *expert_cases(),
+            *mixer_cases(),
+            *stream_cases(),
+        ]

@@ -1,4 +1,4 @@
-"""The reference for other kernels: attention, norms, activation and loss in eager fp32, in a run of any precision."""
+"""The reference for other kernels: attention, norms, activation, loss and scans in eager fp32, in any precision."""
 
 from pydantic import BaseModel, ConfigDict
 
@@ -21,7 +21,7 @@ class Reference:
 
     @hookimpl
     def offer(self) -> list[Offer]:
-        """Attention, norms, activation and loss."""
+        """Attention, norms, activation, loss, scans and short convolutions."""
         from mplug_reference.wide import OFFERED, SUPPLIERS
 
         return [

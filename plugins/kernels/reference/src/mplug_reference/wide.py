@@ -5,7 +5,17 @@ from typing import Any
 
 import torch
 
-from mplug_nn import SLOTS, AttentionCore, AttentionInputs, attention, loss, mlp, norm
+from mplug_nn import (
+    SLOTS,
+    AttentionCore,
+    AttentionInputs,
+    attention,
+    loss,
+    mlp,
+    norm,
+    recurrent_scan,
+    short_convolution,
+)
 from mplug_nn.parts import PLAIN_PARTS
 
 
@@ -39,7 +49,12 @@ SUPPLIERS: dict[str, Callable[..., Any]] = {
     "Norm.norm_residual": in_fp32_at_least(norm.norm_residual),
     "MLP.activation": in_fp32_at_least(mlp.activation),
     "Loss.cross_entropy": loss.cross_entropy,
+    "Scan.core": recurrent_scan,
+    "Convolution.core": in_fp32_at_least(short_convolution),
 }
-"""Slot -> supplier. The loss and the parts of attention compute in fp32 without widening."""
+"""Slot -> supplier. The loss, the parts of attention and scans compute in fp32 without widening.
+
+A scan is the recurrence, position by position.
+"""
 OFFERED: dict[str, Iterable[str]] = {slot: SLOTS[slot].serves for slot in SUPPLIERS}
 """Slot -> the needs that its supplier serves: those of the composition that it calls."""

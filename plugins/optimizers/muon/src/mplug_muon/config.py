@@ -29,8 +29,9 @@ class MuonConfig(BaseModel):
     )
     num_iterations: int = Field(5, ge=1, le=20, description="Newton-Schulz iterations")
     tables: Annotated[tuple[str, ...], AfterValidator(distinct)] = Field(
-        ("vocab", "positions"),
-        description="named axes of look-up tables and output heads; AdamW updates the parameters with these axes",
+        ("vocab", "positions", "conv"),
+        description="named axes of look-up tables, output heads and short convolutions, whose rows are separate "
+        "vectors; AdamW updates the parameters with these axes",
     )
     adamw_lr: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="AdamW's peak learning rate, scheduled like lr; null: lr"

@@ -53,7 +53,9 @@ ON_A_GPU = {
     "trainer.graphs": False,
 }
 """What the recipe 'fp8' has, and a CPU cannot: the products themselves are emulated."""
+ENCODER: dict[str, object] = {**SHAPE, "model.vocab_size": 257, "model.window": 3}
 TOYS: dict[str, dict[str, object]] = {
+    "classes": {**ENCODER, "data.path": "classes.jsonl"},
     "continued-pretraining": {"checkpoint.pretrained": "model", "data.path": "text.txt"},
     "deepspeed": {"checkpoint.pretrained": "model", "data.path": "chats.jsonl", "parallel.layout": "deepspeed1"},
     "experts": {**SHAPE, **CORPUS, "model.num_kv_heads": 2, "parallel.layout": "ep1"},
@@ -61,6 +63,7 @@ TOYS: dict[str, dict[str, object]] = {
     "long-context": {"checkpoint.pretrained": "model", "data.path": "text.txt", "parallel.layout": ""},
     "lora": {"checkpoint.pretrained": "model", "data.path": "chats.jsonl"},
     "machines": {**SHAPE, **CORPUS, "model.num_kv_heads": 2, "parallel.layout": "fsdp1"},
+    "masked": {**ENCODER, "data.of.path": "text.txt"},
     "sft": {"checkpoint.pretrained": "model", "data.path": "chats.jsonl"},
 }
 LAYOUTS = {"deepspeed": "deepspeed2", "experts": "ep2", "long-context": "cp2fsdp2", "machines": "fsdp2"}
@@ -91,6 +94,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "!"}]} for n in range(30)
     ]
     (folder / "chats.jsonl").write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
+    lines = [{"text": f"def f{n}(): ...", "label": ("email", "xml")[n % 2]} for n in range(30)]
+    (folder / "classes.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     (folder / "text.txt").write_text("How are you? Fine, thanks. " * 100)
     return folder
 
@@ -130,7 +135,8 @@ def test_every_bundled_recipe_has_a_toy_run() -> None:
 def test_a_recipe_is_complete_and_describes_itself(name: str) -> None:
     """Its settings are valid in full size, with the fields that it leaves to the user and no others."""
     recipe = find_recipe(REGISTRY, name)
-    given = from_mapping("x", "--set", ("data", "path"))
+    is_inside = ("data", "of", "name") in recipe.settings
+    given = from_mapping("x", "--set", ("data", "of", "path") if is_inside else ("data", "path"))
     for field in recipe.given:
         given |= from_mapping("x", "--set", tuple(field.split(".")))
     assert recipe.given

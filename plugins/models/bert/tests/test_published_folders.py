@@ -110,3 +110,62 @@ def test_a_config_of_its_own_describes_the_model_to_the_library(
     again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
     with torch.no_grad():
         assert torch.equal(again.eval()(TOKENS).logits, library(TOKENS).logits)
+
+
+# Heads for classes.
+
+NAMES = {"0": "no", "1": "perhaps", "2": "yes"}
+CLASSES: dict[str, Any] = {
+    "data.name": "mock",
+    "data.vocab_size": 3,
+    "data.documents": 2,
+    "trainer.seq_length": 12,
+}
+HEADS = [
+    ("bert", "BertForSequenceClassification", {}),
+    ("roberta", "RobertaForSequenceClassification", {"hidden_act": "gelu_new"}),
+    ("modernbert", "ModernBertForSequenceClassification", {"classifier_pooling": "mean"}),
+    ("bert", "BertForTokenClassification", {"classifier_dropout": 0.2}),
+    ("roberta", "RobertaForTokenClassification", {}),
+    ("modernbert", "ModernBertForTokenClassification", {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "fields"),
+    [HEADS[2], *(pytest.param(*one, marks=WIDE) for one in HEADS if one != HEADS[2])],
+)
+def test_a_folder_with_classes_gives_the_librarys_logits_and_is_exported_as_it_was(
+    kind: str, architecture: str, fields: dict[str, Any], tmp_path: Path, cli_here: Cli
+) -> None:
+    names = {"id2label": NAMES, "label2id": {name: int(number) for number, name in NAMES.items()}}
+    library = getattr(transformers, architecture)(library_config({**CONFIGS[kind], **names, **fields}))
+    folder = tmp_path / "folder"
+    save(library, folder, 1)
+    run, model = loaded(folder, **{key.replace(".", "__"): value for key, value in CLASSES.items()})
+    assert run.config.model.labels == ("no", "perhaps", "yes")
+    with torch.no_grad():
+        expected = library(TOKENS).logits
+    found = logits(model, TOKENS)
+    assert (found[:, 0] if expected.dim() == 2 else found).sub(expected).abs().max() < 1e-5 * expected.abs().max()
+    assert_exported_as_it_was(folder, {**CLASSES, **ONE_STEP}, tmp_path, cli_here)
+    shutil.rmtree(tmp_path / "runs" / "tuned" / "published")
+    result = cli_here("checkpoint", "export", "--to", "huggingface", "own")
+    assert result.returncode == 0, result.stderr
+    again = getattr(transformers, architecture).from_pretrained(tmp_path / "own", dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert torch.equal(again(TOKENS).logits, expected)
+    assert {str(number): name for number, name in again.config.id2label.items()} == NAMES
+
+
+def test_a_folder_with_masked_tokens_begins_a_model_with_classes(made: Folders) -> None:
+    """Only the new head is left out."""
+    classes = {"model__head": "sequences", "model__labels": ["a", "b", "c"]}
+    for kind, new in (("bert", "head"), ("roberta", "head"), ("modernbert", "head.project")):
+        settings = {key.replace(".", "__"): value for key, value in CLASSES.items()}
+        _, model = loaded(made[kind][0], **settings, **classes, checkpoint__pretrained__except=[new])
+        _, whole = loaded(made[kind][0], **GIVEN)
+        own, others = model.parameters(), whole.parameters()
+        kept = [name for name in own if not name.startswith(new)]
+        assert all(torch.equal(own[name], others[name]) for name in kept)
+        assert len(kept) > 20

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
     from mplug import Run, RunConfig
 
-log = logging.getLogger("mplug.labels")
+log = logging.getLogger("mplug.labelled")
 Split = Literal["train", "validation"]
 HEADS = {"texts": "sequences", "words": "tokens", "pairs": "embedding"}
 """Form of the lines -> the head of a model that learns from them (`model.head`)."""
 BEGINS, ENDS = ("[CLS]", "<s>"), ("[SEP]", "</s>")
 
 
-class Labels:
+class Labelled:
     """Packs texts with labels; tokens attend only within their own text."""
 
     class Config(BaseModel):
@@ -81,7 +81,7 @@ class Labels:
     @hookimpl
     def check_data(self, config: "RunConfig") -> None:
         """Refuse missing and unreadable files, and files whose first line has not the form."""
-        from mplug_labels.lines import check_files
+        from mplug_labelled.lines import check_files
 
         check_files(self.config.path, "data.path", self.config.form)
         if self.config.validation_path is not None and config.trainer.eval_every:
@@ -110,9 +110,9 @@ class Labels:
     @hookimpl
     def build_loader(self, run: "Run", split: Split) -> MapLoader:
         """Read, encode and pack the split's lines in memory."""
-        from mplug_labels.encoding import Encoder
-        from mplug_labels.lines import of_split
-        from mplug_labels.samples import PackedTexts
+        from mplug_labelled.encoding import Encoder
+        from mplug_labelled.lines import of_split
+        from mplug_labelled.samples import PackedTexts
 
         own, trainer = self.config, run.config.trainer
         names = tuple(getattr(run.config.model, "labels", ()))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mplug import IGNORED, UsageError, listed
-from mplug_labels.lines import REMEDY, Line
+from mplug_labelled.lines import REMEDY, Line
 
 Document = tuple[list[int], list[int]]
 """Tokens, and the label at each of them."""

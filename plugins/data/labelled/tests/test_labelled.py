@@ -16,7 +16,7 @@ LINES = Path(__file__).with_name("lines.jsonl")
 S = 32
 MODEL = {"model.name": "modernbert", "model.vocab_size": 300, "model.window": 3, "model.ffn_hidden_size": 48}
 TEXTS: dict[str, Any] = {
-    "data.name": "labels",
+    "data.name": "labelled",
     "data.validation_percent": 20,
     "data.max_documents": 6,
     "data.begin_token": 257,
@@ -28,8 +28,8 @@ TEXTS: dict[str, Any] = {
 }
 
 
-class TestLabels(DataSuite):
-    plugin = "labels"
+class TestLabelled(DataSuite):
+    plugin = "labelled"
     next_tokens = False
     settings = {**TEXTS, "data.path": str(LINES)}
     examples = {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mplug import IGNORED
-from mplug_labels.encoding import Document
+from mplug_labelled.encoding import Document
 from mplug_tokenization.packing import best_fit_decreasing
 
 

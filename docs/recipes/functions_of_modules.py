@@ -1,6 +1,6 @@
 """Write a JSONL file of functions of Python's standard library, each with the package that it comes from.
 
-    python docs/functions_of_modules.py functions.jsonl
+    python docs/recipes/functions_of_modules.py functions.jsonl
 
 Functions of equal text are left out, and every package has at most `EACH` functions. docs/encoders.md trains on them.
 """

@@ -35,7 +35,10 @@ class TestT5(ModelSuite):
     }
     layouts = ()
     positions = "ignored"
-    without_effect = {"encoder_length": "an estimate, which the FLOPs of cross-attention follow"}
+    without_effect = {
+        "encoder_length": "an estimate, which the FLOPs of cross-attention follow",
+        "start_token": "sampling begins with it; test_generation.py samples",
+    }
 
 
 # Sizes.

@@ -1,4 +1,4 @@
-"""T5 trains on a GPU in bf16: three steps, compiled, with one and two micro batches, by flex and by torch's kernels."""
+"""T5 trains on a GPU in bf16: steps of compiled units, with one and two micro batches, by flex and by torch's kernels."""
 
 import math
 from typing import Any
@@ -35,11 +35,11 @@ SETTINGS: dict[str, Any] = {
 
 
 def losses(**changes: Any) -> list[float]:
-    return [float(loss) for loss in train_steps({**SETTINGS, **changes}).losses[:3]]
+    return [float(loss) for loss in train_steps({**SETTINGS, **changes}).losses]
 
 
 @pytest.mark.parametrize("attention", ["flex", "sdpa"])
-def test_three_steps_have_the_losses_of_fp32_on_the_same_gpu(attention: str) -> None:
+def test_steps_have_the_losses_of_fp32_on_the_same_gpu(attention: str) -> None:
     kernel = {"kernels.attention": attention}
     expected = losses(**{"trainer.precision": "fp32", "trainer.compile": "never", "kernels.attention": "sdpa"})
     assert all(map(math.isfinite, expected))

@@ -1,4 +1,4 @@
-"""T5 trains on a GPU in bf16: steps of compiled units, with one and two micro batches, by flex and by torch's kernels."""
+"""T5 trains on a GPU in bf16: steps of compiled units, with one and two micro batches, by flex and sdpa."""
 
 import math
 from typing import Any

@@ -87,6 +87,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "dropout": (0.2,),
     "init_factor": (0.5,),
     "encoder_length": (7,),
+    "start_token": (2,),
 }
 """By setting, values of which at least one differs from that of the tiny model."""
 WIDE = pytest.mark.wide("families")

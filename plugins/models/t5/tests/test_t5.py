@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from mplug_t5 import T5
 
+from mplug.cli import main
 from mplug_testing import ModelSuite
 
 SPANS: dict[str, Any] = {
@@ -35,7 +37,10 @@ class TestT5(ModelSuite):
     }
     layouts = ()
     positions = "ignored"
-    without_effect = {"encoder_length": "an estimate, which the FLOPs of cross-attention follow"}
+    without_effect = {
+        "encoder_length": "an estimate, which the FLOPs of cross-attention follow",
+        "start_token": "sampling begins with it; test_generation.py samples",
+    }
 
 
 # Sizes.
@@ -60,3 +65,14 @@ def test_a_preset_has_the_published_number_of_parameters(preset: str, number: in
     with torch.device("meta"):
         model = T5(T5.Config(**T5.presets[preset]["model"])).build_model()
     assert sum(parameter.numel() for parameter in model.parameters().values()) == number
+
+
+def test_explain_counts_the_work_of_both_sequences() -> None:
+    words = ["--model", "t5", "--preset", "tiny", "--data", "spans", "--set", "trainer.seq_length=14"]
+    words += ["--set", "data.of.name=mock", "--set", "data.of.vocab_size=400", "--set", "data.end_token=1"]
+    words += ["--set", "data.encoder_length=64", "--set", "trainer.global_batch_size=8"]
+    found = CliRunner().invoke(main, ["explain", *words])
+    assert found.exit_code == 0, found.output
+    weights = 2 * (192 * 64 + 64 * 64 + 256 * 64 + 64 * 128) + 2 * 128 * 64  # the encoder, and the keys of its output
+    pairs = 2 * 3 * 2 * (32 + 32)  # two blocks of two heads, as if causal
+    assert f"all of 512 encoder_tokens (an estimate)  {8 * (6 * weights * 64 + pairs * 64**2):,}" in found.output

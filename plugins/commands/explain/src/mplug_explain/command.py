@@ -198,6 +198,7 @@ def _step(run: "Run", model: "Model") -> str:
             ("all", passes.flops),
         )
     ]
+    rows += _of_streams(model, samples)
     trained = f"{all_elements:,} parameters, {f'{frozen:,} of them frozen' if frozen else 'all of them trained'}"
     unstated = passes.unstated.of(samples * length, samples * length**2) if frozen else 0
     note = (
@@ -205,6 +206,16 @@ def _step(run: "Run", model: "Model") -> str:
         f"belong to (plan_work)"
     )
     return f"{trained}\n{_replay(run, model)}\n{table(('COMPUTES', 'FLOPS'), rows)}{note if unstated else ''}"
+
+
+def _of_streams(model: "Model", samples: int) -> list[tuple[str, str]]:
+    """The FLOPs of all passes over the rows of each stream, by the number of rows that its plan estimates."""
+    found = []
+    for axis, stream in model.plan.streams.items():
+        passes = [model.stream_passes[name].flops for name in stream.lengths if name in model.stream_passes]
+        total = sum(flops.of(samples * stream.rows, samples * stream.squares) for flops in passes)
+        found.append((f"all of {samples * stream.rows:,} {axis} (an estimate)", f"{total:,}"))
+    return found
 
 
 def _replay(run: "Run", model: "Model") -> str:

@@ -286,7 +286,7 @@ def _branches_shape(draw: Random, kind: str) -> Fields:
         "moe_shared_expert_intermediate_size": draw.choice((8, 20)),
     }
     fields.pop("num_hidden_layers")
-    return fields | ({"time_step_min": draw.choice((0.0, 0.5, 1.0))} if draw.random() < 0.5 else {})
+    return fields | ({"time_step_min": draw.choice((0.1, 0.5, 1.0))} if draw.random() < 0.5 else {})
 
 
 def _kimi_shape(draw: Random, kind: str) -> Fields:

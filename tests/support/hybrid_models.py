@@ -100,10 +100,8 @@ def mamba(own: Tensors) -> Tensors:
 
 def nemotron(config: Any, theirs: Tensors) -> Tensors:
     """Nemotron-H: one part per block, called `mixer`."""
-    found = {"embedding.token.weight": theirs["model.embeddings.weight"]} if "model.embeddings.weight" in theirs else {}
-    found["head.norm.weight"] = theirs["model.norm_f.weight"]
-    if "lm_head.weight" in theirs:
-        found["head.project.weight"] = theirs["lm_head.weight"]
+    names = {"embedding.token": "model.embeddings", "head.norm": "model.norm_f", "head.project": "lm_head"}
+    found = {f"{ours}.weight": theirs[f"{name}.weight"] for ours, name in names.items()}
     for layer, kind in enumerate(config.layers_block_type):
         own = layer_of(theirs, f"model.layers.{layer}.mixer.")
         found[f"blocks.{layer}.norm.weight"] = theirs[f"model.layers.{layer}.norm.weight"]

@@ -35,7 +35,9 @@ class TestGraniteHybrid(FurtherDecoderSuite):
     layouts = ("tp2", "cp2")
     positions = "ignored"
     own_beside = {
-        "mlp_bias": {"feed_forward_types": ["mlp"]},
+        **{name: {"feed_forward_types": ["mlp"]} for name in ("mlp_bias", "ffn_hidden_size")},
+        "window_rope_theta": {"window": 4, "attention_types": ["full", "window"], "position_types": ["rotary"]},
+        **{name: {"window": 4, "attention_types": ["full", "window"]} for name in ("window", "attention_types")},
         "num_dense_layers": {"feed_forward_types": None},
         **{name: {"position_types": ["rotary"]} for name in ROTARY},
     }

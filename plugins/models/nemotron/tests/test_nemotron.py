@@ -1,9 +1,13 @@
 """Nemotron keeps the contract of models, and its presets have the published sizes."""
 
-from decoder_suites import FurtherDecoderSuite
+from decoder_suites import BESIDE, FurtherDecoderSuite
 from tiny_models import DECODER
 
 SHAPE = {name: value for name, value in DECODER.items() if name != "model.num_layers"}
+
+
+OF_TWO_PARTS = ("mixer_types", "feed_forward_types", "num_dense_layers", "post_norms", "num_mtp_layers")
+"""Fields that blocks of one part refuse."""
 
 
 class TestNemotron(FurtherDecoderSuite):
@@ -25,10 +29,22 @@ class TestNemotron(FurtherDecoderSuite):
     layouts = ("tp2",)
     positions = "ignored"
     own_beside = {
+        **{name: {n: v for n, v in one.items() if n not in OF_TWO_PARTS} for name, one in BESIDE.items()},
+        **{name: {} for name in OF_TWO_PARTS},
+        "window_rope_theta": {"window": 4, "attention_types": ["full", "window"], "position_types": ["rotary"]},
+        **{name: {"window": 4, "attention_types": ["full", "window"]} for name in ("window", "attention_types")},
         "ffn_hidden_size": {"pattern": "M-*"},
         "mlp_bias": {"pattern": "M-*"},
         **{name: {"position_types": ["rotary"]} for name in ("rope_theta", "rope_scaling", "rope_fraction")},
         "rope_interleaved": {"position_types": ["rotary"]},
     }
-    own_examples = {"pattern": ["M*"]}
+    own_examples = {
+        "pattern": ["M*"],
+        "mixer_types": [["gated_delta"]],
+        "feed_forward_types": [["experts"]],
+        "num_dense_layers": [1],
+        "post_norms": [True],
+        "num_mtp_layers": [1],
+    }
+    without_effect = {"mtp_loss_coefficient": "published models have no multi-token prediction of this form"}
     sizes = {"h-8b": 8.101, "3-nano-30b-a3b": 31.578}

@@ -81,4 +81,4 @@ class NemotronConfig(GeneralDecoderConfig):
 
     def external_names(self) -> ExternalNames | None:
         """The published names."""
-        return names_of(self)
+        return names_of(self, "".join(self.letter(number) for number in range(self.num_layers)))

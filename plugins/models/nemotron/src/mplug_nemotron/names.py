@@ -1,33 +1,33 @@
 """The published tensors of Nemotron-H: a block has a norm and a `mixer`, whatever it is."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mplug import ExternalNames, Fused
-from mplug_nn import mamba_names
-
-if TYPE_CHECKING:
-    from mplug_nemotron.config import NemotronConfig
+from mplug_nn import GeneralDecoderConfig, mamba_names
 
 
-def names_of(config: "NemotronConfig") -> ExternalNames:
-    """The names of a folder. Newer releases of the transformers library call the module `backbone` `model`."""
+def names_of(config: GeneralDecoderConfig, letters: str) -> ExternalNames:
+    """The names of a folder, by the letter of each block.
+
+    Newer releases of the transformers library call the module `backbone` `model`.
+    """
     tensors: dict[str, Any] = {
         "embedding.token.weight": "backbone.embeddings.weight",
         "head.norm.weight": "backbone.norm_f.weight",
         "head.project.weight": "lm_head.weight",
     }
-    for number in range(config.num_layers):
+    for number, letter in enumerate(letters):
         at = f"backbone.layers.{number}"
-        own = {"norm.weight": f"{at}.norm.weight", **_part(config, number, f"{at}.mixer")}
+        own = {"norm.weight": f"{at}.norm.weight", **_part(config, number, letter, f"{at}.mixer")}
         tensors |= {f"blocks.{number}.{ours}": theirs for ours, theirs in own.items()}
     return ExternalNames(tensors, "backbone.", ("mtp",), alternatives={"backbone.": "model."})
 
 
-def _part(config: "NemotronConfig", number: int, at: str) -> dict[str, Any]:
+def _part(config: GeneralDecoderConfig, number: int, letter: str, at: str) -> dict[str, Any]:
     scan = config.scan_config(number)
     if scan is not None:
         return {f"attn.{ours}": theirs for ours, theirs in mamba_names(scan, at).items()}
-    match config.letter(number):
+    match letter:
         case "*":
             qkv = Fused(*(f"{at}.{one}_proj.weight" for one in "qkv"))
             return {"attn.qkv.weight": qkv, "attn.out.weight": f"{at}.o_proj.weight"}
@@ -41,7 +41,7 @@ def _mlp(ours: str, at: str) -> dict[str, Any]:
     return {f"{ours}.{one}.weight": f"{at}.{one}_proj.weight" for one in ("up", "down")}
 
 
-def _experts(config: "NemotronConfig", at: str) -> dict[str, Any]:
+def _experts(config: GeneralDecoderConfig, at: str) -> dict[str, Any]:
     """Experts without gates, the bias of the choice, and one shared MLP."""
     found = {
         "moe.router.weight": f"{at}.gate.weight",

@@ -13,7 +13,6 @@ from mplug_nn import (
     Values,
     decoder_fields,
     heads_fields,
-    tied_fields,
     unused,
     written_heads,
 )
@@ -123,7 +122,7 @@ NEMOTRON_H = PublicForm(
     model_type="nemotron_h",
     fields={
         **_shared(),
-        **tied_fields(False),
+        "tie_word_embeddings": FixedField(False, (False,), "the library ignores other values"),
         **heads_fields(8, 128, null=()),
         "num_hidden_layers": ReadField(None, Values.integer(most=10_000).or_null),
         "layers_block_type": ReadField(None, Values.names().or_null),
@@ -139,7 +138,7 @@ NEMOTRON_H = PublicForm(
         "n_groups": ReadField(8, Values.integer(), ("linear_num_key_heads",)),
         "ssm_state_size": ReadField(128, Values.integer(), ("linear_key_head_dim",)),
         "conv_kernel": ReadField(4, Values.integer(2), ("linear_conv_width",)),
-        "time_step_min": ReadField(0.001, Values.not_negative(), ("time_step_min",)),
+        "time_step_min": ReadField(0.001, Values.positive(), ("time_step_min",)),
         "n_routed_experts": ReadField(8, Values.integer()),
         "num_experts_per_tok": ReadField(2, Values.integer(), ("num_experts_per_token",)),
         "moe_intermediate_size": ReadField(7688, Values.integer(), ("moe_ffn_hidden_size",)),
@@ -186,6 +185,7 @@ NEMOTRON_H = PublicForm(
     write=_written,
     implied={
         "activation": "relu2",
+        "tie_embeddings": False,
         "position_types": ("none",),
         "moe_router_score": "sigmoid",
         "moe_router_group_best": 2,

@@ -305,7 +305,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
 
 QUICK = [
     pytest.param("tp2pp2", "tp2pp2", 1, 3, 1, 0, 0.0, id="quick-tp2pp2"),
-    pytest.param("zero2", "", 2, 4, 2, 0, 0.0, id="quick-zero2"),
+    pytest.param("zero2", "", 2, 4, 2, 0, 0.0, id="quick-zero2", marks=pytest.mark.wide("kills")),
 ]
 
 

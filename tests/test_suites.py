@@ -143,6 +143,10 @@ class TestDelayed(KernelSuite):
     beside = {"margin": {"kernels.delayed.bits": 6}}
     without_effect = {"history": "it counts steps, and the suite looks at one"}
 
+    @pytest.mark.wide("suites")
+    def test_every_field_of_its_config_has_an_effect(self) -> None:
+        super().test_every_field_of_its_config_has_an_effect()
+
     @pytest.fixture(autouse=True)
     def planted(self, plant: Plant) -> None:
         plant("acme-delayed")

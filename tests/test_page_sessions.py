@@ -54,7 +54,8 @@ LEFT_OUT = {
     r"bench .*1\.7b|bench .*2-7b|bench --model gpt": "a model of a real size",
     r"acme|data (merge|verify|blend web)|wiki_text": "files and packages that the page only names",
     r"llama\.model|r50k_base": "published tokenizers",
-    r"checkpoint import|contact-sheet|corpus_text_document|--config fim": "files that the page only names",
+    r"checkpoint import|contact-sheet|--config fim": "files that the page only names",
+    r"corpus_text_document|data.path=corpus$": "a corpus that the page only names",
     r"deepspeed": "DeepSpeed; the wide set `layouts` trains with it",
     r"wandb|mlflow": "libraries of trackers; the wide set `loggers` reads what they wrote",
     r"yardstick": "the wide set `compile` runs the yardstick",
@@ -117,11 +118,11 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "{% for message in messages %}<s>{{ message['role'] }}: {{ message['content'] }}{{ eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}<s>assistant: {% endif %}"
     )
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "max_position_embeddings": 4096}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "max_position_embeddings": 4096}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 270}
     torch.manual_seed(1)
     for name, kind in {"DIR": "Llama", "Qwen3-8B": "Qwen3", "Qwen3-0.6B": "Qwen3"}.items():
-        more = {"head_dim": 8} if kind == "Qwen3" else {}
+        more = {"head_dim": 16} if kind == "Qwen3" else {}
         config = getattr(transformers, f"{kind}Config")(**sizes, **more)
         getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder / name)
         fast.save_pretrained(folder / name)

@@ -150,9 +150,9 @@ def _source_of(folder: str, names: list[str]) -> str:
     A search along `sys.path` lists every folder of it, so it comes last: an editable install adds a folder per package.
     """
     bases = [os.path.join(folder, *inner, *names) for inner in ((), ("src",))]
-    for path in [one + end for one in bases for end in (".py", f"{os.sep}__init__.py")]:
-        if os.path.isfile(path):
-            return Path(path).read_text(encoding="utf-8")
+    for file in [one + end for one in bases for end in (".py", f"{os.sep}__init__.py")]:
+        if os.path.isfile(file):
+            return Path(file).read_text(encoding="utf-8")
     spec = find_spec(names[0])
     module = Path(*(spec.submodule_search_locations or ()) if spec else (), *names[1:])
     source = module.with_suffix(".py") if module.with_suffix(".py").is_file() else module / "__init__.py"

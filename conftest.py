@@ -69,7 +69,7 @@ WIDE = {
     "reshard": "resumes of optimizers and DeepSpeed under other layouts",
     "scaffold": "every kind of package that `plugins new` writes: installed, tested and used",
     "session": "the first training run of README.md with all its steps; mplug-all installed from the built wheels",
-    "site": "the documentation site with the API, and its pages in a browser",
+    "site": "the documentation site with the API, and its pages in a browser; a report of trained runs there",
     "suites": "every planted mistake that a suite of mplug_testing must catch, all kernel cases for kernels/flex, and "
     "`plugins check` of every package in tests/packages",
 }

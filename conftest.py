@@ -69,8 +69,8 @@ WIDE = {
     "reshard": "resumes of optimizers and DeepSpeed under other layouts",
     "scaffold": "every kind of package that `plugins new` writes: installed, tested and used",
     "session": "the first training run of README.md with all its steps; mplug-all installed from the built wheels",
-    "data": "the whole suites of data/datasets (mapped and streamed) and of conversations in data/energon; losses of "
-    "data/datasets under layouts; every loader that reads from the addresses of a store",
+    "site": "the documentation site without and with the API, its pages in a browser, the controls of a report, and a "
+    "report of trained runs there",
     "suites": "every planted mistake that a suite of mplug_testing must catch, all kernel cases for kernels/flex, and "
     "`plugins check` of every package in tests/packages",
 }

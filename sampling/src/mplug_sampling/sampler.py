@@ -161,7 +161,8 @@ def _refuse_unable(run: Run, model: Model) -> None:
     (owner,) = run.hooks.implementers("build_model")
     if not model.plan.inference:
         raise UsageError(f"the plan of {owner} has no inference units, so the model cannot be sampled from")
-    specs = [spec for module in _attending(model) if (spec := getattr(module, "spec", None)) is not None]
+    attending = (module for module in _caching(model) if any(slot.name == CORE for slot in slots_of(module)))
+    specs = [spec for module in attending if (spec := getattr(module, "spec", None)) is not None]
     if any(not spec.causal and not spec.cross for spec in specs):
         raise UsageError(
             f"attention of {owner} sees later tokens, so the model cannot continue a text token by token; sample from "

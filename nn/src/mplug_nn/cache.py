@@ -4,16 +4,14 @@ B samples, S new positions, T rows that the queries of a call may see. A sample 
 its batch begins with padding positions, so that the last positions of all samples are aligned.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mplug_nn.specification import StaticKeys
-
-if TYPE_CHECKING:
-    from mplug_nn.static_cache import Clock
 
 
 @dataclass(frozen=True)
@@ -22,19 +20,20 @@ class CacheSize:
 
     `positions` is the number of positions of a sample, with its padding. A call may compute the last `again` positions
     of the previous call once more (`Cache.rewind`). `padding` [B] is the number of padding positions of each sample,
-    and `most_padding` their maximum; None and 0: no sample has padding. With a `clock` (`mplug_nn.static_cache`), the
-    caches are static.
+    and `most_padding` their maximum; None and 0: no sample has padding. `make` makes another kind of cache, of this
+    size and with a reach, and `make_state` another cache of a state; None: a `Cache`, and a `StateCache`.
     """
 
     positions: int
     again: int = 0
     padding: Tensor | None = None
     most_padding: int = 0
-    clock: "Clock | None" = None
+    make: "Callable[[CacheSize, int | None], Cache] | None" = None
+    make_state: "Callable[[CacheSize], Any] | None" = None
 
     def cache(self, reach: int | None = None) -> "Cache":
         """An empty cache of this size; `reach` as in `Cache`."""
-        return Cache(self, reach) if self.clock is None else self.clock.cache(self, reach)
+        return Cache(self, reach) if self.make is None else self.make(self, reach)
 
 
 class Cache:

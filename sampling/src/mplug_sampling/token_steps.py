@@ -15,6 +15,7 @@ from mplug import Model, Run, RunError, UsageError
 from mplug.commands import AS_THEY_ARE, Instead, cause_of, failed_part, use_own_stream
 from mplug_graphs import CudaGraph, Recording
 from mplug_nn.cache import CacheSize
+from mplug_nn.mixers.states import StaticStateCache
 from mplug_nn.static_cache import Clock
 from mplug_nn.turning import shared_rotations
 from mplug_sampling.fast_steps import obstacles
@@ -53,7 +54,8 @@ class TokenSteps:
         self.capacity, self.num_positions = capacity, 0
         device = next(iter(model.parameters().values())).device
         self.clock = Clock(num_samples, device)
-        size = CacheSize(capacity, clock=self.clock)
+        make_state = partial(StaticStateCache, clock=self.clock)
+        size = CacheSize(capacity, make=self.clock.cache, make_state=make_state)
         self.modules = list(cached_modules(model))
         self.caches = [module.new_cache(size) for module in self.modules]
         self.keys = torch.zeros(num_samples, dtype=torch.int64, device=device)

@@ -91,5 +91,8 @@ class StaticStateCache(StateCache):
 
 
 def state_cache(size: CacheSize) -> StateCache:
-    """An empty cache of a state: static if the caches of rows are."""
-    return StateCache(size) if size.clock is None else StaticStateCache(size, size.clock)
+    """An empty cache of a state: of the kind that the size makes."""
+    if size.make_state is None:
+        return StateCache(size)
+    made: StateCache = size.make_state(size)
+    return made

@@ -8,10 +8,21 @@ from mplug_bert import Bert, ModernBert
 
 from mplug_testing import ModelSuite
 
+SEQUENCES = {"model.head": "sequences", "model.labels": ["a", "b", "c"], "data.vocab_size": 3, "data.documents": 3}
+OF_HEADS = {
+    "labels": SEQUENCES,
+    "classifier_dropout": SEQUENCES,
+    "pooling": SEQUENCES,
+}
+"""Field -> settings under which it has an effect."""
+OTHERS = [("c", "b", "a", "d")]
+
 
 class EncoderSuite(ModelSuite):
     layouts = ()
     causal = False
+    beside = OF_HEADS
+    without_effect = {"temperature": "it needs a step of one micro batch; test_embedding.py tests it"}
 
     @pytest.mark.wide("suites")
     def test_every_field_of_its_config_has_an_effect(self) -> None:
@@ -22,14 +33,24 @@ class TestBert(EncoderSuite):
     plugin = "bert"
     settings = {"model.num_layers": 3, "model.ffn_hidden_size": 48, "model.max_position_embeddings": 20}
     positions = "absolute"
-    examples = {"position_offset": [2]}
+    examples = {
+        "position_offset": [2],
+        "head": ["embedding"],
+        "classifier_dropout": [0.3],
+        "labels": OTHERS,
+    }
 
 
 class TestModernBert(EncoderSuite):
     plugin = "modernbert"
     settings = {"model.num_layers": 3, "model.ffn_hidden_size": 48, "model.window": 3}
     positions = "relative"
-    examples = {"attention_types": [("full", "window")]}
+    examples = {
+        "attention_types": [("full", "window")],
+        "head": ["embedding"],
+        "classifier_dropout": [0.3],
+        "labels": OTHERS,
+    }
 
 
 # Sizes.

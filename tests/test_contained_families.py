@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mplug import ExternalMap, ExternalNames, Family, Fused, Interleaved, Transposed, UsageError, plan_within
-from mplug.config.family import families_in
+from mplug.config.family import contained_in
 from mplug.model.build import build_model
 from mplug.registry.bind_section import bind
 from mplug.run.record import provenance
@@ -143,7 +143,7 @@ def test_a_family_may_contain_families_at_any_depth_and_a_field_of_them_may_be_n
     tower = {"name": "llava", "decoder": {"name": "llama", **SIZES}, "image_token": 3}
     config, problems = bind(Outer, {"inner": tower})
     assert not problems
-    assert [steps for steps, _ in families_in(config)] == [("inner", "decoder"), ("inner",)]
+    assert [steps for steps, _ in contained_in(config)] == [("inner", "decoder"), ("inner",)]
     again, problems = bind(Outer, config.model_dump(mode="json"))
     assert (again, problems) == (config, [])
     _, problems = bind(Outer, {"inner": {**tower, "decoder": {"name": "llama", "num_layers": -1}}})
@@ -229,7 +229,7 @@ PEREGRINE = {**SIZES, "name": "peregrine", "head_dim": 8}
 def test_a_tower_combines_with_the_decoder_of_a_third_party(plant: Callable[..., None]) -> None:
     plant("nova-peregrine")
     run = tiny_run(settings(PEREGRINE))
-    (_, family), *_ = families_in(run.config.model)
+    (_, family), *_ = contained_in(run.config.model)
     assert (family.label, family.entry.distribution) == ("models/peregrine", "nova-peregrine")
     model = build_model(run)
     assert {"join", "tower.projector", "decoder.readout"} <= {unit.name for unit in model.plan.units}

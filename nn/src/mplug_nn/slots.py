@@ -4,6 +4,7 @@ from torch import nn
 
 from mplug.model.slots.declaration import Slot
 from mplug_nn.attention import Attention
+from mplug_nn.cross import CrossAttention
 from mplug_nn.dropout import Dropout
 from mplug_nn.embedding import Embedding
 from mplug_nn.experts import Experts
@@ -19,7 +20,7 @@ from mplug_nn.vision.patches import PatchEmbedding
 
 BLOCKS: tuple[type[nn.Module], ...] = (
     *(Attention, Linear, Norm, MLP, Embedding, Dropout, Loss, Router, Experts),
-    *(PatchEmbedding, StreamJoin, Scan, Convolution),
+    *(PatchEmbedding, StreamJoin, Scan, Convolution, CrossAttention),
 )
 """The blocks that declare slots. Other blocks share the slots of these."""
 SLOTS: dict[str, Slot] = {slot.name: slot for block in BLOCKS for slot in block.SLOTS}  # type: ignore[attr-defined]

@@ -123,13 +123,13 @@ class DecoderBlock(nn.Module):
 
 
 class T5Head(Head):
-    """The last norm, the projection to the vocabulary of what `scale` multiplies, and the loss."""
+    """The last norm, dropout, the projection to the vocabulary of what `scale` multiplies, and the loss."""
 
     mixes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, norm: Norm, hidden_size: int, vocab_size: int, scale: float, dropout: float) -> None:
-        super().__init__(norm, hidden_size, vocab_size)
-        self.scale, self.dropout = scale, Dropout(dropout)
+        super().__init__(norm, hidden_size, vocab_size, scale=scale)
+        self.dropout = Dropout(dropout)
 
     def forward(  # type: ignore[override]
         self,
@@ -140,13 +140,7 @@ class T5Head(Head):
         loss_weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """x [B, S, D], labels and weights [B, S] -> (sum of the losses in nats, number of targets)."""
-        h = self.dropout(self.norm(x)[0], keys, positions)
-        return self.loss_of(h * self.scale, labels, loss_weights)
-
-    def logits(self, x: Tensor) -> Tensor:
-        """x [B, S, D] -> [B, S, V]."""
-        y: Tensor = self.project(self.norm(x)[0] * self.scale)
-        return y
+        return self.loss_of(self.dropout(self.norm(x)[0], keys, positions), labels, loss_weights)
 
 
 class Encoder(nn.Module):

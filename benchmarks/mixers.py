@@ -133,6 +133,8 @@ def decoders(shape: Shape, length: int, chosen: argparse.Namespace) -> list[Row]
         fixed += ["trainer.precision=bf16", f"kernels.attention={chosen.attention}"]
         fixed += [f"kernels.{kind}=triton" for kind in ("qk", "norm")]
         hybrid += [f"kernels.scan={chosen.scan}", f"kernels.convolution={chosen.scan}"]
+        if chosen.scan == "fla":
+            hybrid.append("kernels.fla.experimental=true")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "bench.json")
         command = [sys.executable, "-m", "mplug", "bench", "--profile", "--out", str(out)]

@@ -42,7 +42,7 @@ LONG = 200  # three chunks of 64, and 8 positions
 
 class TestFlaOnAGPU(KernelSuite):
     plugin = "fla"
-    settings = {"trainer.device": "cuda", **HYBRID}
+    settings = {"trainer.device": "cuda", "kernels.fla.experimental": True, **HYBRID}
     dtypes = ("bf16",)
 
 

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from mplug import Offer, hookimpl
 
@@ -11,9 +11,13 @@ class Fla:
     """The recurrences and the short convolutions of mixers of tokens."""
 
     class Config(BaseModel):
-        """No options."""
+        """The consent to kernels that have failed."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
+
+        experimental: bool = Field(
+            False, description="use the kernels, although a large decoder failed with them on a GPU (see the README)"
+        )
 
     captures = "has not been tested in a CUDA graph yet"
     """Unknown: no run on a GPU has replayed these kernels yet."""
@@ -29,11 +33,12 @@ class Fla:
         from mplug_fla.scans import scan, scan_by_channel
         from mplug_nn.mixers.specification import CONVOLUTIONS, SCANS
 
+        experimental = self.config.experimental
         return [
             *(
                 Offer(
                     {"Scan.core": supplier},
-                    partial(supports_scan, by_channel),
+                    partial(supports_scan, experimental, by_channel),
                     note=partial(note, by_channel),
                     serves=SCANS,
                     devices=("cuda",),
@@ -44,7 +49,7 @@ class Fla:
             ),
             Offer(
                 {"Convolution.core": convolution},
-                supports_convolution,
+                partial(supports_convolution, experimental),
                 serves=CONVOLUTIONS,
                 devices=("cuda",),
                 dtypes=DTYPES,

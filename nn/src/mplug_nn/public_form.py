@@ -5,7 +5,7 @@ every config.json through this table, so a field is honoured or refused, and nev
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -174,7 +174,8 @@ class PublicForm:
     sequence. If `settings` returns a section that a `FormField` fills, both are merged. `flat` is a `FormField` whose
     fields older folders have beside it; both may be there if they are equal. `preparation` has the forms of further
     files of the folder, by their names, that say how media are prepared (preprocessor_config.json). Their settings are
-    merged too, if the folder has these files; nothing writes them.
+    merged too, if the folder has these files; nothing writes them. They overrule settings that are `presumed`, which a
+    folder without these files gets.
 
     An export reads what `write` returns through the same table. If this gives another model, the form cannot express
     the config, and the export is refused. So `write` cannot lose a setting, and needs no checks of its own.
@@ -192,6 +193,7 @@ class PublicForm:
     longest: str | None = None
     flat: str | None = None
     preparation: "Mapping[str, PublicForm]" = field(default_factory=dict)
+    presumed: Container[str] = ()
 
     def values(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The checked values of all fields that are read. Raises ValueError with one sentence."""
@@ -229,7 +231,7 @@ class PublicForm:
             settings = fixed if section in fixed else altering
             own = settings[section]
             for name, value in values.items():
-                if name in own and not same_value(own[name], value):
+                if name in own and name not in self.presumed and not same_value(own[name], value):
                     raise ValueError(
                         f"its {file} has {shown(value)} for 'model.{section}.{name}', which is {shown(own[name])} by "
                         f"another file"

@@ -18,6 +18,7 @@ from exported_folders import ONE_STEP as STEP  # noqa: E402
 from exported_folders import assert_exported_as_it_was  # noqa: E402
 from llava_models import CONFIGS, TILED, Seen, config_of, library_of, micro_batch, tiled_micro_batch  # noqa: E402
 from mplug_huggingface_format.opened import open_folder  # noqa: E402
+from mplug_llava.preparation import CLIP_MEAN, CLIP_STD  # noqa: E402
 from published import edited, loaded, rewritten, run_of, save, tensors  # noqa: E402
 from seeing_models import changed  # noqa: E402
 
@@ -268,3 +269,47 @@ def test_a_folder_with_another_field_is_refused_by_name(made: tuple[str, Path, A
     edited(copied, mm_newline_position="grid")
     with pytest.raises(UsageError, match="its field 'mm_newline_position' is unknown to the family"):
         run_of(copied, SETTINGS)
+
+
+SQUARES = {
+    "image_processor_type": "CLIPImageProcessor",
+    "size": {"shortest_edge": 12},
+    "crop_size": {"height": 12, "width": 12},
+    "image_mean": [0.5, 0.4, 0.3],
+    "image_std": [0.5, 0.3, 0.2],
+    "rescale_factor": 1 / 255,
+}
+OF_SIGLIP = {"image_processor_type": "SiglipImageProcessor", "size": {"height": 12, "width": 12}}
+
+
+@pytest.mark.parametrize("made", ["llama"], indirect=True)
+def test_a_folders_preprocessor_config_says_how_pictures_become_squares(
+    made: tuple[str, Path, Any], tmp_path: Path
+) -> None:
+    other = shutil.copytree(made[1], tmp_path / "prepared")
+    own, siglip, clip = ((0.5, 0.4, 0.3), (0.5, 0.3, 0.2)), ((0.5,) * 3,) * 2, (CLIP_MEAN, CLIP_STD)
+    side = json.loads((other / "config.json").read_text())["vision_config"]["image_size"]
+    text = json.dumps({"clip": SQUARES, "siglip": OF_SIGLIP}).replace("12", str(side))
+    squares, stretched = json.loads(text).values()
+    found: list[tuple[dict[str, Any], str, Any]] = [
+        (squares, "crop", own),
+        ({"size": side, "crop_size": side, "feature_extractor_type": "CLIPFeatureExtractor"}, "crop", clip),
+        ({**squares, "size": {"height": side, "width": side}}, "stretch", own),
+        (stretched, "stretch", siglip),
+    ]
+    for fields, fit, colours in found:
+        (other / "preprocessor_config.json").write_text(json.dumps(fields))
+        vision = run_of(other, SETTINGS).config.model.vision
+        assert (vision.fit, (vision.pixel_mean, vision.pixel_std)) == (fit, colours)
+    refused = [
+        ({**squares, "crop_size": side + 1}, "supports a square whose side is that of 'size'"),
+        ({**squares, "do_center_crop": False}, "'do_center_crop' is false, but its 'size' is"),
+        ({**squares, "do_pad": True}, "its field 'do_pad' is true, but the family supports"),
+        ({**squares, "size": {"longest_edge": side}}, "the family reads a 'shortest_edge', or equal"),
+        ({**squares, "image_processor_type": "BitImageProcessor"}, "its field 'image_processor_type' is"),
+        ({**squares, "size": side + 1, "crop_size": side + 1}, f"has {side + 1} for 'model.vision.image_size'"),
+    ]
+    for fields, sentence in refused:
+        (other / "preprocessor_config.json").write_text(json.dumps(fields))
+        with pytest.raises(UsageError, match=sentence):
+            run_of(other, SETTINGS)

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mplug_llava.preparation import PREPARATION
-from mplug_llava.published_towers import CLIP, PLAIN, SIGLIP
+from mplug_llava.preparation import SQUARES, TILES
+from mplug_llava.published_towers import CLIP, CLIP_PREPARATION, PLAIN, SIGLIP
 from mplug_llava.tiling import TilingConfig
 from mplug_nn import SHARED_FIELDS, FormField, FoundFamily, PublicForm, ReadField, UnusedField, Values, family_field
 
@@ -100,6 +100,8 @@ CLIP_LLAVA = PublicForm(
     aliases={"image_token_id": "image_token_index"},
     settings=_whole,
     write=_written,
+    preparation=SQUARES,
+    presumed=frozenset(CLIP_PREPARATION),
 )
 """LLaVA-1.5."""
 
@@ -187,7 +189,7 @@ ONE_VISION = PublicForm(
     aliases={"image_token_id": "image_token_index", "video_token_id": "video_token_index"},
     settings=_one_vision,
     write=_written_one_vision,
-    preparation=PREPARATION,
+    preparation=TILES,
 )
 """LLaVA-OneVision."""
 FORMS = (CLIP_LLAVA, ONE_VISION)

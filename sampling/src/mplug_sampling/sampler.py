@@ -22,7 +22,7 @@ among themselves. Otherwise the rows that a core receives grow with every token.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -161,9 +161,7 @@ def _refuse_unable(run: Run, model: Model) -> None:
     (owner,) = run.hooks.implementers("build_model")
     if not model.plan.inference:
         raise UsageError(f"the plan of {owner} has no inference units, so the model cannot be sampled from")
-    attending = (module for module in _caching(model) if any(slot.name == CORE for slot in slots_of(module)))
-    specs = [spec for module in attending if (spec := getattr(module, "spec", None)) is not None]
-    if any(not spec.causal and not spec.cross for spec in specs):
+    if sees_later_tokens(_caching(model)):
         raise UsageError(
             f"attention of {owner} sees later tokens, so the model cannot continue a text token by token; sample from "
             f"a decoder"
@@ -176,6 +174,13 @@ def _refuse_unable(run: Run, model: Model) -> None:
                 f"{owners.get(axis.name, 'the layout')} divides the {listed(divided)} of a sample "
                 f"({axis.name}={axis.size}), which grows token by token; use a layout without it"
             )
+
+
+def sees_later_tokens(modules: Iterable[nn.Module]) -> bool:
+    """Whether attention among `cached_modules` has later keys of its own text too, as in an encoder."""
+    attending = (module for module in modules if any(slot.name == CORE for slot in slots_of(module)))
+    specs = [spec for module in attending if (spec := getattr(module, "spec", None)) is not None]
+    return any(not spec.causal and not spec.cross for spec in specs)
 
 
 def _refuse_streams_in_text(run: Run, model: Model) -> None:

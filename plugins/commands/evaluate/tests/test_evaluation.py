@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ import transformers
 from byte_level import byte_level
 from library_models import wide
 from mplug_evaluate.command import Asked, _published, command
-from mplug_evaluate.work import Found, Job, measured, prepared
+from mplug_evaluate.work import Found, Job, _refuse_later_tokens, measured, prepared
 from published import model_of, save
 from torch.nn.functional import cross_entropy
 
 from mplug import UsageError
-from mplug_testing.harness import as_rank
+from mplug.model.build import build_model
+from mplug_testing.harness import as_rank, tiny_run
 from mplug_testing.workers import run_workers
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft")  # in the libraries
@@ -129,6 +131,17 @@ def test_files_have_the_loss_of_the_transformers_library_under_every_layout(
     ranks = run_workers(world, found_by_all, jobs) if world > 1 else [found_by_all(jobs)]
     for job, *results in zip(jobs, *ranks, strict=True):
         require_losses(folder, job, results)
+
+
+PRESETS = {"bert": "tiny", "gpt": "nano"}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_texts_are_refused_for_an_encoder(name: str) -> None:
+    """It sees the token that it would predict."""
+    run = tiny_run({"model.name": name, "model.preset": PRESETS[name], "data.name": "mock"})
+    with pytest.raises(UsageError, match="sees later tokens") if name == "bert" else nullcontext():
+        _refuse_later_tokens(run, build_model(run))
 
 
 def test_windows_of_a_stride_overlap(folder: Path) -> None:

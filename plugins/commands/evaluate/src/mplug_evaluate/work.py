@@ -120,6 +120,8 @@ def measured(run: "Run", job: Job) -> Found:
 
     model = job.weights.load(run, allocate_forward)
     _refuse_missing_streams(run, model)
+    if job.documents is not None:
+        _refuse_later_tokens(run, model)
     stepper, length = forward_stepper(run, model), run.config.trainer.seq_length
     if job.documents is None:
         rows, stride = [_of_data(run, model, stepper, job)], None
@@ -137,6 +139,18 @@ def _refuse_missing_streams(run: "Run", model: "Model") -> None:
         raise UsageError(
             f"the model needs '{missing[0]}' in every sample, which texts do not have; evaluate it on the samples of a "
             f"loader that supplies media (--data)"
+        )
+
+
+def _refuse_later_tokens(run: "Run", model: "Model") -> None:
+    """Raise UsageError for an encoder: it sees the token that it would predict."""
+    from mplug_sampling.sampler import cached_modules, sees_later_tokens
+
+    if sees_later_tokens(cached_modules(model)):
+        (owner,) = run.hooks.implementers("build_model")
+        raise UsageError(
+            f"attention of {owner} sees later tokens, so it knows the next token of a text; leave the files out, and "
+            f"evaluate the model on the samples of a loader (--data)"
         )
 
 

@@ -198,7 +198,7 @@ def test_a_restart_says_that_it_begins_with_given_weights_again(
     run = prepare(tiny_config({**SMALL, "checkpoint.pretrained": str(third)}), directory=Path("runs/two"))
     ends = iter((RunError("rank 1 has died"), Outcome(Path("runs/two"), 3)))
     request = Request(name=None, resume=False, allowed=(), overrides={}, restarts=1)
-    start = Start(request, None, run, {}, {}, None, None, third, Changes(), [], None)
+    start = Start(request, None, run, {}, {}, None, None, third, Changes(), [], [], None)
 
     def launch(*_: object, **__: object) -> Outcome:
         end = next(ends)

@@ -22,6 +22,7 @@ FILES = (
     "README.md",
     "notes.jsonl",
     "questions.jsonl",
+    "questions.txt",
     "beginnings.txt",
     "cat.jpg",
     "drawing.png",
@@ -31,6 +32,8 @@ CONFIGS = {
     "run.yaml": "trainer: {steps: 10}",
     "blend.yaml": "data: {name: indexed, path: {texts: 0.7, docs: 0.3}}",
     "ds_config.json": "{}",
+    "masked.yaml": "data: {name: masked, mask_token: 256, of: {name: text, path: book.txt}}",
+    "spans.yaml": "data: {name: spans, end_token: 1, encoder_length: 64, of: {name: mock, vocab_size: 300}}",
 }
 """Files that other commands of the pages write."""
 ONLY_PARSED = {
@@ -38,6 +41,8 @@ ONLY_PARSED = {
     r"shapes/tokenizer\.json|model/tokenizer": "a tokenizer; tests/test_recipes.py runs the commands of docs/vision.md",
     r"Qwen3-VL|gemma-3-4b-it|clip-vit": "a published model that sees; the suites of these families read such folders",
     r"tokenizer_config\.json": "the template of a published model",
+    r"s3://": "an object store",
+    r"bert-base-uncased|flan-t5-base": "a published model with a tokenizer; the suites of its family read such folders",
 }
 """Commands whose settings depend on files that this test has not."""
 
@@ -58,6 +63,7 @@ def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     (folder / "lora.yaml").write_text(find_recipe(Registry(), "lora").text)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        patch.setattr("mplug.cli.options.local_path", lambda _: folder / "DIR")  # no address is read
         yield
 
 

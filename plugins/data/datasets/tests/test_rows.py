@@ -235,7 +235,7 @@ def test_damaged_rows_are_skipped_and_counted(tmp_path: Path, caplog: pytest.Log
     ("changes", "sentence"),
     [
         ({"data.path": "some/dataset"}, r"'some/dataset' does not exist on this machine.*mplug downloads nothing"),
-        ({"data.path": "https://host/a.jsonl"}, r"does not exist on this machine"),
+        ({"data.path": "https://host/a.jsonl"}, r"there is nothing at 'https://host/a.jsonl'"),
         ({"data.path": "folder"}, r"'folder' contains no file \.jsonl, \.json, \.parquet or \.arrow"),
         ({"data.path": "notes.txt"}, r"'.*notes\.txt' is no file \.jsonl"),
         ({"data.path": "empty.jsonl"}, r"'empty\.jsonl' has no rows"),

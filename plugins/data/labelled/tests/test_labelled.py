@@ -14,7 +14,15 @@ from mplug_testing.harness import tiny_run
 
 LINES = Path(__file__).with_name("lines.jsonl")
 S = 32
-MODEL = {"model.name": "modernbert", "model.vocab_size": 300, "model.window": 3, "model.ffn_hidden_size": 48}
+MODEL = {
+    "model.name": "modernbert",
+    "model.hidden_size": 32,
+    "model.num_layers": 2,
+    "model.num_attention_heads": 4,
+    "model.ffn_hidden_size": 48,
+    "model.vocab_size": 300,
+    "model.window": 3,
+}
 TEXTS: dict[str, Any] = {
     "data.name": "labelled",
     "data.validation_percent": 20,

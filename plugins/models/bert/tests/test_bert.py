@@ -18,6 +18,15 @@ OF_HEADS = {
 OTHERS = [("c", "b", "a", "d")]
 
 
+SIZES = {
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.num_layers": 3,
+    "model.ffn_hidden_size": 48,
+    "model.vocab_size": 259,
+}
+
+
 class EncoderSuite(ModelSuite):
     layouts = ()
     causal = False
@@ -31,7 +40,7 @@ class EncoderSuite(ModelSuite):
 
 class TestBert(EncoderSuite):
     plugin = "bert"
-    settings = {"model.num_layers": 3, "model.ffn_hidden_size": 48, "model.max_position_embeddings": 20}
+    settings = {**SIZES, "model.max_position_embeddings": 20}
     positions = "absolute"
     examples = {
         "position_offset": [2],
@@ -43,7 +52,7 @@ class TestBert(EncoderSuite):
 
 class TestModernBert(EncoderSuite):
     plugin = "modernbert"
-    settings = {"model.num_layers": 3, "model.ffn_hidden_size": 48, "model.window": 3}
+    settings = {**SIZES, "model.window": 3}
     positions = "relative"
     examples = {
         "attention_types": [("full", "window")],

@@ -7,6 +7,7 @@ import pytest
 import torch
 from mplug_muon import Muon, hidden
 from mplug_muon.both import is_hidden_matrix
+from scanning import HYBRID
 from torch import Tensor
 
 from mplug import Init, Parameter, UsageError
@@ -132,7 +133,7 @@ def test_embeddings_and_the_head_of_a_model_are_told_by_the_plan(fields: dict[st
 
 
 def test_the_rows_of_a_short_convolution_are_separate_and_decays_are_no_matrices() -> None:
-    mixers = {"model.name": "llama", "model.mixer_types": ["gated_delta", "mamba2"]}
+    mixers = {**HYBRID, "model.mixer_types": ["gated_delta", "mamba2"]}
     parts = build(tiny_run({"optimizer.name": "muon", **mixers}))
     of_mixers = {piece.name: piece for piece in parts.pieces if ".attn." in piece.name}
     hidden = {name for name in of_mixers if "momentum_buffer" in parts.optimizer.state(of_mixers[name])}

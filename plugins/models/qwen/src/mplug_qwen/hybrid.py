@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MIXERS = {"linear_attention": "gated_delta", "full_attention": "attention"}
 """Entry of `layer_types` -> entry of `mixer_types`."""
-SHARE = Values.positive()
+SHARE = Values(lambda value: Values.positive().accepts(value) and value <= 1, "a number above 0 and at most 1")
 """The values of the share of a head that rotary positions turn."""
 COORDINATES = ("mrope_section", "mrope_interleaved")
 """Options of rotary positions with three coordinates, which are equal for text."""

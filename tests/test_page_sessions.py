@@ -49,7 +49,12 @@ LEFT_OUT = {
     r"offload": GPU,
     r"lm-eval": "tasks from the network",
     r"Qwen3-VL|gemma-3-4b-it|clip-vit": "a published model that sees",
+    r"bert-base-uncased|flan-t5": "a published model with a tokenizer",
+    r"mails|functions\.jsonl|pairs\.jsonl|--name tuned|of\.path=corpus": "files that the page only names",
+    r"kernels/fla": GPU,
     r"llava|qwen-vl --parallel|2-9b": "a model of a real size",
+    r"granite|nemotron|kimi-linear": "a model of a real size",
+    r"models/t5": "a model of a real size",
     r"deepseek|gpt-oss|3-30b|mixtral --preset 8b": "a model of a real size",
     r"bench .*1\.7b|bench .*2-7b|bench --model gpt": "a model of a real size",
     r"acme|data (merge|verify|blend web)|wiki_text": "files and packages that the page only names",
@@ -146,6 +151,9 @@ def write_files(folder: Path, published: Path) -> None:
     (folder / "beginnings.txt").write_text("It was \nThe \n")
     (folder / "questions.jsonl").write_text(json.dumps({"prompt": "Why?"}) + "\n")
     (folder / "run.yaml").write_text("trainer: {steps: 3, eval_samples: 8}")
+    (folder / "masked.yaml").write_text("data: {name: masked, mask_token: 256, of: {name: text, path: book.txt}}")
+    spans = "data: {name: spans, end_token: 1, encoder_length: 64, of: {name: mock, vocab_size: 300}}"
+    (folder / "spans.yaml").write_text(spans)
 
 
 def smaller_layout(word: str) -> str:

@@ -49,6 +49,8 @@ EMBEDDING: dict[str, Any] = {
     "model.head": "embedding",
     "model.num_layers": 3,
     "model.ffn_hidden_size": 48,
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
     "model.vocab_size": 257,
     "model.window": 3,
     "data.name": "mock",

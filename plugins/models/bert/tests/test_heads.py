@@ -67,6 +67,7 @@ def test_logits_and_gradients_are_those_of_the_library(kind: str, head: str, fie
 # Under layouts.
 
 SHAPE = {"model.num_layers": 3, "model.ffn_hidden_size": 48, "model.vocab_size": 257}
+SHAPE |= {"model.hidden_size": 32, "model.num_attention_heads": 4}
 LABELS = {"model.labels": ["no", "perhaps", "yes"], "model.classifier_dropout": 0.1}
 MOCK = {"data.name": "mock", "data.vocab_size": 3, "data.documents": 3}
 """Tokens of three kinds, whose next token is their class."""

@@ -19,6 +19,7 @@ MASKED: dict[str, Any] = {
 }
 PACKED = {"data.of": {"name": "mock", "vocab_size": 255, "documents": 3}}
 SHAPE = {"model.num_layers": 3, "model.ffn_hidden_size": 48, "model.vocab_size": 257}
+SHAPE |= {"model.hidden_size": 32, "model.num_attention_heads": 4}
 BERT = {"model.name": "bert", **SHAPE, "model.max_position_embeddings": 20, "model.position_offset": 2, **MASKED}
 MODERN = {"model.name": "modernbert", **SHAPE, "model.num_layers": 4, "model.window": 3, **MASKED}
 GLOBAL = {"model.attention_types": ["full"]}

@@ -64,6 +64,7 @@ LEFT_OUT = {
     r"deepspeed": "DeepSpeed; the wide set `layouts` trains with it",
     r"wandb|mlflow": "libraries of trackers; the wide set `loggers` reads what they wrote",
     r"yardstick": "the wide set `compile` runs the yardstick",
+    r"docs/packed.md: .*my-model": "a run that began with a published checkpoint, as that of docs/huggingface.md",
     r"docs/checkpoints.md: .*--resume --name first": "a damaged checkpoint; tests/test_faults.py damages them",
 }
 """Commands that are not run, by patterns of 'PAGE: COMMAND', each with what it needs."""

@@ -73,6 +73,16 @@ class Values:
         )
 
     @staticmethod
+    def colours() -> "Values":
+        """Three numbers, one for each colour."""
+        return Values(
+            lambda value: (
+                isinstance(value, list | tuple) and len(value) == 3 and all(type(one) in (int, float) for one in value)
+            ),
+            "a list of three numbers",
+        )
+
+    @staticmethod
     def names() -> "Values":
         """Lists of names."""
         return Values(

@@ -14,13 +14,7 @@ CROPS = {
     "pan_and_scan_min_ratio_to_activate": "min_ratio",
 }
 """The field of an option of pan and scan -> ours; null means the library's default, which is ours too."""
-
-
-def _is_colours(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 3 and all(type(one) in (int, float) for one in value)
-
-
-COLOURS = Values(_is_colours, "a list of three numbers")
+COLOURS = Values.colours()
 
 
 def _settings(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,13 +10,7 @@ from mplug_nn import FixedField, PublicField, PublicForm, ReadField, UnusedField
 CLIP_MEAN, CLIP_STD = CLIP_PREPARATION["pixel_mean"], CLIP_PREPARATION["pixel_std"]
 """The library's values if a file states none."""
 ALWAYS = "the family always does it"
-
-
-def _is_colours(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 3 and all(type(one) in (int, float) for one in value)
-
-
-COLOURS = Values(_is_colours, "a list of three numbers")
+COLOURS = Values.colours()
 
 
 def _is_sizes(value: Any) -> bool:

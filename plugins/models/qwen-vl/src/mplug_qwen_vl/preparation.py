@@ -15,13 +15,7 @@ HALF = (0.5, 0.5, 0.5)
 Colours = tuple[float, float, float]
 SHORTEST, LONGEST = 56 * 56, 28 * 28 * 1280
 """The library's smallest and largest area of a picture in pixels."""
-
-
-def _is_colours(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 3 and all(type(one) in (int, float) for one in value)
-
-
-COLOURS = Values(_is_colours, "a list of three numbers")
+COLOURS = Values.colours()
 OURS = {"patch_size": "patch_size", "temporal_patch_size": "patch_frames", "merge_size": "merge_size"}
 """Fields that the tower of config.json must have too."""
 ALWAYS = "the family always does it"

@@ -116,7 +116,7 @@ def _rotary(values: Mapping[str, Any]) -> dict[str, Any]:
         fields[name] = options
     head = values["head_dim"]
     width = int(head * share)
-    if width < 2 or width % 2 or share > 1:
+    if width < 2 or width % 2:
         raise ValueError(
             f"its field 'partial_rotary_factor' is {share}, which turns {width} of {head} coordinates of a head, and "
             f"rotary positions need an even number"

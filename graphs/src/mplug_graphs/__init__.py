@@ -13,10 +13,4 @@ if TYPE_CHECKING:
     from mplug_graphs.stepper import WARMUP as WARMUP
     from mplug_graphs.stepper import GraphedStepper as GraphedStepper
 
-publish(
-    __name__,
-    {
-        "mplug_graphs.recording": ("CudaGraph", "Recording"),
-        "mplug_graphs.stepper": ("GraphedStepper", "WARMUP"),
-    },
-)
+publish(__name__)

@@ -14,15 +14,4 @@ if TYPE_CHECKING:
     from mplug_tokenization.records import load_tokenizer as load_tokenizer
     from mplug_tokenization.records import read_tokenizer as read_tokenizer
 
-publish(
-    __name__,
-    {
-        "mplug_tokenization.records": (
-            "TokenizerRecord",
-            "describe_tokenizer",
-            "keep_tokenizer",
-            "load_tokenizer",
-            "read_tokenizer",
-        ),
-    },
-)
+publish(__name__)

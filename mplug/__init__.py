@@ -11,24 +11,9 @@ from mplug.system.lazy import publish
 from mplug.system.version import __version__  # noqa: F401
 
 if TYPE_CHECKING:
-    from mplug.checkpoint.adapter_files import adapter_conversion as adapter_conversion
-    from mplug.checkpoint.adapter_files import adapters_of as adapters_of
-    from mplug.checkpoint.external_form import conversion as conversion
-    from mplug.checkpoint.foreign import ForeignCheckpoint as ForeignCheckpoint
-    from mplug.checkpoint.foreign import ForeignTensor as ForeignTensor
-    from mplug.checkpoint.format import Format as Format
     from mplug.checkpoint.own_folders import Gatherer as Gatherer
-    from mplug.checkpoint.published import Export as Export
-    from mplug.checkpoint.published import ExportOptions as ExportOptions
-    from mplug.checkpoint.published import ExportValues as ExportValues
-    from mplug.checkpoint.published import FolderWeights as FolderWeights
-    from mplug.checkpoint.published import PublishedFolder as PublishedFolder
     from mplug.checkpoint.reading import read_whole_header as read_whole_header
-    from mplug.checkpoint.safetensors_file import write_safetensors as write_safetensors
-    from mplug.checkpoint.wanted import Wanted as Wanted
     from mplug.config.binding import RunConfig as RunConfig
-    from mplug.config.described import DescribedModel as DescribedModel
-    from mplug.config.described import PublicSettings as PublicSettings
     from mplug.config.family import Family as Family
     from mplug.config.family import Source as Source
     from mplug.config.sum_format import SumFormat as SumFormat
@@ -77,8 +62,6 @@ if TYPE_CHECKING:
     from mplug.gradients.owned_memory import Shard as Shard
     from mplug.gradients.sinks import GradientSink as GradientSink
     from mplug.gradients.sinks import Sinks as Sinks
-    from mplug.layout.conversion import Conversion as Conversion
-    from mplug.layout.conversion import conversion_of as conversion_of
     from mplug.layout.external import ExternalMap as ExternalMap
     from mplug.layout.external import ExternalNames as ExternalNames
     from mplug.layout.external import Factor as Factor
@@ -121,10 +104,6 @@ if TYPE_CHECKING:
     from mplug.layout.work import WeightProduct as WeightProduct
     from mplug.layout.work import Work as Work
     from mplug.model.model import Model as Model
-    from mplug.model.plans.adapters import Adapters as Adapters
-    from mplug.model.plans.adapters import Merge as Merge
-    from mplug.model.plans.adapters import RowNorms as RowNorms
-    from mplug.model.plans.adapters import row_norms as row_norms
     from mplug.model.plans.declaring import Declared as Declared
     from mplug.model.plans.declaring import declare as declare
     from mplug.model.plans.declaring import parameter as parameter

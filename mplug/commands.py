@@ -18,12 +18,9 @@ from typing import TYPE_CHECKING
 from mplug.system.lazy import publish
 
 if TYPE_CHECKING:
-    from mplug.checkpoint.adapter_files import unpublished as unpublished
     from mplug.checkpoint.folder import at_step as at_step
     from mplug.checkpoint.folder import newest_saved as newest_saved
     from mplug.checkpoint.newest_valid import choose as choose
-    from mplug.checkpoint.public_load import load_public_for_inference as load_public_for_inference
-    from mplug.checkpoint.public_load import refuse_other_model as refuse_other_model
     from mplug.checkpoint.states import load_for_inference as load_for_inference
     from mplug.checkpoint.verified import Verified as Verified
     from mplug.cli.groups import OpenGroup as OpenGroup
@@ -78,12 +75,7 @@ if TYPE_CHECKING:
     from mplug.registry.blame import failed_part as failed_part
     from mplug.registry.entry_points import Registry as Registry
     from mplug.registry.entry_points import refuse_other_versions as refuse_other_versions
-    from mplug.registry.formats import format_named as format_named
-    from mplug.registry.formats import format_of as format_of
-    from mplug.registry.formats import is_public as is_public
     from mplug.registry.hooks import COMMAND as COMMAND
-    from mplug.registry.public import folder_tokenizer as folder_tokenizer
-    from mplug.registry.public import longest_sequence as longest_sequence
     from mplug.registry.recipes import InstalledRecipe as InstalledRecipe
     from mplug.registry.recipes import find_recipe as find_recipe
     from mplug.registry.resolve import resolve as resolve
@@ -99,10 +91,6 @@ if TYPE_CHECKING:
     from mplug.training.assembly import build as build
     from mplug.training.assembly import feed as feed
     from mplug.training.assembly import forward_stepper as forward_stepper
-    from mplug.training.forward import SavedModel as SavedModel
-    from mplug.training.forward import folder_length as folder_length
-    from mplug.training.forward import run_forward as run_forward
-    from mplug.training.forward import settle_forward as settle_forward
     from mplug.training.hardware import peak_memory_gib as peak_memory_gib
     from mplug.training.hardware import peak_tflops as peak_tflops
     from mplug.training.hardware import timed as timed

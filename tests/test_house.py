@@ -24,7 +24,10 @@ from mplug.training.interrupt import STOPPING
 
 ROOT = Path(__file__).parent.parent
 HOST = ROOT / "mplug"
-LIBRARIES = [ROOT / name for name in ("checkpoint", "graphs", "nn", "sampling", "schedules", "testing", "tokenization")]
+LIBRARIES = [
+    ROOT / name
+    for name in ("checkpoint", "graphs", "nn", "pretrained", "sampling", "schedules", "testing", "tokenization")
+]
 """Distributions beside the host. They may import its private modules, and plugins may import all but the first."""
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))
 STRANGERS = sorted(path.parent for path in ROOT.glob("tests/third_party/*/pyproject.toml"))
@@ -181,6 +184,7 @@ def installed() -> set[str]:
         "mplug_checkpoint",
         "mplug_graphs",
         "mplug_nn",
+        "mplug_pretrained",
         "mplug_sampling",
         "mplug_schedules",
         "mplug_testing",

@@ -21,6 +21,7 @@ PACKAGES = [
     ROOT / "checkpoint/src/mplug_checkpoint",
     ROOT / "graphs/src/mplug_graphs",
     ROOT / "nn/src/mplug_nn",
+    ROOT / "pretrained/src/mplug_pretrained",
     ROOT / "sampling/src/mplug_sampling",
     ROOT / "schedules/src/mplug_schedules",
     ROOT / "testing/src/mplug_testing",
@@ -66,7 +67,15 @@ def test_an_import_that_runs_upwards_is_found() -> None:
 
 # Names that are imported when they are first used.
 
-LIBRARIES = ("mplug_graphs", "mplug_nn", "mplug_sampling", "mplug_schedules", "mplug_testing", "mplug_tokenization")
+LIBRARIES = (
+    "mplug_graphs",
+    "mplug_nn",
+    "mplug_pretrained",
+    "mplug_sampling",
+    "mplug_schedules",
+    "mplug_testing",
+    "mplug_tokenization",
+)
 PUBLISHED = ("mplug", "mplug.commands", *LIBRARIES)
 
 

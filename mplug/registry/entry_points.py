@@ -50,6 +50,8 @@ RECORDERS = "recorders"
 """The group 'mplug.recorders': a function from the default stepper to one that replays its steps (`trainer.graphs`)."""
 SUGGESTIONS = "suggestions"
 """The group 'mplug.suggestions': functions from a finished run to a clause that says what to do with it, or to ''."""
+BEGINNINGS = "beginnings"
+"""The group 'mplug.beginnings': a class that reads the weights with which runs begin (`mplug.registry.beginnings`)."""
 RECIPES = "recipes"
 """The group 'mplug.recipes': each maps the name of a recipe to the package with its file, NAME.yaml."""
 STORES = "stores"
@@ -65,6 +67,7 @@ GROUPS = (
     OPEN_LISTS,
     RECORDERS,
     SUGGESTIONS,
+    BEGINNINGS,
     RECIPES,
     STORES,
     SLOTS,

@@ -24,8 +24,6 @@ from published import edited, resolved, rewritten  # noqa: E402
 from seeing_models import changed  # noqa: E402
 
 from mplug import UsageError  # noqa: E402
-from mplug.checkpoint.pretrained import load_weights, newest_pretrained, refuse_another_model  # noqa: E402
-from mplug.checkpoint.public_load import left_out, load_public_for_inference  # noqa: E402
 from mplug.cli.beginning import about_weights, beginning  # noqa: E402
 from mplug.config.defaults import saved_settings  # noqa: E402
 from mplug.model.build import allocate_parts, build_model  # noqa: E402
@@ -36,6 +34,8 @@ from mplug.run.run import Run  # noqa: E402
 from mplug.training.assembly import build  # noqa: E402
 from mplug.training.loop import train  # noqa: E402
 from mplug_nn import SHARED_FIELDS, PublicForm, ReadField  # noqa: E402
+from mplug_pretrained.public_load import left_out, load_public_for_inference  # noqa: E402
+from mplug_pretrained.weights import load_weights, newest_pretrained, refuse_another_model  # noqa: E402
 from mplug_testing import run_workers  # noqa: E402
 from mplug_testing.harness import installed_plugins, logical  # noqa: E402
 

@@ -12,7 +12,6 @@ from mplug.commands import (
     Registry,
     UserPath,
     config_options,
-    format_named,
     human_bytes,
     modules_around,
     prepare,
@@ -20,6 +19,7 @@ from mplug.commands import (
     role_of,
     table,
 )
+from mplug_pretrained import format_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -364,8 +364,10 @@ def _bytes(run: "Run", model: "Model") -> str:
 
 def _adapters(model: "Model") -> str:
     """Whether the adapters have a form of their own."""
-    from mplug import adapter_conversion  # imports torch
-    from mplug.commands import unpublished
+    from mplug_pretrained import (
+        adapter_conversion,  # imports torch
+        unpublished,
+    )
 
     assert model.adapters is not None
     command = f"'mplug checkpoint export --to {model.adapters.format}'"

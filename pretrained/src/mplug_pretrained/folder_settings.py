@@ -8,14 +8,14 @@ from pydantic import BaseModel
 
 from mplug.config.binding import Chosen, RunConfig
 from mplug.config.defaults import under_fine_tuning
-from mplug.config.described import DescribedModel, PublicSettings
 from mplug.config.entry import Entry
 from mplug.config.family import Family
 from mplug.config.sources import Key, Settings, from_mapping, merge, nested, source_of
 from mplug.errors import UsageError, brief, listed, quoted
 from mplug.registry.bind_section import bind
 from mplug.registry.entry_points import ARCHITECTURES, TOKENIZER_FILES, BrokenPlugin, Registry
-from mplug.registry.formats import Found, format_of, public_folder
+from mplug_pretrained.described import DescribedModel, PublicSettings
+from mplug_pretrained.formats import Found, format_of, public_folder
 
 if TYPE_CHECKING:
     from mplug.contracts.tokenizer import FolderTokenizer

@@ -1,17 +1,19 @@
 """The defaults of a run that fine-tunes, which begins with weights or trains adapters.
 
 They lie over those of the default run, and under a preset, the description of a published folder and the settings of
-the user. The host has its own in a data file. An optimizer or an adapter plugin that the run names brings settings of
+the user. The general ones are in a data file. An optimizer or an adapter plugin that the run names brings settings of
 its own in the attribute `fine_tuning` of its class: sections with their fields, as a preset has them.
 """
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from mplug.config.binding import KIND_OF_SECTION, RunConfig
-from mplug.config.defaults import OWN_FINE_TUNING, fine_tuning_settings, is_default, is_fine_tuning_default
+from mplug.config.defaults import FINE_TUNING, OWN_FINE_TUNING, is_default, is_fine_tuning_default
 from mplug.config.entry import Entry
-from mplug.config.sources import NAMED_SECTIONS, Key, Setting, Settings, from_mapping, merge
+from mplug.config.sources import NAMED_SECTIONS, Key, Setting, Settings, from_mapping, merge, read_file
 from mplug.errors import UsageError, listed
+from mplug.registry.beginnings import names_some
 from mplug.registry.entry_points import BrokenPlugin, Registry
 
 ATTRIBUTE = "fine_tuning"
@@ -24,7 +26,7 @@ def with_fine_tuning(registry: Registry, base: Settings, overrides: Settings) ->
     Raises UsageError if two plugins bring different values of a field that the user has not set.
     """
     name = base.get(("model", "name"))
-    if name is None or not is_default(name) or not _fine_tunes(overrides):
+    if name is None or not is_default(name) or not names_some(overrides):
         return base
     named = merge(base, overrides)
     tuned = _fitting(fine_tuning_settings(), named)
@@ -38,6 +40,11 @@ def with_fine_tuning(registry: Registry, base: Settings, overrides: Settings) ->
         if not _repeats_a_name(key, setting, base) and (key not in base or is_default(base[key]))
     }
     return merge(base, replaced)
+
+
+def fine_tuning_settings() -> Settings:
+    """The general settings that replace those of the default run."""
+    return read_file(Path(__file__).with_name(FINE_TUNING), FINE_TUNING)
 
 
 def fine_tuning_line(config: RunConfig) -> str:
@@ -55,16 +62,6 @@ def fine_tuning_line(config: RunConfig) -> str:
     name = config.settings["optimizer", "name"].value
     note = f"; optimizer.lr={rate} is the default of '{name}' for any run" if unset else ""
     return f"defaults of fine-tuning: {values}{note}; your settings replace them"
-
-
-def _fine_tunes(overrides: Settings) -> bool:
-    """Whether the user's settings name weights to begin with, or an adapter plugin."""
-    pretrained = ("checkpoint", "pretrained")
-    return any(
-        (key[:2] == pretrained and setting.value is not None)
-        or (key[0] == ADAPTERS and len(key) > 1 and setting.value is not False)
-        for key, setting in overrides.items()
-    )
 
 
 def _plugins(registry: Registry, named: Settings) -> Iterator[Entry]:

@@ -7,14 +7,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mplug.checkpoint.external_form import conversion
-from mplug.checkpoint.foreign import WEIGHT, ForeignCheckpoint, Shape
-from mplug.checkpoint.transfer import Read
-from mplug.checkpoint.wanted import Wanted
 from mplug.errors import PluginError, RunError, UsageError, some_names
 from mplug.layout.external import Factor, Link, Part
 from mplug.layout.placement import Placement
 from mplug.model.model import Model
+from mplug_pretrained.external_form import conversion
+from mplug_pretrained.foreign import WEIGHT, ForeignCheckpoint, Shape
+from mplug_pretrained.transfer import Read
+from mplug_pretrained.wanted import Wanted
 
 
 @dataclass(frozen=True)

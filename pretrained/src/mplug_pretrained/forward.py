@@ -15,11 +15,11 @@ from mplug.distributed.world import World
 from mplug.errors import UsageError
 from mplug.layout.mesh import Mesh
 from mplug.registry.entry_points import Registry
-from mplug.registry.formats import is_public
-from mplug.registry.public import longest_sequence
 from mplug.registry.resolve import resolve
 from mplug.run.run import Run
 from mplug.training.job import settle
+from mplug_pretrained.folder_settings import longest_sequence
+from mplug_pretrained.formats import is_public
 
 if TYPE_CHECKING:
     from mplug.model.model import Model
@@ -64,8 +64,8 @@ class SavedModel:
 
     def build(self, run: Run) -> "Model":
         """The model on the meta device; UsageError if the folder is that of another model. No rank communicates."""
-        from mplug.checkpoint.public_load import refuse_other_model  # imports torch
         from mplug.model.build import build_model
+        from mplug_pretrained.public_load import refuse_other_model  # imports torch
 
         model = build_model(run)
         if self.is_published:
@@ -74,8 +74,8 @@ class SavedModel:
 
     def load(self, run: Run, allocate: "Callable[[Run, Model], None]") -> "Model":
         """The model with its weights. `allocate` gives it memory (`load_for_inference`). Collective."""
-        from mplug.checkpoint.public_load import load_public_for_inference  # imports torch
         from mplug.checkpoint.states import load_for_inference
+        from mplug_pretrained.public_load import load_public_for_inference  # imports torch
 
         if not self.is_published:
             return load_for_inference(run, self.path, self.verified, allocate)

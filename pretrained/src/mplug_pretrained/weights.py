@@ -5,24 +5,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mplug.checkpoint.folder import complete, read_manifest
-from mplug.checkpoint.index import shapes_of
+from mplug.checkpoint.index import refuse_larger, shapes_of, weights_in
 from mplug.checkpoint.names import MANIFEST
-from mplug.checkpoint.part_folders import PartFolders
-from mplug.checkpoint.wanted import FIELD, Wanted, wanted_of
 from mplug.config.sources import source_of
 from mplug.contracts.optimizer import Piece
 from mplug.errors import UsageError, counted
-from mplug.registry.formats import is_public
 from mplug.registry.stores import local_path
 from mplug.run.run import Run
+from mplug_pretrained.formats import is_public
+from mplug_pretrained.part_folders import PartFolders
+from mplug_pretrained.wanted import FIELD, Wanted, wanted_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from mplug.checkpoint.newest_valid import Chosen
-    from mplug.checkpoint.public_load import Begun
     from mplug.config.host_sections import Pretrained
     from mplug.model.model import Model
+    from mplug_pretrained.public_load import Begun
 
 
 def pretrained_of(run: Run) -> Path | PartFolders | None:
@@ -81,7 +81,7 @@ def refuse_another_model(path: Path | PartFolders, model: "Model", section: "Pre
     `section` says what is wanted; None: all parameters. Folders of parts must have those of their part.
     """
     if isinstance(path, PartFolders) or is_public(path):
-        from mplug.checkpoint.public_load import refuse_other_model  # imports torch
+        from mplug_pretrained.public_load import refuse_other_model  # imports torch
 
         refuse_other_model(path, model, section)
         return
@@ -117,24 +117,6 @@ def has_adapters(path: Path, model: "Model", section: "Pretrained | None" = None
     return any(name in saved and name.startswith(attached) for name in _wanted(section, model, saved).names)
 
 
-def refuse_larger(label: str, weights: "Iterable[str]", model: "Model") -> None:
-    """Raise UsageError if a checkpoint has a parameter that the model lacks; `label` names the checkpoint.
-
-    `weights` are the names of the checkpoint's parameters.
-    """
-    for extra in sorted(set(weights) - model.placements.keys()):
-        raise UsageError(f"{label} has the parameter '{extra}', which the model lacks; use a checkpoint of this model")
-
-
-def weights_in(shapes: "Mapping[str, tuple[int, ...]]") -> dict[str, tuple[int, ...]]:
-    """The shapes of a checkpoint's parameters by name, from the shapes of all its tensors."""
-    return {
-        name.removesuffix("/weight"): shape
-        for name, shape in shapes.items()
-        if name.endswith("/weight") and name[0] != "/"
-    }
-
-
 def load_weights(run: Run, model: "Model", pieces: list[Piece], path: Path | PartFolders) -> "Chosen | Begun":
     """Load the weights and module states of a checkpoint, or of a published one, into the model of a new run.
 
@@ -149,7 +131,7 @@ def load_weights(run: Run, model: "Model", pieces: list[Piece], path: Path | Par
     from mplug.model.pieces import held_values, write_weights
 
     if isinstance(path, PartFolders) or is_public(path):
-        from mplug.checkpoint.public_load import load_public
+        from mplug_pretrained.public_load import load_public
 
         return load_public(run, model, pieces, path)
     state: State = {
@@ -186,7 +168,7 @@ def _wanted(section: "Pretrained | None", model: "Model", saved: "Iterable[str]"
 
 def keep_original(run: Run, begun: "Chosen | Begun") -> None:
     """Rank 0 keeps in the run's folder what an export needs of the published checkpoint that the weights come from."""
-    from mplug.checkpoint.public_load import KEPT, Begun, carry_kept
+    from mplug_pretrained.public_load import KEPT, Begun, carry_kept
 
     assert run.directory is not None
     if run.rank != 0:

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from mplug.layout.conversion import Target
 from mplug.layout.external import Link
-from mplug.layout.moves import Move, View, moves_to_ours, moves_to_theirs
+from mplug_pretrained.expansion import Target
+from mplug_pretrained.moves import Move, View, moves_to_ours, moves_to_theirs
 
 Read = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
 """Reads a box of a tensor: (name, start, shape) -> a tensor of this shape."""

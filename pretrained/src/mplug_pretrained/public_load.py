@@ -7,14 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mplug.checkpoint.adapter_files import fill_adapters
-from mplug.checkpoint.copies import refuse_other_copies
-from mplug.checkpoint.foreign_match import needed_of
-from mplug.checkpoint.part_folders import PartFolders, begun_anew, part_of
-from mplug.checkpoint.published import FolderWeights, PublishedFolder
 from mplug.checkpoint.rank_exchanges import from_rank, raise_alike
-from mplug.checkpoint.transfer import fill_ours
-from mplug.checkpoint.wanted import FIELD, Wanted, wanted_of
 from mplug.config.host_sections import Pretrained
 from mplug.contracts.optimizer import Piece
 from mplug.errors import RunError, UsageError
@@ -22,8 +15,15 @@ from mplug.gradients.region import region
 from mplug.layout.placement import Placement
 from mplug.model.model import Model
 from mplug.model.pieces import Held, held_values, write_weights
-from mplug.registry.formats import format_of
 from mplug.run.run import Run
+from mplug_pretrained.adapter_files import fill_adapters
+from mplug_pretrained.copies import refuse_other_copies
+from mplug_pretrained.foreign_match import needed_of
+from mplug_pretrained.formats import format_of
+from mplug_pretrained.part_folders import PartFolders, begun_anew, part_of
+from mplug_pretrained.published import FolderWeights, PublishedFolder
+from mplug_pretrained.transfer import fill_ours
+from mplug_pretrained.wanted import FIELD, Wanted, wanted_of
 
 KEPT = "published"
 """The folder of a run with what a format needs beside the weights for an export, in a folder of the format's name."""

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from mplug.checkpoint.foreign import Shape
+from mplug_pretrained.foreign import Shape
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from mplug.checkpoint.wanted import Wanted
-    from mplug.layout.conversion import Conversion
     from mplug.layout.external import Link
     from mplug.model.model import Model
-    from mplug.model.plans.adapters import Merge, RowNorms
+    from mplug_pretrained.adapters import Merge, RowNorms
+    from mplug_pretrained.expansion import Conversion
+    from mplug_pretrained.wanted import Wanted
 
 
 class FolderWeights(ABC):

@@ -6,10 +6,10 @@ The entry point's name is the word after `--from` and `--to`. Importing this mod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mplug.checkpoint.foreign import ForeignCheckpoint
-from mplug.checkpoint.published import Export, ExportOptions, FolderWeights, PublishedFolder
-from mplug.config.described import DescribesModels
 from mplug.errors import UsageError
+from mplug_pretrained.described import DescribesModels
+from mplug_pretrained.foreign import ForeignCheckpoint
+from mplug_pretrained.published import Export, ExportOptions, FolderWeights, PublishedFolder
 
 if TYPE_CHECKING:
     from mplug.model.model import Model
@@ -27,7 +27,7 @@ class Format(DescribesModels):
     - `mplug checkpoint import --from NAME FOLDER` calls `open`.
     - `mplug checkpoint export --to NAME FOLDER` calls `export`, and `usage` at its end.
     - `mplug explain` calls `form_of`.
-    - Adapters (`mplug.Adapters.format`) of a run begin with a folder that `open_adapters` reads.
+    - Adapters (`mplug_pretrained.Adapters.format`) of a run begin with a folder that `open_adapters` reads.
     """
 
     def open(self, folder: Path) -> ForeignCheckpoint:
@@ -39,7 +39,7 @@ class Format(DescribesModels):
 
     def open_published(self, folder: Path) -> PublishedFolder:
         """The folder with which a run begins. The default: the weights that `open` reads."""
-        from mplug.checkpoint.foreign_published import ForeignFolder  # imports torch
+        from mplug_pretrained.foreign_published import ForeignFolder  # imports torch
 
         return ForeignFolder(type(self).__name__, self.open, folder)
 

@@ -5,11 +5,11 @@ from math import prod
 
 import torch
 
-from mplug.checkpoint.published import FolderWeights
-from mplug.checkpoint.transfer import Read, fill_ours
 from mplug.errors import UsageError
 from mplug.layout.external import Link
 from mplug.layout.placement import Box
+from mplug_pretrained.published import FolderWeights
+from mplug_pretrained.transfer import Read, fill_ours
 
 COMPARED = 1 << 22
 """The maximum number of elements that are compared at a time: 16 MiB in fp32."""

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mplug.checkpoint.foreign import ForeignCheckpoint, Shape, open_foreign
-from mplug.checkpoint.foreign_match import Match, best_match, needed_of, refuse_mismatch
-from mplug.checkpoint.published import FolderWeights, PublishedFolder
-from mplug.checkpoint.transfer import Read
-from mplug.checkpoint.wanted import REMEDY, Wanted
 from mplug.layout.external import Link
 from mplug.model.model import Model
+from mplug_pretrained.foreign import ForeignCheckpoint, Shape, open_foreign
+from mplug_pretrained.foreign_match import Match, best_match, needed_of, refuse_mismatch
+from mplug_pretrained.published import FolderWeights, PublishedFolder
+from mplug_pretrained.transfer import Read
+from mplug_pretrained.wanted import REMEDY, Wanted
 
 
 @dataclass(frozen=True)

@@ -89,11 +89,13 @@ def open_foreign(name: str, open_folder: Callable[[Path], ForeignCheckpoint], fo
             f"authors of the format"
         ) from error
     if not is_one:
-        raise PluginError(f"the format '{name}' opened '{folder}' as {opened!r}, which is no mplug.ForeignCheckpoint")
+        raise PluginError(
+            f"the format '{name}' opened '{folder}' as {opened!r}, which is no mplug_pretrained.ForeignCheckpoint"
+        )
     if wrong:
         raise PluginError(
             f"the format '{name}' describes '{wrong[0]}' of '{folder}' by {opened.tensors[wrong[0]]!r}, which is no "
-            f"valid mplug.ForeignTensor"
+            f"valid mplug_pretrained.ForeignTensor"
         )
     return opened
 

@@ -6,14 +6,20 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from mplug.config.described import PublicSettings
 from mplug.config.entry import Entry
 from mplug.config.family import family_fields
 from mplug.config.sources import Key, Setting, Settings, from_mapping, merge, source_of
 from mplug.errors import UsageError, listed, suggest
 from mplug.registry.entry_points import Registry
-from mplug.registry.formats import Found, format_of, part_folders, public_folder
-from mplug.registry.public import brief_reason, data_settings, family_of, read_settings, refuse_contradictions
+from mplug_pretrained.described import PublicSettings
+from mplug_pretrained.folder_settings import (
+    brief_reason,
+    data_settings,
+    family_of,
+    read_settings,
+    refuse_contradictions,
+)
+from mplug_pretrained.formats import Found, format_of, part_folders, public_folder
 
 FIELD = "checkpoint.pretrained.parts"
 

@@ -1,8 +1,8 @@
 """The published form of a model, by the external names of its plan."""
 
 from mplug.errors import UsageError, listed
-from mplug.layout.conversion import Conversion, conversion_of
 from mplug.model.model import Model
+from mplug_pretrained.expansion import Conversion, conversion_of
 
 
 def conversion(model: Model) -> Conversion:

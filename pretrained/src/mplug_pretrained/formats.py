@@ -4,20 +4,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mplug.config.described import DescribesModels
 from mplug.config.entry import Entry
 from mplug.config.sources import Settings
 from mplug.errors import UsageError, listed
 from mplug.registry.asking import asking
 from mplug.registry.entry_points import FORMAT_FILES, BrokenPlugin, Registry
 from mplug.registry.stores import local_path
+from mplug_pretrained.described import DescribesModels
 
 KIND = "formats"
 
 
 @dataclass(frozen=True)
 class Found:
-    """An installed format: its entry, and the object that reads and writes folders (a `mplug.Format`)."""
+    """An installed format: its entry, and the object that reads and writes folders (a `mplug_pretrained.Format`)."""
 
     entry: Entry
     format: Any
@@ -37,7 +37,7 @@ def load_format(registry: Registry, entry: Entry) -> Found:
     """An installed format. BrokenPlugin if it is none."""
     plugin = registry.load(entry)
     if not issubclass(plugin, DescribesModels):
-        raise BrokenPlugin(f"{entry.label} ({entry.origin}): {plugin!r} is no subclass of mplug.Format")
+        raise BrokenPlugin(f"{entry.label} ({entry.origin}): {plugin!r} is no subclass of mplug_pretrained.Format")
     with asking(entry.label, "__init__"):
         return Found(entry, plugin(plugin.Config()))
 

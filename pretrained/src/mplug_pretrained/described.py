@@ -46,7 +46,7 @@ class DescribedModel:
 
 
 class DescribesModels:
-    """The part of a format that a config needs. `mplug.Format` adds the part that reads and writes weights."""
+    """The part of a format that a config needs. `Format` adds the part that reads and writes weights."""
 
     class Config(BaseModel):
         """A format has no settings of its own."""

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mplug.checkpoint.published import FolderWeights
-from mplug.checkpoint.transfer import fill_ours
 from mplug.errors import UsageError, some_names
 from mplug.gradients.region import region
-from mplug.layout.conversion import Conversion, conversion_of
 from mplug.model.pieces import held_values, write_weights
-from mplug.model.plans.adapters import Adapters, RowNorms, squares_of_rows
-from mplug.registry.formats import format_named
+from mplug_pretrained.adapters import Adapters, RowNorms, squares_of_rows
+from mplug_pretrained.expansion import Conversion, conversion_of
+from mplug_pretrained.formats import format_named
+from mplug_pretrained.published import FolderWeights
+from mplug_pretrained.transfer import fill_ours
 
 if TYPE_CHECKING:
     from mplug.contracts.optimizer import Piece
@@ -35,7 +35,8 @@ def adapters_of(model: "Model") -> Adapters:
         )
     if model.adapters.names is None:
         raise UsageError(f"{UNPUBLISHED} {model.adapters.reason}")
-    return model.adapters
+    adapters: Adapters = model.adapters
+    return adapters
 
 
 def adapter_conversion(model: "Model") -> Conversion:

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from mplug.errors import listed as listed
     from mplug.layout.names import modules_around as modules_around
     from mplug.layout.names import role_of as role_of
-    from mplug.model.activations import estimate_activations as estimate_activations
     from mplug.model.build import allocate_parts as allocate_parts
     from mplug.model.build import build_model as build_model
     from mplug.model.build import choose_device as choose_device
@@ -62,7 +61,6 @@ if TYPE_CHECKING:
     from mplug.model.compiled.compilation import compiler_of as compiler_of
     from mplug.model.compiled.graphs import forward_obstacles as forward_obstacles
     from mplug.model.compiled.graphs import step_obstacles as step_obstacles
-    from mplug.model.memory_check import check_memory as check_memory
     from mplug.model.mixing import covers as covers
     from mplug.model.mixing import statements as statements
     from mplug.model.slots.selection import Selection as Selection
@@ -86,7 +84,6 @@ if TYPE_CHECKING:
     from mplug.run.prepare import prepare as prepare
     from mplug.run.summary import RunSummary as RunSummary
     from mplug.run.summary import summary_of as summary_of
-    from mplug.system.memory_limits import host_memory as host_memory
     from mplug.training.assembly import allocate_forward as allocate_forward
     from mplug.training.assembly import build as build
     from mplug.training.assembly import feed as feed

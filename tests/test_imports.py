@@ -19,6 +19,7 @@ HOST = ROOT / "mplug"
 PACKAGES = [
     HOST,
     ROOT / "checkpoint/src/mplug_checkpoint",
+    ROOT / "estimates/src/mplug_estimates",
     ROOT / "graphs/src/mplug_graphs",
     ROOT / "nn/src/mplug_nn",
     ROOT / "pretrained/src/mplug_pretrained",
@@ -68,6 +69,7 @@ def test_an_import_that_runs_upwards_is_found() -> None:
 # Names that are imported when they are first used.
 
 LIBRARIES = (
+    "mplug_estimates",
     "mplug_graphs",
     "mplug_nn",
     "mplug_pretrained",

@@ -73,12 +73,14 @@ class Start:
 
     def lines(self) -> list[str]:
         """The announcement of the run."""
-        from mplug.registry.beginnings import installed_beginnings, names_some
+        from mplug.registry.beginnings import names_some
+        from mplug.registry.entry_points import BEGINNINGS
+        from mplug.registry.provided import provided
 
         run = self.run
         layout = f", {run.config.parallel.layout} on {run.mesh.world_size} processes" if run.mesh.world_size > 1 else ""
         steps, where = run.config.trainer.steps, beginning(self.readable, self.weights)
-        found = installed_beginnings() if names_some(run.config.settings) else None
+        found = provided(BEGINNINGS) if names_some(run.config.settings) else None
         return [
             f"run {run.directory}: {steps} step{'s' * (steps != 1)}, {where}{layout}",
             *(f"  {line}" for line in (found.about_config(run.config) if found is not None else ())),
@@ -194,19 +196,22 @@ def _refuse_model(
     """
     from mplug.checkpoint.states import refuse_unsavable_states  # imports torch: refused configs end before
     from mplug.model.build import build_model
-    from mplug.model.memory_check import check_memory
-    from mplug.model.sizes import refuse_beyond_memory
+    from mplug.registry.entry_points import PREFLIGHTS
+    from mplug.registry.provided import provided
     from mplug.training.beginnings import beginnings_of
     from mplug.training.changes import refuse_other_micro_batches
-    from mplug.training.step_estimate import about_step, recipe_gaps
+    from mplug.training.preflight import Preflight
 
     model = build_model(run)
-    refuse_beyond_memory(run, model, world)
+    preflight: Preflight | None = provided(PREFLIGHTS)
+    if preflight is not None:
+        preflight.refuse(run, model, world)
     refuse_other_micro_batches(model, since)
     refuse_unsavable_states(run, model, readable.path if readable else None)
     found, weights, lines = beginnings_of(run, model), None, list[str]()
     if found is not None:
         weights, lines = found.check(run, model, is_new=not resume_from, is_reader=_reads_checkpoints(world))
     done = readable.manifest["step"] if readable is not None else 0
-    step = [about_step(run, model, world, done), *recipe_gaps(run, world)] if _is_first(world) else []
-    return weights, [*lines, *check_memory(run, model, world)], step  # the model gets tensors without memory
+    step = [] if preflight is None or not _is_first(world) else preflight.about_steps(run, model, world, done)
+    memory = [] if preflight is None else preflight.about_memory(run, model, world)
+    return weights, [*lines, *memory], step

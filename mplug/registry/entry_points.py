@@ -52,6 +52,10 @@ SUGGESTIONS = "suggestions"
 """The group 'mplug.suggestions': functions from a finished run to a clause that says what to do with it, or to ''."""
 BEGINNINGS = "beginnings"
 """The group 'mplug.beginnings': a class that reads the weights with which runs begin (`mplug.registry.beginnings`)."""
+PREFLIGHTS = "preflights"
+"""The group 'mplug.preflights': a class that compares a run with its machine before it starts (`Preflight`)."""
+BALANCERS = "balancers"
+"""The group 'mplug.balancers': a class that balances streams among ranks (`parallel.balance`)."""
 RECIPES = "recipes"
 """The group 'mplug.recipes': each maps the name of a recipe to the package with its file, NAME.yaml."""
 STORES = "stores"
@@ -68,6 +72,8 @@ GROUPS = (
     RECORDERS,
     SUGGESTIONS,
     BEGINNINGS,
+    PREFLIGHTS,
+    BALANCERS,
     RECIPES,
     STORES,
     SLOTS,

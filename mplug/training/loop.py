@@ -26,9 +26,8 @@ from mplug.training.beginnings import Loaded, beginnings_of
 from mplug.training.evaluation import evaluate_unless_stopped
 from mplug.training.interrupt import Interrupt, TimeLeft
 from mplug.training.position import Position
-from mplug.training.report import PendingRecord, Report, loss_warning
+from mplug.training.report import PendingRecord, Report, data_gap, loss_warning
 from mplug.training.schedule import batch_size, learning_rate, weight_decay
-from mplug.training.step_estimate import data_gap
 
 log = logging.getLogger("mplug")
 

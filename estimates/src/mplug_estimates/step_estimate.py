@@ -66,20 +66,6 @@ def recipe_gaps(run: "Run", world: "World | None") -> list[str]:
     return []
 
 
-def data_gap(run: "Run", samples: int | None) -> list[str]:
-    """A warning if a step takes more samples than the training data hold; None: the loader does not state them."""
-    trainer = run.config.trainer
-    size = trainer.global_batch_size
-    if not samples or samples >= size:
-        return []
-    return [
-        f"the training data hold {samples:,} sample{'s' * (samples != 1)} of {trainer.seq_length:,} tokens, and a step "
-        f"takes {size:,}: each step reads all data {size / samples:.1f} times, and the run "
-        f"{size * trainer.steps / samples:,.0f} times; set a smaller trainer.global_batch_size (--batch-size) or "
-        f"trainer.seq_length (--seq-length), or add data"
-    ]
-
-
 def _tflops(run: "Run", world: "World | None") -> float | None:
     """An upper bound of the speed of all ranks in 10^12 FLOP/s; None if the chip is unknown."""
     ranks = run.mesh.world_size

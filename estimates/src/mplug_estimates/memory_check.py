@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from mplug.config.sources import source_of
 from mplug.errors import UsageError, listed
-from mplug.model.activations import LABELS, Activations, estimate_activations
 from mplug.model.build import measure_bytes
 from mplug.model.slots.offers import RECOMPUTING
 from mplug.precisions.dtypes import FORMATS
 from mplug.registry.entry_points import Registry
-from mplug.system.memory_limits import host_memory
+from mplug_estimates.activations import LABELS, Activations, estimate_activations
+from mplug_estimates.memory_limits import host_memory
 
 if TYPE_CHECKING:
     from mplug.distributed.world import World

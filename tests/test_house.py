@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 HOST = ROOT / "mplug"
 LIBRARY_NAMES = (
     *("checkpoint", "estimates", "graphs", "nn", "pretrained"),
-    *("sampling", "schedules", "testing", "tokenization"),
+    *("sampling", "schedules", "streams", "testing", "tokenization"),
 )
 LIBRARIES = [ROOT / name for name in LIBRARY_NAMES]
 """Distributions beside the host. They may import its private modules, and plugins may import all but the first."""

@@ -25,6 +25,7 @@ PACKAGES = [
     ROOT / "pretrained/src/mplug_pretrained",
     ROOT / "sampling/src/mplug_sampling",
     ROOT / "schedules/src/mplug_schedules",
+    ROOT / "streams/src/mplug_streams",
     ROOT / "testing/src/mplug_testing",
     ROOT / "tokenization/src/mplug_tokenization",
     *sorted(path for path in ROOT.glob("plugins/*/*/src/*") if (path / "__init__.py").is_file()),
@@ -75,6 +76,7 @@ LIBRARIES = (
     "mplug_pretrained",
     "mplug_sampling",
     "mplug_schedules",
+    "mplug_streams",
     "mplug_testing",
     "mplug_tokenization",
 )

@@ -24,10 +24,9 @@ from mplug.model.model import Model
 from mplug.model.pieces import Held, held_values, make_pieces, write_weights
 from mplug.model.products.casts import keep_casts
 from mplug.model.slots.fill import wrap_units
-from mplug.model.stream_balance import data_axes
+from mplug.model.stream_balancer import balancer_of
 from mplug.model.variance import refuse_bypassing
 from mplug.run.run import Run
-from mplug.training.balance import Balance
 from mplug.training.batch_parts import own_part
 from mplug.training.evaluator import Evaluator
 from mplug.training.feed import Feed
@@ -214,14 +213,15 @@ def _refuse_other_axes(run: Run, summers: dict[str, str]) -> None:
 def feed(run: Run, model: Model, split: str, loader: Loader | None = None) -> Feed:
     """This rank's parts of the micro batches of a split; of those of `loader`, if the run's data do not supply them."""
     cut = partial(own_part, plan=model.plan, mesh=run.mesh, rank=run.rank)
-    balance = Balance(run, model) if data_axes(run) else None
+    balancer = balancer_of(run)
+    mover = None if balancer is None else balancer.mover(run, model)
     if loader is None:
         loader = build_loader(run, split)
     else:
         _refuse_small_vocabulary(run, loader)
     taken = {name for unit in model.own_units for name in (*unit.inputs, *unit.optional)}
     idle = model.plan.stream_entries - taken  # a stage without the units of a stream does not need its rows
-    return Feed(loader, run.device, Source.of(run, split, model.plan), cut, balance, idle)
+    return Feed(loader, run.device, Source.of(run, split, model.plan), cut, mover, idle)
 
 
 def build_loader(run: Run, split: str) -> Loader:

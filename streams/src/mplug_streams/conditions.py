@@ -1,6 +1,6 @@
 """Balanced streams (`parallel.balance`): what the model must be for it, and how the rows of a stream return.
 
-`mplug.training.balance` divides the segments of micro batches among ranks that read different samples. A rank then
+`mplug_streams.balance` divides the segments of micro batches among ranks that read different samples. A rank then
 computes rows for other ranks. They return where a block joins them with tokens, in the slot `Slot.returns_rows`.
 """
 

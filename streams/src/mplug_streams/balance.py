@@ -17,10 +17,11 @@ import mplug.ops as ops
 from mplug.contracts.micro_batch import MicroBatch
 from mplug.contracts.streams import RETURNS
 from mplug.layout.plan import TOKENS_AXIS
-from mplug.model.stream_balance import USE, data_axes
 from mplug.training.batch_parts import own_entries, with_shifted
-from mplug.training.segment_shares import Shares, assigned
+from mplug.training.segment_shares import assigned
 from mplug.training.streams import lengths_in, lengths_within, rows_by_entry
+from mplug_streams.conditions import USE, data_axes
+from mplug_streams.shares import Shares
 
 if TYPE_CHECKING:
     from mplug.layout.plan import Stream

@@ -1,7 +1,7 @@
 """mplug trains large transformers; every part that someone might want to replace is a plugin.
 
-Plugin authors import this module, `mplug.ops`, `mplug.tensors`, `mplug.commands`, `mplug_graphs`, `mplug_nn`,
-`mplug_sampling`, `mplug_schedules`, `mplug_testing` and `mplug_tokenization`. This module imports no torch.
+Plugin authors import this module, `mplug.ops`, `mplug.tensors`, `mplug.commands`, and the distributions beside the host
+(docs/architecture.md), such as `mplug_nn`. This module imports no torch.
 """
 
 from typing import TYPE_CHECKING

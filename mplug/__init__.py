@@ -43,9 +43,6 @@ if TYPE_CHECKING:
     from mplug.contracts.streams import Medium as Medium
     from mplug.contracts.streams import Processor as Processor
     from mplug.contracts.streams import Seen as Seen
-    from mplug.contracts.tokenizer import CorpusTokenizer as CorpusTokenizer
-    from mplug.contracts.tokenizer import FolderTokenizer as FolderTokenizer
-    from mplug.contracts.tokenizer import Tokenizer as Tokenizer
     from mplug.contracts.variance import Variance as Variance
     from mplug.distributed.supervision import Hang as Hang
     from mplug.distributed.supervision import Monitor as Monitor

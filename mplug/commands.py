@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     from mplug.model.compiled.compilation import compiled_graphs as compiled_graphs
     from mplug.model.compiled.compilation import compiled_units as compiled_units
     from mplug.model.compiled.compilation import compiler_of as compiler_of
-    from mplug.model.compiled.graphs import forward_obstacles as forward_obstacles
-    from mplug.model.compiled.graphs import step_obstacles as step_obstacles
     from mplug.model.mixing import covers as covers
     from mplug.model.mixing import statements as statements
     from mplug.model.slots.selection import Selection as Selection

@@ -11,7 +11,6 @@ from mplug.config.binding import RunConfig
 from mplug.config.sources import from_mapping
 from mplug.contracts.optimizer import Optimizer, Piece
 from mplug.errors import UsageError, listed
-from mplug.model.compiled.graphs import refuse_graphs
 from mplug.model.engine import planned_pieces, refuse_incomplete_engine
 from mplug.model.generator_seeds import GeneratorSeeds, drawing_plugin
 from mplug.model.grouped_optimizer import build_optimizer, refuse_single
@@ -25,6 +24,7 @@ from mplug.model.plans.freezing import freeze, freeze_all
 from mplug.model.plans.grouping import grouped
 from mplug.model.products.casts import copies_of
 from mplug.model.products.gathered_copies import refuse_idle_copies
+from mplug.model.recorder import recorder_of
 from mplug.model.sizes import within_reason
 from mplug.model.slots.alternatives import kernels_that_would_do
 from mplug.model.slots.fill import fill_slots, select_offers
@@ -65,8 +65,8 @@ def build_model(run: Run) -> Model:
     refuse_incomplete_engine(run, model)
     refuse_idle_copies(run, model)
     refuse_bypassing_layout(run, model)
-    if run.config.trainer.graphs:
-        refuse_graphs(run, model)
+    if (recorder := recorder_of(run)) is not None:
+        recorder.refuse(run, model)
     return model
 
 

@@ -47,7 +47,7 @@ OPEN_LISTS = "open_lists"
 The entry points of a list's group are not plugins: each adds an entry to the list.
 """
 RECORDERS = "recorders"
-"""The group 'mplug.recorders': a function from the default stepper to one that replays its steps (`trainer.graphs`)."""
+"""The group 'mplug.recorders': a class that replays training steps (`trainer.graphs`)."""
 SUGGESTIONS = "suggestions"
 """The group 'mplug.suggestions': functions from a finished run to a clause that says what to do with it, or to ''."""
 BEGINNINGS = "beginnings"

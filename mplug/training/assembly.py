@@ -1,11 +1,9 @@
 """From a prepared run to the objects that train: every build hook, in order."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from importlib import import_module
 from itertools import combinations
 from typing import cast
 
@@ -16,13 +14,13 @@ from mplug.errors import PluginError, UsageError, listed
 from mplug.gradients.loss_scale import LossScale
 from mplug.model.build import allocate_parts, build_model, gradient_dtype, refuse_unsavable
 from mplug.model.compiled.compilation import compile_units, compiler_of
-from mplug.model.compiled.graphs import recorder
 from mplug.model.engine import refuse_missing_pieces, refuse_other_sums
 from mplug.model.grouped_optimizer import build_optimizer
 from mplug.model.memory import initialize
 from mplug.model.model import Model
 from mplug.model.pieces import Held, held_values, make_pieces, write_weights
 from mplug.model.products.casts import keep_casts
+from mplug.model.recorder import recorder_of
 from mplug.model.slots.fill import wrap_units
 from mplug.model.stream_balancer import balancer_of
 from mplug.model.variance import refuse_bypassing
@@ -131,10 +129,9 @@ def _optimizer(run: Run, model: Model, pieces: list[Piece]) -> Optimizer:
 
 def _stepper(run: Run, model: Model, default: DefaultStepper) -> Stepper:
     """The stepper that replays graphs, that of the pipeline, that of another strategy, or the default one."""
-    if run.config.trainer.graphs:
-        module, _, attribute = recorder(run).target.partition(":")
-        recording: Callable[[DefaultStepper], Stepper] = getattr(import_module(module), attribute)
-        return recording(default)
+    if (recorder := recorder_of(run)) is not None:
+        recorded: Stepper = recorder.stepper(default)
+        return recorded
     return _around(run, model, default)
 
 

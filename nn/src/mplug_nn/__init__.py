@@ -27,12 +27,6 @@ if TYPE_CHECKING:
     from mplug.tensors.sink import add_rows as add_rows
     from mplug.tensors.sink import aligned as aligned
     from mplug.tensors.sink import zero_if_stale as zero_if_stale
-    from mplug.tensors.statistics import add_auxiliary as add_auxiliary
-    from mplug.tensors.statistics import count as count
-    from mplug.tensors.statistics import count_in_backward as count_in_backward
-    from mplug.tensors.statistics import in_backward as in_backward
-    from mplug.tensors.statistics import keep_max as keep_max
-    from mplug.tensors.statistics import keep_max_in_backward as keep_max_in_backward
     from mplug.tensors.weight_product import ProductModule as ProductModule
     from mplug.tensors.weight_product import WeightProduct as WeightProduct
     from mplug_nn.activations import ActivationFunction as ActivationFunction
@@ -189,6 +183,12 @@ if TYPE_CHECKING:
     from mplug_nn.specification import AttentionSpec as AttentionSpec
     from mplug_nn.specification import StaticKeys as StaticKeys
     from mplug_nn.static_cache import static_keys as static_keys
+    from mplug_nn.statistics import add_auxiliary as add_auxiliary
+    from mplug_nn.statistics import count as count
+    from mplug_nn.statistics import count_in_backward as count_in_backward
+    from mplug_nn.statistics import in_backward as in_backward
+    from mplug_nn.statistics import keep_max as keep_max
+    from mplug_nn.statistics import keep_max_in_backward as keep_max_in_backward
     from mplug_nn.vision.join import StreamJoin as StreamJoin
     from mplug_nn.vision.merger import PatchMerger as PatchMerger
     from mplug_nn.vision.patches import PatchEmbedding as PatchEmbedding

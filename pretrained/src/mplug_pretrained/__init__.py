@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from mplug_pretrained.expansion import Conversion as Conversion
     from mplug_pretrained.expansion import conversion_of as conversion_of
     from mplug_pretrained.external_form import conversion as conversion
-    from mplug_pretrained.folder_settings import folder_tokenizer as folder_tokenizer
     from mplug_pretrained.folder_settings import longest_sequence as longest_sequence
     from mplug_pretrained.foreign import ForeignCheckpoint as ForeignCheckpoint
     from mplug_pretrained.foreign import ForeignTensor as ForeignTensor

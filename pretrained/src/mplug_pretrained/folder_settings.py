@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -16,9 +16,6 @@ from mplug.registry.bind_section import bind
 from mplug.registry.entry_points import ARCHITECTURES, TOKENIZER_FILES, BrokenPlugin, Registry
 from mplug_pretrained.described import DescribedModel, PublicSettings
 from mplug_pretrained.formats import Found, format_of, public_folder
-
-if TYPE_CHECKING:
-    from mplug.contracts.tokenizer import FolderTokenizer
 
 DATA = "folder_settings"
 """A static method of a data plugin: from the folder of a published checkpoint to settings of its section."""
@@ -216,21 +213,3 @@ def longest_sequence(config: RunConfig, folder: Path) -> int | None:
     chosen, opened = model_of(config), format_of(folder)
     assert opened is not None
     return read_settings(chosen.entry, chosen.plugin, opened, folder, opened.ask("describe", folder).path).longest
-
-
-def folder_tokenizer(registry: Registry, folder: Path) -> "FolderTokenizer":
-    """The tokenizer of a folder, by an installed plugin that reads one of its files."""
-    table = registry.table(TOKENIZER_FILES)
-    claims = [one for one in table if (folder / one.name).is_file()]
-    if not claims:
-        files = listed(sorted({one.name for one in table}))
-        raise UsageError(
-            f"'{folder}' has no tokenizer that an installed plugin reads ({files}); add one of these files"
-        )
-    claim = claims[0]
-    entry = registry.find("tokenizers", f"{claim.distribution}/{claim.target}")
-    plugin = registry.load(entry)
-    if not callable(getattr(plugin, "read_folder", None)):
-        raise BrokenPlugin(f"{entry.label} ({entry.origin}) names '{claim.name}' and has no method 'read_folder'")
-    tokenizer: FolderTokenizer = plugin.read_folder(folder)
-    return tokenizer

@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING
 from mplug.system.lazy import publish
 
 if TYPE_CHECKING:
+    from mplug_tokenization.contract import CorpusTokenizer as CorpusTokenizer
+    from mplug_tokenization.contract import FolderTokenizer as FolderTokenizer
+    from mplug_tokenization.contract import Tokenizer as Tokenizer
+    from mplug_tokenization.folders import folder_tokenizer as folder_tokenizer
     from mplug_tokenization.records import TokenizerRecord as TokenizerRecord
     from mplug_tokenization.records import describe_tokenizer as describe_tokenizer
     from mplug_tokenization.records import keep_tokenizer as keep_tokenizer

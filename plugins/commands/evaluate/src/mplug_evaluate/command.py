@@ -235,7 +235,8 @@ def _published(asked: Asked, world: "World | None") -> tuple["Job", Any]:
     from mplug.commands import Registry, default_settings
     from mplug_evaluate.documents import Start, read_documents
     from mplug_evaluate.work import Job
-    from mplug_pretrained import SavedModel, folder_length, folder_tokenizer, settle_forward
+    from mplug_pretrained import SavedModel, folder_length, settle_forward
+    from mplug_tokenization import folder_tokenizer
 
     assert asked.pretrained is not None
     weights = SavedModel.published(asked.pretrained)

@@ -220,7 +220,7 @@ def _of_streams(model: "Model", samples: int) -> list[tuple[str, str]]:
 
 def _replay(run: "Run", model: "Model") -> str:
     """Whether a CUDA graph replays the step, and, if the setting is off, whether one could."""
-    from mplug.commands import step_obstacles  # imports torch
+    from mplug_graphs import step_obstacles  # imports torch
 
     if run.config.trainer.graphs:  # otherwise the run is refused
         return "replayed as one CUDA graph for each shape of a step, after a few eager steps"

@@ -9,14 +9,15 @@ from mplug import UsageError
 from mplug_generate.prompts import Prompt
 
 if TYPE_CHECKING:
-    from mplug import FolderTokenizer
     from mplug.commands import Settings
+    from mplug_tokenization import FolderTokenizer
 
 
 def tokenizer_in(folder: Path) -> "FolderTokenizer":
     """The tokenizer of a published folder; UsageError if the folder is none."""
     from mplug.commands import Registry
-    from mplug_pretrained import SavedModel, folder_tokenizer
+    from mplug_pretrained import SavedModel
+    from mplug_tokenization import folder_tokenizer
 
     SavedModel.published(folder)  # refuses any other folder
     return folder_tokenizer(Registry(), folder)

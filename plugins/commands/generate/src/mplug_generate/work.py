@@ -141,7 +141,7 @@ def _saved(job: Job) -> "SavedModel":
 def tokenizer_of(run: "Run", published: Path | None) -> Any:
     """The tokenizer of a run's data (None if it has none), or that of a published folder."""
     from mplug.commands import Registry
-    from mplug_pretrained import folder_tokenizer
+    from mplug_tokenization import folder_tokenizer
 
     return folder_tokenizer(Registry(), published) if published else run.hooks.call.build_tokenizer(run=run)
 

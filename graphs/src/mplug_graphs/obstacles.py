@@ -5,12 +5,10 @@ A step of training is the whole step. A command may also record a forward pass (
 
 from collections.abc import Iterable, Iterator
 
-from mplug.config.entry import Entry
 from mplug.config.sources import source_of
 from mplug.errors import UsageError, listed
 from mplug.model.generator_seeds import drawing_plugin
 from mplug.model.model import Model
-from mplug.registry.entry_points import RECORDERS, Registry
 from mplug.run.run import Run
 from mplug.tensors.weight_product import ProductModule
 
@@ -31,10 +29,7 @@ IN_FORWARD = ("build_model", "adapt_model", "mesh_axes", "shard_model")
 
 
 def refuse_graphs(run: Run, model: Model) -> None:
-    """Raise UsageError if the config sets `trainer.graphs`, and a part of the run's steps cannot be replayed."""
-    if not run.config.trainer.graphs:
-        return
-    recorder(run)
+    """Raise UsageError if a part of the steps of a run with `trainer.graphs` cannot be replayed."""
     found = step_obstacles(run, model)
     if found:
         source = source_of(run.config.settings, ("trainer", "graphs"))
@@ -42,18 +37,6 @@ def refuse_graphs(run: Run, model: Model) -> None:
             f"trainer.graphs=true ({source}): a CUDA graph cannot replay the steps of this run, because "
             f"{', and because '.join(found)}; set trainer.graphs=false, or change these parts"
         )
-
-
-def recorder(run: Run) -> Entry:
-    """The installed function that records steps; UsageError unless there is exactly one."""
-    found = Registry().table(RECORDERS)
-    if len(found) != 1:
-        source = source_of(run.config.settings, ("trainer", "graphs"))
-        raise UsageError(
-            f"trainer.graphs=true ({source}): packages that record steps (the entry-point group 'mplug.{RECORDERS}'): "
-            f"{listed(one.origin for one in found) or 'none is installed'}; install one, or set trainer.graphs=false"
-        )
-    return found[0]
 
 
 def step_obstacles(run: Run, model: Model) -> list[str]:

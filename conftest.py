@@ -115,7 +115,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def modules_in_forks() -> Iterator[None]:
-    """The subprocesses of the host (`python -m mplug.model.slots.alternatives`) are forks that have torch imported.
+    """The subprocesses of the host (`python -m mplug_estimates.alternatives`) are forks that have torch imported.
 
     The script of the suites about start-up is a fork that has not.
     """

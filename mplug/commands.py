@@ -5,10 +5,9 @@ A command may build the model of a run for something else than training. It pass
 then has no trained parameter and no optimizer. `build_model` calls the hooks, also those of the object, on every rank:
 in `adapt_model` it may change what sites need, and in `offers_selected` which needs must be met.
 
-`SavedModel` finds the weights of a run or of a published folder, and loads them under any layout. With
+`mplug_pretrained.SavedModel` finds the weights of a run or of a published folder, and loads them under any layout. With
 `allocate_parts`, the model has memory alone. With `allocate_forward`, strategies that gather weights take part too, and
-`forward_stepper` evaluates the model on the micro batches of a `feed`, as training does. `settle_forward` makes the run
-of such a command, and `run_forward` starts its processes.
+`forward_stepper` evaluates the model on the micro batches of a `feed`, as training does.
 
 The names are imported when they are first used, because some of them import torch or pydantic.
 """
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from mplug.checkpoint.folder import at_step as at_step
     from mplug.checkpoint.folder import newest_saved as newest_saved
     from mplug.checkpoint.newest_valid import choose as choose
-    from mplug.checkpoint.states import load_for_inference as load_for_inference
     from mplug.checkpoint.verified import Verified as Verified
     from mplug.cli.groups import OpenGroup as OpenGroup
     from mplug.cli.hints import assignment_hint as assignment_hint

@@ -22,7 +22,6 @@ from mplug.checkpoint import opened, rank_exchanges, saver
 from mplug.checkpoint.folder import read_manifest
 from mplug.checkpoint.names import path_of
 from mplug.checkpoint.opened import Opened, open_together
-from mplug.checkpoint.states import load_for_inference
 from mplug.cli import main, train_start
 from mplug.cli import train as command
 from mplug.cli.beginning import readable_after
@@ -35,6 +34,7 @@ from mplug.training.changes import Changes
 from mplug.training.interrupt import Interrupt
 from mplug.training.job import Outcome
 from mplug.training.loop import train
+from mplug_pretrained.inference import load_for_inference
 from mplug_pretrained.weights import load_weights
 from mplug_testing.harness import tiny_config
 

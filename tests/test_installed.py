@@ -191,6 +191,22 @@ REFUSED: dict[tuple[str, ...], str] = {
         "package that supplies it\n"
     ),
     **{
+        (
+            "train",
+            *OWN,
+            *words,
+        ): f"mplug: no installed package serves {what}; install {package}, or remove these settings\n"
+        for words, what, package in (
+            (
+                ("--pretrained", "weights"),
+                "weights that a run begins with (checkpoint.pretrained) or adapters",
+                "mplug-pretrained",
+            ),
+            (("--set", "parallel.balance=true"), "parallel.balance=true", "mplug-streams"),
+            (("--set", "trainer.graphs=true"), "trainer.graphs=true", "mplug-graphs"),
+        )
+    },
+    **{
         words: f"mplug: the command '{' '.join(words)}' is in the package {package}, which is not installed: "
         f"pip install {package}\n"
         for words, package in ABSENT.items()

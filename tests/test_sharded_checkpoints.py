@@ -18,10 +18,10 @@ from mplug.checkpoint import opened
 from mplug.checkpoint.folder import newest
 from mplug.checkpoint.newest_valid import choose
 from mplug.checkpoint.plans import KeptPlans
-from mplug.checkpoint.states import load_for_inference
 from mplug.checkpoint.verified import Verified
 from mplug.run.prepare import prepare
 from mplug.training.loop import train
+from mplug_pretrained.inference import load_for_inference
 from mplug_testing import run_workers, runs
 from mplug_testing.harness import EXACT, as_rank, tiny_config
 

@@ -1,14 +1,13 @@
 """From a prepared run to a model: split, placed, its slots filled, measured."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mplug.config.binding import RunConfig
-from mplug.config.sources import from_mapping
 from mplug.contracts.optimizer import Optimizer, Piece
 from mplug.errors import UsageError, listed
 from mplug.model.engine import planned_pieces, refuse_incomplete_engine
@@ -26,7 +25,6 @@ from mplug.model.products.casts import copies_of
 from mplug.model.products.gathered_copies import refuse_idle_copies
 from mplug.model.recorder import recorder_of
 from mplug.model.sizes import within_reason
-from mplug.model.slots.alternatives import kernels_that_would_do
 from mplug.model.slots.fill import fill_slots, select_offers
 from mplug.model.slots.kernel_limits import NO_GPU
 from mplug.model.slots.offers import PLAIN, Offer, Unmet, Wrap
@@ -36,9 +34,8 @@ from mplug.model.slots.slot_placement import add_slot_buffers
 from mplug.model.slots.token_sums import token_sums
 from mplug.model.stream_balancer import balancer_of
 from mplug.model.variance import refuse_bypassing_layout
-from mplug.registry.entry_points import Registry
-from mplug.registry.resolve import resolve
-from mplug.run.prepare import prepare
+from mplug.registry.entry_points import PREFLIGHTS
+from mplug.registry.provided import provided
 from mplug.run.run import Run
 
 
@@ -147,7 +144,8 @@ def _missing_gpu(run: Run, unmet: Sequence[Unmet]) -> list[str]:
 def _remedy(config: RunConfig, unmet: Unmet) -> str:
     """The end of the error message: the kernels to use instead; empty if a plugin of another kind has the need."""
     is_kernel = unmet.plugin == PLAIN or unmet.plugin in config.kernels.plugins
-    return kernels_that_would_do(config, unmet, can_be_built) if is_kernel else ""
+    preflight = provided(PREFLIGHTS) if is_kernel else None
+    return "" if preflight is None else str(preflight.kernels_that_would_do(config, unmet))
 
 
 def _build_model(run: Run) -> tuple[Model, Selection]:
@@ -300,14 +298,6 @@ def collect_offers(run: Run, model: Model) -> list[Offer | Wrap]:
 def unmet_reasons(run: Run) -> list[str]:
     """Why the chosen kernels cannot serve this run's model; empty if they can."""
     return [str(unmet) for unmet in _build_model(run)[1].unmet]
-
-
-def can_be_built(settings: Mapping[str, Any]) -> bool:
-    """Whether the kernels of a whole config can serve its model."""
-    try:
-        return not unmet_reasons(prepare(resolve(Registry(), from_mapping(settings, "the run's config"), {})))
-    except UsageError:
-        return False
 
 
 def allocate_parts(run: Run, model: Model) -> None:

@@ -2,8 +2,10 @@
 
 from typing import Protocol
 
+from mplug.config.binding import RunConfig
 from mplug.distributed.world import World
 from mplug.model.model import Model
+from mplug.model.slots.offers import Unmet
 from mplug.run.run import Run
 
 
@@ -25,3 +27,6 @@ class Preflight(Protocol):
 
         The model may get tensors without memory.
         """
+
+    def kernels_that_would_do(self, config: RunConfig, unmet: Unmet) -> str:
+        """The end of an error about a slot that no chosen plugin serves: the installed kernels to name instead."""

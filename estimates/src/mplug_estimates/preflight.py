@@ -2,13 +2,16 @@
 
 from typing import TYPE_CHECKING
 
+from mplug_estimates.alternatives import kernels_that_would_do
 from mplug_estimates.memory_check import check_memory
 from mplug_estimates.size_limits import refuse_beyond_memory
 from mplug_estimates.step_estimate import about_step, recipe_gaps
 
 if TYPE_CHECKING:
+    from mplug.config.binding import RunConfig
     from mplug.distributed.world import World
     from mplug.model.model import Model
+    from mplug.model.slots.offers import Unmet
     from mplug.run.run import Run
 
 
@@ -26,3 +29,7 @@ class Preflight:
     def about_memory(self, run: "Run", model: "Model", world: "World | None") -> list[str]:
         """Compare the estimate of the run's memory with that of the machine."""
         return check_memory(run, model, world)
+
+    def kernels_that_would_do(self, config: "RunConfig", unmet: "Unmet") -> str:
+        """Try every installed kernel plugin in a process of its own."""
+        return kernels_that_would_do(config, unmet)

@@ -1,8 +1,8 @@
 """Models that begin with weights: those of another run, of a folder of other software (a `Format`), or adapters.
 
-`Beginnings` is what the host asks for a run with `checkpoint.pretrained` or adapters. Commands that run a saved model
-forward use `SavedModel`, `settle_forward` and `run_forward`. This module imports no torch: a name is imported when it
-is first used.
+`Beginnings` is what the host asks for a run with `checkpoint.pretrained` or adapters. A command that runs a saved model
+forward finds its weights by `SavedModel`; `settle_forward` makes its run, and `run_forward` starts its processes. This
+module imports no torch: a name is imported when it is first used.
 """
 
 from typing import TYPE_CHECKING
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mplug_pretrained.forward import folder_length as folder_length
     from mplug_pretrained.forward import run_forward as run_forward
     from mplug_pretrained.forward import settle_forward as settle_forward
+    from mplug_pretrained.inference import load_for_inference as load_for_inference
     from mplug_pretrained.public_load import load_public_for_inference as load_public_for_inference
     from mplug_pretrained.public_load import refuse_other_model as refuse_other_model
     from mplug_pretrained.published import Export as Export

@@ -74,7 +74,7 @@ class SavedModel:
 
     def load(self, run: Run, allocate: "Callable[[Run, Model], None]") -> "Model":
         """The model with its weights. `allocate` gives it memory (`load_for_inference`). Collective."""
-        from mplug.checkpoint.states import load_for_inference
+        from mplug_pretrained.inference import load_for_inference
         from mplug_pretrained.public_load import load_public_for_inference  # imports torch
 
         if not self.is_published:

@@ -84,9 +84,9 @@ class FormatSuite(PluginSuite):
         """`mplug train --pretrained` recognises the folder, and every value is the same. SkipTest without an export."""
         import torch
 
-        from mplug.checkpoint.states import load_for_inference
         from mplug.model.build import allocate_parts, build_model
         from mplug.run.prepare import prepare
+        from mplug_pretrained.inference import load_for_inference
         from mplug_pretrained.public_load import load_public_for_inference
 
         found = _found(self)

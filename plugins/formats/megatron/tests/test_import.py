@@ -16,12 +16,12 @@ from published import logits
 from safetensors.torch import load_file
 
 from mplug.checkpoint.folder import read_valid
-from mplug.checkpoint.states import load_for_inference
 from mplug.config.defaults import saved_settings
 from mplug.errors import UsageError
 from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
+from mplug_pretrained.inference import load_for_inference
 from mplug_testing import FormatSuite
 
 Cli = Callable[..., CompletedProcess[str]]

@@ -1,6 +1,6 @@
 """Find installed kernel plugins that can replace one that cannot serve a slot; an error message proposes them.
 
-Each plugin is tried in a process of its own (`python -m mplug.model.slots.kernel_trial`), so that a plugin that fails
+Each plugin is tried in a process of its own (`python -m mplug_estimates.kernel_trial`), so that a plugin that fails
 to import or hangs has no effect on this one.
 """
 
@@ -8,16 +8,20 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from mplug.config.binding import RunConfig
-from mplug.errors import listed
+from mplug.config.sources import from_mapping
+from mplug.errors import UsageError, listed
+from mplug.model.build import unmet_reasons
 from mplug.model.slots.offers import PLAIN, Unmet
 from mplug.registry.entry_points import Registry
+from mplug.registry.resolve import resolve
+from mplug.run.prepare import prepare
 
-TRIAL = "mplug.model.slots.kernel_trial"
+TRIAL = "mplug_estimates.kernel_trial"
 """The module that a trial's process runs; it imports torch and the plugins that the config names."""
 TIMEOUT = 60
 """Seconds that a plugin may take to answer."""
@@ -25,11 +29,10 @@ YES = "the kernel can serve the model"
 """The last line of the output if the kernels can serve the model. A plugin that exits at import never prints it."""
 
 
-def kernels_that_would_do(config: RunConfig, unmet: Unmet, can_be_built: Callable[[Mapping[str, Any]], bool]) -> str:
+def kernels_that_would_do(config: RunConfig, unmet: Unmet) -> str:
     """The end of an error message: which installed plugins can supply the slot instead, or whether plain torch can.
 
-    `can_be_built` says whether the kernels of a whole config can serve its model. It is called in this process, for
-    plain torch only, because a kernel plugin may fail to import.
+    Plain torch is tried in this process, kernel plugins are not, because they may fail to import.
     """
     chosen = unmet.plugin.partition("/")[2]
     candidates = [name for name in Registry().names("kernels") if name != chosen]
@@ -62,3 +65,11 @@ def _can_serve(config: RunConfig, kind: str, name: str) -> bool | None:
     except subprocess.TimeoutExpired:
         return None
     return finished.stdout.endswith(f"{YES}\n")
+
+
+def can_be_built(settings: Mapping[str, Any]) -> bool:
+    """Whether the kernels of a whole config can serve its model."""
+    try:
+        return not unmet_reasons(prepare(resolve(Registry(), from_mapping(settings, "the run's config"), {})))
+    except UsageError:
+        return False

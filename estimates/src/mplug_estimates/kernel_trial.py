@@ -1,14 +1,13 @@
 """Whether the kernels of a config can serve its model.
 
-`python -m mplug.model.slots.kernel_trial` reads the config from its standard input.
-`mplug.model.slots.alternatives` starts it in a process of its own for each kernel plugin that it considers.
+`python -m mplug_estimates.kernel_trial` reads the config from its standard input.
+`mplug_estimates.alternatives` starts it in a process of its own for each kernel plugin that it considers.
 """
 
 import json
 import sys
 
-from mplug.model.build import can_be_built
-from mplug.model.slots.alternatives import YES
+from mplug_estimates.alternatives import YES, can_be_built
 
 
 def main() -> None:

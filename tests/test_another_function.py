@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mplug import UsageError
 from mplug.model.build import build_model, unmet_reasons
-from mplug.model.slots import alternatives
+from mplug_estimates import alternatives
 from mplug_testing import Fault, KernelSuite, ModelSuite
 from mplug_testing.harness import tiny_run
 

@@ -9,8 +9,8 @@ import pytest
 
 from mplug import Offer, UsageError
 from mplug.model.build import build_model, unmet_reasons
-from mplug.model.slots import alternatives
 from mplug.registry.entry_points import Registry
+from mplug_estimates import alternatives
 from mplug_testing.harness import difference, tiny_config, tiny_run, train_ranks, train_steps
 
 SCANNER: dict[str, Any] = {"model.name": "scanner", "model.preset": None, "trainer.seq_length": 12}

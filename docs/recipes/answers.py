@@ -23,16 +23,8 @@ import torch
 from torch import Tensor
 
 from mplug import IGNORED, Medium, Model, Processor, Run, Seen, UsageError
-from mplug.commands import (
-    at_step,
-    find_directory,
-    load_for_inference,
-    merge,
-    read_assignments,
-    run_units,
-    saved_settings,
-    settle,
-)
+from mplug.commands import at_step, find_directory, merge, read_assignments, run_units, saved_settings, settle
+from mplug_pretrained import load_for_inference
 
 Batch = Mapping[str, Tensor]
 

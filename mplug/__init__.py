@@ -90,6 +90,7 @@ if TYPE_CHECKING:
     from mplug.layout.gathered import GatheredPlacement as GatheredPlacement
     from mplug.layout.inits import Entries as Entries
     from mplug.layout.inits import Inits as Inits
+    from mplug.layout.matrices import Block as Block
     from mplug.layout.mesh import Axis as Axis
     from mplug.layout.mesh import IndexMap as IndexMap
     from mplug.layout.mesh import Mesh as Mesh
@@ -97,7 +98,6 @@ if TYPE_CHECKING:
     from mplug.layout.ownership import Bucket as Bucket
     from mplug.layout.ownership import Engine as Engine
     from mplug.layout.ownership import Sharding as Sharding
-    from mplug.layout.ownership import Stretch as Stretch
     from mplug.layout.placement import Box as Box
     from mplug.layout.placement import Placement as Placement
     from mplug.layout.plan import ENCODER_TEXTS as ENCODER_TEXTS
@@ -120,6 +120,7 @@ if TYPE_CHECKING:
     from mplug.layout.work import Step as Step
     from mplug.layout.work import WeightProduct as WeightProduct
     from mplug.layout.work import Work as Work
+    from mplug.model.assembler import Assembler as Assembler
     from mplug.model.model import Model as Model
     from mplug.model.plans.adapters import Adapters as Adapters
     from mplug.model.plans.adapters import Merge as Merge
@@ -244,8 +245,9 @@ publish(
         ),
         "mplug.layout.gathered": ("GatheredPlacement",),
         "mplug.layout.inits": ("Entries", "Inits"),
+        "mplug.layout.matrices": ("Block",),
         "mplug.layout.mesh": ("Axis", "IndexMap", "Mesh", "contiguous"),
-        "mplug.layout.ownership": ("Bucket", "Engine", "Sharding", "Stretch"),
+        "mplug.layout.ownership": ("Bucket", "Engine", "Sharding"),
         "mplug.layout.placement": ("Box", "Placement"),
         "mplug.layout.plan": (
             "Answering",
@@ -263,6 +265,7 @@ publish(
         "mplug.layout.plan_within": ("plan_within",),
         "mplug.layout.ranks": ("Grouping", "Ranks"),
         "mplug.layout.work": ("ActivationProduct", "Branches", "Flops", "Step", "WeightProduct", "Work"),
+        "mplug.model.assembler": ("Assembler",),
         "mplug.model.plans.adapters": ("Adapters", "Merge", "RowNorms", "row_norms"),
         "mplug.model.plans.declaring": ("Declared", "declare", "parameter"),
         "mplug.model.plans.description": ("Description", "describe"),

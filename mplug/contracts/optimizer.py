@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,15 +64,13 @@ class Optimizer(ABC):
     Gradients belong to the optimizer, which may overwrite them; the next step writes them anew. By default `step` does
     not write weights: after it, the host rounds masters into weights, which is one more pass over memory.
     `mplug.TorchOptimizer` makes one from a fused optimizer of torch.
+
+    A piece may be any part of a parameter, also a flat range of it: strategies know nothing of optimizers. If the
+    update of an element depends on others (the whole matrix, sums over rows), the optimizer asks the
+    `mplug.Assembler` for them. To read the attributes below, and to count bytes, the host builds the optimizer from
+    tensors without memory. So building must not read values.
     """
 
-    needs: Literal["elements", "matrices"]
-    """Whether any range of a piece may be updated alone, or only whole matrices (segment by segment).
-
-    If the optimizer needs whole matrices, the host refuses a layout that cuts one, before any process starts. To read
-    this attribute, and to count bytes, the host builds the optimizer from tensors without memory. So building must not
-    read values.
-    """
     one_pass: bool = False
     """Whether `step` writes the weights itself.
 

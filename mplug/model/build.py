@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -53,8 +53,7 @@ def choose_device(config: RunConfig) -> str:
 def build_model(run: Run) -> Model:
     """The model on the meta device: split into stages, placed, and with its slots filled.
 
-    Raises UsageError if the chosen plugins do not meet a need, or if the layout cuts matrices that the optimizer needs
-    whole.
+    Raises UsageError if the chosen plugins do not meet a need.
     """
     model, selection = _build_model(run)
     _refuse_unmet(run, selection.unmet)
@@ -82,19 +81,10 @@ def _refuse_unmet(run: Run, unmet: list[Unmet]) -> None:
 
 
 def _shard_states(run: Run, model: Model) -> None:
-    """Let a plugin shard the optimizer states; UsageError if a matrix is cut that the optimizer needs whole."""
-    trained = {name: placement for name, placement in model.placements.items() if placement.parameter.trainable}
-    cut = [(axis, name) for name, placement in trained.items() for axis in placement.cut_by]
-    shards = bool(run.hooks.implementers("shard_states"))
-    if not (cut or shards):  # building an optimizer takes longer than the other checks
-        return
-    needs = _optimizer_without_memory(run, model).needs
-    if cut and needs == "matrices":
-        _refuse_cut_matrices(run, cut)
-    if shards:
-        model.sharding = run.hooks.call.shard_states(run=run, model=model, needs=needs)
-        _refuse_states_of_frozen(run, model)
-        _refuse_transient_gradients(run, model)
+    """Let a plugin shard the optimizer states."""
+    model.sharding = run.hooks.call.shard_states(run=run, model=model)
+    _refuse_states_of_frozen(run, model)
+    _refuse_transient_gradients(run, model)
 
 
 def _refuse_states_of_frozen(run: Run, model: Model) -> None:
@@ -225,20 +215,6 @@ def _refuse_missing_entries(run: Run, model: Model) -> None:
             )
 
 
-def _refuse_cut_matrices(run: Run, cut: list[tuple[str, str]]) -> NoReturn:
-    """Raise the UsageError for `cut`: pairs (axis, parameter) such that the axis cuts a matrix of the parameter."""
-    (axis, name), (optimizer,) = cut[0], run.hooks.implementers("build_optimizer")
-    raise UsageError(
-        f"{optimizer} needs whole matrices, and {axis}={run.mesh.axes[axis].size} cuts '{name}'; "
-        f"use a layout without {listed(dict.fromkeys(axis for axis, _ in cut))}, or another optimizer"
-    )
-
-
-def _optimizer_without_memory(run: Run, model: Model) -> Optimizer:
-    """The optimizer, built of tensors without memory; only its attributes are used."""
-    return states_without_memory(run, model)[0]
-
-
 def states_without_memory(run: Run, model: Model) -> tuple[Optimizer, list[Piece]]:
     """The optimizer and its pieces, of tensors without memory."""
     pieces, masters = [], run.precision.master_dtype
@@ -284,7 +260,7 @@ def gradient_dtype(run: Run, model: Model) -> torch.dtype:
     )
     if trainer.gradients != "auto" or precision.gradients == precision.masters or is_summed:
         return precision.master_dtype
-    accepts = _optimizer_without_memory(run, model).low_precision_gradients
+    accepts = states_without_memory(run, model)[0].low_precision_gradients
     return precision.gradient_dtype if accepts else precision.master_dtype
 
 

@@ -340,7 +340,7 @@ def _shards(run: "Run", model: "Model") -> str:
     for axes, copied in dict.fromkeys((bucket.axes, bucket.copied) for bucket in model.sharding.buckets):
         buckets = [bucket for bucket in model.sharding.buckets if (bucket.axes, bucket.copied) == (axes, copied)]
         owner = run.mesh.number(run.rank, axes)
-        own = sum(stretch.length for bucket in buckets for stretch, _ in bucket.owned(owner))
+        own = sum(bucket.num_owned for bucket in buckets)
         names, elements = sum(len(bucket.names) for bucket in buckets), sum(bucket.length for bucket in buckets)
         counts = (len(buckets), names, f"{elements:,}")
         rows.append((", ".join(axes), ", ".join(copied) or "-", *counts, f"{own:,}"))

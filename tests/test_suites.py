@@ -312,7 +312,6 @@ ONE_PROCESS = "test_a_layout_gives_the_run_of_one_process"
     ("package", "name", "test", "layout", "words"),
     [
         ("nova-peregrine", "Peregrine", ONE_PROCESS, "tp3", "tp=3"),
-        ("nova-orthon", "Orthon", ONE_PROCESS.replace("run", "weights"), "tp2", "needs whole matrices"),
         ("nova-ulys", "Ulysses", ONE_PROCESS, "ulys8dp2", "ulys=8"),
         ("nova-ulys", "Ulysses", "test_a_layout_is_data", "ulys8dp2", "ulys=8"),
     ],

@@ -1,7 +1,7 @@
 """Brings together what several ranks hold of a matrix, for optimizers that compute with more than elements."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,8 @@ class Assembler:
     placements: Mapping[str, Placement]
     everywhere: Iterable[Placement]
     groups: Groups | None = None
+    asked: set[str] = field(default_factory=set)
+    """The parameters whose elements the optimizer does not update one by one."""
 
     def matrices(
         self, wanted: Wanted, cost: Cost, dtype: torch.dtype | None = None, items: Collection[str] = ()
@@ -43,6 +45,7 @@ class Assembler:
         as it has items.
         """
         families = self._families(wanted, 2)
+        self.asked.update(one.name for one in filter(wanted, self.placements.values()))
         dtype = self.run.precision.master_dtype if dtype is None else dtype
 
         def family(number: int) -> Family:

@@ -16,6 +16,7 @@ from mplug.contracts.optimizer import Piece, StepScalars
 from mplug.layout.mesh import Axis, Mesh
 from mplug.layout.placement import Placement
 from mplug.layout.plan import Init, Parameter, Segment
+from mplug.model.assembler import Assembler
 from mplug.model.grouped_optimizer import single_optimizer
 from mplug.run.run import Run
 from mplug.tensors.random import key_of
@@ -113,8 +114,10 @@ class Bench:
 
     def __init__(self, run: Run, pieces: list[Piece], subject: str = "pieces") -> None:
         self.run, self.pieces, self.subject = run, pieces, subject
+        placements = {piece.name: piece.placement for piece in pieces}
+        self.assembler = Assembler(run, placements, tuple(placements.values()))
         with naming_failures(f"building it of {subject}"):
-            self.optimizer = single_optimizer(run, pieces)
+            self.optimizer = single_optimizer(run, pieces, self.assembler)
 
     def scalars(
         self, lr: float = 1e-2, weight_decay: float = 0.1, scale: float = 1.0, skip: float = 0.0

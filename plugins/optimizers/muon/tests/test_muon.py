@@ -119,7 +119,7 @@ def test_each_head_is_a_matrix_of_its_own_if_the_config_says_so() -> None:
         run = tiny_run({"optimizer.name": "muon", "optimizer.separate": separate})
         piece = dense.make_pieces("cpu")[2]
         placement = Placement("fused", parameter, shape, piece.placement.mesh)
-        bench = dense.Bench(run, [replace(piece, parameter=parameter, placement=placement)])
+        bench = dense.Bench(run, [replace(piece, name="fused", parameter=parameter, placement=placement)])
         bench.step(1)
         return piece.master
 

@@ -3,9 +3,10 @@
     python benchmarks/matrices.py [--layouts '' tp2 fsdp2 zero2] [--optimizers adamw muon] [--tokens 524288]
 
 Trains a few small steps for each pair, and measures a micro batch and an update by themselves, on rank 0. STEP is the
-time of a step of `--tokens` tokens that follows: micro batches as the first optimizer's, and one update. RATIO is the
-step's time over that of the first optimizer under the same layout. Communication that a step hides behind its first or last micro batch is in
-the time of a micro batch here. On a CPU the model is small, and the times only show that the script runs.
+time that follows for a step of `--tokens` tokens: micro batches as the first optimizer's, and one update. RATIO is the
+step's time over that of the first optimizer under the same layout. Communication that a step hides behind its first or
+last micro batch is in the time of a micro batch here. On a CPU the model is small, and the times only show that the
+script runs.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """The matrices of parameters: who holds their parts, and which rank owns each. Pure data, for any rank.
 
-An optimizer such as Muon computes with whole matrices: a segment of a fused weight, an expert of a stack. The ranks
+An optimizer such as Muon computes with whole matrices: a segment of a fused weight, an item of a stack. The ranks
 along several mesh axes may hold parts of one (tensor parallelism, rows at rest, ranges of an optimizer's state), and
 others hold copies. All of this follows from the boxes of the placements.
 """
@@ -125,9 +125,9 @@ def _part_of(box: Box, start: tuple[int, ...], shape: tuple[int, ...]) -> Box:
     """The part of a box with this start and shape in the logical tensor."""
     inside = tuple(low - own for low, own in zip(start, box.start, strict=True))
     if isinstance(box, FlatBox):
-        offset = (box.offset[0] + sum(n * stride for n, stride in zip(inside, box.strides, strict=True)),)
-    else:
-        offset = tuple(own + n for own, n in zip(box.offset, inside, strict=True))
+        first = box.offset[0] + sum(n * stride for n, stride in zip(inside, box.strides, strict=True))
+        return replace(box, start=start, shape=shape, offset=(first,))
+    offset = tuple(own + n for own, n in zip(box.offset, inside, strict=True))
     return replace(box, start=start, shape=shape, offset=offset)
 
 

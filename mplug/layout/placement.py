@@ -220,7 +220,7 @@ class Placement:
     def sharing(self, num_dims: int) -> Grouping:
         """The groups of ranks that hold parts and copies of the same blocks of the last `num_dims` dimensions.
 
-        A group spans every axis of the view but those that cut the dimensions before them (experts), and all `stages`.
+        A group spans every axis of the view but those that cut the dimensions before them, and all `stages`.
         """
         stacked = self.cuts[: max(0, len(self.shape) - num_dims)]
         apart = {cut.axis for dim in stacked for cut in dim}

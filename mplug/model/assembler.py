@@ -9,7 +9,7 @@ import torch.distributed as dist
 from mplug.distributed.groups import Groups
 from mplug.layout.matrices import Cost, Shared, blocks_of, owners_of, shared_blocks
 from mplug.layout.placement import Placement
-from mplug.layout.ranks import Ranks
+from mplug.layout.ranks import Grouping, Ranks
 from mplug.model.matrices import Family, Matrices
 from mplug.run.run import Run
 
@@ -67,7 +67,7 @@ class Assembler:
 
     def _families(self, wanted: Wanted, num_dims: int) -> list[tuple[Ranks, dist.ProcessGroup | None, list[Placement]]]:
         """The wanted parameters of this rank's stage by the ranks that share them, with the group of these ranks."""
-        groupings = {}
+        groupings: dict[Ranks, Grouping] = {}
         for placement in filter(wanted, self.everywhere):
             grouping = placement.sharing(num_dims)
             groupings.setdefault(grouping.leader, grouping)

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from mplug.contracts.micro_batch import RankBatch as RankBatch
     from mplug.contracts.optimizer import Optimizer as Optimizer
     from mplug.contracts.optimizer import Piece as Piece
+    from mplug.contracts.optimizer import ShapedState as ShapedState
     from mplug.contracts.optimizer import StepScalars as StepScalars
     from mplug.contracts.optimizer import WeightExchange as WeightExchange
     from mplug.contracts.stepper import Pipeline as Pipeline
@@ -204,6 +205,7 @@ publish(
         "mplug.contracts.optimizer": (
             "Optimizer",
             "Piece",
+            "ShapedState",
             "StepScalars",
             "WeightExchange",
         ),

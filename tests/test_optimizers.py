@@ -78,8 +78,16 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "optimizer.nesterov": False,
         "optimizer.adamw_eps": 1e-3,
     },
+    "adafactor": {"optimizer.name": "adafactor", "optimizer.eps": 1e-6},
+    "adafactor of scales": {
+        "optimizer.name": "adafactor",
+        "optimizer.eps": 1e-6,
+        "optimizer.scale_parameter": True,
+        "optimizer.beta1": 0.9,
+        "optimizer.weight_decay": 0.1,
+    },
 }
-QUICK = {("muon", "fsdp2tp2"), ("muon of heads", "etp2")}
+QUICK = {("muon", "fsdp2tp2"), ("muon of heads", "etp2"), ("adafactor", "tp2zero2")}
 
 
 def steps_of(settings: dict[str, Any], directory: Path, first: int, last: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from mplug.layout.matrices import Cost, Shared, blocks_of, owners_of, shared_blo
 from mplug.layout.placement import Placement
 from mplug.layout.ranks import Grouping, Ranks
 from mplug.model.matrices import Family, Matrices
+from mplug.model.sums import Summands, Sums
 from mplug.run.run import Run
 
 Wanted = Callable[[Placement], bool]
@@ -64,6 +65,32 @@ class Assembler:
             lambda: [family(number) for number in range(len(families))],
             eager=self.groups is not None,
         )
+
+    def sums(self, num_dims: Callable[[Placement], int]) -> Sums:
+        """Sums over the blocks of all parameters; the last `num_dims` dimensions are those of one matrix or vector.
+
+        Each block is a segment of a fused weight, and a stack of matrices if dimensions precede those.
+        """
+        self.asked.update(self.placements)
+        numbers = sorted({num_dims(one) for one in self.everywhere})
+        families = [
+            family
+            for number in numbers
+            for family in self._families(lambda one, number=number: num_dims(one) == number, number)  # type: ignore[misc]
+        ]
+
+        def summands() -> list[Summands]:
+            found = []
+            for ranks, group, placements in families:
+                shared: list[Shared] = []
+                for placement in placements:
+                    blocks = blocks_of(placement, self.run.rank, num_dims(placement))
+                    shared += shared_blocks(placement, blocks, ranks)
+                found.append(Summands(self.run.rank, group, shared))
+            return found
+
+        dtype = torch.promote_types(self.run.precision.master_dtype, torch.float32)
+        return Sums(torch.device(self.run.device), dtype, summands, eager=self.groups is not None)
 
     def _families(self, wanted: Wanted, num_dims: int) -> list[tuple[Ranks, dist.ProcessGroup | None, list[Placement]]]:
         """The wanted parameters of this rank's stage by the ranks that share them, with the group of these ranks."""

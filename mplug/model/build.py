@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mplug.config.binding import RunConfig
 from mplug.config.sources import from_mapping
-from mplug.contracts.optimizer import Optimizer, Piece
+from mplug.contracts.optimizer import Optimizer, Piece, ShapedState, tensors_of
 from mplug.errors import UsageError, listed
 from mplug.model.compiled.graphs import refuse_graphs
 from mplug.model.engine import planned_pieces, refuse_incomplete_engine
@@ -234,14 +234,14 @@ def refuse_unsavable(run: Run, optimizer: Optimizer, pieces: list[Piece]) -> Non
     """Raise UsageError if the optimizer keeps a state that no checkpoint can hold."""
     (label,) = run.hooks.implementers("build_optimizer")
     for piece in pieces:
-        for name, tensor in optimizer.state(piece).items():
+        for name, held in optimizer.state(piece).items():
             state = f"{label} keeps a state '{name}' of '{piece.name}'"
             if name == "weight":
                 raise UsageError(f"{state}: in a checkpoint, this name is the weight's; rename the state")
-            if tensor.shape not in ((), piece.master.shape):
+            if not isinstance(held, ShapedState) and held.shape not in ((), piece.master.shape):
                 raise UsageError(
-                    f"{state} of shape {tuple(tensor.shape)}, and the weight has shape {tuple(piece.master.shape)}: "
-                    f"checkpoints hold only scalars and states of the weight's shape; use another optimizer"
+                    f"{state} of shape {tuple(held.shape)}, and the weight has shape {tuple(piece.master.shape)}: "
+                    f"a state of another shape must be a mplug.ShapedState; use another optimizer"
                 )
 
 
@@ -299,7 +299,7 @@ def measure_bytes(run: Run, model: Model) -> dict[str, int]:
         model.listen(gradients)
         pieces = make_pieces(model) if model.engine is None else planned_pieces(run, model)
         optimizer = build_optimizer(run, model, pieces)
-        states = [tensor for piece in pieces for tensor in optimizer.state(piece).values()]
+        states = [tensor for piece in pieces for tensor in tensors_of(optimizer.state(piece)).values()]
         kinds: dict[str, list[torch.Tensor]] = {
             "weights": [parameter for parameter in model.parameters().values() if parameter.requires_grad],
             "frozen weights": list(model.frozen.values()),

@@ -1,12 +1,12 @@
 """The optimizer of a run: one, or one for each group of parameters with rates of its own (`optimizer.groups`)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from mplug.contracts.optimizer import Optimizer, Piece, StepScalars
+from mplug.contracts.optimizer import Optimizer, Piece, ShapedState, StepScalars
 from mplug.errors import PluginError, UsageError, listed
 from mplug.layout.placement import Placement
 from mplug.model.assembler import Assembler
@@ -115,6 +115,6 @@ class GroupedOptimizer(Optimizer):
         for part in self._parts:
             part.step(scalars)
 
-    def state(self, piece: Piece) -> dict[str, Tensor]:
+    def state(self, piece: Piece) -> Mapping[str, Tensor | ShapedState]:
         """The live state of a piece."""
         return self._of[piece.name].state(piece)

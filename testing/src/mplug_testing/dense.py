@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mplug.contracts.optimizer import Piece, StepScalars
+from mplug.contracts.optimizer import Piece, StepScalars, tensors_of
 from mplug.layout.mesh import Axis, Mesh
 from mplug.layout.placement import Placement
 from mplug.layout.plan import Init, Parameter, Segment
@@ -137,7 +137,7 @@ class Bench:
     def states(self) -> Iterator[tuple[Piece, str, Tensor]]:
         """(piece, name, tensor) of the optimizer's whole state."""
         for piece in self.pieces:
-            for name, tensor in self.optimizer.state(piece).items():
+            for name, tensor in tensors_of(self.optimizer.state(piece)).items():
                 yield piece, name, tensor
 
     def masters(self) -> dict[str, Tensor]:

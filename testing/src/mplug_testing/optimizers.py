@@ -15,6 +15,7 @@ An optimizer's author subclasses it in a test module, and writes a reference of 
 `dense.py` makes the pieces. `weights.py` checks who writes low-precision weights.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from unittest import SkipTest
@@ -262,23 +263,31 @@ class OptimizerSuite(WeightSuite):
 
     @smoke
     def test_state_is_what_checkpoints_can_hold(self) -> None:
-        """State consists of scalars and tensors of the piece's shape.
+        """State consists of scalars, tensors of the piece's shape, and `mplug.ShapedState`s with parts that fit.
 
         The name 'weight' is reserved for the weight itself.
         """
         import torch
 
-        for piece, name, tensor in self._bench().states():
+        from mplug.contracts.optimizer import ShapedState, tensors_of
+
+        bench = self._bench()
+        for piece, name, held in ((p, n, s) for p in bench.pieces for n, s in bench.optimizer.state(p).items()):
             state = f"the state '{name}' of '{piece.name}'"
-            require(isinstance(tensor, torch.Tensor), f"{state} is no tensor: {tensor!r}")
+            require(isinstance(held, torch.Tensor | ShapedState), f"{state} is no tensor: {held!r}")
             require(name != "weight", f"{state} has the name that checkpoints give to the weight; rename it")
-            fits = tensor.shape in ((), piece.master.shape)
+            for tensor in tensors_of({name: held}).values():
+                require(not tensor.requires_grad, f"{state} requires a gradient; it must not")
+            if isinstance(held, ShapedState):
+                numel = sum(part.numel() for part in held.parts.values())
+                require(held.writes, f"{state} is written by no rank; the only rank must write it")
+                require(numel == math.prod(held.shape), f"{state} has {numel} elements in parts of {held.shape}")
+                continue
             require(
-                fits,
-                f"{state} has shape {tuple(tensor.shape)}; it must have the piece's shape {tuple(piece.master.shape)}, "
-                f"or ()",
+                held.shape in ((), piece.master.shape),
+                f"{state} has shape {tuple(held.shape)}; it must have the piece's shape {tuple(piece.master.shape)}, "
+                f"or (), or be a mplug.ShapedState",
             )
-            require(not tensor.requires_grad, f"{state} requires a gradient; it must not")
 
     @smoke
     def test_state_is_live(self) -> None:

@@ -207,8 +207,8 @@ def test_the_engine_of_a_strategy_is_refused_without_a_stepper_or_with_a_missing
 
     class Forgetful(mplug_deepspeed.DeepSpeed):
         @hookimpl
-        def shard_states(self, run: Any, model: Any, needs: str) -> Any:
-            sharding = super().shard_states(run, model, needs)
+        def shard_states(self, run: Any, model: Any) -> Any:
+            sharding = super().shard_states(run, model)
             bucket = sharding.buckets[0]
             kept = replace(bucket, names=bucket.names[1:], starts=bucket.starts[1:], sizes=bucket.sizes[1:])
             return replace(sharding, buckets=(kept,))

@@ -60,7 +60,8 @@ class Muon(Optimizer):
     """A rule for each piece: matrices of hidden layers get orthogonalised momentum, everything else Adam."""
 
     def __init__(self, pieces: list[Piece], assembler: "Assembler", config: "Orthon.Config") -> None:
-        self.pieces, self.rms = pieces, config.rms
+        self.pieces = pieces
+        self.rms = config.rms
         self.matrices = assembler.matrices(
             lambda placement: is_matrix(placement.parameter, config.tables),
             cost=lambda rows, columns: rows * columns * min(rows, columns),

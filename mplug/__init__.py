@@ -122,6 +122,7 @@ if TYPE_CHECKING:
     from mplug.layout.work import WeightProduct as WeightProduct
     from mplug.layout.work import Work as Work
     from mplug.model.assembler import Assembler as Assembler
+    from mplug.model.matrices import Matrices as Matrices
     from mplug.model.model import Model as Model
     from mplug.model.plans.adapters import Adapters as Adapters
     from mplug.model.plans.adapters import Merge as Merge
@@ -273,6 +274,7 @@ publish(
         "mplug.model.plans.description": ("Description", "describe"),
         "mplug.model.products.gathered_copies": ("GatheredCopies", "gathered_copies"),
         "mplug.model.slots.kernel": ("kernel",),
+        "mplug.model.matrices": ("Matrices",),
         "mplug.model.model": ("Model",),
         "mplug.model.slots.offers": ("Offer", "Site", "UNIT", "Wrap"),
         "mplug.model.slots.slot_buffer": ("SlotBuffer",),

@@ -86,8 +86,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "optimizer.beta1": 0.9,
         "optimizer.weight_decay": 0.1,
     },
+    "soap": {"optimizer.name": "soap", "optimizer.refresh_every": 3, "optimizer.eps": 1e-3},
 }
-QUICK = {("muon", "fsdp2tp2"), ("muon of heads", "etp2"), ("adafactor", "tp2zero2")}
+QUICK = {("muon", "fsdp2tp2"), ("muon of heads", "etp2"), ("adafactor", "tp2zero2"), ("soap", "zero2")}
 
 
 def steps_of(settings: dict[str, Any], directory: Path, first: int, last: int) -> dict[str, Any]:

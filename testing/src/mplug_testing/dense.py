@@ -128,7 +128,8 @@ class Bench:
         return StepScalars(*tensors)
 
     def step(self, number: int, gradient: Gradient = gradient_of, **scalars: float) -> None:
-        """Run an update with the gradients of a step; they depend only on its number."""
+        """Run an update with the gradients of a step; they depend only on its number. The run's first step is 1."""
+        self.run.step = number + 1
         for piece in self.pieces:
             piece.gradient.copy_(gradient(piece, number))
         with naming_failures(f"a step of {self.subject}"):

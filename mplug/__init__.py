@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from mplug.errors import quoted as quoted
     from mplug.errors import some_names as some_names
     from mplug.gradients.owned_memory import Shard as Shard
+    from mplug.gradients.region import region as region
     from mplug.gradients.sinks import GradientSink as GradientSink
     from mplug.gradients.sinks import Sinks as Sinks
     from mplug.layout.conversion import Conversion as Conversion
@@ -234,6 +235,7 @@ publish(
         "mplug.distributed.supervision": ("Hang", "Monitor", "PluginMessage", "Send", "Supervisor"),
         "mplug.errors": ("RunError", "UsageError", "brief", "counted", "listed", "quoted", "some_names"),
         "mplug.gradients.owned_memory": ("Shard",),
+        "mplug.gradients.region": ("region",),
         "mplug.gradients.sinks": ("GradientSink", "Sinks"),
         "mplug.layout.conversion": ("Conversion", "conversion_of"),
         "mplug.layout.external": (

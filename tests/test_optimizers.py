@@ -86,6 +86,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "optimizer.beta1": 0.9,
         "optimizer.weight_decay": 0.1,
     },
+    "adamw in bf16": {"optimizer.name": "adamw", "optimizer.moments": "bf16", "optimizer.eps": 1e-3},
     "soap": {"optimizer.name": "soap", "optimizer.refresh_every": 3, "optimizer.eps": 1e-3},
 }
 QUICK = {("muon", "fsdp2tp2"), ("muon of heads", "etp2"), ("adafactor", "tp2zero2"), ("soap", "zero2")}

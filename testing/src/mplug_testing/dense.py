@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mplug.contracts.optimizer import Piece, StepScalars, tensors_of
-from mplug.layout.mesh import Axis, Mesh
+from mplug.layout.mesh import Axis, Mesh, contiguous
+from mplug.layout.ownership import Bucket, Sharding
 from mplug.layout.placement import Placement
 from mplug.layout.plan import Init, Parameter, Segment
 from mplug.model.assembler import Assembler
@@ -71,20 +72,18 @@ def padding(device: str) -> tuple[Piece, int]:
     return Piece("padding", master, torch.zeros_like(master), None, parameter, placement), 3
 
 
-def halves(piece: Piece) -> list[Piece]:
-    """The halves of a piece's elements, as flat pieces whose tensors are views of the piece's.
-
-    A scalar has one half.
-    """
-    middle = piece.master.numel() // 2
-    return [
-        replace(piece, name=f"{piece.name} from {start}", master=master, gradient=gradient)
-        for start, master, gradient in (
-            (0, piece.master.flatten()[:middle], piece.gradient.flatten()[:middle]),
-            (middle, piece.master.flatten()[middle:], piece.gradient.flatten()[middle:]),
-        )
-        if master.numel()
-    ]
+def halves(pieces: list[Piece], rank: int) -> list[Piece]:
+    """What the first or the second of two ranks owns of pieces: flat views of their tensors, with such placements."""
+    mesh, found = Mesh.of([Axis("halves", 2, entries={"batch": contiguous})], 2), []
+    for piece in pieces:
+        numel = piece.master.numel()
+        bucket = Bucket((piece.name,), (0,), (numel,), numel + numel % 2, ("halves",), num_owners=2)
+        placement = Sharding((bucket,)).placed(replace(piece.placement, mesh=mesh))
+        if placement.holds(rank):
+            own = slice(*placement.part(rank))
+            master, gradient = (tensor.flatten()[own] for tensor in (piece.master, piece.gradient))
+            found.append(replace(piece, master=master, gradient=gradient, placement=placement))
+    return found
 
 
 def matrices(piece: Piece) -> Iterator[tuple[str, Where]]:

@@ -332,13 +332,18 @@ class OptimizerSuite(WeightSuite):
 
         one = self._bench()
         pieces = [piece for piece in dense.make_pieces(one.run.device) if piece.name not in one.assembler.asked]
-        cut = [half for piece in pieces for half in dense.halves(piece)]
-        other = dense.Bench(one.run, cut, "halves of pieces, for which it asks no assembler")
+        others = []
+        for rank in (0, 1):
+            run = self._run()
+            run.rank = rank
+            subject = "halves of pieces, for which it asks no assembler"
+            others.append(dense.Bench(run, dense.halves(pieces, rank), subject))
         for number in (1, 2):
             one.step(number)
             for piece in pieces:
                 piece.gradient.copy_(dense.gradient_of(piece, number))
-            other.step(number, lambda half, _: half.gradient)
+            for other in others:
+                other.step(number, lambda half, _: half.gradient)
         found = dense.apart(
             {f"the weight '{piece.name}'": piece.master for piece in pieces}, one.masters(), self.tolerance
         )

@@ -207,3 +207,24 @@ def test_biases_of_experts_are_stacked_vectors_and_no_matrices() -> None:
     }
     for dims, is_matrix in shapes.items():
         assert is_hidden_matrix(Parameter(dims, init), ("vocab", "positions", "conv")) is is_matrix, dims
+
+
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+def test_in_fp64_weights_are_those_of_torchs_muon(scale: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's own iteration in fp64, which it otherwise computes in bf16."""
+    run = tiny_run({"optimizer.name": "muon", "optimizer.scale": scale, "trainer.precision": "fp64"})
+    pieces = [piece for piece in dense.make_pieces("cpu") if piece.name in {"matrix", "wide matrix"}]
+    for piece in pieces:
+        piece.master, piece.gradient = piece.master.double(), piece.gradient.double()
+    bench = dense.Bench(run, pieces)
+    copies = [torch.nn.Parameter(piece.master.clone()) for piece in pieces]
+    lr, decay = (float(torch.tensor(value)) for value in (1e-2, 0.1))
+    torchs = torch.optim.Muon(copies, lr=lr, weight_decay=decay, momentum=0.95, nesterov=True, adjust_lr_fn=scale)
+    monkeypatch.setattr(Tensor, "bfloat16", lambda x: x)
+    for number in (1, 2, 3):
+        bench.step(number, lr=1e-2, weight_decay=0.1)
+        for copy, piece in zip(copies, pieces, strict=True):
+            copy.grad = dense.gradient_of(piece, number).double()
+        torchs.step()
+    for copy, piece in zip(copies, pieces, strict=True):
+        torch.testing.assert_close(piece.master, copy.detach(), rtol=1e-10, atol=1e-10)

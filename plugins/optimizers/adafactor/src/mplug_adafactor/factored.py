@@ -75,7 +75,7 @@ class FactoredMoments(Optimizer):
             gradient.mul_(scalars.scale).masked_fill_(skipped, 0.0)
         self._advance(kept_of)
         lr, scales = scalars.lr.masked_fill(skipped, 0.0), self._scales()
-        self._divide(kept_of)
+        self._divide()
         norms = self._sums.of(self._gradients, lambda block: [_all(block)], torch.square)
         for part in self._sums:
             (squares,) = norms[part.block]
@@ -113,7 +113,7 @@ class FactoredMoments(Optimizer):
             for block, (squares,) in totals.items()
         }
 
-    def _divide(self, kept: dict[str, Tensor]) -> None:
+    def _divide(self) -> None:
         """Divide gradients by the roots of their second moments: of a matrix, the product of its factors."""
         eps = self._config.eps  # the least value of a mean; before the first update they are zero
         inverse = {}
@@ -131,17 +131,17 @@ class FactoredMoments(Optimizer):
 
     def _apply(self, scalars: StepScalars, lr: Tensor, skipped: Tensor) -> None:
         """Decay, and subtract the updates, or their running means if there is a first moment."""
-        decay = 1 - lr * scalars.weight_decay.masked_fill(skipped, 0.0)
+        decay = 1 - lr.double() * scalars.weight_decay.masked_fill(skipped, 0.0).double()
         beta1 = self._config.beta1
         for piece in self._pieces:
             update = piece.gradient
             if beta1 is not None:
                 mean = self._states[piece.name]["exp_avg"]
                 assert isinstance(mean, Tensor)
-                mean.lerp_(update, torch.full_like(lr, 1 - beta1).masked_fill(skipped, 0.0))
+                mean.lerp_(update, mean.new_full((), 1 - beta1).masked_fill(skipped, 0.0))
                 update = torch.where(skipped, torch.zeros_like(mean), mean)
             if piece.parameter.decays:
-                piece.master.mul_(decay)
+                piece.master.mul_(decay.to(piece.master.dtype))
             piece.master.sub_(update)
 
     def state(self, piece: Piece) -> dict[str, Tensor | ShapedState]:

@@ -47,11 +47,11 @@ class HiddenMatrices:
         skipped = scalars.skip > 0
         ahead = self._advance(scalars.scale, skipped)
         if self._decayed:
-            factor = (1 - scalars.lr * scalars.weight_decay).masked_fill(skipped, 1.0)
-            torch._foreach_mul_(self._decayed, factor)
-        lr = scalars.lr.masked_fill(skipped, 0.0)
+            factor = (1 - scalars.lr.double() * scalars.weight_decay.double()).masked_fill(skipped, 1.0)
+            torch._foreach_mul_(self._decayed, factor.to(self._decayed[0].dtype))
+        lr = scalars.lr.masked_fill(skipped, 0.0).double()
         for shape, targets, values in self._matrices.update(ahead, self._masters, self._orthogonalized):
-            torch._foreach_mul_(values, lr * scale_of(shape, self._config.scale))
+            torch._foreach_mul_(values, (lr * scale_of(shape, self._config.scale)).to(values[0].dtype))
             torch._foreach_sub_(targets, values)
 
     def _advance(self, scale: Tensor, skipped: Tensor) -> dict[str, Tensor]:
@@ -62,7 +62,7 @@ class HiddenMatrices:
         if not self._momenta:
             return {}
         momentum, momenta, gradients = self._config.momentum, [*self._momenta.values()], [*self._gradients.values()]
-        weight = torch.full_like(scale, 1 - momentum).masked_fill(skipped, 0.0)
+        weight = momenta[0].new_full((), 1 - momentum).masked_fill(skipped, 0.0)
         torch._foreach_mul_(gradients, scale)
         for mean, gradient in zip(momenta, gradients, strict=True):
             mean.lerp_(gradient.masked_fill_(skipped, 0.0), weight)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mplug.contracts.micro_batch import RankBatch as RankBatch
     from mplug.contracts.optimizer import Optimizer as Optimizer
     from mplug.contracts.optimizer import Piece as Piece
+    from mplug.contracts.optimizer import ShapedState as ShapedState
     from mplug.contracts.optimizer import StepScalars as StepScalars
     from mplug.contracts.optimizer import WeightExchange as WeightExchange
     from mplug.contracts.stepper import Pipeline as Pipeline
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from mplug.errors import quoted as quoted
     from mplug.errors import some_names as some_names
     from mplug.gradients.owned_memory import Shard as Shard
+    from mplug.gradients.region import region as region
     from mplug.gradients.sinks import GradientSink as GradientSink
     from mplug.gradients.sinks import Sinks as Sinks
     from mplug.layout.external import ExternalMap as ExternalMap
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
     from mplug.layout.gathered import GatheredPlacement as GatheredPlacement
     from mplug.layout.inits import Entries as Entries
     from mplug.layout.inits import Inits as Inits
+    from mplug.layout.matrices import Block as Block
     from mplug.layout.mesh import Axis as Axis
     from mplug.layout.mesh import IndexMap as IndexMap
     from mplug.layout.mesh import Mesh as Mesh
@@ -77,7 +80,6 @@ if TYPE_CHECKING:
     from mplug.layout.ownership import Bucket as Bucket
     from mplug.layout.ownership import Engine as Engine
     from mplug.layout.ownership import Sharding as Sharding
-    from mplug.layout.ownership import Stretch as Stretch
     from mplug.layout.placement import Box as Box
     from mplug.layout.placement import Placement as Placement
     from mplug.layout.plan import ENCODER_TEXTS as ENCODER_TEXTS
@@ -100,6 +102,8 @@ if TYPE_CHECKING:
     from mplug.layout.work import Step as Step
     from mplug.layout.work import WeightProduct as WeightProduct
     from mplug.layout.work import Work as Work
+    from mplug.model.assembler import Assembler as Assembler
+    from mplug.model.matrices import Matrices as Matrices
     from mplug.model.model import Model as Model
     from mplug.model.plans.declaring import Declared as Declared
     from mplug.model.plans.declaring import declare as declare

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mplug.distributed.supervision import Supervisor
     from mplug.layout.mesh import Axis
     from mplug.layout.ownership import Sharding
+    from mplug.model.assembler import Assembler
     from mplug.model.model import Model
     from mplug.model.slots.offers import Offer, Wrap
     from mplug.model.slots.selection import Selection
@@ -243,10 +244,10 @@ def captures(run: "Run", model: "Model") -> "bool | str | None":
 
 
 @at_most_one
-def shard_states(run: "Run", model: "Model", needs: "Literal['elements', 'matrices']") -> "Sharding | None":
+def shard_states(run: "Run", model: "Model") -> "Sharding | None":
     """What each rank owns of masters, optimizer state and gradients (ZeRO); None if every rank keeps its own whole.
 
-    `needs` is what the optimizer declares: 'elements' may be cut anywhere, 'matrices' must stay whole. Pure, and also
+    Parameters may be cut anywhere, whatever the optimizer computes: it asks the host for whole matrices. Pure, and also
     called before launch: the host allocates memory and makes pieces by the answer. In `wrap_model` the same plugin sums
     each gradient onto its owner, and appends to `model.exchanges` the `WeightExchange` that sends the new weights from
     the owners. Frozen parameters (`placement.parameter.trainable` is False) have no such states: the host refuses
@@ -276,8 +277,11 @@ def wrap_model(run: "Run", model: "Model") -> None:
 
 
 @exactly_one
-def build_optimizer(run: "Run", pieces: "list[Piece]") -> "Optimizer":
+def build_optimizer(run: "Run", pieces: "list[Piece]", assembler: "Assembler") -> "Optimizer":
     """Build the optimizer of this rank's pieces. It updates them; the host sums gradients and sets the schedules.
+
+    A piece may be any part of a parameter. `assembler` brings together what other ranks hold, for updates that need
+    whole matrices (`assembler.matrices`). Every rank must call its methods alike, also a rank without pieces.
 
     If the config has groups of parameters (`optimizer.groups`), the host calls the hook for each of them, on every rank
     in the same order. So an optimizer must keep everything in the object that it returns.

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mplug import Run
+from mplug.contracts.optimizer import tensors_of
 from mplug.model.build import build_model, measure_bytes
 from mplug.training.assembly import build
 from mplug_testing import run_workers
@@ -39,7 +40,7 @@ def held(layout: str, precision: str, changes: dict[str, object]) -> tuple[dict[
         "weights": list(parts.model.parameters().values()),
         "masters": masters,
         "gradients": [*(one.buffer for one in parts.model.sinks.values()), *(piece.gradient for piece in parts.pieces)],
-        "optimizer state": [t for piece in parts.pieces for t in parts.optimizer.state(piece).values()],
+        "optimizer state": [t for p in parts.pieces for t in tensors_of(parts.optimizer.state(p)).values()],
     }
     gc.collect()
     alive = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.is_cpu]
@@ -62,6 +63,7 @@ CASES: list[tuple[str, str, dict[str, object]]] = [
     ("zero2pp2", "fp32", STAGE2),
     ("zero4", "bf16", STAGE2),
     ("zero2", "bf16", {**STAGE2, "optimizer.name": "muon"}),
+    ("fsdp2tp2", "bf16", {"optimizer.name": "adafactor"}),
 ]
 QUICK = [CASES[0], CASES[2], CASES[4], CASES[7], CASES[9]]
 

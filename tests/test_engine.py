@@ -25,7 +25,7 @@ class Flat:
     mistake: Callable[[list[Piece]], list[Piece] | None] = staticmethod(list)
 
     @hookimpl
-    def shard_states(self, run: Run, model: Any, needs: str) -> Sharding:
+    def shard_states(self, run: Run, model: Any) -> Sharding:
         sizes = {name: parameter.numel() for name, parameter in model.parameters().items()}
         *starts, end = accumulate(sizes.values(), initial=0)
         bucket = Bucket(tuple(sizes), tuple(starts), tuple(sizes.values()), end, (), num_owners=1)

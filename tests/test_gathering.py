@@ -68,15 +68,6 @@ def test_axes_that_gather_nothing_or_rows_that_another_axis_divides_are_refused(
         GatheredPlacement.of(gathered, "copies")
 
 
-def test_a_matrix_is_cut_unless_each_rank_has_whole_segments() -> None:
-    assert GatheredPlacement.of(placed(("mlp", "embed"), (24, 6)), "rows").cut_by == ("rows",)
-    assert GatheredPlacement.of(placed(("mlp", "embed"), (1, 6)), "rows").cut_by == ()
-    four = (tuple(Segment("experts", 1, 3) for _ in range(4)), "embed")
-    assert GatheredPlacement.of(placed(four, (12, 6)), "rows").cut_by == ()
-    assert GatheredPlacement.of(placed(("expert", "mlp", "embed"), (8, 6, 6)), "rows").cut_by == ()
-    assert GatheredPlacement.of(placed(("mlp", "embed"), (24, 6), TENSOR), "rows").cut_by == ("tensor", "rows")
-
-
 def test_the_check_catches_rows_that_two_ranks_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GatheredPlacement, "_rows", lambda *_: range(3))
     with pytest.raises(Fault, match=r"states that a box of 'one' is held by ranks"):

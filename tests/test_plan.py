@@ -260,30 +260,6 @@ def test_degrees_that_do_not_fit_are_refused_saying_which(mesh: Mesh, shape: Int
         place(mesh, shape, *dims).boxes(0)
 
 
-KV_HEAD = Segment("kv_heads", 1, 2, "copy")
-
-
-@pytest.mark.parametrize(
-    ("shape", "dims", "cut"),
-    [
-        ((6, 4), ("mlp", "embed"), ("tp",)),
-        ((4, 6), ("embed", "mlp"), ("tp",)),
-        ((12, 3), ((Segment("heads", 4, 2), KV_HEAD, KV_HEAD), "embed"), ("tp",)),
-        ((4, 3), ((KV_HEAD, KV_HEAD), "embed"), ()),
-        ((6,), ("mlp",), ()),
-        ((4, 3), ("positions", "embed"), ()),
-        ((2, 3, 5), ("mlp", "embed", "head_dim"), ()),
-        ((2, 3, 4), ("expert", "embed", "mlp"), ("tp",)),
-    ],
-    ids=["column", "row", "fused", "copies", "vector", "not split", "a matrix each", "each matrix cut"],
-)
-def test_a_matrix_is_cut_where_a_rank_holds_a_part_of_a_segment_of_the_last_two_dimensions(
-    shape: tuple[int, ...], dims: tuple[object, ...], cut: tuple[str, ...]
-) -> None:
-    assert place(mesh_of(tp(2), dp(2)), shape, *dims).cut_by == cut
-    assert place(mesh_of(tp(1), dp(2)), shape, *dims).cut_by == ()
-
-
 # Placements as a property: whatever the shape, all ranks together hold the logical tensor.
 
 WIDTH = st.integers(1, 2)

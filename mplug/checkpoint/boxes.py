@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from mplug.checkpoint.index import Index, Overlap
 from mplug.checkpoint.plans import KeptPlans, described
+from mplug.contracts.optimizer import Piece, ShapedState
 from mplug.gradients.region import region
 from mplug.layout.placement import Placement
 from mplug.model.model import Model
@@ -55,6 +56,15 @@ def owned_boxes(placement: Placement, tensor: Tensor, rank: int) -> Boxed:
     if tensor.dim() == 0:
         return Boxed((), {(): tensor} if any(not any(box.start) for box in boxes) else {})
     return Boxed(placement.shape, {box.start: region(tensor, box) for box in boxes})
+
+
+def state_boxes(
+    piece: Piece, state: Tensor | ShapedState, rank: int, boxes_of: Callable[[Placement, Tensor, int], Boxed]
+) -> Boxed:
+    """The parts of an optimizer's state of a piece; `boxes_of` is `held_boxes` to read them, `owned_boxes` to write."""
+    if not isinstance(state, ShapedState):
+        return boxes_of(piece.placement, state, rank)
+    return Boxed(state.shape, dict(state.parts) if boxes_of is held_boxes or state.writes else {})
 
 
 def buffer_boxes(model: Model, rank: int, boxes_of: Callable[[Placement, Tensor, int], Boxed]) -> State:

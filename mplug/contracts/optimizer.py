@@ -1,9 +1,9 @@
 """What an optimizer updates, with which values, and how other ranks get the new weights."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +28,19 @@ class Piece:
     weight: "Tensor | None"
     parameter: "Parameter"
     placement: "Placement"
+
+
+@dataclass(frozen=True)
+class ShapedState:
+    """A state of another shape than its parameter: sums over rows, factors of a matrix.
+
+    `shape` is that of the whole state, however ranks cut the parameter. `parts` are this rank's parts of it, by their
+    starts. Several ranks may hold the same part; exactly one of them `writes` it to checkpoints.
+    """
+
+    shape: tuple[int, ...]
+    parts: "Mapping[tuple[int, ...], Tensor]"
+    writes: bool
 
 
 @dataclass(frozen=True)
@@ -64,15 +77,13 @@ class Optimizer(ABC):
     Gradients belong to the optimizer, which may overwrite them; the next step writes them anew. By default `step` does
     not write weights: after it, the host rounds masters into weights, which is one more pass over memory.
     `mplug.TorchOptimizer` makes one from a fused optimizer of torch.
+
+    A piece may be any part of a parameter, also a flat range of it: strategies know nothing of optimizers. If the
+    update of an element depends on others (the whole matrix, sums over rows), the optimizer asks the
+    `mplug.Assembler` for them. To read the attributes below, and to count bytes, the host builds the optimizer from
+    tensors without memory. So building must not read values.
     """
 
-    needs: Literal["elements", "matrices"]
-    """Whether any range of a piece may be updated alone, or only whole matrices (segment by segment).
-
-    If the optimizer needs whole matrices, the host refuses a layout that cuts one, before any process starts. To read
-    this attribute, and to count bytes, the host builds the optimizer from tensors without memory. So building must not
-    read values.
-    """
     one_pass: bool = False
     """Whether `step` writes the weights itself.
 
@@ -90,5 +101,19 @@ class Optimizer(ABC):
         """Update every piece's master once. The CPU must not wait for the device."""
 
     @abstractmethod
-    def state(self, piece: Piece) -> "dict[str, Tensor]":
-        """The live state tensors of a piece by name, scalars or of the piece's shape; loading copies into them."""
+    def state(self, piece: Piece) -> "Mapping[str, Tensor | ShapedState]":
+        """The live state of a piece by name; loading copies into its tensors.
+
+        A tensor is a scalar or has the piece's shape. A state of another shape is a `ShapedState`.
+        """
+
+
+def tensors_of(state: "Mapping[str, Tensor | ShapedState]") -> "dict[str, Tensor]":
+    """All tensors of a piece's state, by names; those of a `ShapedState` are told apart by the starts of its parts."""
+    found: dict[str, Tensor] = {}
+    for name, one in state.items():
+        if isinstance(one, ShapedState):
+            found |= {f"{name} from {list(start)}": part for start, part in one.parts.items()}
+        else:
+            found[name] = one
+    return found

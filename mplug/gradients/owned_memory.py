@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from mplug.contracts.optimizer import Piece
-from mplug.layout.ownership import Bucket, Sharding, Stretch
+from mplug.layout.ownership import Bucket, Sharding
 from mplug.layout.placement import Placement
 
 
 class Shard:
-    """One bucket's memory: `weights` [length], `gradients` [length], and this rank's stretches of both.
+    """One bucket's memory: `weights` [length], `gradients` [length]; `owned` is the range of both that this rank owns.
 
     `gradients` exist after `listen`. The gradients of a transient bucket have memory only between `materialize` and
-    `release`; a separate tensor keeps those that this rank owns (`owned_gradient`).
+    `release`; a separate tensor keeps those that this rank owns (`owned_gradients`).
     """
 
     def __init__(
@@ -28,8 +28,7 @@ class Shard:
     ) -> None:
         self.bucket, self.owner, self.transient, self.master_dtype = bucket, owner, transient, masters
         self.weights = torch.zeros(bucket.length, device=device, dtype=dtype)
-        self.owned: list[tuple[Stretch, int]] = bucket.owned(owner)
-        self.num_owned = sum(stretch.length for stretch, _ in self.owned)
+        self.owned = bucket.owned(owner)
         self._gradients: Tensor | None = None
         self._kept: Tensor | None = None
         self._masters: Tensor | None = None
@@ -45,7 +44,7 @@ class Shard:
         self._gradients = torch.zeros_like(self.weights, dtype=dtype)
         views = {name: self.tensor(self._gradients, name, shapes[name]) for name in self.bucket.names}
         if self.transient:
-            self._kept = self.weights.new_zeros(self.num_owned, dtype=dtype)
+            self._kept = self.weights.new_zeros(self.bucket.num_owned, dtype=dtype)
             self.release()
         return views
 
@@ -57,11 +56,10 @@ class Shard:
         """Free the memory of the bucket's gradients."""
         self.gradients.untyped_storage().resize_(0)
 
-    def owned_gradient(self, stretch: Stretch, at: int) -> Tensor:
-        """The tensor that keeps the gradient of an owned stretch; `at` is its second value in `owned`."""
-        if self._kept is not None:
-            return self._kept[at : at + stretch.length]
-        return self.gradients[stretch.start : stretch.stop]
+    @property
+    def owned_gradients(self) -> Tensor:
+        """The tensor that keeps the gradients that this rank owns."""
+        return self.gradients[self.owned] if self._kept is None else self._kept
 
     def tensor(self, flat: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
         """A parameter's view, in `shape`, of the bucket's weights or gradients (`flat`)."""
@@ -75,16 +73,15 @@ class Shard:
         start, stop = self.bucket.part(name, self.owner)
         if start == stop:
             return None
-        first = self.bucket.starts[self.bucket.names.index(name)] + start
-        stretch, at = next((s, at) for s, at in self.owned if s.start <= first < s.stop)
-        within = slice(first - stretch.start, first - stretch.start + stop - start)
-        weight = self.weights[first : first + stop - start].view(shape)
-        gradient = self.owned_gradient(stretch, at)[within].view(shape)
+        first = self.bucket.starts[self.bucket.names.index(name)] + start - self.owned.start
+        within = slice(first, first + stop - start)
+        weight = self.weights[self.owned][within].view(shape)
+        gradient = self.owned_gradients[within].view(shape)
         if weight.dtype == self.master_dtype:
             return Piece(name, weight, gradient, None, placement.parameter, placement)
         if self._masters is None:
-            self._masters = self.weights.new_zeros(self.num_owned, dtype=self.master_dtype)
-        master = self._masters[at : at + stretch.length][within].view(shape)
+            self._masters = self.weights.new_zeros(self.bucket.num_owned, dtype=self.master_dtype)
+        master = self._masters[within].view(shape)
         return Piece(name, master, gradient, weight, placement.parameter, placement)
 
 

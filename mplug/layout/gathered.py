@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mplug.errors import UsageError
-from mplug.layout.placement import Box, Cut, Placement, facts_of
+from mplug.layout.placement import Box, Placement, facts_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,19 +77,6 @@ class GatheredPlacement(Placement):
                     )
                 )
         return tuple(found)
-
-    @cached_property
-    def cut_by(self) -> tuple[str, ...]:
-        """Mesh axes that cut a matrix, including the gathering axis if a rank keeps only some rows of a matrix."""
-        cut = super().cut_by
-        if len(self.dims) != 2 or self.axis in cut:
-            return cut
-        return (*cut, self.axis) if any(map(self._divides_rows, self.cuts[0])) else cut
-
-    def _divides_rows(self, cut: Cut) -> bool:
-        """Whether a boundary of rows falls inside a segment's part on some rank, not between parts or into padding."""
-        longest = cut.range_at(0)[1]  # padding is at the end
-        return (cut.offset // self.rows_each + 1) * self.rows_each < cut.offset + longest
 
     @cached_property
     def rows_each(self) -> int:

@@ -1,13 +1,13 @@
 """Which data-parallel rank owns which optimizer state and gradients (ZeRO, arXiv 1910.02054).
 
 A `Sharding` is data. A strategy computes it from the plan and the mesh. A bucket concatenates the local tensors of
-neighbouring parameters, and every rank owns some stretches of each bucket. From a sharding the host allocates weights
+neighbouring parameters, and every rank owns an equal part of each bucket. From a sharding the host allocates weights
 and gradients, and makes the pieces that the optimizer updates. Initialisation, the norm and checkpoints read only the
 placements of the pieces, which describe a flat range of a tensor as boxes, like any other part.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,27 +18,12 @@ from mplug.layout.placement import Box, Placement, facts_of
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Elements `start` to `stop` of a bucket; the `owner`-th of the ranks along the bucket's axes owns them."""
-
-    start: int
-    stop: int
-    owner: int
-
-    @property
-    def length(self) -> int:
-        """The number of elements."""
-        return self.stop - self.start
-
-
-@dataclass(frozen=True)
 class Bucket:
     """Flattened local tensors in one flat range: those of `names` begin at `starts` and have `sizes` elements.
 
     Elements between them, and after the last up to `length`, are padding. The ranks along the mesh axes `axes` hold the
-    same bucket, and each owns some of the `stretches`, which are in order. A rank owns at most one contiguous range of
-    a tensor. Without `stretches`, the ranks own `num_owners` equal parts, in order. `copied` are the other axes over
-    which the gradients are partial.
+    same bucket; they own `num_owners` equal parts of it, in order. A cut may fall inside a tensor. `copied` are the
+    other axes over which the gradients are partial.
     """
 
     names: tuple[str, ...]
@@ -46,55 +31,34 @@ class Bucket:
     sizes: tuple[int, ...]
     length: int
     axes: tuple[str, ...]
-    stretches: tuple[Stretch, ...] = ()
+    num_owners: int
     copied: tuple[str, ...] = ()
-    num_owners: int = 0
 
-    @cached_property
-    def last_owner(self) -> int:
-        """The largest number of an owner."""
-        return max((stretch.owner for stretch in self.stretches), default=self.num_owners - 1)
+    def __post_init__(self) -> None:
+        if self.num_owners < 1 or self.length % self.num_owners:
+            raise ValueError(
+                f"the bucket of '{self.names[0]}' has {self.length} elements, and num_owners={self.num_owners} does "
+                f"not divide it into equal parts"
+            )
 
-    def is_even(self, num_owners: int) -> bool:
-        """Whether the stretches divide the bucket into `num_owners` equal parts, one per owner, in order."""
-        each = self.length // num_owners
-        even = (Stretch(owner * each, (owner + 1) * each, owner) for owner in range(num_owners))
-        return num_owners == self.num_owners if not self.stretches else self.stretches == tuple(even)
+    @property
+    def num_owned(self) -> int:
+        """The number of elements that each owner owns."""
+        return self.length // self.num_owners
 
-    def of_owner(self, owner: int) -> Sequence[Stretch]:
-        """The stretches of an owner, in order."""
-        if self.stretches:
-            return self._of_owners.get(owner, ())
-        each = self.length // self.num_owners
-        return (Stretch(owner * each, (owner + 1) * each, owner),)
-
-    def owned(self, owner: int) -> list[tuple[Stretch, int]]:
-        """The stretches of an owner, each with its start when the owner's stretches are concatenated."""
-        found, end = [], 0
-        for stretch in self.of_owner(owner):
-            found.append((stretch, end))
-            end += stretch.length
-        return found
+    def owned(self, owner: int) -> slice:
+        """The elements of the bucket that the owner owns."""
+        return slice(owner * self.num_owned, (owner + 1) * self.num_owned)
 
     def part(self, name: str, owner: int) -> tuple[int, int]:
         """(start, stop): the elements of the flat tensor that the owner owns; (0, 0) if it owns none."""
-        first, size = self._places[name]
-        for stretch in self.of_owner(owner):
-            start, stop = max(stretch.start - first, 0), min(stretch.stop - first, size)
-            if start < stop:
-                return start, stop
-        return 0, 0
+        (first, size), own = self._places[name], self.owned(owner)
+        start, stop = max(own.start - first, 0), min(own.stop - first, size)
+        return (start, stop) if start < stop else (0, 0)
 
     @cached_property
     def _places(self) -> dict[str, tuple[int, int]]:
         return dict(zip(self.names, zip(self.starts, self.sizes, strict=True), strict=True))
-
-    @cached_property
-    def _of_owners(self) -> dict[int, list[Stretch]]:
-        found: dict[int, list[Stretch]] = {}
-        for stretch in self.stretches:
-            found.setdefault(stretch.owner, []).append(stretch)
-        return found
 
 
 @dataclass(frozen=True)
@@ -115,8 +79,7 @@ class Engine:
 class Sharding:
     """The buckets of a rank's parameters, in the order in which backward finishes them.
 
-    Each rank updates parameters outside all buckets as a whole. With `matrices`, every stretch consists of whole
-    matrices of a tensor, and a piece has the tensor's number of dimensions; otherwise a piece is flat. With
+    Each rank updates parameters outside all buckets as a whole. A piece of a parameter in a bucket is flat. With
     `transient`, a bucket's gradients have memory only from the time when backward needs it until they are summed, and
     then a rank keeps only those that it owns. A schedule that computes weight gradients outside of a backward pass
     cannot be used with `transient`.
@@ -130,17 +93,8 @@ class Sharding:
     """
 
     buckets: tuple[Bucket, ...]
-    matrices: bool = False
     transient: bool = False
     engine: Engine | None = None
-
-    def __post_init__(self) -> None:
-        for bucket in self.buckets:
-            if not bucket.stretches and (bucket.num_owners < 1 or bucket.length % bucket.num_owners):
-                raise ValueError(
-                    f"the bucket of '{bucket.names[0]}' has {bucket.length} elements and no stretches, and "
-                    f"num_owners={bucket.num_owners} does not divide it into equal parts"
-                )
 
     @cached_property
     def of(self) -> dict[str, Bucket]:
@@ -151,14 +105,13 @@ class Sharding:
         """The placement of the owned parts of a parameter whose unsharded placement is `whole`."""
         bucket = self.of[whole.name]
         ranks = math.prod(whole.mesh.axes[axis].size for axis in bucket.axes)
-        owners = bucket.last_owner + 1
-        if owners > ranks or (owners < ranks and not bucket.stretches):
+        if bucket.num_owners != ranks:
             raise ValueError(
-                f"the bucket of '{whole.name}' is for {owners} owners, and axes {listed(bucket.axes)} have "
+                f"the bucket of '{whole.name}' is for {bucket.num_owners} owners, and axes {listed(bucket.axes)} have "
                 f"{ranks} ranks"
             )
         by_owner = replace(whole, apart=(*whole.apart, *bucket.axes))
-        return ShardedPlacement(**facts_of(by_owner), whole=by_owner, bucket=bucket, flat=not self.matrices)
+        return ShardedPlacement(**facts_of(by_owner), whole=by_owner, bucket=bucket)
 
 
 @dataclass(frozen=True)
@@ -170,15 +123,13 @@ class FlatBox(Box):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedPlacement(Placement):
-    """The placement of a parameter whose optimizer state is sharded: each rank owns the bucket's stretch of `whole`.
+    """The placement of a parameter whose optimizer state is sharded: each rank owns a range of a flat tensor.
 
-    A rank that owns no element does not hold it. The local tensor is flat; if matrices stay whole (`flat` is False), it
-    is a range of rows of the local tensor of `whole`.
+    A rank that owns no element does not hold it.
     """
 
     whole: Placement
     bucket: Bucket
-    flat: bool
 
     def part(self, rank: int) -> tuple[int, int]:
         """(start, stop) of the rank's part of the flat local tensor."""
@@ -199,19 +150,15 @@ class ShardedPlacement(Placement):
         return replace(self, whole=self.whole.after_summing(axes))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of the part: [elements], or [rows, ...]."""
+        """The shape of the part: [elements]."""
         start, stop = self.part(rank)
-        shape = self.whole.local_shape(rank)
-        if self.flat or not shape:
-            return (stop - start,) if self.flat else ()
-        return ((stop - start) // math.prod(shape[1:]), *shape[1:])
+        return (stop - start,)
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
         """The boxes of the rank's part; `copies` and `partial` are limited to the ranks that own the same part."""
         start, stop = self.part(rank)
         shape = self.whole.local_shape(rank)
         strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-        first = (start // strides[0], *(0,) * len(shape[1:])) if shape else ()  # the first row of a matrix piece
         found: list[Box] = []
         for box in self.whole.boxes(rank) if start < stop else ():
             for part in flat_boxes(shape, start, stop):
@@ -219,12 +166,8 @@ class ShardedPlacement(Placement):
                     continue
                 where, length = cut
                 begin = tuple(s + w - o for s, w, o in zip(box.start, where, box.offset, strict=True))
-                if self.flat:
-                    at = sum(w * stride for w, stride in zip(where, strides, strict=True)) - start
-                    found.append(FlatBox(begin, length, (at,), box.copies, box.partial, strides))
-                else:
-                    offset = tuple(w - f for w, f in zip(where, first, strict=True))
-                    found.append(Box(begin, length, offset, box.copies, box.partial))
+                at = sum(w * stride for w, stride in zip(where, strides, strict=True)) - start
+                found.append(FlatBox(begin, length, (at,), box.copies, box.partial, strides))
         return tuple(found)
 
 

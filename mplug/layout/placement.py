@@ -217,11 +217,17 @@ class Placement:
         """Every combination of segments, with its copies and the groups over which its gradient is partial."""
         return tuple(self._region(cuts) for cuts in product(*self.cuts))
 
-    @cached_property
-    def cut_by(self) -> tuple[str, ...]:
-        """Mesh axes that cut a matrix, that is, a segment along one of the last two dimensions."""
-        cuts = (cut for dim in self.cuts[-2:] for cut in dim if len(self.dims) >= 2)
-        return tuple(dict.fromkeys(cut.axis for cut in cuts if cut.axis is not None and cut.each < cut.segment.count))
+    def sharing(self, num_dims: int) -> Grouping:
+        """The groups of ranks that hold parts and copies of the same blocks of the last `num_dims` dimensions.
+
+        A group spans every axis of the view but those that cut the dimensions before them, and all `stages`.
+        """
+        stacked = self.cuts[: max(0, len(self.shape) - num_dims)]
+        apart = {cut.axis for dim in stacked for cut in dim}
+        together: dict[str, int | tuple[int, ...]] = {
+            axis.name: 1 if axis.name in apart else axis.size for axis in self.view
+        }
+        return self._grouping(together)
 
     def after_summing(self, axes: Iterable[str]) -> Self:
         """The placement after the gradient has been summed over `axes`."""
@@ -258,14 +264,18 @@ class Placement:
 
     def _region(self, cuts: tuple[Cut, ...]) -> Region:
         """Copies have the same index along each axis that cuts. The gradients of a KV head's copies are partial."""
-        names, sizes = tuple(axis.name for axis in self.view), tuple(axis.size for axis in self.view)
-        together: dict[str, int | tuple[int, ...]] = dict(zip(names, sizes, strict=True))
+        together: dict[str, int | tuple[int, ...]] = {axis.name: axis.size for axis in self.view}
         together |= dict.fromkeys(self.apart, 1) | {cut.axis: cut.copies for cut in cuts if cut.axis}
+        summing = {*self.partial_axes, *(cut.axis for cut in cuts if cut.copies > 1)}
+        copies = self._grouping(together)
+        return Region(cuts, copies, copies.without(axis.name for axis in self.view if axis.name not in summing))
+
+    def _grouping(self, together: dict[str, int | tuple[int, ...]]) -> Grouping:
+        """Groups of ranks in the view that span `together` of each axis, and the stages that hold the parameter."""
         if len(self.stages) != together.get(self.stage_axis, 1):
             together[self.stage_axis] = self.stages if len(self.stages) > 1 else 1
-        summing = {*self.partial_axes, *(cut.axis for cut in cuts if cut.copies > 1)}
-        copies = Grouping(names, sizes, tuple(together[name] for name in names))
-        return Region(cuts, copies, copies.without(name for name in names if name not in summing))
+        names, sizes = tuple(axis.name for axis in self.view), tuple(axis.size for axis in self.view)
+        return Grouping(names, sizes, tuple(together[name] for name in names))
 
 
 def facts_of(placement: Placement) -> dict[str, Any]:

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mplug.config.binding import RunConfig
-from mplug.contracts.optimizer import Optimizer, Piece
+from mplug.contracts.optimizer import Optimizer, Piece, ShapedState, tensors_of
 from mplug.errors import UsageError, listed
 from mplug.model.engine import planned_pieces, refuse_incomplete_engine
 from mplug.model.generator_seeds import GeneratorSeeds, drawing_plugin
@@ -50,8 +49,7 @@ def choose_device(config: RunConfig) -> str:
 def build_model(run: Run) -> Model:
     """The model on the meta device: split into stages, placed, and with its slots filled.
 
-    Raises UsageError if the chosen plugins do not meet a need, or if the layout cuts matrices that the optimizer needs
-    whole.
+    Raises UsageError if the chosen plugins do not meet a need.
     """
     model, selection = _build_model(run)
     _refuse_unmet(run, selection.unmet)
@@ -79,19 +77,10 @@ def _refuse_unmet(run: Run, unmet: list[Unmet]) -> None:
 
 
 def _shard_states(run: Run, model: Model) -> None:
-    """Let a plugin shard the optimizer states; UsageError if a matrix is cut that the optimizer needs whole."""
-    trained = {name: placement for name, placement in model.placements.items() if placement.parameter.trainable}
-    cut = [(axis, name) for name, placement in trained.items() for axis in placement.cut_by]
-    shards = bool(run.hooks.implementers("shard_states"))
-    if not (cut or shards):  # building an optimizer takes longer than the other checks
-        return
-    needs = _optimizer_without_memory(run, model).needs
-    if cut and needs == "matrices":
-        _refuse_cut_matrices(run, cut)
-    if shards:
-        model.sharding = run.hooks.call.shard_states(run=run, model=model, needs=needs)
-        _refuse_states_of_frozen(run, model)
-        _refuse_transient_gradients(run, model)
+    """Let a plugin shard the optimizer states."""
+    model.sharding = run.hooks.call.shard_states(run=run, model=model)
+    _refuse_states_of_frozen(run, model)
+    _refuse_transient_gradients(run, model)
 
 
 def _refuse_states_of_frozen(run: Run, model: Model) -> None:
@@ -224,20 +213,6 @@ def _refuse_missing_entries(run: Run, model: Model) -> None:
             )
 
 
-def _refuse_cut_matrices(run: Run, cut: list[tuple[str, str]]) -> NoReturn:
-    """Raise the UsageError for `cut`: pairs (axis, parameter) such that the axis cuts a matrix of the parameter."""
-    (axis, name), (optimizer,) = cut[0], run.hooks.implementers("build_optimizer")
-    raise UsageError(
-        f"{optimizer} needs whole matrices, and {axis}={run.mesh.axes[axis].size} cuts '{name}'; "
-        f"use a layout without {listed(dict.fromkeys(axis for axis, _ in cut))}, or another optimizer"
-    )
-
-
-def _optimizer_without_memory(run: Run, model: Model) -> Optimizer:
-    """The optimizer, built of tensors without memory; only its attributes are used."""
-    return states_without_memory(run, model)[0]
-
-
 def states_without_memory(run: Run, model: Model) -> tuple[Optimizer, list[Piece]]:
     """The optimizer and its pieces, of tensors without memory."""
     pieces, masters = [], run.precision.master_dtype
@@ -257,14 +232,14 @@ def refuse_unsavable(run: Run, optimizer: Optimizer, pieces: list[Piece]) -> Non
     """Raise UsageError if the optimizer keeps a state that no checkpoint can hold."""
     (label,) = run.hooks.implementers("build_optimizer")
     for piece in pieces:
-        for name, tensor in optimizer.state(piece).items():
+        for name, held in optimizer.state(piece).items():
             state = f"{label} keeps a state '{name}' of '{piece.name}'"
             if name == "weight":
                 raise UsageError(f"{state}: in a checkpoint, this name is the weight's; rename the state")
-            if tensor.shape not in ((), piece.master.shape):
+            if not isinstance(held, ShapedState) and held.shape not in ((), piece.master.shape):
                 raise UsageError(
-                    f"{state} of shape {tuple(tensor.shape)}, and the weight has shape {tuple(piece.master.shape)}: "
-                    f"checkpoints hold only scalars and states of the weight's shape; use another optimizer"
+                    f"{state} of shape {tuple(held.shape)}, and the weight has shape {tuple(piece.master.shape)}: "
+                    f"a state of another shape must be a mplug.ShapedState; use another optimizer"
                 )
 
 
@@ -283,7 +258,7 @@ def gradient_dtype(run: Run, model: Model) -> torch.dtype:
     )
     if trainer.gradients != "auto" or precision.gradients == precision.masters or is_summed:
         return precision.master_dtype
-    accepts = _optimizer_without_memory(run, model).low_precision_gradients
+    accepts = states_without_memory(run, model)[0].low_precision_gradients
     return precision.gradient_dtype if accepts else precision.master_dtype
 
 
@@ -315,7 +290,7 @@ def measure_bytes(run: Run, model: Model) -> dict[str, int]:
         model.listen(gradients)
         pieces = make_pieces(model) if model.engine is None else planned_pieces(run, model)
         optimizer = build_optimizer(run, model, pieces)
-        states = [tensor for piece in pieces for tensor in optimizer.state(piece).values()]
+        states = [tensor for piece in pieces for tensor in tensors_of(optimizer.state(piece)).values()]
         kinds: dict[str, list[torch.Tensor]] = {
             "weights": [parameter for parameter in model.parameters().values() if parameter.requires_grad],
             "frozen weights": list(model.frozen.values()),

@@ -97,16 +97,6 @@ def joining_parts(x: Tensor, group: dist.ProcessGroup) -> Any:
     return _all_gather_single(x, own, group=group, async_op=True)
 
 
-def summing_onto(x: Tensor, group: dist.ProcessGroup, owner: int) -> Any:
-    """Reduce in place: on rank `owner` of the group, x becomes the sum of the ranks' x; elsewhere x is undefined."""
-    return dist.reduce(x, dist.get_global_rank(group, owner), group=group, async_op=True)
-
-
-def copying_from(x: Tensor, group: dist.ProcessGroup, owner: int) -> Any:
-    """Broadcast in place: x becomes that of rank `owner` of the group."""
-    return dist.broadcast(x, dist.get_global_rank(group, owner), group=group, async_op=True)
-
-
 def summing_all(x: Tensor, group: dist.ProcessGroup) -> Any:
     """All-reduce in place: x becomes the sum of the ranks' x."""
     return dist.all_reduce(x, group=group, async_op=True)

@@ -1,7 +1,7 @@
 """The position of a run: the samples and tokens that it has consumed, and how checkpoints save and load it."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mplug.checkpoint.boxes import Boxed, State, buffer_boxes, held_boxes, owned_boxes
+from mplug.checkpoint.boxes import Boxed, State, buffer_boxes, held_boxes, owned_boxes, state_boxes
 from mplug.checkpoint.folder import damaged
 from mplug.checkpoint.index import refuse_larger, weights_in
 from mplug.checkpoint.newest_valid import Chosen, choose
@@ -47,7 +47,9 @@ class Position:
         self.changes = Changes()
         self.history: list[dict[str, Any]] = []
         self.saver = Saver(run)
-        self.saver.expect(sum(tensor.nbytes for _, _, tensor in self._tensors()))
+        self.saver.expect(
+            sum(part.nbytes for boxed in self._state(held_boxes).values() for part in boxed.parts.values())
+        )
         self.stateful = _stateful(run)
 
     def save(self) -> None:
@@ -76,8 +78,7 @@ class Position:
             "varies": {label: printable(variance.reason) for label, variance in run.variances.items()},
             FINGERPRINT: self._fingerprint(),
         }
-        state = {name: owned_boxes(placement, tensor, run.rank) for name, placement, tensor in self._tensors()}
-        state |= buffer_boxes(self.parts.model, run.rank, owned_boxes)
+        state = self._state(owned_boxes) | buffer_boxes(self.parts.model, run.rank, owned_boxes)
         if run.rank == 0:
             state |= {name: Boxed(tuple(t.shape), {(0,) * t.dim(): t.clone()}) for name, t in tensors.items()}
         self.saver.save(state, {**facts, **plain})
@@ -103,8 +104,7 @@ class Position:
         self.history = [*map(dict, manifest.get("changes", [])), *self.changes.record(manifest["step"])]
         same_data(path, manifest, self._fingerprint(), self.changes)
         refuse_larger(f"checkpoint '{path}'", weights_in(opened.index.shapes), parts.model)
-        state: State = {name: held_boxes(placement, tensor, run.rank) for name, placement, tensor in self._tensors()}
-        state |= buffer_boxes(parts.model, run.rank, held_boxes)
+        state = self._state(held_boxes) | buffer_boxes(parts.model, run.rank, held_boxes)
         load(run, opened, state, self.saver.verified)
         write_weights(parts.pieces)
         parts.model.weights_written()
@@ -145,14 +145,18 @@ class Position:
         parts = dict(at_first(run, (part, state)))
         return merge([parts[part] for part in sorted(parts)]) if parts else {}
 
-    def _tensors(self) -> list[tuple[str, Placement, Tensor]]:
-        """(name in a checkpoint, placement, tensor) of every parameter's values and every piece's optimizer states."""
-        values = [(f"{one.name}/weight", one.placement, one.values) for one in self.parts.held()]
-        return values + [
-            (f"{piece.name}/{name}", piece.placement, tensor)
+    def _state(self, boxes_of: Callable[[Placement, Tensor, int], Boxed]) -> State:
+        """Every parameter's values and every piece's optimizer states, by the names in a checkpoint.
+
+        `boxes_of` is `held_boxes` to read them, or `owned_boxes` to write them.
+        """
+        rank, optimizer = self.run.rank, self.parts.optimizer
+        values = {f"{one.name}/weight": boxes_of(one.placement, one.values, rank) for one in self.parts.held()}
+        return values | {
+            f"{piece.name}/{name}": state_boxes(piece, state, rank, boxes_of)
             for piece in self.parts.pieces
-            for name, tensor in self.parts.optimizer.state(piece).items()
-        ]
+            for name, state in optimizer.state(piece).items()
+        }
 
 
 def _stateful(run: Run) -> dict[str, Stateful]:

@@ -1,7 +1,7 @@
 """One of torch's fused optimizers as an optimizer of pieces, on any device and without Triton."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,6 @@ class TorchOptimizer(Optimizer):
     returns the state of a piece before the first step, which torch's optimizer then updates in place. Torch reads the
     decay as a number, which would make the CPU wait for the device. So `decay` applies it in a pass before torch's.
     """
-
-    needs: Literal["elements"] = "elements"
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from mplug.contracts.optimizer import Optimizer, Piece
+from mplug.contracts.optimizer import Optimizer, Piece, tensors_of
 from mplug.errors import listed
 from mplug.model.build import states_without_memory
 from mplug.model.model import Model
@@ -39,7 +39,7 @@ def states_of(run: Run, model: Model, found: Match) -> States:
         first = found.checkpoint.tensors[found.sources(piece.name)[0]].states
         states[piece.name] = {
             name: SavedState(str(tensor.dtype).removeprefix("torch."), first[name])
-            for name, tensor in optimizer.state(piece).items()
+            for name, tensor in tensors_of(optimizer.state(piece)).items()
         }
     if not any(states.values()):
         return States(reason=f"the optimizer '{_optimizer_name(run)}' keeps no states")
@@ -52,7 +52,7 @@ def _obstacles(run: Run, found: Match, optimizer: Optimizer, piece: Piece) -> It
     The states with a value for each element must be the same, because optimizers with other states give a state of the
     same name another meaning (Adam's first moment is not Lion's).
     """
-    own = optimizer.state(piece)
+    own = tensors_of(optimizer.state(piece))
     shaped = {state for state, tensor in own.items() if tensor.dim() > 0}
     for name in found.sources(piece.name):
         held = found.checkpoint.tensors[name].states

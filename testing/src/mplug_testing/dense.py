@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mplug.contracts.optimizer import Piece, StepScalars
-from mplug.layout.mesh import Axis, Mesh
+from mplug.contracts.optimizer import Piece, StepScalars, tensors_of
+from mplug.layout.mesh import Axis, Mesh, contiguous
+from mplug.layout.ownership import Bucket, Sharding
 from mplug.layout.placement import Placement
 from mplug.layout.plan import Init, Parameter, Segment
+from mplug.model.assembler import Assembler
 from mplug.model.grouped_optimizer import single_optimizer
 from mplug.run.run import Run
 from mplug.tensors.random import key_of
@@ -70,20 +72,18 @@ def padding(device: str) -> tuple[Piece, int]:
     return Piece("padding", master, torch.zeros_like(master), None, parameter, placement), 3
 
 
-def halves(piece: Piece) -> list[Piece]:
-    """The halves of a piece's elements, as flat pieces whose tensors are views of the piece's.
-
-    A scalar has one half.
-    """
-    middle = piece.master.numel() // 2
-    return [
-        replace(piece, name=f"{piece.name} from {start}", master=master, gradient=gradient)
-        for start, master, gradient in (
-            (0, piece.master.flatten()[:middle], piece.gradient.flatten()[:middle]),
-            (middle, piece.master.flatten()[middle:], piece.gradient.flatten()[middle:]),
-        )
-        if master.numel()
-    ]
+def halves(pieces: list[Piece], rank: int) -> list[Piece]:
+    """What the first or the second of two ranks owns of pieces: flat views of their tensors, with such placements."""
+    mesh, found = Mesh.of([Axis("halves", 2, entries={"batch": contiguous})], 2), []
+    for piece in pieces:
+        numel = piece.master.numel()
+        bucket = Bucket((piece.name,), (0,), (numel,), numel + numel % 2, ("halves",), num_owners=2)
+        placement = Sharding((bucket,)).placed(replace(piece.placement, mesh=mesh))
+        if placement.holds(rank):
+            own = slice(*placement.part(rank))
+            master, gradient = (tensor.flatten()[own] for tensor in (piece.master, piece.gradient))
+            found.append(replace(piece, master=master, gradient=gradient, placement=placement))
+    return found
 
 
 def matrices(piece: Piece) -> Iterator[tuple[str, Where]]:
@@ -113,8 +113,10 @@ class Bench:
 
     def __init__(self, run: Run, pieces: list[Piece], subject: str = "pieces") -> None:
         self.run, self.pieces, self.subject = run, pieces, subject
+        placements = {piece.name: piece.placement for piece in pieces}
+        self.assembler = Assembler(run, placements, tuple(placements.values()))
         with naming_failures(f"building it of {subject}"):
-            self.optimizer = single_optimizer(run, pieces)
+            self.optimizer = single_optimizer(run, pieces, self.assembler)
 
     def scalars(
         self, lr: float = 1e-2, weight_decay: float = 0.1, scale: float = 1.0, skip: float = 0.0
@@ -125,7 +127,8 @@ class Bench:
         return StepScalars(*tensors)
 
     def step(self, number: int, gradient: Gradient = gradient_of, **scalars: float) -> None:
-        """Run an update with the gradients of a step; they depend only on its number."""
+        """Run an update with the gradients of a step; they depend only on its number. The run's first step is 1."""
+        self.run.step = number + 1
         for piece in self.pieces:
             piece.gradient.copy_(gradient(piece, number))
         with naming_failures(f"a step of {self.subject}"):
@@ -134,7 +137,7 @@ class Bench:
     def states(self) -> Iterator[tuple[Piece, str, Tensor]]:
         """(piece, name, tensor) of the optimizer's whole state."""
         for piece in self.pieces:
-            for name, tensor in self.optimizer.state(piece).items():
+            for name, tensor in tensors_of(self.optimizer.state(piece)).items():
                 yield piece, name, tensor
 
     def masters(self) -> dict[str, Tensor]:

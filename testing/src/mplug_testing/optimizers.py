@@ -15,6 +15,7 @@ An optimizer's author subclasses it in a test module, and writes a reference of 
 `dense.py` makes the pieces. `weights.py` checks who writes low-precision weights.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from unittest import SkipTest
@@ -75,7 +76,8 @@ class OptimizerSuite(WeightSuite):
     def reference(self, weight: "Tensor", steps: list[DenseStep], parameter: "Parameter", config: Any) -> "Tensor":
         """The weight after the steps, in fp64, written as plainly as possible; `config` is the plugin's config.
 
-        If the optimizer needs whole matrices, `weight` is one matrix: a segment of a fused weight, or an expert.
+        If the optimizer asks the assembler for the matrices of a parameter, `weight` is one of them: a segment of a
+        fused weight, or an expert.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define `reference`: the update, written as plainly as possible"
@@ -105,8 +107,8 @@ class OptimizerSuite(WeightSuite):
             require(isinstance(value, float), f"its Config needs a number '{field}', which the host's schedule scales")
 
     @smoke
-    def test_it_says_what_it_needs_and_is_built_without_memory(self) -> None:
-        """Before a run the host builds it without memory, to refuse layouts and to count bytes.
+    def test_it_is_built_without_memory(self) -> None:
+        """Before a run the host builds it without memory, to read its attributes and to count bytes.
 
         So building reads no values.
         """
@@ -119,8 +121,6 @@ class OptimizerSuite(WeightSuite):
             bench = dense.Bench(run, dense.make_pieces(run.device), "tensors without memory")
             with naming_failures("its state of tensors without memory"):
                 list(bench.states())
-        needs = getattr(bench.optimizer, "needs", None)
-        require(needs in ("elements", "matrices"), f"its `needs` is {needs!r}; it must be 'elements' or 'matrices'")
         for name in ("one_pass", "low_precision_gradients"):
             value = getattr(bench.optimizer, name)
             require(value in (True, False), f"its `{name}` is {value!r}; it must be True or False")
@@ -135,9 +135,9 @@ class OptimizerSuite(WeightSuite):
         before = {piece.name: piece.master.double() for piece in bench.pieces}
         for number, (lr, decay, scale) in enumerate(SCHEDULE):
             bench.step(number, lr=lr, weight_decay=decay, scale=scale)
-        whole = bench.optimizer.needs == "elements"
         for piece in bench.pieces:
-            for name, part in [(f"'{piece.name}'", (...,))] if whole else dense.matrices(piece):
+            is_asked = piece.name in bench.assembler.asked
+            for name, part in dense.matrices(piece) if is_asked else [(f"'{piece.name}'", (...,))]:
                 self._refuse_other_update(name, piece, part, before[piece.name][part])
 
     @smoke
@@ -263,23 +263,31 @@ class OptimizerSuite(WeightSuite):
 
     @smoke
     def test_state_is_what_checkpoints_can_hold(self) -> None:
-        """State consists of scalars and tensors of the piece's shape.
+        """State consists of scalars, tensors of the piece's shape, and `mplug.ShapedState`s with parts that fit.
 
         The name 'weight' is reserved for the weight itself.
         """
         import torch
 
-        for piece, name, tensor in self._bench().states():
+        from mplug.contracts.optimizer import ShapedState, tensors_of
+
+        bench = self._bench()
+        for piece, name, held in ((p, n, s) for p in bench.pieces for n, s in bench.optimizer.state(p).items()):
             state = f"the state '{name}' of '{piece.name}'"
-            require(isinstance(tensor, torch.Tensor), f"{state} is no tensor: {tensor!r}")
+            require(isinstance(held, torch.Tensor | ShapedState), f"{state} is no tensor: {held!r}")
             require(name != "weight", f"{state} has the name that checkpoints give to the weight; rename it")
-            fits = tensor.shape in ((), piece.master.shape)
+            for tensor in tensors_of({name: held}).values():
+                require(not tensor.requires_grad, f"{state} requires a gradient; it must not")
+            if isinstance(held, ShapedState):
+                numel = sum(part.numel() for part in held.parts.values())
+                require(held.writes, f"{state} is written by no rank; the only rank must write it")
+                require(numel == math.prod(held.shape), f"{state} has {numel} elements in parts of {held.shape}")
+                continue
             require(
-                fits,
-                f"{state} has shape {tuple(tensor.shape)}; it must have the piece's shape {tuple(piece.master.shape)}, "
-                f"or ()",
+                held.shape in ((), piece.master.shape),
+                f"{state} has shape {tuple(held.shape)}; it must have the piece's shape {tuple(piece.master.shape)}, "
+                f"or (), or be a mplug.ShapedState",
             )
-            require(not tensor.requires_grad, f"{state} requires a gradient; it must not")
 
     @smoke
     def test_state_is_live(self) -> None:
@@ -319,27 +327,30 @@ class OptimizerSuite(WeightSuite):
 
     @smoke
     def test_what_it_needs_is_enough(self) -> None:
-        """If it needs elements only, the halves of a piece can be updated separately."""
+        """The halves of a piece can be updated separately, unless it asks the assembler for the piece's matrices."""
         import mplug_testing.dense as dense
 
         one = self._bench()
-        if one.optimizer.needs != "elements":
-            raise SkipTest(f"'{self.plugin}' needs whole matrices")
-        pieces = dense.make_pieces(one.run.device)
-        cut = [half for piece in pieces for half in dense.halves(piece)]
-        other = dense.Bench(one.run, cut, "halves of pieces, although its needs are 'elements'")
+        pieces = [piece for piece in dense.make_pieces(one.run.device) if piece.name not in one.assembler.asked]
+        others = []
+        for rank in (0, 1):
+            run = self._run()
+            run.rank = rank
+            subject = "halves of pieces, for which it asks no assembler"
+            others.append(dense.Bench(run, dense.halves(pieces, rank), subject))
         for number in (1, 2):
             one.step(number)
             for piece in pieces:
                 piece.gradient.copy_(dense.gradient_of(piece, number))
-            other.step(number, lambda half, _: half.gradient)
+            for other in others:
+                other.step(number, lambda half, _: half.gradient)
         found = dense.apart(
-            one.masters(), {f"the weight '{piece.name}'": piece.master for piece in pieces}, self.tolerance
+            {f"the weight '{piece.name}'": piece.master for piece in pieces}, one.masters(), self.tolerance
         )
         require(
             not found,
-            f"its needs are 'elements', and {found} differs if its halves are updated separately; if an update reads a "
-            f"whole matrix, set needs to 'matrices'",
+            f"{found} differs if its halves are updated separately; if an update reads a whole matrix, ask the "
+            f"assembler for it (assembler.matrices)",
         )
 
     @smoke
@@ -369,12 +380,13 @@ class OptimizerSuite(WeightSuite):
         run = self._run()
         empty = dense.Bench(run, [], "no pieces, as on a rank without trained parameters")
         empty.step(1)
-        if empty.optimizer.needs == "elements":  # for "matrices", the host refuses layouts that cut a table
-            piece, run.rank = dense.padding(run.device)
-            bench = dense.Bench(run, [piece], "padding only")
-            for number in (1, 2):
-                bench.step(number, dense.times(0.0))
-            require(bool(piece.master.isfinite().all()), "padding, whose gradient is 0, becomes infinite or NaN")
+        piece, run.rank = dense.padding(run.device)
+        bench = dense.Bench(run, [piece], "padding only")
+        if piece.name in bench.assembler.asked:
+            return  # it would exchange parts with other ranks
+        for number in (1, 2):
+            bench.step(number, dense.times(0.0))
+        require(bool(piece.master.isfinite().all()), "padding, whose gradient is 0, becomes infinite or NaN")
 
     def test_a_layout_gives_the_weights_of_one_process(self, layout: str) -> None:
         """Weights, losses, gradients and norms are equal.

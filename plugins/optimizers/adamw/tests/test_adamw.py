@@ -5,10 +5,12 @@ from importlib.util import find_spec
 import pytest
 import torch
 from mplug_adamw import AdamW
+from mplug_adamw.rounded import rounded
 from torch import Tensor
 
 from mplug import Parameter
-from mplug_testing import DenseStep, OptimizerSuite
+from mplug.tensors.random import mix
+from mplug_testing import DenseStep, OptimizerSuite, dense
 
 
 class TestAdamW(OptimizerSuite):
@@ -34,6 +36,30 @@ class TestWithOtherMoments(TestAdamW):
 
 class TestWithoutAFirstMoment(TestWithOtherMoments):
     settings = {"optimizer.beta1": 0.0, "optimizer.eps": 1e-6}
+
+
+class TestWithMomentsInBF16(TestAdamW):
+    """The reference has exact moments; a rounding is at most 2^-7 of a moment."""
+
+    settings = {"optimizer.moments": "bf16", "optimizer.eps": 1e-3}
+    layouts = ("fsdp2tp2",)
+    tolerance = 0.03
+    checks_fields = False
+
+
+def test_stochastic_rounding_gives_a_neighbour_in_bf16_and_is_exact_on_average() -> None:
+    """Of both signs and many sizes, and of what bf16 has, nothing changes."""
+    values = dense.drawn((64,), "cpu", "x") * torch.logspace(-20, 20, 64)
+    draws = torch.arange(1 << 14)
+    found = rounded(values[:, None].expand(-1, len(draws)).contiguous(), mix(draws)).double()
+    down = (values.view(torch.int32) & -(1 << 16)).view(torch.float32).double()[:, None]
+    up = ((values.view(torch.int32) & -(1 << 16)) + (1 << 16)).view(torch.float32).double()[:, None]
+    assert bool(((found == down) | (found == up)).all())
+    share = (found.mean(dim=1) - down[:, 0]) / (up - down)[:, 0]
+    expected = (values.double() - down[:, 0]) / (up - down)[:, 0]
+    assert float((share - expected).abs().max()) < 0.02  # five standard errors of 16,384 draws
+    exact = values.bfloat16().float()
+    assert torch.equal(rounded(exact, mix(torch.arange(64))).float(), exact)
 
 
 @pytest.mark.gpu

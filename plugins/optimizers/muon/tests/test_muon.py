@@ -1,17 +1,18 @@
 """Muon over pieces: mplug's suite against Muon and AdamW in fp64, and torch.optim.Muon beside it."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from mplug_muon import Muon, hidden
-from mplug_muon.both import is_hidden_matrix
+from mplug_muon import Muon
+from mplug_muon.polynomials import POLYNOMIALS, orthogonalized, polynomials
+from mplug_muon.routing import is_hidden_matrix
 from scanning import HYBRID
 from torch import Tensor
 
-from mplug import Init, Parameter, UsageError
-from mplug.model.build import build_model
+from mplug import Init, Parameter, Placement, Segment
+from mplug.model import matrices
 from mplug.training.assembly import build
 from mplug_testing import DenseStep, OptimizerSuite, dense
 from mplug_testing.harness import tiny_run
@@ -21,8 +22,8 @@ HIDDEN = {"matrix", "wide matrix", "fused matrices", "matrix that does not decay
 
 class TestMuon(OptimizerSuite):
     plugin = "muon"
-    layouts = ("pp2", "zero2")
-    examples = {"tables": [[]]}
+    layouts = ("fsdp2tp2",)
+    examples = {"tables": [[]], "separate": [["heads"]]}
 
     def reference(self, weight: Tensor, steps: list[DenseStep], parameter: Parameter, config: Muon.Config) -> Tensor:
         is_hidden = weight.dim() == 2 and "vocab" not in parameter.axes
@@ -33,14 +34,15 @@ def muon(weight: Tensor, steps: list[DenseStep], config: Muon.Config) -> Tensor:
     """With a running sum of gradients, and the iteration's polynomial applied to singular values themselves."""
     rows, columns = weight.shape
     factor = {"original": max(1, rows / columns) ** 0.5, "match_rms_adamw": 0.2 * max(rows, columns) ** 0.5}
+    factor |= {"spectral": max(rows, columns) ** 0.5, "unit_rms_norm": (rows / columns) ** 0.5}
     momentum = torch.zeros_like(weight)
     for gradient, lr, decay in steps:
         momentum = config.momentum * momentum + gradient
         ahead = config.momentum * momentum + gradient if config.nesterov else momentum
         u, values, vh = torch.linalg.svd(ahead, full_matrices=False)
         values = values / values.norm()
-        for _ in range(config.num_iterations):
-            values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+        for a, b, c in polynomials(config.iteration, config.num_iterations):
+            values = a * values + b * values**3 + c * values**5
         weight = (1 - lr * decay) * weight - lr * factor[config.scale] * (u * values) @ vh
     return weight
 
@@ -72,7 +74,60 @@ class TestWithoutNesterov(TestMuon):
 
     @pytest.fixture(autouse=True)
     def _one_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(hidden, "BATCH", 1)
+        monkeypatch.setattr(matrices, "BATCH", 1)
+
+
+class TestPolarExpress(TestMuon):
+    settings = {"optimizer.iteration": "polar_express", "optimizer.num_iterations": 9, "optimizer.scale": "spectral"}
+    layouts = ()
+
+
+class TestQuintic(TestMuon):
+    settings = {"optimizer.iteration": "quintic", "optimizer.num_iterations": 6, "optimizer.scale": "unit_rms_norm"}
+    layouts = ()
+
+
+@pytest.mark.parametrize(
+    ("iteration", "number", "low", "high"),
+    [
+        ("newton_schulz", 5, 0.68, 1.21),
+        ("quintic", 5, 0.75, 1.25),
+        ("polar_express", 5, 0.85, 1.14),
+        ("polar_express", 9, 0.9999, 1.0001),
+    ],
+)
+def test_an_iteration_brings_singular_values_near_one(iteration: str, number: int, low: float, high: float) -> None:
+    """Those between 0.005 and 1, in fp64, with the singular vectors of the matrix."""
+    values = torch.logspace(-2.3, 0, 24, dtype=torch.float64)
+    u, v = (torch.linalg.qr(dense.drawn((32, 24), "cpu", word).double())[0] for word in "uv")
+    x = (u * values @ v.T)[None]
+    found = orthogonalized(x, iteration, number)[0]
+    singular = u.T @ found @ v
+    torch.testing.assert_close(singular, singular.diagonal().diag(), rtol=0, atol=1e-9)
+    assert low <= float(singular.diagonal().min()) <= float(singular.diagonal().max()) <= high
+
+
+def test_the_polynomials_of_keller_jordan_are_those_of_torch() -> None:
+    (own,) = POLYNOMIALS["newton_schulz"][1]
+    assert own == torch.optim.Muon([torch.nn.Parameter(torch.zeros(2, 2))]).defaults["ns_coefficients"]
+
+
+def test_each_head_is_a_matrix_of_its_own_if_the_config_says_so() -> None:
+    """A step with separate heads is the step of a weight whose heads are segments, in the plan."""
+
+    def stepped(separate: list[str], parameter: Parameter, shape: tuple[int, ...]) -> Tensor:
+        run = tiny_run({"optimizer.name": "muon", "optimizer.separate": separate})
+        piece = dense.make_pieces("cpu")[2]
+        placement = Placement("fused", parameter, shape, piece.placement.mesh)
+        bench = dense.Bench(run, [replace(piece, name="fused", parameter=parameter, placement=placement)])
+        bench.step(1)
+        return piece.master
+
+    parameter, shape = dense.PARAMETERS["fused matrices"]
+    heads = tuple(Segment("rows", 1, 4) for _ in range(8))
+    alone = stepped([], replace(parameter, dims=(heads, "embed")), shape)
+    assert torch.equal(stepped(["heads", "kv_heads"], parameter, shape), alone)
+    assert not torch.equal(stepped([], parameter, shape), alone)
 
 
 @pytest.mark.gpu
@@ -142,12 +197,6 @@ def test_the_rows_of_a_short_convolution_are_separate_and_decays_are_no_matrices
     assert {"A_log", "dt_bias", "D"} <= undecayed
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2pp2"])
-def test_a_layout_that_cuts_matrices_is_refused_before_launch(layout: str) -> None:
-    with pytest.raises(UsageError, match=r"muon needs whole matrices, and tp=2 cuts '.*use a layout without tp"):
-        build_model(tiny_run({"optimizer.name": "muon", "parallel.layout": layout}))
-
-
 def test_biases_of_experts_are_stacked_vectors_and_no_matrices() -> None:
     init = Init("constant")
     shapes = {
@@ -157,5 +206,25 @@ def test_biases_of_experts_are_stacked_vectors_and_no_matrices() -> None:
         ("router_expert", "embed"): True,
     }
     for dims, is_matrix in shapes.items():
-        piece: Any = SimpleNamespace(parameter=Parameter(dims, init))
-        assert is_hidden_matrix(piece, ("vocab", "positions", "conv")) is is_matrix, dims
+        assert is_hidden_matrix(Parameter(dims, init), ("vocab", "positions", "conv")) is is_matrix, dims
+
+
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+def test_in_fp64_weights_are_those_of_torchs_muon(scale: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's own iteration in fp64, which it otherwise computes in bf16."""
+    run = tiny_run({"optimizer.name": "muon", "optimizer.scale": scale, "trainer.precision": "fp64"})
+    pieces = [piece for piece in dense.make_pieces("cpu") if piece.name in {"matrix", "wide matrix"}]
+    for piece in pieces:
+        piece.master, piece.gradient = piece.master.double(), piece.gradient.double()
+    bench = dense.Bench(run, pieces)
+    copies = [torch.nn.Parameter(piece.master.clone()) for piece in pieces]
+    lr, decay = (float(torch.tensor(value)) for value in (1e-2, 0.1))
+    torchs = torch.optim.Muon(copies, lr=lr, weight_decay=decay, momentum=0.95, nesterov=True, adjust_lr_fn=scale)
+    monkeypatch.setattr(Tensor, "bfloat16", lambda x: x)
+    for number in (1, 2, 3):
+        bench.step(number, lr=1e-2, weight_decay=0.1)
+        for copy, piece in zip(copies, pieces, strict=True):
+            copy.grad = dense.gradient_of(piece, number).double()
+        torchs.step()
+    for copy, piece in zip(copies, pieces, strict=True):
+        torch.testing.assert_close(piece.master, copy.detach(), rtol=1e-10, atol=1e-10)

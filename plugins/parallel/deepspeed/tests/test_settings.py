@@ -116,7 +116,6 @@ BAD = {
     "zero2deepspeed2": "parallel/zero and parallel/deepspeed both shard the optimizer state",
     "deepspeed2 parallel.deepspeed.stage=4": "parallel.deepspeed.stage",
     "deepspeed2 trainer.precision=fp64": "computes in fp32, bf16 or fp16",
-    "deepspeed2 optimizer.name=muon": "needs whole matrices",
     "deepspeed2 parallel.deepspeed.stage=3 model.frozen=[embedding]": "'embedding.token.weight' is frozen",
     "deepspeed2 parallel.deepspeed.offload_param=true": "offload_param=true needs stage 3, and the stage is 1",
     "deepspeed2 trainer.graphs=true": "trainer.graphs",
@@ -208,8 +207,8 @@ def test_the_engine_of_a_strategy_is_refused_without_a_stepper_or_with_a_missing
 
     class Forgetful(mplug_deepspeed.DeepSpeed):
         @hookimpl
-        def shard_states(self, run: Any, model: Any, needs: str) -> Any:
-            sharding = super().shard_states(run, model, needs)
+        def shard_states(self, run: Any, model: Any) -> Any:
+            sharding = super().shard_states(run, model)
             bucket = sharding.buckets[0]
             kept = replace(bucket, names=bucket.names[1:], starts=bucket.starts[1:], sizes=bucket.sizes[1:])
             return replace(sharding, buckets=(kept,))

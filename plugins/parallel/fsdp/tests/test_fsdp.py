@@ -244,7 +244,6 @@ def test_weights_are_gathered_around_compiled_units_of_one_graph_each() -> None:
 
 OFFLOAD = "parallel.fsdp.cpu_offload=true"
 REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
-    ("fsdp2 optimizer.name=muon", {}, ("needs whole matrices", "fsdp=2 cuts", "without fsdp", "another optimizer")),
     (
         f"dp2fsdp2 {OFFLOAD}",
         {},

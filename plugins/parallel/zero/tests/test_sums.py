@@ -8,11 +8,9 @@ import torch
 from mplug_zero import sums
 from torch import Tensor
 
-from mplug.layout.ownership import Stretch
-
 
 def test_sums_in_another_dtype_return_to_the_gradients_that_they_are_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The owners add 1 to every element, and the ranks with copies double it: of two owned stretches, 3 and 5 long."""
+    """The owners add 1 to every element, and the ranks with copies double it."""
 
     def adding(x: Tensor, group: Any) -> Any:
         x.add_(1)
@@ -25,17 +23,12 @@ def test_sums_in_another_dtype_return_to_the_gradients_that_they_are_of(monkeypa
     monkeypatch.setattr(sums, "summing_parts", adding)
     monkeypatch.setattr(sums, "summing_all", doubling)
     gradients, checked = torch.arange(8, dtype=torch.float32), SimpleNamespace(check=lambda: None)
-    owned = [(Stretch(0, 3, 0), 0), (Stretch(3, 8, 0), 3)]
     lane = SimpleNamespace(
-        shard=SimpleNamespace(
-            gradients=gradients, bucket=SimpleNamespace(is_even=lambda _: True), owned=owned, transient=False
-        ),
+        shard=SimpleNamespace(gradients=gradients, owned=slice(0, 8), owned_gradients=gradients, transient=False),
         groups=SimpleNamespace(owners=SimpleNamespace(size=lambda: 1), copies=object()),
         exchanges=[checked, checked],
-        owned=[gradients[:3], gradients[3:]],
         num_sums=1,
     )
-    for works in sums._journey(cast(Any, lane), torch.float64, True):
-        for work in works:
-            work.wait()
+    for work in sums._journey(cast(Any, lane), torch.float64, True):
+        work.wait()
     assert gradients.tolist() == [2.0 * (number + 1) for number in range(8)]

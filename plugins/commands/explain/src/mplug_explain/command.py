@@ -66,7 +66,7 @@ def command(rank: int, schedule: bool, svg: "Path | None", **options: Any) -> No
         ("Mixed outside of slots", _mixing(model)),
         (f"Parameters of rank {rank}", _placements(run, model, rank)),
         *([("Gathered for each pass", gathered)] if (gathered := _gathered(run, model)) else []),
-        *([(f"Sharded over ranks, with the part of rank {rank}", _shards(run, model))] if _is_sharded(model) else []),
+        *([(f"Sharded over ranks, with the part of rank {rank}", _shards(model))] if _is_sharded(model) else []),
         ("A step", _step(run, model)),
         *([("Published form", published)] if (published := _published(run)) else []),
         (f"Bytes of rank {rank}", _bytes(run, model)),
@@ -333,14 +333,13 @@ def _is_sharded(model: "Model") -> bool:
     return model.sharding is not None and bool(model.sharding.buckets)
 
 
-def _shards(run: "Run", model: "Model") -> str:
+def _shards(model: "Model") -> str:
     """A table of the sharded optimizer state: for each set of axes, the buckets and this rank's elements."""
     assert model.sharding is not None
     rows = []
     for axes, copied in dict.fromkeys((bucket.axes, bucket.copied) for bucket in model.sharding.buckets):
         buckets = [bucket for bucket in model.sharding.buckets if (bucket.axes, bucket.copied) == (axes, copied)]
-        owner = run.mesh.number(run.rank, axes)
-        own = sum(stretch.length for bucket in buckets for stretch, _ in bucket.owned(owner))
+        own = sum(bucket.num_owned for bucket in buckets)
         names, elements = sum(len(bucket.names) for bucket in buckets), sum(bucket.length for bucket in buckets)
         counts = (len(buckets), names, f"{elements:,}")
         rows.append((", ".join(axes), ", ".join(copied) or "-", *counts, f"{own:,}"))

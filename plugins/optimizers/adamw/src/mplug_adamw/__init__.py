@@ -1,7 +1,12 @@
 """AdamW (arXiv 1711.05101) over pieces: in one pass over memory on a GPU, by torch's implementation elsewhere."""
 
+from typing import TYPE_CHECKING
+
 from mplug import Optimizer, Piece, hookimpl
 from mplug_adamw.config import AdamWConfig
+
+if TYPE_CHECKING:
+    from mplug import Run
 
 
 class AdamW:
@@ -16,8 +21,12 @@ class AdamW:
         self.config = config
 
     @hookimpl
-    def build_optimizer(self, pieces: list[Piece]) -> Optimizer:
+    def build_optimizer(self, run: "Run", pieces: list[Piece]) -> Optimizer:
         """An optimizer of these pieces."""
+        if self.config.moments == "bf16":
+            from mplug_adamw.rounded import RoundedAdamW
+
+            return RoundedAdamW(run, pieces, self.config)
         from mplug_adamw.implementation import optimizer_of
 
         return optimizer_of(pieces, self.config)

@@ -1,5 +1,7 @@
 """The config of AdamW."""
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -15,3 +17,8 @@ class AdamWConfig(BaseModel):
     beta1: float = Field(0.9, ge=0, lt=1, description="decay rate of the first moment")
     beta2: float = Field(0.95, ge=0, lt=1, description="decay rate of the second moment")
     eps: float = Field(1e-8, gt=0, allow_inf_nan=False, description="added to the square root of the second moment")
+    moments: Literal["masters", "bf16"] = Field(
+        "masters",
+        description="format of both moments: masters: that of the master weights; bf16: rounded stochastically, which "
+        "saves half of the memory of fp32 moments",
+    )

@@ -5,7 +5,7 @@ the gradient is in bf16.
 """
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -34,7 +34,6 @@ class OnePassAdamW(Optimizer):
     The tensors of a piece must be contiguous and must not move in memory: the first step records their addresses.
     """
 
-    needs: Literal["elements"] = "elements"
     one_pass = True
     low_precision_gradients = True
 

@@ -1,7 +1,7 @@
 """Lion (algorithm 2 of arXiv 2302.06675) by torch's foreach operations."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,8 +17,6 @@ GROUP = 1 << 26
 
 class ForeachLion(Optimizer):
     """Updates pieces group by group; gradients are scratch memory, and directions are freed after each group."""
-
-    needs: Literal["elements"] = "elements"
 
     def __init__(self, pieces: list[Piece], config: "LionConfig") -> None:
         self._config = config

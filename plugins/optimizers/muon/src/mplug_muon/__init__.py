@@ -1,4 +1,4 @@
-"""Muon over pieces: updates hidden matrices by orthogonalised momentum and everything else by AdamW."""
+"""Muon: updates hidden matrices by orthogonalised momentum and everything else by AdamW."""
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -6,11 +6,11 @@ from mplug import Optimizer, Piece, hookimpl
 from mplug_muon.config import MuonConfig
 
 if TYPE_CHECKING:
-    from mplug import Run
+    from mplug import Assembler
 
 
 class Muon:
-    """Muon (kellerjordan.github.io/posts/muon; arXiv 2502.16982), which needs whole matrices."""
+    """Muon (kellerjordan.github.io/posts/muon; arXiv 2502.16982), under every layout."""
 
     Config = MuonConfig
 
@@ -24,8 +24,8 @@ class Muon:
         self.config = config
 
     @hookimpl
-    def build_optimizer(self, run: "Run", pieces: list[Piece]) -> Optimizer:
+    def build_optimizer(self, pieces: list[Piece], assembler: "Assembler") -> Optimizer:
         """An optimizer of these pieces."""
         from mplug_muon.both import MuonAndAdamW
 
-        return MuonAndAdamW(pieces, run.rank, self.config)
+        return MuonAndAdamW(pieces, assembler, self.config)

@@ -22,12 +22,23 @@ class MuonConfig(BaseModel):
     nesterov: bool = Field(
         True, description="Nesterov momentum: orthogonalise the momentum after one more decayed step"
     )
-    scale: Literal["original", "match_rms_adamw"] = Field(
+    scale: Literal["original", "match_rms_adamw", "spectral", "unit_rms_norm"] = Field(
         "match_rms_adamw",
         description="factor of a matrix's update: original: sqrt(max(1, rows / columns)); match_rms_adamw: "
-        "0.2 sqrt(max(rows, columns)), which fits the learning rates and decays of AdamW",
+        "0.2 sqrt(max(rows, columns)), which fits the learning rates and decays of AdamW; spectral: "
+        "sqrt(max(rows, columns)); unit_rms_norm: sqrt(rows / columns)",
     )
-    num_iterations: int = Field(5, ge=1, le=20, description="Newton-Schulz iterations")
+    iteration: Literal["newton_schulz", "quintic", "polar_express"] = Field(
+        "newton_schulz",
+        description="polynomials that orthogonalise a matrix: newton_schulz: one for every iteration; quintic, "
+        "polar_express (arXiv 2505.16932): another one for each, which brings singular values nearer to 1",
+    )
+    num_iterations: int = Field(5, ge=1, le=20, description="iterations of the polynomials")
+    separate: Annotated[tuple[str, ...], AfterValidator(distinct)] = Field(
+        (),
+        description="named axes of rows whose items are matrices of their own: [heads, kv_heads] orthogonalises the "
+        "queries, keys and values of each head separately",
+    )
     tables: Annotated[tuple[str, ...], AfterValidator(distinct)] = Field(
         ("vocab", "positions", "conv"),
         description="named axes of look-up tables, output heads and short convolutions, whose rows are separate "

@@ -48,11 +48,11 @@ class DeepSpeed:
         return Variance(reason, tolerance, sums=(AXIS,) if config.parallel.degrees[AXIS] > 1 else ())
 
     @hookimpl
-    def shard_states(self, run: "Run", model: "Model", needs: str) -> Sharding:
+    def shard_states(self, run: "Run", model: "Model") -> Sharding:
         """The partitions of DeepSpeed, as data; refuses what its engine cannot do, and contradictions with the file."""
         from mplug_deepspeed.fit import sharding_of
 
-        return sharding_of(run, model, needs, Settings.read(self.config))
+        return sharding_of(run, model, Settings.read(self.config))
 
     @hookimpl
     def wrap_model(self, run: "Run", model: "Model") -> None:

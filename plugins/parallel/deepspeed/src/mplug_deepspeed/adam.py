@@ -1,6 +1,6 @@
 """DeepSpeed's Adam operators as optimizers of pieces. Their states have the names and the meaning of AdamW's."""
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -74,8 +74,6 @@ class CPUAdam(FusedAdam):
 
 class AdamOfPieces(Optimizer):
     """One of DeepSpeed's Adam classes over the masters of pieces. The CPU reads in every step whether it is skipped."""
-
-    needs: Literal["elements"] = "elements"
 
     def __init__(self, pieces: "list[Piece]", config: AdamConfig, kind: str) -> None:
         import torch

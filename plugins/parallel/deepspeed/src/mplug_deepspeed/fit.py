@@ -42,15 +42,9 @@ def refuse_rivals(config: "RunConfig") -> None:
             )
 
 
-def sharding_of(run: "Run", model: "Model", needs: str, settings: "Settings") -> Sharding:
+def sharding_of(run: "Run", model: "Model", settings: "Settings") -> Sharding:
     """The partitions that DeepSpeed makes on this rank's parameters; UsageError if its engine cannot run the model."""
     _refuse_precision(run)
-    if needs != "elements":
-        (optimizer,) = run.hooks.implementers("build_optimizer")
-        raise UsageError(
-            f"{optimizer} needs whole matrices, and DeepSpeed divides them among ranks; use another optimizer, or a "
-            f"layout without '{AXIS}'"
-        )
     settings.checked(run)
     if run.groups is None and settings.raw:
         refuse_invalid(run, settings)

@@ -40,11 +40,11 @@ class ZeRO:
         return Variance(f"gradients are rounded to {word} and summed over ranks in {word}", tolerance, sums=("zero",))
 
     @hookimpl
-    def shard_states(self, run: "Run", model: "Model", needs: str) -> Sharding | None:
-        """Give each rank an equal range of every bucket, or whole matrices of about equal total size."""
+    def shard_states(self, run: "Run", model: "Model") -> Sharding | None:
+        """Give each rank an equal range of every bucket."""
         from mplug_zero.layout import sharding_of
 
-        return sharding_of(run, model, needs, self.config)
+        return sharding_of(run, model, self.config)
 
     @hookimpl
     def wrap_model(self, run: "Run", model: "Model") -> None:

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mplug import GradientSink, Shard, ops
-from mplug.ops.transfers import summing_all, summing_onto, summing_parts
+from mplug.ops.transfers import summing_all, summing_parts
 from mplug_zero.groups import Pair, exchange_of
 
 
@@ -20,8 +19,7 @@ from mplug_zero.groups import Pair, exchange_of
 class Lane:
     """The state of a bucket in a step: its memory, its groups and its sinks.
 
-    `num_missing` counts the sinks that it still waits for, `num_sums` the sums begun in this step. `owned` are this
-    rank's gradients.
+    `num_missing` counts the sinks that it still waits for, `num_sums` the sums begun in this step.
     """
 
     shard: Shard
@@ -29,18 +27,17 @@ class Lane:
     sinks: list[GradientSink]
     num_missing: int = 0
     num_sums: int = 0
-    owned: list[Tensor] = field(default_factory=list)
     exchanges: list[ops.Exchange] = field(default_factory=list)
     """Those of the sum over the owners and of the sum over the ranks with copies."""
 
     def __post_init__(self) -> None:
-        parts = [ops.Item(str(self.shard.bucket.names), (one.length,), (one.start,)) for one, _ in self.shard.owned]
+        bucket = self.shard.bucket
+        part = ops.Item(str(bucket.names), (bucket.num_owned,), (self.shard.owned.start,))
         self.exchanges = [
             exchange_of("gradients onto their owners", self.shard, self.groups.owners),
-            ops.Exchange("gradients that ranks own", self.groups.copies, parts),
+            ops.Exchange("gradients that ranks own", self.groups.copies, [part]),
         ]
         self.num_missing = len(self.sinks)
-        self.owned = [self.shard.owned_gradient(stretch, at) for stretch, at in self.shard.owned]
 
 
 class Sums:
@@ -63,8 +60,8 @@ class Sums:
             return
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for works in journey:
-                _wait(works)
+            for work in journey:
+                work.wait()
             self._under_way.append((lane, self._stream.record_event()))
 
     def end(self, but: int = 0) -> None:
@@ -72,44 +69,34 @@ class Sums:
         while len(self._under_way) > but:
             lane, rest = self._under_way.popleft()
             if self._stream is None:
-                works, journey = rest
-                _wait(works)
-                for works in journey:
-                    _wait(works)
+                work, journey = rest
+                work.wait()
+                for work in journey:
+                    work.wait()
             else:
                 torch.cuda.current_stream().wait_event(rest)
             if lane.shard.transient:
                 lane.shard.release()
 
 
-def _wait(works: list[Any]) -> None:
-    for work in works:
-        work.wait()
+def _journey(lane: Lane, dtype: torch.dtype, last: bool) -> Iterator[Any]:
+    """Sum a bucket step by step: each `yield` returns a collective to wait for before the generator is resumed.
 
-
-def _journey(lane: Lane, dtype: torch.dtype, last: bool) -> Iterator[list[Any]]:
-    """Sum a bucket step by step: each `yield` returns collectives to wait for before the generator is resumed.
-
-    First it reduces the bucket onto its owners: one reduce-scatter of equal parts, or one reduce per stretch. The
-    result is copied to the owned gradients; a transient bucket adds it, except for the first sum of a step. For the
-    last sum of a step, it then all-reduces the owned gradients over the ranks with copies.
+    First it reduce-scatters the bucket onto its owners. The result is copied to the owned gradients; a transient bucket
+    adds it, except for the first sum of a step. For the last sum of a step, it then all-reduces the owned gradients
+    over the ranks with copies.
     """
     shard, group = lane.shard, lane.groups.owners
     assert group is not None
     lane.exchanges[0].check()
     flat = shard.gradients.to(dtype)  # no copy if it has that dtype
-    if shard.bucket.is_even(group.size()):
-        yield [summing_parts(flat, group)]
-    else:
-        yield [summing_onto(flat[one.start : one.stop], group, one.owner) for one in shard.bucket.stretches]
-    for own, (stretch, _) in zip(lane.owned, shard.owned, strict=True):
-        arrived = flat[stretch.start : stretch.stop]
-        if own.data_ptr() != arrived.data_ptr():
-            _ = own.copy_(arrived) if lane.num_sums == 1 or not shard.transient else own.add_(arrived)
+    yield summing_parts(flat, group)
+    own, arrived = shard.owned_gradients, flat[shard.owned]
+    if own.data_ptr() != arrived.data_ptr():
+        _ = own.copy_(arrived) if lane.num_sums == 1 or not shard.transient else own.add_(arrived)
     if last and lane.groups.copies is not None:
         lane.exchanges[1].check()
-        totals = [own.to(dtype) for own in lane.owned]
-        yield [summing_all(total, lane.groups.copies) for total in totals]
-        for own, total in zip(lane.owned, totals, strict=True):
-            if total is not own:
-                own.copy_(total)
+        total = own.to(dtype)
+        yield summing_all(total, lane.groups.copies)
+        if total is not own:
+            own.copy_(total)

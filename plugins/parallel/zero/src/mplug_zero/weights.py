@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mplug import Model, Shard, WeightExchange
-from mplug.ops.transfers import copying_from, joining_parts
+from mplug.ops.transfers import joining_parts
 from mplug_zero.groups import Axes, Pair, exchange_of, group_of
 
 
@@ -17,7 +17,7 @@ class Weights:
         self.exchanges = [
             exchange_of("weights from their owners", one, group_of(groups, one.bucket).owners) for one in self.shards
         ]
-        self.under_way: dict[int, list[Any]] = {}
+        self.under_way: dict[int, Any] = {}
         self.at_once: tuple[int, ...] = ()
         model.exchanges.append(WeightExchange(begin=self.gather, wait=self.settle))
         if overlap:
@@ -31,13 +31,10 @@ class Weights:
             self.under_way[number] = self._begin(self.shards[number])
         self.wait(*(self.at_once if self.overlap else tuple(self.under_way)))
 
-    def _begin(self, shard: Shard) -> list[Any]:
-        bucket, group = shard.bucket, group_of(self.groups, shard.bucket).owners
+    def _begin(self, shard: Shard) -> Any:
+        group = group_of(self.groups, shard.bucket).owners
         assert group is not None
-        if bucket.is_even(group.size()):
-            return [joining_parts(shard.weights, group)]
-        stretches = bucket.stretches
-        return [copying_from(shard.weights[one.start : one.stop], group, one.owner) for one in stretches]
+        return joining_parts(shard.weights, group)
 
     def settle(self) -> None:
         """Wait for all buckets."""
@@ -46,7 +43,8 @@ class Weights:
     def wait(self, *numbers: int) -> None:
         """Wait (on a GPU, let the stream wait) for the buckets with these numbers."""
         for number in numbers:
-            for work in self.under_way.pop(number, ()):
+            work = self.under_way.pop(number, None)
+            if work is not None:
                 work.wait()
 
     def _let_units_wait(self, model: Model) -> None:

@@ -7,12 +7,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from mplug import Piece, hookimpl
 
 if TYPE_CHECKING:
-    from mplug import Run
+    from mplug import Assembler
     from nova_orthon.muon import Muon
 
 
 class Orthon:
-    """Muon, which needs whole matrices."""
+    """Muon, which needs whole matrices and has them from the host."""
 
     class Config(BaseModel):
         """Learning rate, decay and momenta."""
@@ -36,8 +36,8 @@ class Orthon:
         self.config = config
 
     @hookimpl
-    def build_optimizer(self, run: "Run", pieces: list[Piece]) -> "Muon":
+    def build_optimizer(self, pieces: list[Piece], assembler: "Assembler") -> "Muon":
         """An optimizer of these pieces."""
         from nova_orthon.muon import Muon
 
-        return Muon(pieces, run.rank, self.config)
+        return Muon(pieces, assembler, self.config)

@@ -1,20 +1,21 @@
 """The update. O rows and I columns of a matrix."""
 
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from mplug import Optimizer, Piece, StepScalars
+from mplug import Optimizer, Parameter, Piece, StepScalars
 
 if TYPE_CHECKING:
+    from mplug import Assembler
     from nova_orthon import Orthon
 
 State = dict[str, Tensor]
 
 
 class Rule(Protocol):
-    """How a piece is updated."""
+    """How a piece is updated, element by element."""
 
     state: State
 
@@ -22,25 +23,17 @@ class Rule(Protocol):
         """(the direction of descent, the state afterwards); nothing is changed."""
 
 
-class OrthogonalMomentum:
-    """Muon (Jordan et al. 2024) with Nesterov's momentum, scaled as in arXiv 2502.16982, section 2.2."""
+class Momentum:
+    """Nesterov's momentum; its matrices are the directions after orthogonalisation."""
 
-    def __init__(self, piece: Piece, rank: int, config: "Orthon.Config") -> None:
-        self.momentum, self.rms = config.momentum, config.rms
-        self.matrices = [
-            tuple(slice(start, start + length) for start, length in zip(box.offset, box.shape, strict=True))
-            for box in piece.placement.boxes(rank)
-        ]
+    def __init__(self, piece: Piece, config: "Orthon.Config") -> None:
+        self.momentum = config.momentum
         self.state = {"momentum": torch.zeros_like(piece.master)}
 
     def advance(self, gradient: Tensor) -> tuple[Tensor, State]:
-        """Each matrix of the piece by itself."""
+        """The momentum after one more step of its own, and the momentum."""
         momentum = self.momentum * self.state["momentum"] + gradient
-        ahead, direction = self.momentum * momentum + gradient, torch.zeros_like(gradient)
-        for matrix in self.matrices:
-            longest = max(ahead[matrix].shape[-2:])
-            direction[matrix] = self.rms * longest**0.5 * orthogonalized(ahead[matrix])
-        return direction, {"momentum": momentum}
+        return self.momentum * momentum + gradient, {"momentum": momentum}
 
 
 class Adam:
@@ -66,14 +59,15 @@ class Adam:
 class Muon(Optimizer):
     """A rule for each piece: matrices of hidden layers get orthogonalised momentum, everything else Adam."""
 
-    needs: Literal["matrices"] = "matrices"
-
-    def __init__(self, pieces: list[Piece], rank: int, config: "Orthon.Config") -> None:
+    def __init__(self, pieces: list[Piece], assembler: "Assembler", config: "Orthon.Config") -> None:
         self.pieces = pieces
+        self.rms = config.rms
+        self.matrices = assembler.matrices(
+            lambda placement: is_matrix(placement.parameter, config.tables),
+            cost=lambda rows, columns: rows * columns * min(rows, columns),
+        )
         self.rules: dict[str, Rule] = {
-            piece.name: OrthogonalMomentum(piece, rank, config)
-            if is_matrix(piece, config.tables)
-            else Adam(piece, config)
+            piece.name: Momentum(piece, config) if piece.name in self.matrices.names else Adam(piece, config)
             for piece in pieces
         }
 
@@ -81,22 +75,34 @@ class Muon(Optimizer):
     def step(self, scalars: StepScalars) -> None:
         """Update every piece's master once."""
         skipped = scalars.skip > 0
-        for piece in self.pieces:
-            rule = self.rules[piece.name]
-            direction, state = rule.advance(piece.gradient * scalars.scale)
+        rules = [(piece, self.rules[piece.name]) for piece in self.pieces]
+        advanced = {piece.name: rule.advance(piece.gradient * scalars.scale) for piece, rule in rules}
+        directions = self._orthogonalized({name: direction for name, (direction, _) in advanced.items()})
+        for piece, rule in rules:
+            direction, (_, state) = directions[piece.name], advanced[piece.name]
             decay = scalars.weight_decay if piece.parameter.decays else 0.0
             _write(piece.master, piece.master * (1 - scalars.lr * decay) - scalars.lr * direction, skipped)
             for name, value in state.items():
                 _write(rule.state[name], value, skipped)
+
+    def _orthogonalized(self, directions: State) -> State:
+        """The directions, with orthogonalised matrices."""
+        found = {name: torch.zeros_like(direction) for name, direction in directions.items()}
+        for shape, targets, values in self.matrices.update(directions, found, lambda _, x: orthogonalized(x)):
+            for target, value in zip(targets, values, strict=True):
+                target.copy_(self.rms * max(shape) ** 0.5 * value)
+        return {
+            name: found[name] if name in self.matrices.names else direction for name, direction in directions.items()
+        }
 
     def state(self, piece: Piece) -> State:
         """The live momentum of a matrix, or the live moments and step count of anything else."""
         return self.rules[piece.name].state
 
 
-def is_matrix(piece: Piece, tables: tuple[str, ...]) -> bool:
-    """Whether a piece multiplies activations; the rows of a look-up table are vectors of their own."""
-    return len(piece.parameter.dims) >= 2 and not piece.parameter.axes & set(tables)
+def is_matrix(parameter: Parameter, tables: tuple[str, ...]) -> bool:
+    """Whether a parameter multiplies activations; the rows of a look-up table are vectors of their own."""
+    return len(parameter.dims) >= 2 and not parameter.axes & set(tables)
 
 
 def _write(tensor: Tensor, value: Tensor, skipped: Tensor) -> None:

@@ -331,7 +331,6 @@ def test_a_script_is_not_compared_with_a_run_that_computes_something_else(
 
 
 def written(folder: Path, source: str) -> Script:
-    """A script that takes part in a measurement."""
     (folder / "one.py").write_text(source)
     return Script.read(str(folder / "one.py"))
 

@@ -116,7 +116,6 @@ def test_a_tied_parameter_may_have_any_of_its_names() -> None:
 
 
 def read_embedding(model: Model, values: Mapping[str, Tensor]) -> Tensor:
-    """What an import writes of the embedding."""
     name = "embedding.token.weight"
     return _read(NewTensor(name, "weight", "float32", model.placements[name].shape), match(model, Held(values)))
 

@@ -158,7 +158,6 @@ def results(ranks: int) -> list[dict[Any, Any]]:
 
 @pytest.fixture(params=[2, pytest.param(4, marks=pytest.mark.wide("precision"))])
 def found(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
-    """The results of every rank."""
     return results(request.param)
 
 
@@ -269,7 +268,6 @@ def on_gpus() -> dict[Any, Any]:
 
 
 def trained(settings: dict[str, Any]) -> tuple[Trace, str]:
-    """Be one rank: (its trace in the memory of the host, the class of the collectives that it used)."""
     trace = traced(settings)
     used = [type(one.chosen).__name__ for one in COLLECTIVES.values() if isinstance(one, SequenceCollectives)]
     return trace, ",".join(used)

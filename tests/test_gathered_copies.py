@@ -310,7 +310,6 @@ def unit_of(rows: Tensor, product: Product, ranks: int) -> tuple[Linear, Rows]:
 
 
 def product_of(recipe: Settings) -> Product:
-    """The fp8 product of a recipe, which keeps copies of weights."""
     found = offered(recipe, True)[0].suppliers["Linear.product"]
     assert isinstance(found, Product)
     return found

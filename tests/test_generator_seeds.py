@@ -101,7 +101,6 @@ def masks(settings: dict[str, Any], missing: str = "") -> Masks:
 
 
 def masks_of(layout: str, settings: dict[str, Any], missing: str = "") -> list[Masks]:
-    """Of all ranks of a layout."""
     whole = {**settings, "parallel.layout": layout}
     return run_workers(tiny_run({**DROPS, **whole}).mesh.world_size, masks, whole, missing)
 
@@ -117,7 +116,6 @@ def assert_own(ranks: list[Masks], recomputes: bool = False) -> None:
 
 @pytest.fixture(scope="module")
 def alone() -> Masks:
-    """The masks of one process."""
     return run_workers(1, masks, {})[0]
 
 

@@ -67,7 +67,6 @@ def test_a_run_with_te_in_all_slots_has_the_losses_of_bf16_within_the_rounding()
 
 
 def of_rank(changes: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """Be one rank: the losses and gradient norms of its steps."""
     with_nccl()
     trace = train_steps(changes)
     return trace.losses, trace.norms

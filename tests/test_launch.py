@@ -128,7 +128,6 @@ def begin(folder: Path, *words: str, machine: int | None = None, **environment: 
 
 
 def train(folder: Path, name: str, *words: str, **environment: str) -> Command:
-    """Start `mplug train`."""
     return begin(folder, *MPLUG, "train", "--name", name, *words, **environment)
 
 
@@ -157,7 +156,6 @@ def options(tiny: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a text, in which the runs of this file are kept."""
     path = tmp_path_factory.mktemp("launch")
     (path / "text.txt").write_text(TEXT)
     return path
@@ -397,7 +395,6 @@ def test_machines_that_do_not_share_the_folder_of_the_run_are_refused(tmp_path: 
 
 
 def endless(folder: Path, options: list[str], name: str, layout: str = "tp2") -> Command:
-    """A run of many steps that has begun."""
     endless = ("--set", "trainer.steps=100000", "--set", "checkpoint.every=0")
     command = train(folder, name, "--parallel", layout, *options, *endless)
     wait_for_steps(command, folder / "runs" / name, 2)

@@ -38,7 +38,6 @@ HOST = f"mplug {version('mplug')}"
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory, install: Install) -> Path:
-    """The folder in which every package of `packages/` is installed."""
     copied = shutil.copytree(PACKAGES, tmp_path_factory.mktemp("sources") / "packages")
     return install(tmp_path_factory.mktemp("installed"), *sorted(copied.iterdir()))
 
@@ -59,7 +58,6 @@ def shown(result: subprocess.CompletedProcess[str]) -> str:
 
 
 def losses(run: Path) -> list[float]:
-    """The loss of every step that a run has done."""
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 

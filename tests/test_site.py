@@ -63,13 +63,11 @@ def build(folder: Path, api: bool) -> Path:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site without the API."""
     return build(tmp_path_factory.mktemp("site"), api=False)
 
 
 @pytest.fixture(scope="module")
 def whole_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site as `mkdocs build` writes it."""
     return build(tmp_path_factory.mktemp("whole"), api=True)
 
 

@@ -23,7 +23,6 @@ def test_the_suite_refuses_a_format_that_loses_a_setting(plant: Callable[..., No
 
 @pytest.fixture
 def exported(plant: Callable[..., None], tiny: list[str], tmp_path: Path, cli_here: Cli) -> Path:
-    """A folio of a run of two layers."""
     plant("nova-folio")
     trained = cli_here("train", "--name", "one", *tiny, "--data", "mock")
     assert trained.returncode == 0, trained.stderr

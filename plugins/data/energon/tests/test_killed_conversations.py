@@ -93,7 +93,6 @@ def folder(tmp_path: Path, conversations: Path) -> Path:
 
 
 def train(folder: Path, *words: str, halt: int | None = None) -> None:
-    """Run `mplug train`. With `halt`, kill all of its processes when one of them has halted in this step."""
     for path in folder.glob("halted.*"):
         path.unlink()
     halts = ("--set", f"extensions.witness.halt={halt or 0}")

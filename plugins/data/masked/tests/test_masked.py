@@ -30,7 +30,6 @@ def inner(shard: tuple[int, int] = (0, 1), micro_batch_size: int = 8) -> MapLoad
 
 
 def masks(**changes: Any) -> Masks:
-    """Masks of the usual shares."""
     given = {"rate": 0.15, "mask_share": 0.8, "random_share": 0.1, "mask": MASK, "vocab_size": V, "kept": KEPT}
     return Masks((5, "train"), **{**given, **changes})
 

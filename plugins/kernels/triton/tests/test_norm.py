@@ -77,7 +77,6 @@ def assert_near(ours: Leaves, exact: Leaves, tolerance: float) -> None:
 
 
 def assert_exact(leaves: Leaves, kind: Kind, tolerance: float = 3e-6, roots: tuple[int, ...] = (0, 1)) -> Leaves:
-    """Outputs and gradients are those of plain torch in fp64."""
     ours = outcome(norm_residual, leaves, kind, roots)
     assert_near(ours, outcome(composition, exactly(leaves), kind, roots), tolerance)
     return ours

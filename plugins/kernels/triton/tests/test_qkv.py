@@ -161,7 +161,6 @@ def wide_inputs(groups: int, norm: bool) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def outcome(prepare: PrepareQKV, inputs: list[Tensor], upstream: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v, the packed gradient and those of the weights."""
     leaves = [x.to(dtype, copy=True).requires_grad_() for x in inputs]
     groups, weights = upstream[1].shape[2], leaves[1:] or [None, None]
     positions = torch.arange(WIDE["length"], device="cuda")[None]

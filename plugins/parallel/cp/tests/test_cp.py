@@ -99,7 +99,6 @@ def straight() -> None:
 
 
 def unsummed() -> None:
-    """The norms' gradients are not summed over context-parallel ranks."""
     original = Plan.match
 
     def match(self: Plan, names: Any) -> Any:
@@ -116,7 +115,6 @@ def test_the_comparison_catches(mistake: Any) -> None:
 
 
 def large() -> None:
-    """Every gradient counts as large."""
     import mplug.gradients.reduction
 
     mplug.gradients.reduction.IN_PLACE = 1

@@ -36,13 +36,11 @@ def losses(folder: Path, name: str, layout: str, **changes: object) -> list[floa
 
 @pytest.fixture(scope="module")
 def in_fp32(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of one GPU, eager."""
     return losses(tmp_path_factory.mktemp("fp32"), "one", "", **EAGER)
 
 
 @pytest.fixture(scope="module")
 def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of one GPU, its units compiled."""
     return losses(tmp_path_factory.mktemp("bf16"), "one", "", trainer__precision="bf16")
 
 

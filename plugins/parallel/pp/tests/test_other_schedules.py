@@ -49,7 +49,6 @@ NAMES = ("one_by_one", "restless", "forgetful", "picky", "broken", "no_table", "
 
 @pytest.fixture(autouse=True)
 def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A distribution with schedules."""
     (tmp_path / "acme_orders.py").write_text(SOURCE)
     information = tmp_path / "acme_orders-1.0.dist-info"
     information.mkdir()

@@ -133,7 +133,6 @@ def results(ranks: int) -> list[dict[Any, Any]]:
 
 @pytest.fixture(params=[2, pytest.param(4, marks=pytest.mark.wide("layouts"))])
 def found(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
-    """The results of every rank."""
     return results(request.param)
 
 

@@ -150,7 +150,6 @@ def test_alike_matrices_are_divided_evenly() -> None:
 
 
 def loads_of(given_to: dict[str, Any]) -> Counter[int]:
-    """The elements of each owner."""
     loads = Counter[int]()
     for stretch in (stretch for stretches in given_to.values() for stretch in stretches):
         loads[stretch.owner] += stretch.length
@@ -256,8 +255,6 @@ def test_muon_owns_about_as_much_on_every_rank() -> None:
 
 
 class Rows(Optimizer):
-    """An optimizer of something else."""
-
     needs = "rows"
 
     @hookimpl
@@ -289,8 +286,6 @@ def test_what_one_rank_owns_alone_is_no_even_division() -> None:
 
 
 class Other:
-    """Another strategy that divides states."""
-
     @hookimpl
     def shard_states(self) -> None:
         return None

@@ -108,6 +108,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = selected
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test with the mark `gpu(number)`, of one GPU if it has no number, where there are fewer."""
+    needed = max((mark.args[0] if mark.args else 1 for mark in item.iter_markers("gpu")), default=0)
+    if needed:
+        import torch
+
+        if torch.cuda.device_count() < needed:
+            pytest.skip(f"it needs {needed} CUDA GPU{'s' * (needed > 1)}, and this machine has fewer")
+
+
 def pytest_collection_finish() -> None:
     """Leave the modules and the tests themselves out of garbage collections: some tests collect many times."""
     gc.collect()

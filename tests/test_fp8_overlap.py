@@ -273,7 +273,7 @@ def trained(settings: dict[str, Any]) -> tuple[Trace, str]:
     return trace, ",".join(used)
 
 
-on_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA GPUs here")
+on_two_gpus = pytest.mark.gpu(2)
 
 
 @pytest.mark.gpu

@@ -160,7 +160,6 @@ class Exhausting:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 def test_a_real_gpu_gets_a_trace_of_its_kernels_and_a_snapshot(tmp_path: Path) -> None:
     cuda = {"trainer.device": "cuda", "trainer.precision": "bf16", "trainer.steps": 4}
     run = tiny_run({**cuda, "extensions.profile": {"steps": 2, "first": 3}})

@@ -269,7 +269,6 @@ def test_a_compiler_gets_one_operator_each_way_and_copies_nothing(residual: bool
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 @pytest.mark.parametrize(("d", "residual", "kind"), list(product((96, 2048, 5120, 16384), (True, False), KINDS)))
 def test_in_bf16_they_are_as_near_to_fp64_as_plain_torch(d: int, residual: bool, kind: Kind) -> None:
     types = dict.fromkeys(("x", "residual", "weight", "bias"), torch.bfloat16)

@@ -80,7 +80,6 @@ def test_what_it_cannot_measure_is_refused_with_the_reason(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it compiles
 def test_on_a_gpu_it_prints_a_line_for_each_way_with_and_without_a_residual(
     norms: Any, capsys: pytest.CaptureFixture[str]

@@ -37,7 +37,6 @@ class TestWithoutAFirstMoment(TestWithOtherMoments):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 class TestOnAGPU(TestAdamW):
     settings = {"trainer.device": "cuda"}

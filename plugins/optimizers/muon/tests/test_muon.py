@@ -76,7 +76,6 @@ class TestWithoutNesterov(TestMuon):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 class TestOnAGPU(TestMuon):
     settings = {"trainer.device": "cuda"}
     layouts = ()

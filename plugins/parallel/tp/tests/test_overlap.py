@@ -211,7 +211,6 @@ def on_gpus() -> dict[Any, Any]:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")  # torch's own, for the first context of a GPU
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_copies_between_gpus_give_the_results_of_one_process(ranks: int) -> None:
     for of_rank in run_workers(ranks, on_gpus):
@@ -232,9 +231,8 @@ def trained(settings: dict[str, Any]) -> tuple[Trace, str]:
     return trace, ",".join(used)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA GPUs here")
 @pytest.mark.parametrize("compiler", ["never", "inductor"])
 def test_two_gpus_give_the_run_of_one_process_by_copies(compiler: str) -> None:
     settings = {"trainer.device": "cuda", "trainer.precision": "fp32", "trainer.compile": compiler, **OVERLAP}

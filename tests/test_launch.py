@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from distributions import installed
 from machines import Machines
 from torch import Tensor
 from warm import Forked
@@ -502,13 +503,7 @@ class Mischief:
 def mischief(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder for PYTHONPATH in which an extension is installed that fails or hurries."""
     site = tmp_path_factory.mktemp("mischief")
-    information = site / "acme_mischief-1.0.dist-info"
-    information.mkdir()
-    (site / "acme_mischief.py").write_text(MISCHIEF)
-    facts = "Metadata-Version: 2.1\nName: acme-mischief\nVersion: 1.0\nSummary: Mischief\nRequires-Dist: mplug>=0.1\n"
-    (information / "METADATA").write_text(facts)
-    (information / "entry_points.txt").write_text("[mplug.extensions]\nmischief = acme_mischief:Mischief\n")
-    return str(site)
+    return str(installed(site, "acme-mischief", "[mplug.extensions]\nmischief = acme_mischief:Mischief\n", MISCHIEF))
 
 
 def test_time_ends_a_run_before_it_is_over_and_what_was_done_is_saved(

@@ -16,6 +16,7 @@ import torch
 import yaml
 from click.testing import CliRunner
 from command_line import assert_refused
+from distributions import installed as distribution
 from packaging.specifiers import SpecifierSet
 
 from mplug.cli import main
@@ -335,10 +336,7 @@ def test_a_run_says_where_its_plugins_came_from_and_observers_see_it_although_on
 def test_an_entry_point_of_a_group_that_there_is_not_is_told(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    information = tmp_path / "site" / "acme_lost-1.0.dist-info"
-    information.mkdir(parents=True)
-    information.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: acme-lost\nVersion: 1.0\n")
-    information.joinpath("entry_points.txt").write_text("[mplug.extension]\nlost = acme_lost:Lost\n")
+    distribution(tmp_path / "site", "acme-lost", "[mplug.extension]\nlost = acme_lost:Lost\n")
     told = "the entry point 'lost' of acme-lost 1.0 is in the group 'mplug.extension', which mplug "
     meant = "did you mean 'mplug.extensions'?"
     for command in (("plugins", "check", "lost"), ("train", "--set", "extensions.lost.every=1")):
@@ -365,8 +363,5 @@ def test_a_requirement_admits_what_the_packaging_library_says(requirement: str, 
 def test_a_scan_is_repeated_after_an_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     before = Registry().names("models")
-    folder = tmp_path / "acme_later-1.0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Name: acme-later\nVersion: 1.0\n\n")
-    (folder / "entry_points.txt").write_text("[mplug.models]\nlater = acme_later:Later\n")
+    distribution(tmp_path, "acme-later", "[mplug.models]\nlater = acme_later:Later\n")
     assert sorted([*before, "later"]) == sorted(Registry().names("models"))

@@ -1,26 +1,19 @@
 """`benchmarks/norms.py`: what it counts and compares, and what it refuses."""
 
-import importlib.util
 import os
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from scripts import script
 
-ROOT = Path(__file__).parents[4]
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
 
 @pytest.fixture(scope="module")
 def norms() -> Any:
-    spec = importlib.util.spec_from_file_location("norms", ROOT / "benchmarks" / "norms.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("benchmarks/norms.py")
 
 
 def options(**changes: Any) -> Namespace:

@@ -39,7 +39,12 @@ HOST = f"mplug {version('mplug')}"
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory, install: Install) -> Path:
+    """Every package of `packages/`, and a rival of acme-gpt with the same names of plugins."""
     copied = shutil.copytree(PACKAGES, tmp_path_factory.mktemp("sources") / "packages")
+    rival = shutil.copytree(copied / "acme-gpt", copied / "zenith-gpt")
+    for file in (rival / "pyproject.toml", rival / "src" / "acme_gpt" / "__init__.py"):
+        file.write_text(file.read_text().replace("acme", "zenith").replace("2.5.0", "1.3.1"))
+    (rival / "src" / "acme_gpt").rename(rival / "src" / "zenith_gpt")
     return install(tmp_path_factory.mktemp("installed"), *sorted(copied.iterdir()))
 
 

@@ -101,10 +101,6 @@ Orthon: type[OptimizerSuite] = type(own_suite("orthon"))
 
 
 class TestRingo(type(own_suite("ringo"))):  # type: ignore[misc]
-    @pytest.mark.wide("suites")
-    def test_every_field_of_its_config_has_an_effect(self) -> None:
-        super().test_every_field_of_its_config_has_an_effect()
-
     @pytest.fixture(autouse=True)
     def planted(self, plant: Plant) -> None:
         plant("nova-ringo")
@@ -147,10 +143,6 @@ class TestDelayed(KernelSuite):
     examples = {"bits": [6]}
     beside = {"margin": {"kernels.delayed.bits": 6}}
     without_effect = {"history": "it counts steps, and the suite looks at one"}
-
-    @pytest.mark.wide("suites")
-    def test_every_field_of_its_config_has_an_effect(self) -> None:
-        super().test_every_field_of_its_config_has_an_effect()
 
     @pytest.fixture(autouse=True)
     def planted(self, plant: Plant) -> None:

@@ -35,10 +35,6 @@ class TestContextParallel(ParallelSuite):
     refused = {"cp3": ("cp=3", "16", "6 chunks"), "cp16": ("cp=16", "32 chunks", "16")}
     beside = {"ulysses_degree": {**HIERARCHICAL, "parallel.layout": "cp4"}}
 
-    @pytest.mark.wide("suites")
-    def test_every_field_of_its_config_has_an_effect(self) -> None:
-        super().test_every_field_of_its_config_has_an_effect()
-
 
 METHODS = {"cp4": HIERARCHICAL, "cp2tp2": ALL_GATHER, "cp2pp2": ULYSSES}
 

@@ -69,7 +69,7 @@ WIDE = {
     "reshard": "resumes of optimizers and DeepSpeed under other layouts",
     "scaffold": "every kind of package that `plugins new` writes: installed, tested and used",
     "session": "the first training run of README.md with all its steps; mplug-all installed from the built wheels; the "
-    "commands of every page",
+    "host alone with packages of several strangers; the commands of every page",
     "site": "the documentation site without and with the API, its pages in a browser, the controls of a report, and a "
     "report of trained runs there",
     "suites": "every planted mistake that a suite of mplug_testing must catch, every field of every Config, all kernel "

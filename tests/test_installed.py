@@ -206,6 +206,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return built(tmp_path_factory.mktemp("wheels"), HERE / "packages" / "acme-solo", *STRANGERS)
 
 
+@pytest.mark.wide("session")
 def test_packages_of_several_strangers_that_are_built_now_train_with_the_host_alone(
     tmp_path: Path, host: Path, wheels: list[Path]
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FAULTS = ROOT / "benchmarks" / "faults"
-SMALL = 4
+SMALL = 2
 """Number of mutants that the quick tests plant, of as many operators."""
 CURRENT = 0.9
 """The part of the records that must name a mutant and a test that exist."""

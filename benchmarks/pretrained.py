@@ -20,8 +20,6 @@ from mplug_huggingface_format.opened import open_folder
 from mplug_huggingface_format.weights import PublicWeights
 from safetensors.torch import load_file, save_file
 
-from mplug.checkpoint.external_form import conversion
-from mplug.checkpoint.public_load import fill_from, weights_of
 from mplug.config.defaults import default_settings
 from mplug.config.sources import from_mapping
 from mplug.model.build import allocate_parts, build_model
@@ -29,6 +27,8 @@ from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
+from mplug_pretrained.external_form import conversion
+from mplug_pretrained.public_load import fill_from, weights_of
 
 SIZES = {"num_layers": 12, "hidden_size": 1024, "num_attention_heads": 16, "num_kv_heads": 8, "ffn_hidden_size": 3072}
 MODEL = {"name": "llama", "preset": None, **SIZES, "vocab_size": 32000, "norm_eps": 1e-6}

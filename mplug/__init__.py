@@ -1,7 +1,7 @@
 """mplug trains large transformers; every part that someone might want to replace is a plugin.
 
-Plugin authors import this module, `mplug.ops`, `mplug.tensors`, `mplug.commands`, `mplug_graphs`, `mplug_nn`,
-`mplug_sampling`, `mplug_schedules`, `mplug_testing` and `mplug_tokenization`. This module imports no torch.
+Plugin authors import this module, `mplug.ops`, `mplug.tensors`, `mplug.commands`, and the distributions beside the host
+(docs/architecture.md), such as `mplug_nn`. This module imports no torch.
 """
 
 from typing import TYPE_CHECKING
@@ -11,24 +11,9 @@ from mplug.system.lazy import publish
 from mplug.system.version import __version__  # noqa: F401
 
 if TYPE_CHECKING:
-    from mplug.checkpoint.adapter_files import adapter_conversion as adapter_conversion
-    from mplug.checkpoint.adapter_files import adapters_of as adapters_of
-    from mplug.checkpoint.external_form import conversion as conversion
-    from mplug.checkpoint.foreign import ForeignCheckpoint as ForeignCheckpoint
-    from mplug.checkpoint.foreign import ForeignTensor as ForeignTensor
-    from mplug.checkpoint.format import Format as Format
     from mplug.checkpoint.own_folders import Gatherer as Gatherer
-    from mplug.checkpoint.published import Export as Export
-    from mplug.checkpoint.published import ExportOptions as ExportOptions
-    from mplug.checkpoint.published import ExportValues as ExportValues
-    from mplug.checkpoint.published import FolderWeights as FolderWeights
-    from mplug.checkpoint.published import PublishedFolder as PublishedFolder
     from mplug.checkpoint.reading import read_whole_header as read_whole_header
-    from mplug.checkpoint.safetensors_file import write_safetensors as write_safetensors
-    from mplug.checkpoint.wanted import Wanted as Wanted
     from mplug.config.binding import RunConfig as RunConfig
-    from mplug.config.described import DescribedModel as DescribedModel
-    from mplug.config.described import PublicSettings as PublicSettings
     from mplug.config.family import Family as Family
     from mplug.config.family import Source as Source
     from mplug.config.sum_format import SumFormat as SumFormat
@@ -58,9 +43,6 @@ if TYPE_CHECKING:
     from mplug.contracts.streams import Medium as Medium
     from mplug.contracts.streams import Processor as Processor
     from mplug.contracts.streams import Seen as Seen
-    from mplug.contracts.tokenizer import CorpusTokenizer as CorpusTokenizer
-    from mplug.contracts.tokenizer import FolderTokenizer as FolderTokenizer
-    from mplug.contracts.tokenizer import Tokenizer as Tokenizer
     from mplug.contracts.variance import Variance as Variance
     from mplug.distributed.supervision import Hang as Hang
     from mplug.distributed.supervision import Monitor as Monitor
@@ -77,8 +59,6 @@ if TYPE_CHECKING:
     from mplug.gradients.owned_memory import Shard as Shard
     from mplug.gradients.sinks import GradientSink as GradientSink
     from mplug.gradients.sinks import Sinks as Sinks
-    from mplug.layout.conversion import Conversion as Conversion
-    from mplug.layout.conversion import conversion_of as conversion_of
     from mplug.layout.external import ExternalMap as ExternalMap
     from mplug.layout.external import ExternalNames as ExternalNames
     from mplug.layout.external import Factor as Factor
@@ -121,10 +101,6 @@ if TYPE_CHECKING:
     from mplug.layout.work import WeightProduct as WeightProduct
     from mplug.layout.work import Work as Work
     from mplug.model.model import Model as Model
-    from mplug.model.plans.adapters import Adapters as Adapters
-    from mplug.model.plans.adapters import Merge as Merge
-    from mplug.model.plans.adapters import RowNorms as RowNorms
-    from mplug.model.plans.adapters import row_norms as row_norms
     from mplug.model.plans.declaring import Declared as Declared
     from mplug.model.plans.declaring import declare as declare
     from mplug.model.plans.declaring import parameter as parameter
@@ -167,125 +143,4 @@ if TYPE_CHECKING:
     from mplug.training.stepper import DefaultStepper as DefaultStepper
     from mplug.training.torch_optimizer import TorchOptimizer as TorchOptimizer
 
-publish(
-    __name__,
-    {
-        "mplug.checkpoint.adapter_files": ("adapter_conversion", "adapters_of"),
-        "mplug.checkpoint.external_form": ("conversion",),
-        "mplug.checkpoint.foreign": ("ForeignCheckpoint", "ForeignTensor"),
-        "mplug.checkpoint.format": ("Format",),
-        "mplug.checkpoint.own_folders": ("Gatherer",),
-        "mplug.checkpoint.published": ("Export", "ExportOptions", "ExportValues", "FolderWeights", "PublishedFolder"),
-        "mplug.checkpoint.reading": ("read_whole_header",),
-        "mplug.checkpoint.safetensors_file": ("write_safetensors",),
-        "mplug.checkpoint.wanted": ("Wanted",),
-        "mplug.config.binding": ("RunConfig",),
-        "mplug.config.described": ("DescribedModel", "PublicSettings"),
-        "mplug.config.family": ("Family", "Source"),
-        "mplug.config.sum_format": ("SumFormat",),
-        "mplug.contracts.fields": (
-            "MAY_CHANGE",
-            "MAY_MOVE",
-            "OF_TRAINING",
-            "distinct",
-        ),
-        "mplug.contracts.loader": (
-            "Loader",
-            "Stateful",
-        ),
-        "mplug.contracts.micro_batch": (
-            "DOCUMENTS",
-            "IGNORED",
-            "LOSS_WEIGHTS",
-            "MicroBatch",
-            "RankBatch",
-        ),
-        "mplug.contracts.optimizer": (
-            "Optimizer",
-            "Piece",
-            "StepScalars",
-            "WeightExchange",
-        ),
-        "mplug.contracts.stepper": (
-            "Pipeline",
-            "Record",
-            "Relay",
-            "StepResult",
-            "Stepper",
-        ),
-        "mplug.contracts.streams": (
-            "Medium",
-            "Processor",
-            "RETURNS",
-            "STREAMS",
-            "WHOLE_SEQUENCE",
-            "Seen",
-        ),
-        "mplug.contracts.tokenizer": (
-            "CorpusTokenizer",
-            "FolderTokenizer",
-            "Tokenizer",
-        ),
-        "mplug.contracts.variance": ("Variance",),
-        "mplug.distributed.supervision": ("Hang", "Monitor", "PluginMessage", "Send", "Supervisor"),
-        "mplug.errors": ("RunError", "UsageError", "brief", "counted", "listed", "quoted", "some_names"),
-        "mplug.gradients.owned_memory": ("Shard",),
-        "mplug.gradients.sinks": ("GradientSink", "Sinks"),
-        "mplug.layout.conversion": ("Conversion", "conversion_of"),
-        "mplug.layout.external": (
-            "ExternalMap",
-            "ExternalNames",
-            "Factor",
-            "Fused",
-            "Interleaved",
-            "Link",
-            "Part",
-            "Transposed",
-        ),
-        "mplug.layout.gathered": ("GatheredPlacement",),
-        "mplug.layout.inits": ("Entries", "Inits"),
-        "mplug.layout.mesh": ("Axis", "IndexMap", "Mesh", "contiguous"),
-        "mplug.layout.ownership": ("Bucket", "Engine", "Sharding", "Stretch"),
-        "mplug.layout.placement": ("Box", "Placement"),
-        "mplug.layout.plan": (
-            "Answering",
-            "Buffer",
-            "ENCODER_TEXTS",
-            "Init",
-            "Parameter",
-            "Plan",
-            "Segment",
-            "Shift",
-            "Stages",
-            "Stream",
-            "Unit",
-        ),
-        "mplug.layout.plan_within": ("plan_within",),
-        "mplug.layout.ranks": ("Grouping", "Ranks"),
-        "mplug.layout.work": ("ActivationProduct", "Branches", "Flops", "Step", "WeightProduct", "Work"),
-        "mplug.model.plans.adapters": ("Adapters", "Merge", "RowNorms", "row_norms"),
-        "mplug.model.plans.declaring": ("Declared", "declare", "parameter"),
-        "mplug.model.plans.description": ("Description", "describe"),
-        "mplug.model.products.gathered_copies": ("GatheredCopies", "gathered_copies"),
-        "mplug.model.slots.kernel": ("kernel",),
-        "mplug.model.model": ("Model",),
-        "mplug.model.slots.offers": ("Offer", "Site", "UNIT", "Wrap"),
-        "mplug.model.slots.slot_buffer": ("SlotBuffer",),
-        "mplug.registry.open_lists": ("OpenList",),
-        "mplug.precisions.dtypes": ("FORMATS",),
-        "mplug.precisions.precision": ("Precision", "Recipe", "rounding_of_sums"),
-        "mplug.registry.implementation": ("hookimpl",),
-        "mplug.registry.stores": ("local_path", "local_prefix"),
-        "mplug.run.activity": ("Activity", "READING"),
-        "mplug.run.metrics_file": ("read_records", "scalars"),
-        "mplug.run.run": ("Run",),
-        "mplug.run.toolchain": ("triton_builds",),
-        "mplug.model.slots.declaration": ("Slot", "set_defaults", "slots_named", "slots_of"),
-        "mplug.system.files": ("sync_file", "sync_path", "write_whole"),
-        "mplug.tensors.supplier": ("Statements", "Supplier", "statements_of"),
-        "mplug.training.map_loader": ("MapLoader",),
-        "mplug.training.evaluator": ("Evaluator",),
-        "mplug.training.stepper": ("DefaultStepper",),
-        "mplug.training.torch_optimizer": ("TorchOptimizer",),
-    },
-)
+publish(__name__)

@@ -18,12 +18,9 @@ from typing import TYPE_CHECKING
 from mplug.system.lazy import publish
 
 if TYPE_CHECKING:
-    from mplug.checkpoint.adapter_files import unpublished as unpublished
     from mplug.checkpoint.folder import at_step as at_step
     from mplug.checkpoint.folder import newest_saved as newest_saved
     from mplug.checkpoint.newest_valid import choose as choose
-    from mplug.checkpoint.public_load import load_public_for_inference as load_public_for_inference
-    from mplug.checkpoint.public_load import refuse_other_model as refuse_other_model
     from mplug.checkpoint.states import load_for_inference as load_for_inference
     from mplug.checkpoint.verified import Verified as Verified
     from mplug.cli.groups import OpenGroup as OpenGroup
@@ -54,7 +51,6 @@ if TYPE_CHECKING:
     from mplug.errors import listed as listed
     from mplug.layout.names import modules_around as modules_around
     from mplug.layout.names import role_of as role_of
-    from mplug.model.activations import estimate_activations as estimate_activations
     from mplug.model.build import allocate_parts as allocate_parts
     from mplug.model.build import build_model as build_model
     from mplug.model.build import choose_device as choose_device
@@ -63,9 +59,6 @@ if TYPE_CHECKING:
     from mplug.model.compiled.compilation import compiled_graphs as compiled_graphs
     from mplug.model.compiled.compilation import compiled_units as compiled_units
     from mplug.model.compiled.compilation import compiler_of as compiler_of
-    from mplug.model.compiled.graphs import forward_obstacles as forward_obstacles
-    from mplug.model.compiled.graphs import step_obstacles as step_obstacles
-    from mplug.model.memory_check import check_memory as check_memory
     from mplug.model.mixing import covers as covers
     from mplug.model.mixing import statements as statements
     from mplug.model.slots.selection import Selection as Selection
@@ -78,12 +71,7 @@ if TYPE_CHECKING:
     from mplug.registry.blame import failed_part as failed_part
     from mplug.registry.entry_points import Registry as Registry
     from mplug.registry.entry_points import refuse_other_versions as refuse_other_versions
-    from mplug.registry.formats import format_named as format_named
-    from mplug.registry.formats import format_of as format_of
-    from mplug.registry.formats import is_public as is_public
     from mplug.registry.hooks import COMMAND as COMMAND
-    from mplug.registry.public import folder_tokenizer as folder_tokenizer
-    from mplug.registry.public import longest_sequence as longest_sequence
     from mplug.registry.recipes import InstalledRecipe as InstalledRecipe
     from mplug.registry.recipes import find_recipe as find_recipe
     from mplug.registry.resolve import resolve as resolve
@@ -94,15 +82,10 @@ if TYPE_CHECKING:
     from mplug.run.prepare import prepare as prepare
     from mplug.run.summary import RunSummary as RunSummary
     from mplug.run.summary import summary_of as summary_of
-    from mplug.system.memory_limits import host_memory as host_memory
     from mplug.training.assembly import allocate_forward as allocate_forward
     from mplug.training.assembly import build as build
     from mplug.training.assembly import feed as feed
     from mplug.training.assembly import forward_stepper as forward_stepper
-    from mplug.training.forward import SavedModel as SavedModel
-    from mplug.training.forward import folder_length as folder_length
-    from mplug.training.forward import run_forward as run_forward
-    from mplug.training.forward import settle_forward as settle_forward
     from mplug.training.hardware import peak_memory_gib as peak_memory_gib
     from mplug.training.hardware import peak_tflops as peak_tflops
     from mplug.training.hardware import timed as timed
@@ -114,74 +97,4 @@ if TYPE_CHECKING:
     from mplug.training.loop import launch_step as launch_step
     from mplug.training.streams import own_rows as own_rows
 
-publish(
-    __name__,
-    {
-        "mplug.checkpoint.newest_valid": ("choose",),
-        "mplug.checkpoint.folder": ("at_step", "newest_saved"),
-        "mplug.checkpoint.public_load": ("load_public_for_inference", "refuse_other_model"),
-        "mplug.checkpoint.states": ("load_for_inference",),
-        "mplug.checkpoint.verified": ("Verified",),
-        "mplug.cli.groups": ("OpenGroup",),
-        "mplug.cli.hints": ("assignment_hint",),
-        "mplug.cli.options": (
-            "Finite",
-            "PluginName",
-            "RunName",
-            "StoredPath",
-            "UserPath",
-            "config_options",
-            "overrides",
-            "resolved",
-        ),
-        "mplug.cli.tables": (
-            "human_bytes",
-            "table",
-        ),
-        "mplug.config.defaults": ("default_settings", "saved_settings"),
-        "mplug.config.sources": ("Settings", "from_mapping", "merge", "read_assignments", "read_file"),
-        "mplug.distributed.launch": ("Stopped", "launch"),
-        "mplug.distributed.signals": ("Signals",),
-        "mplug.distributed.supervision": ("Send",),
-        "mplug.distributed.world": ("World", "launched"),
-        "mplug.errors": ("listed",),
-        "mplug.layout.names": (
-            "modules_around",
-            "role_of",
-        ),
-        "mplug.model.activations": ("estimate_activations",),
-        "mplug.model.build": ("allocate_parts", "build_model", "choose_device", "measure_bytes", "unmet_reasons"),
-        "mplug.model.compiled.compilation": ("compiled_graphs", "compiled_units", "compiler_of"),
-        "mplug.model.compiled.graphs": (
-            "forward_obstacles",
-            "step_obstacles",
-        ),
-        "mplug.model.memory_check": ("check_memory",),
-        "mplug.model.mixing": ("covers", "statements"),
-        "mplug.model.slots.selection": ("Selection", "offered_in_plain_torch"),
-        "mplug.model.units": ("AS_THEY_ARE", "Instead", "run_units"),
-        "mplug.registry.blame": ("cause_of", "failed_part"),
-        "mplug.registry.entry_points": ("Registry", "refuse_other_versions"),
-        "mplug.registry.formats": (
-            "format_named",
-            "format_of",
-            "is_public",
-        ),
-        "mplug.registry.hooks": ("COMMAND",),
-        "mplug.registry.public": ("folder_tokenizer", "longest_sequence"),
-        "mplug.registry.recipes": ("InstalledRecipe", "find_recipe"),
-        "mplug.registry.resolve": ("resolve",),
-        "mplug.run.folder": ("RUNS", "all_directories", "directory_at", "find_directory"),
-        "mplug.run.prepare": ("prepare",),
-        "mplug.run.summary": ("RunSummary", "summary_of"),
-        "mplug.system.memory_limits": ("host_memory",),
-        "mplug.training.assembly": ("allocate_forward", "build", "feed", "forward_stepper"),
-        "mplug.training.forward": ("SavedModel", "folder_length", "run_forward", "settle_forward"),
-        "mplug.training.hardware": ("peak_memory_gib", "peak_tflops", "timed", "use_own_stream"),
-        "mplug.training.job": ("COLLECTIVE_SECONDS", "among", "settle", "supervisor_of"),
-        "mplug.training.loop": ("launch_step",),
-        "mplug.training.streams": ("own_rows",),
-        "mplug.model.variance": ("layout_dependence",),
-        "mplug.checkpoint.adapter_files": ("unpublished",),
-    },
-)
+publish(__name__)

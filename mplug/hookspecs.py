@@ -11,7 +11,7 @@ whenever it needs the answer.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mplug.registry.specification import all_plugins, at_most_one, exactly_one, or_attribute
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from mplug.contracts.optimizer import Optimizer, Piece
     from mplug.contracts.stepper import Pipeline, Record, Stepper
     from mplug.contracts.streams import Processor
-    from mplug.contracts.tokenizer import Tokenizer
     from mplug.contracts.variance import Variance
     from mplug.distributed.supervision import Supervisor
     from mplug.layout.mesh import Axis
@@ -286,11 +285,11 @@ def build_optimizer(run: "Run", pieces: "list[Piece]") -> "Optimizer":
 
 
 @at_most_one
-def build_tokenizer(run: "Run") -> "Tokenizer | None":
-    """The tokenizer of this data: text to tokens and back. Commands that read or write text use it.
+def build_tokenizer(run: "Run") -> "Any | None":
+    """The tokenizer of this data: text to tokens and back (`mplug_tokenization.Tokenizer`).
 
-    A plugin of the kind `tokenizers` implements this hook too. The host then calls it without a run, and the answer is
-    a `CorpusTokenizer`.
+    Commands that read or write text use it. A plugin of the kind `tokenizers` implements this hook too. The host then
+    calls it without a run, and the answer is a `mplug_tokenization.CorpusTokenizer`.
     """
 
 

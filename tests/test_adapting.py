@@ -14,12 +14,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from mplug import Adapters, Declared, ExternalNames, Flops, Init, Mesh, Model, Parameter, UsageError, declare
-from mplug.checkpoint.adapter_files import refuse_other_adapters, unpublished
+from mplug import Declared, ExternalNames, Flops, Init, Mesh, Model, Parameter, UsageError, declare
 from mplug.model.build import build_model
 from mplug.model.plans.adapting import adapt
 from mplug.model.slots.fill import sites
 from mplug_nn import ADAPTERS, Entries, Inits, Linear
+from mplug_pretrained import Adapters
+from mplug_pretrained.adapter_files import refuse_other_adapters, unpublished
 from mplug_testing.harness import tiny_run, train_steps
 
 LORA: dict[str, Any] = {"adapters.lora.rank": 3, "model.num_layers": 2}

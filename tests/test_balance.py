@@ -13,9 +13,10 @@ from mplug import RETURNS, Plan, UsageError
 from mplug.layout.work import Flops
 from mplug.model.build import build_model
 from mplug.model.model import Model
-from mplug.model.stream_balance import refuse_unbalanced
 from mplug.training.assembly import build
-from mplug.training.segment_shares import Place, Shares, assigned
+from mplug.training.segment_shares import Place, assigned
+from mplug_streams.conditions import refuse_unbalanced
+from mplug_streams.shares import Shares
 from mplug_testing.harness import tiny_config, tiny_run
 from mplug_testing.workers import run_workers
 

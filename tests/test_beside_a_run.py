@@ -22,7 +22,6 @@ from mplug.checkpoint import opened, rank_exchanges, saver
 from mplug.checkpoint.folder import read_manifest
 from mplug.checkpoint.names import path_of
 from mplug.checkpoint.opened import Opened, open_together
-from mplug.checkpoint.pretrained import load_weights
 from mplug.checkpoint.states import load_for_inference
 from mplug.cli import main, train_start
 from mplug.cli import train as command
@@ -36,6 +35,7 @@ from mplug.training.changes import Changes
 from mplug.training.interrupt import Interrupt
 from mplug.training.job import Outcome
 from mplug.training.loop import train
+from mplug_pretrained.weights import load_weights
 from mplug_testing.harness import tiny_config
 
 FILE = "rank00000.safetensors"

@@ -21,8 +21,8 @@ from mplug import (
     Segment,
     Transposed,
 )
-from mplug.checkpoint.transfer import fill_ours, fill_theirs
-from mplug.layout.conversion import Conversion, conversion_of
+from mplug_pretrained.expansion import Conversion, conversion_of
+from mplug_pretrained.transfer import fill_ours, fill_theirs
 
 G, R, K, D, E, F = 2, 3, 4, 6, 3, 8
 QKV = (Segment("heads", G * R, K), Segment("kv_heads", G, K, uneven="copy"), Segment("kv_heads", G, K, uneven="copy"))

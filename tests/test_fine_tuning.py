@@ -6,11 +6,11 @@ import pytest
 
 from mplug import UsageError
 from mplug.config.binding import RunConfig
-from mplug.config.defaults import default_settings, fine_tuning_settings
+from mplug.config.defaults import default_settings
 from mplug.config.sources import from_mapping, merge, read_assignments
 from mplug.registry.entry_points import BrokenPlugin, Registry
-from mplug.registry.fine_tuning import fine_tuning_line
 from mplug.registry.resolve import resolve
+from mplug_pretrained.fine_tuning import fine_tuning_line, fine_tuning_settings
 
 REGISTRY = Registry()
 PRETRAINED = "checkpoint.pretrained=runs/base"
@@ -84,7 +84,7 @@ def test_two_adapters_with_different_rates_need_one_of_the_user(monkeypatch: pyt
         def load(self, entry: Any) -> type[Any]:
             return Other if entry.name == "other" else REGISTRY.load(entry)
 
-    from mplug.registry.fine_tuning import with_fine_tuning
+    from mplug_pretrained.fine_tuning import with_fine_tuning
 
     both = read_assignments(["adapters.lora={}", "adapters.other={}"])
     with pytest.raises(UsageError, match=r"optimizer\.lr for fine-tuning differ: 0\.0002 \(adapters/lora\) and 0\.001"):

@@ -15,17 +15,18 @@ from distributions import installed
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mplug import Factor, ForeignCheckpoint, ForeignTensor, Link, Part, UsageError
-from mplug.checkpoint.external_form import conversion
+from mplug import Factor, Link, Part, UsageError
 from mplug.checkpoint.folder import read_valid
-from mplug.checkpoint.foreign_match import match
-from mplug.checkpoint.transfer import fill_ours, fill_theirs
 from mplug.cli.options import PluginName
 from mplug.errors import PluginError
 from mplug.model.build import build_model
 from mplug.model.model import Model
 from mplug.run.prepare import prepare
 from mplug_checkpoint.new_run import NewTensor, _read
+from mplug_pretrained import ForeignCheckpoint, ForeignTensor
+from mplug_pretrained.external_form import conversion
+from mplug_pretrained.foreign_match import match
+from mplug_pretrained.transfer import fill_ours, fill_theirs
 from mplug_testing.harness import tiny_config
 
 Cli = Callable[..., CompletedProcess[str]]
@@ -209,7 +210,7 @@ def test_a_read_that_breaks_the_contract_is_an_error_of_the_plugin(answer: Any, 
 
 CODE = """
 import torch
-from mplug import ForeignCheckpoint, ForeignTensor, Format
+from mplug_pretrained import ForeignCheckpoint, ForeignTensor, Format
 SHAPES = {shapes!r}
 STATES = {states!r}
 FAILS = {fails!r}
@@ -323,11 +324,11 @@ def test_an_import_that_fails_while_it_reads_leaves_nothing(
     [
         ("constructor", "acme", 1, "the format 'acme' failed to open '"),
         ("constructor", "acme", 1, "with AttributeError: 'Checkpoint' object has no attribute"),
-        ("type", "acme", 1, "which is no mplug.ForeignCheckpoint"),
+        ("type", "acme", 1, "which is no mplug_pretrained.ForeignCheckpoint"),
         ("bug", "acme", 1, "Checkpoint.read failed on 'embedding.token.weight' (weight) of"),
         ("nan", "acme", 2, "has NaN, or no values at all, for some elements of 'embedding.token.weight/weight'"),
         ("", "acmee", 2, "no plugin 'acmee' of kind 'formats' is installed; did you mean 'acme'? (installed: acme, "),
-        ("", "plain", 2, "is no subclass of mplug.Format"),
+        ("", "plain", 2, "is no subclass of mplug_pretrained.Format"),
         ("", "gone", 2, "No module named 'acme_gone'"),
         ("", "huggingface", 2, "this format has no import; if '"),
     ],

@@ -28,11 +28,11 @@ from mplug.config.binding import RunConfig
 from mplug.config.defaults import default_settings, saved_settings
 from mplug.config.sources import read_assignments, read_yaml
 from mplug.model.build import build_model
-from mplug.model.sizes import refuse_beyond_memory
 from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
 from mplug.run.metrics_file import read_lines
 from mplug.run.prepare import prepare
+from mplug_estimates.size_limits import refuse_beyond_memory
 
 SECONDS = 60
 """A case that takes longer hangs."""

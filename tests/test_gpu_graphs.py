@@ -11,10 +11,10 @@ from replayed import EXPERTS, GPT, STEPS, Seen, assert_equal, trained
 from safetensors.torch import load_file
 
 from mplug.errors import RunError
-from mplug.model.compiled.graphs import step_obstacles
 from mplug.run.prepare import prepare
 from mplug.training.assembly import Parts, build
 from mplug.training.loop import train
+from mplug_graphs.obstacles import step_obstacles
 from mplug_testing import run_workers
 from mplug_testing.harness import TinySettings, tiny_config, tiny_run
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from mplug.contracts.optimizer import Optimizer, StepScalars, WeightExchange
 from mplug.errors import RunError, UsageError
 from mplug.model.build import build_model
-from mplug.model.compiled import graphs as obstacles_of
 from mplug.training.assembly import Parts, build
+from mplug_graphs import obstacles as obstacles_of
 from mplug_graphs import stepper as graphs
 from mplug_nn import Dropout
 from mplug_testing import Fault, ModelSuite, run_workers

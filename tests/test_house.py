@@ -24,7 +24,11 @@ from mplug.training.interrupt import STOPPING
 
 ROOT = Path(__file__).parent.parent
 HOST = ROOT / "mplug"
-LIBRARIES = [ROOT / name for name in ("checkpoint", "graphs", "nn", "sampling", "schedules", "testing", "tokenization")]
+LIBRARY_NAMES = (
+    *("checkpoint", "estimates", "graphs", "nn", "pretrained"),
+    *("sampling", "schedules", "streams", "testing", "tokenization"),
+)
+LIBRARIES = [ROOT / name for name in LIBRARY_NAMES]
 """Distributions beside the host. They may import its private modules, and plugins may import all but the first."""
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))
 STRANGERS = sorted(path.parent for path in ROOT.glob("tests/third_party/*/pyproject.toml"))
@@ -176,16 +180,7 @@ def installed() -> set[str]:
     own = {module for module, names in modules if not required.isdisjoint(name.lower() for name in names)}
     assert {"torch", "yaml"} <= own
     support = {path.stem for path in (ROOT / "tests" / "support").glob("*.py")}
-    house = (
-        "mplug",
-        "mplug_checkpoint",
-        "mplug_graphs",
-        "mplug_nn",
-        "mplug_sampling",
-        "mplug_schedules",
-        "mplug_testing",
-        "mplug_tokenization",
-    )
+    house = ("mplug", *(f"mplug_{name}" for name in LIBRARY_NAMES))
     return {*sys.stdlib_module_names, *own, *support, *house, "pytest", "hypothesis"}
 
 

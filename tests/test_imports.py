@@ -19,10 +19,13 @@ HOST = ROOT / "mplug"
 PACKAGES = [
     HOST,
     ROOT / "checkpoint/src/mplug_checkpoint",
+    ROOT / "estimates/src/mplug_estimates",
     ROOT / "graphs/src/mplug_graphs",
     ROOT / "nn/src/mplug_nn",
+    ROOT / "pretrained/src/mplug_pretrained",
     ROOT / "sampling/src/mplug_sampling",
     ROOT / "schedules/src/mplug_schedules",
+    ROOT / "streams/src/mplug_streams",
     ROOT / "testing/src/mplug_testing",
     ROOT / "tokenization/src/mplug_tokenization",
     *sorted(path for path in ROOT.glob("plugins/*/*/src/*") if (path / "__init__.py").is_file()),
@@ -66,7 +69,17 @@ def test_an_import_that_runs_upwards_is_found() -> None:
 
 # Names that are imported when they are first used.
 
-LIBRARIES = ("mplug_graphs", "mplug_nn", "mplug_sampling", "mplug_schedules", "mplug_testing", "mplug_tokenization")
+LIBRARIES = (
+    "mplug_estimates",
+    "mplug_graphs",
+    "mplug_nn",
+    "mplug_pretrained",
+    "mplug_sampling",
+    "mplug_schedules",
+    "mplug_streams",
+    "mplug_testing",
+    "mplug_tokenization",
+)
 PUBLISHED = ("mplug", "mplug.commands", *LIBRARIES)
 
 

@@ -9,13 +9,13 @@ import torch
 
 from mplug import Run, UsageError
 from mplug.distributed.world import World
-from mplug.model import memory_check
-from mplug.model.activations import Activations, estimate_activations
 from mplug.model.build import build_model
-from mplug.model.memory_check import check_memory, needed
-from mplug.system.memory_limits import HostMemory, host_memory
 from mplug.training.assembly import build
 from mplug.training.loop import launch_step
+from mplug_estimates import memory_check
+from mplug_estimates.activations import Activations, estimate_activations
+from mplug_estimates.memory_check import check_memory, needed
+from mplug_estimates.memory_limits import HostMemory, host_memory
 from mplug_testing.harness import tiny_run
 from mplug_testing.memory import kept_bytes
 

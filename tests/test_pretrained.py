@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mplug.checkpoint.pretrained import load_weights, pretrained_of, refuse_another_model
-from mplug.cli.beginning import about_weights
 from mplug.config.host_sections import Pretrained
 from mplug.errors import UsageError
 from mplug.run.prepare import prepare
 from mplug.training.assembly import build
 from mplug.training.loop import train
+from mplug_pretrained.beginnings import about_weights
+from mplug_pretrained.weights import load_weights, pretrained_of, refuse_another_model
 from mplug_testing.harness import tiny_config
 
 Cli = Callable[..., CompletedProcess[str]]

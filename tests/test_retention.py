@@ -16,12 +16,12 @@ from mplug.checkpoint import manifest, retention, saver
 from mplug.checkpoint.folder import OtherVersion, complete, read_manifest, read_valid
 from mplug.checkpoint.names import path_of, step_of
 from mplug.checkpoint.newest_valid import choose, newest_readable
-from mplug.checkpoint.pretrained import pretrained_of
 from mplug.checkpoint.verified import Verified
 from mplug.errors import RunError, UsageError
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
 from mplug.training.loop import train
+from mplug_pretrained.weights import pretrained_of
 from mplug_testing.harness import tiny_config
 
 FILE = "rank00000.safetensors"

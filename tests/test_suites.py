@@ -24,9 +24,8 @@ from torch import Tensor
 
 from mplug import UsageError
 from mplug.model.build import build_model
-from mplug.tensors import statistics
 from mplug.training.assembly import build
-from mplug_nn import operator, router
+from mplug_nn import operator, router, statistics
 from mplug_testing import (
     AdapterSuite,
     CommandSuite,

@@ -7,8 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mplug.errors import UsageError
+
 if TYPE_CHECKING:
     from mplug.checkpoint.manifest import Contents
+    from mplug.model.model import Model
 
 Start = tuple[int, ...]
 Shape = tuple[int, ...]
@@ -114,6 +117,24 @@ class Index:
 def shapes_of(manifest: "Contents") -> dict[str, Shape]:
     """The logical shapes of a manifest's tensors."""
     return {name: tuple(saved["shape"]) for name, saved in manifest["tensors"].items()}
+
+
+def weights_in(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """The shapes of a checkpoint's parameters by name, from the shapes of all its tensors."""
+    return {
+        name.removesuffix("/weight"): shape
+        for name, shape in shapes.items()
+        if name.endswith("/weight") and name[0] != "/"
+    }
+
+
+def refuse_larger(label: str, weights: Iterable[str], model: "Model") -> None:
+    """Raise UsageError if a checkpoint has a parameter that the model lacks; `label` names the checkpoint.
+
+    `weights` are the names of the checkpoint's parameters.
+    """
+    for extra in sorted(set(weights) - model.placements.keys()):
+        raise UsageError(f"{label} has the parameter '{extra}', which the model lacks; use a checkpoint of this model")
 
 
 def _ends(start: Iterable[int], shape: Iterable[int]) -> Iterator[int]:

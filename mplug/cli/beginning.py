@@ -3,12 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mplug.errors import RunError, UsageError, some_names
+from mplug.errors import RunError, UsageError
 
 if TYPE_CHECKING:
     from mplug.checkpoint.newest_valid import Choice
-    from mplug.checkpoint.part_folders import PartFolders
-    from mplug.model.model import Model
     from mplug.run.lock import Claim, Lock
     from mplug.run.run import Run
     from mplug.training.changes import Changes
@@ -86,52 +84,6 @@ def changes_of(run: "Run", readable: "Choice | None", allowed: tuple[str, ...]) 
     return changes_on_resume(readable.path, readable.manifest, run, allowed)
 
 
-def about_weights(run: "Run", model: "Model", pretrained: "Path | PartFolders | None") -> list[str]:
-    """Lines about the settings of the model that differ from those of the run whose weights the run begins with.
-
-    A run that begins with a published model also states if it cannot be published again. UsageError if the run would
-    load adapters that compute something else in it.
-    """
-    from mplug.checkpoint.folder import read_manifest
-    from mplug.checkpoint.part_folders import PartFolders
-    from mplug.checkpoint.pretrained import has_adapters
-    from mplug.checkpoint.public_load import KEPT, left_out
-    from mplug.registry.formats import format_of
-    from mplug.training.pretrained_settings import other_model_settings, refuse_other_adapters
-
-    if pretrained is None:
-        return []
-    if isinstance(pretrained, PartFolders):
-        anew = left_out(pretrained, model, run.config.checkpoint.pretrained)
-        names = {found.name for path in pretrained.paths.values() if (found := format_of(path)) is not None}
-        about = [line for name in sorted(names) for line in about_export(run, name)]
-        return [*([f"{some_names(anew)} have initial values, because no folder has them"] if anew else []), *about]
-    found = format_of(pretrained)
-    if found is not None:
-        return about_export(run, found.name)
-    manifest = read_manifest(pretrained)
-    if has_adapters(pretrained, model, run.config.checkpoint.pretrained):
-        refuse_other_adapters(pretrained, manifest, run.config)
-    other = other_model_settings(manifest, run.config)
-    kept = pretrained.parent.parent / KEPT
-    formats = sorted(path.name for path in kept.iterdir()) if kept.is_dir() else []
-    return [
-        *(f"the run of the weights had other settings: {line}" for line in other),
-        *(line for name in formats for line in about_export(run, name)),
-    ]
-
-
-def about_export(run: "Run", name: str) -> list[str]:
-    """A line that says why the run's model cannot be exported in a format; none if it can."""
-    from mplug.registry.formats import format_named
-
-    try:
-        format_named(name).ask("form_of", run.config)
-    except UsageError as reason:
-        return [f"'mplug checkpoint export --to {name}' will refuse this run: {reason}"]
-    return []
-
-
 def saved_since(run: "Run", before: "Choice | None") -> int:
     """The step of the newest checkpoint. 0 if it is still the one from which the run continued, or if there is none."""
     from mplug.checkpoint.folder import complete
@@ -143,9 +95,8 @@ def saved_since(run: "Run", before: "Choice | None") -> int:
     return newest.manifest["step"]
 
 
-def beginning(readable: "Choice | None", pretrained: "Path | PartFolders | None") -> str:
+def beginning(readable: "Choice | None", weights: str | None) -> str:
     """Text about the start of a run: 'from step 100', 'with the weights of ...' or 'from scratch'."""
     if readable is not None:
         return f"from step {readable.manifest['step']}"
-    folders = f"'{pretrained}'" if isinstance(pretrained, Path) else str(pretrained)
-    return f"with the weights of {folders}" if pretrained is not None else "from scratch"
+    return f"with the weights of {weights}" if weights is not None else "from scratch"

@@ -12,6 +12,7 @@ from mplug.cli.options import Finite, RunName, config_options, overrides
 from mplug.cli.train_start import Request, Start, prepare_start
 from mplug.errors import Diverged, RunError, UsageError
 from mplug.registry.asking import asking
+from mplug.registry.beginnings import beginnings
 from mplug.registry.entry_points import SUGGESTIONS, Registry
 
 if TYPE_CHECKING:
@@ -122,7 +123,6 @@ def _print_notice(message: str) -> None:
 def _work(start: Start, deadline: float | None) -> "Outcome":
     """Train in this process, or in processes that are started here, again after a failure if --restarts allows it."""
     from mplug.checkpoint.folder import complete
-    from mplug.checkpoint.pretrained import pretrained_of
     from mplug.distributed.launch import Stopped, launch
     from mplug.training.job import Outcome, supervisor_of, work
 
@@ -146,7 +146,8 @@ def _work(start: Start, deadline: float | None) -> "Outcome":
             found = complete(run.checkpoints)
             job = replace(job, resume_from=found[-1] if found else None)
             readable = readable_after(error, run, job.resume_from)
-            where = beginning(readable, pretrained_of(run) if readable is None else None)
+            is_anew = readable is None and run.config.checkpoint.pretrained is not None
+            where = beginning(readable, beginnings().source(run) if is_anew else None)
             click.echo(f"mplug: {error}; continuing {where} (restart {restart} of {restarts})", err=True)
     raise AssertionError("the last attempt returns or raises")
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mplug.cli.beginning import (
-    about_weights,
     beginning,
     changes_of,
     claim_existing,
@@ -17,7 +16,6 @@ from mplug.errors import UsageError
 
 if TYPE_CHECKING:
     from mplug.checkpoint.newest_valid import Choice
-    from mplug.checkpoint.part_folders import PartFolders
     from mplug.config.sources import Settings
     from mplug.distributed.world import World
     from mplug.run.lock import Claim, Lock
@@ -50,7 +48,8 @@ class Start:
     changes: "Settings"
     resume_from: Path | None
     readable: "Choice | None"
-    pretrained: "Path | PartFolders | None"
+    weights: str | None
+    """The weights with which the run begins, for a message; None: it has its own."""
     since: "Changes"
     about: list[str]
     """What the data plugin reports about its data, and settings that do not fit the weights."""
@@ -74,14 +73,17 @@ class Start:
 
     def lines(self) -> list[str]:
         """The announcement of the run."""
-        from mplug.registry.fine_tuning import fine_tuning_line
+        from mplug.registry.beginnings import names_some
+        from mplug.registry.entry_points import BEGINNINGS
+        from mplug.registry.provided import provided
 
         run = self.run
         layout = f", {run.config.parallel.layout} on {run.mesh.world_size} processes" if run.mesh.world_size > 1 else ""
-        steps, where = run.config.trainer.steps, beginning(self.readable, self.pretrained)
+        steps, where = run.config.trainer.steps, beginning(self.readable, self.weights)
+        found = provided(BEGINNINGS) if names_some(run.config.settings) else None
         return [
             f"run {run.directory}: {steps} step{'s' * (steps != 1)}, {where}{layout}",
-            *(f"  {line}" for line in filter(None, [fine_tuning_line(run.config)])),
+            *(f"  {line}" for line in (found.about_config(run.config) if found is not None else ())),
             *(f"  changed since the checkpoint: {line}" for line in self.since.lines()),
             *(f"  {sentence}" for sentence in self.about),
             *(f"  {sentence}" for sentence in _about_warmup(run)),
@@ -116,12 +118,12 @@ def prepare_start(request: Request, world: "World | None", lock: "Lock") -> Star
     readable = readable_of(resume_from) if _reads_checkpoints(world) else None
     since = changes_of(run, readable, request.allowed)
     run.directory = directory or new_directory(run.config, request.name, check=first)
-    pretrained, about, about_step = _refuse_model(run, world, resume_from, readable, since)
+    weights, about, about_step = _refuse_model(run, world, resume_from, readable, since)
     if first:
         claim = claim or claim_new(lock, run, request.name)
     about = [*about_data, *about]
     return Start(
-        request, world, run, base, changes, resume_from, readable, pretrained, since, about, about_step, claim
+        request, world, run, base, changes, resume_from, readable, weights, since, about, about_step, claim
     )  # fmt: skip
 
 
@@ -187,32 +189,29 @@ def _base(directory: Path | None) -> "Settings":
 
 def _refuse_model(
     run: "Run", world: "World | None", resume_from: Path | None, readable: "Choice | None", since: "Changes"
-) -> "tuple[Path | PartFolders | None, list[str], list[str]]":
+) -> tuple[str | None, list[str], list[str]]:
     """Build the model on the meta device, and refuse what cannot train.
 
-    Returns the folder of pretrained weights, lines about them, and lines about a step.
+    Returns the weights with which the run begins, lines about them, and lines about a step.
     """
-    from mplug.checkpoint.adapter_files import refuse_other_adapters, unpublished
-    from mplug.checkpoint.pretrained import pretrained_of, refuse_another_model
     from mplug.checkpoint.states import refuse_unsavable_states  # imports torch: refused configs end before
     from mplug.model.build import build_model
-    from mplug.model.memory_check import check_memory
-    from mplug.model.sizes import refuse_beyond_memory
+    from mplug.registry.entry_points import PREFLIGHTS
+    from mplug.registry.provided import provided
+    from mplug.training.beginnings import beginnings_of
     from mplug.training.changes import refuse_other_micro_batches
-    from mplug.training.step_estimate import about_step, recipe_gaps
+    from mplug.training.preflight import Preflight
 
     model = build_model(run)
-    refuse_beyond_memory(run, model, world)
+    preflight: Preflight | None = provided(PREFLIGHTS)
+    if preflight is not None:
+        preflight.refuse(run, model, world)
     refuse_other_micro_batches(model, since)
     refuse_unsavable_states(run, model, readable.path if readable else None)
-    pretrained = pretrained_of(run) if _reads_checkpoints(world) and not resume_from else None
-    if pretrained is not None:
-        refuse_another_model(pretrained, model, run.config.checkpoint.pretrained)
-    if not resume_from:
-        refuse_other_adapters(model)
-    lines = about_weights(run, model, pretrained)
-    if model.adapters is not None and (lost := unpublished(model)):
-        lines.append(f"'mplug checkpoint export --to {model.adapters.format}' will refuse this run: {lost}")
+    found, weights, lines = beginnings_of(run, model), None, list[str]()
+    if found is not None:
+        weights, lines = found.check(run, model, is_new=not resume_from, is_reader=_reads_checkpoints(world))
     done = readable.manifest["step"] if readable is not None else 0
-    step = [about_step(run, model, world, done), *recipe_gaps(run, world)] if _is_first(world) else []
-    return pretrained, [*lines, *check_memory(run, model, world)], step  # the model gets tensors without memory
+    step = [] if preflight is None or not _is_first(world) else preflight.about_steps(run, model, world, done)
+    memory = [] if preflight is None else preflight.about_memory(run, model, world)
+    return weights, [*lines, *memory], step

@@ -65,13 +65,13 @@ def _remedy(word: str) -> str:
     """The message for a word that is neither an assignment nor a config file."""
     import difflib  # only errors need it
 
-    from mplug.registry.entry_points import Registry
-    from mplug.registry.formats import is_public
+    from mplug.registry.entry_points import BEGINNINGS, Registry
+    from mplug.registry.provided import provided
 
     path = Path(word).expanduser()
     if (path / "config.yaml").is_file():
         return f"'{word}' is no option; to begin with the weights of the run '{word}', use --pretrained {word}"
-    if path.is_dir() and is_public(path):
+    if path.is_dir() and (found := provided(BEGINNINGS)) is not None and found.is_published(path):
         return f"'{word}' is no option; to begin with the weights in '{word}', use --pretrained {word}"
     if path.is_file() and difflib.get_close_matches(path.suffix.lower(), YAML, 1, SIMILAR):
         return f"'{word}' is no option; use --config {word} if it is a config file, or --data {word} to train on it"

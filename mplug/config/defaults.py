@@ -21,11 +21,6 @@ def _read_defaults() -> Settings:
     return read_file(Path(__file__).with_name(DEFAULT), DEFAULT)
 
 
-def fine_tuning_settings() -> Settings:
-    """The settings that replace those of the default run if a run fine-tunes."""
-    return read_file(Path(__file__).with_name(FINE_TUNING), FINE_TUNING)
-
-
 def is_default(setting: Setting) -> bool:
     """Whether a setting of a run's base is one of the default run, and not of a saved run."""
     return setting.source.startswith(f"{DEFAULT}:")

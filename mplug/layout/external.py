@@ -1,7 +1,7 @@
 """External names: which tensors of a published checkpoint hold which regions of our parameters. Data only.
 
-A family declares them in its plan (`Plan.external`). `mplug.layout.conversion` expands the declarations to one `Link`
-for each pair of regions, and `mplug.layout.moves` computes what any rank reads.
+A family declares them in its plan (`Plan.external`). The package that reads published checkpoints expands the
+declarations to one `Link` for each pair of regions.
 """
 
 from collections.abc import Callable, Collection, Container, Iterable, Mapping

@@ -11,7 +11,6 @@ from mplug.config.binding import RunConfig
 from mplug.config.sources import from_mapping
 from mplug.contracts.optimizer import Optimizer, Piece
 from mplug.errors import UsageError, listed
-from mplug.model.compiled.graphs import refuse_graphs
 from mplug.model.engine import planned_pieces, refuse_incomplete_engine
 from mplug.model.generator_seeds import GeneratorSeeds, drawing_plugin
 from mplug.model.grouped_optimizer import build_optimizer, refuse_single
@@ -25,6 +24,7 @@ from mplug.model.plans.freezing import freeze, freeze_all
 from mplug.model.plans.grouping import grouped
 from mplug.model.products.casts import copies_of
 from mplug.model.products.gathered_copies import refuse_idle_copies
+from mplug.model.recorder import recorder_of
 from mplug.model.sizes import within_reason
 from mplug.model.slots.alternatives import kernels_that_would_do
 from mplug.model.slots.fill import fill_slots, select_offers
@@ -34,7 +34,7 @@ from mplug.model.slots.recipe import choose_base_modules
 from mplug.model.slots.selection import Selection
 from mplug.model.slots.slot_placement import add_slot_buffers
 from mplug.model.slots.token_sums import token_sums
-from mplug.model.stream_balance import refuse_unbalanced, row_returns
+from mplug.model.stream_balancer import balancer_of
 from mplug.model.variance import refuse_bypassing_layout
 from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
@@ -65,8 +65,8 @@ def build_model(run: Run) -> Model:
     refuse_incomplete_engine(run, model)
     refuse_idle_copies(run, model)
     refuse_bypassing_layout(run, model)
-    if run.config.trainer.graphs:
-        refuse_graphs(run, model)
+    if (recorder := recorder_of(run)) is not None:
+        recorder.refuse(run, model)
     return model
 
 
@@ -169,7 +169,8 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
     _refuse_two_steppers(run, model)
     model.place(run.mesh, None if model.pipeline is None else model.pipeline.stages)
     refuse_mixing(run, model)
-    refuse_unbalanced(run, model)
+    if (balancer := balancer_of(run)) is not None:
+        balancer.refuse(run, model)
     model.set_passes(passes_of(model))
     model.keep_stage(run.mesh.index(run.rank, model.stages.axis))
     run.hooks.call.shard_model(run=run, model=model)
@@ -292,7 +293,8 @@ def collect_offers(run: Run, model: Model) -> list[Offer | Wrap]:
     """The offers of all plugins, with their labels, in the order of the hooks; then the host's own offers."""
     by_plugin = run.hooks.each("offer", run=run, model=model)
     offers = [replace(offer, plugin=label) for label, offers in by_plugin for offer in offers]
-    return [*offers, *token_sums(run, model), *row_returns(run, model)]
+    balancer = balancer_of(run)
+    return [*offers, *token_sums(run, model), *(balancer.offers(run, model) if balancer is not None else ())]
 
 
 def unmet_reasons(run: Run) -> list[str]:

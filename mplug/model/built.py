@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import nn
 
@@ -10,9 +10,6 @@ from mplug.layout.plan import Plan
 from mplug.layout.work import Work
 from mplug.model.plans.work import work_of_units
 from mplug.precisions.precision import Recipe
-
-if TYPE_CHECKING:
-    from mplug.model.plans.adapters import Adapters, Merge
 
 
 @dataclass
@@ -22,7 +19,7 @@ class Built:
     `recipe` is that of the run's precision; products of the modules that `base_modules` match ignore it. `attached` are
     the modules that plugins have added, `groups` the numbers of the groups of trained parameters that have other rates
     (`optimizer.groups`), `merges` says how an export multiplies them into the model's parameters, and
-    `adapters` is their published form.
+    `adapters` is their published form (`mplug_pretrained.Merge`, `mplug_pretrained.Adapters`).
     """
 
     module: nn.Module
@@ -31,8 +28,8 @@ class Built:
     base_modules: tuple[str, ...] = ()
     groups: Mapping[str, int] = field(default_factory=dict)
     attached: dict[str, nn.Module] = field(default_factory=dict)
-    merges: "dict[str, Merge]" = field(default_factory=dict)
-    adapters: "Adapters | None" = None
+    merges: dict[str, Any] = field(default_factory=dict)
+    adapters: Any = None
 
     def attach(self, modules: Mapping[str, nn.Module]) -> None:
         """Add modules to the model, by their names in it ('blocks.0.attn.qkv.adapter'), and to the plan.

@@ -47,9 +47,15 @@ OPEN_LISTS = "open_lists"
 The entry points of a list's group are not plugins: each adds an entry to the list.
 """
 RECORDERS = "recorders"
-"""The group 'mplug.recorders': a function from the default stepper to one that replays its steps (`trainer.graphs`)."""
+"""The group 'mplug.recorders': a class that replays training steps (`trainer.graphs`)."""
 SUGGESTIONS = "suggestions"
 """The group 'mplug.suggestions': functions from a finished run to a clause that says what to do with it, or to ''."""
+BEGINNINGS = "beginnings"
+"""The group 'mplug.beginnings': a class that reads the weights with which runs begin (`mplug.registry.beginnings`)."""
+PREFLIGHTS = "preflights"
+"""The group 'mplug.preflights': a class that compares a run with its machine before it starts (`Preflight`)."""
+BALANCERS = "balancers"
+"""The group 'mplug.balancers': a class that balances streams among ranks (`parallel.balance`)."""
 RECIPES = "recipes"
 """The group 'mplug.recipes': each maps the name of a recipe to the package with its file, NAME.yaml."""
 STORES = "stores"
@@ -65,6 +71,9 @@ GROUPS = (
     OPEN_LISTS,
     RECORDERS,
     SUGGESTIONS,
+    BEGINNINGS,
+    PREFLIGHTS,
+    BALANCERS,
     RECIPES,
     STORES,
     SLOTS,

@@ -31,12 +31,10 @@ from mplug.config.problems import NO_SECTION
 from mplug.config.sources import NAMED_SECTIONS, RECIPE, Key, Settings, from_mapping, merge, nested, source_of
 from mplug.errors import UsageError, brief, listed, quoted, suggest
 from mplug.layout.mesh import parse_layout
+from mplug.registry.beginnings import beginnings, names_some
 from mplug.registry.bind_section import bind, preset_of
 from mplug.registry.entry_points import BrokenPlugin, Registry
 from mplug.registry.fallbacks import missing_defaults, missing_message, without_missing
-from mplug.registry.fine_tuning import with_fine_tuning
-from mplug.registry.public import with_public_settings
-from mplug.registry.public_parts import with_part_settings
 
 
 def resolve(registry: Registry, base: Settings, overrides: Settings) -> RunConfig:
@@ -47,9 +45,9 @@ def resolve(registry: Registry, base: Settings, overrides: Settings) -> RunConfi
     published checkpoints of parts decide the sections of these parts.
     Raises a UsageError that lists every problem with its field and source; a BrokenPlugin if a plugin is at fault.
     """
-    base = with_fine_tuning(registry, base, overrides)
-    base, overrides = with_public_settings(registry, base, overrides)
-    return _Resolver(registry, base, with_part_settings(registry, base, overrides)).run()
+    if names_some(overrides):
+        base, overrides = beginnings(registry).settings(registry, base, overrides)
+    return _Resolver(registry, base, overrides).run()
 
 
 class _Resolver:

@@ -1,11 +1,9 @@
 """From a prepared run to the objects that train: every build hook, in order."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from importlib import import_module
 from itertools import combinations
 from typing import cast
 
@@ -16,18 +14,17 @@ from mplug.errors import PluginError, UsageError, listed
 from mplug.gradients.loss_scale import LossScale
 from mplug.model.build import allocate_parts, build_model, gradient_dtype, refuse_unsavable
 from mplug.model.compiled.compilation import compile_units, compiler_of
-from mplug.model.compiled.graphs import recorder
 from mplug.model.engine import refuse_missing_pieces, refuse_other_sums
 from mplug.model.grouped_optimizer import build_optimizer
 from mplug.model.memory import initialize
 from mplug.model.model import Model
 from mplug.model.pieces import Held, held_values, make_pieces, write_weights
 from mplug.model.products.casts import keep_casts
+from mplug.model.recorder import recorder_of
 from mplug.model.slots.fill import wrap_units
-from mplug.model.stream_balance import data_axes
+from mplug.model.stream_balancer import balancer_of
 from mplug.model.variance import refuse_bypassing
 from mplug.run.run import Run
-from mplug.training.balance import Balance
 from mplug.training.batch_parts import own_part
 from mplug.training.evaluator import Evaluator
 from mplug.training.feed import Feed
@@ -132,10 +129,9 @@ def _optimizer(run: Run, model: Model, pieces: list[Piece]) -> Optimizer:
 
 def _stepper(run: Run, model: Model, default: DefaultStepper) -> Stepper:
     """The stepper that replays graphs, that of the pipeline, that of another strategy, or the default one."""
-    if run.config.trainer.graphs:
-        module, _, attribute = recorder(run).target.partition(":")
-        recording: Callable[[DefaultStepper], Stepper] = getattr(import_module(module), attribute)
-        return recording(default)
+    if (recorder := recorder_of(run)) is not None:
+        recorded: Stepper = recorder.stepper(default)
+        return recorded
     return _around(run, model, default)
 
 
@@ -214,14 +210,15 @@ def _refuse_other_axes(run: Run, summers: dict[str, str]) -> None:
 def feed(run: Run, model: Model, split: str, loader: Loader | None = None) -> Feed:
     """This rank's parts of the micro batches of a split; of those of `loader`, if the run's data do not supply them."""
     cut = partial(own_part, plan=model.plan, mesh=run.mesh, rank=run.rank)
-    balance = Balance(run, model) if data_axes(run) else None
+    balancer = balancer_of(run)
+    mover = None if balancer is None else balancer.mover(run, model)
     if loader is None:
         loader = build_loader(run, split)
     else:
         _refuse_small_vocabulary(run, loader)
     taken = {name for unit in model.own_units for name in (*unit.inputs, *unit.optional)}
     idle = model.plan.stream_entries - taken  # a stage without the units of a stream does not need its rows
-    return Feed(loader, run.device, Source.of(run, split, model.plan), cut, balance, idle)
+    return Feed(loader, run.device, Source.of(run, split, model.plan), cut, mover, idle)
 
 
 def build_loader(run: Run, split: str) -> Loader:

@@ -18,8 +18,8 @@ from torch import Tensor
 from mplug.contracts.loader import Loader
 from mplug.contracts.micro_batch import MicroBatch, RankBatch
 from mplug.errors import RunError
+from mplug.model.stream_balancer import RowMover
 from mplug.run.activity import READING
-from mplug.training.balance import Balance
 from mplug.training.batch_parts import count_targets, without_extra_targets
 from mplug.training.streams import count_rows
 from mplug.training.supervised_loader import Source, Supervised
@@ -34,7 +34,7 @@ class Feed:
     """A loader, and this rank's parts of its micro batches on the run's `device`. Position and state are the loader's.
 
     With a `source`, it checks micro batches while they are on the CPU, and errors name the plugin and the samples.
-    `cut` returns this rank's part of a whole micro batch; by default it is all of it. `balance` replaces `cut` if ranks
+    `cut` returns this rank's part of a whole micro batch; by default it is all of it. `mover` replaces `cut` if ranks
     exchange rows of streams. Of the entries `idle`, which no unit of this rank takes, only the shapes reach the device.
     """
 
@@ -44,7 +44,7 @@ class Feed:
         device: str,
         source: Source | None = None,
         cut: Change | None = None,
-        balance: Balance | None = None,
+        mover: RowMover | None = None,
         idle: Collection[str] = (),
     ) -> None:
         self.vocab_size = loader.vocab_size
@@ -55,7 +55,7 @@ class Feed:
         move: Change = Copies() if device.startswith("cuda") else _as_it_is
         if idle:
             move = partial(_moved_but, frozenset(idle), device, move)
-        self._own = partial(_cut_and_moved, cut or _as_it_is, move) if balance is None else partial(balance.own, move)
+        self._own = partial(_cut_and_moved, cut or _as_it_is, move) if mover is None else partial(mover.own, move)
 
     @property
     def loader(self) -> Loader:
@@ -142,7 +142,7 @@ class RankBatches:
         return RankBatch(self._own(whole), number, self._unread == 0, positions, targets, rows)
 
     def _read(self) -> MicroBatch:
-        """The loader's next micro batch. What follows may wait for other ranks (`Balance`), and no longer for data."""
+        """The loader's next micro batch. What follows may wait for other ranks (`RowMover`), and no longer for data."""
         start = time.perf_counter()
         try:
             return next(self._batches)

@@ -8,15 +8,11 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from mplug.checkpoint.adapter_files import load_adapters
-from mplug.checkpoint.part_folders import PartFolders
-from mplug.checkpoint.pretrained import keep_original, load_weights, newest_pretrained
 from mplug.contracts.stepper import StepResult
 from mplug.errors import Diverged, PluginError, UsageError
 from mplug.model.variance import layout_dependence_of_all
@@ -26,12 +22,12 @@ from mplug.run.folder import BEGAN, ENDED, logging_to, make_directory
 from mplug.run.record import write_record
 from mplug.run.run import Run
 from mplug.training.assembly import Parts, build
+from mplug.training.beginnings import Loaded, beginnings_of
 from mplug.training.evaluation import evaluate_unless_stopped
 from mplug.training.interrupt import Interrupt, TimeLeft
 from mplug.training.position import Position
-from mplug.training.report import PendingRecord, Report, loss_warning
+from mplug.training.report import PendingRecord, Report, data_gap, loss_warning
 from mplug.training.schedule import batch_size, learning_rate, weight_decay
-from mplug.training.step_estimate import data_gap
 
 log = logging.getLogger("mplug")
 
@@ -66,8 +62,9 @@ def train(
         run.depends_on_layout = layout_dependence_of_all(run, parts.model)
         position = Position(run, parts)
         run.enter("loading a checkpoint" if resume_from else "beginning the run")
+        loaded, resumed_from = Loaded(), None
         if resume_from is None:
-            sources = _begin(run, parts)
+            loaded = _begin(run, parts)
         else:
             choice = position.choose(resume_from)
             _report(run, choice.lines())
@@ -75,8 +72,8 @@ def train(
                 run.step = choice.manifest["step"]
                 return Ending(nothing_left=True)
             position.load(choice, allowed)
-            sources = Sources(resumed_from=choice.path)
-        _write_beginning(run, parts, position, sources)
+            resumed_from = choice.path
+        _write_beginning(run, parts, position, loaded, resumed_from)
         with Interrupt(run) as interrupt, _finishing_saves_on_failure(run, position):
             _report(run, data_gap(run, parts.train_loader.loader.samples_per_epoch))
             run.hooks.observe("run_started", run=run)
@@ -91,48 +88,29 @@ def train(
     return Ending(val_loss, stopped_by, out_of_time=stopped_by is None)
 
 
-@dataclass(frozen=True)
-class Sources:
-    """What a run starts from: the checkpoint that it resumes, or the weights of another run; None: neither.
-
-    `keep` copies into the run's folder what an export needs of the other run's checkpoint.
-    """
-
-    resumed_from: Path | None = None
-    pretrained: Path | PartFolders | None = None
-    keep: Callable[[], None] | None = None
-
-    def record(self) -> dict[str, str | None]:
-        """The paths, for the run's record."""
-        paths = {"resumed_from": self.resumed_from, "pretrained": self.pretrained}
-        return {name: None if path is None else str(path) for name, path in paths.items()}
-
-
-def _begin(run: Run, parts: Parts) -> Sources:
+def _begin(run: Run, parts: Parts) -> Loaded:
     """Load the weights and adapters that a new run begins with, if the config names any."""
-    path, sources = newest_pretrained(run), Sources()
-    if path is not None:
-        loaded = load_weights(run, parts.model, parts.pieces, path)
-        _report(run, loaded.lines("beginning with the weights of"))
-        sources = Sources(pretrained=loaded.path, keep=partial(keep_original, run, loaded))
-    load_adapters(run, parts.model, parts.pieces)
-    return sources
+    found = beginnings_of(run, parts.model)
+    loaded = Loaded() if found is None else found.load(run, parts.model, parts.pieces)
+    _report(run, [*loaded.lines])
+    return loaded
 
 
-def _write_beginning(run: Run, parts: Parts, position: Position, sources: Sources) -> None:
+def _write_beginning(run: Run, parts: Parts, position: Position, loaded: Loaded, resumed_from: Path | None) -> None:
     """Make the run's folder, and write into logs and record what the run starts from."""
     if run.claim is not None:
         run.claim.confirm()
     make_directory(run)
-    if sources.keep is not None:
-        sources.keep()
+    if loaded.keep is not None:
+        loaded.keep()
     log.info("%s %d of %d, process %d on %s", BEGAN, run.rank, run.mesh.world_size, os.getpid(), socket.gethostname())
     for line in position.changes.lines():
-        log.info("changed since %s: %s", sources.resumed_from, line)
+        log.info("changed since %s: %s", resumed_from, line)
     tokenizer = parts.train_loader.loader.tokenizer
     sizes = {"parameters": parts.num_parameters, "frozen": parts.num_frozen}
     facts = {"depends_on_layout": run.depends_on_layout, "changes": position.history, "tokenizer": tokenizer}
-    write_record(run, {**sizes, **sources.record(), **facts})
+    sources = {"resumed_from": resumed_from and str(resumed_from), "pretrained": loaded.source}
+    write_record(run, {**sizes, **sources, **facts})
 
 
 def _report(run: Run, lines: list[str]) -> None:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from mplug.checkpoint.boxes import Boxed, State, buffer_boxes, held_boxes, owned_boxes
 from mplug.checkpoint.folder import damaged
+from mplug.checkpoint.index import refuse_larger, weights_in
 from mplug.checkpoint.newest_valid import Chosen, choose
 from mplug.checkpoint.opened import Opened
 from mplug.checkpoint.plain_data import lift, lower
-from mplug.checkpoint.pretrained import refuse_larger, weights_in
 from mplug.checkpoint.rank_exchanges import at_first
 from mplug.checkpoint.saver import Saver, load
 from mplug.checkpoint.storage import FolderReader

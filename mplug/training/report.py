@@ -166,6 +166,20 @@ def loss_warning(loss: float | None, vocab_size: int) -> list[str]:
     ]
 
 
+def data_gap(run: Run, samples: int | None) -> list[str]:
+    """A warning if a step takes more samples than the training data hold; None: the loader does not state them."""
+    trainer = run.config.trainer
+    size = trainer.global_batch_size
+    if not samples or samples >= size:
+        return []
+    return [
+        f"the training data hold {samples:,} sample{'s' * (samples != 1)} of {trainer.seq_length:,} tokens, and a step "
+        f"takes {size:,}: each step reads all data {size / samples:.1f} times, and the run "
+        f"{size * trainer.steps / samples:,.0f} times; set a smaller trainer.global_batch_size (--batch-size) or "
+        f"trainer.seq_length (--seq-length), or add data"
+    ]
+
+
 def _diverged(step: int, results: Record) -> Diverged:
     loss, scale = results["loss"], results.get("loss_scale")
     at = f" at the smallest loss scale ({scale:g})" if scale is not None and math.isfinite(loss) else ""

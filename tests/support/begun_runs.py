@@ -4,9 +4,9 @@ from typing import Any
 
 from published import resolved
 
-from mplug.checkpoint.pretrained import load_weights, newest_pretrained
 from mplug.run.prepare import prepare
 from mplug.training.assembly import build
+from mplug_pretrained.weights import load_weights, newest_pretrained
 from mplug_testing.harness import as_rank, owned_values
 
 

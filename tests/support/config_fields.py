@@ -9,9 +9,9 @@ import torch
 from hybrid_models import mapped_of
 from library_models import TABLES, built, difference, drawn, wide
 
-from mplug import PublicSettings
 from mplug.registry.entry_points import Registry
 from mplug_nn import FormField, PublicForm, forms_of
+from mplug_pretrained import PublicSettings
 
 FAMILIES = ("gpt", "llama", "qwen", "granite", "nemotron", "kimi-linear", "mixtral", "gemma", "gpt-oss", "deepseek")
 TINY: dict[str, dict[str, Any]] = TABLES["fields"]["kinds"]

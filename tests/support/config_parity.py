@@ -27,7 +27,6 @@ from mplug_huggingface_format.opened import open_folder
 from published import resolved
 from torch import Tensor
 
-from mplug.checkpoint.public_load import fill_from, weights_of
 from mplug.errors import UsageError
 from mplug.model.build import allocate_parts, build_model
 from mplug.model.model import Model
@@ -36,6 +35,7 @@ from mplug.registry.entry_points import BrokenPlugin
 from mplug.run.prepare import prepare
 from mplug.tensors.random import sample_keys
 from mplug.training.batch_parts import with_shifted
+from mplug_pretrained.public_load import fill_from, weights_of
 from mplug_testing.harness import installed_plugins
 
 TOLERANCE = 1e-10

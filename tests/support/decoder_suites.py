@@ -14,9 +14,9 @@ from library_models import alone, wide
 from mplug_huggingface_format.model_config import config_of
 from torch import Tensor
 
-from mplug.checkpoint.external_form import conversion
-from mplug.checkpoint.transfer import fill_theirs
 from mplug.layout.mesh import Mesh
+from mplug_pretrained.external_form import conversion
+from mplug_pretrained.transfer import fill_theirs
 from mplug_testing import ModelSuite
 from mplug_testing.blueprint import on_meta
 from mplug_testing.harness import installed_plugins, tiny_run

@@ -46,11 +46,11 @@ def ours(settings: dict[str, Any]) -> tuple[nn.Module, set[str], list[Any]]:
 
     The last step has the first samples of the data, with which an imported run begins.
     """
-    from mplug.checkpoint.public_load import weights_of
     from mplug.model.build import allocate_parts, build_model
     from mplug.model.memory import initialize
     from mplug.run.prepare import prepare
     from mplug.training.assembly import build_loader
+    from mplug_pretrained.public_load import weights_of
     from mplug_testing.harness import tiny_config
 
     run = prepare(tiny_config(settings))

@@ -11,12 +11,13 @@ from mplug_bert import Bert, ModernBert
 from torch import Tensor
 from torch.nn import functional as F
 
-from mplug import Mesh, Model, conversion
-from mplug.checkpoint.transfer import fill_ours
+from mplug import Mesh, Model
 from mplug.model.memory import allocate, initialize
 from mplug.registry.bind_section import bind
 from mplug.tensors.random import sample_keys
 from mplug_nn import form_of
+from mplug_pretrained import conversion
+from mplug_pretrained.transfer import fill_ours
 
 V, B, S = 61, 2, 12
 SHAPE: dict[str, Any] = {

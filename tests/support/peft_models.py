@@ -15,14 +15,14 @@ from mplug_huggingface_format.opened import open_folder
 from published import FAMILIES, model_of, resolved
 from torch import Tensor
 
-from mplug.checkpoint.adapter_files import adapter_conversion, load_adapters
-from mplug.checkpoint.public_load import fill_from, weights_of
-from mplug.checkpoint.transfer import fill_theirs
 from mplug.model.build import allocate_parts, build_model
 from mplug.model.model import Model
 from mplug.model.pieces import make_pieces
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
+from mplug_pretrained.adapter_files import adapter_conversion, load_adapters
+from mplug_pretrained.public_load import fill_from, weights_of
+from mplug_pretrained.transfer import fill_theirs
 from mplug_testing.harness import as_rank
 
 VOCAB = 64

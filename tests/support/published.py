@@ -14,8 +14,6 @@ from mplug_huggingface_format.weights import PublicWeights
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mplug.checkpoint.pretrained import refuse_another_model
-from mplug.checkpoint.public_load import fill_from, weights_of
 from mplug.config.binding import RunConfig
 from mplug.config.defaults import default_settings
 from mplug.config.sources import Settings, from_mapping, merge
@@ -25,6 +23,8 @@ from mplug.model.model import Model
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
+from mplug_pretrained.public_load import fill_from, weights_of
+from mplug_pretrained.weights import refuse_another_model
 from mplug_testing.harness import installed_plugins
 
 VOCAB = 300

@@ -15,11 +15,12 @@ from mplug_qwen_vl.stream import Document, Grid, micro_batch_entries, read_docum
 from mplug_qwen_vl.vision import VisionConfig
 from torch import Tensor
 
-from mplug import Mesh, Model, conversion
-from mplug.checkpoint.transfer import fill_ours
+from mplug import Mesh, Model
 from mplug.model.memory import allocate, initialize
 from mplug.tensors.random import sample_keys
 from mplug_nn import form_of
+from mplug_pretrained import conversion
+from mplug_pretrained.transfer import fill_ours
 
 IMAGE, VIDEO, START, END = 55, 56, 57, 58
 V = 61

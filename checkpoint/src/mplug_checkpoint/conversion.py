@@ -55,16 +55,16 @@ def export_(
     If the run has adapters (mplug train --adapt), an export of the whole model multiplies them into the weights, in
     fp32.
     """
-    from mplug.checkpoint.external_form import refuse_lossy
     from mplug.checkpoint.folder import at_step
     from mplug.checkpoint.opened import open_together
-    from mplug.checkpoint.public_load import KEPT
-    from mplug.checkpoint.published import ExportOptions
     from mplug.checkpoint.verified import Verified
     from mplug.model.build import build_model
-    from mplug.registry.formats import format_named
     from mplug.run.folder import find_directory
     from mplug_checkpoint.export import export_public
+    from mplug_pretrained.external_form import refuse_lossy
+    from mplug_pretrained.formats import format_named
+    from mplug_pretrained.public_load import KEPT
+    from mplug_pretrained.published import ExportOptions
 
     found, directory = format_named(name_of_format), find_directory(name)
     _refuse_existing(folder)
@@ -135,14 +135,14 @@ def import_(folder: Path, name_of_format: str, name: str, **options: Any) -> Non
     mplug checkpoint import --from FORMAT ckpt --name base --model llama --set model.num_layers=32 ...
     mplug train --name chat --pretrained runs/base ...
     """
-    from mplug.checkpoint.foreign import open_foreign
-    from mplug.checkpoint.foreign_match import match
     from mplug.model.build import build_model
-    from mplug.registry.formats import format_named
     from mplug.run.folder import new_directory
     from mplug.run.prepare import prepare
     from mplug_checkpoint.new_run import contents, refuse_unusable_name, write_import
     from mplug_checkpoint.states import states_of
+    from mplug_pretrained.foreign import open_foreign
+    from mplug_pretrained.foreign_match import match
+    from mplug_pretrained.formats import format_named
 
     source = format_named(name_of_format)
     config = resolved({**options, "parallel": ""})

@@ -15,11 +15,11 @@ from torch import Tensor
 from mplug.checkpoint.index import Index, Shape
 from mplug.checkpoint.manifest import name_in_file
 from mplug.checkpoint.opened import Opened
-from mplug.checkpoint.published import Export
-from mplug.checkpoint.transfer import fill_theirs
 from mplug.errors import RunError, UsageError
-from mplug.model.plans.adapters import row_norms
 from mplug.system.files import sync_path
+from mplug_pretrained.adapters import row_norms
+from mplug_pretrained.published import Export
+from mplug_pretrained.transfer import fill_theirs
 
 
 class CheckpointBoxes:

@@ -12,14 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mplug.checkpoint.copies import differing_copy
-from mplug.checkpoint.foreign import WEIGHT, Shape
-from mplug.checkpoint.foreign_match import Match
 from mplug.checkpoint.manifest import TensorTable, encode, name_in_file
 from mplug.checkpoint.names import MANIFEST, file_of, path_of
-from mplug.checkpoint.safetensors_file import write_safetensors
 from mplug.checkpoint.storage import crc32
-from mplug.checkpoint.transfer import fill_ours
 from mplug.errors import RunError, UsageError, printable
 from mplug.model.model import Model
 from mplug.precisions.dtypes import FORMATS
@@ -28,6 +23,11 @@ from mplug.run.record import provenance
 from mplug.run.run import Run
 from mplug.system.files import sync_path, write_whole
 from mplug_checkpoint.states import States
+from mplug_pretrained.copies import differing_copy
+from mplug_pretrained.foreign import WEIGHT, Shape
+from mplug_pretrained.foreign_match import Match
+from mplug_pretrained.safetensors_file import write_safetensors
+from mplug_pretrained.transfer import fill_ours
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from mplug.checkpoint.foreign_match import Match
 from mplug.contracts.optimizer import Optimizer, Piece
 from mplug.errors import listed
 from mplug.model.build import states_without_memory
 from mplug.model.model import Model
 from mplug.run.run import Run
+from mplug_pretrained.foreign_match import Match
 
 
 @dataclass(frozen=True)

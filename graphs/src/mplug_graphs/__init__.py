@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING
 from mplug.system.lazy import publish
 
 if TYPE_CHECKING:
+    from mplug_graphs.obstacles import forward_obstacles as forward_obstacles
+    from mplug_graphs.obstacles import step_obstacles as step_obstacles
+    from mplug_graphs.recorder import Recorder as Recorder
     from mplug_graphs.recording import CudaGraph as CudaGraph
     from mplug_graphs.recording import Recording as Recording
     from mplug_graphs.stepper import WARMUP as WARMUP
     from mplug_graphs.stepper import GraphedStepper as GraphedStepper
 
-publish(
-    __name__,
-    {
-        "mplug_graphs.recording": ("CudaGraph", "Recording"),
-        "mplug_graphs.stepper": ("GraphedStepper", "WARMUP"),
-    },
-)
+publish(__name__)

@@ -27,12 +27,6 @@ if TYPE_CHECKING:
     from mplug.tensors.sink import add_rows as add_rows
     from mplug.tensors.sink import aligned as aligned
     from mplug.tensors.sink import zero_if_stale as zero_if_stale
-    from mplug.tensors.statistics import add_auxiliary as add_auxiliary
-    from mplug.tensors.statistics import count as count
-    from mplug.tensors.statistics import count_in_backward as count_in_backward
-    from mplug.tensors.statistics import in_backward as in_backward
-    from mplug.tensors.statistics import keep_max as keep_max
-    from mplug.tensors.statistics import keep_max_in_backward as keep_max_in_backward
     from mplug.tensors.weight_product import ProductModule as ProductModule
     from mplug.tensors.weight_product import WeightProduct as WeightProduct
     from mplug_nn.activations import ActivationFunction as ActivationFunction
@@ -189,138 +183,14 @@ if TYPE_CHECKING:
     from mplug_nn.specification import AttentionSpec as AttentionSpec
     from mplug_nn.specification import StaticKeys as StaticKeys
     from mplug_nn.static_cache import static_keys as static_keys
+    from mplug_nn.statistics import add_auxiliary as add_auxiliary
+    from mplug_nn.statistics import count as count
+    from mplug_nn.statistics import count_in_backward as count_in_backward
+    from mplug_nn.statistics import in_backward as in_backward
+    from mplug_nn.statistics import keep_max as keep_max
+    from mplug_nn.statistics import keep_max_in_backward as keep_max_in_backward
     from mplug_nn.vision.join import StreamJoin as StreamJoin
     from mplug_nn.vision.merger import PatchMerger as PatchMerger
     from mplug_nn.vision.patches import PatchEmbedding as PatchEmbedding
 
-publish(
-    __name__,
-    {
-        "mplug.layout.inits": ("Entries", "Inits"),
-        "mplug.model.plans.description": ("describe",),
-        "mplug.model.slots.declaration": ("Fusible", "states"),
-        "mplug.tensors.gathered_form": ("GatheredForm",),
-        "mplug.tensors.operator": ("fake", "operator"),
-        "mplug.tensors.sink": ("Operand", "Sink", "Weights", "add_product", "add_rows", "aligned", "zero_if_stale"),
-        "mplug.tensors.statistics": (
-            "add_auxiliary",
-            "count",
-            "count_in_backward",
-            "in_backward",
-            "keep_max",
-            "keep_max_in_backward",
-        ),
-        "mplug.tensors.weight_product": ("ProductModule", "WeightProduct"),
-        "mplug_nn.activations": ("ActivationFunction",),
-        "mplug_nn.multi_token_prediction": ("DepthAhead", "TokensAhead"),
-        "mplug_nn.attention": ("Attention", "DotProductAttention", "scaled_dot_product"),
-        "mplug_nn.branch": ("Branch", "ExpertsBranch", "MLPBranch", "MixerBranch"),
-        "mplug_nn.cache": ("Cache", "CacheSize"),
-        "mplug_nn.chunked_collectives": ("Arrival", "ChunkedCollectives", "Produce", "Rows", "collectives_named"),
-        "mplug_nn.core": ("AttentionCore", "packed_heads_of", "parts_of"),
-        "mplug_nn.cross": ("CrossAttention", "CrossKeys"),
-        "mplug_nn.decoder": ("Block", "Decoder", "DenseBlock", "SparseBlock", "TokenEmbedding", "decoder_plan"),
-        "mplug_nn.decoders.build": ("build_decoder",),
-        "mplug_nn.decoders.config": ("DecoderConfig",),
-        "mplug_nn.decoders.family": ("DecoderFamily",),
-        "mplug_nn.decoders.general": ("GeneralDecoderConfig", "RopeScaling"),
-        "mplug_nn.decoders.hybrid": ("HybridDecoderConfig", "MixerType"),
-        "mplug_nn.decoders.latent": ("LatentDecoderConfig",),
-        "mplug_nn.decoders.parts": (
-            "ActivationName",
-            "AttentionConfig",
-            "BlockConfig",
-            "BranchConfig",
-            "DivisionName",
-            "EmbeddingConfig",
-            "ExpertsConfig",
-            "LatentAttentionConfig",
-            "MLPConfig",
-            "NormConfig",
-            "NormName",
-            "PartConfig",
-            "ScanConfig",
-            "ScoreName",
-            "tower_block",
-        ),
-        "mplug_nn.decoders.public_fields": (
-            "EXPERTS_ALTERING",
-            "EXPERTS_TRAINING",
-            "LAYER_TYPES_FIELDS",
-            "ROUTER_LOSS_FIELDS",
-            "SLICES_FIELDS",
-            "UNTIED_FIELDS",
-            "activation_field",
-            "attention_types",
-            "decoder_fields",
-            "heads_fields",
-            "layer_types",
-            "read_rotary",
-            "rotary_fields",
-            "rotary_settings",
-            "shortest",
-            "tied_fields",
-            "written_heads",
-            "written_rotary",
-        ),
-        "mplug_nn.decoders.published": ("published_names",),
-        "mplug_nn.decoders.published_mixers": ("convolution_map", "mamba_names"),
-        "mplug_nn.decoders.sparse": ("SparseDecoderConfig",),
-        "mplug_nn.delayed_scaling": ("DelayedScaling",),
-        "mplug_nn.dropout": ("Dropout", "Jitter"),
-        "mplug_nn.embedding": ("Embedding",),
-        "mplug_nn.experts": ("Experts",),
-        "mplug_nn.family_forms": ("family_field",),
-        "mplug_nn.fusible": ("fusible_norm", "normed"),
-        "mplug_nn.gemm": ("Gemm", "weight_gradient"),
-        "mplug_nn.grouped": ("GroupedProduct", "grouped_linear"),
-        "mplug_nn.head": ("Head",),
-        "mplug_nn.latent": ("LatentAttention",),
-        "mplug_nn.linear": ("ADAPTERS", "Linear", "LinearAdapter", "boundary_of"),
-        "mplug_nn.loss": ("Loss",),
-        "mplug_nn.mixers.chunked": ("chunked_scan",),
-        "mplug_nn.mixers.convolution": ("Convolution", "end_rows", "short_convolution"),
-        "mplug_nn.mixers.gated_delta": ("GatedDeltaNet",),
-        "mplug_nn.mixers.gated_linear": ("GatedLinearAttention",),
-        "mplug_nn.mixers.kimi_delta": ("KimiDeltaAttention",),
-        "mplug_nn.mixers.mamba": ("Mamba2",),
-        "mplug_nn.mixers.mixer": ("Mixer",),
-        "mplug_nn.mixers.recurrence": ("recurrent_scan",),
-        "mplug_nn.mixers.scan": ("Scan",),
-        "mplug_nn.mixers.specification": ("ConvolutionSpec", "MixerInputs", "ScanSpec"),
-        "mplug_nn.mlp": ("Activation", "MLP"),
-        "mplug_nn.moe": ("MixtureOfExperts",),
-        "mplug_nn.norm": ("Norm",),
-        "mplug_nn.normal_tail": ("NORMAL_TAIL", "NORMAL_TAIL_END", "NORMAL_TAIL_SLOPE"),
-        "mplug_nn.norm_functions": ("NormFunction",),
-        "mplug_nn.packed_heads": ("PackedHeads", "Preparation"),
-        "mplug_nn.parts": ("AttentionParts", "Part"),
-        "mplug_nn.product": ("Boundary", "Collective", "Narrow", "Product"),
-        "mplug_nn.prologue": ("FusedProduct", "Inputs", "Projected", "Prologue", "Upstream"),
-        "mplug_nn.public_config": ("differences", "forms_of", "part_forms_of", "written_config"),
-        "mplug_nn.public_form": (
-            "FixedField",
-            "FamilyField",
-            "FormField",
-            "FoundFamily",
-            "PublicField",
-            "PublicForm",
-            "ReadField",
-            "SumField",
-            "UnusedField",
-            "form_of",
-        ),
-        "mplug_nn.public_values": ("Values",),
-        "mplug_nn.relative": ("RelativeBias",),
-        "mplug_nn.rotary": ("Rotary",),
-        "mplug_nn.router": ("Choice", "Router"),
-        "mplug_nn.scores": ("RouterScore",),
-        "mplug_nn.shared_fields": ("SHARED_FIELDS", "unused"),
-        "mplug_nn.slots": ("SLOTS",),
-        "mplug_nn.specification": ("AttentionInputs", "AttentionSpec", "StaticKeys"),
-        "mplug_nn.static_cache": ("static_keys",),
-        "mplug_nn.vision.join": ("StreamJoin",),
-        "mplug_nn.vision.merger": ("PatchMerger",),
-        "mplug_nn.vision.patches": ("PatchEmbedding",),
-    },
-)
+publish(__name__)

@@ -14,11 +14,11 @@ from mplug.layout.plan import Buffer, Parameter
 from mplug.layout.work import Step, WeightProduct
 from mplug.model.plans.work import in_order
 from mplug.tensors.host_buffers import register_host_buffer
-from mplug.tensors.statistics import add_auxiliary, count
 from mplug_nn.embedding import Embedding
 from mplug_nn.head import Head
 from mplug_nn.linear import Linear
 from mplug_nn.norm import Norm
+from mplug_nn.statistics import add_auxiliary, count
 
 
 class DepthAhead(nn.Module):

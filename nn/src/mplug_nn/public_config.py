@@ -5,10 +5,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from mplug.config.described import PublicSettings
 from mplug.errors import listed, quoted
 from mplug.registry.bind_section import bind
 from mplug_nn.public_form import PublicForm
+from mplug_pretrained.described import PublicSettings
 
 FORMS = "public_forms"
 """An attribute of a family: the tables of the config.json's that it reads and writes (`PublicForm`)."""

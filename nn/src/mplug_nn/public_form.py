@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mplug.config.described import PublicSettings
 from mplug.errors import brief, listed, suggest
 from mplug_nn.public_values import LARGEST, Values, same_value, shown
+from mplug_pretrained.described import PublicSettings
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Fields with numbers of tokens, which the tokenizer's files state."""

@@ -17,10 +17,10 @@ from mplug.layout.work import Step, WeightProduct
 from mplug.model.slots.declaration import Slot
 from mplug.tensors.host_buffers import register_host_buffer
 from mplug.tensors.sink import Weights, add_product
-from mplug.tensors.statistics import add_auxiliary, count
 from mplug_nn.dropout import Jitter
 from mplug_nn.linear import Gemm, multiply
 from mplug_nn.scores import SCORES
+from mplug_nn.statistics import add_auxiliary, count
 
 Score = str
 """A name of the open list `mplug.router_scores`: 'softmax', 'sigmoid', 'softmax_of_chosen', ..."""

@@ -23,14 +23,4 @@ if TYPE_CHECKING:
     from mplug_sampling.token_steps import Replays as Replays
     from mplug_sampling.token_steps import replays_for as replays_for
 
-publish(
-    __name__,
-    {
-        "mplug_sampling.decoding": ("Alone", "Ranks", "refuse_undivided", "sample"),
-        "mplug_sampling.sampler": ("Sampler", "sampling_run"),
-        "mplug_sampling.sampling": ("Sampling", "sample_key"),
-        "mplug_sampling.scoring": ("Score", "score"),
-        "mplug_sampling.text": ("Text",),
-        "mplug_sampling.token_steps": ("Replays", "replays_for"),
-    },
-)
+publish(__name__)

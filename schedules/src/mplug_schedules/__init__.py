@@ -34,24 +34,4 @@ if TYPE_CHECKING:
     from mplug_schedules.times import timeline as timeline
     from mplug_schedules.weight_gradients import WeightGradients as WeightGradients
 
-publish(
-    __name__,
-    {
-        "mplug_schedules.actions": (
-            "Action",
-            "COMPUTE",
-            "Kind",
-            "Row",
-            "Shape",
-            "Table",
-            "forward_half",
-            "with_transfers",
-        ),
-        "mplug_schedules.proof": ("check", "peak"),
-        "mplug_schedules.handovers": ("bytes_sent", "shape_of"),
-        "mplug_schedules.installed": ("find_schedule", "proven_table"),
-        "mplug_schedules.memory": ("Footprint", "held_bytes", "peak_bytes"),
-        "mplug_schedules.times": ("Costs", "Timeline", "timeline"),
-        "mplug_schedules.weight_gradients": ("WeightGradients",),
-    },
-)
+publish(__name__)

@@ -26,34 +26,4 @@ if TYPE_CHECKING:
     from mplug_testing.workers import WorkerFailed as WorkerFailed
     from mplug_testing.workers import run_workers as run_workers
 
-publish(
-    __name__,
-    {
-        "mplug.registry.precisions": ("precision_named",),
-        "mplug_testing.adapters": ("AdapterSuite",),
-        "mplug_testing.commands": ("CommandSuite",),
-        "mplug_testing.data": ("DataSuite",),
-        "mplug_testing.extensions": ("ExtensionSuite",),
-        "mplug_testing.formats": ("FormatSuite",),
-        "mplug_testing.kernels": ("KernelSuite",),
-        "mplug_testing.memory": ("MemorySuite",),
-        "mplug_testing.models": ("ModelSuite",),
-        "mplug_testing.optimizers": (
-            "DenseStep",
-            "OptimizerSuite",
-        ),
-        "mplug_testing.parallel": ("ParallelSuite",),
-        "mplug_testing.precisions": ("PrecisionSuite",),
-        "mplug_testing.suite": (
-            "Fault",
-            "PluginSuite",
-            "require",
-            "smoke",
-        ),
-        "mplug_testing.tokenizers": ("TokenizerSuite",),
-        "mplug_testing.workers": (
-            "WorkerFailed",
-            "run_workers",
-        ),
-    },
-)
+publish(__name__)

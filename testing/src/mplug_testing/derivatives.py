@@ -15,7 +15,7 @@ from torch import Tensor
 from mplug.layout.names import role_of
 from mplug.layout.plan import Unit
 from mplug.model.units import run_units
-from mplug.tensors import statistics
+from mplug_nn import statistics
 from mplug_testing.model_checks import Trial
 from mplug_testing.suite import Fault, require
 

@@ -15,9 +15,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import SkipTest
 
-from mplug.checkpoint.format import Format
 from mplug.errors import UsageError
-from mplug.registry.formats import Found, format_of, load_format
+from mplug_pretrained.format import Format
+from mplug_pretrained.formats import Found, format_of, load_format
 from mplug_testing.harness import installed_plugins, tiny_config
 from mplug_testing.suite import Fault, PluginSuite, require, smoke
 
@@ -56,10 +56,10 @@ class FormatSuite(PluginSuite):
 
     @smoke
     def test_it_is_a_format(self) -> None:
-        """A subclass of `mplug.Format` that has an own method for at least one command."""
+        """A subclass of `mplug_pretrained.Format` that has an own method for at least one command."""
         found = _found(self)
         own = [name for name in ("open", "open_published", "export", "open_adapters") if _has(found, name)]
-        require(isinstance(found.format, Format), f"{found.entry.label} is no subclass of mplug.Format")
+        require(isinstance(found.format, Format), f"{found.entry.label} is no subclass of mplug_pretrained.Format")
         require(own, f"{found.entry.label} overrides no method that opens or exports, so it does nothing")
 
     @smoke
@@ -84,10 +84,10 @@ class FormatSuite(PluginSuite):
         """`mplug train --pretrained` recognises the folder, and every value is the same. SkipTest without an export."""
         import torch
 
-        from mplug.checkpoint.public_load import load_public_for_inference
         from mplug.checkpoint.states import load_for_inference
         from mplug.model.build import allocate_parts, build_model
         from mplug.run.prepare import prepare
+        from mplug_pretrained.public_load import load_public_for_inference
 
         found = _found(self)
         if not _has(found, "export") or not _has(found, "describe"):

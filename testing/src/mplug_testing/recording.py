@@ -19,7 +19,7 @@ UNDEFINED = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_
 """Operations whose results have no defined values."""
 
 OF_FORWARD = ("mplug::count", "mplug::keep_max")
-"""Operators that do nothing in a backward pass (`mplug.tensors.statistics`)."""
+"""Operators that do nothing in a backward pass (`mplug_nn.statistics`)."""
 
 
 class Reads(Exception):

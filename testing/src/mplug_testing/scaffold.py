@@ -15,8 +15,9 @@ from mplug.registry.entry_points import Registry
 TEMPLATES = Path(__file__).with_name("templates")
 REQUIREMENT = "mplug>=0.1,<0.2"
 """The requirement on mplug of a plugin that is written for this version."""
-BLOCKS = "mplug-nn>=0.1,<0.2"
-"""The requirement on the building blocks, for the templates that import them."""
+LIBRARIES = {"mplug_nn": "mplug-nn>=0.1,<0.2", "mplug_pretrained": "mplug-pretrained>=0.1,<0.2"}
+"""The requirements on other libraries, by the modules that templates import."""
+
 ABOUT = "about.json"
 """The file beside the templates of a kind that describes its package."""
 
@@ -61,8 +62,8 @@ class Package:
     @property
     def _requirements(self) -> list[str]:
         modules = [path for path in (TEMPLATES / self.kind).glob("*.py.txt") if path.name != "test.py.txt"]
-        needs_blocks = any("from mplug_nn import" in path.read_text() for path in modules)
-        return [REQUIREMENT, *([BLOCKS] if needs_blocks else [])]
+        sources = "".join(path.read_text() for path in modules)
+        return [REQUIREMENT, *(one for module, one in LIBRARIES.items() if f"from {module} import" in sources)]
 
     @property
     def words(self) -> dict[str, str]:

@@ -24,7 +24,7 @@ from mplug_testing.suite import naming_failures, require, smoke
 from mplug_testing.vocabulary import VocabularyChecks
 
 if TYPE_CHECKING:
-    from mplug.contracts.tokenizer import CorpusTokenizer
+    from mplug_tokenization.contract import CorpusTokenizer
 
 TEXTS = (
     "",

@@ -17,7 +17,7 @@ from mplug_testing.harness import installed_plugins
 from mplug_testing.suite import Fault, PluginSuite, naming_failures, require
 
 if TYPE_CHECKING:
-    from mplug.contracts.tokenizer import CorpusTokenizer
+    from mplug_tokenization.contract import CorpusTokenizer
 
 MISSING = "no-such-folder/vocabulary"
 BEYOND = 16

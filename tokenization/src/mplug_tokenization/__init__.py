@@ -8,21 +8,14 @@ from typing import TYPE_CHECKING
 from mplug.system.lazy import publish
 
 if TYPE_CHECKING:
+    from mplug_tokenization.contract import CorpusTokenizer as CorpusTokenizer
+    from mplug_tokenization.contract import FolderTokenizer as FolderTokenizer
+    from mplug_tokenization.contract import Tokenizer as Tokenizer
+    from mplug_tokenization.folders import folder_tokenizer as folder_tokenizer
     from mplug_tokenization.records import TokenizerRecord as TokenizerRecord
     from mplug_tokenization.records import describe_tokenizer as describe_tokenizer
     from mplug_tokenization.records import keep_tokenizer as keep_tokenizer
     from mplug_tokenization.records import load_tokenizer as load_tokenizer
     from mplug_tokenization.records import read_tokenizer as read_tokenizer
 
-publish(
-    __name__,
-    {
-        "mplug_tokenization.records": (
-            "TokenizerRecord",
-            "describe_tokenizer",
-            "keep_tokenizer",
-            "load_tokenizer",
-            "read_tokenizer",
-        ),
-    },
-)
+publish(__name__)

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from mplug import CorpusTokenizer, UsageError
+from mplug import UsageError
+from mplug_tokenization import CorpusTokenizer
 from mplug_tokenization.templates import ANSWERS, Template
 from mplug_tokenization.vocabulary import Vocabulary
 

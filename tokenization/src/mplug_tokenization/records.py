@@ -16,11 +16,11 @@ from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from mplug.config.entry import Entry
-from mplug.contracts.tokenizer import CorpusTokenizer
 from mplug.errors import UsageError
 from mplug.registry.bind_section import bind
 from mplug.registry.entry_points import Registry
 from mplug.system.files import write_whole
+from mplug_tokenization.contract import CorpusTokenizer
 
 KIND = "tokenizers"
 SUFFIX = ".tokenizer"

@@ -21,10 +21,10 @@ from peft_models import exact, loaded_here, require_gradients_of_peft, run_of  #
 from published import FAMILIES, save  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from mplug.checkpoint.adapter_files import adapter_conversion, adapters_of, refuse_other_adapters, unpublished  # noqa: E402
 from mplug.errors import UsageError  # noqa: E402
 from mplug.model.build import build_model  # noqa: E402
 from mplug.model.model import Model  # noqa: E402
+from mplug_pretrained.adapter_files import adapter_conversion, adapters_of, refuse_other_adapters, unpublished  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::UserWarning:peft", "ignore::RuntimeWarning:peft"

@@ -24,10 +24,10 @@ from peft.utils.other import get_pattern_key  # noqa: E402
 from peft_models import Pair, llama, run_of  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from mplug.checkpoint.adapter_files import refuse_other_adapters  # noqa: E402
 from mplug.errors import UsageError  # noqa: E402
 from mplug.model.build import build_model  # noqa: E402
 from mplug.model.model import Model  # noqa: E402
+from mplug_pretrained.adapter_files import refuse_other_adapters  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft", "ignore::RuntimeWarning")
 OLDER = {"enable_lora", "merge_weights"}

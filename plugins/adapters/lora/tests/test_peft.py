@@ -26,9 +26,9 @@ from peft_models import (  # noqa: E402
 )
 from safetensors.torch import load_file  # noqa: E402
 
-from mplug.checkpoint.external_form import conversion  # noqa: E402
-from mplug.checkpoint.transfer import fill_theirs  # noqa: E402
 from mplug.cli import main  # noqa: E402
+from mplug_pretrained.external_form import conversion  # noqa: E402
+from mplug_pretrained.transfer import fill_theirs  # noqa: E402
 from mplug_testing import run_workers  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(

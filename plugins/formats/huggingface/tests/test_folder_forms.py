@@ -17,8 +17,8 @@ pytest.importorskip("transformers")
 from mplug_huggingface_format.folder import INDEX, WHOLE
 from published import VOCAB, Made, edited, loaded, logits, require_fitting, rewritten, tensors
 
-from mplug.checkpoint import copies
 from mplug.errors import UsageError
+from mplug_pretrained import copies
 
 Cli = Callable[..., CompletedProcess[str]]
 Change = Callable[[dict[str, Tensor]], object]

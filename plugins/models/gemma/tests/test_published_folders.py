@@ -23,10 +23,10 @@ from mplug_huggingface_format.opened import open_folder  # noqa: E402
 from published import loaded, rewritten, run_of, save  # noqa: E402
 from seeing_gemma import CONFIG, Seen, config_of, library_of, micro_batch, sample  # noqa: E402
 
-from mplug.checkpoint.public_load import fill_from, weights_of  # noqa: E402
 from mplug.errors import UsageError  # noqa: E402
 from mplug.model.build import allocate_parts, build_model  # noqa: E402
 from mplug.training.loop import train  # noqa: E402
+from mplug_pretrained.public_load import fill_from, weights_of  # noqa: E402
 
 Cli = Callable[..., CompletedProcess[str]]
 SETTINGS: dict[str, Any] = {"data.name": "mock", "data.media": 2, "data.media_sides": [8, 24], "trainer.seq_length": 44}

@@ -24,9 +24,7 @@ from published import edited, resolved, rewritten  # noqa: E402
 from seeing_models import changed  # noqa: E402
 
 from mplug import UsageError  # noqa: E402
-from mplug.checkpoint.pretrained import load_weights, newest_pretrained, refuse_another_model  # noqa: E402
-from mplug.checkpoint.public_load import left_out, load_public_for_inference  # noqa: E402
-from mplug.cli.beginning import about_weights, beginning  # noqa: E402
+from mplug.cli.beginning import beginning  # noqa: E402
 from mplug.config.defaults import saved_settings  # noqa: E402
 from mplug.model.build import allocate_parts, build_model  # noqa: E402
 from mplug.model.model import Model  # noqa: E402
@@ -36,6 +34,9 @@ from mplug.run.run import Run  # noqa: E402
 from mplug.training.assembly import build  # noqa: E402
 from mplug.training.loop import train  # noqa: E402
 from mplug_nn import SHARED_FIELDS, PublicForm, ReadField  # noqa: E402
+from mplug_pretrained.beginnings import about_weights, words_of  # noqa: E402
+from mplug_pretrained.public_load import left_out, load_public_for_inference  # noqa: E402
+from mplug_pretrained.weights import load_weights, newest_pretrained, refuse_another_model  # noqa: E402
 from mplug_testing import run_workers  # noqa: E402
 from mplug_testing.harness import installed_plugins, logical  # noqa: E402
 
@@ -243,7 +244,7 @@ def test_a_part_without_a_folder_has_initial_values_and_the_run_says_so(folders:
     assert sorted(left_out(path, parts.model, run.config.checkpoint.pretrained)) == anew
     sentence = "'decoder', 'tower.projector.down' and 'tower.projector.up' have initial values, because no folder has"
     assert about_weights(run, parts.model, path)[0].startswith(sentence)
-    assert beginning(None, path) == f"with the weights of '{folders.tower}' (vision)"
+    assert beginning(None, words_of(path)) == f"with the weights of '{folders.tower}' (vision)"
 
 
 def test_patterns_leave_out_parts_of_a_folder(folders: Made) -> None:

@@ -22,10 +22,10 @@ from mplug_llava.preparation import CLIP_MEAN, CLIP_STD  # noqa: E402
 from published import edited, loaded, rewritten, run_of, save, tensors  # noqa: E402
 from seeing_models import changed  # noqa: E402
 
-from mplug.checkpoint.public_load import fill_from, weights_of  # noqa: E402
 from mplug.errors import UsageError  # noqa: E402
 from mplug.model.build import allocate_parts, build_model  # noqa: E402
 from mplug.training.loop import train  # noqa: E402
+from mplug_pretrained.public_load import fill_from, weights_of  # noqa: E402
 
 Cli = Callable[..., CompletedProcess[str]]
 SETTINGS: dict[str, Any] = {"data.name": "mock", "data.media": 2, "data.media_sides": [8, 24], "trainer.seq_length": 60}

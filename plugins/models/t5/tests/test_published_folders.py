@@ -99,8 +99,8 @@ def test_peft_computes_with_our_adapters_what_the_run_computes(made: Folders, tm
     from peft_models import loaded_here, run_of
     from safetensors.torch import save_file
 
-    from mplug.checkpoint.adapter_files import adapter_conversion, adapters_of
     from mplug.model.build import build_model
+    from mplug_pretrained.adapter_files import adapter_conversion, adapters_of
 
     folder = made["v1.1"][0]
     settings = {"checkpoint.pretrained.path": str(folder), "adapters.lora.rank": 2, **DATA}

@@ -5,12 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mplug import Adapters, Model, Run, UsageError
+from mplug import Model, Run, UsageError
 from mplug_lora.checking import checker
 from mplug_lora.merging import merge_of, norms_of
 from mplug_lora.modules import ExpertsLowRank, LowRank
 from mplug_lora.published import PREFIX, config_of, layers_of, names_of, unpublished
 from mplug_lora.targets import Target, candidates_of, chosen_targets
+from mplug_pretrained import Adapters
 
 if TYPE_CHECKING:
     from torch import nn

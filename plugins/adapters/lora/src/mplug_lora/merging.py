@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mplug import Merge, RowNorms, row_norms
 from mplug_lora.targets import Target
+from mplug_pretrained import Merge, RowNorms, row_norms
 
 
 def wide(x: Tensor) -> Tensor:

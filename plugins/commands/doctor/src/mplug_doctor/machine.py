@@ -9,8 +9,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from mplug.commands import host_memory, human_bytes
+from mplug.commands import human_bytes
 from mplug_doctor.findings import Findings
+from mplug_estimates import host_memory
 
 GIB = 1 << 30
 LEAST_DISK = 5 * GIB

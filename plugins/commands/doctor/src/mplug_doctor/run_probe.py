@@ -14,7 +14,6 @@ from mplug.commands import (
     COLLECTIVE_SECONDS,
     Registry,
     build_model,
-    check_memory,
     from_mapping,
     prepare,
     resolve,
@@ -23,6 +22,7 @@ from mplug.commands import (
 )
 from mplug_doctor.apart import answer
 from mplug_doctor.findings import Findings
+from mplug_estimates import check_memory
 
 SHOWN = 200
 """Characters of a reason that are shown."""

@@ -129,9 +129,10 @@ def command(**options: Any) -> None:
     mplug evaluate --pretrained DIR --data packed --set data.path=chats.jsonl --samples all
     mplug evaluate --pretrained DIR --adapt lora --set adapters.lora.path=TRAINED book.txt
     """
-    from mplug.commands import launched, run_forward
+    from mplug.commands import launched
     from mplug_evaluate.report import refuse_unwritable, report
     from mplug_evaluate.work import evaluate, prepared
+    from mplug_pretrained import run_forward
 
     asked, world = Asked(**options), launched()
     asked.refuse_contradictions()
@@ -211,9 +212,10 @@ class Asked:
 
 
 def _of_run(asked: Asked, world: "World | None") -> tuple["Job", Any]:
-    from mplug.commands import SavedModel, find_directory, saved_settings, settle_forward
+    from mplug.commands import find_directory, saved_settings
     from mplug_evaluate.documents import Start, read_documents
     from mplug_evaluate.work import Job
+    from mplug_pretrained import SavedModel, settle_forward
 
     directory = find_directory(asked.name)
     base = saved_settings(directory)
@@ -230,9 +232,11 @@ def _of_run(asked: Asked, world: "World | None") -> tuple["Job", Any]:
 
 
 def _published(asked: Asked, world: "World | None") -> tuple["Job", Any]:
-    from mplug.commands import Registry, SavedModel, default_settings, folder_length, folder_tokenizer, settle_forward
+    from mplug.commands import Registry, default_settings
     from mplug_evaluate.documents import Start, read_documents
     from mplug_evaluate.work import Job
+    from mplug_pretrained import SavedModel, folder_length, settle_forward
+    from mplug_tokenization import folder_tokenizer
 
     assert asked.pretrained is not None
     weights = SavedModel.published(asked.pretrained)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from mplug import UsageError
 
 if TYPE_CHECKING:
-    from mplug import FolderTokenizer, Run
+    from mplug import Run
+    from mplug_tokenization import FolderTokenizer
 
 INCOMPLETE = "\ufffd"
 """What a tokenizer decodes from bytes that are only a part of a character."""

@@ -12,8 +12,9 @@ from mplug import UsageError
 
 if TYPE_CHECKING:
     from mplug import Model, RankBatch, Run, Stepper
-    from mplug.commands import SavedModel, Settings
+    from mplug.commands import Settings
     from mplug_evaluate.documents import Documents
+    from mplug_pretrained import SavedModel
 
 LABEL = "evaluate"
 

@@ -12,7 +12,6 @@ from mplug.commands import (
     Registry,
     UserPath,
     config_options,
-    format_named,
     human_bytes,
     modules_around,
     prepare,
@@ -20,6 +19,7 @@ from mplug.commands import (
     role_of,
     table,
 )
+from mplug_pretrained import format_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -220,7 +220,7 @@ def _of_streams(model: "Model", samples: int) -> list[tuple[str, str]]:
 
 def _replay(run: "Run", model: "Model") -> str:
     """Whether a CUDA graph replays the step, and, if the setting is off, whether one could."""
-    from mplug.commands import step_obstacles  # imports torch
+    from mplug_graphs import step_obstacles  # imports torch
 
     if run.config.trainer.graphs:  # otherwise the run is refused
         return "replayed as one CUDA graph for each shape of a step, after a few eager steps"
@@ -353,7 +353,8 @@ def _by(shape: tuple[int, ...]) -> str:
 
 def _bytes(run: "Run", model: "Model") -> str:
     """A table of what the rank holds between steps, which is exact, and of the activations, which are estimated."""
-    from mplug.commands import estimate_activations, measure_bytes  # imports torch
+    from mplug.commands import measure_bytes  # imports torch
+    from mplug_estimates import estimate_activations  # imports torch
 
     activations = estimate_activations(run, model)[run.mesh.index(run.rank, model.stages.axis)]
     measured = measure_bytes(run, model)
@@ -364,8 +365,10 @@ def _bytes(run: "Run", model: "Model") -> str:
 
 def _adapters(model: "Model") -> str:
     """Whether the adapters have a form of their own."""
-    from mplug import adapter_conversion  # imports torch
-    from mplug.commands import unpublished
+    from mplug_pretrained import (
+        adapter_conversion,  # imports torch
+        unpublished,
+    )
 
     assert model.adapters is not None
     command = f"'mplug checkpoint export --to {model.adapters.format}'"

@@ -9,13 +9,15 @@ from mplug import UsageError
 from mplug_generate.prompts import Prompt
 
 if TYPE_CHECKING:
-    from mplug import FolderTokenizer
     from mplug.commands import Settings
+    from mplug_tokenization import FolderTokenizer
 
 
 def tokenizer_in(folder: Path) -> "FolderTokenizer":
     """The tokenizer of a published folder; UsageError if the folder is none."""
-    from mplug.commands import Registry, SavedModel, folder_tokenizer
+    from mplug.commands import Registry
+    from mplug_pretrained import SavedModel
+    from mplug_tokenization import folder_tokenizer
 
     SavedModel.published(folder)  # refuses any other folder
     return folder_tokenizer(Registry(), folder)
@@ -36,7 +38,8 @@ def settings_of(
     `prompts` are the names of prompts in errors, and their lengths. Raises UsageError if a prompt is longer than the
     model supports.
     """
-    from mplug.commands import Registry, default_settings, longest_sequence, merge, read_assignments, resolve
+    from mplug.commands import Registry, default_settings, merge, read_assignments, resolve
+    from mplug_pretrained import longest_sequence
 
     registry = Registry()
     pretrained = read_assignments([f"checkpoint.pretrained.path={folder}"], "--pretrained")
@@ -58,7 +61,7 @@ def settings_of(
 
 def end_tokens(folder: Path) -> frozenset[int]:
     """The tokens that end a text, by a published folder."""
-    from mplug.commands import format_of
+    from mplug_pretrained import format_of
 
     found = format_of(folder)
     ends: frozenset[int] = frozenset() if found is None else found.ask("end_tokens", folder)

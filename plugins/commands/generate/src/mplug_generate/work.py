@@ -18,7 +18,8 @@ from mplug_sampling.text import Text
 
 if TYPE_CHECKING:
     from mplug import Medium, Run
-    from mplug.commands import SavedModel, Settings, Verified, World
+    from mplug.commands import Settings, Verified, World
+    from mplug_pretrained import SavedModel
     from mplug_sampling.decoding import Alone
     from mplug_sampling.sampler import Sampler
     from mplug_sampling.sampling import Sampling
@@ -132,14 +133,15 @@ def _prepared(job: Job) -> "tuple[Run, Sampler]":
 
 
 def _saved(job: Job) -> "SavedModel":
-    from mplug.commands import SavedModel
+    from mplug_pretrained import SavedModel
 
     return SavedModel(job.weights, job.published, job.verified)
 
 
 def tokenizer_of(run: "Run", published: Path | None) -> Any:
     """The tokenizer of a run's data (None if it has none), or that of a published folder."""
-    from mplug.commands import Registry, folder_tokenizer
+    from mplug.commands import Registry
+    from mplug_tokenization import folder_tokenizer
 
     return folder_tokenizer(Registry(), published) if published else run.hooks.call.build_tokenizer(run=run)
 

@@ -86,9 +86,10 @@ def command(**options: Any) -> None:
     mplug lm-eval --tasks gsm8k --num-fewshot 5 --pretrained Qwen3-8B --precision bf16 --parallel tp2
     mplug lm-eval --tasks my_task --include-path tasks --pretrained DIR --output results.json
     """
-    from mplug.commands import launched, run_forward
+    from mplug.commands import launched
     from mplug_lm_eval.harness import as_json, find_tasks, table_of
     from mplug_lm_eval.work import prepared, work
+    from mplug_pretrained import run_forward
 
     asked, world = Asked(**options), launched()
     asked.refuse_contradictions()
@@ -162,16 +163,10 @@ class Asked:
 
     def job(self, world: "World | None") -> "tuple[Job, Run]":
         """What each process does, and the prepared run."""
-        from mplug.commands import (
-            SavedModel,
-            default_settings,
-            find_directory,
-            folder_length,
-            saved_settings,
-            settle_forward,
-        )
+        from mplug.commands import default_settings, find_directory, saved_settings
         from mplug_lm_eval.wanted import Wanted
         from mplug_lm_eval.work import Job
+        from mplug_pretrained import SavedModel, folder_length, settle_forward
 
         wanted = Wanted(
             *(self._tasks(), self.include_paths, self.num_fewshot, self.limit, self.gen_kwargs, self.batch_size),

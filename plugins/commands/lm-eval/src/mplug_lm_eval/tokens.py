@@ -45,7 +45,9 @@ class Tokens:
     @staticmethod
     def of_folder(folder: Path) -> "Tokens":
         """By the tokenizer of a published folder; UsageError if it names no token in front of texts or behind them."""
-        from mplug.commands import Registry, folder_tokenizer, format_of
+        from mplug.commands import Registry
+        from mplug_pretrained import format_of
+        from mplug_tokenization import folder_tokenizer
 
         tokenizer, found = folder_tokenizer(Registry(), folder), format_of(folder)
         first = tokenizer.begin or tokenizer.end

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mplug import Run
-    from mplug.commands import SavedModel, Settings
+    from mplug.commands import Settings
     from mplug_lm_eval.wanted import Wanted
+    from mplug_pretrained import SavedModel
     from mplug_sampling import Sampler
 
 

@@ -4,9 +4,9 @@ import logging
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from mplug import MapLoader, Tokenizer, UsageError, hookimpl
+from mplug import MapLoader, UsageError, hookimpl
 from mplug_datasets.config import DatasetsConfig
-from mplug_tokenization import TokenizerRecord, describe_tokenizer, load_tokenizer
+from mplug_tokenization import Tokenizer, TokenizerRecord, describe_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mplug import CorpusTokenizer, UsageError
+from mplug import UsageError
 from mplug_datasets.config import COLUMNS, Form
+from mplug_tokenization import CorpusTokenizer
 from mplug_tokenization.conversations import Count, Encoder, message_fault
 
 PARTS = 10_000

@@ -19,7 +19,8 @@ from megatron.energon.edataclass import edataclass
 from megatron.energon.flavors.base_dataset import Sample
 from torch import Tensor
 
-from mplug import CorpusTokenizer, UsageError
+from mplug import UsageError
+from mplug_tokenization import CorpusTokenizer
 
 IGNORED = -100
 """The label of a position without a target."""

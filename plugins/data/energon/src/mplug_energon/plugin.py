@@ -6,16 +6,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mplug import (
-    STREAMS,
-    CorpusTokenizer,
-    Loader,
-    Tokenizer,
-    UsageError,
-    hookimpl,
-)
+from mplug import STREAMS, Loader, UsageError, hookimpl
 from mplug_energon.config import CONVERSATIONS, OF_CONVERSATIONS, EnergonConfig
-from mplug_tokenization import TokenizerRecord, describe_tokenizer, load_tokenizer
+from mplug_tokenization import CorpusTokenizer, Tokenizer, TokenizerRecord, describe_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.energon import SavableDataLoader, TaskEncoder, WorkerConfig, get_savable_loader, get_train_dataset
 
-from mplug import DOCUMENTS, STREAMS, CorpusTokenizer, MicroBatch, UsageError
+from mplug import DOCUMENTS, STREAMS, MicroBatch, UsageError
 from mplug_energon.faults import Skip, stop
 from mplug_energon.sources import message_of, name_tars
 from mplug_energon.streams import Collate, Shape, StreamLoader
+from mplug_tokenization import CorpusTokenizer
 
 if TYPE_CHECKING:
     from mplug import Processor

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageDraw import ImageDraw
 
-    from mplug import MicroBatch, Tokenizer
+    from mplug import MicroBatch
+    from mplug_tokenization import Tokenizer
 
 MARGIN, LINE = 4, 12
 """Pixels of the margin around an image, and of a line of its text."""

@@ -4,10 +4,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mplug import CorpusTokenizer, Loader, UsageError, hookimpl
+from mplug import Loader, UsageError, hookimpl
 from mplug_indexed.beside import Marks, marks_of, named_twice, prefix_of, tokenizer_of
 from mplug_indexed.config import IndexedConfig
-from mplug_tokenization import load_tokenizer
+from mplug_tokenization import CorpusTokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from mplug import Run, RunConfig

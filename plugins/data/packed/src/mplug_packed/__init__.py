@@ -6,15 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from mplug import (
-    MAY_MOVE,
-    MapLoader,
-    Tokenizer,
-    UsageError,
-    distinct,
-    hookimpl,
-)
-from mplug_tokenization import TokenizerRecord, describe_tokenizer, load_tokenizer
+from mplug import MAY_MOVE, MapLoader, UsageError, distinct, hookimpl
+from mplug_tokenization import Tokenizer, TokenizerRecord, describe_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
-from mplug import ENCODER_TEXTS, MAY_MOVE, CorpusTokenizer, MapLoader, UsageError, hookimpl
+from mplug import ENCODER_TEXTS, MAY_MOVE, MapLoader, UsageError, hookimpl
 from mplug_pairs.reading import Count, Encoder, Pair, find_files, read_pairs
-from mplug_tokenization import TokenizerRecord, describe_tokenizer, load_tokenizer
+from mplug_tokenization import CorpusTokenizer, TokenizerRecord, describe_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

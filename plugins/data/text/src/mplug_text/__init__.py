@@ -11,15 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mplug import (
-    MAY_MOVE,
-    CorpusTokenizer,
-    MapLoader,
-    UsageError,
-    hookimpl,
-    local_path,
-)
-from mplug_tokenization import TokenizerRecord, describe_tokenizer, load_tokenizer
+from mplug import MAY_MOVE, MapLoader, UsageError, hookimpl, local_path
+from mplug_tokenization import CorpusTokenizer, TokenizerRecord, describe_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from mplug import Run, RunConfig

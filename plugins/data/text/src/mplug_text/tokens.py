@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from mplug import CorpusTokenizer
 from mplug_text.corpus import SEPARATOR
+from mplug_tokenization import CorpusTokenizer
 
 
 def tokens_of(stream: NDArray[np.uint8], tokenizer: CorpusTokenizer) -> NDArray[np.int32]:

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mplug import Format
+from mplug_pretrained import Format
 
 if TYPE_CHECKING:
-    from mplug import ForeignCheckpoint
+    from mplug_pretrained import ForeignCheckpoint
 
 
 class DeepSpeed(Format):

@@ -4,11 +4,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mplug import ForeignCheckpoint, ForeignTensor, RunError, UsageError
+from mplug import RunError, UsageError
 from mplug_deepspeed_format.rank_files import UNIVERSAL, find_files, refuse_absent_parts, tag_folder
 from mplug_deepspeed_format.saved import Shape
 from mplug_deepspeed_format.universal import read_universal
 from mplug_deepspeed_format.zero_files import WEIGHT, Content, read_part
+from mplug_pretrained import ForeignCheckpoint, ForeignTensor
 
 if TYPE_CHECKING:
     from torch import Tensor

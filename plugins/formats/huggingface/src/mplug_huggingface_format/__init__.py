@@ -3,13 +3,15 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mplug import DescribedModel, Format, PublicSettings, UsageError, listed
+from mplug import UsageError, listed
 from mplug_huggingface_format.config_file import CONFIG, architectures_of, read_json
 from mplug_huggingface_format.model_config import config_of, has_forms, part_settings_of, settings_of
 from mplug_nn import part_forms_of
+from mplug_pretrained import DescribedModel, Format, PublicSettings
 
 if TYPE_CHECKING:
-    from mplug import Export, ExportOptions, FolderWeights, Model, PublishedFolder, Run, RunConfig
+    from mplug import Model, Run, RunConfig
+    from mplug_pretrained import Export, ExportOptions, FolderWeights, PublishedFolder
 
 
 class HuggingFace(Format):
@@ -72,7 +74,7 @@ class PEFT(Format):
     """The adapters of a model alone, as the library PEFT reads and writes them."""
 
     def export(self, run: "Run", model: "Model", options: "ExportOptions") -> "Export":
-        """The adapters of the run, which their plugin describes (`mplug.Adapters`)."""
+        """The adapters of the run, which their plugin describes (`mplug_pretrained.Adapters`)."""
         from mplug_huggingface_format.export import adapters_alone  # imports torch
 
         return adapters_alone(run, model, options)

@@ -8,10 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mplug import UsageError, adapter_conversion, adapters_of, some_names
+from mplug import UsageError, some_names
 from mplug_huggingface_format.config_file import read_json
 from mplug_huggingface_format.folder import PublicFolder, Stored, read_tensors
 from mplug_huggingface_format.weights import PublicWeights
+from mplug_pretrained import adapter_conversion, adapters_of
 
 if TYPE_CHECKING:
     from mplug import Model

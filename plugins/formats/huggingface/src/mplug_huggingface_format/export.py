@@ -9,26 +9,19 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mplug import (
-    FORMATS,
-    Conversion,
-    Export,
-    adapter_conversion,
-    adapters_of,
-    conversion,
-    write_safetensors,
-    write_whole,
-)
+from mplug import FORMATS, write_whole
 from mplug_huggingface_format.adapter_folder import ADAPTERS, WEIGHTS
 from mplug_huggingface_format.config_file import CONFIG
 from mplug_huggingface_format.folder import INDEX, WHOLE
 from mplug_huggingface_format.kept import Kept, Published, published_in
 from mplug_huggingface_format.model_config import config_of, describes
+from mplug_pretrained import Conversion, Export, adapter_conversion, adapters_of, conversion, write_safetensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mplug import ExportOptions, ExportValues, Merge, Model, RowNorms, Run
+    from mplug import Model, Run
+    from mplug_pretrained import ExportOptions, ExportValues, Merge, RowNorms
 
 DTYPES = ("float32", "bfloat16", "float16")
 

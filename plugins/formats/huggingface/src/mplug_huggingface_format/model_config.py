@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mplug import PublicSettings, UsageError
+from mplug import UsageError
 from mplug_huggingface_format.config_file import read_json
 from mplug_nn import differences, form_of, forms_of, part_forms_of, written_config
+from mplug_pretrained import PublicSettings
 
 if TYPE_CHECKING:
     from mplug import RunConfig

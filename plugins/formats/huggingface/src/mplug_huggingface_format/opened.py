@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mplug import PublishedFolder, UsageError, conversion
+from mplug import UsageError
 from mplug_huggingface_format.adapter_folder import ADAPTERS
 from mplug_huggingface_format.config_file import CONFIG
 from mplug_huggingface_format.folder import PublicFolder, open_public
 from mplug_huggingface_format.weights import PublicWeights
+from mplug_pretrained import PublishedFolder, conversion
 
 if TYPE_CHECKING:
     from mplug import Model

@@ -10,13 +10,14 @@ import safetensors
 import torch
 from torch import Tensor
 
-from mplug import FORMATS, Conversion, FolderWeights, Link, RunError, UsageError, listed, some_names
+from mplug import FORMATS, Link, RunError, UsageError, listed, some_names
 from mplug_huggingface_format.decoders import WeightDecoder, weight_decoder
 from mplug_huggingface_format.folder import PublicFolder, Stored
 from mplug_huggingface_format.kept import Kept, keep_published
+from mplug_pretrained import Conversion, FolderWeights
 
 if TYPE_CHECKING:
-    from mplug import Wanted
+    from mplug_pretrained import Wanted
 
 PLAIN = {one.code for one in FORMATS.values() if one.is_floating and one.bytes > 1}
 """The codes of the types of weights that are plain numbers."""

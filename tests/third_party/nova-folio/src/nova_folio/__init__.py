@@ -3,11 +3,13 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mplug import DescribedModel, Format, PublicSettings, UsageError
+from mplug import UsageError
+from mplug_pretrained import DescribedModel, Format, PublicSettings
 from nova_folio.page import PAGE, read_page
 
 if TYPE_CHECKING:
-    from mplug import Export, ExportOptions, ForeignCheckpoint, Model, Run, RunConfig
+    from mplug import Model, Run, RunConfig
+    from mplug_pretrained import Export, ExportOptions, ForeignCheckpoint
 
 
 class Folio(Format):

@@ -20,7 +20,7 @@ from mplug_indexed.writer import Writer
 from mplug_tokenization import TokenizerRecord, load_tokenizer
 
 if TYPE_CHECKING:
-    from mplug import CorpusTokenizer
+    from mplug_tokenization import CorpusTokenizer
 
 BATCH = 1 << 18
 """Characters encoded at once: enough for a library to be fast, few enough to stay in a cache."""

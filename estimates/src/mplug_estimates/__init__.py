@@ -1,0 +1,17 @@
+"""What a run needs, estimated before it starts: memory with activations, and the least time of a step.
+
+`Preflight` is what the host asks before a run starts. Commands use the estimates alone. This module imports no torch: a
+name is imported when it is first used.
+"""
+
+from typing import TYPE_CHECKING
+
+from mplug.system.lazy import publish
+
+if TYPE_CHECKING:
+    from mplug_estimates.activations import estimate_activations as estimate_activations
+    from mplug_estimates.memory_check import check_memory as check_memory
+    from mplug_estimates.memory_limits import host_memory as host_memory
+    from mplug_estimates.preflight import Preflight as Preflight
+
+publish(__name__)

@@ -1,0 +1,26 @@
+"""Settings that name weights to begin with or adapters, and the installed package that serves them. Imports no torch.
+
+The host reads the checkpoints that a run resumes, and no others. A distribution brings one class in the entry-point
+group 'mplug.beginnings'; its methods are those of `mplug.training.beginnings.Beginnings`.
+"""
+
+from typing import Any
+
+from mplug.config.sources import Settings
+from mplug.registry.entry_points import BEGINNINGS, Registry
+from mplug.registry.provided import needed
+
+
+def names_some(settings: Settings) -> bool:
+    """Whether settings name weights to begin with (`checkpoint.pretrained`), or an adapter plugin."""
+    return any(
+        (key[:2] == ("checkpoint", "pretrained") and setting.value is not None)
+        or (key[0] == "adapters" and len(key) > 1 and setting.value is not False)
+        for key, setting in settings.items()
+    )
+
+
+def beginnings(registry: Registry | None = None) -> Any:
+    """An object of the installed class. UsageError unless exactly one distribution brings one."""
+    what = "weights that a run begins with (checkpoint.pretrained) or adapters"
+    return needed(BEGINNINGS, what, "mplug-pretrained", registry)

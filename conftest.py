@@ -68,11 +68,12 @@ WIDE = {
     "precision": "more layouts and methods in bf16, fp16 and FP8",
     "reshard": "resumes of optimizers and DeepSpeed under other layouts",
     "scaffold": "every kind of package that `plugins new` writes: installed, tested and used",
-    "session": "the first training run of README.md with all its steps; mplug-all installed from the built wheels",
+    "session": "the first training run of README.md with all its steps; mplug-all installed from the built wheels; the "
+    "host alone with packages of several strangers; the commands of every page",
     "site": "the documentation site without and with the API, its pages in a browser, the controls of a report, and a "
     "report of trained runs there",
-    "suites": "every planted mistake that a suite of mplug_testing must catch, all kernel cases for kernels/flex, and "
-    "`plugins check` of every package in tests/packages",
+    "suites": "every planted mistake that a suite of mplug_testing must catch, every field of every Config, all kernel "
+    "cases for kernels/flex, and `plugins check` of every package in tests/packages",
 }
 """The sets of tests that `pytest` runs only on request, and what each set holds."""
 
@@ -90,6 +91,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+TRYING_FIELDS = "test_every_field_of_its_config_has_an_effect"
+PLUGINS = {"chunked", "delayed", "energon", "indexed", "ringo"}
+RUNS_PER_FIELD = {"extensions", "memory", "models", "parallel", "precisions"} | PLUGINS
+"""Kinds, and plugins of other kinds, whose suites compute a run or more for each field of a Config."""
+
+
+def wide_by_rule(item: pytest.Item) -> set[str]:
+    """Suites try all fields in the wide set `suites`, unless that is cheap; the quick tests try those of gpt."""
+    suite = getattr(item, "cls", None)
+    plugin = getattr(suite, "plugin", "").rpartition("/")[2]
+    is_costly = plugin != "gpt" and not RUNS_PER_FIELD.isdisjoint({plugin, getattr(suite, "kind", "")})
+    return {"suites"} if is_costly and item.name == TRYING_FIELDS else set()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of the wide sets that the command line names, or the tests of no wide set."""
     requested: set[str] = set(config.getoption("--wide"))
@@ -97,7 +112,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         requested = set(WIDE)
     selected, deselected = [], []
     for item in items:
-        wide = {name for mark in item.iter_markers("wide") for name in mark.args}
+        wide = {name for mark in item.iter_markers("wide") for name in mark.args} or wide_by_rule(item)
         if unknown := wide - set(WIDE):
             raise pytest.UsageError(f"{item.nodeid}: no wide set {sorted(unknown)}; conftest.py lists {sorted(WIDE)}")
         keep = bool(wide & requested) if requested else not wide
@@ -105,6 +120,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = selected
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test with the mark `gpu(number)`, of one GPU if it has no number, where there are fewer."""
+    needed = max((mark.args[0] if mark.args else 1 for mark in item.iter_markers("gpu")), default=0)
+    if needed:
+        import torch
+
+        if torch.cuda.device_count() < needed:
+            pytest.skip(f"it needs {needed} CUDA GPU{'s' * (needed > 1)}, and this machine has fewer")
 
 
 def pytest_collection_finish() -> None:

@@ -30,13 +30,11 @@ TINY = (
 
 @pytest.fixture(scope="session")
 def tiny() -> list[str]:
-    """The command-line options of the tiny run."""
     return [word for setting in TINY for word in ("--set", setting)]
 
 
 @pytest.fixture
 def text_file(tmp_path: Path) -> Path:
-    """A text with enough structure to be learnt: 20 kB of arithmetic."""
     path = tmp_path / "text.txt"
     path.write_text("".join(f"{a} times {b} is {a * b}.\n" for a in range(40) for b in range(26)))
     return path

@@ -17,7 +17,7 @@ import pytest
 import torch
 from mplug_bench.ceilings import attentions, products
 from mplug_bench.measure import Measured, Opponent, Task, bench_settings, checked, facts_of
-from mplug_bench.profiling import CLASSES, PRECEDENCE, RECORDED, Event, by_class, class_of, longest, profile_of
+from mplug_bench.profiling import CLASSES, PRECEDENCE, RECORDED, Event, by_class, class_of, profile_of
 from mplug_bench.script import Script, task_of
 from torch import Tensor
 
@@ -131,12 +131,6 @@ def test_a_profile_is_of_the_steps_after_the_head_start() -> None:
     ]
 
 
-def test_the_longest_kernels_come_first_and_are_thirty() -> None:
-    found = longest([(f"nvjet_{number}", float(number)) for number in range(40)] * 2, 2)
-    assert [one.name for one in found] == [f"nvjet_{number}" for number in range(39, 9, -1)]
-    assert (found[0].seconds, found[0].calls) == (39.0, 1.0)
-
-
 # What a model asks of the machine.
 
 SMALL = {"model.num_layers": 2, "model.hidden_size": 32, "model.num_attention_heads": 2, "trainer.seq_length": 32}
@@ -193,8 +187,14 @@ def same_name(name: str) -> str:
     return re.sub(r"\.(attn|mlp)\.", ".", re.sub(r"\.attn\.([qk]_norm)", r".\1.weight", name))
 
 
-@pytest.mark.parametrize(("precision", "band"), [("fp32", 2e-5), ("bf16", 5e-3)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("changes", [*OPTIONS, {"trainer.max_grad_norm": 0.05}], ids=str)
+STEPS = [
+    *(pytest.param(one, "fp32", 2e-5, id=f"{one}") for one in [*OPTIONS, {"trainer.max_grad_norm": 0.05}]),
+    pytest.param({}, "bf16", 5e-3, id="bf16"),
+    *(pytest.param(one, "bf16", 5e-3, marks=pytest.mark.wide("compile"), id=f"bf16 {one}") for one in OPTIONS[1:]),
+]
+
+
+@pytest.mark.parametrize(("changes", "precision", "band"), STEPS)
 def test_the_yardstick_takes_the_steps_that_mplug_takes(
     yardstick: ModuleType, changes: dict[str, Any], precision: str, band: float
 ) -> None:
@@ -240,6 +240,7 @@ def test_every_unit_of_the_yardstick_compiles_whole_and_gives_the_same_losses(
     assert losses[0][0] != losses[0][1]
 
 
+@pytest.mark.wide("compile")
 def test_flash_attention_is_an_operator_that_compiles_whole(
     yardstick: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,7 +332,6 @@ def test_a_script_is_not_compared_with_a_run_that_computes_something_else(
 
 
 def written(folder: Path, source: str) -> Script:
-    """A script that takes part in a measurement."""
     (folder / "one.py").write_text(source)
     return Script.read(str(folder / "one.py"))
 

@@ -51,7 +51,6 @@ def trained(directory: Path, changes: dict[str, Any] | None = None, **plugins: o
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with three checkpoints."""
     return trained(tmp_path_factory.mktemp("beside") / "runs" / "one").parents[1]
 
 

@@ -33,7 +33,6 @@ FUSED = {**KEYED, "model.attention_dropout": 0.1}
 
 @pytest.fixture(scope="module")
 def eager() -> list[Trace]:
-    """The runs of one process, eager."""
     return run_workers(1, trained, [KEYED, FUSED])[0]
 
 

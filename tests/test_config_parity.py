@@ -48,7 +48,6 @@ def _unlisted(case: Case, reason: str, folder: Path) -> list[str]:
 
 
 def summary(kind: str, outcomes: list[Outcome]) -> str:
-    """The figures of a `model_type`."""
     counts = Counter(one.what for one in outcomes)
     worst = max((one.difference for one in outcomes if one.what == "equal"), default=0.0)
     lines = [f"{kind}: {len(outcomes)} configs, {counts['equal']} equal (largest difference {worst:.1e}), "]

@@ -112,7 +112,6 @@ def test_two_runs_with_the_flag_end_in_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 @pytest.mark.parametrize("compiler", ["never", "inductor"])
 def test_two_runs_on_a_gpu_with_the_flag_end_in_the_same_bits(tmp_path: Path, compiler: str) -> None:
     """Long enough for attention's backward to be split: in several parts whose order of addition matters."""

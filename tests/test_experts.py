@@ -94,7 +94,6 @@ KINDS = {"plain": PLAIN, "fine": FINE, "micro": MICRO}
 
 @cache
 def alone(kind: str) -> Seen:
-    """The same run in one process."""
     return run_workers(1, watched, KINDS[kind])[0]
 
 

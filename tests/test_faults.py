@@ -86,7 +86,6 @@ def goes_on(directory: Path, keep: int) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with a checkpoint of each of its two steps."""
     folder = tmp_path_factory.mktemp("runs") / "runs" / "one"
     loop.train(prepare(tiny_config({**SMALL, "trainer.steps": 2, "checkpoint.keep": 2}), directory=folder))
     return folder
@@ -94,7 +93,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def crafted(saved: Path, tmp_path: Path) -> Path:
-    """A copy of the newest checkpoint, to craft something of."""
     shutil.copytree(saved, tmp_path / "runs" / "one")
     return path_of(tmp_path / "runs" / "one" / "checkpoints", 2)
 
@@ -274,13 +272,11 @@ def live(layout: str, directory: Path, keep: int, asynchronous: bool, moment: Mo
 
 
 def die(pids: list[int]) -> None:
-    """Kill every process of the run, this one last."""
     for pid in sorted(pids, key=os.getpid().__eq__):
         os.kill(pid, signal.SIGKILL)
 
 
 def damage(path: Path, draw: random.Random) -> None:
-    """Damage a file of a checkpoint in one of the ways of disks and copies."""
     file = draw.choice(sorted(path.iterdir()))
     size, kind = file.stat().st_size, draw.choice(["flip", "truncate", "remove", "empty", "lengthen"])
     if kind == "flip":

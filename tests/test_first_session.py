@@ -55,7 +55,6 @@ SHORTER = {"steps": 24, "seq_length": 128, "eval_every": 12, "eval_samples": 8}
 
 
 def train(folder: Path, *changes: str) -> str:
-    """Run the README's command in a folder; returns what it prints."""
     command, _ = quoted("mplug train")
     process = [sys.executable, "-u", "-m", *command, *changes]  # no fork, which would have the threads of the tests
     environment = {**newcomers(), "COLUMNS": "200"}

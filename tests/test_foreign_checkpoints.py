@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from distributions import installed
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -117,7 +118,6 @@ def test_a_tied_parameter_may_have_any_of_its_names() -> None:
 
 
 def read_embedding(model: Model, values: Mapping[str, Tensor]) -> Tensor:
-    """What an import writes of the embedding."""
     name = "embedding.token.weight"
     return _read(NewTensor(name, "weight", "float32", model.placements[name].shape), match(model, Held(values)))
 
@@ -246,14 +246,9 @@ def form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
     """Install a distribution with the format 'acme'."""
 
     def install(states: Mapping[str, float | None] | None = None, fails: str = "") -> None:
-        folder = tmp_path / "site" / "acme_forms-1.0.dist-info"
-        folder.mkdir(parents=True)
-        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-forms\nVersion: 1.0\n")
-        (folder / "entry_points.txt").write_text(POINTS)
         shapes = {name: one.shape for name, one in model_of(GPT).placements.items()}
         code = CODE.format(shapes=shapes, states=dict(states or {}), fails=fails)
-        (tmp_path / "site" / "acme_forms.py").write_text(code)
-        monkeypatch.syspath_prepend(tmp_path / "site")
+        monkeypatch.syspath_prepend(installed(tmp_path / "site", "acme-forms", POINTS, code))
         monkeypatch.delitem(sys.modules, "acme_forms", raising=False)
 
     return install

@@ -158,7 +158,6 @@ def results(ranks: int) -> list[dict[Any, Any]]:
 
 @pytest.fixture(params=[2, pytest.param(4, marks=pytest.mark.wide("precision"))])
 def found(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
-    """The results of every rank."""
     return results(request.param)
 
 
@@ -269,13 +268,12 @@ def on_gpus() -> dict[Any, Any]:
 
 
 def trained(settings: dict[str, Any]) -> tuple[Trace, str]:
-    """Be one rank: (its trace in the memory of the host, the class of the collectives that it used)."""
     trace = traced(settings)
     used = [type(one.chosen).__name__ for one in COLLECTIVES.values() if isinstance(one, SequenceCollectives)]
     return trace, ",".join(used)
 
 
-on_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA GPUs here")
+on_two_gpus = pytest.mark.gpu(2)
 
 
 @pytest.mark.gpu

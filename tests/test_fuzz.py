@@ -96,7 +96,6 @@ def in_process(*arguments: str) -> None:
 
 @cache
 def registry() -> Registry:
-    """The installed plugins, found once."""
     return Registry()
 
 
@@ -159,7 +158,6 @@ def test_a_model_of_any_size_is_built_or_refused(random: Random) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a trained run 'runs/done' of four steps, saved after the second and the fourth."""
     folder = tmp_path_factory.mktemp("fuzz")
     (folder / "text.txt").write_text("".join(f"{a} times {b} is {a * b}.\n" for a in range(40) for b in range(26)))
     fields = ["model.preset=null", "model.num_layers=1", "model.hidden_size=16", "model.num_attention_heads=2",
@@ -172,7 +170,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copied(saved: Path) -> Path:
-    """The folder of a fresh copy of the run, which is 'runs/case'."""
     run = saved / "runs" / "case"
     shutil.rmtree(run, ignore_errors=True)
     shutil.copytree(saved / "runs" / "done", run)

@@ -222,8 +222,6 @@ def offered(settings: Settings, keeps_weights: bool = False) -> list[Offer]:
 def test_fp8_copies_of_the_rows_of_ranks_are_those_of_the_whole(
     recipe: Settings, keeps_weights: bool, device: str
 ) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("there is no CUDA GPU here")
     tried = 0
     for offer in offered(recipe, keeps_weights):
         for slot, form in gathered_forms(offer).items():
@@ -310,7 +308,6 @@ def unit_of(rows: Tensor, product: Product, ranks: int) -> tuple[Linear, Rows]:
 
 
 def product_of(recipe: Settings) -> Product:
-    """The fp8 product of a recipe, which keeps copies of weights."""
     found = offered(recipe, True)[0].suppliers["Linear.product"]
     assert isinstance(found, Product)
     return found
@@ -409,6 +406,4 @@ def gathered_once(device: str, recipe: Settings) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("recipe", [{}, BLOCKS], ids=["tensorwise", "blockwise"])
 def test_copies_exist_during_a_pass_and_follow_the_version_of_the_weight(recipe: Settings, device: str) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("there is no CUDA GPU here")
     run_workers(1, gathered_once, device, recipe)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from gpus import Watch
 
 from mplug.config.defaults import default_settings
@@ -22,7 +21,6 @@ from mplug_testing.harness import installed_plugins
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here"),
     pytest.mark.filterwarnings("ignore"),  # the compiler's own
 ]
 

@@ -18,8 +18,8 @@ from mplug_graphs.obstacles import step_obstacles
 from mplug_testing import run_workers
 from mplug_testing.harness import TinySettings, tiny_config, tiny_run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")]
-TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA GPUs here")
+pytestmark = pytest.mark.gpu
+TWO = pytest.mark.gpu(2)
 
 CUDA: TinySettings = {"trainer.device": "cuda", "trainer.precision": "bf16", "model.num_layers": 2}
 CONSTANT: TinySettings = {"schedule.weight_decay.name": "constant"}

@@ -7,16 +7,12 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 from gpus import traced
 
 from mplug_testing import run_workers
 from mplug_testing.harness import Trace, difference, weights_off
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA GPUs here"),
-]
+pytestmark = pytest.mark.gpu(2)
 
 SMALL: dict[str, Any] = {"trainer.device": "cuda", "trainer.precision": "fp32"}
 ZERO: dict[str, Any] = {**SMALL, "parallel.layout": "zero2", "parallel.zero.bucket_mib": 0.02}

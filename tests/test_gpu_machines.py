@@ -9,12 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 1, reason="there is no CUDA GPU here"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def trained(folder: Path, options: list[str], visible: list[str]) -> list[subprocess.CompletedProcess[str]]:
@@ -38,7 +34,7 @@ def trained(folder: Path, options: list[str], visible: list[str]) -> list[subpro
     ]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA GPUs here")
+@pytest.mark.gpu(2)
 def test_every_task_uses_the_one_gpu_that_it_sees(tiny: list[str], tmp_path: Path) -> None:
     results = trained(tmp_path, tiny, ["0", "1"])
     assert [result.returncode for result in results] == [0, 0], [result.stderr for result in results]

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-import torch
 from gpus import with_nccl
 
 from mplug_testing import run_workers
@@ -17,7 +16,6 @@ from mplug_testing.harness import train_steps
 NEEDED = ("transformer_engine", "mplug_te", "mplug_fp8")
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here"),
     pytest.mark.skipif(any(find_spec(name) is None for name in NEEDED), reason=f"one of {NEEDED} is not installed"),
     pytest.mark.filterwarnings("ignore"),  # those of Transformer Engine and of torch's compiler
 ]
@@ -67,7 +65,6 @@ def test_a_run_with_te_in_all_slots_has_the_losses_of_bf16_within_the_rounding()
 
 
 def of_rank(changes: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """Be one rank: the losses and gradient norms of its steps."""
     with_nccl()
     trace = train_steps(changes)
     return trace.losses, trace.norms
@@ -88,7 +85,7 @@ def alone(kernel: str) -> tuple[list[float], list[float]]:
     return run_workers(1, of_rank, settings("delayed", kernel))[0]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA GPUs here")
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_gpus_train_as_one_within_the_rounding_of_fp8(name: str, kernel: str) -> None:

@@ -51,7 +51,6 @@ def called(*command: str | Path, cwd: Path, **environment: str) -> subprocess.Co
 
 
 def built(folder: Path, *sources: Path) -> list[Path]:
-    """A wheel of each source, built by its own backend."""
     options = ("-q", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", folder)
     succeeded(sys.executable, "-m", "pip", "wheel", *options, *sources, cwd=folder)
     return sorted(folder.glob("*.whl"))
@@ -59,7 +58,6 @@ def built(folder: Path, *sources: Path) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The host's wheel."""
     (wheel,) = built(tmp_path_factory.mktemp("host"), HERE.parent)
     return wheel
 
@@ -132,7 +130,6 @@ class Alone:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, host: Path) -> Alone:
-    """The host and the frozen wheel."""
     return Alone(tmp_path_factory.mktemp("alone"), host, FROZEN)
 
 
@@ -222,10 +219,10 @@ def test_what_needs_a_missing_package_is_refused_in_one_sentence_that_names_it(a
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """A wheel of every stranger's package, built now."""
     return built(tmp_path_factory.mktemp("wheels"), HERE / "packages" / "acme-solo", *STRANGERS)
 
 
+@pytest.mark.wide("session")
 def test_packages_of_several_strangers_that_are_built_now_train_with_the_host_alone(
     tmp_path: Path, host: Path, wheels: list[Path]
 ) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from distributions import installed
 from machines import Machines
 from torch import Tensor
 from warm import Forked
@@ -128,7 +129,6 @@ def begin(folder: Path, *words: str, machine: int | None = None, **environment: 
 
 
 def train(folder: Path, name: str, *words: str, **environment: str) -> Command:
-    """Start `mplug train`."""
     return begin(folder, *MPLUG, "train", "--name", name, *words, **environment)
 
 
@@ -157,7 +157,6 @@ def options(tiny: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a text, in which the runs of this file are kept."""
     path = tmp_path_factory.mktemp("launch")
     (path / "text.txt").write_text(TEXT)
     return path
@@ -397,7 +396,6 @@ def test_machines_that_do_not_share_the_folder_of_the_run_are_refused(tmp_path: 
 
 
 def endless(folder: Path, options: list[str], name: str, layout: str = "tp2") -> Command:
-    """A run of many steps that has begun."""
     endless = ("--set", "trainer.steps=100000", "--set", "checkpoint.every=0")
     command = train(folder, name, "--parallel", layout, *options, *endless)
     wait_for_steps(command, folder / "runs" / name, 2)
@@ -505,13 +503,7 @@ class Mischief:
 def mischief(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder for PYTHONPATH in which an extension is installed that fails or hurries."""
     site = tmp_path_factory.mktemp("mischief")
-    information = site / "acme_mischief-1.0.dist-info"
-    information.mkdir()
-    (site / "acme_mischief.py").write_text(MISCHIEF)
-    facts = "Metadata-Version: 2.1\nName: acme-mischief\nVersion: 1.0\nSummary: Mischief\nRequires-Dist: mplug>=0.1\n"
-    (information / "METADATA").write_text(facts)
-    (information / "entry_points.txt").write_text("[mplug.extensions]\nmischief = acme_mischief:Mischief\n")
-    return str(site)
+    return str(installed(site, "acme-mischief", "[mplug.extensions]\nmischief = acme_mischief:Mischief\n", MISCHIEF))
 
 
 def test_time_ends_a_run_before_it_is_over_and_what_was_done_is_saved(

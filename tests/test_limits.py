@@ -25,7 +25,6 @@ def config_with(*assignments: str) -> Any:
 
 
 def refusal(*assignments: str) -> str:
-    """What a run with these settings is refused with."""
     with pytest.raises(UsageError) as refused:
         prepare(config_with(*assignments))
     return str(refused.value)

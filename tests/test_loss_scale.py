@@ -214,7 +214,6 @@ def test_a_run_that_goes_on_in_fp16_begins_with_a_new_scale(tmp_path: Path) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 def test_a_step_in_fp16_never_waits_for_the_device() -> None:
     run = tiny_run({**FP16, "trainer.device": "cuda", "trainer.compile": "never", "kernels.default": None})
     run.device = "cuda"

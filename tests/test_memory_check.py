@@ -164,7 +164,6 @@ def test_a_limit_of_version_1_counts_in_a_container_whose_group_is_mounted_as_th
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 def test_a_gpu_that_cannot_hold_a_run_refuses_it_and_the_estimate_is_near_the_peak() -> None:
     wide = {"model.hidden_size": 1024, "trainer.seq_length": 2048, "trainer.precision": "bf16"}
     run = tiny_run({**SIZES, **wide, "trainer.device": "cuda", "trainer.global_batch_size": 2})

@@ -319,7 +319,6 @@ class Configured(Silent):
 
 
 def model_of(**modules: nn.Module) -> Model:
-    """A model whose units are these modules."""
     units = tuple(Unit(name, ("hidden",), ("hidden",)) for name in modules)
     tokens = ("batch", "sequence")
     plan = Plan(units, {}, {"tokens": tokens}, {"hidden": (*tokens, "embed")}, Flops(0, 0))

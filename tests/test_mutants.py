@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FAULTS = ROOT / "benchmarks" / "faults"
-SMALL = 4
+SMALL = 2
 """Number of mutants that the quick tests plant, of as many operators."""
 CURRENT = 0.9
 """The part of the records that must name a mutant and a test that exist."""
@@ -93,7 +93,7 @@ def test_every_operator_makes_the_mutants_that_are_worked_out_by_hand(records: M
 def test_a_copy_imports_every_package_of_the_tree_from_itself(records: ModuleType) -> None:
     listed = sys.modules["slots"].sources_of(ROOT)
     found = (path.parent.parent for path in ROOT.glob("[!.]*/**/mplug_*/__init__.py"))
-    assert {ROOT, *(folder for folder in found if "tests" not in folder.parts)} == {*listed}
+    assert {ROOT, *(folder for folder in found if "tests" not in folder.relative_to(ROOT).parts)} == {*listed}
 
 
 def test_a_name_outlives_edits_of_other_functions_and_of_the_lines_above(records: ModuleType, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_the_recorded_tests_kill_a_sample_of_the_mutants_and_pass_without_one(re
     current, _ = records.recorded()
     quick = [(mutant, entry) for mutant, entry in current if entry["how"] == "failure" and entry["seconds"] < 5]
     chosen = records.sample(quick, SMALL)
-    assert len({mutant.operator for mutant, _ in chosen}) >= 4
+    assert len({mutant.operator for mutant, _ in chosen}) == SMALL
     mutant, entry = next(one for one in chosen if one[0].operator in ("shift-index", "drop-scale", "replace-group"))
     survives = records.Mutant("survives", mutant.file, mutant.start, mutant.stop, mutant.old, f"({mutant.old})", ())
     alive, missing = records.survivors([*chosen, (survives, entry)], sys.executable, 1)

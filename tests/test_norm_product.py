@@ -214,7 +214,6 @@ def test_a_run_equals_that_of_one_process_in_plain_torch(plant: Plant, layout: s
 
 
 def steps(settings: Settings) -> Any:
-    """Be one rank of a run."""
     warnings.simplefilter("ignore")  # torch's own, as it traces
     return train_steps(settings)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from distributions import installed
 from torch import Tensor
 
 from mplug import Offer, Run, Site
@@ -30,16 +31,11 @@ Install = Callable[[str, str, str], None]
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """Install a distribution with one module and entry points."""
 
-    def installed(name: str, points: str, code: str = "") -> None:
-        folder = tmp_path / f"{name}-1.0.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        (folder / "entry_points.txt").write_text(points)
-        (tmp_path / f"{name}.py").write_text(code)
-        monkeypatch.syspath_prepend(tmp_path)
+    def prepended(name: str, points: str, code: str = "") -> None:
+        monkeypatch.syspath_prepend(installed(tmp_path, name, points, code))
         _added.cache_clear()
 
-    yield installed
+    yield prepended
     _added.cache_clear()
 
 

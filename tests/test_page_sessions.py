@@ -103,7 +103,6 @@ SMALL = ("num_layers=2", "hidden_size=64", "num_attention_heads=4", "num_kv_head
 
 
 def texts(count: int) -> list[str]:
-    """Docstrings of the standard library."""
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     trees = (ast.parse(path.read_bytes()) for path in modules)
     nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, (ast.ClassDef, ast.FunctionDef)))
@@ -192,7 +191,6 @@ def shortened(words: tuple[str, ...], steps: int, folder: Path, is_refused: bool
 
 
 def _without(words: list[str], *options: str) -> list[str]:
-    """The words without these options and their values."""
     pairs = zip(["", *words], words, strict=False)
     return [word for before, word in pairs if word not in options and before not in options]
 

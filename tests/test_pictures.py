@@ -1,11 +1,11 @@
 """The pictures in docs/pictures are what the script draws from the tables and meshes of runs."""
 
-import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import scripts
 
 from mplug.registry.entry_points import Registry
 
@@ -14,12 +14,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("pictures_of_docs", DOCS / "pictures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return scripts.script("docs/pictures.py")
 
 
 def test_the_pictures_are_those_of_the_script(script: ModuleType) -> None:

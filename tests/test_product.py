@@ -182,14 +182,12 @@ def test_a_run_equals_that_of_one_process(plant: Plant, layout: str) -> None:
 
 
 def steps(settings: Settings) -> Any:
-    """Be one rank of a run."""
     warnings.simplefilter("ignore")  # torch's own, as it traces
     return train_steps(settings)
 
 
 @cache
 def reference() -> Any:
-    """The same run in one process."""
     return run_workers(1, train_steps, SETTINGS)[0]
 
 

@@ -1,7 +1,6 @@
 """The scripts in docs/recipes: the drawn data set, and the count of right answers."""
 
 import base64
-import importlib.util
 import io
 import json
 import random
@@ -13,6 +12,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from scripts import script
 
 from mplug import IGNORED
 
@@ -27,19 +27,10 @@ VISION = (
 )
 
 
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, RECIPES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def shapes() -> ModuleType:
     pytest.importorskip("PIL")
-    return script("draw_shapes")
+    return script("docs/recipes/draw_shapes.py")
 
 
 def content_of(tar: Path) -> dict[str, bytes]:
@@ -104,7 +95,7 @@ def test_a_picture_shows_its_combination(shapes: ModuleType) -> None:
 
 
 def test_answers_are_the_rows_of_targets_and_know_their_questions() -> None:
-    answers_of = script("answers").answers_of
+    answers_of = script("docs/recipes/answers.py").answers_of
     tokens = [9, 50, 50, 1, 2, 30, 31, 8, 1, 3, 40, 8]
     labels = [IGNORED] * 4 + [30, 31, 8] + [IGNORED] * 2 + [40, 8, IGNORED]
     first, second = answers_of(tokens, labels, frozenset({50}))
@@ -149,5 +140,5 @@ def test_the_session_of_the_page_of_vision_runs(tmp_path: Path) -> None:
     assert lines[-1].split()[0] == "all"
     assert 8 * 5 <= int(lines[-1].split()[1]) <= 16 * 5
     assert {line.partition("|")[0].strip() for line in lines[1:-1]} == {
-        f"user {question} assistant" for question in script("draw_shapes").QUESTIONS
+        f"user {question} assistant" for question in script("docs/recipes/draw_shapes.py").QUESTIONS
     }

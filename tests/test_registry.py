@@ -16,6 +16,7 @@ import torch
 import yaml
 from click.testing import CliRunner
 from command_line import assert_refused
+from distributions import installed as distribution
 from packaging.specifiers import SpecifierSet
 
 from mplug.cli import main
@@ -37,8 +38,12 @@ HOST = f"mplug {version('mplug')}"
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory, install: Install) -> Path:
-    """The folder in which every package of `packages/` is installed."""
+    """Every package of `packages/`, and a rival of acme-gpt with the same names of plugins."""
     copied = shutil.copytree(PACKAGES, tmp_path_factory.mktemp("sources") / "packages")
+    rival = shutil.copytree(copied / "acme-gpt", copied / "zenith-gpt")
+    for file in (rival / "pyproject.toml", rival / "src" / "acme_gpt" / "__init__.py"):
+        file.write_text(file.read_text().replace("acme", "zenith").replace("2.5.0", "1.3.1"))
+    (rival / "src" / "acme_gpt").rename(rival / "src" / "zenith_gpt")
     return install(tmp_path_factory.mktemp("installed"), *sorted(copied.iterdir()))
 
 
@@ -58,7 +63,6 @@ def shown(result: subprocess.CompletedProcess[str]) -> str:
 
 
 def losses(run: Path) -> list[float]:
-    """The loss of every step that a run has done."""
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -336,10 +340,7 @@ def test_a_run_says_where_its_plugins_came_from_and_observers_see_it_although_on
 def test_an_entry_point_of_a_group_that_there_is_not_is_told(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    information = tmp_path / "site" / "acme_lost-1.0.dist-info"
-    information.mkdir(parents=True)
-    information.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: acme-lost\nVersion: 1.0\n")
-    information.joinpath("entry_points.txt").write_text("[mplug.extension]\nlost = acme_lost:Lost\n")
+    distribution(tmp_path / "site", "acme-lost", "[mplug.extension]\nlost = acme_lost:Lost\n")
     told = "the entry point 'lost' of acme-lost 1.0 is in the group 'mplug.extension', which mplug "
     meant = "did you mean 'mplug.extensions'?"
     for command in (("plugins", "check", "lost"), ("train", "--set", "extensions.lost.every=1")):
@@ -366,8 +367,5 @@ def test_a_requirement_admits_what_the_packaging_library_says(requirement: str, 
 def test_a_scan_is_repeated_after_an_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     before = Registry().names("models")
-    folder = tmp_path / "acme_later-1.0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Name: acme-later\nVersion: 1.0\n\n")
-    (folder / "entry_points.txt").write_text("[mplug.models]\nlater = acme_later:Later\n")
+    distribution(tmp_path, "acme-later", "[mplug.models]\nlater = acme_later:Later\n")
     assert sorted([*before, "later"]) == sorted(Registry().names("models"))

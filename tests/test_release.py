@@ -77,7 +77,6 @@ def test_mplug_all_requires_every_bundled_distribution_of_exactly_its_version(sc
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All archives, which one command builds and checks."""
     folder = tmp_path_factory.mktemp("dist")
     done = called(sys.executable, RELEASE / "build.py", "--into", folder)
     assert done.returncode == 0, done.stdout + done.stderr

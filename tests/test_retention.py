@@ -36,7 +36,6 @@ def trained(directory: Path, steps: int, keep: int, resume_from: Path | None = N
 
 
 def damage(path: Path) -> None:
-    """Flip a bit of a file of a checkpoint."""
     flip_bit(path / FILE)
 
 

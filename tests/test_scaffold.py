@@ -36,7 +36,6 @@ SUITES = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.wide("
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a new package of each kind."""
     folder = tmp_path_factory.mktemp("written")
     for kind in KINDS:
         words = ("plugins", "new", "--kind", kind, f"{kind}-ringo")
@@ -48,7 +47,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory, install: Callable[..., Path], written: Path) -> Path:
-    """The folder in which pip has installed all of them."""
     return install(tmp_path_factory.mktemp("site"), *sorted(written.iterdir()))
 
 

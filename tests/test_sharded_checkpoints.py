@@ -56,7 +56,6 @@ def rank(settings: dict[str, Any], steps: int, directory: Path, resume_from: Pat
 
 
 def begin(settings: dict[str, Any], steps: int, directory: Path, resume_from: Path | None = None) -> list[float]:
-    """All ranks of a layout."""
     size = prepare(tiny_config({**SMALL, **settings})).mesh.world_size
     return run_workers(size, rank, settings, steps, directory, resume_from)[0]
 

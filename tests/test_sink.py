@@ -88,7 +88,7 @@ def test_what_a_library_writes_to_is_contiguous_and_begins_at_a_multiple_of_16_b
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 PAIRS = [pytest.param(*pair, id=f"{str(pair[0])[6:]}-into-{str(pair[1])[6:]}") for pair in product(DTYPES, DTYPES)]
 MIXED = [pytest.param((torch.float32, torch.bfloat16), total, id=f"two-into-{str(total)[6:]}") for total in DTYPES]
-GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")]
+GPU = pytest.mark.gpu
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 O_, N, I_ = 16, 3, 8
 """Sums of three terms: a product of operands that were rounded before is visibly wrong."""

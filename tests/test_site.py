@@ -1,6 +1,5 @@
 """The documentation site: built from the pages of the repository, without a dead link and without another host."""
 
-import importlib.util
 import os
 import re
 import shutil
@@ -8,10 +7,11 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
+from scripts import script
 
 pytest.importorskip("mkdocs", reason="mkdocs is absent; requirements-docs.txt installs it")
 pytest.importorskip("material", reason="mkdocs-material is absent; requirements-docs.txt installs it")
@@ -43,13 +43,8 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def hooks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("hooks_of_the_site", ROOT / "docs" / "site" / "hooks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def hooks() -> Any:
+    return script("docs/site/hooks.py")
 
 
 def build(folder: Path, api: bool) -> Path:
@@ -63,13 +58,11 @@ def build(folder: Path, api: bool) -> Path:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site without the API."""
     return build(tmp_path_factory.mktemp("site"), api=False)
 
 
 @pytest.fixture(scope="module")
 def whole_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site as `mkdocs build` writes it."""
     return build(tmp_path_factory.mktemp("whole"), api=True)
 
 
@@ -102,9 +95,7 @@ def name_of(page: Path) -> str:
 
 
 @pytest.mark.wide("site")
-def test_the_site_has_every_page_and_no_dead_link_and_loads_nothing_from_another_host(
-    hooks: ModuleType, site: Path
-) -> None:
+def test_the_site_has_every_page_and_no_dead_link_and_loads_nothing_from_another_host(hooks: Any, site: Path) -> None:
     pages = hooks.pages()
     assert {Path("README.md"), Path("docs/training.md"), Path("plugins/models/gpt/README.md")} <= {*pages}
     assert [page for page in pages if not (site / page.parent / name_of(page)).is_file()] == []
@@ -121,7 +112,7 @@ def test_lists_and_tables_are_rendered_as_such(site: Path) -> None:
         assert re.findall(rf"<p>{marker}.*|<p>[^<]*\n{marker}.*", file.read_text(encoding="utf-8")) == [], file
 
 
-def test_the_navigation_has_the_tasks_of_the_readme_with_every_page(hooks: ModuleType) -> None:
+def test_the_navigation_has_the_tasks_of_the_readme_with_every_page(hooks: Any) -> None:
     tasks = hooks.tasks_of_readers()
     assert {"train", "fine-tune", "write a plugin"} <= {*tasks}
     named = {path for paths in tasks.values() for path in paths}
@@ -132,7 +123,7 @@ def test_the_navigation_has_the_tasks_of_the_readme_with_every_page(hooks: Modul
 
 
 @pytest.mark.wide("site")
-def test_the_api_has_every_public_name_with_its_docstring_and_no_dead_link(hooks: ModuleType, whole_site: Path) -> None:
+def test_the_api_has_every_public_name_with_its_docstring_and_no_dead_link(hooks: Any, whole_site: Path) -> None:
     parsed = parse(whole_site)
     assert dead_links(parsed) == []
     assert loaded_elsewhere(parsed) == set()

@@ -46,7 +46,6 @@ class Seen:
 
 
 def watched(settings: Settings) -> Seen:
-    """Be one rank of a run."""
     warnings.simplefilter("ignore")  # torch's own, as it traces
     import mplug.training.assembly as assembly
     from mplug.gradients.region import region
@@ -73,7 +72,6 @@ def watched(settings: Settings) -> Seen:
 
 @cache
 def reference(sparse: bool = False) -> Seen:
-    """The same run in one process."""
     return run_workers(1, watched, EXPERTS if sparse else SETTINGS)[0]
 
 
@@ -260,7 +258,6 @@ def test_a_maximum_of_a_model_begins_at_its_value_and_metrics_report_it() -> Non
 
 
 def trained(settings: Settings, steps: int, directory: Path, resume_from: Path | None = None) -> list[float]:
-    """Be one rank of a run that is saved at its end: its losses."""
     saving = {"trainer.eval_every": 0, "trainer.precision": "fp64", "checkpoint.asynchronous": False}
     config = tiny_config({**SETTINGS, **saving, **settings, "trainer.steps": steps})
     return runs.trained(config, directory, resume_from=resume_from).losses

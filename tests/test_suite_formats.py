@@ -6,6 +6,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+from distributions import installed
 
 from mplug import UsageError
 from mplug_testing import FormatSuite
@@ -23,7 +24,6 @@ def test_the_suite_refuses_a_format_that_loses_a_setting(plant: Callable[..., No
 
 @pytest.fixture
 def exported(plant: Callable[..., None], tiny: list[str], tmp_path: Path, cli_here: Cli) -> Path:
-    """A folio of a run of two layers."""
     plant("nova-folio")
     trained = cli_here("train", "--name", "one", *tiny, "--data", "mock")
     assert trained.returncode == 0, trained.stderr
@@ -84,13 +84,9 @@ def test_tensors_of_another_model_are_refused_and_except_leaves_them_out(
 def test_two_formats_that_recognise_a_folder_are_named(
     exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli_here: Cli
 ) -> None:
-    described = tmp_path / "rivals" / "acme_rival-1.0.dist-info"
-    described.mkdir(parents=True)
-    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-rival\nVersion: 1.0\n")
     points = "[mplug.formats]\nrival = acme_rival:Rival\n[mplug.format_files]\nfolio.json = rival\n"
-    (described / "entry_points.txt").write_text(points)
-    (described.parent / "acme_rival.py").write_text("from mplug import Format\nclass Rival(Format): pass\n")
-    monkeypatch.syspath_prepend(described.parent)
+    code = "from mplug import Format\nclass Rival(Format): pass\n"
+    monkeypatch.syspath_prepend(installed(tmp_path / "rivals", "acme-rival", points, code))
     refused = cli_here("train", "--pretrained", str(exported))
     assert refused.returncode == 2
     assert "is recognised by formats/rival (acme-rival 1.0) and formats/folio (nova-folio 1.0.0)" in refused.stderr

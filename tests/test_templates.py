@@ -32,7 +32,6 @@ OF_KIND = {
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a new package of each kind."""
     folder = tmp_path_factory.mktemp("written")
     for kind in KINDS:
         write(describe(kind, f"{kind}-tried"), folder / kind)

@@ -279,7 +279,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_what_was_before(tmp_p
 
 @pytest.fixture
 def infinite_at_step_3(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gradient of the third step is infinite."""
     original = DefaultStepper.update
 
     def update(self: DefaultStepper, *rates: float) -> StepResult:

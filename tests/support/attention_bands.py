@@ -29,7 +29,6 @@ SPECS: dict[str, dict[str, Any]] = {
 
 
 def spec_of(width: int = K, **asked: Any) -> AttentionSpec:
-    """A specification of heads of a width."""
     return AttentionSpec(**{"scale": width**-0.5, "key_width": width, "value_width": width, **asked})
 
 
@@ -52,7 +51,6 @@ def inputs_of(spec: AttentionSpec, dtype: torch.dtype, s: int, more: int) -> tup
 
 
 def outcome(core: Any, spec: AttentionSpec, leaves: list[Tensor], named: dict[str, Any]) -> list[Tensor]:
-    """The output and the gradients of all leaves."""
     trained = list(leaves[3:])
     sinks = trained.pop(0) if spec.sinks else None
     table = trained.pop(0) if spec.bias == RELATIVE else None

@@ -18,7 +18,6 @@ SMALL = {"model.num_layers": 1, "trainer.eval_every": 0, "checkpoint.every": 1, 
 
 
 def valid_in(folder: Path) -> list[Path]:
-    """The checkpoints of a folder that can be loaded, the oldest first."""
     found = []
     for path in complete(folder):
         try:
@@ -30,12 +29,10 @@ def valid_in(folder: Path) -> list[Path]:
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps of the complete checkpoints."""
     return [step_of(path) for path in complete(folder)]
 
 
 def valid(folder: Path) -> list[int]:
-    """The steps of the checkpoints that can be loaded."""
     return [step_of(path) for path in valid_in(folder)]
 
 

@@ -45,7 +45,6 @@ class Case:
 
 
 def case_of(kind: str, seed: int) -> Case:
-    """The case number `seed` of a `model_type`."""
     draw = Random(f"{kind} {seed}")
     fields = {"architectures": [ARCHITECTURES[kind]], "model_type": kind, **SHAPES.get(kind, _shape)(draw, kind)}
     if kind not in ("gpt2", "nemotron_h", "kimi_linear"):
@@ -138,7 +137,6 @@ def _strange(draw: Random, fields: Fields, defaults: Fields) -> None:
 
 
 def _of_type(draw: Random, value: Any) -> Any:
-    """Another value of the same type."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):

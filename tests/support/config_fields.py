@@ -36,17 +36,14 @@ def forms() -> dict[str, tuple[str, PublicForm]]:
 
 
 def tiny(kind: str, **fields: Any) -> dict[str, Any]:
-    """The config.json of a tiny model with further fields."""
     return {"model_type": kind, **TINY[kind], **fields}
 
 
 def without(kind: str, *names: str, **fields: Any) -> dict[str, Any]:
-    """The config.json of a tiny model that lacks some fields."""
     return {name: value for name, value in tiny(kind, **fields).items() if name not in names}
 
 
 def read(given: dict[str, Any]) -> PublicSettings:
-    """What the family reads in a config.json."""
     _, form = forms()[given["model_type"]]
     return form.read(given)
 
@@ -60,13 +57,11 @@ def described(given: dict[str, Any], like: Any = None) -> Any:
 
 @cache
 def plugin_of(kind: str) -> Any:
-    """The family that reads a `model_type`."""
     registry = Registry()
     return registry.load(registry.find("models", forms()[kind][0]))
 
 
 def library_config(given: dict[str, Any]) -> Any:
-    """The library's config of a config.json."""
     from transformers import AutoConfig
 
     fields = copy.deepcopy({name: value for name, value in given.items() if name != "model_type"})

@@ -86,7 +86,6 @@ def outcome_of(case: Case, folder: Path) -> Outcome:
 
 
 def write_config(folder: Path, fields: Fields) -> None:
-    """Write config.json as it is generated, also over the one that transformers has written."""
     (folder / "config.json").write_text(json.dumps(fields))
 
 
@@ -106,7 +105,6 @@ def _config_or_refusal(folder: Path, kind: str) -> tuple[Any, Outcome | None]:
 
 
 def settings_of(folder: Path, kind: str) -> Any:
-    """The resolved config of a run that begins with a folder."""
     given: Fields = {
         "trainer.device": "cpu",
         "trainer.precision": "fp64",

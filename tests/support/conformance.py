@@ -63,5 +63,4 @@ def error_of(traces: list[Trace], reference: Trace, pattern: str) -> float:
 
 
 def norm_of(parts: Sequence[Tensor]) -> float:
-    """The norm of several tensors together."""
     return math.sqrt(sum(float(part.square().sum()) for part in parts))

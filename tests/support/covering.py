@@ -53,7 +53,6 @@ def all_pairs(features: Features) -> list[Values]:
 
 
 def default_case(features: Features) -> Case:
-    """The first value of every feature."""
     return {name: values[0] for name, values in features.items()}
 
 

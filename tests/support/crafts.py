@@ -89,7 +89,6 @@ def replaced(make: Callable[[Path], Any], name: str = FILE) -> Craft:
 
 
 def link(path: Path) -> None:
-    """Make a link to what was there."""
     path.symlink_to(path.parent.parent / "outside")
 
 
@@ -122,7 +121,6 @@ def header(edit: Callable[[Plain], Any]) -> Craft:
 
 
 def added(**entry: Any) -> Craft:
-    """Add an empty tensor to the header."""
     return header(lambda found: found.update(a={"dtype": "F32", "data_offsets": [0, 0], **entry}))
 
 

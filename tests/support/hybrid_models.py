@@ -12,7 +12,6 @@ from library_models import Mapped, Tensors, decoder, gpt2
 
 
 def mapped_of(config: Any) -> Mapped:
-    """The map of the library's parameters, by its config."""
     kind = config.model_type
     if kind in HYBRIDS:
         return partial(HYBRIDS[kind], config)
@@ -20,7 +19,6 @@ def mapped_of(config: Any) -> Mapped:
 
 
 def layer_of(theirs: Tensors, prefix: str) -> Tensors:
-    """The parameters of a module, by their names inside."""
     return {name.removeprefix(prefix): x for name, x in theirs.items() if name.startswith(prefix)}
 
 

@@ -67,7 +67,6 @@ def drawn(library: torch.nn.Module, std: float = 0.3) -> torch.nn.Module:
 
 
 def built(name: str, settings: Mapping[str, Any]) -> Model:
-    """The model of a bundled family in fp64, in one process."""
     plugin = Registry().load(Registry().find("models", name))
     with torch.device("meta"):
         model = alone(plugin(plugin.Config(**settings)))
@@ -86,7 +85,6 @@ def alone(family: Any) -> Model:
 
 
 def batch(length: int = S) -> Tensors:
-    """Two samples."""
     tokens = torch.randint(V, (B, length + 1), generator=torch.Generator().manual_seed(3))
     labels, ids = tokens[:, 1:].clone(), torch.arange(B)
     labels[0, 2] = -100
@@ -191,7 +189,6 @@ FOUR_NORMS = {
 
 
 def block(library: Tensors, prefix: str) -> Tensors:
-    """One block."""
     own = {name.removeprefix(prefix): x for name, x in library.items() if name.startswith(prefix)}
     norms = FOUR_NORMS if "pre_feedforward_layernorm.weight" in own else NORMS
     found = {f"{ours}.weight": own[f"{theirs}_layernorm.weight"] for theirs, ours in norms.items()}

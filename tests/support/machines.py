@@ -60,7 +60,6 @@ class Machine:
         return subprocess.Popen(self.words(*words, cwd=cwd), **options)
 
     def run(self, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        """Run a command on this machine and return its output; a failure raises CalledProcessError."""
         return subprocess.run(self.words(*words), check=True, capture_output=True, text=True, **options)
 
     def pids(self) -> list[int]:
@@ -112,7 +111,6 @@ class Machines:
         self._in_switch("ip", "link", "set", f"port{number}", "down")
 
     def mend(self, number: int) -> None:
-        """Put the cable back."""
         self._in_switch("ip", "link", "set", f"port{number}", "up")
 
     def _in_switch(self, *words: str) -> None:

@@ -199,5 +199,4 @@ def worst(found: Errors) -> dict[str, tuple[float, str]]:
 
 
 def failures(largest: dict[str, tuple[float, str]], bound: float = EXACT) -> list[str]:
-    """The sentences of errors above the bound, the largest of each kind."""
     return [f"{sentence} (error {error:.2g})" for error, sentence in largest.values() if not error <= bound]

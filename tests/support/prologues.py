@@ -18,12 +18,10 @@ Buffers = Callable[[], Mapping[str, Tensor]]
 
 
 def drawn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    """Normal random numbers in bf16, times `scale`."""
     return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).bfloat16()
 
 
 def error(found: Tensor, right: Tensor) -> float:
-    """‖found - right‖ / ‖right‖."""
     return float((found.detach().double() - right.detach().double()).norm() / right.detach().double().norm())
 
 

@@ -31,7 +31,6 @@ VOCAB = 300
 
 
 def model_of(**fields: Any) -> Any:
-    """A model of the transformers library by the fields of its config.json."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**copy.deepcopy(fields)))
@@ -66,7 +65,6 @@ def save(model: Any, folder: Path, num_shards: int = 3, dtype: torch.dtype = tor
 
 
 def resolved(settings: Mapping[str, Any]) -> RunConfig:
-    """The config of a run with these settings over the defaults."""
     overrides: Settings = {}
     for name, value in settings.items():
         overrides = merge(overrides, from_mapping(value, "the test", tuple(name.split("."))))
@@ -74,7 +72,6 @@ def resolved(settings: Mapping[str, Any]) -> RunConfig:
 
 
 def run_of(folder: Path, settings: Mapping[str, Any] | None = None) -> Run:
-    """The prepared run of a folder's model."""
     fixed = {"trainer.device": "cpu", "kernels.default": None, "trainer.seq_length": 32}
     return prepare(resolved({**fixed, "checkpoint.pretrained.path": str(folder), **(settings or {})}))
 
@@ -92,7 +89,6 @@ def loaded(folder: Path, layout: str = "", rank: int = 0, **settings: Any) -> tu
 
 
 def logits(model: Model, tokens: Tensor) -> Tensor:
-    """The logits [B, S, V] of a model of one process."""
     zeros = torch.zeros(len(tokens), dtype=torch.int64)
     batch = {"tokens": tokens, "positions": torch.arange(tokens.shape[1])[None], "sample_ids": zeros, "keys": zeros}
     with torch.no_grad():
@@ -126,7 +122,6 @@ def tensors(folder: Path) -> dict[str, tuple[str, Tensor]]:
 
 
 def edited(folder: Path, **fields: Any) -> None:
-    """Change fields of config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 

@@ -21,7 +21,6 @@ TOKENS, CONTEXT, PLAIN = 8, 64, Sampling(1.0)
 
 
 def built(settings: dict[str, Any], *, padded: bool = True, graphs: bool = False) -> tuple[Run, Sampler]:
-    """A run that samples, and its sampler, whose model has initial weights."""
     sampler = Sampler(padded=padded, graphs=graphs)
     run = as_rank(sampling_run(tiny_config({**SHAPE, **settings}), sampler))
     model = build_model(run)

@@ -73,7 +73,6 @@ def bits(x: Tensor) -> Tensor:
 
 
 def assert_bits(found: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> None:
-    """Compare tensors bit by bit."""
     for number, (ours, exact) in enumerate(zip(found, right, strict=True)):
         assert (ours.shape, ours.dtype) == (exact.shape, exact.dtype), f"result {number}"
         differing = int((bits(ours) != bits(exact)).sum())

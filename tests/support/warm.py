@@ -71,20 +71,16 @@ class Forked:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """Send it SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send it SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Its output and its errors, once it has ended."""
         self._process.join(timeout)
         if self.poll() is None:
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
@@ -144,8 +140,6 @@ def become(task: Mapping[str, Any]) -> None:
 
 
 def start_server() -> None:
-    """Start the server that forks this process's own workers: a fork too, as a new one would import torch again."""
-
     def fork(path: bytes, arguments: list[str], passed: list[int]) -> int:
         pid = os.fork()
         if pid == 0:

@@ -86,7 +86,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def refuse(model: Model, folder: Path) -> None:
-    """What the start of a run does, with another folder."""
     assert model.adapters is not None
     kept = model.adapters
     model.adapters = replace(kept, path=folder)

@@ -208,7 +208,6 @@ SAVED: dict[str, Any] = {
 
 
 def rank_of_a_run(layout: str, steps: int, directory: Path, resume_from: Path | None) -> list[float]:
-    """Be one rank of a run that is saved at its end."""
     config = tiny_config({**SAVED, "parallel.layout": layout, "trainer.steps": steps})
     return trained(config, directory, resume_from=resume_from).losses
 

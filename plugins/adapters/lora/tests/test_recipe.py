@@ -44,7 +44,6 @@ CHATS: list[Any] = [
 
 
 def written(path: Path) -> Path:
-    """The conversations in a file of JSON lines."""
     path.write_text("".join(f"{json.dumps({'messages': chat})}\n" for chat in CHATS))
     return path
 

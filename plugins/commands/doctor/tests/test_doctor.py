@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from distributions import installed
 
 from mplug.commands import Registry, default_settings, read_assignments, resolve
 from mplug_doctor import apart, machine
@@ -113,13 +114,8 @@ def test_the_installation_is_listed_and_faulty_distributions_are_problems(
 ) -> None:
     before = software()
     assert "mplug-doctor" in before.text()
-    information = tmp_path / "acme_watch-1.0.dist-info"
-    information.mkdir()
-    needs = "Metadata-Version: 2.1\nName: acme-watch\nVersion: 1.0\nRequires-Dist: mplug>=7\n"
-    information.joinpath("METADATA").write_text(needs)
     points = "[mplug.extension]\nlook = acme:Look\n[mplug.extensions]\nwatch = acme:Watch\n"
-    information.joinpath("entry_points.txt").write_text(points)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(installed(tmp_path, "acme-watch", points, requires="mplug>=7"))
     misplaced, other_version = (one.what for one in software().problems if one not in before.problems)
     assert "'look' of acme-watch 1.0 is in the group 'mplug.extension'" in misplaced
     assert "requires mplug >=7" in other_version
@@ -170,7 +166,6 @@ def test_probes_of_this_process_import_no_torch() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 def test_gpus_and_their_links_are_reported() -> None:
     found = in_subprocess("torch and the GPUs", "mplug_doctor.torch_probe")
     assert not [one for one in found.problems if "probe" in one.what], found.text()

@@ -49,7 +49,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def job_of(*arguments: str | int | Path) -> Job:
-    """What the processes of a command do."""
     asked = Asked(**command.make_context("evaluate", [*map(str, arguments)]).params)
     asked.refuse_contradictions()
     return _published(asked, None)[0]
@@ -90,7 +89,6 @@ def library_loss(folder: Path, file: str, stride: int, adapters: Path | None = N
 
 
 def require_losses(folder: Path, job: Job, results: list[Found]) -> None:
-    """Every rank has found the losses of the library."""
     assert job.documents is not None
     expected = [library_loss(folder, file.path.name, LENGTH) for file in job.documents]
     total = sum(loss * targets for loss, targets in expected) / sum(targets for _, targets in expected)

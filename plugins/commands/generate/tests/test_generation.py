@@ -158,7 +158,6 @@ def test_a_text_that_ends_does_not_change_the_others() -> None:
 
 
 def widths(sampler: Sampler, prompts: list[list[int]]) -> set[int]:
-    """The numbers of positions of all calls of the first block."""
     seen: set[int] = set()
     block = sampler.model.module.get_submodule(sampler.model.plan.units[1].name)
     with_hook = block.register_forward_pre_hook(lambda _, given: seen.add(given[0].shape[1]))

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 from sampled import FAMILIES, PROMPTS, built, texts
 
 from mplug_sampling import token_steps
@@ -11,7 +10,7 @@ from mplug_sampling.fast_steps import compiled_step
 from mplug_sampling.sampling import Sampling
 from mplug_sampling.token_steps import Replays, replays_for
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")]
+pytestmark = pytest.mark.gpu
 
 CUDA: dict[str, Any] = {"trainer.device": "cuda", "trainer.precision": "bf16", "model.init_std": 0.2}
 FUSED: dict[str, Any] = {"kernels.default": "triton", "kernels.attention": "sdpa"}

@@ -92,7 +92,6 @@ def picture(size: tuple[int, int], seed: int) -> torch.Tensor:
 
 
 def prompts_of(run: Run) -> tuple[list[list[int]], list[list[Medium]]]:
-    """Four prompts of different lengths with none to two pictures."""
     processor, prompts, media = processor_of(run), [], []
     for number, (sizes, places) in enumerate(zip(SIZES, PLACES, strict=True)):
         text = [(37 * number + 11 * place) % 250 for place in range(4 if number == 3 else 3 + 4 * number)]

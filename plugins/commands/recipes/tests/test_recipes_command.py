@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from distributions import installed
 
 from mplug.cli import main
 
@@ -51,22 +52,19 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
 
-    def installed(distribution: str = "nova-cookery", requires: str = ">=0.1,<0.2", **recipes: str) -> None:
+    def prepended(distribution: str = "nova-cookery", requires: str = ">=0.1,<0.2", **recipes: str) -> None:
         package, site = distribution.replace("-", "_"), tmp_path / distribution
-        metadata, folder = site / f"{package}-1.0.dist-info", site / package / "recipes"
-        metadata.mkdir(parents=True)
+        folder = site / package / "recipes"
         folder.mkdir(parents=True)
         (site / package / "__init__.py").write_text("raise RuntimeError('listing imports no plugin')")
-        head = f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\nSummary: Recipes\n"
-        (metadata / "METADATA").write_text(f"{head}Requires-Dist: mplug{requires}\n\n")
         entries = "".join(f"{name} = {package}.recipes\n" for name in recipes)
-        (metadata / "entry_points.txt").write_text(f"[mplug.recipes]\n{entries}")
+        installed(site, distribution, f"[mplug.recipes]\n{entries}", requires=f"mplug{requires}")
         for name, text in recipes.items():
             if text:
                 (folder / f"{name}.yaml").write_text(text)
         monkeypatch.syspath_prepend(site)
 
-    return installed
+    return prepended
 
 
 def test_the_recipes_of_other_distributions_are_listed_shown_and_used(install: Callable[..., None]) -> None:

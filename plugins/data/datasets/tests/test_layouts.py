@@ -48,12 +48,10 @@ class Losses:
 
     @hookimpl
     def step_finished(self, run: Any, record: Any) -> None:
-        """Keep the loss."""
         self.of[run.step] = record["loss"]
 
 
 def losses(settings: dict[str, Any], directory: Path, steps: int) -> dict[int, float]:
-    """Be one rank that trains to a step, from the newest checkpoint if there is one. Returns the losses."""
     kept = Losses()
     plan = {**settings, "trainer.steps": steps, "schedule.decay_steps": 6, "checkpoint.every": 0}
     run = as_rank(prepare(tiny_config(in_fp64(plan)), {"losses": kept}))

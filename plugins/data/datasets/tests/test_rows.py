@@ -69,7 +69,6 @@ def saved(path: Path, rows: Rows) -> Path:
 
 
 def loader(path: Any, split: str = "train", **changes: Any) -> Loader:
-    """Of one split alone: the data is for both."""
     one = path if not isinstance(path, dict) else next(iter(path))
     own = {"data.path": path if isinstance(path, dict) else str(path), "data.validation_path": str(one)}
     own |= {name.replace("__", "."): value for name, value in changes.items()}

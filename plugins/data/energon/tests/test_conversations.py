@@ -95,14 +95,12 @@ def test_eleven_pictures_come_in_the_order_of_their_numbers(made: Callable[..., 
 
 
 def colours_of(batch: MicroBatch) -> list[str]:
-    """The colour of each picture of a micro batch, from its patches."""
     segments = batch["patches"][0].split([length for length in batch["patch_lengths"][0].tolist() if length])
     channels = [segment.view(len(segment), 3, -1).mean((0, 2)).argmax() for segment in segments]
     return [list(COLOURS)[int(channel)] for channel in channels]
 
 
 def filmed(*colours: str, **stated: Any) -> dict[str, bytes]:
-    """A question about a video with a frame of each colour."""
     frames = [{"type": "video", "video": [f"{number}.png" for number in range(len(colours))], **stated}]
     return sample(asked(frames, "it moves"), *map(drawn, colours))
 

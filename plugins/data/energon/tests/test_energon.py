@@ -117,7 +117,6 @@ def test_the_names_of_files_decide_the_type_of_a_data_set_without_one(
 
 
 def blend(path: Path, *sets: tuple[Path, int]) -> Path:
-    """A metadataset of data sets with weights."""
     parts = [{"path": str(one), "weight": weight} for one, weight in sets]
     named = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
     path.write_text(yaml.safe_dump({**named, "splits": {"train": {"blend": parts}}}))

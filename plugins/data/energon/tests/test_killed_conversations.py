@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from distributions import installed
 from picture_talks import TINY
 
 pytest.importorskip("mplug_qwen_vl")
@@ -83,17 +84,11 @@ def folder(tmp_path: Path, conversations: Path) -> Path:
     """A working directory with the config of the run, and the extension in its `site`."""
     config = nested({**TINY, **SETTINGS, "data.path": str(conversations)})
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    information = tmp_path / "site" / "acme_witness-1.0.dist-info"
-    information.mkdir(parents=True)
-    (tmp_path / "site" / "acme_witness.py").write_text(WITNESS)
-    facts = "Metadata-Version: 2.1\nName: acme-witness\nVersion: 1.0\nSummary: A witness\nRequires-Dist: mplug>=0.1\n"
-    (information / "METADATA").write_text(facts)
-    (information / "entry_points.txt").write_text("[mplug.extensions]\nwitness = acme_witness:Witness\n")
+    installed(tmp_path / "site", "acme-witness", "[mplug.extensions]\nwitness = acme_witness:Witness\n", WITNESS)
     return tmp_path
 
 
 def train(folder: Path, *words: str, halt: int | None = None) -> None:
-    """Run `mplug train`. With `halt`, kill all of its processes when one of them has halted in this step."""
     for path in folder.glob("halted.*"):
         path.unlink()
     halts = ("--set", f"extensions.witness.halt={halt or 0}")

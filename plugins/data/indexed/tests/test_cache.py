@@ -16,8 +16,6 @@ from mplug_testing import run_workers
 
 
 class Making:
-    """Makes arrays, and counts how often."""
-
     def __init__(self) -> None:
         self.times = 0
 

@@ -91,7 +91,6 @@ class TestRearrangedDocumentsOfABlend(DataSuite):
 
 
 def build(config: dict[str, Any], split: str = "train", shard: tuple[int, int] = (0, 1), **trainer: Any) -> Any:
-    """The loader of a rank, in micro batches of three."""
     section = {"seq_length": S, "seed": 1, "steps": 20, "global_batch_size": 8, "eval_samples": 8, "eval_every": 0}
     run: Any = SimpleNamespace(
         config=SimpleNamespace(
@@ -109,7 +108,6 @@ def build(config: dict[str, Any], split: str = "train", shard: tuple[int, int] =
 
 
 def taken(loader: IndexedLoader, number: int) -> dict[str, Any]:
-    """The entries of the next samples, each in one tensor."""
     batches = list(loader.take(number))
     whole = [
         {name: one if one.dim() == 1 else one.expand(len(batch["sample_ids"]), -1) for name, one in batch.items()}
@@ -179,7 +177,6 @@ REARRANGED = {**FIM_TOKENS, "eod_token": EOD}
 
 
 def documents_of(row: list[int]) -> list[list[int]]:
-    """The documents of a sample, without their EODs."""
     found: list[list[int]] = [[]]
     for token in row:
         if token == EOD:

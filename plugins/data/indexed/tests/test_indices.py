@@ -3,7 +3,6 @@
 `benchmarks/megatron_data.py compare --record` has recorded the results of Megatron Core.
 """
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripts import script
 
 pytest.importorskip("numba")
 
@@ -32,21 +32,11 @@ from mplug_indexed.kernels import swap_some
 
 from mplug import UsageError
 
-ROOT = Path(__file__).parents[4]
 RECORDED = json.loads(Path(__file__).with_name("megatron.json").read_text())
 
 
-def _benchmark() -> Any:
-    """The script that made the record: how its cases are made is written there only."""
-    spec = importlib.util.spec_from_file_location("megatron_data", ROOT / "benchmarks" / "megatron_data.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-BENCHMARK = _benchmark()
+BENCHMARK = script("benchmarks/megatron_data.py")
+"""It has made the record: how its cases are made is written there only."""
 
 
 def test_the_recorded_cases_cover_every_rule() -> None:

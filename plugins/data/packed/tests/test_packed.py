@@ -51,7 +51,6 @@ def asked(question: str, answer: str) -> list[tuple[str, str]]:
 
 
 def loader(path: Path, split: str = "train", **changes: Any) -> Loader:
-    """Of one split alone: the file is for both."""
     own = {"data.path": str(path), "data.validation_path": str(path), **changes}
     run = tiny_run({**TINY, **{name.replace("__", "."): value for name, value in own.items()}})
     run.device = "cpu"

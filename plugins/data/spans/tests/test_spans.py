@@ -116,22 +116,16 @@ def test_lengths_are_the_published_ones() -> None:
             assert 1 <= own.spans <= min(own.noise, tokens - own.noise)
 
 
-def test_ranks_and_micro_batches_have_the_samples_of_one_process() -> None:
-    expected = joined(spans().take(32))
-    found = joined(batch for rank in range(2) for batch in spans((rank, 2), 3).take(32))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert len(expected["places"].unique()) == expected["places"].numel()
-
-
-def test_a_resume_on_another_number_of_ranks_has_the_same_samples() -> None:
+def test_a_resume_on_another_number_of_ranks_and_in_other_micro_batches_has_the_same_samples() -> None:
     whole = spans()
     list(whole.take(8))
     saved, expected = whole.state_dict(), joined(whole.take(24))
-    ranks = [spans((rank, 3)) for rank in range(3)]
+    ranks = [spans((rank, 3), 3) for rank in range(3)]
     for loader in ranks:
         loader.load_state_dict(saved)
     found = joined(batch for loader in ranks for batch in loader.take(24))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert len(expected["places"].unique()) == expected["places"].numel()
 
 
 def test_every_epoch_split_and_seed_has_other_spans() -> None:

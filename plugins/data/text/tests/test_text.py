@@ -184,7 +184,6 @@ def test_every_window_of_all_but_two_windows_is_in_an_epoch_once_without_overlap
 
 
 def bytes_of(windows: RepeatedWindows, samples: range) -> bytes:
-    """The text that consecutive samples cover."""
     found = windows.read(samples)
     assert torch.equal(found["labels"][:-1, -1], found["tokens"][1:, 0])
     assert torch.equal(found["labels"][:, :-1], found["tokens"][:, 1:])

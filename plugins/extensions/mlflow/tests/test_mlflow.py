@@ -71,7 +71,6 @@ def write(directory: Path, steps: range, rank: int = 0, **config: Any) -> None:
 
 
 def read(directory: Path, uri: str | None = None, experiment: str = "mplug") -> tuple[MlflowClient, list[MLflowRun]]:
-    """The client, and the runs of an experiment."""
     client = MlflowClient(tracking_uri=uri or str(directory / "store"))
     found = client.get_experiment_by_name(experiment)
     return client, list(client.search_runs([found.experiment_id])) if found else []

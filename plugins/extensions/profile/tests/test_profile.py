@@ -33,7 +33,6 @@ class TestProfile(ExtensionSuite):
 
 
 def trained(directory: Path, **settings: Any) -> None:
-    """A run of a tiny model, of 4 steps, with these settings of the plugin."""
     run = tiny_run({"trainer.steps": 4, "extensions.profile": settings})
     run.directory = directory
     train(run)
@@ -78,7 +77,6 @@ def run_of(directory: Path, rank: int = 0, step: int = 0, steps: int = 20) -> An
 
 
 def recorded(run: Any, **settings: Any) -> tuple[int, int] | None:
-    """The first and the last step that the plugin is going to record."""
     plugin = Profile(Profile.Config(**settings))
     plugin.run_started(run)
     steps = plugin.trace.steps if plugin.trace is not None else None
@@ -162,7 +160,6 @@ class Exhausting:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 def test_a_real_gpu_gets_a_trace_of_its_kernels_and_a_snapshot(tmp_path: Path) -> None:
     cuda = {"trainer.device": "cuda", "trainer.precision": "bf16", "trainer.steps": 4}
     run = tiny_run({**cuda, "extensions.profile": {"steps": 2, "first": 3}})

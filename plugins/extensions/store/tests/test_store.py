@@ -37,7 +37,6 @@ class TestCopiesCheckpoints(ExtensionSuite):
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """The folder of a run."""
     directory = tmp_path / "runs" / "first"
     directory.mkdir(parents=True)
     (directory / "config.yaml").write_text("trainer: {steps: 9}\n")
@@ -47,7 +46,6 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    """The folder of the run in a store."""
     return Store(f"memory://{tmp_path.name}-{id(tmp_path)}/first")
 
 

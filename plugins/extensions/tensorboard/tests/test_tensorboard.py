@@ -41,7 +41,6 @@ def write(directory: Path, steps: range, after: int = 0, rank: int = 0, **config
 
 
 def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """All scalars of a folder, as TensorBoard shows them."""
     found = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     found.Reload()
     return {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}

@@ -64,7 +64,6 @@ class TestWeightsAndBiases(ExtensionSuite):
 
 
 def write(directory: Path, steps: range, rank: int = 0, **config: Any) -> None:
-    """The steps of a run, with a validation loss in every third."""
     plugin = WeightsAndBiases(WeightsAndBiases.Config(**{"mode": "offline", **config}))
     directory.mkdir(exist_ok=True)
     resolved = {"trainer": {"steps": 8}, "optimizer": {"lr": 0.5}}

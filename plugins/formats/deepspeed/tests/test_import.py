@@ -260,7 +260,6 @@ def of_library(label: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def every(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, States, States]]:
-    """The checkpoints of all cases."""
     folders = {label: tmp_path_factory.mktemp("saved") for label in CASES}
     cases = [
         (folders[label], kind, changes if kind == "ours" else of_library(label), config)

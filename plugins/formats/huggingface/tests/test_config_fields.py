@@ -83,7 +83,6 @@ Case = tuple[str, dict[str, Any]]
 
 
 def config_of(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of a tiny model with these fields."""
     absent = [name for name, value in fields.items() if value is ABSENT]
     return without(kind, *absent, **{name: value for name, value in fields.items() if value is not ABSENT})
 

@@ -128,7 +128,6 @@ def changed(kind: str) -> list[tuple[str, Any, Any]]:
 
 
 def outcome(plugin: Any, config: Any) -> dict[str, Any] | str:
-    """The config.json of a Config, or the reason why it is refused."""
     try:
         return written_config(plugin, config)
     except ValueError as reason:

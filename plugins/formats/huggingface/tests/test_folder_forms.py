@@ -35,18 +35,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.fixture
 def folder(models: Made, tmp_path: Path) -> Folder:
-    """A copy of a family's folder, in three files: `folder(family)`."""
     return lambda family: shutil.copytree(models[family][0], tmp_path / "folder")
 
 
 def changed(path: Path, change: Change = lambda _: None) -> Path:
-    """The folder in one file, after a change of its tensors."""
     rewritten(path, change)
     return path
 
 
 def refusal(path: Path) -> str:
-    """The sentence with which a folder is refused before a run starts."""
     with pytest.raises(UsageError) as refused:
         require_fitting(path)
     assert len(str(refused.value).splitlines()) == 1

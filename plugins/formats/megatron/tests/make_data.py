@@ -89,7 +89,6 @@ def work(rank: int, kind: str, folder: Path, port: int) -> None:
 
 
 def main() -> None:
-    """Make all folders anew."""
     for number, kind in enumerate(KINDS):
         folder = Path(sys.argv[1]) / kind
         shutil.rmtree(folder, ignore_errors=True)

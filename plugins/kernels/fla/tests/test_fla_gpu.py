@@ -18,7 +18,6 @@ from mplug_testing import KernelSuite
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here"),
     pytest.mark.filterwarnings("ignore"),  # those of compilers
 ]
 KINDS = ("decay", "channel decay", "delta", "channel delta")

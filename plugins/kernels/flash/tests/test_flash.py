@@ -154,8 +154,7 @@ def served(version: int, head_dim: int) -> None:
 
 
 def on_a_gpu(test: Any) -> Any:
-    skipping = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
-    return pytest.mark.gpu(skipping(quiet(test)))
+    return pytest.mark.gpu(quiet(test))
 
 
 @on_a_gpu

@@ -132,7 +132,6 @@ def test_empty_blocks_are_skipped_and_full_blocks_need_no_mask_function() -> Non
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The masks that are made during a test, which begins without programs."""
     found: list[Any] = []
     make = masks._mask
 

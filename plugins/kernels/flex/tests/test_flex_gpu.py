@@ -16,7 +16,6 @@ from mplug_testing.harness import train_steps
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here"),
     pytest.mark.filterwarnings("ignore"),  # those of torch's compiler
 ]
 HEADS_OF_64 = {"model.hidden_size": 128, "model.num_attention_heads": 2, "model.num_kv_heads": 1}

@@ -170,7 +170,6 @@ def test_recomputed_blocks_give_the_same_bits_and_histories(recipe: str) -> None
 
 
 def trained(settings: dict[str, Any], steps: int, directory: Path, resume_from: Path | None = None) -> list[float]:
-    """Be one rank of a run that is saved at its end: its losses."""
     more = {"trainer.eval_every": 0, "checkpoint.asynchronous": False, "trainer.steps": steps}
     return runs.trained(tiny_config({**RUN, **DELAYED, **more, **settings}), directory, resume_from=resume_from).losses
 

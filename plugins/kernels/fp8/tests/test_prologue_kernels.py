@@ -30,7 +30,6 @@ def fresh(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def of_norm(shape: tuple[int, int], kind: str, full: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """x, the residual, weight and bias."""
     x, weight = drawn(*shape, seed=1) + 0.5, 1 + drawn(shape[1], seed=2, scale=0.2)
     return x, drawn(*shape, seed=3) if full else None, weight, drawn(shape[1], seed=4) if full else None
 

@@ -23,7 +23,6 @@ each = pytest.mark.parametrize("slot", CASES)
 
 
 def offered(slot: str) -> tuple[Any, dict[str, Tensor]]:
-    """The supplier of a slot by delayed scaling, and its buffers."""
     run: Any = tiny_run({"trainer.precision": "fp8", "precisions.fp8.when": "delayed"})
     offer: Offer = next(one for one in FP8Products(FP8Products.Config()).offer(run) if slot in one.suppliers)
     with torch.device("meta"):
@@ -72,7 +71,6 @@ def test_norms_and_activations_outside_of_base_modules_are_fused() -> None:
 
 
 def captures(settings: dict[str, Any]) -> Any:
-    """Whether a CUDA graph can replay the plugin's part of a run."""
     run = tiny_run({"trainer.precision": "fp8", "kernels.linear": "fp8", "trainer.base_modules": ["head"], **settings})
     return dict(run.hooks.each("captures", run=run, model=build_model(run)))["kernels/fp8"]
 

@@ -37,7 +37,6 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def even(*shape: int, seed: int = 0) -> Tensor:
-    """Random numbers of about the same size, in bf16."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
@@ -151,7 +150,6 @@ def test_columns_are_the_transpose_padded_with_zeros() -> None:
 
 
 def buffers_of(x: Tensor, grad_y: Tensor) -> dict[str, Tensor]:
-    """The buffers of delayed scaling, with the scales of these tensors."""
     found = {"input": torch.zeros(()), "gradient": torch.zeros(())}
     for name, tensor, dtype in (("input", x, E4M3), ("gradient", grad_y, E5M2)):
         found[f"{name}_scale"] = emulation.scales_of(emulation.largest_of(tensor).view(1), dtype, False)[0]
@@ -159,7 +157,6 @@ def buffers_of(x: Tensor, grad_y: Tensor) -> dict[str, Tensor]:
 
 
 def passes(supplier: Products, x: Tensor, weight: Tensor, grad_y: Tensor, sink: Sink | None = None) -> list[Any]:
-    """The output and both gradients."""
     buffers = buffers_of(x, grad_y)
     operand = Operand(weight, supplier.cast(weight, buffers))
     y, saved = supplier.forward(x, operand, ALONE, buffers)
@@ -296,7 +293,6 @@ def test_a_grouped_product_is_that_of_each_group_alone() -> None:
 
 
 def calls() -> dict[str, Callable[[], Any]]:
-    """A call of every operator that returns tensors."""
     x, weight, ends = even(37, 128), even(128, 128), torch.tensor([7, 37], dtype=torch.int32)
     rows = emulation.rounded(x, torch.ones(1), E4M3)
     wide, one = emulation.rounded(weight, torch.ones(1), E4M3), torch.ones(1)

@@ -227,7 +227,6 @@ def serving(backend: str, head_dim: int) -> Any:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 class TestOnAGPU:
     @pytest.fixture(autouse=True)
     def hopper(self) -> None:

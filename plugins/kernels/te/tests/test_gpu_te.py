@@ -32,7 +32,6 @@ from mplug_testing import KernelSuite, PrecisionSuite
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here"),
     pytest.mark.skipif(find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"),
     pytest.mark.filterwarnings("ignore"),  # those of Transformer Engine and of torch's compiler
 ]

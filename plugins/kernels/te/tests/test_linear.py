@@ -36,8 +36,6 @@ each = pytest.mark.parametrize("name", PRODUCTS)
 
 
 class TestDelayedProducts(KernelSuite):
-    """All products: they trace, may be computed later, and their statistics combine."""
-
     plugin = "te"
     dtypes = ("te-fp8",)
     error_factor = 64.0  # fp8 numbers have four or five bits of significand less than those of bf16
@@ -87,7 +85,6 @@ def results(
     buffers: Mapping[str, Tensor] | None = None,
     call: Any = apply_product,
 ) -> list[Tensor]:
-    """The output, the gradient of the input, and that of the weight (or its sink)."""
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
     own = buffers_of(name) if buffers is None else buffers
     y = call(PRODUCTS[name], x, Weights(weight, *(sink or (None, None))), narrow, own)

@@ -32,7 +32,6 @@ recipes = pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 
 
 def steps(settings: dict[str, Any]) -> Any:
-    """Be one rank of a run, with stand-ins."""
     with stand_ins(), catch_warnings(action="ignore"):  # torch's own, as it traces
         return train_steps(settings)
 

@@ -100,7 +100,6 @@ def attention(*needs: str, **named: Any) -> Site:
 
 
 def answers(site: Site, during: Any) -> list[bool | str]:
-    """The answers of the offers for a slot, but False."""
     found: list[Offer] = TransformerEngine(TransformerEngine.Config()).offer(during)
     return [answer for one in found if site.slot in one.suppliers and (answer := one.answer(site, during)) is not False]
 
@@ -116,7 +115,6 @@ with torch.device("meta"):
 
 
 def by(name: str) -> Site:
-    """A layer of a run by a recipe."""
     return linear(needs=(Recipe(name).need,))
 
 
@@ -205,19 +203,16 @@ def test_a_cuda_graph_replays_the_products_that_a_gpu_has_replayed(monkeypatch: 
 
 
 def of_recipe(recipe: Recipe) -> tuple[Site, Any]:
-    """A layer of a run by a recipe with options."""
     precision = Precision(weights="bfloat16", activations="bfloat16", recipe=recipe)
     return linear(needs=(recipe.need,)), run(precision)
 
 
 def layer(name: str, inputs: int = 128, outputs: int = 128, tp: int = 1) -> tuple[Site, Any]:
-    """A layer of some widths of a run by a recipe."""
     scaling = name if name in BLACKWELL else name.removeprefix("fp8-")
     return linear(inputs, outputs, (Recipe(name).need,)), run(fp8(scaling), tp=tp)
 
 
 def named(site: Site, recipe: str, tp: int = 1) -> tuple[Site, Any]:
-    """A site of a run that names the plugin for it."""
     return site, run(fp8(recipe), tp=tp, named=NAMED)
 
 

@@ -33,8 +33,6 @@ class Recorded(TorchDispatchMode):
 
 @pytest.fixture
 def operators_of() -> Callable[[Callable[[], object]], list[str]]:
-    """The names of the operators that a call runs, in their order."""
-
     def operators(call: Callable[[], object]) -> list[str]:
         with Recorded() as recorded:
             call()

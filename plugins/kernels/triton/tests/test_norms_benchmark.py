@@ -1,26 +1,19 @@
 """`benchmarks/norms.py`: what it counts and compares, and what it refuses."""
 
-import importlib.util
 import os
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from scripts import script
 
-ROOT = Path(__file__).parents[4]
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
 
 @pytest.fixture(scope="module")
 def norms() -> Any:
-    spec = importlib.util.spec_from_file_location("norms", ROOT / "benchmarks" / "norms.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("benchmarks/norms.py")
 
 
 def options(**changes: Any) -> Namespace:
@@ -80,7 +73,6 @@ def test_what_it_cannot_measure_is_refused_with_the_reason(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it compiles
 def test_on_a_gpu_it_prints_a_line_for_each_way_with_and_without_a_residual(
     norms: Any, capsys: pytest.CaptureFixture[str]

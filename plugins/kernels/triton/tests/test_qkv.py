@@ -22,7 +22,7 @@ from mplug_nn.packed_heads import passes_through
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 on_device = pytest.mark.usefixtures("kernels_run")
-on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")]
+on_gpu = pytest.mark.gpu
 
 # In small.
 
@@ -161,7 +161,6 @@ def wide_inputs(groups: int, norm: bool) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def outcome(prepare: PrepareQKV, inputs: list[Tensor], upstream: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v, the packed gradient and those of the weights."""
     leaves = [x.to(dtype, copy=True).requires_grad_() for x in inputs]
     groups, weights = upstream[1].shape[2], leaves[1:] or [None, None]
     positions = torch.arange(WIDE["length"], device="cuda")[None]

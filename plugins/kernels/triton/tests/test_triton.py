@@ -67,8 +67,6 @@ NAMED = dict.fromkeys(("norm", "qk", "activation"), "kernels/triton")
 
 
 class Block(SimpleNamespace):
-    """A module with every slot."""
-
     SLOTS = (*SLOTS.values(),)
 
 

@@ -232,7 +232,6 @@ def peak_of_a_pass(settings: dict[str, Any]) -> int:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 def test_offload_on_a_gpu_gives_the_same_bits_and_holds_less() -> None:
     own = {"trainer.device": "cuda", "trainer.precision": "bf16", "model.hidden_size": 512, "model.num_layers": 8}
     own |= {"trainer.seq_length": 512, "trainer.deterministic": True}

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from gpus import Watch
 
 from mplug.config.defaults import default_settings
@@ -24,7 +23,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore"),  # the compiler's own
 ]
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 Step = tuple[float, float]
 """The loss and the norm of the gradient."""
 
@@ -90,7 +88,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], 
     return found
 
 
-@NEEDS_GPU
 @pytest.mark.parametrize("compiler", ["never", "auto"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("case", CASES)

@@ -4,14 +4,10 @@ import math
 from typing import Any
 
 import pytest
-import torch
 
 from mplug_testing.harness import train_steps
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here"),
-]
+pytestmark = pytest.mark.gpu
 SETTINGS: dict[str, Any] = {
     "model.name": "t5",
     "model.num_layers": 2,

@@ -63,7 +63,6 @@ def test_stochastic_rounding_gives_a_neighbour_in_bf16_and_is_exact_on_average()
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 class TestOnAGPU(TestAdamW):
     settings = {"trainer.device": "cuda"}

@@ -40,7 +40,6 @@ class TestWithOtherRates(TestLion):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 class TestOnAGPU(TestLion):
     settings = {"trainer.device": "cuda"}
     layouts = ()

@@ -131,7 +131,6 @@ def test_each_head_is_a_matrix_of_its_own_if_the_config_says_so() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 class TestOnAGPU(TestMuon):
     settings = {"trainer.device": "cuda"}
     layouts = ()

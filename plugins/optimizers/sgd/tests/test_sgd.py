@@ -47,7 +47,6 @@ class TestWithoutMomentum(TestSGD):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 class TestOnAGPU(TestSGD):
     settings = {"trainer.device": "cuda"}
     layouts = ()

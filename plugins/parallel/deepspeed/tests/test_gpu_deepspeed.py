@@ -13,12 +13,11 @@ from mplug_testing.harness import tiny_run
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here"),
     pytest.mark.skipif(
         find_spec("mplug_deepspeed") is None or find_spec("deepspeed") is None, reason="it is not installed"
     ),
 ]
-on_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA GPUs here")
+on_two = pytest.mark.gpu(2)
 
 STEPS = 8
 BASE: dict[str, Any] = {

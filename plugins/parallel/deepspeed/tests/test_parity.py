@@ -32,7 +32,6 @@ BASE: dict[str, Any] = {
 
 
 def trained(settings: dict[str, Any]) -> dict[str, Any]:
-    """Be one rank: the run's figures, this rank's weights, and their shapes."""
     run = tiny_run({**BASE, **settings})
     parts = build(run)
     config = run.config
@@ -114,30 +113,25 @@ LOW = [
 
 @pytest.fixture(scope="module")
 def alone() -> Any:
-    """The run of one process, in fp32."""
     return run_workers(1, trained, {})[0]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for what is offloaded to files."""
     return tmp_path_factory.mktemp("disk")
 
 
 def in_files(folder: Path) -> dict[str, Any]:
-    """Settings that offload everything to files of a folder."""
     return {**OFFLOADED[-1], "parallel.deepspeed.nvme_path": str(folder)}
 
 
 @pytest.fixture(scope="module")
 def together(folder: Path) -> list[list[Any]]:
-    """The runs of each stage, and one with everything in files."""
     return of_ranks(2, "deepspeed2", [*STAGES, in_files(folder)])
 
 
 @pytest.fixture(scope="module")
 def in_low_precision() -> list[list[Any]]:
-    """The runs of lower precision."""
     return of_ranks(2, "deepspeed2", LOW)
 
 

@@ -32,13 +32,11 @@ CHAIN = [
 
 
 def trained(settings: dict[str, Any], steps: int, directory: Path, resume_from: Path | None = None) -> Any:
-    """Be one rank of a run that is saved at its end: its losses and norms by step."""
     config = tiny_config({**BASE, **settings, "trainer.steps": steps})
     return runs.trained(config, directory, resume_from=resume_from).figures
 
 
 def begin(settings: dict[str, Any], steps: int, directory: Path, resume_from: Path | None = None) -> Any:
-    """The figures of rank 0."""
     size = prepare(tiny_config({**BASE, **settings})).mesh.world_size
     return run_workers(size, trained, settings, steps, directory, resume_from)[0]
 

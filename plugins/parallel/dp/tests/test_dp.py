@@ -1,7 +1,5 @@
 """Data parallelism passes the suite of strategies, with large and small buckets."""
 
-import pytest
-
 from mplug_testing import ParallelSuite
 
 
@@ -13,7 +11,3 @@ class TestDataParallel(ParallelSuite):
         "small-buckets": {"parallel.dp.bucket_mib": 0.01},
     }
     refused = {"dp8": ("trainer.global_batch_size", "8", "2", "8 data-parallel ranks", "a multiple of 16")}
-
-    @pytest.mark.wide("suites")
-    def test_every_field_of_its_config_has_an_effect(self) -> None:
-        super().test_every_field_of_its_config_has_an_effect()

@@ -7,12 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA GPUs here"),
-]
+pytestmark = pytest.mark.gpu(2)
 
 SETTINGS = (
     *("model.num_layers=6", "model.hidden_size=256", "model.num_attention_heads=8", "model.vocab_size=515"),
@@ -36,13 +32,11 @@ def losses(folder: Path, name: str, layout: str, **changes: object) -> list[floa
 
 @pytest.fixture(scope="module")
 def in_fp32(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of one GPU, eager."""
     return losses(tmp_path_factory.mktemp("fp32"), "one", "", **EAGER)
 
 
 @pytest.fixture(scope="module")
 def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of one GPU, its units compiled."""
     return losses(tmp_path_factory.mktemp("bf16"), "one", "", trainer__precision="bf16")
 
 
@@ -61,7 +55,7 @@ def test_compiled_units_in_bf16_learn_as_on_one_gpu(tmp_path: Path, in_bf16: lis
     assert two == pytest.approx(in_bf16, rel=5e-3)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="there are no four CUDA GPUs here")
+@pytest.mark.gpu(4)
 @pytest.mark.parametrize("layout", ["dp2fsdp2", "fsdp2tp2", "fsdp2pp2"])
 def test_four_gpus_give_the_losses_of_one(tmp_path: Path, in_fp32: list[float], layout: str) -> None:
     assert losses(tmp_path, "four", layout, **EAGER) == pytest.approx(in_fp32, rel=1e-4)

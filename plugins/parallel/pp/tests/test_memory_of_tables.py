@@ -1,17 +1,15 @@
 """`benchmarks/pipeline_memory.py`: the memory that ranks hold is what the tables of their schedules predict."""
 
-import importlib.util
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from scripts import script
 
 from mplug_testing.live_bytes import LiveBytes
 
-FILE = Path(__file__).parents[4] / "benchmarks" / "pipeline_memory.py"
 SMALL = ("num_layers=4", "hidden_size=32", "num_attention_heads=2", "vocab_size=64")
 RATIO = -1
 """The column of measured / predicted."""
@@ -19,12 +17,7 @@ RATIO = -1
 
 @pytest.fixture(scope="module")
 def benchmark() -> Any:
-    spec = importlib.util.spec_from_file_location("pipeline_memory", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("benchmarks/pipeline_memory.py")
 
 
 def ratios(benchmark: Any, built_for: tuple[str, int], stages: int, *more: str) -> dict[tuple[str, int], float]:

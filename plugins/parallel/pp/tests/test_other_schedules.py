@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from distributions import installed
 
 from mplug import UsageError
 from mplug.model.build import build_model
@@ -49,15 +50,9 @@ NAMES = ("one_by_one", "restless", "forgetful", "picky", "broken", "no_table", "
 
 @pytest.fixture(autouse=True)
 def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A distribution with schedules."""
-    (tmp_path / "acme_orders.py").write_text(SOURCE)
-    information = tmp_path / "acme_orders-1.0.dist-info"
-    information.mkdir()
-    needs = "Requires-Dist: mplug>=0.1,<0.2\n"
-    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: acme-orders\nVersion: 1.0\n{needs}")
     lines = [f"{name.lower()} = acme_orders:{name}" for name in NAMES]
-    (information / "entry_points.txt").write_text("\n".join(["[mplug.schedules]", *lines, "gpipe = acme_orders:picky"]))
-    monkeypatch.syspath_prepend(tmp_path)
+    points = "\n".join(["[mplug.schedules]", *lines, "gpipe = acme_orders:picky"])
+    monkeypatch.syspath_prepend(installed(tmp_path, "acme-orders", points, SOURCE))
 
 
 def test_a_third_party_adds_a_schedule_with_its_own_ranks() -> None:

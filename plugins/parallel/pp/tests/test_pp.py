@@ -23,10 +23,6 @@ class TestPipelineParallel(ParallelSuite):
         "limit": {SCHEDULE: "zb-limited", "trainer.micro_batch_size": 1},
     }
 
-    @pytest.mark.wide("suites")
-    def test_every_field_of_its_config_has_an_effect(self) -> None:
-        super().test_every_field_of_its_config_has_an_effect()
-
 
 @pytest.mark.wide("layouts")
 class TestOtherDivisions(TestPipelineParallel):

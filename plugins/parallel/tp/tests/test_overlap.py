@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gpus import with_nccl
+from gpus import traced
 from layout_runs import difference_of
 from mplug_tp.boundary import boundary
 from mplug_tp.chunked import SequenceCollectives, name_for
@@ -21,7 +21,7 @@ from mplug_nn import ChunkedCollectives, Narrow, Operand, Sink, collectives_name
 from mplug_nn.chunked_collectives import COLLECTIVES, name_collectives
 from mplug_nn.product import apply_product
 from mplug_testing import run_workers
-from mplug_testing.harness import Trace, difference, train_steps
+from mplug_testing.harness import Trace, difference
 
 I_, H = 6, 12
 SHAPES = [(4, 8), (3, 8), (1, 8), (1, 4), (2, 3, 4)]
@@ -133,7 +133,6 @@ def results(ranks: int) -> list[dict[Any, Any]]:
 
 @pytest.fixture(params=[2, pytest.param(4, marks=pytest.mark.wide("layouts"))])
 def found(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
-    """The results of every rank."""
     return results(request.param)
 
 
@@ -164,7 +163,8 @@ def test_both_gradients_at_once_are_bitwise_the_separate_ones(found: list[dict[A
         (grad_x, nothing), separate, (once, twice), alone = of_rank[kind]
         assert nothing is None
         assert torch.equal(grad_x, separate)
-        assert torch.equal(2 * once, twice)  # the second addition is to a sink that is not stale
+        # The second product is added to a sink that is not stale: some processors round the sum once, others twice.
+        torch.testing.assert_close(twice, 2 * once, rtol=1e-14, atol=1e-14)
         assert alone[0] is None
         assert torch.equal(alone[1], once)
 
@@ -212,7 +212,6 @@ def on_gpus() -> dict[Any, Any]:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")  # torch's own, for the first context of a GPU
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_copies_between_gpus_give_the_results_of_one_process(ranks: int) -> None:
     for of_rank in run_workers(ranks, on_gpus):
@@ -222,20 +221,14 @@ def test_copies_between_gpus_give_the_results_of_one_process(ranks: int) -> None
 
 
 def trained(settings: dict[str, Any]) -> tuple[Trace, str]:
-    """Be one rank: (its trace in the memory of the host, the class of the collectives that it used)."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    with_nccl()
-    trace = train_steps(settings)
-    for found in (trace.initial, trace.weights, *trace.gradients):
-        for name, boxes in found.items():
-            found[name] = [(start, values.cpu()) for start, values in boxes]
+    """Be one rank: (its trace, the class of the collectives that it used)."""
+    trace = traced(settings)
     used = [type(one.chosen).__name__ for one in COLLECTIVES.values() if isinstance(one, SequenceCollectives)]
     return trace, ",".join(used)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA GPUs here")
 @pytest.mark.parametrize("compiler", ["never", "inductor"])
 def test_two_gpus_give_the_run_of_one_process_by_copies(compiler: str) -> None:
     settings = {"trainer.device": "cuda", "trainer.precision": "fp32", "trainer.compile": compiler, **OVERLAP}

@@ -1,7 +1,5 @@
 """Tensor parallelism passes the suite of strategies; with and without sequence parallelism and overlap."""
 
-import pytest
-
 from mplug_testing import ParallelSuite
 
 EVERYTHING = {**ParallelSuite.variants["another-model"], **ParallelSuite.variants["dropout"]}
@@ -21,7 +19,3 @@ class TestTensorParallel(ParallelSuite):
         "tp8": ("tp=8", "4 heads", "use 1 or 2 or 4"),
         "tp32": ("tp=32", "trainer.seq_length=16", "parallel.tp.sequence_parallel=false"),
     }
-
-    @pytest.mark.wide("suites")
-    def test_every_field_of_its_config_has_an_effect(self) -> None:
-        super().test_every_field_of_its_config_has_an_effect()

@@ -112,7 +112,6 @@ KINDS = {"none ignored": 10, "some ignored": 7, "all ignored": 0}
 
 
 def everything() -> dict[tuple[int, Any], tuple[Tensor, ...]]:
-    """What the tests compare, from one start of processes."""
     looked = {(size, dtype): looked_up(size, dtype) for size in SIZES for dtype in DTYPES}
     return looked | {(size, kind): cross_entropy(size, kind, 1.0, torch.float64) for size in SIZES for kind in KINDS}
 

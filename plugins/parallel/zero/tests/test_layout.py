@@ -135,8 +135,6 @@ def test_a_part_of_two_dimensions_in_one_segment_is_at_most_three_boxes() -> Non
 
 
 class Other:
-    """Another strategy that divides states."""
-
     @hookimpl
     def shard_states(self) -> None:
         return None

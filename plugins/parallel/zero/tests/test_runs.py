@@ -129,7 +129,6 @@ def test_stage_1_on_two_ranks_is_replicas_to_the_bit_but_for_the_norm() -> None:
 
 
 def bits(traces: list[Trace]) -> list[Any]:
-    """What the ranks of a run have seen, as plain values."""
     held = [[trace.initial, trace.weights, *trace.gradients] for trace in traces]
     values = [{n: [(s, x.tolist()) for s, x in boxes] for n, boxes in one.items()} for parts in held for one in parts]
     return [[(trace.losses, trace.norms, trace.val_loss) for trace in traces], values]

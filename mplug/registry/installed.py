@@ -112,8 +112,10 @@ def _headers(text: str) -> dict[str, list[str]]:
     """
     headers: dict[str, list[str]] = {}
     values: list[str] = []
-    for line in text.partition("\n\n")[0].split("\n"):
-        if line[:1] in " \t" and values:  # continues the line before
+    for line in text.split("\n"):
+        if not line:
+            break
+        if line[0] in " \t" and values:  # continues the line before
             values[-1] += f"\n{line}"
             continue
         field, _, value = line.partition(":")

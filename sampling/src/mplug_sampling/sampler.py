@@ -172,7 +172,7 @@ def _refuse_unable(run: Run, model: Model) -> None:
 
 
 def reason_against_text(model: Model) -> str:
-    """Why a model cannot continue a text, as a clause; empty if it can. The model may be as `build_model` returns it."""
+    """Why a model, as the hook `build_model` returns it, cannot continue a text, as a clause; empty if it can."""
     if not model.plan.inference:
         return "its plan has no inference units"
     return "its attention sees later tokens" if sees_later_tokens(_caching(model)) else ""

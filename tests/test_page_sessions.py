@@ -168,8 +168,8 @@ def shortened(words: tuple[str, ...], steps: int, folder: Path, is_refused: bool
     """The words of a command that takes seconds.
 
     A run ends after step `steps` and has short samples; the degrees of its layout are at most 2; a preset of a real
-    size, or a family's own default, keeps its form and gets the sizes `SMALL`. 'mplug bench' measures one step. Sampled texts have 32 tokens. The
-    step of a checkpoint is that of the newest one.
+    size, or a family's own default, keeps its form and gets the sizes `SMALL`. 'mplug bench' measures one step. Sampled
+    texts have 32 tokens. The step of a checkpoint is that of the newest one.
     """
     saved = sorted(int(path.name.removeprefix("step_")) for path in folder.glob("runs/*/checkpoints/step_*"))
     instead = {"--tokens": "32", "--step": str(saved[-1] if saved else 0)}

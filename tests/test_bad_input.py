@@ -215,7 +215,7 @@ def test_a_sample_is_of_the_newest_valid_checkpoint_and_reports_the_one_that_it_
     result = cli("generate", "--tokens", "1", "--prompt", "ab")
     assert result.returncode == 0, result.stderr
     assert "mplug: skipped: checkpoint 'runs/done/checkpoints/step_00000004' is damaged" in result.stderr
-    assert "mplug: sampling from step 2" in result.stderr
+    assert "mplug: reading step 2" in result.stderr
     assert result.stdout.startswith("ab")
 
 

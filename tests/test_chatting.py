@@ -67,7 +67,9 @@ def test_a_run_on_conversations_answers_a_question_and_stops(cli_here: Cli, tmp_
     ask = ("generate", "--tokens", "20", "--temperature", "0", "--device", "cpu")
     answer = cli_here(*ask, "--chat", "--prompt", "Why?")
     assert (answer.returncode, answer.stdout) == (0, "So.\n"), answer.stderr
-    assert "sampling from 'runs/chat': the newer run 'runs/newer' has no checkpoint" in answer.stderr
+    assert "reading 'runs/chat': the newer run 'runs/newer' has no checkpoint" in answer.stderr
+    exact = cli_here(*ask, "--name", "chat", "--chat", "--prompt", "Why?", "--precision", "fp64")
+    assert (exact.returncode, exact.stdout) == (0, "So.\n"), exact.stderr
     written = cli_here(*ask, "--name", "chat", "--prompt", "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n")
     assert written.stdout.endswith("assistant\nSo.\n")
     (tmp_path / "prompts.txt").write_text("Why?\n")

@@ -98,8 +98,8 @@ PAGES = [str(page.relative_to(ROOT)) for page in COMMANDS if COMMANDS[page]]
 MOST_RANKS = 4
 """Processes of the largest layout that is run."""
 SHORT = ["--set", "trainer.eval_samples=8", "--set", "trainer.seq_length=128"]
-SMALL = ("num_layers=2", "hidden_size=64", "num_attention_heads=4", "num_kv_heads=2", "ffn_hidden_size=96")
-"""The sizes in the place of those of a preset that a page trains."""
+SMALL = ("num_layers=4", "hidden_size=64", "num_attention_heads=4", "num_kv_heads=2", "ffn_hidden_size=96")
+"""The sizes in the place of those of a preset or a family that a page trains."""
 
 
 def texts(count: int) -> list[str]:
@@ -167,8 +167,8 @@ def shortened(words: tuple[str, ...], steps: int, folder: Path, is_refused: bool
     """The words of a command that takes seconds.
 
     A run ends after step `steps` and has short samples; the degrees of its layout are at most 2; a preset of a real
-    size keeps its form and gets the sizes `SMALL`. 'mplug bench' measures one step. Sampled texts have 32 tokens. The
-    step of a checkpoint is that of the newest one.
+    size, or a family's own default, keeps its form and gets the sizes `SMALL`. 'mplug bench' measures one step. Sampled
+    texts have 32 tokens. The step of a checkpoint is that of the newest one.
     """
     saved = sorted(int(path.name.removeprefix("step_")) for path in folder.glob("runs/*/checkpoints/step_*"))
     instead = {"--tokens": "32", "--step": str(saved[-1] if saved else 0)}
@@ -176,7 +176,8 @@ def shortened(words: tuple[str, ...], steps: int, folder: Path, is_refused: bool
     found = [smaller_layout(word) if before == "--parallel" else instead.get(before, word) for before, word in pairs]
     found = [re.sub(r"^(trainer\.steps)=\d+$", rf"\1={steps}", word) for word in found]
     if words[0] in ("train", "bench") and not is_refused:
-        preset = dict(pairs).get("--preset", "tiny")
+        options = dict(pairs)
+        preset = options.get("--preset", "tiny" if options.get("--model", "gpt") == "gpt" else "of a real size")
         if not preset.startswith("tiny"):
             found += [word for size in SMALL for word in ("--set", f"model.{size}")]
         given = {word.partition("=")[0] for word in words}

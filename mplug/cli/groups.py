@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 
 import click
 from click.shell_completion import CompletionItem
@@ -19,10 +18,10 @@ WORDS = "mplug.words"
 KIND = "commands"
 WHOLE = 1000
 """Maximum number of characters of a command's summary: click would cut it to fit one line."""
-PACKAGES = Path(__file__).with_name("packages.yaml")
+PACKAGES = "packages.yaml"
 """The commands of the packages that belong to the default installation, each with the name of its package."""
 
-OTHER_COMMANDS = Path(__file__).with_name("other_commands.yaml")
+OTHER_COMMANDS = "other_commands.yaml"
 """Commands of other tools, each with the command of mplug that does the same."""
 
 
@@ -82,13 +81,11 @@ class OpenGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def _unknown(self, name: str, names: list[str]) -> str:
-        import yaml  # only this error needs it
-
         command = " ".join((*self.path, name))
-        package = yaml.safe_load(PACKAGES.read_text(encoding="utf-8")).get(command)
+        package = _in_table(PACKAGES, command)
         if package is not None:
             return f"the command '{command}' is in the package {package}, which is not installed: pip install {package}"
-        other = yaml.safe_load(OTHER_COMMANDS.read_text(encoding="utf-8")).get(command)
+        other = _in_table(OTHER_COMMANDS, command)
         if other is not None:
             return f"there is no command '{command}'; use {other}"
         return f"there is no command '{command}'{suggest(name, names)} (see {' '.join(('mplug', *self.path))} --help)"
@@ -105,9 +102,19 @@ class OpenGroup(click.Group):
             formatter.write_dl([*self.summaries().items(), *added.items()])
 
 
+def _in_table(name: str, command: str) -> str | None:
+    """What a file beside this one says of a command."""
+    import yaml  # only an error needs it
+
+    with open(os.path.join(os.path.dirname(__file__), name), encoding="utf-8") as file:
+        table: dict[str, str] = yaml.safe_load(file)
+    return table.get(command)
+
+
 def _described(error: BaseException, module: str) -> str:
     """The type and the message of an error of an import, and the last line of the module's package that it passed."""
-    import traceback  # only this error needs it
+    import traceback  # only this error needs them
+    from pathlib import Path
 
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
@@ -149,11 +156,16 @@ def _source_of(folder: str, names: list[str]) -> str:
 
     A search along `sys.path` lists every folder of it, so it comes last: an editable install adds a folder per package.
     """
-    bases = [os.path.join(folder, *inner, *names) for inner in ((), ("src",))]
-    for file in [one + end for one in bases for end in (".py", f"{os.sep}__init__.py")]:
-        if os.path.isfile(file):
-            return Path(file).read_text(encoding="utf-8")
-    spec = find_spec(names[0])
-    module = Path(*(spec.submodule_search_locations or ()) if spec else (), *names[1:])
-    source = module.with_suffix(".py") if module.with_suffix(".py").is_file() else module / "__init__.py"
-    return source.read_text(encoding="utf-8")
+    file = _file_of(os.path.join(folder, *names), os.path.join(folder, "src", *names))
+    if file is None and (spec := find_spec(names[0])) is not None:
+        file = _file_of(*(os.path.join(place, *names[1:]) for place in spec.submodule_search_locations or ()))
+    if file is None:
+        raise FileNotFoundError(f"the module '{'.'.join(names)}' has no source")
+    with open(file, encoding="utf-8") as source:
+        return source.read()
+
+
+def _file_of(*modules: str) -> str | None:
+    """The first of some modules or packages, given as paths without an end, that has a file."""
+    files = (one + end for one in modules for end in (".py", f"{os.sep}__init__.py"))
+    return next(filter(os.path.isfile, files), None)

@@ -4,16 +4,15 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib import import_module
-from importlib.metadata import Distribution, EntryPoint, distributions
-from typing import Any, NamedTuple
-from urllib.parse import unquote
+from typing import Any
 
 from mplug.config.entry import Entry
 from mplug.errors import UsageError, listed, suggest
+from mplug.registry.installed import HOST_DISTRIBUTION, Installed, Metadata, Point, metadata_of, on_path, points_in
 from mplug.registry.made_plugin import MadePlugin
 from mplug.system.version import __version__
 
@@ -31,8 +30,6 @@ KINDS = (
     "extensions",
     "commands",
 )
-HOST_DISTRIBUTION = "mplug"
-"""The distribution of the host. Its own plugins belong to exactly its version."""
 FLAGS = "flags"
 """The group 'mplug.flags', whose entry points are not plugins: each maps a flag to the config field that it sets."""
 ARCHITECTURES = "architectures"
@@ -132,7 +129,7 @@ class Misplaced:
 class Registry:
     """The plugins installed for this interpreter."""
 
-    def __init__(self, installed: Iterable[Distribution] | None = None) -> None:
+    def __init__(self, installed: Iterable[Installed] | None = None) -> None:
         self._installed = installed
 
     @cached_property
@@ -281,23 +278,23 @@ def _state_of_path() -> tuple[tuple[str, int], ...]:
 @lru_cache(maxsize=1)
 def _scan_of_path(*state: tuple[str, int]) -> Scan:  # the state is the key
     """The scan of what is installed; a command asks for it several times, and it takes most of the time of listing."""
-    return _scan(distributions())
+    return _scan(on_path())
 
 
-def _scan(installed: Iterable[Distribution]) -> Scan:
+def _scan(installed: Iterable[Installed]) -> Scan:
     shadowed: list[Shadowed] = []
-    seen: dict[str, tuple[_Metadata, list[EntryPoint]]] = {}
+    seen: dict[str, tuple[Metadata, list[Point]]] = {}
     for distribution in installed:
         text = distribution.read_text("entry_points.txt") or ""
         if "[mplug." not in text:
             continue
-        described = _metadata(distribution)
+        described = metadata_of(distribution)
         normalized = re.sub(r"[-_.]+", "-", described.name).lower()
         if normalized in seen:
             shadowed.append(Shadowed(described.name, described.version, described.source))
             continue
-        points = [point for point in _points(text) if point.group.startswith("mplug.")]
-        seen[normalized] = (described, points)
+        own = [point for point in points_in(text) if point.group.startswith("mplug.")]
+        seen[normalized] = (described, own)
     opened = {one.name for _, points in seen.values() for one in points if one.group == f"mplug.{OPEN_LISTS}"}
     groups = (*GROUPS, *sorted(opened))
     entries: list[Entry] = []
@@ -312,77 +309,10 @@ def _scan(installed: Iterable[Distribution]) -> Scan:
     return sorted(entries, key=lambda entry: (entry.kind, entry.name, entry.distribution)), shadowed, misplaced
 
 
-class _Metadata(NamedTuple):
-    """What a distribution says of itself."""
-
-    name: str
-    version: str
-    summary: str
-    requires: str | None
-    source: str
-
-
-def _metadata(distribution: Distribution) -> _Metadata:
-    headers = _headers(distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or "")
-    name, version, summary = (headers.get(field, [""])[0] for field in ("name", "version", "summary"))
-    requires = _requirement_on_host(headers.get("requires-dist") or distribution.requires or [])
-    own = f"=={version}" if name == HOST_DISTRIBUTION else requires
-    return _Metadata(name, version, summary, own, _source(distribution))
-
-
-def _headers(text: str) -> dict[str, list[str]]:
-    """The fields before the first empty line of core metadata, by their names in lower case.
-
-    `Distribution.metadata` reads the whole text, the description included, which takes most of the time of a scan.
-    """
-    headers: dict[str, list[str]] = {}
-    values: list[str] = []
-    for line in text.split("\n"):
-        if not line:
-            break
-        if line[0] in " \t" and values:  # continues the line before
-            values[-1] += f"\n{line}"
-            continue
-        field, _, value = line.partition(":")
-        values = headers.setdefault(field.lower(), [])
-        values.append(value.strip())
-    return headers
-
-
-def _points(text: str) -> Iterator[EntryPoint]:
-    """The entry points of a file entry_points.txt."""
-    group = ""
-    for line in filter(None, map(str.strip, text.splitlines())):
-        if line.startswith("[") and line.endswith("]"):
-            group = line[1:-1]
-        elif not line.startswith("#"):
-            name, _, value = line.partition("=")
-            yield EntryPoint(name.strip(), value.strip(), group)
-
-
-def _entry(kind: str, point: EntryPoint, of: _Metadata) -> Entry:
+def _entry(kind: str, point: Point, of: Metadata) -> Entry:
     """An entry point; the summary of the host describes mplug as a whole, and not its precisions."""
     summary = NATIVE if of.name == HOST_DISTRIBUTION and kind == "precisions" else of.summary
     return Entry(kind, point.name, point.value, of.name, of.version, summary, of.requires, of.source)
-
-
-def _source(distribution: Distribution) -> str:
-    """The source folder of an editable install, else the folder that contains the metadata."""
-    if (text := distribution.read_text("direct_url.json")) is not None:
-        import json  # most distributions lack the file
-
-        origin = json.loads(text)
-        if origin.get("dir_info", {}).get("editable"):
-            return unquote(origin["url"].removeprefix("file://"))
-    return str(distribution.locate_file(""))
-
-
-def _requirement_on_host(requirements: Iterable[str]) -> str | None:
-    for requirement in requirements:
-        host = re.match(r"mplug\s*\(?([<>=!~][^;)]*)?\)?\s*(?:;|$)", requirement)
-        if host:
-            return (host[1] or "").strip()
-    return None
 
 
 def _config_faults(plugin: type[Any]) -> list[str]:

@@ -159,13 +159,8 @@ def processor_of(run: Run) -> Processor:
 def _refuse_unable(run: Run, model: Model) -> None:
     """Raise UsageError if the model cannot continue a text, or if the layout divides the positions of a sample."""
     (owner,) = run.hooks.implementers("build_model")
-    if not model.plan.inference:
-        raise UsageError(f"the plan of {owner} has no inference units, so the model cannot be sampled from")
-    if sees_later_tokens(_caching(model)):
-        raise UsageError(
-            f"attention of {owner} sees later tokens, so the model cannot continue a text token by token; sample from "
-            f"a decoder"
-        )
+    if reason := reason_against_text(model):
+        raise UsageError(f"{owner} cannot continue a text token by token, because {reason}; sample from a decoder")
     owners = owners_of_axes(run)
     for axis in run.mesh.axes.values():
         divided = sorted({*axis.entries} - {"batch"})
@@ -174,6 +169,13 @@ def _refuse_unable(run: Run, model: Model) -> None:
                 f"{owners.get(axis.name, 'the layout')} divides the {listed(divided)} of a sample "
                 f"({axis.name}={axis.size}), which grows token by token; use a layout without it"
             )
+
+
+def reason_against_text(model: Model) -> str:
+    """Why a model, as the hook `build_model` returns it, cannot continue a text, as a clause; empty if it can."""
+    if not model.plan.inference:
+        return "its plan has no inference units"
+    return "its attention sees later tokens" if sees_later_tokens(_caching(model)) else ""
 
 
 def sees_later_tokens(modules: Iterable[nn.Module]) -> bool:

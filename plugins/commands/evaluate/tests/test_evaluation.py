@@ -18,7 +18,7 @@ import torch
 import transformers
 from byte_level import byte_level
 from library_models import wide
-from mplug_evaluate.command import Asked, _published, command
+from mplug_evaluate.command import Asked, _job, command
 from mplug_evaluate.work import Found, Job, _refuse_later_tokens, measured, prepared
 from published import model_of, save
 from torch.nn.functional import cross_entropy
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def job_of(*arguments: str | int | Path) -> Job:
     asked = Asked(**command.make_context("evaluate", [*map(str, arguments)]).params)
     asked.refuse_contradictions()
-    return _published(asked, None)[0]
+    return _job(asked, None)[0]
 
 
 def found_by(job: Job) -> Found:

@@ -285,4 +285,4 @@ def test_the_command_replays_steps_unless_it_must_not_and_compiles_them_on_reque
 ) -> None:
     asked = Asked(**command.make_context("generate", options).params)
     assert asked.wanted([Prompt("--prompt", "a")], [Encoded.of_text([1])], 8, None).graphs is graphs
-    assert asked.settings(world=None)["trainer", "compile"].value == compiler
+    assert asked.sampling_settings()["trainer", "compile"].value == compiler

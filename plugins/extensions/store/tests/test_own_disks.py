@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -91,6 +92,97 @@ def saved_together(folder: Path) -> Path:
     position.save()
     position.saver.wait()
     return newest(run.checkpoints)
+
+
+# Kills in the completion of a machine's folder.
+
+KILLED = """
+import os, shutil, signal, sys
+from pathlib import Path
+from mplug_store.address import Store
+from mplug_store.joined import complete
+
+address, machine, copies = sys.argv[1:]
+CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir"}
+
+def killed(folder, number):
+    done = 0
+
+    def changing():
+        nonlocal done
+        if done == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        done += 1
+
+    def before(event, arguments):
+        written = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if (written or event in CHANGES) and str(arguments[0]).startswith(folder):
+            changing()
+
+    def torn(self, name, target):
+        target.write(b"torn")
+        target.flush()
+        changing()
+        target.seek(0)
+        return copied(self, name, target)
+
+    copied, Store.copy_to = Store.copy_to, torn
+    sys.addaudithook(before)
+    complete(Store(address), Path(folder))
+    os._exit(0)
+
+status, number = None, 0
+while status != 0:
+    folder = f"{copies}/killed{number}/first"
+    shutil.copytree(machine, folder)
+    child = os.fork()
+    if child == 0:
+        killed(folder, number)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, -signal.SIGKILL), status
+    number += 1
+print(number)
+"""
+
+
+def files_in(folder: Path, *, hidden: bool = False) -> dict[str, bytes]:
+    """The files of a run's folder that are hidden or not."""
+    found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in found.items() if ("/." in f"/{name}") == hidden}
+
+
+def test_a_kill_at_any_change_of_the_completion_leaves_whole_files_from_which_the_next_one_completes(
+    tmp_path: Path,
+) -> None:
+    """The machine has parts of steps 1 and 4, a manifest of another save of step 4, and a step 6 that no store has."""
+    run_workers(2, saved, tmp_path, "fsdp2", True, [1, 4])
+    machine, address = tmp_path / "machine1" / "runs" / "first", f"file://{tmp_path}/bucket/first"
+    newest_part, manifest = machine / "checkpoints" / "step_00000004", f"checkpoints/step_00000004/{MANIFEST}"
+    shutil.copytree(newest_part, machine / "checkpoints" / "step_00000006")
+    other = json.loads((machine / manifest).read_text())
+    (machine / manifest).write_text(json.dumps({**other, "files": {}}))
+    Store(address).write_whole("metrics.jsonl", b'{"step": 1}\n{"step": 2}\n')
+    (machine / "metrics.jsonl").write_bytes(b'{"step": 1}\n')
+    whole = tmp_path / "whole" / "first"
+    shutil.copytree(machine, whole)
+    complete(Store(address), whole)
+    before, after = files_in(machine), files_in(whole)
+    assert {"checkpoints/step_00000004/rank00000.safetensors", manifest} <= after.keys()
+    assert after["metrics.jsonl"].endswith(b"2}\n")
+    assert not [name for name in after if "step_00000006" in name]
+    words = [sys.executable, "-c", KILLED, address, str(machine), str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for number in range(int(done.stdout)):
+        folder = tmp_path / f"killed{number}" / "first"
+        seen = files_in(folder)
+        assert [name for name, content in seen.items() if content not in (before.get(name), after.get(name))] == []
+        if seen.get(manifest) == after[manifest]:
+            read_valid(folder / "checkpoints" / "step_00000004")
+        complete(Store(address), folder)
+        assert files_in(folder) == after
+        assert [name for name in files_in(folder, hidden=True) if "rank" in name or "metrics" in name] == []
+    assert int(done.stdout) > 10
 
 
 # Real runs: two processes of srun, each in a folder of its own, as on two machines.

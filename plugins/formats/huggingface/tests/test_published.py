@@ -404,7 +404,6 @@ def test_what_cannot_be_generated_is_refused(models: Made, tmp_path: Path, cli_h
     with_tokenizer(folder)
     refused("the model supports 96; shorten it", "--prompt", "x" * 100)
     refused("and --name and --step a run; use one of them", "--name", "first")
-    refused("--precision applies only to published checkpoints", "--precision", "fp32", of="")
     (tmp_path / "runs" / "told").mkdir(parents=True)
     (tmp_path / "runs" / "told" / "config.yaml").write_text("")
     refused("it is a run: use --name told", of="runs/told")

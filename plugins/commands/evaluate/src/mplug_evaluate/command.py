@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mplug.commands import PluginName, RunName, StoredPath
+from mplug.commands import PluginName, StoredPath
+from mplug_sampling.saved_model import ModelOptions, model_options
 
 if TYPE_CHECKING:
-    from mplug.commands import Settings, World
+    from mplug import Run
+    from mplug.commands import World
     from mplug_evaluate.work import Job
 
 LONGEST = 2048
@@ -54,20 +56,7 @@ class TextFile(StoredPath):
 
 @click.command()
 @click.argument("files", nargs=-1, type=TextFile(), metavar="[FILE]...")
-@click.option("--name", type=RunName(), help="Name of the run; default: the newest run.")
-@click.option("--step", type=click.IntRange(0), help="Step of the checkpoint; default: the newest valid one.")
-@click.option(
-    "--pretrained",
-    type=StoredPath(),
-    metavar="FOLDER",
-    help="Evaluate a published checkpoint (a folder of an installed format, or its address) instead of a run.",
-)
-@click.option(
-    "--adapt",
-    type=PluginName("adapters"),
-    multiple=True,
-    help="With --pretrained: the plugin of trained adapters, whose folder a setting names (--set adapters.NAME.path).",
-)
+@model_options("Evaluate")
 @click.option("--data", type=PluginName("data"), help="Data loader to take samples from; default: the run's.")
 @click.option(
     "--split",
@@ -104,11 +93,6 @@ class TextFile(StoredPath):
     help="Also the share of the loader's targets whose label has the highest logit, and that of the commonest label.",
 )
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="File for the JSON.")
-@click.option("--device", default="auto", type=click.Choice(["auto", "cpu", "cuda"]), help="Device to compute on.")
-@click.option("--attention", type=PluginName("kernels"), help="Kernel plugin for attention; default: the run's.")
-@click.option("--parallel", metavar="LAYOUT", help="Layout of strategies that divide the computation: tp2pp2, fsdp8.")
-@click.option("--precision", type=PluginName("precisions"), help="Number formats; default: the run's, or fp32.")
-@click.option("--set", "assignments", metavar="FIELD=VALUE", multiple=True, help="Set a field: trainer.compile=auto.")
 def command(**options: Any) -> None:
     """Loss and perplexity of files, or of a run's own data.
 
@@ -136,7 +120,7 @@ def command(**options: Any) -> None:
 
     asked, world = Asked(**options), launched()
     asked.refuse_contradictions()
-    job, run = _published(asked, world) if asked.pretrained is not None else _of_run(asked, world)
+    job, run = _job(asked, world)
     is_first = world is None or world.rank == 0
     if asked.output is not None and is_first:
         refuse_unwritable(asked.output)
@@ -147,14 +131,10 @@ def command(**options: Any) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Asked(ModelOptions):
     """The options of the command line."""
 
     files: tuple[Path, ...]
-    name: str | None
-    step: int | None
-    pretrained: Path | None
-    adapt: tuple[str, ...]
     data: str | None
     split: str | None
     samples: int | str | None
@@ -163,20 +143,12 @@ class Asked:
     batch_size: int | None
     accuracy: bool
     output: Path | None
-    device: str
-    attention: str | None
-    parallel: str | None
-    precision: str | None
-    assignments: tuple[str, ...]
 
     def refuse_contradictions(self) -> None:
         """Raise UsageError for options that contradict each other."""
         from mplug import UsageError
 
-        if self.pretrained is not None and (self.name is not None or self.step is not None):
-            raise UsageError("--pretrained names a folder, and --name and --step a run; use one of them")
-        if self.adapt and self.pretrained is None:
-            raise UsageError("--adapt applies to --pretrained; a run has its own adapters")
+        super().refuse_contradictions()
         of_loader = {"--data": self.data, "--split": self.split, "--samples": self.samples}
         of_loader["--accuracy"] = self.accuracy or None
         given = [option for option, value in of_loader.items() if value is not None]
@@ -189,66 +161,29 @@ class Asked:
         if not self.files and self.pretrained is not None and self.data is None:
             raise UsageError("--pretrained has no data of its own; name files, or a loader by --data and its settings")
 
-    def settings(self, *own: str) -> "Settings":
-        """The settings of the command: `own`, and the user's."""
-        from mplug.commands import assignment_hint, merge, read_assignments
-
-        assignment_hint(self.assignments)
-        fixed = [
-            f"trainer.device={self.device}",
-            "trainer.graphs=false",
-            f"parallel.layout={self.parallel or ''}",
-            *own,
-        ]
-        given = {
-            "kernels.attention": self.attention,
-            "trainer.precision": self.precision,
-            "trainer.seq_length": self.seq_length,
-            "data.name": self.data,
-        }
-        fixed += [f"{field}={value}" for field, value in given.items() if value is not None]
-        fixed += [f"adapters.{name}={{}}" for name in self.adapt]
-        return merge(read_assignments(fixed, "evaluate"), read_assignments(self.assignments))
+    def own_settings(self) -> list[str]:
+        """The settings of the options that only this command has."""
+        given = {"trainer.seq_length": self.seq_length, "data.name": self.data}
+        return [f"{field}={value}" for field, value in given.items() if value is not None]
 
 
-def _of_run(asked: Asked, world: "World | None") -> tuple["Job", Any]:
-    from mplug.commands import find_directory, saved_settings
+def _job(asked: Asked, world: "World | None") -> tuple["Job", "Run"]:
+    """What each process does, and the prepared run."""
+    from mplug.commands import Registry
     from mplug_evaluate.documents import Start, read_documents
     from mplug_evaluate.work import Job
-    from mplug_pretrained import SavedModel, settle_forward
-
-    directory = find_directory(asked.name)
-    base = saved_settings(directory)
-    run, overrides = settle_forward(base, asked.settings(), world, asked.batch_size)
-    documents = None
-    if asked.files:
-        documents = [read_documents(path, Start.of_run(run, directory)) for path in asked.files]
-    weights, lines = SavedModel.of_run(run, directory, asked.step)
-    for line in lines:
-        click.echo(f"mplug: {line}", err=True)
-    return Job(
-        base, overrides, weights, documents, asked.stride, asked.split or "validation", asked.samples, asked.accuracy
-    ), run
-
-
-def _published(asked: Asked, world: "World | None") -> tuple["Job", Any]:
-    from mplug.commands import Registry, default_settings
-    from mplug_evaluate.documents import Start, read_documents
-    from mplug_evaluate.work import Job
-    from mplug_pretrained import SavedModel, folder_length, settle_forward
     from mplug_tokenization import folder_tokenizer
 
-    assert asked.pretrained is not None
-    weights = SavedModel.published(asked.pretrained)
-    own = [f"checkpoint.pretrained.path={asked.pretrained}"]
-    own += [] if asked.precision else ["trainer.precision=fp32"]
-    base, settings = default_settings(), asked.settings(*own)
-    settings = folder_length(asked.pretrained, base, settings, LONGEST)
-    run, overrides = settle_forward(base, settings, world, asked.batch_size)
+    found = asked.chosen(asked.settings("evaluate", *asked.own_settings()), world, asked.batch_size, LONGEST)
     documents = None
     if asked.files:
-        start = Start.of_folder(folder_tokenizer(Registry(), asked.pretrained))
+        if found.directory is None:
+            start = Start.of_folder(folder_tokenizer(Registry(), found.weights.path))
+        else:
+            start = Start.of_run(found.run, found.directory)
         documents = [read_documents(path, start) for path in asked.files]
+    split = asked.split or "validation"
     return Job(
-        base, overrides, weights, documents, asked.stride, asked.split or "validation", asked.samples, asked.accuracy
-    ), run
+        *(found.base, found.overrides, found.weights, documents),
+        *(asked.stride, split, asked.samples, asked.accuracy),
+    ), found.run

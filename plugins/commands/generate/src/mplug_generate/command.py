@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mplug.commands import Finite, PluginName, RunName, StoredPath, UserPath
+from mplug.commands import Finite, UserPath
+from mplug_sampling.saved_model import ModelOptions, checkpoint_of, model_options
 
 if TYPE_CHECKING:
     from mplug import Run
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--name", type=RunName(), help="Name of the run; default: the newest run with a checkpoint.")
-@click.option("--step", type=click.IntRange(0), help="Step of the checkpoint; default: the newest valid one.")
+@model_options("Sample from", adapt=False)
 @click.option("--prompt", help="Text to continue; default: 'def ', or an empty text with --image or --video.")
 @click.option(
     "--image",
@@ -86,13 +86,6 @@ if TYPE_CHECKING:
 @click.option("--stop", "stops", multiple=True, metavar="WORD", help="End the text before this word; may be repeated.")
 @click.option("--seed", default=0, show_default=True, type=int, help="The same seed gives the same text.")
 @click.option(
-    "--device",
-    default="auto",
-    show_default=True,
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    help="Device to compute on.",
-)
-@click.option(
     "--graphs",
     default="auto",
     show_default=True,
@@ -107,20 +100,10 @@ if TYPE_CHECKING:
     help="auto: on a GPU, compile the step of a token: a later first token, and faster ones.",
 )
 @click.option(
-    "--pretrained",
-    type=StoredPath(),
-    metavar="FOLDER",
-    help="Sample from a published checkpoint (a folder of an installed format, or its address) instead of a run.",
-)
-@click.option(
     "--chat",
     is_flag=True,
     help="The prompt is a user's message, in the chat template of the published folder, or of the run's data.",
 )
-@click.option("--attention", type=PluginName("kernels"), help="Kernel plugin for attention; default: the run's.")
-@click.option("--parallel", metavar="LAYOUT", help="Layout of strategies that divide the computation: tp2, ep4.")
-@click.option("--set", "assignments", metavar="FIELD=VALUE", multiple=True, help="Set a field: kernels.attention=null.")
-@click.option("--precision", type=PluginName("precisions"), help="With --pretrained: number formats; default: fp32.")
 def command(**options: Any) -> None:
     """Sample text from a trained run, or from a published checkpoint.
 
@@ -160,11 +143,9 @@ def command(**options: Any) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Asked(ModelOptions):
     """The options of the command line."""
 
-    name: str | None
-    step: int | None
     prompt: str | None
     images: tuple[Path, ...]
     videos: tuple[Path, ...]
@@ -178,25 +159,16 @@ class Asked:
     top_p: float
     stops: tuple[str, ...]
     seed: int
-    device: str
     graphs: str
     compile: str
-    pretrained: Path | None
     chat: bool
-    precision: str | None
-    attention: str | None
-    parallel: str | None
-    assignments: tuple[str, ...]
 
     def refuse_contradictions(self) -> None:
         """Raise UsageError for options that contradict each other, or that are no texts."""
         from mplug import UsageError
         from mplug_generate.prompts import is_text
 
-        if self.pretrained is not None and (self.name is not None or self.step is not None):
-            raise UsageError("--pretrained names a folder, and --name and --step a run; use one of them")
-        if self.pretrained is None and self.precision is not None:
-            raise UsageError("--precision applies only to published checkpoints; add --pretrained, or remove it")
+        super().refuse_contradictions()
         if self.prompts is not None and self.prompt is not None:
             raise UsageError("--prompt is one prompt, and --prompts a file of them; use one of them")
         for option, given in (("image", self.images), ("video", self.videos)):
@@ -224,23 +196,10 @@ class Asked:
         default = "" if media else "def "
         return [given_prompt(default if self.prompt is None else self.prompt, media, chat=self.chat)]
 
-    def settings(self, *own: str, world: "World | None") -> "Settings":
-        """The settings of the command: `own`, those that a layout needs for batches of any size, and the user's."""
-        from mplug.commands import assignment_hint, merge, read_assignments
-
-        assignment_hint(self.assignments)
-        fixed = [
-            f"trainer.device={self.device}",
-            "trainer.graphs=false",
-            f"trainer.compile={self.compile}",
-            "trainer.tune_kernels=false",
-            f"parallel.layout={self.parallel or ''}",
-            *own,
-        ]
-        fixed += [f"kernels.attention={self.attention}"] if self.attention is not None else []
-        if self.parallel or world is not None:
-            fixed += ["trainer.micro_batch_size=1", "trainer.eval_every=0", "schedule.batch_rampup.start=null"]
-        return merge(read_assignments(fixed, "generate"), read_assignments(self.assignments))
+    def sampling_settings(self) -> "Settings":
+        """The settings of a run that samples: it evaluates nothing, and decides itself what replays or tunes a step."""
+        own = (f"trainer.compile={self.compile}", "trainer.tune_kernels=false", "trainer.eval_every=0")
+        return self.settings("generate", *own)
 
     def wanted(
         self, prompts: "Sequence[Prompt]", encoded: "Sequence[Encoded]", context: int, vocab_size: int | None
@@ -296,31 +255,18 @@ def _refuse_unwritable(output: Path) -> None:
         raise UsageError(f"cannot write --output '{output}': {error.strerror}; use another file") from None
 
 
-def _settled(base: "Settings", overrides: "Settings", world: "World | None") -> "tuple[Run, Settings]":
-    """The prepared run with its global batch size, which every number of data-parallel ranks must divide."""
-    from math import prod
-
-    from mplug.commands import Registry, merge, read_assignments, resolve, settle
-
-    ranks = prod(resolve(Registry(), base, overrides).parallel.degrees.values()) * (world.size if world else 1)
-    if ranks > 1:
-        overrides = merge(read_assignments([f"trainer.global_batch_size={ranks}"], "generate"), overrides)
-    return settle(base, overrides, world)
-
-
 def _of_run(asked: Asked, world: "World | None") -> "tuple[Job, Run]":
-    from mplug import Mesh, UsageError
-    from mplug.commands import Verified, at_step, choose, find_directory, newest_saved, saved_settings
+    from mplug import UsageError
+    from mplug.commands import at_step, saved_settings
     from mplug_generate.pretrained import encode
     from mplug_generate.work import Job
+    from mplug_pretrained import settle_forward
 
     prompts = asked.read()
-    directory = find_directory(asked.name) if asked.name is not None else newest_saved()
-    if asked.name is None and (newest := find_directory(None)) != directory and (world is None or world.rank == 0):
-        click.echo(f"mplug: sampling from '{directory}': the newer run '{newest}' has no checkpoint", err=True)
-    checkpoint = at_step(directory / "checkpoints", asked.step)
+    directory = asked.directory(world)
+    at_step(directory / "checkpoints", asked.step)  # refuses a step that is absent
     base = saved_settings(directory)
-    run, overrides = _settled(base, asked.settings(world=world), world)
+    run, overrides = settle_forward(base, asked.sampling_settings(), world, 1)
     tokenizer = run.hooks.call.build_tokenizer(run=run)
     if tokenizer is None:
         raise UsageError(
@@ -340,26 +286,24 @@ def _of_run(asked: Asked, world: "World | None") -> "tuple[Job, Run]":
     size = getattr(tokenizer, "vocab_size", None)
     wanted = asked.wanted(prompts, encoded, run.config.trainer.seq_length, size)
     wanted = replace(wanted, ends=frozenset(getattr(tokenizer, "end_tokens", ())))
-    if asked.step is not None:
-        return Job(base, overrides, checkpoint, False, wanted), run
-    verified = Verified()
-    choice = choose(replace(run, mesh=Mesh.of([], 1)), checkpoint, verified)  # this process reads all files
-    for line in choice.lines("sampling from"):
-        click.echo(f"mplug: {line}", err=True)
-    return Job(base, overrides, choice.path, False, wanted, verified), run
+    return Job(base, overrides, checkpoint_of(run, directory, asked.step), wanted), run
 
 
 def _published(asked: Asked, world: "World | None") -> "tuple[Job, Run]":
-    from mplug_generate.pretrained import encode, end_tokens, settings_of, tokenizer_in
+    from mplug.commands import Registry
+    from mplug_generate.pretrained import encode, end_tokens, settings_of
     from mplug_generate.work import Job
+    from mplug_pretrained import SavedModel, settle_forward
+    from mplug_tokenization import folder_tokenizer
 
     assert asked.pretrained is not None
-    folder, tokenizer, prompts = asked.pretrained, tokenizer_in(asked.pretrained), asked.read()
-    here = asked.settings(f"trainer.precision={asked.precision or 'fp32'}", world=world)
+    weights, prompts = SavedModel.published(asked.pretrained), asked.read()
+    folder, here = weights.path, asked.sampling_settings()
+    tokenizer = folder_tokenizer(Registry(), folder)
 
     def of_any_length() -> "Run":
         base, settings, _ = settings_of(folder, [("a prompt", 1)], 1, here)
-        return _settled(base, settings, world)[0]
+        return settle_forward(base, settings, world, 1)[0]
 
     encoded = _encoded(
         prompts,
@@ -371,8 +315,8 @@ def _published(asked: Asked, world: "World | None") -> "tuple[Job, Run]":
     lengths = [(prompt.where, len(one.tokens)) for prompt, one in zip(prompts, encoded, strict=True)]
     base, settings, context = settings_of(folder, lengths, asked.tokens, here)
     wanted = asked.wanted(prompts, encoded, context, None)
-    run, overrides = _settled(base, settings, world)
-    return Job(base, overrides, folder, True, replace(wanted, ends=end_tokens(folder))), run
+    run, overrides = settle_forward(base, settings, world, 1)
+    return Job(base, overrides, weights, replace(wanted, ends=end_tokens(folder))), run
 
 
 def _encoded(

@@ -13,16 +13,6 @@ if TYPE_CHECKING:
     from mplug_tokenization import FolderTokenizer
 
 
-def tokenizer_in(folder: Path) -> "FolderTokenizer":
-    """The tokenizer of a published folder; UsageError if the folder is none."""
-    from mplug.commands import Registry
-    from mplug_pretrained import SavedModel
-    from mplug_tokenization import folder_tokenizer
-
-    SavedModel.published(folder)  # refuses any other folder
-    return folder_tokenizer(Registry(), folder)
-
-
 def encode(tokenizer: "FolderTokenizer", prompt: Prompt, *, chat: bool) -> list[int]:
     """The tokens of a prompt; with `chat`, of a conversation that ends with it."""
     if not chat:
@@ -42,9 +32,8 @@ def settings_of(
     from mplug_pretrained import longest_sequence
 
     registry = Registry()
-    pretrained = read_assignments([f"checkpoint.pretrained.path={folder}"], "--pretrained")
     first = read_assignments(["trainer.seq_length=1"], "generate")
-    base, settings = default_settings(), merge(merge(first, here), pretrained)
+    base, settings = default_settings(), merge(first, here)
     config = resolve(registry, base, settings)
     longest = longest_sequence(config, folder)
     for name, length in prompts:

@@ -7,13 +7,15 @@ if TYPE_CHECKING:
 
 
 def after_training(run: "Run") -> str:
-    """The command that samples from the run; empty if no plugin of the run has its tokenizer.
+    """The command that samples from the run; empty if its model continues no text, or if no plugin has its tokenizer.
 
     A tokenizer with a chat template is that of a run on conversations.
     """
+    from mplug_sampling.sampler import reason_against_text  # imports torch
+
     assert run.directory is not None
     tokenizer = run.hooks.call.build_tokenizer(run=run)
-    if tokenizer is None:
+    if tokenizer is None or reason_against_text(run.hooks.call.build_model(run=run)):
         return ""
     chat = ' --chat --prompt "..."' if hasattr(tokenizer, "encode_chat") else ""
     return f"sample from it with: mplug generate --name {run.directory.name}{chat}"

@@ -18,7 +18,7 @@ from mplug_sampling.text import Text
 
 if TYPE_CHECKING:
     from mplug import Medium, Run
-    from mplug.commands import Settings, Verified, World
+    from mplug.commands import Settings, World
     from mplug_pretrained import SavedModel
     from mplug_sampling.decoding import Alone
     from mplug_sampling.sampler import Sampler
@@ -66,34 +66,24 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Job:
-    """The description of the work that each process receives: plain data that can be pickled.
-
-    `weights` is a checkpoint of a run, or the folder of a published one (`published`).
-    """
+    """The description of the work that each process receives: plain data that can be pickled."""
 
     base: "Settings"
     overrides: "Settings"
-    weights: Path
-    published: bool
+    weights: "SavedModel"
     wanted: Wanted
-    verified: "Verified | None" = None
 
 
 def start(job: Job, run: "Run", world: "World | None") -> None:
     """Refuse what cannot be sampled, then do the work in this process or in those of the layout, started here."""
-    from mplug.commands import Stopped, launch
+    from mplug_pretrained import run_forward
     from mplug_sampling.decoding import Ranks, refuse_undivided
 
-    if world is not None or run.mesh.world_size == 1:
-        work(job)
-        return
-    tried, sampler = _prepared(job)
-    _saved(job).build(tried)  # refuses before any process starts
-    refuse_undivided(sampler, Ranks(tried, sampler))
-    try:
-        launch(run.mesh.world_size, work, job)
-    except Stopped as stop:
-        raise SystemExit(128 + stop.signal) from None
+    if world is None and run.mesh.world_size > 1:
+        tried, sampler = _prepared(job)
+        job.weights.build(tried)  # refuses before any process starts
+        refuse_undivided(sampler, Ranks(tried, sampler))
+    run_forward(run, world, work, job)
 
 
 def work(job: Job, send: Callable[..., None] | None = None) -> None:
@@ -106,7 +96,7 @@ def work(job: Job, send: Callable[..., None] | None = None) -> None:
     world = launched()
     run, sampler = _prepared(job)
     with among(world, run):
-        _saved(job).load(run, allocate_parts)
+        job.weights.load(run, allocate_parts)
         ranks = Ranks(run, sampler)
         refuse_undivided(sampler, ranks)
         if run.rank == 0:
@@ -132,12 +122,6 @@ def _prepared(job: Job) -> "tuple[Run, Sampler]":
     return run, sampler
 
 
-def _saved(job: Job) -> "SavedModel":
-    from mplug_pretrained import SavedModel
-
-    return SavedModel(job.weights, job.published, job.verified)
-
-
 def tokenizer_of(run: "Run", published: Path | None) -> Any:
     """The tokenizer of a run's data (None if it has none), or that of a published folder."""
     from mplug.commands import Registry
@@ -151,11 +135,12 @@ def _sample(run: "Run", sampler: "Sampler", job: Job, ranks: "Alone", replays: "
     from mplug_sampling.sampling import sample_key
 
     wanted, sampling = job.wanted, job.wanted.sampling
-    tokenizer = tokenizer_of(run, job.weights if job.published else None)
-    encode: Encode = tokenizer.encode_part if job.published else tokenizer.encode
+    published = job.weights.is_published
+    tokenizer = tokenizer_of(run, job.weights.path if published else None)
+    encode: Encode = tokenizer.encode_part if published else tokenizer.encode
     answering = sampler.model.plan.answering
     if answering is not None:
-        wanted = _answered(wanted, tokenizer, published=job.published)
+        wanted = _answered(wanted, tokenizer, published=published)
     prompts = [(one.tokens, prompt.media) for one, prompt in zip(wanted.encoded, wanted.prompts, strict=True)]
     keys = [sample_key(sampling.seed, number) for number in occurrences(prompts)]
     for batch in wanted.batches():

@@ -2,6 +2,7 @@
 
 import shutil
 import zlib
+from glob import escape
 from pathlib import Path
 from uuid import uuid4
 
@@ -77,8 +78,13 @@ def _complete_checkpoint(store: Store, one: Stored, target: Path) -> None:
 
 
 def _fetch(store: Store, name: str, path: Path) -> int:
-    """Copy a file to a path, where it appears when it is complete. Returns its CRC-32."""
+    """Copy a file to a path, where it appears when it is complete. Returns its CRC-32.
+
+    What a killed process has left of the file is removed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{escape(path.name)}.*.partial"):
+        left.unlink(missing_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.partial")
     try:
         with temporary.open("wb") as file:

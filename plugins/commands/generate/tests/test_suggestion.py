@@ -1,0 +1,27 @@
+"""What `mplug train` advises at its end: to sample from the run, if its model continues a text."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mplug_generate.suggestion import after_training
+
+from mplug_testing.harness import tiny_run
+
+RUNS: dict[str, tuple[dict[str, Any], str]] = {
+    "decoder": ({"model.preset": "nano", "data.name": "text"}, "sample from it with: mplug generate --name mine"),
+    "without tokenizer": ({"model.preset": "nano", "data.name": "mock"}, ""),
+    "encoder": ({"model.name": "bert", "model.preset": "tiny", "data.name": "text"}, ""),
+    "encoder and decoder": (
+        {"model.name": "t5", "model.preset": "tiny", "data.name": "text"},
+        "sample from it with: mplug generate --name mine",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_run_is_advised_for_sampling_if_its_model_continues_texts(kind: str) -> None:
+    settings, advice = RUNS[kind]
+    run = tiny_run(settings)
+    run.directory = Path("runs/mine")
+    assert after_training(run) == advice

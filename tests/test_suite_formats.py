@@ -85,7 +85,7 @@ def test_two_formats_that_recognise_a_folder_are_named(
     exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli_here: Cli
 ) -> None:
     points = "[mplug.formats]\nrival = acme_rival:Rival\n[mplug.format_files]\nfolio.json = rival\n"
-    code = "from mplug import Format\nclass Rival(Format): pass\n"
+    code = "from mplug_pretrained import Format\nclass Rival(Format): pass\n"
     monkeypatch.syspath_prepend(installed(tmp_path / "rivals", "acme-rival", points, code))
     refused = cli_here("train", "--pretrained", str(exported))
     assert refused.returncode == 2

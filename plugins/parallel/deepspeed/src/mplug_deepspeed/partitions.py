@@ -57,7 +57,7 @@ class Partitions:
         bucket = model.sharding.of[name]
         owner = run.mesh.number(run.rank, bucket.axes)
         first = bucket.starts[bucket.names.index(name)] + bucket.part(name, owner)[0]
-        return 0, first - bucket.of_owner(owner)[0].start
+        return 0, first - bucket.owned(owner).start
 
     def receive(self, flat: Tensor) -> None:
         """Take over the gradient that DeepSpeed has set on one of its flat tensors."""

@@ -192,6 +192,7 @@ if TYPE_CHECKING:
     from mplug_nn.vision.join import StreamJoin as StreamJoin
     from mplug_nn.vision.merger import PatchMerger as PatchMerger
     from mplug_nn.vision.patches import PatchEmbedding as PatchEmbedding
+    from mplug_nn.vision.tower import TowerConfig as TowerConfig
 
 publish(
     __name__,
@@ -322,5 +323,6 @@ publish(
         "mplug_nn.vision.join": ("StreamJoin",),
         "mplug_nn.vision.merger": ("PatchMerger",),
         "mplug_nn.vision.patches": ("PatchEmbedding",),
+        "mplug_nn.vision.tower": ("TowerConfig",),
     },
 )

@@ -76,13 +76,12 @@ def mask_of(
     call. Others are made once per process without segments. With segments, they are made once per tensor of lengths, so
     all layers and the backward pass of a micro batch share one, if both tensors of `lengths` are the same one.
     """
-    segments = () if lengths is None else (_numbers(lengths[0], queries), _numbers(lengths[1], keys))
     if places is not None:
 
         def placed() -> Mask:
             positions = (positions_in(one, device).to(torch.int32) for one in (places.queries, places.keys))
             pair = () if places.groups is None else (x.to(torch.int32) for x in places.groups)
-            return _mask(form, queries, keys, (*segments, *positions, *pair), device)
+            return _mask(form, queries, keys, (*_segments(lengths, queries, keys), *positions, *pair), device)
 
         if lengths is not None or places.groups is not None:
             return placed()
@@ -90,20 +89,22 @@ def mask_of(
     if groups is not None:
         of_queries = groups.to(torch.int32)
         of_keys = pad(of_queries, (keys - queries, 0), value=-1)
-        return _mask(form, queries, keys, (*segments, of_queries, of_keys), device)
+        return _mask(form, queries, keys, (*_segments(lengths, queries, keys), of_queries, of_keys), device)
     key = (form.causal, form.window, queries, keys, device)
     if lengths is None:
         return kept(key, lambda: _mask(form, queries, keys, (), device), device)
     own, others = lengths
     if own is not others or own.is_inference() or capturing(device):
-        return _mask(form, queries, keys, segments, device)
+        return _mask(form, queries, keys, _segments(lengths, queries, keys), device)
     version, masks = _OF_LENGTHS.get(own, (None, {}))
     if version != own._version:  # new, or changed in place since
         version, masks = own._version, {}
         _OF_LENGTHS[own] = (version, masks)
     if key not in masks:
-        masks[key] = _mask(form, queries, keys, (segments[0], segments[0]), device)
-    return masks[key]
+        numbers = _numbers(own, queries)
+        masks[key] = _mask(form, queries, keys, (numbers, numbers), device)
+    found: Mask = masks[key]
+    return found
 
 
 _OF_LENGTHS: Any = WeakTensorKeyDictionary()
@@ -125,6 +126,10 @@ def kept(key: Hashable, make: Callable[[], C], device: torch.device) -> C:
 def capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is being captured: it must contain the computation of each value that varies."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _segments(lengths: Lengths | None, queries: int, keys: int) -> tuple[Tensor, ...]:
+    return () if lengths is None else (_numbers(lengths[0], queries), _numbers(lengths[1], keys))
 
 
 def _numbers(lengths: Tensor, length: int) -> Tensor:

@@ -192,5 +192,6 @@ if TYPE_CHECKING:
     from mplug_nn.vision.join import StreamJoin as StreamJoin
     from mplug_nn.vision.merger import PatchMerger as PatchMerger
     from mplug_nn.vision.patches import PatchEmbedding as PatchEmbedding
+    from mplug_nn.vision.tower import TowerConfig as TowerConfig
 
 publish(__name__)

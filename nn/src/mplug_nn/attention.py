@@ -26,9 +26,9 @@ from mplug_nn.parts import PLAIN_PARTS
 from mplug_nn.prologue import Projected
 from mplug_nn.rotary import ROTARY_NEEDS, Rotary, Turns
 from mplug_nn.specification import (
+    CAPABILITIES,
     DOCUMENTS,
     KNOWN,
-    LOG_SUM_EXP,
     NO_INPUTS,
     AttentionInputs,
     AttentionSpec,
@@ -107,7 +107,7 @@ CORE = Slot(
     "Attention.core",
     "attention",
     DOT_PRODUCT,
-    serves=KNOWN | {LOG_SUM_EXP},
+    serves=KNOWN | CAPABILITIES,
     needs=needs_of_specification,
     keeps_pairs=True,
 )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mplug.tensors.segments import numbered as numbered
+from mplug_nn.specification import unseen_by_position
 
 Lengths = tuple[Tensor, Tensor]
 """Lengths of the segments (of queries, of keys), int64 [B, N] each, with sums S and T.
@@ -20,12 +21,37 @@ Segment n of the queries sees only segment n of the keys.
 """
 
 
+Ranges = tuple[range, ...]
+"""Positions of a sequence, in order."""
+
+
+class Places(NamedTuple):
+    """Where the queries and keys of a part are in the sequence, for attention that depends on their distance.
+
+    `queries` and `keys` have S and T positions. In a causal part, a query sees no later key, but for those of its own
+    group. With `window`, it sees only keys that are fewer than `window` positions away; in a causal part, this bounds
+    the earlier keys alone. `groups` are the numbers of the groups of queries [B, S] and of keys [B, T], -1: in none.
+    """
+
+    queries: Ranges
+    keys: Ranges
+    window: int | None = None
+    groups: tuple[Tensor, Tensor] | None = None
+
+    def together(self) -> Tensor | None:
+        """Whether a query and a key are in the same group [B, 1, S, T]; None without groups."""
+        if self.groups is None:
+            return None
+        of_queries, of_keys = self.groups
+        return ((of_queries[:, :, None] == of_keys[:, None, :]) & (of_queries >= 0)[:, :, None])[:, None]
+
+
 class Part(NamedTuple):
     """One part of attention: some queries, some keys with their values, and which query sees which key.
 
-    q [B, S, H, K], k and v [B, T, G, K], of any strides, with G dividing H. A part is full or causal. A causal part has
-    as many keys as queries, also in every segment of `lengths`. `lengths` is None unless the site needs
-    'document_lengths'.
+    q [B, S, H, K], k and v [B, T, G, K], of any strides, with G dividing H. A part is full or causal. A causal part
+    without `places` has as many keys as queries, also in every segment of `lengths`. `lengths` is None unless the site
+    needs 'document_lengths', and `places` is None unless the supplier offers 'parts by position'.
     """
 
     q: Tensor
@@ -34,6 +60,7 @@ class Part(NamedTuple):
     scale: float
     causal: bool
     lengths: Lengths | None = None
+    places: Places | None = None
 
 
 class AttentionParts:
@@ -63,10 +90,18 @@ class AttentionParts:
         raise NotImplementedError
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, lengths: Lengths | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+        lengths: Lengths | None = None,
+        places: Places | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`attend`, for callers."""
-        return self.attend(Part(q, k, v, scale, causal, lengths))
+        return self.attend(Part(q, k, v, scale, causal, lengths, places))
 
     def backward(
         self,
@@ -80,9 +115,10 @@ class AttentionParts:
         scale: float,
         causal: bool,
         lengths: Lengths | None = None,
+        places: Places | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`differentiate`, for callers."""
-        return self.differentiate(Part(q, k, v, scale, causal, lengths), grad, output, log_sum_exp)
+        return self.differentiate(Part(q, k, v, scale, causal, lengths, places), grad, output, log_sum_exp)
 
 
 class PlainParts(AttentionParts):
@@ -116,6 +152,11 @@ class PlainParts(AttentionParts):
 PLAIN_PARTS = PlainParts()
 
 
+def positions_in(ranges: Ranges, device: torch.device) -> Tensor:
+    """The positions of ranges, int64 [S]."""
+    return torch.cat([torch.arange(one.start, one.stop, device=device) for one in ranges])
+
+
 def _wide(x: Tensor, q: Tensor) -> Tensor:
     """x [B, T, G, K] in at least fp32, repeated to one head per head of q: [B, T, H, K]."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -124,9 +165,13 @@ def _wide(x: Tensor, q: Tensor) -> Tensor:
 
 def _scores(part: Part) -> Tensor:
     """[B, H, S, T], minus infinity for pairs in which the query does not see the key."""
-    q, k, _, scale, causal, lengths = part
+    q, k, _, scale, causal, lengths, places = part
     scores = torch.einsum("bshk,bthk->bhst", q.to(torch.promote_types(q.dtype, torch.float32)), _wide(k, q)) * scale
-    if causal:
+    if places is not None:
+        distances = positions_in(places.keys, q.device) - positions_in(places.queries, q.device)[:, None]
+        for mask in unseen_by_position(distances, causal, places.window, places.together()):
+            scores = scores.masked_fill(mask, float("-inf"))
+    elif causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(future, float("-inf"))
     if lengths is not None:

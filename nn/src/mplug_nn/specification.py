@@ -16,6 +16,7 @@ from mplug.contracts.micro_batch import DOCUMENTS as DOCUMENTS
 from mplug.tensors.segments import numbered
 
 LOG_SUM_EXP, FULL = "log-sum-exp", "full attention"
+PARTS_BY_POSITION = "parts by position"
 WINDOW, SOFT_CAP, SINKS = "window", "soft cap", "attention sinks"
 VALUE_WIDTH, KEY_LENGTH, STATIC_KEYS = "value width", "key length", "static keys"
 POSITION_GROUPS = "position groups"
@@ -27,7 +28,9 @@ KNOWN = (
     frozenset({DOCUMENTS, FULL, WINDOW, SOFT_CAP, SINKS, VALUE_WIDTH, KEY_LENGTH, STATIC_KEYS, POSITION_GROUPS, CROSS})
     | BIASES
 )
-"""The needs of sites that plain torch serves. 'log-sum-exp' is not among them: wraps need it, sites never do."""
+"""The needs of sites that plain torch serves. `CAPABILITIES` are not among them: wraps need these, sites never do."""
+CAPABILITIES = frozenset({LOG_SUM_EXP, PARTS_BY_POSITION})
+"""What a supplier with `mplug_nn.AttentionParts` offers; the second one: parts with `Places`."""
 
 
 @dataclass(frozen=True)
@@ -162,15 +165,26 @@ def unseen(
         assert inputs.key_counts is not None, "cross-attention comes with the numbers of keys"
         yield (torch.arange(keys, device=device) >= inputs.key_counts[:, None])[:, None, None]
         return
-    if spec.causal:
-        later = torch.ones(queries, keys, dtype=torch.bool, device=device).triu(1 + keys - queries)
+    if spec.causal or spec.window is not None:
         groups = inputs.position_groups
-        yield later if groups is None else later & ~same_group(groups, keys)
-    if spec.window is not None:
-        distances = _distances(queries, keys, device)
-        yield distances <= -spec.window if spec.causal else distances.abs() >= spec.window
+        together = None if groups is None else same_group(groups, keys)
+        yield from unseen_by_position(_distances(queries, keys, device), spec.causal, spec.window, together)
     if inputs.document_lengths is not None:
         yield ~same_document(inputs.document_lengths, keys)[:, :, keys - queries :]
+
+
+def unseen_by_position(
+    distances: Tensor, causal: bool, window: int | None, together: Tensor | None = None
+) -> Iterator[Tensor]:
+    """Masks of the pairs that a query does not see because of the key's position minus the query's: `distances` [S, T].
+
+    `together` [B, 1, S, T]: whether both are in the same group of positions.
+    """
+    if causal:
+        later = distances > 0
+        yield later if together is None else later & ~together
+    if window is not None:
+        yield distances <= -window if causal else distances.abs() >= window
 
 
 def bias_of(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mplug_nn import AttentionInputs, AttentionSpec
 from mplug_nn.attention import scaled_dot_product
-from mplug_nn.parts import PLAIN_PARTS, AttentionParts, Lengths
+from mplug_nn.parts import PLAIN_PARTS, AttentionParts, Lengths, Places
 from mplug_nn.specification import RELATIVE
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -111,15 +111,37 @@ def parts_fault(parts: AttentionParts, setting: Setting, packed: bool) -> str:
     return ""
 
 
+def placed_parts_fault(parts: AttentionParts, setting: Setting, packed: bool) -> str:
+    """The fault of an attention's parts by position; if `packed`, segments are tried too."""
+    own, others = (range(4, 9), range(20, 24)), (range(2), range(6, 13))
+    groups = setting.lengths((-1, 0, 0, 0, -1, 2, 2, -1, 3), (0, 0, -1, -1, 1, 1, 1, 1, 1))
+    of_others = setting.lengths((-1, -1, 0, 0, 0, -1, 2, 3, 3), (0, 0, 0, -1, -1, 1, 1, 1, 1))
+    tried = [
+        ("a causal part with a window", True, Places(own, own, 3)),
+        ("a full part with a window", False, Places(own, others, 4)),
+        ("a causal part with a window and other keys", True, Places(own, others, 6)),
+        ("a causal part with groups", True, Places(own, others, None, (groups, of_others))),
+        ("a causal part with groups and a window", True, Places(own, own, 2, (groups, groups))),
+    ]
+    segments = setting.lengths((2, 0, 7), (0, 9, 0)), setting.lengths((5, 3, 1), (1, 4, 4))
+    for name, causal, places in tried:
+        for lengths in (None, segments) if packed else (None,):
+            found = _part_fault(parts, setting, setting.qkv(9, 9), causal, lengths, places)
+            if found:
+                return f"of {name}, {found}"
+    return ""
+
+
 def _part_fault(
     parts: AttentionParts,
     setting: Setting,
     inputs: tuple[Tensor, Tensor, Tensor],
     causal: bool,
     lengths: Lengths | None,
+    places: Places | None = None,
 ) -> str:
     """The fault of one part. The whole has further keys: its log-sum-exp is larger, and its output differs."""
-    named: dict[str, Any] = {"scale": 0.4, "causal": causal, "lengths": lengths}
+    named: dict[str, Any] = {"scale": 0.4, "causal": causal, "lengths": lengths, "places": places}
     q, k, v = inputs
     wide = (q.double(), k.double(), v.double())
     whole, gradient = (setting.drawn(seed, q.shape[1], q.shape[2]) for seed in (5, 6))

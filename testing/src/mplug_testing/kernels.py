@@ -41,7 +41,7 @@ class KernelSuite(BufferChecks, PackedHeadsChecks, PluginSuite):
     `settings` may name a device or a compiler. An error may be `error_factor` times the error of plain torch in the
     same dtype, without a recipe. `deterministic` False skips the test that equal calls give equal bits; `compiles`
     False skips the test that calls trace into one graph. `capabilities` are what wraps can require. If the
-    offer serves one other than 'log-sum-exp', override `check_capability`.
+    offer serves one other than these two, override `check_capability`.
 
     If the kernel's attention core computes another function than softmax attention, set `computes` to the need by which
     sites request that function, and override `reference`. `settings` must then name a model that has such sites, with
@@ -53,7 +53,7 @@ class KernelSuite(BufferChecks, PackedHeadsChecks, PluginSuite):
     error_factor: ClassVar[float] = 4.0
     deterministic: ClassVar[bool] = True
     compiles: ClassVar[bool] = True
-    capabilities: ClassVar[tuple[str, ...]] = ("log-sum-exp",)
+    capabilities: ClassVar[tuple[str, ...]] = ("log-sum-exp", "parts by position")
     computes: ClassVar[str] = ""
 
     def reference(self, q: Any, k: Any, v: Any, spec: Any, inputs: Any) -> Any:
@@ -83,24 +83,26 @@ class KernelSuite(BufferChecks, PackedHeadsChecks, PluginSuite):
     def check_capability(self, need: str, site: Site, offer: Offer) -> None:
         """Raise Fault unless the offer has a capability that it serves at a site.
 
-        This method checks the log-sum-exp of attention. The plugin's author must write the checks of other
-        capabilities.
+        This method checks attention by parts: the log-sum-exp, and parts by position. The plugin's author must write
+        the checks of other capabilities.
         """
         from mplug_nn import AttentionCore
+        from mplug_nn.specification import CAPABILITIES
 
         core, found = offer.suppliers[site.slot], ""
-        if need == "log-sum-exp" and isinstance(core, AttentionCore) and core.parts is not None:
-            found = self._parts_fault(core.parts, site, offer)
+        if need in CAPABILITIES and isinstance(core, AttentionCore) and core.parts is not None:
+            found = self._parts_fault(need, core.parts, site, offer)
         else:
             found = "this suite cannot check it; refuse the need, or override check_capability"
         require(not found, f"supports returns True for a site that needs '{need}', and {found}")
 
-    def _parts_fault(self, parts: "AttentionParts", site: Site, offer: Offer) -> str:
-        from mplug_testing.capabilities import parts_fault
+    def _parts_fault(self, need: str, parts: "AttentionParts", site: Site, offer: Offer) -> str:
+        from mplug_testing.capabilities import parts_fault, placed_parts_fault
 
         run, _ = self._offered()
         packed = offer.answer(replace(site, needs=site.needs | {"document_lengths"}), run) is True
-        return parts_fault(parts, self._setting(site), packed)
+        fault = parts_fault if need == "log-sum-exp" else placed_parts_fault
+        return fault(parts, self._setting(site), packed)
 
     def _setting(self, site: Site) -> "Setting":
         from mplug_testing.capabilities import Setting
@@ -384,7 +386,7 @@ class KernelSuite(BufferChecks, PackedHeadsChecks, PluginSuite):
 
     def _require_named_function(self) -> None:
         """`computes` and `reference` are set together, and `computes` is no need that `mplug_nn` serves itself."""
-        from mplug_nn.specification import KNOWN, LOG_SUM_EXP
+        from mplug_nn.specification import CAPABILITIES, KNOWN
 
         setting, has_reference = f"the suite sets computes = '{self.computes}'", self._has_reference()
         require(has_reference or not self.computes, f"{setting} without a reference; override 'reference'")
@@ -393,7 +395,7 @@ class KernelSuite(BufferChecks, PackedHeadsChecks, PluginSuite):
             "the suite overrides 'reference' without 'computes'; set 'computes' to the need of the sites",
         )
         require(
-            self.computes not in KNOWN | {LOG_SUM_EXP},
+            self.computes not in KNOWN | CAPABILITIES,
             f"{setting}, whose reference is mplug_nn, which computes it; remove 'computes' and 'reference'",
         )
 

@@ -15,7 +15,8 @@ from offers import note, refusal, run
 from mplug import Site
 from mplug_nn import AttentionInputs, AttentionSpec
 from mplug_nn.attention import scaled_dot_product
-from mplug_nn.specification import DOCUMENTS, KEY_LENGTH, unseen
+from mplug_nn.parts import Places
+from mplug_nn.specification import DOCUMENTS, KEY_LENGTH, unseen, unseen_by_position
 from mplug_testing import KernelSuite, kernel_cases
 from mplug_testing.harness import EXACT, difference, train_ranks, train_steps
 
@@ -80,7 +81,7 @@ def visible(mask: Mask, form: Form, queries: int, keys: int) -> torch.Tensor:
     inputs = AttentionInputs(position_groups=GROUPS if form.grouped else None)
     for hidden in unseen(spec, inputs, queries, keys, torch.device("cpu")):
         found = found & ~(hidden[:, 0] if hidden.dim() == 4 else hidden)
-    if len(mask.numbers) > 1:
+    if form.packed:
         found &= mask.numbers[0][:, :, None] == mask.numbers[1][:, None]
     return found
 
@@ -108,13 +109,30 @@ def test_a_block_mask_computes_exactly_the_pairs_that_the_specification_names(
     """And the mask of backward is its transpose."""
     queries, rows = 300, LENGTHS[packed]
     lengths = None if rows is None else (torch.tensor(rows), torch.tensor([(*row, more) for row in rows]))
-    own = {**FORMS, **GROUPED}[form]
+    own = replace({**FORMS, **GROUPED}[form], packed=lengths is not None)
     mask = mask_of(own, queries, queries + more, lengths, torch.device("cpu"), GROUPS if own.grouped else None)
     expected = visible(mask, own, queries, queries + more)
     assert torch.equal(computed(mask, expected), expected)
     for first in (0, 2):
         count, index, of_keys, rows_of_keys = (mask.tensors[first + n] for n in (0, 1, 4, 5))
         assert torch.equal(dense(count, index), dense(of_keys, rows_of_keys).transpose(-1, -2))
+
+
+@pytest.mark.parametrize("form", [*FORMS, *GROUPED])
+def test_a_block_mask_of_a_part_follows_the_positions_of_its_queries_and_keys(form: str) -> None:
+    """A part has two chunks of a zigzag, or a chunk and the keys before it."""
+    own = replace({**FORMS, **GROUPED}[form], placed=True)
+    numbers = torch.cat((GROUPS, GROUPS + 10), dim=1)  # of 600 positions
+    for queries, keys in (((range(170), range(430, 600)),) * 2, ((range(300, 600),), (range(170), range(200, 290)))):
+        at, of = (torch.cat([torch.arange(part.start, part.stop) for part in ranges]) for ranges in (queries, keys))
+        pair = (numbers[:, at], numbers[:, of]) if own.grouped else None
+        places = Places(queries, keys, own.window, pair)
+        mask = mask_of(own, len(at), len(of), None, torch.device("cpu"), places=places)
+        expected = torch.ones(len(mask.tensors[0]), len(at), len(of), dtype=torch.bool)
+        together = places.together() if own.grouped else None
+        for hidden in unseen_by_position(of - at[:, None], own.causal, own.window, together):
+            expected = expected & ~(hidden[:, 0] if hidden.dim() == 4 else hidden)
+        assert torch.equal(computed(mask, expected), expected)
 
 
 def test_empty_blocks_are_skipped_and_full_blocks_need_no_mask_function() -> None:

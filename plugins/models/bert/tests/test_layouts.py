@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from mplug_testing.faults import Fault
 from mplug_testing.parity import require_parity
 
 MASKED: dict[str, Any] = {
@@ -22,14 +21,11 @@ SHAPE = {"model.num_layers": 3, "model.ffn_hidden_size": 48, "model.vocab_size":
 SHAPE |= {"model.hidden_size": 32, "model.num_attention_heads": 4}
 BERT = {"model.name": "bert", **SHAPE, "model.max_position_embeddings": 20, "model.position_offset": 2, **MASKED}
 MODERN = {"model.name": "modernbert", **SHAPE, "model.num_layers": 4, "model.window": 3, **MASKED}
-GLOBAL = {"model.attention_types": ["full"]}
-"""Attention by parts has no windows."""
 WIDE = pytest.mark.wide("layouts")
 CP = "cp2 parallel.cp.method="
 CASES = [
     pytest.param("tp2pp2", {**BERT, "model.dropout": 0.1}, id="tp2pp2 bert"),
-    pytest.param(f"{CP}ring", {**MODERN, **GLOBAL, **PACKED}, id="cp2 ring modernbert packed"),
-    pytest.param(f"{CP}ulysses", {**MODERN, **PACKED}, id="cp2 ulysses modernbert packed"),
+    pytest.param(f"{CP}ring", {**MODERN, **PACKED}, id="cp2 ring modernbert packed"),
     *(
         pytest.param(layout, settings, id=f"{layout} {name}", marks=WIDE)
         for name, settings in {
@@ -48,13 +44,16 @@ CASES = [
             "tp2pp2",
             "fsdp2tp2",
         )
-        if (layout, name) not in ((f"{CP}ulysses", "modernbert packed"), ("tp2pp2", "bert"))
+        if (layout, name) != ("tp2pp2", "bert")
     ),
     *(
         pytest.param(f"{CP}{method}", settings, id=f"cp2 {method} {name}", marks=WIDE)
         for method in ("ring", "all_gather")
-        for name, settings in {"bert": BERT, "bert packed": {**BERT, **PACKED}, "full": {**MODERN, **GLOBAL}}.items()
+        for name, settings in {"bert": BERT, "bert packed": {**BERT, **PACKED}, "modernbert": MODERN}.items()
     ),
+    pytest.param("cp4", {**MODERN, **PACKED}, id="cp4 modernbert packed", marks=WIDE),
+    pytest.param("cp2tp2", MODERN, id="cp2tp2 modernbert", marks=WIDE),
+    pytest.param("cp2pp2 parallel.pp.split=[4,2]", {**MODERN, **PACKED}, id="cp2pp2 modernbert packed", marks=WIDE),
     pytest.param("tp2cp2", BERT, id="tp2cp2 bert", marks=WIDE),
 ]
 
@@ -64,8 +63,3 @@ CASES = [
 @pytest.mark.parametrize(("layout", "settings"), CASES)
 def test_a_layout_computes_what_one_process_does(layout: str, settings: dict[str, Any]) -> None:
     require_parity(settings, layout)
-
-
-def test_windows_are_refused_where_attention_is_computed_by_parts() -> None:
-    with pytest.raises(Fault, match=r"does not support window; set parallel\.cp\.method=ulysses"):
-        require_parity(MODERN, f"{CP}ring")

@@ -48,7 +48,8 @@ ULYSSES = "parallel.cp.method=ulysses"
 WIDE = pytest.mark.wide("layouts")
 CASES = [
     pytest.param("tp2pp2", PACKED, id="tp2pp2 packed"),
-    pytest.param(f"cp2 {ULYSSES}", {}, id="cp2 ulysses"),
+    pytest.param("cp2", PACKED, id="cp2 ring packed"),
+    pytest.param(f"cp2 {ULYSSES}", {}, id="cp2 ulysses", marks=WIDE),
     pytest.param("fsdp2", FROZEN_TOWER, id="fsdp2 frozen tower"),
     pytest.param("dp2", {}, id="dp2", marks=WIDE),
     pytest.param("zero2", {}, id="zero2", marks=WIDE),
@@ -64,6 +65,18 @@ CASES = [
     pytest.param(f"cp2 {ULYSSES}", PACKED, id="cp2 ulysses packed", marks=WIDE),
     pytest.param(f"cp2 {ULYSSES}", COMPILED, id="cp2 ulysses compiled", marks=WIDE),
     pytest.param(f"cp2 {ULYSSES}", {"kernels.attention": "flex", **PACKED}, id="cp2 ulysses flex packed", marks=WIDE),
+    pytest.param("cp2", {}, id="cp2 ring", marks=WIDE),
+    pytest.param("cp2", COMPILED, id="cp2 ring compiled", marks=WIDE),
+    pytest.param("cp2", {"kernels.attention": "flex", **PACKED}, id="cp2 ring flex packed", marks=WIDE),
+    pytest.param("cp2 parallel.cp.method=all_gather", PACKED, id="cp2 all_gather packed", marks=WIDE),
+    pytest.param("cp4", {}, id="cp4 ring", marks=WIDE),
+    pytest.param(
+        "cp4 parallel.cp.method=hierarchical parallel.cp.ulysses_degree=2", PACKED, id="cp4 hierarchical", marks=WIDE
+    ),
+    pytest.param("cp2pp2", PACKED, id="cp2pp2 ring packed", marks=WIDE),
+    pytest.param("cp2tp2", {}, id="cp2tp2 ring", marks=WIDE),
+    pytest.param("dp2cp2", {}, id="dp2cp2 ring", marks=WIDE),
+    pytest.param("dp2cp2 parallel.balance=true", {}, id="dp2cp2 ring balanced", marks=WIDE),
     pytest.param(f"cp2tp2 {ULYSSES}", {}, id="cp2tp2 ulysses", marks=WIDE),
     pytest.param(f"dp2cp2 {ULYSSES}", {}, id="dp2cp2 ulysses", marks=WIDE),
     pytest.param("fsdp2tp2", {}, id="fsdp2tp2", marks=WIDE),
@@ -77,6 +90,6 @@ def test_a_layout_computes_what_one_process_does(layout: str, settings: dict[str
     require_parity({**TINY, **settings}, layout)
 
 
-def test_attention_by_parts_refuses_groups_of_positions() -> None:
-    with pytest.raises(Fault, match=r"does not support position groups; set parallel\.cp\.method=ulysses"):
-        require_parity({**TINY, "model.attention_types": ["full"]}, "cp2")
+def test_attention_by_parts_refuses_soft_caps() -> None:
+    with pytest.raises(Fault, match=r"does not support soft cap; set parallel\.cp\.method=ulysses"):
+        require_parity({**TINY, "model.attention_soft_cap": 2.0}, "cp2")

@@ -39,11 +39,31 @@ PLAIN = [
     (AttentionSpec(0.7, K, K, causal=causal, documents=packed), groups)
     for causal, packed, groups in product((True, False), (False, True), (4, 2, 1))
 ]
+BY_POSITION = [
+    (AttentionSpec(0.7, K, K, window=5), 2),
+    (AttentionSpec(0.7, K, K, window=17, documents=True, sinks=True), 4),
+    (AttentionSpec(0.7, K, K, sinks=True), 1),
+    (AttentionSpec(0.7, K, K, causal=False, window=4, documents=True), 2),
+    (AttentionSpec(0.7, K, K, position_groups=True), 2),
+    (AttentionSpec(0.7, K, K, position_groups=True, window=3, documents=True), 4),
+]
+"""Windows and groups that cross the borders of chunks, and attention sinks."""
 SPECIFIED = [
     (AttentionSpec(0.7, K, K, window=3, soft_cap=2.0, sinks=True, bias="alibi"), 2),
     (AttentionSpec(0.7, K, K, causal=False, documents=True, bias="relative"), 2),
 ]
 """Heads that travel take their sinks, biases and windows along."""
+GROUPS = ((8, 3), (15, 13), (29, 11), (41, 2))
+"""The first position and the length of each group; the second one contains a whole chunk of four ranks."""
+
+
+def groups_of_positions() -> Tensor:
+    """The number of each position's group, or -1: [B, S]; those of the second sample begin one position later."""
+    found = torch.full((B, S), -1)
+    for sample in range(B):
+        for number, (begin, length) in enumerate(GROUPS):
+            found[sample, begin + sample : begin + sample + length] = number
+    return found
 
 
 def differentiated(core: Callable[..., Tensor], case: Case, held: list[int]) -> tuple[dict[str, Tensor], ...]:
@@ -58,7 +78,8 @@ def differentiated(core: Callable[..., Tensor], case: Case, held: list[int]) -> 
     tables = {"sinks": drawn(H) if spec.sinks else None, "bias_table": drawn(H, 5) if spec.bias == "relative" else None}
     trained = {name: x.requires_grad_() for name, x in tables.items() if x is not None}
     documents = torch.tensor(LENGTHS) if spec.documents else None
-    output = core(*leaves, spec, AttentionInputs(None, documents, **trained, num_heads=H))
+    groups = groups_of_positions() if spec.position_groups else None
+    output = core(*leaves, spec, AttentionInputs(None, documents, **trained, num_heads=H, position_groups=groups))
     found = torch.autograd.grad(output, [*leaves, *trained.values()], gradient[:, held])
     by_position = dict(zip(("output", "dq", "dk", "dv"), (output.detach(), *found), strict=False))
     return by_position, dict(zip(trained, found[3:], strict=True))
@@ -89,7 +110,9 @@ def of_a_rank(cases: list[Case]) -> list[tuple[list[int], tuple[dict[str, Tensor
     [(2, ("ring", "all_gather", "ulysses")), (4, ("ring", "all_gather", "ulysses", "hierarchical"))],
 )
 def test_ranks_together_compute_the_attention_of_one(size: int, methods: tuple[str, ...]) -> None:
-    cases = [Case(method, *one) for method in methods for one in PLAIN + SPECIFIED * (method == "ulysses")]
+    cases = [
+        Case(method, *one) for method in methods for one in PLAIN + BY_POSITION + SPECIFIED * (method == "ulysses")
+    ]
     for case, *ranks in zip(cases, *run_workers(size, of_a_rank, cases), strict=True):
         by_position, by_head = differentiated(scaled_dot_product, case, list(range(S)))
         for name, right in by_position.items():

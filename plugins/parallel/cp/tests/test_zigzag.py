@@ -4,14 +4,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mplug_cp.blocks import Block, blocks_of_all, own_block, ring_block
-from mplug_cp.documents import lengths_in
+from mplug_cp.blocks import Block, Sight, blocks_of_all, own_block, ring_blocks, steps_of
+from mplug_cp.documents import lengths_in, places_in
 from mplug_cp.exchange import copies_of_kv
 from mplug_cp.gathered import by_rank, in_order
 from mplug_cp.zigzag import chunks_held, held_at, zigzag
 
 from mplug import UsageError
-from mplug_nn.parts import numbered
+from mplug_nn.parts import numbered, positions_in
+from mplug_nn.specification import unseen_by_position
 
 SIZES, CHUNKS = st.integers(2, 6), st.integers(1, 5)
 
@@ -64,41 +65,75 @@ def test_what_does_not_divide_is_refused_with_the_numbers(size: int, length: int
 
 # Parts. S the length of the whole sequence.
 
+SIGHTS = st.builds(Sight, st.booleans(), st.none() | st.integers(1, 70)) | st.builds(
+    Sight, st.just(True), st.none() | st.integers(1, 70), st.just(True)
+)
 
-def ring(size: int, index: int, length: int, causal: bool) -> list[tuple[Block, list[int]]]:
+
+def ring(size: int, index: int, length: int, sight: Sight) -> list[tuple[Block, list[int]]]:
     """Every part of a rank, with the positions of the keys that are at hand."""
-    keys = [held(size * length, size, (index - step) % size) for step in range(size)]
-    return [(ring_block(step, index, size, length, causal), keys[step]) for step in range(size)]
+    keys = {step: held(size * length, size, (index - step) % size) for step in steps_of(size, length, sight)}
+    return [(block, keys[step]) for step in keys for block in ring_blocks(step, index, size, length, sight)]
 
 
-def gathered(size: int, index: int, length: int, causal: bool) -> list[tuple[Block, list[int]]]:
-    own = [(own_block(index, size, length), held(size * length, size, index))] if causal else []
+def gathered(size: int, index: int, length: int, sight: Sight) -> list[tuple[Block, list[int]]]:
+    own = [(own_block(index, size, length, sight), held(size * length, size, index))] if sight.own_first else []
     everything = list(range(size * length))
-    return [*own, *((block, everything) for block in blocks_of_all(index, size, length, causal))]
+    return [*own, *((block, everything) for block in blocks_of_all(index, size, length, sight))]
+
+
+def numbered_groups(borders: set[int], whole: int) -> torch.Tensor:
+    """Groups [1, S] between borders: every other stretch is a group, and the others are in none."""
+    stretch = torch.bucketize(torch.arange(whole), torch.tensor(sorted(borders)), right=True)
+    return torch.where(stretch % 2 == 1, stretch, -1)[None]
 
 
 @pytest.mark.parametrize("parts", [ring, gathered])
-@given(size=SIZES, chunk=CHUNKS, causal=st.booleans())
-def test_every_query_sees_every_key_that_it_may_see_once(parts, size: int, chunk: int, causal: bool) -> None:  # type: ignore[no-untyped-def]
+@given(data=st.data(), size=SIZES, chunk=CHUNKS, sight=SIGHTS)
+def test_every_query_sees_every_key_that_it_may_see_once(  # type: ignore[no-untyped-def]
+    parts, data: st.DataObject, size: int, chunk: int, sight: Sight
+) -> None:
     length = 2 * chunk
     whole = size * length
+    borders = data.draw(st.sets(st.integers(1, whole - 1), max_size=5)) if sight.grouped else set()
+    groups = numbered_groups(borders, whole) if sight.grouped else None
     seen = torch.zeros(whole, whole, dtype=torch.int64)
     for index in range(size):
         queries = held(whole, size, index)
-        for number, (block, keys) in enumerate(parts(size, index, length, causal)):
+        for number, (block, keys) in enumerate(parts(size, index, length, sight)):
             own, others = queries[block.queries], keys[block.keys]
             assert number > 0 or len(own) == length, "the first part has all queries"
             assert own == [p for part in block.of_queries for p in part]
             assert others == [p for part in block.of_keys for p in part]
             pairs = torch.ones(len(own), len(others), dtype=torch.int64)
-            seen[torch.tensor(own)[:, None], torch.tensor(others)] += pairs.tril() if block.causal else pairs
+            places = places_in(groups, block, sight)
+            if places is None:
+                pairs = pairs.tril() if block.causal else pairs
+            else:
+                distances = torch.tensor(others) - torch.tensor(own)[:, None]
+                together = places.together()
+                together = None if together is None else together[0, 0]
+                for mask in unseen_by_position(distances, block.causal, places.window, together):
+                    pairs = pairs.masked_fill(mask, 0)
+                assert number == 0 or sight.grouped or bool(pairs.any()), "no part is empty"
+            seen[torch.tensor(own)[:, None], torch.tensor(others)] += pairs
+    at = positions_in((range(whole),), seen.device)
     expected = torch.ones_like(seen)
-    assert torch.equal(seen, expected.tril() if causal else expected)
+    same = None if groups is None else ((groups == groups.T) & (groups >= 0))
+    for mask in unseen_by_position(at - at[:, None], sight.causal, sight.window, same):
+        expected = expected.masked_fill(mask, 0)
+    assert torch.equal(seen, expected)
 
 
-@given(st.data(), SIZES, CHUNKS, st.booleans())
+@pytest.mark.parametrize(("window", "steps"), [(None, [0, 1, 2, 3]), (5, [0, 1, 3]), (1, [0])])
+def test_a_ring_leaves_out_the_steps_at_which_windows_see_nothing(window: int | None, steps: list[int]) -> None:
+    """Chunks of 8: a window of up to 9 reaches the chunk before, which a neighbour in the ring has."""
+    assert list(steps_of(4, 16, Sight(True, window))) == steps
+
+
+@given(st.data(), SIZES, CHUNKS, SIGHTS)
 def test_of_a_part_each_document_has_the_queries_and_the_keys_that_are_its_own(
-    data: st.DataObject, size: int, chunk: int, causal: bool
+    data: st.DataObject, size: int, chunk: int, sight: Sight
 ) -> None:
     length = 2 * chunk
     whole = size * length
@@ -107,7 +142,7 @@ def test_of_a_part_each_document_has_the_queries_and_the_keys_that_are_its_own(
     lengths = torch.tensor([[end - begin for begin, end in zip([0, *ends], ends, strict=False)]])
     document = numbered(lengths, whole)[0]  # [S]
     for index in range(size):
-        for block, keys in ring(size, index, length, causal) + gathered(size, index, length, causal):
+        for block, keys in ring(size, index, length, sight) + gathered(size, index, length, sight):
             found = lengths_in(lengths, block)
             assert found is not None
             for got, positions in zip(found, (held(whole, size, index)[block.queries], keys[block.keys]), strict=True):

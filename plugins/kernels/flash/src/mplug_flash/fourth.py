@@ -179,7 +179,7 @@ def compute(part: Part) -> tuple[Tensor, Tensor]:
     """(output [B, S, H, K], log-sum-exp [B, H, S]) of a part."""
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    q, k, v, scale, causal, lengths = part
+    q, k, v, scale, causal, lengths, _ = part
     named = {"softmax_scale": scale, "causal": causal, "return_lse": True}
     if lengths is None:
         output, sums, *_ = _flash_attn_fwd(q, k, v, **named)
@@ -203,7 +203,7 @@ def _differentiate_into(
     """Write the gradients of q, k and v: tensors of their shapes, or parts of one contiguous tensor of packed heads."""
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    q, k, v, scale, causal, lengths = part
+    q, k, v, scale, causal, lengths, _ = part
     dq, dk, dv = gradients
     named = {"softmax_scale": scale, "causal": causal, "deterministic": deterministic}
     if lengths is None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from mplug_flex.masks import Form, kept, mask_of
 from mplug_flex.programs import backward_program, forward_program
 from mplug_nn import AttentionCore, AttentionInputs, AttentionSpec, fake, operator
-from mplug_nn.parts import AttentionParts, Lengths, Part
+from mplug_nn.parts import AttentionParts, Lengths, Part, Places
 from mplug_nn.specification import ALIBI, RELATIVE, alibi_slopes
 
 # torch reads an operator's schema from its annotated arguments, so `forward` and `backward` list them one by one.
@@ -126,13 +126,13 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: Att
 
 
 class FlexParts(AttentionParts):
-    """Attention by parts, with the same programs; a form here is a full or a causal part."""
+    """Attention by parts, with the same programs; a form here is a full or a causal part, or one with places."""
 
     name = "flex"
 
     def attend(self, part: Part) -> tuple[Tensor, Tensor]:
         """(output [B, S, H, K], log-sum-exp [B, H, S])."""
-        return _compute(_form_of(part), part[:3], part.lengths, None, part.q.new_empty(0))
+        return _compute(_form_of(part), part[:3], part.lengths, None, part.q.new_empty(0), places=part.places)
 
     def differentiate(
         self, part: Part, grad: Tensor, output: Tensor, log_sum_exp: Tensor
@@ -140,7 +140,7 @@ class FlexParts(AttentionParts):
         """(dq [B, S, H, K], dk and dv [B, T, G, K])."""
         nothing = part.q.new_empty(0)
         dq, dk, dv, *_ = _differentiate(
-            _form_of(part), part[:3], part.lengths, grad, output, log_sum_exp, None, nothing
+            _form_of(part), part[:3], part.lengths, grad, output, log_sum_exp, None, nothing, places=part.places
         )
         return dq, dk, dv
 
@@ -157,7 +157,11 @@ def _lengths(q: Tensor, k: Tensor, documents: Tensor | None, counts: Tensor | No
 
 
 def _form_of(part: Part) -> Form:
-    return Form(part.scale, part.causal, packed=part.lengths is not None)
+    packed, places = part.lengths is not None, part.places
+    if places is None:
+        return Form(part.scale, part.causal, packed=packed)
+    grouped = part.causal and places.groups is not None
+    return Form(part.scale, part.causal, places.window, packed=packed, grouped=grouped, placed=True)
 
 
 def _bias(form: Form, q: Tensor, table: Tensor | None, first_head: int, num_heads: int) -> Tensor:
@@ -181,10 +185,11 @@ def _compute(
     sinks: Tensor | None,
     bias: Tensor,
     groups: Tensor | None = None,
+    places: Places | None = None,
 ) -> tuple[Tensor, Tensor]:
     q, k, v = map(_plain, heads)
     sinks = q.new_empty(0) if sinks is None else _plain(sinks)
-    mask = mask_of(form, q.shape[1], k.shape[1], lengths, q.device, groups)
+    mask = mask_of(form, q.shape[1], k.shape[1], lengths, q.device, groups, places)
     program = forward_program(form, mask, q, k, v, sinks, bias)
     with torch.no_grad():
         output, sums = program(q, k, v, sinks, bias, *mask.numbers, *mask.tensors)
@@ -201,12 +206,13 @@ def _differentiate(
     sinks: Tensor | None,
     bias: Tensor,
     groups: Tensor | None = None,
+    places: Places | None = None,
 ) -> tuple[Tensor, ...]:
     """The gradients of q, k, v, sinks and bias; the last two are empty if the form has none."""
     trained = form.bias == RELATIVE
     given = [_plain(x) for x in (*heads, output, sums, gradient)]
     own = (*given, output.new_empty(0) if sinks is None else _plain(sinks), bias.detach().requires_grad_(trained))
-    mask = mask_of(form, heads[0].shape[1], heads[1].shape[1], lengths, output.device, groups)
+    mask = mask_of(form, heads[0].shape[1], heads[1].shape[1], lengths, output.device, groups, places)
     program = backward_program(form, mask, own, trained)
     with torch.no_grad():
         return program(*own, *mask.numbers, *mask.tensors)

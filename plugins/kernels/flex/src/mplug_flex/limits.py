@@ -7,11 +7,11 @@ import torch
 from mplug import Site, triton_builds
 from mplug_nn.specification import (
     ALIBI,
+    CAPABILITIES,
     CROSS,
     DOCUMENTS,
     FULL,
     KEY_LENGTH,
-    LOG_SUM_EXP,
     POSITION_GROUPS,
     RELATIVE,
     SINKS,
@@ -26,21 +26,24 @@ if TYPE_CHECKING:
 AMPERE = (8, 0)
 NARROWEST, WIDEST = 16, 256
 """Widths of a head on a GPU: a matrix product of Triton needs 16, and shared memory holds tiles of up to 256."""
-OFFERED = frozenset(
-    {
-        FULL,
-        DOCUMENTS,
-        WINDOW,
-        SOFT_CAP,
-        SINKS,
-        VALUE_WIDTH,
-        KEY_LENGTH,
-        POSITION_GROUPS,
-        CROSS,
-        f"{ALIBI} bias",
-        f"{RELATIVE} bias",
-    }
-) | {LOG_SUM_EXP}
+OFFERED = (
+    frozenset(
+        {
+            FULL,
+            DOCUMENTS,
+            WINDOW,
+            SOFT_CAP,
+            SINKS,
+            VALUE_WIDTH,
+            KEY_LENGTH,
+            POSITION_GROUPS,
+            CROSS,
+            f"{ALIBI} bias",
+            f"{RELATIVE} bias",
+        }
+    )
+    | CAPABILITIES
+)
 
 
 def supports(site: Site, run: "Run") -> bool | str:

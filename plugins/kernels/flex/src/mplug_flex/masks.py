@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mplug_nn.parts import Lengths, numbered
+from mplug_nn.parts import Lengths, Places, numbered, positions_in
 
 BLOCK = 128
 """The number of queries and of keys in a block; torch's default."""
@@ -35,14 +35,16 @@ class Form:
     bias: str = ""
     packed: bool = False
     grouped: bool = False
+    placed: bool = False
+    """Whether queries and keys have positions of their own (`Places`); else the queries are the last of the keys."""
 
 
 @dataclass(frozen=True)
 class Mask:
     """A block mask: the attributes of torch's `BlockMask` without its function, and the numbers that it reads.
 
-    `numbers` are those of the segments of queries and of keys, if there are segments, and last those of the groups of
-    keys, if there are groups: int32 [B, S], [B, T] and [B, T].
+    `numbers` are int32, in pairs of queries and keys, if the form has them: the numbers of segments [B, S] and [B, T],
+    the positions [S] and [T], and the numbers of groups [B, S] and [B, T].
     """
 
     blocks: tuple[Any, ...]
@@ -66,23 +68,34 @@ def mask_of(
     lengths: Lengths | None,
     device: torch.device,
     groups: Tensor | None = None,
+    places: Places | None = None,
 ) -> Mask:
     """The mask of a call; `lengths` are those of the segments of queries and of keys, `groups` [B, S] of the queries.
 
-    A mask with groups is made in every call. Others are made once per process without segments. With segments, they are
-    made once per tensor of lengths, so all layers and the backward pass of a micro batch share one, if both tensors of
-    `lengths` are the same one.
+    `places` are those of a part, with its groups. A mask with groups, or with places and segments, is made in every
+    call. Others are made once per process without segments. With segments, they are made once per tensor of lengths, so
+    all layers and the backward pass of a micro batch share one, if both tensors of `lengths` are the same one.
     """
+    if places is not None:
+
+        def placed() -> Mask:
+            positions = (positions_in(one, device).to(torch.int32) for one in (places.queries, places.keys))
+            pair = () if places.groups is None else (x.to(torch.int32) for x in places.groups)
+            return _mask(form, queries, keys, (*_segments(lengths, queries, keys), *positions, *pair), device)
+
+        if lengths is not None or places.groups is not None:
+            return placed()
+        return kept((form.causal, form.window, places.queries, places.keys, device), placed, device)
     if groups is not None:
-        segments = () if lengths is None else (_numbers(lengths[0], queries), _numbers(lengths[1], keys))
-        of_keys = pad(groups.to(torch.int32), (keys - queries, 0), value=-1)
-        return _mask(form, queries, keys, (*segments, of_keys), device)
+        of_queries = groups.to(torch.int32)
+        of_keys = pad(of_queries, (keys - queries, 0), value=-1)
+        return _mask(form, queries, keys, (*_segments(lengths, queries, keys), of_queries, of_keys), device)
     key = (form.causal, form.window, queries, keys, device)
     if lengths is None:
         return kept(key, lambda: _mask(form, queries, keys, (), device), device)
     own, others = lengths
     if own is not others or own.is_inference() or capturing(device):
-        return _mask(form, queries, keys, (_numbers(own, queries), _numbers(others, keys)), device)
+        return _mask(form, queries, keys, _segments(lengths, queries, keys), device)
     version, masks = _OF_LENGTHS.get(own, (None, {}))
     if version != own._version:  # new, or changed in place since
         version, masks = own._version, {}
@@ -90,7 +103,8 @@ def mask_of(
     if key not in masks:
         numbers = _numbers(own, queries)
         masks[key] = _mask(form, queries, keys, (numbers, numbers), device)
-    return masks[key]
+    found: Mask = masks[key]
+    return found
 
 
 _OF_LENGTHS: Any = WeakTensorKeyDictionary()
@@ -112,6 +126,10 @@ def kept(key: Hashable, make: Callable[[], C], device: torch.device) -> C:
 def capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is being captured: it must contain the computation of each value that varies."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _segments(lengths: Lengths | None, queries: int, keys: int) -> tuple[Tensor, ...]:
+    return () if lengths is None else (_numbers(lengths[0], queries), _numbers(lengths[1], keys))
 
 
 def _numbers(lengths: Tensor, length: int) -> Tensor:
@@ -140,20 +158,18 @@ def _blocks(
     """(blocks in which some query may see a key, blocks in which every query sees every key): [B or 1, 1, R, C]."""
     first_query, last_query = (x[:, None] for x in _ends(queries, device))  # [R, 1]
     first_key, last_key = (x[None, :] for x in _ends(keys, device))  # [1, C]
-    shift = keys - queries  # the queries are the last of the positions
+    begin, end, first, last = _positions(form, numbers, (first_query, last_query, first_key, last_key), keys - queries)
     some, every = [], [last_query - first_query == BLOCK - 1, last_key - first_key == BLOCK - 1]
     if form.causal:
-        earlier = first_key <= last_query + shift
-        some.append(earlier | _grouped(numbers[-1], queries, keys) if form.grouped else earlier)
-        every.append(last_key <= first_query + shift)
+        earlier = first <= end
+        some.append(earlier | _grouped(*numbers[-2:]) if form.grouped else earlier)
+        every.append(last <= begin)
     if form.window is not None:
-        before, after = first_query + shift - last_key, first_key - last_query - shift
+        before, after = begin - last, first - end
         some.append(before < form.window if form.grouped else (before < form.window) & (after < form.window))
-        farthest = torch.maximum(last_query + shift - first_key, last_key - first_query - shift)
-        every.append(farthest < form.window)
-    segments = numbers[:-1] if form.grouped else numbers
-    if segments:
-        of_queries, of_keys = segments
+        every.append(torch.maximum(end - first, last - begin) < form.window)
+    if form.packed:
+        of_queries, of_keys = numbers[:2]
         first_own, last_own = of_queries[:, first_query], of_queries[:, last_query]  # [B, R, 1]
         first_other, last_other = of_keys[:, first_key], of_keys[:, last_key]  # [B, 1, C]
         some.append((first_own <= last_other) & (first_other <= last_own))
@@ -163,14 +179,34 @@ def _blocks(
     return _four(some_of), _four(reduce(torch.logical_and, every[2:], all_of))
 
 
-def _grouped(groups: Tensor, queries: int, keys: int) -> Tensor:
-    """Blocks that may have a query and a key of one group, by the ranges of groups in them: groups [B, T] -> [B, R, C].
+def _positions(
+    form: Form, numbers: tuple[Tensor, ...], ends: tuple[Tensor, ...], shift: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The positions of the first and last query [R, 1] and of the first and last key [1, C] of each block.
+
+    Positions ascend. Without places, the queries come `shift` positions after the first key.
+    """
+    first_query, last_query, first_key, last_key = ends
+    if not form.placed:
+        return first_query + shift, last_query + shift, first_key, last_key
+    of_queries, of_keys = places_among(form, numbers)
+    return of_queries[first_query], of_queries[last_query], of_keys[first_key], of_keys[last_key]
+
+
+def places_among(form: Form, numbers: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """The positions of queries and keys among the numbers of a mask with places."""
+    of_queries, of_keys = numbers[2 * form.packed : 2 * form.packed + 2]
+    return of_queries, of_keys
+
+
+def _grouped(of_queries: Tensor, of_keys: Tensor) -> Tensor:
+    """Blocks that may have a query and a key of one group, by the ranges of groups in them: [B, R, C].
 
     A block of another range has no such pair.
     """
-    of_queries, of_keys = (_ranges(groups[:, keys - length :]) for length in (queries, keys))
-    least, most = (x[:, :, None] for x in of_queries)
-    return (least <= of_keys[1][:, None, :]) & (of_keys[0][:, None, :] <= most)
+    least, most = (x[:, :, None] for x in _ranges(of_queries))
+    first, last = (x[:, None, :] for x in _ranges(of_keys))
+    return (least <= last) & (first <= most)
 
 
 def _ranges(groups: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mplug_flex.masks import Form, Mask
+from mplug_flex.masks import Form, Mask, places_among
 from mplug_nn.specification import ALIBI, RELATIVE
 
 OPTIONS = {
@@ -170,14 +170,16 @@ def _blocks(form: Form, mask: Mask, blocks: tuple[Tensor, ...], q: Tensor, k: Te
 
     def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor, *numbers: Tensor) -> Tensor:
         seen = query >= 0
+        distance = query + shift - key
+        if form.placed:
+            of_queries, of_keys = places_among(form, numbers)
+            distance = of_queries[query] - of_keys[key]
         if form.grouped:
-            groups = numbers[-1]
-            own = (groups[b, key] == groups[b, query + shift]) & (groups[b, key] >= 0)
-            seen = seen & ((key <= query + shift) | own)
+            own, other = numbers[-2][b, query], numbers[-1][b, key]
+            seen = seen & ((distance >= 0) | ((own == other) & (own >= 0)))
         elif form.causal:
-            seen = seen & (key <= query + shift)
+            seen = seen & (distance >= 0)
         if form.window is not None:
-            distance = query + shift - key
             seen = seen & ((distance if form.grouped else distance.abs()) < form.window)
         if form.packed:
             seen = seen & (numbers[0][b, query] == numbers[1][b, key])

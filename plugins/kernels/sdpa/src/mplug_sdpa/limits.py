@@ -7,6 +7,7 @@ import torch
 from mplug import Site
 from mplug_nn.specification import (
     BIASES,
+    CAPABILITIES,
     CROSS,
     DOCUMENTS,
     FULL,
@@ -33,18 +34,18 @@ FIRST_SOUND_CUDNN = 91501
 MASKED = {DOCUMENTS, WINDOW, POSITION_GROUPS, CROSS, *BIASES}
 """Needs that a mask in memory can express."""
 OFFERED = {
-    "torch": {LOG_SUM_EXP, FULL, VALUE_WIDTH, KEY_LENGTH, STATIC_KEYS, CROSS},
+    "torch": {*CAPABILITIES, FULL, VALUE_WIDTH, KEY_LENGTH, STATIC_KEYS, CROSS},
     "cudnn": {LOG_SUM_EXP, FULL},
     "flash": {LOG_SUM_EXP, FULL, DOCUMENTS},
     "efficient": {FULL},
-    "math": {LOG_SUM_EXP, FULL, VALUE_WIDTH, KEY_LENGTH, STATIC_KEYS, *MASKED},
+    "math": {*CAPABILITIES, FULL, VALUE_WIDTH, KEY_LENGTH, STATIC_KEYS, *MASKED},
 }
 """Supplier -> needs that it serves beyond the plain case.
 
 'torch' serves MASKED too on a CPU, and at sites with keys from a cache, where a mask has few rows (`lacking`). The mask
 of cross-attention has one row.
 """
-SERVED = frozenset({LOG_SUM_EXP, FULL, VALUE_WIDTH, KEY_LENGTH, STATIC_KEYS, *MASKED})
+SERVED = frozenset({*CAPABILITIES, FULL, VALUE_WIDTH, KEY_LENGTH, STATIC_KEYS, *MASKED})
 """The needs that at least one supplier serves."""
 
 

@@ -34,7 +34,7 @@ class FlashParts(AttentionParts):
 
     def attend(self, part: Part) -> tuple[Tensor, Tensor]:
         """(output [B, S, H, K], log-sum-exp [B, H, S])."""
-        q, k, v, scale, causal, lengths = part
+        q, k, v, scale, causal, lengths, _ = part
         rows, where = _rows((q, k, v), lengths)
         size = (q.shape[1], k.shape[1])
         output, sums, *_ = aten._flash_attention_forward(*rows, *where, *size, 0.0, causal, False, scale=scale)
@@ -47,7 +47,7 @@ class FlashParts(AttentionParts):
         self, part: Part, grad: Tensor, output: Tensor, log_sum_exp: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq [B, S, H, K], dk and dv [B, T, G, K])."""
-        q, k, v, scale, causal, lengths = part
+        q, k, v, scale, causal, lengths, _ = part
         (grad, output, *rows), where = _rows((grad.contiguous(), output, q, k, v), lengths)
         sums = log_sum_exp if lengths is None else log_sum_exp.transpose(0, 1).flatten(1)  # [H, B S]
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout's generator; unused

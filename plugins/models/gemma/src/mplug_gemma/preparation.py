@@ -5,6 +5,7 @@ from typing import Any
 
 from mplug_gemma.vision import PanAndScan
 from mplug_nn import FixedField, PublicField, PublicForm, ReadField, UnusedField, Values
+from mplug_nn.vision.tower import colours_of, square_side
 
 ALWAYS = "the family always does it"
 SIZE = Values.integer().or_null
@@ -18,14 +19,11 @@ COLOURS = Values.colours()
 
 
 def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    size, tokens = values["size"], values["image_seq_length"]
-    if set(size) != {"height", "width"} or size["height"] != size["width"]:
-        raise ValueError(f"its field 'size' is {size}, and the family reads equal 'height' and 'width'")
+    side, tokens = square_side(values), values["image_seq_length"]
     options = {ours: values[theirs] for theirs, ours in CROPS.items() if values[theirs] is not None}
     crops = PanAndScan(**options).model_dump() if values["do_pan_and_scan"] else None
-    colours = {"pixel_mean": tuple(values["image_mean"]), "pixel_std": tuple(values["image_std"])}
     numbers = {} if tokens is None else {"tokens_per_image": tokens}
-    return {"vision": {"image_size": size["height"], **colours, **numbers, "pan_and_scan": crops}}
+    return {"vision": {"image_size": side, **colours_of(values), **numbers, "pan_and_scan": crops}}
 
 
 FIELDS: dict[str, PublicField] = {

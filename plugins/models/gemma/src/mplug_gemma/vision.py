@@ -1,7 +1,7 @@
 """The section 'model.vision': the shape of the tower. Imports no torch."""
 
 from math import isqrt
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import (
     BaseModel,
@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from mplug import WHOLE_SEQUENCE
-from mplug_nn import ActivationName, BlockConfig, MLPConfig, NormConfig, tower_block
+from mplug_nn import ActivationName, TowerConfig
 
 PATCHES = "patches"
 """The axis along which the rows of the tower's units lie."""
@@ -29,10 +29,6 @@ CONTEXT = {
 """The entries of a micro batch with images, and their axes. Every rank has the groups of whole sequences."""
 
 
-BESIDE = frozenset({"init_std", "typical_images", "pixel_mean", "pixel_std", "blank_line_token", "pan_and_scan"})
-"""Fields for initial values, estimates and the processor: towers that differ only in these compute the same."""
-
-
 class PanAndScan(BaseModel):
     """Which pictures are also seen by crops, side by side along the longer side. Each crop is a picture of its own."""
 
@@ -43,11 +39,12 @@ class PanAndScan(BaseModel):
     max_crops: PositiveInt = Field(4, description="crops of a picture at most")
 
 
-class VisionConfig(BaseModel):
+class VisionConfig(TowerConfig):
     """The tower of Gemma 3: SigLIP (arXiv 2303.15343) over square pictures of one size, and pooling of its rows."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+    beside: ClassVar[frozenset[str]] = frozenset(
+        {"init_std", "typical_images", "pixel_mean", "pixel_std", "blank_line_token", "pan_and_scan"}
+    )
     num_layers: PositiveInt = Field(27, le=10_000, description="transformer blocks of the tower")
     hidden_size: PositiveInt = Field(1152, description="width of the tower")
     num_attention_heads: PositiveInt = Field(16, description="heads of the tower")
@@ -94,14 +91,6 @@ class VisionConfig(BaseModel):
             raise ValueError("vision: pan_and_scan needs blank_line_token: its crops have blank lines between them")
         return self
 
-    def computes_like(self, other: "VisionConfig") -> bool:
-        """Whether two towers compute the same from the same patches."""
-        return self.computed() == other.computed()
-
-    def computed(self) -> dict[str, object]:
-        """The fields that decide what the tower computes, and which tokens stand for its rows."""
-        return self.model_dump(exclude=BESIDE)
-
     @property
     def patches_per_side(self) -> int:
         """The rows of patches of a picture, which has as many columns."""
@@ -116,17 +105,3 @@ class VisionConfig(BaseModel):
     def pool_side(self) -> int:
         """The side of the square of patches whose mean is one row."""
         return self.patches_per_side // isqrt(self.tokens_per_image)
-
-    @property
-    def patch_width(self) -> int:
-        """The numbers of a patch."""
-        return self.channels * self.patch_size**2
-
-    def norm_config(self) -> NormConfig:
-        """The norms of the tower."""
-        return NormConfig("layernorm", self.norm_eps, bias=True)
-
-    def block_config(self) -> BlockConfig:
-        """A block of the tower; they are equal."""
-        mlp = MLPConfig(self.ffn_hidden_size, self.activation, bias=True)
-        return tower_block(self.norm_config(), self.hidden_size, self.num_attention_heads, mlp)

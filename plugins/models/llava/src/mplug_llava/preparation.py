@@ -6,6 +6,7 @@ from typing import Any
 from mplug_llava.published_towers import CLIP_PREPARATION, SIGLIP_PREPARATION
 from mplug_llava.tiling import TilingConfig
 from mplug_nn import FixedField, PublicField, PublicForm, ReadField, UnusedField, Values
+from mplug_nn.vision.tower import colours_of, square_side
 
 CLIP_MEAN, CLIP_STD = CLIP_PREPARATION["pixel_mean"], CLIP_PREPARATION["pixel_std"]
 """The library's values if a file states none."""
@@ -17,23 +18,14 @@ def _is_sizes(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(one, list | tuple) and len(one) == 2 for one in value)
 
 
-def _side(values: Mapping[str, Any]) -> int:
-    size = values["size"]
-    if set(size) != {"height", "width"} or size["height"] != size["width"]:
-        raise ValueError(f"its field 'size' is {size}, and the family reads equal 'height' and 'width'")
-    side: int = size["height"]
-    return side
-
-
 def _of_pictures(values: Mapping[str, Any]) -> dict[str, Any]:
-    colours = {"pixel_mean": tuple(values["image_mean"]), "pixel_std": tuple(values["image_std"])}
     resolutions = tuple(map(tuple, values["image_grid_pinpoints"]))
-    return {"vision": {"image_size": _side(values), **colours}, "tiling": {"resolutions": resolutions}}
+    vision = {"image_size": square_side(values), **colours_of(values)}
+    return {"vision": vision, "tiling": {"resolutions": resolutions}}
 
 
 def _of_videos(values: Mapping[str, Any]) -> dict[str, Any]:
-    colours = {"video_mean": tuple(values["image_mean"]), "video_std": tuple(values["image_std"])}
-    return {"vision": {"image_size": _side(values)}, "tiling": colours}
+    return {"vision": {"image_size": square_side(values)}, "tiling": colours_of(values, "video")}
 
 
 EVERYWHERE: dict[str, PublicField] = {

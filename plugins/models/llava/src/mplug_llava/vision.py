@@ -1,10 +1,10 @@
 """The section 'model.vision': the shape of the tower, and how pictures are prepared for it. Imports no torch."""
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from mplug_nn import ActivationName, BlockConfig, MLPConfig, NormConfig, tower_block
+from mplug_nn import ActivationName, TowerConfig
 
 PATCHES = "patches"
 """The axis along which the rows of the tower's units lie."""
@@ -23,18 +23,15 @@ TILED_CONTEXT = {
     "vision_shares": ("batch", "sequence", "corner"),
 }
 """The entries of a micro batch with tiled pictures, and their axes."""
-PREPARATION = frozenset({"init_std", "fit", "pixel_mean", "pixel_std", "typical_pictures"})
-"""Fields for initial values, pictures and estimates: towers that differ only in these compute the same."""
 
 
-class VisionConfig(BaseModel):
+class VisionConfig(TowerConfig):
     """The tower of LLaVA-1.5 by default: CLIP ViT-L/14 for pictures of 336 x 336 pixels.
 
     SigLIP has no class row, no norm before the first block, and biases of patches.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+    beside: ClassVar[frozenset[str]] = frozenset({"init_std", "fit", "pixel_mean", "pixel_std", "typical_pictures"})
     num_layers: PositiveInt = Field(24, le=10_000, description="transformer blocks that the tower has")
     feature_layer: int = Field(
         -2, description="block whose output the projector takes: -1 is the last one; later ones are kept, and unused"
@@ -92,10 +89,6 @@ class VisionConfig(BaseModel):
             raise ValueError("vision: features='all' has no effect without class_row")
         return self
 
-    def computes_like(self, other: "VisionConfig") -> bool:
-        """Whether two towers compute the same from the same patches."""
-        return self.model_dump(exclude=PREPARATION) == other.model_dump(exclude=PREPARATION)
-
     @property
     def used_layers(self) -> int:
         """The number of blocks that run."""
@@ -115,17 +108,3 @@ class VisionConfig(BaseModel):
     def seen_rows(self) -> range:
         """The rows of a picture that stand in the text."""
         return range(1 if self.class_row and self.features == "patches" else 0, self.num_rows)
-
-    @property
-    def patch_width(self) -> int:
-        """The numbers of a patch."""
-        return self.channels * self.patch_size**2
-
-    def norm_config(self) -> NormConfig:
-        """The norms of the blocks."""
-        return NormConfig("layernorm", self.norm_eps, bias=True)
-
-    def block_config(self) -> BlockConfig:
-        """A block of the tower; all are equal."""
-        mlp = MLPConfig(self.ffn_hidden_size, self.activation, bias=True)
-        return tower_block(self.norm_config(), self.hidden_size, self.num_attention_heads, mlp)

@@ -8,7 +8,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from mplug import ExternalNames
 from mplug_nn import DivisionName, GeneralDecoderConfig, Rotary
 from mplug_qwen_vl.names import external_names
-from mplug_qwen_vl.vision import PREPARATION, VisionConfig
+from mplug_qwen_vl.vision import VisionConfig
 
 COORDINATES = 3
 """Time, row and column."""
@@ -61,7 +61,7 @@ class QwenVLConfig(GeneralDecoderConfig):
 
     def _computed(self) -> tuple[object, ...]:
         vision = self.vision
-        return *super()._computed(), vision and vision.model_copy(update=dict.fromkeys(PREPARATION))
+        return *super()._computed(), vision and vision.computed()
 
     def external_names(self) -> ExternalNames:
         """The names of Qwen2.5-VL, Qwen3-VL or Qwen3-VL-MoE."""

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from mplug_nn import FixedField, PublicField, PublicForm, ReadField, UnusedField, Values
+from mplug_nn.vision.tower import colours_of
 
 VISION = "vision"
 """Our section of the tower."""
@@ -23,8 +24,7 @@ ALWAYS = "the family always does it"
 
 def _shared(values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that pictures and videos share."""
-    colours = {"pixel_mean": tuple(values["image_mean"]), "pixel_std": tuple(values["image_std"])}
-    return {**colours, **{ours: values[theirs] for theirs, ours in OURS.items()}}
+    return {**colours_of(values), **{ours: values[theirs] for theirs, ours in OURS.items()}}
 
 
 def _bounds(values: Mapping[str, Any], least: int, most: int) -> tuple[int, int]:

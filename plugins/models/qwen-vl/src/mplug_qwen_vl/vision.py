@@ -1,20 +1,11 @@
 """The section 'model.vision': the shape of the tower. Imports no torch."""
 
 from math import prod
-from typing import Self
+from typing import ClassVar, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from mplug_nn import ActivationName, BlockConfig, MLPConfig, NormConfig, NormName, Rotary, tower_block
+from mplug_nn import ActivationName, BlockConfig, NormConfig, NormName, Rotary, TowerConfig
 
 PATCHES = "patches"
 """The axis along which the rows of the tower's units lie."""
@@ -29,19 +20,15 @@ CONTEXT = {
 """The entries of a micro batch with images, and their axes."""
 
 
-PREPARATION = (
-    *("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels"),
-    *("pixel_mean", "pixel_std", "typical_patches", "init_std"),
-)
-"""Fields for pictures before they are patches, estimates and initial values: towers that differ only in these compute
-the same."""
-
-
-class VisionConfig(BaseModel):
+class VisionConfig(TowerConfig):
     """The tower of Qwen3-VL by default. Qwen2.5-VL has windows, RMSNorm, a gated MLP, and no learned positions."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+    beside: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels"),
+            *("pixel_mean", "pixel_std", "typical_patches", "init_std"),
+        }
+    )
     num_layers: PositiveInt = Field(27, le=10_000, description="transformer blocks of the tower")
     hidden_size: PositiveInt = Field(1152, description="width of the tower")
     num_attention_heads: PositiveInt = Field(16, description="heads of the tower")
@@ -119,10 +106,6 @@ class VisionConfig(BaseModel):
             )
         return self
 
-    def computes_like(self, other: "VisionConfig") -> bool:
-        """Whether two towers compute the same from the same patches; pictures may become patches in other ways."""
-        return self.model_copy(update={name: getattr(other, name) for name in PREPARATION}) == other
-
     @property
     def video_bounds(self) -> tuple[int, int]:
         """The smallest and the largest area of a video in pixels."""
@@ -146,16 +129,9 @@ class VisionConfig(BaseModel):
         """The norms of the blocks."""
         return NormConfig(self.norm, self.norm_eps, self.norm_bias)
 
-    def block_config(self) -> BlockConfig:
+    def block_config(self, rotary: Rotary | None = None) -> BlockConfig:
         """A block of the tower: they are equal, and differ only in the lengths that they are called with."""
-        mlp = MLPConfig(self.ffn_hidden_size, self.activation, bias=True)
-        return tower_block(
-            self.norm_config(),
-            self.hidden_size,
-            self.num_attention_heads,
-            mlp,
-            Rotary(self.rope_theta, division="axial"),
-        )
+        return super().block_config(rotary or Rotary(self.rope_theta, division="axial"))
 
 
 def entries_of(config: VisionConfig) -> tuple[str, ...]:

@@ -1,10 +1,10 @@
-"""Document lengths of packed samples, restricted to a part of attention. B batch, M documents."""
+"""What comes with the tokens of a sample, restricted to a part of attention. B batch, S whole sequence, M documents."""
 
 import torch
 from torch import Tensor
 
-from mplug_cp.blocks import Block, Ranges
-from mplug_nn.parts import Lengths
+from mplug_cp.blocks import Block, Sight
+from mplug_nn.parts import Lengths, Places, Ranges
 
 
 def lengths_in(document_lengths: Tensor | None, block: Block) -> Lengths | None:
@@ -24,3 +24,15 @@ def clipped(lengths: Tensor, ranges: Ranges) -> Tensor:
     starts = ends - lengths
     inside = [(ends.clamp(max=part.stop) - starts.clamp(min=part.start)).clamp(min=0) for part in ranges]
     return torch.stack(inside).sum(dim=0)
+
+
+def places_in(groups: Tensor | None, block: Block, sight: Sight) -> Places | None:
+    """The places of a part that is computed by position, with its part of the groups of positions [B, S]."""
+    if not block.by_position:
+        return None
+    of_parts = None if groups is None else (_held(groups, block.of_queries), _held(groups, block.of_keys))
+    return Places(block.of_queries, block.of_keys, sight.window, of_parts)
+
+
+def _held(groups: Tensor, ranges: Ranges) -> Tensor:
+    return torch.cat([groups[:, part.start : part.stop] for part in ranges], dim=1)

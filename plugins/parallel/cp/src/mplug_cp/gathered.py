@@ -2,8 +2,8 @@
 
 B batch, S local length, H query heads, G KV heads, K head dim, R ranks.
 
-    forward    all-gather    k and v [B, S, G, K] -> [2, B, R S, G, K]; in causal attention, the rank computes the part
-                             of its own keys meanwhile
+    forward    all-gather    k and v [B, S, G, K] -> [2, B, R S, G, K]; in causal attention and with windows, the rank
+                             computes the part of its own keys meanwhile
     backward   all-gather    again, because a rank saves only its own keys and values
                reduce-scatter (the dual)    dk and dv [2, B, R S, G, K] -> [2, B, S, G, K]
 """
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from mplug.ops.transfers import gathering, group_named, summing
-from mplug_cp.blocks import blocks_of_all, own_block
-from mplug_cp.totals import Backward, Forward, add_to, wide
+from mplug_cp.blocks import Sight, blocks_of_all, own_block
+from mplug_cp.totals import Backward, Forward, Seen, add_to, wide
 from mplug_cp.zigzag import chunks_held, held_at
 from mplug_nn.parts import AttentionParts
 
@@ -38,44 +38,46 @@ def by_rank(whole: Tensor, size: int) -> Tensor:
     return held.unflatten(0, (size, 2)).movedim(1, 3).flatten(3, 4)
 
 
-def _forward(total: Forward, k: Tensor, v: Tensor, causal: bool, group: str) -> tuple[Tensor, Tensor]:
+def _forward(total: Forward, k: Tensor, v: Tensor, sight: Sight, group: str) -> tuple[Tensor, Tensor]:
     ranks = group_named(group)
     where = (ranks.rank(), ranks.size(), k.shape[1])
     coming = gathering(torch.stack((k, v)), ranks)
-    if causal:
-        total.add(own_block(*where), k, v)
+    if sight.own_first:
+        total.add(own_block(*where, sight), k, v)
     whole = in_order(coming.wait())
-    for block in blocks_of_all(*where, causal):
+    for block in blocks_of_all(*where, sight):
         total.add(block, *whole)
     return total.result()
 
 
-def _backward(total: Backward, k: Tensor, v: Tensor, causal: bool, group: str) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(total: Backward, k: Tensor, v: Tensor, sight: Sight, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ranks = group_named(group)
     where = (ranks.rank(), ranks.size(), k.shape[1])
     coming = gathering(torch.stack((k, v)), ranks)
-    own = own_block(*where)
-    of_own = total.of(own, k, v) if causal else None
+    own = own_block(*where, sight)
+    of_own = total.of(own, k, v) if sight.own_first else None
     whole = in_order(coming.wait())
     of_whole = torch.zeros(whole.shape, dtype=wide(k), device=k.device)
-    for block in blocks_of_all(*where, causal):
+    for block in blocks_of_all(*where, sight):
         add_to(of_whole, block, total.of(block, *whole))
     dkv = summing(by_rank(of_whole, ranks.size()), ranks).wait()
     if of_own is not None:
         add_to(dkv, own, of_own)
+    dq, of_sinks = total.result()
     dk, dv = (x.to(k.dtype, copy=True) for x in dkv)
-    return total.result(), dk, dv
+    return dq, dk, dv, of_sinks
 
 
 @cache
 def gathered_of(parts: AttentionParts) -> Operator:
     """The operator of attention over gathered keys, built from a supplier's parts; one operator per `parts`.
 
-    (q [B, S, H, K], k and v [B, S, G, K], document lengths [B, M] or None, scale, causal, the group's name) ->
+    (q [B, S, H, K], k and v [B, S, G, K], document lengths [B, M] or None, groups of positions [B, R S] or None,
+    attention sinks [H] or None, scale, causal, window, the group's name) ->
     (output [B, S, H, K], log-sum-exp [B, H, S]). Only the output is differentiable.
 
-    Dual: grad [B, S, H, K] -> dq [B, S, H, K], dk and dv [B, S, G, K]. Forward gathers k and v; backward sums dk and
-    dv over the ranks and returns each rank its own part.
+    Dual: grad [B, S, H, K] -> dq [B, S, H, K], dk and dv [B, S, G, K], and the sinks' gradient [H]. Forward gathers k
+    and v; backward sums dk and dv over the ranks and returns each rank its own part.
     """
     # torch reads an operator's schema from its annotated arguments, so both operators list them one by one.
 
@@ -85,11 +87,15 @@ def gathered_of(parts: AttentionParts) -> Operator:
         k: Tensor,
         v: Tensor,
         documents: Optional[Tensor],  # noqa: UP045 (torch reads it)
+        groups: Optional[Tensor],  # noqa: UP045
+        sinks: Optional[Tensor],  # noqa: UP045
         scale: float,
         causal: bool,
+        window: Optional[int],  # noqa: UP045
         group: str,
     ) -> tuple[Tensor, Tensor]:
-        return _forward(Forward(parts, q, documents, scale), k, v, causal, group)
+        sight = Sight(causal, window, groups is not None)
+        return _forward(Forward(parts, q, Seen(sight, scale, documents, groups), sinks), k, v, sight, group)
 
     @torch.library.custom_op(f"mplug_cp::gathered_{parts.name}_backward", mutates_args=())
     def backward(
@@ -100,11 +106,16 @@ def gathered_of(parts: AttentionParts) -> Operator:
         output: Tensor,
         sums: Tensor,
         documents: Optional[Tensor],  # noqa: UP045 (torch reads it)
+        groups: Optional[Tensor],  # noqa: UP045
+        sinks: Optional[Tensor],  # noqa: UP045
         scale: float,
         causal: bool,
+        window: Optional[int],  # noqa: UP045
         group: str,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return _backward(Backward(parts, grad, q, output, sums, documents, scale), k, v, causal, group)
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        sight = Sight(causal, window, groups is not None)
+        seen = Seen(sight, scale, documents, groups)
+        return _backward(Backward(parts, grad, q, output, sums, seen, sinks), k, v, sight, group)
 
     @forward.register_fake
     def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -112,15 +123,30 @@ def gathered_of(parts: AttentionParts) -> Operator:
         return q.new_empty(q.shape), q.new_empty((b, h, s), dtype=wide(q))
 
     @backward.register_fake
-    def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    def _(
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        output: Tensor,
+        sums: Tensor,
+        documents: Tensor | None,
+        groups: Tensor | None,
+        sinks: Tensor | None,
+        *_: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        of_sinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), of_sinks
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        q, k, v, documents, *ctx.rest = inputs
-        ctx.save_for_backward(q, k, v, *output, documents)
+        q, k, v, *tensors = inputs[:6]
+        ctx.rest = inputs[6:]
+        ctx.save_for_backward(q, k, v, *output, *tensors)
 
     def differentiate(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return *backward(grad, *ctx.saved_tensors, *ctx.rest), None, None, None, None
+        saved = ctx.saved_tensors  # recomputation refuses a second access
+        *of_heads, of_sinks = backward(grad, *saved, *ctx.rest)
+        return *of_heads, None, None, None if saved[-1] is None else of_sinks, None, None, None, None
 
     forward.register_autograd(differentiate, setup_context=keep)
     return forward

@@ -3,11 +3,14 @@
 B batch, S queries, T keys, H query heads, G KV heads, K head dim.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from mplug_cp.blocks import Block
-from mplug_cp.documents import lengths_in
+from mplug_cp.blocks import Block, Sight
+from mplug_cp.documents import lengths_in, places_in
 from mplug_nn.parts import AttentionParts
 
 
@@ -16,32 +19,58 @@ def wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What a query sees: by position, and by the document lengths [B, M] and groups [B, S] of whole samples, if any."""
+
+    sight: Sight
+    scale: float
+    documents: Tensor | None = None
+    groups: Tensor | None = None
+
+    def of(self, block: Block) -> dict[str, Any]:
+        """What a call of a part receives beside its tensors."""
+        return {
+            "scale": self.scale,
+            "causal": block.causal,
+            "lengths": lengths_in(self.documents, block),
+            "places": places_in(self.groups, block, self.sight),
+        }
+
+
 class Forward:
     """The output and log-sum-exp of this rank's queries over the parts added so far.
 
     The first part must cover all queries, and each query must see at least one of its keys.
     """
 
-    def __init__(self, parts: AttentionParts, q: Tensor, documents: Tensor | None, scale: float) -> None:
-        self.parts, self.q, self.documents, self.scale = parts, q, documents, scale
+    def __init__(self, parts: AttentionParts, q: Tensor, seen: Seen, sinks: Tensor | None = None) -> None:
+        self.parts, self.q, self.seen, self.sinks = parts, q, seen, sinks
         self.output: Tensor | None = None
 
     def add(self, block: Block, k: Tensor, v: Tensor) -> None:
         """Compute a part and merge it; `block.keys` selects its keys and values in k and v [B, *, G, K]."""
         q, k, v = self.q[:, block.queries], k[:, block.keys], v[:, block.keys]
-        lengths = lengths_in(self.documents, block)
-        output, sums = self.parts.forward(q, k, v, scale=self.scale, causal=block.causal, lengths=lengths)
+        output, sums = self.parts.forward(q, k, v, **self.seen.of(block))
         if self.output is None:
             self.output, self.sums = output, sums.clone()
             return
-        if self.output.dtype != wide(q):
-            self.output = self.output.to(wide(q))
+        self._widen()
         merge(self.output[:, block.queries], self.sums[:, :, block.queries], output, sums)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """(output [B, S, H, K], log-sum-exp [B, H, S]), contiguous."""
+        """(output [B, S, H, K], log-sum-exp [B, H, S]), contiguous; both include the attention sinks."""
         assert self.output is not None
+        if self.sinks is not None:  # they take weight, and have no value
+            self._widen()
+            together = torch.logaddexp(self.sums, self.sinks.to(self.sums.dtype)[:, None])
+            self.output.mul_((self.sums - together).exp().transpose(1, 2)[..., None])
+            self.sums = together
         return self.output.to(self.q.dtype).contiguous(), self.sums.contiguous()
+
+    def _widen(self) -> None:
+        assert self.output is not None
+        self.output = self.output.to(wide(self.q))
 
 
 def merge(total: Tensor, total_sums: Tensor, output: Tensor, sums: Tensor) -> None:
@@ -62,11 +91,11 @@ class Backward:
         q: Tensor,
         output: Tensor,
         sums: Tensor,
-        documents: Tensor | None,
-        scale: float,
+        seen: Seen,
+        sinks: Tensor | None = None,
     ) -> None:
         self.parts, self.grad, self.q, self.output, self.sums = parts, grad, q, output, sums
-        self.documents, self.scale = documents, scale
+        self.seen, self.sinks = seen, sinks
         self.dq = torch.zeros(q.shape, dtype=wide(q), device=q.device)
 
     def of(self, block: Block, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,16 +108,22 @@ class Backward:
             v[:, block.keys],
             self.output[:, queries],
             self.sums[:, :, queries],
-            scale=self.scale,
-            causal=block.causal,
-            lengths=lengths_in(self.documents, block),
+            **self.seen.of(block),
         )
         self.dq[:, queries] += dq
         return dk, dv
 
-    def result(self) -> Tensor:
-        """dq [B, S, H, K]."""
-        return self.dq.to(self.q.dtype)
+    def result(self) -> tuple[Tensor, Tensor]:
+        """(dq [B, S, H, K], the gradient of the attention sinks [H]: of this rank's queries; empty without sinks)."""
+        return self.dq.to(self.q.dtype), self._of_sinks()
+
+    def _of_sinks(self) -> Tensor:
+        """A sink's weight has no value: it only takes weight from the others."""
+        if self.sinks is None:
+            return self.q.new_empty(0)
+        inner = (self.output.to(self.dq.dtype) * self.grad.to(self.dq.dtype)).sum(dim=-1).transpose(1, 2)  # [B, H, S]
+        weights = (self.sinks.to(self.sums.dtype)[:, None] - self.sums).exp()
+        return -(weights * inner).sum(dim=(0, 2)).to(self.sinks.dtype)
 
 
 def add_to(total: Tensor, block: Block, gradients: tuple[Tensor, Tensor]) -> None:

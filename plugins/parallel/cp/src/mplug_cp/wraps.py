@@ -13,15 +13,30 @@ from mplug_cp.exchange import exchanged
 from mplug_cp.gathered import gathered_of
 from mplug_cp.ring import ring_of
 from mplug_nn import AttentionInputs, AttentionParts, AttentionSpec, parts_of
-from mplug_nn.specification import CROSS, DOCUMENTS, FULL, KEY_LENGTH, KNOWN, LOG_SUM_EXP, STATIC_KEYS, VALUE_WIDTH
+from mplug_nn.specification import (
+    CROSS,
+    DOCUMENTS,
+    FULL,
+    KEY_LENGTH,
+    KNOWN,
+    LOG_SUM_EXP,
+    PARTS_BY_POSITION,
+    POSITION_GROUPS,
+    SINKS,
+    STATIC_KEYS,
+    VALUE_WIDTH,
+    WINDOW,
+)
 
 if TYPE_CHECKING:
     from mplug import Run
     from mplug_cp.config import Method
 
 Operator = Callable[..., tuple[Tensor, ...]]
-BY_PARTS = frozenset({DOCUMENTS, FULL, VALUE_WIDTH})
-"""Needs that attention by parts serves: parts have no window, cap, sink or bias."""
+POSITIONED = frozenset({WINDOW, POSITION_GROUPS})
+"""Needs for which parts are computed by position."""
+BY_PARTS = frozenset({DOCUMENTS, FULL, VALUE_WIDTH, SINKS}) | POSITIONED
+"""Needs that attention by parts serves: parts have no cap and no bias."""
 BY_HEADS = KNOWN - {KEY_LENGTH, STATIC_KEYS, CROSS}
 """Needs that the exchange of heads serves: every rank computes whole heads, with as many keys as queries."""
 
@@ -32,8 +47,10 @@ def around_attention(run: "Run", method: "Method") -> "list[Wrap]":
     if method != "ulysses" and run.mesh.axes["cp"].size > 1:
         operator_of = gathered_of if method == "all_gather" else ring_of
         wrap = partial(by_parts, operator_of, run.group("cp"))
-        needs, note = frozenset({LOG_SUM_EXP}), "all-gather" if method == "all_gather" else "ring"
-        wraps.append(Wrap("Attention.core", wrap, 0, needs, _has_parts, note=note, serves=BY_PARTS))
+        note = "all-gather" if method == "all_gather" else "ring"
+        for positioned, needs in ((False, {LOG_SUM_EXP}), (True, {LOG_SUM_EXP, PARTS_BY_POSITION})):
+            supports = partial(_has_parts, positioned)
+            wraps.append(Wrap("Attention.core", wrap, 0, frozenset(needs), supports, note=note, serves=BY_PARTS))
     axis = "cp" if method == "ulysses" else "cp_heads"
     if method in ("ulysses", "hierarchical") and run.mesh.axes[axis].size > 1:
         size, index = run.mesh.axes[axis].size, run.mesh.index(run.rank, axis)
@@ -74,18 +91,21 @@ def by_parts(
         width = max(key_width, value_width)
         if key_width != value_width:
             q, k, v = (pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
-        y = operator(q, k, v, inputs.document_lengths, spec.scale, spec.causal, name)[0]
+        groups = inputs.position_groups if spec.causal else None  # without a causal mask, a query sees them anyway
+        tensors = (q, k, v, inputs.document_lengths, groups, inputs.sinks)
+        y = operator(*tensors, spec.scale, spec.causal, spec.window, name)[0]
         return y[..., :value_width]
 
     return core
 
 
-def _has_parts(site: Site, run: "Run") -> bool | str:
+def _has_parts(positioned: bool, site: Site, run: "Run") -> bool | str:
     """True if attention can be computed by parts, else a reason; no supplier draws dropout masks part by part.
 
-    False for the rows of a stream, which cp does not divide, and for keys of another sequence, which every rank has.
+    False for the rows of a stream, which cp does not divide, and for keys of another sequence, which every rank has;
+    also if the parts of the site are not `positioned` as this wrap assumes.
     """
-    if site.sequence != "sequence" or CROSS in site.needs:
+    if site.sequence != "sequence" or CROSS in site.needs or bool(site.needs & POSITIONED) != positioned:
         return False
     if unserved := site.needs - BY_PARTS:
         remedy = "set parallel.cp.method=ulysses" if unserved <= BY_HEADS else "use a layout without cp"

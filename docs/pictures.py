@@ -1,11 +1,15 @@
-"""Draw the pictures of schedules and layouts in docs/pictures from the tables and the meshes that runs use.
+"""Draw the pictures in docs/pictures.
+
+Schedules and layouts are drawn from the tables and the meshes that runs use, curves from the losses that
+benchmarks/mixer_curves.py has recorded.
 
 python docs/pictures.py
 
 A test keeps the pictures equal to what this script draws.
 """
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -35,6 +39,10 @@ LAYOUTS = {
 """The drawn layouts, each with further settings of the run."""
 CELL, MARGIN, TITLE = 44, 8, 18
 """Pixels of a rank's square, around a group of ranks, and of its title."""
+CURVES = Path(__file__).parent.parent / "benchmarks" / "mixer_curves.json"
+COLOURS = {"dense": "#b3541e", "hybrid": "#1f5fa8"}
+WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 640, 320, 56, 28, 40
+"""Pixels of the picture of curves, and of the space around its axes."""
 SHADES = ("#f4f6fb", "#dfe7f5", "#c4d4ee", "#a5bfe6")
 """The fills of groups, from the outermost on."""
 
@@ -117,12 +125,54 @@ def layout(name: str) -> str:
     return "\n".join([head, *lines, "</svg>"]) + "\n"
 
 
+def curves(recorded: Mapping[str, Any]) -> str:
+    """The training losses of both decoders: the mean over seeds, in a band from the smallest to the largest."""
+    every, steps = recorded["every"], recorded["steps"]
+    losses = {name: [run["loss"] for run in recorded["runs"] if run["decoder"] == name] for name in COLOURS}
+    values = [loss for runs in losses.values() for run in runs for loss in run[2:]]  # the first ones are far above
+    low, top = int(2 * min(values)) / 2, int(2 * max(values) + 1) / 2
+
+    def place(step: float, loss: float) -> str:
+        x = LEFT + (WIDTH - LEFT - 16) * step / steps
+        y = TOP + (HEIGHT - TOP - BOTTOM) * (top - min(loss, top)) / (top - low)
+        return f"{x:.1f},{y:.1f}"
+
+    def line(values: Sequence[float]) -> list[str]:
+        return [place(every * (number + 0.5), value) for number, value in enumerate(values)]
+
+    size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
+    drawn = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
+        f'<text x="{LEFT}" y="16">training loss, nats per token (mean of {every} steps)</text>',
+        f'<text x="{WIDTH - 16}" y="{HEIGHT - 6}" text-anchor="end">step</text>',
+    ]
+    for number in range(int(2 * low), int(2 * top) + 1):
+        y = place(0, number / 2).split(",")[1]
+        drawn.append(f'<line x1="{LEFT}" x2="{WIDTH - 16}" y1="{y}" y2="{y}" stroke="#ddd"/>')
+        drawn.append(f'<text x="{LEFT - 8}" y="{float(y) + 4:.1f}" text-anchor="end">{number / 2:g}</text>')
+    for step in range(0, steps + 1, steps // 5):
+        x = place(step, low).split(",")[0]
+        drawn.append(f'<text x="{x}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{step}</text>')
+    for number, (name, runs) in enumerate(losses.items()):
+        columns = list(zip(*runs, strict=True))
+        band = [*line([max(one) for one in columns]), *reversed(line([min(one) for one in columns]))]
+        mean = line([sum(one) / len(one) for one in columns])
+        colour = COLOURS[name]
+        drawn.append(f'<polygon points="{" ".join(band)}" fill="{colour}" opacity="0.2"/>')
+        drawn.append(f'<polyline points="{" ".join(mean)}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        title = f"{name}, {len(runs)} seeds"
+        drawn.append(f'<text x="{WIDTH - 150}" y="{TOP + 20 + 18 * number}" fill="{colour}">{title}</text>')
+    return "\n".join([*drawn, "</svg>"]) + "\n"
+
+
 def pictures() -> Iterator[tuple[str, str]]:
     """The name and the text of each picture."""
     for name in SCHEDULES:
         yield f"schedule_{name}.svg", schedule(name)
     for name in LAYOUTS:
         yield f"{name}.svg", layout(name)
+    yield "mixers.svg", curves(json.loads(CURVES.read_text()))
 
 
 if __name__ == "__main__":

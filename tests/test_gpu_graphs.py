@@ -9,6 +9,7 @@ import torch
 from gpus import Watch, with_nccl
 from replayed import EXPERTS, GPT, STEPS, Seen, assert_equal, trained
 from safetensors.torch import load_file
+from scanning import SCANS
 
 from mplug.errors import RunError
 from mplug.run.prepare import prepare
@@ -56,6 +57,17 @@ FUSED_PRODUCTS = ("kernels.linear", "kernels.norm_product", "kernels.activation_
 OF_EXPERTS: TinySettings = {**EXPERTS, **CUDA, **FP8, **ROWWISE}
 OF_TE: TinySettings = {**OF_FP8, "kernels.linear": "te"}
 TE = "transformer_engine"
+OF_SCANS: TinySettings = {**CUDA, **SCANS, "trainer.steps": STEPS}
+OF_FLA: TinySettings = {
+    **OF_SCANS,
+    "data.documents": 1,
+    "model.linear_key_head_dim": 16,
+    "model.linear_value_head_dim": 16,
+    "kernels.scan": "fla",
+    "kernels.convolution": "fla",
+    "kernels.fla.experimental": True,
+    "kernels.fla.variants": 1,
+}
 KERNELS: dict[str, tuple[str, TinySettings]] = {  # the package that it needs, and a run
     "fp8": ("torch", {**OF_FP8, "kernels.linear": "fp8"}),
     "fp8 delayed": ("torch", {**OF_FP8, **DELAYED, "kernels.linear": "fp8"}),
@@ -67,6 +79,9 @@ KERNELS: dict[str, tuple[str, TinySettings]] = {  # the package that it needs, a
     "te delayed": (TE, {**OF_TE, **DELAYED}),
     "te blockwise": (TE, {**OF_TE, **BLOCKWISE}),
     "te fused": (TE, {**OF_FP8, **DELAYED, **dict.fromkeys(FUSED_PRODUCTS, "te")}),
+    "scans": ("torch", OF_SCANS),
+    "scans compiled": ("torch", {**OF_SCANS, "trainer.compile": "inductor"}),
+    "fla": ("fla", OF_FLA),
     "flex": ("torch", {**WIDE, "kernels.attention": "flex"}),
     "flash": ("flash_attn", {**WIDE, "kernels.attention": "flash"}),
     "quack": ("quack", {**WIDE, "kernels.default": "quack"}),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mplug import UsageError
 from mplug.model.build import build_model
+from mplug_nn import Mamba2
 from mplug_testing.harness import tiny_run
 from mplug_testing.parity import require_parity
 
@@ -97,10 +98,28 @@ OF_FAMILIES = ("tp2", "tp4", "pp2", "cp2", "cp4", "zero2", "fsdp2", "ep2", "tp2c
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", OF_FAMILIES)
 def test_published_hybrids_train_under_every_layout_as_one_process(layout: str, family: str) -> None:
-    settings = FAMILIES[family]
-    if layout == "tp4" and family in ("granite", "nemotron"):
-        settings = {**settings, "model.linear_num_key_heads": 4}  # a norm of Mamba-2 spans a group
-    require_parity(settings, layout)
+    require_parity(FAMILIES[family], layout)
+
+
+ONE_GROUP = {**GRANITE, "model.linear_num_key_heads": 1}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp2",
+        *(
+            pytest.param(layout, marks=pytest.mark.wide("layouts"))
+            for layout in ("tp4", "tp2 parallel.tp.sequence_parallel=false", "tp2cp2", "tp2pp2", "tp2fsdp2", "tp2ep2")
+        ),
+        pytest.param(f"tp2 {COMPILED}", marks=pytest.mark.wide("compile")),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_ranks_that_share_a_group_of_mamba_2_train_as_in_one_process(layout: str) -> None:
+    """The one group of a published Granite 4: ranks have copies of B and C, and their norms add up squares."""
+    require_parity(ONE_GROUP, layout)
 
 
 @pytest.mark.wide("compile")
@@ -135,6 +154,27 @@ def forgetting() -> None:
     states._start_states = start_states
 
 
+def norming_alone() -> None:
+    """A rank's norm has the squares of its own heads only."""
+    import mplug_tp.suppliers as suppliers
+
+    original = suppliers.offers
+
+    def offers(*arguments: Any) -> list[Any]:
+        found = original(*arguments)
+        for offer in found:
+            if "Mamba2.squares" in getattr(offer, "suppliers", ()):
+                offer.suppliers["Mamba2.squares"] = lambda squares, _: squares * 1.0
+        return found
+
+    suppliers.offers = offers
+
+
+@pytest.mark.wide("layouts")
+def test_the_comparison_catches_a_norm_of_a_part_of_a_group() -> None:
+    assert difference_of("tp2", ONE_GROUP, norming_alone) != ""
+
+
 @pytest.mark.wide("layouts")
 @pytest.mark.parametrize("mistake", [leaking, forgetting])
 def test_the_comparison_catches(mistake: Any) -> None:
@@ -159,8 +199,24 @@ def refused(settings: dict[str, Any], layout: str) -> str:
 def test_layouts_that_do_not_fit_the_heads_are_refused_before_launch() -> None:
     odd = {"model.linear_num_value_heads": 3, "model.linear_num_key_heads": 3}
     assert "tp=2 does not divide the 3 heads" in refused({**HYBRID, **odd}, "tp2")
-    groups = {**HYBRID, "model.mixer_types": ["mamba2"], "model.linear_num_key_heads": 1}
-    assert "tp=2 does not divide the 1 kv heads" in refused(groups, "tp2")
+    groups = {**HYBRID, "model.mixer_types": ["mamba2"], "model.linear_num_value_heads": 12}
+    groups |= {"model.linear_num_key_heads": 3, "model.num_attention_heads": 4}
+    assert "tp=4 does not divide the 3 kv heads" in refused(groups, "tp4")
+
+
+def test_a_strategy_that_divides_a_group_of_mamba_2_and_does_not_add_up_squares_is_refused() -> None:
+    mixer = Mamba2(8, 4, 2, 1, 2)
+    for parameter in (mixer.inputs, mixer.conv, mixer):
+        for name, value in list(parameter.named_parameters(recurse=False)):
+            setattr(parameter, name, torch.nn.Parameter(torch.zeros_like(value)))
+    halved = {"inputs.weight": 2 * 4 + 2 * 2 + 2, "conv.weight": 8, "conv.bias": 8, "norm": 4}
+    for name, rows in {**halved, "A_log": 2, "dt_bias": 2, "D": 2}.items():
+        owner, _, own = name.rpartition(".")
+        module = mixer.get_submodule(owner)
+        setattr(module, own, torch.nn.Parameter(getattr(module, own)[:rows]))
+    mixer.out.weight = torch.nn.Parameter(mixer.out.weight[:, :4])
+    with pytest.raises(ValueError, match=r"does not fill 'Mamba2\.squares'"):
+        mixer.mixed(torch.zeros(1, 3, 8), None)
 
 
 @pytest.mark.parametrize(

@@ -86,9 +86,11 @@ if TYPE_CHECKING:
     from mplug_nn.decoders.public_fields import UNTIED_FIELDS as UNTIED_FIELDS
     from mplug_nn.decoders.public_fields import activation_field as activation_field
     from mplug_nn.decoders.public_fields import attention_types as attention_types
+    from mplug_nn.decoders.public_fields import block_types as block_types
     from mplug_nn.decoders.public_fields import decoder_fields as decoder_fields
     from mplug_nn.decoders.public_fields import heads_fields as heads_fields
     from mplug_nn.decoders.public_fields import layer_types as layer_types
+    from mplug_nn.decoders.public_fields import mixer_layer_types as mixer_layer_types
     from mplug_nn.decoders.public_fields import read_rotary as read_rotary
     from mplug_nn.decoders.public_fields import rotary_fields as rotary_fields
     from mplug_nn.decoders.public_fields import rotary_settings as rotary_settings

@@ -11,6 +11,7 @@ from mplug_nn.experts import Experts
 from mplug_nn.linear import Linear
 from mplug_nn.loss import Loss
 from mplug_nn.mixers.convolution import Convolution
+from mplug_nn.mixers.mamba import Mamba2
 from mplug_nn.mixers.scan import Scan
 from mplug_nn.mlp import MLP
 from mplug_nn.norm import Norm
@@ -20,7 +21,7 @@ from mplug_nn.vision.patches import PatchEmbedding
 
 BLOCKS: tuple[type[nn.Module], ...] = (
     *(Attention, Linear, Norm, MLP, Embedding, Dropout, Loss, Router, Experts),
-    *(PatchEmbedding, StreamJoin, Scan, Convolution, CrossAttention),
+    *(PatchEmbedding, StreamJoin, Scan, Convolution, Mamba2, CrossAttention),
 )
 """The blocks that declare slots. Other blocks share the slots of these."""
 SLOTS: dict[str, Slot] = {slot.name: slot for block in BLOCKS for slot in block.SLOTS}  # type: ignore[attr-defined]

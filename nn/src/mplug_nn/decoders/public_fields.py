@@ -224,21 +224,31 @@ def written_rotary(theta: float, scaling: Mapping[str, Any] | None) -> dict[str,
     return {"rope_theta": theta, "rope_scaling": rope if scaling else None, "rope_parameters": rope}
 
 
-# Types of attention
+# What each block mixes its tokens by
 
 
 LAYER_TYPES_FIELDS: dict[str, PublicField] = {"layer_types": ReadField(None, Values.names().or_null)}
-"""The row of the types of the blocks' attention."""
+"""The row of the types of the blocks' attention, or of their mixers."""
 
 
 def attention_types(values: Mapping[str, Any], otherwise: Sequence[str]) -> tuple[str, ...]:
     """The types of the blocks' attention, by `layer_types`, or else `otherwise`; as a list that repeats."""
-    found, num_layers = values["layer_types"], values["num_hidden_layers"]
-    if found is None:
-        return shortest(list(otherwise))
-    if len(found) != num_layers or not all(one in TYPES for one in found):
-        raise ValueError(f"its field 'layer_types' is not a list of {num_layers} of {', '.join(TYPES)}")
-    return shortest([TYPES[one] for one in found])
+    return shortest(list(otherwise)) if values["layer_types"] is None else block_types(values, TYPES)
+
+
+def block_types(
+    values: Mapping[str, Any], named: Mapping[str, str], otherwise: Sequence[str] = (), field: str = "layer_types"
+) -> tuple[str, ...]:
+    """Our names of what a list of a config.json says of each block, as a list that repeats.
+
+    `named` maps the published names to ours; `otherwise` are published names for a file without the list. Raises
+    ValueError if the list has another length than the number of blocks, or other names.
+    """
+    number = values["num_hidden_layers"]
+    found = otherwise if values[field] is None else values[field]
+    if len(found) != number or not all(one in named for one in found):
+        raise ValueError(f"its field '{field}' is not a list of {number} of {', '.join(named)}")
+    return shortest([named[one] for one in found])
 
 
 def shortest(types: Sequence[str]) -> tuple[str, ...]:
@@ -249,6 +259,18 @@ def shortest(types: Sequence[str]) -> tuple[str, ...]:
 
 
 def layer_types(config: GeneralDecoderConfig) -> list[str]:
-    """The field `layer_types`: an entry per block."""
+    """The field `layer_types` of the blocks' attention: an entry per block."""
     named = {ours: theirs for theirs, ours in TYPES.items()}
     return [named[config.entry("attention_types", number)] for number in range(config.num_layers)]
+
+
+def mixer_layer_types(config: GeneralDecoderConfig, named: Mapping[str, str]) -> list[str]:
+    """The field `layer_types` of the blocks' mixers: an entry per block; of several names for a mixer, the first.
+
+    `named` maps the published names to ours. Raises ValueError if the form has no name for a mixer.
+    """
+    published = {ours: theirs for theirs, ours in reversed([*named.items()])}
+    kinds = [config.mixer_type(number) for number in range(config.num_layers)]
+    if unknown := sorted(set(kinds) - set(published)):
+        raise ValueError(f"no entry of 'layer_types' means model.mixer_types={unknown[0]!r}")
+    return [published[kind] for kind in kinds]

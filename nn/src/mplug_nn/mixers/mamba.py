@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from mplug.layout.inits import ONES, ZEROS, Entries, Inits
 from mplug.layout.plan import Parameter, Segment
 from mplug.layout.work import Step
+from mplug.model.slots.declaration import Slot, set_defaults
 from mplug_nn.linear import Linear
 from mplug_nn.mixers.convolution import Convolution
-from mplug_nn.mixers.gated_norm import gated_rms_norm
+from mplug_nn.mixers.gated_norm import SQUARES, Squares, gated_group_norm, gated_rms_norm, own_squares
 from mplug_nn.mixers.mixer import A_LOG, TIME_STEPS, Mixer, convolution_entries, decay_entries, log_decay, time_step
 from mplug_nn.mixers.scan import Scan
 
@@ -24,10 +25,13 @@ class Mamba2(Mixer):
     exp(-exp(A_log) dt), the key B, the value dt x, the query C. The output is norm(silu(z) (y + D x)), normalised over
     the heads of a group.
 
-    Tensor parallelism divides heads and groups. A norm spans a group, so ranks cannot share one.
+    Tensor parallelism divides heads and groups. If there are fewer groups than ranks, ranks hold copies of B and C, and
+    the slot `Mamba2.squares` adds up what the norm needs of the heads of other ranks.
     """
 
+    SLOTS: ClassVar[tuple[Slot, ...]] = (SQUARES,)
     mixes: ClassVar[frozenset[str]] = frozenset()
+    squares: Squares
 
     def __init__(
         self,
@@ -56,11 +60,12 @@ class Mamba2(Mixer):
         self.scan = Scan("decay", num_heads, num_groups, state_width, head_width, 1.0)
         self.norm = nn.Parameter(torch.empty(inner))
         self.out = Linear(inner, dim, bias)
+        set_defaults(self)
 
     def plan_entries(self, inits: Inits) -> Entries:
         """The meaning of the parameters."""
         inner = Segment("heads", self.num_heads, self.head_width)
-        states = Segment("kv_heads", self.num_groups, self.state_width)
+        states = Segment("kv_heads", self.num_groups, self.state_width, uneven="copy")
         heads = Segment("heads", self.num_heads)
         projected, channels = (inner, inner, states, states, heads), (inner, states, states)
         entries = {
@@ -100,6 +105,12 @@ class Mamba2(Mixer):
         groups = states // self.state_width
         y, z = (part.reshape(*part.shape[:2], groups, -1) for part in (y.flatten(-2), z))
         weight = self.norm.unflatten(0, (groups, -1))
-        normed = gated_rms_norm(y, z, weight, self.eps, "silu, norm")
+        width = self.num_heads // self.num_groups * self.head_width
+        if y.shape[-1] == width:
+            normed = gated_rms_norm(y, z, weight, self.eps, "silu, norm")
+        elif self.squares is own_squares:
+            raise ValueError("a strategy divides the heads of a group of Mamba-2, and does not fill 'Mamba2.squares'")
+        else:
+            normed = gated_group_norm(y, z, weight, self.eps, self.num_groups, width, self.squares)
         out: Tensor = self.out(normed.flatten(-2).to(projected.dtype))
         return out

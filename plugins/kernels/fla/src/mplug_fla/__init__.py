@@ -2,27 +2,18 @@
 
 from functools import partial
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from mplug import Offer, hookimpl
+from mplug_fla.config import FlaConfig
 
 
 class Fla:
     """The recurrences and the short convolutions of mixers of tokens."""
 
-    class Config(BaseModel):
-        """The consent to kernels that have failed."""
-
-        model_config = ConfigDict(extra="forbid", frozen=True)
-
-        experimental: bool = Field(
-            False, description="use the kernels, although a large decoder failed with them on a GPU (see the README)"
-        )
-
+    Config = FlaConfig
     captures = "has not been tested in a CUDA graph yet"
     """Unknown: no run on a GPU has replayed these kernels yet."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: FlaConfig) -> None:
         self.config = config
 
     @hookimpl
@@ -33,12 +24,12 @@ class Fla:
         from mplug_fla.scans import scan, scan_by_channel
         from mplug_nn.mixers.specification import CONVOLUTIONS, SCANS
 
-        experimental = self.config.experimental
+        supports = partial(supports_scan, self.config)
         return [
             *(
                 Offer(
                     {"Scan.core": supplier},
-                    partial(supports_scan, experimental, by_channel),
+                    partial(supports, by_channel),
                     note=partial(note, by_channel),
                     serves=SCANS,
                     devices=("cuda",),
@@ -49,7 +40,7 @@ class Fla:
             ),
             Offer(
                 {"Convolution.core": convolution},
-                partial(supports_convolution, experimental),
+                partial(supports_convolution, self.config),
                 serves=CONVOLUTIONS,
                 devices=("cuda",),
                 dtypes=DTYPES,

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from mplug import Site, triton_builds
+from mplug_fla.variants import keep
 from mplug_nn import ConvolutionSpec, ScanSpec
 
 if TYPE_CHECKING:
     from mplug import Run
+    from mplug_fla.config import FlaConfig
 
 DISTRIBUTION = "fla-core"
 RELEASE = (0, 6)
@@ -27,11 +29,8 @@ MISCOMPILING = ((3, 4, 0), (3, 7, 1))
 """From, and below: releases of Triton that miscompile `chunk_bwd_dqkwg` on Hopper (issue 640 of the library)."""
 
 
-def supports_scan(experimental: bool, by_channel: bool, site: Site, run: "Run") -> bool | str:
-    """True if the kernels compute the site; else the reason. The second offer is for the sites of `takes_channels`.
-
-    `experimental` is the consent of the user (`Fla.Config`).
-    """
+def supports_scan(config: "FlaConfig", by_channel: bool, site: Site, run: "Run") -> bool | str:
+    """True if the kernels compute the site; else the reason. The second offer is for the sites of `takes_channels`."""
     spec = getattr(site.module, "spec", None)
     if not isinstance(spec, ScanSpec):
         return False
@@ -39,13 +38,13 @@ def supports_scan(experimental: bool, by_channel: bool, site: Site, run: "Run") 
         if width not in widths:
             reason = f"it supports widths of {what} of {widths[0]} to {widths[-1]}, and this site's width is {width}"
             return False if by_channel else reason
-    reason = _unfit(experimental, run)
+    reason = _unfit(config, run)
     if reason:
         return False if by_channel else reason
     return by_channel == takes_channels(spec)
 
 
-def supports_convolution(experimental: bool, site: Site, run: "Run") -> bool | str:
+def supports_convolution(config: "FlaConfig", site: Site, run: "Run") -> bool | str:
     """True if the kernels compute the site; else the reason."""
     spec = getattr(site.module, "spec", None)
     if not isinstance(spec, ConvolutionSpec):
@@ -53,7 +52,7 @@ def supports_convolution(experimental: bool, site: Site, run: "Run") -> bool | s
     if spec.width not in CONVOLUTION_WIDTHS:
         first, last = CONVOLUTION_WIDTHS[0], CONVOLUTION_WIDTHS[-1]
         return f"it supports convolutions over {first} to {last} positions, and this one spans {spec.width}"
-    return _unfit(experimental, run) or True
+    return _unfit(config, run) or True
 
 
 def takes_channels(spec: ScanSpec) -> bool:
@@ -77,14 +76,18 @@ def note(by_channel: bool, site: Site, run: "Run") -> str:
     return f"decays per channel, because Triton {'.'.join(map(str, _release('triton')))} miscompiles decays per head"
 
 
-def _unfit(experimental: bool, run: "Run") -> str:
+def _unfit(config: "FlaConfig", run: "Run") -> str:
     if run.config.trainer.deterministic:
         return (
             "each process chooses among its kernels by their speed, so sums may be in another order, and "
             "trainer.deterministic is set"
         )
-    if (reason := missing()) or experimental:
+    if reason := missing():
         return reason
+    if config.experimental:
+        if config.variants is not None:
+            keep(config.variants)
+        return ""
     return (
         "a decoder of 1.7 billion parameters ended with an illegal memory access on an H200, and the cause is not "
         "known; to try the kernels all the same, set kernels.fla.experimental=true"

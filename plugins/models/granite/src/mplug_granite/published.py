@@ -14,11 +14,12 @@ from mplug_nn import (
     PublicForm,
     ReadField,
     Values,
+    block_types,
     decoder_fields,
     heads_fields,
+    mixer_layer_types,
     rotary_fields,
     rotary_settings,
-    shortest,
     tied_fields,
     unused,
     written_heads,
@@ -66,7 +67,8 @@ def _is_width(value: Any) -> bool:
 
 def _hybrid(values: Mapping[str, Any]) -> dict[str, Any]:
     """Mixers, positions in all blocks with attention or in none, and experts beside a shared MLP or this MLP alone."""
-    mixers, feed_forward, positions = _mixers(values), _feed_forward(values), values["position_embedding_type"]
+    mixers = block_types(values, MIXERS, ["linear_attention"] * values["num_hidden_layers"])
+    feed_forward, positions = _feed_forward(values), values["position_embedding_type"]
     heads, inner = values["mamba_n_heads"], values["mamba_expand"] * values["hidden_size"]
     width = values["mamba_d_head"] if values["mamba_d_head"] != "auto" else inner // heads
     if heads * width != inner:
@@ -91,14 +93,6 @@ def _feed_forward(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_shared_experts": 1, "moe_ffn_hidden_size": width, "moe_shared_ffn_hidden_size": shared}
 
 
-def _mixers(values: Mapping[str, Any]) -> tuple[str, ...]:
-    number = values["num_hidden_layers"]
-    found = ["linear_attention"] * number if values["layer_types"] is None else values["layer_types"]
-    if len(found) != number or not all(one in MIXERS for one in found):
-        raise ValueError(f"its field 'layer_types' is not a list of {number} of {', '.join(MIXERS)}")
-    return shortest([MIXERS[one] for one in found])
-
-
 def _written_dense(config: "GraniteConfig") -> dict[str, Any]:
     if config.is_published_hybrid:
         raise ValueError("model.published_as is 'granitemoehybrid', or model.mixer_types or model.num_experts say so")
@@ -116,10 +110,8 @@ def _written(config: "GraniteConfig") -> dict[str, Any]:
 def _written_hybrid(config: "GraniteConfig") -> dict[str, Any]:
     if not config.is_published_hybrid:
         raise ValueError("model.published_as is 'granite', or model.mixer_types and model.num_experts say so")
-    named = {"mamba2": "linear_attention", "attention": "full_attention"}
-    kinds: list[str] = [config.mixer_type(number) for number in range(config.num_layers)]
-    if unknown := sorted(set(kinds) - set(named)):
-        raise ValueError(f"no entry of 'layer_types' means model.mixer_types={unknown[0]!r}")
+    types = mixer_layer_types(config, MIXERS)
+    kinds = [MIXERS[one] for one in types]
     width, has_experts = config.expert_width, config.num_experts > 0
     positions = {config.entry("position_types", n) for n, kind in enumerate(kinds) if kind == "attention"}
     if len(positions) > 1:
@@ -127,7 +119,7 @@ def _written_hybrid(config: "GraniteConfig") -> dict[str, Any]:
     return {
         **_written(config),
         **_written_mamba(config, has_mamba="mamba2" in kinds),
-        "layer_types": [named[kind] for kind in kinds],
+        "layer_types": types,
         "position_embedding_type": "rope" if "rotary" in positions else None,
         "intermediate_size": width if has_experts else config.ffn_hidden_size,
         "shared_intermediate_size": (config.shared_width or width) if has_experts else config.ffn_hidden_size,

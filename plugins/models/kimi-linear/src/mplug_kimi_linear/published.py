@@ -13,8 +13,9 @@ from mplug_nn import (
     ReadField,
     SumField,
     Values,
+    block_types,
     decoder_fields,
-    shortest,
+    mixer_layer_types,
     unused,
 )
 
@@ -74,31 +75,21 @@ def _mixers(values: Mapping[str, Any], nested: Mapping[str, Any]) -> tuple[str, 
         if sorted([*full, *delta]) != list(range(1, number + 1)):
             raise ValueError(f"its lists 'full_attn_layers' and 'kda_layers' do not name {number} blocks once each")
         found = ["full_attention" if i + 1 in full else "linear_attention" for i in range(number)]
-    if found is None:
-        found = ["full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(number)]
-    if len(found) != number or not all(one in MIXERS for one in found):
-        raise ValueError(f"its field 'layer_types' is not a list of {number} of {', '.join(MIXERS)}")
-    return shortest([MIXERS[one] for one in found])
+    usual = ["full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(number)]
+    return block_types({**values, "layer_types": found}, MIXERS, usual)
 
 
 def _feed_forward(values: Mapping[str, Any]) -> tuple[str, ...]:
-    found, number, dense = values["mlp_layer_types"], values["num_hidden_layers"], values["first_k_dense_replace"]
-    if found is None:
-        found = ["dense" if i < dense else "sparse" for i in range(number)]
-    if len(found) != number or not all(one in FEED_FORWARD for one in found):
-        raise ValueError(f"its field 'mlp_layer_types' is not a list of {number} of {', '.join(FEED_FORWARD)}")
-    return shortest([FEED_FORWARD[one] for one in found])
+    number, dense = values["num_hidden_layers"], values["first_k_dense_replace"]
+    usual = ["dense" if i < dense else "sparse" for i in range(number)]
+    return block_types(values, FEED_FORWARD, usual, field="mlp_layer_types")
 
 
 def _written(config: "KimiLinearConfig") -> dict[str, Any]:
     numbers = range(config.num_layers)
-    named = {ours: theirs for theirs, ours in MIXERS.items()}
-    kinds: list[str] = [config.mixer_type(number) for number in numbers]
-    if unknown := sorted(set(kinds) - set(named)):
-        raise ValueError(f"no entry of 'layer_types' means model.mixer_types={unknown[0]!r}")
     width = config.linear_key_head_dim or config.head_width
     return {
-        "layer_types": [named[kind] for kind in kinds],
+        "layer_types": mixer_layer_types(config, MIXERS),
         "mlp_layer_types": ["sparse" if config.has_experts(number) else "dense" for number in numbers],
         "linear_head_dim": width,
         "linear_num_heads": config.linear_value_heads,

@@ -1,6 +1,6 @@
 """The config.json of Qwen3-Next and of Qwen3.5's decoders: gated delta nets, and in every fourth block attention."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mplug_nn import (
@@ -13,8 +13,10 @@ from mplug_nn import (
     PublicForm,
     ReadField,
     Values,
+    block_types,
     decoder_fields,
     heads_fields,
+    mixer_layer_types,
     rotary_fields,
     rotary_settings,
     shortest,
@@ -91,13 +93,9 @@ def _shared(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mixers(values: Mapping[str, Any]) -> tuple[str, ...]:
-    found, number = values["layer_types"], values["num_hidden_layers"]
-    if found is None:
-        every = values["full_attention_interval"]
-        found = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(number)]
-    if len(found) != number or not all(one in MIXERS for one in found):
-        raise ValueError(f"its field 'layer_types' is not a list of {number} of {', '.join(MIXERS)}")
-    return shortest([MIXERS[one] for one in found])
+    number, every = values["num_hidden_layers"], values["full_attention_interval"]
+    usual = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(number)]
+    return block_types(values, MIXERS, usual)
 
 
 def _rotary(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,16 +128,12 @@ def _written_mixers(config: "QwenConfig", projections: str) -> dict[str, Any]:
         raise ValueError(f"its projections are those of model.published_scans={projections!r}")
     rotary = written_rotary(config.rope_theta, config.rope_scaling)
     rotary["rope_parameters"] = {**rotary["rope_parameters"], "partial_rotary_factor": config.rope_fraction}
-    named = {ours: theirs for theirs, ours in MIXERS.items()}
-    kinds: Sequence[str] = [config.mixer_type(number) for number in range(config.num_layers)]
-    if unknown := sorted(set(kinds) - set(named)):
-        raise ValueError(f"no entry of 'layer_types' means model.mixer_types={unknown[0]!r}")
     key_width = config.linear_key_head_dim or config.head_width
     return {
         **written_heads(config),
         **rotary,
         "partial_rotary_factor": config.rope_fraction,
-        "layer_types": [named[kind] for kind in kinds],
+        "layer_types": mixer_layer_types(config, MIXERS),
         "linear_num_key_heads": config.linear_key_heads,
         "linear_num_value_heads": config.linear_value_heads,
         "linear_key_head_dim": key_width,

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mplug import Model, Run, slots_of
+from mplug_nn import Boundary, Collective
 from mplug_nn.embedding import lookup
 from mplug_tp.boundary import SEQUENCE
 from mplug_tp.suppliers import dim_of_tp
@@ -111,10 +112,14 @@ def _one_rank(run: Run, model: Model, divided: _Divided) -> Iterator[None]:
         "Join.gather": lambda rows: rows,
         "Join.positions": scatter,
         "Attention.core": lambda q, _, v, *__, **___: q.new_empty(*q.shape[:-1], v.shape[-1]),
-        "Experts.compute": lambda rows, *_: rows.clone(),
+        "Experts.compute": lambda rows, *_, **__: rows.clone(),
         "Loss.cross_entropy": lambda hidden, *_: (hidden.new_zeros(()), hidden.new_zeros((), dtype=torch.int64)),
     }
-    of_weights = {("Linear.gather", 0): gather, ("Linear.scatter", 1): scatter}
+    around = Boundary(gather, scatter, lambda x: x)
+    of_weights: dict[tuple[str, int | None], Any] = {
+        ("Linear.gather", 0): Collective(gather, boundary=around),
+        ("Linear.scatter", 1): Collective(scatter, boundary=around),
+    }
     with ExitStack() as stack:
         for name, part in model.module.named_modules():
             for slot in slots_of(part):

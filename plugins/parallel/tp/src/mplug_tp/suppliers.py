@@ -9,6 +9,7 @@ dropout in the residual stream         use this rank's positions         -
 embedding of the rows of a stream      use this rank's rows              -
 join of such rows with tokens          gather the rows, for this rank's  -
                                        positions
+norm over heads of several ranks       add the ranks' sums of squares    the same
 
 With `overlap`, `product.py` also supplies the products of these linears as a whole (`Linear.product`). They do the work
 of gather and scatter, or of copy and reduce, chunk by chunk.
@@ -37,6 +38,7 @@ def offers(run: Run, model: Model, sequence_parallel: bool, overlap: bool) -> li
     group = run.group("tp")
     chunked = name_for(group, sequence_parallel) if overlap else ""
     sizes = _vocab_sizes(model)
+    size_of_tp, index = run.mesh.axes["tp"].size, run.mesh.index(run.rank, "tp")
     vocabulary = VocabularyParallel(group, next(iter(sizes.values()), None))
 
     def weight_split_along(dim: int | None) -> Callable[[Site, Run], bool]:
@@ -59,6 +61,15 @@ def offers(run: Run, model: Model, sequence_parallel: bool, overlap: bool) -> li
     def whole_rows(rows: Tensor) -> Tensor:
         return ops.gather(rows, group, SEQUENCE)
 
+    def divides_groups(site: Site, _: Run) -> bool:
+        return bool(size_of_tp > site.module.num_groups)
+
+    def squares_of_group(squares: Tensor, num_groups: int) -> Tensor:
+        """[B, S, 1, 1] -> [B, S, 1, 1]: the sum over the ranks that share a group, which are consecutive."""
+        sharers = size_of_tp // num_groups
+        first = index // sharers * sharers
+        return ops.gather(squares, group, -1)[..., first : first + sharers].sum(dim=-1, keepdim=True)
+
     def look_up_tokens(indices: Tensor, weight: Tensor) -> Tensor:
         return leave(vocabulary.lookup(indices, weight))
 
@@ -69,9 +80,10 @@ def offers(run: Run, model: Model, sequence_parallel: bool, overlap: bool) -> li
         Offer({"Linear.gather": Collective(enter, boundary=around)}, weight_split_along(0)),
         Offer({"Linear.scatter": Collective(leave, boundary=around)}, weight_split_along(1)),
         Offer({"Embedding.lookup": look_up_tokens}, weight_split_along(0)),
+        Offer({"Mamba2.squares": squares_of_group}, divides_groups),
         Wrap(
             "Attention.core",
-            partial(_with_global_heads, run.mesh.index(run.rank, "tp")),
+            partial(_with_global_heads, index),
             layer=100,
             serves=KNOWN,
             streams=True,

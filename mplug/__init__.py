@@ -119,6 +119,7 @@ if TYPE_CHECKING:
     from mplug.layout.work import Flops as Flops
     from mplug.layout.work import Step as Step
     from mplug.layout.work import WeightProduct as WeightProduct
+    from mplug.layout.work import Window as Window
     from mplug.layout.work import Work as Work
     from mplug.model.model import Model as Model
     from mplug.model.plans.adapters import Adapters as Adapters
@@ -262,7 +263,7 @@ publish(
         ),
         "mplug.layout.plan_within": ("plan_within",),
         "mplug.layout.ranks": ("Grouping", "Ranks"),
-        "mplug.layout.work": ("ActivationProduct", "Branches", "Flops", "Step", "WeightProduct", "Work"),
+        "mplug.layout.work": ("ActivationProduct", "Branches", "Flops", "Step", "WeightProduct", "Window", "Work"),
         "mplug.model.plans.adapters": ("Adapters", "Merge", "RowNorms", "row_norms"),
         "mplug.model.plans.declaring": ("Declared", "declare", "parameter"),
         "mplug.model.plans.description": ("Description", "describe"),

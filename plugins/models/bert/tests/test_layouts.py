@@ -22,6 +22,7 @@ SHAPE = {"model.num_layers": 3, "model.ffn_hidden_size": 48, "model.vocab_size":
 SHAPE |= {"model.hidden_size": 32, "model.num_attention_heads": 4}
 BERT = {"model.name": "bert", **SHAPE, "model.max_position_embeddings": 20, "model.position_offset": 2, **MASKED}
 MODERN = {"model.name": "modernbert", **SHAPE, "model.num_layers": 4, "model.window": 3, **MASKED}
+LORA = {"adapters.lora.rank": 3, "adapters.lora.alpha": 6.0, "adapters.lora.dropout": 0.1}
 GLOBAL = {"model.attention_types": ["full"]}
 """Attention by parts has no windows."""
 WIDE = pytest.mark.wide("layouts")
@@ -56,6 +57,11 @@ CASES = [
         for name, settings in {"bert": BERT, "bert packed": {**BERT, **PACKED}, "full": {**MODERN, **GLOBAL}}.items()
     ),
     pytest.param("tp2cp2", BERT, id="tp2cp2 bert", marks=WIDE),
+    *(
+        pytest.param(layout, {**settings, **LORA}, id=f"{layout} {name} lora", marks=WIDE)
+        for name, settings in {"bert": BERT, "modernbert packed": {**MODERN, **PACKED}}.items()
+        for layout in ("tp2", "fsdp2", "pp2", "zero2")
+    ),
 ]
 
 

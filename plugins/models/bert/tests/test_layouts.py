@@ -22,7 +22,7 @@ SHAPE = {"model.num_layers": 3, "model.ffn_hidden_size": 48, "model.vocab_size":
 SHAPE |= {"model.hidden_size": 32, "model.num_attention_heads": 4}
 BERT = {"model.name": "bert", **SHAPE, "model.max_position_embeddings": 20, "model.position_offset": 2, **MASKED}
 MODERN = {"model.name": "modernbert", **SHAPE, "model.num_layers": 4, "model.window": 3, **MASKED}
-LORA = {"adapters.lora.rank": 3, "adapters.lora.alpha": 6.0, "adapters.lora.dropout": 0.1}
+LORA = {"adapters.lora.rank": 3, "adapters.lora.alpha": 6.0}
 GLOBAL = {"model.attention_types": ["full"]}
 """Attention by parts has no windows."""
 WIDE = pytest.mark.wide("layouts")

@@ -34,7 +34,7 @@ SHAPE = {
 }
 V1_1 = {**SHAPE, **SPANS}
 FIRST = {**V1_1, "model.tie_embeddings": True, "model.activation": "relu", "model.dropout": 0.1}
-LORA = {"adapters.lora.rank": 3, "adapters.lora.alpha": 6.0, "adapters.lora.dropout": 0.1}
+LORA = {"adapters.lora.rank": 3, "adapters.lora.alpha": 6.0}
 WIDE = pytest.mark.wide("layouts")
 CP = "cp2 parallel.cp.method=ulysses"
 UNEVEN = "pp2 parallel.pp.split=[3,9]"

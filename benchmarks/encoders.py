@@ -26,6 +26,7 @@ documents, times 3 for backward, for every part the same: padding, and what is c
 """
 
 import argparse
+import faulthandler
 import gc
 import json
 import time
@@ -179,6 +180,8 @@ def ours(run: Run, chosen: argparse.Namespace) -> tuple[Measured, list[Batches],
     def step(batches: Batches) -> Tensor:
         run.step += 1
         parts.stepper.forward_backward(parts.train_loader.step_of(batches), run.step)
+        if run.step <= chosen.batches:
+            say(f"mplug: forward and backward of step {run.step} are launched")
         return parts.stepper.update(1e-5, 0.0).loss
 
     name = f"mplug, {'packed, ' * (chosen.model != 't5')}{chosen.attention}"
@@ -315,6 +318,8 @@ def freed(run: Run) -> None:
 def main() -> None:
     """Measure all parts, and print their ratios."""
     chosen = options()
+    if chosen.where:
+        faulthandler.dump_traceback_later(chosen.where, repeat=True)
     run = run_of(chosen)
     found, batches, work = ours(run, chosen)
     table = [found]
@@ -358,6 +363,9 @@ def options() -> argparse.Namespace:
         default=["padded", "compiled", "sorted"],
         choices=["padded", "compiled", "sorted", "full"],
         help="the library's loops; none with --model t5",
+    )
+    parser.add_argument(
+        "--where", type=float, default=0, help="print the stack of every thread after so many seconds, again and again"
     )
     parser.add_argument("--set", action="append", default=[], help="a setting of mplug's run, as in mplug train")
     parser.add_argument("--out", help="file for the figures, in JSON")

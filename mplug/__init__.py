@@ -101,6 +101,7 @@ if TYPE_CHECKING:
     from mplug.layout.work import Flops as Flops
     from mplug.layout.work import Step as Step
     from mplug.layout.work import WeightProduct as WeightProduct
+    from mplug.layout.work import Window as Window
     from mplug.layout.work import Work as Work
     from mplug.model.assembler import Assembler as Assembler
     from mplug.model.matrices import Matrices as Matrices

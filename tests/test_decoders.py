@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from mplug import Buffer, Init, Model, Parameter, Segment
+from mplug import Buffer, Init, Model, Parameter, Segment, Window
 from mplug.model.units import run_units
 from mplug_nn import (
     MLP,
@@ -85,7 +85,8 @@ def test_the_family_of_the_page_has_the_blocks_that_the_page_says() -> None:
     ]
     attention, mlp, experts = 4 * 8 * 8, 3 * 6 * 8, 4 * 8 + 2 * 3 * 6 * 8
     assert model.plan.flops.per_token == 6 * (3 * attention + mlp + 2 * experts + 8 * 11)
-    assert model.plan.flops.per_squared_length == 6 * 3 * 8
+    assert model.plan.flops.per_squared_length == 6 * 8
+    assert dict(model.plan.flops.windows) == {Window(5, causal=True): 2 * 12 * 8}
     names = dict(model.module.named_parameters())
     assert model.plan.match(names)["blocks.1.moe.experts.up"].dims[0] == "expert"
     assert "blocks.*.moe.experts.up" in model.plan.parameters

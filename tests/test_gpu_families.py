@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpus import Watch
-
-from mplug.config.defaults import default_settings
-from mplug.config.sources import from_mapping, merge
-from mplug.registry.resolve import resolve
-from mplug.run.prepare import prepare
-from mplug.training.loop import train
-from mplug_testing.harness import installed_plugins
+from gpus import STEPS, Step, trained_steps
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,10 +18,8 @@ pytestmark = [
 ]
 
 Settings = Mapping[str, Any]
-Step = tuple[float, float]
-"""The loss and the norm of the gradient."""
 
-STEPS, BATCH = 3, 8
+BATCH = 8
 SIZES: Settings = {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "vocab_size": 256, "init_std": 0.06}
 SHAPE: Settings = {**SIZES, "num_kv_heads": 2, "ffn_hidden_size": 192}
 BALANCE: Settings = {"aux_loss_coefficient": 0.01, "z_loss_coefficient": 0.001}
@@ -88,16 +79,6 @@ H100, the norms of Gemma are off by 0.011, 0.032 and 0.128.
 """
 
 
-def trained(folder: Path, changes: Settings) -> list[Step]:
-    """Train as `mplug train` does, in this process: the default run with changes."""
-    settings = default_settings()
-    for name, value in {"trainer.steps": STEPS, "trainer.eval_every": 0, **changes}.items():
-        settings = merge(settings, from_mapping(value, "the test", tuple(name.split("."))))
-    watch = Watch()
-    train(prepare(resolve(installed_plugins(), settings, {}), {"host/watch": watch}, folder))
-    return [*zip(watch.losses, watch.norms, strict=True)]
-
-
 def family(name: str, micro_batches: int, precision: str, device: str, compiler: str = "never") -> Settings:
     """A run of a family: the default run's text, optimizer and kernels."""
     model = FAMILIES[name]
@@ -126,7 +107,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], 
 
     @cache
     def found(name: str, micro_batches: int) -> list[Step]:
-        return trained(tmp_path_factory.mktemp("reference"), family(name, micro_batches, "fp32", "cpu"))
+        return trained_steps(tmp_path_factory.mktemp("reference"), family(name, micro_batches, "fp32", "cpu"))
 
     return found
 
@@ -146,7 +127,7 @@ def check(found: list[Step], expected: list[Step], precision: str) -> None:
 def test_a_family_trains_as_in_fp32(
     tmp_path: Path, reference: Callable[[str, int], list[Step]], name: str, precision: str, micro_batches: int
 ) -> None:
-    found = trained(tmp_path, family(name, micro_batches, precision, "cuda"))
+    found = trained_steps(tmp_path, family(name, micro_batches, precision, "cuda"))
     check(found, reference(name, micro_batches), precision)
 
 
@@ -155,7 +136,7 @@ def test_a_family_trains_compiled_as_in_fp32(
     tmp_path: Path, reference: Callable[[str, int], list[Step]], name: str
 ) -> None:
     """`trainer.compile=auto` is the default: inductor on a GPU."""
-    found = trained(tmp_path, family(name, 1, "bf16", "cuda", "auto"))
+    found = trained_steps(tmp_path, family(name, 1, "bf16", "cuda", "auto"))
     check(found, reference(name, 1), "bf16")
 
 
@@ -166,4 +147,4 @@ def test_the_default_command_trains_experts(tmp_path: Path, micro_batches: int) 
     halves: Settings = {} if micro_batches == 1 else {"trainer.micro_batch_size": BATCH // micro_batches}
     own = {**command, **halves, "trainer.device": "cuda", "trainer.precision": "bf16"}
     exact = {**command, **halves, "trainer.device": "cpu", "trainer.precision": "fp32", "trainer.compile": "never"}
-    check(trained(tmp_path / "gpu", own), trained(tmp_path / "cpu", exact), "bf16")
+    check(trained_steps(tmp_path / "gpu", own), trained_steps(tmp_path / "cpu", exact), "bf16")

@@ -84,7 +84,7 @@ def test_the_flops_of_a_stream_are_those_of_its_units() -> None:
     (found,) = (one.flops for one in model.stream_passes.values())
     assert found.per_token == per_patch
     blocks, heads, width = 2, 2, 8
-    assert found.per_squared_length == blocks * 3 * heads * 2 * width
+    assert found.per_squared_length == blocks * 6 * heads * 2 * width  # patches see one another
 
 
 @pytest.mark.parametrize(

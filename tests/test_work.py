@@ -5,6 +5,7 @@ from typing import Any
 
 import mplug_gpt
 import pytest
+import t5_models
 import tiny_models
 import torch
 from click.testing import CliRunner
@@ -13,13 +14,15 @@ from mplug_bench.measure import checked, facts_of
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from mplug import ActivationProduct, Branches, Flops, Init, Parameter, Step, WeightProduct, hookimpl
+from mplug import ActivationProduct, Branches, Flops, Init, Model, Parameter, Step, WeightProduct, hookimpl
 from mplug.cli import main
 from mplug.config.sources import read_assignments
 from mplug.model.build import build_model
 from mplug.model.memory import allocate
 from mplug.model.plans.work import flops_of_work, work_of
 from mplug.model.slots.fill import sites
+from mplug_nn import AttentionInputs, AttentionSpec
+from mplug_nn.specification import unseen
 from mplug_testing.harness import tiny_run
 
 
@@ -231,3 +234,93 @@ def test_a_bench_counts_what_is_computed_and_its_limits_are_of_that_work(layout:
         work.prepare()()
     backward = sum(work.flops * work.calls for one in models for work in attentions(run, one) if work.flops % 7 == 0)
     assert backward * 6 == 7 * model.plan.flops.of(0, samples * 32**2) // 2
+
+
+# Encoders: attention counts the pairs of positions that its masks leave.
+
+ENCODER: dict[str, Any] = {
+    "model.name": "bert",
+    "model.num_layers": 3,
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.ffn_hidden_size": 48,
+    "model.vocab_size": 61,
+    "kernels.default": None,
+}
+MODERN = {**ENCODER, "model.name": "modernbert", "model.attention_types": ["full", "window", "window"]}
+TEXT = 12
+"""The tokens of T5's encoder."""
+BOTH: dict[str, Any] = {
+    "model.name": "t5",
+    "model.preset": "tiny",
+    "model.vocab_size": 61,
+    "model.encoder_length": TEXT,
+    "kernels.default": None,
+    "data.name": "spans",
+    "data.of": {"name": "mock", "vocab_size": 50},
+    "data.sentinels": 10,
+    "data.end_token": 1,
+    "data.encoder_length": TEXT,
+}
+
+
+def counted_by_torch(settings: dict[str, Any], batch: dict[str, Tensor]) -> tuple[Model, int]:
+    """The model, and the FLOPs of a forward and a backward pass: attention in plain torch computes all pairs."""
+    model = build_model(tiny_run(settings))
+    allocate(model, 0, torch.device("cpu"), torch.float32, seed=1)
+    for parameter in model.parameters().values():
+        torch.nn.init.normal_(parameter)
+    with FlopCounterMode(display=False) as counter:
+        model.loss(batch)[0].backward()
+    return model, counter.get_total_flops()
+
+
+@pytest.mark.parametrize("frozen", [[], ["embedding", "blocks.0"]])
+def test_attention_in_both_directions_counts_all_pairs(frozen: list[str]) -> None:
+    tokens = torch.arange(B * S).view(B, S)
+    batch = {"tokens": tokens, "labels": tokens, "positions": torch.arange(S)[None], "keys": torch.arange(B)}
+    model, found = counted_by_torch({**ENCODER, "model.frozen": frozen}, batch)
+    assert model.flops.of(B * S, B * S**2) == found
+
+
+def test_both_streams_of_an_encoder_with_a_decoder_count_what_is_computed() -> None:
+    """Half of the pairs of the decoder, all pairs of the encoder and of a token with the encoder's output."""
+    model, found = counted_by_torch(BOTH, t5_models.micro_batch((TEXT,), S))
+    (of_text,) = model.stream_passes.values()
+    masked = model.flops.per_squared_length * S**2
+    assert model.flops.of(S, S**2) + masked + of_text.flops.of(TEXT, TEXT**2) == found
+    assert masked > 0
+
+
+def seen(settings: dict[str, Any], lengths: list[int]) -> int:
+    """FLOPs of attention, counted pair by pair over the masks of all sites, for sequences of these lengths."""
+    total = 0
+    for site in sites(build_model(tiny_run(settings)).module):
+        if site.slot == "Attention.core":
+            spec = site.module.spec
+            hidden = [[*unseen(spec, AttentionInputs(), one, one, torch.device("cpu"))] for one in lengths]
+            pairs = sum(
+                int((~sum(masks, torch.zeros(one, one, dtype=torch.bool))).sum())
+                for one, masks in zip(lengths, hidden, strict=True)
+            )
+            total += 6 * site.module.num_heads * (spec.key_width + spec.value_width) * pairs
+    return total
+
+
+@pytest.mark.parametrize("window", [1, 5, S, 2 * S])
+def test_windows_in_both_directions_count_the_pairs_inside_of_them(window: int) -> None:
+    settings = {**MODERN, "model.window": window}
+    model = build_model(tiny_run(settings))
+    assert model.flops.of_pairs.of(3 * S, 3 * S**2) == seen(settings, [S] * 3)
+    frozen = build_model(tiny_run({**settings, "model.frozen": ["embedding", "blocks"]}))
+    assert 3 * frozen.flops.of_pairs.of(S, S**2) == seen(settings, [S])  # forward alone
+
+
+@pytest.mark.parametrize("window", [1, 5, S, 2 * S])
+def test_a_causal_window_counts_what_it_shows(window: int) -> None:
+    """But for half a pair for each of its keys: causal attention, too, counts S² / 2 of S (S + 1) / 2 pairs."""
+    spec = AttentionSpec(1.0, 8, 8, causal=True, window=window)
+    hidden = torch.stack([*unseen(spec, AttentionInputs(), S, S, torch.device("cpu"))]).any(dim=0)
+    found = spec.flops(2)
+    assert found.of(2 * S, 2 * S**2) == 4 * int((~hidden).sum()) - 2 * min(window, S)
+    assert (found.of(S, S**2) == replace(spec, window=None).flops(2).of(S, S**2)) == (window >= S)

@@ -1,12 +1,23 @@
 """What tests on GPUs share."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mplug import hookimpl
-from mplug_testing.harness import Trace, train_steps
+from mplug.config.defaults import default_settings
+from mplug.config.sources import from_mapping, merge
+from mplug.registry.resolve import resolve
+from mplug.run.prepare import prepare
+from mplug.training.loop import train
+from mplug_testing.harness import Trace, installed_plugins, train_steps
+
+STEPS = 3
+"""Steps of `trained_steps`."""
+Step = tuple[float, float]
+"""The loss and the norm of the gradient."""
 
 
 def with_nccl() -> None:
@@ -41,3 +52,13 @@ class Watch:
     def step_finished(self, record: dict[str, Any]) -> None:
         self.losses.append(record["loss"])
         self.norms.append(record["grad_norm"])
+
+
+def trained_steps(folder: Path, changes: dict[str, Any]) -> list[Step]:
+    """Train `STEPS` steps as `mplug train` does, in this process: the default run with changes, by their fields."""
+    settings = default_settings()
+    for name, value in {"trainer.steps": STEPS, "trainer.eval_every": 0, **changes}.items():
+        settings = merge(settings, from_mapping(value, "the test", tuple(name.split("."))))
+    watch = Watch()
+    train(prepare(resolve(installed_plugins(), settings, {}), {"host/watch": watch}, folder))
+    return [*zip(watch.losses, watch.norms, strict=True)]

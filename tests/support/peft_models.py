@@ -3,6 +3,7 @@
 Test files import it after `pytest.importorskip("peft")`.
 """
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ from typing import Any
 import peft
 import torch
 import transformers
+from exported_folders import ONE_STEP
 from library_models import TABLES, summed_loss, wide
 from mplug_huggingface_format.opened import open_folder
+from mplug_lora.fields import FILE, WEIGHTS
 from published import FAMILIES, model_of, resolved
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mplug.model.build import allocate_parts, build_model
@@ -20,7 +24,8 @@ from mplug.model.model import Model
 from mplug.model.pieces import make_pieces
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
-from mplug_pretrained.adapter_files import adapter_conversion, load_adapters
+from mplug.training.loop import train
+from mplug_pretrained.adapter_files import adapter_conversion, adapters_of, load_adapters
 from mplug_pretrained.public_load import fill_from, weights_of
 from mplug_pretrained.transfer import fill_theirs
 from mplug_testing.harness import as_rank
@@ -139,6 +144,31 @@ def loaded_here(settings: dict[str, Any], base: Path) -> tuple[Run, Model]:
     model.listen(model.master_dtype)
     load_adapters(run, model, make_pieces(model))
     return run, model
+
+
+def write_adapters(model: Model, folder: Path, dtype: torch.dtype = torch.float64) -> int:
+    """Write random adapters of a model, as an export does; the number of their tensors."""
+    folder.mkdir()
+    made = adapter_conversion(model)
+    generator = torch.Generator().manual_seed(3)
+    magnitudes = {name: "magnitude" in name for name in made.public}
+    drawn = {n: torch.randn(made.shape(n), generator=generator, dtype=dtype) * 0.2 for n in made.public}
+    save_file({n: one.abs() + 0.5 if magnitudes[n] else one for n, one in drawn.items()}, folder / WEIGHTS)
+    (folder / FILE).write_text(json.dumps(dict(adapters_of(model).config)))
+    return len(drawn)
+
+
+def require_adapters_return(settings: dict[str, Any], adapters: Path, folder: Path, cli: Any) -> None:
+    """Fail unless a run that begins with adapters exports them bit by bit; the merged model is `folder`/merged."""
+    run = run_of({**settings, **ONE_STEP})
+    run.directory = folder / "runs" / "adapted"
+    train(run)
+    for form, name in (("peft", "ours"), ("huggingface", "merged")):
+        done = cli("checkpoint", "export", "--to", form, name)
+        assert done.returncode == 0, done.stderr
+    ours, theirs = (load_file(one / WEIGHTS) for one in (folder / "ours", adapters))
+    assert ours.keys() == theirs.keys()
+    assert [name for name, values in ours.items() if not torch.equal(values, theirs[name])] == []
 
 
 def published(values: dict[str, Tensor], model: Model) -> dict[str, Tensor]:

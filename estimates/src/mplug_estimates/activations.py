@@ -232,7 +232,7 @@ class _Estimate:
 
     def _pairs(self, work: "Work", squares: float) -> Kept:
         """The scores that a module keeps for all pairs of positions, and their normalised form."""
-        if role_of(work.name) not in self.keeps_pairs or not work.flops.per_squared_length:
+        if role_of(work.name) not in self.keeps_pairs or not work.flops.meets_pairs:
             return Kept()
         size = squares * self._heads(work.name) * self.itemsize
         return Kept(pairs=2 * size, certain=size)

@@ -38,21 +38,23 @@ def _passes(model: "Model", parts: list[Work], stated: Flops) -> Passes:
     no_wgrad = [work for work in products if work.name not in trained]
     no_backward = [core for core in cores if core not in with_input]
     found = flops_of_work(parts)
-    third, pairs = stated.per_token // 3, stated.per_squared_length // 3
+    third, pairs = stated.per_token // 3, stated.of_pairs.times(1, 3)
     of_cores, unused = flops_of_work(cores), flops_of_work(no_backward)
-    backward = stated.per_squared_length - pairs
+    backward = stated.of_pairs.without(pairs)
     if unused.per_squared_length:
-        backward -= backward * unused.per_squared_length // found.per_squared_length
+        skipped_pairs = backward.per_squared_length * unused.per_squared_length // found.per_squared_length
+        backward = backward.without(Flops(0, skipped_pairs))
+    backward = backward.without(Flops(0, 0, unused.windows).times(2, 3))
     moved = of_cores.per_token // 3  # cores have no weights: both thirds of backward are gradients of activations
     skipped = flops_of_work(no_dgrad).per_token // 3 + 2 * unused.per_token // 3
     return Passes(
-        Flops(third, pairs),
-        Flops(third + moved - skipped, backward),
+        Flops.sum((Flops(third, 0), pairs)),
+        Flops.sum((Flops(third + moved - skipped, 0), backward)),
         Flops(stated.per_token - 2 * third - moved - flops_of_work(no_wgrad).per_token // 3, 0),
         _names(no_dgrad),
         _names(no_wgrad),
         _names(no_backward),
-        Flops(max(stated.per_token - found.per_token, 0), 0 if found.per_squared_length else stated.per_squared_length),
+        Flops(max(stated.per_token - found.per_token, 0), 0 if found.meets_pairs else stated.per_squared_length),
     )
 
 

@@ -29,5 +29,4 @@ class Passes:
     @property
     def flops(self) -> Flops:
         """The sum over all passes."""
-        parts = (self.forward, self.activations, self.weights)
-        return Flops(sum(part.per_token for part in parts), sum(one.per_squared_length for one in parts))
+        return Flops.sum((self.forward, self.activations, self.weights))

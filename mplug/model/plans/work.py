@@ -27,8 +27,7 @@ def work_of(module: nn.Module, name: str = "") -> tuple[Work, ...]:
 
 def flops_of_work(found: Iterable[Work]) -> Flops:
     """The sum of the FLOPs."""
-    parts = [work.flops for work in found]
-    return Flops(sum(one.per_token for one in parts), sum(one.per_squared_length for one in parts))
+    return Flops.sum(work.flops for work in found)
 
 
 class _Collector:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mplug.layout.inits import ONES, TOKENS, ZEROS, Entries, Inits
 from mplug.layout.plan import Parameter, Segment
-from mplug.layout.work import ActivationProduct, Flops, Step
+from mplug.layout.work import ActivationProduct, Step
 from mplug.model.plans.work import in_order
 from mplug.model.slots.declaration import Slot, set_defaults
 from mplug.tensors.host_buffers import register_host_buffer
@@ -184,12 +184,9 @@ class DotProductAttention(nn.Module):
         return (self._core_work(after_unit=True), *in_order(self))
 
     def _core_work(self, after_unit: bool) -> ActivationProduct:
-        """Softmax attention as if causal: a key and a value of each head for half of all pairs of positions.
-
-        It counts as much with a window or without a mask, so that the figures of models can be compared.
-        """
-        pairs = 3 * self.num_heads * (self.spec.key_width + self.spec.value_width)
-        return ActivationProduct(Flops(0, pairs), after_unit)
+        """Softmax attention: a key and a value of each head for each pair of positions of which one sees the other."""
+        pair = 6 * self.num_heads * (self.spec.key_width + self.spec.value_width)
+        return ActivationProduct(self.spec.flops(pair), after_unit)
 
     @property
     def scale(self) -> float:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mplug.contracts.micro_batch import DOCUMENTS as DOCUMENTS
+from mplug.layout.work import Flops, Window
 from mplug.tensors.segments import numbered
 
 LOG_SUM_EXP, FULL = "log-sum-exp", "full attention"
@@ -91,6 +92,16 @@ class AttentionSpec:
             f"{self.bias} bias": bool(self.bias),
         }
         return frozenset(need for need, is_wanted in wanted.items() if is_wanted)
+
+    def flops(self, pair: int) -> Flops:
+        """The FLOPs of attention within one sequence that needs `pair` of them for a query and a key that it sees.
+
+        Half of all pairs count for a causal site, and those inside of the window for a site that has one. Groups of
+        positions do not count: they add few pairs.
+        """
+        if self.window is not None:
+            return Flops(0, 0, ((Window(self.window, self.causal), pair),))
+        return Flops(0, pair // 2 if self.causal else pair)
 
 
 class Weighting(TypedDict, total=False):

@@ -24,6 +24,7 @@ from mplug.run.run import Run
 from mplug.tensors.random import sample_keys
 from mplug.training.assembly import build
 from mplug.training.batch_parts import with_shifted
+from mplug_nn import AttentionSpec
 from mplug_nn.loss import IGNORED
 from mplug_testing.blueprint import other_functions
 from mplug_testing.harness import EXACT, TinySettings, tiny_run, with_ragged_labels
@@ -369,7 +370,8 @@ class Trial:
         """The plan's FLOPs are three times those of a forward pass, as torch counts matrix products.
 
         The check replaces the slot of attention by a core that multiplies nothing. It counts H K multiply-adds with
-        keys and as many with values for each of the S² / 2 pairs that a causal mask leaves: 6 FLOPs each with backward.
+        keys and as many with values for each pair that the site's mask leaves: S² / 2 of them if it is causal, S² if it
+        is not, and those inside of a window (`AttentionSpec.flops`). Each costs 6 FLOPs with backward.
         The cores of scans and short convolutions are replaced likewise (`note_mixers`).
         For a core other than softmax attention, `core_flops` states the FLOPs. If a model does not use the slot, the
         check estimates attention from the growth of the count with the length, and the plan must not state less. In
@@ -391,7 +393,7 @@ class Trial:
         stated, weights = self.model.plan.flops, 3 * counted // batch["tokens"].numel()
         cores = [_flops_of(call, other, core_flops) for other, call in calls]
         per_token = sum(core.per_token for core in cores) + sum(of_mixers)
-        squared = sum(core.per_squared_length for core in cores)
+        pairs = Flops.sum(core.of_pairs for core in cores)
         more = f", and its cores {per_token:,}" if per_token else ""
         require(
             stated.per_token == weights + per_token,
@@ -399,12 +401,15 @@ class Trial:
             f"{weights:,}{more}",
         )
         functions = {other for other, _ in calls} - {""}
-        cores_need = (
-            f"cores of {listed(sorted(functions))} need" if functions else "causal attention, counted once, needs"
+        cores_need = f"cores of {listed(sorted(functions))} need" if functions else "attention, by its masks, needs"
+        require(
+            stated.per_squared_length == pairs.per_squared_length,
+            f"the plan states {stated.per_squared_length:,} FLOPs per squared length, and {cores_need} "
+            f"{pairs.per_squared_length:,}",
         )
         require(
-            stated.per_squared_length == squared,
-            f"the plan states {stated.per_squared_length:,} FLOPs per squared length, and {cores_need} {squared:,}",
+            dict(stated.windows) == dict(pairs.windows),
+            f"the plan states these FLOPs per pair: {_of_windows(stated)}; and {cores_need} {_of_windows(pairs)}",
         )
         self._require_work_of_plan()
 
@@ -480,11 +485,18 @@ def _flops_of(call: tuple[Any, ...], other: str, core_flops: Callable[..., Flops
         q, k, v = call[:3]
         if getattr(call[3], "cross", False):
             return Flops(6 * q.shape[2] * (q.shape[3] + v.shape[3]) * k.shape[1], 0)
-        return Flops(0, 3 * q.shape[2] * (q.shape[3] + v.shape[3]))
+        pair = 6 * q.shape[2] * (q.shape[3] + v.shape[3])
+        return call[3].flops(pair) if isinstance(call[3], AttentionSpec) else Flops(0, pair // 2)
     try:
         return core_flops(*call)
     except NotImplementedError as error:
         raise Fault(f"its sites need '{other}', whose FLOPs are unknown: {error}") from None
+
+
+def _of_windows(flops: Flops) -> str:
+    """The FLOPs of each window, for messages."""
+    found = [f"{pair:,} in {'causal' if one.causal else 'full'} windows of {one.size}" for one, pair in flops.windows]
+    return listed(found) if found else "none"
 
 
 def _close(one: float, other: float) -> bool:

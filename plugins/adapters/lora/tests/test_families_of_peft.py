@@ -16,15 +16,13 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 from library_models import wide  # noqa: E402
-from mplug_lora.fields import FIELDS, FILE, WEIGHTS  # noqa: E402
-from peft_models import exact, loaded_here, require_gradients_of_peft, run_of  # noqa: E402
+from mplug_lora.fields import FIELDS, FILE  # noqa: E402
+from peft_models import exact, loaded_here, require_gradients_of_peft, run_of, write_adapters  # noqa: E402
 from published import FAMILIES, save  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
 
 from mplug.errors import UsageError  # noqa: E402
 from mplug.model.build import build_model  # noqa: E402
-from mplug.model.model import Model  # noqa: E402
-from mplug_pretrained.adapter_files import adapter_conversion, adapters_of, refuse_other_adapters, unpublished  # noqa: E402
+from mplug_pretrained.adapter_files import adapters_of, refuse_other_adapters, unpublished  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::UserWarning:peft", "ignore::RuntimeWarning:peft"
@@ -50,17 +48,6 @@ def cases() -> list[Any]:
     return [one if one in QUICK else pytest.param(one, marks=pytest.mark.wide("families")) for one in CASES]
 
 
-def folder_of(model: Model, folder: Path) -> None:
-    """Write random adapters of a model in fp64, as an export does."""
-    folder.mkdir()
-    made = adapter_conversion(model)
-    generator = torch.Generator().manual_seed(3)
-    magnitudes = {name: "magnitude" in name for name in made.public}
-    drawn = {n: torch.randn(made.shape(n), generator=generator, dtype=torch.float64) * 0.2 for n in made.public}
-    save_file({n: one.abs() + 0.5 if magnitudes[n] else one for n, one in drawn.items()}, folder / WEIGHTS)
-    (folder / FILE).write_text(json.dumps(dict(adapters_of(model).config)))
-
-
 @pytest.mark.parametrize("case", cases())
 def test_peft_computes_with_our_folder_what_the_run_computes(case: str, tmp_path: Path) -> None:
     family, own = CASES[case]
@@ -74,7 +61,7 @@ def test_peft_computes_with_our_folder_what_the_run_computes(case: str, tmp_path
         **({"model.aux_loss_coefficient": 0.0} if family in BALANCED else {}),
     }
     model = build_model(run_of(settings))
-    folder_of(model, tmp_path / "adapters")
+    write_adapters(model, tmp_path / "adapters")
     _, model = loaded_here({**settings, "adapters.lora.path": str(tmp_path / "adapters")}, tmp_path / "base")
     module = KINDS.get(library.config.model_type, library.config.model_type)
     with wide(module):
@@ -110,7 +97,7 @@ def test_a_folder_whose_dense_layers_peft_takes_for_experts_is_refused(tmp_path:
     settings = {"checkpoint.pretrained.path": str(tmp_path / "base"), "adapters.lora.rank": 2}
     settings["adapters.lora.path"] = str(tmp_path / "adapters")
     model = build_model(run_of(settings))
-    folder_of(model, tmp_path / "adapters")
+    write_adapters(model, tmp_path / "adapters")
     refuse_other_adapters(model)
     config = dict(adapters_of(model).config)
     config["target_modules"] += [name.removesuffix(".weight") for name in config.pop("target_parameters")]

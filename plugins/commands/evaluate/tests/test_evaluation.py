@@ -235,7 +235,7 @@ def test_processes_that_the_command_starts_have_the_loss_of_one(
 
 
 def test_accuracy_is_the_share_of_labels_with_the_highest_logit(folder: Path) -> None:
-    """Beside the share of the most common label."""
+    """Beside the share of the most common label, and the loss of a model that knows the frequencies alone."""
     from transformers import AutoModelForCausalLM
 
     mock = ("--data", "mock", "--set", "data.vocab_size=3", "--samples", 6, "--seq-length", LENGTH, "--batch-size", 2)
@@ -247,8 +247,12 @@ def test_accuracy_is_the_share_of_labels_with_the_highest_logit(folder: Path) ->
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     with torch.no_grad(), wide("llama"):
         logits = model(torch.cat([batch["tokens"] for batch in batches])).logits
-    assert found.accuracy == pytest.approx(float((logits.argmax(-1) == labels).double().mean()), rel=1e-6)
-    assert found.most_common == pytest.approx(int(labels.flatten().bincount().max()) / labels.numel(), rel=1e-6)
+    assert found.shares is not None
+    assert found.shares.accuracy == pytest.approx(float((logits.argmax(-1) == labels).double().mean()), rel=1e-6)
+    shares = labels.flatten().bincount().double() / labels.numel()
+    assert found.shares.most_common == pytest.approx(float(shares.max()), rel=1e-6)
+    unigram = torch.distributions.Categorical(shares).entropy()
+    assert found.shares.unigram_loss == pytest.approx(float(unigram), rel=1e-6)
 
 
 def test_accuracy_needs_the_whole_model_on_each_rank(folder: Path) -> None:

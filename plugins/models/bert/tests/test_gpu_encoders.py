@@ -10,23 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpus import Watch
-
-from mplug.config.defaults import default_settings
-from mplug.config.sources import from_mapping, merge
-from mplug.registry.resolve import resolve
-from mplug.run.prepare import prepare
-from mplug.training.loop import train
-from mplug_testing.harness import installed_plugins
+from gpus import STEPS, Step, trained_steps
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore"),  # the compiler's own
 ]
-Step = tuple[float, float]
-"""The loss and the norm of the gradient."""
-
-STEPS, BATCH = 3, 8
+BATCH = 8
 SHAPE: dict[str, Any] = {
     "model.preset": None,
     "model.num_layers": 2,
@@ -52,16 +42,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(folder: Path, changes: dict[str, Any]) -> list[Step]:
-    """Train as `mplug train` does, in this process: the default run with changes."""
-    settings = default_settings()
-    for name, value in {"trainer.steps": STEPS, "trainer.eval_every": 0, **changes}.items():
-        settings = merge(settings, from_mapping(value, "the test", tuple(name.split("."))))
-    watch = Watch()
-    train(prepare(resolve(installed_plugins(), settings, {}), {"host/watch": watch}, folder))
-    return [*zip(watch.losses, watch.norms, strict=True)]
-
-
 def run_of(case: str, micro_batches: int, device: str, precision: str, compiler: str) -> dict[str, Any]:
     """The settings of a run."""
     return {
@@ -83,7 +63,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], 
 
     @cache
     def found(case: str, micro_batches: int) -> list[Step]:
-        return trained(tmp_path_factory.mktemp("reference"), run_of(case, micro_batches, "cpu", "fp32", "never"))
+        return trained_steps(tmp_path_factory.mktemp("reference"), run_of(case, micro_batches, "cpu", "fp32", "never"))
 
     return found
 
@@ -97,7 +77,7 @@ def test_an_encoder_trains_as_in_fp32(
     if case == "embedding" and micro_batches > 1:
         pytest.skip("all pairs of a step are in one micro batch")
     expected = reference(case, micro_batches)
-    found = trained(tmp_path, run_of(case, micro_batches, "cuda", "bf16", compiler))
+    found = trained_steps(tmp_path, run_of(case, micro_batches, "cuda", "bf16", compiler))
     assert len(found) == STEPS
     assert all(math.isfinite(figure) for step in found for figure in step)
     for number, (own, right) in enumerate(zip(found, expected, strict=True)):

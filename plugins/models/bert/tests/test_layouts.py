@@ -21,6 +21,7 @@ SHAPE = {"model.num_layers": 3, "model.ffn_hidden_size": 48, "model.vocab_size":
 SHAPE |= {"model.hidden_size": 32, "model.num_attention_heads": 4}
 BERT = {"model.name": "bert", **SHAPE, "model.max_position_embeddings": 20, "model.position_offset": 2, **MASKED}
 MODERN = {"model.name": "modernbert", **SHAPE, "model.num_layers": 4, "model.window": 3, **MASKED}
+LORA = {"adapters.lora.rank": 3, "adapters.lora.alpha": 6.0}
 WIDE = pytest.mark.wide("layouts")
 CP = "cp2 parallel.cp.method="
 CASES = [
@@ -55,6 +56,11 @@ CASES = [
     pytest.param("cp2tp2", MODERN, id="cp2tp2 modernbert", marks=WIDE),
     pytest.param("cp2pp2 parallel.pp.split=[4,2]", {**MODERN, **PACKED}, id="cp2pp2 modernbert packed", marks=WIDE),
     pytest.param("tp2cp2", BERT, id="tp2cp2 bert", marks=WIDE),
+    *(
+        pytest.param(layout, {**settings, **LORA}, id=f"{layout} {name} lora", marks=WIDE)
+        for name, settings in {"bert": BERT, "modernbert packed": {**MODERN, **PACKED}}.items()
+        for layout in ("tp2", "fsdp2", "pp2", "zero2")
+    ),
 ]
 
 

@@ -34,6 +34,7 @@ SHAPE = {
 }
 V1_1 = {**SHAPE, **SPANS}
 FIRST = {**V1_1, "model.tie_embeddings": True, "model.activation": "relu", "model.dropout": 0.1}
+LORA = {"adapters.lora.rank": 3, "adapters.lora.alpha": 6.0}
 WIDE = pytest.mark.wide("layouts")
 CP = "cp2 parallel.cp.method=ulysses"
 UNEVEN = "pp2 parallel.pp.split=[3,9]"
@@ -57,6 +58,11 @@ CASES = [
             "tp2cp2 parallel.cp.method=ulysses",
         )
         if (layout, name) not in ((CP, "first"), (UNEVEN, "first"))
+    ),
+    *(
+        pytest.param(layout, {**settings, **LORA}, id=f"{layout} {name} lora", marks=WIDE)
+        for name, settings in {"v1.1": V1_1, "first": FIRST}.items()
+        for layout in ("tp2", "fsdp2", UNEVEN, "zero2")
     ),
 ]
 

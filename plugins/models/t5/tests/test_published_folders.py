@@ -96,29 +96,43 @@ def test_a_run_of_a_folder_is_exported_as_that_folder(kind: str, made: Folders, 
 
 def test_peft_computes_with_our_adapters_what_the_run_computes(made: Folders, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    from peft_models import loaded_here, run_of
-    from safetensors.torch import save_file
+    from peft_models import loaded_here, run_of, write_adapters
 
     from mplug.model.build import build_model
-    from mplug_pretrained.adapter_files import adapter_conversion, adapters_of
 
-    folder = made["v1.1"][0]
+    folder, adapters = made["v1.1"][0], tmp_path / "adapters"
     settings = {"checkpoint.pretrained.path": str(folder), "adapters.lora.rank": 2, **DATA}
-    model, generator = build_model(run_of(settings)), torch.Generator().manual_seed(3)
-    conversion = adapter_conversion(model)
-    assert len(conversion.public) == 2 * (3 * 7 + 2 * 11)  # q, k, v, o, wi_0, wi_1, wo; and q, k, v, o of the decoder
-    drawn = {name: torch.randn(conversion.shape(name), generator=generator) * 0.2 for name in conversion.public}
-    (tmp_path / "adapters").mkdir()
-    save_file(drawn, tmp_path / "adapters" / "adapter_model.safetensors")
-    (tmp_path / "adapters" / "adapter_config.json").write_text(json.dumps(dict(adapters_of(model).config)))
-    _, model = loaded_here({**settings, "adapters.lora.path": str(tmp_path / "adapters")}, folder)
+    number = write_adapters(build_model(run_of(settings)), adapters, torch.float32)
+    assert number == 2 * (3 * 7 + 2 * 11)  # q, k, v, o, wi_0, wi_1, wo; and q, k, v, o of the decoder
+    assert json.loads((adapters / "adapter_config.json").read_text())["task_type"] == "SEQ_2_SEQ_LM"
+    _, model = loaded_here({**settings, "adapters.lora.path": str(adapters)}, folder)
     base = transformers.T5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").eval()
+        theirs = peft.PeftModel.from_pretrained(base, adapters).eval()
     expected, plain = logits_of(theirs), logits_of(made["v1.1"][1])
     model.module.eval()
     with torch.no_grad():
         found = model.logits(micro_batch())
     assert (expected - plain).abs().max() > 0.01 * expected.abs().max()
     assert (found - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+def test_a_run_exports_its_adapters_and_the_merged_model(made: Folders, tmp_path: Path, cli_here: Cli) -> None:
+    peft = pytest.importorskip("peft")
+    from peft_models import require_adapters_return, run_of, write_adapters
+
+    from mplug.model.build import build_model
+
+    folder, adapters = made["v1.1"][0], tmp_path / "adapters"
+    settings = {"checkpoint.pretrained.path": str(folder), "adapters.lora.rank": 2, **DATA}
+    write_adapters(build_model(run_of(settings)), adapters, torch.float32)
+    require_adapters_return({**settings, "adapters.lora.path": str(adapters)}, adapters, tmp_path, cli_here)
+    how = {"dtype": torch.float32, "attn_implementation": "eager"}
+    merged, base = (
+        transformers.T5ForConditionalGeneration.from_pretrained(one, **how) for one in (tmp_path / "merged", folder)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = logits_of(peft.PeftModel.from_pretrained(base, adapters).eval())
+    assert (logits_of(merged.eval()) - expected).abs().max() < 2e-5 * expected.abs().max()

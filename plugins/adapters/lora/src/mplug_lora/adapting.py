@@ -9,7 +9,7 @@ from mplug import Model, Run, UsageError
 from mplug_lora.checking import checker
 from mplug_lora.merging import merge_of, norms_of
 from mplug_lora.modules import ExpertsLowRank, LowRank
-from mplug_lora.published import PREFIX, config_of, layers_of, names_of, unpublished
+from mplug_lora.published import PREFIX, config_of, layers_of, names_of, task_type_of, unpublished
 from mplug_lora.targets import Target, candidates_of, chosen_targets
 from mplug_pretrained import Adapters
 
@@ -54,7 +54,7 @@ def adapt(model: Model, config: Any, scale: float, base: str | None) -> None:
     model.adapters = Adapters(
         "peft",
         None if reason else names_of(targets, config.rank, config.dora),
-        config_of(targets, layers, config, base),
+        config_of(targets, layers, config, base, task_type_of(model)),
         offsets,
         None if config.path is None else Path(config.path).expanduser(),
         reason,

@@ -65,7 +65,7 @@ FIELDS: Mapping[str, Row] = {
     "revision": _read(None, "the version of that model"),
     # What mplug does not compute.
     "peft_type": _fixed("LORA", "only LoRA and DoRA are supported"),
-    "task_type": _fixed(None, "the adapters belong to a model with another head", "CAUSAL_LM"),
+    "task_type": _fixed(None, "the adapters belong to a model with another head", "CAUSAL_LM", "SEQ_2_SEQ_LM"),
     "bias": _fixed("none", "the biases of the base model were trained too"),
     "lora_bias": _fixed(False, "the adapters have biases", None),
     "modules_to_save": _fixed(None, "modules of the base model were trained as a whole", []),

@@ -7,7 +7,7 @@ from typing import Any
 from mplug import ExternalMap, ExternalNames, Factor, Fused, Interleaved, Model, Transposed
 from mplug_lora.checking import Layers
 from mplug_lora.targets import Target
-from mplug_nn import TokensAhead
+from mplug_nn import AttentionSpec, TokensAhead
 
 PREFIX = "base_model.model."
 
@@ -107,7 +107,22 @@ def _tensor(source: Any) -> str:
     return source.tensor if isinstance(source, Transposed) else str(source)
 
 
-def config_of(targets: Iterable[Target], layers: Layers, config: Any, base: str | None) -> Mapping[str, Any]:
+def task_type_of(model: Model) -> str | None:
+    """PEFT's word for what the model does; None for an encoder, because PEFT has none for masked tokens.
+
+    PEFT requires of a causal model that it can generate, and of an encoder with a decoder that it takes both texts.
+    """
+    if model.plan.answering is not None:
+        return "SEQ_2_SEQ_LM"
+    of_tokens = [model.module.get_submodule(u.name) for u in model.plan.units if u.sequence not in model.plan.streams]
+    specs = [getattr(part, "spec", None) for unit in of_tokens for part in unit.modules()]
+    is_causal = all(spec.causal for spec in specs if isinstance(spec, AttentionSpec))
+    return "CAUSAL_LM" if is_causal else None
+
+
+def config_of(
+    targets: Iterable[Target], layers: Layers, config: Any, base: str | None, task_type: str | None
+) -> Mapping[str, Any]:
     """adapter_config.json. Targets have whole names, so no other layer is adapted by it."""
     targets = list(targets)
     linears = [target for target in targets if not target.is_experts]
@@ -118,7 +133,7 @@ def config_of(targets: Iterable[Target], layers: Layers, config: Any, base: str 
     name, revision = _base_of(config, base)
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": task_type,
         "base_model_name_or_path": name,
         "revision": revision,
         "r": config.rank,

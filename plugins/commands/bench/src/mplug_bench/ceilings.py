@@ -155,37 +155,44 @@ def _products(run: Run, tokens: int, out: int, wide: int, dgrad: bool, wgrad: bo
     return call
 
 
-def attentions(run: Run, model: Model) -> list[Work]:
-    """Causal attention, forward and backward, with the core of each site of this rank; equal sites together.
+CAUSAL = AttentionSpec(1.0, 1, 1)
+"""The masks of a site that states none."""
 
-    Backward counts 2.5 times the forward pass, because it recomputes the scores (FlashAttention-2, arXiv 2307.08691).
+
+def attentions(run: Run, model: Model) -> list[Work]:
+    """Attention of tokens to one another, forward and backward, with the core of each site of this rank.
+
+    Equal sites are counted together. Windows are left out: the time is that of whole attention. Backward counts 2.5
+    times the forward pass, because it recomputes the scores (FlashAttention-2, arXiv 2307.08691).
     """
     assert model.passes is not None, "the model is not built"
+    of_streams = tuple(f"{unit.name}." for unit in model.plan.units if unit.sequence in model.plan.streams)
     filled = {slot.site.name: slot.site.module for slot in model.slots if slot.site.slot == "Attention.core"}
     counts = Counter(
-        (part.core, *_own_heads(run, part), part.head_dim, name not in model.passes.no_backward)
+        (part.core, *_own_heads(run, part), part.head_dim, name not in model.passes.no_backward, spec.causal)
         for name, part in filled.items()
+        if not (spec := getattr(part, "spec", CAUSAL)).cross and not name.startswith(of_streams)
     )
-    pairs = run.micro_batch_size * _own_length(run) * run.config.trainer.seq_length  # half of them are unmasked
+    pairs = run.micro_batch_size * _own_length(run) * run.config.trainer.seq_length  # a causal mask leaves half of them
     return [
         Work(
-            (7 if backward else 2) * pairs * heads * width,
+            (7 if backward else 2) * (1 if causal else 2) * pairs * heads * width,
             layers * _micro_batches(run),
-            partial(_attend, run, core, heads, groups, width, backward),
+            partial(_attend, run, core, heads, groups, width, backward, causal),
         )
-        for (core, heads, groups, width, backward), layers in counts.items()
+        for (core, heads, groups, width, backward, causal), layers in counts.items()
     ]
 
 
 def _attend(
-    run: Run, core: Callable[..., Tensor], heads: int, groups: int, width: int, backward: bool
+    run: Run, core: Callable[..., Tensor], heads: int, groups: int, width: int, backward: bool, causal: bool
 ) -> Callable[[], object]:
     shape, dtype = (run.micro_batch_size, _own_length(run)), run.precision.activation_dtype
     q, k, v = (
         torch.randn(*shape, number, width, device=run.device, dtype=dtype, requires_grad=backward)
         for number in (heads, groups, groups)
     )  # [B, S, H, K], [B, S, G, K]
-    spec = AttentionSpec(width**-0.5, width, width)
+    spec = AttentionSpec(width**-0.5, width, width, causal=causal)
     if not backward:
         return lambda: core(q, k, v, spec, AttentionInputs())
     grad = torch.randn_like(q)

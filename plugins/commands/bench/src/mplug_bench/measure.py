@@ -45,8 +45,8 @@ class Task:
 class Facts:
     """The size of a step, known before it runs.
 
-    `flops` are the FLOPs of a step that count only the unmasked half of attention (A = 6); `flops_full` count the full
-    square (A = 12).
+    `flops` are the FLOPs of a step that count only the unmasked half of causal attention (A = 6); `flops_full` count
+    its full square (A = 12). Streams count with the rows that the model's plan estimates.
     """
 
     tokens: int
@@ -125,14 +125,32 @@ def checked(changes: Settings) -> "tuple[Run, Model]":
 def facts_of(run: Run, model: "Model") -> Facts:
     """The facts of a step of a run."""
     samples, length, flops = run.config.trainer.global_batch_size, run.config.trainer.seq_length, model.flops
+    of_tokens = flops.of(samples * length, samples * length**2)
+    of_streams = sum(
+        model.stream_passes[name].flops.of(samples * stream.rows, samples * stream.squares)
+        for stream in model.plan.streams.values()
+        for name in stream.lengths
+        if name in model.stream_passes and name in run.entries
+    )
+    masked = flops.per_squared_length * samples * length**2 if _is_causal(model) else 0
     return Facts(
         tokens=samples * length,
-        flops=flops.of(samples * length, samples * length**2),
-        flops_full=flops.of(samples * length, 2 * samples * length**2),
+        flops=of_tokens + of_streams,
+        flops_full=of_tokens + of_streams + masked,
         world_size=run.mesh.world_size,
         parameters=sum(placement.numel for placement in model.placements.values()),
         device=run.device,
     )
+
+
+def _is_causal(model: "Model") -> bool:
+    """Whether no position of a sequence of tokens sees a later one."""
+    from mplug_nn import AttentionSpec  # imports torch
+
+    of_streams = tuple(f"{unit.name}." for unit in model.plan.units if unit.sequence in model.plan.streams)
+    sites = [slot.site for slot in model.slots if not slot.site.name.startswith(of_streams)]
+    specs = [getattr(site.module, "spec", None) for site in sites]
+    return all(spec.causal or spec.cross for spec in specs if isinstance(spec, AttentionSpec))
 
 
 # A variant's turn, in processes of its own.

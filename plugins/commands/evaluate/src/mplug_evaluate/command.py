@@ -90,7 +90,8 @@ class TextFile(StoredPath):
 @click.option(
     "--accuracy",
     is_flag=True,
-    help="Also the share of the loader's targets whose label has the highest logit, and that of the commonest label.",
+    help="Also the share of the loader's targets whose label has the highest logit, beside the share and the loss of a "
+    "model that knows the frequencies of the labels alone.",
 )
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="File for the JSON.")
 def command(**options: Any) -> None:

@@ -1,8 +1,8 @@
-"""The share of targets whose label has the highest logit."""
+"""The share of targets whose label has the highest logit, beside models that know the labels' frequencies alone."""
 
 from collections.abc import Iterable, Iterator
-from math import prod
-from typing import TYPE_CHECKING, Any
+from math import log, prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -12,6 +12,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mplug import Model, RankBatch, Run
+
+
+class Shares(NamedTuple):
+    """Of all targets, the share whose label has the highest logit, and that of the most common label.
+
+    `unigram_loss` is the mean loss in nats of a model that knows the frequencies of these labels and nothing else:
+    their entropy. No unigram model has a lower loss on them.
+    """
+
+    accuracy: float
+    most_common: float
+    unigram_loss: float
 
 
 class Hits:
@@ -38,11 +50,12 @@ class Hits:
             self._counts = torch.zeros(number, device=self._run.device)
         self._counts += torch.bincount(labels, minlength=number)
 
-    def shares(self) -> tuple[float, float]:
-        """(share of the targets whose label has the highest logit, share of the most common label). Collective."""
+    def shares(self) -> Shares:
+        """The shares of the targets of all ranks. Collective."""
         own = torch.cat([self._hits[None], self._counts])
         hits, *counts = self._run.summed(own if self._run.counts_samples else torch.zeros_like(own)).tolist()
-        return hits / sum(counts), max(counts) / sum(counts)
+        frequencies = [count / sum(counts) for count in counts if count]
+        return Shares(hits / sum(counts), max(frequencies), -sum(one * log(one) for one in frequencies))
 
 
 def _refuse_divided(run: "Run", model: "Model") -> None:

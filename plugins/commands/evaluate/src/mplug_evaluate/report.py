@@ -13,7 +13,7 @@ from mplug.commands import table
 if TYPE_CHECKING:
     from mplug_evaluate.work import Found, Measured
 
-OF_ACCURACY = ("accuracy", "most common")
+OF_ACCURACY = ("accuracy", "most common", "unigram loss")
 COLUMNS = ("data", "documents", "tokens", "loss", "perplexity", "bytes", "bits/byte")
 
 
@@ -26,7 +26,7 @@ def refuse_unwritable(output: Path) -> None:
 def report(found: "Found", output: Path | None) -> None:
     """Print the table, and write the file. RunError afterwards if a loss is not finite."""
     rows = [*found.rows, *([found.total] if len(found.rows) > 1 else [])]
-    with_accuracy = found.rows[0].accuracy is not None
+    with_accuracy = found.rows[0].shares is not None
     columns = (*COLUMNS, *(OF_ACCURACY if with_accuracy else ()))
     click.echo(table(columns, [[*_cells(one), *(_shares(one) if with_accuracy else ())] for one in rows]))
     if output is not None:
@@ -47,7 +47,9 @@ def _cells(one: "Measured") -> list[str]:
 
 
 def _shares(one: "Measured") -> list[str]:
-    return ["-" if share is None else f"{share:.1%}" for share in (one.accuracy, one.most_common)]
+    if one.shares is None:
+        return ["-"] * len(OF_ACCURACY)
+    return [f"{one.shares.accuracy:.1%}", f"{one.shares.most_common:.1%}", f"{one.shares.unigram_loss:.4f}"]
 
 
 def _plain(found: "Found") -> dict[str, Any]:
@@ -71,7 +73,7 @@ def _fields(one: "Measured") -> dict[str, Any]:
         "perplexity": _finite(one.perplexity),
         "bytes": one.num_bytes,
         "bits_per_byte": _finite(one.bits_per_byte),
-        **({} if one.accuracy is None else {"accuracy": one.accuracy, "most_common": one.most_common}),
+        **({} if one.shares is None else one.shares._asdict()),
     }
 
 

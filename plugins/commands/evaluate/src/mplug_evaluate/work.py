@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mplug import Model, RankBatch, Run, Stepper
     from mplug.commands import Settings
     from mplug_evaluate.documents import Documents
+    from mplug_evaluate.hits import Shares
     from mplug_pretrained import SavedModel
 
 LABEL = "evaluate"
@@ -41,8 +42,7 @@ class Job:
 class Measured:
     """The mean loss of some targets, in nats per token. `num_bytes` is None if the bytes of the text are unknown.
 
-    `accuracy` is the share of the targets whose label has the highest logit, and `most_common` that of the label that
-    occurs most often: the accuracy of a model that always answers it. None: they were not asked for.
+    `shares` is None if the accuracy was not asked for.
     """
 
     name: str
@@ -50,8 +50,7 @@ class Measured:
     num_tokens: int
     loss: float
     num_bytes: int | None = None
-    accuracy: float | None = None
-    most_common: float | None = None
+    shares: "Shares | None" = None
 
     @property
     def perplexity(self) -> float:
@@ -194,8 +193,8 @@ def _of_data(run: "Run", model: "Model", stepper: "Stepper", job: Job) -> Measur
     targets = counted.total()
     if not targets:
         raise UsageError(f"{samples} samples of {label} have no target; use more samples")
-    shares = (None, None) if hits is None else hits.shares()
-    return Measured(f"{label}, {job.split}: {samples} samples", None, targets, loss, None, *shares)
+    shares = None if hits is None else hits.shares()
+    return Measured(f"{label}, {job.split}: {samples} samples", None, targets, loss, None, shares)
 
 
 class _Counted:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mplug import UsageError
+from mplug import Flops, UsageError
 
 if TYPE_CHECKING:
     from mplug import Model
@@ -89,12 +89,13 @@ def _times(model: "Model", seq_length: int) -> list[int]:
     The plan states the FLOPs of attention for the whole model; they are divided equally among the layers.
     """
     layers = sum(_is_layer(unit.name) for unit in model.plan.units if unit.sequence not in model.plan.streams) or 1
-    attention = model.plan.flops.per_squared_length * seq_length // layers
+    attention = model.plan.flops.of_pairs.of(seq_length, seq_length**2) // seq_length // layers
     times = []
     for unit, weight in zip(model.plan.units, _weights(model, seq_length), strict=True):
         if unit.sequence in model.plan.streams:
-            of_pairs = sum(one.flops.per_squared_length for one in model.work if one.unit == unit.name)
-            times.append(6 * weight + of_pairs * model.plan.streams[unit.sequence].squares // seq_length)
+            stream = model.plan.streams[unit.sequence]
+            of_pairs = Flops.sum(one.flops.of_pairs for one in model.work if one.unit == unit.name)
+            times.append(6 * weight + of_pairs.of(stream.rows, stream.squares) // seq_length)
             continue
         width = model.module.get_submodule(unit.name)
         rows = max((parameter.shape[0] for parameter in width.parameters() if parameter.dim() == 2), default=0)

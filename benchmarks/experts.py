@@ -4,9 +4,9 @@
     python benchmarks/experts.py --tiny    (small models on a CPU, for a test; its times mean nothing)
 
 `coarse` is mplug's mixtral `8b` with 8 blocks (8 experts, 2 per token), `fine` is `fine16b` with 6 blocks (64 experts,
-6 per token, 2 shared). Their twins are llamas of the same width and depth, whose MLPs multiply a token by as many weights.
-`mplug bench` measures them as `mplug train` executes them, in processes of their own: sequences of 4,096 tokens, bf16
-with fp32 masters, AdamW, clipping. Nothing is dropped, and the router learns.
+6 per token, 2 shared). Their twins are llamas of the same width and depth, whose MLPs multiply a token by as many
+weights. `mplug bench` measures them as `mplug train` executes them, in processes of their own: sequences of 4,096
+tokens, bf16 with fp32 masters, AdamW, clipping. Nothing is dropped, and the router learns.
 
 The first table has tokens/s, the ratio to the twin, peak memory, and how often the CPU waits for the GPU in a step. The
 second table has the milliseconds of a step by kind of kernel; kernels beyond the 30 longest count as 'other'. The third
@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -221,25 +222,22 @@ def parts(name: str, shape: Shape, chosen: argparse.Namespace) -> list[Part]:
         stale = torch.zeros((), dtype=torch.bool)
         moved = (len(rows) + tokens) * shape.hidden * dtype.itemsize
         flops = 2.0 * len(rows) * shape.hidden * shape.ffn
+        both = partial(movement, x=x, chosen=choice, gates=gates, experts=shape.experts)
         works: dict[str, tuple[Callable[[], Any], float, str]] = {
-            "up": (lambda r=rows, e=ends: grouped_product(r, up, e, True), 2 * flops, "TFLOP/s"),
-            "up, gradient of rows": (lambda w=wide, e=ends: grouped_product(w, up, e, False), 2 * flops, "TFLOP/s"),
+            "up": (partial(grouped_product, rows, up, ends, True), 2 * flops, "TFLOP/s"),
+            "up, gradient of rows": (partial(grouped_product, wide, up, ends, False), 2 * flops, "TFLOP/s"),
             "up, gradient of weights": (
-                lambda w=wide, r=rows, e=ends, t=total, s=stale: add_grouped_product(t, s, w, r, e),
+                partial(add_grouped_product, total, stale, wide, rows, ends),
                 2 * flops,
                 "TFLOP/s",
             ),
-            "down": (lambda h=hidden, e=ends: grouped_product(h, down, e, True), flops, "TFLOP/s"),
-            "dense product of that size": (lambda h=hidden: h @ down[0].t(), flops, "TFLOP/s"),
-            "dispatch, combine, with gradients": (
-                movement(dispatch, combine, x, choice, gates, shape),
-                4 * moved,
-                "GB/s",
-            ),
+            "down": (partial(grouped_product, hidden, down, ends, True), flops, "TFLOP/s"),
+            "dense product of that size": (partial(torch.mm, hidden, down[0].t()), flops, "TFLOP/s"),
+            "dispatch, combine, with gradients": (both(dispatch, combine), 4 * moved, "GB/s"),
         }
         fused = fused_movement() if device == "cuda" else None
         if fused is not None:
-            works["the same by kernels/triton"] = (movement(*fused, x, choice, gates, shape), 4 * moved, "GB/s")
+            works["the same by kernels/triton"] = (both(*fused), 4 * moved, "GB/s")
         for part, (work, amount, unit) in works.items():
             found.append(measured(name, load, part, work, amount, unit, device))
             print(found[-1], flush=True)
@@ -247,14 +245,14 @@ def parts(name: str, shape: Shape, chosen: argparse.Namespace) -> list[Part]:
 
 
 def movement(
-    send: Callable[..., Any], fetch: Callable[..., Any], x: Tensor, chosen: Tensor, gates: Tensor, shape: Shape
+    send: Callable[..., Any], fetch: Callable[..., Any], x: Tensor, chosen: Tensor, gates: Tensor, experts: int
 ) -> Callable[[], None]:
     """Rows to their experts and back, forward and backward."""
     x, gates = x.detach().requires_grad_(), gates.detach().requires_grad_()
     gradient = torch.randn_like(x)
 
     def work() -> None:
-        rows, _, route = send(x, chosen, shape.experts)
+        rows, _, route = send(x, chosen, experts)
         fetch(rows, gates, route).backward(gradient)
         x.grad = gates.grad = None
 
@@ -280,43 +278,36 @@ def measured(shape: str, load: str, name: str, work: Callable[[], Any], amount: 
 
 
 def main() -> None:
-    """Measure and print the tables, each part as soon as it is measured."""
+    """Measure and print the tables, those of a shape as soon as it is measured."""
     chosen = options()
     rows: list[Row] = []
     alone: list[Part] = []
-    try:
-        for name in chosen.shapes:
-            shape = tiny(SHAPES[name]) if chosen.tiny else SHAPES[name]
-            if not chosen.only_parts:
-                rows += decoders(name, shape, chosen)
-            if not chosen.only_decoders:
-                alone += parts(name, shape, chosen)
-    finally:  # what was measured before an error is kept
-        report(rows, alone, chosen.out)
+    for name in chosen.shapes:
+        shape = tiny(SHAPES[name]) if chosen.tiny else SHAPES[name]
+        if not chosen.only_parts:
+            rows += decoders(name, shape, chosen)
+            report(rows[-2:])
+        if not chosen.only_decoders:
+            alone += parts(name, shape, chosen)
+        if chosen.out:
+            figures = {"decoders": [asdict(one) for one in rows], "parts": [asdict(one) for one in alone]}
+            Path(chosen.out).write_text(json.dumps(figures, indent=1))
 
 
-def report(rows: list[Row], alone: list[Part], out: str | None) -> None:
-    """Print the tables, and write the figures."""
-    if rows:
-        names = f"{'billions':>9}{'ms':>10}{'tokens/s':>12}{'ratio':>8}{'GiB':>8}  waits"
-        print(f"\n{'decoder':16}{names}")
-        print("\n".join(map(str, rows)))
-        every = dict.fromkeys(kind for one in rows for kind in one.kinds)
-        print(f"\n{'ms per step':22}" + "".join(f"{one.name:>16}" for one in rows))
-        for kind in sorted(every, key=lambda kind: -max(one.kinds.get(kind, 0.0) for one in rows)):
-            print(f"{kind:22}" + "".join(f"{1e3 * one.kinds.get(kind, 0.0):16.2f}" for one in rows))
-        for one in rows:
-            print(f"\nlongest kernels of {one.name}: ms per step, calls, class")
-            for kernel in one.longest[:24]:
-                print(
-                    f"{1e3 * kernel['seconds']:8.2f}{kernel['calls']:7.0f}  {kernel['kind']:20}{kernel['name'][:110]}"
-                )
-    if alone:
-        print(f"\n{'shape':8}{'load':8}{'part':34}{'ms':>10}{'rate':>10}")
-        print("\n".join(map(str, alone)))
-    if out:
-        figures = {"decoders": [asdict(one) for one in rows], "parts": [asdict(one) for one in alone]}
-        Path(out).write_text(json.dumps(figures, indent=1))
+def report(rows: list[Row]) -> None:
+    """Print the first two tables, and the longest kernels."""
+    names = f"{'billions':>9}{'ms':>10}{'tokens/s':>12}{'ratio':>8}{'GiB':>8}  waits"
+    print(f"\n{'decoder':16}{names}")
+    print("\n".join(map(str, rows)))
+    every = dict.fromkeys(kind for one in rows for kind in one.kinds)
+    print(f"\n{'ms per step':22}" + "".join(f"{one.name:>16}" for one in rows))
+    for kind in sorted(every, key=lambda kind: -max(one.kinds.get(kind, 0.0) for one in rows)):
+        print(f"{kind:22}" + "".join(f"{1e3 * one.kinds.get(kind, 0.0):16.2f}" for one in rows))
+    for one in rows:
+        print(f"\nlongest kernels of {one.name}: ms per step, calls, class")
+        for kernel in one.longest[:24]:
+            print(f"{1e3 * kernel['seconds']:8.2f}{kernel['calls']:7.0f}  {kernel['kind']:20}{kernel['name'][:110]}")
+    print(f"\n{'shape':8}{'load':8}{'part':34}{'ms':>10}{'rate':>10}", flush=True)
 
 
 def options() -> argparse.Namespace:

@@ -116,7 +116,7 @@ def compute(
     return adapted(adapters[1], hidden, grouped_linear(hidden, counts, down), counts)
 
 
-DISPATCH = Slot("Experts.dispatch", "experts", dispatch)
+DISPATCH = Slot("Experts.dispatch", "dispatch", dispatch)
 PRODUCT = Slot("Experts.product", "experts", PLAIN_GROUPED, multiplies=True, buffers=("up_", "down_"))
 COMPUTE = Slot(
     "Experts.compute",
@@ -127,7 +127,7 @@ COMPUTE = Slot(
     composes=True,
     multiplies=True,
 )
-COMBINE = Slot("Experts.combine", "experts", combine)
+COMBINE = Slot("Experts.combine", "dispatch", combine)
 
 
 def adapted(adapter: nn.Module | None, rows: Tensor, y: Tensor, counts: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from mplug.model.slots.recipe import choose_base_modules
 from mplug.model.slots.selection import Selection
 from mplug.model.slots.slot_placement import add_slot_buffers
 from mplug.model.slots.token_sums import token_sums
+from mplug.model.slots.whole_sequences import whole_sequences
 from mplug.model.stream_balance import refuse_unbalanced, row_returns
 from mplug.model.variance import refuse_bypassing_layout
 from mplug.registry.entry_points import Registry
@@ -292,7 +293,7 @@ def collect_offers(run: Run, model: Model) -> list[Offer | Wrap]:
     """The offers of all plugins, with their labels, in the order of the hooks; then the host's own offers."""
     by_plugin = run.hooks.each("offer", run=run, model=model)
     offers = [replace(offer, plugin=label) for label, offers in by_plugin for offer in offers]
-    return [*offers, *token_sums(run, model), *row_returns(run, model)]
+    return [*offers, *token_sums(run, model), *whole_sequences(run, model), *row_returns(run, model)]
 
 
 def unmet_reasons(run: Run) -> list[str]:

@@ -25,13 +25,19 @@ def whole_sequences(run: Run, model: Model) -> list[Offer]:
     axes = [axis.name for axis in run.mesh.views["dense"] if axis.divides(TOKENS_AXIS)]
     if not model.plan.buffers or not axes:
         return []
-    group, mesh, own = run.group(*axes), run.mesh, run.mesh.number(run.rank, axes)
+    group, own = run.group(*axes), run.mesh.number(run.rank, axes)
+
+    def parts_at(length: int) -> list[list[range]]:
+        return [parts_of(run.mesh, rank, length) for rank in run.mesh.group(run.rank, *axes)]
+
+    usual_length = run.config.trainer.seq_length
+    usual = parts_at(usual_length)  # known before a compiler traces the slot, which cannot trace the mesh
 
     def over_sequences(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         if group is None:
             return function(*tensors)
-        length = tensors[0].shape[1]
-        parts = [parts_of(mesh, rank, group.size() * length) for rank in mesh.group(run.rank, *axes)]
+        length = tensors[0].shape[1] * group.size()
+        parts = usual if length == usual_length else parts_at(length)
         result = function(*(_in_order(ops.all_gather(x, group, 1), parts) for x in tensors))
         return torch.cat([result[:, part.start : part.stop] for part in parts[own]], dim=1)
 
@@ -47,11 +53,11 @@ def _is_of_tokens(site: Site, run: Run) -> bool | str:
 
 def _in_order(gathered: Tensor, parts: list[list[range]]) -> Tensor:
     """gathered [B, R S, ...], in rank order -> the same positions in sequence order."""
-    pieces, start = [], 0
+    pieces, start = {}, 0
     for part in (part for of_rank in parts for part in of_rank):
-        pieces.append((part.start, gathered[:, start : start + len(part)]))
+        pieces[part.start] = gathered[:, start : start + len(part)]
         start += len(part)
-    return torch.cat([piece for _, piece in sorted(pieces, key=lambda pair: pair[0])], dim=1)
+    return torch.cat([pieces[first] for first in sorted(pieces)], dim=1)
 
 
 def parts_of(mesh: Mesh, rank: int, length: int) -> list[range]:

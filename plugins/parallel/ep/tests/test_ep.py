@@ -25,6 +25,7 @@ from mplug_testing.harness import tiny_config, tiny_run
 from mplug_testing.parity import require_parity
 
 EXPERTS: dict[str, Any] = {**tiny_models.EXPERTS, "model.qk_norm": True}
+BOUNDED = {"parallel.ep.dispatch": "bounded", "parallel.ep.room": 4.0}
 GATHERED = {"parallel.ep.dispatch": "all_gather"}
 EVERYTHING = {
     "model.num_experts": 8,
@@ -49,6 +50,8 @@ class TestExpertParallel(ParallelSuite):
     layouts = ("ep2", "ep4")
     variants = {
         "all-gather": GATHERED,
+        "bounded": BOUNDED,
+        "repeated": {**BOUNDED, "parallel.ep.room": 0.3},
         "everything": EVERYTHING,
         "one-expert-a-rank": {"model.num_experts": 2, "model.num_experts_per_token": 1},
     }

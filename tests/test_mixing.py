@@ -8,7 +8,7 @@ from unittest import SkipTest
 import pytest
 import torch
 from click.testing import CliRunner
-from layout_words import COMPILED, RECOMPUTED, layouts
+from layout_words import RECOMPUTED, layouts
 from tiny_models import EXPERTS
 from torch import Tensor, nn
 
@@ -193,7 +193,6 @@ MORE = [
     "cp4 parallel.cp.method=hierarchical parallel.cp.ulysses_degree=2",
     "cp2 parallel.cp.method=ulysses",
     f"tp2cp2 {RECOMPUTED}",
-    f"tp2 {COMPILED}",
     "cp2dp2",
     "cp2etp2",
     "cp2pp2",

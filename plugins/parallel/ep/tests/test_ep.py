@@ -68,7 +68,12 @@ class TestExpertTensorParallel(ParallelSuite):
 
 # Several strategies.
 
-LAYOUTS = ("tp2ep4", "tp2ep2etp2 parallel.tp.sequence_parallel=false", "dp4ep2 parallel.ep.dispatch=all_gather")
+LAYOUTS = (
+    "tp2ep4",
+    "tp2pp2ep2 parallel.ep.dispatch=bounded parallel.ep.room=0.6",
+    "tp2ep2etp2 parallel.tp.sequence_parallel=false",
+    "dp4ep2 parallel.ep.dispatch=all_gather",
+)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -11,6 +11,7 @@ from typing import Any
 
 import mplug_triton
 import pytest
+import tiny_models
 import torch
 from mplug_triton import WIDEST, Triton
 from offers import run
@@ -36,6 +37,21 @@ class TestTriton(KernelSuite):
         "trainer.compile": "aot_eager",
         **(SMALLER if INTERPRETED else {}),
     }
+
+
+@pytest.mark.usefixtures("kernels_run")
+@pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
+class TestRows(KernelSuite):
+    plugin = "triton"
+    settings = {**TestTriton.settings, **tiny_models.EXPERTS, "trainer.micro_batch_size": 2}
+
+    @classmethod
+    def naming(cls) -> dict[str, Any]:
+        return {"kernels.dispatch": cls.plugin}
+
+    def _offered(self, dtype: str | None = None) -> tuple[Run, list[Offer]]:
+        run, offers = super()._offered(dtype)
+        return run, [one for one in offers if DISPATCH in one.suppliers]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="it needs no Triton")

@@ -10,7 +10,7 @@ that the answer depends on the arguments alone and that the call changes nothing
 whenever it needs the answer.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from mplug.registry.specification import all_plugins, at_most_one, exactly_one, or_attribute
@@ -202,6 +202,20 @@ def offer(run: "Run", model: "Model") -> "list[Offer | Wrap]":
 
     Called when every parameter has its placement. The host then selects, places the buffers that the selected offers
     declare (`Offer.buffers`), and fills the slots. No memory is allocated before that.
+    """
+
+
+@all_plugins
+def build_step_check(run: "Run", model: "Model") -> "Callable[[], bool] | None":
+    """A function that says whether the passes of a step were exact; None if yours always are.
+
+    Called when everything else is built. The host calls the function on every rank between the last backward pass of a
+    step and the update; it may wait for the device and communicate. All ranks must return the same. If it returns
+    False, the host discards gradients and statistics, and runs the passes of the same micro batches again. Then your
+    part must compute exactly (in a slower way), and the function must return True. The metric `repeated_steps` counts
+    such steps.
+
+    Refused if an engine of another framework keeps the gradients (`Sharding.engine`).
     """
 
 

@@ -89,7 +89,8 @@ def saved(part: torch.nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, buffer) for name, buffer in part.named_buffers() if name in ("bias", "last_load")]
 
 
-KINDS = {"plain": PLAIN, "fine": FINE, "micro": MICRO}
+ROOM: Settings = {**TINY, "model.capacity_factor": 1.0}
+KINDS = {"plain": PLAIN, "fine": FINE, "micro": MICRO, "room": ROOM}
 
 
 @cache
@@ -113,6 +114,7 @@ def assert_equal(found: list[Seen], expected: Seen, stages: bool = False) -> Non
 STREAM = f"tp2 {WHOLE_STREAM}"
 QUICK = ["plain-tp2", "fine-pp2", f"fine-{STREAM}", "fine-dp2tp2", "micro-dp2tp2"]
 ALL = [f"{kind}-{layout}" for kind in KINDS for layout in ("tp2", STREAM, "pp2", "dp2", "tp2pp2", "dp2tp2")]
+ALL += ["room-cp2", "room-tp2cp2"]
 
 
 @pytest.mark.parametrize("case", layouts(QUICK, [one for one in ALL if one not in QUICK], "experts"))
@@ -130,10 +132,11 @@ def test_the_load_is_every_choice_of_every_token_once() -> None:
 
 
 @pytest.mark.wide("experts")
-def test_compiled_units_with_experts_give_the_eager_run_and_count_alike() -> None:
-    found = run_workers(2, watched, {**FINE, "trainer.compile": "aot_eager", "parallel.layout": "tp2"})
-    assert_equal(found, alone("fine"))
-    assert {seen.graphs for seen in found} == {(8, 0)}, "four kinds of units, to train and to evaluate, without a break"
+@pytest.mark.parametrize(("kind", "units"), [("fine", 4), ("room", 3)])
+def test_compiled_units_with_experts_give_the_eager_run_and_count_alike(kind: str, units: int) -> None:
+    found = run_workers(2, watched, {**KINDS[kind], "trainer.compile": "aot_eager", "parallel.layout": "tp2"})
+    assert_equal(found, alone(kind))
+    assert {seen.graphs for seen in found} == {(2 * units, 0)}, "each kind, to train and to evaluate, without a break"
 
 
 @pytest.fixture

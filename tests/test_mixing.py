@@ -8,6 +8,7 @@ from unittest import SkipTest
 import pytest
 import torch
 from click.testing import CliRunner
+from layout_words import RECOMPUTED, layouts
 from tiny_models import EXPERTS
 from torch import Tensor, nn
 
@@ -185,14 +186,23 @@ def test_what_mixes_samples_computes_what_one_process_does(settings: Settings, l
     assert error_of(settings, layout) < EXACT
 
 
-@pytest.mark.parametrize(("layout", "more"), [("cp2", ""), ("tp2", ", or set parallel.tp.sequence_parallel=false")])
-def test_experts_with_a_capacity_whose_sequence_is_divided_are_refused(layout: str, more: str) -> None:
-    name = layout[:2]
-    assert refusal(CAPACITY, layout) == (
-        f"parallel/{name} divides the sequence ({name}=2), and 'blocks.*.moe' (MixtureOfExperts) mixes it (one "
-        f"position depends on another outside of slots); use a layout without {name}{more}"
-    )
-    accept(MIXTRAL, layout)  # without a capacity it computes each position by itself
+DIVIDED = ["cp2", "tp2"]  # two chunks of a zigzag; a contiguous part
+MORE = [
+    "tp2cp2",
+    "tp2cp2ep4",
+    "cp4 parallel.cp.method=hierarchical parallel.cp.ulysses_degree=2",
+    "cp2 parallel.cp.method=ulysses",
+    f"tp2cp2 {RECOMPUTED}",
+    "cp2dp2",
+    "cp2etp2",
+    "cp2pp2",
+]
+
+
+@pytest.mark.parametrize("layout", layouts(DIVIDED, MORE, "experts"))
+@pytest.mark.parametrize("dropping", ["position", "probability"])
+def test_tokens_of_a_divided_sequence_compete_for_room_as_in_one_process(layout: str, dropping: str) -> None:
+    assert error_of({**CAPACITY, "model.capacity_dropping": dropping}, layout) < EXACT
 
 
 @pytest.mark.parametrize(
@@ -219,13 +229,10 @@ def test_what_mixes_samples_needs_micro_batches_whose_size_no_layout_changes(fea
 
 
 @pytest.mark.parametrize("dropping", ["position", "probability"])
-@pytest.mark.parametrize(("declared", "left"), [((), "batch"), (("sequence",), "batch"), (("batch",), "sequence")])
-def test_the_suite_finds_a_capacity_that_is_not_declared(
-    declared: tuple[str, ...], left: str, dropping: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(MixtureOfExperts, "mixes", frozenset(declared))
+def test_the_suite_finds_a_capacity_that_is_not_declared(dropping: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MixtureOfExperts, "mixes", frozenset())
     roomy: Settings = {**CAPACITY, "model.capacity_factor": 10.0, "model.capacity_dropping": dropping}
-    assert f"unit 'blocks.*' mixes the {left}: " in fault_of_suite(roomy)
+    assert "unit 'blocks.*' mixes the batch: " in fault_of_suite(roomy)
 
 
 def test_the_suite_finds_a_loss_over_a_micro_batch_that_is_not_declared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,8 @@ skipped. `tokens` are the targets of the run so far, and `targets_per_s` those o
 and `tflops` count all positions of the samples, also those without a target (prompts, the unfilled rest of a sample).
 `step_s` is the duration of the step in seconds, without evaluations and saves. In fp16: loss_scale, and overflows (the
 number of steps lost to overflow so far). Statistics by name, if the model has some. Figures that the stepper adds:
-`bubble` of a pipeline. If the model has streams, for the axis of each ('patches'):
+`bubble` of a pipeline. If a plugin may ask for exact passes (`build_step_check`): repeated_steps, the number of steps
+so far whose passes were computed again. If the model has streams, for the axis of each ('patches'):
 `patches_per_s`, and `patches_imbalance`, the rows of the rank that computes the most of them over the mean of ranks.
 val_loss, if the run was evaluated after the step.
 """

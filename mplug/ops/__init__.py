@@ -1,5 +1,6 @@
 """Differentiable collectives that strategies share; each is stated once, with its dual."""
 
+from mplug.ops.bounded_rows import BoundedMeeting, give_back_bounded, meet_bounded, send_bounded
 from mplug.ops.collectives import (
     Group,
     all_gather,
@@ -20,6 +21,7 @@ from mplug.ops.rows import Meeting, RowReturn, bring_back, give_back, meet, send
 
 __all__ = [
     "CHECK",
+    "BoundedMeeting",
     "Exchange",
     "Group",
     "Item",
@@ -33,13 +35,16 @@ __all__ = [
     "exchange",
     "gather",
     "give_back",
+    "give_back_bounded",
     "in_order",
     "join",
     "meet",
+    "meet_bounded",
     "own_part",
     "reduce",
     "reduce_scatter",
     "scatter",
     "send",
+    "send_bounded",
     "split",
 ]

@@ -37,6 +37,9 @@ class Slot:
       if the block passes no buffers to the slot. A block with several products needs the name of the weight in front.
     - `sums_tokens`: a supplier is called as `supplier(values, over)` and sums over the ranks that divide the axes
       `over` of tokens. The host supplies it.
+    - `joins_sequences`: a supplier is called as `supplier(function, *tensors)` with tensors [B, S, ...] of this rank's
+      positions. It calls the function with those of whole sequences and returns this rank's part of the result. The
+      host supplies it.
     - `returns_rows`: a supplier is called as `supplier(rows, returns)`, with the rows [R, ...] of a stream that ranks
       have computed for one another, and the entry `mplug.RETURNS`. It returns the rows of this rank's own micro batch.
       The host supplies it if ranks balance streams (`parallel.balance`).
@@ -57,6 +60,7 @@ class Slot:
     fuses: str = ""
     buffers: tuple[str, ...] = ()
     sums_tokens: bool = False
+    joins_sequences: bool = False
     returns_rows: bool = False
     keeps_pairs: bool = False
 
@@ -75,7 +79,8 @@ class Slot:
     @property
     def _agreed(self) -> tuple[Any, ...]:
         """What all blocks with this slot must declare alike, because plugins and users rely on it."""
-        return self.kind, self.multiplies, self.collectives, self.fuses, self.sums_tokens, self.returns_rows
+        of_host = self.sums_tokens, self.joins_sequences, self.returns_rows
+        return self.kind, self.multiplies, self.collectives, self.fuses, *of_host
 
 
 def slots_of(module: Any) -> tuple[Slot, ...]:

@@ -116,7 +116,7 @@ def compute(
     return adapted(adapters[1], hidden, grouped_linear(hidden, counts, down), counts)
 
 
-DISPATCH = Slot("Experts.dispatch", "experts", dispatch)
+DISPATCH = Slot("Experts.dispatch", "dispatch", dispatch)
 PRODUCT = Slot("Experts.product", "experts", PLAIN_GROUPED, multiplies=True, buffers=("up_", "down_"))
 COMPUTE = Slot(
     "Experts.compute",
@@ -127,7 +127,7 @@ COMPUTE = Slot(
     composes=True,
     multiplies=True,
 )
-COMBINE = Slot("Experts.combine", "experts", combine)
+COMBINE = Slot("Experts.combine", "dispatch", combine)
 
 
 def adapted(adapter: nn.Module | None, rows: Tensor, y: Tensor, counts: Tensor) -> Tensor:
@@ -251,13 +251,11 @@ class Experts(Activation, ProductModule):
 Dropping = Literal["position", "probability"]
 
 
-def within_capacity(
-    chosen: Tensor, gates: Tensor, num_experts: int, factor: float, dropping: Dropping
-) -> tuple[Tensor, Tensor]:
-    """Drop choices beyond the experts' capacity, which is `factor` * N k / E choices per expert, rounded up.
+def beyond_capacity(chosen: Tensor, gates: Tensor, num_experts: int, factor: float, dropping: Dropping) -> Tensor:
+    """Which choices are beyond the experts' capacity: `factor` * N k / E choices per expert, rounded up.
 
-    chosen and gates [N, k] -> the same shapes; a dropped choice becomes `num_experts`, and its gate 0. An expert keeps
-    the choices of the earliest tokens ('position', arXiv 2006.16668), or those with the highest gates ('probability').
+    chosen and gates [..., k] of N tokens -> the same shape, bool. An expert keeps the choices of the earliest tokens
+    ('position', arXiv 2006.16668), or those with the highest gates ('probability').
     """
     capacity = math.ceil(factor * chosen.numel() / num_experts)
     flat, places = chosen.flatten(), torch.arange(chosen.numel(), device=chosen.device)
@@ -265,5 +263,4 @@ def within_capacity(
     expert, order = flat[first].sort(stable=True)
     starts = torch.searchsorted(expert, torch.arange(num_experts, device=chosen.device))
     number = places - starts[expert]  # of each choice, among those of its expert
-    dropped = torch.empty_like(flat, dtype=torch.bool).scatter_(0, first[order], number >= capacity).view_as(chosen)
-    return chosen.masked_fill(dropped, num_experts), gates.masked_fill(dropped, 0.0)
+    return torch.empty_like(flat, dtype=torch.bool).scatter_(0, first[order], number >= capacity).view_as(chosen)

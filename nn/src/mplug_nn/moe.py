@@ -1,15 +1,33 @@
 """A mixture of experts in place of a block's feed-forward part (arXiv 1701.06538, 2101.03961, 2401.06066)."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
 from mplug.layout.inits import ZEROS, Entries, Inits
 from mplug.layout.plan import Parameter
 from mplug.layout.work import Branches, Step, WeightProduct
-from mplug_nn.experts import Dropping, Experts, within_capacity
+from mplug.model.slots.declaration import Slot
+from mplug_nn.experts import Dropping, Experts, beyond_capacity
 from mplug_nn.linear import Linear
 from mplug_nn.mlp import MLP, Kind
 from mplug_nn.router import Router
+
+
+def over_sequences(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """The default of the slot `MixtureOfExperts.over_sequences`, for a process that has whole sequences.
+
+    tensors [B, S, ...] (no gradient flows through them) -> function(*tensors) [B, S, ...]. The host fills this slot
+    under every layout that divides the sequence: it calls the function with whole sequences and returns this rank's
+    part of the result.
+    """
+    return function(*tensors)
+
+
+OVER_SEQUENCES = Slot("MixtureOfExperts.over_sequences", "router", over_sequences, joins_sequences=True)
 
 
 class MixtureOfExperts(nn.Module):
@@ -19,6 +37,8 @@ class MixtureOfExperts(nn.Module):
     shared MLP's output is multiplied by a sigmoid gate computed from the token. With `bias`, both projections of the
     experts have biases.
     """
+
+    SLOTS: ClassVar[tuple[Slot, ...]] = (OVER_SEQUENCES,)
 
     def __init__(
         self,
@@ -35,6 +55,7 @@ class MixtureOfExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.capacity_factor, self.dropping = capacity_factor, dropping
+        self.over_sequences: Callable[..., Tensor] = over_sequences
         self.router = router
         self.experts = Experts(dim, ffn_dim, router.choice.num_experts, kind, bias)
         self.down_bias = nn.Parameter(torch.empty(router.choice.num_experts, dim)) if bias else None
@@ -58,8 +79,11 @@ class MixtureOfExperts(nn.Module):
 
     @property
     def mixes(self) -> frozenset[str]:
-        """If experts have a capacity, the tokens of a micro batch compete for it."""
-        return frozenset() if self.capacity_factor is None else frozenset({"batch", "sequence"})
+        """`batch` if experts have a capacity, for which the tokens of a micro batch compete.
+
+        Those of a sequence meet in a slot, so they do not count.
+        """
+        return frozenset() if self.capacity_factor is None else frozenset({"batch"})
 
     @property
     def varies(self) -> str:
@@ -70,13 +94,21 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
         """x [B, S, D], positions [1 or B, S], the samples' random keys [B] -> [B, S, D]."""
-        chosen, gates = (of_tokens.flatten(0, 1) for of_tokens in self.router(x, positions, keys))
-        if self.capacity_factor is not None:
-            experts = self.router.choice.num_experts
-            chosen, gates = within_capacity(chosen, gates, experts, self.capacity_factor, self.dropping)
+        chosen, gates = (
+            of_tokens.flatten(0, 1) for of_tokens in self._within_capacity(*self.router(x, positions, keys))
+        )
         y: Tensor = self.experts(x.flatten(0, 1), chosen, gates)
         y = (y if self.down_bias is None else y + self._biases(chosen, gates).to(y.dtype)).view_as(x)
         return y if self.shared is None else y + self._shared(x)
+
+    def _within_capacity(self, chosen: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+        """chosen and gates [B, S, k] -> the same; a choice beyond the capacity becomes E, and its gate 0."""
+        if self.capacity_factor is None:
+            return chosen, gates
+        experts = self.router.choice.num_experts
+        beyond = partial(beyond_capacity, num_experts=experts, factor=self.capacity_factor, dropping=self.dropping)
+        dropped = self.over_sequences(beyond, chosen, gates.detach())
+        return chosen.masked_fill(dropped, experts), gates.masked_fill(dropped, 0.0)
 
     def _biases(self, chosen: Tensor, gates: Tensor) -> Tensor:
         """The biases of the chosen experts' down projections, weighted: chosen and gates [N, k] -> [N, D].

@@ -79,6 +79,12 @@ def _ones_along(axis: str, values: Tensor, over: tuple[str, ...]) -> Tensor:
     return torch.ones_like(values) if axis in over else values
 
 
+def _each_position(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """The content of `MixtureOfExperts.over_sequences` here: what positions share belongs to the slot."""
+    positions = range(tensors[0].shape[1])
+    return torch.cat([function(*(x[:, at : at + 1] for x in tensors)) for at in positions], dim=1)
+
+
 def _inputs_of_units(trial: Trial) -> Iterator[tuple[Unit, Values]]:
     """Every unit of the model, with all values that exist when it is called."""
     values = dict(trial.batches[0])
@@ -136,6 +142,8 @@ class _Probe:
         for site in sites(self.model.module):
             if site.slot == "Router.summed":
                 site.module.summed = partial(_ones_along, self.axis)
+            if site.slot == "MixtureOfExperts.over_sequences":
+                site.module.over_sequences = _each_position if self.axis == "sequence" else site.declared.default
         if any(one.name == self.unit.name for one in declared):
             return False
         with _repeating([one.module for one in declared]) as repeat:

@@ -11,6 +11,7 @@ from typing import Any
 
 import mplug_triton
 import pytest
+import tiny_models
 import torch
 from mplug_triton import WIDEST, Triton
 from offers import run
@@ -38,6 +39,21 @@ class TestTriton(KernelSuite):
     }
 
 
+@pytest.mark.usefixtures("kernels_run")
+@pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
+class TestRows(KernelSuite):
+    plugin = "triton"
+    settings = {**TestTriton.settings, **tiny_models.EXPERTS, "trainer.micro_batch_size": 2}
+
+    @classmethod
+    def naming(cls) -> dict[str, Any]:
+        return {"kernels.dispatch": cls.plugin}
+
+    def _offered(self, dtype: str | None = None) -> tuple[Run, list[Offer]]:
+        run, offers = super()._offered(dtype)
+        return run, [one for one in offers if DISPATCH in one.suppliers]
+
+
 @pytest.mark.skipif(INTERPRETED, reason="it needs no Triton")
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
 class TestActivation(KernelSuite):
@@ -56,14 +72,17 @@ class TestActivation(KernelSuite):
 
 @outside_of_the_interpreter
 def test_what_runs_on_a_device_runs_in_tritons_interpreter_too() -> None:
-    assert_interpreted(*(Path(__file__).with_name(f"test_{subject}.py") for subject in ("triton", "norm", "qkv")))
+    assert_interpreted(
+        *(Path(__file__).with_name(f"test_{subject}.py") for subject in ("triton", "norm", "qkv", "rows"))
+    )
 
 
 # What it claims.
 
 NORM, QKV, ACTIVATION = "Norm.norm_residual", "Attention.prepare_qkv", "MLP.activation"
+DISPATCH, COMBINE = "Experts.dispatch", "Experts.combine"
 OFFERS = Triton(Triton.Config()).offer()
-NAMED = dict.fromkeys(("norm", "qk", "activation"), "kernels/triton")
+NAMED = dict.fromkeys(("norm", "qk", "activation", "dispatch"), "kernels/triton")
 
 
 class Block(SimpleNamespace):
@@ -71,8 +90,9 @@ class Block(SimpleNamespace):
 
 
 def at(slot: str, *needs: str, size: int = 64, kind: str = "gelu") -> Site:
-    """A norm of a width, attention of a head dim, or an activation of a kind."""
-    module = Block(weight=torch.empty(size, device="meta"), head_dim=size, kind=kind)
+    """A norm of a width, attention of a head dim, experts of a width, or an activation of a kind."""
+    up = torch.empty(2, 3, size, device="meta")
+    module = Block(weight=torch.empty(size, device="meta"), head_dim=size, kind=kind, up=up)
     return Site("blocks.*", slot, module, "", frozenset(needs))
 
 
@@ -98,8 +118,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_it_supplies_norms_packed_heads_and_the_activation_apart_from_each_other() -> None:
-    assert [set(offer.suppliers) for offer in OFFERS] == [{NORM}, {QKV}, {ACTIVATION}]
+def test_it_supplies_norms_packed_heads_rows_of_experts_and_the_activation_apart_from_each_other() -> None:
+    assert [set(offer.suppliers) for offer in OFFERS] == [{NORM}, {QKV}, {DISPATCH, COMBINE}, {ACTIVATION}]
 
 
 @pytest.mark.usefixtures("installed")
@@ -108,7 +128,7 @@ def test_it_supplies_norms_packed_heads_and_the_activation_apart_from_each_other
     [
         *(at(QKV, size=head_dim) for head_dim in (16, 24, 128, 256)),
         at(QKV, "scaled rotary"),
-        *(at(NORM, size=width) for width in (1, 33, 2048, WIDEST)),
+        *(at(slot, size=width) for slot in (NORM, DISPATCH, COMBINE) for width in (1, 33, 2048, WIDEST)),
         at(ACTIVATION),
     ],
 )
@@ -126,9 +146,9 @@ ONLY_GELU = "supports 'gelu' only, and this site's activation is '{}'; set kerne
     ("site", "run", "words"),
     [
         (at(QKV, size=33), during(), "head dim is 33"),
-        (at(NORM, size=WIDEST + 1), during(), NO_ROOM),
-        *((at(slot), during("cpu"), "needs a CUDA GPU") for slot in (NORM, QKV)),
-        *((at(slot), during(precision="fp64"), TO_FP32) for slot in (NORM, QKV)),
+        *((at(slot, size=WIDEST + 1), during(), NO_ROOM) for slot in (NORM, DISPATCH, COMBINE)),
+        *((at(slot), during("cpu"), "needs a CUDA GPU") for slot in (NORM, QKV, DISPATCH)),
+        *((at(slot), during(precision="fp64"), TO_FP32) for slot in (NORM, QKV, COMBINE)),
         *((at(slot, "log-sum-exp"), during(), "does not offer log-sum-exp") for slot in (NORM, QKV, ACTIVATION)),
         (at(NORM, "offset_rmsnorm norm"), during(), "it does not offer offset_rmsnorm norm"),
         *((at(QKV, need), during(), f"it does not offer {need}") for need in ("partial rotary", "wide QK-norm")),

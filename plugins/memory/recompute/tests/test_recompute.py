@@ -68,7 +68,7 @@ class TestSelective(Recompute):
 
 
 class TestSelectiveOfExperts(Recompute):
-    settings = {**EXPERTS, **settings_of(mode="selective", slots=["norm", "experts"])}
+    settings = {**EXPERTS, **settings_of(mode="selective", slots=["norm", "experts", "dispatch"])}
     layouts = ("ep2",)
 
 

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import tiny_models
+import torch
 from layout_runs import assert_refused, difference_of
 from mplug_ep import wraps
+from mplug_ep.bounds import Bounds
 from torch import Tensor
 
-from mplug import UsageError
+from mplug import StepResult, UsageError
 from mplug.config.defaults import default_settings
 from mplug.config.sources import from_mapping
 from mplug.distributed.world import World
@@ -20,11 +22,14 @@ from mplug.run.prepare import prepare
 from mplug.run.run import Run
 from mplug.training.assembly import build
 from mplug.training.job import settle
+from mplug.training.repeating import RepeatingStepper
+from mplug_nn import Choice
 from mplug_testing import ParallelSuite, run_workers
-from mplug_testing.harness import tiny_config, tiny_run
+from mplug_testing.harness import tiny_config, tiny_run, train_steps
 from mplug_testing.parity import require_parity
 
 EXPERTS: dict[str, Any] = {**tiny_models.EXPERTS, "model.qk_norm": True}
+BOUNDED = {"parallel.ep.dispatch": "bounded", "parallel.ep.room": 4.0}
 GATHERED = {"parallel.ep.dispatch": "all_gather"}
 EVERYTHING = {
     "model.num_experts": 8,
@@ -49,9 +54,12 @@ class TestExpertParallel(ParallelSuite):
     layouts = ("ep2", "ep4")
     variants = {
         "all-gather": GATHERED,
+        "bounded": BOUNDED,
+        "repeated": {**BOUNDED, "parallel.ep.room": 0.3},
         "everything": EVERYTHING,
         "one-expert-a-rank": {"model.num_experts": 2, "model.num_experts_per_token": 1},
     }
+    without_effect = {"room": "a step that has lost rows is computed again, so no result depends on the room"}
     refused = {"ep8": ("8 data-parallel ranks", "a multiple of 16")}
 
 
@@ -65,7 +73,12 @@ class TestExpertTensorParallel(ParallelSuite):
 
 # Several strategies.
 
-LAYOUTS = ("tp2ep4", "tp2ep2etp2 parallel.tp.sequence_parallel=false", "dp4ep2 parallel.ep.dispatch=all_gather")
+LAYOUTS = (
+    "tp2ep4",
+    "tp2pp2ep2 parallel.ep.dispatch=bounded parallel.ep.room=0.6",
+    "tp2ep2etp2 parallel.tp.sequence_parallel=false",
+    "dp4ep2 parallel.ep.dispatch=all_gather",
+)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -123,12 +136,54 @@ def rows_given_back_in_another_order() -> None:
     wraps.ops.give_back = give_back  # type: ignore[attr-defined]
 
 
+def lost_rows_accepted() -> None:
+    Bounds.check = _accepting(Bounds.check)  # type: ignore[method-assign]
+
+
+def _accepting(original: Callable[[Bounds, Run], Callable[[], bool]]) -> Callable[[Bounds, Run], Callable[[], bool]]:
+    def check(self: Bounds, run: Run) -> Callable[[], bool]:
+        original(self, run)
+        return lambda: True
+
+    return check
+
+
+def hostile(room: float) -> list[float]:
+    """Be one rank of a run in which all tokens choose the experts of rank 0: `repeated_steps` after each step."""
+    settings = {**EXPERTS, **BOUNDED, "parallel.ep.room": room, "parallel.layout": "ep2"}
+    repeated = list[float]()
+    original = RepeatingStepper.update
+
+    def update(self: RepeatingStepper, lr: float, weight_decay: float) -> StepResult:
+        result = original(self, lr, weight_decay)
+        repeated.append(float(result.figures["repeated_steps"]))
+        return result
+
+    RepeatingStepper.update = update  # type: ignore[method-assign]
+    train_steps(settings, lambda: setattr(Choice, "chosen", _first_experts))
+    return repeated
+
+
+def _first_experts(self: Choice, scores: Tensor) -> Tensor:
+    return torch.arange(self.top_k, device=scores.device).expand(*scores.shape[:-1], self.top_k).contiguous()
+
+
+@pytest.mark.parametrize(("room", "is_repeated"), [(1.5, True), (2.0, False)])
+def test_a_hostile_routers_steps_are_repeated_if_a_rank_has_no_room_for_all_rows(
+    room: float, is_repeated: bool
+) -> None:
+    for repeated in run_workers(2, hostile, room):
+        assert repeated == [number * is_repeated for number in range(1, len(repeated) + 1)]
+        assert repeated
+
+
 MISTAKES: list[tuple[str, Callable[[], None]]] = [
     ("ep2", router_gradient_stays_local),
     ("ep2", experts_summed_over_the_others_ranks),
     ("dp4ep2", experts_left_to_themselves),
     ("tp2ep2 parallel.tp.sequence_parallel=false", copies_sent_by_all),
     ("ep2", rows_given_back_in_another_order),
+    ("ep2 parallel.ep.dispatch=bounded parallel.ep.room=0.6", lost_rows_accepted),
 ]
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mplug_ep.bounds import Bounds
 from mplug_ep.wraps import wraps_of_ep, wraps_of_etp
 from torch import Tensor
 
@@ -60,7 +61,11 @@ def scales(num_experts: int) -> Tensor:
 def experts_of(run: Run, how: str, num_experts: int) -> tuple[Experts, list[Tensor]]:
     """Experts as this rank has them, between the strategies' wraps; and a list that the counts of a call are put in."""
     mesh, rank, model = run.mesh, run.rank, SimpleNamespace(placements={})
-    wraps = wraps_of_ep(run, model, how) if "ep" in mesh.axes else []
+    bounds = None
+    if how == "bounded":
+        bounds = Bounds(SimpleNamespace(module=SimpleNamespace(training=True)), room=4.0)  # type: ignore[arg-type]
+        bounds.check(run)
+    wraps = wraps_of_ep(run, model, how, bounds) if "ep" in mesh.axes else []
     wraps += wraps_of_etp(run, model) if "etp" in mesh.axes else []
     each = num_experts // (mesh.axes["ep"].size if "ep" in mesh.axes else 1)
     first, parts = each * mesh.index(rank, "ep"), mesh.axes["etp"].size if "etp" in mesh.axes else 1
@@ -148,7 +153,7 @@ def require_routed(layouts: list[tuple[str, str]], cases: list[Case]) -> None:
 @given(cases=st.lists(case(), min_size=4, max_size=4))
 def test_a_token_gets_what_its_experts_make_of_it_weighted_by_its_gates(cases: list[Case]) -> None:
     divided = [name for name in MESHES if "ep" in name.replace("etp", "")]
-    layouts = [(name, how) for name in divided for how in ("all_to_all", "all_gather")]
+    layouts = [(name, how) for name in divided for how in ("all_to_all", "bounded", "all_gather")]
     layouts += [(name, "") for name in MESHES if name not in divided]
     require_routed(layouts, [EMPTY, NOTHING, *cases])
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from mplug_nn import Choice, Experts, Router, Weights
+from mplug_nn import Choice, Experts, MixtureOfExperts, Router, Weights
 from mplug_nn.activations import ACTIVATIONS, is_gated
 from mplug_nn.grouped import apply_grouped
 from mplug_nn.mlp import activation
@@ -14,11 +14,14 @@ from mplug_testing.kernel_cases.case import BUFFERS, SINK, Case, Drawn, Supplier
 
 
 def expert_cases() -> Iterator[Case]:
-    """Cases of the slots of `Experts`, and of `Router.summed`."""
+    """Cases of the slots of `Experts`, `Router.summed`, and `MixtureOfExperts.over_sequences`."""
     yield from _routes()
     yield from _experts()
     yield from _products()
     yield Case(("Router.summed",), "counts [E]", Router(8, Choice(4, 2)), {"counts": Drawn(0).integers(9, 4)}, _sum)
+    mixture = MixtureOfExperts(Router(8, Choice(4, 2)), 8, 16, "gelu")
+    values = {"values": Drawn(0).integers(9, 2, 5)}
+    yield Case(("MixtureOfExperts.over_sequences",), "values [B, S]", mixture, values, _running_sum)
 
 
 def _routes() -> Iterator[Case]:
@@ -107,6 +110,11 @@ def _product(name: str, counts: tuple[int, ...], i: int, o: int, padded: bool = 
         return call
 
     return Case((PRODUCT,), name, Experts(i, o, e, "gelu"), inputs, bind, parameters=expert_site(i, o).parameters)
+
+
+def _running_sum(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
+    over_sequences = suppliers["MixtureOfExperts.over_sequences"]
+    return lambda: {"a result": over_sequences(lambda values: values.cumsum(dim=1), x["values"])}
 
 
 def _sum(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:

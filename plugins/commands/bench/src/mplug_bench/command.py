@@ -97,6 +97,8 @@ def command(
     click.echo(_rows(everyone, opposing))
     if profile:
         click.echo(f"\n{_classes(everyone)}")
+        for line in _waits(measured):
+            click.echo(line)
     if ceilings:
         click.echo(f"\n{_fractions(measured, ceilings)}")
     if out is not None:
@@ -187,6 +189,19 @@ def _classes(everyone: "dict[str, Measured]") -> str:
         rows[kinds.index(COLLECTIVES)][0] += ", exposed"
         rows.append([f"{COLLECTIVES}, exposed and hidden", *(_part(one.collectives, one) for one in profiles.values())])
     return table(("MS PER STEP", *profiles), rows)
+
+
+def _waits(measured: "dict[str, Measured]") -> list[str]:
+    """A line for each variant on a GPU: how often the CPU waits for it in a step, and where."""
+    from mplug_bench.measure import shown
+
+    lines = []
+    for name, one in measured.items():
+        if one.waits is not None:
+            places = ", ".join(f"{place} ({number})" for place, number in one.waits.items())
+            lines.append(f"waits of the CPU per step: {sum(one.waits.values())}{f': {places}' if places else ''}")
+            lines[-1] += f" [{shown(name)}]"
+    return lines
 
 
 def _part(seconds: float, profile: "Profile") -> str:

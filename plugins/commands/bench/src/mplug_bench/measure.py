@@ -23,7 +23,7 @@ from mplug.commands import (
     resolve,
     supervisor_of,
 )
-from mplug_bench.profiling import RECORDED, Event, Profile, profile_of, profiled
+from mplug_bench.profiling import RECORDED, Event, Profile, profile_of, profiled, waits_of
 from mplug_bench.script import Script, task_of
 
 if TYPE_CHECKING:
@@ -61,13 +61,15 @@ class Facts:
 class Measured(Facts):
     """The figures of one participant over all its rounds.
 
-    `rounds` are the seconds of every step, one list per round; `memory_gib` is the maximum over all ranks.
+    `rounds` are the seconds of every step, one list per round; `memory_gib` is the maximum over all ranks. `waits` has
+    the places where the CPU waits for the GPU in a step, with the number of times; None if that was not measured.
     """
 
     peak_tflops: float | None
     memory_gib: float
     rounds: list[list[float]]
     profile: Profile | None = None
+    waits: dict[str, int] | None = None
 
     @property
     def seconds(self) -> list[float]:
@@ -104,9 +106,9 @@ class Measured(Facts):
     def joined(self, other: "Measured") -> "Measured":
         """These figures together with those of the next round of the same participant."""
         memory = max(self.memory_gib, other.memory_gib)
-        return replace(
-            self, rounds=self.rounds + other.rounds, memory_gib=memory, profile=self.profile or other.profile
-        )
+        waits = other.waits if self.waits is None else self.waits
+        rounds, profile = self.rounds + other.rounds, self.profile or other.profile
+        return replace(self, rounds=rounds, memory_gib=memory, profile=profile, waits=waits)
 
 
 def bench_settings() -> Settings:
@@ -210,9 +212,15 @@ def _measure(task: Task, send: Send) -> Measured:
             )
         memory = max(run.gathered(peak_memory_gib(run.device)))
         profile = profiled(step, run.device) if task.profile else None
-        facts = asdict(facts_of(run, parts.model))
+        waits = waits_of(step, run.device) if task.profile else None
+        peak = peak_tflops(run.device)
         return Measured(
-            **facts, peak_tflops=peak_tflops(run.device), memory_gib=memory, rounds=[seconds], profile=profile
+            **asdict(facts_of(run, parts.model)),
+            peak_tflops=peak,
+            memory_gib=memory,
+            rounds=[seconds],
+            profile=profile,
+            waits=waits,
         )
 
 

@@ -1,6 +1,7 @@
 """Profile the time of a step by class of kernel (on a GPU) or of operator (on a CPU)."""
 
 import re
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -176,6 +177,30 @@ def profiled(step: Callable[[], None], device: str) -> Profile:
         return profile_of([_kernel(event) for event in kernels])
     operators = [event for event in found if event.name.startswith(("aten::", "c10d::", "gloo:", "mplug::"))]
     return _of_operators([(event.name, event.self_cpu_time_total / 1e6) for event in operators])
+
+
+WAITED = re.compile("called a synchronizing CUDA operation")
+"""The warning of torch's synchronisation debug mode."""
+
+
+def waits_of(step: Callable[[], None], device: str) -> dict[str, int] | None:
+    """How often the CPU waits for the GPU in one call of `step`, by place (file and line); None on a CPU.
+
+    These are the waits that `torch.cuda.set_sync_debug_mode` detects: every read of a value, not every other wait.
+    """
+    import torch
+
+    if not device.startswith("cuda"):
+        return None
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = (one for one in found if WAITED.search(str(one.message)))
+    return dict(Counter(f"{'/'.join(one.filename.split('/')[-2:])}:{one.lineno}" for one in waits))
 
 
 def _kernel(event: Any) -> Event:

@@ -1,4 +1,4 @@
-"""Fused Triton kernels: norms with the preceding residual addition; QK-norm and RoPE with the split of packed QKV.
+"""Fused Triton kernels: norms with the residual addition; QK-norm and RoPE with the split of QKV; rows to experts.
 
 The backward kernel of QKV writes the gradient of the packed projection in one pass. The plugin also offers a GELU in
 plain torch operations, which torch's compiler fuses with its neighbours.
@@ -25,7 +25,7 @@ WIDEST = 16384
 
 
 class Triton:
-    """Norms fused with the residual addition; QK-norm and RoPE fused with the split of QKV; GELU without erf."""
+    """Norms with the residual addition; QK-norm and RoPE with the split of QKV; rows to experts; GELU without erf."""
 
     class Config(BaseModel):
         """No options."""
@@ -40,14 +40,16 @@ class Triton:
 
     @hookimpl
     def offer(self) -> list[Offer]:
-        """Offer norms, the preparation of queries, keys and values from packed heads, and the activation."""
+        """Offer norms, the preparation of packed queries, keys and values, the rows of experts, and the activation."""
         from mplug_triton.gelu import activation
         from mplug_triton.norm import norm_residual
         from mplug_triton.qkv import prepare_qkv
+        from mplug_triton.rows import combine, dispatch
 
         return [
             Offer({"Norm.norm_residual": norm_residual}, supports_norm, optional=True),
             Offer({"Attention.prepare_qkv": prepare_qkv}, supports_qkv, serves=TURNING, optional=True),
+            Offer({"Experts.dispatch": dispatch, "Experts.combine": combine}, supports_rows, optional=True),
             Offer({"MLP.activation": activation}, supports_activation, optional=True),
         ]
 
@@ -62,6 +64,14 @@ def supports_qkv(site: Site, run: "Run") -> bool | str:
 def supports_norm(site: Site, run: "Run") -> bool | str:
     """True for rows up to WIDEST, with Triton and a CUDA GPU or its interpreter; else the reason."""
     width = len(site.module.weight)
+    if width > WIDEST:
+        return f"it supports rows of up to {WIDEST} elements, which fit into registers, and this site's have {width}"
+    return _runs(run)
+
+
+def supports_rows(site: Site, run: "Run") -> bool | str:
+    """True for rows up to WIDEST, with Triton and a CUDA GPU or its interpreter; else the reason."""
+    width = site.module.up.shape[-1]
     if width > WIDEST:
         return f"it supports rows of up to {WIDEST} elements, which fit into registers, and this site's have {width}"
     return _runs(run)

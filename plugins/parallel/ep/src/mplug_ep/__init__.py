@@ -6,12 +6,15 @@ the dense view, so neither degree multiplies the world size.
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
 from mplug import MAY_CHANGE, Axis, hookimpl
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mplug import Model, Run, RunConfig, Wrap
+    from mplug_ep.bounds import Bounds
 
 VIEW = "sparse"
 """The mesh view of the experts' axes; it shares the pipeline axis with the dense view."""
@@ -25,14 +28,19 @@ class ExpertParallel:
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
-        dispatch: Annotated[Literal["all_to_all", "all_gather"], MAY_CHANGE] = Field(
+        dispatch: Annotated[Literal["all_to_all", "bounded", "all_gather"], MAY_CHANGE] = Field(
             "all_to_all",
             description="all_to_all: send each token to the ranks of its experts; the CPU waits for the number of "
-            "tokens; all_gather: send all tokens to all ranks; shapes are fixed, and the CPU does not wait",
+            "tokens; bounded: in buffers of a fixed size, and steps for which these are too small are computed again "
+            "by all_to_all; all_gather: send all tokens to all ranks; shapes are fixed, and the CPU does not wait",
+        )
+        room: Annotated[PositiveFloat, MAY_CHANGE] = Field(
+            1.5, description="bounded: rows that a rank may send to each rank, as a multiple of the even share"
         )
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.bounds: Bounds | None = None
 
     @hookimpl
     def mesh_axes(self, config: "RunConfig") -> list[Axis]:
@@ -49,9 +57,18 @@ class ExpertParallel:
     @hookimpl
     def offer(self, run: "Run", model: "Model") -> "list[Wrap]":
         """Wraps of dispatch and combine; nothing if ep=1."""
+        from mplug_ep.bounds import Bounds
         from mplug_ep.wraps import wraps_of_ep
 
-        return wraps_of_ep(run, model, self.config.dispatch)
+        self.bounds = Bounds(model, self.config.room) if self.config.dispatch == "bounded" else None
+        return wraps_of_ep(run, model, self.config.dispatch, self.bounds)
+
+    @hookimpl
+    def build_step_check(self, run: "Run") -> "Callable[[], bool] | None":
+        """The check of bounded buffers: whether a row of the step was lost on any rank."""
+        if self.bounds is None or run.mesh.axes["ep"].size == 1:
+            return None
+        return self.bounds.check(run)
 
 
 class ExpertTensorParallel:

@@ -11,6 +11,9 @@ ep, all_gather     before: gather tokens, [N, D] -> [R N, D],    after: scatter,
                    and drop choices of other ranks' experts
 ep, all_to_all     after: send rows to their experts' ranks,     before: give rows back to the ranks they came from,
                    [N k, D] -> [M, D]                            [M, D] -> [N k, D]
+ep, bounded        the same into buffers of a fixed size M; if   the same
+                   rows have no room, all_to_all in the
+                   repeated step
 
 The two operations of a line are each other's dual (split/join, gather/scatter, send/give_back), so autograd derives
 the backward pass. The supplier inside sorts the tokens of one rank by expert once. Experts are numbered in rank order,
@@ -23,6 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from mplug import Model, Run, Site, Wrap, ops
+from mplug_ep.bounds import Bounds
 from mplug_ep.fit import copying_axes
 
 COPIES, ETP, EP = 120, 100, 50
@@ -36,7 +40,7 @@ Dispatch = Callable[[Tensor, Tensor, int], Dispatched]
 Combine = Callable[[Tensor, Tensor, tuple[Tensor, ...]], Tensor]
 
 
-def wraps_of_ep(run: Run, model: Model, how: str) -> list[Wrap]:
+def wraps_of_ep(run: Run, model: Model, how: str, bounds: Bounds | None = None) -> list[Wrap]:
     """The wraps of expert parallelism; without etp, also those for ranks that hold copies of the same tokens."""
     if run.mesh.axes["ep"].size == 1:
         return []
@@ -46,7 +50,7 @@ def wraps_of_ep(run: Run, model: Model, how: str) -> list[Wrap]:
         size, index = run.mesh.axes["ep"].size, run.mesh.index(run.rank, "ep")
         pair: tuple[Any, Any] = _gathering(group, size, index)
     else:
-        pair = _travelling(group)
+        pair = _travelling(group, bounds)
     etp = run.mesh.axes.get("etp")
     outer = [] if etp is not None and etp.size > 1 else _own_part(run, divided)
     return [*_around(pair, EP, divided), *outer]
@@ -128,15 +132,21 @@ def _gathering(group: ops.Group, size: int = 1, index: int = 0) -> tuple[Any, An
     return around_dispatch, around_combine
 
 
-def _travelling(group: ops.Group) -> tuple[Any, Any]:
+def _travelling(group: ops.Group, bounds: Bounds | None) -> tuple[Any, Any]:
     """Wraps that send each row to the rank of its expert, and the result back.
 
-    Dispatch: `ops.send` [N k, D] -> [M, D]; combine: `ops.give_back` [M, D] -> [N k, D], its dual.
+    Dispatch: `ops.send` [N k, D] -> [M, D]; combine: `ops.give_back` [M, D] -> [N k, D], its dual. While `bounds`
+    apply: `ops.send_bounded` and `ops.give_back_bounded`.
     """
 
     def around_dispatch(inner: Dispatch) -> Dispatch:
         def dispatch(x: Tensor, chosen: Tensor, num_experts: int) -> Dispatched:
             rows, counts, route = inner(x, chosen, num_experts)
+            if bounds is not None and group is not None and bounds.apply:
+                room = bounds.room_for(len(rows), group.size())
+                places = ops.meet_bounded(counts, len(rows), room, group)
+                bounds.count(places.lost)
+                return ops.send_bounded(rows, places, group), places.counts, (*route, *places)
             meeting = ops.meet(counts, group)
             return ops.send(rows, meeting, group), meeting.counts, (*route, *meeting)
 
@@ -144,6 +154,9 @@ def _travelling(group: ops.Group) -> tuple[Any, Any]:
 
     def around_combine(inner: Combine) -> Combine:
         def combine(rows: Tensor, gates: Tensor, route: tuple[Tensor, ...]) -> Tensor:
+            if bounds is not None and bounds.apply:
+                own, places = route[: -len(ops.BoundedMeeting._fields)], route[-len(ops.BoundedMeeting._fields) :]
+                return inner(ops.give_back_bounded(rows, ops.BoundedMeeting(*places), group), gates, own)
             own, meeting = route[: -len(ops.Meeting._fields)], ops.Meeting(*route[-len(ops.Meeting._fields) :])
             return inner(ops.give_back(rows, meeting, gates.numel(), group), gates, own)
 

@@ -1,0 +1,90 @@
+"""The host's own offers: functions of whole sequences, which modules use in forward (`Slot.joins_sequences`).
+
+B batch, S positions of this rank, R ranks that divide a sequence.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import mplug.ops as ops
+from mplug.layout.mesh import Mesh
+from mplug.layout.plan import TOKENS_AXIS
+from mplug.model.model import Model
+from mplug.model.slots.offers import Offer, Site
+from mplug.run.run import Run
+
+
+def whole_sequences(run: Run, model: Model) -> list[Offer]:
+    """The supplier of such slots: it gathers the positions of all ranks that divide the sequence, in sequence order.
+
+    Collective: all ranks make the process group here, including ranks whose stage has no such slot. It is the group in
+    which statistics are summed over a sequence (`token_sums`).
+    """
+    axes = [axis.name for axis in run.mesh.views["dense"] if axis.divides(TOKENS_AXIS)]
+    if not model.plan.buffers or not axes:
+        return []
+    group, own = run.group(*axes), run.mesh.number(run.rank, axes)
+
+    def parts_at(length: int) -> list[list[range]]:
+        return [parts_of(run.mesh, rank, length) for rank in run.mesh.group(run.rank, *axes)]
+
+    usual_length = run.config.trainer.seq_length
+    usual = parts_at(usual_length)  # known before a compiler traces the slot, which cannot trace the mesh
+
+    def over_sequences(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        if group is None:
+            return function(*tensors)
+        length = tensors[0].shape[1] * group.size()
+        parts = usual if length == usual_length else parts_at(length)
+        result = function(*(_in_order(ops.all_gather(x, group, 1), parts) for x in tensors))
+        return torch.cat([result[:, part.start : part.stop] for part in parts[own]], dim=1)
+
+    slots = [slot.name for slot in model.declared.values() if slot.joins_sequences]
+    return [Offer({slot: over_sequences}, _is_of_tokens, plugin="host") for slot in slots]
+
+
+def _is_of_tokens(site: Site, run: Run) -> bool | str:
+    if site.sequence == TOKENS_AXIS:
+        return True
+    return f"it gathers the positions of tokens, and the rows of this unit lie along '{site.sequence}'"
+
+
+def _in_order(gathered: Tensor, parts: list[list[range]]) -> Tensor:
+    """gathered [B, R S, ...], in rank order -> the same positions in sequence order."""
+    pieces, start = {}, 0
+    for part in (part for of_rank in parts for part in of_rank):
+        pieces[part.start] = gathered[:, start : start + len(part)]
+        start += len(part)
+    return torch.cat([pieces[first] for first in sorted(pieces)], dim=1)
+
+
+def parts_of(mesh: Mesh, rank: int, length: int) -> list[range]:
+    """The positions of a rank in a sequence of a length, as intervals in the order in which the rank holds them.
+
+    Axes that divide entries cut first, the slowest axis first, then those that divide activations, into equal parts.
+    """
+    held = [range(length)]
+    dense = [axis for axis in mesh.views["dense"] if axis.divides(TOKENS_AXIS)]
+    for axis in sorted(dense, key=lambda axis: TOKENS_AXIS not in axis.entries):
+        size, index = sum(map(len, held)), mesh.index(rank, axis.name)
+        if TOKENS_AXIS in axis.entries:
+            cut = axis.entries[TOKENS_AXIS](size, axis.size, index)
+        else:
+            each = size // axis.size
+            cut = (range(index * each, (index + 1) * each),)
+        held = [interval for part in cut for interval in _within(held, part)]
+    return held
+
+
+def _within(held: list[range], part: range) -> list[range]:
+    """The intervals of the places `part` among the positions of `held`, concatenated."""
+    assert part.step == 1, "the index maps of sequences are made of intervals"
+    found, start = [], 0
+    for interval in held:
+        first, last = max(part.start - start, 0), min(part.stop - start, len(interval))
+        if first < last:
+            found.append(interval[first:last])
+        start += len(interval)
+    return found

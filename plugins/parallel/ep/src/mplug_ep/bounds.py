@@ -1,0 +1,53 @@
+"""Buffers of a fixed size for the rows that travel: when they are used, and what happens to lost rows."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from mplug import Model, Run
+from mplug_nn import count
+
+
+class Bounds:
+    """Whether the passes of a run use bounded buffers, and the number of rows that were lost in those of a step.
+
+    Only the passes of training do, because only these can be computed again. `lost` is a tensor on the device.
+    """
+
+    def __init__(self, model: Model, room: float) -> None:
+        self.model, self.room = model, room
+        self.exact = False
+        self.lost: Tensor | None = None
+
+    @property
+    def apply(self) -> bool:
+        """Whether the passes that run now use bounded buffers."""
+        return self.lost is not None and not self.exact and self.model.module.training
+
+    def room_for(self, num_rows: int, ranks: int) -> int:
+        """The rows that a rank with `num_rows` may send to each rank."""
+        return min(math.ceil(self.room * num_rows / ranks), num_rows)
+
+    def count(self, lost: Tensor) -> None:
+        """Add the lost rows of an exchange."""
+        assert self.lost is not None
+        count(self.lost, lost)
+
+    def check(self, run: Run) -> Callable[[], bool]:
+        """The function that the host calls after the passes of a step; from now on, these use bounded buffers.
+
+        It makes the CPU wait for the device. If a row was lost on any rank, the passes that follow are exact, once.
+        """
+        self.lost = own = torch.zeros((), dtype=torch.int64, device=run.device)
+
+        def was_exact() -> bool:
+            if self.exact:
+                self.exact = False
+                return True
+            self.exact = bool(run.largest(own) > 0)
+            own.zero_()
+            return not self.exact
+
+        return was_exact

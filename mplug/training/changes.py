@@ -31,7 +31,7 @@ from mplug.contracts.fields import MAY_CHANGE, MAY_MOVE, Mark
 from mplug.errors import UsageError, listed, printable, suggest
 from mplug.model.mixing import MICRO_BATCH, SAMPLES
 from mplug.model.model import Model
-from mplug.registry.entry_points import HOST_DISTRIBUTION
+from mplug.registry.installed import HOST_DISTRIBUTION
 from mplug.run.record import provenance
 from mplug.run.run import Run
 from mplug.training.saved_fields import bound, leaves, mark_of, shown

@@ -2,7 +2,7 @@
 
     python benchmarks/balance.py [--layout zero2] [--preset 3-2b] [--attention sdpa] [--steps 10] [--rounds 3] [--set X]
     python benchmarks/balance.py --preset tiny --length 256 --median 8 --largest 32 --text 16 --steps 2 \\
-        --layout dp2 --set model.vision.min_pixels=64 --set trainer.compile=never   (on a CPU, for a test)
+        --layout dp2 --set trainer.compile=never   (on a CPU, for a test)
 
 Each rank trains on one packed sample a step: documents of text, of which a share has a picture. Picture sizes and text
 lengths of the unequal samples are log-normal. The variants take turns within one process per device:
@@ -163,7 +163,7 @@ def flops_of(parts: Parts, batch: MicroBatch) -> int:
 def run_of(chosen: argparse.Namespace) -> Run:
     """The prepared run."""
     settings: dict[str, object] = {
-        "model": {"name": "qwen-vl", "preset": chosen.preset},
+        "model": {"name": "qwen-vl", "preset": chosen.preset, "vision": {"min_pixels": 1}},  # no picture is resized
         "data": {"name": "mock", "media": 1, "documents": 2},
         "kernels": {"attention": chosen.attention},
         "parallel": {"layout": chosen.layout, "balance": True},

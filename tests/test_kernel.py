@@ -100,6 +100,7 @@ def test_an_optional_offer_leaves_other_needs_to_plain_torch_and_one_for_a_gpu_r
 def test_a_function_that_is_a_kernel_stays_a_function_and_has_a_plugin() -> None:
     @kernel("Norm.norm_residual", serves={"odd norm"}, captures="has not been tested")
     def half(x: Tensor) -> Tensor:
+        """Half of it."""
         return x / 2
 
     assert half(torch.ones(1)).item() == 0.5

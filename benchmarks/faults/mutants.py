@@ -32,7 +32,7 @@ WHOLE = (
     "plugins/parallel/*/src/*/*.py",
 )
 """Files in which every operator mutates every function: what they compute decides what ranks exchange."""
-EXCHANGES = ("mplug/checkpoint/*.py", "mplug/distributed/*.py", "mplug/run/run.py")
+EXCHANGES = ("mplug/checkpoint/*.py", "mplug/distributed/*.py", "mplug/run/run.py", "pretrained/src/*/*.py")
 """Further files, of which only functions that call a collective are mutated."""
 OUTSIDE = {
     "plugins/parallel/tp/src/mplug_tp/memory.py": "needs several GPUs that map each other's memory",

@@ -166,7 +166,7 @@ def forking_modules(run: Callable[..., Any]) -> Callable[..., Any]:
     """Make the subprocesses of commands, such as `python -m mplug_testing.inspection`, forks too."""
 
     def fork(command: list[str], **options: Any) -> Any:
-        if command[:2] != [sys.executable, "-m"] or command[2].partition(".")[0] not in ("mplug", "mplug_testing"):
+        if command[:2] != [sys.executable, "-m"] or not command[2].startswith("mplug"):
             return run(command, **options)
         assert set(options) <= {"input", "capture_output", "text", "timeout", "cwd", "env"}
         timeout, text = options.get("timeout"), options.get("input")

@@ -14,13 +14,14 @@ from mplug_nn.mixers.convolution import Convolution
 from mplug_nn.mixers.mamba import Mamba2
 from mplug_nn.mixers.scan import Scan
 from mplug_nn.mlp import MLP
+from mplug_nn.moe import MixtureOfExperts
 from mplug_nn.norm import Norm
 from mplug_nn.router import Router
 from mplug_nn.vision.join import StreamJoin
 from mplug_nn.vision.patches import PatchEmbedding
 
 BLOCKS: tuple[type[nn.Module], ...] = (
-    *(Attention, Linear, Norm, MLP, Embedding, Dropout, Loss, Router, Experts),
+    *(Attention, Linear, Norm, MLP, Embedding, Dropout, Loss, Router, Experts, MixtureOfExperts),
     *(PatchEmbedding, StreamJoin, Scan, Convolution, Mamba2, CrossAttention),
 )
 """The blocks that declare slots. Other blocks share the slots of these."""

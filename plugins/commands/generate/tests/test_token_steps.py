@@ -264,7 +264,7 @@ NOT_COMPILED: dict[str, tuple[TinySettings, str]] = {
     ),
     "no cache": (
         {**FAMILIES["mixtral"], "trainer.compile": "aot_eager", "model.capacity_factor": 1.0},
-        "the model has no cache, because 'blocks.*.moe' (MixtureOfExperts) mixes the batch and sequence",
+        "the model has no cache, because 'blocks.*.moe' (MixtureOfExperts) mixes the batch",
     ),
 }
 

@@ -92,4 +92,4 @@ def test_a_layout_computes_what_one_process_does(layout: str, settings: dict[str
 
 def test_attention_by_parts_refuses_soft_caps() -> None:
     with pytest.raises(Fault, match=r"does not support soft cap; set parallel\.cp\.method=ulysses"):
-        require_parity({**TINY, "model.attention_soft_cap": 2.0}, "cp2")
+        require_parity({**TINY, "model.attention_soft_cap": 2.0, "kernels.attention": None}, "cp2")

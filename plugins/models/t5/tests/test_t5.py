@@ -74,5 +74,5 @@ def test_explain_counts_the_work_of_both_sequences() -> None:
     found = CliRunner().invoke(main, ["explain", *words])
     assert found.exit_code == 0, found.output
     weights = 2 * (192 * 64 + 64 * 64 + 256 * 64 + 64 * 128) + 2 * 128 * 64  # the encoder, and the keys of its output
-    pairs = 2 * 3 * 2 * (32 + 32)  # two blocks of two heads, as if causal
+    pairs = 2 * 3 * 2 * 2 * (32 + 32)  # two blocks of two heads, in both directions
     assert f"all of 512 encoder_tokens (an estimate)  {8 * (6 * weights * 64 + pairs * 64**2):,}" in found.output

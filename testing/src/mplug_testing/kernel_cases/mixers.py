@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mplug_nn import Convolution, MixerInputs, Scan, ScanSpec
+from mplug_nn import Convolution, Mamba2, MixerInputs, Scan, ScanSpec
 from mplug_nn.mixers.specification import CHANNEL_DECAY, CHANNEL_DELTA, DECAY, DELTA
 from mplug_testing.kernel_cases.case import Case, Drawn, Suppliers, Tensors
 
@@ -22,10 +22,12 @@ LONG_DOCUMENTS = ((1, 63, 64, 3), (100, 31, 0, 0))
 
 
 def mixer_cases() -> Iterator[Case]:
-    """Cases of `Scan.core` and `Convolution.core`."""
+    """Cases of `Scan.core`, `Convolution.core` and `Mamba2.squares`."""
     for kind in KINDS:
         yield from _scans(kind)
     yield from _convolutions()
+    squares = {"squares": Drawn(0).integers(9, 2, 5, 2, 1)}
+    yield Case(("Mamba2.squares",), "sums of squares [B, S, G, 1]", Mamba2(32, 4, 16, 2, 8), squares, _squares)
 
 
 def _scans(kind: Any) -> Iterator[Case]:
@@ -140,3 +142,7 @@ def _convolution(
 
 def _joined(kind: str, name: str) -> str:
     return f"kind '{kind}'{', ' if name else ''}{name}"
+
+
+def _squares(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
+    return lambda: {"the only rank's sums": suppliers["Mamba2.squares"](x["squares"], 2)}

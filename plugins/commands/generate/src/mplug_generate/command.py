@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@model_options("Sample from", adapt=False)
 @click.option("--prompt", help="Text to continue; default: 'def ', or an empty text with --image or --video.")
+@model_options("Sample from", adapt=False)
 @click.option(
     "--image",
     "images",

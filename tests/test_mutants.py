@@ -15,7 +15,7 @@ SMALL = 2
 CURRENT = 0.9
 """The part of the records that must name a mutant and a test that exist."""
 RECORDED = 0.6
-"""The part of the mutants that must have a record: some were not tried yet, and some are of new code."""
+"""The part of the mutants that must have a record: others were not tried yet, or are of new code."""
 SOURCE = '''
 """A file."""
 import torch

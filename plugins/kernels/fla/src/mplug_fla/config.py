@@ -9,11 +9,12 @@ class FlaConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     experimental: bool = Field(
-        False, description="use the kernels, although a large decoder failed with them on a GPU (see the README)"
+        False,
+        description="use the kernels, although the losses of compiled decoders with them were not compared on a GPU yet",
     )
     variants: int | None = Field(
         None,
         gt=0,
-        description="variants of each kernel that the first step tries by their speed; null: all that are known "
-        "to be right. 1 makes the first step shorter by minutes",
+        description="variants of each kernel that the first step tries by their speed; null: all. "
+        "1 makes the first step shorter by minutes",
     )

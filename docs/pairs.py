@@ -63,8 +63,8 @@ hold (each copy on each rank), the movement of the master weights, and the loss 
 | cases of the family `{sees}`, which contain all pairs of its features | {seeing_cases} |
 | cases that the quick tests run | {quick} |
 
-In the quick tests every value occurs. `pytest --wide pairs` runs the other cases. With `MPLUG_PAIRS=FILE` each case
-appends a line of JSON with its largest errors to the file.
+In the quick tests every value of the pairs occurs, uncompiled. `pytest --wide pairs` runs the other cases. With
+`MPLUG_PAIRS=FILE` each case appends a line of JSON with its largest errors to the file.
 
 A case has at most two parallel strategies, so at most four ranks. Not in the list:
 

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -23,7 +24,10 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / "entry_points.txt").write_text(POINTS)
     (tmp_path / "site" / "acme_old-1.0.egg-info" / "requires.txt").write_text("mplug>=0.1,<0.2\n")
     (tmp_path / "site" / "acme_file-1.0.egg-info").write_text("Metadata-Version: 1.0\nName: acme-file\nVersion: 1.0\n")
-    monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), str(tmp_path / "absent"), *sys.path])
+    folders = [one for one in sys.path if not Path(one).is_file()]
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), str(tmp_path / "absent"), *folders])
+    of_others = [one for one in sys.meta_path if one is not PathFinder and hasattr(one, "find_distributions")]
+    monkeypatch.setattr(sys, "meta_path", [one for one in sys.meta_path if one not in of_others])
     return tmp_path / "site"
 
 

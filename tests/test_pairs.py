@@ -1,8 +1,8 @@
 """Features in pairs: every pair of values that mplug accepts occurs in a run that equals one process in fp64.
 
 `python docs/pairs.py` generates the cases (`tests/data/pairs.json`) and writes docs/pairs.md. The quick tests run a
-part in which every value occurs; the wide set `pairs` runs the rest. With MPLUG_PAIRS=FILE each case appends a line of
-JSON with its largest errors to the file.
+part in which every value of the pairs occurs, uncompiled; the wide set `pairs` runs the rest. With MPLUG_PAIRS=FILE
+each case appends a line of JSON with its largest errors to the file.
 """
 
 import importlib

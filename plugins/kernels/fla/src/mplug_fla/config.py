@@ -10,7 +10,7 @@ class FlaConfig(BaseModel):
 
     experimental: bool = Field(
         False,
-        description="use the kernels, although the losses of compiled decoders with them were not compared on a GPU yet",
+        description="use the kernels, although losses of compiled decoders with them were not compared on a GPU yet",
     )
     variants: int | None = Field(
         None,

@@ -19,8 +19,6 @@ from mplug.system.lazy import publish
 if TYPE_CHECKING:
     from mplug.checkpoint.folder import at_step as at_step
     from mplug.checkpoint.folder import newest_saved as newest_saved
-    from mplug.checkpoint.newest_valid import choose as choose
-    from mplug.checkpoint.verified import Verified as Verified
     from mplug.cli.groups import OpenGroup as OpenGroup
     from mplug.cli.hints import assignment_hint as assignment_hint
     from mplug.cli.options import Finite as Finite

@@ -29,14 +29,12 @@ if TYPE_CHECKING:
     from mplug_pretrained.format import Format as Format
     from mplug_pretrained.formats import format_named as format_named
     from mplug_pretrained.formats import format_of as format_of
-    from mplug_pretrained.formats import is_public as is_public
     from mplug_pretrained.forward import SavedModel as SavedModel
     from mplug_pretrained.forward import folder_length as folder_length
     from mplug_pretrained.forward import run_forward as run_forward
     from mplug_pretrained.forward import settle_forward as settle_forward
     from mplug_pretrained.inference import load_for_inference as load_for_inference
     from mplug_pretrained.public_load import load_public_for_inference as load_public_for_inference
-    from mplug_pretrained.public_load import refuse_other_model as refuse_other_model
     from mplug_pretrained.published import Export as Export
     from mplug_pretrained.published import ExportOptions as ExportOptions
     from mplug_pretrained.published import ExportValues as ExportValues

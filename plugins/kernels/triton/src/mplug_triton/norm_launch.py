@@ -16,7 +16,7 @@ AHEAD = 72 << 10
 """Bytes of shared memory for a backward program's prefetch: a third of that of a Hopper multiprocessor."""
 
 
-def _shape(width: int) -> tuple[int, int, int]:
+def shape_of(width: int) -> tuple[int, int, int]:
     """(WIDTH, ROWS, number of warps) for rows of a given width."""
     padded = triton.next_power_of_2(width)
     rows = max(1, TILE // padded)
@@ -42,7 +42,7 @@ def forward(
     """Write y [..., D] and scales [N]; also s [..., D] if there is a residual, and means [N] unless they are empty."""
     if not len(scales):
         return
-    width, rows, num_warps = _shape(x.shape[-1])
+    width, rows, num_warps = shape_of(x.shape[-1])
     with torch.cuda.device_of(x):
         triton_norm[(triton.cdiv(len(scales), rows),)](
             x,
@@ -79,7 +79,7 @@ def backward(
     if not len(scales):
         grads.zero_()
         return
-    (parts, d), (width, rows, num_warps) = grads.shape, _shape(summed.shape[-1])
+    (parts, d), (width, rows, num_warps) = grads.shape, shape_of(summed.shape[-1])
     programs = min(triton.cdiv(len(scales), rows), PROGRAMS * _multiprocessors(summed.device))
     shares = scales.new_empty(parts, programs, d)
     with torch.cuda.device_of(summed):

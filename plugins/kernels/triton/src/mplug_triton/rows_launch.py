@@ -1,10 +1,12 @@
 """Launches the kernels that move rows. N tokens, k choices of a token, M = N k rows, D width, E experts."""
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
 
-from mplug_triton.norm_launch import _shape
+from mplug_triton.norm_launch import shape_of
 from mplug_triton.rows_kernels import triton_gather_rows, triton_place_rows, triton_rank_rows, triton_spread_rows
 
 CHOICES = 128
@@ -41,44 +43,29 @@ def spread(
     products: Tensor | None,
 ) -> None:
     """Write x [N, D] to its places in `out` [M, D]; with gates [N, k] and rows [M, D] also products [N, k] in fp32."""
-    if not len(x):
-        return
-    width, tile, num_warps = _shape(x.shape[-1])
-    with torch.cuda.device_of(x):
-        triton_spread_rows[(triton.cdiv(len(x), tile),)](
-            x,
-            back,
-            total,
-            gates,
-            rows,
-            out,
-            products,
-            len(x),
-            D=x.shape[-1],
-            CHOICES=back.shape[1],
-            WIDTH=width,
-            ROWS=tile,
-            WEIGH=gates is not None,
-            num_warps=num_warps,
-        )
+    _move(triton_spread_rows, (x, back, total, gates, rows, out, products), x, back, gates)
 
 
 def gather(rows: Tensor, back: Tensor, total: Tensor, y: Tensor, gates: Tensor | None) -> None:
     """Write y [N, D]: the sums of each token's rows of [M, D], with gates [N, k] weighted by them."""
-    if not len(y):
+    _move(triton_gather_rows, (rows, back, total, gates, y), y, back, gates)
+
+
+def _move(
+    kernel: Any, tensors: tuple[Tensor | None, ...], of_tokens: Tensor, back: Tensor, gates: Tensor | None
+) -> None:
+    """Launch a kernel whose programs have some tokens each; `of_tokens` [N, D] is what it reads or writes for these."""
+    number, width = of_tokens.shape
+    if not number:
         return
-    width, tile, num_warps = _shape(y.shape[-1])
-    with torch.cuda.device_of(rows):
-        triton_gather_rows[(triton.cdiv(len(y), tile),)](
-            rows,
-            back,
-            total,
-            gates,
-            y,
-            len(y),
-            D=y.shape[-1],
+    padded, tile, num_warps = shape_of(width)
+    with torch.cuda.device_of(of_tokens):
+        kernel[(triton.cdiv(number, tile),)](
+            *tensors,
+            number,
+            D=width,
             CHOICES=back.shape[1],
-            WIDTH=width,
+            WIDTH=padded,
             ROWS=tile,
             WEIGH=gates is not None,
             num_warps=num_warps,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mplug.ops.transfers import gathering, group_named, summing
 from mplug_cp.blocks import Sight, blocks_of_all, own_block
-from mplug_cp.totals import Backward, Forward, Seen, add_to, wide
+from mplug_cp.totals import Backward, Forward, Seen, add_to, differentiated, wide
 from mplug_cp.zigzag import chunks_held, held_at
 from mplug_nn.parts import AttentionParts
 
@@ -143,10 +143,5 @@ def gathered_of(parts: AttentionParts) -> Operator:
         ctx.rest = inputs[6:]
         ctx.save_for_backward(q, k, v, *output, *tensors)
 
-    def differentiate(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # recomputation refuses a second access
-        *of_heads, of_sinks = backward(grad, *saved, *ctx.rest)
-        return *of_heads, None, None, None if saved[-1] is None else of_sinks, None, None, None, None
-
-    forward.register_autograd(differentiate, setup_context=keep)
+    forward.register_autograd(differentiated(backward), setup_context=keep)
     return forward

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mplug.ops.transfers import Transfer, group_named, shift
 from mplug_cp.blocks import Sight, ring_blocks, steps_of
-from mplug_cp.totals import Backward, Forward, Seen, add_to, wide
+from mplug_cp.totals import Backward, Forward, Seen, add_to, differentiated, wide
 from mplug_nn.parts import AttentionParts
 
 Operator = Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -131,10 +131,5 @@ def ring_of(parts: AttentionParts) -> Operator:
         mixed, sums, kv = output
         ctx.save_for_backward(q, kv, mixed, sums, documents, groups, sinks)
 
-    def differentiate(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # recomputation refuses a second access
-        *of_heads, of_sinks = backward(grad, *saved, *ctx.rest)
-        return *of_heads, None, None, None if saved[-1] is None else of_sinks, None, None, None, None
-
-    forward.register_autograd(differentiate, setup_context=keep)
+    forward.register_autograd(differentiated(backward), setup_context=keep)
     return forward

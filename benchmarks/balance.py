@@ -4,8 +4,8 @@
     python benchmarks/balance.py --preset tiny --length 256 --median 8 --largest 32 --text 16 --steps 2 \\
         --layout dp2 --set trainer.compile=never   (on a CPU, for a test)
 
-Each rank trains on one packed sample a step: documents of text, of which a share has a picture. Picture sizes and text
-lengths of the unequal samples are log-normal. The variants take turns within one process per device:
+In each step, a rank trains on one packed sample. Its documents are texts; some of them begin with a picture. Picture
+sizes and text lengths of the unequal samples are log-normal. The variants take turns within one process per device:
 
     equal        all pictures have one size: as many pictures, patches and tokens in a sample as unequal ones on average
     same         the unequal samples, but all ranks have the same one in a step, so no rank waits for another

@@ -109,7 +109,7 @@ class Optimizer(ABC):
 
 
 def tensors_of(state: "Mapping[str, Tensor | ShapedState]") -> "dict[str, Tensor]":
-    """All tensors of a piece's state, by names; those of a `ShapedState` are told apart by the starts of its parts."""
+    """All tensors of a piece's state by name. The name of a part of a `ShapedState` says where the part starts."""
     found: dict[str, Tensor] = {}
     for name, one in state.items():
         if isinstance(one, ShapedState):

@@ -1,4 +1,4 @@
-"""What the host asks of the package that serves the weights and adapters with which runs begin. Imports no torch."""
+"""What the host asks of the package that serves the weights and adapters with which runs begin."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the host asks of the package that compares a run with its machine before it starts. Imports no torch."""
+"""What the host asks of the package that compares a run with its machine before it starts."""
 
 from typing import Protocol
 

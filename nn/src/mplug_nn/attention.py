@@ -184,7 +184,7 @@ class DotProductAttention(nn.Module):
         return (self._core_work(after_unit=True), *in_order(self))
 
     def _core_work(self, after_unit: bool) -> ActivationProduct:
-        """Softmax attention: a key and a value of each head for each pair of positions of which one sees the other."""
+        """Softmax attention: the products of all heads, for each query and each key that it sees."""
         pair = 6 * self.num_heads * (self.spec.key_width + self.spec.value_width)
         return ActivationProduct(self.spec.flops(pair), after_unit)
 

@@ -85,7 +85,7 @@ def test_every_row_is_computed_once_and_its_result_returns_to_its_place(
     for rank in ranks:
         computed.append([])
         for share in range(shares):
-            arrived = [(source, row) for source in ranks for row in plan.leaving(source, share)[rank]]
+            arrived = [(source, row) for source in ranks for span in plan.leaving(source, share)[rank] for row in span]
             one = rank * shares + share
             assert [sum(source == sender for sender, _ in arrived) for source in ranks] == plan.arriving(one)
             rows = [*arrived, *[None] * (plan.padding(one) * GROUP)]

@@ -43,6 +43,7 @@ def alone() -> Trace:
     return run_workers(1, traced, {**PIPELINE, "parallel.layout": ""})[0]
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, for the first context of a GPU in a thread and as it traces
 @pytest.mark.parametrize("compiler", ["never", "inductor"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
 def test_a_pipeline_on_two_gpus_gives_the_run_of_one_process(schedule: str, compiler: str) -> None:

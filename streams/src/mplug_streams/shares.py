@@ -40,16 +40,16 @@ class Shares:
         """The number of groups that are appended to a bin."""
         return self.num_groups(one // self.shares) - self.rows_in(one) // self.group
 
-    def leaving(self, source: int, share: int) -> list[list[int]]:
-        """For each data rank, the numbers of the rows of the data rank `source` that it computes in this share."""
-        starts = self._starts[source]
-        return [
-            [row for at in places for row in range(starts[at], starts[at + 1])]
-            for places in (
-                [place.number for place in self.bins[rank * self.shares + share] if place.source == source]
-                for rank in range(len(self.lengths))
-            )
-        ]
+    def leaving(self, source: int, share: int) -> list[list[range]]:
+        """For each data rank, the rows of the data rank `source` that it computes in this share: spans of numbers."""
+        starts, found = self._starts[source], list[list[range]]()
+        for rank in range(len(self.lengths)):
+            spans: list[range] = []
+            for at in (place.number for place in self.bins[rank * self.shares + share] if place.source == source):
+                begin = spans.pop().start if spans and spans[-1].stop == starts[at] else starts[at]
+                spans.append(range(begin, starts[at + 1]))
+            found.append(spans)
+        return found
 
     def arriving(self, one: int) -> list[int]:
         """The number of rows that each data rank sends to a bin."""

@@ -26,8 +26,8 @@ class TestSOAP(OptimizerSuite):
 def soap(weight: Tensor, steps: list[DenseStep], config: SOAP.Config) -> Tensor:
     """With the moments of the paper: both in the coordinates of the bases, the first one carried over at a refresh."""
     rows, columns = weight.shape
-    factors = [torch.zeros(n, n, dtype=torch.float64) for n in (rows, columns)]
-    bases = [torch.eye(n, dtype=torch.float64) for n in (rows, columns)]
+    factors = [weight.new_zeros(n, n, dtype=torch.float64) for n in (rows, columns)]
+    bases = [torch.eye(n, dtype=torch.float64, device=weight.device) for n in (rows, columns)]
     has = [n <= config.largest_factor for n in (rows, columns)]
     first, second = torch.zeros_like(weight), torch.zeros_like(weight)
     for number, (gradient, lr, decay) in enumerate(steps):
@@ -45,7 +45,8 @@ def soap(weight: Tensor, steps: list[DenseStep], config: SOAP.Config) -> Tensor:
                 continue
             factors[side] = config.factor_beta * factors[side] + (1 - config.factor_beta) * product
             for _ in range(10 if number == 0 else int(number % config.refresh_every == 0)):
-                shifted = factors[side] + config.shift * factors[side].trace() / len(product) * torch.eye(len(product))
+                identity = torch.eye(len(product), device=weight.device)
+                shifted = factors[side] + config.shift * factors[side].trace() / len(product) * identity
                 bases[side] = torch.linalg.qr(shifted @ bases[side])[0]
         first = bases[0].T @ original @ bases[1]
     return weight

@@ -95,14 +95,43 @@ TRYING_FIELDS = "test_every_field_of_its_config_has_an_effect"
 PLUGINS = {"chunked", "delayed", "energon", "indexed", "ringo"}
 RUNS_PER_FIELD = {"extensions", "memory", "models", "parallel", "precisions"} | PLUGINS
 """Kinds, and plugins of other kinds, whose suites compute a run or more for each field of a Config."""
+INHERITED = {
+    "test_replayed_steps_are_steps": ("families", {"gpt", "gpt-oss"}),
+    "test_a_run_in_fp32_rounds_as_one_process_does": ("precision", {"fsdp", "tp"}),
+    "test_frozen_parameters_stay_and_the_others_train_as_in_one_process": ("layouts", {"fsdp", "pp", "tp"}),
+    "test_a_degree_of_one_changes_nothing": ("layouts", {"dp", "fsdp", "tp"}),
+    "test_it_leaves_nothing_open_or_running": ("loggers", {"tensorboard"}),
+    "test_it_survives_a_resume": ("loggers", {"tensorboard"}),
+    "test_it_works_on_every_rank": ("loggers", {"tensorboard"}),
+    "test_its_files_tell_of_the_whole_run_after_a_resume": ("loggers", {"tensorboard"}),
+    "test_micro_batches_may_differ_in_size": ("layouts", {"dp", "pp", "zero"}),
+}
+"""Tests of suites that repeat a run of the same layout or blocks: the wide set, and the plugins that stay quick."""
 
 
 def wide_by_rule(item: pytest.Item) -> set[str]:
     """Suites try all fields in the wide set `suites`, unless that is cheap; the quick tests try those of gpt."""
     suite = getattr(item, "cls", None)
     plugin = getattr(suite, "plugin", "").rpartition("/")[2]
+    name = getattr(item, "originalname", item.name)
+    if plugin and name in INHERITED and plugin not in INHERITED[name][1]:
+        return {INHERITED[name][0]}
     is_costly = plugin != "gpt" and not RUNS_PER_FIELD.isdisjoint({plugin, getattr(suite, "kind", "")})
     return {"suites"} if is_costly and item.name == TRYING_FIELDS else set()
+
+
+def wide_sets(item: pytest.Item) -> set[str]:
+    """The sets that the marks of a test name.
+
+    `wide("layouts", quick=["tp2"])` leaves the cases with these ids among the quick tests. On a class,
+    `tests=["test_a"]` selects the tests that the mark is for.
+    """
+    name, case = getattr(item, "originalname", item.name), getattr(getattr(item, "callspec", None), "id", "")
+    found: set[str] = set()
+    for mark in item.iter_markers("wide"):
+        if name in mark.kwargs.get("tests", [name]) and case not in mark.kwargs.get("quick", []):
+            found |= set(mark.args)
+    return found
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -112,7 +141,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         requested = set(WIDE)
     selected, deselected = [], []
     for item in items:
-        wide = {name for mark in item.iter_markers("wide") for name in mark.args} or wide_by_rule(item)
+        wide = wide_sets(item) or wide_by_rule(item)
         if unknown := wide - set(WIDE):
             raise pytest.UsageError(f"{item.nodeid}: no wide set {sorted(unknown)}; conftest.py lists {sorted(WIDE)}")
         keep = bool(wide & requested) if requested else not wide

@@ -302,6 +302,7 @@ SRUN = {
 }
 
 
+@pytest.mark.wide("machines")
 def test_processes_of_srun_on_two_machines_join_and_agree_on_a_run_without_a_name(
     tmp_path: Path, options: list[str], whole: Whole, two_machines: Machines
 ) -> None:
@@ -597,6 +598,7 @@ STOPS: dict[str, tuple[Callable[[Command], None], signal.Signals]] = {
 @pytest.mark.parametrize(
     "how", [*(pytest.param(how, marks=pytest.mark.wide("kills")) for how in ("sigterm", "ctrl-c")), "sigterm-to-rank-1"]
 )
+@pytest.mark.wide("kills")
 def test_a_signal_ends_the_run_after_a_step_that_all_ranks_save_and_resuming_is_bitwise_the_uninterrupted_run(
     how: str, folder: Path, options: list[str], whole: Whole, assert_bitwise: Same
 ) -> None:

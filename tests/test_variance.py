@@ -82,6 +82,7 @@ def test_a_sum_that_another_one_would_make_is_refused(
 
 
 @pytest.mark.parametrize("layout", layouts(["squeeze2", "squeeze2fsdp2"], ["squeeze2dp2"]))
+@pytest.mark.wide("layouts", quick=["squeeze2"])
 def test_the_suite_holds_a_strategy_to_the_tolerance_that_it_declares(plant: Plant, layout: str) -> None:
     """It requires an error above that of rounding too, so that no other strategy sums in its stead."""
     plant("acme-squeeze")

@@ -16,7 +16,18 @@ def test_more_layouts(): pass
 
 @pytest.mark.parametrize("kills", [1, pytest.param(50, marks=pytest.mark.wide("kills"))])
 def test_kills(kills): pass
+
+@pytest.mark.wide("layouts", quick=["tp2", "dp2-b"])
+@pytest.mark.parametrize(("layout", "model"), [("dp2", "a"), ("dp2", "b")])
+def test_cases(layout, model): pass
+
+@pytest.mark.wide("layouts", tests=["test_inherited"])
+class TestSuite:
+    def test_inherited(self): pass
+    def test_own(self): pass
 """
+
+LAYOUTS = {"test_more_layouts", "test_cases[dp2-a]", "TestSuite::test_inherited"}
 
 
 @pytest.fixture
@@ -39,10 +50,10 @@ def run_tests(project: pytest.Pytester, *options: str) -> set[str]:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ([], {"test_quick", "test_kills[1]"}),
-        (["--wide", "layouts"], {"test_more_layouts"}),
-        (["--wide", "kills", "--wide", "layouts"], {"test_more_layouts", "test_kills[50]"}),
-        (["--wide", "all"], {"test_more_layouts", "test_kills[50]"}),
+        ([], {"test_quick", "test_kills[1]", "test_cases[dp2-b]", "TestSuite::test_own"}),
+        (["--wide", "layouts"], LAYOUTS),
+        (["--wide", "kills", "--wide", "layouts"], {*LAYOUTS, "test_kills[50]"}),
+        (["--wide", "all"], {*LAYOUTS, "test_kills[50]"}),
     ],
     ids=["quick", "one set", "two sets", "all"],
 )

@@ -333,6 +333,7 @@ LAYOUTS = pytest.mark.wide("layouts")
     "layout",
     ["cp2", *(pytest.param(layout, marks=LAYOUTS) for layout in ("dp2", "tp2", "pp2", "dp2 parallel.balance=true"))],
 )
+@pytest.mark.wide("data")
 def test_a_layout_trains_packed_conversations_with_weights_as_one_process_does(
     prepare: Callable[..., Path], tmp_path: Path, layout: str
 ) -> None:
@@ -414,6 +415,7 @@ def test_packed_conversations_of_a_blend_resume_exactly_under_another_number_of_
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+@pytest.mark.wide("data")
 def test_worker_processes_resume_exactly(conversations: Path) -> None:
     own = {"data.path": str(conversations), "data.num_workers": 1, "trainer.micro_batch_size": 2}
     require_exact_resume({**TINY, **PACKED, **own}, "dp2", [8], "", count=8)

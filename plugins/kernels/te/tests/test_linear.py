@@ -61,6 +61,9 @@ class TestDelayedProducts(KernelSuite):
         return run, [one for one in offers if all(slot.endswith("product") for slot in one.suppliers)]
 
 
+@pytest.mark.wide(
+    "precision", tests=["test_weight_gradients_can_be_computed_later", "test_its_buffers_are_what_it_declares"]
+)
 class TestTensorwiseProducts(TestDelayedProducts):
     settings: ClassVar[dict[str, Any]] = {
         "trainer.base_modules": ["head"],

@@ -96,7 +96,7 @@ PLUGINS = {"chunked", "delayed", "energon", "indexed", "ringo"}
 RUNS_PER_FIELD = {"extensions", "memory", "models", "parallel", "precisions"} | PLUGINS
 """Kinds, and plugins of other kinds, whose suites compute a run or more for each field of a Config."""
 INHERITED = {
-    "test_replayed_steps_are_steps": ("families", {"gpt", "gpt-oss"}),
+    "test_replayed_steps_are_steps": ("families", {"gpt"}),
     "test_a_run_in_fp32_rounds_as_one_process_does": ("precision", {"fsdp", "tp"}),
     "test_frozen_parameters_stay_and_the_others_train_as_in_one_process": ("layouts", {"fsdp", "pp", "tp"}),
     "test_a_degree_of_one_changes_nothing": ("layouts", {"dp", "fsdp", "tp"}),

@@ -231,6 +231,7 @@ TOO_LITTLE = {
 
 
 @pytest.mark.parametrize("lacks", TOO_LITTLE)
+@pytest.mark.wide("kills", quick=["processes"])
 def test_nobody_trains_where_torchrun_has_started_too_few_processes_or_may_restart_a_run_without_a_name(
     lacks: str, tmp_path: Path, options: list[str]
 ) -> None:

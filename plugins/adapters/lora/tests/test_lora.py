@@ -218,6 +218,7 @@ def losses_of(layout: str, steps: int, directory: Path, resume_from: Path | None
     return found
 
 
+@pytest.mark.wide("reshard")
 def test_adapters_resume_under_another_layout(tmp_path: Path) -> None:
     reference = losses_of("", STEPS, tmp_path / "reference")
     before = losses_of("tp2", 1, tmp_path)

@@ -326,6 +326,7 @@ def test_a_tar_file_that_is_damaged_is_refused(text_set: Path, tmp_path: Path, d
 
 
 @pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.wide("data", quick=["0"])
 def test_the_error_for_a_bad_sample_names_its_tar_and_its_file(
     text_set: Path, tmp_path: Path, encoders: str, workers: int
 ) -> None:

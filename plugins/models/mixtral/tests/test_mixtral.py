@@ -37,9 +37,7 @@ OTHERS = [name for name in Registry().names("parallel") if name not in (*DIVIDE_
 """DeepSpeed refuses layouts that divide experts."""
 
 
-@pytest.mark.wide(
-    "layouts", tests=["test_a_layout_gives_the_run_of_one_process"], quick=["ep2etp2", "dp2etp2", "tp2ep2"]
-)
+@pytest.mark.wide("layouts", tests=["test_a_layout_gives_the_run_of_one_process"], quick=["dp2etp2", "tp2ep2"])
 class TestMixtral(FurtherDecoderSuite):
     """Each strategy once together with one that divides experts; the wide set has every pair."""
 

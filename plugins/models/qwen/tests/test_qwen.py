@@ -75,6 +75,7 @@ class TestQwenNext(FurtherDecoderSuite):
     checks_fields = False
 
 
+@pytest.mark.wide("families", tests=["test_a_layout_gives_the_run_of_one_process"])
 class TestQwenThreeFive(FurtherDecoderSuite):
     """A dense model of Qwen3.5, with its block of multi-token prediction."""
 

@@ -23,7 +23,7 @@ HIERARCHICAL = {"parallel.cp.method": "hierarchical", "parallel.cp.ulysses_degre
 EVERYTHING, DROPOUT = ParallelSuite.variants["another-model"], ParallelSuite.variants["dropout"]
 
 
-@pytest.mark.wide("layouts", tests=["test_a_variant_gives_the_run_of_one_process"], quick=["ulysses", "documents"])
+@pytest.mark.wide("layouts", tests=["test_a_variant_gives_the_run_of_one_process"], quick=["ulysses"])
 @pytest.mark.wide("layouts", tests=["test_a_layout_gives_the_run_of_one_process"], quick=["cp2"])
 class TestContextParallel(ParallelSuite):
     plugin = "cp"

@@ -235,6 +235,7 @@ def compiled(settings: dict[str, Any]) -> tuple[Trace, int, int]:
     return train_steps(settings), counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
+@pytest.mark.wide("compile")
 def test_weights_are_gathered_around_compiled_units_of_one_graph_each() -> None:
     settings = {**SMALL, "parallel.layout": "fsdp2", "trainer.compile": "aot_eager"}
     found = run_workers(2, compiled, settings)

@@ -51,17 +51,19 @@ def _source_of(file: Path) -> Path:
 PRELOAD.extend(modules_of_plugins())
 
 WIDE = {
-    "compile": "longer tests of compiled units, and the yardstick of `mplug bench`",
+    "compile": "longer tests of compiled units, the yardstick of `mplug bench`, and a benchmark of mixers",
     "configs": "1,000 generated config.json files of each architecture, computed beside the transformers library",
     "data": "the whole suites of data/datasets (mapped and streamed) and of conversations in data/energon; losses of "
     "data/datasets under layouts; every loader that reads from the addresses of a store",
     "experts": "every way of routing and balancing experts, under several layouts",
-    "families": "more families: greedy text, logits and round trips, beside the transformers library",
+    "families": "more families: greedy text, logits and round trips, beside the transformers library; replayed steps "
+    "and layouts of each",
     "fuzz": "broken configs, checkpoints, files of runs and indices: 10,000 in one process, 50 in processes; "
     "every character, as more tokenizers cut it",
     "kills": "more points at which workers are killed, damaged and crafted checkpoints",
     "layouts": "more layouts of what the set `pairs` does not combine, and all shapes of the model gpt",
-    "loggers": "the whole suites of the extensions wandb, mlflow and profile",
+    "loggers": "the whole suites of the extensions wandb, mlflow and profile, and more of those of watchdog and "
+    "losspicture",
     "machines": "torchrun and mpirun on two machines, which are network namespaces; machines without a common folder",
     "pairs": "every pair of values of all features, and the product of some, compared with one process in fp64",
     "mutants": "every recorded mutant of what ranks exchange, made from the code, with the test that kills it",

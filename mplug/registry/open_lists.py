@@ -27,7 +27,7 @@ from mplug.registry.installed import described_on_path
 
 @dataclass(frozen=True)
 class OpenList:
-    """The names of one list. `noun` is the word for an entry in errors, `group` the group of entry points.
+    """The names of one list. `noun` is the word for an entry in errors, `group` the group of entry points: 'mplug...'.
 
     `own` maps the list's own names to their targets ('module:attribute'), which belong to the distribution `owner`.
     """

@@ -71,7 +71,7 @@ WIDE = {
     "reshard": "resumes of optimizers and DeepSpeed under other layouts",
     "scaffold": "every kind of package that `plugins new` writes: installed, tested and used",
     "session": "the first training run of README.md with all its steps; mplug-all installed from the built wheels; the "
-    "host alone with packages of several strangers; the commands of every page",
+    "packages of several strangers beside all and with the host alone; the commands of every page",
     "site": "the documentation site without and with the API, its pages in a browser, the controls of a report, and a "
     "report of trained runs there",
     "suites": "every planted mistake that a suite of mplug_testing must catch, every field of every Config, all kernel "
@@ -101,6 +101,7 @@ INHERITED = {
     "test_replayed_steps_are_steps": ("families", {"gpt"}),
     "test_a_run_in_fp32_rounds_as_one_process_does": ("precision", {"fsdp", "tp"}),
     "test_frozen_parameters_stay_and_the_others_train_as_in_one_process": ("layouts", {"fsdp", "pp", "tp"}),
+    "test_what_its_modules_mix_is_declared": ("families", {"bert", "gpt", "granite", "mixtral", "t5"}),
     "test_a_degree_of_one_changes_nothing": ("layouts", {"dp", "fsdp", "tp"}),
     "test_it_leaves_nothing_open_or_running": ("loggers", {"tensorboard"}),
     "test_it_survives_a_resume": ("loggers", {"tensorboard"}),
@@ -126,12 +127,16 @@ def wide_sets(item: pytest.Item) -> set[str]:
     """The sets that the marks of a test name.
 
     `wide("layouts", quick=["tp2"])` leaves the cases with these ids among the quick tests. On a class,
-    `tests=["test_a"]` selects the tests that the mark is for.
+    `tests=["test_a"]` selects the tests that the mark is for, and `quick` may name tests too.
     """
     name, case = getattr(item, "originalname", item.name), getattr(getattr(item, "callspec", None), "id", "")
     found: set[str] = set()
     for mark in item.iter_markers("wide"):
-        if name in mark.kwargs.get("tests", [name]) and case not in mark.kwargs.get("quick", []):
+        tests, quick = mark.kwargs.get("tests", [name]), mark.kwargs.get("quick", [])
+        named = {one for one in (*tests, *quick) if one.startswith("test_")}
+        if unknown := [one for one in named - {name} if not hasattr(getattr(item, "cls", None), one)]:
+            raise pytest.UsageError(f"{item.nodeid}: the mark wide names tests that its class lacks: {unknown}")
+        if name in tests and not {name, case} & set(quick):
             found |= set(mark.args)
     return found
 

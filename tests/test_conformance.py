@@ -88,10 +88,7 @@ CASES = {
         "torchtitan 2536",
         "torchtitan 1524 and 2972",
         "Megatron 3, 1647 and 3672, torchtitan 3392",
-        "Megatron 11",
-        "torchtitan 1612",
         "torchtitan 3392, pipeline",
-        "torchtitan 2252",
     ],
 )
 def test_a_run_is_that_of_one_process(name: str) -> None:

@@ -276,6 +276,7 @@ NAMED = ("--model", "peregrine", "--attention", "ringo", "--optimizer", "orthon"
 TOGETHER = (*NAMED, *(word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")))
 
 
+@pytest.mark.wide("session")
 def test_packages_of_strangers_train_together_by_name(tmp_path: Path, wheels: list[Path]) -> None:
     """Alone, divided, and resumed: the same losses. A block that states no mixing is refused on a divided sequence."""
     write_texts(tmp_path / "texts.jsonl")

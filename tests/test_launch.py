@@ -573,6 +573,7 @@ def test_a_process_that_elastic_ends_has_not_failed() -> None:
     lines.close()
 
 
+@pytest.mark.wide("kills")
 def test_a_run_that_fails_again_and_again_ends_with_its_restarts(
     folder: Path, options: list[str], mischief: str
 ) -> None:

@@ -34,7 +34,7 @@ def feed_forward(x: Tensor, w: Weights, name: str, c: Any) -> Tensor:
 @pytest.mark.wide(
     "layouts",
     tests=["test_a_layout_gives_the_run_of_one_process"],
-    quick=["fsdp2tp2", "cp2dp2", "one_rank", "pp2tp2"],
+    quick=["cp2dp2", "one_rank", "pp2tp2"],
 )
 class TestGPT(ModelSuite):
     """Under every second pair that does not divide experts; the wide set has all of them."""

@@ -59,6 +59,7 @@ MIXED = {
 }
 
 
+@pytest.mark.wide("families", tests=["test_a_layout_gives_the_run_of_one_process"])
 class TestQwenNext(FurtherDecoderSuite):
     """Qwen3-Next: gated delta nets and gated attention, each with experts."""
 

@@ -51,17 +51,19 @@ def _source_of(file: Path) -> Path:
 PRELOAD.extend(modules_of_plugins())
 
 WIDE = {
-    "compile": "longer tests of compiled units, and the yardstick of `mplug bench`",
+    "compile": "longer tests of compiled units, the yardstick of `mplug bench`, and a benchmark of mixers",
     "configs": "1,000 generated config.json files of each architecture, computed beside the transformers library",
     "data": "the whole suites of data/datasets (mapped and streamed) and of conversations in data/energon; losses of "
     "data/datasets under layouts; every loader that reads from the addresses of a store",
     "experts": "every way of routing and balancing experts, under several layouts",
-    "families": "more families: greedy text, logits and round trips, beside the transformers library",
+    "families": "more families: greedy text, logits and round trips, beside the transformers library; replayed steps "
+    "and layouts of each",
     "fuzz": "broken configs, checkpoints, files of runs and indices: 10,000 in one process, 50 in processes; "
     "every character, as more tokenizers cut it",
     "kills": "more points at which workers are killed, damaged and crafted checkpoints",
     "layouts": "more layouts of what the set `pairs` does not combine, and all shapes of the model gpt",
-    "loggers": "the whole suites of the extensions wandb, mlflow and profile",
+    "loggers": "the whole suites of the extensions wandb, mlflow and profile, and more of those of watchdog and "
+    "losspicture",
     "machines": "torchrun and mpirun on two machines, which are network namespaces; machines without a common folder",
     "pairs": "every pair of values of all features, and the product of some, compared with one process in fp64",
     "mutants": "every recorded mutant of what ranks exchange, made from the code, with the test that kills it",
@@ -69,7 +71,7 @@ WIDE = {
     "reshard": "resumes of optimizers and DeepSpeed under other layouts",
     "scaffold": "every kind of package that `plugins new` writes: installed, tested and used",
     "session": "the first training run of README.md with all its steps; mplug-all installed from the built wheels; the "
-    "host alone with packages of several strangers; the commands of every page",
+    "packages of several strangers beside all and with the host alone; the commands of every page",
     "site": "the documentation site without and with the API, its pages in a browser, the controls of a report, and a "
     "report of trained runs there",
     "suites": "every planted mistake that a suite of mplug_testing must catch, every field of every Config, all kernel "
@@ -95,14 +97,48 @@ TRYING_FIELDS = "test_every_field_of_its_config_has_an_effect"
 PLUGINS = {"chunked", "delayed", "energon", "indexed", "ringo"}
 RUNS_PER_FIELD = {"extensions", "memory", "models", "parallel", "precisions"} | PLUGINS
 """Kinds, and plugins of other kinds, whose suites compute a run or more for each field of a Config."""
+INHERITED = {
+    "test_replayed_steps_are_steps": ("families", {"gpt"}),
+    "test_a_run_in_fp32_rounds_as_one_process_does": ("precision", {"fsdp", "tp"}),
+    "test_frozen_parameters_stay_and_the_others_train_as_in_one_process": ("layouts", {"fsdp", "pp", "tp"}),
+    "test_what_its_modules_mix_is_declared": ("families", {"bert", "gpt", "granite", "mixtral", "t5"}),
+    "test_a_degree_of_one_changes_nothing": ("layouts", {"dp", "fsdp", "tp"}),
+    "test_it_leaves_nothing_open_or_running": ("loggers", {"tensorboard"}),
+    "test_it_survives_a_resume": ("loggers", {"tensorboard"}),
+    "test_it_works_on_every_rank": ("loggers", {"tensorboard"}),
+    "test_its_files_tell_of_the_whole_run_after_a_resume": ("loggers", {"tensorboard"}),
+    "test_micro_batches_may_differ_in_size": ("layouts", {"dp", "pp", "zero"}),
+}
+"""Tests of suites that repeat a run of the same layout or blocks: the wide set, and the plugins that stay quick."""
 
 
 def wide_by_rule(item: pytest.Item) -> set[str]:
     """Suites try all fields in the wide set `suites`, unless that is cheap; the quick tests try those of gpt."""
     suite = getattr(item, "cls", None)
     plugin = getattr(suite, "plugin", "").rpartition("/")[2]
+    name = getattr(item, "originalname", item.name)
+    if plugin and name in INHERITED and plugin not in INHERITED[name][1]:
+        return {INHERITED[name][0]}
     is_costly = plugin != "gpt" and not RUNS_PER_FIELD.isdisjoint({plugin, getattr(suite, "kind", "")})
     return {"suites"} if is_costly and item.name == TRYING_FIELDS else set()
+
+
+def wide_sets(item: pytest.Item) -> set[str]:
+    """The sets that the marks of a test name.
+
+    `wide("layouts", quick=["tp2"])` leaves the cases with these ids among the quick tests. On a class,
+    `tests=["test_a"]` selects the tests that the mark is for, and `quick` may name tests too.
+    """
+    name, case = getattr(item, "originalname", item.name), getattr(getattr(item, "callspec", None), "id", "")
+    found: set[str] = set()
+    for mark in item.iter_markers("wide"):
+        tests, quick = mark.kwargs.get("tests", [name]), mark.kwargs.get("quick", [])
+        named = {one for one in (*tests, *quick) if one.startswith("test_")}
+        if unknown := [one for one in named - {name} if not hasattr(getattr(item, "cls", None), one)]:
+            raise pytest.UsageError(f"{item.nodeid}: the mark wide names tests that its class lacks: {unknown}")
+        if name in tests and not {name, case} & set(quick):
+            found |= set(mark.args)
+    return found
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -112,7 +148,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         requested = set(WIDE)
     selected, deselected = [], []
     for item in items:
-        wide = {name for mark in item.iter_markers("wide") for name in mark.args} or wide_by_rule(item)
+        wide = wide_sets(item) or wide_by_rule(item)
         if unknown := wide - set(WIDE):
             raise pytest.UsageError(f"{item.nodeid}: no wide set {sorted(unknown)}; conftest.py lists {sorted(WIDE)}")
         keep = bool(wide & requested) if requested else not wide

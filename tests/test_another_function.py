@@ -183,6 +183,7 @@ def test_a_model_whose_suite_does_not_say_what_its_cores_cost_is_a_fault(plant: 
 # Who is refused, and what is proposed.
 
 
+@pytest.mark.wide("suites")
 def test_a_kernel_of_softmax_attention_is_refused_and_none_that_computes_another_function_is_proposed(
     plant: Plant, cli: Cli
 ) -> None:

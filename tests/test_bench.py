@@ -223,9 +223,10 @@ def test_the_yardstick_takes_the_steps_that_mplug_takes(
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
 @pytest.mark.parametrize(
     "changes",
-    [pytest.param({}, marks=pytest.mark.wide("compile")), OPTIONS[1] | OPTIONS[4] | OPTIONS[5]],
+    [{}, OPTIONS[1] | OPTIONS[4] | OPTIONS[5]],
     ids=["default", "other"],
 )
+@pytest.mark.wide("compile")
 def test_every_unit_of_the_yardstick_compiles_whole_and_gives_the_same_losses(
     yardstick: ModuleType, changes: dict[str, Any]
 ) -> None:
@@ -384,6 +385,7 @@ def test_a_stop_ends_the_script_too(tmp_path: Path) -> None:
 # The command.
 
 
+@pytest.mark.wide("compile")
 def test_everyone_takes_turns_and_all_figures_are_kept(cli: Cli, tmp_path: Path) -> None:
     words = [word for value in small() for word in ("--set", value)]
     variants = ("--variant", "model.num_layers=1", "--variant", "parallel.layout=dp2")

@@ -59,6 +59,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "size", "layout", "compiler"), CASES)
+@pytest.mark.wide("compile")
 def test_sinks_of_a_compiled_run_hold_the_gradients_of_an_eager_one(
     name: str, size: int, layout: str, compiler: str
 ) -> None:

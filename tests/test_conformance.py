@@ -82,6 +82,15 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=WIDE if case.wide else []) for name, case in CASES.items()])
+@pytest.mark.wide(
+    "layouts",
+    quick=[
+        "torchtitan 2536",
+        "torchtitan 1524 and 2972",
+        "Megatron 3, 1647 and 3672, torchtitan 3392",
+        "torchtitan 3392, pipeline",
+    ],
+)
 def test_a_run_is_that_of_one_process(name: str) -> None:
     layout, settings, options, patterns, _ = CASES[name]
     traces, reference = ranks_of(layout, settings, options), alone(settings)
@@ -182,6 +191,7 @@ def distant(settings: Settings) -> tuple[Trace, tuple[int, ...]]:
     return train_steps(settings), tuple(run.mesh.group(run.rank, "tp"))
 
 
+@pytest.mark.wide("layouts")
 def test_megatron_4_to_7_groups_are_those_of_the_layout() -> None:
     """Recomputed tokens ahead, what is divided with tokens, projections of attention, scattered embeddings."""
     found = run_workers(4, distant, {**DEEPSEEK, **FULL_RECOMPUTE, "parallel.layout": "dp2tp2"})

@@ -96,6 +96,7 @@ def test_an_evaluation_ends_after_the_micro_batch_in_which_a_stop_is_asked_for(
         ("dp2", 2, 1, 1),
     ],
 )
+@pytest.mark.wide("kills", quick=["pp2-2-0-2", "dp2-2-1-1"])
 def test_all_ranks_leave_an_evaluation_after_the_same_micro_batch(
     tmp_path: Path, layout: str, size: int, rank: int, lag: int
 ) -> None:
@@ -112,6 +113,7 @@ def voting_on_each(folder: Path, layout: str, rank: int) -> tuple[Ending, int]:
 
 
 @pytest.mark.parametrize("samples", [2, 10])
+@pytest.mark.wide("kills", quick=["2"])
 def test_a_stage_passes_on_what_it_owes_before_it_waits_for_votes(tmp_path: Path, samples: int) -> None:
     """A middle stage receives before it sends. The evaluation ends in the middle of a table of 4 micro batches."""
     (alone,) = run_workers(1, evaluated, tmp_path / "alone", "", samples)

@@ -118,6 +118,7 @@ ALL += ["room-cp2", "room-tp2cp2"]
 
 
 @pytest.mark.parametrize("case", layouts(QUICK, [one for one in ALL if one not in QUICK], "experts"))
+@pytest.mark.wide("experts", quick=["micro-dp2tp2", "fine-pp2"])
 def test_routing_and_every_invariant_balance_give_the_run_and_the_counts_of_one_process(case: str) -> None:
     kind, _, layout = case.partition("-")
     ranks, settings = under(KINDS[kind], layout)

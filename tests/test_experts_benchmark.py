@@ -5,10 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "experts.py"
 LOADS = {"even", "drawn", "one"}
 
 
+@pytest.mark.wide("experts")
 def test_the_parts_of_a_mixture_are_measured_under_every_load(tmp_path: Path) -> None:
     out = tmp_path / "experts.json"
     command = [sys.executable, str(SCRIPT), "--tiny", "--only-parts", "--shapes", "fine", "--out", str(out)]

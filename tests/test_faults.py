@@ -162,6 +162,7 @@ def test_no_command_shows_a_traceback_or_hangs(
 
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.wide("kills")), 9])
 @pytest.mark.parametrize("case", ["a replaced checkpoint", "an old checkpoint", "a damaged later checkpoint"])
+@pytest.mark.wide("kills", quick=["a damaged later checkpoint-9"])
 def test_a_process_that_dies_in_a_save_leaves_a_valid_checkpoint_and_the_next_run_goes_on(
     tmp_path: Path, case: str, every: int
 ) -> None:
@@ -320,6 +321,7 @@ def shares() -> list[Any]:
 
 
 @pytest.mark.parametrize(("layout", "last", "keep", "seed", "kills", "damaged", "by_time"), [*QUICK, *shares()])
+@pytest.mark.wide("kills")
 def test_a_run_that_is_killed_many_times_ends_like_one_that_nothing_disturbed(
     tmp_path: Path,
     undisturbed: Callable[[str], tuple[Life, Path]],

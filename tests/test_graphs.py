@@ -25,6 +25,7 @@ from mplug_testing.harness import TinySettings, tiny_run
 
 
 @pytest.mark.parametrize(("settings", "recorded"), [(GPT, 2), (EXPERTS, 1)], ids=["gpt", "experts"])
+@pytest.mark.wide("families", quick=["experts"])
 def test_twenty_replayed_steps_are_twenty_eager_steps_to_the_bit(settings: TinySettings, recorded: int) -> None:
     eager, replayed = trained(settings, False), trained(settings, True)
     assert replayed.recorded == recorded
@@ -145,6 +146,7 @@ class OfGPT(ModelSuite):
     plugin = "gpt"
 
 
+@pytest.mark.wide("suites")
 def test_the_suite_of_models_catches_a_count_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def counting(self: Any, x: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
         self.calls = getattr(self, "calls", 0) + 1

@@ -117,13 +117,14 @@ class Alone:
         self.folder, (self.python, site) = folder, environment_in(folder, host, *wheels)
         link_required(site, host)
 
-    def light(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """A command in a new interpreter."""
-        return called(self.python, "-m", "mplug", *words, cwd=self.folder)
+    def outcomes(self, *commands: tuple[str, ...]) -> list[tuple[int, str, str]]:
+        """(exit status, output, errors) of commands, one after the other, in forks of one interpreter."""
+        results = json.loads(succeeded(self.python, IN_TURN, json.dumps(commands), cwd=self.folder))
+        return [(status, out, err) for status, out, err in results]
 
     def in_turn(self, *commands: tuple[str, ...]) -> list[str]:
-        """What commands print, one after the other, in forks of one interpreter; all succeed."""
-        results = json.loads(succeeded(self.python, IN_TURN, json.dumps(commands), cwd=self.folder))
+        """What commands print; all succeed."""
+        results = self.outcomes(*commands)
         assert [status for status, *_ in results] == [0] * len(commands), results
         return [out + err for _, out, err in results]
 
@@ -143,12 +144,24 @@ def test_help_and_listing(alone: Alone) -> None:
     }
 
 
-def test_the_frozen_wheel_trains_and_resumes(alone: Alone) -> None:
-    _, resumed, sources = alone.in_turn(
-        ("train", "--name", "one", *OWN, *OPTIONS),
-        ("train", "--resume", "--name", "one", "--set", "trainer.steps=14"),
-        ("config", "show", "--sources", *OWN, *OPTIONS),
-    )
+WORKS = [
+    ("train", "--name", "one", *OWN, *OPTIONS),
+    ("train", "--resume", "--name", "one", "--set", "trainer.steps=14"),
+    ("config", "show", "--sources", *OWN, *OPTIONS),
+]
+"""A run, its continuation, and the sources of its settings."""
+
+
+@pytest.fixture(scope="module")
+def outcomes(alone: Alone) -> list[tuple[int, str, str]]:
+    """What the commands of `WORKS`, then those of `REFUSED`, give: one interpreter imports torch for all."""
+    return alone.outcomes(*WORKS, *REFUSED)
+
+
+def test_the_frozen_wheel_trains_and_resumes(alone: Alone, outcomes: list[tuple[int, str, str]]) -> None:
+    works = outcomes[: len(WORKS)]
+    assert [status for status, *_ in works] == [0] * len(WORKS), works
+    _, resumed, sources = (out + err for _, out, err in works)
     losses = losses_of(alone.folder / "runs" / "one")
     assert len(losses) == 14
     assert losses[-1] < 0.8 * losses[0]
@@ -211,10 +224,11 @@ REFUSED: dict[tuple[str, ...], str] = {
 }
 
 
-def test_what_needs_a_missing_package_is_refused_in_one_sentence_that_names_it(alone: Alone) -> None:
-    for words, message in REFUSED.items():
-        result = alone.light(*words)
-        assert (result.returncode, result.stderr) == (2, message), words
+def test_what_needs_a_missing_package_is_refused_in_one_sentence_that_names_it(
+    outcomes: list[tuple[int, str, str]],
+) -> None:
+    for (words, message), (status, _, err) in zip(REFUSED.items(), outcomes[len(WORKS) :], strict=True):
+        assert (status, err) == (2, message), words
 
 
 @pytest.fixture(scope="module")
@@ -262,6 +276,7 @@ NAMED = ("--model", "peregrine", "--attention", "ringo", "--optimizer", "orthon"
 TOGETHER = (*NAMED, *(word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")))
 
 
+@pytest.mark.wide("session")
 def test_packages_of_strangers_train_together_by_name(tmp_path: Path, wheels: list[Path]) -> None:
     """Alone, divided, and resumed: the same losses. A block that states no mixing is refused on a divided sequence."""
     write_texts(tmp_path / "texts.jsonl")
@@ -276,7 +291,7 @@ def test_packages_of_strangers_train_together_by_name(tmp_path: Path, wheels: li
 
     listed = succeeded(python, "-m", "mplug", "plugins", "list", cwd=tmp_path)
     assert [source.name for source in STRANGERS if f"{source.name} 1.0.0" not in listed] == [], listed
-    succeeded(python, "-m", "mplug", "train", "--name", "one", *TOGETHER, cwd=tmp_path)
+    forked(0, "train", "--name", "one", *TOGETHER)
     forked(0, "train", "--name", "pp2", *TOGETHER, "--parallel", "pp2")
     one, divided = (tmp_path / "runs" / name for name in ("one", "pp2"))
     assert losses_of(divided) == pytest.approx(losses_of(one), rel=1e-10)

@@ -231,6 +231,7 @@ TOO_LITTLE = {
 
 
 @pytest.mark.parametrize("lacks", TOO_LITTLE)
+@pytest.mark.wide("kills", quick=["processes"])
 def test_nobody_trains_where_torchrun_has_started_too_few_processes_or_may_restart_a_run_without_a_name(
     lacks: str, tmp_path: Path, options: list[str]
 ) -> None:
@@ -302,6 +303,7 @@ SRUN = {
 }
 
 
+@pytest.mark.wide("machines")
 def test_processes_of_srun_on_two_machines_join_and_agree_on_a_run_without_a_name(
     tmp_path: Path, options: list[str], whole: Whole, two_machines: Machines
 ) -> None:
@@ -571,6 +573,7 @@ def test_a_process_that_elastic_ends_has_not_failed() -> None:
     lines.close()
 
 
+@pytest.mark.wide("kills")
 def test_a_run_that_fails_again_and_again_ends_with_its_restarts(
     folder: Path, options: list[str], mischief: str
 ) -> None:
@@ -597,6 +600,7 @@ STOPS: dict[str, tuple[Callable[[Command], None], signal.Signals]] = {
 @pytest.mark.parametrize(
     "how", [*(pytest.param(how, marks=pytest.mark.wide("kills")) for how in ("sigterm", "ctrl-c")), "sigterm-to-rank-1"]
 )
+@pytest.mark.wide("kills")
 def test_a_signal_ends_the_run_after_a_step_that_all_ranks_save_and_resuming_is_bitwise_the_uninterrupted_run(
     how: str, folder: Path, options: list[str], whole: Whole, assert_bitwise: Same
 ) -> None:

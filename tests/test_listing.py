@@ -8,7 +8,7 @@ from zipfile import ZipFile
 import pytest
 
 from mplug.registry import installed
-from mplug.registry.installed import Folder, metadata_of, on_path
+from mplug.registry.installed import described, described_on_path
 
 POINTS = "[mplug.extensions]\nnew = acme_new:New\n"
 
@@ -29,14 +29,16 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "site"
 
 
-def found() -> list[tuple[str, ...]]:
-    with_points = [one for one in on_path() if one.read_text("entry_points.txt")]
-    return sorted(tuple(map(str, metadata_of(one))) for one in with_points)
+def found() -> list[object]:
+    return sorted(described_on_path())
 
 
-def expected() -> list[tuple[str, ...]]:
-    with_points = [one for one in importlib.metadata.distributions() if one.read_text("entry_points.txt")]
-    return sorted(tuple(map(str, metadata_of(one))) for one in with_points)
+def names() -> set[str]:
+    return {metadata.name for metadata, _ in described_on_path()}
+
+
+def expected() -> list[object]:
+    return sorted(described(importlib.metadata.distributions()))
 
 
 def test_folders_have_the_distributions_that_the_standard_library_finds(
@@ -44,8 +46,7 @@ def test_folders_have_the_distributions_that_the_standard_library_finds(
 ) -> None:
     monkeypatch.setattr(installed, "_finds_distributions", lambda _: False)  # another test may have imported a finder
     assert found() == expected()
-    assert ("acme_old", "1.0", "of acme_old", ">=0.1,<0.2", str(site)) in found()
-    assert all(isinstance(one, Folder) for one in on_path())
+    assert ("acme_old", "1.0", "of acme_old", ">=0.1,<0.2", str(site)) in [metadata for metadata, _ in found()]
 
 
 def test_archives_and_finders_of_others_are_left_to_the_standard_library(
@@ -56,7 +57,7 @@ def test_archives_and_finders_of_others_are_left_to_the_standard_library(
         archive.writestr("acme_zip-3.0.dist-info/entry_points.txt", POINTS)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "path", [*sys.path, str(site.parent / "more.zip")])
-        assert "acme-zip" in {name for name, *_ in found()}
+        assert "acme-zip" in names()
         assert found() == expected()
 
     class Finder:
@@ -72,4 +73,4 @@ def test_archives_and_finders_of_others_are_left_to_the_standard_library(
     (hidden / "METADATA").write_text("Name: acme-hidden\nVersion: 1.0\n")
     (hidden / "entry_points.txt").write_text(POINTS)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
-    assert "acme-hidden" in {name for name, *_ in found()}
+    assert "acme-hidden" in names()

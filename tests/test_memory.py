@@ -55,6 +55,7 @@ def is_block_1(site: Site, run: Run) -> bool:
 
 @pytest.mark.parametrize("compiler", ["never", "aot_eager"])
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.wide("compile", quick=["never"])
 def test_units_are_wrapped_from_inner_to_outer_around_what_is_compiled(
     offering: Callable[..., None], compiler: str
 ) -> None:

@@ -24,6 +24,7 @@ def test_both_decoders_and_a_mixer_are_measured(tmp_path: Path) -> None:
     assert mixer["seconds"] > 0
 
 
+@pytest.mark.wide("compile")
 def test_what_fails_has_its_reason_and_the_others_their_figures(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     command = [sys.executable, str(SCRIPT), "--tiny", "--lengths", "64", "--decoders", "hybrid", "--layouts", "cp0"]

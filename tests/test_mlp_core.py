@@ -63,6 +63,7 @@ def alone() -> Trace:
 
 @pytest.mark.parametrize("more", [{}, {"trainer.compile": "aot_eager"}], ids=["eager", "compiled"])
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
+@pytest.mark.wide("compile", quick=["eager"])
 def test_it_is_the_run_of_the_narrower_slots(monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]) -> None:
     expected = alone()  # before anything is offered
     monkeypatch.setattr(mplug.model.build, "collect_offers", mplug.model.build.collect_offers)  # is put back in the end
@@ -73,6 +74,7 @@ def test_it_is_the_run_of_the_narrower_slots(monkeypatch: pytest.MonkeyPatch, mo
 
 @pytest.mark.parametrize("layout", ["tp2", "zero2", "fsdp2", "pp2", "cp2"])
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.wide("layouts", quick=["tp2", "fsdp2"])
 def test_it_is_the_run_of_one_process_under_every_strategy(layout: str) -> None:
     found = run_workers(2, train_steps, GELU | {"parallel.layout": layout}, offer_it)
     assert difference(found, alone()) == ""

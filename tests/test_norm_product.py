@@ -145,6 +145,7 @@ def test_a_layer_with_a_fused_supplier_still_multiplies_an_input_by_its_own_prod
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
+@pytest.mark.wide("compile")
 def test_a_compiled_block_without_gradients_computes_as_an_eager_one(plant: Plant) -> None:
     plant("acme-prologue")
     from acme_prologue.products import Again

@@ -128,6 +128,17 @@ COMPILERS = ["never", "aot_eager", pytest.param("inductor", marks=pytest.mark.wi
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["one document", "documents"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.wide(
+    "compile",
+    quick=[
+        "causal-documents-aot_eager",
+        "full-one document-aot_eager",
+        "causal-documents-never",
+        "full-documents-never",
+        "causal-one document-never",
+        "full-one document-never",
+    ],
+)
 def test_the_output_and_all_gradients_are_those_of_the_plain_path(
     causal: bool, lengths: Tensor | None, compiler: str
 ) -> None:

@@ -156,6 +156,7 @@ SGD, MUON = {"optimizer.name": "sgd"}, {"optimizer.name": "muon"}
     [("zero2", GROUPS), ("tp2", GROUPS), ("pp2", TIED)],
     ids=["zero2", "tp2", "pp2 tied"],
 )
+@pytest.mark.wide("reshard", quick=["pp2 tied", "zero2"])
 def test_a_layout_gives_the_weights_of_one_process(layout: str, settings: dict[str, Any]) -> None:
     require_parity(settings, layout)
 

@@ -38,7 +38,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "settings"), CASES, ids=str)
+QUICK = ("dp2tp2pp2", "tp2pp2", "pp4")
+MARKED = [case if case[0] in QUICK else pytest.param(*case, marks=pytest.mark.wide("layouts")) for case in CASES]
+
+
+@pytest.mark.parametrize(("layout", "settings"), MARKED, ids=str)
 def test_a_layout_of_any_model_gives_the_run_of_one_process(layout: str, settings: dict[str, Any]) -> None:
     require_parity(settings, layout)
 

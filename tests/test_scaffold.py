@@ -51,6 +51,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, install: Callable[..., Path],
 
 
 @pytest.mark.parametrize("kinds", [("models", "parallel"), pytest.param(KINDS, marks=pytest.mark.wide("scaffold"))])
+@pytest.mark.wide("scaffold")
 def test_new_plugins_of_all_kinds_install_and_pass_the_checks(cli: Cli, site: Path, kinds: tuple[str, ...]) -> None:
     checked = cli("plugins", "check", *(f"{kind}/ringo" for kind in kinds), path=site)
     assert checked.returncode == 0, checked.stdout + checked.stderr

@@ -94,6 +94,7 @@ WIDE = [
 
 
 @pytest.mark.parametrize("layout", layouts(["tp2", "pp2", "fsdp2", "zero2", f"dp2 {RECOMPUTED}"], WIDE))
+@pytest.mark.wide("precision", quick=["tp2", "dp2 memory.recompute.mode=full"])
 def test_delayed_scales_give_the_run_and_the_states_of_one_process(plant: Plant, layout: str) -> None:
     plant("acme-delayed")
     ranks, settings = under(SETTINGS, layout)

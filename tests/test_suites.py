@@ -345,6 +345,7 @@ DROPOUT, ONE_KV_HEAD = (ParallelSuite.variants[name] for name in ("dropout", "on
 WHOLE_STREAM = {**DROPOUT, **ONE_KV_HEAD, "parallel.tp.sequence_parallel": False}
 
 
+@pytest.mark.wide("layouts", quick=["divided stream"])
 @pytest.mark.parametrize("settings", [DROPOUT, WHOLE_STREAM], ids=["divided stream", "whole stream"])
 def test_heads_and_sequence_are_divided_by_two_strategies_at_once(settings: dict[str, Any], plant: Plant) -> None:
     plant("nova-ulys")

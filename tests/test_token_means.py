@@ -104,6 +104,7 @@ WIDE = ["dp2", "zero2", "fsdp2", "tp2", "cp2", "tp2ep2", "dp2cp2", "pp2ep2", "cp
 
 
 @pytest.mark.parametrize("layout", layouts(["pp2", "ep2"], WIDE, "experts"))
+@pytest.mark.wide("layouts", quick=["pp2"])
 def test_a_layout_gives_the_run_of_one_process(layout: str) -> None:
     ranks, settings = under({**MODEL, **BLOCKS}, layout)
     assert difference(train_ranks(ranks, settings, answers), two_blocks()) == ""

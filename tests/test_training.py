@@ -173,6 +173,7 @@ class Stop:
 @pytest.mark.parametrize(
     ("numbers", "late"), [([signal.SIGTERM] * 2, False), ([signal.SIGINT], False), ([signal.SIGTERM], True)]
 )
+@pytest.mark.wide("kills", quick=["numbers2-True"])
 def test_a_signal_ends_the_run_after_the_whole_step_which_is_saved_and_goes_on_bitwise(
     tmp_path: Path, fields: list[str], monkeypatch: pytest.MonkeyPatch, numbers: list[int], late: bool
 ) -> None:

@@ -35,6 +35,7 @@ def require_parity(layout: str) -> None:
 @pytest.mark.parametrize(
     "declared", ["return None", DECLARED.replace("2.0**-6", "1e-6")], ids=["nothing", "too little"]
 )
+@pytest.mark.wide("suites", quick=["too little"])
 def test_the_suite_fails_a_strategy_that_varies_by_more_than_it_declares(plant: Plant, declared: str) -> None:
     plant("acme-squeeze", DECLARED, declared)
     with pytest.raises(Fault, match=r"gradient of .* has an error of"):
@@ -82,6 +83,7 @@ def test_a_sum_that_another_one_would_make_is_refused(
 
 
 @pytest.mark.parametrize("layout", layouts(["squeeze2", "squeeze2fsdp2"], ["squeeze2dp2"]))
+@pytest.mark.wide("layouts", quick=["squeeze2"])
 def test_the_suite_holds_a_strategy_to_the_tolerance_that_it_declares(plant: Plant, layout: str) -> None:
     """It requires an error above that of rounding too, so that no other strategy sums in its stead."""
     plant("acme-squeeze")

@@ -16,7 +16,23 @@ def test_more_layouts(): pass
 
 @pytest.mark.parametrize("kills", [1, pytest.param(50, marks=pytest.mark.wide("kills"))])
 def test_kills(kills): pass
+
+@pytest.mark.wide("layouts", quick=["tp2", "dp2-b"])
+@pytest.mark.parametrize(("layout", "model"), [("dp2", "a"), ("dp2", "b")])
+def test_cases(layout, model): pass
+
+@pytest.mark.wide("layouts", tests=["test_inherited"])
+class TestSuite:
+    def test_inherited(self): pass
+    def test_own(self): pass
+
+@pytest.mark.wide("layouts", quick=["test_kept"])
+class TestAnother:
+    def test_kept(self): pass
+    def test_moved(self): pass
 """
+
+LAYOUTS = {"test_more_layouts", "test_cases[dp2-a]", "TestSuite::test_inherited", "TestAnother::test_moved"}
 
 
 @pytest.fixture
@@ -39,10 +55,10 @@ def run_tests(project: pytest.Pytester, *options: str) -> set[str]:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ([], {"test_quick", "test_kills[1]"}),
-        (["--wide", "layouts"], {"test_more_layouts"}),
-        (["--wide", "kills", "--wide", "layouts"], {"test_more_layouts", "test_kills[50]"}),
-        (["--wide", "all"], {"test_more_layouts", "test_kills[50]"}),
+        ([], {"test_quick", "test_kills[1]", "test_cases[dp2-b]", "TestSuite::test_own", "TestAnother::test_kept"}),
+        (["--wide", "layouts"], LAYOUTS),
+        (["--wide", "kills", "--wide", "layouts"], {*LAYOUTS, "test_kills[50]"}),
+        (["--wide", "all"], {*LAYOUTS, "test_kills[50]"}),
     ],
     ids=["quick", "one set", "two sets", "all"],
 )
@@ -64,6 +80,14 @@ def test_an_unknown_set_is_refused_on_the_command_line_and_in_a_mark(project: py
     result = project.runpytest_inprocess("-p", "no:hypothesispytest")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*test_mistake.py::test_it: no wide set*layuots*"])
+
+
+def test_a_mark_that_names_a_test_which_its_class_lacks_is_refused(project: pytest.Pytester) -> None:
+    mark = '@pytest.mark.wide("layouts", tests=["test_thta"])'
+    project.makepyfile(test_mistake=f"import pytest\n\n{mark}\nclass TestIt:\n    def test_that(self): pass\n")
+    result = project.runpytest_inprocess("-p", "no:hypothesispytest")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*test_that: the mark wide names tests that its class lacks: *test_thta*"])
 
 
 def test_help_describes_every_set(project: pytest.Pytester) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ReadableCheckpoint:
     """A checkpoint to continue from, with the reason why each newer one was skipped."""
 
     path: Path
@@ -40,13 +40,13 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Chosen(Choice):
+class AgreedCheckpoint(ReadableCheckpoint):
     """A checkpoint that all ranks have chosen together."""
 
     opened: Opened = field(kw_only=True)
 
 
-def newest_readable(folder: Path) -> Choice:
+def newest_readable(folder: Path) -> ReadableCheckpoint:
     """The newest checkpoint whose manifest is valid and whose files have the sizes that it states. Reads no tensor.
 
     Raises UsageError if there is none, or if another version of mplug saved a newer one.
@@ -54,7 +54,7 @@ def newest_readable(folder: Path) -> Choice:
     skipped: list[str] = []
     for path in reversed(complete(folder)):
         try:
-            return Choice(path, read_manifest(path), tuple(skipped))
+            return ReadableCheckpoint(path, read_manifest(path), tuple(skipped))
         except OtherVersion:
             raise
         except UsageError as error:
@@ -64,7 +64,7 @@ def newest_readable(folder: Path) -> Choice:
     raise _none_is_valid(folder, skipped)
 
 
-def choose(run: "Run", path: Path, verified: Verified) -> Chosen:
+def choose(run: "Run", path: Path, verified: Verified) -> AgreedCheckpoint:
     """The newest valid checkpoint in the folder of `path` that is not newer than `path`; the same on all ranks.
 
     The ranks divide the files of a checkpoint among them, and compare the checksums. `verified` notes the valid files.
@@ -80,7 +80,7 @@ def choose(run: "Run", path: Path, verified: Verified) -> Chosen:
         except UsageError as fault:  # the same on all ranks
             skipped.append(str(fault).removesuffix(REMEDY))
             continue
-        return Chosen(candidate, opened.facts, tuple(skipped), opened=opened)
+        return AgreedCheckpoint(candidate, opened.facts, tuple(skipped), opened=opened)
     raise _none_is_valid(path.parent, skipped)
 
 

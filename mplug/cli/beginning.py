@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from mplug.errors import RunError, UsageError
 
 if TYPE_CHECKING:
-    from mplug.checkpoint.newest_valid import Choice
+    from mplug.checkpoint.newest_valid import ReadableCheckpoint
     from mplug.run.lock import Claim, Lock
     from mplug.run.run import Run
     from mplug.training.changes import Changes
@@ -52,7 +52,7 @@ def newest_of(directory: Path, restarted: bool) -> Path | None:
     return None if restarted and not complete(folder) else newest(folder)
 
 
-def readable_of(resume_from: Path | None) -> "Choice | None":
+def readable_of(resume_from: Path | None) -> "ReadableCheckpoint | None":
     """The newest checkpoint with a valid manifest, before any process starts. The ranks read its files later."""
     if resume_from is None:
         return None
@@ -61,7 +61,7 @@ def readable_of(resume_from: Path | None) -> "Choice | None":
     return newest_readable(resume_from.parent)
 
 
-def readable_after(error: RunError, run: "Run", newest: Path | None) -> "Choice | None":
+def readable_after(error: RunError, run: "Run", newest: Path | None) -> "ReadableCheckpoint | None":
     """The checkpoint from which a run restarts after `error`. Raises `error` with a reason if it cannot restart."""
     try:
         readable = readable_of(newest)
@@ -74,7 +74,7 @@ def readable_after(error: RunError, run: "Run", newest: Path | None) -> "Choice 
     return readable
 
 
-def changes_of(run: "Run", readable: "Choice | None", allowed: tuple[str, ...]) -> "Changes":
+def changes_of(run: "Run", readable: "ReadableCheckpoint | None", allowed: tuple[str, ...]) -> "Changes":
     """The changes of the config since the checkpoint. UsageError for a change that the user must allow."""
     from mplug.training.changes import Changes, changes_on_resume, refuse_unknown_fields
 
@@ -84,7 +84,7 @@ def changes_of(run: "Run", readable: "Choice | None", allowed: tuple[str, ...]) 
     return changes_on_resume(readable.path, readable.manifest, run, allowed)
 
 
-def saved_since(run: "Run", before: "Choice | None") -> int:
+def saved_since(run: "Run", before: "ReadableCheckpoint | None") -> int:
     """The step of the newest checkpoint. 0 if it is still the one from which the run continued, or if there is none."""
     from mplug.checkpoint.folder import complete
 
@@ -95,7 +95,7 @@ def saved_since(run: "Run", before: "Choice | None") -> int:
     return newest.manifest["step"]
 
 
-def beginning(readable: "Choice | None", weights: str | None) -> str:
+def beginning(readable: "ReadableCheckpoint | None", weights: str | None) -> str:
     """Text about the start of a run: 'from step 100', 'with the weights of ...' or 'from scratch'."""
     if readable is not None:
         return f"from step {readable.manifest['step']}"

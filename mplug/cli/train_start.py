@@ -15,7 +15,7 @@ from mplug.cli.beginning import (
 from mplug.errors import UsageError
 
 if TYPE_CHECKING:
-    from mplug.checkpoint.newest_valid import Choice
+    from mplug.checkpoint.newest_valid import ReadableCheckpoint
     from mplug.config.sources import Settings
     from mplug.distributed.world import World
     from mplug.run.lock import Claim, Lock
@@ -47,7 +47,7 @@ class Start:
     base: "Settings"
     changes: "Settings"
     resume_from: Path | None
-    readable: "Choice | None"
+    readable: "ReadableCheckpoint | None"
     weights: str | None
     """The weights with which the run begins, for a message; None: it has its own."""
     since: "Changes"
@@ -188,7 +188,7 @@ def _base(directory: Path | None) -> "Settings":
 
 
 def _refuse_model(
-    run: "Run", world: "World | None", resume_from: Path | None, readable: "Choice | None", since: "Changes"
+    run: "Run", world: "World | None", resume_from: Path | None, readable: "ReadableCheckpoint | None", since: "Changes"
 ) -> tuple[str | None, list[str], list[str]]:
     """Build the model on the meta device, and refuse what cannot train.
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mplug.run.run import Run
 
 HOOK = "build_optimizer"
-LATER = ("state", "build_stepper", "wrap_model", "shard_states")
+FOR_WHOLE_RUNS = ("state", "build_stepper", "wrap_model", "shard_states")
 """Hooks by which a plugin does more for a run than what the optimizers do that it has built."""
 
 
@@ -73,11 +73,11 @@ def refuse_single(run: "Run") -> None:
     if not run.config.groups:
         return
     (label,) = run.hooks.implementers(HOOK)
-    later = [hook for hook in LATER if label in run.hooks.implementers(hook)]
-    if later:
+    hooks = [hook for hook in FOR_WHOLE_RUNS if label in run.hooks.implementers(hook)]
+    if hooks:
         raise UsageError(
             f"{FIELD} needs an optimizer for each group, and {label} keeps something for the whole run (the hook "
-            f"{listed(map(repr, later))}); remove the groups, or use another optimizer"
+            f"{listed(map(repr, hooks))}); remove the groups, or use another optimizer"
         )
 
 

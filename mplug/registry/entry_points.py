@@ -1,9 +1,7 @@
 """Entry points -> names -> plugins. Listing reads distribution metadata only and never imports a plugin."""
 
 import operator
-import os
 import re
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -12,7 +10,17 @@ from typing import Any
 
 from mplug.config.entry import Entry
 from mplug.errors import UsageError, listed, suggest
-from mplug.registry.installed import HOST_DISTRIBUTION, Installed, Metadata, Point, metadata_of, on_path, points_in
+from mplug.registry.installed import (
+    HOST_DISTRIBUTION,
+    Described,
+    Installed,
+    Metadata,
+    Point,
+    State,
+    described,
+    described_on_path,
+    state_of_path,
+)
 from mplug.registry.made_plugin import MadePlugin
 from mplug.system.version import __version__
 
@@ -134,7 +142,9 @@ class Registry:
 
     @cached_property
     def _scan(self) -> "Scan":
-        return _scan(self._installed) if self._installed is not None else _scan_of_path(*_state_of_path())
+        if self._installed is not None:
+            return _scan(described(self._installed))
+        return _scan_of_path(*state_of_path())
 
     def entries(self, kind: str | None = None) -> list[Entry]:
         """Installed plugins of a kind (of all kinds if None), sorted by kind and name."""
@@ -264,48 +274,35 @@ def _numbers(version: str) -> list[int]:
 Scan = tuple[list[Entry], list[Shadowed], list[Misplaced]]
 
 
-def _state_of_path() -> tuple[tuple[str, int], ...]:
-    """The folders of `sys.path` with their times of change: an installation changes one of them."""
-    found = []
-    for folder in sys.path:
-        try:
-            found.append((folder, os.stat(folder or ".").st_mtime_ns))
-        except OSError:
-            found.append((folder, 0))
-    return tuple(found)
-
-
 @lru_cache(maxsize=1)
-def _scan_of_path(*state: tuple[str, int]) -> Scan:  # the state is the key
+def _scan_of_path(*state: tuple[str, State]) -> Scan:  # the state is the key
     """The scan of what is installed; a command asks for it several times, and it takes most of the time of listing."""
-    return _scan(on_path())
+    return _scan(described_on_path())
 
 
-def _scan(installed: Iterable[Installed]) -> Scan:
+def _scan(installed: Iterable[Described]) -> Scan:
     shadowed: list[Shadowed] = []
     seen: dict[str, tuple[Metadata, list[Point]]] = {}
-    for distribution in installed:
-        text = distribution.read_text("entry_points.txt") or ""
-        if "[mplug." not in text:
+    for metadata, points in installed:
+        own = [point for point in points if point.group.startswith("mplug.")]
+        if not own:
             continue
-        described = metadata_of(distribution)
-        normalized = re.sub(r"[-_.]+", "-", described.name).lower()
+        normalized = re.sub(r"[-_.]+", "-", metadata.name).lower()
         if normalized in seen:
-            shadowed.append(Shadowed(described.name, described.version, described.source))
+            shadowed.append(Shadowed(metadata.name, metadata.version, metadata.source))
             continue
-        own = [point for point in points_in(text) if point.group.startswith("mplug.")]
-        seen[normalized] = (described, own)
+        seen[normalized] = (metadata, own)
     opened = {one.name for _, points in seen.values() for one in points if one.group == f"mplug.{OPEN_LISTS}"}
     groups = (*GROUPS, *sorted(opened))
     entries: list[Entry] = []
     misplaced: list[Misplaced] = []
-    for described, points in seen.values():
-        for point in points:
+    for metadata, own in seen.values():
+        for point in own:
             kind = point.group.removeprefix("mplug.")
             if kind in groups:
-                entries.append(_entry(kind, point, described))
+                entries.append(_entry(kind, point, metadata))
             else:
-                misplaced.append(Misplaced(point.group, point.name, described.name, described.version, groups))
+                misplaced.append(Misplaced(point.group, point.name, metadata.name, metadata.version, groups))
     return sorted(entries, key=lambda entry: (entry.kind, entry.name, entry.distribution)), shadowed, misplaced
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, NamedTuple, Union
 
@@ -49,35 +50,6 @@ class Folder:
 Installed = Union[Folder, "Distribution"]
 
 
-def on_path() -> Iterable[Installed]:
-    """The distributions that are found along `sys.path`, in its order."""
-    if all(map(_is_plain, sys.path)) and not any(map(_finds_distributions, sys.meta_path)):
-        return _in_folders()
-    from importlib.metadata import distributions
-
-    return distributions()
-
-
-def _is_plain(folder: str) -> bool:
-    """Whether a place of `sys.path` is a folder or absent; an egg is a folder with metadata in another form."""
-    return not folder.lower().endswith(".egg") and not os.path.isfile(folder)
-
-
-def _finds_distributions(finder: object) -> bool:
-    return finder is not PathFinder and hasattr(finder, "find_distributions")
-
-
-def _in_folders() -> Iterator[Folder]:
-    for folder in sys.path:
-        try:
-            names = os.listdir(folder or ".")
-        except OSError:
-            continue
-        for name in names:
-            if name.lower().endswith(ENDINGS):
-                yield Folder(os.path.join(folder, name))
-
-
 class Metadata(NamedTuple):
     """What a distribution says of itself. `requires` are the versions of the host, `source` is the folder."""
 
@@ -94,6 +66,68 @@ class Point(NamedTuple):
     name: str
     value: str
     group: str
+
+
+class Described(NamedTuple):
+    """A distribution with entry points for mplug: what it says of itself, and these entry points."""
+
+    metadata: Metadata
+    points: tuple[Point, ...]
+
+
+def described_on_path() -> Iterable[Described]:
+    """The distributions with entry points for mplug that are found along `sys.path`, in its order."""
+    if all(map(_is_plain, sys.path)) and not any(map(_finds_distributions, sys.meta_path)):
+        return (one for folder, state in state_of_path() for one in _described_in(folder, state))
+    from importlib.metadata import distributions
+
+    return described(distributions())
+
+
+State = tuple[int, int]
+"""The time at which a folder was changed, and the number of its folders: the clock of a file system may be coarse."""
+
+
+def state_of_path() -> tuple[tuple[str, State], ...]:
+    """The folders of `sys.path` with their states: an installation changes one of them."""
+    return tuple((folder, _state_of(folder)) for folder in map(os.path.abspath, sys.path))
+
+
+def _state_of(folder: str) -> State:
+    try:
+        found = os.stat(folder)
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_nlink
+
+
+def _is_plain(folder: str) -> bool:
+    """Whether a place of `sys.path` is a folder or absent; an egg is a folder with metadata in another form."""
+    return not folder.lower().endswith(".egg") and not os.path.isfile(folder)
+
+
+def _finds_distributions(finder: object) -> bool:
+    return finder is not PathFinder and hasattr(finder, "find_distributions")
+
+
+@lru_cache(maxsize=256)
+def _described_in(folder: str, state: State) -> tuple[Described, ...]:  # the state is a part of the key
+    """The distributions of a folder: a run reads them for the config, its model's lists and each layout again."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return ()
+    found = (Folder(os.path.join(folder, name)) for name in names if name.lower().endswith(ENDINGS))
+    return tuple(described(found))
+
+
+def described(installed: Iterable[Installed]) -> Iterator[Described]:
+    """The distributions with entry points for mplug; the metadata of the others are not read."""
+    for distribution in installed:
+        text = distribution.read_text("entry_points.txt") or ""
+        if "[mplug" in text:
+            own = tuple(point for point in points_in(text) if point.group.startswith("mplug"))
+            yield Described(metadata_of(distribution), own)
 
 
 def metadata_of(distribution: Installed) -> Metadata:

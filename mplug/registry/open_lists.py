@@ -19,15 +19,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, NamedTuple
 
 from mplug.errors import listed, suggest
+from mplug.registry.installed import described_on_path
 
 
 @dataclass(frozen=True)
 class OpenList:
-    """The names of one list. `noun` is the word for an entry in errors, `group` the group of entry points.
+    """The names of one list. `noun` is the word for an entry in errors, `group` the group of entry points: 'mplug...'.
 
     `own` maps the list's own names to their targets ('module:attribute'), which belong to the distribution `owner`.
     """
@@ -42,7 +42,7 @@ class OpenList:
 
     def names(self) -> list[str]:
         """All names: the list's own, then those of other distributions."""
-        return [*self.own, *sorted({point.name for point in _added(self.group)} - {*self.own})]
+        return [*self.own, *sorted({claim.name for claim in _added(self.group)} - {*self.own})]
 
     def check(self, name: str) -> str:
         """Return `name` if the list has it; ValueError, with the nearest name, if it does not."""
@@ -54,22 +54,29 @@ class OpenList:
     def load(self, name: str) -> Any:
         """The entry of a name. ValueError if the name is unknown, or if two distributions claim it."""
         self.check(name)
-        claims = [point for point in _added(self.group) if point.name == name]
-        owners = [*([self.owner] if name in self.own else []), *map(_owner, claims)]
+        claims = [claim for claim in _added(self.group) if claim.name == name]
+        owners = [*([self.owner] if name in self.own else []), *(claim.owner for claim in claims)]
         if len(owners) > 1:
             raise ValueError(
                 f"the {self.noun} '{name}' is claimed by {listed(owners)}; uninstall one, or rename its entry point"
             )
-        module, _, attribute = (self.own[name] if name in self.own else claims[0].value).partition(":")
+        module, _, attribute = (self.own[name] if name in self.own else claims[0].target).partition(":")
         return getattr(import_module(module), attribute)
 
 
+class _Claim(NamedTuple):
+    """An entry that the distribution `owner` adds to a list; `target` is 'module:attribute'."""
+
+    owner: str
+    name: str
+    target: str
+
+
 @cache
-def _added(group: str) -> tuple[EntryPoint, ...]:
-    """The entry points of a group; two copies of one distribution count once."""
-    found = {(_owner(point), point.name): point for point in entry_points(group=group)}
+def _added(group: str) -> tuple[_Claim, ...]:
+    """The entries that distributions add to a group; of two copies of one distribution, the first counts."""
+    found: dict[tuple[str, str], _Claim] = {}
+    for metadata, points in described_on_path():
+        for point in (point for point in points if point.group == group):
+            found.setdefault((metadata.name, point.name), _Claim(metadata.name, point.name, point.value))
     return tuple(found.values())
-
-
-def _owner(point: EntryPoint) -> str:
-    return str(point.dist.metadata["Name"]) if point.dist is not None else point.value

@@ -12,7 +12,7 @@ from torch import Tensor
 from mplug.checkpoint.boxes import Boxed, State, buffer_boxes, held_boxes, owned_boxes, state_boxes
 from mplug.checkpoint.folder import damaged
 from mplug.checkpoint.index import refuse_larger, weights_in
-from mplug.checkpoint.newest_valid import Chosen, choose
+from mplug.checkpoint.newest_valid import AgreedCheckpoint, choose
 from mplug.checkpoint.opened import Opened
 from mplug.checkpoint.plain_data import lift, lower
 from mplug.checkpoint.rank_exchanges import at_first
@@ -83,7 +83,7 @@ class Position:
             state |= {name: Boxed(tuple(t.shape), {(0,) * t.dim(): t.clone()}) for name, t in tensors.items()}
         self.saver.save(state, {**facts, **plain})
 
-    def choose(self, newest: Path) -> Chosen:
+    def choose(self, newest: Path) -> AgreedCheckpoint:
         """The checkpoint from which the run continues: `newest`, or the newest valid one before it in its folder.
 
         UsageError if it has done more steps than the run has.
@@ -96,7 +96,7 @@ class Position:
             )
         return choice
 
-    def load(self, choice: Chosen, allowed: tuple[str, ...] = ()) -> None:
+    def load(self, choice: AgreedCheckpoint, allowed: tuple[str, ...] = ()) -> None:
         """Continue exactly at a chosen checkpoint; `allowed` are the fields that the user allows to change."""
         run, parts = self.run, self.parts
         path, manifest, opened = choice.path, choice.manifest, choice.opened

@@ -28,8 +28,10 @@ def outcome(words: list[str]) -> tuple[int, str, str]:
 
 
 if __name__ == "__main__":
-    import torch  # noqa: F401  # once for all commands
+    import torch  # noqa: F401
 
+    import mplug.run.prepare
+    import mplug.training.loop  # noqa: F401  # once for all commands
     from mplug.cli import main
 
     print(json.dumps([outcome(words) for words in json.loads(sys.argv[1])]))

@@ -18,6 +18,8 @@ SERVER = """
 import json, os, sys, tempfile, traceback
 import mplug.run.prepare, mplug_testing.harness
 
+mplug_testing.harness.installed_plugins()
+mplug_testing.harness.tiny_settings()
 assert "torch" not in sys.modules
 for line in sys.stdin:
     with tempfile.TemporaryFile("w+") as output:

@@ -70,9 +70,9 @@ class Beginnings:
 
         path, loaded = newest_pretrained(run), Loaded()
         if path is not None:
-            begun = load_weights(run, model, pieces, path)
-            lines = begun.lines("beginning with the weights of")
-            loaded = Loaded(str(begun.path), tuple(lines), partial(keep_original, run, begun))
+            weights = load_weights(run, model, pieces, path)
+            lines = weights.lines("beginning with the weights of")
+            loaded = Loaded(str(weights.path), tuple(lines), partial(keep_original, run, weights))
         load_adapters(run, model, pieces)
         return loaded
 

@@ -30,7 +30,7 @@ KEPT = "published"
 
 
 @dataclass(frozen=True)
-class Begun:
+class LoadedFolder:
     """A published checkpoint, of the format `name`, whose weights a run has loaded; no `weights`: several, of parts."""
 
     path: Path | PartFolders
@@ -109,7 +109,7 @@ def left_out(path: PartFolders, model: Model, section: Pretrained | None) -> lis
     return begun_anew(model, [name for one in checked for name in one.weights.links if name in one.wanted.names])
 
 
-def load_public(run: Run, model: Model, pieces: Iterable[Piece], path: Path | PartFolders) -> Begun:
+def load_public(run: Run, model: Model, pieces: Iterable[Piece], path: Path | PartFolders) -> LoadedFolder:
     """Load published checkpoints into a new run. Collective: rank 0 reads the headers for all ranks.
 
     No rank holds more than its own parts and one box of a public tensor.
@@ -118,7 +118,7 @@ def load_public(run: Run, model: Model, pieces: Iterable[Piece], path: Path | Pa
     name, weights = _load(run, model, held_values(model, pieces), path)
     write_weights(pieces)
     model.weights_written()
-    return Begun(path, name, weights)
+    return LoadedFolder(path, name, weights)
 
 
 def load_public_for_inference(run: Run, model: Model, path: Path) -> None:

@@ -19,10 +19,10 @@ from mplug_pretrained.wanted import FIELD, Wanted, wanted_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from mplug.checkpoint.newest_valid import Chosen
+    from mplug.checkpoint.newest_valid import AgreedCheckpoint
     from mplug.config.host_sections import Pretrained
     from mplug.model.model import Model
-    from mplug_pretrained.public_load import Begun
+    from mplug_pretrained.public_load import LoadedFolder
 
 
 def pretrained_of(run: Run) -> Path | PartFolders | None:
@@ -117,14 +117,16 @@ def has_adapters(path: Path, model: "Model", section: "Pretrained | None" = None
     return any(name in saved and name.startswith(attached) for name in _wanted(section, model, saved).names)
 
 
-def load_weights(run: Run, model: "Model", pieces: list[Piece], path: Path | PartFolders) -> "Chosen | Begun":
+def load_weights(
+    run: Run, model: "Model", pieces: list[Piece], path: Path | PartFolders
+) -> "AgreedCheckpoint | LoadedFolder":
     """Load the weights and module states of a checkpoint, or of a published one, into the model of a new run.
 
     The states that kernels keep (`Offer.buffers`) start anew: the run that saved the checkpoint may have other kernels.
     If the config names the checkpoint's run and the checkpoint is not valid, load the newest valid one before it.
     """
     from mplug.checkpoint.boxes import State, buffer_boxes, held_boxes
-    from mplug.checkpoint.newest_valid import Chosen, choose
+    from mplug.checkpoint.newest_valid import AgreedCheckpoint, choose
     from mplug.checkpoint.opened import open_together
     from mplug.checkpoint.saver import load
     from mplug.checkpoint.verified import Verified
@@ -142,7 +144,7 @@ def load_weights(run: Run, model: "Model", pieces: list[Piece], path: Path | Par
         choice = choose(run, path, verified)
     else:
         opened = open_together(run, path)
-        choice = Chosen(path, opened.facts, opened=opened)
+        choice = AgreedCheckpoint(path, opened.facts, opened=opened)
     fresh = {f"{one.full_name(name)}/buffer" for one in model.slot_buffers for name in one.declared}
     states = buffer_boxes(model, run.rank, held_boxes)
     state |= {name: boxed for name, boxed in states.items() if name not in fresh}
@@ -166,14 +168,14 @@ def _wanted(section: "Pretrained | None", model: "Model", saved: "Iterable[str]"
     return wanted_of(section, model.plan, [*model.placements, *states], saved)
 
 
-def keep_original(run: Run, begun: "Chosen | Begun") -> None:
+def keep_original(run: Run, loaded: "AgreedCheckpoint | LoadedFolder") -> None:
     """Rank 0 keeps in the run's folder what an export needs of the published checkpoint that the weights come from."""
-    from mplug_pretrained.public_load import KEPT, Begun, carry_kept
+    from mplug_pretrained.public_load import KEPT, LoadedFolder, carry_kept
 
     assert run.directory is not None
     if run.rank != 0:
         return
-    if isinstance(begun, Begun):
-        begun.keep(run.directory)
+    if isinstance(loaded, LoadedFolder):
+        loaded.keep(run.directory)
     else:
-        carry_kept(begun.path.parent.parent / KEPT, run.directory)
+        carry_kept(loaded.path.parent.parent / KEPT, run.directory)

@@ -8,7 +8,6 @@ orders of magnitude: two correct runs differ by about 1e-15, and the bound is `E
 """
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -21,6 +20,7 @@ from mplug.config.sources import Settings, from_mapping, merge, read_file
 from mplug.errors import UsageError
 from mplug.precisions.dtypes import FORMATS
 from mplug.registry.entry_points import Registry
+from mplug.registry.installed import state_of_path
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
@@ -100,12 +100,11 @@ def tiny_settings() -> Settings:
 
 def installed_plugins() -> Registry:
     """The plugins installed for this process. The folders of `sys.path` are read again only if one of them changes."""
-    folders = (Path(folder or ".") for folder in sys.path)
-    return _scanned(tuple((folder, folder.stat().st_mtime_ns) for folder in folders if folder.exists()))
+    return _scanned(state_of_path())
 
 
 @lru_cache(maxsize=1)
-def _scanned(_: tuple[tuple[Path, int], ...]) -> Registry:
+def _scanned(_: object) -> Registry:
     registry = Registry()
     registry.entries()  # reads the folders now
     return registry

@@ -135,9 +135,9 @@ class Trial:
         """The inputs in the dtype of the trial; all floating ones except the sink require a gradient."""
         sink = torch.promote_types(self.dtype, torch.float32)
         return {
-            name: x.to(self.device, sink if name == SINK else self.dtype).requires_grad_(name != SINK)
+            name: x.to(self.device, sink if name == SINK else self.dtype, copy=True).requires_grad_(name != SINK)
             if x.is_floating_point()
-            else x.to(self.device)
+            else x.to(self.device, copy=True)
             for name, x in self.case.inputs.items()
         }
 

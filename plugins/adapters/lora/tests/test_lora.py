@@ -90,6 +90,7 @@ def test_dora_with_dropout_of_whole_inputs_under_tp_is_that_of_one_process(layou
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.wide("compile")
 def test_recomputed_attention_of_adapted_projections_compiles_to_the_eager_run() -> None:
     """Tracing creates the values, a part of the adapted projection, in the recomputed region."""
     settings = {**SMALL, "model.num_layers": 1, "memory.recompute.mode": "selective"}
@@ -217,6 +218,7 @@ def losses_of(layout: str, steps: int, directory: Path, resume_from: Path | None
     return found
 
 
+@pytest.mark.wide("reshard")
 def test_adapters_resume_under_another_layout(tmp_path: Path) -> None:
     reference = losses_of("", STEPS, tmp_path / "reference")
     before = losses_of("tp2", 1, tmp_path)

@@ -7,7 +7,6 @@ import pytest
 
 pytest.importorskip("datasets")
 
-from quick_part import quick
 
 from mplug_testing import DataSuite
 
@@ -51,15 +50,17 @@ class Chats(DataSuite):
     without_effect: ClassVar[dict[str, str]] = {"block": MAPPED, "cache": PLACE}
 
 
-@quick(
-    "test_every_field_of_its_config_has_an_effect",
-    "test_neither_importing_nor_configuring_it_imports_torch",
-    "test_missing_data_is_refused_before_a_run_is_announced",
-    "test_a_micro_batch_is_what_the_contract_says",
-    "test_it_resumes_exactly",
-    "test_the_splits_share_no_text",
-    "test_every_sample_comes_once_an_epoch",
-    wide="data",
+@pytest.mark.wide(
+    "data",
+    quick=[
+        "test_every_field_of_its_config_has_an_effect",
+        "test_neither_importing_nor_configuring_it_imports_torch",
+        "test_missing_data_is_refused_before_a_run_is_announced",
+        "test_a_micro_batch_is_what_the_contract_says",
+        "test_it_resumes_exactly",
+        "test_the_splits_share_no_text",
+        "test_every_sample_comes_once_an_epoch",
+    ],
 )
 class TestChats(Chats):
     pass

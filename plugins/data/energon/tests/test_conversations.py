@@ -33,7 +33,6 @@ from picture_talks import (
     sample,
     targets,
 )
-from quick_part import quick
 
 from mplug import MicroBatch, UsageError
 from mplug.training.assembly import build_loader
@@ -333,6 +332,7 @@ LAYOUTS = pytest.mark.wide("layouts")
     "layout",
     ["cp2", *(pytest.param(layout, marks=LAYOUTS) for layout in ("dp2", "tp2", "pp2", "dp2 parallel.balance=true"))],
 )
+@pytest.mark.wide("data")
 def test_a_layout_trains_packed_conversations_with_weights_as_one_process_does(
     prepare: Callable[..., Path], tmp_path: Path, layout: str
 ) -> None:
@@ -414,20 +414,21 @@ def test_packed_conversations_of_a_blend_resume_exactly_under_another_number_of_
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+@pytest.mark.wide("data")
 def test_worker_processes_resume_exactly(conversations: Path) -> None:
     own = {"data.path": str(conversations), "data.num_workers": 1, "trainer.micro_batch_size": 2}
     require_exact_resume({**TINY, **PACKED, **own}, "dp2", [8], "", count=8)
 
 
-@quick(
-    "test_every_field_of_its_config_has_an_effect",
-    "test_a_micro_batch_is_what_the_contract_says",
-    "test_a_run_finds_no_fault_in_its_micro_batches",
-    "test_labels_are_the_next_tokens",
-    "test_text_survives_the_tokenizer",
-    "test_a_run_trains_on_it_and_resumes",
-    "test_its_state_is_a_snapshot",
-    wide="data",
+@pytest.mark.wide(
+    "data",
+    quick=[
+        "test_every_field_of_its_config_has_an_effect",
+        "test_a_micro_batch_is_what_the_contract_says",
+        "test_a_run_finds_no_fault_in_its_micro_batches",
+        "test_text_survives_the_tokenizer",
+        "test_its_state_is_a_snapshot",
+    ],
 )
 class TestConversations(DataSuite):
     plugin = "energon"

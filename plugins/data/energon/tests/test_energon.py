@@ -156,6 +156,7 @@ def test_streams_resume_exactly_after_a_kill_under_any_layout_whose_ranks_divide
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")  # Energon forks, which Python 3.12 tells of
+@pytest.mark.wide("kills")
 def test_worker_processes_resume_exactly_after_a_kill(text_set: Path) -> None:
     workers = {"data.path": str(text_set), "data.streams": 2, "data.num_workers": 1}
     require_exact_resume({**TINY, **workers}, "dp2", [8], "", count=8)
@@ -325,6 +326,7 @@ def test_a_tar_file_that_is_damaged_is_refused(text_set: Path, tmp_path: Path, d
 
 
 @pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.wide("data", quick=["0"])
 def test_the_error_for_a_bad_sample_names_its_tar_and_its_file(
     text_set: Path, tmp_path: Path, encoders: str, workers: int
 ) -> None:

@@ -58,6 +58,7 @@ FIM = {**ENDS, "data.vocab_size": 256, **{f"data.{name}": token for name, token 
 ONE, TWO = (str(write(FOLDER / f"corpus{seed}", random_documents(seed))) for seed in (1, 2))
 
 
+@pytest.mark.wide("data", tests=["test_its_fingerprint_is_that_of_its_samples"])
 class TestEpochByEpoch(DataSuite):
     plugin = "indexed"
     settings = {"data.path": [ONE, TWO], "data.split": "9,1", "data.samples": "epoch"}
@@ -75,6 +76,7 @@ class TestEpochByEpoch(DataSuite):
     without_effect = {"cache": "it says where the order is kept, and changes no sample (test_cache.py reads the files)"}
 
 
+@pytest.mark.wide("data", tests=["test_its_fingerprint_is_that_of_its_samples"])
 class TestRearrangedDocumentsOfABlend(DataSuite):
     plugin = "indexed"
     checks_fields = False

@@ -16,6 +16,7 @@ from mplug import UsageError
 from mplug_tokenization import describe_tokenizer, keep_tokenizer
 
 
+@pytest.mark.wide("session")
 def test_the_session_of_the_docs_makes_a_corpus_trains_and_samples(tmp_path: Path) -> None:
     def mplug(*words: str, status: int = 0) -> str:
         finished = run_module("mplug", *words, cwd=tmp_path, environment={**os.environ, "OMP_NUM_THREADS": "1"})

@@ -81,6 +81,7 @@ def history(client: MlflowClient, run: MLflowRun, name: str) -> Sequence[tuple[i
 
 
 @DEPRECATED
+@pytest.mark.wide("loggers")
 def test_every_number_and_the_settings_are_in_a_database(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     write(tmp_path / "first", range(1, 5), tracking_uri=uri, experiment="ours", tags={"team": "a"})

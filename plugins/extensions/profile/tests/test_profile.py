@@ -62,6 +62,7 @@ def test_a_trace_has_the_chosen_steps_and_their_operators(tmp_path: Path, capfd:
     assert "USDT" not in printed
 
 
+@pytest.mark.wide("loggers")
 def test_a_trace_can_begin_at_the_first_step_and_have_shapes_and_stacks(tmp_path: Path) -> None:
     trained(tmp_path, steps=1, first=1, shapes=True, stacks=True)
     assert names(tmp_path) == ["steps_1_rank0.json.gz"]

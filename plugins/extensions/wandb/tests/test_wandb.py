@@ -76,6 +76,7 @@ def write(directory: Path, steps: range, rank: int = 0, **config: Any) -> None:
     plugin.run_finished()
 
 
+@pytest.mark.wide("loggers")
 def test_every_number_of_a_record_and_the_settings_are_in_the_file(tmp_path: Path) -> None:
     write(tmp_path / "first", range(1, 5), project="ours", entity="team", tags=("a", "b"), group="g", notes="n")
     (path,) = files(tmp_path / "first")

@@ -347,6 +347,7 @@ def until(condition: Callable[[], Any], seconds: float = 60) -> None:
 
 
 @pytest.mark.parametrize(("stopped", "others"), [(2, (0, 1)), (0, (1,))])
+@pytest.mark.wide("kills", quick=["0-others1"])
 def test_all_ranks_read_the_name_of_the_stopped_rank_from_the_store(
     store: TCPStore, stopped: int, others: tuple[int, ...]
 ) -> None:

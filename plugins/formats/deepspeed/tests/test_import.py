@@ -121,6 +121,7 @@ def stage_3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[State
     return folder, run_workers(2, saved_in_turn, [(folder, "ours", OURS, zero(3))])[0][0]
 
 
+@pytest.mark.wide("reshard")
 def test_an_imported_run_has_the_states_of_stage_3_and_continues_as_deepspeed_does(
     stage_3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -326,6 +326,7 @@ def test_greedy_text_is_that_of_the_library(family: str, models: Made, tmp_path:
     assert shorter == tokenizer.decode(answer[:place], skip_special_tokens=True) + "\n"
 
 
+@pytest.mark.wide("families")
 def test_many_prompts_give_the_texts_that_each_gives_alone(models: Made, tmp_path: Path, cli_here: Cli) -> None:
     """From a file, in batches, under tp2, and each alone."""
     with_tokenizer(shutil.copytree(models["gpt2"][0], tmp_path / "folder"))

@@ -39,6 +39,7 @@ class TestFlex(KernelSuite):
     dtypes = ("fp32", "bf16", "fp64")
 
 
+@pytest.mark.wide("suites", tests=["test_it_has_the_capabilities_that_it_grants"])
 class TestFlexInAFewCases(KernelSuite):
     plugin = "flex"
     dtypes = ("fp32",)

@@ -35,6 +35,7 @@ ERROR = {"half": 0.01, TENSORWISE: 0.08, DELAYED: 0.1, BLOCKWISE: 0.05}
 each = pytest.mark.parametrize("name", PRODUCTS)
 
 
+@pytest.mark.wide("precision", tests=["test_weight_gradients_can_be_computed_later"])
 class TestDelayedProducts(KernelSuite):
     plugin = "te"
     dtypes = ("te-fp8",)
@@ -61,6 +62,9 @@ class TestDelayedProducts(KernelSuite):
         return run, [one for one in offers if all(slot.endswith("product") for slot in one.suppliers)]
 
 
+@pytest.mark.wide(
+    "precision", tests=["test_weight_gradients_can_be_computed_later", "test_its_buffers_are_what_it_declares"]
+)
 class TestTensorwiseProducts(TestDelayedProducts):
     settings: ClassVar[dict[str, Any]] = {
         "trainer.base_modules": ["head"],

@@ -56,6 +56,7 @@ class TestRows(KernelSuite):
 
 @pytest.mark.skipif(INTERPRETED, reason="it needs no Triton")
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
+@pytest.mark.wide("suites", tests=["test_a_run_that_names_it_uses_it_and_is_the_run_in_plain_torch"])
 class TestActivation(KernelSuite):
     plugin = "triton"
     dtypes = ("bf16",)

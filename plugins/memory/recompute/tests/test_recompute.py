@@ -43,6 +43,7 @@ class Recompute(MemorySuite):
     checks_fields = False
 
 
+@pytest.mark.wide("compile", tests=["test_a_compiled_run_with_it_is_the_run_without_it"])
 class TestFull(Recompute):
     checks_fields = True
     compilers = MemorySuite.compilers

@@ -5,6 +5,7 @@ from decoder_suites import DecoderSuite
 from tiny_models import LATENT_EXPERTS
 
 
+@pytest.mark.wide("families", tests=["test_a_layout_gives_the_run_of_one_process"], quick=["cp2"])
 class TestDeepseek(DecoderSuite):
     plugin = "deepseek"
     settings = {

@@ -8,6 +8,7 @@ from tiny_models import DECODER
 from mplug_testing import ModelSuite
 
 
+@pytest.mark.wide("families", tests=["test_a_layout_gives_the_run_of_one_process"])
 class TestGemma(FurtherDecoderSuite):
     plugin = "gemma"
     settings = {

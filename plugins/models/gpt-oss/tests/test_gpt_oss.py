@@ -1,9 +1,11 @@
 """gpt-oss keeps the contract of models, and its presets have the published sizes."""
 
+import pytest
 from decoder_suites import FurtherDecoderSuite
 from tiny_models import DECODER
 
 
+@pytest.mark.wide("families", tests=["test_a_layout_gives_the_run_of_one_process"])
 class TestGptOss(FurtherDecoderSuite):
     plugin = "gpt-oss"
     settings = {

@@ -31,6 +31,11 @@ def feed_forward(x: Tensor, w: Weights, name: str, c: Any) -> Tensor:
     return affine(h, w, f"{name}.down")
 
 
+@pytest.mark.wide(
+    "layouts",
+    tests=["test_a_layout_gives_the_run_of_one_process"],
+    quick=["cp2dp2", "one_rank", "pp2tp2"],
+)
 class TestGPT(ModelSuite):
     """Under every second pair that does not divide experts; the wide set has all of them."""
 

@@ -1,5 +1,6 @@
 """Granite keeps the contract of models, and its presets have the published sizes."""
 
+import pytest
 from decoder_suites import FurtherDecoderSuite
 from tiny_models import DECODER
 
@@ -19,6 +20,7 @@ EXPERTS = {"model.num_experts": 4, "model.moe_ffn_hidden_size": 24, "model.num_s
 ROTARY = ("rope_theta", "rope_scaling", "rope_fraction", "rope_interleaved")
 
 
+@pytest.mark.wide("families", tests=["test_a_layout_gives_the_run_of_one_process"], quick=["tp2"])
 class TestGraniteHybrid(FurtherDecoderSuite):
     """Granite 4 with experts: Mamba-2 and attention without positions."""
 

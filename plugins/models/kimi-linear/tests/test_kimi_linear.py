@@ -1,9 +1,11 @@
 """Kimi Linear keeps the contract of models, and its preset has the published size."""
 
+import pytest
 from decoder_suites import FurtherDecoderSuite
 from tiny_models import LATENT_EXPERTS
 
 
+@pytest.mark.wide("families", tests=["test_a_layout_gives_the_run_of_one_process"])
 class TestKimiLinear(FurtherDecoderSuite):
     plugin = "kimi-linear"
     settings = {

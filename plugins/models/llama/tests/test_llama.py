@@ -1,9 +1,11 @@
 """Llama keeps the contract of models, and its presets have the published sizes."""
 
+import pytest
 from decoder_suites import DecoderSuite
 from tiny_models import DECODER
 
 
+@pytest.mark.wide("families", tests=["test_a_layout_gives_the_run_of_one_process"])
 class TestLlama(DecoderSuite):
     plugin = "llama"
     settings = {

@@ -73,6 +73,7 @@ def test_a_folder_gives_the_librarys_logits(made: tuple[str, Path, Any]) -> None
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
+@pytest.mark.wide("families", quick=["llama"])
 def test_a_run_of_a_folder_is_exported_as_that_folder(
     made: tuple[str, Path, Any], tmp_path: Path, cli_here: Cli
 ) -> None:

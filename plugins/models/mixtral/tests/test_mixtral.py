@@ -37,6 +37,7 @@ OTHERS = [name for name in Registry().names("parallel") if name not in (*DIVIDE_
 """DeepSpeed refuses layouts that divide experts."""
 
 
+@pytest.mark.wide("layouts", tests=["test_a_layout_gives_the_run_of_one_process"], quick=["dp2etp2", "tp2ep2"])
 class TestMixtral(FurtherDecoderSuite):
     """Each strategy once together with one that divides experts; the wide set has every pair."""
 
@@ -45,6 +46,7 @@ class TestMixtral(FurtherDecoderSuite):
     layouts = ("ep2etp2", *(f"{other}2{DIVIDE_EXPERTS[n % 2]}2" for n, other in enumerate(OTHERS)))
 
 
+@pytest.mark.wide("layouts", tests=["test_a_layout_gives_the_run_of_one_process"])
 class TestMixtralOfFineGrainedExperts(DecoderSuite):
     plugin = "mixtral"
     settings = FINE
@@ -129,6 +131,7 @@ def test_a_dense_decoder_twice_as_wide_has_the_flops_of_the_8b_preset() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.wide("compile")
 def test_all_sparse_blocks_are_one_compiled_graph_that_gives_the_same_bits() -> None:
     more = {"model.num_layers": 4, "model.moe_router_jitter": 0.1, "model.capacity_factor": 1.0}
     torch.compiler.reset()

@@ -1,5 +1,6 @@
 """Nemotron keeps the contract of models, and its presets have the published sizes."""
 
+import pytest
 from decoder_suites import BESIDE, FurtherDecoderSuite
 from tiny_models import DECODER
 
@@ -10,6 +11,7 @@ OF_TWO_PARTS = ("mixer_types", "feed_forward_types", "num_dense_layers", "post_n
 """Fields that blocks of one part refuse."""
 
 
+@pytest.mark.wide("families", tests=["test_a_layout_gives_the_run_of_one_process"])
 class TestNemotron(FurtherDecoderSuite):
     """Every kind of block."""
 

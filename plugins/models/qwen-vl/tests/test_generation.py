@@ -155,6 +155,7 @@ DIVIDED = [("3", "tp2"), *(pytest.param(kind, one, marks=WIDE) for kind in ("2.5
 
 
 @pytest.mark.parametrize(("made", "layout"), [*DIVIDED, pytest.param("3", "pp2", marks=WIDE)], indirect=["made"])
+@pytest.mark.wide("families")
 def test_a_layout_writes_the_answers_of_one_process(layout: str, made: tuple[str, Path, Any]) -> None:
     """In one batch, and each alone: then a batch has no picture at all."""
     _, folder, _ = made

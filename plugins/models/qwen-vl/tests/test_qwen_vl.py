@@ -14,6 +14,7 @@ ALTERNATING = {"model.head_dim": 8, "model.rope_division": "alternating", "model
 PLAIN = {"rope_division": None, "rope_sections": []}
 
 
+@pytest.mark.wide("families", tests=["test_a_layout_gives_the_run_of_one_process"])
 class TestQwenVLOfText(FurtherDecoderSuite):
     """Without a tower: the decoder alone, which data without images can train."""
 

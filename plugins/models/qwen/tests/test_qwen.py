@@ -1,9 +1,11 @@
 """Qwen keeps the contract of models, and its presets have the published sizes."""
 
+import pytest
 from decoder_suites import FurtherDecoderSuite
 from tiny_models import DECODER
 
 
+@pytest.mark.wide("families", tests=["test_a_layout_gives_the_run_of_one_process"])
 class TestQwenOfExperts(FurtherDecoderSuite):
     """Qwen3-MoE, with an MLP in every second block."""
 
@@ -57,6 +59,7 @@ MIXED = {
 }
 
 
+@pytest.mark.wide("families", tests=["test_a_layout_gives_the_run_of_one_process"])
 class TestQwenNext(FurtherDecoderSuite):
     """Qwen3-Next: gated delta nets and gated attention, each with experts."""
 
@@ -73,6 +76,7 @@ class TestQwenNext(FurtherDecoderSuite):
     checks_fields = False
 
 
+@pytest.mark.wide("families", tests=["test_a_layout_gives_the_run_of_one_process"])
 class TestQwenThreeFive(FurtherDecoderSuite):
     """A dense model of Qwen3.5, with its block of multi-token prediction."""
 

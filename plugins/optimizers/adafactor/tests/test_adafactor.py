@@ -14,6 +14,7 @@ from mplug_testing.harness import tiny_run
 pytest.importorskip("transformers")
 
 
+@pytest.mark.wide("reshard", tests=["test_a_layout_gives_the_weights_of_one_process"])
 class TestAdafactor(OptimizerSuite):
     plugin = "adafactor"
     layouts = ("fsdp2tp2",)

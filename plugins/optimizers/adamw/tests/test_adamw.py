@@ -38,6 +38,7 @@ class TestWithoutAFirstMoment(TestWithOtherMoments):
     settings = {"optimizer.beta1": 0.0, "optimizer.eps": 1e-6}
 
 
+@pytest.mark.wide("reshard", tests=["test_a_layout_gives_the_weights_of_one_process"])
 class TestWithMomentsInBF16(TestAdamW):
     """The reference has exact moments; a rounding is at most 2^-7 of a moment."""
 

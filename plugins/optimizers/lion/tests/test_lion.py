@@ -9,6 +9,7 @@ from mplug import Parameter
 from mplug_testing import DenseStep, OptimizerSuite, dense
 
 
+@pytest.mark.wide("reshard", tests=["test_a_layout_gives_the_weights_of_one_process"], quick=["tp2"])
 class TestLion(OptimizerSuite):
     plugin = "lion"
     layouts = ("tp2", "zero2")

@@ -9,6 +9,7 @@ from mplug import Parameter
 from mplug_testing import DenseStep, OptimizerSuite
 
 
+@pytest.mark.wide("reshard", tests=["test_a_layout_gives_the_weights_of_one_process"], quick=["fsdp2"])
 class TestSGD(OptimizerSuite):
     plugin = "sgd"
     layouts = ("pp2", "fsdp2")

@@ -11,6 +11,7 @@ from mplug_testing import DenseStep, OptimizerSuite, dense
 from mplug_testing.harness import tiny_run
 
 
+@pytest.mark.wide("reshard", tests=["test_a_layout_gives_the_weights_of_one_process"])
 class TestSOAP(OptimizerSuite):
     plugin = "soap"
     layouts = ("fsdp2tp2",)

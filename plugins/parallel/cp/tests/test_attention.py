@@ -109,6 +109,7 @@ def of_a_rank(cases: list[Case]) -> list[tuple[list[int], tuple[dict[str, Tensor
     ("size", "methods"),
     [(2, ("ring", "all_gather", "ulysses")), (4, ("ring", "all_gather", "ulysses", "hierarchical"))],
 )
+@pytest.mark.wide("layouts", quick=["2-methods0"])
 def test_ranks_together_compute_the_attention_of_one(size: int, methods: tuple[str, ...]) -> None:
     cases = [
         Case(method, *one) for method in methods for one in PLAIN + BY_POSITION + SPECIFIED * (method == "ulysses")

@@ -23,6 +23,8 @@ HIERARCHICAL = {"parallel.cp.method": "hierarchical", "parallel.cp.ulysses_degre
 EVERYTHING, DROPOUT = ParallelSuite.variants["another-model"], ParallelSuite.variants["dropout"]
 
 
+@pytest.mark.wide("layouts", tests=["test_a_variant_gives_the_run_of_one_process"], quick=["ulysses"])
+@pytest.mark.wide("layouts", tests=["test_a_layout_gives_the_run_of_one_process"], quick=["cp2"])
 class TestContextParallel(ParallelSuite):
     plugin = "cp"
     layouts = ("cp2", "cp4")
@@ -105,6 +107,7 @@ def unsummed() -> None:
 
 
 @pytest.mark.parametrize("mistake", [leaking, straight, unsummed])
+@pytest.mark.wide("suites", quick=["unsummed"])
 def test_the_comparison_catches(mistake: Any) -> None:
     documents = {"data.documents": 8}  # of two tokens in the mean: in many samples one ends where a chunk does
     assert difference_of("cp2", documents, mistake) != ""
@@ -116,6 +119,7 @@ def large() -> None:
     mplug.gradients.reduction.IN_PLACE = 1
 
 
+@pytest.mark.wide("layouts")
 def test_large_gradients_which_the_host_sums_in_place_are_those_of_one_process() -> None:
     assert difference_of("cp2tp2", DOCUMENTS, large) == ""
 

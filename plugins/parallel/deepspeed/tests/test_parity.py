@@ -127,7 +127,7 @@ def in_files(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def together(folder: Path) -> list[list[Any]]:
-    return of_ranks(2, "deepspeed2", [*STAGES, in_files(folder)])
+    return of_ranks(2, "deepspeed2", [STAGES[2], in_files(folder)])
 
 
 @pytest.fixture(scope="module")
@@ -135,17 +135,16 @@ def in_low_precision() -> list[list[Any]]:
     return of_ranks(2, "deepspeed2", LOW)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_each_stage_gives_20_steps_of_one_process(alone: Any, together: list[Any], stage: int) -> None:
-    require_close(together[stage - 1], alone)
+def test_stage_3_gives_20_steps_of_one_process(alone: Any, together: list[Any]) -> None:
+    require_close(together[0], alone)
 
 
 def test_states_and_weights_in_files_give_20_steps_of_one_process_and_leave_nothing(
     alone: Any, together: list[Any], folder: Path
 ) -> None:
-    require_close(together[3], alone)
-    assert all(all(own["in_files"]) for own in together[3])
-    assert not any(any(own["in_files"]) for own in together[2])
+    require_close(together[1], alone)
+    assert all(all(own["in_files"]) for own in together[1])
+    assert not any(any(own["in_files"]) for own in together[0])
     assert list(folder.iterdir()) == []
 
 
@@ -178,7 +177,7 @@ def test_the_comparison_notices_another_batch(alone: Any) -> None:
 
 
 LAYOUTS = {
-    "deepspeed2": OFFLOADED,
+    "deepspeed2": [*STAGES[:2], *OFFLOADED],
     "deepspeed1": [*STAGES, *OFFLOADED],
     **{f"{other}2deepspeed2": [*STAGES, OFFLOADED[0]] for other in ("tp", "cp", "dp")},
 }

@@ -48,6 +48,8 @@ EVERYTHING = {
 }
 
 
+@pytest.mark.wide("experts", tests=["test_a_variant_gives_the_run_of_one_process"], quick=["all-gather", "everything"])
+@pytest.mark.wide("layouts", tests=["test_a_layout_gives_the_run_of_one_process"], quick=["ep2"])
 class TestExpertParallel(ParallelSuite):
     plugin = "ep"
     settings = EXPERTS
@@ -63,6 +65,7 @@ class TestExpertParallel(ParallelSuite):
     refused = {"ep8": ("8 data-parallel ranks", "a multiple of 16")}
 
 
+@pytest.mark.wide("layouts", tests=["test_a_layout_gives_the_run_of_one_process"], quick=["ep2etp2"])
 class TestExpertTensorParallel(ParallelSuite):
     plugin = "etp"
     settings = EXPERTS
@@ -82,6 +85,9 @@ LAYOUTS = (
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.wide(
+    "experts", quick=["tp2ep2etp2 parallel.tp.sequence_parallel=false", "dp4ep2 parallel.ep.dispatch=all_gather"]
+)
 def test_several_strategies_together_give_the_run_of_one_process(layout: str) -> None:
     require_parity(EXPERTS, layout)
 
@@ -188,6 +194,7 @@ MISTAKES: list[tuple[str, Callable[[], None]]] = [
 
 
 @pytest.mark.parametrize(("layout", "mistake"), MISTAKES, ids=lambda one: getattr(one, "__name__", one))
+@pytest.mark.wide("suites", quick=["dp4ep2-experts_left_to_themselves", "ep2-router_gradient_stays_local"])
 def test_the_comparison_catches(layout: str, mistake: Callable[[], None]) -> None:
     assert difference_of(layout, EXPERTS, mistake)
 

@@ -6,6 +6,7 @@ The experts here multiply by a number each, so that what must come out for a tok
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
@@ -151,6 +152,7 @@ def require_routed(layouts: list[tuple[str, str]], cases: list[Case]) -> None:
 
 @settings(max_examples=2, derandomize=True)
 @given(cases=st.lists(case(), min_size=4, max_size=4))
+@pytest.mark.wide("experts")
 def test_a_token_gets_what_its_experts_make_of_it_weighted_by_its_gates(cases: list[Case]) -> None:
     divided = [name for name in MESHES if "ep" in name.replace("etp", "")]
     layouts = [(name, how) for name in divided for how in ("all_to_all", "bounded", "all_gather")]

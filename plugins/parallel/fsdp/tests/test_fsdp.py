@@ -27,6 +27,9 @@ KEPT = {"parallel.fsdp.reshard_after_forward": False}
 UNEVEN = {"model.vocab_size": 257, "data.vocab_size": 257, "model.hidden_size": 24, "model.ffn_hidden_size": 50}
 
 
+@pytest.mark.wide(
+    "layouts", tests=["test_a_variant_gives_the_run_of_one_process"], quick=["weights-kept-after-forward", "offloaded"]
+)
 class TestFullyShardedDataParallel(ParallelSuite):
     plugin = "fsdp"
     layouts = ("fsdp2", "dp2fsdp2")
@@ -42,6 +45,7 @@ class TestFullyShardedDataParallel(ParallelSuite):
 SMALL = {"model.num_layers": 1, "model.vocab_size": 260}
 
 
+@pytest.mark.wide("layouts")
 def test_another_model_gives_the_run_of_one_process() -> None:
     require_parity({**UNEVEN, "model.tie_embeddings": True}, "fsdp4")
 
@@ -116,6 +120,7 @@ def look(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("reduce_dtype", ["fp32", "bf16"])
+@pytest.mark.wide("precision", quick=["bf16"])
 def test_masters_are_divided_in_fp32_and_units_compute_in_bf16(reduce_dtype: str) -> None:
     settings = {"trainer.precision": "bf16", "parallel.fsdp.reduce_dtype": reduce_dtype}
     found = run_workers(2, look, {**settings, "parallel.layout": "fsdp2"})
@@ -214,6 +219,7 @@ MISTAKES = [("fsdp2", averaged), ("fsdp2", overwritten), ("fsdp2", summed_again)
 
 
 @pytest.mark.parametrize(("layout", "mistake"), MISTAKES, ids=lambda one: getattr(one, "__name__", one))
+@pytest.mark.wide("suites", quick=["dp2fsdp2-unsummed_beside"])
 def test_the_comparison_catches(layout: str, mistake: Any) -> None:
     assert difference_of(layout, SMALL, mistake)
 
@@ -229,6 +235,7 @@ def compiled(settings: dict[str, Any]) -> tuple[Trace, int, int]:
     return train_steps(settings), counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
+@pytest.mark.wide("compile")
 def test_weights_are_gathered_around_compiled_units_of_one_graph_each() -> None:
     settings = {**SMALL, "parallel.layout": "fsdp2", "trainer.compile": "aot_eager"}
     found = run_workers(2, compiled, settings)

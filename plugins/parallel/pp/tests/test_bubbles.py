@@ -22,6 +22,7 @@ def idle(schedule: Schedule, shape: Shape, costs: Costs) -> float:
 
 @pytest.mark.parametrize("p", [4, 8, 16])
 @pytest.mark.parametrize("costs", [Costs(), Costs(1, 1.2, 0.8)], ids=["equal", "unequal"])
+@pytest.mark.wide("layouts", quick=["equal-4", "equal-8", "unequal-4", "unequal-8"])
 def test_the_bubbles_are_those_of_the_formulas(p: int, costs: Costs) -> None:
     """GPipe, 1F1B: 2104.04473, 2.2. ZB: 2401.10241, tables 2 and 6. DualPipeV: its README. p ranks, v chunks."""
     f, i, w, m = costs.forward, costs.input_gradient, costs.weight_gradient, 4 * p
@@ -51,6 +52,7 @@ interleaved 1F1B with one layer per chunk, ZB-H1 and ZB-H2."""
 
 
 @pytest.mark.parametrize(("model", "m"), MODELS)
+@pytest.mark.wide("layouts", quick=["1.5B-24", "6.2B-24", "14.6B-48"])
 def test_with_the_times_that_the_paper_measured_the_bubbles_are_at_most_the_papers(model: str, m: int) -> None:
     """The paper's first and last chunk have a layer less, so its interleaved bubble is 3 to 4% smaller."""
     p, layers, (f, i, w, transfer), (plain, loop, h1, h2) = MODELS[model, m]

@@ -7,6 +7,7 @@ from mplug_testing import ParallelSuite
 SCHEDULE = "parallel.pp.schedule"
 
 
+@pytest.mark.wide("layouts", tests=["test_a_variant_gives_the_run_of_one_process"], quick=["zb-v"])
 class TestPipelineParallel(ParallelSuite):
     plugin = "pp"
     layouts = ("pp2", "pp4")

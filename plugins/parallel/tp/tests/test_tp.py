@@ -1,5 +1,7 @@
 """Tensor parallelism passes the suite of strategies; with and without sequence parallelism and overlap."""
 
+import pytest
+
 from mplug_testing import ParallelSuite
 
 EVERYTHING = {**ParallelSuite.variants["another-model"], **ParallelSuite.variants["dropout"]}
@@ -7,6 +9,12 @@ WHOLE_STREAM = {"parallel.tp.sequence_parallel": False}
 OVERLAP = {"parallel.tp.overlap": True}
 
 
+@pytest.mark.wide(
+    "layouts",
+    tests=["test_a_variant_gives_the_run_of_one_process"],
+    quick=["one-kv-head", "everything-whole-stream-overlap"],
+)
+@pytest.mark.wide("layouts", tests=["test_a_layout_gives_the_run_of_one_process"], quick=["tp2"])
 class TestTensorParallel(ParallelSuite):
     plugin = "tp"
     layouts = ("tp2", "tp4")

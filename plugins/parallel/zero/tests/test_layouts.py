@@ -20,6 +20,9 @@ QUICK: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("layout", QUICK)
+@pytest.mark.wide(
+    "layouts", quick=["zero4ep2 optimizer.name=muon", "zero2pp2 parallel.zero.stage=2 model.tie_embeddings=true"]
+)
 def test_zero_beside_others_gives_the_run_of_one_process(layout: str) -> None:
     settings = under(layout, {**SMALL, **QUICK[layout]})
     require_parity(settings, settings["parallel.layout"])

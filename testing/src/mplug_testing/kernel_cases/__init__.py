@@ -3,6 +3,8 @@
 Each case differs from the first of its slot in what its name says, so the name of a failing case indicates the cause.
 """
 
+from functools import cache
+
 import torch
 
 from mplug_testing.kernel_cases.attention import attention_cases
@@ -16,14 +18,15 @@ from mplug_testing.kernel_cases.streams import stream_cases
 __all__ = ["BUFFERS", "SINK", "Case", "Suppliers", "Tensors", "cases"]
 
 
-def cases() -> list[Case]:
-    """All cases of all slots."""
+@cache
+def cases() -> tuple[Case, ...]:
+    """All cases of all slots, which every check of a suite reads: a trial copies the inputs and binds modules anew."""
     with torch.device("meta"):
-        return [
+        return (
             *attention_cases(),
             *dense_cases(),
             *end_cases(),
             *expert_cases(),
             *mixer_cases(),
             *stream_cases(),
-        ]
+        )

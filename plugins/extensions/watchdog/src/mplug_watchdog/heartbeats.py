@@ -123,7 +123,7 @@ class Place:
     waits: bool
 
 
-Begun = Mapping[str, Mapping[str, int]]
+CollectiveCounts = Mapping[str, Mapping[str, int]]
 """The number of collectives begun, by thread ('main', 'saves') and process group (`Run.collectives_begun`)."""
 
 
@@ -134,7 +134,7 @@ class Heartbeats:
     rank: int
     durations: Durations
     limits: Limits
-    collectives: Callable[[], Begun]
+    collectives: Callable[[], CollectiveCounts]
     place: Callable[[], Place]
     _number: int = 0
     _quiet: float = 0.0

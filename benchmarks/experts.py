@@ -10,9 +10,10 @@ weights. `mplug bench` measures them as `mplug train` executes them, in processe
 tokens, bf16 with fp32 masters, AdamW, clipping. Nothing is dropped, and the router learns.
 
 The first table has the milliseconds of a step by kind of kernel; kernels beyond the 30 longest count as 'other'. The
-second table has tokens/s, the ratio to the twin, peak memory, and how often the CPU waits for the GPU in a step. The third
-table has the parts of one mixture alone, eager, for three kinds of load: even, drawn at random, and all tokens to the
-same experts. A product has TFLOP/s beside its time, a movement of rows GB/s (each byte read or written counts once).
+second table has tokens/s, the ratio to the twin, peak memory, and how often the CPU waits for the GPU in a step. The
+third table has the parts of one mixture alone, eager, for three kinds of load: even, drawn at random, and all tokens to
+the same experts. A product has TFLOP/s beside its time, a movement of rows has GB/s (each byte read or written counts
+once).
 """
 
 import argparse

@@ -151,9 +151,10 @@ def add_of_group(rows: Tensor, counts: Tensor, bias: Tensor) -> Tensor:
 class Experts(Activation, ProductModule):
     """E feed-forward networks of the same shape.
 
-    `num_experts` is that of the whole model, also on a rank that holds only some of the experts. With `bias`, every
-    expert has a bias of its up projection. The biases of down projections belong to `MixtureOfExperts`: they are added
-    after the combination, because the rows of one expert may be partial sums (expert tensor parallelism).
+    `num_experts` is that of the whole model, also on a rank that holds only some of the experts. `axis` is the named
+    axis of the width `dim`. With `bias`, every expert has a bias of its up projection. The biases of down projections
+    belong to `MixtureOfExperts`: they are added after the combination, because the rows of one expert may be partial
+    sums (expert tensor parallelism).
 
     `up_adapter` and `down_adapter` are None, or modules that a plugin has attached (`mplug.Model.attach`). They are
     called as adapter(rows [M, I], y [M, O], counts [e]) with the product y of a projection, without bias; the result
@@ -171,9 +172,11 @@ class Experts(Activation, ProductModule):
     down_adapter: nn.Module | None
     mixes: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, dim: int, ffn_dim: int, num_experts: int, kind: Kind, bias: bool = False) -> None:
+    def __init__(
+        self, dim: int, ffn_dim: int, num_experts: int, kind: Kind, bias: bool = False, axis: str = "embed"
+    ) -> None:
         super().__init__(kind)
-        self.num_experts = num_experts
+        self.num_experts, self.axis = num_experts, axis
         wide = ffn_dim * (2 if self.gated else 1)
         self.up = nn.Parameter(torch.empty(num_experts, wide, dim))
         self.down = nn.Parameter(torch.empty(num_experts, dim, ffn_dim))
@@ -189,8 +192,8 @@ class Experts(Activation, ProductModule):
         up = (wide, wide) if self.gated else wide
         bias = {} if self.up_bias is None else {"up_bias": Parameter(("expert", up), ZEROS, decay=False)}
         return {
-            "up": Parameter(("expert", up, "embed"), inits.weight),
-            "down": Parameter(("expert", "embed", wide), inits.residual),
+            "up": Parameter(("expert", up, self.axis), inits.weight),
+            "down": Parameter(("expert", self.axis, wide), inits.residual),
             **bias,
         }
 

@@ -16,6 +16,9 @@ class SparseDecoderConfig(DecoderConfig):
 
     ffn_hidden_size: PositiveInt = Field(2048, description="width of an MLP: of the dense blocks', of an expert")
     moe_ffn_hidden_size: PositiveInt | None = Field(None, description="width of an expert; null: ffn_hidden_size")
+    moe_latent_size: PositiveInt | None = Field(
+        None, description="width of the vectors that experts take and return; null: hidden_size, without projections"
+    )
     num_dense_layers: NonNegativeInt = Field(0, description="blocks at the beginning with an MLP, not experts")
     num_experts: PositiveInt = Field(8, description="experts of a block")
     num_experts_per_token: PositiveInt = Field(2, description="experts that each token chooses")
@@ -118,4 +121,5 @@ class SparseDecoderConfig(DecoderConfig):
             dropping=self.capacity_dropping,
             shared_ffn_dim=self.shared_width,
             shared_gate=self.shared_expert_gate,
+            latent_dim=self.moe_latent_size,
         )

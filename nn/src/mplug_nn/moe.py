@@ -100,10 +100,12 @@ class MixtureOfExperts(nn.Module):
             of_tokens.flatten(0, 1) for of_tokens in self._within_capacity(*self.router(x, positions, keys))
         )
         rows = x if self.latent_down is None else self.latent_down(x)
-        y: Tensor = self.experts(rows.flatten(0, 1), chosen, gates)
+        begun = self.experts.begin(rows.flatten(0, 1), chosen)
+        shared = None if self.shared is None else self._shared(x)  # while rows travel
+        y = self.experts.finish(gates, *begun)
         y = (y if self.down_bias is None else y + self._biases(chosen, gates).to(y.dtype)).view_as(rows)
         y = y if self.latent_up is None else self.latent_up(y)
-        return y if self.shared is None else y + self._shared(x)
+        return y if shared is None else y + shared
 
     def _within_capacity(self, chosen: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
         """chosen and gates [B, S, k] -> the same; a choice beyond the capacity becomes E, and its gate 0."""

@@ -6,6 +6,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from mplug_nn.decoders.config import DecoderConfig
 from mplug_nn.decoders.parts import BlockConfig, ExpertsConfig, MLPConfig, PartConfig, ScoreName
+from mplug_nn.open_lists import SINKHORN
 
 
 class SparseDecoderConfig(DecoderConfig):
@@ -74,6 +75,11 @@ class SparseDecoderConfig(DecoderConfig):
             raise ValueError(f"num_dense_layers={self.num_dense_layers} leaves none of {self.num_layers} for experts")
         if self.expert_bias is False and self.expert_bias_rate:
             raise ValueError(f"expert_bias_rate={self.expert_bias_rate} changes a bias, and expert_bias is false")
+        if self.moe_router_score in SINKHORN and (self.expert_bias or self.expert_bias_rate):
+            raise ValueError(
+                f"moe_router_score={self.moe_router_score} balances the choice, and a bias of the choice would have no "
+                f"effect in training; set expert_bias_rate=0 and expert_bias=null"
+            )
         if self.shared_expert_gate and not self.num_shared_experts:
             raise ValueError("shared_expert_gate weighs shared experts, and num_shared_experts is 0")
         if self.moe_shared_ffn_hidden_size and not self.num_shared_experts:

@@ -58,9 +58,13 @@ class TestExpertParallel(ParallelSuite):
         "bounded": BOUNDED,
         "repeated": {**BOUNDED, "parallel.ep.room": 0.3},
         "everything": EVERYTHING,
+        "overlapped": {**EVERYTHING, "parallel.ep.overlap": True},
         "one-expert-a-rank": {"model.num_experts": 2, "model.num_experts_per_token": 1},
     }
-    without_effect = {"room": "a step that has lost rows is computed again, so no result depends on the room"}
+    without_effect = {
+        "room": "a step that has lost rows is computed again, so no result depends on the room",
+        "overlap": "it changes when rows travel, not what is computed",
+    }
     refused = {"ep8": ("8 data-parallel ranks", "a multiple of 16")}
 
 

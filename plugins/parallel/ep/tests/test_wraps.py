@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mplug_ep import ExpertParallel
 from mplug_ep.bounds import Bounds
 from mplug_ep.wraps import wraps_of_ep, wraps_of_etp
 from torch import Tensor, nn
@@ -74,8 +73,7 @@ def experts_of(run: Run, how: str, num_experts: int) -> tuple[Experts, list[Tens
         bounds.check(run)
     wraps = []
     if "ep" in mesh.axes:
-        config = ExpertParallel.Config(dispatch=dispatch, overlap=bool(overlap))  # type: ignore[arg-type]
-        wraps += wraps_of_ep(run, model, config, bounds)
+        wraps += wraps_of_ep(run, model, dispatch, bounds, bool(overlap))
     wraps += wraps_of_etp(run, model) if "etp" in mesh.axes else []
     each = num_experts // (mesh.axes["ep"].size if "ep" in mesh.axes else 1)
     first, parts = each * mesh.index(rank, "ep"), mesh.axes["etp"].size if "etp" in mesh.axes else 1
@@ -206,7 +204,7 @@ def mixed(overlap: bool) -> tuple[list[Tensor], tuple[int, int]]:
         nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))
     own = slice(2 * rank, 2 * rank + 2)
     moe.experts.up, moe.experts.down = (nn.Parameter(one[own].detach()) for one in (moe.experts.up, moe.experts.down))
-    wrapped(moe.experts, wraps_of_ep(run, SimpleNamespace(placements={}), ExpertParallel.Config(overlap=overlap)))
+    wrapped(moe.experts, wraps_of_ep(run, SimpleNamespace(placements={}), "all_to_all", overlap=overlap))
     x = torch.randn(2, 6, D, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).requires_grad_()
     with Recorded() as forward:
         y = moe(x, torch.arange(6)[None], torch.arange(2))

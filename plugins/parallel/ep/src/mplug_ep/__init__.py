@@ -72,7 +72,7 @@ class ExpertParallel:
         from mplug_ep.wraps import wraps_of_ep
 
         self.bounds = Bounds(model, self.config.room) if self.config.dispatch == "bounded" else None
-        return wraps_of_ep(run, model, self.config, self.bounds)
+        return wraps_of_ep(run, model, self.config.dispatch, self.bounds, self.config.overlap)
 
     @hookimpl
     def build_step_check(self, run: "Run") -> "Callable[[], bool] | None":

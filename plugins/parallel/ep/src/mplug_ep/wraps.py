@@ -23,7 +23,7 @@ so this also sorts them by (rank, expert).
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +31,6 @@ from torch import Tensor
 from mplug import Model, Run, Site, Wrap, ops
 from mplug_ep.bounds import Bounds
 from mplug_ep.fit import copying_axes
-
-if TYPE_CHECKING:
-    from mplug_ep import ExpertParallel
 
 COPIES, ETP, EP = 120, 100, 50
 """Layers, from the outermost: the split of copies, then etp, which splits weights, then ep, which sends tokens."""
@@ -47,16 +44,16 @@ Arrive = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, tuple[Tensor, ...]
 Combine = Callable[[Tensor, Tensor, tuple[Tensor, ...]], Tensor]
 
 
-def wraps_of_ep(run: Run, model: Model, config: "ExpertParallel.Config", bounds: Bounds | None = None) -> list[Wrap]:
+def wraps_of_ep(run: Run, model: Model, how: str, bounds: Bounds | None = None, overlap: bool = False) -> list[Wrap]:
     """The wraps of expert parallelism; without etp, also those for ranks that hold copies of the same tokens."""
     if run.mesh.axes["ep"].size == 1:
         return []
     group = run.group("ep", use=USE)
     divided = _divided(model, "ep")
-    if config.dispatch == "all_gather":
+    if how == "all_gather":
         size, index = run.mesh.axes["ep"].size, run.mesh.index(run.rank, "ep")
         own = _gathering(group, size, index)
-    elif config.overlap:
+    elif overlap:
         own = _departing(group, bounds)
     else:
         own = _travelling(group, bounds)

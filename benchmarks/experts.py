@@ -1,6 +1,7 @@
 """Decoders with mixtures of experts beside dense twins of equal FLOPs, and the parts of a mixture alone.
 
     python benchmarks/experts.py [--shapes coarse fine] [--micro-batch 4] [--set FIELD=VALUE] [--out experts.json]
+    python benchmarks/experts.py --only-decoders --variant kernels.dispatch=null --variant trainer.graphs=true
     python benchmarks/experts.py --tiny    (small models on a CPU, for a test; its times mean nothing)
 
 `coarse` is mplug's mixtral `8b` with 8 blocks (8 experts, 2 per token), `fine` is `fine16b` with 6 blocks (64 experts,
@@ -8,10 +9,11 @@
 weights. `mplug bench` measures them as `mplug train` executes them, in processes of their own: sequences of 4,096
 tokens, bf16 with fp32 masters, AdamW, clipping. Nothing is dropped, and the router learns.
 
-The first table has tokens/s, the ratio to the twin, peak memory, and how often the CPU waits for the GPU in a step. The
-second table has the milliseconds of a step by kind of kernel; kernels beyond the 30 longest count as 'other'. The third
-table has the parts of one mixture alone, eager, for three kinds of load: even, drawn at random, and all tokens to the
-same experts. A product has TFLOP/s beside its time, a movement of rows GB/s (each byte read or written counts once).
+The first table has the milliseconds of a step by kind of kernel; kernels beyond the 30 longest count as 'other'. The
+second table has tokens/s, the ratio to the twin, peak memory, and how often the CPU waits for the GPU in a step. The
+third table has the parts of one mixture alone, eager, for three kinds of load: even, drawn at random, and all tokens to
+the same experts. A product has TFLOP/s beside its time, a movement of rows has GB/s (each byte read or written counts
+once).
 """
 
 import argparse
@@ -104,19 +106,20 @@ class Row:
     def __str__(self) -> str:
         waits = "" if self.waits is None else f"{sum(self.waits.values())} {self.waits or ''}"
         return (
-            f"{self.name:16}{self.parameters / 1e9:9.3f}{1e3 * self.step:10.1f}{self.tokens_per_s:12,.0f}"
+            f"{self.name:40}{self.parameters / 1e9:9.3f}{1e3 * self.step:10.1f}{self.tokens_per_s:12,.0f}"
             f"{self.ratio:8.3f}{self.memory_gib:8.1f}  {waits}"
         )
 
 
 def decoders(name: str, shape: Shape, chosen: argparse.Namespace) -> list[Row]:
-    """A twin and its mixture; a decoder that cannot run here is left out, and `mplug bench` says why."""
-    found = {
-        kind: bench(settings, shape, chosen) for kind, settings in (("dense", shape.dense), ("experts", shape.sparse))
-    }
+    """A twin and its mixture under every variant; one that cannot run here is left out, and `mplug bench` says why."""
+    found = {f"{name}, dense": bench(shape.dense, shape, chosen)}
+    for variant in ("", *chosen.variant):
+        settings = (*shape.sparse, *chosen.sparse, *variant.split())
+        found[f"{name}, {variant or 'experts'}"] = bench(settings, shape, chosen)
     return [
-        row(f"{name}, {kind}", figures, found["dense"] or figures)
-        for kind, figures in found.items()
+        row(title, figures, found[f"{name}, dense"] or figures)
+        for title, figures in found.items()
         if figures is not None
     ]
 
@@ -124,9 +127,8 @@ def decoders(name: str, shape: Shape, chosen: argparse.Namespace) -> list[Row]:
 def bench(settings: tuple[str, ...], shape: Shape, chosen: argparse.Namespace) -> dict[str, Any] | None:
     """The figures of `mplug bench` for one decoder, or None if it fails."""
     samples, length = (2, 64) if chosen.tiny else (chosen.micro_batch, 4096)
-    fixed = [*settings, *shape.common, f"trainer.seq_length={length}", f"trainer.global_batch_size={samples}"]
-    fixed += [f"trainer.micro_batch_size={samples}", *chosen.set]
-    fixed += chosen.sparse if settings == shape.sparse else ()
+    fixed = [*shape.common, f"trainer.seq_length={length}", f"trainer.global_batch_size={samples}"]
+    fixed += [f"trainer.micro_batch_size={samples}", *chosen.set, *settings]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "bench.json")
         command = [sys.executable, "-m", "mplug", "bench", "--profile", "--out", str(out)]
@@ -213,6 +215,7 @@ def parts(name: str, shape: Shape, chosen: argparse.Namespace) -> list[Part]:
     down = torch.randn(shape.experts, shape.hidden, shape.ffn, device=device, dtype=dtype) * 0.02
     gates = torch.rand(tokens, shape.top_k, device=device)
     found = []
+    print(f"\n{'shape':8}{'load':8}{'part':34}{'ms':>10}{'rate':>10}", flush=True)
     for load, choice in loads(tokens, shape.experts, shape.top_k, device).items():
         rows, counts, _ = dispatch(x, choice, shape.experts)
         ends = counts.cumsum(0).to(torch.int32)
@@ -286,7 +289,7 @@ def main() -> None:
         shape = tiny(SHAPES[name]) if chosen.tiny else SHAPES[name]
         if not chosen.only_parts:
             rows += decoders(name, shape, chosen)
-            report(rows[-2:])
+            report([one for one in rows if one.name.startswith(f"{name}, ")], chosen.longest)
         if not chosen.only_decoders:
             alone += parts(name, shape, chosen)
         if chosen.out:
@@ -294,20 +297,20 @@ def main() -> None:
             Path(chosen.out).write_text(json.dumps(figures, indent=1))
 
 
-def report(rows: list[Row]) -> None:
-    """Print the first two tables, and the longest kernels."""
-    names = f"{'billions':>9}{'ms':>10}{'tokens/s':>12}{'ratio':>8}{'GiB':>8}  waits"
-    print(f"\n{'decoder':16}{names}")
-    print("\n".join(map(str, rows)))
-    every = dict.fromkeys(kind for one in rows for kind in one.kinds)
-    print(f"\n{'ms per step':22}" + "".join(f"{one.name:>16}" for one in rows))
-    for kind in sorted(every, key=lambda kind: -max(one.kinds.get(kind, 0.0) for one in rows)):
-        print(f"{kind:22}" + "".join(f"{1e3 * one.kinds.get(kind, 0.0):16.2f}" for one in rows))
+def report(rows: list[Row], longest: int) -> None:
+    """Print the longest kernels, and the first two tables."""
     for one in rows:
-        print(f"\nlongest kernels of {one.name}: ms per step, calls, class")
-        for kernel in one.longest[:24]:
+        if longest:
+            print(f"\nlongest kernels of {one.name}: ms per step, calls, class")
+        for kernel in one.longest[:longest]:
             print(f"{1e3 * kernel['seconds']:8.2f}{kernel['calls']:7.0f}  {kernel['kind']:20}{kernel['name'][:110]}")
-    print(f"\n{'shape':8}{'load':8}{'part':34}{'ms':>10}{'rate':>10}", flush=True)
+    every = dict.fromkeys(kind for one in rows for kind in one.kinds)
+    print("\nms per step of " + ", ".join(f"({number}) {one.name}" for number, one in enumerate(rows)))
+    print(f"{'':22}" + "".join(f"{f'({number})':>9}" for number in range(len(rows))))
+    for kind in sorted(every, key=lambda kind: -max(one.kinds.get(kind, 0.0) for one in rows)):
+        print(f"{kind:22}" + "".join(f"{1e3 * one.kinds.get(kind, 0.0):9.2f}" for one in rows))
+    print(f"\n{'decoder':40}{'billions':>9}{'ms':>10}{'tokens/s':>12}{'ratio':>8}{'GiB':>8}  waits")
+    print(*rows, sep="\n", flush=True)
 
 
 def options() -> argparse.Namespace:
@@ -321,6 +324,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--set", action="append", default=[], help="a setting of both decoders")
     parser.add_argument("--sparse", action="append", default=[], help="a setting of the decoder with experts alone")
+    parser.add_argument("--variant", action="append", default=[], help="measure the decoder with experts so too")
+    parser.add_argument("--longest", type=int, default=12, help="kernels of each decoder that are printed")
     parser.add_argument("--only-parts", action="store_true", help="leave out the decoders")
     parser.add_argument("--only-decoders", action="store_true", help="leave out the parts")
     parser.add_argument("--tiny", action="store_true", help="small models on a CPU")

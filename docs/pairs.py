@@ -47,9 +47,10 @@ the combination of two features does not show in a test of either feature. So a 
 pair of values of the features below, unless mplug refuses the pair.
 
 A case is a run of two steps of a tiny model under the case's layout, and its resume after the first step. It is
-compared with one process in fp64, in plain torch, with one micro batch and without a compiler, recomputation or
-strategy. The bound is 1e-10, relative, for the losses, the gradient norms, the statistics, the gradients that the sinks
-hold (each copy on each rank), the movement of the master weights, and the loss of an evaluation.
+compared with one process in fp64, in plain torch, without a compiler, recomputation or strategy. This process has one
+micro batch; if experts have a capacity, for which the tokens of a micro batch compete, it has micro batches of the
+case's size. The bound is 1e-10, relative, for the losses, the gradient norms, the statistics, the gradients that the
+sinks hold (each copy on each rank), the movement of the master weights, and the loss of an evaluation.
 
 | | |
 |---|---|
@@ -128,8 +129,9 @@ def main() -> None:
 
 
 def covering(features: Features, probe: Callable[[Case], str], kept: list[Case]) -> Array:
-    """The array of some features, beginning with the cases that are kept."""
-    array = Generator(features, probe, small_enough, COSTLY, SEED).make(kept)
+    """The array of some features, beginning with the cases that are kept; they have the defaults of new features."""
+    whole = [{**default_case(features), **case} for case in kept]
+    array = Generator(features, probe, small_enough, COSTLY, SEED).make(whole)
     if array.uncovered:
         sys.exit(f"no accepted case contains the pairs {[sorted(pair) for pair in array.uncovered]}")
     return array

@@ -93,6 +93,14 @@ LATENT: Fields = {
     "num_key_value_heads": 2,
     "first_k_dense_replace": 0,
 }
+BRANCHES: Fields = {
+    **{name: SIZES[name] for name in SIZES if name != "num_hidden_layers"},
+    "layers_block_type": ["moe", "full_attention", "moe"],
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "moe_shared_expert_intermediate_size": 12,
+}
 QWEN: Fields = {**SIZES, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
 WINDOWS: Fields = {"use_sliding_window": True, "sliding_window": 3}
 SCORED: Fields = {"rope_theta": 100.0, "mscale": 0.7, "mscale_all_dim": 0.9}
@@ -117,6 +125,7 @@ NOTED: dict[str, tuple[str, Fields]] = {
     "windows of two bases": ("gemma3_text", {**SIZES, "sliding_window": 3, "sliding_window_pattern": 2}),
     "another gate": ("llama", {**SIZES, "hidden_act": "gelu"}),
     "dense blocks alone": ("deepseek_v3", {**LATENT, "first_k_dense_replace": 2}),
+    "latent experts": ("nemotron_h", {**BRANCHES, "moe_latent_size": 6}),
     "soft caps": ("gemma2", {**SIZES, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
 }
 """Configs that were read wrongly once, or that few generated cases have: accepted, and equal."""

@@ -90,7 +90,9 @@ def saved(part: torch.nn.Module) -> list[tuple[str, Tensor]]:
 
 
 ROOM: Settings = {**TINY, "model.capacity_factor": 1.0}
-KINDS = {"plain": PLAIN, "fine": FINE, "micro": MICRO, "room": ROOM}
+BALANCED: Settings = {**PLAIN, "model.moe_router_score": "sinkhorn"}
+LATENT: Settings = {**FINE, "model.moe_latent_size": 12}
+KINDS = {"plain": PLAIN, "fine": FINE, "micro": MICRO, "room": ROOM, "balanced": BALANCED, "latent": LATENT}
 
 
 @cache
@@ -114,7 +116,8 @@ def assert_equal(found: list[Seen], expected: Seen, stages: bool = False) -> Non
 STREAM = f"tp2 {WHOLE_STREAM}"
 QUICK = ["plain-tp2", "fine-pp2", f"fine-{STREAM}", "fine-dp2tp2", "micro-dp2tp2"]
 ALL = [f"{kind}-{layout}" for kind in KINDS for layout in ("tp2", STREAM, "pp2", "dp2", "tp2pp2", "dp2tp2")]
-ALL += ["room-cp2", "room-tp2cp2"]
+ALL += [f"{kind}-{layout}" for kind in ("room", "balanced") for layout in ("cp2", "tp2cp2")]
+ALL += [f"{kind}-{layout}" for kind in ("balanced", "latent") for layout in ("ep2", "etp2", "fsdp2", "cp2ep2")]
 
 
 @pytest.mark.parametrize("case", layouts(QUICK, [one for one in ALL if one not in QUICK], "experts"))
@@ -133,7 +136,7 @@ def test_the_load_is_every_choice_of_every_token_once() -> None:
 
 
 @pytest.mark.wide("experts")
-@pytest.mark.parametrize(("kind", "units"), [("fine", 4), ("room", 3)])
+@pytest.mark.parametrize(("kind", "units"), [("fine", 4), ("room", 3), ("balanced", 3), ("latent", 4)])
 def test_compiled_units_with_experts_give_the_eager_run_and_count_alike(kind: str, units: int) -> None:
     found = run_workers(2, watched, {**KINDS[kind], "trainer.compile": "aot_eager", "parallel.layout": "tp2"})
     assert_equal(found, alone(kind))

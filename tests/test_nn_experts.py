@@ -228,6 +228,37 @@ def test_a_router_chooses_the_best_experts_and_gives_them_gates(choice: Choice, 
             torch.testing.assert_close(gates[b, s].detach(), weights * choice.scale)
 
 
+def transported_by_loops(logits: Tensor) -> Tensor:
+    """exp(logits) [S, E], scaled in turn: rows to sum 1 / S, columns to sum 1 / E, until nothing changes."""
+    shares, before = logits.exp(), torch.zeros(())
+    while bool((shares - before).abs().max() > 1e-12):
+        before = shares
+        shares = shares / shares.sum(dim=1, keepdim=True) / len(shares)
+        shares = shares / shares.sum(dim=0) / shares.shape[1]
+    return shares
+
+
+@pytest.mark.parametrize("score", ["sinkhorn", "sinkhorn_sigmoid"])
+def test_sinkhorn_chooses_by_the_balanced_matrix_of_each_sequence_in_training(score: str) -> None:
+    router, x = filled(Router(D, Choice(E, K, score, normalize=False))), drawn(B, 40, D)
+    positions = torch.arange(40)[None]
+    logits = F.linear(x, router.weight.detach())
+    chosen, gates = router.train()(x, positions, KEYS)
+    scores = logits.softmax(-1) if score == "sinkhorn" else logits.sigmoid()
+    for b in range(B):
+        shares = transported_by_loops(logits[b])
+        assert torch.equal(chosen[b], shares.topk(K, dim=-1).indices)
+    torch.testing.assert_close(gates.detach(), scores.gather(-1, chosen))
+    plain = logits.topk(K, dim=-1).indices
+    assert router.load.max() < plain.flatten().bincount(minlength=E).max(), "the load is more even"
+    assert torch.equal(router.eval()(x, positions, KEYS)[0], plain)
+
+
+def test_a_bias_of_the_choice_beside_sinkhorn_is_refused() -> None:
+    with pytest.raises(ValueError, match="'sinkhorn' chooses experts by values that balance their load, and a bias"):
+        Router(D, Choice(E, K, "sinkhorn"), bias_rate=1e-3)
+
+
 def test_logits_are_fp32_though_weights_are_bf16_and_so_is_the_gradient_in_the_sink() -> None:
     router = filled(Router(D, Choice(E, K)), torch.bfloat16)
     router.weight.main_grad = torch.zeros(E, D)
@@ -356,6 +387,25 @@ def test_shared_experts_serve_every_token_beside_the_chosen_ones(gated: bool) ->
     shared = F.linear(F.silu(gate) * up, moe.shared.down.weight)
     weight = torch.sigmoid(x @ moe.shared_gate.weight[0])[..., None] if gated else 1.0
     torch.testing.assert_close(moe(x, POSITIONS, KEYS), routed + weight * shared)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_latent_experts_work_between_two_shared_projections(bias: bool) -> None:
+    named: dict[str, Any] = {"shared_ffn_dim": 4, "latent_dim": 3, "bias": bias}
+    moe = filled(MixtureOfExperts(Router(D, CHOICES[0]), D, F_, "relu2", **named)).eval()
+    x = drawn(B, S, D)
+    chosen, gates = moe.router(x, POSITIONS, KEYS)
+    right = torch.zeros_like(x)
+    for b, s in ((b, s) for b in range(B) for s in range(S)):
+        latent = moe.latent_down.weight @ x[b, s]
+        total = torch.zeros(3, dtype=x.dtype)
+        for expert, gate in zip(chosen[b, s].tolist(), gates[b, s], strict=True):
+            hidden = moe.experts.up[expert] @ latent + (moe.experts.up_bias[expert] if bias else 0)
+            y = moe.experts.down[expert] @ hidden.relu().square() + (moe.down_bias[expert] if bias else 0)
+            total = total + gate * y
+        right[b, s] = moe.latent_up.weight @ total
+    shared = F.linear(F.linear(x, moe.shared.up.weight).relu().square(), moe.shared.down.weight)
+    torch.testing.assert_close(moe(x, POSITIONS, KEYS), right + shared)
 
 
 def test_a_token_whose_choices_were_all_dropped_keeps_the_shared_part_only() -> None:

@@ -228,6 +228,12 @@ def arriving(counts: list[list[int]], rank: int) -> Tensor:
     return own[key.argsort()]
 
 
+def awaited(rows: Tensor, meeting: ops.Meeting) -> Tensor:
+    """What `ops.send` returns, by `depart` and `arrive`."""
+    leaving, arriving = ops.depart(rows, meeting.sizes, len(meeting.order), dist.group.WORLD)
+    return ops.arrive(leaving, arriving, meeting.order, meeting.inverse, meeting.sizes, dist.group.WORLD)
+
+
 def travelled() -> dict[str, tuple[list[int], Tensor, Tensor, float, float]]:
     """Of every case: counts and rows as they arrive, rows that came back, <send x, y> and <x, the gradient of y>."""
     group, rank = dist.group.WORLD, dist.get_rank()
@@ -238,11 +244,13 @@ def travelled() -> dict[str, tuple[list[int], Tensor, Tensor, float, float]]:
         meeting = ops.meet(torch.tensor(counts[rank]), group)
         arrived = ops.send(padded, meeting, group)
         back = ops.give_back(arrived, meeting, len(own), group)
+        assert torch.equal(awaited(padded, meeting), arrived)
         x = torch.randn(len(own), WIDTH, generator=torch.Generator().manual_seed(rank), requires_grad=True)
         y = torch.randn(len(arrived), WIDTH, generator=torch.Generator().manual_seed(9 + rank), requires_grad=True)
         (gradient,) = torch.autograd.grad(ops.send(x, meeting, group), x, y.detach())
         returned = ops.give_back(y, meeting, len(own), group)
         assert torch.equal(returned, gradient)
+        assert torch.equal(*torch.autograd.grad(awaited(x, meeting), x, y.detach()), gradient)
         (dual,) = torch.autograd.grad(returned, y, x.detach())
         assert torch.equal(dual, ops.send(x, meeting, group))
         inner = float((x.detach() * gradient).sum()), float((y.detach() * dual).sum())

@@ -1,6 +1,6 @@
 """Differentiable collectives that strategies share; each is stated once, with its dual."""
 
-from mplug.ops.bounded_rows import BoundedMeeting, give_back_bounded, meet_bounded, send_bounded
+from mplug.ops.bounded_rows import BoundedMeeting, give_back_bounded, meet_bounded, pack_bounded, send_bounded
 from mplug.ops.collectives import (
     Group,
     all_gather,
@@ -18,6 +18,7 @@ from mplug.ops.collectives import (
 )
 from mplug.ops.exchanges import CHECK, Exchange, Item, in_order
 from mplug.ops.rows import Meeting, RowReturn, bring_back, give_back, meet, send
+from mplug.ops.started_rows import arrive, depart
 
 __all__ = [
     "CHECK",
@@ -30,8 +31,10 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "arrive",
     "bring_back",
     "copy",
+    "depart",
     "exchange",
     "gather",
     "give_back",
@@ -41,6 +44,7 @@ __all__ = [
     "meet",
     "meet_bounded",
     "own_part",
+    "pack_bounded",
     "reduce",
     "reduce_scatter",
     "scatter",

@@ -65,9 +65,12 @@ def meet_bounded(counts: Tensor, num_rows: int, room: int, group: Group) -> Boun
 
 def send_bounded(rows: Tensor, meeting: BoundedMeeting, group: Group) -> Tensor:
     """rows [N, D] ordered by bin -> the rows [R C, D] of all ranks in this rank's bins, ordered by bin, and padding."""
-    one = meeting
-    packed = _picked(rows, one.leaving, one.filled, one.place, one.sent)
-    return _picked(exchange(packed, group, 0, 0), one.order, None, one.inverse, None)
+    return _picked(exchange(pack_bounded(rows, meeting), group, 0, 0), meeting.order, None, meeting.inverse, None)
+
+
+def pack_bounded(rows: Tensor, meeting: BoundedMeeting) -> Tensor:
+    """rows [N, D] ordered by bin -> the buffer [R C, D] that is sent: C places for each rank, the unused ones 0."""
+    return _picked(rows, meeting.leaving, meeting.filled, meeting.place, meeting.sent)
 
 
 def give_back_bounded(rows: Tensor, meeting: BoundedMeeting, group: Group) -> Tensor:

@@ -29,6 +29,7 @@ OF_EXPERTS = (
     *("moe_ffn_hidden_size", "num_experts_per_token", "num_shared_experts", "moe_router_bias", "feed_forward_types"),
     *("moe_router_score", "moe_router_normalize", "moe_router_scale", "moe_router_jitter", "moe_balance"),
     *("aux_loss_coefficient", "z_loss_coefficient", "expert_bias_rate", "capacity_factor", "expert_projection_bias"),
+    "moe_latent_size",
 )
 OF_SCANS = (
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),

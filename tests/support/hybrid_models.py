@@ -114,6 +114,9 @@ def nemotron(config: Any, theirs: Tensors) -> Tensors:
             ours = {f"moe.experts.{one}": own[f"experts.{one}_proj"] for one in ("up", "down")}
             ours |= {f"moe.shared.{one}.weight": own[f"shared_experts.{one}_proj.weight"] for one in ("up", "down")}
             ours["moe.router.weight"] = own["gate.weight"]
+            if config.moe_latent_size is not None:
+                for one, name in (("down", "fc1"), ("up", "fc2")):
+                    ours[f"moe.latent_{one}.weight"] = own[f"{name}_latent_proj.weight"]
             if "gate.e_score_correction_bias" in own:
                 ours["moe.router.bias"] = own["gate.e_score_correction_bias"]
         found |= {f"blocks.{layer}.{name}": x for name, x in ours.items()}

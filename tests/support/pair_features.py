@@ -29,7 +29,7 @@ HEAD_ALONE = "pp2 1f1b, head alone"
 STRATEGIES = ("data", "tensor", "context", "pipeline", "experts")
 SEES: str = _OF_SEEING["family"]
 """The family with a tower, whose cases are an array of their own: no other family takes media."""
-MATHEMATICS = ("family", "mixing", "ahead", "tied", "packed", "adapter", "frozen", "optimizer", "media")
+MATHEMATICS = ("family", "mixing", "mixture", "ahead", "tied", "packed", "adapter", "frozen", "optimizer", "media")
 SEEING: dict[str, tuple[str, ...]] = {
     **{name: tuple(values) for name, values in _OWN.items()},
     **{name: tuple(value for value in FEATURES[name] if value != HEAD_ALONE) for name in _OF_SEEING["shared"]},
@@ -46,8 +46,16 @@ PRODUCT = {
 
 
 def small_enough(case: Case) -> bool:
-    """At most two strategies: a case has at most 4 ranks."""
-    return sum(case.get(name, "none") != "none" for name in STRATEGIES) <= 2
+    """At most two strategies: a case has at most 4 ranks. Its micro batches fit into the run that resumes it."""
+    return sum(case.get(name, "none") != "none" for name in STRATEGIES) <= 2 and _resumes_alike(case)
+
+
+def _resumes_alike(case: Case) -> bool:
+    """Whether data-parallel ranks can resume a case with its own micro batches, if these decide what it computes."""
+    names = ("mixture", "resume", "micro batches", *STRATEGIES)
+    if case.get("mixture") != "capacity" or case.get("resume") != "as dp" or any(one not in case for one in names):
+        return True
+    return _samples(case) * 2 ** sum(case[name] != "none" for name in STRATEGIES) <= BATCH
 
 
 def seeing(case: Case) -> Case:
@@ -94,8 +102,12 @@ def settings_of(case: Case) -> Settings:
 
 
 def reference_of(case: Case) -> Settings:
-    """The settings of the reference: one process, one micro batch, everything in plain torch."""
-    plain = {"kernels.default": None, "parallel.layout": "", "trainer.micro_batch_size": BATCH}
+    """The settings of the reference: one process, everything in plain torch.
+
+    It has one micro batch, or those of the case if they decide which choices of experts are dropped.
+    """
+    samples = _samples(case) if case.get("mixture") == "capacity" else BATCH
+    plain = {"kernels.default": None, "parallel.layout": "", "trainer.micro_batch_size": samples}
     return {**_mathematics(case), **plain}
 
 
@@ -104,7 +116,8 @@ def resumed_settings(case: Case, world_size: int) -> Settings:
     if case["resume"] != "as dp" or world_size == 1:
         return settings_of(case)
     alone = {**case, **dict.fromkeys(STRATEGIES, "none")}
-    divided = {"parallel.layout": f"dp{world_size}", "trainer.micro_batch_size": BATCH // world_size}
+    samples = _samples(case) if case.get("mixture") == "capacity" else BATCH // world_size
+    divided = {"parallel.layout": f"dp{world_size}", "trainer.micro_batch_size": samples}
     return {**settings_of(alone), **divided}
 
 
@@ -129,12 +142,13 @@ def _execution(case: Case) -> Settings:
         found |= own
     if case["pipeline"] == HEAD_ALONE:
         found["parallel.pp.split"] = [LAYERS + 1 + (case["ahead"] != "0"), 1]
+    return {**found, "parallel.layout": "".join(words), "trainer.micro_batch_size": _samples(case)}
+
+
+def _samples(case: Mapping[str, str]) -> int:
+    """Samples of a micro batch of a case."""
     ranks = 2 if case["data"] != "none" or _is_ep_alone(case) else 1
-    return {
-        **found,
-        "parallel.layout": "".join(words),
-        "trainer.micro_batch_size": BATCH // ranks // int(case["micro batches"]),
-    }
+    return BATCH // ranks // int(case["micro batches"])
 
 
 def _is_ep_alone(case: Mapping[str, str]) -> bool:

@@ -13,6 +13,7 @@ from mplug.cli.options import RunName
 from mplug.cli.tables import human_bytes, table
 from mplug.errors import RunError, UsageError, printable
 from mplug_checkpoint.conversion import export_, import_
+from mplug_checkpoint.upcycle import upcycle
 
 if TYPE_CHECKING:
     from mplug.checkpoint.manifest import Manifest, SavedTensor
@@ -138,6 +139,7 @@ def verify_(name: str | None, step: int | None) -> None:
 
 command.add_command(export_)
 command.add_command(import_)
+command.add_command(upcycle)
 
 
 def _folder(name: str | None) -> Path:

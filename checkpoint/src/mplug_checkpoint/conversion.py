@@ -154,7 +154,7 @@ def import_(folder: Path, name_of_format: str, name: str, **options: Any) -> Non
     found = match(model, read)
     states = states_of(run, model, found)
     total = sum(one.num_bytes for one in contents(run, model, states))
-    with _progress(f"importing '{read.path}'", total) as advance:
+    with progress(f"importing '{read.path}'", total) as advance:
         write_import(run, model, found, states, source.name, advance)
     number = counted(len(model.placements), "parameter")
     click.echo("; ".join([f"run '{run.directory}' has the {number} of '{read.path}'", *notes]))
@@ -171,7 +171,7 @@ def import_(folder: Path, name_of_format: str, name: str, **options: Any) -> Non
 
 
 @contextmanager
-def _progress(description: str, total: int) -> "Iterator[Callable[[int], None]]":
+def progress(description: str, total: int) -> "Iterator[Callable[[int], None]]":
     """A progress bar in bytes, on a terminal; the block calls the function with the bytes that it has completed."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn

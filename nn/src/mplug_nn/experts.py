@@ -53,6 +53,15 @@ def combine(rows: Tensor, gates: Tensor, route: Route) -> Tensor:
     return y
 
 
+def arrive(rows: Tensor, route: Route) -> tuple[Tensor, Route]:
+    """What `dispatch` returned -> (the rows [M, D] to compute with, route): the default of the slot `Experts.arrive`.
+
+    Rows may still travel when `dispatch` returns: then they and their gradient are undefined, and only this slot reads
+    them. `Experts` calls it before it multiplies rows; in between, `MixtureOfExperts` computes its shared MLP.
+    """
+    return rows, route
+
+
 class _Dispatch(torch.autograd.Function):
     """rows[m] = x[order[m] // k]; backward: grad_x[n] = sum_j grad_rows[back[n, j]], without the dropped choices."""
 
@@ -127,6 +136,7 @@ COMPUTE = Slot(
     composes=True,
     multiplies=True,
 )
+ARRIVE = Slot("Experts.arrive", "dispatch", arrive)
 COMBINE = Slot("Experts.combine", "dispatch", combine)
 
 
@@ -151,16 +161,17 @@ def add_of_group(rows: Tensor, counts: Tensor, bias: Tensor) -> Tensor:
 class Experts(Activation, ProductModule):
     """E feed-forward networks of the same shape.
 
-    `num_experts` is that of the whole model, also on a rank that holds only some of the experts. With `bias`, every
-    expert has a bias of its up projection. The biases of down projections belong to `MixtureOfExperts`: they are added
-    after the combination, because the rows of one expert may be partial sums (expert tensor parallelism).
+    `num_experts` is that of the whole model, also on a rank that holds only some of the experts. `axis` is the named
+    axis of the width `dim`. With `bias`, every expert has a bias of its up projection. The biases of down projections
+    belong to `MixtureOfExperts`: they are added after the combination, because the rows of one expert may be partial
+    sums (expert tensor parallelism).
 
     `up_adapter` and `down_adapter` are None, or modules that a plugin has attached (`mplug.Model.attach`). They are
     called as adapter(rows [M, I], y [M, O], counts [e]) with the product y of a projection, without bias; the result
     takes the place of y.
     """
 
-    SLOTS: ClassVar[tuple[Slot, ...]] = (*Activation.SLOTS, DISPATCH, COMPUTE, PRODUCT, COMBINE)
+    SLOTS: ClassVar[tuple[Slot, ...]] = (*Activation.SLOTS, DISPATCH, ARRIVE, COMPUTE, PRODUCT, COMBINE)
     CASTS: ClassVar[Mapping[str, str]] = {"up": "up_casts", "down": "down_casts"}
     up_casts: tuple[Tensor, ...] = ()
     down_casts: tuple[Tensor, ...] = ()
@@ -171,16 +182,18 @@ class Experts(Activation, ProductModule):
     down_adapter: nn.Module | None
     mixes: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, dim: int, ffn_dim: int, num_experts: int, kind: Kind, bias: bool = False) -> None:
+    def __init__(
+        self, dim: int, ffn_dim: int, num_experts: int, kind: Kind, bias: bool = False, axis: str = "embed"
+    ) -> None:
         super().__init__(kind)
-        self.num_experts = num_experts
+        self.num_experts, self.axis = num_experts, axis
         wide = ffn_dim * (2 if self.gated else 1)
         self.up = nn.Parameter(torch.empty(num_experts, wide, dim))
         self.down = nn.Parameter(torch.empty(num_experts, dim, ffn_dim))
         self.up_bias = nn.Parameter(torch.empty(num_experts, wide)) if bias else None
         self.register_module("up_adapter", None)
         self.register_module("down_adapter", None)
-        self.dispatch, self.compute, self.combine = dispatch, compute, combine
+        self.dispatch, self.arrive, self.compute, self.combine = dispatch, arrive, compute, combine
         self.product: GroupedProduct = PLAIN_GROUPED
 
     def plan_entries(self, inits: Inits) -> Entries:
@@ -189,8 +202,8 @@ class Experts(Activation, ProductModule):
         up = (wide, wide) if self.gated else wide
         bias = {} if self.up_bias is None else {"up_bias": Parameter(("expert", up), ZEROS, decay=False)}
         return {
-            "up": Parameter(("expert", up, "embed"), inits.weight),
-            "down": Parameter(("expert", "embed", wide), inits.residual),
+            "up": Parameter(("expert", up, self.axis), inits.weight),
+            "down": Parameter(("expert", self.axis, wide), inits.residual),
             **bias,
         }
 
@@ -213,7 +226,15 @@ class Experts(Activation, ProductModule):
 
     def forward(self, x: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
         """x [N, D], chosen [N, k] (`num_experts`: dropped), gates [N, k] -> [N, D]."""
-        rows, counts, route = self.dispatch(x, chosen, self.num_experts)
+        return self.finish(gates, *self.begin(x, chosen))
+
+    def begin(self, x: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Route]:
+        """The first part of `forward`: let rows travel to their experts."""
+        return self.dispatch(x, chosen, self.num_experts)
+
+    def finish(self, gates: Tensor, rows: Tensor, counts: Tensor, route: Route) -> Tensor:
+        """The second part of `forward`, with the results of `begin`; what is between them overlaps with the travel."""
+        rows, route = self.arrive(rows, route)
         up, down = Weights.of(self.up), Weights.of(self.down)
         if self.compute is compute:
             hidden = apply_grouped(self.product, rows, counts, up, self.up_casts, self.up_later, self.buffers_of("up"))

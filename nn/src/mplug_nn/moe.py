@@ -14,20 +14,10 @@ from mplug.model.slots.declaration import Slot
 from mplug_nn.experts import Dropping, Experts, beyond_capacity
 from mplug_nn.linear import Linear
 from mplug_nn.mlp import MLP, Kind
-from mplug_nn.router import Router
+from mplug_nn.router import OVER_SEQUENCES, Router, over_sequences
 
-
-def over_sequences(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """The default of the slot `MixtureOfExperts.over_sequences`, for a process that has whole sequences.
-
-    tensors [B, S, ...] (no gradient flows through them) -> function(*tensors) [B, S, ...]. The host fills this slot
-    under every layout that divides the sequence: it calls the function with whole sequences and returns this rank's
-    part of the result.
-    """
-    return function(*tensors)
-
-
-OVER_SEQUENCES = Slot("MixtureOfExperts.over_sequences", "router", over_sequences, joins_sequences=True)
+LATENT = "expert_latent"
+"""The axis of latent vectors; no strategy divides it."""
 
 
 class MixtureOfExperts(nn.Module):
@@ -35,7 +25,8 @@ class MixtureOfExperts(nn.Module):
 
     `capacity_factor` None: no token is dropped. `shared_ffn_dim` 0: there is no shared MLP. With `shared_gate`, the
     shared MLP's output is multiplied by a sigmoid gate computed from the token. With `bias`, both projections of the
-    experts have biases.
+    experts have biases. With `latent_dim`, experts are that wide outside: `latent_down` projects a token before it
+    travels to its experts, and `latent_up` projects their weighted sum. Router and shared MLP see the whole token.
     """
 
     SLOTS: ClassVar[tuple[Slot, ...]] = (OVER_SEQUENCES,)
@@ -52,21 +43,31 @@ class MixtureOfExperts(nn.Module):
         shared_ffn_dim: int = 0,
         shared_gate: bool = False,
         bias: bool = False,
+        latent_dim: int | None = None,
     ) -> None:
         super().__init__()
         self.capacity_factor, self.dropping = capacity_factor, dropping
         self.over_sequences: Callable[..., Tensor] = over_sequences
         self.router = router
-        self.experts = Experts(dim, ffn_dim, router.choice.num_experts, kind, bias)
-        self.down_bias = nn.Parameter(torch.empty(router.choice.num_experts, dim)) if bias else None
+        width, axis = (dim, "embed") if latent_dim is None else (latent_dim, LATENT)
+        self.latent_down = None if latent_dim is None else Linear(dim, latent_dim, bias=False)
+        self.experts = Experts(width, ffn_dim, router.choice.num_experts, kind, bias, axis)
+        self.down_bias = nn.Parameter(torch.empty(router.choice.num_experts, width)) if bias else None
+        self.latent_up = None if latent_dim is None else Linear(latent_dim, dim, bias=False)
         self.shared = MLP(dim, shared_ffn_dim, kind, bias=False) if shared_ffn_dim else None
         self.shared_gate = Linear(dim, 1, bias=False) if shared_ffn_dim and shared_gate else None
 
     def plan_entries(self, inits: Inits) -> Entries:
         """The meaning of what is neither the router's, the experts' nor the shared MLP's."""
-        gate = {"shared_gate.weight": Parameter(("gate", "embed"), inits.weight)} if self.shared_gate else {}
-        biased = self.down_bias is not None
-        return gate | ({"down_bias": Parameter(("every_expert", "embed"), ZEROS, decay=False)} if biased else {})
+        entries = {}
+        if self.shared_gate is not None:
+            entries["shared_gate.weight"] = Parameter(("gate", "embed"), inits.weight)
+        if self.down_bias is not None:
+            entries["down_bias"] = Parameter(("every_expert", self.experts.axis), ZEROS, decay=False)
+        if self.latent_down is not None:
+            entries["latent_down.weight"] = Parameter((LATENT, "embed"), inits.weight)
+            entries["latent_up.weight"] = Parameter(("embed", LATENT), inits.residual)
+        return entries
 
     def plan_work(self) -> Step:
         """Router, experts and shared experts take the same input; a token is multiplied by its chosen experts alone."""
@@ -74,7 +75,8 @@ class MixtureOfExperts(nn.Module):
         up, down = (weight.numel() * choice.top_k // choice.num_experts for weight in (experts.up, experts.down))
         biases = () if self.down_bias is None else (WeightProduct("down_bias", self.down_bias.numel()),)
         shared = (name for name in ("shared", "shared_gate") if getattr(self, name) is not None)
-        routed = (WeightProduct("experts.up", up), WeightProduct("experts.down", down))
+        latent = (("latent_down",), ("latent_up",)) if self.latent_down is not None else ((), ())
+        routed = (*latent[0], WeightProduct("experts.up", up), WeightProduct("experts.down", down), *latent[1])
         return Branches((("router", *biases), routed, *shared))
 
     @property
@@ -97,9 +99,13 @@ class MixtureOfExperts(nn.Module):
         chosen, gates = (
             of_tokens.flatten(0, 1) for of_tokens in self._within_capacity(*self.router(x, positions, keys))
         )
-        y: Tensor = self.experts(x.flatten(0, 1), chosen, gates)
-        y = (y if self.down_bias is None else y + self._biases(chosen, gates).to(y.dtype)).view_as(x)
-        return y if self.shared is None else y + self._shared(x)
+        rows = x if self.latent_down is None else self.latent_down(x)
+        begun = self.experts.begin(rows.flatten(0, 1), chosen)
+        shared = None if self.shared is None else self._shared(x)  # while rows travel
+        y = self.experts.finish(gates, *begun)
+        y = (y if self.down_bias is None else y + self._biases(chosen, gates).to(y.dtype)).view_as(rows)
+        y = y if self.latent_up is None else self.latent_up(y)
+        return y if shared is None else y + shared
 
     def _within_capacity(self, chosen: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
         """chosen and gates [B, S, k] -> the same; a choice beyond the capacity becomes E, and its gate 0."""

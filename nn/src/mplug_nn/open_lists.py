@@ -40,10 +40,12 @@ DIVISIONS = OpenList(
     OWNER,
 )
 """Targets are functions as `mplug_nn.rotary.contiguous` is; their module must not import torch."""
+SINKHORN = ("sinkhorn", "sinkhorn_sigmoid")
+"""Scores that balance the load of the experts by the choice itself."""
 SCORES = OpenList(
     "score of routers",
     "mplug.router_scores",
-    {name: f"mplug_nn.scores:{name.upper()}" for name in ("softmax", "sigmoid", "softmax_of_chosen")},
+    {name: f"mplug_nn.scores:{name.upper()}" for name in ("softmax", "sigmoid", "softmax_of_chosen", *SINKHORN)},
     OWNER,
 )
 """Targets are `mplug_nn.RouterScore` objects."""

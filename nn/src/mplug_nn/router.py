@@ -38,7 +38,18 @@ def summed(values: Tensor, over: tuple[str, ...]) -> Tensor:
     return values
 
 
+def over_sequences(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """The default of the slot `MixtureOfExperts.over_sequences`, for a process that has whole sequences.
+
+    tensors [B, S, ...] (no gradient flows through them) -> function(*tensors) [B, S, ...]. The host fills this slot
+    under every layout that divides the sequence: it calls the function with whole sequences and returns this rank's
+    part of the result.
+    """
+    return function(*tensors)
+
+
 SUMMED = Slot("Router.summed", "router", summed, sums_tokens=True)
+OVER_SEQUENCES = Slot("MixtureOfExperts.over_sequences", "router", over_sequences, joins_sequences=True)
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,7 @@ class Choice:
     only the experts of the `top_groups` best groups compete; a group's score is the sum of its `group_best` best scores
     (2: arXiv 2412.19437, section 2.1.2; 1: arXiv 2405.04434, section 2.2.2). Gates are the scores of the chosen experts
     times `scale`. If `normalize` is true, the scores are first divided by their sum; a single gate is then `scale`.
+    In training, a score that balances the load (`RouterScore.balanced`) chooses by other values than by scores.
     """
 
     num_experts: int
@@ -63,6 +75,11 @@ class Choice:
     def scores(self, logits: Tensor) -> Tensor:
         """logits [..., E] -> scores [..., E]."""
         return SCORES[self.score].judged(logits)
+
+    @property
+    def balanced(self) -> Callable[[Tensor], Tensor] | None:
+        """What the experts are chosen by in training in place of scores, from the logits of whole sequences."""
+        return SCORES[self.score].balanced
 
     def probabilities(self, scores: Tensor) -> Tensor:
         """scores [..., E] -> [..., E] with sum 1, for the balancing loss."""
@@ -138,7 +155,7 @@ class Router(nn.Module):
     [E] (if `choice_bias`, or if that is None and `bias_rate` > 0) and `last_load` [E] (if `balance` is 'global_batch').
     """
 
-    SLOTS: ClassVar[tuple[Slot, ...]] = (SUMMED,)
+    SLOTS: ClassVar[tuple[Slot, ...]] = (SUMMED, OVER_SEQUENCES)
     load: Tensor
     losses: Tensor
     token_scale: Tensor
@@ -167,12 +184,18 @@ class Router(nn.Module):
         self.logit_bias = nn.Parameter(torch.empty(experts)) if logit_bias else None
         self.jitter = Jitter(jitter)
         self.summed: Callable[[Tensor, tuple[str, ...]], Tensor] = summed
+        self.over_sequences: Callable[..., Tensor] = over_sequences
         self.register_buffer("load", torch.zeros(experts, dtype=torch.float64), persistent=False)
         self.register_buffer("losses", torch.zeros(2, dtype=torch.float64), persistent=False)
         self.adds_loss = bool(z_coefficient or (balance != "none" and balance_coefficient))
         if self.adds_loss:
             register_host_buffer(self, "token_scale", "token scale")
         biased = bias_rate > 0 if choice_bias is None else choice_bias
+        if biased and choice.balanced is not None:
+            raise ValueError(
+                f"the score '{choice.score}' chooses experts by values that balance their load, and a bias of the "
+                f"choice (expert_bias, expert_bias_rate) would change no choice in training; use one of the two"
+            )
         self.register_buffer("bias", torch.zeros(experts) if biased else None)
         last_load = torch.zeros(experts, dtype=torch.float64) if balance == "global_batch" else None
         self.register_buffer("last_load", last_load)
@@ -214,10 +237,15 @@ class Router(nn.Module):
         logits = multiply(x, Weights.of(self.weight), WIDE)  # [B, S, E]
         logits = logits if self.logit_bias is None else logits + self.logit_bias.to(logits.dtype)
         scores = self.choice.scores(logits)
-        judged = scores.detach() if self.bias is None else scores.detach() + self.bias
-        chosen = self.choice.chosen(judged)
+        chosen = self.choice.chosen(self._judged(logits.detach(), scores.detach()))
         gates = self.choice.gates(scores, chosen)
         return chosen, self._balanced(gates, logits, scores, chosen) if self.training else gates
+
+    def _judged(self, logits: Tensor, scores: Tensor) -> Tensor:
+        """What experts are chosen by [B, S, E]."""
+        if self.training and self.choice.balanced is not None:
+            return self.over_sequences(self.choice.balanced, logits)
+        return scores if self.bias is None else scores + self.bias
 
     def _balanced(self, gates: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
         """The gates [B, S, k], through which the auxiliary losses enter backward; this also adds to the statistics."""

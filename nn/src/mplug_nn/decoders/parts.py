@@ -195,6 +195,7 @@ class ExpertsConfig:
     choice_bias: bool | None = None
     logit_bias: bool = False
     bias: bool = False
+    latent_dim: int | None = None
 
     def build(self, hidden_size: int) -> "MixtureOfExperts":
         """The router and its experts."""

@@ -6,6 +6,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from mplug_nn.decoders.config import DecoderConfig
 from mplug_nn.decoders.parts import BlockConfig, ExpertsConfig, MLPConfig, PartConfig, ScoreName
+from mplug_nn.open_lists import SINKHORN
 
 
 class SparseDecoderConfig(DecoderConfig):
@@ -16,6 +17,9 @@ class SparseDecoderConfig(DecoderConfig):
 
     ffn_hidden_size: PositiveInt = Field(2048, description="width of an MLP: of the dense blocks', of an expert")
     moe_ffn_hidden_size: PositiveInt | None = Field(None, description="width of an expert; null: ffn_hidden_size")
+    moe_latent_size: PositiveInt | None = Field(
+        None, description="width of the vectors that experts take and return; null: hidden_size, without projections"
+    )
     num_dense_layers: NonNegativeInt = Field(0, description="blocks at the beginning with an MLP, not experts")
     num_experts: PositiveInt = Field(8, description="experts of a block")
     num_experts_per_token: PositiveInt = Field(2, description="experts that each token chooses")
@@ -71,6 +75,11 @@ class SparseDecoderConfig(DecoderConfig):
             raise ValueError(f"num_dense_layers={self.num_dense_layers} leaves none of {self.num_layers} for experts")
         if self.expert_bias is False and self.expert_bias_rate:
             raise ValueError(f"expert_bias_rate={self.expert_bias_rate} changes a bias, and expert_bias is false")
+        if self.moe_router_score in SINKHORN and (self.expert_bias or self.expert_bias_rate):
+            raise ValueError(
+                f"moe_router_score={self.moe_router_score} balances the choice, and a bias of the choice would have no "
+                f"effect in training; set expert_bias_rate=0 and expert_bias=null"
+            )
         if self.shared_expert_gate and not self.num_shared_experts:
             raise ValueError("shared_expert_gate weighs shared experts, and num_shared_experts is 0")
         if self.moe_shared_ffn_hidden_size and not self.num_shared_experts:
@@ -118,4 +127,5 @@ class SparseDecoderConfig(DecoderConfig):
             dropping=self.capacity_dropping,
             shared_ffn_dim=self.shared_width,
             shared_gate=self.shared_expert_gate,
+            latent_dim=self.moe_latent_size,
         )

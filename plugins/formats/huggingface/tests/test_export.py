@@ -42,6 +42,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "init_std": (0.03,),
     "ffn_hidden_size": (28, None),
     "moe_ffn_hidden_size": (20, None),
+    "moe_latent_size": (None, 12),
     "num_dense_layers": (0, 1, 2),
     "num_experts": (0, 16),
     "num_experts_per_token": (3,),

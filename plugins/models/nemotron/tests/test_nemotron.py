@@ -23,6 +23,7 @@ class TestNemotron(FurtherDecoderSuite):
         "model.num_experts": 4,
         "model.num_experts_per_token": 2,
         "model.moe_ffn_hidden_size": 24,
+        "model.moe_latent_size": 12,
         "model.num_shared_experts": 1,
         "model.linear_num_key_heads": 2,
         "model.linear_key_head_dim": 6,

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
-from layout_runs import assert_refused, difference_of
+from layout_runs import assert_refused, difference_of, under
 from mplug_ep import wraps
 from mplug_ep.bounds import Bounds
 from torch import Tensor
@@ -25,7 +26,7 @@ from mplug.training.job import settle
 from mplug.training.repeating import RepeatingStepper
 from mplug_nn import Choice
 from mplug_testing import ParallelSuite, run_workers
-from mplug_testing.harness import tiny_config, tiny_run, train_steps
+from mplug_testing.harness import Trace, difference, tiny_config, tiny_run, train_steps
 from mplug_testing.parity import require_parity
 
 EXPERTS: dict[str, Any] = {**tiny_models.EXPERTS, "model.qk_norm": True}
@@ -59,9 +60,13 @@ class TestExpertParallel(ParallelSuite):
         "bounded": BOUNDED,
         "repeated": {**BOUNDED, "parallel.ep.room": 0.3},
         "everything": EVERYTHING,
+        "overlapped": {**EVERYTHING, "parallel.ep.overlap": True},
         "one-expert-a-rank": {"model.num_experts": 2, "model.num_experts_per_token": 1},
     }
-    without_effect = {"room": "a step that has lost rows is computed again, so no result depends on the room"}
+    without_effect = {
+        "room": "a step that has lost rows is computed again, so no result depends on the room",
+        "overlap": "it changes when rows travel, not what is computed",
+    }
     refused = {"ep8": ("8 data-parallel ranks", "a multiple of 16")}
 
 
@@ -181,6 +186,27 @@ def test_a_hostile_routers_steps_are_repeated_if_a_rank_has_no_room_for_all_rows
     for repeated in run_workers(2, hostile, room):
         assert repeated == [number * is_repeated for number in range(1, len(repeated) + 1)]
         assert repeated
+
+
+def all_tokens_to_the_first_experts() -> None:
+    Choice.chosen = _first_experts  # type: ignore[method-assign]
+
+
+@cache
+def hostile_alone() -> Trace:
+    return run_workers(1, train_steps, EXPERTS, all_tokens_to_the_first_experts)[0]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["ep2", "ep2 parallel.ep.dispatch=bounded", "ep2 parallel.ep.dispatch=all_gather", "ep4", "etp2", "ep2etp2"],
+)
+def test_a_hostile_routers_run_is_that_of_one_process_though_ranks_receive_no_row(layout: str) -> None:
+    settings = under(layout, EXPERTS)
+    ranks = run_workers(
+        tiny_run(settings).mesh.world_size, train_steps, settings, all_tokens_to_the_first_experts, timeout=120
+    )
+    assert difference(ranks, hostile_alone()) == ""
 
 
 MISTAKES: list[tuple[str, Callable[[], None]]] = [

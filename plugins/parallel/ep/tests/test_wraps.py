@@ -5,6 +5,7 @@ The experts here multiply by a number each, so that what must come out for a tok
 
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mplug_ep.bounds import Bounds
 from mplug_ep.wraps import wraps_of_ep, wraps_of_etp
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from mplug import Axis, Mesh, contiguous
+from mplug import Axis, Mesh, Wrap, contiguous
 from mplug.distributed.groups import Groups
 from mplug.run.run import Run
-from mplug_nn import Experts
+from mplug_nn import Choice, Experts, MixtureOfExperts, Router
 from mplug_testing import run_workers
 
 D = 3
@@ -46,6 +48,10 @@ MESHES = {
 """Layouts of four ranks."""
 
 
+HOW = ("all_to_all", "bounded", "all_gather", "all_to_all overlapped", "bounded overlapped")
+"""Values of `parallel.ep.dispatch`, some with `parallel.ep.overlap`."""
+
+
 @dataclass(frozen=True)
 class Case:
     """What the tokens of one layer choose: of each data-parallel rank [N, k] numbers of experts; E is a dropped one."""
@@ -62,11 +68,13 @@ def scales(num_experts: int) -> Tensor:
 def experts_of(run: Run, how: str, num_experts: int) -> tuple[Experts, list[Tensor]]:
     """Experts as this rank has them, between the strategies' wraps; and a list that the counts of a call are put in."""
     mesh, rank, model = run.mesh, run.rank, SimpleNamespace(placements={})
-    bounds = None
-    if how == "bounded":
+    bounds, (dispatch, _, overlap) = None, how.partition(" ")
+    if dispatch == "bounded":
         bounds = Bounds(SimpleNamespace(module=SimpleNamespace(training=True)), room=4.0)  # type: ignore[arg-type]
         bounds.check(run)
-    wraps = wraps_of_ep(run, model, how, bounds) if "ep" in mesh.axes else []
+    wraps = []
+    if "ep" in mesh.axes:
+        wraps += wraps_of_ep(run, model, dispatch, bounds, bool(overlap))
     wraps += wraps_of_etp(run, model) if "etp" in mesh.axes else []
     each = num_experts // (mesh.axes["ep"].size if "ep" in mesh.axes else 1)
     first, parts = each * mesh.index(rank, "ep"), mesh.axes["etp"].size if "etp" in mesh.axes else 1
@@ -80,10 +88,14 @@ def experts_of(run: Run, how: str, num_experts: int) -> tuple[Experts, list[Tens
         return rows * torch.cat((own, padding))[:, None]
 
     experts.compute = compute
+    wrapped(experts, wraps)
+    return experts, seen
+
+
+def wrapped(experts: Experts, wraps: list[Wrap]) -> None:
     for wrap in sorted(wraps, key=lambda wrap: wrap.layer):
         slot = wrap.slot.rpartition(".")[2]
         setattr(experts, slot, wrap.wrap(getattr(experts, slot)))
-    return experts, seen
 
 
 def drawn(chosen: Tensor, part: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,7 +167,7 @@ def require_routed(layouts: list[tuple[str, str]], cases: list[Case]) -> None:
 @pytest.mark.wide("experts")
 def test_a_token_gets_what_its_experts_make_of_it_weighted_by_its_gates(cases: list[Case]) -> None:
     divided = [name for name in MESHES if "ep" in name.replace("etp", "")]
-    layouts = [(name, how) for name in divided for how in ("all_to_all", "bounded", "all_gather")]
+    layouts = [(name, how) for name in divided for how in HOW]
     layouts += [(name, "") for name in MESHES if name not in divided]
     require_routed(layouts, [EMPTY, NOTHING, *cases])
 
@@ -163,3 +175,52 @@ def test_a_token_gets_what_its_experts_make_of_it_weighted_by_its_gates(cases: l
 def test_ranks_may_have_different_numbers_of_tokens() -> None:
     tokens = (((0, 1), (2, 3)), ((3, 3),) * 6, ((1, 2),), ((4, 4),))
     require_routed([("ep4", "all_to_all")], [Case(4, tokens)])
+
+
+# Overlap with the shared experts.
+
+
+class Recorded(TorchDispatchMode):
+    """The names of the operators that run, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name().partition(".")[0].rpartition("::")[2])
+        return func(*args, **(kwargs or {}))
+
+    def between(self, first: str, last: str) -> int:
+        """The number of plain products between two operators that run once."""
+        assert (self.names.count(first), self.names.count(last)) == (1, 1), self.names
+        return sum(name in ("mm", "addmm") for name in self.names[self.names.index(first) : self.names.index(last)])
+
+
+def mixed(overlap: bool) -> tuple[list[Tensor], tuple[int, int]]:
+    """Be one rank: the output and gradients of a mixture, and the products while rows travel forward and backward."""
+    rank, groups = dist.get_rank(), Groups(dist.get_rank())
+    run = Run(None, None, Mesh.of((data(2), EP), 2), "cpu", rank, groups=groups)  # type: ignore[arg-type]
+    moe = MixtureOfExperts(Router(D, Choice(4, 2)), D, 5, "relu2", shared_ffn_dim=4).double()
+    for number, parameter in enumerate(moe.parameters()):
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))
+    own = slice(2 * rank, 2 * rank + 2)
+    moe.experts.up, moe.experts.down = (nn.Parameter(one[own].detach()) for one in (moe.experts.up, moe.experts.down))
+    wrapped(moe.experts, wraps_of_ep(run, SimpleNamespace(placements={}), "all_to_all", overlap=overlap))
+    x = torch.randn(2, 6, D, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).requires_grad_()
+    with Recorded() as forward:
+        y = moe(x, torch.arange(6)[None], torch.arange(2))
+    with Recorded() as backward:
+        y.square().sum().backward()
+    found = [y.detach(), x.grad, *(one.grad for one in moe.parameters())]
+    if not overlap:
+        return found, (0, 0)
+    return found, (forward.between("start_rows", "await_rows"), backward.between("start_return", "wait_tensor"))
+
+
+def test_shared_experts_are_computed_while_rows_travel_with_the_same_bits() -> None:
+    alone, overlapped = (run_workers(2, mixed, overlap) for overlap in (False, True))
+    for (right, _), (found, (forward, backward)) in zip(alone, overlapped, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(found, right, strict=True))
+        assert forward >= 2, "both products of the shared experts"
+        assert backward >= 3, "their gradients: that of the input of the first one has to wait for nothing either"

@@ -43,11 +43,14 @@ def _route(name: str, n: int, e: int, k: int, below: int | None = None, dropped:
     def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
         def call() -> dict[str, Tensor]:
             rows, counts, route = suppliers["Experts.dispatch"](x["x"], x["chosen"], e)
+            rows, route = suppliers["Experts.arrive"](rows, route)
             return {"tokens put together": suppliers["Experts.combine"](rows, x["gates"], route), "counts": counts}
 
         return call
 
-    return Case(("Experts.dispatch", "Experts.combine"), name, Experts(16, 24, e, "gelu"), inputs, bind)
+    return Case(
+        ("Experts.dispatch", "Experts.arrive", "Experts.combine"), name, Experts(16, 24, e, "gelu"), inputs, bind
+    )
 
 
 def _experts() -> Iterator[Case]:

@@ -46,8 +46,19 @@ def _experts(config: GeneralDecoderConfig, at: str) -> dict[str, Any]:
     found = {
         "moe.router.weight": f"{at}.gate.weight",
         **{f"moe.experts.{one}": f"{at}.experts.{{}}.{one}_proj.weight" for one in ("up", "down")},
+        **_latent(config, at),
         **(_mlp("moe.shared", f"{at}.shared_experts") if config.num_shared_experts else {}),
     }
     if config.expert_bias or config.expert_bias_rate:
         found["moe.router.bias"] = f"{at}.gate.e_score_correction_bias"
     return found | ({"moe.router.last_load": None} if config.moe_balance == "global_batch" else {})
+
+
+def _latent(config: GeneralDecoderConfig, at: str) -> dict[str, Any]:
+    """The projections of latent experts, if there are any."""
+    if config.moe_latent_size is None:
+        return {}
+    return {
+        "moe.latent_down.weight": f"{at}.fc1_latent_proj.weight",
+        "moe.latent_up.weight": f"{at}.fc2_latent_proj.weight",
+    }

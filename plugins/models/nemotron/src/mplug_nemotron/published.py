@@ -148,7 +148,7 @@ NEMOTRON_H = PublicForm(
         "topk_group": ReadField(1, Values.integer(), ("moe_router_top_groups",)),
         "norm_topk_prob": ReadField(True, Values.flag(), ("moe_router_normalize",)),
         "n_shared_experts": FixedField(1, (1,), "the library has one shared MLP, whatever the number"),
-        "moe_latent_size": FixedField(None, (None,), "experts of latent vectors are not implemented"),
+        "moe_latent_size": ReadField(None, Values.integer().or_null, ("moe_latent_size",)),
         **{name: FixedField(False, (False,)) for name in ("mlp_bias", "use_bias")},
         **{
             name: FixedField(False, (False,), "the library ignores other values")

@@ -4,9 +4,9 @@
 the dense view, so neither degree multiplies the world size.
 """
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
 
 from mplug import MAY_CHANGE, Axis, hookimpl
 
@@ -37,6 +37,17 @@ class ExpertParallel:
         room: Annotated[PositiveFloat, MAY_CHANGE] = Field(
             1.5, description="bounded: rows that a rank may send to each rank, as a multiple of the even share"
         )
+        overlap: Annotated[bool, MAY_CHANGE] = Field(
+            False, description="all_to_all, bounded: compute the shared experts while tokens travel to the others"
+        )
+
+        @model_validator(mode="after")
+        def _can_overlap(self) -> Self:
+            if self.overlap and self.dispatch == "all_gather":
+                raise ValueError(
+                    "overlap is for tokens that are sent, and dispatch=all_gather gathers them; choose one"
+                )
+            return self
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -61,7 +72,7 @@ class ExpertParallel:
         from mplug_ep.wraps import wraps_of_ep
 
         self.bounds = Bounds(model, self.config.room) if self.config.dispatch == "bounded" else None
-        return wraps_of_ep(run, model, self.config.dispatch, self.bounds)
+        return wraps_of_ep(run, model, self.config.dispatch, self.bounds, self.config.overlap)
 
     @hookimpl
     def build_step_check(self, run: "Run") -> "Callable[[], bool] | None":

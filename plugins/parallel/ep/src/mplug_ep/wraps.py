@@ -11,6 +11,8 @@ ep, all_gather     before: gather tokens, [N, D] -> [R N, D],    after: scatter,
                    and drop choices of other ranks' experts
 ep, all_to_all     after: send rows to their experts' ranks,     before: give rows back to the ranks they came from,
                    [N k, D] -> [M, D]                            [M, D] -> [N k, D]
+ep, overlap        after: let the rows depart                    the same
+                   around arrive, before: await them
 ep, bounded        the same into buffers of a fixed size M; if   the same
                    rows have no room, all_to_all in the
                    repeated step
@@ -23,6 +25,7 @@ so this also sorts them by (rank, expert).
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mplug import Model, Run, Site, Wrap, ops
@@ -37,10 +40,11 @@ USE = "experts"
 
 Dispatched = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 Dispatch = Callable[[Tensor, Tensor, int], Dispatched]
+Arrive = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, tuple[Tensor, ...]]]
 Combine = Callable[[Tensor, Tensor, tuple[Tensor, ...]], Tensor]
 
 
-def wraps_of_ep(run: Run, model: Model, how: str, bounds: Bounds | None = None) -> list[Wrap]:
+def wraps_of_ep(run: Run, model: Model, how: str, bounds: Bounds | None = None, overlap: bool = False) -> list[Wrap]:
     """The wraps of expert parallelism; without etp, also those for ranks that hold copies of the same tokens."""
     if run.mesh.axes["ep"].size == 1:
         return []
@@ -48,12 +52,14 @@ def wraps_of_ep(run: Run, model: Model, how: str, bounds: Bounds | None = None) 
     divided = _divided(model, "ep")
     if how == "all_gather":
         size, index = run.mesh.axes["ep"].size, run.mesh.index(run.rank, "ep")
-        pair: tuple[Any, Any] = _gathering(group, size, index)
+        own = _gathering(group, size, index)
+    elif overlap:
+        own = _departing(group, bounds)
     else:
-        pair = _travelling(group, bounds)
+        own = _travelling(group, bounds)
     etp = run.mesh.axes.get("etp")
     outer = [] if etp is not None and etp.size > 1 else _own_part(run, divided)
-    return [*_around(pair, EP, divided), *outer]
+    return [*_around(own, EP, divided), *outer]
 
 
 def wraps_of_etp(run: Run, model: Model) -> list[Wrap]:
@@ -64,9 +70,12 @@ def wraps_of_etp(run: Run, model: Model) -> list[Wrap]:
     return [*_around(_gathering(run.group("etp", use=USE)), ETP, divided), *_own_part(run, divided)]
 
 
-def _around(pair: tuple[Any, Any], layer: int, divided: Callable[[Site, Run], bool]) -> list[Wrap]:
-    slots = ("Experts.dispatch", "Experts.combine")
-    return [Wrap(slot, wrap, layer, supports=divided) for slot, wrap in zip(slots, pair, strict=True)]
+Wraps = dict[str, Callable[..., Any]]
+"""Functions that wrap the content of a slot of `Experts`, by the attribute of the slot."""
+
+
+def _around(wraps: Wraps, layer: int, divided: Callable[[Site, Run], bool]) -> list[Wrap]:
+    return [Wrap(f"Experts.{name}", wrap, layer, supports=divided) for name, wrap in wraps.items()]
 
 
 def _divided(model: Model, axis: str) -> Callable[[Site, Run], bool]:
@@ -101,10 +110,10 @@ def _own_part(run: Run, divided: Callable[[Site, Run], bool]) -> list[Wrap]:
 
         return combine
 
-    return _around((around_dispatch, around_combine), COPIES, divided)
+    return _around({"dispatch": around_dispatch, "combine": around_combine}, COPIES, divided)
 
 
-def _gathering(group: ops.Group, size: int = 1, index: int = 0) -> tuple[Any, Any]:
+def _gathering(group: ops.Group, size: int = 1, index: int = 0) -> Wraps:
     """Wraps that gather all tokens on all R ranks; this rank, `index` of `size`, computes its part of the experts.
 
     Dispatch: `ops.gather` [N, D] -> [R N, D]; combine: `ops.scatter` [R N, D] -> [N, D], its dual. With `size` 1 no
@@ -121,6 +130,14 @@ def _gathering(group: ops.Group, size: int = 1, index: int = 0) -> tuple[Any, An
 
         return dispatch
 
+    def around_arrive(inner: Arrive) -> Arrive:
+        def arrive(rows: Tensor, route: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+            *route_inside, held = route
+            rows, arrived = inner(rows, tuple(route_inside))
+            return rows, (*arrived, held)
+
+        return arrive
+
     def around_combine(inner: Combine) -> Combine:
         def combine(rows: Tensor, gates: Tensor, route: tuple[Tensor, ...]) -> Tensor:
             *route_inside, held = route
@@ -129,10 +146,10 @@ def _gathering(group: ops.Group, size: int = 1, index: int = 0) -> tuple[Any, An
 
         return combine
 
-    return around_dispatch, around_combine
+    return {"dispatch": around_dispatch, "arrive": around_arrive, "combine": around_combine}
 
 
-def _travelling(group: ops.Group, bounds: Bounds | None) -> tuple[Any, Any]:
+def _travelling(group: ops.Group, bounds: Bounds | None) -> Wraps:
     """Wraps that send each row to the rank of its expert, and the result back.
 
     Dispatch: `ops.send` [N k, D] -> [M, D]; combine: `ops.give_back` [M, D] -> [N k, D], its dual. While `bounds`
@@ -162,4 +179,51 @@ def _travelling(group: ops.Group, bounds: Bounds | None) -> tuple[Any, Any]:
 
         return combine
 
-    return around_dispatch, around_combine
+    return {"dispatch": around_dispatch, "combine": around_combine}
+
+
+def _departing(group: ops.Group, bounds: Bounds | None) -> Wraps:
+    """Wraps as those of `_travelling`: dispatch starts to send rows (`ops.depart`), and arrive awaits them.
+
+    Between the two, the rows that arrive are the last tensor of the route.
+    """
+
+    def around_dispatch(inner: Dispatch) -> Dispatch:
+        def dispatch(x: Tensor, chosen: Tensor, num_experts: int) -> Dispatched:
+            assert group is not None
+            rows, counts, route = inner(x, chosen, num_experts)
+            if bounds is not None and bounds.apply:
+                places = ops.meet_bounded(counts, len(rows), bounds.room_for(len(rows), group.size()), group)
+                bounds.count(places.lost)
+                rows = ops.pack_bounded(rows, places)
+                leaving, arriving = ops.depart(rows, _even_sizes(rows, group), len(rows), group)
+                return leaving, places.counts, (*route, *places, arriving)
+            meeting = ops.meet(counts, group)
+            leaving, arriving = ops.depart(rows, meeting.sizes, meeting.order.shape[0], group)
+            return leaving, meeting.counts, (*route, *meeting, arriving)
+
+        return dispatch
+
+    def around_arrive(inner: Arrive) -> Arrive:
+        def arrive(rows: Tensor, route: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+            *own, arriving = route
+            if bounds is not None and bounds.apply:
+                places = ops.BoundedMeeting(*own[-len(ops.BoundedMeeting._fields) :])
+                order, inverse, sizes = places.order, places.inverse, _even_sizes(rows, group)
+            else:
+                _, order, inverse, sizes = ops.Meeting(*own[-len(ops.Meeting._fields) :])
+            return inner(ops.arrive(rows, arriving, order, inverse, sizes, group), tuple(own))
+
+        return arrive
+
+    return {
+        "dispatch": around_dispatch,
+        "arrive": around_arrive,
+        "combine": _travelling(group, bounds)["combine"],
+    }
+
+
+def _even_sizes(rows: Tensor, group: ops.Group) -> Tensor:
+    """The sizes [2, R], on the CPU, of an exchange in which each rank sends as many rows to every rank."""
+    assert group is not None
+    return torch.full((2, group.size()), len(rows) // group.size(), dtype=torch.int64, device="cpu")

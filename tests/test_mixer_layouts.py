@@ -61,6 +61,7 @@ NEMOTRON = {
     "model.name": "nemotron",
     "model.num_layers": 4,
     "model.pattern": "ME*-",
+    "model.num_mtp_layers": 1,
 }
 KIMI = {
     **of_model(TABLES["latent experts"]),

@@ -1,4 +1,4 @@
-"""Multi-token prediction of published hybrids: the loss and all gradients in fp64, beside the transformers library's blocks.
+"""Multi-token prediction of published hybrids: losses and gradients in fp64, beside the transformers library's blocks.
 
 The library drops the tensors `mtp.*` of these folders, so the reference joins the library's own blocks by the published
 description: the last block's normalised output and the embedding of the next token, each with a norm, one projection,

@@ -42,13 +42,14 @@ def _is_text(value: Any) -> bool:
 def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """The pattern by its letters or by the names of its blocks; the group score is the sum of its two best experts."""
     letters, number = _pattern(values, *PATTERN), values["num_hidden_layers"]
-    ahead = _pattern(values, *PATTERN_AHEAD) if values["num_nextn_predict_layers"] else ""
+    ahead, depths = _pattern(values, *PATTERN_AHEAD), values["num_nextn_predict_layers"]
     if number is not None and number != len(letters):
         raise ValueError(
             f"its field 'num_hidden_layers' is {number}, but the pattern of its blocks has {len(letters)} of them"
         )
     experts, groups = values["n_routed_experts"], values["n_group"]
-    shared, has_experts = values["moe_shared_expert_intermediate_size"], "E" in letters + ahead
+    shared = values["moe_shared_expert_intermediate_size"]
+    has_experts = "E" in letters or ("E" in ahead and depths > 0)
     if has_experts and experts < 2 * groups:
         raise ValueError(
             f"its field 'n_group' ({groups}) leaves a group of its {experts} experts fewer than 2, and the score of a "
@@ -57,10 +58,10 @@ def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "pattern": _shortest(letters),
         "num_layers": len(letters),
+        "mtp_pattern": ahead,
         "num_experts": experts if has_experts else 0,
         "num_shared_experts": int(has_experts),
         "moe_shared_ffn_hidden_size": shared if has_experts else None,
-        **({"mtp_pattern": ahead} if ahead else {}),
     }
 
 
@@ -71,12 +72,13 @@ def _pattern(values: Mapping[str, Any], by_name: str, by_letter: str, default: s
         raise ValueError(f"its field '{by_name}' is not a list of {', '.join(LETTERS)}")
     if letters is not None and not set(letters) <= set(LETTERS.values()):
         raise ValueError(f"its field '{by_letter}' has other letters than {', '.join('M*-E')}")
-    found = (letters or default) if names is None else "".join(LETTERS[one] for one in names)
-    if letters is not None and letters != found:
+    stated = [] if letters is None else [letters]
+    stated += [] if names is None else ["".join(LETTERS[one] for one in names)]
+    if len(set(stated)) > 1:
         raise ValueError(f"its fields '{by_name}' and '{by_letter}' contradict each other")
-    if not found:
+    if "" in stated:
         raise ValueError(f"its field '{by_name}' is not a list of at least one block")
-    return found
+    return stated[0] if stated else default
 
 
 def _shortest(letters: str) -> str:
@@ -128,9 +130,9 @@ NEMOTRON_H = PublicForm(
         "num_hidden_layers": ReadField(None, Values.integer(most=10_000).or_null),
         "layers_block_type": ReadField(None, Values.names().or_null),
         "hybrid_override_pattern": ReadField(None, Values(_is_text, "a text").or_null),
-        "num_nextn_predict_layers": ReadField(0, Values.integer(0).or_null),
+        "num_nextn_predict_layers": ReadField(0, Values.integer(0)),
         "mtp_layers_block_type": ReadField(None, Values.names().or_null),
-        "mtp_hybrid_override_pattern": ReadField(None, Values(_is_text, "a text").or_null),
+        "mtp_hybrid_override_pattern": ReadField(None, Values(_is_text, "a text")),
         "layer_norm_epsilon": ReadField(1e-5, Values.positive(), ("norm_eps",)),
         "rms_norm_eps": SumField(None, ("layer_norm_epsilon",)),
         "norm_eps": SumField(None, ("layer_norm_epsilon",)),

@@ -111,4 +111,6 @@ class NemotronConfig(GeneralDecoderConfig):
 
     def external_names(self) -> ExternalNames | None:
         """The published names."""
-        return names_of(self)
+        depths = [self.parts_ahead(depth) for depth in range(self.num_mtp_layers)]
+        numbers = range(self.num_layers + len(self.mtp_pattern) * len(depths))
+        return names_of(self, "".join(map(self.letter, numbers)), depths)

@@ -1,16 +1,14 @@
 """The published tensors of Nemotron-H: a block has a norm and a `mixer`, whatever it is."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from mplug import ExternalNames, Fused
-from mplug_nn import mamba_names
-
-if TYPE_CHECKING:
-    from mplug_nemotron.config import NemotronConfig
+from mplug_nn import GeneralDecoderConfig, mamba_names
 
 
-def names_of(config: "NemotronConfig") -> ExternalNames:
-    """The names of a folder, by the letter of each block.
+def names_of(config: GeneralDecoderConfig, letters: str, depths: Sequence[range]) -> ExternalNames:
+    """The names of a folder, by the letter of each part, and the numbers of the parts of each depth ahead.
 
     Newer releases of the transformers library call the module `backbone` `model`. `mtp.layers` are the parts of all
     depths of multi-token prediction. The first part of a depth also has its projection, the last one its norm.
@@ -21,16 +19,15 @@ def names_of(config: "NemotronConfig") -> ExternalNames:
         "head.project.weight": "lm_head.weight",
     }
     for number in range(config.num_layers):
-        tensors |= _branch(config, number, f"blocks.{number}", f"backbone.layers.{number}")
-    for depth in range(config.num_mtp_layers):
-        tensors |= _ahead(config, depth)
-    ignored = () if config.num_mtp_layers else ("mtp",)
+        tensors |= _branch(config, letters, number, f"blocks.{number}", f"backbone.layers.{number}")
+    for depth, parts in enumerate(depths):
+        tensors |= _ahead(config, letters, f"ahead.depths.{depth}", parts)
+    ignored = () if depths else ("mtp",)
     return ExternalNames(tensors, "backbone.", ignored, alternatives={"backbone.": "model."})
 
 
-def _ahead(config: "NemotronConfig", depth: int) -> dict[str, Any]:
+def _ahead(config: GeneralDecoderConfig, letters: str, own: str, parts: range) -> dict[str, Any]:
     """A depth of multi-token prediction."""
-    own, parts = f"ahead.depths.{depth}", config.parts_ahead(depth)
     theirs = [f"mtp.layers.{part - config.num_layers}" for part in parts]
     found: dict[str, Any] = {
         f"{own}.token_norm.weight": f"{theirs[0]}.enorm.weight",
@@ -39,21 +36,21 @@ def _ahead(config: "NemotronConfig", depth: int) -> dict[str, Any]:
         f"{own}.norm.weight": f"{theirs[-1]}.final_layernorm.weight",
     }
     for place, (part, at) in enumerate(zip(parts, theirs, strict=True)):
-        found |= _branch(config, part, f"{own}.block.branches.{place}", at)
+        found |= _branch(config, letters, part, f"{own}.block.branches.{place}", at)
     return found
 
 
-def _branch(config: "NemotronConfig", number: int, ours: str, at: str) -> dict[str, Any]:
+def _branch(config: GeneralDecoderConfig, letters: str, number: int, ours: str, at: str) -> dict[str, Any]:
     """Part `number` with its norm."""
-    own = {"norm.weight": f"{at}.norm.weight", **_part(config, number, f"{at}.mixer")}
+    own = {"norm.weight": f"{at}.norm.weight", **_part(config, number, letters[number], f"{at}.mixer")}
     return {f"{ours}.{name}": theirs for name, theirs in own.items()}
 
 
-def _part(config: "NemotronConfig", number: int, at: str) -> dict[str, Any]:
+def _part(config: GeneralDecoderConfig, number: int, letter: str, at: str) -> dict[str, Any]:
     scan = config.scan_config(number)
     if scan is not None:
         return {f"attn.{ours}": theirs for ours, theirs in mamba_names(scan, at).items()}
-    match config.letter(number):
+    match letter:
         case "*":
             qkv = Fused(*(f"{at}.{one}_proj.weight" for one in "qkv"))
             return {"attn.qkv.weight": qkv, "attn.out.weight": f"{at}.o_proj.weight"}
@@ -67,7 +64,7 @@ def _mlp(ours: str, at: str) -> dict[str, Any]:
     return {f"{ours}.{one}.weight": f"{at}.{one}_proj.weight" for one in ("up", "down")}
 
 
-def _experts(config: "NemotronConfig", at: str) -> dict[str, Any]:
+def _experts(config: GeneralDecoderConfig, at: str) -> dict[str, Any]:
     """Experts without gates, the bias of the choice, and one shared MLP."""
     found = {
         "moe.router.weight": f"{at}.gate.weight",

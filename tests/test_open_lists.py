@@ -12,6 +12,8 @@ import pytest
 import torch
 from distributions import installed
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mplug import Offer, Run, Site
 from mplug.registry.entry_points import OPEN_LISTS, Registry
@@ -247,6 +249,15 @@ def test_rows_behind_the_last_expert_reach_no_bias() -> None:
     found.backward(torch.tensor([1.0, 1, 1, 1, float("nan"), float("nan")])[:, None].expand(6, 2))
     assert bias.grad is not None
     assert bias.grad.tolist() == [[1, 1], [0, 0], [3, 3]]
+
+
+def test_rows_whose_number_depends_on_values_get_biases_without_memory() -> None:
+    """Schedules that split backward look for products so, with rows from other ranks."""
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        rows = torch.zeros(6, 2)[torch.ones(6).nonzero().flatten()]
+        found = add_of_group(rows, torch.zeros(3, dtype=torch.int64), torch.zeros(3, 2))
+    assert found.shape == rows.shape
+    assert isinstance(found.shape[0], torch.SymInt)
 
 
 def test_a_wrapped_computation_of_biased_experts_is_the_unwrapped_one() -> None:

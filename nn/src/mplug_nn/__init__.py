@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mplug_nn.attention import DotProductAttention as DotProductAttention
     from mplug_nn.attention import scaled_dot_product as scaled_dot_product
     from mplug_nn.branch import Branch as Branch
+    from mplug_nn.branch import Branches as Branches
     from mplug_nn.branch import ExpertsBranch as ExpertsBranch
     from mplug_nn.branch import MixerBranch as MixerBranch
     from mplug_nn.branch import MLPBranch as MLPBranch
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from mplug_nn.decoders.parts import AttentionConfig as AttentionConfig
     from mplug_nn.decoders.parts import BlockConfig as BlockConfig
     from mplug_nn.decoders.parts import BranchConfig as BranchConfig
+    from mplug_nn.decoders.parts import BranchesConfig as BranchesConfig
     from mplug_nn.decoders.parts import DivisionName as DivisionName
     from mplug_nn.decoders.parts import EmbeddingConfig as EmbeddingConfig
     from mplug_nn.decoders.parts import ExpertsConfig as ExpertsConfig

@@ -1,6 +1,6 @@
 """Blocks of a single residual branch (Nemotron-H, arXiv 2504.03624). B batch, S sequence, D embed, M documents."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -89,3 +89,19 @@ class ExpertsBranch(Branch):
         """[B, S, D] -> [B, S, D]."""
         y: Tensor = self.moe(x, positions, keys)
         return y
+
+
+class Branches(nn.Module):
+    """Branches in the place of one block, as in a depth of multi-token prediction of Nemotron 3."""
+
+    mixes: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, branches: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.branches = nn.ModuleDict({str(number): branch for number, branch in enumerate(branches)})
+
+    def forward(self, x: Tensor, positions: Tensor, keys: Tensor, document_lengths: Tensor | None = None) -> Tensor:
+        """The arguments and the result of a `Branch`."""
+        for branch in self.branches.values():
+            x = branch(x, positions, keys, document_lengths)
+        return x

@@ -151,7 +151,8 @@ def adapted(adapter: nn.Module | None, rows: Tensor, y: Tensor, counts: Tensor) 
 def add_of_group(rows: Tensor, counts: Tensor, bias: Tensor) -> Tensor:
     """rows [M, F] in the order of groups, counts [e] int64, bias [e, F] -> each row plus the bias of its group.
 
-    Rows after those of the last group stay as they are, so that their gradients reach no bias.
+    Rows after those of the last group stay as they are, so that their gradients reach no bias. `len` would fail for a
+    number of rows that depends on values, in a pass without memory.
     """
     number = torch.arange(rows.shape[0], device=rows.device)
     group = torch.searchsorted(counts.cumsum(0), number, right=True)  # [M]; e for the rows after the last group

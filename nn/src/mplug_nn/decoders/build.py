@@ -6,6 +6,7 @@ from mplug.layout.inits import Inits
 from mplug.model.model import Model
 from mplug_nn.decoder import Decoder, decoder_plan
 from mplug_nn.decoders.config import DecoderConfig
+from mplug_nn.decoders.parts import PartConfig
 from mplug_nn.head import Head
 from mplug_nn.multi_token_prediction import DepthAhead
 
@@ -21,15 +22,14 @@ def build_decoder(config: DecoderConfig) -> Model:
         (block.build(size) for block in config.blocks),
         Head(config.norm_config().build(size), size, vocab, config.output_soft_cap, config.output_scale),
         tied=embedding.tied,
-        depths=[_depth(config, number) for number in range(config.depths_ahead)],
+        depths=[_depth(config, block) for block in config.blocks_ahead],
         ahead_coefficient=config.ahead_coefficient,
     )
     plan = decoder_plan(decoder, Inits.normal(config.init_std, config.residual_init_std))
     return Model(decoder, replace(plan, external=config.external_names()))
 
 
-def _depth(config: DecoderConfig, number: int) -> DepthAhead:
-    """A depth of multi-token prediction; its block follows those of the model."""
+def _depth(config: DecoderConfig, block: PartConfig) -> DepthAhead:
+    """A depth of multi-token prediction."""
     size, norm = config.hidden_size, config.norm_config()
-    block = config.block_config(config.num_layers + number).build(size)
-    return DepthAhead(size, (norm.build(size), norm.build(size), norm.build(size)), block)
+    return DepthAhead(size, (norm.build(size), norm.build(size), norm.build(size)), block.build(size))

@@ -89,6 +89,11 @@ class DecoderConfig(BaseModel, ABC):
         """The blocks, in order."""
         return tuple(self.block_config(number) for number in range(self.num_layers))
 
+    @property
+    def blocks_ahead(self) -> tuple[PartConfig, ...]:
+        """The block of each depth of multi-token prediction: their numbers follow those of the model's blocks."""
+        return tuple(self.block_config(self.num_layers + depth) for depth in range(self.depths_ahead))
+
     @abstractmethod
     def block_config(self, number: int) -> PartConfig:
         """Block `number` of 0 to num_layers - 1: a `BlockConfig`, or a config of your own. Blocks may differ."""
@@ -99,7 +104,8 @@ class DecoderConfig(BaseModel, ABC):
 
     def _computed(self) -> tuple[object, ...]:
         sizes = self.hidden_size, self.vocab_size, self.init_std, self.depths_ahead
-        return *sizes, self.output_soft_cap, self.output_scale, self.embedding_config(), self.norm_config(), self.blocks
+        outside = self.output_soft_cap, self.output_scale, self.embedding_config(), self.norm_config()
+        return *sizes, *outside, self.blocks, self.blocks_ahead
 
     def attention_config(self) -> AttentionConfig:
         """Attention by the fields of this class; use `dataclasses.replace` for more (a window, a bias)."""

@@ -262,6 +262,19 @@ class BranchConfig:
 
 
 @dataclass(frozen=True)
+class BranchesConfig:
+    """Branches in the place of one block: `mplug_nn.Branches`."""
+
+    branches: tuple[BranchConfig, ...]
+
+    def build(self, hidden_size: int) -> "nn.Module":
+        """The block."""
+        from mplug_nn.branch import Branches
+
+        return Branches(branch.build(hidden_size) for branch in self.branches)
+
+
+@dataclass(frozen=True)
 class EmbeddingConfig:
     """The embedding: `mplug_nn.TokenEmbedding`. With `tied`, the output projection is its table of tokens."""
 

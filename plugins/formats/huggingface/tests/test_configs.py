@@ -58,6 +58,7 @@ DEEPSEEK: dict[str, Any] = {
     "seq_aux": True,
     "v_head_dim": 128,
 }
+NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -204,6 +205,39 @@ CONFIGS: dict[tuple[str, str], dict[str, Any]] = {
             "rope_theta": 10000000,
             "rope_type": "default",
         },
+    },
+    ("nemotron", "3-nano-30b-a3b"): {
+        **{name: one for name, one in COMMON.items() if name not in ("hidden_act", "rms_norm_eps")},
+        **of_class("NemotronHForCausalLM", "nemotron_h"),
+        **sizes(width=2688, inner=1856, layers=52, heads=32, kv_heads=2, vocabulary=131072, longest=262144),
+        **experts(128, chosen=6, inner=1856, shared=1, scale=2.5),
+        **dict.fromkeys(("attention_bias", "mamba_proj_bias", "mlp_bias", "residual_in_fp32", "use_bias"), False),
+        **dict.fromkeys(("moe_shared_expert_overlap", "norm_topk_prob", "rescale_prenorm_residual"), True),
+        **dict.fromkeys(("use_conv_bias", "use_mamba_kernels"), True),
+        **dict.fromkeys(("layer_norm_epsilon", "norm_eps"), 1e-05),
+        **dict.fromkeys(("moe_latent_size", "sliding_window"), None),
+        **dict.fromkeys(("n_group", "topk_group", "num_logits_to_keep", "num_nextn_predict_layers"), 1),
+        "chunk_size": 128,
+        "conv_kernel": 4,
+        "expand": 2,
+        "head_dim": 128,
+        "hidden_dropout": 0.0,
+        "layers_block_type": [{"M": "mamba", "E": "moe", "*": "attention"}[letter] for letter in NANO],
+        "mamba_head_dim": 64,
+        "mamba_hidden_act": "silu",
+        "mamba_num_heads": 64,
+        "mamba_ssm_cache_dtype": "float32",
+        "mlp_hidden_act": "relu2",
+        "moe_shared_expert_intermediate_size": 3712,
+        "mtp_layers_block_type": ["attention", "moe"],
+        "n_groups": 8,
+        "pad_token_id": 0,
+        "partial_rotary_factor": 1.0,
+        "rope_theta": 10000,
+        "ssm_state_size": 128,
+        "time_step_floor": 0.0001,
+        "time_step_max": 0.1,
+        "time_step_min": 0.001,
     },
     ("gemma", "2-2b"): {
         **GEMMA,

@@ -76,6 +76,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "linear_conv_width": (4, 3),
     "attention_output_gate": (True, False),
     "pattern": ("M*-E", "E", "*-", "M"),
+    "mtp_pattern": ("*-", "*E"),
     "time_step_min": (0.0, 0.25),
     "published_scans": ("by_head", "apart"),
     "published_as": (None, "granite", "granitemoehybrid"),

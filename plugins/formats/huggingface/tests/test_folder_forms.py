@@ -369,6 +369,38 @@ def test_the_block_for_multi_token_prediction_of_qwen3_next_is_read_if_the_model
         loaded(path, model__num_mtp_layers=2)
 
 
+PARTS = {"0": "2", "1": "1"}
+"""Part of a depth -> a block of the same kind: attention and experts."""
+
+
+def prediction_parts(found: dict[str, Tensor]) -> None:
+    """Copies of blocks times 2, as Nemotron 3 names them."""
+    for part, block in PARTS.items():
+        at = f"backbone.layers.{block}."
+        copies = {name.removeprefix(at): one * 2 for name, one in found.items() if name.startswith(at)}
+        found |= {f"mtp.layers.{part}.{name}": one for name, one in copies.items()}
+    for name in ("0.enorm", "0.hnorm", "1.final_layernorm"):
+        found[f"mtp.layers.{name}.weight"] = torch.randn(32)
+    found["mtp.layers.0.eh_proj.weight"] = torch.randn(32, 64)
+
+
+def test_the_parts_for_multi_token_prediction_of_nemotron_are_read_if_the_model_has_some(folder: Folder) -> None:
+    path = changed(folder("nemotron"), prediction_parts)
+    edited(path, num_nextn_predict_layers=1, mtp_layers_block_type=["attention", "moe"])
+    assert not [name for name in loaded(path)[1].parameters() if name.startswith("ahead.")]
+    model, stored = loaded(path, model__num_mtp_layers=1)[1], tensors(path)
+    own = {**model.parameters(), **model.states()}
+    for ours, theirs in (("merge", "0.eh_proj"), ("token_norm", "0.enorm"), ("norm", "1.final_layernorm")):
+        assert torch.equal(own[f"ahead.depths.0.{ours}.weight"], stored[f"mtp.layers.{theirs}.weight"][1])
+    for part, block in PARTS.items():
+        at = f"ahead.depths.0.block.branches.{part}."
+        copies = {name.removeprefix(at): one for name, one in own.items() if name.startswith(at)}
+        assert len(copies) > 2
+        assert [n for n, one in copies.items() if not torch.equal(one, 2 * own[f"blocks.{block}.{n}"])] == []
+    with pytest.raises(UsageError, match=r"it lacks 'mtp\.layers\.2\.e"):
+        loaded(path, model__num_mtp_layers=2)
+
+
 # What of a folder is not read.
 
 

@@ -7,19 +7,20 @@ from tiny_models import DECODER
 SHAPE = {name: value for name, value in DECODER.items() if name != "model.num_layers"}
 
 
-OF_TWO_PARTS = ("mixer_types", "feed_forward_types", "num_dense_layers", "post_norms", "num_mtp_layers")
+OF_TWO_PARTS = ("mixer_types", "feed_forward_types", "num_dense_layers", "post_norms")
 """Fields that blocks of one part refuse."""
 
 
 @pytest.mark.wide("families", tests=["test_a_layout_gives_the_run_of_one_process"])
 class TestNemotron(FurtherDecoderSuite):
-    """Every kind of block."""
+    """Every kind of block, and a depth of multi-token prediction."""
 
     plugin = "nemotron"
     settings = {
         **SHAPE,
         "model.num_layers": 4,
         "model.pattern": "MEM*",
+        "model.num_mtp_layers": 1,
         "model.num_experts": 4,
         "model.num_experts_per_token": 2,
         "model.moe_ffn_hidden_size": 24,
@@ -36,6 +37,7 @@ class TestNemotron(FurtherDecoderSuite):
         **{name: {} for name in OF_TWO_PARTS},
         "window_rope_theta": {"window": 4, "attention_types": ["full", "window"], "position_types": ["rotary"]},
         **{name: {"window": 4, "attention_types": ["full", "window"]} for name in ("window", "attention_types")},
+        "mtp_pattern": {"num_mtp_layers": 1},
         "ffn_hidden_size": {"pattern": "M-*"},
         "mlp_bias": {"pattern": "M-*"},
         **{name: {"position_types": ["rotary"]} for name in ("rope_theta", "rope_scaling", "rope_fraction")},
@@ -43,11 +45,10 @@ class TestNemotron(FurtherDecoderSuite):
     }
     own_examples = {
         "pattern": ["M*"],
+        "mtp_pattern": ["*-"],
         "mixer_types": [["gated_delta"]],
         "feed_forward_types": [["experts"]],
         "num_dense_layers": [1],
         "post_norms": [True],
-        "num_mtp_layers": [1],
     }
-    without_effect = {"mtp_loss_coefficient": "published models have no multi-token prediction of this form"}
     sizes = {"h-8b": 8.101, "3-nano-30b-a3b": 31.578}

@@ -8,20 +8,35 @@ from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 
 from mplug import ExternalNames
 from mplug_nemotron.names import names_of
-from mplug_nn import ActivationName, BranchConfig, GeneralDecoderConfig, MLPConfig, PartConfig, ScanConfig, ScoreName
+from mplug_nn import (
+    ActivationName,
+    BranchConfig,
+    BranchesConfig,
+    GeneralDecoderConfig,
+    MLPConfig,
+    PartConfig,
+    ScanConfig,
+    ScoreName,
+)
 
-UNUSED = ("mixer_types", "feed_forward_types", "num_dense_layers", "post_norms", "num_mtp_layers")
-"""Fields of blocks with two parts, and of multi-token prediction, whose published blocks come in pairs."""
+UNUSED = ("mixer_types", "feed_forward_types", "num_dense_layers", "post_norms")
+"""Fields of blocks with two parts."""
 
 
 class NemotronConfig(GeneralDecoderConfig):
-    """The shape of the decoder. `pattern` has a letter per block, or fewer letters, which then repeat."""
+    """The shape of the decoder. `pattern` has a letter per block, or fewer letters, which then repeat.
+
+    A depth of multi-token prediction has a part for each letter of `mtp_pattern`.
+    """
 
     vocab_size: PositiveInt = Field(131072, description="tokens that the model knows")
     pattern: str = Field(
         "M*-",
         pattern=r"^[ME*-]+$",
         description="part of each block: M Mamba-2, * attention, - an MLP, E experts; fewer letters repeat",
+    )
+    mtp_pattern: str = Field(
+        "*E", pattern=r"^[ME*-]+$", description="parts of each depth of multi-token prediction, by the same letters"
     )
     activation: ActivationName = Field("relu2", description="activation of MLPs and experts")
     position_types: tuple[Literal["rotary", "none"], ...] = Field(
@@ -42,16 +57,26 @@ class NemotronConfig(GeneralDecoderConfig):
                 raise ValueError(f"{name}={getattr(self, name)} does not apply to blocks of one part; set pattern")
         if len(self.pattern) > self.num_layers:
             raise ValueError(f"pattern has {len(self.pattern)} letters, and num_layers is {self.num_layers}")
-        if "E" in self.pattern and not self.num_experts:
-            raise ValueError("pattern has blocks with experts, and num_experts is 0")
-        if "M" in self.pattern and self.linear_value_heads % self.linear_key_heads:
+        ahead = self.mtp_pattern if self.num_mtp_layers else ""
+        for name, letters in (("pattern", self.pattern), ("mtp_pattern", ahead)):
+            if "E" in letters and not self.num_experts:
+                raise ValueError(f"{name} has blocks with experts, and num_experts is 0")
+        if "M" in self.pattern + ahead and self.linear_value_heads % self.linear_key_heads:
             heads = self.linear_value_heads
             raise ValueError(f"linear_num_key_heads={self.linear_key_heads} does not divide the {heads} value heads")
         return self
 
     def letter(self, number: int) -> str:
-        """The part of block `number`."""
+        """The part of block `number`. The parts of all depths of multi-token prediction follow those of the model."""
+        ahead = number - self.num_layers
+        if ahead >= 0:
+            return self.mtp_pattern[ahead % len(self.mtp_pattern)]
         return self.pattern[number % len(self.pattern)]
+
+    def parts_ahead(self, depth: int) -> range:
+        """The numbers of the parts of a depth of multi-token prediction."""
+        first = self.num_layers + depth * len(self.mtp_pattern)
+        return range(first, first + len(self.mtp_pattern))
 
     def mixer_type(self, number: int) -> Literal["attention", "mamba2"]:
         """What mixes the tokens in block `number`, if something does."""
@@ -67,7 +92,12 @@ class NemotronConfig(GeneralDecoderConfig):
         return None if scan is None else replace(scan, time_step_limit=(self.time_step_min, math.inf))
 
     def block_config(self, number: int) -> PartConfig:
-        """A block of one part."""
+        """A block of one part; a depth of multi-token prediction has several."""
+        if number < self.num_layers:
+            return self._branch(number)
+        return BranchesConfig(tuple(self._branch(part) for part in self.parts_ahead(number - self.num_layers)))
+
+    def _branch(self, number: int) -> BranchConfig:
         return BranchConfig(self.norm_config(), self._part(number))
 
     def _part(self, number: int) -> PartConfig:
@@ -81,4 +111,6 @@ class NemotronConfig(GeneralDecoderConfig):
 
     def external_names(self) -> ExternalNames | None:
         """The published names."""
-        return names_of(self, "".join(self.letter(number) for number in range(self.num_layers)))
+        depths = [self.parts_ahead(depth) for depth in range(self.num_mtp_layers)]
+        numbers = range(self.num_layers + len(self.mtp_pattern) * len(depths))
+        return names_of(self, "".join(map(self.letter, numbers)), depths)

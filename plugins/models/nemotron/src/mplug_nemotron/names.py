@@ -1,26 +1,49 @@
 """The published tensors of Nemotron-H: a block has a norm and a `mixer`, whatever it is."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from mplug import ExternalNames, Fused
 from mplug_nn import GeneralDecoderConfig, mamba_names
 
 
-def names_of(config: GeneralDecoderConfig, letters: str) -> ExternalNames:
-    """The names of a folder, by the letter of each block.
+def names_of(config: GeneralDecoderConfig, letters: str, depths: Sequence[range]) -> ExternalNames:
+    """The names of a folder, by the letter of each part, and the numbers of the parts of each depth ahead.
 
-    Newer releases of the transformers library call the module `backbone` `model`.
+    Newer releases of the transformers library call the module `backbone` `model`. `mtp.layers` are the parts of all
+    depths of multi-token prediction. The first part of a depth also has its projection, the last one its norm.
     """
     tensors: dict[str, Any] = {
         "embedding.token.weight": "backbone.embeddings.weight",
         "head.norm.weight": "backbone.norm_f.weight",
         "head.project.weight": "lm_head.weight",
     }
-    for number, letter in enumerate(letters):
-        at = f"backbone.layers.{number}"
-        own = {"norm.weight": f"{at}.norm.weight", **_part(config, number, letter, f"{at}.mixer")}
-        tensors |= {f"blocks.{number}.{ours}": theirs for ours, theirs in own.items()}
-    return ExternalNames(tensors, "backbone.", ("mtp",), alternatives={"backbone.": "model."})
+    for number in range(config.num_layers):
+        tensors |= _branch(config, letters, number, f"blocks.{number}", f"backbone.layers.{number}")
+    for depth, parts in enumerate(depths):
+        tensors |= _ahead(config, letters, f"ahead.depths.{depth}", parts)
+    ignored = () if depths else ("mtp",)
+    return ExternalNames(tensors, "backbone.", ignored, alternatives={"backbone.": "model."})
+
+
+def _ahead(config: GeneralDecoderConfig, letters: str, own: str, parts: range) -> dict[str, Any]:
+    """A depth of multi-token prediction."""
+    theirs = [f"mtp.layers.{part - config.num_layers}" for part in parts]
+    found: dict[str, Any] = {
+        f"{own}.token_norm.weight": f"{theirs[0]}.enorm.weight",
+        f"{own}.hidden_norm.weight": f"{theirs[0]}.hnorm.weight",
+        f"{own}.merge.weight": f"{theirs[0]}.eh_proj.weight",
+        f"{own}.norm.weight": f"{theirs[-1]}.final_layernorm.weight",
+    }
+    for place, (part, at) in enumerate(zip(parts, theirs, strict=True)):
+        found |= _branch(config, letters, part, f"{own}.block.branches.{place}", at)
+    return found
+
+
+def _branch(config: GeneralDecoderConfig, letters: str, number: int, ours: str, at: str) -> dict[str, Any]:
+    """Part `number` with its norm."""
+    own = {"norm.weight": f"{at}.norm.weight", **_part(config, number, letters[number], f"{at}.mixer")}
+    return {f"{ours}.{name}": theirs for name, theirs in own.items()}
 
 
 def _part(config: GeneralDecoderConfig, number: int, letter: str, at: str) -> dict[str, Any]:

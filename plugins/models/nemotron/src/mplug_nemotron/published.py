@@ -29,10 +29,10 @@ LETTERS = {
     "attention": "*",
 }
 """Entry of `layers_block_type` -> letter of the pattern."""
-DEFAULT = ("linear_attention", "moe", "full_attention", "mlp")
-"""The blocks of a config.json that states none."""
+PATTERN = ("layers_block_type", "hybrid_override_pattern", "ME*-")
+PATTERN_AHEAD = ("mtp_layers_block_type", "mtp_hybrid_override_pattern", "*E")
+"""The fields that state blocks, by names and by letters, and the letters of a config.json that states none."""
 TRAINING = "how the weights were drawn"
-AHEAD = "these layers predict further tokens in training; each depth has two blocks, which are not read"
 
 
 def _is_text(value: Any) -> bool:
@@ -41,43 +41,44 @@ def _is_text(value: Any) -> bool:
 
 def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """The pattern by its letters or by the names of its blocks; the group score is the sum of its two best experts."""
-    letters, number = _pattern(values), values["num_hidden_layers"]
+    letters, number = _pattern(values, *PATTERN), values["num_hidden_layers"]
+    ahead, depths = _pattern(values, *PATTERN_AHEAD), values["num_nextn_predict_layers"]
     if number is not None and number != len(letters):
         raise ValueError(
             f"its field 'num_hidden_layers' is {number}, but the pattern of its blocks has {len(letters)} of them"
         )
     experts, groups = values["n_routed_experts"], values["n_group"]
     shared = values["moe_shared_expert_intermediate_size"]
-    if "E" in letters and experts < 2 * groups:
+    has_experts = "E" in letters or ("E" in ahead and depths > 0)
+    if has_experts and experts < 2 * groups:
         raise ValueError(
             f"its field 'n_group' ({groups}) leaves a group of its {experts} experts fewer than 2, and the score of a "
             f"group is that of its 2 best experts"
         )
-    has_experts = "E" in letters
     return {
         "pattern": _shortest(letters),
         "num_layers": len(letters),
+        "mtp_pattern": ahead,
         "num_experts": experts if has_experts else 0,
         "num_shared_experts": int(has_experts),
         "moe_shared_ffn_hidden_size": shared if has_experts else None,
     }
 
 
-def _pattern(values: Mapping[str, Any]) -> str:
-    names, letters = values["layers_block_type"], values["hybrid_override_pattern"]
+def _pattern(values: Mapping[str, Any], by_name: str, by_letter: str, default: str) -> str:
+    """The letters that two fields state."""
+    names, letters = values[by_name], values[by_letter]
     if names is not None and not all(one in LETTERS for one in names):
-        raise ValueError(f"its field 'layers_block_type' is not a list of {', '.join(LETTERS)}")
+        raise ValueError(f"its field '{by_name}' is not a list of {', '.join(LETTERS)}")
     if letters is not None and not set(letters) <= set(LETTERS.values()):
-        raise ValueError(f"its field 'hybrid_override_pattern' has other letters than {', '.join('M*-E')}")
-    if names is None:
-        found = letters or "".join(LETTERS[one] for one in DEFAULT)
-    else:
-        found = "".join(LETTERS[one] for one in names)
-    if letters is not None and letters != found:
-        raise ValueError("its fields 'layers_block_type' and 'hybrid_override_pattern' contradict each other")
-    if not found:
-        raise ValueError("its field 'layers_block_type' is not a list of at least one block")
-    return found
+        raise ValueError(f"its field '{by_letter}' has other letters than {', '.join('M*-E')}")
+    stated = [] if letters is None else [letters]
+    stated += [] if names is None else ["".join(LETTERS[one] for one in names)]
+    if len(set(stated)) > 1:
+        raise ValueError(f"its fields '{by_name}' and '{by_letter}' contradict each other")
+    if "" in stated:
+        raise ValueError(f"its field '{by_name}' is not a list of at least one block")
+    return stated[0] if stated else default
 
 
 def _shortest(letters: str) -> str:
@@ -93,6 +94,8 @@ def _written(config: "NemotronConfig") -> dict[str, Any]:
     return {
         **written_heads(config),
         "layers_block_type": [names[letter] for letter in letters],
+        "num_nextn_predict_layers": config.num_mtp_layers,
+        "mtp_layers_block_type": [names[letter] for letter in config.mtp_pattern],
         "num_hidden_layers": len(letters),
         "mamba_num_heads": config.linear_value_heads,
         "mamba_head_dim": config.linear_value_head_dim or state,
@@ -127,6 +130,9 @@ NEMOTRON_H = PublicForm(
         "num_hidden_layers": ReadField(None, Values.integer(most=10_000).or_null),
         "layers_block_type": ReadField(None, Values.names().or_null),
         "hybrid_override_pattern": ReadField(None, Values(_is_text, "a text").or_null),
+        "num_nextn_predict_layers": ReadField(0, Values.integer(0)),
+        "mtp_layers_block_type": ReadField(None, Values.names().or_null),
+        "mtp_hybrid_override_pattern": ReadField(None, Values(_is_text, "a text")),
         "layer_norm_epsilon": ReadField(1e-5, Values.positive(), ("norm_eps",)),
         "rms_norm_eps": SumField(None, ("layer_norm_epsilon",)),
         "norm_eps": SumField(None, ("layer_norm_epsilon",)),
@@ -166,7 +172,6 @@ NEMOTRON_H = PublicForm(
         **unused("how the library runs the same computation", "use_mamba_kernels moe_shared_expert_overlap"),
         **unused("attention has no positions", "rope_theta rope_scaling partial_rotary_factor"),
         **unused("the library adds the balancing loss by it; mplug always does", "output_router_logits"),
-        **unused(AHEAD, "num_nextn_predict_layers mtp_layers_block_type mtp_hybrid_override_pattern"),
     },
     aliases={
         "layer_types": "layers_block_type",
@@ -191,7 +196,7 @@ NEMOTRON_H = PublicForm(
         "moe_router_group_best": 2,
         "expert_bias": True,
     },
-    training={**EXPERTS_TRAINING, "expert_bias_rate": 0.0},
+    training={**EXPERTS_TRAINING, "expert_bias_rate": 0.0, "num_mtp_layers": 0, "mtp_loss_coefficient": 0.3},
     altering={"capacity_factor": None},
     longest="max_position_embeddings",
 )

@@ -151,15 +151,19 @@ def _written_experts(config: "QwenConfig") -> dict[str, Any]:
 def _written_next(config: "QwenConfig") -> dict[str, Any]:
     dense = [number for number in range(config.num_layers) if not config.has_experts(number)]
     experts = {**_written_experts(config), "decoder_sparse_step": 1, "mlp_only_layers": dense}
-    return {**_written_mixers(config, "by_head"), **experts}
+    return {
+        **_written_mixers(config, "by_head"),
+        **experts,
+        "num_nextn_predict_layers": config.num_mtp_layers,
+    }
 
 
 def _written_apart(config: "QwenConfig") -> dict[str, Any]:
-    return _written_mixers(config, "apart")
+    return {**_written_mixers(config, "apart"), "mtp_num_hidden_layers": config.num_mtp_layers}
 
 
 def _written_sparse(config: "QwenConfig") -> dict[str, Any]:
-    return {**_written_mixers(config, "apart"), **_written_experts(config)}
+    return {**_written_apart(config), **_written_experts(config)}
 
 
 QWEN3_NEXT = PublicForm(

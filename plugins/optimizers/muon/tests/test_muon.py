@@ -11,7 +11,7 @@ from mplug_muon.routing import is_hidden_matrix
 from scanning import HYBRID
 from torch import Tensor
 
-from mplug import Init, Parameter, Placement, Segment
+from mplug import Init, Parameter, Placement, Segment, UsageError
 from mplug.model import matrices
 from mplug.model.build import build_model
 from mplug.training.assembly import build
@@ -205,6 +205,12 @@ def test_embeddings_and_the_head_of_a_model_are_told_by_the_plan(fields: dict[st
     hidden = {piece.name for piece in parts.pieces if "momentum_buffer" in parts.optimizer.state(piece)}
     assert hidden
     assert matrices - hidden == tables
+
+
+def test_items_of_an_axis_that_the_model_does_not_have_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"optimizer\.separate: no matrix .* 'head'; the axes of rows are .*heads"):
+        build_model(tiny_run({"optimizer.name": "muon", "optimizer.separate": ["heads", "head"]}))
+    build_model(tiny_run({"optimizer.name": "muon", "optimizer.separate": ["heads", "kv_heads"]}))
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "soap"])

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from scanning import SCANS
 from torch._inductor import config as inductor
+from torch.utils._python_dispatch import TorchDispatchMode
 from warm import run_module
 
 from mplug.config.defaults import default_settings
 from mplug.config.sources import merge, read_assignments
 from mplug.training.job import Job, work
 from mplug.training.loop import Ending
+from mplug_testing.harness import train_steps
 
 SMALL = [
     "model.preset=null",
@@ -129,3 +132,16 @@ def test_two_runs_on_a_gpu_with_the_flag_end_in_the_same_bits(tmp_path: Path, co
     }
     options = [word for field, value in changes.items() for word in ("--set", f"{field}={value}")]
     assert_same_bits(tmp_path, 10, *options)
+
+
+class NoFloatingSums(TorchDispatchMode):
+    """Refuses `cumsum` of floating-point numbers: on a GPU, torch raises for it in a deterministic run."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket is not torch.ops.aten.cumsum or not args[0].is_floating_point(), args[0].shape
+        return func(*args, **(kwargs or {}))
+
+
+def test_scans_in_plain_torch_run_in_a_deterministic_run_on_a_gpu() -> None:
+    with NoFloatingSums():
+        assert train_steps({**SCANS, "kernels.default": None}).losses

@@ -369,3 +369,13 @@ def test_a_scan_is_repeated_after_an_installation(tmp_path: Path, monkeypatch: p
     before = Registry().names("models")
     distribution(tmp_path, "acme-later", "[mplug.models]\nlater = acme_later:Later\n")
     assert sorted([*before, "later"]) == sorted(Registry().names("models"))
+
+
+def test_a_command_whose_package_is_not_installed_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command itself is imported without that package."""
+    monkeypatch.setitem(sys.modules, "mplug_estimates", None)  # an import fails as if it were not installed
+    result = CliRunner().invoke(main, ["explain", "--preset", "nano"])
+    assert result.output.endswith(
+        "mplug: this command needs the package mplug-estimates, which is not installed: pip install mplug-estimates\n"
+    )
+    assert result.exit_code == 2

@@ -61,6 +61,12 @@ class Commands(OpenGroup):
             _fail(str(error), 2)
         except RunError as error:
             _fail(str(error), 1)
+        except ModuleNotFoundError as error:
+            name = error.name or ""
+            if not name.startswith("mplug_") or "." in name:
+                raise
+            package = name.replace("_", "-")
+            _fail(f"this command needs the package {package}, which is not installed: pip install {package}", 2)
         except OSError as error:
             file = f": '{error.filename}'" if error.filename else ""
             _fail(f"{error.strerror or error}{file}", 2 if error.errno == errno.ENAMETOOLONG else 1)

@@ -122,7 +122,7 @@ def _masks(lengths: Tensor | None, length: int, chunk: int, device: torch.device
 
 
 def _parts(q: Tensor, k: Tensor, g: Tensor, masks: _Masks, by_channel: bool) -> _Parts:
-    sums = g.cumsum(dim=3)  # D: [B, H, N, C] or [B, H, N, C, K]
+    sums = _running_sums(g)  # D: [B, H, N, C] or [B, H, N, C, K]
     if not by_channel:
         sums = sums[..., None]
     between = sums[:, :, :, :, None] - sums[:, :, :, None]  # [B, H, N, C, C, 1 or K]
@@ -140,6 +140,15 @@ def _parts(q: Tensor, k: Tensor, g: Tensor, masks: _Masks, by_channel: bool) -> 
         kept = kept.masked_fill(~masks.from_start[..., -1:, None], float("-inf"))
     entering = entering.exp()
     return _Parts(scores, overlaps, q * entering, entering, k * leaving.exp(), kept.exp().transpose(-1, -2))
+
+
+def _running_sums(x: Tensor) -> Tensor:
+    """x.cumsum(dim=3) by doubling: on GPUs, torch's own adds in an order that is not fixed (trainer.deterministic)."""
+    distance, length = 1, x.shape[3]
+    while distance < length:
+        x = x + pad(x[:, :, :, : length - distance], (0, 0) * (x.dim() - 4) + (distance, 0))
+        distance *= 2
+    return x
 
 
 def _corrected(parts: _Parts, k: Tensor, v: Tensor, write: Tensor) -> tuple[Tensor, Tensor]:

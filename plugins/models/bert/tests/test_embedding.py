@@ -10,7 +10,13 @@ from mplug_bert.heads import EmbeddingHead
 from torch.nn import functional as F
 
 from mplug import IGNORED
+from mplug.model.build import build_model
+from mplug.model.variance import layout_dependence
+from mplug.training.assembly import build
+from mplug.training.evaluation import evaluate
+from mplug_testing import run_workers
 from mplug_testing.faults import Fault
+from mplug_testing.harness import tiny_run
 from mplug_testing.parity import require_parity
 
 B, S, D = 3, 12, 8
@@ -78,6 +84,22 @@ def test_data_parallel_ranks_compare_the_pairs_of_all_of_them(layout: str, setti
     reference = alone({**settings, "trainer.micro_batch_size": 8})
     whole = {"parallel.tp.sequence_parallel": False} if "tp" in layout else {}
     require_equal(ranks_of(layout, settings, {"trainer.micro_batch_size": 4, **whole}), reference)
+
+
+def test_an_evaluation_of_several_micro_batches_depends_on_the_layout_and_says_so() -> None:
+    longer = {**EMBEDDING, "trainer.micro_batch_size": 4, "trainer.eval_samples": 16}
+    ranks = run_workers(2, evaluated, {**longer, "parallel.layout": "dp2"})
+    one = evaluated({**longer, "trainer.micro_batch_size": 8})
+    assert ranks[0] == ranks[1]
+    assert ranks[0] != pytest.approx(one, rel=1e-6)
+    run = tiny_run({**EMBEDDING, "trainer.micro_batch_size": 8})
+    assert [line for line in layout_dependence(run, build_model(run)) if line.startswith("head: an evaluation")]
+
+
+def evaluated(settings: dict[str, Any]) -> float:
+    """The loss of an evaluation before the first step."""
+    run = tiny_run({"trainer.precision": "fp64", **settings})
+    return evaluate(run, build(run))
 
 
 @pytest.mark.parametrize(

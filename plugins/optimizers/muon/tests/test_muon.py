@@ -11,12 +11,33 @@ from mplug_muon.routing import is_hidden_matrix
 from scanning import HYBRID
 from torch import Tensor
 
-from mplug import Init, Parameter, Placement, Segment
+from mplug import Init, Parameter, Placement, Segment, UsageError
 from mplug.model import matrices
+from mplug.model.build import build_model
 from mplug.training.assembly import build
 from mplug_testing import DenseStep, OptimizerSuite, dense
 from mplug_testing.harness import tiny_run
 
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": {
+        "model.name": "bert",
+        "model.hidden_size": 32,
+        "model.num_attention_heads": 4,
+        "model.vocab_size": 257,
+        "data.name": "masked",
+        "data.of": {"name": "mock"},
+        "data.mask_token": 256,
+    },
+    "t5": {
+        "model.name": "t5",
+        "model.hidden_size": 32,
+        "model.vocab_size": 400,
+        "data.name": "spans",
+        "data.of": {"name": "mock"},
+        "data.encoder_length": 16,
+        "data.end_token": 1,
+    },
+}
 HIDDEN = {"matrix", "wide matrix", "fused matrices", "matrix that does not decay", "experts"}
 
 
@@ -184,6 +205,22 @@ def test_embeddings_and_the_head_of_a_model_are_told_by_the_plan(fields: dict[st
     hidden = {piece.name for piece in parts.pieces if "momentum_buffer" in parts.optimizer.state(piece)}
     assert hidden
     assert matrices - hidden == tables
+
+
+def test_items_of_an_axis_that_the_model_does_not_have_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"optimizer\.separate: no matrix .* 'head'; the axes of rows are .*heads"):
+        build_model(tiny_run({"optimizer.name": "muon", "optimizer.separate": ["heads", "head"]}))
+    build_model(tiny_run({"optimizer.name": "muon", "optimizer.separate": ["heads", "kv_heads"]}))
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "soap"])
+@pytest.mark.parametrize(("model", "table"), [("bert", "embedding.token_type.weight"), ("t5", "relative.weight")])
+def test_by_default_the_tables_of_encoders_are_no_hidden_matrices(optimizer: str, model: str, table: str) -> None:
+    """The rows of token types, and of ranges of distances, are separate vectors."""
+    run = tiny_run({"optimizer.name": optimizer, **ENCODERS[model]})
+    tables = run.config.optimizer.tables
+    found = [one for name, one in build_model(run).placements.items() if name.endswith(table)]
+    assert [is_hidden_matrix(one.parameter, tables) for one in found] == [False] * (1 if model == "bert" else 2)
 
 
 def test_the_rows_of_a_short_convolution_are_separate_and_decays_are_no_matrices() -> None:

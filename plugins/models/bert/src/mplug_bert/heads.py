@@ -140,6 +140,14 @@ class EmbeddingHead(nn.Module):
         self.norm, self.mean, self.temperature = norm, mean, temperature
         self.across: Across = own_only
 
+    @property
+    def varies(self) -> str:
+        """What depends on the layout: a step has one micro batch, and an evaluation may have several."""
+        return (
+            "an evaluation of more than trainer.global_batch_size samples compares the pairs of each micro batch, and "
+            "the layout decides which samples are in one"
+        )
+
     def forward(self, x: Tensor, labels: Tensor, document_lengths: Tensor) -> tuple[Tensor, Tensor]:
         """x [B, S, D], labels [B, S], lengths [B, M] -> (sum of the losses in nats, number of pairs)."""
         lengths = document_lengths[:, : document_lengths.shape[1] // 2 * 2]

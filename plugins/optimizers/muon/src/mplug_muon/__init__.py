@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mplug import Optimizer, Piece, hookimpl
+from mplug import Optimizer, Piece, UsageError, hookimpl, listed
 from mplug_muon.config import MuonConfig
 
 if TYPE_CHECKING:
-    from mplug import Assembler
+    from mplug import Assembler, Model
 
 
 class Muon:
@@ -22,6 +22,16 @@ class Muon:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+
+    @hookimpl
+    def shard_model(self, model: "Model") -> None:
+        """Refuse items of axes that no matrix of the model has along its rows; no placement changes."""
+        rows = {segment.axis for one in model.placements.values() if len(one.dims) > 1 for segment in one.dims[-2]}
+        if unknown := [name for name in self.config.separate if name not in rows]:
+            raise UsageError(
+                f"optimizer.separate: no matrix of the model has rows along the axis '{unknown[0]}'; the axes of rows "
+                f"are {listed(sorted(rows))}"
+            )
 
     @hookimpl
     def build_optimizer(self, pieces: list[Piece], assembler: "Assembler") -> Optimizer:

@@ -40,7 +40,7 @@ class MuonConfig(BaseModel):
         "queries, keys and values of each head separately",
     )
     tables: Annotated[tuple[str, ...], AfterValidator(distinct)] = Field(
-        ("vocab", "positions", "conv"),
+        ("vocab", "positions", "token_types", "ranges", "conv"),
         description="named axes of look-up tables, output heads and short convolutions, whose rows are separate "
         "vectors; AdamW updates the parameters with these axes",
     )

@@ -32,7 +32,7 @@ class SOAPConfig(BaseModel):
         8192, ge=1, description="a side of a matrix that is longer has no factor, and keeps the standard basis"
     )
     tables: Annotated[tuple[str, ...], AfterValidator(distinct)] = Field(
-        ("vocab", "positions", "conv"),
+        ("vocab", "positions", "token_types", "ranges", "conv"),
         description="named axes of look-up tables, output heads and short convolutions, whose rows are separate "
         "vectors; AdamW updates the parameters with these axes",
     )

@@ -116,7 +116,7 @@ def _units(model: EncoderDecoder) -> list[Unit]:
     hidden, stream = ("encoder_hidden",), {"sequence": ROWS}
     units = [Unit("encoder.embedding", (ROWS, PLACES), (*hidden, "encoder_bias"), **stream)]
     units += [
-        Unit(f"encoder.blocks.{number}", (*hidden, "encoder_bias", PLACES, LENGTHS), hidden, **stream)
+        Unit(f"encoder.blocks.{number}", (*hidden, "encoder_bias", PLACES, LENGTHS, OF_SAMPLE), hidden, **stream)
         for number in model.encoder.blocks
     ]
     units.append(Unit("encoder.end", (*hidden, PLACES), ("encoded",), **stream))

@@ -119,7 +119,13 @@ def _units(model: EncoderDecoder) -> list[Unit]:
     hidden, stream = ("encoder_hidden",), {"sequence": ROWS}
     units = [Unit("encoder.embedding", (ROWS, PLACES), (*hidden, "encoder_bias"), **stream)]
     units += [
-        Unit(f"encoder.blocks.{number}", (*hidden, "encoder_bias", PLACES, LENGTHS), hidden, optional=(OF_TEXT,), **stream)
+        Unit(
+            f"encoder.blocks.{number}",
+            (*hidden, "encoder_bias", PLACES, LENGTHS),
+            hidden,
+            optional=(OF_TEXT,),
+            **stream,
+        )
         for number in model.encoder.blocks
     ]
     units.append(Unit("encoder.end", (*hidden, PLACES), ("encoded",), **stream))

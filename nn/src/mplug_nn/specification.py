@@ -243,7 +243,8 @@ def _relative(table: Tensor, queries: int, keys: int) -> Tensor:
     distances = torch.arange(1 - keys, queries + 1, device=table.device)  # ascending, and one more
     line = wide[:, distances.clamp(-reach, reach) + reach]  # [H, S + T]
     lines = line[:, None].expand(-1, queries, -1).flatten(1)[:, queries - 1 :]
-    return lines[:, : queries * (width - 1)].unflatten(1, (queries, width - 1))[:, :, :keys]
+    shifted: Tensor = lines[:, : queries * (width - 1)].unflatten(1, (queries, width - 1))
+    return shifted[:, :, :keys]
 
 
 def _of_rows(table: Tensor, static: StaticKeys) -> Tensor:

@@ -30,10 +30,12 @@ def by_document(
     lengths = torch.stack((counts, rows.shape[1] - counts), dim=1)  # the padding of a document is one of its own
     mixed = masked(*heads, replace(spec, documents=True), inputs._replace(document_lengths=lengths))
     empty = mixed.new_zeros(total + 1, *mixed.shape[2:])
-    return empty.index_copy(0, places.flatten(), mixed.flatten(0, 1))[:total].unflatten(0, samples)
+    written: Tensor = empty.index_copy(0, places.flatten(), mixed.flatten(0, 1))[:total]
+    return written.unflatten(0, samples)
 
 
 def _chosen(x: Tensor, places: Tensor) -> Tensor:
     """x [B, S, G, K] -> the rows of each document [N, L, G, K]."""
     rows = pad(x.flatten(0, 1).flatten(1), (0, 0, 0, 1))
-    return rows.index_select(0, places.flatten()).unflatten(0, places.shape).unflatten(-1, x.shape[2:])
+    chosen: Tensor = rows.index_select(0, places.flatten())
+    return chosen.unflatten(0, places.shape).unflatten(-1, x.shape[2:])

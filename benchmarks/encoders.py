@@ -38,12 +38,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import compilation_time_metrics
 from torch.nn.functional import cross_entropy
 
 from mplug.config.defaults import default_settings
 from mplug.config.sources import from_mapping, merge, read_assignments
 from mplug.contracts.micro_batch import DOCUMENTS, IGNORED, MicroBatch
 from mplug.model.build import choose_device
+from mplug.model.compiled.compilation import compiled_graphs
 from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
@@ -181,11 +183,18 @@ def ours(run: Run, chosen: argparse.Namespace) -> tuple[Measured, list[Batches],
         run.step += 1
         parts.stepper.forward_backward(parts.train_loader.step_of(batches), run.step)
         if run.step <= chosen.batches:
-            say(f"mplug: forward and backward of step {run.step} are launched")
+            say(f"mplug: forward and backward of step {run.step} are launched; {compiler_seconds()}")
         return parts.stepper.update(1e-5, 0.0).loss
 
     name = f"mplug, {'packed, ' * (chosen.model != 't5')}{chosen.attention}"
     return measured(name, step, batches, work, run, chosen.steps), batches, work
+
+
+def compiler_seconds() -> str:
+    """The seconds of torch's compiler so far: of tracing with all that it calls, and of inductor."""
+    seconds = {name: sum(each) for name, each in compilation_time_metrics.items()}
+    inductor = sum(one for name, one in seconds.items() if name.endswith("compile_fx_inner"))
+    return f"{compiled_graphs()} graphs, {seconds.get('_compile.compile_inner', 0.0):.1f} s, inductor {inductor:.1f} s"
 
 
 def work_of(parts: Parts, batches: Batches) -> Work:

@@ -21,17 +21,15 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from covering import Array, Case, Features, Generator, all_pairs, default_case  # noqa: E402
 from pair_features import (  # noqa: E402
+    ARRAYS,
     COSTLY,
     FEATURES,
     GENERAL,
     MEANING,
     PRODUCT,
-    SEEING,
-    SEEING_MEANING,
-    SEES,
+    OwnArray,
     few_with_every_value,
     named_cases,
-    seeing,
     small_enough,
 )
 from pair_probe import refusal_of, world_size_of  # noqa: E402
@@ -61,7 +59,7 @@ sinks hold (each copy on each rank), the movement of the master weights, and the
 | cases that contain all others | {cases} |
 | ranks of a case | {ranks} |
 | cases of the product of {product} | {product_cases} |
-| cases of the family `{sees}`, which contain all pairs of its features | {seeing_cases} |
+{own_cases}
 | cases that the quick tests run | {quick} |
 
 In the quick tests every value of the pairs occurs, uncompiled. `pytest --wide pairs` runs the other cases. With
@@ -80,10 +78,9 @@ The first value is the default.
 
 {table}
 
-The family `{sees}` has a tower, and only it takes media. It has an array of its own, with these features, and with
-{shared} of the others:
+Some families have an array of their own, with features of their own and some of the others.
 
-{seeing_table}
+{own_tables}
 
 ## Found
 
@@ -104,9 +101,7 @@ default. The list is not written by hand: the generator tries cases, and reduces
 
 {reasons}
 
-Of the family `{sees}`:
-
-{seeing_reasons}
+{own_reasons}
 """
 
 
@@ -115,16 +110,17 @@ def main() -> None:
     began = monotonic()
     before = json.loads(DATA.read_text()) if DATA.exists() and "--anew" not in sys.argv else {}
     array = covering(FEATURES, refusal_of, before.get("pairs", []))
-    of_seeing = covering(SEEING, lambda case: refusal_of(seeing(case)), before.get("seeing", []))
+    own = {name: own_covering(one, before.get(name, [])) for name, one in ARRAYS.items()}
     second = product_cases()
-    data: dict[str, Any] = {"pairs": array.cases, "product": second, "seeing": of_seeing.cases}
-    data |= {"refused": entries_of(array), "seeing refused": entries_of(of_seeing)}
+    data: dict[str, Any] = {"pairs": array.cases, "product": second, **{name: one.cases for name, one in own.items()}}
+    data |= {"refused": entries_of(array), **{f"{name} refused": entries_of(one) for name, one in own.items()}}
     lists = [f'"{name}": [\n' + ",\n".join(map(json.dumps, listed)) + "\n]" for name, listed in data.items()]
     ranks = Counter(map(world_size_of, array.cases))
     data["ranks"] = {str(number): ranks[number] for number in sorted(ranks)}
     DATA.write_text("{\n" + ",\n".join([*lists, f'"ranks": {json.dumps(data["ranks"])}']) + "\n}\n")
     PAGE.write_text(page(data))
-    counts = f"{len(array.cases)} cases of pairs, {len(second)} of the product, {len(of_seeing.cases)} of {SEES}"
+    of_own = ", ".join(f"{len(one.cases)} of {name}" for name, one in own.items())
+    counts = f"{len(array.cases)} cases of pairs, {len(second)} of the product, {of_own}"
     print(f"{counts} in {monotonic() - began:.0f} s")
 
 
@@ -135,6 +131,12 @@ def covering(features: Features, probe: Callable[[Case], str], kept: list[Case])
     if array.uncovered:
         sys.exit(f"no accepted case contains the pairs {[sorted(pair) for pair in array.uncovered]}")
     return array
+
+
+def own_covering(array: OwnArray, kept: list[Case]) -> Array:
+    """The cases of an array of its own."""
+    kept = [{**default_case(array.features), **case} for case in kept]
+    return covering(array.features, lambda case: refusal_of(array.whole(case)), kept)
 
 
 def entries_of(array: Array) -> list[dict[str, Any]]:
@@ -171,14 +173,28 @@ def page(data: dict[str, Any]) -> str:
         product=" × ".join(PRODUCT),
         product_cases=len(data["product"]),
         quick=len(few_with_every_value(named_cases(data))),
-        sees=SEES,
-        seeing_cases=len(data["seeing"]),
+        own_cases="\n".join(
+            f"| cases of {families_of(array)}, which contain all pairs of their features | {len(data[name])} |"
+            for name, array in ARRAYS.items()
+        ),
         table=table_of(FEATURES, MEANING),
-        shared=", ".join(name for name in SEEING if name not in SEEING_MEANING),
-        seeing_table=table_of(SEEING, SEEING_MEANING),
+        own_tables="\n\n".join(map(own_table, ARRAYS.values())),
         reasons=refusals(data["refused"]),
-        seeing_reasons=refusals(data["seeing refused"]),
+        own_reasons="\n\n".join(
+            f"Of {families_of(array)}:\n\n{refusals(data[f'{name} refused'])}" for name, array in ARRAYS.items()
+        ),
     )
+
+
+def families_of(array: OwnArray) -> str:
+    """The families of an array."""
+    return ", ".join(f"`{family}`" for family in array.features["family"])
+
+
+def own_table(array: OwnArray) -> str:
+    """What is different in the families of an array, and its features."""
+    shared = ", ".join(name for name in array.features if name not in array.meaning)
+    return f"{families_of(array)}: {array.about}. Also: {shared}.\n\n{table_of(array.features, array.meaning)}"
 
 
 def table_of(features: Features, meanings: Mapping[str, str]) -> str:

@@ -16,14 +16,13 @@ from typing import Any
 import pytest
 from covering import Case, Features, Generator, all_pairs, default_case, pairs_of
 from pair_features import (
+    ARRAYS,
     FEATURES,
     PRODUCT,
-    SEEING,
     few_with_every_value,
     named_cases,
     reference_of,
     resumed_settings,
-    seeing,
     settings_of,
 )
 from pair_probe import refusal_of, world_size_of
@@ -34,7 +33,10 @@ from mplug_testing.workers import WorkerFailed
 
 DOCS = Path(__file__).parent.parent / "docs"
 DATA: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "pairs.json").read_text())
-ARRAYS = {"all families": (FEATURES, "pairs", "refused"), "a model that sees": (SEEING, "seeing", "seeing refused")}
+LISTS = {
+    "all families": (FEATURES, "pairs", "refused"),
+    **{name: (array.features, name, f"{name} refused") for name, array in ARRAYS.items()},
+}
 """The features of an array, and the keys of its cases and of what is refused."""
 CASES = named_cases(DATA)
 QUICK = few_with_every_value(CASES)
@@ -55,7 +57,9 @@ def reference(case: Case, factory: pytest.TempPathFactory) -> tuple[Trace, Path]
 
 def shown(case: Case) -> dict[str, str]:
     """The values of a case that are not defaults."""
-    defaults = default_case({**SEEING, **FEATURES})
+    defaults = default_case(
+        {**{name: values for one in ARRAYS.values() for name, values in one.features.items()}, **FEATURES}
+    )
     return {name: value for name, value in case.items() if value != defaults[name]}
 
 
@@ -101,7 +105,7 @@ def test_the_features_of_a_case_give_the_run_of_one_process_and_resume_as_it(
     assert not found["failures"], f"{shown(CASES[name])}: {'; '.join(found['failures'])}"
 
 
-@pytest.mark.parametrize(("features", "cases", "entries"), ARRAYS.values(), ids=ARRAYS)
+@pytest.mark.parametrize(("features", "cases", "entries"), LISTS.values(), ids=LISTS)
 def test_every_pair_of_values_is_in_a_case_or_is_refused(features: Features, cases: str, entries: str) -> None:
     """A refused set of more than two values leaves its pairs to other cases."""
     covered = {pair for case in DATA[cases] for pair in pairs_of(case)}
@@ -122,8 +126,9 @@ def test_the_product_has_every_combination_of_its_values() -> None:
 def test_what_the_page_lists_as_refused_is_refused() -> None:
     for entry in DATA["refused"]:
         assert refusal_of({**default_case(FEATURES), **entry["values"]}) == entry["reason"]
-    for entry in DATA["seeing refused"]:
-        assert refusal_of(seeing({**default_case(SEEING), **entry["values"]})) == entry["reason"]
+    for name, array in ARRAYS.items():
+        for entry in DATA[f"{name} refused"]:
+            assert refusal_of(array.whole(entry["values"])) == entry["reason"]
 
 
 @pytest.mark.wide("pairs")

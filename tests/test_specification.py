@@ -21,6 +21,7 @@ from mplug.training.assembly import build
 from mplug_nn import Attention, AttentionInputs, AttentionSpec, scaled_dot_product
 from mplug_nn.attention import needs_of_specification
 from mplug_nn.parts import PLAIN_PARTS, numbered
+from mplug_nn.specification import bias_of
 from mplug_testing.capabilities import Setting, parts_fault
 from mplug_testing.harness import tiny_run
 from mplug_testing.samples import malformed
@@ -258,3 +259,29 @@ def test_lengths_that_are_not_those_of_the_sample_are_malformed(lengths: list[li
     found = malformed({**batch, "document_lengths": torch.tensor(lengths)}, 8)
     assert said in found
     assert bool(found) == bool(said)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(5, 5), (2, 7), (1, 3)])
+def test_a_relative_bias_and_its_gradient_are_those_of_every_pair(queries: int, keys: int) -> None:
+    table = drawn(3, 2 * R + 1).requires_grad_()
+    spec, inputs = replace(SPEC, bias="relative"), AttentionInputs(bias_table=table, num_heads=3)
+    found = bias_of(spec, inputs, 3, queries, keys, table.device)
+    assert found is not None
+    factors, of_table = drawn(3, queries, keys), torch.zeros_like(table)
+    for query in range(queries):
+        for key in range(keys):
+            place = min(max(key - (keys - queries + query), -R), R) + R
+            assert torch.equal(found[:, query, key], table[:, place])
+            of_table[:, place] += factors[:, query, key]
+    (gradient,) = torch.autograd.grad((found * factors).sum(), table)
+    torch.testing.assert_close(gradient, of_table, rtol=0, atol=1e-12)
+
+
+def test_the_gradient_of_a_table_in_bf16_is_summed_in_fp32() -> None:
+    """2,016 pairs of the greatest distances: in bf16, ones would add up to 256."""
+    table = torch.zeros(1, 3, dtype=torch.bfloat16, requires_grad=True)
+    inputs = AttentionInputs(bias_table=table, num_heads=1)
+    found = bias_of(replace(SPEC, bias="relative"), inputs, 1, 64, 64, table.device)
+    assert found is not None
+    (gradient,) = torch.autograd.grad(found.to(torch.bfloat16).sum(), table)
+    assert gradient.tolist() == [[2016.0, 64.0, 2016.0]]

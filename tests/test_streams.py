@@ -54,6 +54,27 @@ def test_a_process_has_at_least_two_groups_and_two_lengths() -> None:
 
 
 @pytest.mark.parametrize(
+    ("rank", "numbers", "lines"),
+    [
+        (0, [[3, 4], [5, -1], [1, 2]], [[1, 2]]),
+        (1, [[3, 4], [5, -1], [1, 2]], [[0, 1], [2, -1]]),
+        (1, [[0, 2]], [[-1, -1]]),
+    ],
+)
+def test_a_rank_has_the_lines_of_its_own_groups_with_its_own_numbers(
+    rank: int, numbers: list[list[int]], lines: list[list[int]]
+) -> None:
+    """The segment of 6 rows, three groups, is on the first rank; those of 4 and 2 are on the second."""
+    stream = Stream(("bounds",), group=2, indices=("of_sample",), own=("of_share",))
+    plan = replace(PLAN, context={**PLAN.context, "of_sample": ("batch", "most")}, streams={"glyphs": stream})
+    mesh = Mesh.of([Axis("cp", 2, shares_streams=True)], 2)
+    whole = {**batch(12, 6, 4, 2), "of_sample": torch.tensor(numbers)}
+    own = own_part(whole, plan, mesh, rank)
+    assert own["bounds"].tolist() == [[[6, 0], [4, 2]][rank]]
+    assert own["of_share"].tolist() == lines
+
+
+@pytest.mark.parametrize(
     ("wrong", "words"),
     [
         (batch(5, 5), "'rows' has 5 rows of glyphs; the number must be a multiple of 2, and not 0"),

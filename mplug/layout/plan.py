@@ -56,7 +56,9 @@ class Stream:
     The host divides the segments among the ranks along axes that share streams (`Axis.shares_streams`). It appends
     copies of the last group of rows, as segments of their own, until all these ranks have equally many groups, of which
     each rank of sequence parallelism has as many, and at least two. Group g of the r-th rank, of n groups each, then
-    has the number r n + g in the entries that `indices` names.
+    has the number r n + g in the entries that `indices` names. `own` names entries [N, L] that the host makes, one for
+    each entry of `indices` in order: the lines of that entry whose first group this rank has, with the numbers that
+    groups have on this rank; at least one line, perhaps of -1 alone. A line refers to one segment.
 
     With `parallel.balance`, the host also divides the segments among ranks that read different samples. The results
     then return to the rank of their samples, where a unit joins them with tokens: the numbers in `indices` stay those
@@ -71,6 +73,7 @@ class Stream:
     lengths: tuple[str, ...]
     group: int = 1
     indices: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
     rows: int = 0
     squares: int = 0
     remedy: str = "use a data plugin that supplies them (the hook 'batch_entries'), or a model without this part"

@@ -70,7 +70,18 @@ def own_rows(batch: MicroBatch, plan: "Plan", mesh: "Mesh", rank: int) -> MicroB
         if rows_by_entry(batch, plan, axis):
             changed |= _Shares(batch, plan, axis, stream, prod(one.size for one in sharing), splits).of(own)
             changed |= {name: _padded(changed[name]) for name in stream.lengths if name in changed}
+            groups = next(iter(rows_by_entry(changed, plan, axis).values())) // stream.group
+            sources = zip(stream.own, stream.indices, strict=False)
+            changed |= {name: _own_lines(changed[of], own, groups) for name, of in sources if of in changed}
     return changed
+
+
+def _own_lines(numbers: Tensor, share: int, groups: int) -> Tensor:
+    """The lines of `Stream.own`: numbers [B, L] of all shares, each of which has so many groups."""
+    first = numbers[:, 0]
+    lines = numbers[(first >= share * groups) & (first < (share + 1) * groups)]
+    lines = lines if len(lines) else torch.full_like(numbers[:1], -1)
+    return torch.where(lines < 0, lines, lines - share * groups)
 
 
 def _padded(lengths: Tensor) -> Tensor:

@@ -5,36 +5,71 @@ case has their defaults, in one process.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from covering import Case
+from covering import Case, default_case
 
 Settings = dict[str, Any]
 
 _TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 BASE: Settings = _TABLES["base"]
-_OF_SEEING = _TABLES["seeing"]
-_OWN: dict[str, dict[str, Settings]] = {name: one["values"] for name, one in _OF_SEEING["features"].items()}
 _GENERAL: dict[str, dict[str, Settings]] = {name: one["values"] for name, one in _TABLES["features"].items()}
-VALUES = {name: {**_GENERAL.get(name, {}), **_OWN.get(name, {})} for name in {**_GENERAL, **_OWN}}
 MEANING: dict[str, str] = {name: one["meaning"] for name, one in _TABLES["features"].items()}
-SEEING_MEANING: dict[str, str] = {name: one["meaning"] for name, one in _OF_SEEING["features"].items()}
 FEATURES: dict[str, tuple[str, ...]] = {name: tuple(values) for name, values in _GENERAL.items()}
 LAYERS, BATCH = BASE["model.num_layers"], BASE["trainer.global_batch_size"]
 GENERAL = {"qwen-experts", "llama", "qwen", "gemma", "gpt-oss", "deepseek"}
 """The families with the fields of `GeneralDecoderConfig`."""
 HEAD_ALONE = "pp2 1f1b, head alone"
 STRATEGIES = ("data", "tensor", "context", "pipeline", "experts")
-SEES: str = _OF_SEEING["family"]
-"""The family with a tower, whose cases are an array of their own: no other family takes media."""
 MATHEMATICS = ("family", "mixing", "mixture", "ahead", "tied", "packed", "adapter", "frozen", "optimizer", "media")
-SEEING: dict[str, tuple[str, ...]] = {
-    **{name: tuple(values) for name, values in _OWN.items()},
-    **{name: tuple(value for value in FEATURES[name] if value != HEAD_ALONE) for name in _OF_SEEING["shared"]},
-}
-"""The features of its array: its own, and some of those of the others."""
+
+
+@dataclass(frozen=True)
+class OwnArray:
+    """The cases of families that lack fields of the others, or need other data.
+
+    `about` says what is different. `settings` lie over the base, of which the fields `without` are left out. `values`
+    are those of its own features, whose meanings are `meaning`; `features` are all of them.
+    """
+
+    about: str
+    settings: Settings
+    without: tuple[str, ...]
+    values: dict[str, dict[str, Settings]]
+    meaning: dict[str, str]
+    features: dict[str, tuple[str, ...]]
+
+    @classmethod
+    def of(cls, table: Mapping[str, Any]) -> "OwnArray":
+        """The array of a table of the file."""
+        own = {name: one["values"] for name, one in table["features"].items()}
+        shared = {name: tuple(value for value in FEATURES[name] if value != HEAD_ALONE) for name in table["shared"]}
+        return cls(
+            table["about"],
+            table["settings"],
+            tuple(table.get("without", ())),
+            own,
+            {name: one["meaning"] for name, one in table["features"].items()},
+            {**{name: tuple(values) for name, values in own.items()}, **shared},
+        )
+
+    def whole(self, case: Case) -> Case:
+        """A case with the defaults of all other features."""
+        return {**{name: values[0] for name, values in FEATURES.items()}, **default_case(self.features), **case}
+
+    @property
+    def base(self) -> Settings:
+        """The settings of every case."""
+        return {name: value for name, value in BASE.items() if name not in self.without} | self.settings
+
+
+ARRAYS: dict[str, OwnArray] = {name: OwnArray.of(table) for name, table in _TABLES["arrays"].items()}
+"""The arrays beside that of all other families."""
+SEEING = "seeing"
+_ARRAY_OF = {family: array for array in ARRAYS.values() for family in array.features["family"]}
 COSTLY = ("compile",)
 """Features whose other values cost more than everything else of a case."""
 PRODUCT = {
@@ -58,14 +93,10 @@ def _resumes_alike(case: Case) -> bool:
     return _samples(case) * 2 ** sum(case[name] != "none" for name in STRATEGIES) <= BATCH
 
 
-def seeing(case: Case) -> Case:
-    """A case of the array of the family that sees, with the defaults of all other features."""
-    return {**{name: values[0] for name, values in FEATURES.items()}, "family": SEES, **case}
-
-
 def named_cases(data: Mapping[str, Any]) -> dict[str, Case]:
     """All cases of the file by name: `pair-007`, `product-012`, `seeing-003`."""
-    lists = {"pair": data["pairs"], "product": data["product"], "seeing": [*map(seeing, data["seeing"])]}
+    own = {name: [*map(array.whole, data[name])] for name, array in ARRAYS.items()}
+    lists = {"pair": data["pairs"], "product": data["product"], **own}
     return {f"{name}-{number:03}": case for name, cases in lists.items() for number, case in enumerate(cases)}
 
 
@@ -74,17 +105,23 @@ DENSE = ("gpt", "gpt alibi", "llama", "qwen")
 
 
 def few_with_every_value(cases: Mapping[str, Case]) -> set[str]:
-    """The names of few cases of pairs that are not compiled, in which every other value of theirs occurs.
+    """The names of few cases that are not compiled: in those of pairs every other value of theirs occurs.
 
-    Each is the one with the most new values for its cost. Families that see and compiled units have tests of their own.
+    Each is the one with the most new values for its cost. Another array has one case. Families that see, and compiled
+    units, have tests of their own.
     """
-    own = {name: case for name, case in cases.items() if name.startswith("pair-") and case["compile"] == "never"}
+    plain = {name: case for name, case in cases.items() if case["compile"] == "never"}
+    own = {name: case for name, case in plain.items() if name.startswith("pair-")}
     missing = {item for case in own.values() for item in case.items()}
     chosen: set[str] = set()
     while missing:
         best = max(own, key=lambda name: len(missing & own[name].items()) / _cost(own[name]))
         chosen.add(best)
         missing -= own[best].items()
+    for array in (array for name, array in ARRAYS.items() if name != SEEING):
+        own = {name: case for name, case in plain.items() if _ARRAY_OF.get(case["family"]) is array}
+        defaults = array.whole({}).items()
+        chosen.add(max(own, key=lambda name: len(own[name].items() - defaults) / _cost(own[name])))
     return chosen
 
 
@@ -121,13 +158,19 @@ def resumed_settings(case: Case, world_size: int) -> Settings:
     return {**settings_of(alone), **divided}
 
 
+def _values_of(case: Case, name: str) -> dict[str, Settings]:
+    """The values of a feature in the array of a case."""
+    array = _ARRAY_OF.get(case["family"])
+    return (array.values.get(name) if array is not None else None) or _GENERAL[name]
+
+
 def _mathematics(case: Case) -> Settings:
-    family, found = case["family"], dict(BASE)
-    if family == SEES:
-        found |= _OF_SEEING["settings"]
-    for name in (name for name in MATHEMATICS if name in case and (name, case[name]) != ("family", SEES)):
+    family = case["family"]
+    array = _ARRAY_OF.get(family)
+    found = dict(BASE if array is None else array.base)
+    for name in (name for name in MATHEMATICS if name in case):
         if name != "mixing" or family in GENERAL or case[name] != "full":
-            found |= VALUES[name][case[name]]
+            found |= _values_of(case, name)[case[name]]
     if family != "mixtral" or case["tied"] == "yes":
         found["model.tie_embeddings"] = case["tied"] == "yes"
     return found
@@ -136,8 +179,8 @@ def _mathematics(case: Case) -> Settings:
 def _execution(case: Case) -> Settings:
     found: Settings = {}
     words = []
-    for name in (name for name in VALUES if name in case and name not in MATHEMATICS):
-        own = dict(VALUES[name][case[name]])
+    for name in (name for name in FEATURES if name in case and name not in MATHEMATICS):
+        own = dict(_values_of(case, name)[case[name]])
         words.append(own.pop("parallel.layout", ""))
         found |= own
     if case["pipeline"] == HEAD_ALONE:

@@ -32,6 +32,7 @@ from mplug_nn.specification import (
     NO_INPUTS,
     AttentionInputs,
     AttentionSpec,
+    MoreInputs,
     Weighting,
     bias_of,
     unseen,
@@ -245,15 +246,14 @@ class DotProductAttention(nn.Module):
         positions: Tensor,
         keys: Tensor,
         document_lengths: Tensor | None = None,
-        position_groups: Tensor | None = None,
-        bias_table: Tensor | None = None,
+        **more: Unpack[MoreInputs],
     ) -> Tensor:
         """q [B, S, H, K], k and v [B, S, G, K], positions [1 or B, S], keys [B], lengths [B, M] -> [B, S, H, K].
 
-        `position_groups` and `bias_table` are as in `AttentionInputs`.
+        `more` are tensors of `AttentionInputs`.
         """
         q, k = self.prepare_qk(q, k, positions, *self.scales_of_norm, self.eps, self.theta)
-        return self._mixed(q, k, v, keys, document_lengths, position_groups, bias_table)
+        return self._mixed(q, k, v, keys, document_lengths, **more)
 
     def _mixed(
         self,
@@ -262,14 +262,13 @@ class DotProductAttention(nn.Module):
         v: Tensor,
         keys: Tensor,
         document_lengths: Tensor | None,
-        position_groups: Tensor | None = None,
-        bias_table: Tensor | None = None,
+        **more: Unpack[MoreInputs],
     ) -> Tensor:
         if self.cache is not None:
             refuse_documents(document_lengths)
             k, v = self.cache.extend(k, v)
             document_lengths = self.cache.document_lengths(k.shape[1])
-        return self._attended(q, k, v, keys, document_lengths, position_groups, bias_table)
+        return self._attended(q, k, v, keys, document_lengths, **more)
 
     def _attended(
         self,
@@ -278,12 +277,11 @@ class DotProductAttention(nn.Module):
         v: Tensor,
         keys: Tensor,
         document_lengths: Tensor | None,
-        position_groups: Tensor | None = None,
-        bias_table: Tensor | None = None,
+        **more: Unpack[MoreInputs],
     ) -> Tensor:
         """The core's output [B, S, H, V]."""
-        spec = self._spec(document_lengths, position_groups)
-        return self.core(q, k, v, spec, self._inputs(spec, keys, document_lengths, position_groups, bias_table))
+        spec = self._spec(document_lengths, more.get("position_groups"))
+        return self.core(q, k, v, spec, self._inputs(spec, keys, document_lengths, **more))
 
     def _spec(self, document_lengths: Tensor | None, position_groups: Tensor | None = None) -> AttentionSpec:
         """What a call computes."""
@@ -302,22 +300,15 @@ class DotProductAttention(nn.Module):
         spec: AttentionSpec,
         keys: Tensor,
         document_lengths: Tensor | None,
-        position_groups: Tensor | None = None,
-        bias_table: Tensor | None = None,
+        **more: Unpack[MoreInputs],
     ) -> AttentionInputs:
         """The tensors of a call."""
         static = None if self.cache is None else self.cache.static_keys
         drawn = mix(keys ^ self.site) if spec.dropout else None
-        groups = position_groups if spec.position_groups else None
-        return AttentionInputs(
-            drawn,
-            document_lengths,
-            self.sinks,
-            bias_table,
-            num_heads=self.num_heads,
-            static=static,
-            position_groups=groups,
-        )
+        if not spec.position_groups:
+            more["position_groups"] = None
+        own = {"num_heads": self.num_heads, "static": static}
+        return AttentionInputs(drawn, document_lengths, self.sinks, **own, **more)  # type: ignore[arg-type]
 
 
 def refuse_documents(document_lengths: Tensor | None) -> None:
@@ -395,13 +386,12 @@ class Attention(DotProductAttention):
         positions: Tensor,
         keys: Tensor,
         document_lengths: Tensor | None = None,
-        position_groups: Tensor | None = None,
-        bias_table: Tensor | None = None,
+        **more: Unpack[MoreInputs],
     ) -> Tensor:
         """x [B, S, D], positions [1 or B, S], the samples' random keys [B] -> [B, S, D].
 
         `document_lengths` [B, M] are the lengths of the documents in a packed sample. A position attends only to its
-        own document. `position_groups` [B, S] and `bias_table` are as in `AttentionInputs`.
+        own document. `more` are tensors of `AttentionInputs`.
         """
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [B, S, H + 2G, K]
         num_heads = self.out.weight.shape[1] // self.head_dim  # this rank's heads, from its shard of the weights
@@ -410,14 +400,14 @@ class Attention(DotProductAttention):
             heads, gate = heads.split((heads.shape[2] - num_heads, num_heads), dim=2)
         num_kv_heads = (heads.shape[2] - num_heads) // 2
         packed = self._packed_heads
-        if packed is not None and packed.serves(spec := self._spec(document_lengths, position_groups)):
-            inputs = self._inputs(spec, keys, document_lengths, position_groups, bias_table)
+        if packed is not None and packed.serves(spec := self._spec(document_lengths, more.get("position_groups"))):
+            inputs = self._inputs(spec, keys, document_lengths, **more)
             mixed = packed.attend(heads, num_heads, num_kv_heads, spec, inputs)
         else:
             q, k, v = self.prepare_qkv(
                 heads, num_heads, num_kv_heads, positions, *self.scales_of_norm, self.eps, self.theta, self.prepare_qk
             )
-            mixed = self._mixed(q, k, v, keys, document_lengths, position_groups, bias_table)
+            mixed = self._mixed(q, k, v, keys, document_lengths, **more)
         if gate is not None:
             mixed = mixed * gate.sigmoid()
         y: Tensor = self.out(mixed.flatten(-2))

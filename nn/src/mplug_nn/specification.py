@@ -159,6 +159,20 @@ class AttentionInputs(NamedTuple):
     """
     key_counts: Tensor | None = None
     """[B], int64, from 1 to T: with `cross`, the number of keys of each sample; the keys behind them are padding."""
+    document_rows: Tensor | None = None
+    """[N, L], int64: for each document that counts, the numbers of its rows in those of all samples, then -1.
+
+    With them, a supplier can compute a document at a time, and nothing for the rows of no document, such as padding.
+    They are as many for every size of the documents, so shapes do not vary. A supplier may ignore them.
+    """
+
+
+class MoreInputs(TypedDict, total=False):
+    """The tensors of `AttentionInputs` that a block passes on as they are."""
+
+    position_groups: Tensor | None
+    bias_table: Tensor | None
+    document_rows: Tensor | None
 
 
 NO_INPUTS = AttentionInputs()
@@ -208,15 +222,35 @@ def bias_of(
     if not spec.bias:
         return None
     static = inputs.static
-    distances = _distances(queries, keys, device) if static is None else static.distances[:, None, None]
+    if spec.bias == RELATIVE and inputs.bias_table is not None:
+        return _relative(inputs.bias_table, queries, keys) if static is None else _of_rows(inputs.bias_table, static)
     if spec.bias == ALIBI and inputs.num_heads is not None:
+        distances = _distances(queries, keys, device) if static is None else static.distances[:, None, None]
         own = torch.arange(inputs.first_head, inputs.first_head + heads, device=device)
         return -alibi_slopes(own, inputs.num_heads)[:, None, None] * distances.abs()
-    if spec.bias == RELATIVE and inputs.bias_table is not None:
-        reach = inputs.bias_table.shape[1] // 2
-        places = distances.clamp(-reach, reach) + reach
-        return inputs.bias_table[:, places] if static is None else inputs.bias_table[:, places[:, 0]].transpose(0, 1)
     raise ValueError(f"attention has a bias '{spec.bias}', which plain torch does not know, or not without its inputs")
+
+
+def _relative(table: Tensor, queries: int, keys: int) -> Tensor:
+    """The bias of a table [H, 2R + 1] for the last `queries` of the keys: [H, S, T] in at least fp32.
+
+    The values of all distances stand in a line, and each query reads it from its own place on. So the gradient of the
+    table is a sum over queries; were it indexed by pairs, all pairs of a distance would be added to one number in
+    memory, one after another.
+    """
+    reach, width = table.shape[1] // 2, queries + keys
+    wide = table.to(torch.promote_types(table.dtype, torch.float32))
+    distances = torch.arange(1 - keys, queries + 1, device=table.device)  # ascending, and one more
+    line = wide[:, distances.clamp(-reach, reach) + reach]  # [H, S + T]
+    lines = line[:, None].expand(-1, queries, -1).flatten(1)[:, queries - 1 :]
+    shifted: Tensor = lines[:, : queries * (width - 1)].unflatten(1, (queries, width - 1))
+    return shifted[:, :, :keys]
+
+
+def _of_rows(table: Tensor, static: StaticKeys) -> Tensor:
+    """The bias of a table [H, 2R + 1] for the rows of a static cache: [B, H, 1, T]."""
+    reach = table.shape[1] // 2
+    return table[:, static.distances.clamp(-reach, reach) + reach].transpose(0, 1)[:, :, None]
 
 
 def alibi_slopes(heads: Tensor, num_heads: int) -> Tensor:

@@ -36,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "roberta": {"model.name": "bert", **SHAPE, **MASKED, "model.position_offset": 2},
     "modernbert": {**MODERN, **MASKED},
     "modernbert packed": {**MODERN, **PACKED},
-    "sequences": {**MODERN, **CLASSES, "model.head": "sequences", "model.pooling": "mean"},
+    "sequences": {**MODERN, **CLASSES, "model.head": "sequences", "model.pooling": "mean", "optimizer.lr": 1e-4},
     "tokens": {"model.name": "bert", **SHAPE, **CLASSES, "model.head": "tokens"},
     "embedding": {**MODERN, "model.head": "embedding", "data.name": "mock", "data.documents": 4},
 }
@@ -45,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
 def run_of(case: str, micro_batches: int, device: str, precision: str, compiler: str) -> dict[str, Any]:
     """The settings of a run."""
     return {
+        "optimizer.lr": 5e-4,  # for "sequences", two such steps overshoot a minimum: rounding then decides the norm
         **CASES[case],
         "trainer.seq_length": 64,
         "trainer.global_batch_size": BATCH,
@@ -53,7 +54,6 @@ def run_of(case: str, micro_batches: int, device: str, precision: str, compiler:
         "trainer.precision": precision,
         "trainer.compile": compiler,
         "schedule.warmup_steps": 2,
-        "optimizer.lr": 5e-4,
     }
 
 

@@ -43,6 +43,12 @@ SMALL_TILES = {
 }
 """Tiles that fit into shared memory up to a width of 256, in half precision."""
 SMALL_TILES_OF_FP32 = {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 16, "fwd_num_stages": 2}
+SHARERS = 32
+"""The number of queries whose pairs are added to one copy of the gradient of a relative bias.
+
+The kernel adds every pair of a query and a key to the number of its distance, atomically. The last range holds most
+pairs, so with a single table they would wait for one another.
+"""
 LN2 = math.log(2)
 """The operators' log-sum-exps are to the base 2."""
 Program = Callable[..., tuple[Tensor, ...]]
@@ -86,7 +92,8 @@ def backward_program(form: Form, mask: Mask, own: Sequence[Tensor], trained: boo
 
     def compute(*tensors: Tensor) -> tuple[Tensor, ...]:
         (q, k, v, output, sums, gradient, sinks, bias), numbers, blocks = _split(tensors, *counts)
-        score, more = _score(form, bias, k.shape[1] - q.shape[1])
+        own = _copies(bias, q.shape[1]) if trained else bias
+        score, more = _score(form, own, k.shape[1] - q.shape[1])
         heads = [x.transpose(1, 2) for x in (q, k, v, output)]
         graphs = _differentiated(score, heads[0], more)
         given = (*heads, sums / LN2, gradient.transpose(1, 2), None)
@@ -95,10 +102,16 @@ def backward_program(form: Form, mask: Mask, own: Sequence[Tensor], trained: boo
                 *given, *graphs, _blocks(form, mask, blocks, q, k), form.scale, _options(q, v), more, numbers
             )
         of_heads = (x.transpose(1, 2).contiguous() for x in (dq, dk, dv))
-        of_bias = captured[0] if trained else bias.new_empty(0)
+        of_bias = captured[0].sum(dim=0) if trained else bias.new_empty(0)
         return *of_heads, _of_sinks(output, sums, gradient, sinks), of_bias
 
     return _program("backward", form, compute, (*own, *mask.numbers, *mask.tensors))
+
+
+def _copies(table: Tensor, queries: int) -> Tensor:
+    """The table [H, 2R + 1] once for every so many queries: [S / SHARERS, H, 2R + 1], and in need of a gradient."""
+    copies = table.detach().expand(-(-queries // SHARERS), -1, -1).contiguous()
+    return copies.requires_grad_()
 
 
 def _of_sinks(output: Tensor, sums: Tensor, gradient: Tensor, sinks: Tensor) -> Tensor:
@@ -148,7 +161,10 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _score(form: Form, bias: Tensor, shift: int) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
-    """The score function with `shift` more keys than queries, and the tensors that it receives last."""
+    """The score function with `shift` more keys than queries, and the tensors that it receives last.
+
+    `bias` are slopes [H], a table [H, 2R + 1], or copies of the table for groups of queries [N, H, 2R + 1].
+    """
     reach = bias.shape[-1] // 2
 
     def score(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor, *more: Tensor) -> Tensor:
@@ -158,7 +174,8 @@ def _score(form: Form, bias: Tensor, shift: int) -> tuple[Callable[..., Tensor],
         if form.bias == ALIBI:
             score = score - more[0][h] * distance.abs()
         if form.bias == RELATIVE:
-            score = score + more[0][h, distance.clamp(-reach, reach) + reach]
+            own = (query // SHARERS,) if bias.dim() == 3 else ()
+            score = score + more[0][(*own, h, distance.clamp(-reach, reach) + reach)]
         return score
 
     return score, (bias,) if form.bias else ()

@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from mplug_nn import AttentionCore, AttentionInputs, AttentionSpec
 from mplug_nn.parts import PLAIN_PARTS
 from mplug_nn.specification import FULL, KEY_LENGTH, VALUE_WIDTH, WINDOW, bias_of, unseen
+from mplug_sdpa.documents import by_document
 from mplug_sdpa.parts import CUDNN_PARTS, FLASH_PARTS, packed_by_flash
 from mplug_sdpa.static import attention_to_static_keys
 
@@ -44,6 +45,8 @@ def attention_by(operator: Operator, masked: Masked | None = None) -> Callable[.
         if spec.static_keys:
             return attention_to_static_keys(q, k, v, spec, inputs)
         if masked is not None and not _needs_no_mask(q, k, spec):
+            if inputs.document_rows is not None and spec.bias:
+                return by_document(masked, q, k, v, spec, inputs)
             return masked(q, k, v, spec, inputs)
         heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         causal = spec.causal and q.shape[1] == k.shape[1]

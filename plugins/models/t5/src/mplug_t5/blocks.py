@@ -40,10 +40,15 @@ class EncoderBlock(nn.Module):
         self.norm1, self.attn, self.dropout1 = norm1, attn, Dropout(dropout)
         self.norm2, self.mlp, self.dropout2 = norm2, mlp, Dropout(dropout)
 
-    def forward(self, x: Tensor, bias: Tensor, places: Tensor, lengths: Tensor) -> Tensor:
-        """x [1, R, D], bias [H, 2 reach + 1], places [1, R], lengths of the texts [1, N] -> [1, R, D]."""
+    def forward(
+        self, x: Tensor, bias: Tensor, places: Tensor, lengths: Tensor, encoder_own_rows: Tensor | None = None
+    ) -> Tensor:
+        """x [1, R, D], bias [H, 2 reach + 1], places [1, R], lengths [1, N], rows of each text [M, T] -> [1, R, D].
+
+        `lengths` are those of all segments, also of padding, from which nothing reads.
+        """
         keys = of_rows(places)
-        h = self.attn(self.norm1(x)[0], places, keys, lengths, bias_table=bias)
+        h = self.attn(self.norm1(x)[0], places, keys, lengths, bias_table=bias, document_rows=encoder_own_rows)
         h, x = self.norm2(self.dropout1(h, keys, places), x)
         y: Tensor = self.dropout2(self.mlp(h), keys, places)
         return x + y

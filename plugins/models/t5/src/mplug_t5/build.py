@@ -22,6 +22,8 @@ from mplug_t5.names import names
 ROWS = "encoder_tokens"
 """The axis of the stream; also the entry with its tokens."""
 PLACES, LENGTHS, OF_SAMPLE = "encoder_places", "encoder_lengths", "encoder_rows"
+OF_TEXT = "encoder_own_rows"
+"""The rows of each text of this rank, then -1: attention can compute a text at a time."""
 AXES = ("batch", "sequence")
 REMEDY = "use a data plugin with texts for the encoder (--data spans or --data pairs)"
 
@@ -92,6 +94,7 @@ def _planned(model: EncoderDecoder, config: T5Config) -> Model:
             **dict.fromkeys((ROWS, PLACES), of_rows),
             LENGTHS: ("packs", "encoder_texts"),
             OF_SAMPLE: ("batch", "encoder_length"),
+            OF_TEXT: ("encoder_texts", "encoder_length"),
         },
         activations={
             "encoder_hidden": (*of_rows, "embed"),
@@ -104,7 +107,7 @@ def _planned(model: EncoderDecoder, config: T5Config) -> Model:
             "num_targets": (),
             "logits": (*AXES, "vocab"),
         },
-        streams={ROWS: Stream((LENGTHS,), indices=(OF_SAMPLE,), rows=length, squares=length**2, remedy=REMEDY)},
+        streams={ROWS: Stream((LENGTHS,), 1, (OF_SAMPLE,), (OF_TEXT,), length, length**2, REMEDY)},
         external=names(config),
         answering=Answering(config.start_token, tuple(_later_units(body))),
     )
@@ -116,7 +119,13 @@ def _units(model: EncoderDecoder) -> list[Unit]:
     hidden, stream = ("encoder_hidden",), {"sequence": ROWS}
     units = [Unit("encoder.embedding", (ROWS, PLACES), (*hidden, "encoder_bias"), **stream)]
     units += [
-        Unit(f"encoder.blocks.{number}", (*hidden, "encoder_bias", PLACES, LENGTHS), hidden, **stream)
+        Unit(
+            f"encoder.blocks.{number}",
+            (*hidden, "encoder_bias", PLACES, LENGTHS),
+            hidden,
+            optional=(OF_TEXT,),
+            **stream,
+        )
         for number in model.encoder.blocks
     ]
     units.append(Unit("encoder.end", (*hidden, PLACES), ("encoded",), **stream))

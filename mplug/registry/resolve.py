@@ -84,7 +84,7 @@ class _Resolver:
             if section in readable
         }
         parallel, kernels = self._parallel(), self._kernels()
-        frozen, groups = self._of_host("model").frozen, self._of_host("optimizer").groups
+        frozen, of_optimizer = self._of_host("model").frozen, self._of_host("optimizer")
         self._precision()
         for section in FREE_SECTIONS:
             raw = self._named_in(section)
@@ -100,7 +100,8 @@ class _Resolver:
             settings=self.settings,
             frozen=frozen,
             recipe=recipe,
-            groups=groups,
+            groups=of_optimizer.groups,
+            average=of_optimizer.average,
         )
         if problems := [*contradictions(config)]:
             raise UsageError("\n".join(problems))

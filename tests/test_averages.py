@@ -197,8 +197,18 @@ def test_averages_are_resumed_under_further_layouts(first: str, second: str, tmp
 def test_commands_use_the_averages_that_the_run_evaluates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings = {
-        **{"model.name": "llama", "model.ffn_hidden_size": 48, "model.num_layers": 2, "optimizer.lr": LR},
-        **{"trainer.steps": 3, "trainer.eval_every": 100, "schedule.warmup_steps": 0, **HALF},
+        "model.name": "llama",
+        "model.ffn_hidden_size": 48,
+        "model.num_layers": 2,
+        "model.hidden_size": 32,
+        "model.num_attention_heads": 4,
+        "model.num_kv_heads": 2,
+        "model.vocab_size": 259,
+        "optimizer.lr": LR,
+        "trainer.steps": 3,
+        "trainer.eval_every": 100,
+        "schedule.warmup_steps": 0,
+        **HALF,
     }
     run = prepare(tiny_config(settings), directory=tmp_path / "runs" / "one")
     train(run)
@@ -217,7 +227,7 @@ def test_commands_use_the_averages_that_the_run_evaluates(tmp_path: Path, monkey
         file = str(tmp_path / f"{word}.json")
         done = CliRunner().invoke(main, ["evaluate", "--output", file, "--set", f"trainer.eval_averages={word}"])
         assert done.exit_code == 0, done.output
-        losses[word] = json.loads(Path(file).read_text())["loss"]
+        losses[word] = json.loads(Path(file).read_text())["total"]["loss"]
     assert losses["true"] == pytest.approx(val_loss, rel=1e-6)
     assert losses["false"] != pytest.approx(val_loss, rel=1e-6)
     for word, state in ((), AVERAGE), (("--weights",), "weight"):

@@ -271,7 +271,7 @@ def test_optimizers_of_groups_give_the_weights_of_one_process_under_further_layo
     [
         ({"name": "adamv"}, r"optimizer\.groups\.0\.optimizer\.name .*adamv.* did you mean 'adamw'"),
         ({"name": "adamw", "beta3": 1}, r"optimizer\.groups\.0\.optimizer\.beta3"),
-        ({"lr": 1}, r"optimizer\.groups\.0\.optimizer\.name .*is required: the name of a optimizer"),
+        ({"lr": 1}, r"optimizer\.groups\.0\.optimizer\.name .*is required: the name of an optimizer"),
         ("adamw", r"optimizer\.groups\.0\.optimizer .*must be a section"),
     ],
 )
@@ -289,8 +289,10 @@ def test_a_decay_that_grows_from_zero_is_no_factor_for_a_group() -> None:
 
 
 def test_an_optimizer_of_a_group_that_keeps_something_for_the_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AdamW, "state", hookimpl(lambda self: {}), raising=False)
-    monkeypatch.setattr(AdamW.state, "__name__", "state")
+    def state(self: AdamW) -> dict[str, Any]:
+        return {}
+
+    monkeypatch.setattr(AdamW, "state", hookimpl(state), raising=False)
     settings = {"optimizer.name": "sgd", "optimizer.groups": [ADAMW]}
     assert "an optimizer for each group, and optimizers/adamw keeps something" in refusal(settings)
 

@@ -149,12 +149,14 @@ class BatchRampup(Section):
 class Schedule(Section):
     """Learning rate, weight decay and batch size as functions of the step."""
 
-    name: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = Field(
-        description="shape of the learning rate after the warm-up"
+    name: PluginName = Field(
+        description="the learning rate after the warm-up: an entry of the open list of schedules, such as cosine "
+        "or wsd ('mplug plugins list --kind learning_rates')"
     )
     warmup_steps: NonNegativeInt = Field(description="steps over which the rate rises linearly from 0 to optimizer.lr")
     decay_steps: Size | None = Field(
-        description="steps of the decay; null: all steps after the warm-up (wsd: the last fifth of the run)"
+        description="steps of the decay; null: all steps after the warm-up (wsd, wsd_sqrt, wsd_cosine: the last fifth "
+        "of the run)"
     )
     min_lr: Finite = Field(description="minimum learning rate of the decay")
     weight_decay: WeightDecay = Field(description="schedule of the weight decay")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mplug.model.model import Model
     from mplug.run.run import Run
 
-COUNT = "averaged"
+COUNT = "num_averaged"
 """The state [] that counts the updates of a piece."""
 FIELD = "optimizer.average"
 

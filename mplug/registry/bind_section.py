@@ -67,7 +67,7 @@ def _with_families(
     return bound, problems
 
 
-NOUNS = {"models": "model family", "data": "data plugin", "optimizers": "optimizer"}
+NOUNS = {"models": "a model family", "data": "a data plugin", "optimizers": "an optimizer"}
 """Kind of a contained plugin -> what an error calls it."""
 
 
@@ -78,7 +78,7 @@ def _bind_contained(
     kind, word, preset = contained.kind, values.get("name"), values.get("preset")
     if not word:
         names = listed(registry.names(kind))
-        return None, [Problem(("name",), f"is required: the name of a {NOUNS[kind]} (installed: {names})")]
+        return None, [Problem(("name",), f"is required: the name of {NOUNS[kind]} (installed: {names})")]
     try:
         entry = registry.find(kind, str(word))
         plugin = registry.load(entry)

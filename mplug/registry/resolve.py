@@ -35,6 +35,7 @@ from mplug.registry.beginnings import beginnings, names_some
 from mplug.registry.bind_section import bind, preset_of
 from mplug.registry.entry_points import BrokenPlugin, Registry
 from mplug.registry.fallbacks import missing_defaults, missing_message, without_missing
+from mplug.registry.rates import RATES
 
 
 def resolve(registry: Registry, base: Settings, overrides: Settings) -> RunConfig:
@@ -86,6 +87,7 @@ class _Resolver:
         parallel, kernels = self._parallel(), self._kernels()
         frozen, of_optimizer = self._of_host("model").frozen, self._of_host("optimizer")
         self._precision()
+        self._learning_rate()
         for section in FREE_SECTIONS:
             raw = self._named_in(section)
             self._sub_sections(section, list(raw), raw)
@@ -276,6 +278,15 @@ class _Resolver:
         named = [word] if isinstance(word, str) and word else []
         found = [name for name in named if self._plugin(section, name, ("trainer", "precision"))]
         self._sub_sections(section, found, self._raw(section))
+
+    def _learning_rate(self) -> None:
+        """Refuse a learning rate schedule that is not in the open list."""
+        word = self._raw("schedule").get("name")
+        if isinstance(word, str) and word:
+            try:
+                RATES.check(word)
+            except ValueError as error:
+                self._problem(("schedule", "name"), str(error))
 
     def _recipe(self) -> sections.Recipe | None:
         """The section 'recipe'. Each field that it leaves to the user, and the user does not set, is a problem."""

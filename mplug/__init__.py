@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mplug.contracts.micro_batch import LOSS_WEIGHTS as LOSS_WEIGHTS
     from mplug.contracts.micro_batch import MicroBatch as MicroBatch
     from mplug.contracts.micro_batch import RankBatch as RankBatch
+    from mplug.contracts.optimizer import AVERAGE as AVERAGE
     from mplug.contracts.optimizer import Optimizer as Optimizer
     from mplug.contracts.optimizer import Piece as Piece
     from mplug.contracts.optimizer import ShapedState as ShapedState

@@ -1,6 +1,7 @@
 """Averages of the weights (`optimizer.average`): their values, layouts, checkpoints, evaluations and exports.
 
-`pytest --wide layouts` compares further layouts and optimizers with one process.
+`pytest --wide layouts` compares further layouts and optimizers with one process; `test_optimizers.py` resumes averages
+under other layouts.
 """
 
 import json
@@ -22,12 +23,10 @@ from mplug.contracts.optimizer import AVERAGE
 from mplug.model.build import build_model, measure_bytes
 from mplug.run.prepare import prepare
 from mplug.training.assembly import Parts, build
-from mplug.training.averages import averages_in_place
 from mplug.training.evaluation import evaluate
 from mplug.training.loop import train
 from mplug.training.position import Position
-from mplug_testing import run_workers
-from mplug_testing.harness import EXACT, Boxes, as_rank, logical, owned_values, tiny_config, tiny_run
+from mplug_testing.harness import EXACT, as_rank, tiny_config, tiny_run
 from mplug_testing.parity import require_parity
 
 LR, DECAY, STEPS = 1e-2, 0.1, 6
@@ -150,48 +149,6 @@ def begun(settings: dict[str, Any], directory: Path) -> None:
         position.run.step = number
         step(position.parts, number)
     position.save()
-
-
-def continued(settings: dict[str, Any], directory: Path) -> tuple[dict[str, Boxes], dict[str, Boxes]]:
-    """Be one rank that does two more steps: the weights that it owns, and their averages."""
-    position = position_of(settings, directory)
-    path = newest(directory / "checkpoints")
-    assert path is not None
-    position.load(position.choose(path))
-    for number in (4, 5):
-        position.run.step = number
-        step(position.parts, number)
-    weights = owned_values(position.run, position.parts)
-    with averages_in_place(position.run, position.parts):
-        return weights, owned_values(position.run, position.parts)
-
-
-def require_resumes(first: str, second: str, settings: dict[str, Any], directory: Path) -> None:
-    """A run of the first layout, continued under the second one, has the averages of one process."""
-    placements = build_model(tiny_run(settings)).placements
-    whole, divided = directory / "whole", directory / "divided"
-    begun(settings, whole)
-    expected = continued(settings, whole)
-    for layout, work in ((first, begun), (second, continued)):
-        one = {**settings, "parallel.layout": layout}
-        found = run_workers(tiny_run(one).mesh.world_size, work, one, divided)
-    for number in (0, 1):
-        for name, placement in placements.items():
-            one, other = (
-                logical(ranks, name, placement.shape)
-                for ranks in ([rank[number] for rank in found], [expected[number]])
-            )
-            torch.testing.assert_close(one, other, rtol=EXACT, atol=EXACT, msg=f"{number} {name}")
-
-
-def test_averages_are_resumed_under_another_layout(tmp_path: Path) -> None:
-    require_resumes("zero2", "tp2", HALF, tmp_path)
-
-
-@pytest.mark.parametrize(("first", "second"), [("tp2", "fsdp2"), ("fsdp2", "pp2"), ("pp2", "zero2"), ("zero2", "dp2")])
-@pytest.mark.wide("layouts")
-def test_averages_are_resumed_under_further_layouts(first: str, second: str, tmp_path: Path) -> None:
-    require_resumes(first, second, MIXED, tmp_path)
 
 
 def test_commands_use_the_averages_that_the_run_evaluates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

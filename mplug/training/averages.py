@@ -28,6 +28,7 @@ def averages_in_place(run: Run, parts: Parts) -> Iterator[None]:
 
 @torch.no_grad()
 def _exchange(parts: Parts) -> None:
+    parts.model.weights_settled()  # an exchange that is under way still reads the masters
     for piece in parts.pieces:
         average = parts.optimizer.state(piece).get(AVERAGE)
         if isinstance(average, torch.Tensor):  # the optimizer of a group may keep none

@@ -1,0 +1,23 @@
+"""Schedule-free AdamW (arXiv 2405.15682): no decay of the learning rate, by an average of the weights."""
+
+from mplug import Optimizer, Piece, hookimpl
+from mplug_schedulefree.config import ScheduleFreeConfig
+
+
+class ScheduleFree:
+    """AdamW whose gradients are taken between the weights and their average; the average is the model."""
+
+    Config = ScheduleFreeConfig
+
+    captures = True
+    """The number of updates and everything else that changes is on the device."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @hookimpl
+    def build_optimizer(self, pieces: list[Piece]) -> Optimizer:
+        """An optimizer of these pieces."""
+        from mplug_schedulefree.averaged import AveragedAdamW
+
+        return AveragedAdamW(pieces, self.config)

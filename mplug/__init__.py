@@ -126,6 +126,7 @@ if TYPE_CHECKING:
     from mplug.model.slots.offers import Site as Site
     from mplug.model.slots.offers import Wrap as Wrap
     from mplug.model.slots.slot_buffer import SlotBuffer as SlotBuffer
+    from mplug.model.sums import BlockPart as BlockPart
     from mplug.precisions.dtypes import FORMATS as FORMATS
     from mplug.precisions.precision import Precision as Precision
     from mplug.precisions.precision import Recipe as Recipe

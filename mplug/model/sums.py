@@ -21,7 +21,7 @@ Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class BlockPart:
     """A part of a block on this rank: views of a piece's tensors by `of`, of the block's sums by `within`."""
 
     block: Block
@@ -48,13 +48,13 @@ class Summands:
     shared: Sequence[Shared]
 
     @cached_property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[BlockPart]:
         """This rank's parts."""
         found = []
         for one in self.shared:
             for held in one.held.get(self.rank, ()):
                 holders = (rank for rank, parts in one.held.items() if any(held.start == own.start for own in parts))
-                found.append(Part(one.block, held, min(holders) == self.rank))
+                found.append(BlockPart(one.block, held, min(holders) == self.rank))
         return found
 
     @cached_property
@@ -83,9 +83,9 @@ class Sums:
         return self._make()
 
     @cached_property
-    def parts(self) -> dict[str, list[Part]]:
+    def parts(self) -> dict[str, list[BlockPart]]:
         """This rank's parts of blocks, by the name of the parameter."""
-        found = defaultdict[str, list[Part]](list)
+        found = defaultdict[str, list[BlockPart]](list)
         for one in self._summands:
             for part in one.parts:
                 found[part.block.name].append(part)
@@ -114,14 +114,14 @@ class Sums:
         Collective: one all-reduce for the parameters that the same ranks share.
         """
 
-        def summed(part: Part) -> list[Tensor]:
+        def summed(part: BlockPart) -> list[Tensor]:
             values = function(part.of(tensors[part.block.name]))
             return [values.sum(dims, keepdim=True, dtype=self.dtype) if dims else values for dims in over(part.block)]
 
         return self._reduced(over, summed, torch.add, dist.ReduceOp.SUM)
 
     def largest(
-        self, maxima: Callable[[Part], Sequence[Tensor]], over: Callable[[Block], Sequence[Dims]]
+        self, maxima: Callable[[BlockPart], Sequence[Tensor]], over: Callable[[Block], Sequence[Dims]]
     ) -> dict[Block, list[Tensor]]:
         """The largest of non-negative values, for each block one for each of the `over` dimensions, as `of` for sums.
 
@@ -132,7 +132,7 @@ class Sums:
     def _reduced(
         self,
         over: Callable[[Block], Sequence[Dims]],
-        of_part: Callable[[Part], Sequence[Tensor]],
+        of_part: Callable[[BlockPart], Sequence[Tensor]],
         combine: Callable[..., Tensor],
         reduction: dist.ReduceOp.RedOpType,
     ) -> dict[Block, list[Tensor]]:
@@ -155,7 +155,7 @@ class Sums:
             found |= own
         return found
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[BlockPart]:
         """This rank's parts."""
         return (part for parts in self.parts.values() for part in parts)
 

@@ -23,8 +23,7 @@ from mplug import Block, Optimizer, Piece, ShapedState, StepScalars
 from mplug_adamw.rounding import bits_of, counters, key_of_piece
 
 if TYPE_CHECKING:
-    from mplug import Assembler, Placement
-    from mplug.model.sums import Part
+    from mplug import Assembler, BlockPart, Placement
     from mplug_adamw.config import AdamWConfig
 
 CHUNK = 1 << 22
@@ -96,7 +95,7 @@ class Scales:
     rows: Tensor
     columns: Tensor
 
-    def of(self, part: "Part", cut: Cut) -> Tensor:
+    def of(self, part: "BlockPart", cut: Cut) -> Tensor:
         """The scale of each element in some rows (or matrices of a stack) of a part."""
         rows, columns = (part.within(one) for one in (self.rows, self.columns))
         return torch.minimum(*(one[cut] if len(one) > 1 else one for one in (rows, columns)))
@@ -166,7 +165,7 @@ class QuantizedAdamW(Optimizer):
                 for old_one, new_one in ((held.rows, scales[name].rows), (held.columns, scales[name].columns)):
                     old_one.copy_(torch.where(skipped, old_one, new_one))
 
-    def _largest(self, part: "Part") -> list[Tensor]:
+    def _largest(self, part: "BlockPart") -> list[Tensor]:
         """The largest new moments of the rows and the columns of a part, of both moments."""
         if part.block.num_dims != 2:
             return []
@@ -181,7 +180,7 @@ class QuantizedAdamW(Optimizer):
             for number, ones in enumerate(found)
         ]
 
-    def _advanced(self, part: "Part", cut: Cut) -> tuple[Tensor, Tensor]:
+    def _advanced(self, part: "BlockPart", cut: Cut) -> tuple[Tensor, Tensor]:
         """Both new moments of some rows of a part, which are the held ones in a skipped step but for rounding."""
         name, config = part.block.name, self._config
         held = [part.of(self._moments[name][moment])[cut] for moment in NAMES]
@@ -195,7 +194,7 @@ class QuantizedAdamW(Optimizer):
         return first, torch.lerp(held[1], gradient.square(), 1 - config.beta2)
 
     def _update(
-        self, part: "Part", cut: Cut, scales: dict[str, Scales] | None, scalars: StepScalars, skipped: Tensor
+        self, part: "BlockPart", cut: Cut, scales: dict[str, Scales] | None, scalars: StepScalars, skipped: Tensor
     ) -> None:
         name, config = part.block.name, self._config
         piece, moments = self._pieces[name], self._advanced(part, cut)
@@ -224,7 +223,7 @@ class QuantizedAdamW(Optimizer):
         return dict(self._states[piece.name])
 
 
-def _cuts(part: "Part") -> Iterator[Cut]:
+def _cuts(part: "BlockPart") -> Iterator[Cut]:
     """The rows of a part, or the matrices of a stack, at most `CHUNK` elements at a time; scalars are whole."""
     shape = part.held.shape
     if not shape:

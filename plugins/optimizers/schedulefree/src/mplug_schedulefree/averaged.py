@@ -30,8 +30,8 @@ class AveragedAdamW(Optimizer):
                 "step": step,
                 "largest_lr": largest,
                 "sum_of_weights": weight,
-                "fast": torch.zeros_like(piece.master),
-                AVERAGE: torch.zeros_like(piece.master),
+                "fast": piece.master.clone(),
+                AVERAGE: piece.master.clone(),
                 "exp_avg_sq": torch.zeros_like(piece.master),
             }
             for piece, (step, largest, weight) in zip(pieces, numbers, strict=True)

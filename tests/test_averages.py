@@ -23,6 +23,7 @@ from mplug.contracts.optimizer import AVERAGE
 from mplug.model.build import build_model, measure_bytes
 from mplug.run.prepare import prepare
 from mplug.training.assembly import Parts, build
+from mplug.training.averages import averages_in_place
 from mplug.training.evaluation import evaluate
 from mplug.training.loop import train
 from mplug.training.position import Position
@@ -251,3 +252,23 @@ def test_a_resumed_run_keeps_its_average(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"optimizer\.average"):
         without.load(without.choose(path))
     without.load(without.choose(path), ("optimizer.average",))
+
+
+def test_an_average_of_an_optimizer_that_keeps_one_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"optimizer\.average: optimizers/schedulefree, .* keeps averages itself"):
+        build(tiny_run({**HALF, "optimizer.name": "schedulefree"}))
+
+
+def test_an_evaluation_of_a_group_with_averages_leaves_the_other_weights_as_they_are() -> None:
+    group = {"match": "blocks", "optimizer": {"name": "schedulefree", "lr": LR}}
+    run = tiny_run({**FP64, "optimizer.groups": [group]})
+    parts = build(run)
+    for number in range(1, 4):
+        step(parts, number)
+    trained = {piece.name: piece.master.clone() for piece in parts.pieces}
+    with averages_in_place(run, parts):
+        for piece in parts.pieces:
+            state = parts.optimizer.state(piece)
+            assert (AVERAGE in state) == (piece.name in parts.model.groups)
+            assert torch.equal(piece.master, trained[piece.name]) == (AVERAGE not in state)
+    assert all(torch.equal(piece.master, trained[piece.name]) for piece in parts.pieces)

@@ -100,7 +100,7 @@ class Optimizer(ABC):
     This halves its memory.
     """
     averages: bool = False
-    """Whether every piece has a state `AVERAGE`: values that evaluations and exports use in the place of the master."""
+    """Whether pieces have a state `AVERAGE`: values that evaluations and exports use in the place of the master."""
 
     @abstractmethod
     def step(self, scalars: StepScalars) -> None:

@@ -1,5 +1,7 @@
 """Schedule-free AdamW (arXiv 2405.15682): no decay of the learning rate, by an average of the weights."""
 
+from typing import Any, ClassVar
+
 from mplug import Optimizer, Piece, hookimpl
 from mplug_schedulefree.config import ScheduleFreeConfig
 
@@ -8,6 +10,9 @@ class ScheduleFree:
     """AdamW whose gradients are taken between the weights and their average; the average is the model."""
 
     Config = ScheduleFreeConfig
+
+    fine_tuning: ClassVar[dict[str, dict[str, Any]]] = {"optimizer": {"lr": 5e-5, "weight_decay": 0.0}}
+    """A fiftieth of the default rate, as the host's default for AdamW; not measured."""
 
     captures = True
     """The number of updates and everything else that changes is on the device."""

@@ -28,11 +28,14 @@ if TYPE_CHECKING:
     from mplug.contracts.micro_batch import LOSS_WEIGHTS as LOSS_WEIGHTS
     from mplug.contracts.micro_batch import MicroBatch as MicroBatch
     from mplug.contracts.micro_batch import RankBatch as RankBatch
+    from mplug.contracts.optimizer import AVERAGE as AVERAGE
     from mplug.contracts.optimizer import Optimizer as Optimizer
     from mplug.contracts.optimizer import Piece as Piece
     from mplug.contracts.optimizer import ShapedState as ShapedState
     from mplug.contracts.optimizer import StepScalars as StepScalars
     from mplug.contracts.optimizer import WeightExchange as WeightExchange
+    from mplug.contracts.rates import RateSchedule as RateSchedule
+    from mplug.contracts.rates import RateSettings as RateSettings
     from mplug.contracts.stepper import Pipeline as Pipeline
     from mplug.contracts.stepper import Record as Record
     from mplug.contracts.stepper import Relay as Relay
@@ -123,6 +126,7 @@ if TYPE_CHECKING:
     from mplug.model.slots.offers import Site as Site
     from mplug.model.slots.offers import Wrap as Wrap
     from mplug.model.slots.slot_buffer import SlotBuffer as SlotBuffer
+    from mplug.model.sums import BlockPart as BlockPart
     from mplug.precisions.dtypes import FORMATS as FORMATS
     from mplug.precisions.precision import Precision as Precision
     from mplug.precisions.precision import Recipe as Recipe

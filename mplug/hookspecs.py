@@ -298,7 +298,8 @@ def build_optimizer(run: "Run", pieces: "list[Piece]", assembler: "Assembler") -
     whole matrices (`assembler.matrices`). Every rank must call its methods alike, also a rank without pieces.
 
     If the config has groups of parameters (`optimizer.groups`), the host calls the hook for each of them, on every rank
-    in the same order. So an optimizer must keep everything in the object that it returns.
+    in the same order: that of the group's own optimizer, if the group names one. So an optimizer must keep everything
+    in the object that it returns.
     """
 
 

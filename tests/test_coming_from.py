@@ -15,6 +15,7 @@ from mplug.config.binding import HOST_SECTIONS
 from mplug.config.defaults import default_settings
 from mplug.config.host_sections import Model, Optimizer
 from mplug.registry.entry_points import Registry
+from mplug.registry.rates import RATES
 from mplug.registry.resolve import resolve
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -81,6 +82,7 @@ def check_field(text: str) -> None:
     assert path[-1] in found, f"there is no field '{field}'"
     if equals:
         TypeAdapter(found[path[-1]]).validate_python(yaml.safe_load(value))
+        assert field != "schedule.name" or value in RATES.names()
 
 
 NEEDED = {

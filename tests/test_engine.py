@@ -139,3 +139,9 @@ def test_a_pipeline_and_a_strategy_that_listens_to_sinks_are_refused_beside_an_e
     run = run_with(Flat())
     with pytest.raises(UsageError, match="parallel/near sums gradients by listening to their sinks, and host/engine"):
         refuse_other_sums(run, build_model(run), ["host/engine", "parallel/near"])
+
+
+def test_an_average_beside_an_engine_is_refused() -> None:
+    run = prepare(tiny_config({**SETTINGS, "optimizer.average": {}}), {"host/engine": Flat()})
+    with pytest.raises(UsageError, match=r"optimizer\.average: the engine of host/engine keeps the master weights"):
+        build_model(run)

@@ -184,6 +184,10 @@ REFUSED: dict[str, tuple[TinySettings, tuple[str, ...]]] = {
     "another strategy": ({"parallel.layout": "tp2"}, ("parallel/tp does not state", "'captures'")),
     "a stepper of a strategy": ({"parallel.layout": "pp2"}, ("parallel/pp runs the step in an order of its own",)),
     "offload": ({"memory.recompute.offload": True}, ("memory/recompute copies activations to the CPU",)),
+    "an optimizer of a group": (
+        {"optimizer.groups": [{"match": "embedding", "optimizer": {"name": "soap"}}]},
+        ("optimizers/soap refreshes bases in steps that it chooses",),
+    ),
     "fused dropout": ({"model.attention_dropout": 0.5}, ("kernels/sdpa draws dropout masks",)),
     "experts on the CPU": (
         {"model.name": "mixtral", "model.num_experts": 4},

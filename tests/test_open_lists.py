@@ -15,9 +15,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from mplug import Offer, Run, Site
+from mplug import Offer, Run, Site, UsageError
 from mplug.registry.entry_points import OPEN_LISTS, Registry
 from mplug.registry.open_lists import _added
+from mplug.training.schedule import learning_rate
 from mplug_nn import MLP, SLOTS, Attention, Choice, Experts, MixtureOfExperts, Norm, Rotary, Router
 from mplug_nn.activations import ACTIVATIONS
 from mplug_nn.experts import add_of_group
@@ -25,6 +26,7 @@ from mplug_nn.norm_functions import NORMS
 from mplug_nn.open_lists import SCORES
 from mplug_nn.scores import SCORES as SCORED
 from mplug_nn.turning import rotate
+from mplug_testing.harness import tiny_config
 
 Install = Callable[[str, str, str], None]
 
@@ -279,3 +281,20 @@ def test_a_wrapped_computation_of_biased_experts_is_the_unwrapped_one() -> None:
     moe.experts.compute = wrapped  # type: ignore[assignment]
     torch.testing.assert_close(moe(x, positions, keys), expected)
     assert seen == [7]
+
+
+HALVES = """
+def halves(step, settings):
+    return settings.peak * 0.5 ** (step - settings.warmup_steps)
+"""
+BELOW = "[mplug.learning_rates]\nhalves = acme_halves:halves\n"
+
+
+def test_a_distribution_adds_a_learning_rate_schedule_that_a_config_names(install: Install) -> None:
+    named = {"schedule.name": "halves", "schedule.warmup_steps": 2, "schedule.min_lr": 0.1, "optimizer.lr": 1.0}
+    with pytest.raises(UsageError, match=r"schedule\.name .*no learning rate schedule is named 'halves'"):
+        tiny_config(named)
+    install("acme_halves", BELOW, HALVES)
+    section = tiny_config(named).schedule
+    rates = [learning_rate(step, 1.0, section, 100) for step in range(1, 8)]
+    assert rates == [0.5, 1.0, 0.5, 0.25, 0.125, 0.1, 0.1]

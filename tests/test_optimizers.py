@@ -1,4 +1,4 @@
-"""The bundled optimizers under every layout, and resumed under another one.
+"""The bundled optimizers, optimizers of groups and averages under every layout, and resumed under another one.
 
 `pytest --wide reshard` runs all layouts of every optimizer.
 """
@@ -17,6 +17,7 @@ import tiny_models
 from mplug.checkpoint.folder import newest
 from mplug.run.prepare import prepare
 from mplug.training.assembly import build
+from mplug.training.averages import averages_in_place
 from mplug.training.position import Position
 from mplug_testing import run_workers
 from mplug_testing.harness import EXACT, as_rank, changed_batches, logical, owned_values, tiny_config
@@ -88,14 +89,28 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     },
     "adamw in bf16": {"optimizer.name": "adamw", "optimizer.moments": "bf16", "optimizer.eps": 1e-3},
     "soap": {"optimizer.name": "soap", "optimizer.refresh_every": 3, "optimizer.eps": 1e-3},
+    "adamw of 8 bits": {"optimizer.name": "adamw", "optimizer.moments": "8bit", "optimizer.eps": 1e-3},
+    "average": {"optimizer.name": "adamw", "optimizer.eps": 1e-3, "optimizer.average": {"decay": 0.75, "start": 2}},
+    "optimizers of groups": {
+        "optimizer.name": "muon",
+        "optimizer.lr": 5e-3,
+        "optimizer.average": {"decay": None},
+        "optimizer.groups": [
+            {"match": ["embedding", "head", "blocks.*.norm1"], "optimizer": {"name": "adamw", "eps": 1e-3}},
+            {"match": "blocks.1.attn", "optimizer": {"name": "soap", "lr": 2e-3, "eps": 1e-3}},
+            {"match": "blocks.0.attn.out", "optimizer": {"name": "adafactor", "eps": 1e-6}, "lr_scale": 0.5},
+            {"match": "blocks.0.attn", "optimizer": {"name": "adamw", "moments": "8bit", "eps": 1e-3}},
+        ],
+    },
 }
 QUICK = {("muon", "fsdp2tp2"), ("muon of heads", "etp2"), ("adafactor", "tp2zero2"), ("soap", "zero2")}
+QUICK |= {("adamw of 8 bits", "zero2"), ("optimizers of groups", "tp2"), ("average", "fsdp2")}
 
 
 def steps_of(settings: dict[str, Any], directory: Path, first: int, last: int) -> dict[str, Any]:
     """Be one rank: train from a first step to the last, continue from the directory's checkpoint, and save.
 
-    Returns the weights that the rank owns.
+    Returns the weights that the rank owns, and their averages if the optimizer keeps some.
     """
     run = as_rank(prepare(tiny_config(settings), directory=directory))
     run.device = "cpu"
@@ -108,7 +123,9 @@ def steps_of(settings: dict[str, Any], directory: Path, first: int, last: int) -
         position.parts.stepper.update(run.config.optimizer.lr, run.config.optimizer.weight_decay)
     position.save()
     position.saver.wait()
-    return owned_values(run, position.parts)
+    weights = owned_values(run, position.parts)
+    with averages_in_place(run, position.parts):
+        return weights | {f"average of {name}": boxes for name, boxes in owned_values(run, position.parts).items()}
 
 
 def all_ranks(settings: dict[str, Any], layout: str, directory: Path, first: int, last: int) -> list[dict[str, Any]]:
@@ -153,6 +170,7 @@ def test_ten_steps_under_two_layouts_give_the_weights_of_one_process(
     expected = alone(optimizer, "ep" in layout or "etp" in layout)
     run = prepare(tiny_config({**SMALL, **settings}))
     for name, placement in build(run).model.placements.items():
-        one = logical([expected], name, placement.shape)
-        error = float((logical(found, name, placement.shape) - one).norm() / one.norm())
-        assert error <= EXACT, (name, error)
+        for values in (name, f"average of {name}"):
+            one = logical([expected], values, placement.shape)
+            error = float((logical(found, values, placement.shape) - one).norm() / one.norm())
+            assert error <= EXACT, (values, error)

@@ -1,4 +1,4 @@
-"""Groups of parameters with a learning rate and a weight decay of their own (`optimizer.groups`).
+"""Groups of parameters with rates or optimizers of their own (`optimizer.groups`).
 
 `pytest --wide layouts` compares further layouts and optimizers with one process.
 """
@@ -23,6 +23,7 @@ from mplug.model.build import build_model, measure_bytes
 from mplug.registry.entry_points import Registry
 from mplug.registry.json_schema import config_schema
 from mplug.run.prepare import prepare
+from mplug.run.record import provenance
 from mplug.training.assembly import build
 from mplug.training.position import Position
 from mplug_testing import run_workers
@@ -197,6 +198,111 @@ def test_every_optimizer_updates_a_group_by_its_own_rates(optimizer: str) -> Non
                 torch.testing.assert_close(found[name], whole[name], rtol=EXACT, atol=EXACT, msg=name)
 
 
+# Optimizers of groups.
+
+LION: dict[str, Any] = {"name": "lion", "lr": 0.25 * LR, "weight_decay": 0.6, "beta2": 0.9}
+ADAMW: dict[str, Any] = {"match": ["embedding", "head", "blocks.*.norm1"], "optimizer": {"name": "adamw", "lr": LR}}
+MIXED: dict[str, Any] = {
+    "optimizer.name": "muon",
+    "optimizer.lr": LR,
+    "optimizer.iteration": "quintic",
+    "optimizer.groups": [
+        ADAMW,
+        {"match": "blocks.1.attn", "optimizer": {"name": "soap", "lr": 0.5 * LR}},
+        {"match": "blocks.1.mlp", "optimizer": {"name": "adafactor", "weight_decay": 0.2}, "lr_scale": 0.5},
+    ],
+}
+"""Muon beside three other optimizers."""
+MIXED_EXPERTS: dict[str, Any] = {
+    **tiny_models.EXPERTS,
+    "optimizer.name": "muon",
+    "optimizer.groups": [ADAMW, {"match": "blocks.1.moe.experts", "optimizer": {"name": "soap", "lr": 0.5 * LR}}],
+}
+
+
+def test_the_optimizer_of_a_group_updates_it_as_it_would_the_whole_model() -> None:
+    """Lion and AdamW are of elements: a group is updated as by a run of its optimizer, with the same gradients."""
+    fp64 = {"trainer.precision": "fp64", "trainer.max_grad_norm": 0.0}
+    own = {"optimizer.groups": [{"match": "blocks.0", "optimizer": LION}, {**ADAMW, "weight_decay_scale": 0.5}]}
+    sgd = {"optimizer.name": "sgd", "optimizer.lr": LR, "optimizer.weight_decay": DECAY}
+    parts = build(tiny_run({**fp64, **sgd, **own}))
+    alone = {
+        0: (build(tiny_run({**fp64, **{f"optimizer.{name}": value for name, value in LION.items()}})), LION["lr"], 0.6),
+        1: (build(tiny_run({**fp64, "optimizer.name": "adamw"})), LR, 0.05),
+        -1: (build(tiny_run({**fp64, **sgd})), LR, DECAY),
+    }
+    for step in range(1, STEPS + 1):
+        for one, lr, decay in ((parts, LR, DECAY), *alone.values()):
+            one.stepper.forward_backward(one.train_loader.take(8), step)
+            one.stepper.update(lr, decay)
+        found = {piece.name: piece.master for piece in parts.pieces}
+        for number, (one, _, _) in alone.items():
+            for piece in one.pieces:
+                if parts.model.groups.get(piece.name, -1) == number:
+                    expected = piece.master
+                    torch.testing.assert_close(found[piece.name], expected, rtol=1e-6, atol=1e-7, msg=piece.name)
+                piece.master.copy_(found[piece.name])
+            one.model.weights_written()
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"), [("tp2", MIXED), ("zero2", MIXED), ("ep2", MIXED_EXPERTS)], ids=["tp2", "zero2", "ep2"]
+)
+def test_optimizers_of_groups_give_the_weights_of_one_process(layout: str, settings: dict[str, Any]) -> None:
+    require_parity(settings, layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        *((layout, MIXED) for layout in ("pp2", "fsdp2", "dp2", "tp2zero2", "tp2pp2", "fsdp2tp2")),
+        *((layout, MIXED_EXPERTS) for layout in ("etp2", "ep2zero2", "fsdp2", "pp2")),
+    ],
+    ids=str,
+)
+@pytest.mark.wide("layouts")
+def test_optimizers_of_groups_give_the_weights_of_one_process_under_further_layouts(
+    layout: str, settings: dict[str, Any]
+) -> None:
+    require_parity(settings, layout)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "reason"),
+    [
+        ({"name": "adamv"}, r"optimizer\.groups\.0\.optimizer\.name .*adamv.* did you mean 'adamw'"),
+        ({"name": "adamw", "beta3": 1}, r"optimizer\.groups\.0\.optimizer\.beta3"),
+        ({"lr": 1}, r"optimizer\.groups\.0\.optimizer\.name .*is required: the name of an optimizer"),
+        ("adamw", r"optimizer\.groups\.0\.optimizer .*must be a section"),
+    ],
+)
+def test_a_wrong_section_of_an_optimizer_is_refused_with_its_field(optimizer: Any, reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        tiny_run({"optimizer.groups": [{"match": "embedding", "optimizer": optimizer}]})
+
+
+def test_a_decay_that_grows_from_zero_is_no_factor_for_a_group() -> None:
+    group = {"match": "embedding", "optimizer": {"name": "adamw"}}
+    zero = {"optimizer.groups": [group], "optimizer.weight_decay": 0.0}
+    growing = {"schedule.weight_decay.name": "linear", "schedule.weight_decay.end": 0.1}
+    assert "gives no factor for the weight decay 0.1 of optimizers/adamw" in refusal({**zero, **growing})
+    build_model(tiny_run(zero))
+
+
+def test_an_optimizer_of_a_group_that_keeps_something_for_the_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def state(self: AdamW) -> dict[str, Any]:
+        return {}
+
+    monkeypatch.setattr(AdamW, "state", hookimpl(state), raising=False)
+    settings = {"optimizer.name": "sgd", "optimizer.groups": [ADAMW]}
+    assert "an optimizer for each group, and optimizers/adamw keeps something" in refusal(settings)
+
+
+def test_the_record_names_the_optimizers_of_groups() -> None:
+    named = [one["plugin"] for one in provenance(tiny_run(MIXED))["plugins"]]
+    assert {"optimizers/muon", "optimizers/adamw", "optimizers/soap", "optimizers/adafactor"} <= set(named)
+
+
 # Checkpoints and reports.
 
 
@@ -258,18 +364,31 @@ def test_groups_cost_no_memory() -> None:
     assert one == other
 
 
+def test_the_memory_of_groups_is_that_of_their_optimizers() -> None:
+    """SGD with momentum keeps one value of an element, AdamW two and a number."""
+    sgd = {"optimizer.name": "sgd", "optimizer.momentum": 0.9}
+    run = tiny_run({**sgd, "optimizer.groups": [ADAMW]})
+    model = build_model(run)
+    with_groups, plain = measure_bytes(run, model), measure_bytes(tiny_run(sgd), build_model(tiny_run(sgd)))
+    own = [model.placements[name] for name in model.groups]
+    added = 4 * (sum(one.numel for one in own) + len(own))
+    assert with_groups["optimizer state"] - plain["optimizer state"] == added
+
+
 def test_explain_shows_the_factors_of_each_parameter() -> None:
-    groups = "optimizer.groups=[{match: embedding, lr_scale: 0.1, weight_decay_scale: 0}]"
+    own = "{match: blocks.*.norm1, lr_scale: 2, optimizer: {name: lion, lr: 1e-4}}"
+    groups = f"optimizer.groups=[{{match: embedding, lr_scale: 0.1, weight_decay_scale: 0}}, {own}]"
     told = CliRunner().invoke(explain, ["--set", groups], catch_exceptions=False).output
     lines = {line.split()[0]: line for line in told.splitlines() if line.strip()}
     assert lines["embedding.token.weight"].endswith("group 0: lr x 0.1, decay x 0")
+    assert lines["blocks.*.norm1.weight"].endswith("group 1: lion, lr 0.0002, decay 1")
     assert lines["head.norm.weight"].endswith("-")
 
 
 def test_the_schema_of_a_config_has_the_groups() -> None:
     found = config_schema(Registry(), {"model": "gpt", "optimizer": "adamw", "data": "mock"})
     (section,) = (one for name, one in found["$defs"].items() if name == "ParameterGroup")
-    assert set(section["properties"]) == {"match", "lr_scale", "weight_decay_scale"}
+    assert set(section["properties"]) == {"match", "lr_scale", "weight_decay_scale", "optimizer"}
 
 
 def test_groups_of_equal_rates_are_the_run_without_groups() -> None:

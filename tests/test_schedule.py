@@ -15,7 +15,7 @@ from mplug.training.schedule import batch_size, learning_rate, weight_decay
 
 CONSTANT_DECAY = WeightDecay(name="constant", end=None)
 NO_RAMPUP = BatchRampup(start=None, increment=1, samples=0)
-SHAPES = ["constant", "linear", "cosine", "inverse_sqrt", "wsd"]
+SHAPES = ["constant", "linear", "cosine", "inverse_sqrt", "wsd", "wsd_sqrt", "wsd_cosine"]
 
 
 def schedule(name: Any, warmup_steps: int = 0, decay_steps: int | None = None, min_lr: float = 0.0) -> Schedule:
@@ -56,6 +56,8 @@ def test_the_rate_rises_linearly_to_the_peak_over_the_warm_up(name: str) -> None
         (schedule("inverse_sqrt"), {1: 1.0, 4: 0.5, 100: 0.1}),
         (schedule("wsd", warmup_steps=10), {10: 1.0, 50: 1.0, 80: 1.0, 90: 0.5, 95: 0.25, 100: 0.0}),
         (schedule("wsd", decay_steps=50, min_lr=0.2), {50: 1.0, 75: 0.6, 100: 0.2}),
+        (schedule("wsd_sqrt", decay_steps=64, min_lr=0.2), {36: 1.0, 52: 0.6, 72: 0.4, 100: 0.2}),
+        (schedule("wsd_cosine", decay_steps=40), {60: 1.0, 70: (1 + math.sqrt(0.5)) / 2, 80: 0.5, 100: 0.0}),
     ],
 )
 def test_the_rate_has_the_shape_that_is_named(shape: Schedule, points: dict[int, float]) -> None:

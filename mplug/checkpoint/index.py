@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mplug.contracts.optimizer import AVERAGE
 from mplug.errors import UsageError
 
 if TYPE_CHECKING:
@@ -107,6 +108,11 @@ class Index:
                 if min(common, default=1) > 0:
                     stored, placed = _within(begin, chunk), _within(begin, wanted)
                     yield Overlap(self.files[files[row]], chunk, wanted, stored, placed, common)
+
+    def values_of(self, parameter: str, averages: bool) -> str:
+        """The name of the tensor with the values of a parameter: its weight, or with `averages` its average if any."""
+        average = f"{parameter}/{AVERAGE}"
+        return average if averages and average in self.shapes else f"{parameter}/weight"
 
     def only_chunk(self, name: str) -> tuple[str, Start]:
         """The file and the start of the chunk of a tensor that has one chunk."""

@@ -109,7 +109,9 @@ class RunConfig:
     recipe: sections.Recipe | None = None
     """The recipe from which settings come."""
     groups: tuple[sections.ParameterGroup, ...] = ()
-    """Parameters with other rates: the field `groups` of the section 'optimizer'."""
+    """Parameters with other rates or optimizers: the field `groups` of the section 'optimizer'."""
+    average: sections.Average | None = None
+    """The average of the weights: the field `average` of the section 'optimizer'."""
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -117,6 +119,7 @@ class RunConfig:
         found: dict[Entry, None] = {}
         for chosen in self.chosen:
             found |= dict.fromkeys((chosen.entry, *(family.entry for _, family in contained_in(chosen.config))))
+        found |= dict.fromkeys(group.optimizer.entry for group in self.groups if group.optimizer)
         return tuple(found)
 
     def with_rest(self, degree: int, source: str) -> "RunConfig":
@@ -136,6 +139,7 @@ class RunConfig:
             tree[section] = {"name": self.settings[section, "name"].value, **_plain(getattr(self, section))}
         tree["model"].setdefault("frozen", list(self.frozen))
         tree["optimizer"].setdefault("groups", [_plain(group) for group in self.groups])
+        tree["optimizer"].setdefault("average", None if self.average is None else _plain(self.average))
         raw = nested(self.settings)
         for section in PLUGIN_SECTIONS:
             tree[section] = dict(raw.get(section, {}))

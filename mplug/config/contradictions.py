@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from mplug.config.binding import RunConfig
 from mplug.config.sources import Key, source_of
 
+ENDING = ("wsd", "wsd_sqrt", "wsd_cosine")
+"""The host's learning rate schedules whose decay ends with the run."""
+
 
 def contradictions(config: RunConfig) -> Iterator[str]:
     """One message per contradiction, with the fields as the user writes them and their sources."""
@@ -21,7 +24,7 @@ def contradictions(config: RunConfig) -> Iterator[str]:
             f"{rampup.start} samples, which is more than trainer.global_batch_size={trainer.global_batch_size}; set "
             f"schedule.batch_rampup.start to a smaller value"
         )
-    if schedule.name == "wsd" and schedule.decay_steps is not None and schedule.decay_steps > trainer.steps:
+    if schedule.name in ENDING and schedule.decay_steps is not None and schedule.decay_steps > trainer.steps:
         yield (
             f"{field_with_sources('schedule.decay_steps', 'trainer.steps')}: the decay of {schedule.decay_steps} steps "
             f"is longer than the run (trainer.steps={trainer.steps}); set schedule.decay_steps to at most that number"

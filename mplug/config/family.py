@@ -1,10 +1,13 @@
-"""A model family inside of another one, or a data plugin: the types of fields of a Config. Imports no torch."""
+"""A plugin inside of a section: a model family in another one, data in other data, the optimizer of a group.
+
+They are the types of fields of a Config. The module imports no torch.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin
 
 from mplug.config.entry import Entry
 
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Contained:
-    """Another plugin that a plugin contains, chosen by its name: what `Family` and `Source` share.
+    """Another plugin that a plugin contains, chosen by its name: what its subclasses share.
 
     The field's value is a section of its own: `name` chooses an installed plugin (also that of a third party), and the
     plugin's own Config binds all other fields. The host resolves it, so no plugin imports another one. `config` is the
@@ -34,6 +37,20 @@ class Contained:
     def label(self) -> str:
         """'models/gpt'."""
         return self.entry.label
+
+    @cached_property
+    def _created(self) -> Any:
+        return self.plugin(self.config)
+
+    def call(self, hook: str, **given: Any) -> Any:
+        """What the plugin's hook returns; None if it does not have this hook. `given` are all arguments of the hook.
+
+        The plugin sees its own config as `self.config`; `run.config` is that of the run.
+        """
+        method = getattr(self._created, hook, None)
+        if method is None:
+            return None
+        return method(**{name: value for name, value in given.items() if name in signature(method).parameters})
 
     def dumped(self) -> dict[str, Any]:
         """The section as plain data."""
@@ -91,19 +108,12 @@ class Source(Contained):
 
     kind = "data"
 
-    @cached_property
-    def _created(self) -> Any:
-        return self.plugin(self.config)
 
-    def call(self, hook: str, **given: Any) -> Any:
-        """What the source's hook returns; None if it does not have this hook. `given` are all arguments of the hook.
+@dataclass(frozen=True)
+class GroupOptimizer(Contained):
+    """The optimizer of a group of parameters: a section like 'optimizer' itself, without the host's fields in it."""
 
-        The source sees its own config as `self.config`; `run.config.data` is that of the plugin around it.
-        """
-        method = getattr(self._created, hook, None)
-        if method is None:
-            return None
-        return method(**{name: value for name, value in given.items() if name in signature(method).parameters})
+    kind = "optimizers"
 
 
 def contained_fields(model: "type[BaseModel]") -> dict[str, type[Contained]]:
@@ -119,6 +129,18 @@ def contained_fields(model: "type[BaseModel]") -> dict[str, type[Contained]]:
 def family_fields(model: "type[BaseModel]") -> tuple[str, ...]:
     """The fields of a Config whose values are families."""
     return tuple(name for name, one in contained_fields(model).items() if one is Family)
+
+
+def lists_of_sections(model: "type[BaseModel]") -> "dict[str, type[BaseModel]]":
+    """The fields of a Config whose values are lists of sections that contain other plugins, and their type."""
+    from pydantic import BaseModel
+
+    found = {}
+    for name, field in model.model_fields.items():
+        for one in get_args(field.annotation) if get_origin(field.annotation) in (list, tuple) else ():
+            if isinstance(one, type) and issubclass(one, BaseModel) and contained_fields(one):
+                found[name] = one
+    return found
 
 
 def contained_in(config: Any) -> Iterator[tuple[tuple[str, ...], Contained]]:

@@ -16,9 +16,11 @@ from pydantic import (
     PositiveInt,
     create_model,
     field_serializer,
+    model_serializer,
     model_validator,
 )
 
+from mplug.config.family import GroupOptimizer
 from mplug.contracts.fields import MAY_CHANGE, distinct
 
 PluginName = Annotated[str, Field(min_length=1, description="name of an installed plugin")]
@@ -123,6 +125,10 @@ class Trainer(Section):
         description="steps between two evaluations; 0: no evaluation, not even at the end"
     )
     eval_samples: Annotated[Size, MAY_CHANGE] = Field(description="validation samples per evaluation")
+    eval_averages: Annotated[bool, MAY_CHANGE] = Field(
+        description="evaluate, generate and export with the averages of the weights, if the optimizer keeps averages "
+        "(`optimizer.average`); false: with the weights themselves"
+    )
 
 
 class WeightDecay(Section):
@@ -143,12 +149,14 @@ class BatchRampup(Section):
 class Schedule(Section):
     """Learning rate, weight decay and batch size as functions of the step."""
 
-    name: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = Field(
-        description="shape of the learning rate after the warm-up"
+    name: PluginName = Field(
+        description="the learning rate after the warm-up: an entry of the open list of schedules, such as cosine "
+        "or wsd ('mplug plugins list --kind learning_rates')"
     )
     warmup_steps: NonNegativeInt = Field(description="steps over which the rate rises linearly from 0 to optimizer.lr")
     decay_steps: Size | None = Field(
-        description="steps of the decay; null: all steps after the warm-up (wsd: the last fifth of the run)"
+        description="steps of the decay; null: all steps after the warm-up (wsd, wsd_sqrt, wsd_cosine: the last fifth "
+        "of the run)"
     )
     min_lr: Finite = Field(description="minimum learning rate of the decay")
     weight_decay: WeightDecay = Field(description="schedule of the weight decay")
@@ -269,7 +277,7 @@ def _as_list(value: Any) -> Any:
 
 
 class ParameterGroup(Section):
-    """Parameters with a learning rate and a weight decay of their own, as factors on those of the run."""
+    """Parameters with an optimizer of their own, or with factors on the learning rate and the weight decay."""
 
     match: Annotated[Names, Field(min_length=1), BeforeValidator(_as_list)] = Field(
         description="patterns of the names of parameters or modules, as in `model.frozen`; one pattern may be a text"
@@ -280,6 +288,29 @@ class ParameterGroup(Section):
     weight_decay_scale: Finite = Field(
         1.0, description="factor on the weight decay that the schedule gives at each step; 0: no decay"
     )
+    optimizer: GroupOptimizer | None = Field(
+        None,
+        description="section of the optimizer of these parameters: its name, and its own fields with its own defaults; "
+        "null: that of the run",
+    )
+
+    @model_serializer(mode="wrap")
+    def _without_default(self, fields: Any) -> Any:
+        """Without the optimizer of the run, a group is saved as it was before groups had optimizers."""
+        return {name: value for name, value in fields(self).items() if value is not None}
+
+
+class Average(Section):
+    """An average of the weights over the updates of a run, beside the weights that are trained."""
+
+    decay: float | None = Field(
+        0.999,
+        ge=0,
+        lt=1,
+        description="the average becomes decay times itself plus (1 - decay) times the new weights after each update; "
+        "null: the mean of all weights since `start`",
+    )
+    start: Count = Field(0, description="number of updates before the average begins; until then, it is the weights")
 
 
 class Optimizer(Section):
@@ -287,6 +318,11 @@ class Optimizer(Section):
 
     groups: tuple[ParameterGroup, ...] = Field(
         (),
-        description="parameters with other learning rates and weight decays: a list of match, lr_scale and "
-        "weight_decay_scale; the first group that matches a parameter applies",
+        description="parameters with other learning rates, weight decays or optimizers: a list of match, lr_scale, "
+        "weight_decay_scale and optimizer; the first group that matches a parameter applies",
+    )
+    average: Average | None = Field(
+        None,
+        description="an average of the weights (decay, start), which evaluations and exports use: one more value per "
+        "parameter; null: none",
     )

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from mplug.layout.plan import Parameter
 
 
+AVERAGE = "average"
+"""The state with the shape of a piece that holds an average of its master (`Optimizer.averages`)."""
+
+
 @dataclass
 class Piece:
     """What an optimizer updates: one parameter, or the part of it that this rank owns.
@@ -95,6 +99,8 @@ class Optimizer(ABC):
 
     This halves its memory.
     """
+    averages: bool = False
+    """Whether pieces have a state `AVERAGE`: values that evaluations and exports use in the place of the master."""
 
     @abstractmethod
     def step(self, scalars: StepScalars) -> None:

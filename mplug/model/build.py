@@ -9,9 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mplug.config.binding import RunConfig
 from mplug.contracts.optimizer import Optimizer, Piece, ShapedState, tensors_of
 from mplug.errors import UsageError, listed
+from mplug.model.averaged_optimizer import refuse_average
 from mplug.model.engine import planned_pieces, refuse_incomplete_engine
 from mplug.model.generator_seeds import GeneratorSeeds, drawing_plugin
-from mplug.model.grouped_optimizer import build_optimizer, refuse_single
+from mplug.model.grouped_optimizer import build_optimizer, builder_of, refuse_single
 from mplug.model.memory import allocate
 from mplug.model.mixing import refuse_mixing
 from mplug.model.model import Model
@@ -59,6 +60,7 @@ def build_model(run: Run) -> Model:
     refuse_single(run)
     _shard_states(run, model)
     refuse_incomplete_engine(run, model)
+    refuse_average(run, model)
     refuse_idle_copies(run, model)
     refuse_bypassing_layout(run, model)
     if (recorder := recorder_of(run)) is not None:
@@ -225,14 +227,14 @@ def states_without_memory(run: Run, model: Model) -> tuple[Optimizer, list[Piece
                 master, gradient = torch.zeros(shape, dtype=masters, device=run.device).unbind()
                 pieces.append(Piece(name, master, gradient, None, placement.parameter, placement))
         optimizer = build_optimizer(run, model, pieces)
-        refuse_unsavable(run, optimizer, pieces)
+        refuse_unsavable(run, model, optimizer, pieces)
     return optimizer, pieces
 
 
-def refuse_unsavable(run: Run, optimizer: Optimizer, pieces: list[Piece]) -> None:
+def refuse_unsavable(run: Run, model: Model, optimizer: Optimizer, pieces: list[Piece]) -> None:
     """Raise UsageError if the optimizer keeps a state that no checkpoint can hold."""
-    (label,) = run.hooks.implementers("build_optimizer")
     for piece in pieces:
+        label = builder_of(run, model, piece.name)
         for name, held in optimizer.state(piece).items():
             state = f"{label} keeps a state '{name}' of '{piece.name}'"
             if name == "weight":

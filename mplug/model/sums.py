@@ -1,4 +1,4 @@
-"""Sums over the rows, the columns or all elements of matrices, of which several ranks hold parts or copies."""
+"""Sums and largest values of rows, columns or all elements of matrices, of which several ranks hold parts or copies."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class BlockPart:
     """A part of a block on this rank: views of a piece's tensors by `of`, of the block's sums by `within`."""
 
     block: Block
@@ -48,13 +48,13 @@ class Summands:
     shared: Sequence[Shared]
 
     @cached_property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[BlockPart]:
         """This rank's parts."""
         found = []
         for one in self.shared:
             for held in one.held.get(self.rank, ()):
                 holders = (rank for rank, parts in one.held.items() if any(held.start == own.start for own in parts))
-                found.append(Part(one.block, held, min(holders) == self.rank))
+                found.append(BlockPart(one.block, held, min(holders) == self.rank))
         return found
 
     @cached_property
@@ -83,9 +83,9 @@ class Sums:
         return self._make()
 
     @cached_property
-    def parts(self) -> dict[str, list[Part]]:
+    def parts(self) -> dict[str, list[BlockPart]]:
         """This rank's parts of blocks, by the name of the parameter."""
-        found = defaultdict[str, list[Part]](list)
+        found = defaultdict[str, list[BlockPart]](list)
         for one in self._summands:
             for part in one.parts:
                 found[part.block.name].append(part)
@@ -113,6 +113,29 @@ class Sums:
         Summed dimensions have one element. Every rank that holds a part of a block gets its sums, equal to the bit.
         Collective: one all-reduce for the parameters that the same ranks share.
         """
+
+        def summed(part: BlockPart) -> list[Tensor]:
+            values = function(part.of(tensors[part.block.name]))
+            return [values.sum(dims, keepdim=True, dtype=self.dtype) if dims else values for dims in over(part.block)]
+
+        return self._reduced(over, summed, torch.add, dist.ReduceOp.SUM)
+
+    def largest(
+        self, maxima: Callable[[BlockPart], Sequence[Tensor]], over: Callable[[Block], Sequence[Dims]]
+    ) -> dict[Block, list[Tensor]]:
+        """The largest of non-negative values, for each block one for each of the `over` dimensions, as `of` for sums.
+
+        `maxima` returns those of a part of this rank, for each of the `over` dimensions of its block.
+        """
+        return self._reduced(over, maxima, torch.maximum, dist.ReduceOp.MAX)
+
+    def _reduced(
+        self,
+        over: Callable[[Block], Sequence[Dims]],
+        of_part: Callable[[BlockPart], Sequence[Tensor]],
+        combine: Callable[..., Tensor],
+        reduction: dist.ReduceOp.RedOpType,
+    ) -> dict[Block, list[Tensor]]:
         found: dict[Block, list[Tensor]] = {}
         for one in self._summands:
             shapes = [
@@ -123,17 +146,16 @@ class Sums:
             for (block, shape), part in zip(shapes, flat.split([prod(shape) for _, shape in shapes]), strict=True):
                 own[block].append(part.view(shape))
             for part in filter(lambda part: part.counts, one.parts):
-                values = function(part.of(tensors[part.block.name]))
-                for total, dims in zip(own[part.block], over(part.block), strict=True):
-                    summed = values.sum(dims, keepdim=True, dtype=self.dtype) if dims else values
-                    part.within(total).add_(summed.to(self.device))
+                for total, values in zip(own[part.block], of_part(part), strict=True):
+                    within = part.within(total)
+                    combine(within, values.to(self.device, self.dtype), out=within)
             if one.group is not None:
                 one.exchange.check()
-                dist.all_reduce(flat, group=one.group)
+                dist.all_reduce(flat, reduction, group=one.group)
             found |= own
         return found
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[BlockPart]:
         """This rank's parts."""
         return (part for parts in self.parts.values() for part in parts)
 

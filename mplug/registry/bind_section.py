@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from mplug.config.family import Contained, contained_fields
+from mplug.config.family import Contained, contained_fields, lists_of_sections
 from mplug.config.problems import NO_SECTION, Problem, booleans_as_numbers, problems_of
 from mplug.config.ranges import integers_out_of_range, out_of_range
 from mplug.config.sources import from_mapping, merge, nested
@@ -48,6 +48,13 @@ def _with_families(
 ) -> tuple[Mapping[str, Any], list[Problem]]:
     """The values with bound families, and the problems of those that cannot be bound."""
     bound, problems = dict(values), list[Problem]()
+    for field, section in lists_of_sections(model).items():
+        items = values.get(field)
+        for number, item in enumerate(items if isinstance(items, list | tuple) else ()):
+            if isinstance(item, Mapping):
+                one, found = _with_families(section, item, registry)
+                bound[field] = [*bound[field][:number], one, *bound[field][number + 1 :]]
+                problems += [replace(problem, path=(field, str(number), *problem.path)) for problem in found]
     for field, kind in contained_fields(model).items():
         value = values.get(field)
         if isinstance(value, Mapping):
@@ -60,7 +67,7 @@ def _with_families(
     return bound, problems
 
 
-NOUNS = {"models": "model family", "data": "data plugin"}
+NOUNS = {"models": "a model family", "data": "a data plugin", "optimizers": "an optimizer"}
 """Kind of a contained plugin -> what an error calls it."""
 
 
@@ -71,7 +78,7 @@ def _bind_contained(
     kind, word, preset = contained.kind, values.get("name"), values.get("preset")
     if not word:
         names = listed(registry.names(kind))
-        return None, [Problem(("name",), f"is required: the name of a {NOUNS[kind]} (installed: {names})")]
+        return None, [Problem(("name",), f"is required: the name of {NOUNS[kind]} (installed: {names})")]
     try:
         entry = registry.find(kind, str(word))
         plugin = registry.load(entry)

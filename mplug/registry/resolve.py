@@ -35,6 +35,7 @@ from mplug.registry.beginnings import beginnings, names_some
 from mplug.registry.bind_section import bind, preset_of
 from mplug.registry.entry_points import BrokenPlugin, Registry
 from mplug.registry.fallbacks import missing_defaults, missing_message, without_missing
+from mplug.registry.rates import RATES
 
 
 def resolve(registry: Registry, base: Settings, overrides: Settings) -> RunConfig:
@@ -84,8 +85,9 @@ class _Resolver:
             if section in readable
         }
         parallel, kernels = self._parallel(), self._kernels()
-        frozen, groups = self._of_host("model").frozen, self._of_host("optimizer").groups
+        frozen, of_optimizer = self._of_host("model").frozen, self._of_host("optimizer")
         self._precision()
+        self._learning_rate()
         for section in FREE_SECTIONS:
             raw = self._named_in(section)
             self._sub_sections(section, list(raw), raw)
@@ -100,7 +102,8 @@ class _Resolver:
             settings=self.settings,
             frozen=frozen,
             recipe=recipe,
-            groups=groups,
+            groups=of_optimizer.groups,
+            average=of_optimizer.average,
         )
         if problems := [*contradictions(config)]:
             raise UsageError("\n".join(problems))
@@ -275,6 +278,15 @@ class _Resolver:
         named = [word] if isinstance(word, str) and word else []
         found = [name for name in named if self._plugin(section, name, ("trainer", "precision"))]
         self._sub_sections(section, found, self._raw(section))
+
+    def _learning_rate(self) -> None:
+        """Refuse a learning rate schedule that is not in the open list."""
+        word = self._raw("schedule").get("name")
+        if isinstance(word, str) and word:
+            try:
+                RATES.check(word)
+            except ValueError as error:
+                self._problem(("schedule", "name"), str(error))
 
     def _recipe(self) -> sections.Recipe | None:
         """The section 'recipe'. Each field that it leaves to the user, and the user does not set, is a problem."""

@@ -67,14 +67,13 @@ def prepare(
 
 
 def _refusals_of_families(config: RunConfig) -> list[str]:
-    """The messages of families inside of the model whose hook `configure` refuses the config."""
+    """The messages of families inside of the model, and of optimizers of groups, that refuse the config."""
     problems = []
-    for _, family in contained_in(config.model):
-        with_hook = family.plugin(family.config)
+    groups = [group.optimizer for group in config.groups if group.optimizer]
+    for contained in (*(family for _, family in contained_in(config.model)), *groups):
         try:
-            with asking(family.label, "configure"):
-                if hasattr(with_hook, "configure"):
-                    with_hook.configure(config=config)
+            with asking(contained.label, "configure"):
+                contained.call("configure", config=config)
         except UsageError as error:
             problems.append(str(error))
     return problems

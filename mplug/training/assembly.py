@@ -124,7 +124,7 @@ def _initialized_pieces(run: Run, model: Model) -> list[Piece]:
 def _optimizer(run: Run, model: Model, pieces: list[Piece]) -> Optimizer:
     with nullcontext() if model.engine is None else model.engine.making_states():
         optimizer = build_optimizer(run, model, pieces, run.groups)
-    refuse_unsavable(run, optimizer, pieces)
+    refuse_unsavable(run, model, optimizer, pieces)
     return optimizer
 
 

@@ -222,7 +222,8 @@ class _Comparison:
         chosen = next(chosen for chosen in self.run.config.chosen if chosen.section == (section,))
         was, now = dict(self.old.get(section) or {}), self.new[section]
         if _is_same(chosen, was.get("name"), self.recorded):
-            hosts = {name: list(one.default) for name, one in host_fields(section, chosen.plugin).items()}
+            defaults = {name: one.default for name, one in host_fields(section, chosen.plugin).items()}
+            hosts = {name: list(one) if isinstance(one, tuple) else one for name, one in defaults.items()}
             own = {name: value for name, value in was.items() if name not in hosts}
             was = {**hosts, **was, **bound(chosen, own), "name": now["name"]}
             yield from self._compared((section,), chosen.config, was, now, _bymark_of(chosen, self.manifest))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from mplug.contracts.micro_batch import RankBatch
 from mplug.run.run import Run
 from mplug.training.assembly import Parts
+from mplug.training.averages import averages_in_place
 from mplug.training.feed import Feed
 
 PAUSE = 0.25
@@ -28,7 +29,8 @@ def evaluate(run: Run, parts: Parts, watch: Watch = iter) -> float:
     """
     assert parts.validation_loader is not None
     beginning = parts.validation_loader.state_dict()
-    loss = float(parts.stepper.evaluate(watch(_micro_batches(run, parts.validation_loader))))
+    with averages_in_place(run, parts):
+        loss = float(parts.stepper.evaluate(watch(_micro_batches(run, parts.validation_loader))))
     parts.validation_loader.load_state_dict(beginning)
     return loss
 
@@ -49,8 +51,9 @@ def evaluate_unless_stopped(run: Run, parts: Parts, due: Callable[[float], bool]
     assert parts.validation_loader is not None
     beginning = parts.validation_loader.state_dict()
     batches = UntilStopped(_micro_batches(run, parts.validation_loader), run, len(parts.model.stages.units), due)
-    loss = parts.stepper.evaluate(batches)
-    batches.finish()
+    with averages_in_place(run, parts):
+        loss = parts.stepper.evaluate(batches)
+        batches.finish()
     if batches.left:
         return Evaluation(None, stop=True)
     parts.validation_loader.load_state_dict(beginning)

@@ -3,27 +3,18 @@
 import math
 
 from mplug.config.host_sections import BatchRampup, Schedule, Trainer, WeightDecay
+from mplug.contracts.rates import RateSchedule, RateSettings
+from mplug.registry.rates import RATES
 
 
 def learning_rate(step: int, peak: float, schedule: Schedule, total_steps: int) -> float:
-    """The rate of a step: a linear warm-up to `peak`, then the schedule's shape, never below min_lr.
-
-    `inverse_sqrt` falls as sqrt(warmup / step) (arXiv 1706.03762, 5.3); `wsd` stays at the peak and falls linearly over
-    the last `decay_steps` of the run (arXiv 2404.06395).
-    """
+    """The rate of a step: a linear warm-up to `peak`, then the named schedule, never below min_lr."""
     warmup = schedule.warmup_steps
     if step <= warmup:
         return peak * step / warmup
-    floor = min(schedule.min_lr, peak)
-    if schedule.name == "constant":
-        return peak
-    if schedule.name == "inverse_sqrt":
-        return max(floor, peak * math.sqrt(max(warmup, 1) / step))
-    if schedule.name == "wsd":
-        decay = schedule.decay_steps or max(1, total_steps // 5)
-        return floor + (peak - floor) * (1 - _fraction(step - (total_steps - decay), decay))
-    decay = schedule.decay_steps or max(1, total_steps - warmup)
-    return floor + (peak - floor) * (1 - _shaped(schedule.name, _fraction(step - warmup, decay)))
+    entry: RateSchedule = RATES.load(schedule.name)
+    settings = RateSettings(peak, min(schedule.min_lr, peak), warmup, schedule.decay_steps, total_steps)
+    return max(settings.floor, entry(step, settings))
 
 
 def weight_decay(step: int, start: float, schedule: WeightDecay, total_steps: int) -> float:

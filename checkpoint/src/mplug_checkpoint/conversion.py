@@ -42,8 +42,20 @@ DTYPES = ("float32", "bfloat16", "float16")
     type=click.FloatRange(0, 1e6, min_open=True),
     help="Maximum size of a file in GB. A run that began with a published checkpoint keeps that checkpoint's files.",
 )
+@click.option(
+    "--averages/--weights",
+    default=None,
+    help="Write the averages of the weights, if the run keeps them, or the weights that it trains; default: "
+    "trainer.eval_averages of the run.",
+)
 def export_(
-    folder: Path | str, name_of_format: str, name: str | None, step: int | None, dtype: str | None, shard_size: float
+    folder: Path | str,
+    name_of_format: str,
+    name: str | None,
+    step: int | None,
+    dtype: str | None,
+    shard_size: float,
+    averages: bool | None,
 ) -> None:
     """Write the weights of a run to FOLDER, in a format of other software.
 
@@ -82,7 +94,8 @@ def export_(
     else:
         opened = open_together(run, checkpoint)
     with _written_to(folder, directory) as target:
-        files = export_public(export, opened, target)
+        wanted = run.config.trainer.eval_averages if averages is None else averages
+        files = export_public(export, opened, target, wanted)
     number = counted(len(export.conversion.public), "tensor")
     click.echo(f"'{folder}' has {number} of '{opened.path}' in {counted(len(files), 'file')}")
     for clause in found.ask("usage", run, str(folder)):

@@ -12,7 +12,7 @@ import safetensors
 import torch
 from torch import Tensor
 
-from mplug.checkpoint.index import Index, Shape
+from mplug.checkpoint.index import Shape
 from mplug.checkpoint.manifest import name_in_file
 from mplug.checkpoint.opened import Opened
 from mplug.errors import RunError, UsageError
@@ -23,10 +23,10 @@ from mplug_pretrained.transfer import fill_theirs
 
 
 class CheckpointBoxes:
-    """Reads boxes of the parameters and states of a checkpoint."""
+    """Reads boxes of the parameters and states of a checkpoint; with `averages`, those of parameters that have one."""
 
-    def __init__(self, opened: Opened) -> None:
-        self.path, self.index = opened.path, opened.index
+    def __init__(self, opened: Opened, averages: bool) -> None:
+        self.path, self.index, self.averages = opened.path, opened.index, averages
         self._files: dict[str, Any] = {}
         self._stack = ExitStack()
 
@@ -38,7 +38,7 @@ class CheckpointBoxes:
 
     def read(self, name: str, start: Shape, shape: Shape) -> Tensor:
         """A box of a parameter or state, from all chunks that overlap it."""
-        key = key_of(name, self.index)
+        key = self.key_of(name)
         found: Tensor | None = None
         for overlap in self.index.overlaps(key, [(start, shape)]):
             stored = self._opened(overlap.file).get_slice(name_in_file(key, overlap.chunk))
@@ -49,6 +49,11 @@ class CheckpointBoxes:
             found[tuple(slice(s, s + n) for s, n in zip(overlap.placed, overlap.shape, strict=True))] = part
         assert found is not None, f"no chunk of '{name}' overlaps the box {start}, {shape}"
         return found
+
+    def key_of(self, name: str) -> str:
+        """The key of a parameter's values, or of a state, in the checkpoint."""
+        key = self.index.values_of(name, self.averages)
+        return key if key in self.index.shapes else f"{name}/buffer"
 
     def _opened(self, file: str) -> Any:
         if file not in self._files:
@@ -87,7 +92,7 @@ class MergedBoxes:
         return self._last[1]
 
     def _shape(self, name: str) -> Shape:
-        return self.boxes.index.shapes[key_of(name, self.boxes.index)]
+        return self.boxes.index.shapes[self.boxes.key_of(name)]
 
 
 def _rows_of(shape: Shape, start: int, length: int) -> tuple[Shape, Shape]:
@@ -95,20 +100,18 @@ def _rows_of(shape: Shape, start: int, length: int) -> tuple[Shape, Shape]:
     return (start, *(0 for _ in shape[1:])), (length, *shape[1:])
 
 
-def key_of(name: str, index: Index) -> str:
-    """The key of a parameter's weight, or of a state, in a checkpoint."""
-    return f"{name}/weight" if f"{name}/weight" in index.shapes else f"{name}/buffer"
-
-
-def export_public(export: Export, opened: Opened, target: Path) -> list[str]:
+def export_public(export: Export, opened: Opened, target: Path, averages: bool) -> list[str]:
     """Write the folder `target`, which must not exist; returns the names of its files with tensors.
+
+    With `averages`, the values of a parameter are its average, if the checkpoint has one.
 
     The folder becomes visible when it is complete. Raises UsageError for a checkpoint that lacks a parameter, and
     RunError if the folder cannot be written.
     """
     needed = {*export.conversion.links, *(one for merge in export.merges.values() for one in merge.inputs)}
     needed |= {rows.weight for rows in export.offsets.values()}
-    missing = [name for name in sorted(needed) if key_of(name, opened.index) not in opened.index.shapes]
+    stored = CheckpointBoxes(opened, averages)
+    missing = [name for name in sorted(needed) if stored.key_of(name) not in opened.index.shapes]
     if missing:
         raise UsageError(
             f"checkpoint '{opened.path}' lacks '{missing[0]}', which its model has; use another checkpoint"
@@ -117,7 +120,7 @@ def export_public(export: Export, opened: Opened, target: Path) -> list[str]:
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        with CheckpointBoxes(opened) as stored:
+        with stored:
             boxes = MergedBoxes(stored, export)
 
             def values(tensor: str, dtype: str) -> Tensor:

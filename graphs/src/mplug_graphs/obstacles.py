@@ -65,7 +65,11 @@ def _of_streams(model: Model) -> list[str]:
 
 def _of_plugins(run: Run, model: Model, hooks: Iterable[str]) -> Iterator[str]:
     answers = dict(run.hooks.each(HOOK, run=run, model=model))
-    for label in _in_a_step(run, model, hooks):
+    groups = [group.optimizer for group in run.config.groups if group.optimizer] if "build_optimizer" in hooks else []
+    for one in groups:
+        answer = getattr(one.plugin, HOOK, None)
+        answers[one.label] = one.call(HOOK, run=run, model=model) if callable(answer) else answer
+    for label in dict.fromkeys((*_in_a_step(run, model, hooks), *(one.label for one in groups))):
         answer = answers.get(label)
         if answer is None:
             yield f"{label} does not state that its part of a step can be replayed (the hook '{HOOK}')"

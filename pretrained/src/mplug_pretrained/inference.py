@@ -19,7 +19,7 @@ def load_for_inference(
     verified: Verified | None = None,
     allocate: Callable[[Run, Model], None] = allocate_parts,
 ) -> Model:
-    """The model of a run with the weights of a checkpoint, without gradients and optimizer.
+    """The model of a run with the weights of a checkpoint, or their averages, without gradients and optimizer.
 
     `allocate` gives the model its memory. `allocate_parts` gives memory alone, and `allocate_forward` also lets
     strategies take part that gather weights.
@@ -28,11 +28,13 @@ def load_for_inference(
     checkpoint at the same time, the function loads the new one.
     """
     opened, model = open_together(run, path), build_model(run)
-    expected = {f"{name}/weight": Boxed(placement.shape, {}) for name, placement in model.placements.items()}
+    index, averages = opened.index, run.config.trainer.eval_averages
+    key_of = {name: index.values_of(name, averages) for name in model.placements}
+    expected = {key_of[name]: Boxed(placement.shape, {}) for name, placement in model.placements.items()}
     refuse_another(path, opened.index.shapes, expected)  # before memory is allocated
     allocate(run, model)
     weights = {
-        f"{name}/weight": held_boxes(model.placements[name], parameter.data, run.rank)
+        key_of[name]: held_boxes(model.placements[name], parameter.data, run.rank)
         for name, parameter in model.parameters().items()
     }
     while True:

@@ -136,25 +136,27 @@ def load_weights(
         from mplug_pretrained.public_load import load_public
 
         return load_public(run, model, pieces, path)
-    state: State = {
-        f"{held.name}/weight": held_boxes(held.placement, held.values, run.rank) for held in held_values(model, pieces)
-    }
     verified = Verified()
     if _is_of_named_run(run, path):
         choice = choose(run, path, verified)
     else:
         opened = open_together(run, path)
         choice = AgreedCheckpoint(path, opened.facts, opened=opened)
+    index, averages = choice.opened.index, run.config.trainer.eval_averages
+    state: State = {
+        index.values_of(held.name, averages): held_boxes(held.placement, held.values, run.rank)
+        for held in held_values(model, pieces)
+    }
     fresh = {f"{one.full_name(name)}/buffer" for one in model.slot_buffers for name in one.declared}
     states = buffer_boxes(model, run.rank, held_boxes)
     state |= {name: boxed for name, boxed in states.items() if name not in fresh}
-    shapes = choice.opened.index.shapes
+    shapes = index.shapes
     attached = tuple(f"{name}." for name in model.attached)
     if attached:
         state = {name: boxed for name, boxed in state.items() if not name.startswith(attached) or name in shapes}
     section = run.config.checkpoint.pretrained
     if section is not None and (section.only is not None or section.excluded):
-        wanted = _wanted(section, model, weights_in(choice.opened.index.shapes))
+        wanted = _wanted(section, model, weights_in(shapes))
         state = {name: boxed for name, boxed in state.items() if name.rpartition("/")[0] in wanted.names}
     load(run, choice.opened, state, verified)
     write_weights(pieces)

@@ -296,11 +296,15 @@ def _placements(run: "Run", model: "Model", rank: int) -> str:
 
 
 def _rates(run: "Run", number: int) -> str:
-    """The factors of a group of `optimizer.groups` on the learning rate and the weight decay."""
+    """The rates of a group of `optimizer.groups`: factors, or the optimizer with its own learning rate and decay."""
     if number < 0:
         return "-"
     group = run.config.groups[number]
-    return f"group {number}: lr x {group.lr_scale:g}, decay x {group.weight_decay_scale:g}"
+    if group.optimizer is None:
+        return f"group {number}: lr x {group.lr_scale:g}, decay x {group.weight_decay_scale:g}"
+    own = group.optimizer.config
+    lr, decay = group.lr_scale * own.lr, group.weight_decay_scale * own.weight_decay
+    return f"group {number}: {group.optimizer.name}, lr {lr:g}, decay {decay:g}"
 
 
 def _gathered(run: "Run", model: "Model") -> str:

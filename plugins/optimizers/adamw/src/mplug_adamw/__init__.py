@@ -6,7 +6,7 @@ from mplug import Optimizer, Piece, hookimpl
 from mplug_adamw.config import AdamWConfig
 
 if TYPE_CHECKING:
-    from mplug import Run
+    from mplug import Assembler, Run
 
 
 class AdamW:
@@ -21,8 +21,12 @@ class AdamW:
         self.config = config
 
     @hookimpl
-    def build_optimizer(self, run: "Run", pieces: list[Piece]) -> Optimizer:
+    def build_optimizer(self, run: "Run", pieces: list[Piece], assembler: "Assembler") -> Optimizer:
         """An optimizer of these pieces."""
+        if self.config.moments == "8bit":
+            from mplug_adamw.quantized import QuantizedAdamW
+
+            return QuantizedAdamW(pieces, assembler, self.config)
         if self.config.moments == "bf16":
             from mplug_adamw.rounded import RoundedAdamW
 

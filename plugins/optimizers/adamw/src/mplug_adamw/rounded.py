@@ -2,8 +2,7 @@
 
 A moment moves by a small part of itself in each step. Rounded to nearest in bf16 (8 bits), a small change is lost every
 time. Rounded up or down at random, with probabilities that make the mean exact, it is kept on average. The random bits
-of an element depend on the seed, the number of updates, the parameter's name and the element's place in it, so they are
-the same under any layout, and no generator has a state.
+are the same under any layout (`rounding.py`).
 """
 
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mplug import Box, Optimizer, Piece, StepScalars, region
-from mplug.tensors.random import key_of, mix
+from mplug_adamw.rounding import bits_of, counters, key_of_piece
 
 if TYPE_CHECKING:
     from mplug import Run
@@ -41,7 +40,7 @@ class RoundedAdamW(Optimizer):
 
     def __init__(self, run: "Run", pieces: list[Piece], config: "AdamWConfig") -> None:
         self._config, self._pieces, self._rank = config, pieces, run.rank
-        self._keys = {piece.name: key_of(run.config.trainer.seed, "moments", piece.name) for piece in pieces}
+        self._keys = {piece.name: key_of_piece(run, piece) for piece in pieces}
         self._steps = torch.zeros(len(pieces), device=pieces[0].master.device if pieces else None)
         self._states = {
             piece.name: {
@@ -86,7 +85,8 @@ class RoundedAdamW(Optimizer):
         update = first / mean / ((second / square).sqrt_() + config.eps)
         decay = scalars.lr.double() * scalars.weight_decay.double() * float(part.piece.parameter.decays)
         value = part.master * (1 - decay).to(wide) - update * scalars.lr
-        bits = mix(mix(self._keys[part.piece.name] + step.to(torch.int64)) ^ mix(_counters(part)))
+        places = counters(part.piece.placement.shape, part.box.start, part.box.shape, part.master.device)
+        bits = bits_of(self._keys[part.piece.name], step, places)
         for held, moment, own in ((part.first, first, bits), (part.second, second, bits >> 16)):
             held.copy_(torch.where(skipped, held, rounded(moment.float(), own)))
         part.master.copy_(torch.where(skipped, part.master, value))
@@ -94,15 +94,6 @@ class RoundedAdamW(Optimizer):
     def state(self, piece: Piece) -> dict[str, Tensor]:
         """The live state of a piece, under torch's names; both moments are in bf16."""
         return dict(self._states[piece.name])
-
-
-def _counters(part: Part) -> Tensor:
-    """The number of each element of a part in the logical tensor, int64."""
-    strides = torch.empty(part.piece.placement.shape, device="meta").stride()
-    found = torch.zeros((), dtype=torch.int64, device=part.master.device)
-    for start, length, stride in zip(part.box.start, part.box.shape, strides, strict=True):
-        found = found[..., None] + torch.arange(start, start + length, device=found.device) * stride
-    return found
 
 
 def rounded(x: Tensor, bits: Tensor) -> Tensor:

@@ -1,0 +1,28 @@
+"""Schedule-free AdamW (arXiv 2405.15682): no decay of the learning rate, by an average of the weights."""
+
+from typing import Any, ClassVar
+
+from mplug import Optimizer, Piece, hookimpl
+from mplug_schedulefree.config import ScheduleFreeConfig
+
+
+class ScheduleFree:
+    """AdamW whose gradients are taken between the weights and their average; the average is the model."""
+
+    Config = ScheduleFreeConfig
+
+    fine_tuning: ClassVar[dict[str, dict[str, Any]]] = {"optimizer": {"lr": 5e-5, "weight_decay": 0.0}}
+    """A fiftieth of the default rate, as the host's default for AdamW; not measured."""
+
+    captures = True
+    """The number of updates and everything else that changes is on the device."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @hookimpl
+    def build_optimizer(self, pieces: list[Piece]) -> Optimizer:
+        """An optimizer of these pieces."""
+        from mplug_schedulefree.averaged import AveragedAdamW
+
+        return AveragedAdamW(pieces, self.config)

@@ -50,7 +50,7 @@ class DenseWeights:
             wanted = wanted_of(None, self.model.plan, sorted(needed_of(self.model)), self._files.present)
             self._files.refuse_other_model(f"'{path}'", wanted)
         else:
-            self._files = CheckpointBoxes(open_together(run, path))
+            self._files = CheckpointBoxes(open_together(run, path), run.config.trainer.eval_averages)
 
     def __enter__(self) -> Self:
         self._stack.enter_context(self._files)

@@ -153,7 +153,7 @@ def add_of_group(rows: Tensor, counts: Tensor, bias: Tensor) -> Tensor:
 
     Rows after those of the last group stay as they are, so that their gradients reach no bias.
     """
-    number = torch.arange(len(rows), device=rows.device)
+    number = torch.arange(rows.shape[0], device=rows.device)  # `len` would need an int, which data may decide
     group = torch.searchsorted(counts.cumsum(0), number, right=True)  # [M]; e for the rows after the last group
     return rows + torch.cat((bias, torch.zeros_like(bias[:1]))).to(rows.dtype).index_select(0, group)
 

@@ -226,6 +226,7 @@ def divided(*axes: Axis, seq_length: int = 8) -> Run:
     rest = plugin(define_precision=Precision(weights="float32", activations="float32"), **built)
     trainer = {"device": "cpu", "global_batch_size": 8, "micro_batch_size": 1, "base_modules": None}
     config = SimpleNamespace(
+        groups=(),
         chosen=(),
         model=NoFields(),
         parallel=SimpleNamespace(layout="", degrees={axis.name: axis.size for axis in axes}, data=None, rest=None),

@@ -65,6 +65,7 @@ TOYS: dict[str, dict[str, object]] = {
     "machines": {**SHAPE, **CORPUS, "model.num_kv_heads": 2, "parallel.layout": "fsdp1"},
     "masked": {**ENCODER, "data.of.path": "text.txt"},
     "sft": {"checkpoint.pretrained": "model", "data.path": "chats.jsonl"},
+    "spans": {"model.hidden_size": 32, "model.ffn_hidden_size": 48, "data.of.path": "text.txt"},
 }
 LAYOUTS = {"deepspeed": "deepspeed2", "experts": "ep2", "long-context": "cp2fsdp2", "machines": "fsdp2"}
 

@@ -27,7 +27,8 @@ class Model(RankPart):
     parameters, as stored at rest. A plugin that moves the memory of one, or replaces it in the module, must keep its
     `data` pointing to the values. `shards` is the memory of a sharded optimizer state. A plugin that exchanges updated
     weights between ranks appends a `WeightExchange` to `exchanges`. `master_dtype` is the dtype of the masters.
-    `weights_version` grows whenever pieces have new weights.
+    `weights_version` grows whenever pieces have new weights. `is_repeating`: the passes of a step run again (the hook
+    `build_step_check`), so tensors inside units may have other shapes than in the step's first passes.
     """
 
     shards: Shards | None = None
@@ -35,6 +36,7 @@ class Model(RankPart):
     master_dtype: torch.dtype = torch.float32
     exchanges: "list[WeightExchange]" = field(default_factory=list)
     weights_version: int = 0
+    is_repeating: bool = False
     _sinks: Sinks | None = None
     _supplied: "tuple[Piece, ...] | None" = None
 

@@ -28,7 +28,7 @@ def repeating(run: Run, model: Model, stepper: Stepper) -> Stepper:
             f"{checks[0][0]} may compute the passes of a step again, and {engine} keeps gradients that mplug cannot "
             f"discard (Sharding.engine); use a layout without {engine}, or an exact option of {checks[0][0]}"
         )
-    return RepeatingStepper(stepper, [check for _, check in checks])
+    return RepeatingStepper(model, stepper, [check for _, check in checks])
 
 
 class RepeatingStepper:
@@ -37,8 +37,8 @@ class RepeatingStepper:
     The CPU waits for the device once per step, in the checks.
     """
 
-    def __init__(self, stepper: Stepper, checks: list[Check]) -> None:
-        self.stepper, self.checks, self.num_repeated = stepper, checks, 0
+    def __init__(self, model: Model, stepper: Stepper, checks: list[Check]) -> None:
+        self.model, self.stepper, self.checks, self.num_repeated = model, stepper, checks, 0
 
     def forward_backward(self, micro_batches: Iterable[RankBatch], step: int) -> None:
         """Run the passes of a step, and again if one of them was not exact."""
@@ -47,7 +47,11 @@ class RepeatingStepper:
         if self._were_exact():
             return
         self.num_repeated += 1
-        self.stepper.forward_backward(kept, step)
+        self.model.is_repeating = True
+        try:
+            self.stepper.forward_backward(kept, step)
+        finally:
+            self.model.is_repeating = False
         if not self._were_exact():
             raise RuntimeError("a plugin says that the repeated passes of a step were not exact (build_step_check)")
 

@@ -83,7 +83,8 @@ class WeightGradients:
 
         Run the pass's backward within `backward` of the yielded object. After it, `compute` computes the gradients.
         """
-        key = tuple((name, tuple(entry.shape), entry.dtype) for name, entry in entries.items() if _is_tensor(entry))
+        shapes = ((name, tuple(entry.shape), entry.dtype) for name, entry in entries.items() if _is_tensor(entry))
+        key = (self.model.is_repeating, *shapes)
         if key not in self._operands:
             self._operands[key] = self._of_pass(entries)
         taps = [

@@ -81,7 +81,9 @@ class TestExpertTensorParallel(ParallelSuite):
 
 # Several strategies.
 
+REPEATED = "pp2ep2 parallel.pp.schedule=zb-h1 parallel.ep.dispatch=bounded parallel.ep.room=0.6"
 LAYOUTS = (
+    REPEATED,
     "tp2ep4",
     "tp2pp2ep2 parallel.ep.dispatch=bounded parallel.ep.room=0.6",
     "tp2ep2etp2 parallel.tp.sequence_parallel=false",
@@ -91,7 +93,8 @@ LAYOUTS = (
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.wide(
-    "experts", quick=["tp2ep2etp2 parallel.tp.sequence_parallel=false", "dp4ep2 parallel.ep.dispatch=all_gather"]
+    "experts",
+    quick=[REPEATED, "tp2ep2etp2 parallel.tp.sequence_parallel=false", "dp4ep2 parallel.ep.dispatch=all_gather"],
 )
 def test_several_strategies_together_give_the_run_of_one_process(layout: str) -> None:
     require_parity(EXPERTS, layout)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mplug_flex.masks import Form, kept, mask_of
-from mplug_flex.programs import backward_program, forward_program
+from mplug_flex.programs import backward_program, copies_of, forward_program
 from mplug_nn import AttentionCore, AttentionInputs, AttentionSpec, fake, operator
 from mplug_nn.parts import AttentionParts, Lengths, Part, Places
 from mplug_nn.specification import ALIBI, RELATIVE, alibi_slopes
@@ -210,8 +210,9 @@ def _differentiate(
 ) -> tuple[Tensor, ...]:
     """The gradients of q, k, v, sinks and bias; the last two are empty if the form has none."""
     trained = form.bias == RELATIVE
+    added = copies_of(bias, heads[0].shape[1]) if trained else bias.detach()
     given = [_plain(x) for x in (*heads, output, sums, gradient)]
-    own = (*given, output.new_empty(0) if sinks is None else _plain(sinks), bias.detach().requires_grad_(trained))
+    own = (*given, output.new_empty(0) if sinks is None else _plain(sinks), added)
     mask = mask_of(form, heads[0].shape[1], heads[1].shape[1], lengths, output.device, groups, places)
     program = backward_program(form, mask, own, trained)
     with torch.no_grad():

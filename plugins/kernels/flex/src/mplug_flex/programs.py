@@ -86,14 +86,14 @@ def backward_program(form: Form, mask: Mask, own: Sequence[Tensor], trained: boo
     """The program (q, k, v, output, sums, gradient, sinks, bias, numbers, blocks) -> gradients.
 
     `own` are the first eight. The gradients are those of q, k, v, sinks and bias, in these shapes. The gradient of the
-    sinks is empty if the form has none; the gradient of the bias is empty unless the bias is `trained`.
+    sinks is empty if the form has none. A `trained` bias is `copies_of` a table, and the gradient is the table's; that
+    of another bias is empty.
     """
     counts = (8, len(mask.numbers))
 
     def compute(*tensors: Tensor) -> tuple[Tensor, ...]:
         (q, k, v, output, sums, gradient, sinks, bias), numbers, blocks = _split(tensors, *counts)
-        own = _copies(bias, q.shape[1]) if trained else bias
-        score, more = _score(form, own, k.shape[1] - q.shape[1])
+        score, more = _score(form, bias, k.shape[1] - q.shape[1])
         heads = [x.transpose(1, 2) for x in (q, k, v, output)]
         graphs = _differentiated(score, heads[0], more)
         given = (*heads, sums / LN2, gradient.transpose(1, 2), None)
@@ -108,10 +108,9 @@ def backward_program(form: Form, mask: Mask, own: Sequence[Tensor], trained: boo
     return _program("backward", form, compute, (*own, *mask.numbers, *mask.tensors))
 
 
-def _copies(table: Tensor, queries: int) -> Tensor:
-    """The table [H, 2R + 1] once for every so many queries: [S / SHARERS, H, 2R + 1], and in need of a gradient."""
-    copies = table.detach().expand(-(-queries // SHARERS), -1, -1).contiguous()
-    return copies.requires_grad_()
+def copies_of(table: Tensor, queries: int) -> Tensor:
+    """The table [H, 2R + 1] once for every so many queries: [S / SHARERS, H, 2R + 1], as a leaf with a gradient."""
+    return table.detach().expand(-(-queries // SHARERS), -1, -1).contiguous().requires_grad_()
 
 
 def _of_sinks(output: Tensor, sums: Tensor, gradient: Tensor, sinks: Tensor) -> Tensor:

@@ -110,9 +110,9 @@ class Part:
                 )
         if (choice.num_experts // choice.num_groups) % self.split:
             raise UsageError(
-                f"model.moe_router_num_groups={choice.num_groups} divides the {self.split} experts of '{name}' that make "
-                f"one MLP of the dense model ({whole} / {own} wide), so a token would choose a part of them; use groups "
-                f"of a multiple of {self.split} experts"
+                f"model.moe_router_num_groups={choice.num_groups} divides the {self.split} experts of '{name}' that "
+                f"make one MLP of the dense model ({whole} / {own} wide), so a token would choose a part of them; use "
+                f"groups of a multiple of {self.split} experts"
             )
 
 

@@ -66,6 +66,15 @@ def test_another_number_of_steps_tells_the_learning_rate_that_follows() -> None:
     ]
 
 
+def test_a_schedule_that_is_no_longer_installed_is_not_compared() -> None:
+    settings = {"schedule.warmup_steps": 0}
+    manifest = manifest_of(settings)
+    manifest["config"]["schedule"]["name"] = "halves"
+    found = changes_on_resume(PATH, manifest, prepare(tiny_config(settings)), ("schedule.name",))
+    (line,) = found.effects
+    assert line.startswith("the checkpoint's schedule cannot be compared: no learning rate schedule is named 'halves'")
+
+
 COURSE = {
     "optimizer.lr": 1e-4,
     "optimizer.beta2": 0.99,

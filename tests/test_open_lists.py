@@ -298,3 +298,17 @@ def test_a_distribution_adds_a_learning_rate_schedule_that_a_config_names(instal
     section = tiny_config(named).schedule
     rates = [learning_rate(step, 1.0, section, 100) for step in range(1, 8)]
     assert rates == [0.5, 1.0, 0.5, 0.25, 0.125, 0.1, 0.1]
+
+
+def test_a_learning_rate_schedule_that_two_claim_or_that_does_not_load_is_refused_before_the_run(
+    install: Install,
+) -> None:
+    install(
+        "acme_falls",
+        "[mplug.learning_rates]\nfalls = acme_falls:falls\ncosine = acme_falls:falls\n",
+        "import acme_lost",
+    )
+    with pytest.raises(UsageError, match=r"schedule\.name .*'cosine' is claimed by mplug and acme_falls"):
+        tiny_config({"schedule.name": "cosine"})
+    with pytest.raises(UsageError, match=r"schedule\.name .*'falls' cannot be loaded: No module named 'acme_lost'"):
+        tiny_config({"schedule.name": "falls"})

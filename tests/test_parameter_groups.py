@@ -20,6 +20,7 @@ from torch import Tensor
 from mplug import UsageError, hookimpl
 from mplug.checkpoint.folder import newest
 from mplug.model.build import build_model, measure_bytes
+from mplug.model.grouped_optimizer import build_optimizer
 from mplug.registry.entry_points import Registry
 from mplug.registry.json_schema import config_schema
 from mplug.run.prepare import prepare
@@ -265,6 +266,24 @@ def test_optimizers_of_groups_give_the_weights_of_one_process_under_further_layo
     layout: str, settings: dict[str, Any]
 ) -> None:
     require_parity(settings, layout)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"optimizer.name": "adamw", "optimizer.moments": moments} for moments in ("bf16", "8bit")),
+        *({"optimizer.name": name} for name in ("schedulefree", "adafactor")),
+        {"optimizer.average": {"decay": 0.5}},
+    ],
+    ids=str,
+)
+def test_an_optimizer_counts_on_the_device_of_the_run_also_without_pieces(settings: dict[str, Any]) -> None:
+    """A stage, or a rank of ZeRO, may have none of a group; the scalars of a step are on the device of the others."""
+    run = tiny_run(settings)
+    model = build_model(run)
+    run.device = "meta"
+    numbers = [one for one in vars(build_optimizer(run, model, [])).values() if isinstance(one, Tensor)]
+    assert {one.device.type for one in numbers} == {"meta"}
 
 
 @pytest.mark.parametrize(

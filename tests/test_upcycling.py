@@ -135,6 +135,14 @@ REFUSED: list[tuple[Sequence[str], Sequence[str], str]] = [
         ["model.moe_ffn_hidden_size=16", "model.num_experts=6"],
         "model.num_experts_per_token=2 is no multiple of the 3 experts",
     ),
+    (
+        ["--model", "mixtral"],
+        [
+            *("model.moe_ffn_hidden_size=24", "model.num_experts=12"),
+            *("model.moe_router_num_groups=4", "model.moe_router_top_groups=1"),
+        ],
+        "model.moe_router_num_groups=4 divides the 2 experts of 'blocks.0.moe' that make one MLP",
+    ),
     (["--model", "mixtral", "--preset", "tiny"], [], "--preset: the dense model"),
 ]
 

@@ -28,11 +28,11 @@ class AveragedOptimizer(Optimizer):
 
     averages = True
 
-    def __init__(self, optimizer: Optimizer, pieces: list[Piece], section: Average) -> None:
+    def __init__(self, optimizer: Optimizer, pieces: list[Piece], section: Average, device: str) -> None:
         self._optimizer, self._pieces, self._section = optimizer, pieces, section
         self.one_pass = optimizer.one_pass
         self.low_precision_gradients = optimizer.low_precision_gradients
-        self._counts = torch.zeros(len(pieces), device=pieces[0].master.device if pieces else None)
+        self._counts = torch.zeros(len(pieces), device=pieces[0].master.device if pieces else device)
         self._states = {
             piece.name: {COUNT: count, AVERAGE: torch.zeros_like(piece.master)}
             for piece, count in zip(pieces, self._counts.unbind(), strict=True)
@@ -67,7 +67,7 @@ def with_average(run: "Run", optimizer: Optimizer, pieces: list[Piece]) -> Optim
     if optimizer.averages:
         (label,) = run.hooks.implementers("build_optimizer")
         raise UsageError(f"{FIELD}: {label}, or the optimizer of a group, keeps averages itself; remove the field")
-    return AveragedOptimizer(optimizer, pieces, run.config.average)
+    return AveragedOptimizer(optimizer, pieces, run.config.average, run.device)
 
 
 def refuse_average(run: "Run", model: "Model") -> None:

@@ -164,6 +164,9 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
     model.set_passes(passes_of(model))
     model.keep_stage(run.mesh.index(run.rank, model.stages.axis))
     run.hooks.call.shard_model(run=run, model=model)
+    for group in run.config.groups:
+        if group.optimizer is not None:
+            group.optimizer.call("shard_model", run=run, model=model)
     selection = select_offers(model, run, collect_offers(run, model))
     run.hooks.call.offers_selected(run=run, model=model, selection=selection)
     add_slot_buffers(model, run, selection.filled)

@@ -280,13 +280,15 @@ class _Resolver:
         self._sub_sections(section, found, self._raw(section))
 
     def _learning_rate(self) -> None:
-        """Refuse a learning rate schedule that is not in the open list."""
+        """Refuse a learning rate schedule that is not in the open list, or that cannot be loaded."""
         word = self._raw("schedule").get("name")
         if isinstance(word, str) and word:
             try:
-                RATES.check(word)
+                RATES.load(word)
             except ValueError as error:
                 self._problem(("schedule", "name"), str(error))
+            except (ImportError, AttributeError) as error:
+                self._problem(("schedule", "name"), f"the learning rate schedule '{word}' cannot be loaded: {error}")
 
     def _recipe(self) -> sections.Recipe | None:
         """The section 'recipe'. Each field that it leaves to the user, and the user does not set, is a problem."""

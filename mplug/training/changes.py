@@ -32,6 +32,7 @@ from mplug.errors import UsageError, listed, printable, suggest
 from mplug.model.mixing import MICRO_BATCH, SAMPLES
 from mplug.model.model import Model
 from mplug.registry.installed import HOST_DISTRIBUTION
+from mplug.registry.rates import RATES
 from mplug.run.record import provenance
 from mplug.run.run import Run
 from mplug.training.saved_fields import bound, leaves, mark_of, shown
@@ -353,8 +354,11 @@ def _effects(manifest: Mapping[str, Any], config: RunConfig) -> list[str]:
     defaults = nested(default_settings())["schedule"]
     try:
         schedule = Schedule.model_validate({**defaults, **(old.get("schedule") or {})})
+        RATES.load(schedule.name)
     except ValidationError as error:
         return [f"the checkpoint's schedule cannot be compared: {listed(str(e['msg']) for e in error.errors())}"]
+    except ValueError as error:  # that of another distribution, which is not installed now
+        return [f"the checkpoint's schedule cannot be compared: {error}"]
     was = learning_rate(step, float(old["optimizer"]["lr"]), schedule, int(old["trainer"]["steps"]))
     now = learning_rate(step, config.optimizer.lr, config.schedule, config.trainer.steps)
     if was == now:

@@ -108,6 +108,12 @@ class Part:
                     f"model.{field}={number} is no multiple of the {self.split} experts of '{name}' that make one MLP "
                     f"of the dense model ({whole} / {own} wide); use a multiple of {self.split}"
                 )
+        if (choice.num_experts // choice.num_groups) % self.split:
+            raise UsageError(
+                f"model.moe_router_num_groups={choice.num_groups} divides the {self.split} experts of '{name}' that "
+                f"make one MLP of the dense model ({whole} / {own} wide), so a token would choose a part of them; use "
+                f"groups of a multiple of {self.split} experts"
+            )
 
 
 class Upcycled(ForeignCheckpoint):

@@ -1,6 +1,7 @@
 """AdamW over pieces, against the paper's algorithm in fp64."""
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +12,15 @@ from mplug_adamw.quantized import FIRST, SECOND, Code
 from mplug_adamw.rounded import rounded
 from torch import Tensor
 
-from mplug import Parameter
+from mplug import Parameter, UsageError
+from mplug.checkpoint.folder import newest
 from mplug.model.build import build_model, measure_bytes
+from mplug.run.prepare import prepare
 from mplug.tensors.random import mix
+from mplug.training.assembly import build
+from mplug.training.position import Position
 from mplug_testing import DenseStep, OptimizerSuite, dense
-from mplug_testing.harness import tiny_run
+from mplug_testing.harness import as_rank, tiny_config, tiny_run
 from mplug_testing.parity import require_parity
 
 
@@ -114,6 +119,24 @@ def test_moments_of_8_bits_cost_two_bytes_an_element_and_a_number_for_each_row_a
         segments = len(placement.dims[0])
         expected += 4 + 2 * placement.numel + 2 * 4 * (shape[0] + segments * shape[1])
     assert measure_bytes(run, model)["optimizer state"] == expected
+
+
+@pytest.mark.parametrize("moments", ["masters", "bf16"])
+def test_codes_of_8_bits_are_no_moments_of_another_format(moments: str, tmp_path: Path) -> None:
+    """Also if the user allows the change: codes have the shape of moments."""
+
+    def position_of(settings: dict[str, Any]) -> Position:
+        run = as_rank(prepare(tiny_config({"checkpoint.asynchronous": False, **settings}), directory=tmp_path))
+        run.device = "cpu"
+        return Position(run, build(run))
+
+    saved = position_of(EIGHT)
+    saved.run.step = 1
+    saved.save()
+    other = position_of({**EIGHT, "optimizer.moments": moments})
+    choice = other.choose(newest(saved.run.checkpoints))
+    with pytest.raises(UsageError, match=r"has no optimizer state 'exp_avg' .*exp_avg_code"):
+        other.load(choice, ("optimizer.moments",))
 
 
 def test_stochastic_rounding_gives_a_neighbour_in_bf16_and_is_exact_on_average() -> None:

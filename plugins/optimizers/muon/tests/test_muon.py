@@ -207,10 +207,17 @@ def test_embeddings_and_the_head_of_a_model_are_told_by_the_plan(fields: dict[st
     assert matrices - hidden == tables
 
 
-def test_items_of_an_axis_that_the_model_does_not_have_are_refused() -> None:
+@pytest.mark.parametrize("of_group", [False, True], ids=["run", "group"])
+def test_items_of_an_axis_that_the_model_does_not_have_are_refused(of_group: bool) -> None:
+    def settings(*separate: str) -> dict[str, Any]:
+        muon = {"name": "muon", "separate": list(separate)}
+        if of_group:
+            return {"optimizer.groups": [{"match": "blocks", "optimizer": muon}]}
+        return {f"optimizer.{name}": value for name, value in muon.items()}
+
     with pytest.raises(UsageError, match=r"optimizer\.separate: no matrix .* 'head'; the axes of rows are .*heads"):
-        build_model(tiny_run({"optimizer.name": "muon", "optimizer.separate": ["heads", "head"]}))
-    build_model(tiny_run({"optimizer.name": "muon", "optimizer.separate": ["heads", "kv_heads"]}))
+        build_model(tiny_run(settings("heads", "head")))
+    build_model(tiny_run(settings("heads", "kv_heads")))
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "soap"])

@@ -124,8 +124,9 @@ class QuantizedAdamW(Optimizer):
                 name: torch.zeros_like(piece.master, dtype=code.dtype if coded else None)
                 for name, code in CODES.items()
             }
+            kept = {f"{name}_code" if coded else name: moment for name, moment in self._moments[piece.name].items()}
             shaped = self._new_scales(piece) if coded else {}
-            self._states[piece.name] = {"step": self._step_of[piece.name], **self._moments[piece.name], **shaped}
+            self._states[piece.name] = {"step": self._step_of[piece.name], **kept, **shaped}
 
     def _new_scales(self, piece: Piece) -> dict[str, ShapedState]:
         """The scales of a piece's matrices, as states; those of a fused weight are numbered."""
@@ -219,7 +220,10 @@ class QuantizedAdamW(Optimizer):
             kept.copy_(torch.where(skipped, kept, new.to(kept.dtype)))
 
     def state(self, piece: Piece) -> dict[str, Tensor | ShapedState]:
-        """The live state of a piece: codes and scales of matrices, moments of vectors, and the number of updates."""
+        """The live state of a piece: codes and scales of matrices, moments of vectors, and the number of updates.
+
+        Codes have names of their own, so that no run with other moments reads them as values.
+        """
         return dict(self._states[piece.name])
 
 

@@ -41,7 +41,7 @@ class RoundedAdamW(Optimizer):
     def __init__(self, run: "Run", pieces: list[Piece], config: "AdamWConfig") -> None:
         self._config, self._pieces, self._rank = config, pieces, run.rank
         self._keys = {piece.name: key_of_piece(run, piece) for piece in pieces}
-        self._steps = torch.zeros(len(pieces), device=pieces[0].master.device if pieces else None)
+        self._steps = torch.zeros(len(pieces), device=pieces[0].master.device if pieces else run.device)
         self._states = {
             piece.name: {
                 "step": step,

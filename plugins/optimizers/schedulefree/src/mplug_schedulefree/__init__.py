@@ -1,9 +1,12 @@
 """Schedule-free AdamW (arXiv 2405.15682): no decay of the learning rate, by an average of the weights."""
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mplug import Optimizer, Piece, hookimpl
 from mplug_schedulefree.config import ScheduleFreeConfig
+
+if TYPE_CHECKING:
+    from mplug import Run
 
 
 class ScheduleFree:
@@ -21,8 +24,8 @@ class ScheduleFree:
         self.config = config
 
     @hookimpl
-    def build_optimizer(self, pieces: list[Piece]) -> Optimizer:
+    def build_optimizer(self, run: "Run", pieces: list[Piece]) -> Optimizer:
         """An optimizer of these pieces."""
         from mplug_schedulefree.averaged import AveragedAdamW
 
-        return AveragedAdamW(pieces, self.config)
+        return AveragedAdamW(pieces, self.config, run.device)

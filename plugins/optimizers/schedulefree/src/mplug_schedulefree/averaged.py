@@ -20,10 +20,10 @@ class AveragedAdamW(Optimizer):
 
     averages = True
 
-    def __init__(self, pieces: list[Piece], config: "ScheduleFreeConfig") -> None:
+    def __init__(self, pieces: list[Piece], config: "ScheduleFreeConfig", device: str) -> None:
         self._config, self._pieces = config, pieces
-        device = pieces[0].master.device if pieces else None
-        self._steps, self._largest, self._weights = (torch.zeros(len(pieces), device=device) for _ in range(3))
+        held_on = pieces[0].master.device if pieces else device
+        self._steps, self._largest, self._weights = (torch.zeros(len(pieces), device=held_on) for _ in range(3))
         numbers = zip(self._steps.unbind(), self._largest.unbind(), self._weights.unbind(), strict=True)
         self._states = {
             piece.name: {

@@ -193,8 +193,21 @@ def test_commands_use_the_averages_that_the_run_evaluates(tmp_path: Path, monkey
         done = CliRunner().invoke(main, ["checkpoint", "export", "--to", "huggingface", folder, *word])
         assert done.exit_code == 0, done.output
         exported = safetensors.torch.load_file(tmp_path / folder / "model.safetensors")
+        assert ("the weights, not averages" if word else "the averages of the weights") in done.output
         (key,) = (key for key in saved if key.startswith(f"embedding.token.weight/{state}"))
         assert torch.equal(exported["model.embed_tokens.weight"], saved[key])
+
+
+def test_an_export_of_averages_that_no_checkpoint_has_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = {"model.name": "llama", "model.ffn_hidden_size": 48, "model.num_kv_heads": 2, "trainer.steps": 1}
+    sizes = {"model.num_layers": 1, "model.hidden_size": 32, "model.num_attention_heads": 4, "model.vocab_size": 259}
+    train(prepare(tiny_config({**settings, **sizes}), directory=tmp_path / "runs" / "one"))
+    done = CliRunner().invoke(main, ["checkpoint", "export", "--to", "huggingface", "folder", "--averages"])
+    assert (done.exit_code, Path("folder").exists()) == (2, False)
+    assert "has no averages of the weights; remove the option" in done.stderr
 
 
 def test_a_run_that_begins_with_another_one_begins_with_its_averages(tmp_path: Path) -> None:

@@ -100,6 +100,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid")
     samples: Literal["run", "epoch"] | Annotated[int, Field(gt=0)] | None = None
     nested: Nested = Nested()
+    several: tuple[Nested, ...] = ()
+    maybe: Nested | None = None
     either: Cat | Nested = Nested()
     paths: str | list[str] | dict[str, float] = ""
     rates: dict[str, Annotated[float, Field(le=1)]] = {}
@@ -133,6 +135,8 @@ DOG = {"kind": "dog", "tricks": ["sit", "stay"]}
         ({"samples": [1]}, "samples: must be 'run' or 'epoch' or a valid integer, not [1]"),
         ({"nested": 3}, "nested: must be a section (a mapping of fields), not 3"),
         ({"nested": {"pte": 3}}, "nested.pte: unknown field; did you mean 'pet'? (fields: pet)"),
+        ({"several": [{"pte": 3}]}, "several.0.pte: unknown field; did you mean 'pet'? (fields: pet)"),
+        ({"maybe": {"pte": 3}}, "maybe.pte: unknown field; did you mean 'pet'? (fields: pet)"),
         ({"nested": {"pet": {"kind": "cow"}}}, "nested.pet.kind: must be 'cat' or 'dog', not 'cow'"),
         ({"nested": {"pet": {"lives": 1}}}, "nested.pet.kind: is required, because it selects the other fields"),
         ({"nested": {"pet": {"kind": "cat", "lives": "x"}}}, "nested.pet.lives: must be a valid integer, not 'x'"),

@@ -84,6 +84,7 @@ def test_what_cannot_be_begun_with_is_refused_before_launch(
         ("checkpoint.pretrained=runs/none", "'runs/none' does not exist; mplug downloads nothing"),
         ("model.hidden_size=48", "but the model has (256, 48); use the model config of the checkpoint"),
         ("model.num_layers=3", "has no parameter 'blocks.2."),
+        ("model.num_layers=3", "use the settings of its own model (mplug train runs/before/config.yaml ...), or name"),
         ("model.num_layers=1", "which the model lacks; use a checkpoint of this model"),
     ):
         result = cli("train", "--name", "refused", *words, "--set", change)

@@ -102,22 +102,33 @@ def losses(directory: Path) -> list[float]:
 
 
 def test_a_mixture_is_the_beginning_of_a_run_under_layouts(dense: Path, cli: Cli, cli_here: Cli) -> None:
-    settings = [f"model.{name}={value}" for name, value in SIZES.items()]
-    settings += ["model.rope_theta=123", "model.num_experts=4", "model.ffn_hidden_size=48", "model.norm_eps=1e-5"]
     made = cli_here(
         "checkpoint", "upcycle", str(dense), "--name", "mix", "--model", "mixtral", *words("model.num_experts=4")
     )
     assert made.returncode == 0, made.stderr
+    command = made.stdout.rpartition(": mplug train ")[2].split()
     few = ["trainer.steps=2", "trainer.eval_every=0", "trainer.micro_batch_size=2", "optimizer.lr=0.01"]
     every = {}
     for layout in ("", "ep2"):
         name = f"of{layout}"
-        options = ["--name", name, "--data", "mock", "--pretrained", "runs/mix", "--model", "mixtral"]
+        options = [*command, "--name", name, "--data", "mock"]
         parallel = ["--parallel", layout] if layout else []
-        done = cli("train", *options, *parallel, *words(*settings, *few))
+        done = cli("train", *options, *parallel, *words(*few))
         assert done.returncode == 0, done.stderr
         every[layout] = losses(dense.parent / name)
     assert every["ep2"] == pytest.approx(every[""], rel=EXACT)
+
+
+def test_a_width_that_the_dense_family_computes_is_asked_for(cli: Cli, cli_here: Cli) -> None:
+    sizes = [f"model.{name}={value}" for name, value in SIZES.items()]
+    trained = words(*sizes, "model.activation=swiglu", "trainer.steps=1", "trainer.eval_every=0")
+    done = cli("train", "--name", "dense", "--model", "gpt", "--data", "mock", *trained)
+    assert done.returncode == 0, done.stderr
+    done = cli_here(
+        "checkpoint", "upcycle", "runs/dense", "--name", "mix", "--model", "mixtral", *words("model.num_experts=4")
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "does not divide the 128 of the dense model's MLP; set model.moe_ffn_hidden_size to 128" in done.stderr
 
 
 REFUSED: list[tuple[Sequence[str], Sequence[str], str]] = [

@@ -114,6 +114,11 @@ class Index:
         average = f"{parameter}/{AVERAGE}"
         return average if averages and average in self.shapes else f"{parameter}/weight"
 
+    def averaged(self) -> list[str]:
+        """The parameters that have an average."""
+        end = f"/{AVERAGE}"
+        return [name.removesuffix(end) for name in self.shapes if name.endswith(end)]
+
     def only_chunk(self, name: str) -> tuple[str, Start]:
         """The file and the start of the chunk of a tensor that has one chunk."""
         (file,), starts, _ = self.packed[name].unpacked(len(self.shapes[name]))

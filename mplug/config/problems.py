@@ -8,7 +8,7 @@ become one message.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -236,10 +236,24 @@ def _alternatives(tags: str) -> str:
     return f"{head} or {last}" if head else last
 
 
+def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections that a type consists of: those of an optional section, of a list of sections or of a union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _sections(part)
+
+
 def _fields(model: Any, path: Iterable[str]) -> list[str]:
     """The names of the fields of the section at a path, as a user writes them; empty if it is not a plain section."""
+    is_list = False
     for name in path:
+        if is_list and name.isdigit():
+            is_list = False
+            continue
         field = getattr(model, "model_fields", {}).get(name)
-        model = field.annotation if field is not None else None
-    fields = getattr(model, "model_fields", {})
+        found = set(_sections(field.annotation)) if field is not None else set()
+        model = found.pop() if len(found) == 1 else None
+        is_list = field is not None and get_origin(field.annotation) in (list, tuple)
+    fields = {} if is_list else getattr(model, "model_fields", {})
     return sorted(field.alias or name for name, field in fields.items())

@@ -45,8 +45,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 @click.option(
     "--averages/--weights",
     default=None,
-    help="Write the averages of the weights, if the run keeps them, or the weights that it trains; default: "
-    "trainer.eval_averages of the run.",
+    help="Write the averages of the weights that the run keeps, or the weights that it trains; default: the averages, "
+    "if the run keeps some and trainer.eval_averages is on.",
 )
 def export_(
     folder: Path | str,
@@ -93,11 +93,15 @@ def export_(
         opened = choose(run, checkpoint, Verified()).opened
     else:
         opened = open_together(run, checkpoint)
+    kept_averages = bool(opened.index.averaged())
+    if averages and not kept_averages:
+        raise UsageError(f"--averages: '{opened.path}' has no averages of the weights; remove the option")
+    wanted = run.config.trainer.eval_averages if averages is None else averages
     with _written_to(folder, directory) as target:
-        wanted = run.config.trainer.eval_averages if averages is None else averages
         files = export_public(export, opened, target, wanted)
     number = counted(len(export.conversion.public), "tensor")
-    click.echo(f"'{folder}' has {number} of '{opened.path}' in {counted(len(files), 'file')}")
+    values = "" if not kept_averages else ": the averages of the weights" if wanted else ": the weights, not averages"
+    click.echo(f"'{folder}' has {number} of '{opened.path}' in {counted(len(files), 'file')}{values}")
     for clause in found.ask("usage", run, str(folder)):
         click.echo(f"  {clause}")
 
@@ -146,7 +150,7 @@ def import_(folder: Path, name_of_format: str, name: str, **options: Any) -> Non
 
     \b
     mplug checkpoint import --from FORMAT ckpt --name base --model llama --set model.num_layers=32 ...
-    mplug train --name chat --pretrained runs/base ...
+    mplug train runs/base/config.yaml --pretrained runs/base --name chat ...
     """
     from mplug.model.build import build_model
     from mplug.run.folder import new_directory
@@ -178,8 +182,8 @@ def import_(folder: Path, name_of_format: str, name: str, **options: Any) -> Non
         )
     else:
         click.echo(
-            f"no optimizer states were imported ({states.reason}); start a run with the weights: mplug train "
-            f"--pretrained {run.directory}"
+            f"no optimizer states were imported ({states.reason}); start a run with its settings and weights: "
+            f"{train_from(run)}"
         )
 
 
@@ -196,6 +200,11 @@ def progress(description: str, total: int) -> "Iterator[Callable[[int], None]]":
     ) as progress:
         task = progress.add_task(description, total=total)
         yield lambda num_bytes: progress.advance(task, num_bytes)
+
+
+def train_from(run: "Run") -> str:
+    """The command that starts a run with the settings and the weights of a new run."""
+    return f"mplug train {run.directory}/config.yaml --pretrained {run.directory}"
 
 
 def saved_run(directory: Path) -> "Run":

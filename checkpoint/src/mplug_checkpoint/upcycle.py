@@ -3,15 +3,17 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from mplug.cli.options import Finite, RunName, StoredPath, config_options, overrides
 from mplug.errors import UsageError, counted, listed
-from mplug_checkpoint.conversion import progress, saved_run
+from mplug_checkpoint.conversion import progress, saved_run, train_from
 
 if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
     from mplug.config.binding import RunConfig
     from mplug.config.sources import Settings
     from mplug.registry.entry_points import Registry
@@ -41,11 +43,12 @@ def upcycle(folder: Path, name: str, noise: float, **options: Any) -> None:
     experts make one copy. The routers have initial values.
 
     If the gates of a token are normalised, the mixture computes the same logits as the dense model. The command says if
-    it does not. Shared experts are not made.
+    it does not. Shared experts are not made. Other settings, such as --data or --steps, are those that config.yaml of
+    the new run gives to the next one.
 
     \b
     mplug checkpoint upcycle llama-1b --name experts --model mixtral --set model.num_experts=8
-    mplug train --name more --pretrained runs/experts ...
+    mplug train runs/experts/config.yaml --pretrained runs/experts --name more ...
     """
     from mplug.model.build import build_model
     from mplug.run.folder import new_directory
@@ -71,7 +74,7 @@ def upcycle(folder: Path, name: str, noise: float, **options: Any) -> None:
     click.echo(f"run '{run.directory}' has {number} of experts in the place of MLPs of '{source.path}'")
     reasons = list(made.differences())
     same = f"differ from those of the dense model, because {listed(reasons)}" if reasons else "are the dense model's"
-    click.echo(f"its logits {same}; start a run with the weights: mplug train --pretrained {run.directory}")
+    click.echo(f"its logits {same}; start a run with its settings and weights: {train_from(run)}")
 
 
 @dataclass(frozen=True)
@@ -124,12 +127,21 @@ def _of_mixture(dense: "RunConfig", folder: Path, given: "Settings") -> "RunConf
     registry, found = Registry(), dense.resolved()["model"]
     word = given[("model", "name")].value if ("model", "name") in given else found["name"]
     known = _fields_of(registry, str(word))
-    taken = {field: value for field, value in found.items() if field in known and not OF_EXPERTS.search(field)}
+    taken = {
+        field: value
+        for field, value in found.items()
+        if field in known and not OF_EXPERTS.search(field) and not (value is None and _needs_value(known[field]))
+    }
     return resolve(
         registry, default_settings(), merge(from_mapping({"model": {**taken, "name": word}}, str(folder)), given)
     )
 
 
-def _fields_of(registry: "Registry", word: str) -> set[str]:
+def _fields_of(registry: "Registry", word: str) -> "dict[str, FieldInfo]":
     """The fields of a family's Config."""
-    return set(registry.load(registry.find("models", word)).Config.model_fields)
+    return dict(registry.load(registry.find("models", word)).Config.model_fields)
+
+
+def _needs_value(field: "FieldInfo") -> bool:
+    """Whether null is no value of the field. The dense family then decides a width that this one must be given."""
+    return type(None) not in get_args(field.annotation)

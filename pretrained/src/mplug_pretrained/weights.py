@@ -75,6 +75,14 @@ def _is_of_named_run(run: Run, path: Path) -> bool:
     return given is not None and given.path is not None and path.parent == local_path(given.path) / "checkpoints"
 
 
+def _remedy(path: Path) -> str:
+    """How to train the model of a checkpoint: the config of its run, if the run's folder has one."""
+    config = path.parent.parent / "config.yaml"
+    if not config.is_file():
+        return "use a checkpoint of this model"
+    return f"use the settings of its own model (mplug train {config} ...)"
+
+
 def refuse_another_model(path: Path | PartFolders, model: "Model", section: "Pretrained | None" = None) -> None:
     """Raise UsageError unless the checkpoint has the wanted parameters, by name and logical shape, and no others.
 
@@ -94,10 +102,10 @@ def refuse_another_model(path: Path | PartFolders, model: "Model", section: "Pre
         if name in wanted.names and name not in saved and not (attached and name.startswith(attached))
     ]
     if missing:
-        rest = f", and {counted(len(missing) - 1, 'other')} of the model's," if len(missing) > 1 else ","
+        rest = f" and {counted(len(missing) - 1, 'other parameter')}" if len(missing) > 1 else ""
         raise UsageError(
-            f"{FIELD} '{path}' has no parameter '{missing[0]}'{rest} which the model has; use a checkpoint of this "
-            f"model, or name them in {FIELD}.except"
+            f"{FIELD} '{path}' has no parameter '{missing[0]}'{rest} of the model; {_remedy(path)}, or name "
+            f"{'them' if rest else 'it'} in {FIELD}.except"
         )
     for name, placement in model.placements.items():
         if name in wanted.names and saved.get(name, placement.shape) != placement.shape:

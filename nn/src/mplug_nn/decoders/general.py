@@ -84,7 +84,10 @@ class GeneralDecoderConfig(HybridDecoderConfig):
         if "window" in windows and self.window is None:
             raise ValueError("attention_types has blocks with windows; set window")
         if "experts" in (self.feed_forward_types or ()) and not self.num_experts:
-            raise ValueError("feed_forward_types has blocks with experts, and num_experts is 0")
+            raise ValueError(
+                "feed_forward_types has blocks with experts, and num_experts is 0; set num_experts, or change "
+                "feed_forward_types"
+            )
         self.rotary().turns(self.rotary_width)  # raises ValueError for options that cannot be computed with
         return self
 

@@ -137,8 +137,8 @@ def _refuse_missing_streams(run: "Run", model: "Model") -> None:
     needed = {name for unit in model.plan.units for name in unit.inputs} & model.plan.stream_entries
     if missing := sorted(needed - run.entries):
         raise UsageError(
-            f"the model needs '{missing[0]}' in every sample, which texts do not have; evaluate it on the samples of a "
-            f"loader that supplies media (--data)"
+            f"the model needs '{missing[0]}' in every sample, which files of text do not have; evaluate it on the "
+            f"samples of a loader that supplies them (--data)"
         )
 
 

@@ -60,7 +60,9 @@ class NemotronConfig(GeneralDecoderConfig):
         ahead = self.mtp_pattern if self.num_mtp_layers else ""
         for name, letters in (("pattern", self.pattern), ("mtp_pattern", ahead)):
             if "E" in letters and not self.num_experts:
-                raise ValueError(f"{name} has blocks with experts, and num_experts is 0")
+                raise ValueError(
+                    f"{name} has blocks with experts (E), and num_experts is 0; set num_experts, or change {name}"
+                )
         if "M" in self.pattern + ahead and self.linear_value_heads % self.linear_key_heads:
             heads = self.linear_value_heads
             raise ValueError(f"linear_num_key_heads={self.linear_key_heads} does not divide the {heads} value heads")

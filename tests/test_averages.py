@@ -210,6 +210,26 @@ def test_an_export_of_averages_that_no_checkpoint_has_is_refused(
     assert "has no averages of the weights; remove the option" in done.stderr
 
 
+def test_explain_shows_the_updates() -> None:
+    words = ["explain", "--optimizer", "muon", "--lr", "0.02", "optimizer.average={decay: 0.9, start: 5}"]
+    shown = CliRunner().invoke(main, [*words, "schedule.name=wsd_sqrt", "schedule.decay_steps=20"])
+    line = shown.output.partition("Updates\n")[2].splitlines()[1]
+    assert line.split() == [
+        "optimizers/muon",
+        "0.02",
+        "0.1",
+        "wsd_sqrt",
+        "50",
+        "20",
+        "0",
+        "decay",
+        "0.9,",
+        "from",
+        "update",
+        "5",
+    ]
+
+
 def test_a_run_that_begins_with_another_one_begins_with_its_averages(tmp_path: Path) -> None:
     run = prepare(tiny_config({**HALF, "trainer.steps": 2, "optimizer.lr": LR}), directory=tmp_path / "first")
     train(run)

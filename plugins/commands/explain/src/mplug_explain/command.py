@@ -36,10 +36,11 @@ def command(rank: int, schedule: bool, svg: "Path | None", **options: Any) -> No
     """Show the parts of a run without starting it. No memory is allocated, and no data is read.
 
     Prints the mesh, the number formats, the units, the supplier of each slot and the buffers that it keeps, the modules
-    that mix tokens outside of slots, the placement of each parameter, what ranks gather for each pass, the frozen
-    parameters, whether a CUDA graph can replay a step, the FLOPs of a step, whether the model can be exported as a
-    published checkpoint, or its adapters alone, the bytes that a rank holds, and everything in this run that depends on
-    the layout. A module that does not declare what it mixes is listed as "not known".
+    that mix tokens outside of slots, the placement of each parameter, what ranks gather for each pass, the optimizer
+    with its schedule and average, the frozen parameters, whether a CUDA graph can replay a step, the FLOPs of a step,
+    whether the model can be exported as a published checkpoint, or its adapters alone, the bytes that a rank holds, and
+    everything in this run that depends on the layout. A module that does not declare what it
+    mixes is listed as "not known".
     """
     from mplug.commands import build_model  # imports torch
 
@@ -67,6 +68,7 @@ def command(rank: int, schedule: bool, svg: "Path | None", **options: Any) -> No
         (f"Parameters of rank {rank}", _placements(run, model, rank)),
         *([("Gathered for each pass", gathered)] if (gathered := _gathered(run, model)) else []),
         *([(f"Sharded over ranks, with the part of rank {rank}", _shards(model))] if _is_sharded(model) else []),
+        ("Updates", _updates(run)),
         ("A step", _step(run, model)),
         *([("Published form", published)] if (published := _published(run)) else []),
         (f"Bytes of rank {rank}", _bytes(run, model)),
@@ -180,6 +182,30 @@ def _elements(placements: "Iterable[Placement]") -> int:
 
 def _frozen_elements(placements: "Iterable[Placement]") -> int:
     return _elements(placement for placement in placements if not placement.parameter.trainable)
+
+
+def _updates(run: "Run") -> str:
+    """The optimizer of the run, its learning rate and schedule, and the average of the weights that the host keeps."""
+    config = run.config
+    rates, schedule, kept = config.optimizer, config.schedule, config.average
+    average = "-"
+    if kept is not None:
+        form = "mean" if kept.decay is None else f"decay {kept.decay:g}"
+        average = f"{form}, from update {kept.start}" if kept.start else form
+    (label,) = run.hooks.implementers("build_optimizer")
+    decay = "default" if schedule.decay_steps is None else schedule.decay_steps
+    row = (label, f"{rates.lr:g}", f"{rates.weight_decay:g}", schedule.name, schedule.warmup_steps, decay)
+    header = (
+        "OPTIMIZER",
+        "LR",
+        "WEIGHT DECAY",
+        "SCHEDULE",
+        "WARM-UP STEPS",
+        "DECAY STEPS",
+        "MIN LR",
+        "OPTIMIZER.AVERAGE",
+    )
+    return table(header, [(*row, f"{schedule.min_lr:g}", average)])
 
 
 def _step(run: "Run", model: "Model") -> str:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mplug.contracts.optimizer import ShapedState as ShapedState
     from mplug.contracts.optimizer import StepScalars as StepScalars
     from mplug.contracts.optimizer import WeightExchange as WeightExchange
+    from mplug.contracts.optimizer import updated_on as updated_on
     from mplug.contracts.rates import RateSchedule as RateSchedule
     from mplug.contracts.rates import RateSettings as RateSettings
     from mplug.contracts.stepper import Pipeline as Pipeline

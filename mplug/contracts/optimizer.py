@@ -1,11 +1,12 @@
 """What an optimizer updates, with which values, and how other ranks get the new weights."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from mplug.layout.placement import Placement
@@ -32,6 +33,16 @@ class Piece:
     weight: "Tensor | None"
     parameter: "Parameter"
     placement: "Placement"
+
+
+def updated_on(pieces: "Sequence[Piece]", device: str) -> "torch.device":
+    """The device of the masters (the CPU, if they are offloaded), on which an optimizer counts and gets its scalars.
+
+    A rank may have no pieces: then it is the run's `device`.
+    """
+    import torch
+
+    return pieces[0].master.device if pieces else torch.device(device)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mplug.config.host_sections import Average
-from mplug.contracts.optimizer import AVERAGE, Optimizer, Piece, ShapedState, StepScalars
+from mplug.contracts.optimizer import AVERAGE, Optimizer, Piece, ShapedState, StepScalars, updated_on
 from mplug.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class AveragedOptimizer(Optimizer):
         self._optimizer, self._pieces, self._section = optimizer, pieces, section
         self.one_pass = optimizer.one_pass
         self.low_precision_gradients = optimizer.low_precision_gradients
-        self._counts = torch.zeros(len(pieces), device=pieces[0].master.device if pieces else device)
+        self._counts = torch.zeros(len(pieces), device=updated_on(pieces, device))
         self._states = {
             piece.name: {COUNT: count, AVERAGE: torch.zeros_like(piece.master)}
             for piece, count in zip(pieces, self._counts.unbind(), strict=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mplug.contracts.micro_batch import MicroBatch, RankBatch
-from mplug.contracts.optimizer import Optimizer, Piece, StepScalars
+from mplug.contracts.optimizer import Optimizer, Piece, StepScalars, updated_on
 from mplug.contracts.stepper import StepResult
 from mplug.gradients.loss_scale import LossScale
 from mplug.gradients.norm import GlobalNorm, owned_gradients
@@ -63,15 +63,15 @@ class DefaultStepper(Evaluator):
         super().__init__(run, model)
         self.pieces, self.optimizer = pieces, optimizer
         self.max_norm = run.config.trainer.max_grad_norm
-        updated_on = pieces[0].master.device if pieces else torch.device(run.device)  # the CPU, if offloaded
-        self.norm = GlobalNorm(owned_gradients(pieces, run.rank), updated_on.type, self.wide)
+        device = updated_on(pieces, run.device)
+        self.norm = GlobalNorm(owned_gradients(pieces, run.rank), device.type, self.wide)
         self.reduction = Reduction(run, model.placements, model.sinks.reduced_over, pieces)
         updates = slot_updates(model.slot_buffers)
         self.statistics = Statistics(run, model.module, model.plan, model.buffer_placements, updates)
         self.loss_scale: LossScale | None = LossScale.of(run, model.module)
         self.token_scale = TokenScale(run, model.module, None if self.loss_scale is None else self.loss_scale.scale)
         self.gradient_scale: Tensor | float | None = None
-        self.scalars = StepScalars(*(torch.zeros((), dtype=torch.float32, device=updated_on) for _ in range(4)))
+        self.scalars = StepScalars(*(torch.zeros((), dtype=torch.float32, device=device) for _ in range(4)))
         self.stop = torch.zeros((), dtype=self.wide, device=run.device)
         self.sums = torch.zeros(2, dtype=self.wide, device=run.device)
         self.stop_at_nonfinite = run.config.trainer.nonfinite == "stop"

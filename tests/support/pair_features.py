@@ -31,8 +31,8 @@ MATHEMATICS = ("family", "mixing", "mixture", "ahead", "tied", "packed", "adapte
 class OwnArray:
     """The cases of families that lack fields of the others, or need other data.
 
-    `about` says what is different. `settings` lie over the base, of which the fields `without` are left out. `values`
-    are those of its own features, whose meanings are `meaning`; `features` are all of them.
+    `about` says what is different. `settings` replace those of the base, and the fields `without` are left out of it.
+    `values` and `meaning` are those of its own features; `features` are all features of its cases.
     """
 
     about: str

@@ -1,6 +1,6 @@
 """The weights of a mixture of experts that begins as a dense model (arXiv 2212.05055; granular: arXiv 2410.07524).
 
-E experts, k of which a token chooses; an expert has 1/G of the width F of the dense MLP; D embed.
+E experts; a token chooses k of them. The dense MLP has the width F, and an expert F / G; D embed.
 
 Expert e is part e mod G of the MLP, and G consecutive experts, a *group*, are one whole MLP. The router's rows are
 drawn as for a new run, one for each group. So all experts of a group have equal logits, and a token chooses k / G whole

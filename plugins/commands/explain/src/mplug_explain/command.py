@@ -19,6 +19,7 @@ from mplug.commands import (
     role_of,
     table,
 )
+from mplug_explain.updates import rates, updates
 from mplug_pretrained import format_named
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ def command(rank: int, schedule: bool, svg: "Path | None", **options: Any) -> No
     that mix tokens outside of slots, the placement of each parameter, what ranks gather for each pass, the optimizer
     with its schedule and average, the frozen parameters, whether a CUDA graph can replay a step, the FLOPs of a step,
     whether the model can be exported as a published checkpoint, or its adapters alone, the bytes that a rank holds, and
-    everything in this run that depends on the layout. A module that does not declare what it
-    mixes is listed as "not known".
+    everything in this run that depends on the layout. A module that does not declare what it mixes is listed as "not
+    known".
     """
     from mplug.commands import build_model  # imports torch
 
@@ -68,7 +69,7 @@ def command(rank: int, schedule: bool, svg: "Path | None", **options: Any) -> No
         (f"Parameters of rank {rank}", _placements(run, model, rank)),
         *([("Gathered for each pass", gathered)] if (gathered := _gathered(run, model)) else []),
         *([(f"Sharded over ranks, with the part of rank {rank}", _shards(model))] if _is_sharded(model) else []),
-        ("Updates", _updates(run)),
+        ("Updates", updates(run)),
         ("A step", _step(run, model)),
         *([("Published form", published)] if (published := _published(run)) else []),
         (f"Bytes of rank {rank}", _bytes(run, model)),
@@ -184,30 +185,6 @@ def _frozen_elements(placements: "Iterable[Placement]") -> int:
     return _elements(placement for placement in placements if not placement.parameter.trainable)
 
 
-def _updates(run: "Run") -> str:
-    """The optimizer of the run, its learning rate and schedule, and the average of the weights that the host keeps."""
-    config = run.config
-    rates, schedule, kept = config.optimizer, config.schedule, config.average
-    average = "-"
-    if kept is not None:
-        form = "mean" if kept.decay is None else f"decay {kept.decay:g}"
-        average = f"{form}, from update {kept.start}" if kept.start else form
-    (label,) = run.hooks.implementers("build_optimizer")
-    decay = "default" if schedule.decay_steps is None else schedule.decay_steps
-    row = (label, f"{rates.lr:g}", f"{rates.weight_decay:g}", schedule.name, schedule.warmup_steps, decay)
-    header = (
-        "OPTIMIZER",
-        "LR",
-        "WEIGHT DECAY",
-        "SCHEDULE",
-        "WARM-UP STEPS",
-        "DECAY STEPS",
-        "MIN LR",
-        "OPTIMIZER.AVERAGE",
-    )
-    return table(header, [(*row, f"{schedule.min_lr:g}", average)])
-
-
 def _step(run: "Run", model: "Model") -> str:
     """The number of parameters and of frozen ones, and the FLOPs of a step of the whole run."""
     trainer, passes = run.config.trainer, model.passes
@@ -313,24 +290,12 @@ def _placements(run: "Run", model: "Model", rank: int) -> str:
                 len(boxes),
                 len(boxes[0].copies) if boxes else 0,
                 "frozen" if not placement.parameter.trainable else len(boxes[0].partial) if boxes else 0,
-                _rates(run, group),
+                rates(run, group),
             )
         )
     header = ("PARAMETER", "COUNT", "SHAPE", "AXES", "LOCAL", "BOXES", "COPIES", "PARTIAL OVER", "RATES")
     kept = len(header) if run.config.groups else -1
     return table(header[:kept], [row[:kept] for row in rows])
-
-
-def _rates(run: "Run", number: int) -> str:
-    """The rates of a group of `optimizer.groups`: factors, or the optimizer with its own learning rate and decay."""
-    if number < 0:
-        return "-"
-    group = run.config.groups[number]
-    if group.optimizer is None:
-        return f"group {number}: lr x {group.lr_scale:g}, decay x {group.weight_decay_scale:g}"
-    own = group.optimizer.config
-    lr, decay = group.lr_scale * own.lr, group.weight_decay_scale * own.weight_decay
-    return f"group {number}: {group.optimizer.name}, lr {lr:g}, decay {decay:g}"
 
 
 def _gathered(run: "Run", model: "Model") -> str:

@@ -1,7 +1,7 @@
 """Attention with a mask in memory, a document at a time.
 
-B samples, S positions, N documents of at most L rows, H query heads, G KV heads, K head dim, V value width. The mask of
-packed samples has B S² pairs, nearly all of which no query sees if documents are short; that of documents has N L².
+B samples, S positions, N documents of at most L rows, H query heads, G KV heads, K head dim, V value width. A mask
+of packed samples has B S² pairs, and a query sees few of them if documents are short; a mask of documents has N L².
 """
 
 from collections.abc import Callable

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mplug import Block, Optimizer, Piece, ShapedState, StepScalars
+from mplug import Block, Optimizer, Piece, ShapedState, StepScalars, updated_on
 
 if TYPE_CHECKING:
     from mplug import Assembler, Placement
@@ -33,8 +33,7 @@ class FactoredMoments(Optimizer):
         self._sums = assembler.sums(num_dims)
         self._masters = {piece.name: piece.master for piece in pieces}
         self._gradients = {piece.name: piece.gradient for piece in pieces}
-        device = pieces[0].master.device if pieces else torch.device(assembler.run.device)
-        self._steps = torch.zeros(len(pieces), device=device)
+        self._steps = torch.zeros(len(pieces), device=updated_on(pieces, assembler.run.device))
         self._states: dict[str, dict[str, Tensor | ShapedState]] = {}
         self._rows: dict[Block, Tensor] = {}  # [..., O, 1] of each matrix that this rank holds a part of
         self._columns: dict[Block, Tensor] = {}  # [..., 1, I]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from mplug import Block, Optimizer, Piece, ShapedState, StepScalars
+from mplug import Block, Optimizer, Piece, ShapedState, StepScalars, updated_on
 from mplug_adamw.rounding import bits_of, counters, key_of_piece
 
 if TYPE_CHECKING:
@@ -112,8 +112,7 @@ class QuantizedAdamW(Optimizer):
         self._sums = assembler.sums(num_dims)
         self._pieces = {piece.name: piece for piece in pieces}
         self._keys = {piece.name: key_of_piece(assembler.run, piece) for piece in pieces}
-        device = pieces[0].master.device if pieces else torch.device(assembler.run.device)
-        self._steps = torch.zeros(len(pieces), device=device)
+        self._steps = torch.zeros(len(pieces), device=updated_on(pieces, assembler.run.device))
         self._step_of = dict(zip(self._pieces, self._steps.unbind(), strict=True))
         self._scales: dict[Block, dict[str, Scales]] = {}
         self._states: dict[str, dict[str, Tensor | ShapedState]] = {}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from mplug import Box, Optimizer, Piece, StepScalars, region
+from mplug import Box, Optimizer, Piece, StepScalars, region, updated_on
 from mplug_adamw.rounding import bits_of, counters, key_of_piece
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class RoundedAdamW(Optimizer):
     def __init__(self, run: "Run", pieces: list[Piece], config: "AdamWConfig") -> None:
         self._config, self._pieces, self._rank = config, pieces, run.rank
         self._keys = {piece.name: key_of_piece(run, piece) for piece in pieces}
-        self._steps = torch.zeros(len(pieces), device=pieces[0].master.device if pieces else run.device)
+        self._steps = torch.zeros(len(pieces), device=updated_on(pieces, run.device))
         self._states = {
             piece.name: {
                 "step": step,

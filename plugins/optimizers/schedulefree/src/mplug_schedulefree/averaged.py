@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mplug import AVERAGE, Optimizer, Piece, StepScalars
+from mplug import AVERAGE, Optimizer, Piece, StepScalars, updated_on
 
 if TYPE_CHECKING:
     from mplug_schedulefree.config import ScheduleFreeConfig
@@ -22,8 +22,8 @@ class AveragedAdamW(Optimizer):
 
     def __init__(self, pieces: list[Piece], config: "ScheduleFreeConfig", device: str) -> None:
         self._config, self._pieces = config, pieces
-        held_on = pieces[0].master.device if pieces else device
-        self._steps, self._largest, self._weights = (torch.zeros(len(pieces), device=held_on) for _ in range(3))
+        counted_on = updated_on(pieces, device)
+        self._steps, self._largest, self._weights = (torch.zeros(len(pieces), device=counted_on) for _ in range(3))
         numbers = zip(self._steps.unbind(), self._largest.unbind(), self._weights.unbind(), strict=True)
         self._states = {
             piece.name: {

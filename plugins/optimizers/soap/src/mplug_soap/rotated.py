@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mplug import Block, Piece, ShapedState, StepScalars
+from mplug import Block, Piece, ShapedState, StepScalars, updated_on
 
 if TYPE_CHECKING:
     from mplug import Matrices, Run
@@ -76,7 +76,7 @@ class RotatedMatrices:
         self._gradients = {piece.name: piece.gradient for piece in pieces}
         self._decayed = [piece.master for piece in pieces if piece.parameter.decays]
         like = torch.empty((), dtype=matrices.dtype, device=matrices.device)
-        self._steps = torch.zeros(len(pieces), device=pieces[0].master.device if pieces else run.device)
+        self._steps = torch.zeros(len(pieces), device=updated_on(pieces, run.device))
         self._step_of = dict(zip(self._masters, self._steps.unbind(), strict=True))
         self._moments = {block: self._new(block, like) for block in matrices.owned}
 

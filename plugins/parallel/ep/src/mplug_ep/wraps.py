@@ -22,8 +22,8 @@ the backward pass. The supplier inside sorts the tokens of one rank by expert on
 so this also sorts them by (rank, expert).
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ Dispatched = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 Dispatch = Callable[[Tensor, Tensor, int], Dispatched]
 Arrive = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, tuple[Tensor, ...]]]
 Combine = Callable[[Tensor, Tensor, tuple[Tensor, ...]], Tensor]
+Met = TypeVar("Met", ops.Meeting, ops.BoundedMeeting)
 
 
 def wraps_of_ep(run: Run, model: Model, how: str, bounds: Bounds | None = None, overlap: bool = False) -> list[Wrap]:
@@ -159,10 +160,8 @@ def _travelling(group: ops.Group, bounds: Bounds | None) -> Wraps:
     def around_dispatch(inner: Dispatch) -> Dispatch:
         def dispatch(x: Tensor, chosen: Tensor, num_experts: int) -> Dispatched:
             rows, counts, route = inner(x, chosen, num_experts)
-            if bounds is not None and group is not None and bounds.apply:
-                room = bounds.room_for(len(rows), group.size())
-                places = ops.meet_bounded(counts, len(rows), room, group)
-                bounds.count(places.lost)
+            if bounds is not None and bounds.apply:
+                places = _met_bounded(rows, counts, bounds, group)
                 return ops.send_bounded(rows, places, group), places.counts, (*route, *places)
             meeting = ops.meet(counts, group)
             return ops.send(rows, meeting, group), meeting.counts, (*route, *meeting)
@@ -172,9 +171,9 @@ def _travelling(group: ops.Group, bounds: Bounds | None) -> Wraps:
     def around_combine(inner: Combine) -> Combine:
         def combine(rows: Tensor, gates: Tensor, route: tuple[Tensor, ...]) -> Tensor:
             if bounds is not None and bounds.apply:
-                own, places = route[: -len(ops.BoundedMeeting._fields)], route[-len(ops.BoundedMeeting._fields) :]
-                return inner(ops.give_back_bounded(rows, ops.BoundedMeeting(*places), group), gates, own)
-            own, meeting = route[: -len(ops.Meeting._fields)], ops.Meeting(*route[-len(ops.Meeting._fields) :])
+                own, places = _without(route, ops.BoundedMeeting)
+                return inner(ops.give_back_bounded(rows, places, group), gates, own)
+            own, meeting = _without(route, ops.Meeting)
             return inner(ops.give_back(rows, meeting, gates.numel(), group), gates, own)
 
         return combine
@@ -190,11 +189,9 @@ def _departing(group: ops.Group, bounds: Bounds | None) -> Wraps:
 
     def around_dispatch(inner: Dispatch) -> Dispatch:
         def dispatch(x: Tensor, chosen: Tensor, num_experts: int) -> Dispatched:
-            assert group is not None
             rows, counts, route = inner(x, chosen, num_experts)
             if bounds is not None and bounds.apply:
-                places = ops.meet_bounded(counts, len(rows), bounds.room_for(len(rows), group.size()), group)
-                bounds.count(places.lost)
+                places = _met_bounded(rows, counts, bounds, group)
                 rows = ops.pack_bounded(rows, places)
                 leaving, arriving = ops.depart(rows, _even_sizes(rows, group), len(rows), group)
                 return leaving, places.counts, (*route, *places, arriving)
@@ -208,10 +205,10 @@ def _departing(group: ops.Group, bounds: Bounds | None) -> Wraps:
         def arrive(rows: Tensor, route: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
             *own, arriving = route
             if bounds is not None and bounds.apply:
-                places = ops.BoundedMeeting(*own[-len(ops.BoundedMeeting._fields) :])
+                _, places = _without(own, ops.BoundedMeeting)
                 order, inverse, sizes = places.order, places.inverse, _even_sizes(rows, group)
             else:
-                _, order, inverse, sizes = ops.Meeting(*own[-len(ops.Meeting._fields) :])
+                _, (_, order, inverse, sizes) = _without(own, ops.Meeting)
             return inner(ops.arrive(rows, arriving, order, inverse, sizes, group), tuple(own))
 
         return arrive
@@ -221,6 +218,20 @@ def _departing(group: ops.Group, bounds: Bounds | None) -> Wraps:
         "arrive": around_arrive,
         "combine": _travelling(group, bounds)["combine"],
     }
+
+
+def _met_bounded(rows: Tensor, counts: Tensor, bounds: Bounds, group: ops.Group) -> ops.BoundedMeeting:
+    """The meeting for rows [N, D] in buffers of a fixed size; rows without room are counted."""
+    assert group is not None
+    places = ops.meet_bounded(counts, len(rows), bounds.room_for(len(rows), group.size()), group)
+    bounds.count(places.lost)
+    return places
+
+
+def _without(route: Sequence[Tensor], kind: type[Met]) -> tuple[tuple[Tensor, ...], Met]:
+    """The route of the supplier inside, and the meeting behind it."""
+    at = len(route) - len(kind._fields)
+    return tuple(route[:at]), kind(*route[at:])
 
 
 def _even_sizes(rows: Tensor, group: ops.Group) -> Tensor:

@@ -195,6 +195,7 @@ def alone(name: str, length: int, chosen: argparse.Namespace) -> Pass:
         out = Path(folder, "pass.json")
         command = [sys.executable, __file__, "--mixer", name, "--lengths", str(length), "--out", str(out)]
         command += ["--tiny"] if chosen.tiny else []
+        command += ["--profile"] if chosen.profile else []
         command += [] if chosen.variants is None else ["--variants", str(chosen.variants)]
         if reason := failure(command, chosen.seconds):
             return Pass(name, length, None, None, f"none: {reason}")
@@ -289,6 +290,16 @@ def measured(name: str, length: int, chosen: argparse.Namespace) -> Pass:
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     seconds = sorted(timed(step, 8, device))
+    if chosen.profile:
+        with torch.profiler.profile() as profile:
+            step()
+        print(
+            profile.key_averages().table(
+                sort_by="self_device_time_total" if device == "cuda" else "self_cpu_time_total",
+                row_limit=30,
+                max_name_column_width=90,
+            )
+        )
     return Pass(name, length, seconds[len(seconds) // 2], peak_memory_gib(device))
 
 
@@ -358,6 +369,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--hybrid", action="append", default=[], help="a setting of the hybrid alone")
     parser.add_argument("--tiny", action="store_true", help="small models on a CPU")
     parser.add_argument("--out", help="file for the figures, in JSON")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a pass of each mixer")
     parser.add_argument("--mixer", choices=list(MIXERS), help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -127,3 +127,24 @@ def summed_in_pairs(least: int) -> list[list[float]]:
 def test_gradients_are_summed_over_the_ranks_of_their_group_alone(least: int) -> None:
     even, odd = [[101.0] * 3, [-5.0] * 2], [[1010.0] * 3, [-10.0] * 2]
     assert run_workers(4, summed_in_pairs, least) == [even, odd, even, odd]
+
+
+@pytest.mark.parametrize(
+    ("layout", "data", "listens"),
+    [
+        ("cp2", "dp", True),
+        ("tp2cp2", "dp", True),
+        ("cp2", None, False),
+        ("tp2", "dp", False),
+        ("zero2cp2", "dp", False),
+    ],
+)
+def test_a_layout_that_divides_samples_alone_sums_their_gradients_during_backward(
+    layout: str, data: str | None, listens: bool
+) -> None:
+    run = prepare(tiny_config({"parallel.layout": layout, "parallel.data": data}))
+    assert ("parallel/dp" in run.hooks.plugins) == listens
+    assert run.config.parallel.layout == layout
+    assert (
+        run.mesh.world_size == prepare(tiny_config({"parallel.layout": layout, "parallel.data": None})).mesh.world_size
+    )

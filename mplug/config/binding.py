@@ -53,6 +53,11 @@ class Chosen:
         """'models/gpt'."""
         return self.entry.label
 
+    @property
+    def sums_for_others(self) -> bool:
+        """Whether this strategy with one rank sums the gradients of axes that divide samples ."""
+        return getattr(self.plugin, "sums_for_others", False) is True
+
 
 @dataclass(frozen=True)
 class Parallel:
@@ -131,6 +136,14 @@ class RunConfig:
         named = Parallel(layout, {**parallel.degrees, parallel.data: degree}, parallel.data, None, parallel.balance)
         settings = merge(self.settings, from_mapping(layout, source, ("parallel", "layout")))
         return replace(self, parallel=named, chosen=(*self.chosen, parallel.rest), settings=settings)
+
+    def with_sums(self) -> "RunConfig":
+        """The config in which the strategy of `parallel.data` takes part with one rank; the layout stays as written."""
+        parallel = self.parallel
+        assert parallel.data is not None
+        assert parallel.rest is not None
+        named = replace(parallel, degrees={**parallel.degrees, parallel.data: 1}, rest=None)
+        return replace(self, parallel=named, chosen=(*self.chosen, parallel.rest))
 
     def resolved(self) -> dict[str, Any]:
         """Every value of the run as a plain nested mapping, including the plugins' defaults and presets."""

@@ -29,6 +29,8 @@ def prepare(
 
     The default of `world_size` is the smallest number of ranks that every view of the mesh divides. The strategy of
     `parallel.data` gets the ranks that the layout's own axes do not use; the layout in the run's config then names it.
+    If that strategy states `sums_for_others`, it also takes part with one rank in a layout that divides samples but not
+    the batch: it sums the gradients of their parts during backward; the host would do it after backward.
     """
     hooks = _hooks_of(config, further)
     problems = []
@@ -55,6 +57,9 @@ def prepare(
     mesh = Mesh.of(axes, ranks)
     if ranks > sizes["dense"]:
         return prepare(_with_rest(config, axes, ranks), further, directory, ranks)
+    rest = config.parallel.rest
+    if rest is not None and rest.sums_for_others and _lacks_sums(axes):
+        return prepare(config.with_sums(), further, directory, ranks)
     _refuse_uneven_batch(config, mesh)
     _refuse_uneven_sequence(config, mesh)
     entries = frozenset(hooks.call.batch_entries(config=config) or ())
@@ -132,6 +137,11 @@ def _with_rest(config: RunConfig, axes: list[Axis], ranks: int) -> RunConfig:
         f"{layout_words(config)} has {views}; a run of {ranks} ranks needs {ranks // sizes['dense']} times as many "
         f"data-parallel ranks, but {data}; change the degrees in the layout"
     )
+
+
+def _lacks_sums(axes: list[Axis]) -> bool:
+    """Whether axes divide samples, so that their ranks sum gradients, and none of them divides the batch."""
+    return not any("batch" in axis.entries for axis in axes) and any(axis.entries and axis.size > 1 for axis in axes)
 
 
 def _hooks_of(config: RunConfig, further: dict[str, object] | None = None) -> Hooks:

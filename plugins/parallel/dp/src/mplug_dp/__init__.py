@@ -22,6 +22,8 @@ class DataParallel:
 
     captures = True
     """Every step starts the same sums, and waits for them."""
+    sums_for_others = True
+    """The buckets hold all gradients of data axes, of context parallelism too."""
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -8,7 +8,7 @@ from mplug_fla import Fla, limits
 from mplug_fla.scans import scan, scan_by_channel
 from offers import note, refusal, run
 
-from mplug import Offer, Site
+from mplug import DOCUMENTS, Offer, Site
 from mplug_nn import ConvolutionSpec, ScanSpec
 from mplug_nn.mixers.specification import CONVOLUTIONS, SCANS
 
@@ -140,3 +140,9 @@ def test_its_offers_say_what_they_serve_as_data() -> None:
     for offer in offers():
         assert (offer.devices, offer.dtypes, offer.chips, offer.serves) == (("cuda",), ("bfloat16",), ("8.0+",), SCANS)
     assert offers("Convolution.core")[0].serves == CONVOLUTIONS
+
+
+def test_a_graph_replays_the_kernels_unless_the_cpu_reads_lengths_of_documents() -> None:
+    packed, whole = (SimpleNamespace(entries=frozenset(entries)) for entries in ([DOCUMENTS], []))
+    assert Fla(Fla.Config()).captures(whole) is True
+    assert "lengths of packed documents" in str(Fla(Fla.Config()).captures(packed))

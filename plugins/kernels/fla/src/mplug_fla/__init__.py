@@ -1,20 +1,27 @@
 """Scans and short convolutions by flash-linear-attention: Triton kernels for NVIDIA GPUs from Ampere on, in bf16."""
 
 from functools import partial
+from typing import TYPE_CHECKING
 
-from mplug import Offer, hookimpl
+from mplug import DOCUMENTS, Offer, hookimpl
 from mplug_fla.config import FlaConfig
+
+if TYPE_CHECKING:
+    from mplug import Run
 
 
 class Fla:
     """The recurrences and the short convolutions of mixers of tokens."""
 
     Config = FlaConfig
-    captures = "has not been tested in a CUDA graph yet"
-    """Unknown: no run on a GPU has replayed these kernels yet."""
 
     def __init__(self, config: FlaConfig) -> None:
         self.config = config
+
+    @hookimpl
+    def captures(self, run: "Run") -> bool | str:
+        """True unless samples are packed: a GPU has replayed the kernels to the bit (tests/test_gpu_graphs.py)."""
+        return DOCUMENTS not in run.entries or "copies the lengths of packed documents to the CPU"
 
     @hookimpl
     def offer(self) -> list[Offer]:

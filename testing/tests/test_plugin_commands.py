@@ -1,10 +1,12 @@
 """The commands about plugins pass the suite of commands."""
 
+import time
+from pathlib import Path
 from unittest import SkipTest
 
 import pytest
 
-from mplug_testing import CommandSuite, models, published
+from mplug_testing import CommandSuite, inspection, models, published
 
 
 class TestShow(CommandSuite):
@@ -29,3 +31,22 @@ def test_the_check_of_a_large_family_compares_no_elements(monkeypatch: pytest.Mo
     monkeypatch.setattr(published, "MOST", 1000)
     with pytest.raises(SkipTest, match="too many to compare"):
         suite().test_its_external_names_cover_it()
+
+
+def test_a_late_check_is_interrupted_so_that_it_releases_its_locks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A build of torch that is killed leaves a lock, and every later build of the extension waits for it forever."""
+
+    def build(*_: str) -> inspection.Report:
+        (tmp_path / "lock").touch()
+        try:
+            time.sleep(60)
+        finally:
+            (tmp_path / "lock").unlink()
+        return inspection.Report()
+
+    monkeypatch.setattr(inspection, "TIMEOUT", 1)
+    inspection.report_in_time(build, "optimizers", "acme/slow")
+    assert "'mplug plugins test optimizers/slow' has no limit" in capsys.readouterr().out
+    assert not (tmp_path / "lock").exists()

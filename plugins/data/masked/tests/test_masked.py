@@ -9,6 +9,7 @@ from mplug_masked.loader import MaskedLoader
 from mplug_masked.masks import Masks
 
 from mplug import IGNORED, MapLoader, UsageError
+from mplug.run.prepare import check_data
 from mplug_testing.harness import tiny_run
 from mplug_testing.parity import require_parity
 
@@ -206,6 +207,14 @@ def test_the_source_is_a_plugin_by_its_name() -> None:
 def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         tiny_run({**MOCK, **changes})
+
+
+def test_a_refusal_of_the_source_names_the_whole_path_of_its_field() -> None:
+    text = {"name": "text", "path": "nowhere.txt"}
+    for of, field in ((text, "data.of.path"), ({"name": "masked", "mask_token": 9, "of": text}, "data.of.of.path")):
+        run = tiny_run({**MOCK, "data.of": of})
+        with pytest.raises(UsageError, match=f"^{field} 'nowhere.txt' does not exist.* set {field} to"):
+            check_data(run)
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,8 @@ class Found:
 
     rows: tuple[Measured, ...]
     weights: str
+    averages: bool
+    """Whether the values are averages of the weights."""
     layout: str
     precision: str
     seq_length: int
@@ -129,7 +131,10 @@ def measured(run: "Run", job: Job) -> Found:
         stride = job.stride or length
         rows = list(_of_files(run, model, stepper, job.documents, stride))
     trainer, layout = run.config.trainer, run.config.parallel.layout
-    return Found(tuple(rows), str(job.weights.path), layout, trainer.precision, length, stride)
+    weights = job.weights
+    return Found(
+        tuple(rows), str(weights.path), weights.uses_averages(run), layout, trainer.precision, length, stride
+    )
 
 
 def _refuse_missing_streams(run: "Run", model: "Model") -> None:

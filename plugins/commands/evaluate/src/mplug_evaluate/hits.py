@@ -35,7 +35,11 @@ class Hits:
     def __init__(self, run: "Run", model: "Model", stepper: Any, batches: "Iterable[RankBatch]") -> None:
         _refuse_divided(run, model)
         self._run, self._model, self._stepper, self._batches = run, model, stepper, batches
-        self._hits, self._counts = torch.zeros(1, dtype=torch.int64, device=run.device), torch.zeros(1, dtype=torch.int64, device=run.device)
+        self._hits = torch.zeros(1, dtype=torch.int64, device=run.device)
+        self._counts = torch.zeros(1, dtype=torch.int64, device=run.device)
+            torch.zeros(1, dtype=torch.int64, device=run.device),
+            torch.zeros(1, dtype=torch.int64, device=run.device),
+        )
 
     def __iter__(self) -> "Iterator[RankBatch]":
         for batch in self._batches:

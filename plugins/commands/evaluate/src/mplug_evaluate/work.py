@@ -132,9 +132,7 @@ def measured(run: "Run", job: Job) -> Found:
         rows = list(_of_files(run, model, stepper, job.documents, stride))
     trainer, layout = run.config.trainer, run.config.parallel.layout
     weights = job.weights
-    return Found(
-        tuple(rows), str(weights.path), weights.uses_averages(run), layout, trainer.precision, length, stride
-    )
+    return Found(tuple(rows), str(weights.path), weights.uses_averages(run), layout, trainer.precision, length, stride)
 
 
 def _refuse_missing_streams(run: "Run", model: "Model") -> None:

@@ -37,9 +37,6 @@ class Hits:
         self._run, self._model, self._stepper, self._batches = run, model, stepper, batches
         self._hits = torch.zeros(1, dtype=torch.int64, device=run.device)
         self._counts = torch.zeros(1, dtype=torch.int64, device=run.device)
-            torch.zeros(1, dtype=torch.int64, device=run.device),
-            torch.zeros(1, dtype=torch.int64, device=run.device),
-        )
 
     def __iter__(self) -> "Iterator[RankBatch]":
         for batch in self._batches:

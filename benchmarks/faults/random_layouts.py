@@ -128,10 +128,10 @@ def case(number: int) -> tuple[str, Settings, Settings, Settings]:
         }
         for _ in range(2)
     )
-    with_capacity = "model.capacity_factor" in found
-    whole = own["trainer.micro_batch_size"] if with_capacity else BASE["trainer.global_batch_size"]
+    by_micro_batch = "model.capacity_factor" in found or found.get("model.moe_balance") == "micro_batch"
+    whole = own["trainer.micro_batch_size"] if by_micro_batch else BASE["trainer.global_batch_size"]
     plain = {"kernels.default": None, "parallel.layout": "", "trainer.micro_batch_size": whole}
-    return name, {**found, **plain}, own, own if with_capacity or draw.random() < 0.4 else again
+    return name, {**found, **plain}, own, own if by_micro_batch or draw.random() < 0.4 else again
 
 
 def _of_families(draw: random.Random) -> tuple[str, Settings]:

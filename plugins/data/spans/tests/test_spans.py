@@ -110,6 +110,14 @@ def test_lengths_are_the_published_ones() -> None:
     assert found is not None
     assert (found.tokens, found.encoder, found.decoder) == (568, 512, 114)  # arXiv 1910.10683: 114 targets
     assert longest(2, 0.15, 3.0) is None
+    for length in (3, 4, 37, 150):
+        for density, mean in ((0.15, 3.0), (0.5, 1.0), (0.83, 7.5)):
+            one = longest(length, density, mean)
+            assert one is not None
+            assert one.encoder <= length < lengths_of(one.tokens + 1, density, mean).encoder
+    almost_all = longest(1_000_000, 0.999999, 3.0)  # half a million million tokens: a search one by one would not end
+    assert almost_all is not None
+    assert almost_all.encoder <= 1_000_000
     for tokens in range(2, 200):
         for density, mean in ((0.15, 3.0), (0.5, 1.0), (0.9, 8.0), (0.01, 2.0)):
             own = lengths_of(tokens, density, mean)

@@ -10,6 +10,7 @@ from mplug_spans import Spans
 from mplug_spans.corruption import Corruption
 from mplug_spans.lengths import lengths_of, longest
 from mplug_spans.loader import SpansLoader
+from torch.nn.functional import pad
 
 from mplug import IGNORED, MapLoader, UsageError
 from mplug.model.build import build_model
@@ -94,6 +95,17 @@ def test_10000_samples_are_those_of_a_plain_reference() -> None:
         assert texts[n] == text, n
         assert labels[n] == [*targets, IGNORED, IGNORED], n
         assert written[n] == [START, *targets, START], n
+
+
+def test_tokens_that_the_source_does_not_count_are_no_targets() -> None:
+    """Padding is the second half of each sample: the decoder reads it, because spans are drawn first, without a loss."""
+    batch = next(inner().take(8))
+    text = batch["tokens"].masked_fill(torch.arange(N) >= N // 2, V)
+    labels = pad(text, (0, 1), value=V)[:, 1:].masked_fill(torch.arange(N) >= N // 2 - 1, IGNORED)
+    whole, found = (corruption().apply({**batch, "tokens": text, "labels": one}) for one in (text, labels))
+    assert torch.equal(found["tokens"], whole["tokens"])
+    assert torch.equal(found["labels"], whole["labels"].masked_fill(whole["labels"] == V, IGNORED))
+    assert int((whole["labels"] == V).sum()) > 8
 
 
 def test_all_divisions_into_spans_are_equally_likely() -> None:

@@ -98,7 +98,7 @@ def test_10000_samples_are_those_of_a_plain_reference() -> None:
 
 
 def test_tokens_that_the_source_does_not_count_are_no_targets() -> None:
-    """Padding is the second half of each sample: the decoder reads it, because spans are drawn first, without a loss."""
+    """The second half of each sample is padding, which the decoder reads without a loss: spans are drawn first."""
     batch = next(inner().take(8))
     text = batch["tokens"].masked_fill(torch.arange(N) >= N // 2, V)
     labels = pad(text, (0, 1), value=V)[:, 1:].masked_fill(torch.arange(N) >= N // 2 - 1, IGNORED)

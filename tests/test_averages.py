@@ -185,7 +185,9 @@ def test_commands_use_the_averages_that_the_run_evaluates(tmp_path: Path, monkey
         file = str(tmp_path / f"{word}.json")
         done = CliRunner().invoke(main, ["evaluate", "--output", file, "--set", f"trainer.eval_averages={word}"])
         assert done.exit_code == 0, done.output
-        losses[word] = json.loads(Path(file).read_text())["total"]["loss"]
+        found = json.loads(Path(file).read_text())
+        assert found["averages"] == ("of the averages of the weights in" in done.output) == (word == "true")
+        losses[word] = found["total"]["loss"]
     assert losses["true"] == pytest.approx(val_loss, rel=1e-6)
     assert losses["false"] != pytest.approx(val_loss, rel=1e-6)
     for word, state in ((), AVERAGE), (("--weights",), "weight"):

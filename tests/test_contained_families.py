@@ -130,7 +130,7 @@ def test_a_wrong_section_is_refused_in_one_sentence_with_its_field(case: str) ->
 
 def test_the_hook_configure_of_the_family_inside_is_called() -> None:
     learned = {"name": "gpt", **SIZES, "position": "learned", "max_position_embeddings": 16}
-    with pytest.raises(UsageError, match=r"seq_length=32 is longer than model.max_position_embeddings=16"):
+    with pytest.raises(UsageError, match=r"seq_length=32 is longer than model.decoder.max_position_embeddings=16"):
         tiny_run(settings(learned))
 
 

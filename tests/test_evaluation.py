@@ -1,17 +1,22 @@
 """Evaluations that are left early, because the run is asked to stop: when, by whom, and with what result."""
 
+import io
 import json
+import math
 import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import redirect_stderr
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from mplug.contracts.micro_batch import RankBatch
+from mplug.contracts.micro_batch import IGNORED, RankBatch
 from mplug.distributed.groups import Groups
 from mplug.layout.mesh import Mesh
 from mplug.registry.hooks import HOST
@@ -126,6 +131,28 @@ def evaluated(folder: Path, layout: str, samples: int) -> float | None:
     evaluation.PAUSE = 0.0
     changes = {"trainer.steps": 1, "trainer.eval_every": 1, "trainer.eval_samples": samples, "parallel.layout": layout}
     return train(as_rank(prepare(tiny_config(changes), {}, folder))).val_loss
+
+
+def without_targets(run: Run, feed: Feed) -> Iterator[RankBatch]:
+    for batch in feed.take_evenly(run.config.trainer.eval_samples):
+        labels = torch.full_like(batch["labels"], IGNORED)
+        yield replace(batch, entries={**batch.entries, "labels": labels}, targets=0)
+
+
+def test_an_evaluation_without_targets_says_so(tmp_path: Path) -> None:
+    said, _ = run_workers(2, evaluated_without_targets, tmp_path, "pp2")
+    assert "the 8 samples of the evaluation have no target" in said
+
+
+def evaluated_without_targets(folder: Path, layout: str) -> str:
+    """The standard error of a run whose samples of the evaluation have no target."""
+    err = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(err):
+        patch.setattr(evaluation, "_micro_batches", without_targets)
+        found = evaluated(folder, layout, 8)
+    assert found is not None
+    assert math.isnan(found)
+    return err.getvalue()
 
 
 # Votes.

@@ -240,8 +240,6 @@ def test_every_requirement_of_a_plugin_has_a_lower_and_an_upper_bound() -> None:
 # Start-up.
 
 HEAVY = ("torch", "numpy", "pydantic")
-
-
 COMPLETION = {"_MPLUG_COMPLETE": "bash_complete", "COMP_WORDS": "mplug train --model ", "COMP_CWORD": "3"}
 
 
@@ -255,9 +253,6 @@ def modules_after(arguments: list[str], environment: dict[str, str]) -> set[str]
     command, changed = [sys.executable, "-c", script, *arguments], {**os.environ, **environment}
     finished = subprocess.run(command, env=changed, capture_output=True, text=True, check=True)
     return set(json.loads(finished.stdout.splitlines()[-1]))
-
-
-COMPLETION = {"_MPLUG_COMPLETE": "bash_complete", "COMP_WORDS": "mplug train --model ", "COMP_CWORD": "3"}
 
 
 @pytest.mark.parametrize(
@@ -279,6 +274,19 @@ def test_help_listing_and_completion_import_no_plugin_and_validation_no_torch(
     loaded = {name.split(".")[0] for name in modules_after(words.split(), {} if words else COMPLETION)}
     assert needed in loaded
     assert not loaded & absent
+
+
+def test_loading_the_commands_of_all_plugins_imports_nothing_heavy() -> None:
+    """As their help does: the first command that imports a heavy module is named."""
+    script = (
+        "import sys\nfrom importlib import import_module\nfrom mplug.registry.entry_points import Registry\n"
+        "for entry in Registry().entries('commands'):\n"
+        "    import_module(entry.target.partition(':')[0])\n"
+        "    if loaded := set(sys.modules) & set(sys.argv[1:]):\n"
+        "        sys.exit(f'{entry.label} imports {sorted(loaded)}')\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", script, *HEAVY], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
 
 
 # The project's lists.

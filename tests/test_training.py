@@ -29,7 +29,7 @@ from mplug import (
     hookimpl,
 )
 from mplug.checkpoint.names import path_of, step_of
-from mplug.cli.train_start import _about_warmup
+from mplug.cli.train_start import _about_unused, _about_warmup
 from mplug.config.defaults import default_settings, saved_settings
 from mplug.config.sources import read_assignments
 from mplug.errors import Diverged
@@ -504,3 +504,17 @@ def test_a_run_that_ends_within_its_warm_up_says_how_far_the_rate_gets() -> None
     assert lines() == lines("trainer.steps=50", "schedule.warmup_steps=50") == []
     (line,) = lines("trainer.steps=4")
     assert line.startswith("the warm-up has 50 steps and the run 4, so the learning rate only reaches 0.0004 of 0.005;")
+
+
+def test_settings_of_plugins_that_the_run_does_not_use_are_said_to_have_no_effect() -> None:
+    def lines(*changes: str) -> list[str]:
+        overrides = read_assignments(changes)
+        config = resolve(Registry(), default_settings(), overrides)
+        return _about_unused(SimpleNamespace(config=config), overrides)  # type: ignore[arg-type]
+
+    chosen = ("parallel.layout=pp2", "parallel.pp.schedule=gpipe", "parallel.dp.bucket_mib=4", "memory.recompute={}")
+    assert lines(*chosen) == []
+    assert lines(*chosen, "parallel.ep.overlap=true", "parallel.ep.room=2", "kernels.fla.experimental=true") == [
+        "parallel.ep.overlap (--set) and parallel.ep.room (--set) have no effect: the run does not use parallel/ep",
+        "kernels.fla.experimental (--set) has no effect: the run does not use kernels/fla",
+    ]

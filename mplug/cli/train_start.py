@@ -12,7 +12,7 @@ from mplug.cli.beginning import (
     newest_of,
     readable_of,
 )
-from mplug.errors import UsageError
+from mplug.errors import UsageError, listed
 
 if TYPE_CHECKING:
     from mplug.checkpoint.newest_valid import ReadableCheckpoint
@@ -86,6 +86,7 @@ class Start:
             *(f"  {line}" for line in (found.about_config(run.config) if found is not None else ())),
             *(f"  changed since the checkpoint: {line}" for line in self.since.lines()),
             *(f"  {sentence}" for sentence in self.about),
+            *(f"  {sentence}" for sentence in _about_unused(run, self.request.overrides)),
             *(f"  {sentence}" for sentence in _about_warmup(run)),
             *(f"  {sentence}" for sentence in self.about_step),
         ]
@@ -146,6 +147,26 @@ def _about_warmup(run: "Run") -> list[str]:
     return [
         f"the warm-up has {schedule.warmup_steps} steps and the run {steps}, so the learning rate only reaches "
         f"{peak * steps / schedule.warmup_steps:.2g} of {peak:g}; set schedule.warmup_steps to fewer"
+    ]
+
+
+def _about_unused(run: "Run", overrides: "Settings") -> list[str]:
+    """Lines about settings of the user for plugins that the run does not use, such as a strategy outside the layout.
+
+    They are valid, because a file may hold the settings of several layouts.
+    """
+    from mplug.config.binding import FREE_SECTIONS, PLUGIN_SECTIONS
+
+    used = {one.section for one in run.config.chosen}
+    used |= {rest.section for rest in (run.config.parallel.rest,) if rest is not None}
+    unused: dict[tuple[str, str], list[str]] = {}
+    for key, setting in overrides.items():
+        is_field = len(key) > 2 and key[0] in PLUGIN_SECTIONS and key[0] not in FREE_SECTIONS
+        if is_field and key[:2] not in used:
+            unused.setdefault((key[0], key[1]), []).append(f"{'.'.join(key)} ({setting.source})")
+    return [
+        f"{listed(fields)} {'has' if len(fields) == 1 else 'have'} no effect: the run does not use {section}/{name}"
+        for (section, name), fields in unused.items()
     ]
 
 

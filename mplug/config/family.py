@@ -3,6 +3,7 @@
 They are the types of fields of a Config. The module imports no torch.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +11,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin
 
 from mplug.config.entry import Entry
+from mplug.errors import UsageError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -27,11 +29,15 @@ class Contained:
 
     kind: ClassVar[str]
     """The kind of the plugin."""
+    section: ClassVar[str | None] = None
+    """The section whose fields the plugin's refusals name; those inside of it are then named by their whole path."""
 
     name: str
     entry: Entry
     plugin: type[Any]
     config: Any
+    field: str
+    """The field of the Config around it."""
 
     @property
     def label(self) -> str:
@@ -45,12 +51,23 @@ class Contained:
     def call(self, hook: str, **given: Any) -> Any:
         """What the plugin's hook returns; None if it does not have this hook. `given` are all arguments of the hook.
 
-        The plugin sees its own config as `self.config`; `run.config` is that of the run.
+        The plugin sees its own config as `self.config`; `run.config` is that of the run. A refusal names the plugin's
+        fields as the user writes them: 'data.of.path'.
         """
         method = getattr(self._created, hook, None)
         if method is None:
             return None
-        return method(**{name: value for name, value in given.items() if name in signature(method).parameters})
+        try:
+            return method(**{name: value for name, value in given.items() if name in signature(method).parameters})
+        except UsageError as error:
+            error.args = tuple(self._with_paths(one) if isinstance(one, str) else one for one in error.args)
+            raise
+
+    def _with_paths(self, text: str) -> str:
+        if self.section is None:
+            return text
+        fields = "|".join(map(re.escape, type(self.config).model_fields))
+        return re.sub(rf"(?<![\w.]){self.section}\.(?=({fields})(?!\w))", f"{self.section}.{self.field}.", text)
 
     def dumped(self) -> dict[str, Any]:
         """The section as plain data."""
@@ -83,7 +100,7 @@ class Family(Contained):
     `build(run)` returns the family's own model and plan. `mplug.plan_within` makes a part of a larger plan of it.
     """
 
-    kind = "models"
+    kind, section = "models", "model"
 
     def build(self, run: Any) -> Any:
         """What the family's `build_model` returns for a run: its `mplug.Model` on the meta device, with its plan.
@@ -106,7 +123,7 @@ class Source(Contained):
     plugins, and calls those of the source in them (`call`).
     """
 
-    kind = "data"
+    kind, section = "data", "data"
 
 
 @dataclass(frozen=True)

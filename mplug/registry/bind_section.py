@@ -58,7 +58,7 @@ def _with_families(
     for field, kind in contained_fields(model).items():
         value = values.get(field)
         if isinstance(value, Mapping):
-            contained, found = _bind_contained(kind, value, registry or Registry())
+            contained, found = _bind_contained(kind, field, value, registry or Registry())
             bound[field] = UNBOUND if contained is None else contained
             problems += [replace(problem, path=(field, *problem.path)) for problem in found]
         elif value is not None and not isinstance(value, Contained):
@@ -72,7 +72,7 @@ NOUNS = {"models": "a model family", "data": "a data plugin", "optimizers": "an 
 
 
 def _bind_contained(
-    contained: type[Contained], values: Mapping[str, Any], registry: Registry
+    contained: type[Contained], field: str, values: Mapping[str, Any], registry: Registry
 ) -> tuple[Contained | None, list[Problem]]:
     """The plugin of a section, or None and all problems of the section."""
     kind, word, preset = contained.kind, values.get("name"), values.get("preset")
@@ -91,7 +91,7 @@ def _bind_contained(
         except ValueError as error:
             return None, [Problem(("preset",), str(error))]
     config, problems = bind(plugin.Config, own, registry)
-    return (None if problems else contained(str(word), entry, plugin, config)), problems
+    return (None if problems else contained(str(word), entry, plugin, config, field)), problems
 
 
 def preset_of(plugin: type[Any], word: str, preset: str) -> Mapping[str, Any]:

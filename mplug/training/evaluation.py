@@ -1,5 +1,6 @@
 """Evaluation: the mean loss over the validation samples. If the run must stop, all ranks end it early together."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -37,10 +38,14 @@ def evaluate(run: Run, parts: Parts, watch: Watch = iter) -> float:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The loss, or None if the evaluation ended early; `stop` (equal on all ranks) says whether a rank must stop."""
+    """The loss, or None if the evaluation ended early; `stop` (equal on all ranks) says whether a rank must stop.
+
+    Without any target (`has_targets`), the loss is not a number.
+    """
 
     loss: float | None
     stop: bool
+    has_targets: bool = True
 
 
 def evaluate_unless_stopped(run: Run, parts: Parts, due: Callable[[float], bool]) -> Evaluation:
@@ -50,18 +55,39 @@ def evaluate_unless_stopped(run: Run, parts: Parts, due: Callable[[float], bool]
     """
     assert parts.validation_loader is not None
     beginning = parts.validation_loader.state_dict()
-    batches = UntilStopped(_micro_batches(run, parts.validation_loader), run, len(parts.model.stages.units), due)
+    counted = CountedTargets(_micro_batches(run, parts.validation_loader), run)
+    batches = UntilStopped(counted, run, len(parts.model.stages.units), due)
     with averages_in_place(run, parts):
         loss = parts.stepper.evaluate(batches)
         batches.finish()
     if batches.left:
         return Evaluation(None, stop=True)
     parts.validation_loader.load_state_dict(beginning)
-    return Evaluation(float(loss), batches.stop)
+    mean = float(loss)
+    return Evaluation(mean, batches.stop, not math.isnan(mean) or counted.total() != 0)
 
 
 def _micro_batches(run: Run, feed: Feed) -> Iterator[RankBatch]:
     return feed.take_evenly(run.config.trainer.eval_samples)
+
+
+class CountedTargets:
+    """Micro batches, and the number of targets in those that were taken."""
+
+    def __init__(self, batches: Iterable[RankBatch], run: Run) -> None:
+        self._batches, self._run = batches, run
+        self._targets: int | torch.Tensor = 0
+
+    def __iter__(self) -> Iterator[RankBatch]:
+        for batch in self._batches:
+            if batch.targets is not None:
+                self._targets = self._targets + batch.targets  # the CPU does not wait for a device
+            yield batch
+
+    def total(self) -> int:
+        """The targets of all ranks. Collective."""
+        own = int(self._targets) if self._run.counts_samples else 0
+        return int(self._run.summed(torch.tensor(own, device=self._run.device)))
 
 
 class UntilStopped:

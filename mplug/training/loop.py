@@ -30,6 +30,10 @@ from mplug.training.report import PendingRecord, Report, data_gap, loss_warning
 from mplug.training.schedule import batch_size, learning_rate, weight_decay
 
 log = logging.getLogger("mplug")
+NO_TARGETS = (
+    "the {} samples of the evaluation have no target, so their loss is not a number; set a larger "
+    "trainer.eval_samples, use other validation data, or set trainer.eval_every=0"
+)
 
 
 @dataclass(frozen=True)
@@ -202,6 +206,8 @@ def _evaluate(run: Run, parts: Parts, report: Report, time_left: TimeLeft) -> fl
     evaluation = evaluate_unless_stopped(run, parts, time_left.ends_within)
     time_left.exclude(time.time() - start)
     report.stop = evaluation.stop
+    if not evaluation.has_targets:
+        _report(run, [NO_TARGETS.format(run.config.trainer.eval_samples)])
     return evaluation.loss
 
 

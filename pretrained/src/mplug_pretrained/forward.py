@@ -6,10 +6,11 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mplug.checkpoint.folder import at_step
+from mplug.checkpoint.folder import at_step, read_manifest
 from mplug.checkpoint.newest_valid import choose
 from mplug.checkpoint.verified import Verified
 from mplug.config.sources import Settings, merge, read_assignments
+from mplug.contracts.optimizer import AVERAGE
 from mplug.distributed.launch import Stopped, launch
 from mplug.distributed.world import World
 from mplug.errors import UsageError
@@ -61,6 +62,12 @@ class SavedModel:
             remedy = f"it is a run: use --name {folder.name}" if is_run else "use the folder of a published checkpoint"
             raise UsageError(f"--pretrained '{folder}': no installed format reads it; {remedy}")
         return SavedModel(folder, is_published=True)
+
+    def uses_averages(self, run: Run) -> bool:
+        """Whether `load` reads averages of the weights: the checkpoint has some, and `trainer.eval_averages` is on."""
+        if self.is_published or not run.config.trainer.eval_averages:
+            return False
+        return any(name.endswith(f"/{AVERAGE}") for name in read_manifest(self.path)["tensors"])
 
     def build(self, run: Run) -> "Model":
         """The model on the meta device; UsageError if the folder is that of another model. No rank communicates."""

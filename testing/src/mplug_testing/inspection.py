@@ -4,9 +4,10 @@
 """
 
 import json
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
@@ -21,7 +22,13 @@ if TYPE_CHECKING:
 MARK = "mplug report: "
 """Prefix of the line that holds the report. The plugin may print other lines."""
 TIMEOUT = 120
-"""Maximum time in seconds for the import and the checks of a plugin."""
+"""Maximum time in seconds for the import and the checks of a plugin; its process then interrupts itself."""
+PATIENCE = 20
+"""Maximum time in seconds that an interrupted process may take to end."""
+LATE = (
+    f"its import and checks did not end within {TIMEOUT} s; 'mplug plugins test {{}}' has no limit, for plugins that "
+    f"compile on their first use"
+)
 
 
 @dataclass
@@ -47,11 +54,12 @@ def check_apart(entry: Entry) -> Report:
 
 def report_apart(module: str, entry: Entry) -> Report:
     """The report that a module prints about a plugin, as `python -m MODULE KIND DISTRIBUTION/NAME`."""
-    command = [sys.executable, "-m", module, entry.kind, f"{entry.distribution}/{entry.name}"]
+    kind, name = entry.kind, entry.name
+    command = [sys.executable, "-m", module, kind, f"{entry.distribution}/{name}"]
     try:
-        finished = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT + PATIENCE)
     except subprocess.TimeoutExpired:
-        return Report(fault=f"its import and checks did not end within {TIMEOUT} s")
+        return Report(fault=LATE.format(f"{kind}/{name}"))
     if finished.returncode != 0:
         return Report(fault=finished.stderr.strip() or f"its process ended with status {finished.returncode}")
     try:
@@ -130,5 +138,25 @@ def print_report(report: Report) -> None:
     print(f"\n{MARK}{json.dumps(asdict(report))}")
 
 
+def report_in_time(inspect: Callable[[str, str], Report], kind: str, word: str) -> None:
+    """Print the report of a function, or after `TIMEOUT` that it is late.
+
+    The function is interrupted, not killed, so it releases its locks: the lock of an extension that torch builds would
+    block every later build of it.
+    """
+    signal.signal(signal.SIGALRM, _interrupt)
+    signal.alarm(TIMEOUT)
+    try:
+        report = inspect(kind, word)
+    except KeyboardInterrupt:
+        report = Report(fault=LATE.format(f"{kind}/{word.rpartition('/')[2]}"))
+    signal.alarm(0)
+    print_report(report)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
-    print_report(inspect_here(sys.argv[1], sys.argv[2]))
+    report_in_time(inspect_here, sys.argv[1], sys.argv[2])

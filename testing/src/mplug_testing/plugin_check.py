@@ -8,7 +8,7 @@ from importlib import import_module
 
 from mplug.errors import listed
 from mplug.registry.entry_points import Registry
-from mplug_testing.inspection import Report, inspect_here, print_report
+from mplug_testing.inspection import Report, inspect_here, report_in_time
 from mplug_testing.suite import PluginSuite, smoke_faults, unset_fields
 
 
@@ -37,4 +37,4 @@ def _is_ambiguous(kind: str, word: str) -> bool:
 
 
 if __name__ == "__main__":
-    print_report(check_here(sys.argv[1], sys.argv[2]))
+    report_in_time(check_here, sys.argv[1], sys.argv[2])

@@ -13,7 +13,7 @@ from mplug.cli.options import UserPath
 from mplug.config.entry import Entry
 from mplug.errors import UsageError, listed, suggest
 from mplug.registry.entry_points import KINDS, Registry
-from mplug_testing.inspection import check_apart, inspect_apart
+from mplug_testing.inspection import TIMEOUT, check_apart, inspect_apart
 from mplug_testing.scaffold import describe, write
 
 
@@ -83,7 +83,13 @@ def check(plugins: tuple[str, ...]) -> None:
     broken = len(misplaced)
     for point in misplaced:
         click.echo(f"broken  {point}")
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    workers = min(8, os.cpu_count() or 1)
+    if len(entries) > workers:
+        click.echo(
+            f"checking {len(entries)} plugins, {workers} at a time and each for at most {TIMEOUT} s; "
+            f"'mplug plugins check NAME ...' checks only these"
+        )
+    with ThreadPoolExecutor(workers) as pool:
         for entry, report in zip(entries, pool.map(check_apart, entries), strict=True):
             broken += bool(report.fault)
             note = f": {report.note}" if report.note else ""

@@ -9,6 +9,7 @@ from mplug_masked.loader import MaskedLoader
 from mplug_masked.masks import Masks
 
 from mplug import IGNORED, MapLoader, UsageError
+from mplug.run.prepare import check_data
 from mplug_testing.harness import tiny_run
 from mplug_testing.parity import require_parity
 
@@ -154,6 +155,21 @@ def test_a_word_does_not_go_on_in_another_document() -> None:
     assert int((chosen[:, 0] != chosen[:, 6]).sum()) > 100
 
 
+def test_tokens_that_the_source_does_not_count_are_no_targets() -> None:
+    """Two documents: a prompt of 3 and an answer of 5, and a whole text of 5; then padding of 3, whose token is 0."""
+    tokens = torch.arange(1, S + 1).masked_fill(torch.arange(S) >= 13, 0)
+    labels = tokens.roll(-1)
+    labels[[0, 1, 7, 12, 13, 14, 15]] = IGNORED
+    counted = [*range(3, 8), *range(8, 13)]
+    given = {"tokens": tokens[None], "labels": labels[None], "sample_ids": torch.tensor([0])}
+    own = masks(rate=1.0, kept=())
+    packed = own.apply({**given, "document_lengths": torch.tensor([[8, 5, 3, 0]])})
+    assert (packed["labels"][0] != IGNORED).nonzero().flatten().tolist() == counted
+    assert torch.equal(packed["tokens"][0, 13:], tokens[13:])
+    ended = masks(rate=1.0, kept=(8,)).apply(given)  # 8 ends the first document, whose lengths are not given
+    assert (ended["labels"][0] != IGNORED).nonzero().flatten().tolist() == [one for one in counted if one != 7]
+
+
 def test_other_settings_give_another_fingerprint() -> None:
     found = [MaskedLoader(inner(), one).fingerprint for one in (masks(), masks(), masks(rate=0.2), masks(kept=()))]
     assert found[0] == found[1]
@@ -191,6 +207,14 @@ def test_the_source_is_a_plugin_by_its_name() -> None:
 def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         tiny_run({**MOCK, **changes})
+
+
+def test_a_refusal_of_the_source_names_the_whole_path_of_its_field() -> None:
+    text = {"name": "text", "path": "nowhere.txt"}
+    for of, field in ((text, "data.of.path"), ({"name": "masked", "mask_token": 9, "of": text}, "data.of.of.path")):
+        run = tiny_run({**MOCK, "data.of": of})
+        with pytest.raises(UsageError, match=f"^{field} 'nowhere.txt' does not exist.* set {field} to"):
+            check_data(run)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from mplug_spans import Spans
 from mplug_spans.corruption import Corruption
 from mplug_spans.lengths import lengths_of, longest
 from mplug_spans.loader import SpansLoader
+from torch.nn.functional import pad
 
 from mplug import IGNORED, MapLoader, UsageError
 from mplug.model.build import build_model
@@ -96,6 +97,17 @@ def test_10000_samples_are_those_of_a_plain_reference() -> None:
         assert written[n] == [START, *targets, START], n
 
 
+def test_tokens_that_the_source_does_not_count_are_no_targets() -> None:
+    """The second half of each sample is padding, which the decoder reads without a loss: spans are drawn first."""
+    batch = next(inner().take(8))
+    text = batch["tokens"].masked_fill(torch.arange(N) >= N // 2, V)
+    labels = pad(text, (0, 1), value=V)[:, 1:].masked_fill(torch.arange(N) >= N // 2 - 1, IGNORED)
+    whole, found = (corruption().apply({**batch, "tokens": text, "labels": one}) for one in (text, labels))
+    assert torch.equal(found["tokens"], whole["tokens"])
+    assert torch.equal(found["labels"], whole["labels"].masked_fill(whole["labels"] == V, IGNORED))
+    assert int((whole["labels"] == V).sum()) > 8
+
+
 def test_all_divisions_into_spans_are_equally_likely() -> None:
     own = lengths_of(10, 0.4, 2.0)  # 4 tokens of noise in 2 spans, 6 kept ones in 2 parts
     drawn = Corruption((1, "train"), own, 8, sentinels=SENTINELS, end=END, start=START)
@@ -110,6 +122,14 @@ def test_lengths_are_the_published_ones() -> None:
     assert found is not None
     assert (found.tokens, found.encoder, found.decoder) == (568, 512, 114)  # arXiv 1910.10683: 114 targets
     assert longest(2, 0.15, 3.0) is None
+    for length in (3, 4, 37, 150):
+        for density, mean in ((0.15, 3.0), (0.5, 1.0), (0.83, 7.5)):
+            one = longest(length, density, mean)
+            assert one is not None
+            assert one.encoder <= length < lengths_of(one.tokens + 1, density, mean).encoder
+    almost_all = longest(1_000_000, 0.999999, 3.0)  # half a million million tokens: a search one by one would not end
+    assert almost_all is not None
+    assert almost_all.encoder <= 1_000_000
     for tokens in range(2, 200):
         for density, mean in ((0.15, 3.0), (0.5, 1.0), (0.9, 8.0), (0.01, 2.0)):
             own = lengths_of(tokens, density, mean)

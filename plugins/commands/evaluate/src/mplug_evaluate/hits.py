@@ -35,7 +35,8 @@ class Hits:
     def __init__(self, run: "Run", model: "Model", stepper: Any, batches: "Iterable[RankBatch]") -> None:
         _refuse_divided(run, model)
         self._run, self._model, self._stepper, self._batches = run, model, stepper, batches
-        self._hits, self._counts = torch.zeros((), device=run.device), torch.zeros(1, device=run.device)
+        self._hits = torch.zeros(1, dtype=torch.int64, device=run.device)
+        self._counts = torch.zeros(1, dtype=torch.int64, device=run.device)
 
     def __iter__(self) -> "Iterator[RankBatch]":
         for batch in self._batches:
@@ -47,12 +48,12 @@ class Hits:
 
     def _count(self, labels: "Tensor", number: int) -> None:
         if len(self._counts) != number:
-            self._counts = torch.zeros(number, device=self._run.device)
+            self._counts = torch.zeros(number, dtype=torch.int64, device=self._run.device)
         self._counts += torch.bincount(labels, minlength=number)
 
     def shares(self) -> Shares:
         """The shares of the targets of all ranks. Collective."""
-        own = torch.cat([self._hits[None], self._counts])
+        own = torch.cat([self._hits, self._counts])
         hits, *counts = self._run.summed(own if self._run.counts_samples else torch.zeros_like(own)).tolist()
         frequencies = [count / sum(counts) for count in counts if count]
         return Shares(hits / sum(counts), max(frequencies), -sum(one * log(one) for one in frequencies))

@@ -29,6 +29,8 @@ def report(found: "Found", output: Path | None) -> None:
     with_accuracy = found.rows[0].shares is not None
     columns = (*COLUMNS, *(OF_ACCURACY if with_accuracy else ()))
     click.echo(table(columns, [[*_cells(one), *(_shares(one) if with_accuracy else ())] for one in rows]))
+    if found.averages:
+        click.echo(f"of the averages of the weights in '{found.weights}' (trainer.eval_averages=false: of the weights)")
     if output is not None:
         text = json.dumps(_plain(found), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         try:
@@ -55,6 +57,7 @@ def _shares(one: "Measured") -> list[str]:
 def _plain(found: "Found") -> dict[str, Any]:
     return {
         "weights": found.weights,
+        "averages": found.averages,
         "layout": found.layout,
         "precision": found.precision,
         "seq_length": found.seq_length,

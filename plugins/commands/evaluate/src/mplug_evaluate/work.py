@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mplug import UsageError
 
 if TYPE_CHECKING:
-    from mplug import Model, RankBatch, Run, Stepper
+    from mplug import Model, Run, Stepper
     from mplug.commands import Settings
     from mplug_evaluate.documents import Documents
     from mplug_evaluate.hits import Shares
@@ -72,6 +72,8 @@ class Found:
 
     rows: tuple[Measured, ...]
     weights: str
+    averages: bool
+    """Whether the values are averages of the weights."""
     layout: str
     precision: str
     seq_length: int
@@ -129,7 +131,8 @@ def measured(run: "Run", job: Job) -> Found:
         stride = job.stride or length
         rows = list(_of_files(run, model, stepper, job.documents, stride))
     trainer, layout = run.config.trainer, run.config.parallel.layout
-    return Found(tuple(rows), str(job.weights.path), layout, trainer.precision, length, stride)
+    weights = job.weights
+    return Found(tuple(rows), str(weights.path), weights.uses_averages(run), layout, trainer.precision, length, stride)
 
 
 def _refuse_missing_streams(run: "Run", model: "Model") -> None:
@@ -158,7 +161,7 @@ def _of_files(
     run: "Run", model: "Model", stepper: "Stepper", files: "Sequence[Documents]", stride: int
 ) -> Iterator[Measured]:
     from mplug import MapLoader
-    from mplug.commands import feed
+    from mplug.commands import CountedTargets, feed
     from mplug_evaluate.windows import Windows
 
     for file in files:
@@ -169,14 +172,14 @@ def _of_files(
             shard=run.mesh.batch_shard(run.rank),
             micro_batch_size=run.micro_batch_size,
         )
-        counted = _Counted(run, feed(run, model, str(file.path), loader).take_evenly(windows.count))
+        counted = CountedTargets(feed(run, model, str(file.path), loader).take_evenly(windows.count), run)
         loss = float(stepper.evaluate(counted))
         assert counted.total() == file.num_targets, "every token is predicted once"
         yield Measured(str(file.path), len(file.tokens), file.num_targets, loss, file.num_bytes)
 
 
 def _of_data(run: "Run", model: "Model", stepper: "Stepper", job: Job) -> Measured:
-    from mplug.commands import feed
+    from mplug.commands import CountedTargets, feed
     from mplug_evaluate.hits import Hits
 
     source = feed(run, model, job.split)
@@ -188,29 +191,10 @@ def _of_data(run: "Run", model: "Model", stepper: "Stepper", job: Job) -> Measur
             raise UsageError(f"{label} does not state how many samples it has; use --samples with a number")
         samples = epoch
     hits = Hits(run, model, stepper, source.take_evenly(samples)) if job.accuracy else None
-    counted = _Counted(run, source.take_evenly(samples) if hits is None else iter(hits))
+    counted = CountedTargets(source.take_evenly(samples) if hits is None else hits, run)
     loss = float(stepper.evaluate(counted))
     targets = counted.total()
     if not targets:
         raise UsageError(f"{samples} samples of {label} have no target; use more samples")
     shares = None if hits is None else hits.shares()
     return Measured(f"{label}, {job.split}: {samples} samples", None, targets, loss, None, shares)
-
-
-class _Counted:
-    """Micro batches, and the targets in all of them."""
-
-    def __init__(self, run: "Run", batches: "Iterator[RankBatch]") -> None:
-        self._run, self._batches, self._targets = run, batches, 0
-
-    def __iter__(self) -> "Iterator[RankBatch]":
-        for batch in self._batches:
-            self._targets += int(batch.targets or 0)
-            yield batch
-
-    def total(self) -> int:
-        """The targets of all ranks. Collective."""
-        import torch
-
-        own = self._targets if self._run.counts_samples else 0
-        return int(self._run.summed(torch.tensor(own, device=self._run.device)))

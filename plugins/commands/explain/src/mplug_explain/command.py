@@ -14,13 +14,11 @@ from mplug.commands import (
     config_options,
     human_bytes,
     modules_around,
-    prepare,
     resolved,
     role_of,
     table,
 )
 from mplug_explain.updates import rates, updates
-from mplug_pretrained import format_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,7 +41,7 @@ def command(rank: int, schedule: bool, svg: "Path | None", **options: Any) -> No
     everything in this run that depends on the layout. A module that does not declare what it mixes is listed as "not
     known".
     """
-    from mplug.commands import build_model  # imports torch
+    from mplug.commands import build_model, prepare  # they import torch and pydantic
 
     run = prepare(resolved(options))
     if not 0 <= rank < run.mesh.world_size:
@@ -80,6 +78,8 @@ def command(rank: int, schedule: bool, svg: "Path | None", **options: Any) -> No
 
 def _published(run: "Run") -> str:
     """What an export writes in each installed format, or why it refuses this model; empty if none has a form for it."""
+    from mplug_pretrained import format_named  # imports pydantic
+
     lines = list[str]()
     for name in Registry().names("formats"):
         command = f"'mplug checkpoint export --to {name}'"

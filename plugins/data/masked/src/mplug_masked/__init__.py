@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mplug import LOSS_WEIGHTS, STREAMS, Source, UsageError, hookimpl
+from mplug import ENCODER_TEXTS, LOSS_WEIGHTS, STREAMS, Source, UsageError, hookimpl
 
 if TYPE_CHECKING:
     from mplug import Loader, Run, RunConfig
@@ -59,10 +59,10 @@ class Masked:
     def configure(self, config: "RunConfig") -> None:
         """Refuse what the source refuses, and a wrong mask token."""
         self.config.of.call("configure", config=config)
-        if entries := {LOSS_WEIGHTS, STREAMS}.intersection(self.batch_entries()):
+        if entries := {LOSS_WEIGHTS, STREAMS, *ENCODER_TEXTS}.intersection(self.batch_entries()):
             raise UsageError(
-                f"{self.config.of.label} supplies '{min(entries)}', which belongs to next tokens or to media and which "
-                f"data/masked cannot mask; change the settings of data.of"
+                f"{self.config.of.label} supplies '{min(entries)}', which belongs to next tokens, to media or to the "
+                f"texts of an encoder, and which data/masked cannot mask; change the settings of data.of"
             )
 
     @hookimpl

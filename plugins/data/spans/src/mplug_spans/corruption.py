@@ -42,7 +42,8 @@ class Corruption:
         noise = self.noise_of(ids)
         texts, targets = self._without(tokens, noise), self._without(tokens, ~noise)
         missing = self.length - targets.shape[1]
-        labels = pad(targets, (0, missing), value=IGNORED)
+        counted = tokens.masked_fill(~self._counted(batch), IGNORED)
+        labels = pad(self._without(counted, ~noise), (0, missing), value=IGNORED)
         written = pad(targets, (1, missing - 1), value=self.start)
         return {
             "tokens": written,
@@ -51,6 +52,15 @@ class Corruption:
             "sample_ids": ids,
             **entries_of_texts(list(texts), ids, texts.shape[1]),
         }
+
+    def _counted(self, batch: MicroBatch) -> Tensor:
+        """Whether the source counts a token, which padding is not: [B, N]. The label of the position before it says so.
+
+        The first token of a sample, or behind an end, counts if the one behind it does.
+        """
+        has_target = batch["labels"] != IGNORED
+        begins = pad(batch["tokens"] == self.end, (1, 0), value=True)[:, :-1]
+        return pad(has_target, (1, 0))[:, :-1] | (has_target & begins)
 
     def noise_of(self, sample_ids: Tensor) -> Tensor:
         """Whether a token is noise: [B, N]. A kept part comes first, and noise last."""

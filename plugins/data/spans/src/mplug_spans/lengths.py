@@ -1,5 +1,6 @@
 """The lengths of corrupted samples. No torch."""
 
+from bisect import bisect_right
 from typing import NamedTuple
 
 
@@ -28,12 +29,19 @@ def lengths_of(tokens: int, density: float, mean_span: float) -> Lengths:
     return Lengths(tokens, noise, spans)
 
 
+MOST = 1 << 40
+"""Tokens beyond which no longer sample is searched."""
+
+
 def longest(encoder_length: int, density: float, mean_span: float) -> Lengths | None:
     """The longest sample whose corrupted text fits into the encoder; None if none does.
 
-    So the lengths of T5's authors follow: 568 tokens for 512 in the encoder, of which the decoder writes 114.
+    So the lengths of T5's authors follow: 568 tokens for 512 in the encoder, of which the decoder writes 114. The text
+    of the encoder is at least as long for a longer sample, so bisection finds it, however much of it is noise.
     """
-    found, tokens = None, 2
-    while (one := lengths_of(tokens, density, mean_span)).encoder <= encoder_length:
-        found, tokens = one, tokens + 1
-    return found
+    high = 2
+    while high < MOST and lengths_of(high, density, mean_span).encoder <= encoder_length:
+        high *= 2
+    sizes = range(2, high + 1)
+    fitting = bisect_right(sizes, encoder_length, key=lambda tokens: lengths_of(tokens, density, mean_span).encoder)
+    return lengths_of(sizes[fitting - 1], density, mean_span) if fitting else None

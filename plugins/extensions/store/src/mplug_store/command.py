@@ -3,7 +3,7 @@
 import click
 
 from mplug import UsageError
-from mplug.commands import RUNS, RunName, find_directory, human_bytes, table
+from mplug.commands import RunName, human_bytes, table
 from mplug_store.address import Store
 from mplug_store.checkpoints import IDENTITY, MANIFEST
 from mplug_store.download import download_run, newest_first
@@ -49,6 +49,8 @@ def pull(address: str, name: str | None, step: int | None) -> None:
     and with any number of processes. If the machine has a folder of the run without a common one (own_disks), the
     command completes it.
     """
+    from mplug.commands import RUNS  # imports pydantic
+
     store = Store(address)
     target, skipped = RUNS / (name or store.address.rpartition("/")[2]), list[str]()
     own = step is None and (target / IDENTITY).exists() and (target / IDENTITY).read_bytes() == store.read(IDENTITY)
@@ -72,7 +74,8 @@ def pull(address: str, name: str | None, step: int | None) -> None:
 @click.option("--name", type=RunName(), help="Name of the run; default: the newest run.")
 def push(address: str, name: str | None) -> None:
     """Copy the newest checkpoint of a run to a store. Nothing in the store is removed."""
-    from mplug_store import refuse_other_run
+    from mplug.commands import find_directory  # imports pydantic, as does the next line
+    from mplug_store.plugin import refuse_other_run
 
     directory, store = find_directory(name), Store(address)
     paths = [path for path in sorted((directory / "checkpoints").glob("step_*")) if (path / MANIFEST).is_file()]

@@ -18,7 +18,7 @@ ORDER = (
     ("model",),
     ("gradients",),
     ("run",),
-    ("distributed", "ops"),
+    ("distributed",),
     ("registry",),
     ("config",),
     ("contracts", "precisions"),
@@ -127,7 +127,7 @@ def without_shortcuts(edges: Mapping[int, set[int]]) -> dict[int, set[int]]:
 
 
 def label(packages: tuple[str, ...], graph: Graph) -> str:
-    """The packages of a row with their numbers of files: 'distributed/ (10 files), ops/ (5 files)'."""
+    """The packages of a row with their numbers of files: 'contracts/ (10 files), precisions/ (2 files)'."""
     counts = {package: sum(module.split(".")[1:2] == [package] for module in graph) for package in packages}
     return ", ".join(
         f"{package}/ ({count} files)" if count > 1 else f"{package}.py" for package, count in counts.items()

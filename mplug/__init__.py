@@ -1,6 +1,6 @@
 """mplug trains large transformers; every part that someone might want to replace is a plugin.
 
-Plugin authors import this module, `mplug.ops`, `mplug.tensors`, `mplug.commands`, and the distributions beside the host
+Plugin authors import this module, `mplug_ops`, `mplug.tensors`, `mplug.commands`, and the distributions beside the host
 (docs/architecture.md), such as `mplug_nn`. This module imports no torch.
 """
 

@@ -22,6 +22,7 @@ PACKAGES = [
     ROOT / "estimates/src/mplug_estimates",
     ROOT / "graphs/src/mplug_graphs",
     ROOT / "nn/src/mplug_nn",
+    ROOT / "ops/src/mplug_ops",
     ROOT / "pretrained/src/mplug_pretrained",
     ROOT / "sampling/src/mplug_sampling",
     ROOT / "schedules/src/mplug_schedules",

@@ -61,6 +61,8 @@ PREFLIGHTS = "preflights"
 """The group 'mplug.preflights': a class that compares a run with its machine before it starts (`Preflight`)."""
 BALANCERS = "balancers"
 """The group 'mplug.balancers': a class that balances streams among ranks (`parallel.balance`)."""
+TOKEN_OFFERS = "token_offers"
+"""The group 'mplug.token_offers': a class that fills slots which sum or join tokens of several ranks."""
 RECIPES = "recipes"
 """The group 'mplug.recipes': each maps the name of a recipe to the package with its file, NAME.yaml."""
 STORES = "stores"
@@ -79,6 +81,7 @@ GROUPS = (
     BEGINNINGS,
     PREFLIGHTS,
     BALANCERS,
+    TOKEN_OFFERS,
     RECIPES,
     STORES,
     SLOTS,

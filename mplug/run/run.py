@@ -148,19 +148,22 @@ class Run:
 
     def summed(self, values: "Tensor") -> "Tensor":
         """The sum of a small tensor over all ranks."""
-        if self.groups is None:
-            return values
-        from mplug.ops import all_reduce  # imports torch
-
-        return all_reduce(values, self.groups.of(self.mesh.everyone))
+        return self._reduced(values, "SUM")
 
     def largest(self, values: "Tensor") -> "Tensor":
         """The maximum of a small tensor over all ranks."""
-        if self.groups is None:
-            return values
-        from mplug.ops import all_reduce  # imports torch
+        return self._reduced(values, "MAX")
 
-        return all_reduce(values, self.groups.of(self.mesh.everyone), "MAX")
+    def _reduced(self, values: "Tensor", operation: str) -> "Tensor":
+        group = None if self.groups is None else self.groups.of(self.mesh.everyone)
+        if group is None:
+            return values
+        import torch  # a config needs no torch
+        import torch.distributed as dist
+
+        total = values.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, getattr(dist.ReduceOp, operation), group=group)
+        return total
 
     def gathered(self, value: Any) -> list[Any]:
         """The values of all ranks (small plain data), in rank order."""

@@ -76,7 +76,6 @@ if TYPE_CHECKING:
     from mplug.layout.gathered import GatheredPlacement as GatheredPlacement
     from mplug.layout.inits import Entries as Entries
     from mplug.layout.inits import Inits as Inits
-    from mplug.layout.matrices import Block as Block
     from mplug.layout.mesh import Axis as Axis
     from mplug.layout.mesh import IndexMap as IndexMap
     from mplug.layout.mesh import Mesh as Mesh
@@ -108,7 +107,6 @@ if TYPE_CHECKING:
     from mplug.layout.work import Window as Window
     from mplug.layout.work import Work as Work
     from mplug.model.assembler import Assembler as Assembler
-    from mplug.model.matrices import Matrices as Matrices
     from mplug.model.model import Model as Model
     from mplug.model.plans.declaring import Declared as Declared
     from mplug.model.plans.declaring import declare as declare
@@ -127,7 +125,6 @@ if TYPE_CHECKING:
     from mplug.model.slots.offers import Site as Site
     from mplug.model.slots.offers import Wrap as Wrap
     from mplug.model.slots.slot_buffer import SlotBuffer as SlotBuffer
-    from mplug.model.sums import BlockPart as BlockPart
     from mplug.precisions.dtypes import FORMATS as FORMATS
     from mplug.precisions.precision import Precision as Precision
     from mplug.precisions.precision import Recipe as Recipe

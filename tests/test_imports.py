@@ -21,6 +21,7 @@ PACKAGES = [
     ROOT / "checkpoint/src/mplug_checkpoint",
     ROOT / "estimates/src/mplug_estimates",
     ROOT / "graphs/src/mplug_graphs",
+    ROOT / "matrices/src/mplug_matrices",
     ROOT / "nn/src/mplug_nn",
     ROOT / "ops/src/mplug_ops",
     ROOT / "pretrained/src/mplug_pretrained",
@@ -73,6 +74,7 @@ def test_an_import_that_runs_upwards_is_found() -> None:
 LIBRARIES = (
     "mplug_estimates",
     "mplug_graphs",
+    "mplug_matrices",
     "mplug_nn",
     "mplug_pretrained",
     "mplug_sampling",

@@ -61,6 +61,8 @@ PREFLIGHTS = "preflights"
 """The group 'mplug.preflights': a class that compares a run with its machine before it starts (`Preflight`)."""
 BALANCERS = "balancers"
 """The group 'mplug.balancers': a class that balances streams among ranks (`parallel.balance`)."""
+ASSEMBLERS = "assemblers"
+"""The group 'mplug.assemblers': a class that brings together matrices of which several ranks hold parts."""
 TOKEN_OFFERS = "token_offers"
 """The group 'mplug.token_offers': a class that fills slots which sum or join tokens of several ranks."""
 RECIPES = "recipes"
@@ -81,6 +83,7 @@ GROUPS = (
     BEGINNINGS,
     PREFLIGHTS,
     BALANCERS,
+    ASSEMBLERS,
     TOKEN_OFFERS,
     RECIPES,
     STORES,

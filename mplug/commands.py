@@ -52,9 +52,6 @@ if TYPE_CHECKING:
     from mplug.model.build import choose_device as choose_device
     from mplug.model.build import measure_bytes as measure_bytes
     from mplug.model.build import unmet_reasons as unmet_reasons
-    from mplug.model.compiled.compilation import compiled_graphs as compiled_graphs
-    from mplug.model.compiled.compilation import compiled_units as compiled_units
-    from mplug.model.compiled.compilation import compiler_of as compiler_of
     from mplug.model.mixing import covers as covers
     from mplug.model.mixing import statements as statements
     from mplug.model.slots.selection import Selection as Selection

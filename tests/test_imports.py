@@ -19,6 +19,7 @@ HOST = ROOT / "mplug"
 PACKAGES = [
     HOST,
     ROOT / "checkpoint/src/mplug_checkpoint",
+    ROOT / "compile/src/mplug_compile",
     ROOT / "estimates/src/mplug_estimates",
     ROOT / "graphs/src/mplug_graphs",
     ROOT / "matrices/src/mplug_matrices",
@@ -72,6 +73,7 @@ def test_an_import_that_runs_upwards_is_found() -> None:
 # Names that are imported when they are first used.
 
 LIBRARIES = (
+    "mplug_compile",
     "mplug_estimates",
     "mplug_graphs",
     "mplug_matrices",

@@ -33,6 +33,7 @@ from mplug.model.slots.selection import Selection
 from mplug.model.slots.slot_placement import add_slot_buffers
 from mplug.model.slots.token_offers import token_offers
 from mplug.model.stream_balancer import balancer_of
+from mplug.model.unit_compiler import refuse_missing_compiler
 from mplug.model.variance import refuse_bypassing_layout
 from mplug.registry.entry_points import PREFLIGHTS
 from mplug.registry.provided import provided
@@ -62,6 +63,7 @@ def build_model(run: Run) -> Model:
     refuse_average(run, model)
     refuse_idle_copies(run, model)
     refuse_bypassing_layout(run, model)
+    refuse_missing_compiler(run)
     if (recorder := recorder_of(run)) is not None:
         recorder.refuse(run, model)
     return model

@@ -61,6 +61,8 @@ PREFLIGHTS = "preflights"
 """The group 'mplug.preflights': a class that compares a run with its machine before it starts (`Preflight`)."""
 BALANCERS = "balancers"
 """The group 'mplug.balancers': a class that balances streams among ranks (`parallel.balance`)."""
+COMPILERS = "compilers"
+"""The group 'mplug.compilers': a class that compiles the units of a model (`trainer.compile`)."""
 ASSEMBLERS = "assemblers"
 """The group 'mplug.assemblers': a class that brings together matrices of which several ranks hold parts."""
 TOKEN_OFFERS = "token_offers"
@@ -83,6 +85,7 @@ GROUPS = (
     BEGINNINGS,
     PREFLIGHTS,
     BALANCERS,
+    COMPILERS,
     ASSEMBLERS,
     TOKEN_OFFERS,
     RECIPES,

@@ -11,6 +11,7 @@ from mplug.contracts.variance import Variance
 from mplug.errors import UsageError, listed
 from mplug.layout.mesh import Mesh
 from mplug.precisions.precision import Precision
+from mplug.registry.entry_points import COMPILERS, Registry
 from mplug.registry.hooks import Hooks
 from mplug.registry.precisions import precision_among
 from mplug.run.activity import Activity
@@ -112,7 +113,8 @@ class Run:
         """
         backend = self.config.trainer.compile
         if backend == "auto":
-            return "inductor" if self.device.startswith("cuda") and triton_builds() else None
+            compiles = self.device.startswith("cuda") and triton_builds() and Registry().table(COMPILERS)
+            return "inductor" if compiles else None
         return None if backend == "never" else backend
 
     @property

@@ -38,12 +38,9 @@ if TYPE_CHECKING:
     from mplug.config.sources import merge as merge
     from mplug.config.sources import read_assignments as read_assignments
     from mplug.config.sources import read_file as read_file
-    from mplug.distributed.launch import Stopped as Stopped
-    from mplug.distributed.launch import launch as launch
     from mplug.distributed.signals import Signals as Signals
     from mplug.distributed.supervision import Send as Send
     from mplug.distributed.world import World as World
-    from mplug.distributed.world import launched as launched
     from mplug.errors import listed as listed
     from mplug.layout.names import modules_around as modules_around
     from mplug.layout.names import role_of as role_of
@@ -72,6 +69,9 @@ if TYPE_CHECKING:
     from mplug.run.folder import all_directories as all_directories
     from mplug.run.folder import directory_at as directory_at
     from mplug.run.folder import find_directory as find_directory
+    from mplug.run.launching import Stopped as Stopped
+    from mplug.run.launching import launch as launch
+    from mplug.run.launching import launched as launched
     from mplug.run.prepare import prepare as prepare
     from mplug.run.summary import RunSummary as RunSummary
     from mplug.run.summary import summary_of as summary_of

@@ -25,9 +25,9 @@ from mplug.training.interrupt import STOPPING
 ROOT = Path(__file__).parent.parent
 HOST = ROOT / "mplug"
 LIBRARY_NAMES = (
-    *("checkpoint", "compile", "estimates", "graphs", "matrices"),
-    *("nn", "ops", "pretrained", "sampling", "schedules"),
-    *("streams", "testing", "tokenization"),
+    *("checkpoint", "compile", "estimates", "graphs", "launch"),
+    *("matrices", "nn", "ops", "pretrained", "sampling"),
+    *("schedules", "streams", "testing", "tokenization"),
 )
 LIBRARIES = [ROOT / name for name in LIBRARY_NAMES]
 """Distributions beside the host. They may import its private modules, and plugins may import all but the first."""

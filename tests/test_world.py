@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from mplug import RunError, UsageError
-from mplug.distributed import meeting
-from mplug.distributed.launch import joined
-from mplug.distributed.meeting import Member, decide, gpu_of, interfaces, meet, member, num_threads, open_store
-from mplug.distributed.world import World, first_host, launched, tasks_per_node
+from mplug.distributed.world import World
+from mplug_launch import meeting
+from mplug_launch.joining import joined
+from mplug_launch.launchers import first_host, launched, tasks_per_node
+from mplug_launch.meeting import Member, decide, gpu_of, interfaces, meet, member, num_threads, open_store
 
 TORCHRUN = {
     "RANK": "3",

@@ -61,6 +61,8 @@ PREFLIGHTS = "preflights"
 """The group 'mplug.preflights': a class that compares a run with its machine before it starts (`Preflight`)."""
 BALANCERS = "balancers"
 """The group 'mplug.balancers': a class that balances streams among ranks (`parallel.balance`)."""
+LAUNCHERS = "launchers"
+"""The group 'mplug.launchers': a class that runs several processes (`mplug.run.launching`)."""
 COMPILERS = "compilers"
 """The group 'mplug.compilers': a class that compiles the units of a model (`trainer.compile`)."""
 ASSEMBLERS = "assemblers"
@@ -85,6 +87,7 @@ GROUPS = (
     BEGINNINGS,
     PREFLIGHTS,
     BALANCERS,
+    LAUNCHERS,
     COMPILERS,
     ASSEMBLERS,
     TOKEN_OFFERS,

@@ -66,14 +66,6 @@ if TYPE_CHECKING:
     from mplug.gradients.region import region as region
     from mplug.gradients.sinks import GradientSink as GradientSink
     from mplug.gradients.sinks import Sinks as Sinks
-    from mplug.layout.external import ExternalMap as ExternalMap
-    from mplug.layout.external import ExternalNames as ExternalNames
-    from mplug.layout.external import Factor as Factor
-    from mplug.layout.external import Fused as Fused
-    from mplug.layout.external import Interleaved as Interleaved
-    from mplug.layout.external import Link as Link
-    from mplug.layout.external import Part as Part
-    from mplug.layout.external import Transposed as Transposed
     from mplug.layout.gathered import GatheredPlacement as GatheredPlacement
     from mplug.layout.inits import Entries as Entries
     from mplug.layout.inits import Inits as Inits
@@ -97,7 +89,6 @@ if TYPE_CHECKING:
     from mplug.layout.plan import Stages as Stages
     from mplug.layout.plan import Stream as Stream
     from mplug.layout.plan import Unit as Unit
-    from mplug.layout.plan_within import plan_within as plan_within
     from mplug.layout.ranks import Grouping as Grouping
     from mplug.layout.ranks import Ranks as Ranks
     from mplug.layout.work import ActivationProduct as ActivationProduct

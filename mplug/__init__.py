@@ -1,7 +1,7 @@
 """mplug trains large transformers; every part that someone might want to replace is a plugin.
 
-Plugin authors import this module, `mplug_ops`, `mplug.tensors`, `mplug.commands`, and the distributions beside the host
-(docs/architecture.md), such as `mplug_nn`. This module imports no torch.
+Plugin authors import this module, `mplug.tensors`, `mplug.commands`, and the distributions beside the host
+(docs/architecture.md), such as `mplug_nn` and `mplug_ops`. This module imports no torch.
 """
 
 from typing import TYPE_CHECKING

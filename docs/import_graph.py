@@ -28,7 +28,8 @@ ORDER = (
 )
 """The packages and files of `mplug`, top to bottom. An import never runs upwards."""
 
-OUTSIDE = ("mplug", "mplug.__main__", "mplug.commands", "mplug.hookspecs")
+HOOKS = ("mplug.hookspecs", "mplug.hookspecs.building", "mplug.hookspecs.observing")
+OUTSIDE = ("mplug", "mplug.__main__", "mplug.commands", *HOOKS)
 """Modules that may import any package: the public names, the command line, the manual of hooks."""
 
 Graph = Mapping[str, frozenset[str]]

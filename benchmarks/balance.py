@@ -42,7 +42,6 @@ from mplug.commands import (
     among,
     build,
     choose_device,
-    compiled_graphs,
     default_settings,
     from_mapping,
     launch,
@@ -61,6 +60,7 @@ from mplug.run.run import Run
 from mplug.training.assembly import Parts
 from mplug.training.batch_parts import own_part
 from mplug.training.feed import Feed
+from mplug_compile import compiled_graphs
 
 VARIANTS = ("equal", "same", "unbalanced", "balanced")
 LEAST = 4

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from mplug_bench.profiling import COLLECTIVES, profiled
 
-from mplug.distributed.launch import launch
-from mplug.distributed.world import launched
 from mplug.errors import UsageError
 from mplug.model.build import build_model, choose_device
+from mplug.run.launching import launch, launched
 from mplug.run.prepare import prepare
 from mplug.training.assembly import build_loader
 from mplug.training.hardware import timed

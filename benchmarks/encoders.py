@@ -45,13 +45,13 @@ from mplug.config.defaults import default_settings
 from mplug.config.sources import from_mapping, merge, read_assignments
 from mplug.contracts.micro_batch import DOCUMENTS, IGNORED, MicroBatch
 from mplug.model.build import choose_device
-from mplug.model.compiled.compilation import compiled_graphs
 from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
 from mplug.training.assembly import Parts, build
 from mplug.training.hardware import peak_memory_gib, peak_tflops, timed
+from mplug_compile.compilation import compiled_graphs
 
 MASK = 103
 """The number of [MASK] in the vocabulary of BERT; a byte in that of the preset tiny."""

@@ -18,7 +18,7 @@ ORDER = (
     ("model",),
     ("gradients",),
     ("run",),
-    ("distributed", "ops"),
+    ("distributed",),
     ("registry",),
     ("config",),
     ("contracts", "precisions"),
@@ -28,7 +28,8 @@ ORDER = (
 )
 """The packages and files of `mplug`, top to bottom. An import never runs upwards."""
 
-OUTSIDE = ("mplug", "mplug.__main__", "mplug.commands", "mplug.hookspecs")
+HOOKS = ("mplug.hookspecs", "mplug.hookspecs.building", "mplug.hookspecs.observing")
+OUTSIDE = ("mplug", "mplug.__main__", "mplug.commands", *HOOKS)
 """Modules that may import any package: the public names, the command line, the manual of hooks."""
 
 Graph = Mapping[str, frozenset[str]]
@@ -127,7 +128,7 @@ def without_shortcuts(edges: Mapping[int, set[int]]) -> dict[int, set[int]]:
 
 
 def label(packages: tuple[str, ...], graph: Graph) -> str:
-    """The packages of a row with their numbers of files: 'distributed/ (10 files), ops/ (5 files)'."""
+    """The packages of a row with their numbers of files: 'contracts/ (10 files), precisions/ (2 files)'."""
     counts = {package: sum(module.split(".")[1:2] == [package] for module in graph) for package in packages}
     return ", ".join(
         f"{package}/ ({count} files)" if count > 1 else f"{package}.py" for package, count in counts.items()

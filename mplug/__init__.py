@@ -1,7 +1,7 @@
 """mplug trains large transformers; every part that someone might want to replace is a plugin.
 
-Plugin authors import this module, `mplug.ops`, `mplug.tensors`, `mplug.commands`, and the distributions beside the host
-(docs/architecture.md), such as `mplug_nn`. This module imports no torch.
+Plugin authors import this module, `mplug.tensors`, `mplug.commands`, and the distributions beside the host
+(docs/architecture.md), such as `mplug_nn` and `mplug_ops`. This module imports no torch.
 """
 
 from typing import TYPE_CHECKING
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from mplug.contracts.optimizer import updated_on as updated_on
     from mplug.contracts.rates import RateSchedule as RateSchedule
     from mplug.contracts.rates import RateSettings as RateSettings
+    from mplug.contracts.rates import ends_with_run as ends_with_run
     from mplug.contracts.stepper import Pipeline as Pipeline
     from mplug.contracts.stepper import Record as Record
     from mplug.contracts.stepper import Relay as Relay
@@ -65,18 +66,9 @@ if TYPE_CHECKING:
     from mplug.gradients.region import region as region
     from mplug.gradients.sinks import GradientSink as GradientSink
     from mplug.gradients.sinks import Sinks as Sinks
-    from mplug.layout.external import ExternalMap as ExternalMap
-    from mplug.layout.external import ExternalNames as ExternalNames
-    from mplug.layout.external import Factor as Factor
-    from mplug.layout.external import Fused as Fused
-    from mplug.layout.external import Interleaved as Interleaved
-    from mplug.layout.external import Link as Link
-    from mplug.layout.external import Part as Part
-    from mplug.layout.external import Transposed as Transposed
     from mplug.layout.gathered import GatheredPlacement as GatheredPlacement
     from mplug.layout.inits import Entries as Entries
     from mplug.layout.inits import Inits as Inits
-    from mplug.layout.matrices import Block as Block
     from mplug.layout.mesh import Axis as Axis
     from mplug.layout.mesh import IndexMap as IndexMap
     from mplug.layout.mesh import Mesh as Mesh
@@ -97,7 +89,6 @@ if TYPE_CHECKING:
     from mplug.layout.plan import Stages as Stages
     from mplug.layout.plan import Stream as Stream
     from mplug.layout.plan import Unit as Unit
-    from mplug.layout.plan_within import plan_within as plan_within
     from mplug.layout.ranks import Grouping as Grouping
     from mplug.layout.ranks import Ranks as Ranks
     from mplug.layout.work import ActivationProduct as ActivationProduct
@@ -108,7 +99,6 @@ if TYPE_CHECKING:
     from mplug.layout.work import Window as Window
     from mplug.layout.work import Work as Work
     from mplug.model.assembler import Assembler as Assembler
-    from mplug.model.matrices import Matrices as Matrices
     from mplug.model.model import Model as Model
     from mplug.model.plans.declaring import Declared as Declared
     from mplug.model.plans.declaring import declare as declare
@@ -127,7 +117,6 @@ if TYPE_CHECKING:
     from mplug.model.slots.offers import Site as Site
     from mplug.model.slots.offers import Wrap as Wrap
     from mplug.model.slots.slot_buffer import SlotBuffer as SlotBuffer
-    from mplug.model.sums import BlockPart as BlockPart
     from mplug.precisions.dtypes import FORMATS as FORMATS
     from mplug.precisions.precision import Precision as Precision
     from mplug.precisions.precision import Recipe as Recipe

@@ -38,12 +38,9 @@ if TYPE_CHECKING:
     from mplug.config.sources import merge as merge
     from mplug.config.sources import read_assignments as read_assignments
     from mplug.config.sources import read_file as read_file
-    from mplug.distributed.launch import Stopped as Stopped
-    from mplug.distributed.launch import launch as launch
     from mplug.distributed.signals import Signals as Signals
     from mplug.distributed.supervision import Send as Send
     from mplug.distributed.world import World as World
-    from mplug.distributed.world import launched as launched
     from mplug.errors import listed as listed
     from mplug.layout.names import modules_around as modules_around
     from mplug.layout.names import role_of as role_of
@@ -52,9 +49,6 @@ if TYPE_CHECKING:
     from mplug.model.build import choose_device as choose_device
     from mplug.model.build import measure_bytes as measure_bytes
     from mplug.model.build import unmet_reasons as unmet_reasons
-    from mplug.model.compiled.compilation import compiled_graphs as compiled_graphs
-    from mplug.model.compiled.compilation import compiled_units as compiled_units
-    from mplug.model.compiled.compilation import compiler_of as compiler_of
     from mplug.model.mixing import covers as covers
     from mplug.model.mixing import statements as statements
     from mplug.model.slots.selection import Selection as Selection
@@ -75,6 +69,9 @@ if TYPE_CHECKING:
     from mplug.run.folder import all_directories as all_directories
     from mplug.run.folder import directory_at as directory_at
     from mplug.run.folder import find_directory as find_directory
+    from mplug.run.launching import Stopped as Stopped
+    from mplug.run.launching import launch as launch
+    from mplug.run.launching import launched as launched
     from mplug.run.prepare import prepare as prepare
     from mplug.run.summary import RunSummary as RunSummary
     from mplug.run.summary import summary_of as summary_of

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from mplug import RunError, UsageError
 from mplug.config.sources import merge, read_assignments
-from mplug.distributed.launch import Stopped
 from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
+from mplug.run.launching import Stopped
 from mplug.run.prepare import prepare
 from mplug.training.assembly import build, build_loader
 from mplug.training.loop import launch_step

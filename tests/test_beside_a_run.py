@@ -205,7 +205,7 @@ def test_a_restart_says_that_it_begins_with_given_weights_again(
             raise end
         return end
 
-    monkeypatch.setattr("mplug.distributed.launch.launch", launch)
+    monkeypatch.setattr("mplug.run.launching.launch", launch)
     assert command._work(start, None).step == 3
     assert f"rank 1 has died; continuing with the weights of '{third}' (restart 1 of 1)" in capsys.readouterr().err
 
@@ -217,7 +217,7 @@ def test_one_rank_reads_the_metrics_and_one_of_each_machine_the_checkpoint_befor
 ) -> None:
     rank, local_rank = (int(not reads), 0) if what == "the metrics" else (1, int(not reads))
     world = SimpleNamespace(rank=rank, local_rank=local_rank, restart=0, may_restart=False, launcher="srun", size=1)
-    monkeypatch.setattr("mplug.distributed.world.launched", lambda: world)
+    monkeypatch.setattr("mplug.run.launching.launched", lambda: world)
     following = raising(UsageError("the next check"))
     if what == "the metrics":
         (third.parents[1] / "metrics.jsonl").write_text('damaged\n{"step": 3}\n')

@@ -81,8 +81,8 @@ def kept_by_a_block() -> float:
     """What the second block keeps for its backward pass, as a multiple of the residual stream [B, S, D]."""
     from torch.autograd.graph import saved_tensors_hooks
 
-    from mplug.model.compiled.compilation import compile_units
     from mplug.training.assembly import build
+    from mplug_compile.compilation import compile_units
     from mplug_testing.harness import tiny_run
 
     warnings.simplefilter("ignore")
@@ -120,8 +120,8 @@ def units_of_many_shapes() -> int:
 
     A hook of the model opens a file, which no compiler can trace.
     """
-    from mplug.model.compiled.compilation import compiled_graphs
     from mplug.training.assembly import build
+    from mplug_compile.compilation import compiled_graphs
     from mplug_testing.harness import tiny_run
 
     warnings.simplefilter("ignore")
@@ -210,7 +210,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
 
 def gradients() -> Gradients:
     """For each function: the gradient of an eager unit, and that of a compiled unit or the error of compiling it."""
-    from mplug.model.compiled.compilation import compile_units
+    from mplug_compile.compilation import compile_units
     from mplug_nn import fake, operator
 
     warnings.simplefilter("ignore")  # torch's own, as it traces
@@ -255,17 +255,17 @@ def test_auto_leaves_units_eager_where_nothing_can_build_kernels(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from mplug import UsageError
-    from mplug.model.compiled.compilation import compiler_of
+    from mplug_compile.compilation import compiler_of
     from mplug_testing.harness import tiny_run
 
     wanted = {name: tiny_run({"trainer.compile": name}) for name in ("auto", "inductor", "never")}
     for run in wanted.values():
         run.device = "cuda"
-    for module in ("run.run", "model.compiled.compilation"):
-        monkeypatch.setattr(f"mplug.{module}.triton_builds", lambda: True)
+    for module in ("mplug.run.run", "mplug_compile.compilation"):
+        monkeypatch.setattr(f"{module}.triton_builds", lambda: True)
     assert [compiler_of(run) for run in wanted.values()] == ["inductor", "inductor", None]
-    for module in ("run.run", "model.compiled.compilation"):
-        monkeypatch.setattr(f"mplug.{module}.triton_builds", lambda: False)
+    for module in ("mplug.run.run", "mplug_compile.compilation"):
+        monkeypatch.setattr(f"{module}.triton_builds", lambda: False)
     assert compiler_of(wanted["auto"]) is None
     assert "units are not compiled" in caplog.text
     with pytest.raises(UsageError, match=r"trainer.compile=inductor: .*; install it, or set trainer.compile=never"):

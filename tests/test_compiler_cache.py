@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mplug.model.compiled.compiler_cache import is_incomplete, repair_libraries
+from mplug_compile.compiler_cache import is_incomplete, repair_libraries
 from mplug_testing import run_workers
 
 LIBRARY = next(iter(sorted(Path(torch.__file__).parent.glob("lib/*.so*"), key=lambda file: file.stat().st_size)))

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from mplug import ops
+import mplug_ops as ops
 from mplug.gradients.reduction import Reduction
 from mplug.layout.ranks import Grouping
 from mplug.model.build import allocate_parts, build_model

@@ -7,20 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mplug import (
-    Axis,
-    ExternalMap,
-    ExternalNames,
-    Factor,
-    Fused,
-    Init,
-    Interleaved,
-    Mesh,
-    Parameter,
-    Placement,
-    Segment,
-    Transposed,
-)
+from mplug import Axis, Init, Mesh, Parameter, Placement, Segment
+from mplug_pretrained import ExternalMap, ExternalNames, Factor, Fused, Interleaved, Transposed
 from mplug_pretrained.expansion import Conversion, conversion_of
 from mplug_pretrained.transfer import fill_ours, fill_theirs
 

@@ -15,7 +15,7 @@ from distributions import installed
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mplug import Factor, Link, Part, UsageError
+from mplug import UsageError
 from mplug.checkpoint.folder import read_valid
 from mplug.cli.options import PluginName
 from mplug.errors import PluginError
@@ -23,7 +23,7 @@ from mplug.model.build import build_model
 from mplug.model.model import Model
 from mplug.run.prepare import prepare
 from mplug_checkpoint.new_run import NewTensor, _read
-from mplug_pretrained import ForeignCheckpoint, ForeignTensor
+from mplug_pretrained import Factor, ForeignCheckpoint, ForeignTensor, Link, Part
 from mplug_pretrained.external_form import conversion
 from mplug_pretrained.foreign_match import match
 from mplug_pretrained.transfer import fill_ours, fill_theirs

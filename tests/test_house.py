@@ -25,14 +25,15 @@ from mplug.training.interrupt import STOPPING
 ROOT = Path(__file__).parent.parent
 HOST = ROOT / "mplug"
 LIBRARY_NAMES = (
-    *("checkpoint", "estimates", "graphs", "nn", "pretrained"),
-    *("sampling", "schedules", "streams", "testing", "tokenization"),
+    *("checkpoint", "compile", "estimates", "graphs", "launch"),
+    *("matrices", "nn", "ops", "pretrained", "sampling"),
+    *("schedules", "streams", "testing", "tokenization"),
 )
 LIBRARIES = [ROOT / name for name in LIBRARY_NAMES]
 """Distributions beside the host. They may import its private modules, and plugins may import all but the first."""
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))
 STRANGERS = sorted(path.parent for path in ROOT.glob("tests/third_party/*/pyproject.toml"))
-PUBLIC = ("mplug", "mplug.commands", "mplug.ops", "mplug.tensors")
+PUBLIC = ("mplug", "mplug.commands", "mplug.tensors")
 
 
 def project(folder: Path) -> dict:

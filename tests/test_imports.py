@@ -19,9 +19,13 @@ HOST = ROOT / "mplug"
 PACKAGES = [
     HOST,
     ROOT / "checkpoint/src/mplug_checkpoint",
+    ROOT / "compile/src/mplug_compile",
     ROOT / "estimates/src/mplug_estimates",
     ROOT / "graphs/src/mplug_graphs",
+    ROOT / "launch/src/mplug_launch",
+    ROOT / "matrices/src/mplug_matrices",
     ROOT / "nn/src/mplug_nn",
+    ROOT / "ops/src/mplug_ops",
     ROOT / "pretrained/src/mplug_pretrained",
     ROOT / "sampling/src/mplug_sampling",
     ROOT / "schedules/src/mplug_schedules",
@@ -70,8 +74,11 @@ def test_an_import_that_runs_upwards_is_found() -> None:
 # Names that are imported when they are first used.
 
 LIBRARIES = (
+    "mplug_compile",
     "mplug_estimates",
     "mplug_graphs",
+    "mplug_launch",
+    "mplug_matrices",
     "mplug_nn",
     "mplug_pretrained",
     "mplug_sampling",

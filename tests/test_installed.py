@@ -214,6 +214,7 @@ REFUSED: dict[tuple[str, ...], str] = {
             ),
             (("--set", "parallel.balance=true"), "parallel.balance=true", "mplug-streams"),
             (("--set", "trainer.graphs=true"), "trainer.graphs=true", "mplug-graphs"),
+            (("--set", "trainer.compile=aot_eager"), "trainer.compile=aot_eager", "mplug-compile"),
         )
     },
     **{
@@ -241,7 +242,8 @@ def test_packages_of_several_strangers_that_are_built_now_train_with_the_host_al
     tmp_path: Path, host: Path, wheels: list[Path]
 ) -> None:
     named = ("acme_solo", "nova_jotter", "nova_orthon")
-    alone = Alone(tmp_path, host, *(wheel for wheel in wheels if wheel.name.startswith(named)))
+    matrices = built(tmp_path, HERE.parent / "matrices")
+    alone = Alone(tmp_path, host, *matrices, *(wheel for wheel in wheels if wheel.name.startswith(named)))
     write_texts(tmp_path / "texts.jsonl")
     options = ("--set", "model.vocab_size=256", "--data", "jotter", "--optimizer", "orthon")
     alone.in_turn(("train", "--name", "two", *SOLO, *options, "--set", "data.path=texts.jsonl", *OPTIONS))

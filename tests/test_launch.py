@@ -21,8 +21,8 @@ from torch import Tensor
 from warm import Forked
 
 from mplug.checkpoint.names import path_of
-from mplug.distributed.launch import TERMINATED, Handler, Pipes
 from mplug.training.interrupt import STOPPING
+from mplug_launch.pipes import TERMINATED, Handler, Pipes
 from mplug_testing.harness import EXACT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
@@ -373,7 +373,7 @@ def test_processes_of_mpirun_on_two_machines_join(
 
 IMPATIENT = """
 from mplug import __main__
-from mplug.training import shared_folder
+from mplug_launch import shared_folder
 shared_folder.PATIENCE = 0.5
 __main__.main()
 """

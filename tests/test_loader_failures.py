@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from mplug import MapLoader, MicroBatch
 from mplug.contracts.loader import Loader
-from mplug.distributed.launch import Pipes
 from mplug.errors import PluginError, RunError, UsageError
 from mplug.registry.blame import plugin_error
 from mplug.run.run import Run
@@ -21,6 +20,7 @@ from mplug.training.assembly import build
 from mplug.training.feed import Feed
 from mplug.training.loop import train
 from mplug.training.supervised_loader import Source, Supervised
+from mplug_launch.pipes import Pipes
 from mplug_testing.harness import tiny_run
 
 S, V, SIZE = 6, 11, 2

@@ -12,8 +12,8 @@ from layout_runs import under
 
 from mplug import Placement, Run
 from mplug.gradients.region import region
-from mplug.layout.matrices import Shared, blocks_of, owners_of, shared_blocks
 from mplug.model.build import build_model
+from mplug_matrices.blocks import Shared, blocks_of, owners_of, shared_blocks
 from mplug_testing.harness import tiny_run
 
 EXPERTS: dict[str, Any] = {**tiny_models.EXPERTS, "model.vocab_size": 320}

@@ -76,7 +76,7 @@ def records() -> Iterator[ModuleType]:
 
 
 def small_tree(folder: Path, source: str) -> Path:
-    file = folder / "mplug" / "ops" / "small.py"
+    file = folder / "ops" / "src" / "mplug_ops" / "rows.py"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(source)
     return folder

@@ -300,6 +300,26 @@ def test_a_distribution_adds_a_learning_rate_schedule_that_a_config_names(instal
     assert rates == [0.5, 1.0, 0.5, 0.25, 0.125, 0.1, 0.1]
 
 
+ENDS = """
+from mplug import ends_with_run
+
+
+@ends_with_run
+def ends(step, settings):
+    return settings.between(1 - settings.at_the_end(step))
+"""
+
+
+def test_a_decay_that_a_distribution_declares_to_end_with_the_run_is_at_most_as_long(install: Install) -> None:
+    install("acme_ends", "[mplug.learning_rates]\nends = acme_ends:ends\n", ENDS)
+    lengths = {"schedule.warmup_steps": 0, "schedule.min_lr": 0.0, "trainer.steps": 5}
+    named = {"schedule.name": "ends", "schedule.decay_steps": 5, **lengths}
+    section = tiny_config(named).schedule
+    assert [learning_rate(step, 1.0, section, 5) for step in (1, 3, 5)] == pytest.approx([0.8, 0.4, 0.0])
+    with pytest.raises(UsageError, match=r"schedule\.decay_steps .*decay of 6 steps is longer than the run"):
+        tiny_config({**named, "schedule.decay_steps": 6})
+
+
 def test_a_learning_rate_schedule_that_two_claim_or_that_does_not_load_is_refused_before_the_run(
     install: Install,
 ) -> None:

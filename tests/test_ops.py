@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mplug import ops
+import mplug_ops as ops
 from mplug_testing import run_workers
 
 WHOLE, STRIDED = "whole", "strided"

@@ -18,7 +18,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 from mplug import Offer
-from mplug.model.compiled.tracer import prepare_compiler
+from mplug_compile.tracer import prepare_compiler
 from mplug_nn import (
     Attention,
     AttentionCore,

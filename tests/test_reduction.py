@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import mplug_ops as ops
 from mplug import (
     Axis,
     Bucket,
@@ -21,7 +22,6 @@ from mplug import (
     Run,
     Sharding,
     contiguous,
-    ops,
 )
 from mplug.gradients import reduction
 from mplug.gradients.reduction import Reduction

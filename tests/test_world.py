@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from mplug import RunError, UsageError
-from mplug.distributed import meeting
-from mplug.distributed.launch import joined
-from mplug.distributed.meeting import Member, decide, gpu_of, interfaces, meet, member, num_threads, open_store
-from mplug.distributed.world import World, first_host, launched, tasks_per_node
+from mplug.distributed.world import World
+from mplug_launch import joining, meeting
+from mplug_launch.joining import joined
+from mplug_launch.launchers import first_host, launched, tasks_per_node
+from mplug_launch.meeting import Member, decide, gpu_of, interfaces, meet, member, num_threads, open_store
 
 TORCHRUN = {
     "RANK": "3",
@@ -283,7 +284,7 @@ def test_a_process_uses_its_share_of_threads_unless_the_user_has_chosen(
     here: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone, before = replace(here, size=1, local_size=1), torch.get_num_threads()
-    monkeypatch.setattr(meeting, "num_threads", lambda own, everyone, n: n + 3 if [list(own)] == everyone else 1)
+    monkeypatch.setattr(joining, "num_threads", lambda own, everyone, n: n + 3 if [list(own)] == everyone else 1)
     with joined(alone, "cpu"):
         assert torch.get_num_threads() == before, "OMP_NUM_THREADS is set, as torchrun does"
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):

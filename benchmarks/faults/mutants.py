@@ -1,7 +1,7 @@
 """Makes mutants of a tree from its code: the same ones, under the same names, until the mutated function changes.
 
-A name says where a mutant is and what it does: `mplug/ops/collectives.py::_Copy.backward::remove-collective::0` is the
-first (0) mutant of this operator in this function. Edits elsewhere, in the same file too, leave it as it is.
+A name says where a mutant is and what it does: `ops/src/mplug_ops/collectives.py::_Copy.backward::remove-collective::0`
+is the first (0) mutant of this operator in this function. Edits elsewhere, in the same file too, leave it as it is.
 """
 
 import ast
@@ -15,8 +15,14 @@ from pathlib import Path
 from operators import GROUPS, Names, Scope, changes_at, group_argument, is_collective
 
 WHOLE = (
-    "mplug/ops/*.py",
+    "ops/src/mplug_ops/bounded_rows.py",
+    "ops/src/mplug_ops/collectives.py",
+    "ops/src/mplug_ops/operators.py",
+    "ops/src/mplug_ops/rows.py",
+    "ops/src/mplug_ops/started_rows.py",
+    "ops/src/mplug_ops/transfers.py",
     "mplug/gradients/*.py",
+    "mplug/distributed/exchanges.py",
     "mplug/distributed/groups.py",
     "mplug/checkpoint/boxes.py",
     "mplug/checkpoint/rank_exchanges.py",
@@ -32,7 +38,7 @@ WHOLE = (
     "plugins/parallel/*/src/*/*.py",
 )
 """Files in which every operator mutates every function: what they compute decides what ranks exchange."""
-EXCHANGES = ("mplug/checkpoint/*.py", "mplug/distributed/*.py", "mplug/run/run.py", "pretrained/src/*/*.py")
+EXCHANGES = ("mplug/checkpoint/*.py", "mplug/distributed/*.py", "mplug/run/*.py", "pretrained/src/*/*.py")
 """Further files, of which only functions that call a collective are mutated."""
 OUTSIDE = {
     "plugins/parallel/tp/src/mplug_tp/memory.py": "needs several GPUs that map each other's memory",
@@ -96,9 +102,9 @@ def mutants_of(tree: Path) -> tuple[Mutant, ...]:
 
 
 def _names(tree: Path) -> Names:
-    """The collectives of mplug: public functions of `mplug/ops`, and plain ones that these call."""
+    """The collectives of mplug: public functions of `mplug_ops`, and plain ones that these call."""
     found = Names()
-    for path in sorted(tree.glob("mplug/ops/*.py")):
+    for path in sorted(tree.glob("ops/src/mplug_ops/*.py")):
         for node in ast.parse(path.read_bytes()).body:
             if isinstance(node, ast.FunctionDef) and _communicates(node):
                 parameters = [one.arg for one in node.args.args]
@@ -123,8 +129,8 @@ def _mutants_in(source: bytes, file: str, names: Names, whole: bool) -> Iterator
     tree, starts = ast.parse(source), [0, *accumulate(len(line) for line in source.splitlines(keepends=True))]
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     own, imported = _defined(tree), _imported(tree)
-    of_ops = {name for name, module in imported.items() if module.startswith("mplug.ops")}
-    of_ops |= own if file.startswith("mplug/ops/") else set()
+    of_ops = {name for name, module in imported.items() if module.startswith("mplug_ops")}
+    of_ops |= own if file.startswith("ops/src/mplug_ops/") else set()
     visible = own | imported.keys()
     numbers, seen = Counter[tuple[str, str]](), set[tuple[int, int, str]]()
     for qualified, function, owner in _functions(tree, "", None):

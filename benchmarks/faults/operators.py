@@ -70,7 +70,7 @@ class Names:
 class Scope:
     """Where a node stands: its file's text, the names imported or defined in it, and the enclosing function.
 
-    `of_ops` are the visible names that stand for collectives of `mplug.ops`, `groups` the texts of the groups that
+    `of_ops` are the visible names that stand for collectives of `mplug_ops`, `groups` the texts of the groups that
     collectives of the function's class get, `gradient` is the upstream gradient's name in a backward, and `exchanges`
     says whether the function calls a collective.
     """

@@ -21,7 +21,7 @@ LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)")
 ASSETS = ("docs/site/extra.css", "docs/site/iframe-worker.js")
 API = {
     "mplug": "The contracts between the host and plugins.",
-    "mplug.ops": "The differentiable collectives of parallel strategies.",
+    "mplug_ops": "The differentiable collectives of parallel strategies.",
     "mplug.tensors": "Products with weights, and what suppliers of slots share.",
     "mplug.commands": "The names of the host that a plugin of kind `commands` may use.",
     "mplug_nn": "Building blocks for models, in plain torch.",

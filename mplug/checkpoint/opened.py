@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 from mplug.checkpoint.folder import REMEDY, checksum_of_manifest, read_with_checksum
 from mplug.checkpoint.index import Index
 from mplug.checkpoint.rank_exchanges import divided, from_rank, raise_alike
-from mplug.distributed.world import launched
 from mplug.errors import RunError, UsageError
+from mplug.run.launching import launched
 from mplug.run.run import Run
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from mplug.checkpoint.own_folders import add_part, keep_parts, make_partial
 from mplug.checkpoint.plans import KeptPlans
 from mplug.checkpoint.reading import checksum_of, open_file
 from mplug.checkpoint.retention import Retention
-from mplug.distributed.world import launched
+from mplug.run.launching import launched
 from mplug.system.files import sync_path, write_whole
 
 log = logging.getLogger("mplug")

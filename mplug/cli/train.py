@@ -97,7 +97,7 @@ def command(
 ) -> None:
     """Train a model, or continue a run."""
     from mplug.config.sources import merge, read_assignments
-    from mplug.distributed.world import launched
+    from mplug.run.launching import launched
     from mplug.run.lock import Lock
 
     began = time.time()
@@ -123,7 +123,7 @@ def _print_notice(message: str) -> None:
 def _work(start: Start, deadline: float | None) -> "Outcome":
     """Train in this process, or in processes that are started here, again after a failure if --restarts allows it."""
     from mplug.checkpoint.folder import complete
-    from mplug.distributed.launch import Stopped, launch
+    from mplug.run.launching import Stopped, launch
     from mplug.training.job import Outcome, supervisor_of, work
 
     job, run, readable, restarts = start.job(deadline), start.run, start.readable, start.request.restarts

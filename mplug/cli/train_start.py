@@ -98,8 +98,8 @@ def prepare_start(request: Request, world: "World | None", lock: "Lock") -> Star
     The config and the data come first, because they need no torch; then the checkpoint; then the model, on the meta
     device.
     """
-    from mplug.distributed.launch import refuse_port_in_use
     from mplug.run.folder import find_directory, new_directory
+    from mplug.run.launching import launching
     from mplug.run.metrics_file import METRICS, read_lines
     from mplug.run.prepare import check_data
     from mplug.training.job import settle
@@ -110,8 +110,10 @@ def prepare_start(request: Request, world: "World | None", lock: "Lock") -> Star
     claim = claim_existing(lock, directory, request.name) if first else None
     base = _base(directory)
     run, changes = settle(base, request.overrides, world)
-    if request.master_port is not None:
-        refuse_port_in_use(request.master_port)
+    if run.mesh.world_size > 1 or request.restarts or request.master_port is not None:
+        launcher = launching("a run of several processes (--parallel) or of several attempts (--restarts)")
+        if request.master_port is not None:
+            launcher.refuse_port_in_use(request.master_port)
     about_data = check_data(run)
     resume_from = newest_of(directory, restarted) if directory and _is_complete(run, world, directory) else directory
     if directory is not None and first:

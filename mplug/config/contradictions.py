@@ -1,16 +1,17 @@
-"""Contradictions between settings of the host. The check does not depend on the chosen plugins."""
+"""Contradictions between settings of the host. No chosen plugin decides them."""
 
 from collections.abc import Iterator
 
 from mplug.config.binding import RunConfig
 from mplug.config.sources import Key, source_of
-
-ENDING = ("wsd", "wsd_sqrt", "wsd_cosine")
-"""The host's learning rate schedules whose decay ends with the run."""
+from mplug.contracts.rates import RateSchedule
 
 
-def contradictions(config: RunConfig) -> Iterator[str]:
-    """One message per contradiction, with the fields as the user writes them and their sources."""
+def contradictions(config: RunConfig, rate: RateSchedule) -> Iterator[str]:
+    """One message per contradiction, with the fields as the user writes them and their sources.
+
+    `rate` is the learning rate schedule that the config names.
+    """
     trainer, schedule, rampup = config.trainer, config.schedule, config.schedule.batch_rampup
 
     def field_with_sources(*fields: str) -> str:
@@ -24,7 +25,8 @@ def contradictions(config: RunConfig) -> Iterator[str]:
             f"{rampup.start} samples, which is more than trainer.global_batch_size={trainer.global_batch_size}; set "
             f"schedule.batch_rampup.start to a smaller value"
         )
-    if schedule.name in ENDING and schedule.decay_steps is not None and schedule.decay_steps > trainer.steps:
+    ends_with_run = getattr(rate, "ends_with_run", False)
+    if ends_with_run and schedule.decay_steps is not None and schedule.decay_steps > trainer.steps:
         yield (
             f"{field_with_sources('schedule.decay_steps', 'trainer.steps')}: the decay of {schedule.decay_steps} steps "
             f"is longer than the run (trainer.steps={trainer.steps}); set schedule.decay_steps to at most that number"

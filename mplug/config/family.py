@@ -97,7 +97,7 @@ class Family(Contained):
     The field's value is a section like 'model' itself (`Contained`); `preset` chooses one of the family's presets. The
     section of the host's field `model.frozen` stays that of the whole model.
 
-    `build(run)` returns the family's own model and plan. `mplug.plan_within` makes a part of a larger plan of it.
+    `build(run)` returns the family's own model and plan. `mplug_nn.plan_within` makes a part of a larger plan of it.
     """
 
     kind, section = "models", "model"

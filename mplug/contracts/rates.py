@@ -36,5 +36,11 @@ RateSchedule = Callable[[int, RateSettings], float]
 """The learning rate of a step after the warm-up; the first step of a run is 1. It must not depend on anything else."""
 
 
+def ends_with_run(schedule: RateSchedule) -> RateSchedule:
+    """Declare that the decay of a schedule ends with the run. The host refuses a decay that is longer than the run."""
+    schedule.ends_with_run = True  # type: ignore[attr-defined]
+    return schedule
+
+
 def _part(steps: int, whole: int) -> float:
     return min(max(steps / whole, 0.0), 1.0)

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mplug.contracts.optimizer import Piece
+from mplug.distributed.exchanges import Exchange, Item, in_order
 from mplug.gradients.region import region
 from mplug.gradients.wide import wide
 from mplug.layout.placement import Placement
 from mplug.layout.ranks import Ranks
-from mplug.ops.exchanges import Exchange, Item, in_order
 from mplug.run.run import Run
 
 IN_PLACE = 1 << 18

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mplug.distributed.exchanges import Exchange, Item
 from mplug.errors import UsageError
 from mplug.gradients.region import region
 from mplug.layout.placement import Box, Placement
 from mplug.layout.plan import Plan
-from mplug.ops.exchanges import Exchange, Item
 from mplug.run.run import Run
 
 NEUTRAL = {"sum": 0.0, "max": float("-inf")}

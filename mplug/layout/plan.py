@@ -3,10 +3,9 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from mplug.errors import listed, suggest
-from mplug.layout.external import ExternalNames
 from mplug.layout.names import compiled, within
 from mplug.layout.work import Flops, Work
 
@@ -16,7 +15,7 @@ ENCODER_TEXTS = ("encoder_tokens", "encoder_places", "encoder_lengths", "encoder
 """The entries of micro batches with a text for an encoder beside the tokens of each sample.
 
 A loader that has them answers `batch_entries` with these names, and makes them by
-`mplug.tensors.encoder_texts.entries_of_texts`. A family with an encoder and a decoder takes them.
+`mplug_tokenization.encoder_texts.entries_of_texts`. A family with an encoder and a decoder takes them.
 """
 
 
@@ -281,14 +280,14 @@ class Plan:
     are patterns of parameters and modules that are not trained, even if `parameters` says otherwise; the host adds the
     patterns of the config (`model.frozen`). `base_modules` are patterns of modules that keep the formats of a precision
     if its recipe computes products in others (a product whose result must be in fp32). The first and the last unit of a
-    row of blocks, and all units outside of a row, are base modules in any case. `external` says which tensors of
-    published checkpoints hold which parameters; None: the model has no published form. `parts` says the same of folders
-    that hold a part of the model alone, by the name of the part: of the section of the family's Config that describes
-    it. `shifted` are entries that the host makes from those of the loader; `context` names their axes too. `work` says
-    what the FLOPs belong to: which parameter, or which module. If it is None, the host collects it from what the
-    modules state (`plan_work`). `streams` are the rows of other kinds than tokens, by their named axis. `flops` are
-    those of the units of the tokens; the FLOPs of a stream are the sum of the work of its units. `answering` is how the
-    model samples if its prompts are texts of an encoder.
+    row of blocks, and all units outside of a row, are base modules in any case. `external` (a
+    `mplug_pretrained.ExternalNames`) says which tensors of published checkpoints hold which parameters; None: the model
+    has no published form. `parts` says the same of folders that hold a part of the model alone, by the name of the
+    part: of the section of the family's Config that describes it. `shifted` are entries that the host makes from those
+    of the loader; `context` names their axes too. `work` says what the FLOPs belong to: which parameter, or which
+    module. If it is None, the host collects it from what the modules state (`plan_work`). `streams` are the rows of
+    other kinds than tokens, by their named axis. `flops` are those of the units of the tokens; the FLOPs of a stream
+    are the sum of the work of its units. `answering` is how the model samples if its prompts are texts of an encoder.
     """
 
     units: tuple[Unit, ...]
@@ -302,8 +301,8 @@ class Plan:
     mixing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
     base_modules: tuple[str, ...] = ()
-    external: ExternalNames | None = None
-    parts: Mapping[str, ExternalNames] = field(default_factory=dict)
+    external: Any = None
+    parts: Mapping[str, Any] = field(default_factory=dict)
     shifted: Mapping[str, Shift] = field(default_factory=dict)
     work: tuple[Work, ...] | None = None
     streams: Mapping[str, Stream] = field(default_factory=dict)

@@ -31,9 +31,9 @@ from mplug.model.slots.offers import PLAIN, Offer, Unmet, Wrap
 from mplug.model.slots.recipe import choose_base_modules
 from mplug.model.slots.selection import Selection
 from mplug.model.slots.slot_placement import add_slot_buffers
-from mplug.model.slots.token_sums import token_sums
-from mplug.model.slots.whole_sequences import whole_sequences
+from mplug.model.slots.token_offers import token_offers
 from mplug.model.stream_balancer import balancer_of
+from mplug.model.unit_compiler import refuse_missing_compiler
 from mplug.model.variance import refuse_bypassing_layout
 from mplug.registry.entry_points import PREFLIGHTS
 from mplug.registry.provided import provided
@@ -63,6 +63,7 @@ def build_model(run: Run) -> Model:
     refuse_average(run, model)
     refuse_idle_copies(run, model)
     refuse_bypassing_layout(run, model)
+    refuse_missing_compiler(run)
     if (recorder := recorder_of(run)) is not None:
         recorder.refuse(run, model)
     return model
@@ -274,7 +275,7 @@ def collect_offers(run: Run, model: Model) -> list[Offer | Wrap]:
     offers = [replace(offer, plugin=label) for label, offers in by_plugin for offer in offers]
     balancer = balancer_of(run)
     balanced = balancer.offers(run, model) if balancer is not None else ()
-    return [*offers, *token_sums(run, model), *whole_sequences(run, model), *balanced]
+    return [*offers, *token_offers(run, model), *balanced]
 
 
 def unmet_reasons(run: Run) -> list[str]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from mplug.distributed.exchanges import Item, in_order
 from mplug.errors import UsageError
 from mplug.layout.gradient_flow import carrying
 from mplug.layout.names import modules_around
@@ -14,7 +15,6 @@ from mplug.layout.placement import Placement
 from mplug.layout.plan import Init, Parameter, Stages
 from mplug.layout.work import Flops
 from mplug.model.built import Built
-from mplug.ops.exchanges import Item, in_order
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -61,6 +61,14 @@ PREFLIGHTS = "preflights"
 """The group 'mplug.preflights': a class that compares a run with its machine before it starts (`Preflight`)."""
 BALANCERS = "balancers"
 """The group 'mplug.balancers': a class that balances streams among ranks (`parallel.balance`)."""
+LAUNCHERS = "launchers"
+"""The group 'mplug.launchers': a class that runs several processes (`mplug.run.launching`)."""
+COMPILERS = "compilers"
+"""The group 'mplug.compilers': a class that compiles the units of a model (`trainer.compile`)."""
+ASSEMBLERS = "assemblers"
+"""The group 'mplug.assemblers': a class that brings together matrices of which several ranks hold parts."""
+TOKEN_OFFERS = "token_offers"
+"""The group 'mplug.token_offers': a class that fills slots which sum or join tokens of several ranks."""
 RECIPES = "recipes"
 """The group 'mplug.recipes': each maps the name of a recipe to the package with its file, NAME.yaml."""
 STORES = "stores"
@@ -79,6 +87,10 @@ GROUPS = (
     BEGINNINGS,
     PREFLIGHTS,
     BALANCERS,
+    LAUNCHERS,
+    COMPILERS,
+    ASSEMBLERS,
+    TOKEN_OFFERS,
     RECIPES,
     STORES,
     SLOTS,

@@ -105,7 +105,7 @@ class _Resolver:
             groups=of_optimizer.groups,
             average=of_optimizer.average,
         )
-        if problems := [*contradictions(config)]:
+        if problems := [*contradictions(config, RATES.load(config.schedule.name))]:
             raise UsageError("\n".join(problems))
         return config
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import yaml
 
 from mplug.config.binding import RunConfig
-from mplug.distributed.world import launched
 from mplug.errors import UsageError, listed
+from mplug.run.launching import launched
 from mplug.run.run import Run
 from mplug.system.files import write_whole
 

@@ -11,6 +11,7 @@ from mplug.contracts.variance import Variance
 from mplug.errors import UsageError, listed
 from mplug.layout.mesh import Mesh
 from mplug.precisions.precision import Precision
+from mplug.registry.entry_points import COMPILERS, Registry
 from mplug.registry.hooks import Hooks
 from mplug.registry.precisions import precision_among
 from mplug.run.activity import Activity
@@ -112,7 +113,8 @@ class Run:
         """
         backend = self.config.trainer.compile
         if backend == "auto":
-            return "inductor" if self.device.startswith("cuda") and triton_builds() else None
+            compiles = self.device.startswith("cuda") and triton_builds() and Registry().table(COMPILERS)
+            return "inductor" if compiles else None
         return None if backend == "never" else backend
 
     @property
@@ -148,19 +150,22 @@ class Run:
 
     def summed(self, values: "Tensor") -> "Tensor":
         """The sum of a small tensor over all ranks."""
-        if self.groups is None:
-            return values
-        from mplug.ops import all_reduce  # imports torch
-
-        return all_reduce(values, self.groups.of(self.mesh.everyone))
+        return self._reduced(values, "SUM")
 
     def largest(self, values: "Tensor") -> "Tensor":
         """The maximum of a small tensor over all ranks."""
-        if self.groups is None:
-            return values
-        from mplug.ops import all_reduce  # imports torch
+        return self._reduced(values, "MAX")
 
-        return all_reduce(values, self.groups.of(self.mesh.everyone), "MAX")
+    def _reduced(self, values: "Tensor", operation: str) -> "Tensor":
+        group = None if self.groups is None else self.groups.of(self.mesh.everyone)
+        if group is None:
+            return values
+        import torch  # a config needs no torch
+        import torch.distributed as dist
+
+        total = values.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, getattr(dist.ReduceOp, operation), group=group)
+        return total
 
     def gathered(self, value: Any) -> list[Any]:
         """The values of all ranks (small plain data), in rank order."""

@@ -77,12 +77,12 @@ class WeightProduct(Statements):
 class ProductModule(nn.Module):
     """A module whose slots multiply by its weights.
 
-    A subclass names its weights in `CASTS` and `LATER`, and says which product multiplies by each.
+    A subclass names its weights in `CASTS` and `DELAYED`, and says which product multiplies by each.
     """
 
     CASTS: ClassVar[Mapping[str, str]] = {}
     """Weights -> the attributes with the copies that the product reads, if the host keeps them."""
-    LATER: ClassVar[Mapping[str, str]] = {}
+    DELAYED: ClassVar[Mapping[str, str]] = {}
     """Weights -> the attributes with their `Later`, if their gradients are computed later."""
 
     slot_buffers: Mapping[str, tuple[str, ...]] = NO_NAMES

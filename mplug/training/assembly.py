@@ -13,7 +13,6 @@ from mplug.contracts.stepper import Stepper
 from mplug.errors import PluginError, UsageError, listed
 from mplug.gradients.loss_scale import LossScale
 from mplug.model.build import allocate_parts, build_model, gradient_dtype, refuse_unsavable
-from mplug.model.compiled.compilation import compile_units, compiler_of
 from mplug.model.engine import refuse_missing_pieces, refuse_other_sums
 from mplug.model.grouped_optimizer import build_optimizer
 from mplug.model.memory import initialize
@@ -23,6 +22,7 @@ from mplug.model.products.casts import keep_casts
 from mplug.model.recorder import recorder_of
 from mplug.model.slots.fill import wrap_units
 from mplug.model.stream_balancer import balancer_of
+from mplug.model.unit_compiler import compile_units
 from mplug.model.variance import refuse_bypassing
 from mplug.run.run import Run
 from mplug.training.batch_parts import own_part
@@ -69,7 +69,7 @@ def build(run: Run) -> Parts:
         use_own_stream()
     train_loader = feed(run, model, "train")
     validation_loader = feed(run, model, "validation") if trainer.eval_every else None
-    compile_units(model, compiler_of(run), tune_kernels=trainer.tune_kernels)
+    compile_units(run, model)
     wrap_units(model)
     _allocate(run, model)
     pieces = _initialized_pieces(run, model)
@@ -86,7 +86,7 @@ def allocate_forward(run: Run, model: Model) -> None:
     afterwards (`load_for_inference`, `load_public_for_inference`).
     """
     _refuse_other_stages(run, model)
-    compile_units(model, compiler_of(run), tune_kernels=run.config.trainer.tune_kernels)
+    compile_units(run, model)
     wrap_units(model)
     allocate_parts(run, model)
     model.listen()

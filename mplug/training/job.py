@@ -9,20 +9,19 @@ from pathlib import Path
 
 from mplug.config.binding import RunConfig
 from mplug.config.sources import Settings, merge, read_assignments
-from mplug.distributed.launch import agreed, joined
 from mplug.distributed.supervision import Send, Supervisor
-from mplug.distributed.world import World, launched
+from mplug.distributed.world import World
 from mplug.errors import RunError, UsageError
 from mplug.registry.entry_points import Registry
 from mplug.registry.hooks import HOST
 from mplug.registry.implementation import hookimpl
 from mplug.registry.resolve import resolve
 from mplug.run.activity import Activity
+from mplug.run.launching import agreed, joined, launched, launching
 from mplug.run.lock import Claim
 from mplug.run.prepare import prepare
 from mplug.run.record import provenance
 from mplug.run.run import Run
-from mplug.training.shared_folder import find_own_folders, refuse_unshared_folder
 
 
 @dataclass(frozen=True)
@@ -92,10 +91,7 @@ def work(job: Job, send: Send | None = None) -> Outcome:
         run.directory, resume_from = job.directory, job.resume_from
         if world is not None:
             run.directory, resume_from = agreed((run.directory, resume_from))  # nodes may see different folders
-            if world.local_size != world.size and run.hooks.call.gather_checkpoints(config=run.config) is None:
-                refuse_unshared_folder(run)
-            elif world.local_size != world.size:
-                find_own_folders(run)
+            launching(f"a run of {world.size} processes").find_folder(run, world)
         outcome = _trained(run, replace(job, resume_from=resume_from))
     del run
     gc.collect()  # a process group that a reference cycle keeps alive aborts the interpreter at exit

@@ -2,7 +2,7 @@
 
 import math
 
-from mplug.contracts.rates import RateSettings
+from mplug.contracts.rates import RateSettings, ends_with_run
 
 
 def constant(step: int, settings: RateSettings) -> float:
@@ -25,16 +25,19 @@ def inverse_sqrt(step: int, settings: RateSettings) -> float:
     return settings.peak * math.sqrt(max(settings.warmup_steps, 1) / step)
 
 
+@ends_with_run
 def wsd(step: int, settings: RateSettings) -> float:
     """The peak, and a straight line to the minimum at the end of the run (arXiv 2404.06395)."""
     return settings.between(1 - settings.at_the_end(step))
 
 
+@ends_with_run
 def wsd_sqrt(step: int, settings: RateSettings) -> float:
     """The peak, and at the end of the run a fall by the square root of the part that is done (arXiv 2405.18392)."""
     return settings.between(1 - math.sqrt(settings.at_the_end(step)))
 
 
+@ends_with_run
 def wsd_cosine(step: int, settings: RateSettings) -> float:
     """The peak, and half a period of a cosine to the minimum at the end of the run."""
     return settings.between(1 - _cosine(settings.at_the_end(step)))

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from mplug.layout.external import ExternalNames
 from mplug.layout.inits import ZEROS, Inits
 from mplug.layout.names import compiled
 from mplug.layout.plan import TOKENS_AXIS, Parameter, Plan
@@ -50,7 +49,7 @@ def _states(buffers: Mapping[str, Any]) -> list[str]:
     return [pattern for pattern, buffer in buffers.items() if not buffer.is_statistic]
 
 
-def _without(external: ExternalNames | None, patterns: Iterable[str]) -> ExternalNames | None:
+def _without(external: Any, patterns: Iterable[str]) -> Any:
     """External names of a model whose published form does not have the parameters that `patterns` match."""
     if external is None:
         return None

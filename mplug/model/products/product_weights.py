@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 from mplug.model.model import Model
 from mplug.tensors.weight_product import ProductModule
 
-Table = Literal["CASTS", "LATER"]
+Table = Literal["CASTS", "DELAYED"]
 """The class variable of a `ProductModule` that maps the names of its weights to attributes."""
 
 
@@ -25,6 +25,6 @@ def weights_at_rest(model: Model, unit: str, table: Table) -> list[ProductWeight
         ProductWeight(module, weight, attribute, names[id(getattr(module, weight))])
         for module in model.module.get_submodule(unit).modules()
         if isinstance(module, ProductModule)
-        for weight, attribute in (module.CASTS if table == "CASTS" else module.LATER).items()
+        for weight, attribute in (module.CASTS if table == "CASTS" else module.DELAYED).items()
     ]
     return [one for one in found if model.placements[one.parameter].gathered_along is None]

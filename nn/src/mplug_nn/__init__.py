@@ -151,6 +151,7 @@ if TYPE_CHECKING:
     from mplug_nn.packed_heads import Preparation as Preparation
     from mplug_nn.parts import AttentionParts as AttentionParts
     from mplug_nn.parts import Part as Part
+    from mplug_nn.plan_within import plan_within as plan_within
     from mplug_nn.product import Boundary as Boundary
     from mplug_nn.product import Collective as Collective
     from mplug_nn.product import Narrow as Narrow

@@ -176,7 +176,7 @@ class Experts(Activation, ProductModule):
     CASTS: ClassVar[Mapping[str, str]] = {"up": "up_casts", "down": "down_casts"}
     up_casts: tuple[Tensor, ...] = ()
     down_casts: tuple[Tensor, ...] = ()
-    LATER: ClassVar[Mapping[str, str]] = {"up": "up_later", "down": "down_later"}
+    DELAYED: ClassVar[Mapping[str, str]] = {"up": "up_later", "down": "down_later"}
     up_later: Later | None = None
     down_later: Later | None = None
     up_adapter: nn.Module | None

@@ -122,7 +122,7 @@ class Linear(ProductModule):
     """A layer has the last two only where a block states it (`mplug_nn.Fusible`)."""
     CASTS: ClassVar[Mapping[str, str]] = {"weight": "casts"}
     casts: tuple[Tensor, ...] = ()
-    LATER: ClassVar[Mapping[str, str]] = {"weight": "later"}
+    DELAYED: ClassVar[Mapping[str, str]] = {"weight": "later"}
     later: Later | None = None
     mixes: ClassVar[frozenset[str]] = frozenset()
     adaptable = True

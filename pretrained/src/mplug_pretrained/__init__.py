@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from mplug_pretrained.described import PublicSettings as PublicSettings
     from mplug_pretrained.expansion import Conversion as Conversion
     from mplug_pretrained.expansion import conversion_of as conversion_of
+    from mplug_pretrained.external import ExternalMap as ExternalMap
+    from mplug_pretrained.external import ExternalNames as ExternalNames
+    from mplug_pretrained.external import Factor as Factor
+    from mplug_pretrained.external import Fused as Fused
+    from mplug_pretrained.external import Interleaved as Interleaved
+    from mplug_pretrained.external import Link as Link
+    from mplug_pretrained.external import Part as Part
+    from mplug_pretrained.external import Transposed as Transposed
     from mplug_pretrained.external_form import conversion as conversion
     from mplug_pretrained.folder_settings import longest_sequence as longest_sequence
     from mplug_pretrained.foreign import ForeignCheckpoint as ForeignCheckpoint

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mplug.layout.external import ExternalNames
+from mplug_pretrained.external import ExternalNames
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from math import prod
 import torch
 
 from mplug.errors import UsageError
-from mplug.layout.external import Link
 from mplug.layout.placement import Box
+from mplug_pretrained.external import Link
 from mplug_pretrained.published import FolderWeights
 from mplug_pretrained.transfer import Read, fill_ours
 

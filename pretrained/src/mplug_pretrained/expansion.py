@@ -7,7 +7,9 @@ from functools import cache, cached_property
 from itertools import combinations, product
 
 from mplug.errors import listed, suggest
-from mplug.layout.external import (
+from mplug.layout.names import starred, within
+from mplug.layout.placement import Placement
+from mplug_pretrained.external import (
     Dims,
     External,
     ExternalMap,
@@ -20,8 +22,6 @@ from mplug.layout.external import (
     Transposed,
     substituted,
 )
-from mplug.layout.names import starred, within
-from mplug.layout.placement import Placement
 
 FAN = re.compile(r"\{(\w*)\}")
 """The label in braces in a public name; '{}' is the factor of our dimension 0."""

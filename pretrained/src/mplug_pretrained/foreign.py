@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mplug.config.binding import RunConfig
-    from mplug.layout.external import Link
     from mplug.model.model import Model
+    from mplug_pretrained.external import Link
 
 Shape = tuple[int, ...]
 WEIGHT = "weight"

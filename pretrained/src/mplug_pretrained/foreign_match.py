@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from mplug.errors import PluginError, RunError, UsageError, some_names
-from mplug.layout.external import Factor, Link, Part
 from mplug.layout.placement import Placement
 from mplug.model.model import Model
+from mplug_pretrained.external import Factor, Link, Part
 from mplug_pretrained.external_form import conversion
 from mplug_pretrained.foreign import WEIGHT, ForeignCheckpoint, Shape
 from mplug_pretrained.transfer import Read

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mplug.layout.external import Link
 from mplug.model.model import Model
+from mplug_pretrained.external import Link
 from mplug_pretrained.foreign import ForeignCheckpoint, Shape, open_foreign
 from mplug_pretrained.foreign_match import Match, best_match, needed_of, refuse_mismatch
 from mplug_pretrained.published import FolderWeights, PublishedFolder

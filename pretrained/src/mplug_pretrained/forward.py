@@ -11,12 +11,12 @@ from mplug.checkpoint.newest_valid import choose
 from mplug.checkpoint.verified import Verified
 from mplug.config.sources import Settings, merge, read_assignments
 from mplug.contracts.optimizer import AVERAGE
-from mplug.distributed.launch import Stopped, launch
 from mplug.distributed.world import World
 from mplug.errors import UsageError
 from mplug.layout.mesh import Mesh
 from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
+from mplug.run.launching import Stopped, launch
 from mplug.run.run import Run
 from mplug.training.job import settle
 from mplug_pretrained.folder_settings import longest_sequence

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from mplug.layout.external import Dims, Factor, Link
 from mplug.layout.ownership import flat_boxes
+from mplug_pretrained.external import Dims, Factor, Link
 
 
 @dataclass(frozen=True)

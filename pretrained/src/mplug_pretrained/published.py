@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from mplug.layout.external import Link
     from mplug.model.model import Model
     from mplug_pretrained.adapters import Merge, RowNorms
     from mplug_pretrained.expansion import Conversion
+    from mplug_pretrained.external import Link
     from mplug_pretrained.wanted import Wanted
 
 

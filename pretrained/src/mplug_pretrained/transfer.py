@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from mplug.layout.external import Link
 from mplug_pretrained.expansion import Target
+from mplug_pretrained.external import Link
 from mplug_pretrained.moves import Move, View, moves_to_ours, moves_to_theirs
 
 Read = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]

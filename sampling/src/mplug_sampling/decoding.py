@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mplug import Model, Run, UsageError
 from mplug.commands import run_units
-from mplug.ops import all_gather
 from mplug_nn.cache import CacheSize
+from mplug_ops import all_gather
 from mplug_sampling.sampler import Sampler, cached_modules, multiple_of_positions
 from mplug_sampling.sampling import Sampling, choose, draws
 from mplug_sampling.stages import Choose, DividedModel, Finish, RunUnits, divided, run_last

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from mplug import Run
-from mplug.commands import AS_THEY_ARE, Instead, compiled_units, compiler_of
+from mplug.commands import AS_THEY_ARE, Instead
+from mplug_compile import compiled_units, compiler_of
 from mplug_graphs import forward_obstacles
 from mplug_sampling.sampler import Sampler, owners_of_axes
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mplug import WHOLE_SEQUENCE, Medium, Plan, Processor, RunError, Unit
-from mplug.tensors.encoder_texts import entries_of_texts
+from mplug_tokenization.encoder_texts import entries_of_texts
 
 ALONG = frozenset({"sequence", WHOLE_SEQUENCE})
 """The axes of the tokens."""

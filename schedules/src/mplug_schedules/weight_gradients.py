@@ -72,7 +72,7 @@ class WeightGradients:
         self.sites = [
             Site(*one[:3], model.sinks[one.parameter])
             for unit in self.units
-            for one in weights_at_rest(model, unit.name, "LATER")
+            for one in weights_at_rest(model, unit.name, "DELAYED")
             if one.parameter in model.sinks
         ]
         self._operands: dict[tuple[Any, ...], list[Operands | None]] = {}

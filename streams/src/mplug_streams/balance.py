@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import mplug.ops as ops
+import mplug_ops as ops
 from mplug.contracts.micro_batch import MicroBatch
 from mplug.contracts.streams import RETURNS
 from mplug.layout.plan import TOKENS_AXIS

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-import mplug.ops as ops
+import mplug_ops as ops
 from mplug.config.sources import source_of
 from mplug.contracts.streams import RETURNS
 from mplug.errors import UsageError, listed

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mplug.layout.plan import Init, Parameter, axes_of
-from mplug.model.compiled.tracer import prepare_compiler
 from mplug.model.slots.declaration import slot_of
 from mplug.model.slots.offers import Offer, Site
 from mplug.model.slots.slot_buffer import SlotBuffer
 from mplug.model.slots.slot_states import HeldBuffers, updated
 from mplug.tensors.slot_buffers import hold
+from mplug_compile.tracer import prepare_compiler
 from mplug_nn import Linear, Narrow, Operand, Sink, Weights
 from mplug_nn.grouped import apply_grouped
 from mplug_nn.linear import PLAIN

@@ -15,8 +15,8 @@ from warnings import catch_warnings
 import torch
 from torch import Tensor, nn
 
-from mplug.model.compiled.tracer import prepare_compiler
 from mplug.model.slots.slot_buffer import SlotBuffer
+from mplug_compile.tracer import prepare_compiler
 from mplug_nn import AttentionInputs, AttentionSpec
 from mplug_testing.harness import EXACT
 from mplug_testing.kernel_cases import BUFFERS, SINK, Case, Suppliers, Tensors

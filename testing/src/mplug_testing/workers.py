@@ -45,7 +45,7 @@ PRELOAD = [
         "mplug.distributed.groups",
         "mplug.training.job",
         "mplug.training.loop",
-        "mplug.ops",
+        "mplug_ops",
         "mplug_testing.parallel",
         "pytest",
         "hypothesis",
@@ -267,7 +267,7 @@ def _called(rank: int, task: _Task) -> Any:
     import torch  # already imported by the server
     import torch.distributed as dist
 
-    from mplug.ops import CHECK  # imports torch
+    from mplug_ops import CHECK  # imports torch
 
     torch.set_num_threads(1)
     os.environ.setdefault(CHECK, "1")  # ranks compare what they exchange as flat buffers, unless it is set otherwise

@@ -5,8 +5,8 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from mplug.layout.external import ExternalNames
 from mplug_nn.decoders.parts import AttentionConfig, EmbeddingConfig, NormConfig, PartConfig
+from mplug_pretrained.external import ExternalNames
 
 
 class DecoderConfig(BaseModel, ABC):

@@ -1,7 +1,7 @@
 """The names of tensors that most families share. No torch."""
 
-from mplug.layout.external import External, ExternalNames, Fused
 from mplug_nn.decoders.general import GeneralDecoderConfig
+from mplug_pretrained.external import External, ExternalNames, Fused
 
 LAYER = "model.layers.*"
 """The pattern of a block in published names."""

@@ -1,8 +1,8 @@
 """The names of tensors of mixers with a scan that several families share. No torch."""
 
-from mplug.layout.external import ExternalMap, Factor
 from mplug_nn.decoders.parts import ScanConfig
 from mplug_nn.decoders.published import Names
+from mplug_pretrained.external import ExternalMap, Factor
 
 
 def convolution_map(tensor: str, channels: int, width: int) -> tuple[ExternalMap, ...]:

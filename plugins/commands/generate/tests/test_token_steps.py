@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mplug.errors import RunError
-from mplug.model.compiled.compilation import compiled_graphs
 from mplug.model.slots.selection import Selection
+from mplug_compile.compilation import compiled_graphs
 from mplug_nn.rotary import Turns
 from mplug_nn.static_cache import static_keys
 from mplug_nn.turning import Turning, table_of_rotations

@@ -18,11 +18,12 @@ from typing import Any
 
 import mplug_indexed.format as format_of_files
 import numpy as np
-import psutil
 import pytest
 
+pytest.importorskip("psutil")
 pytest.importorskip("zstandard")
 
+import psutil
 import zstandard
 from mplug_indexed.preprocess.documents import Texts
 from mplug_indexed.preprocess.job import Job, Outcome, preprocess

@@ -24,11 +24,11 @@ from mplug_watchdog.transport import Exchange, exchanging, reporting
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mplug import Activity, PluginMessage, RunError
-from mplug.distributed.launch import Pipes
 from mplug.training.assembly import build
 from mplug.training.feed import Feed
 from mplug.training.loop import train
 from mplug.training.position import Position
+from mplug_launch.pipes import Pipes
 from mplug_testing import ExtensionSuite
 from mplug_testing.harness import tiny_run
 

@@ -16,8 +16,8 @@ from mplug_te.recipes import BLOCKWISE, DELAYED, GRADIENT, INPUT, TENSORWISE, Op
 from prologues import drawn
 from torch import Tensor
 
-from mplug.model.compiled.tracer import prepare_compiler
 from mplug.tensors.sink import Weights
+from mplug_compile.tracer import prepare_compiler
 from mplug_nn import DelayedScaling, GroupedProduct, Product
 from mplug_nn.grouped import apply_grouped
 from mplug_nn.product import WHOLE, apply_product

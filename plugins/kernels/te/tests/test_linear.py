@@ -16,8 +16,8 @@ from prologues import drawn, error
 from torch import Tensor
 
 from mplug import Offer, Run
-from mplug.model.compiled.tracer import prepare_compiler
 from mplug.tensors.sink import Weights
+from mplug_compile.tracer import prepare_compiler
 from mplug_nn import Boundary, DelayedScaling, Product
 from mplug_nn.product import Narrow, apply_product
 from mplug_testing import KernelSuite, kernel_cases

@@ -27,8 +27,8 @@ KINDS = 9
 
 def compiled() -> tuple[int, set[tuple[int, int]], str]:
     """The graphs of a run, the numbers of rows and pictures of its batches, and how it differs from eager units."""
-    from mplug.model.compiled.compilation import compiled_graphs
     from mplug.model.model import Model
+    from mplug_compile.compilation import compiled_graphs
 
     warnings.simplefilter("ignore")
     seen, loss = set[tuple[int, int]](), Model.loss

@@ -12,9 +12,9 @@ from scanning import HYBRID
 from torch import Tensor
 
 from mplug import Init, Parameter, Placement, Segment, UsageError
-from mplug.model import matrices
 from mplug.model.build import build_model
 from mplug.training.assembly import build
+from mplug_matrices import matrices
 from mplug_testing import DenseStep, OptimizerSuite, dense
 from mplug_testing.harness import tiny_run
 

@@ -13,7 +13,7 @@ from mplug_fsdp import gathered, units
 from tiny_models import EXPERTS
 from torch import Tensor
 
-from mplug import ops
+import mplug_ops as ops
 from mplug.gradients.sinks import GradientSink
 from mplug.layout.gathered import GatheredPlacement
 from mplug.model.build import build_model

@@ -10,7 +10,7 @@ from mplug_tp.vocabulary import VocabularyParallel
 from torch import Tensor
 from torch.nn import functional as F
 
-from mplug import ops
+import mplug_ops as ops
 from mplug_nn.loss import IGNORED
 from mplug_testing import run_workers
 

@@ -4,10 +4,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mplug import ExternalMap, ExternalNames, Factor, Fused, Interleaved, Model, Transposed
+from mplug import Model
 from mplug_lora.checking import Layers
 from mplug_lora.targets import Target
 from mplug_nn import AttentionSpec, TokensAhead
+from mplug_pretrained import ExternalMap, ExternalNames, Factor, Fused, Interleaved, Transposed
 
 PREFIX = "base_model.model."
 

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mplug import Fused, Interleaved, Segment, Transposed, UsageError
+from mplug import Segment, UsageError
+from mplug_pretrained import Fused, Interleaved, Transposed
 
 if TYPE_CHECKING:
     from mplug import Model

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from mplug import Model, Run
 from mplug.commands import build_model, measure_bytes, timed
-from mplug.ops import all_gather
 from mplug_nn import AttentionInputs, AttentionSpec
 from mplug_nn.linear import Linear
+from mplug_ops import all_gather
 
 REPEATS, WARMUP = 20, 3
 LARGE = {"cuda": 8192, "cpu": 512}

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from mplug import IGNORED, MicroBatch
-from mplug.tensors.encoder_texts import entries_of_texts
 from mplug_pairs.reading import Encoded
+from mplug_tokenization.encoder_texts import entries_of_texts
 
 
 class Samples:

@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mplug import IGNORED, MicroBatch
-from mplug.tensors.encoder_texts import entries_of_texts
 from mplug.tensors.random import key_of, mix
 from mplug_spans.lengths import Lengths
+from mplug_tokenization.encoder_texts import entries_of_texts
 
 NOISE, KEPT = range(2)
 """The draws of a sample: how the noise is divided into spans, and what is kept between them."""

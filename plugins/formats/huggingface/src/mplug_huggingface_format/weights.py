@@ -10,11 +10,11 @@ import safetensors
 import torch
 from torch import Tensor
 
-from mplug import FORMATS, Link, RunError, UsageError, listed, some_names
+from mplug import FORMATS, RunError, UsageError, listed, some_names
 from mplug_huggingface_format.decoders import WeightDecoder, weight_decoder
 from mplug_huggingface_format.folder import PublicFolder, Stored
 from mplug_huggingface_format.kept import Kept, keep_published
-from mplug_pretrained import Conversion, FolderWeights
+from mplug_pretrained import Conversion, FolderWeights, Link
 
 if TYPE_CHECKING:
     from mplug_pretrained import Wanted

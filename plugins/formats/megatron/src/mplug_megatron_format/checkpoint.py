@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from mplug import Factor, Link, Model, Part, Placement, UsageError, quoted
+from mplug import Model, Placement, UsageError, quoted
 from mplug_megatron_format.folder import MegatronFolder
-from mplug_pretrained import ForeignCheckpoint, ForeignTensor
+from mplug_pretrained import Factor, ForeignCheckpoint, ForeignTensor, Link, Part
 
 if TYPE_CHECKING:
     from mplug import RunConfig

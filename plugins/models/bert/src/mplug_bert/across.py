@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from mplug import ops
+import mplug_ops as ops
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,7 +14,7 @@ class AcrossRanks:
     """Gathers vectors over the ranks that read different samples. Gradients return to the rank of the vector.
 
     Every rank computes the losses of its own queries. A vector's gradient is the sum of those of all ranks' losses
-    (the backward of `mplug.ops.gather`), so that the sums over ranks are those of one process.
+    (the backward of `mplug_ops.gather`), so that the sums over ranks are those of one process.
     """
 
     def __init__(self, group: ops.Group) -> None:

@@ -1,10 +1,11 @@
 """From a config to an encoder on the meta device, and its plan."""
 
-from mplug import DOCUMENTS, LOSS_WEIGHTS, ExternalNames, Inits, Model, Unit, describe
+from mplug import DOCUMENTS, LOSS_WEIGHTS, Inits, Model, Unit, describe
 from mplug_bert.blocks import Encoder, EncoderEmbedding, MaskedHead
 from mplug_bert.config import BertConfig, EncoderConfig, ModernBertConfig
 from mplug_bert.heads import ClassHead, EmbeddingHead
 from mplug_bert.names import bert_names, modernbert_names
+from mplug_pretrained import ExternalNames
 
 TOKEN_TYPES = "token_types"
 """The entry with the type of each token, such as the sentence of a pair that it belongs to."""

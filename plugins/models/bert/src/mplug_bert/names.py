@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from mplug import ExternalNames, Fused
+from mplug_pretrained import ExternalNames, Fused
 
 if TYPE_CHECKING:
     from mplug_bert.config import BertConfig, ModernBertConfig

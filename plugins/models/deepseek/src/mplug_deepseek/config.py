@@ -2,9 +2,9 @@
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from mplug import ExternalNames
 from mplug_deepseek.names import names
 from mplug_nn import LatentDecoderConfig, ScoreName
+from mplug_pretrained import ExternalNames
 
 
 class DeepseekConfig(LatentDecoderConfig):

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from mplug import ExternalNames, Fused
 from mplug_nn import GeneralDecoderConfig, published_names
+from mplug_pretrained import ExternalNames, Fused
 
 LATENT = {
     "q_down": "q_a_proj",

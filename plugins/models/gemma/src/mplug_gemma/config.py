@@ -5,10 +5,10 @@ from typing import Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from mplug import ExternalNames
 from mplug_gemma.names import external_names
 from mplug_gemma.vision import VisionConfig
 from mplug_nn import ActivationName, AttentionConfig, GeneralDecoderConfig, NormName
+from mplug_pretrained import ExternalNames
 
 
 class GemmaConfig(GeneralDecoderConfig):

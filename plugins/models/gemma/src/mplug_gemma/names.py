@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from mplug import ExternalMap, ExternalNames, Factor, Fused, Transposed
 from mplug_gemma.vision import VisionConfig
 from mplug_nn import GeneralDecoderConfig, published_names
+from mplug_pretrained import ExternalMap, ExternalNames, Factor, Fused, Transposed
 
 DECODER, TOWER, PROJECTOR = "language_model.", "vision_tower.vision_model", "multi_modal_projector"
 ALTERNATIVES = {f"{TOWER}.": "vision_tower."}

@@ -4,9 +4,9 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from mplug import ExternalNames
 from mplug_gpt_oss.names import names
 from mplug_nn import ActivationName, GeneralDecoderConfig, RopeScaling, ScoreName
+from mplug_pretrained import ExternalNames
 
 
 class GptOssConfig(GeneralDecoderConfig):

@@ -1,7 +1,7 @@
 """The names of gpt-oss: transposed experts with interleaved gate and up projections."""
 
-from mplug import ExternalNames, Interleaved, Transposed
 from mplug_nn import GeneralDecoderConfig, published_names
+from mplug_pretrained import ExternalNames, Interleaved, Transposed
 
 
 def names(config: GeneralDecoderConfig) -> ExternalNames:

@@ -5,9 +5,9 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from mplug import ExternalNames
 from mplug_gpt.names import names
 from mplug_nn import ActivationName, BlockConfig, DecoderConfig, EmbeddingConfig, MLPConfig, NormConfig, NormName
+from mplug_pretrained import ExternalNames
 
 
 class GPTConfig(DecoderConfig):

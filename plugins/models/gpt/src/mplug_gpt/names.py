@@ -1,6 +1,6 @@
 """The names of GPT-2's tensors (Radford et al. 2019)."""
 
-from mplug import ExternalNames, Transposed
+from mplug_pretrained import ExternalNames, Transposed
 
 
 def names(*, bias: bool, learned: bool) -> ExternalNames:

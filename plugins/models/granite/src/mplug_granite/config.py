@@ -5,9 +5,9 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from mplug import ExternalNames
 from mplug_granite.names import names_of
 from mplug_nn import BlockConfig, EmbeddingConfig, GeneralDecoderConfig, PartConfig, ScoreName
+from mplug_pretrained import ExternalNames
 
 
 class GraniteConfig(GeneralDecoderConfig):

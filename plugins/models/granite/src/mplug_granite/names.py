@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from mplug import ExternalNames
 from mplug_nn import GeneralDecoderConfig, mamba_names, published_names
+from mplug_pretrained import ExternalNames
 
 SERVED = {"attention", "mamba2"}
 """The mixers that published models have."""

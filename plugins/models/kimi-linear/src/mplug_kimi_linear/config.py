@@ -4,9 +4,9 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from mplug import ExternalNames
 from mplug_kimi_linear.names import names_of
 from mplug_nn import LatentDecoderConfig, MixerType, ScoreName
+from mplug_pretrained import ExternalNames
 
 
 class KimiLinearConfig(LatentDecoderConfig):

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from mplug import ExternalMap, ExternalNames, Factor, Fused
 from mplug_nn import LatentDecoderConfig, ScanConfig, published_names
+from mplug_pretrained import ExternalMap, ExternalNames, Factor, Fused
 
 SERVED = {"attention", "kimi_delta"}
 """The mixers that published models have."""

@@ -2,8 +2,8 @@
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from mplug import ExternalNames
 from mplug_nn import GeneralDecoderConfig, published_names
+from mplug_pretrained import ExternalNames
 
 
 class LlamaConfig(GeneralDecoderConfig):

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mplug import RETURNS, Inits, Model, Plan, Stream, Unit, UsageError, describe, plan_within
+from mplug import RETURNS, Inits, Model, Plan, Stream, Unit, UsageError, describe
 from mplug_llava.config import LlavaConfig
 from mplug_llava.names import external_names, tower_names
 from mplug_llava.tower import GridJoin, Projector, SeeingModel, Tower
 from mplug_llava.vision import PATCHES, TILED_CONTEXT, VisionConfig
-from mplug_nn import StreamJoin
+from mplug_nn import StreamJoin, plan_within
 
 DECODER = "decoder"
 

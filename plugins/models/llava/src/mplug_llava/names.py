@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from mplug import ExternalMap, ExternalNames, Factor, Fused
 from mplug_llava.config import LlavaConfig
 from mplug_llava.vision import VisionConfig
+from mplug_pretrained import ExternalMap, ExternalNames, Factor, Fused
 
 TOWER, PROJECTOR, DECODER = "vision_tower.vision_model", "multi_modal_projector", "language_model"
 ALTERNATIVES = {f"{TOWER}.": "vision_tower."}

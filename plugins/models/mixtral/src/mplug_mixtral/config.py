@@ -2,9 +2,9 @@
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from mplug import ExternalNames
 from mplug_mixtral.names import names
 from mplug_nn import SparseDecoderConfig
+from mplug_pretrained import ExternalNames
 
 
 class MixtralConfig(SparseDecoderConfig):

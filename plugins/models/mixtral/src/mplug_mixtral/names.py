@@ -1,7 +1,7 @@
 """The names of Mixtral's tensors."""
 
-from mplug import ExternalNames, Fused
 from mplug_nn import SparseDecoderConfig
+from mplug_pretrained import ExternalNames, Fused
 
 
 def names(config: SparseDecoderConfig) -> ExternalNames:

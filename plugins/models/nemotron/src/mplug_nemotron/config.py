@@ -6,7 +6,6 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 
-from mplug import ExternalNames
 from mplug_nemotron.names import names_of
 from mplug_nn import (
     ActivationName,
@@ -18,6 +17,7 @@ from mplug_nn import (
     ScanConfig,
     ScoreName,
 )
+from mplug_pretrained import ExternalNames
 
 UNUSED = ("mixer_types", "feed_forward_types", "num_dense_layers", "post_norms")
 """Fields of blocks with two parts."""

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from mplug import ExternalNames, Fused
 from mplug_nn import GeneralDecoderConfig, mamba_names
+from mplug_pretrained import ExternalNames, Fused
 
 
 def names_of(config: GeneralDecoderConfig, letters: str, depths: Sequence[range]) -> ExternalNames:

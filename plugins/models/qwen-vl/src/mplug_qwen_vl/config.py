@@ -5,8 +5,8 @@ from typing import Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from mplug import ExternalNames
 from mplug_nn import DivisionName, GeneralDecoderConfig, Rotary
+from mplug_pretrained import ExternalNames
 from mplug_qwen_vl.names import external_names
 from mplug_qwen_vl.vision import VisionConfig
 

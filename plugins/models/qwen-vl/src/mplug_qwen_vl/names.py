@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from mplug import ExternalMap, ExternalNames, Factor, Fused, Transposed
 from mplug_nn import GeneralDecoderConfig, published_names
+from mplug_pretrained import ExternalMap, ExternalNames, Factor, Fused, Transposed
 from mplug_qwen_vl.vision import VisionConfig
 
 LAYER = "model.layers.*"

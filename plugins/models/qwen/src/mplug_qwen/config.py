@@ -4,8 +4,8 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from mplug import ExternalNames
 from mplug_nn import GeneralDecoderConfig
+from mplug_pretrained import ExternalNames
 from mplug_qwen.names import names_of
 
 

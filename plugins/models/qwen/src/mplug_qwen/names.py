@@ -3,8 +3,8 @@
 G key heads, H value heads, r value heads of a key head, K key width, V value width.
 """
 
-from mplug import ExternalMap, ExternalNames, Factor, Fused
 from mplug_nn import GeneralDecoderConfig, ScanConfig, convolution_map, published_names
+from mplug_pretrained import ExternalMap, ExternalNames, Factor, Fused
 
 SERVED = {"attention", "gated_delta"}
 """The mixers that published models have."""

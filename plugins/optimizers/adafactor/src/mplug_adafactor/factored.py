@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mplug import Block, Optimizer, Piece, ShapedState, StepScalars, updated_on
+from mplug import Optimizer, Piece, ShapedState, StepScalars, updated_on
+from mplug_matrices import Block
 
 if TYPE_CHECKING:
     from mplug import Assembler, Placement

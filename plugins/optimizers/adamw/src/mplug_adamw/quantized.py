@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from mplug import Block, Optimizer, Piece, ShapedState, StepScalars, updated_on
+from mplug import Optimizer, Piece, ShapedState, StepScalars, updated_on
 from mplug_adamw.rounding import bits_of, counters, key_of_piece
+from mplug_matrices import Block
 
 if TYPE_CHECKING:
-    from mplug import Assembler, BlockPart, Placement
+    from mplug import Assembler, Placement
     from mplug_adamw.config import AdamWConfig
+    from mplug_matrices import BlockPart
 
 CHUNK = 1 << 22
 """Maximum elements updated together, or one row: it bounds the memory of wide moments, to about 60 bytes each."""

@@ -13,7 +13,8 @@ from mplug_muon.polynomials import flops, orthogonalized, precision
 from mplug_muon.routing import is_hidden_matrix
 
 if TYPE_CHECKING:
-    from mplug import Assembler, Block, Placement
+    from mplug import Assembler, Placement
+    from mplug_matrices import Block
     from mplug_muon.config import MuonConfig
 
 

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mplug import Block, Piece, ShapedState, StepScalars, updated_on
+from mplug import Piece, ShapedState, StepScalars, updated_on
+from mplug_matrices import Block
 
 if TYPE_CHECKING:
-    from mplug import Matrices, Run
+    from mplug import Run
+    from mplug_matrices import Matrices
     from mplug_soap.config import SOAPConfig
 
 FIRST = 10

@@ -15,7 +15,7 @@ from math import gcd
 
 from torch import Tensor
 
-from mplug import ops
+import mplug_ops as ops
 from mplug_nn import AttentionInputs, AttentionSpec
 
 SEQUENCE, HEADS = 1, 2

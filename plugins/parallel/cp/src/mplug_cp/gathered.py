@@ -15,11 +15,11 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from mplug.ops.transfers import gathering, group_named, summing
 from mplug_cp.blocks import Sight, blocks_of_all, own_block
 from mplug_cp.totals import Backward, Forward, Seen, add_to, differentiated, wide
 from mplug_cp.zigzag import chunks_held, held_at
 from mplug_nn.parts import AttentionParts
+from mplug_ops.transfers import gathering, group_named, summing
 
 Operator = Callable[..., tuple[Tensor, Tensor]]
 

@@ -18,10 +18,10 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from mplug.ops.transfers import Transfer, group_named, shift
 from mplug_cp.blocks import Sight, ring_blocks, steps_of
 from mplug_cp.totals import Backward, Forward, Seen, add_to, differentiated, wide
 from mplug_nn.parts import AttentionParts
+from mplug_ops.transfers import Transfer, group_named, shift
 
 Operator = Callable[..., tuple[Tensor, Tensor, Tensor]]
 

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mplug import Run, Site, Wrap, ops
+import mplug_ops as ops
+from mplug import Run, Site, Wrap
 from mplug_cp.intervals import Division, cut, distance_in_document, division, joined, lengths_of
 from mplug_nn import ConvolutionSpec, MixerInputs, ScanSpec
 from mplug_nn.mixers.specification import CONVOLUTIONS, SCANS, STATES

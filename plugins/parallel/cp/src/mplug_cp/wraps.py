@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mplug import Site, Wrap, ops
+import mplug_ops as ops
+from mplug import Site, Wrap
 from mplug_cp.exchange import exchanged
 from mplug_cp.gathered import gathered_of
 from mplug_cp.ring import ring_of

@@ -7,7 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from mplug import GradientSink, Sinks, ops
+import mplug_ops as ops
+from mplug import GradientSink, Sinks
 
 
 @dataclass

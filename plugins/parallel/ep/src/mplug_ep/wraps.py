@@ -28,7 +28,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mplug import Model, Run, Site, Wrap, ops
+import mplug_ops as ops
+from mplug import Model, Run, Site, Wrap
 from mplug_ep.bounds import Bounds
 from mplug_ep.fit import copying_axes
 

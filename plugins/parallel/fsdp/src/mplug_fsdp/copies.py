@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mplug import GatheredCopies, GradientSink, ops
-from mplug.ops.transfers import join_each
+import mplug_ops as ops
+from mplug import GatheredCopies, GradientSink
 from mplug_fsdp.memory import Format
+from mplug_ops.transfers import join_each
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

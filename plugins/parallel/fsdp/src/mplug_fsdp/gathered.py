@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mplug import GradientSink, ops
-from mplug.ops.transfers import join_each, sum_each
+import mplug_ops as ops
+from mplug import GradientSink
 from mplug_fsdp.copies import Rows, UnitCopies, formats_of
 from mplug_fsdp.memory import Format, Padded
+from mplug_ops.transfers import join_each, sum_each
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mplug import GatheredCopies, GatheredPlacement, WeightExchange, gathered_copies, ops, rounding_of_sums
+import mplug_ops as ops
+from mplug import GatheredCopies, GatheredPlacement, WeightExchange, gathered_copies, rounding_of_sums
 from mplug_fsdp.copies import Place, Rows
 from mplug_fsdp.gathered import Formats, Gathered, Lane
 

@@ -2,8 +2,8 @@
 
 from torch import Tensor, uint8
 
-from mplug.ops import Group, all_gather, all_reduce, reduce_scatter
 from mplug_nn import Boundary
+from mplug_ops import Group, all_gather, all_reduce, reduce_scatter
 
 SEQUENCE = 1
 """The dimension of [B, S, D] that sequence parallelism splits."""

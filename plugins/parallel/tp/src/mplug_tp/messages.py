@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mplug.ops import Group
-from mplug.ops.transfers import Transfer, summing_all
 from mplug_nn import Arrival, ChunkedCollectives, Produce, Rows
 from mplug_nn.chunked_collectives import flattened
+from mplug_ops import Group
+from mplug_ops.transfers import Transfer, summing_all
 
 EVERYTHING = slice(None)
 

@@ -14,7 +14,7 @@ norm over heads of several ranks       add the ranks' sums of squares    the sam
 With `overlap`, `product.py` also supplies the products of these linears as a whole (`Linear.product`). They do the work
 of gather and scatter, or of copy and reduce, chunk by chunk.
 
-In backward, gather and scatter are each other's dual, and so are copy and reduce (`mplug.ops`).
+In backward, gather and scatter are each other's dual, and so are copy and reduce (`mplug_ops`).
 """
 
 from collections.abc import Callable
@@ -22,7 +22,8 @@ from functools import partial
 
 from torch import Tensor
 
-from mplug import Model, Offer, Run, Site, Wrap, ops
+import mplug_ops as ops
+from mplug import Model, Offer, Run, Site, Wrap
 from mplug_nn import AttentionCore, AttentionInputs, AttentionSpec, Collective, PackedHeads, packed_heads_of
 from mplug_nn.embedding import lookup
 from mplug_nn.loss import CAPPED, WEIGHTED

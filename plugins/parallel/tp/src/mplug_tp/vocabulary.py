@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mplug import ops
+import mplug_ops as ops
 from mplug_nn.embedding import lookup
 from mplug_nn.loss import IGNORED, factors, loss_sum
 

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from mplug import Bucket, Model, Run, Shard, ops
+import mplug_ops as ops
+from mplug import Bucket, Model, Run, Shard
 from mplug_zero.layout import owning_axes
 
 Axes = tuple[str, ...]

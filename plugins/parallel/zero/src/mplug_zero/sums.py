@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from mplug import GradientSink, Shard, ops
-from mplug.ops.transfers import summing_all, summing_parts
+import mplug_ops as ops
+from mplug import GradientSink, Shard
+from mplug_ops.transfers import summing_all, summing_parts
 from mplug_zero.groups import Pair, exchange_of
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mplug import Model, Shard, WeightExchange
-from mplug.ops.transfers import joining_parts
+from mplug_ops.transfers import joining_parts
 from mplug_zero.groups import Axes, Pair, exchange_of, group_of
 
 

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from mplug import GradientSink, ops
+import mplug_ops as ops
+from mplug import GradientSink
 
 
 def sum_compressed(group: ops.Group, smallest: int) -> Callable[[GradientSink], None]:

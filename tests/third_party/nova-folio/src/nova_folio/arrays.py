@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mplug import ExternalNames, Model, Run, UsageError
-from mplug_pretrained import Export, ExportValues, ForeignCheckpoint, ForeignTensor, conversion_of
+from mplug import Model, Run, UsageError
+from mplug_pretrained import Export, ExportValues, ExternalNames, ForeignCheckpoint, ForeignTensor, conversion_of
 from nova_folio.page import Page, read_page, write_page
 
 Shape = tuple[int, ...]

@@ -9,6 +9,7 @@ from mplug import Optimizer, Parameter, Piece, StepScalars
 
 if TYPE_CHECKING:
     from mplug import Assembler
+    from mplug_matrices import Matrices
     from nova_orthon import Orthon
 
 State = dict[str, Tensor]
@@ -62,7 +63,7 @@ class Muon(Optimizer):
     def __init__(self, pieces: list[Piece], assembler: "Assembler", config: "Orthon.Config") -> None:
         self.pieces = pieces
         self.rms = config.rms
-        self.matrices = assembler.matrices(
+        self.matrices: Matrices = assembler.matrices(
             lambda placement: is_matrix(placement.parameter, config.tables),
             cost=lambda rows, columns: rows * columns * min(rows, columns),
         )

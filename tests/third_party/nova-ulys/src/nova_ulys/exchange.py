@@ -12,7 +12,8 @@ from math import gcd, prod
 
 from torch import Tensor
 
-from mplug import Run, Site, Wrap, ops
+import mplug_ops as ops
+from mplug import Run, Site, Wrap
 from mplug_nn import AttentionInputs, AttentionSpec
 
 SEQUENCE, HEADS = 1, 2

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from mplug.ops.operators import _all_gather_single, _group, _reduce_scatter_single
+from mplug_ops.operators import _all_gather_single, _group, _reduce_scatter_single
 
 
 def group_named(name: str) -> dist.ProcessGroup:

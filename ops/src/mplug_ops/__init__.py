@@ -1,7 +1,8 @@
 """Differentiable collectives that strategies share; each is stated once, with its dual."""
 
-from mplug.ops.bounded_rows import BoundedMeeting, give_back_bounded, meet_bounded, pack_bounded, send_bounded
-from mplug.ops.collectives import (
+from mplug.distributed.exchanges import CHECK, Exchange, Item, in_order
+from mplug_ops.bounded_rows import BoundedMeeting, give_back_bounded, meet_bounded, pack_bounded, send_bounded
+from mplug_ops.collectives import (
     Group,
     all_gather,
     all_reduce,
@@ -16,9 +17,9 @@ from mplug.ops.collectives import (
     scatter,
     split,
 )
-from mplug.ops.exchanges import CHECK, Exchange, Item, in_order
-from mplug.ops.rows import Meeting, RowReturn, bring_back, give_back, meet, send
-from mplug.ops.started_rows import arrive, depart
+from mplug_ops.rows import Meeting, RowReturn, bring_back, give_back, meet, send
+from mplug_ops.started_rows import arrive, depart
+from mplug_ops.token_offers import TokenOffers
 
 __all__ = [
     "CHECK",
@@ -28,6 +29,7 @@ __all__ = [
     "Item",
     "Meeting",
     "RowReturn",
+    "TokenOffers",
     "all_gather",
     "all_reduce",
     "all_to_all",

@@ -1,7 +1,5 @@
-"""The processes of a run: `launch` starts them on this machine, `joined` makes the current process one of them."""
+"""The pipes between the launcher and its processes: signals in one direction, messages in the other."""
 
-import gc
-import logging
 import multiprocessing
 import os
 import select
@@ -9,22 +7,17 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
 
 from mplug.distributed.signals import Signals
-from mplug.distributed.supervision import Monitor, PluginMessage, Supervisor
-from mplug.distributed.world import World
+from mplug.distributed.supervision import Monitor, PluginMessage
 from mplug.errors import Diverged, PluginError, RunError, UsageError
 
-GRACE = 3.0
-"""Seconds in which the other processes may report their errors and end, after one has failed."""
 AT_ONCE = 0.3
 """Maximum number of seconds by which the launcher may notice a death later than the errors that it causes elsewhere."""
 TERMINATED = "terminated"
@@ -33,124 +26,6 @@ PASSED_UNCHANGED: dict[str, type[UsageError | RunError]] = {
     error.__name__: error for error in (UsageError, RunError, Diverged)
 }
 """Errors of a process that the launcher raises unchanged, because their message addresses the user."""
-
-
-class Failed(RunError):
-    """The report of torch elastic about the first process that it saw fail."""
-
-    def __init__(self, message: str, exit_codes: Mapping[int, int]) -> None:
-        super().__init__(message)
-        self.exit_codes = exit_codes
-
-
-class Stopped(Exception):
-    """A signal has ended the processes of a launch; they handled it themselves."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.signal = int(number)
-
-
-def refuse_port_in_use(port: int) -> None:
-    """Raise UsageError if a port is in use."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            raise UsageError(
-                f"--master-port {port}: this port is in use; use another one, or remove the option for a free port"
-            ) from None
-
-
-@contextmanager
-def joined(
-    world: World,
-    device: str,
-    timeout: timedelta | None = None,
-    exchanging: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> Iterator[None]:
-    """Make this process part of its world for the block: set its GPU, its threads, torch's default process group.
-
-    `timeout` is torch's time-out for a collective. The context manager that `exchanging` returns is entered after the
-    processes have met, and surrounds the rest of the block.
-    """
-    import torch
-    import torch.distributed as dist
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
-    from mplug.distributed.meeting import gpu_of, interfaces, meet, member, num_threads, open_store
-
-    gpus = torch.cuda.device_count() if device == "cuda" else 0
-    gpu = gpu_of(world.local_rank, gpus) if gpus else 0
-    if gpus:
-        torch.cuda.set_device(gpu)
-    # A restarted agent keeps its store, and ranks would read the addresses of the previous attempt (pytorch #135712).
-    # Another job may use the same port: its processes have another prefix and do not read these keys.
-    store = PrefixStore(f"{world.job}_attempt_{world.restart}", open_store(world))
-    own = member(world.address, device, str(torch.cuda.get_device_properties(gpu).uuid) if gpus else "", gpus)
-    decision = meet(world, store, own)
-    os.environ |= interfaces(world, own, decision)
-    if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
-        torch.set_num_threads(num_threads(own.cpus, decision.cpus, torch.get_num_threads()))
-    options: dict[str, Any] = {"backend": "gloo"}
-    if gpus:
-        torch.zeros((), device="cuda", requires_grad=True).backward()  # creates the CUDA context of autograd's thread
-        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")  # known, and intended
-        options = {"backend": "nccl", "device_id": torch.device("cuda", gpu)}
-    with exchanging():
-        dist.init_process_group(store=store, rank=world.rank, world_size=world.size, timeout=timeout, **options)
-        yield
-        gc.collect()  # a CUDA graph in a reference cycle would keep the communicators in use that it has recorded
-        dist.destroy_process_group()  # not after an error: it would wait for the other ranks
-
-
-def agreed(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
-    import torch.distributed as dist
-
-    values = [value]
-    dist.broadcast_object_list(values)
-    return values[0]
-
-
-def launch(
-    size: int,
-    work: Callable[..., Any],
-    *arguments: Any,
-    port: int | None = None,
-    supervisor: Supervisor | None = None,
-) -> Any:
-    """Run `work(*arguments, send)` in `size` processes on this machine, and return the result of rank 0.
-
-    Each process reads its rank from the environment, as under torchrun, and calls `send(step)` at every step. If a
-    process dies, the launcher ends the others and raises the error of the first one: a UsageError or RunError
-    unchanged, any other error as a RunError that names rank, host and step. With a supervisor, the launcher kills a
-    process that hangs, and the error names it. It forwards SIGINT and SIGTERM to the processes; a second signal kills
-    them at once. No process outlives this one.
-    """
-    multiprocessing.set_forkserver_preload(["mplug.training.loop", "mplug.training.job"])
-    pipes = Pipes(size, supervisor.monitor() if supervisor else None)
-    with ThreadPoolExecutor(1) as pool, Handler(pipes) as handler:
-        # In a separate thread: in the main thread, elastic installs signal handlers, and does not poll while it stops.
-        running = pool.submit(_elastic, size, port, work, arguments, pipes.child_ends)
-        while not running.done():
-            pipes.listen(0.2)
-            pipes.end_hang()
-            if pipes.failing_for() > GRACE:
-                pipes.kill()  # a process that waits in a collective for a dead one does not handle elastic's SIGTERM
-    pipes.listen(0.0)
-    pipes.close()
-    error = running.exception()
-    if error is None:
-        return running.result()
-    if handler.signal is not None and not pipes.failed_before(handler.when):
-        raise Stopped(handler.signal) from error
-    raise pipes.first_failure(_exit_codes(error)) or error
-
-
-def _exit_codes(error: BaseException) -> Mapping[int, int]:
-    return error.exit_codes if isinstance(error, Failed) else {}
 
 
 def _cause_of_death(exit_code: int) -> str:
@@ -332,71 +207,3 @@ class Handler(Signals):
     def later(self, number: int) -> None:
         """Kill the processes."""
         self.pipes.kill()
-
-
-def _elastic(size: int, port: int | None, work: Callable[..., Any], arguments: tuple[Any, ...], ends: Any) -> Any:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # pytorch #135712
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # the launcher reports failures in one sentence itself
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=size,
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"localhost:{port or 0}",
-        run_id=str(os.getpid()),
-        start_method="forkserver",
-        max_restarts=0,
-        monitor_interval=0.1,
-        local_addr="127.0.0.1",
-    )
-    try:
-        return elastic_launch(config, _process)(ends, work, *arguments)[0]
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        raise Failed(
-            f"rank {rank} ended with status {failure.exitcode}; see its log in the run folder", {rank: failure.exitcode}
-        ) from None
-
-
-def _process(ends: list[Connection], work: Callable[..., Any], *arguments: Any) -> Any:
-    """Do the work of one process in a session of its own: only the launcher receives Ctrl-C, and forwards it once."""
-    os.setsid()
-    line = Pipe(ends.pop(int(os.environ["LOCAL_RANK"])))
-    for end in ends:
-        end.close()
-    _report_termination(line)
-    line.send(Started(os.getpid()))
-    threading.Thread(target=_forward_signals, args=(line,), daemon=True).start()
-    try:
-        result = work(*arguments, line.send)
-    except Exception as error:
-        line.send((type(error).__name__, str(error)))
-        raise
-    line.send("done")
-    return result
-
-
-def _report_termination(line: Pipe) -> None:
-    """Send `TERMINATED` before dying of SIGTERM: elastic ends processes whose errors it has not received yet."""
-
-    def terminated(number: int, frame: object) -> None:
-        with suppress(OSError):  # the launcher has closed the pipe
-            line.send(TERMINATED)
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-
-    signal.signal(signal.SIGTERM, terminated)
-
-
-def _forward_signals(line: Pipe) -> None:
-    """Send this process the signals that the launcher forwards; kill it when the launcher closes the pipe."""
-    while True:
-        try:
-            os.kill(os.getpid(), line.recv())
-        except (EOFError, OSError):
-            os.kill(os.getpid(), signal.SIGKILL)

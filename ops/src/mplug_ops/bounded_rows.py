@@ -9,7 +9,7 @@ must have the same C.
                        ordered by bin, within a bin by sender
     give_back_bounded  each row to its sender                           gradients, sent like the rows
 
-Without lost rows, results and gradients are those of `send` and `give_back` (`mplug.ops.rows`), with other padding.
+Without lost rows, results and gradients are those of `send` and `give_back` (`mplug_ops.rows`), with other padding.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mplug.ops.collectives import Group, all_to_all, exchange
+from mplug_ops.collectives import Group, all_to_all, exchange
 
 
 class BoundedMeeting(NamedTuple):

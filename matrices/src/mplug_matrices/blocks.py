@@ -6,7 +6,7 @@ others hold copies. All of this follows from the boxes of the placements.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
 from math import prod
@@ -14,9 +14,7 @@ from math import prod
 from mplug.layout.ownership import FlatBox
 from mplug.layout.placement import Box, Placement
 from mplug.layout.plan import Segment
-
-Cost = Callable[[int, int], float]
-"""(rows, columns) -> the work of updating a matrix of this shape, in any unit."""
+from mplug.model.assembler import Cost
 
 
 @dataclass(frozen=True)

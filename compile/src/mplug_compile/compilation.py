@@ -10,17 +10,25 @@ from torch.fx import GraphModule
 
 from mplug.errors import UsageError
 from mplug.layout.plan import Plan, Unit
-from mplug.model.compiled.compiler_cache import repair_libraries
-from mplug.model.compiled.tracer import prepare_compiler
 from mplug.model.model import Model
 from mplug.run.run import Run
 from mplug.run.toolchain import triton_builds
+from mplug_compile.compiler_cache import repair_libraries
+from mplug_compile.tracer import prepare_compiler
 
 log = logging.getLogger("mplug")
 
 
 SHAPES = 256
 """Maximum number of micro batch shapes for which a unit is compiled. Torch's limit is 8; a batch ramp-up has more."""
+
+
+class UnitCompiler:
+    """The class of the entry-point group 'mplug.compilers' (`mplug.model.unit_compiler.UnitCompiler`)."""
+
+    def compile_units(self, run: Run, model: Model) -> None:
+        """Compile each unit of this rank, with the backend that the config names, if it names one."""
+        compile_units(model, compiler_of(run), run.config.trainer.tune_kernels)
 
 
 def compiler_of(run: Run) -> str | None:

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mplug.distributed.exchanges import Exchange, Item
 from mplug.gradients.region import region
-from mplug.layout.matrices import Block, Held, Shared
-from mplug.ops.exchanges import Exchange, Item
+from mplug_matrices.blocks import Block, Held, Shared
 
 Dims = tuple[int, ...]
 """Dimensions to sum over, counted from the last: (-1,) gives a sum for each row, (-2,) one for each column."""

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from mplug.ops.collectives import Group
-
+Group = dist.ProcessGroup | None
 CHECK = "MPLUG_CHECK_EXCHANGES"
 """The environment variable that turns the check on."""
 
@@ -94,5 +93,5 @@ def _difference(ranks: Sequence[int], found: Sequence[tuple[str, tuple[Item, ...
     tensors = " and ".join(str(one[place]) if place < len(one) else "nothing" for one in (first, items))
     return (
         f"{pair} exchange different buffers ('{what}'): number {place + 1} of their tensors is {tensors}; tensors in a "
-        f"flat buffer must have the order of the placements on every rank (mplug.ops.in_order)"
+        f"flat buffer must have the order of the placements on every rank (mplug_ops.in_order)"
     )

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mplug.ops.collectives import Group
-from mplug.ops.operators import _group
+from mplug_ops.collectives import Group
+from mplug_ops.operators import _group
 
 
 class Meeting(NamedTuple):

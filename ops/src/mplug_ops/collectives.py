@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import mplug.ops.operators as operators
+import mplug_ops.operators as operators
 
 Group = dist.ProcessGroup | None
 

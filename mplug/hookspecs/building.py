@@ -1,14 +1,4 @@
-"""Every hook, in the order of a run. This file is the manual of the plugin interface.
-
-A plugin implements a hook by a method of the same name, marked `@hookimpl`. The method may leave out arguments that it
-does not need. Hooks build and observe: the host calls them a few times a run or once a step, never inside a layer. It
-calls them in the same order on every rank. An exception in a hook ends the run on every rank; only an exception in an
-observer does not.
-
-Each hook says how many of the plugins that a run names may implement it: all, at most one, or exactly one. "Pure" means
-that the answer depends on the arguments alone and that the call changes nothing: the host calls a pure hook again
-whenever it needs the answer.
-"""
+"""The hooks that decide what a run consists of: its settings, model, slots, optimizer, loader, stepper and states."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,13 +6,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from mplug.registry.specification import all_plugins, at_most_one, exactly_one, or_attribute
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from mplug.checkpoint.own_folders import Gatherer
     from mplug.config.binding import RunConfig
     from mplug.contracts.loader import Loader, Stateful
     from mplug.contracts.optimizer import Optimizer, Piece
-    from mplug.contracts.stepper import Pipeline, Record, Stepper
+    from mplug.contracts.stepper import Pipeline, Stepper
     from mplug.contracts.streams import Processor
     from mplug.contracts.variance import Variance
     from mplug.distributed.supervision import Supervisor
@@ -348,61 +336,3 @@ def state(run: "Run") -> "dict[str, Stateful]":
     Called once, on every rank. A state must be the same on all ranks: a checkpoint holds that of rank 0, and every rank
     loads it.
     """
-
-
-# Observers. The host calls them on every rank, sorted by name. They read a run and never change it.
-
-
-@all_plugins
-def activity_began(run: "Run") -> None:
-    """The main thread begins `run.activity`: it builds the model, runs a step, evaluates or saves (`mplug.Activity`).
-
-    Called a few times in a step, also before `run_started` and after an error. Return within microseconds.
-    """
-
-
-@all_plugins
-def run_started(run: "Run") -> None:
-    """Everything is built and, if the run resumes, loaded. The first step follows.
-
-    Raise UsageError to refuse the run: the server that the user has named does not accept it, for example. It ends the
-    run on every rank.
-    """
-
-
-@all_plugins
-def step_started(run: "Run") -> None:
-    """The step numbered `run.step` begins; the first is 1."""
-
-
-@all_plugins
-def micro_batch_began(run: "Run", number: int, count: int) -> None:
-    """This rank takes its micro batch `number` of the step, from 0 on, out of `count`; 0 if the number is unknown.
-
-    Under a pipeline, its forward pass begins; backward passes of others follow. On a GPU, the CPU is ahead of the
-    device. A step that is replayed as a CUDA graph has no such moments. Return within microseconds.
-    """
-
-
-@all_plugins
-def step_finished(run: "Run", record: "Record") -> None:
-    """The step numbered `record["step"]` is over. `record` is the step's line of metrics.jsonl.
-
-    On a GPU the host calls this while the next step runs, so `run.step` is one ahead. Before it saves a checkpoint, the
-    host reports every step that the checkpoint contains.
-    """
-
-
-@all_plugins
-def checkpoint_saved(run: "Run", path: "Path") -> None:
-    """A complete checkpoint is visible at `path`; without a shared folder, this machine's part with the manifest."""
-
-
-@all_plugins
-def run_failed(run: "Run", error: BaseException) -> None:
-    """The run ends with `error`. Not called for a UsageError."""
-
-
-@all_plugins
-def run_finished(run: "Run") -> None:
-    """Training has ended without an error: after the last step, or because a signal or the time limit stopped it."""

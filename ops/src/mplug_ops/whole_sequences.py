@@ -1,4 +1,4 @@
-"""The host's own offers: functions of whole sequences, which modules use in forward (`Slot.joins_sequences`).
+"""Offers of functions of whole sequences, which modules use in forward (`Slot.joins_sequences`).
 
 B batch, S positions of this rank, R ranks that divide a sequence.
 """
@@ -8,12 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-import mplug.ops as ops
 from mplug.layout.mesh import Mesh
 from mplug.layout.plan import TOKENS_AXIS
 from mplug.model.model import Model
 from mplug.model.slots.offers import Offer, Site
 from mplug.run.run import Run
+from mplug_ops.collectives import all_gather
 
 
 def whole_sequences(run: Run, model: Model) -> list[Offer]:
@@ -38,7 +38,7 @@ def whole_sequences(run: Run, model: Model) -> list[Offer]:
             return function(*tensors)
         length = tensors[0].shape[1] * group.size()
         parts = usual if length == usual_length else parts_at(length)
-        result = function(*(_in_order(ops.all_gather(x, group, 1), parts) for x in tensors))
+        result = function(*(_in_order(all_gather(x, group, 1), parts) for x in tensors))
         return torch.cat([result[:, part.start : part.stop] for part in parts[own]], dim=1)
 
     slots = [slot.name for slot in model.declared.values() if slot.joins_sequences]

@@ -7,7 +7,7 @@ A rank has rows for each rank of the group, ordered by the receiving rank. N row
     arrive     await the rows, and put them into an order    start to return the gradients
 
 So in backward, too, what was computed between the two functions is computed while rows travel. The results and
-gradients have the bits of `mplug.ops.rows.send`. Every result of `depart` must be given to `arrive` once, and nothing
+gradients have the bits of `mplug_ops.rows.send`. Every result of `depart` must be given to `arrive` once, and nothing
 else may read it: its rows are undefined until then.
 """
 
@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mplug.ops.collectives import Group
-from mplug.ops.operators import _group
 from mplug.tensors.operator import fake, operator
+from mplug_ops.collectives import Group
+from mplug_ops.operators import _group
 
 
 def depart(rows: Tensor, sizes: Tensor, num_arriving: int, group: Group) -> tuple[Tensor, Tensor]:

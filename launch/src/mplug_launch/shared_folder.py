@@ -5,8 +5,8 @@ import time
 from contextlib import suppress
 from uuid import uuid4
 
-from mplug.distributed.launch import agreed
 from mplug.errors import UsageError, listed
+from mplug.run.launching import agreed
 from mplug.run.run import Run
 
 PATIENCE = 30.0

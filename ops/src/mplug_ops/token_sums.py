@@ -1,16 +1,14 @@
-"""The host's own offers: sums over the ranks that divide tokens, which modules use in forward (`Slot.sums_tokens`)."""
+"""Offers of sums over the ranks that divide tokens, which modules use in forward (`Slot.sums_tokens`)."""
 
 from itertools import combinations
 
 from torch import Tensor
 
-import mplug.ops as ops
 from mplug.model.model import Model
 from mplug.model.slots.offers import Offer
+from mplug.model.slots.token_offers import TOKENS
 from mplug.run.run import Run
-
-TOKENS = ("batch", "sequence")
-"""The activation axes of tokens."""
+from mplug_ops.collectives import all_reduce
 
 
 def token_sums(run: Run, model: Model) -> list[Offer]:
@@ -28,7 +26,7 @@ def token_sums(run: Run, model: Model) -> list[Offer]:
     }
 
     def summed(values: Tensor, over: tuple[str, ...]) -> Tensor:
-        return ops.all_reduce(values, groups[frozenset(over)])
+        return all_reduce(values, groups[frozenset(over)])
 
     slots = [slot.name for slot in model.declared.values() if slot.sums_tokens]
     return [Offer({slot: summed}, plugin="host") for slot in slots]

@@ -1,1 +1,0 @@
-"""Compiled units, their caches, and CUDA graphs."""

@@ -1,0 +1,33 @@
+"""What the host asks of the package that fills slots which use the tokens of other ranks in forward."""
+
+from typing import Protocol
+
+from mplug.model.model import Model
+from mplug.model.slots.offers import Offer
+from mplug.registry.entry_points import TOKEN_OFFERS
+from mplug.registry.provided import needed
+from mplug.run.run import Run
+
+TOKENS = ("batch", "sequence")
+"""The activation axes of tokens."""
+
+
+class TokenOffers(Protocol):
+    """The method of the class in the entry-point group 'mplug.token_offers'."""
+
+    def offers(self, run: Run, model: Model) -> list[Offer]:
+        """Suppliers of the slots that sum over tokens (`Slot.sums_tokens`) or join sequences (`Slot.joins_sequences`).
+
+        Collective: all ranks call it, also those whose stage has no such slot.
+        """
+
+
+def token_offers(run: Run, model: Model) -> list[Offer]:
+    """The suppliers of the installed class. UsageError if such slots need them and no distribution brings the class."""
+    divided = any(axis.divides(named) for axis in run.mesh.views["dense"] for named in TOKENS)
+    if not divided or not model.plan.buffers:
+        return []
+    if not any(slot.sums_tokens or slot.joins_sequences for slot in model.declared.values()):
+        return []
+    offering: TokenOffers = needed(TOKEN_OFFERS, "statistics of a model over tokens that ranks divide", "mplug-ops")
+    return offering.offers(run, model)

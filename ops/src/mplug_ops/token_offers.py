@@ -1,0 +1,15 @@
+"""The offers that the host asks for (`mplug.model.slots.token_offers.TokenOffers`)."""
+
+from mplug.model.model import Model
+from mplug.model.slots.offers import Offer
+from mplug.run.run import Run
+from mplug_ops.token_sums import token_sums
+from mplug_ops.whole_sequences import whole_sequences
+
+
+class TokenOffers:
+    """The class of the entry-point group 'mplug.token_offers'."""
+
+    def offers(self, run: Run, model: Model) -> list[Offer]:
+        """A supplier of every slot that sums over tokens, and one of every slot that joins sequences."""
+        return [*token_sums(run, model), *whole_sequences(run, model)]

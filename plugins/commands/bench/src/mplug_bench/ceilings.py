@@ -25,8 +25,8 @@ from mplug_nn.linear import Linear
 REPEATS, WARMUP = 20, 3
 SQUARES = {"cuda": (1024, 2048, 4096, 8192), "cpu": (128, 512)}
 """Numbers of rows and columns of the square products, ascending."""
-HEAT_SECONDS = {"cuda": 1.0, "cpu": 0.0}
-"""Seconds of large products before the products are measured: a GPU that computes all the time has lower clocks."""
+SUSTAINED = {"cuda": 0.5, "cpu": 0.0}
+"""Seconds for which work runs before it is measured: a GPU that computes all the time has lower clocks."""
 COPIED = {"cuda": 2**30, "cpu": 2**24}
 """Number of bytes that are copied within memory."""
 SENT = {"cuda": (2**20, 2**24, 2**27), "cpu": (2**20,)}
@@ -62,7 +62,6 @@ def ceilings(run: Run) -> Limits:
         size: Work(2 * size**3, 1, partial(_square, size, precision.activation_dtype, device))
         for size in SQUARES[device]
     }
-    _heat(squares[max(squares)], device)
     rates = {
         **{
             f"{precision.activations} product of {size} x {size} matrices, TFLOP/s": _rate([work], device)[0]
@@ -86,16 +85,17 @@ def _rate(works: Iterable[Work], device: str) -> tuple[float, float]:
     flops, seconds = 0, 0.0
     for work in works:
         call = work.prepare()
-        timed(call, WARMUP, device)
+        _sustain(call, device)
         flops += work.flops * work.calls
         seconds += median(timed(call, REPEATS, device)) * work.calls
     return flops / seconds / 1e12, seconds
 
 
-def _heat(work: Work, device: str) -> None:
-    """Compute until the chip is as hot as in a step."""
-    call, began = work.prepare(), perf_counter()
-    while perf_counter() - began < HEAT_SECONDS[device]:
+def _sustain(call: Callable[[], object], device: str) -> None:
+    """Run the work until the chip is as hot as in a step."""
+    began = perf_counter()
+    timed(call, WARMUP, device)
+    while perf_counter() - began < SUSTAINED[device]:
         timed(call, REPEATS, device)
 
 

@@ -1,0 +1,41 @@
+"""What kernels that a plan names change about a step, as data: the plan may be made where they are not installed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kinds of slots that kernels fill, and what follows.
+
+    `supplied` are kinds whose results backward keeps (norms). `fuses_activation` says that the products of an MLP
+    compute its activation. `attention` is the factor of the rate of attention.
+    """
+
+    supplied: frozenset[str] = frozenset()
+    fuses_activation: bool = False
+    attention: float = 1.0
+    assumed: tuple[str, ...] = ()
+    """The kernels that this machine cannot check, because they need a GPU."""
+
+    @classmethod
+    def of(cls, section: Mapping[str, Any]) -> "Kernels":
+        """What the kernels of a config's section `kernels` change: a plugin for each kind, and 'default'.
+
+        A default fills every kind that it offers.
+        """
+        facts: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("kernels.yaml").read_text())
+        chosen = {kind: name for kind, name in section.items() if isinstance(name, str)}
+        default = chosen.pop("default", "")
+        kinds = {**dict.fromkeys(facts.get(default, {}).get("fills", ()), default), **chosen}
+        attention = facts.get(kinds.get("attention", default), {})
+        return cls(
+            supplied=frozenset(kinds) & {"norm"},
+            fuses_activation=not {"mlp", "activation_product"}.isdisjoint(kinds),
+            attention=float(attention.get("attention", 1.0)),
+            assumed=tuple(sorted(name for name in {*kinds.values(), default} if facts.get(name, {}).get("gpu"))),
+        )

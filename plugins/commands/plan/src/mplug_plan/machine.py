@@ -51,14 +51,16 @@ class Machine:
     copy_rate: float
     gpus_per_node: int
     node: Link
+    pair: Link
     network: Link
 
     def product(self, rows: float, out: float, depth: float, itemsize: int = 2) -> float:
         """Seconds of a product of [rows, depth] and [depth, out]: it computes, or it waits for memory."""
         if not rows * out * depth:
             return 0.0
-        rate = self.product_rate * (self.speedup8 if itemsize == 1 else 1.0)
-        computing = 2 * rows * out * (depth + self.half_depth) / rate
+        faster = self.speedup8 if itemsize == 1 else 1.0
+        # The beginning and the end of a tile take as long in 8 bits.
+        computing = 2 * rows * out * (depth / faster + self.half_depth) / self.product_rate
         moving = (itemsize * (rows * depth + depth * out) + 2 * rows * out) / self.copy_rate
         return max(computing, moving) + LAUNCH
 
@@ -71,7 +73,8 @@ class Machine:
         if ranks <= 1 or num_bytes <= 0:
             return 0.0
         if ranks <= in_a_node:
-            rate, seconds = self.node.bytes_per_s, self.node.seconds
+            link = self.pair if ranks == 2 else self.node
+            rate, seconds = link.bytes_per_s, link.seconds
         else:
             rate = min(self.node.bytes_per_s, in_a_node * self.network.bytes_per_s)
             seconds = self.network.seconds
@@ -107,6 +110,7 @@ def machine_of(word: str, limits: Path | None, gpus_per_node: int | None, memory
         copy_rate=facts["copy_tb"] * 1e12,
         gpus_per_node=gpus_per_node or facts["gpus_per_node"],
         node=Link(facts["node"]["gb_per_s"] * 1e9, facts["node"]["seconds"]),
+        pair=Link(facts["pair"]["gb_per_s"] * 1e9, facts["pair"]["seconds"]),
         network=Link(facts["network"]["gb_per_s"] * 1e9, facts["network"]["seconds"]),
     )
     return found if limits is None else _measured(found, limits)
@@ -121,8 +125,10 @@ def _measured(machine: Machine, file: Path) -> Machine:
             f"--limits: '{file}' is not a file of 'mplug bench --limits --out FILE' ({type(error).__name__})"
         ) from None
     rates: dict[str, float] = {}
+    ranks = 1
     for variant in variants:
         rates |= variant.get("limits", {}).get("rates", {})
+        ranks = max(ranks, variant["world_size"])
     if not rates:
         raise UsageError(f"--limits: '{file}' has no limits; write it by 'mplug bench --limits --out {file}'")
     changes: dict[str, Any] = {"source": f"{machine.title} with the limits in {file}"}
@@ -134,7 +140,7 @@ def _measured(machine: Machine, file: Path) -> Machine:
     if ATTENTION in rates:
         changes["attention_rate"] = rates[ATTENTION] * 1e12
     if (link := _link(rates)) is not None:
-        changes["node"] = link
+        changes["pair" if ranks == 2 else "node"] = link
     return replace(machine, **changes)
 
 

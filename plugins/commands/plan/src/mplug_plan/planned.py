@@ -166,9 +166,14 @@ class Planner:
 
     def __init__(self, settings: Settings, machine: "Machine", gpus: int | None) -> None:
         self.machine, self.gpus = machine, gpus
-        self.settings = merge(default_settings(), settings)
-        section = {key[1]: one.value for key, one in self.settings.items() if len(key) == 2 and key[0] == "kernels"}
-        self.kernels = Kernels.of(section)
+        self.settings = settings
+        self._defaults = default_settings()
+        self._chosen = {
+            key[1]: one.value
+            for key, one in merge(self._defaults, settings).items()
+            if len(key) == 2 and key[0] == "kernels" and (one.value is None or isinstance(one.value, str))
+        }
+        self.kernels = Kernels.of(self._chosen)
         self.state_bytes = 2.0 * FP32
         """Bytes of the optimizer's state for each element that a rank owns; the search measures them."""
         self._registry = Registry()
@@ -177,14 +182,13 @@ class Planner:
         """The prepared run of a layout. UsageError if the host refuses it."""
         settings = merge(self.settings, self._as_on_a_gpu(layout))
         settings = merge(settings, read_assignments([f"parallel.layout={layout}", *assignments], PLAN))
-        config = resolve(self._registry, settings, {})
-        return prepare(config, world_size=self.gpus)
+        return prepare(resolve(self._registry, self._defaults, settings), world_size=self.gpus)
 
     def prepared_alone(self) -> "Run":
         """The prepared run of one process."""
         settings = merge(self.settings, self._as_on_a_gpu(""))
         settings = merge(settings, read_assignments(["parallel.layout="], PLAN))
-        return prepare(resolve(self._registry, settings, {}))
+        return prepare(resolve(self._registry, self._defaults, settings))
 
     def alone(self) -> Built:
         """The built run of one process with micro batches of one sample."""
@@ -202,11 +206,11 @@ class Planner:
         return self.machine.memory - RESERVED * 2**30
 
     def is_set(self, *key: str) -> bool:
-        """Whether the user set a field, or a default of the host does."""
+        """Whether the user set a field."""
         return key in self.settings
 
     def value(self, *key: str) -> Any:
-        """The value of a field that is set."""
+        """The value of a field that the user set; None if it is not set."""
         found = self.settings.get(key)
         return None if found is None else found.value
 
@@ -223,8 +227,11 @@ class Planner:
         if self.value("trainer", "compile") in (None, "auto"):
             found["trainer"]["compile"] = "inductor"
         if self.kernels.assumed:
-            kinds = [key[1] for key, one in self.settings.items() if key[0] == "kernels" and len(key) == 2]
-            found["kernels"] = {**dict.fromkeys(kinds), "default": "sdpa"}
+            found["kernels"] = {
+                kind: "sdpa" if kind in ("default", "attention") else None
+                for kind, name in self._chosen.items()
+                if name in self.kernels.assumed
+            }
         if "tp" in layout and not self.is_set("parallel", "tp", "overlap"):
             found["parallel"] = {"tp": {"overlap": True}}
         return from_mapping(found, PLAN)

@@ -101,10 +101,8 @@ def _pass(units: Sequence[UnitCost], machine: "Machine") -> tuple[Pass, float]:
     for number, unit in enumerate(units):
         seconds, idle = unit.seconds, IDLE * KERNELS
         parts.add(seconds)
-        again = 0.0
-        if unit.is_recomputed:
-            again = seconds.forward
-            parts.add(Seconds(seconds.products, 0, 0, seconds.attention, 0, seconds.others, 0, seconds.collectives))
+        again = unit.again * seconds.forward
+        parts.add(seconds.forward_times(unit.again))
         computed = seconds.forward, seconds.backward + again
         waits = [0.0, 0.0]
         if unit.group is not None:
@@ -189,9 +187,16 @@ def _sums(
             backward += summed + gathered  # an all-reduce is both
         if is_first:
             tail += summed + gathered
+    if not beside_backward(run):
+        return backward + forward + every, backward + forward + every
     exposed = tail + max(backward - 0.9 * chunk.backward, 0.0) + max(forward - 0.9 * chunk.forward, 0.0)
     exposed = min(exposed, backward + forward) + waiting
     return exposed, backward + forward + every
+
+
+def beside_backward(run: "Run") -> bool:
+    """Whether a strategy of data parallelism sums gradients while backward runs; the host sums them at its end."""
+    return not {"dp", "zero", "fsdp"}.isdisjoint(run.config.parallel.degrees)
 
 
 def _names_in(model: "Model", unit: str) -> list[str]:

@@ -3,8 +3,8 @@
 M rows (tokens), N output and K input width of a product, all local to a rank.
 """
 
-from collections import defaultdict
-from dataclasses import dataclass, fields
+from collections import Counter, defaultdict
+from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,8 +29,12 @@ LOSS_PASSES = 3.0
 """Times that a loss moves logits: it reads them forward, and reads and replaces them backward."""
 OVERLAPPED = 0.125
 """The part of a collective that stays exposed if products overlap with it in chunks: the first of eight."""
-SCALED = 1.25
-"""Passes over an operand to cast it to 8 bits: read in 16 bits, written in 8, often transposed too."""
+SCALED = 2.0
+"""Passes over an operand to cast it to 8 bits: read in 16 bits, written in 8, and once more transposed."""
+RECOMPUTING = 1000
+"""The least layer of a wrap that recomputes (docs/memory.md)."""
+ROW_PASSES = 4.0
+"""Times that the rows of chosen experts move in a pass: they are put in order and brought back, each read and written."""
 
 
 @dataclass
@@ -51,6 +55,11 @@ class Seconds:
         """Add another part."""
         for one in fields(self):
             setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+
+    def forward_times(self, factor: float) -> "Seconds":
+        """The parts of the forward pass alone, `factor` as long."""
+        names = ("products", "attention", "others", "collectives")
+        return Seconds(**{name: factor * getattr(self, name) for name in names})
 
     @property
     def forward(self) -> float:
@@ -85,7 +94,8 @@ class UnitCost:
     seconds: Seconds
     gathered: float = 0.0
     group: Group | None = None
-    is_recomputed: bool = False
+    again: float = 0.0
+    """The part of the units of this kind whose forward pass backward repeats."""
 
 
 class Costs:
@@ -99,9 +109,7 @@ class Costs:
         for one in model.plan.work or ():
             self.work[one.unit].append(one)
         self.filled = {(one.site.role, one.site.slot): one.offer for one in model.slots}
-        self.recomputed = {
-            filled.site.role for filled in model.unit_wraps if any(wrap.layer >= 1000 for wrap in filled.wraps)
-        }
+        self.recomputed = self._recomputed()
         self.base = set(model.base_modules or ())
         stages = run.mesh.axes[model.stages.axis].size if model.stages.axis else 1
         self.ranks_of_stage = run.mesh.world_size // stages  # the pipeline's axis varies slowest
@@ -113,8 +121,15 @@ class Costs:
             key = (role_of(unit.name), self._is_base(unit.name))
             if key not in by_role:
                 by_role[key] = self._unit(unit)
-            found[unit.name] = by_role[key]
+            found[unit.name] = replace(by_role[key], name=unit.name, again=self.recomputed.get(key[0], 0.0))
         return found
+
+    def _recomputed(self) -> dict[str, float]:
+        """By role, the part of this rank's units that are computed again; other stages are taken to be alike."""
+        units, again = Counter(role_of(unit.name) for unit in self.model.own_units), Counter[str]()
+        for filled in self.model.unit_wraps:
+            again[filled.site.role] += any(wrap.layer >= RECOMPUTING for wrap in filled.wraps)
+        return {role: again[role] / count for role, count in units.items()}
 
     def _unit(self, unit: "Unit") -> UnitCost:
         seconds, tokens, squares = Seconds(), self._tokens(), self._squares()
@@ -140,8 +155,9 @@ class Costs:
                 if any(segment.axis == "mlp" for segment in placement.dims[dim])
             )
             if is_8bit:
-                cast = SCALED * self.itemsize * (2 * inner + out) / self.machine.copy_rate
-                seconds.add(Seconds(others=cast / 3, others_backward=2 * cast / 3))
+                cast = SCALED * self.itemsize / self.machine.copy_rate
+                cast_input = 0.0 if self.kernels.fuses_casts else cast * inner
+                seconds.add(Seconds(others=cast_input, others_backward=cast * out))
         operands += 0.0 if self.work[unit.name] else 2 * tokens * self._width()
         operands -= activated if self.kernels.fuses_activation else 0.0
         moved = self.itemsize / self.machine.copy_rate
@@ -150,7 +166,7 @@ class Costs:
         seconds.add(self._lookup(unit, tokens))
         seconds.add(self._experts(unit, tokens))
         gathered, group = self._gathered(unit)
-        return UnitCost(unit.name, seconds, gathered, group, role_of(unit.name) in self.recomputed)
+        return UnitCost(unit.name, seconds, gathered, group)
 
     # The parts of a unit.
 
@@ -205,10 +221,17 @@ class Costs:
         overlaps = self.filled.get((role, "Linear.product")) is not None
         if "sequence" not in axis.activations:  # an all-reduce in one of both passes
             return Seconds(collectives_backward=2 * once) if gathers else Seconds(collectives=2 * once)
-        part = OVERLAPPED if overlaps else 1.0
-        # With overlap, the input is gathered once more for the gradient of the weight.
-        again = 1.0 if gathers and overlaps else 0.0
-        return Seconds(collectives=part * once, collectives_backward=part * (1 + again) * once)
+        if not overlaps:
+            return Seconds(collectives=once, collectives_backward=once)
+        # Chunks are put together by a copy. The input is gathered once more for the gradient of the weight.
+        copied, again = 2 * whole / self.machine.copy_rate, 1 if gathers else 0
+        part = OVERLAPPED * once
+        return Seconds(
+            others=copied * again,
+            others_backward=copied,
+            collectives=part,
+            collectives_backward=part * (1 + again),
+        )
 
     def _lookup(self, unit: "Unit", tokens: float) -> Seconds:
         """The sum after a look-up in a table whose rows ranks divide."""
@@ -222,15 +245,21 @@ class Costs:
     def _experts(self, unit: "Unit", tokens: float) -> Seconds:
         """Rows that travel to the ranks of their experts and back, forward and backward."""
         axis = next((axis for axis in self.axes if "expert" in axis.splits), None)
-        for one in self.work[unit.name] if axis is not None else ():
+        for one in self.work[unit.name]:
             if not one.is_weight:
                 continue
             placement = self.model.placement_of(one.name)
             sides = self._sides(placement, one, tokens)
             if "expert" in placement.parameter.axes and sides is not None:
-                group = group_of(self.run.mesh, (axis.name,), self.machine)  # type: ignore[union-attr]
-                once = self.machine.collective(self.itemsize * sides.rows * self._width(), group.size, group.in_a_node)
-                return Seconds(collectives=2 * once, collectives_backward=2 * once)
+                size = self.itemsize * sides.rows * self._width()
+                moved = ROW_PASSES * size / self.machine.copy_rate
+                once = 0.0
+                if axis is not None:
+                    group = group_of(self.run.mesh, (axis.name,), self.machine)
+                    once = self.machine.collective(size, group.size, group.in_a_node)
+                return Seconds(
+                    others=moved, others_backward=moved, collectives=2 * once, collectives_backward=2 * once
+                )
         return Seconds()
 
     def _gathered(self, unit: "Unit") -> tuple[float, Group | None]:

@@ -86,7 +86,7 @@ def predict(run: "Run", model: "Model", machine: "Machine", kernels: "Kernels", 
         "update": update,
     }
     seconds = sum(found.values())
-    tail = {"sum of gradients, exposed": exposed, "update": update}
+    tail = {"sum of gradients, exposed": exposed + slowed, "update": update}
     return Step(seconds, found, hidden, tuple(chunks), table, micro_batches, transfer, tail)
 
 

@@ -216,8 +216,11 @@ def test_what_does_not_fit_and_what_the_host_refuses_is_named() -> None:
     none = shown("--gpus", "2", "--memory", "3.001")
     assert none.exit_code == 2
     assert "need more than 0.0 GiB, also with recomputation" in none.output
-    found = search(planner("parallel.pp.split=layers model.num_attention_heads=2", 8))
-    assert any("tp=4 does not divide the 2 heads" in reason for reason in found.refused.values())
+    found = search(planner("parallel.layout=pp2fsdp2", 4))
+    assert [one.layout for one in found.fitting] == ["pp2fsdp2"]
+    assert "this pipeline schedule computes weight gradients later" in found.refused["pp2fsdp2 with zb-h1"], found.refused
+    wide = shown("--gpus", "8", "--parallel", "tp8")
+    assert (wide.exit_code, "tp=8 does not divide the 4 heads" in str(wide.exception)) == (1, True), wide.output
 
 
 def test_settings_of_the_user_stay_and_a_layout_of_the_user_is_the_only_one() -> None:

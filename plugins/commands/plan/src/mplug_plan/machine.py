@@ -120,7 +120,7 @@ def _measured(machine: Machine, file: Path) -> Machine:
     """The machine with the rates that a file of `mplug bench --limits --out FILE` has."""
     try:
         variants = json.loads(file.read_text(encoding="utf-8"))["variants"].values()
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"--limits: '{file}' is not a file of 'mplug bench --limits --out FILE' ({type(error).__name__})"
         ) from None

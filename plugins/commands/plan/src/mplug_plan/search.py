@@ -4,7 +4,6 @@ A rough estimate orders the layouts; the host builds the best of them, and refus
 and seconds predicted. So a plan for 16,384 GPUs takes seconds, and its rules about layouts are those of the host.
 """
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,11 +15,9 @@ if TYPE_CHECKING:
     from mplug import Model, Run
 
 MOST_MICRO_BATCH = 16
-MOST_BUILT = 24
+MOST_BUILT = 16
 """Layouts that the host builds, at most."""
-SECONDS = 15.0
-"""No further layout is built after so long, once one fits."""
-SLOWER = 1.6
+SLOWER = 1.4
 """No layout is built whose rough estimate is this many times that of the fastest that fits."""
 SCHEDULES: tuple[tuple[str, ...], ...] = (
     ("parallel.pp.schedule=interleaved", "parallel.pp.chunks=2"),
@@ -29,6 +26,8 @@ SCHEDULES: tuple[tuple[str, ...], ...] = (
     ("parallel.pp.schedule=zb-v",),
 )
 """Schedules that are tried for the best layouts with a pipeline, beside the default."""
+MOST_CHUNKS = 4
+"""Chunks of a rank in these schedules, at most."""
 BEST = 3
 """The number of layouts for which these schedules are tried."""
 LONG = 16384
@@ -84,15 +83,13 @@ def search(planner: Planner) -> Search:
     rough = Rough(planner)
     ranked = sorted(((rough.seconds(one), one) for one in _degrees(planner, rough)), key=lambda pair: pair[0])
     found.considered = len(ranked)
-    began, built = time.monotonic(), 0
-    fastest = 0.0
+    built, fastest = 0, 0.0
     for number, (seconds, one) in enumerate(ranked):
         if rough.bytes(one) > NEAR * planner.limit:
             found.too_large[one.word or "one process"] = rough.bytes(one)
             continue
         fastest = fastest or (seconds if found.fitting else 0.0)
-        late = found.fitting and (time.monotonic() - began > SECONDS or seconds > SLOWER * fastest)
-        if built >= MOST_BUILT or late:
+        if built >= MOST_BUILT or (fastest and seconds > SLOWER * fastest):
             found.not_built = len(ranked) - number
             break
         try:
@@ -144,7 +141,7 @@ def _schedules(planner: Planner, found: Search) -> None:
         return
     found.fitting.sort(key=lambda one: one.seconds)
     for number, one in enumerate(found.fitting[:BEST]):
-        if one.step.table is None:
+        if one.step.tables is None:
             continue
         for words in SCHEDULES:
             try:
@@ -242,7 +239,8 @@ class Rough:
         data = one.copies * one.shards
         number = max(self.samples // data, 1)
         computing = self.one.flops / gpus / (0.85 * machine.product_rate)
-        bubble = computing * (one.pp - 1) / number
+        chunks = min(MOST_CHUNKS, max(self.layers // one.pp, 1))  # an interleaved schedule divides the bubble
+        bubble = computing * (one.pp - 1) / number / chunks
         tokens = number * self.length / one.cp
         whole = 2 * tokens * self.width
         tensor = 8 * self.layers / one.pp * machine.collective(whole, one.tp, machine.gpus_per_node)

@@ -58,7 +58,7 @@ def write_page(file: Path, planned: "Planned", machine: "Machine") -> None:
 
 def boxes_of(step: "Step") -> list[Box]:
     """The boxes of a step: the passes of each stage, with the collectives that they wait for, and the end of the step."""
-    timeline = step.simulated()
+    timeline = step.timeline()
     rows = tuple(_rows_of_one(step)) if timeline is None else timeline.rows
     found = [box for stage, row in enumerate(rows) for span in row for box in _of_span(stage, span, step)]
     end = max(box.stop for box in found)
@@ -112,10 +112,8 @@ def page_of(planned: "Planned", machine: "Machine") -> str:
         share = MOST_BOXES / len(boxes) / 2
         drawn = [box for box in boxes if box.stop < share * length or box.start > (1 - share) * length]
         note = "The middle of the step repeats itself, and is not drawn. "
-    if step.table is not None and step.micro_batches > _simulated(step):
-        note += (
-            f"{_simulated(step):,} of {step.micro_batches:,} micro batches are drawn; the others repeat the steady part."
-        )
+    if step.tables is not None and step.drawn < step.micro_batches:
+        note += f"{step.drawn:,} of {step.micro_batches:,} micro batches are drawn; the others repeat the steady part."
     height = TOP + stages * ROW + 8
     title = f"{planned.layout or 'one process'} on {planned.gpus:,} GPUs"
     busy = _busy(boxes, stages)
@@ -146,12 +144,6 @@ def page_of(planned: "Planned", machine: "Machine") -> str:
     }
     text = (Path(__file__).parent / "page.html").read_text(encoding="utf-8").split("@@")
     return "".join(values[part] if number % 2 else part for number, part in enumerate(text))
-
-
-def _simulated(step: "Step") -> int:
-    """The number of micro batches of the table."""
-    assert step.table is not None
-    return 1 + max(action.micro_batch for action in step.table.rows[0])
 
 
 def _busy(boxes: list[Box], stages: int) -> list[float]:

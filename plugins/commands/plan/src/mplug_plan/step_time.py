@@ -1,6 +1,6 @@
 """The predicted seconds of a step: passes of a rank or of a pipeline, sums of gradients, gathered weights, the update."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 TAKEN = 32 / 132
 """The part of a GPU that a collective takes from the computation beside it: NCCL's channels on NVLink, of an H100's
 multiprocessors."""
-MOST_ROUNDS = 2
-"""Rounds of micro batches (one for each stage) that are simulated; further ones repeat the last."""
+MOST_DRAWN = 4096
+"""Micro batches of all stages that a timeline has, at most."""
+MOST_ROUNDS = 3
+"""Rounds of micro batches (one for each stage) that are simulated; further ones take as long as the last."""
 IDLE = 5e-7
 """Seconds between the kernels of a rank, and how many kernels a unit has, forward and backward."""
 KERNELS = 40
@@ -47,14 +49,24 @@ class Step:
     parts: dict[str, float]
     hidden: float
     chunks: tuple[Pass, ...]
-    table: Table | None = None
+    tables: Callable[[int], Table] | None = None
     micro_batches: int = 1
     transfer: float = 0.0
     tail: dict[str, float] = field(default_factory=dict)
 
-    def simulated(self) -> Timeline | None:
-        """The times of the pipeline's table for all micro batches; None without a pipeline."""
-        return None if self.table is None else timeline(self.table, pass_costs(self.chunks, self.transfer))
+    @property
+    def ranks(self) -> int:
+        """The number of stages of the pipeline."""
+        return 1 if self.tables is None else len(self.tables(1).rows)
+
+    @property
+    def drawn(self) -> int:
+        """The number of micro batches that a timeline has: all, unless they are many."""
+        return min(self.micro_batches, max(MOST_DRAWN // self.ranks, MOST_ROUNDS * self.ranks))
+
+    def timeline(self) -> Timeline | None:
+        """The times of the pipeline's table for `drawn` micro batches; None without a pipeline."""
+        return None if self.tables is None else timeline(self.tables(self.drawn), pass_costs(self.chunks, self.transfer))
 
 
 def predict(run: "Run", model: "Model", machine: "Machine", kernels: "Kernels", held: dict[str, int]) -> Step:
@@ -66,11 +78,11 @@ def predict(run: "Run", model: "Model", machine: "Machine", kernels: "Kernels", 
         made, hidden = _pass([units[name] for name in names], machine)
         chunks.append(made)
         gathering += hidden / max(len(model.stages.units), 1)
-    table, transfer = None, 0.0
+    transfer = 0.0
     if model.stages.table is not None:
         transfer = _transfer(run, model, machine)
-        computing, table = _pipelined(model, chunks, transfer, micro_batches)
-        busy = max(_busy(chunks, model.stages.chunks_of(rank)) for rank in range(len(table.rows))) * micro_batches
+        computing, busiest = _pipelined(model, chunks, transfer, micro_batches)
+        busy = busiest * micro_batches
     else:
         computing = busy = micro_batches * sum(one.forward + one.backward for one in chunks)
     last = chunks[0]
@@ -87,7 +99,21 @@ def predict(run: "Run", model: "Model", machine: "Machine", kernels: "Kernels", 
     }
     seconds = sum(found.values())
     tail = {"sum of gradients, exposed": exposed + slowed, "update": update}
-    return Step(seconds, found, hidden, tuple(chunks), table, micro_batches, transfer, tail)
+    return Step(seconds, found, hidden, tuple(chunks), _tables(model), micro_batches, transfer, tail)
+
+
+def _tables(model: "Model") -> Callable[[int], Table] | None:
+    """The tables of the model's pipeline by the number of micro batches; None without a pipeline."""
+    make = model.stages.table
+    if make is None:
+        return None
+
+    def table(number: int) -> Table:
+        found = make(number)
+        assert isinstance(found, Table), "the strategy pp returns tables of mplug_schedules"
+        return found
+
+    return table
 
 
 def pass_costs(chunks: Sequence[Pass], transfer: float) -> list[PassCosts]:
@@ -124,16 +150,19 @@ def _busy(chunks: Sequence[Pass], own: Sequence[int]) -> float:
     return sum(chunks[chunk].forward + chunks[chunk].backward for chunk in own)
 
 
-def _pipelined(model: "Model", chunks: Sequence[Pass], transfer: float, number: int) -> tuple[float, Table]:
-    """The seconds of the passes of a step in a pipeline, and the table of the micro batches that are simulated."""
-    assert model.stages.table is not None
+def _pipelined(model: "Model", chunks: Sequence[Pass], transfer: float, number: int) -> tuple[float, float]:
+    """(seconds of the passes of a step in a pipeline, seconds of a micro batch on its busiest rank)."""
+    tables = _tables(model)
+    assert tables is not None
     ranks = len({model.stages.rank_of(chunk) for chunk in range(len(chunks))})
     simulated = number if number <= MOST_ROUNDS * ranks else MOST_ROUNDS * ranks + number % ranks
-    table = model.stages.table(simulated)
-    assert isinstance(table, Table)
-    busiest = max(_busy(chunks, table.chunks_of(rank)) for rank in range(ranks))
-    length = timeline(table, pass_costs(chunks, transfer)).length
-    return length + (number - simulated) * busiest, table
+    costs = pass_costs(chunks, transfer)
+    length = timeline(tables(simulated), costs).length
+    busiest = max(_busy(chunks, tables(simulated).chunks_of(rank)) for rank in range(ranks))
+    if simulated < number:
+        steady = (length - timeline(tables(simulated - ranks), costs).length) / ranks
+        length += (number - simulated) * max(steady, busiest)
+    return length, busiest
 
 
 def _transfer(run: "Run", model: "Model", machine: "Machine") -> float:

@@ -205,7 +205,9 @@ class _Estimate:
         axis = self.model.stages.axis
         if not axis:
             return self.run.rank
-        return next(rank for rank in range(self.run.mesh.world_size) if self.run.mesh.index(rank, axis) == stage)
+        view = self.run.mesh.views["dense"]
+        place = next(number for number, one in enumerate(view) if one.name == axis)
+        return stage * prod(one.size for one in view[place + 1 :])
 
     def _unit(self, unit: Unit, rank: int) -> _Unit:
         tokens, squares = self._rows(unit)

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 from mplug_plan import command
 from mplug_plan.kernels import Kernels
-from mplug_plan.machine import LAUNCH, Link, Machine, depth_curve, machine_of
+from mplug_plan.machine import LAUNCH, Link, Machine, machine_of
 from mplug_plan.planned import Built, Planner
 from mplug_plan.search import search
 from mplug_plan.simulate import boxes_of, page_of
@@ -47,12 +47,6 @@ def shown(*words: str) -> Any:
 # Limits.
 
 
-def test_the_curve_of_products_is_the_one_that_its_square_products_follow() -> None:
-    rates = {size: 800e12 * size / (size + 250) for size in (1024, 4096, 8192)}
-    assert depth_curve(rates, 0.0) == pytest.approx((800e12, 250))
-    assert depth_curve({8192: 700e12}, 200) == (700e12 * (1 + 200 / 8192), 200)
-
-
 def test_a_collective_takes_the_time_of_its_slowest_link() -> None:
     machine = replace(H100, node=Link(4e11, 0), pair=Link(2e11, 0), network=Link(5e10, 0))
     assert machine.collective(8e9, 8, 8) == pytest.approx(7 / 8 * 8e9 / 4e11)
@@ -64,8 +58,8 @@ def test_a_collective_takes_the_time_of_its_slowest_link() -> None:
 
 def test_a_file_of_bench_replaces_the_built_in_limits(tmp_path: Path) -> None:
     rates = {
-        "bfloat16 product of 4096 x 4096 matrices, TFLOP/s": 600 * 4096 / (4096 + 300),
-        "bfloat16 product of 8192 x 8192 matrices, TFLOP/s": 600 * 8192 / (8192 + 300),
+        "bfloat16 product of 1024 x 1024 matrices, TFLOP/s": 90.0,
+        "bfloat16 product of 8192 x 8192 matrices, TFLOP/s": 600 * 8192 / (8192 + 200),
         "copy within memory, read and written, TB/s": 2.5,
         "attention forward and backward, TFLOP/s": 400.0,
         "all-gather of 1 MiB, bus GB/s": 2**20 / (1e-5 + 2**20 / 3e11) / 1e9,
@@ -74,10 +68,15 @@ def test_a_file_of_bench_replaces_the_built_in_limits(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     file.write_text(json.dumps({"variants": {"": {"world_size": 8, "limits": {"rates": rates, "classes": {}}}}}))
     found = machine_of("h100", file, None, None)
-    assert (found.product_rate, found.half_depth) == pytest.approx((6e14, 300))
+    assert found.product_rate == pytest.approx(6e14)
     assert (found.copy_rate, found.attention_rate) == pytest.approx((2.5e12, 4e14))
     assert (found.node.bytes_per_s, found.node.seconds) == pytest.approx((3e11, 1e-5))
     assert (found.pair, found.network) == (H100.pair, H100.network)
+    rates["the model's own products, TFLOP/s"] = 500.0
+    file.write_text(json.dumps({"variants": {"": {"world_size": 2, "limits": {"rates": rates, "classes": {}}}}}))
+    found = machine_of("h100", file, None, None)
+    assert 500e12 < found.product_rate < 550e12
+    assert (found.node, found.pair.bytes_per_s) == (H100.node, pytest.approx(3e11))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ COPY, ATTENTION, OWN = (
     "the model's own products, TFLOP/s",
 )
 """Names of the rates in a file of `mplug bench --limits --out`."""
+USUAL_DEPTH = 4300
+"""The harmonic mean of the inner dimensions of a decoder's products, forward and backward (gpt 1.7b)."""
 LAUNCH = 4e-6
 """Seconds between the beginnings of two kernels that do almost nothing."""
 
@@ -132,9 +134,8 @@ def _measured(machine: Machine, file: Path) -> Machine:
     if not rates:
         raise UsageError(f"--limits: '{file}' has no limits; write it by 'mplug bench --limits --out {file}'")
     changes: dict[str, Any] = {"source": f"{machine.title} with the limits in {file}"}
-    squares = {int(match[1]): rate * 1e12 for name, rate in rates.items() if (match := SQUARE.fullmatch(name))}
-    if squares:
-        changes["product_rate"], changes["half_depth"] = depth_curve(squares, machine.half_depth)
+    if rate := _of_products(rates, machine.half_depth):
+        changes["product_rate"] = rate
     if COPY in rates:
         changes["copy_rate"] = rates[COPY] * 1e12
     if ATTENTION in rates:
@@ -144,20 +145,16 @@ def _measured(machine: Machine, file: Path) -> Machine:
     return replace(machine, **changes)
 
 
-def depth_curve(squares: Mapping[int, float], half_depth: float) -> tuple[float, float]:
-    """(rate of deep products, inner dimension of half that rate), from the rates of square products.
+def _of_products(rates: Mapping[str, float], half_depth: float) -> float | None:
+    """The rate of deep products, from that of a model's own products, or else from the largest square product.
 
-    The two largest sizes decide: a product of n takes 2 n^2 (n + half_depth) / rate.
+    Small square products do not occupy all multiprocessors equally, so they are left out.
     """
-    sizes = sorted(squares)[-2:]
-    if len(sizes) == 2:
-        (small, large), (slow, fast) = sizes, (squares[size] for size in sizes)
-        # n / rate(n) = (n + half_depth) / rate: a line through both points
-        slope = (large / fast - small / slow) / (large - small)
-        half = (small / slow) / slope - small if slope > 0 else half_depth
-        if 0 <= half <= small:
-            return 1 / slope, half
-    return squares[sizes[-1]] * (1 + half_depth / sizes[-1]), half_depth
+    if OWN in rates:
+        return rates[OWN] * 1e12 * (1 + half_depth / USUAL_DEPTH)
+    squares = {int(match[1]): rate * 1e12 for name, rate in rates.items() if (match := SQUARE.fullmatch(name))}
+    size = max(squares, default=0)
+    return squares[size] * (1 + half_depth / size) if squares else None
 
 
 def _link(rates: Mapping[str, float]) -> Link | None:

@@ -30,7 +30,9 @@ def planned(row: dict[str, Any], base: dict[str, str], gpu: str, limits: Path | 
     settings: dict[str, str] = {"trainer.precision": "trainer.precision=bf16"}
     for word in words:
         settings[word.partition("=")[0]] = word
-    planner = Planner(read_assignments([*settings.values()], "row"), machine_of(gpu, limits, None, None), row.get("gpus"))
+    planner = Planner(
+        read_assignments([*settings.values()], "row"), machine_of(gpu, limits, None, None), row.get("gpus")
+    )
     if row.get("gpus"):
         layout = planner.value("parallel", "layout") or ""
         return planner.built(layout).planned(exact=True), planner

@@ -288,8 +288,8 @@ class _Estimate:
 
         A rank of sequence parallelism holds its part of the tokens where the width is whole.
         """
-        is_gathered = isinstance(placement, GatheredPlacement)
-        shape = placement.gathered_shape(rank) if is_gathered else placement.local_shape(rank)
+        local = placement.gathered_shape if isinstance(placement, GatheredPlacement) else placement.local_shape
+        shape = local(rank)
         dims = list(enumerate({segment.axis for segment in segments} for segments in placement.dims))[-2:]
         logical = prod(placement.shape[number] for number, _ in dims)
         if len(dims) < 2 or not logical:

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -217,7 +218,9 @@ def test_what_does_not_fit_and_what_the_host_refuses_is_named() -> None:
     assert "need more than 0.0 GiB, also with recomputation" in none.output
     found = search(planner("parallel.layout=pp2fsdp2", 4))
     assert [one.layout for one in found.fitting] == ["pp2fsdp2"]
-    assert "this pipeline schedule computes weight gradients later" in found.refused["pp2fsdp2 with zb-h1"], found.refused
+    assert "this pipeline schedule computes weight gradients later" in found.refused["pp2fsdp2 with zb-h1"], (
+        found.refused
+    )
     wide = shown("--gpus", "8", "--parallel", "tp8")
     assert (wide.exit_code, "tp=8 does not divide the 4 heads" in str(wide.exception)) == (1, True), wide.output
 
@@ -251,7 +254,7 @@ def test_the_page_has_each_pass_once_and_ends_with_the_step(layout: str, gpus: i
     assert len(passes) == 2 * one.micro_batches * stages
     for stage in range(stages):
         own = sorted((box.start, box.stop) for box in passes if box.stage == stage)
-        assert all(before[1] <= after[0] + 1e-12 for before, after in zip(own, own[1:], strict=False))
+        assert all(before[1] <= after[0] + 1e-12 for before, after in pairwise(own))
     page = page_of(one, H100)
     (picture,) = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
     rectangles = [part for part in ElementTree.fromstring(picture) if part.tag.endswith("rect")]

@@ -124,7 +124,19 @@ def _head(planner: "Planner", found: "Search") -> str:
 def _rows(planner: "Planner", shown: "list[Planned]") -> str:
     from mplug.commands import table
 
-    header = ("", "LAYOUT", "SETTINGS", "STEP s", "TOKENS/s/GPU", "MFU", "GiB", "OF", "MICRO BATCHES", "BUBBLE", "WAITS")
+    header = (
+        "",
+        "LAYOUT",
+        "SETTINGS",
+        "STEP s",
+        "TOKENS/s/GPU",
+        "MFU",
+        "GiB",
+        "OF",
+        "MICRO BATCHES",
+        "BUBBLE",
+        "WAITS",
+    )
     rows = []
     for number, one in enumerate(shown, 1):
         parts, seconds = one.step.parts, one.seconds
@@ -160,7 +172,9 @@ def _words(one: "Planned") -> str:
         name, _, value = assignment.partition("=")
         if name == "trainer.micro_batch_size":
             continue
-        words.append(SHORT.get(assignment, value if name.endswith("schedule") else f"{name.rpartition('.')[2]}={value}"))
+        words.append(
+            SHORT.get(assignment, value if name.endswith("schedule") else f"{name.rpartition('.')[2]}={value}")
+        )
     return ", ".join(words) or "-"
 
 

@@ -13,7 +13,8 @@ class Kernels:
     """The kinds of slots that kernels fill, and what follows.
 
     `supplied` are kinds whose results backward keeps (norms). `fuses_activation` says that the products of an MLP
-    compute its activation, `fuses_casts` that norms and activations write the 8-bit inputs of products. `attention` is the factor of the rate of attention.
+    compute its activation, `fuses_casts` that norms and activations write the 8-bit inputs of products. `attention` is
+    the factor of the rate of attention. `assumed` are the kernels that a machine without GPUs cannot check.
     """
 
     supplied: frozenset[str] = frozenset()
@@ -21,7 +22,6 @@ class Kernels:
     fuses_casts: bool = False
     attention: float = 1.0
     assumed: tuple[str, ...] = ()
-    """The kernels that this machine cannot check, because they need a GPU."""
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> "Kernels":

@@ -177,7 +177,7 @@ def _degrees(planner: Planner, rough: "Rough") -> Iterator[Degrees]:
 
 
 def _forms(tp: int, cp: int, pp: int, ep: int, data: int, node: int) -> Iterator[Degrees]:
-    """The ways to divide states over the ranks that read different samples: over all of them, or over those of a node."""
+    """The ways to divide states over ranks that read different samples: over all of them, or over those of a node."""
     if data == 1:
         yield Degrees(tp, cp, pp, ep, 1, 1, "dp")
         return
@@ -260,5 +260,3 @@ class Rough:
         kept = self.kept / (one.tp * one.cp * one.pp) * min(one.pp, number)
         again = 0.33 * computing if room < kept else 0.0
         return computing + bubble + 0.3 * tensor + exposed + rows + sequence + update + again
-
-

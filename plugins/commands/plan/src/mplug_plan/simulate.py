@@ -57,7 +57,7 @@ def write_page(file: Path, planned: "Planned", machine: "Machine") -> None:
 
 
 def boxes_of(step: "Step") -> list[Box]:
-    """The boxes of a step: the passes of each stage, with the collectives that they wait for, and the end of the step."""
+    """The boxes of a step: the passes of each stage with the collectives that they wait for, and the end of a step."""
     timeline = step.timeline()
     rows = tuple(_rows_of_one(step)) if timeline is None else timeline.rows
     found = [box for stage, row in enumerate(rows) for span in row for box in _of_span(stage, span, step)]

@@ -1,4 +1,4 @@
-"""The predicted seconds of a step: passes of a rank or of a pipeline, sums of gradients, gathered weights, the update."""
+"""The predicted seconds of a step: passes of a rank or a pipeline, sums of gradients, gathered weights, the update."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -66,7 +66,9 @@ class Step:
 
     def timeline(self) -> Timeline | None:
         """The times of the pipeline's table for `drawn` micro batches; None without a pipeline."""
-        return None if self.tables is None else timeline(self.tables(self.drawn), pass_costs(self.chunks, self.transfer))
+        return (
+            None if self.tables is None else timeline(self.tables(self.drawn), pass_costs(self.chunks, self.transfer))
+        )
 
 
 def predict(run: "Run", model: "Model", machine: "Machine", kernels: "Kernels", held: dict[str, int]) -> Step:
@@ -177,9 +179,7 @@ def _transfer(run: "Run", model: "Model", machine: "Machine") -> float:
     return machine.transfer(size, is_near(run.mesh, model.stages.axis, machine))
 
 
-def _sums(
-    run: "Run", model: "Model", machine: "Machine", chunk: Pass, micro_batches: int
-) -> tuple[float, float]:
+def _sums(run: "Run", model: "Model", machine: "Machine", chunk: Pass, micro_batches: int) -> tuple[float, float]:
     """(exposed, all) seconds of the sums of gradients over ranks that read other data, and of weights gathered once.
 
     They run beside the backward pass of the last micro batch and the forward pass of the first one. What belongs to the
@@ -262,5 +262,3 @@ def _parts(chunks: Sequence[Pass], model: "Model", micro_batches: int) -> dict[s
     }
     found["gaps"] = max(all_of - sum(found.values()), 0.0)
     return {name: micro_batches * seconds for name, seconds in found.items()}
-
-

@@ -34,7 +34,7 @@ SCALED = 2.0
 RECOMPUTING = 1000
 """The least layer of a wrap that recomputes (docs/memory.md)."""
 ROW_PASSES = 4.0
-"""Times that the rows of chosen experts move in a pass: they are put in order and brought back, each read and written."""
+"""Times that the rows of chosen experts move in a pass: put in order and brought back, each read and written."""
 
 
 @dataclass
@@ -257,9 +257,7 @@ class Costs:
                 if axis is not None:
                     group = group_of(self.run.mesh, (axis.name,), self.machine)
                     once = self.machine.collective(size, group.size, group.in_a_node)
-                return Seconds(
-                    others=moved, others_backward=moved, collectives=2 * once, collectives_backward=2 * once
-                )
+                return Seconds(others=moved, others_backward=moved, collectives=2 * once, collectives_backward=2 * once)
         return Seconds()
 
     def _gathered(self, unit: "Unit") -> tuple[float, Group | None]:
@@ -275,8 +273,8 @@ class Costs:
     def _sides(self, placement: "Placement", work: "Work", tokens: float) -> Sides | None:
         """The local sides of a product; None if the parameter is no matrix."""
         rank = placement.stages[0] * self.ranks_of_stage
-        gathers = isinstance(placement, GatheredPlacement)
-        shape = placement.gathered_shape(rank) if gathers else placement.local_shape(rank)
+        local = placement.gathered_shape if isinstance(placement, GatheredPlacement) else placement.local_shape
+        shape = local(rank)
         logical = prod(placement.shape[-2:])
         if len(shape) < 2 or not logical:
             return None
@@ -330,4 +328,3 @@ class Costs:
 
     def _is_base(self, name: str) -> bool:
         return any(name == one or name.startswith(f"{one}.") for one in self.base)
-

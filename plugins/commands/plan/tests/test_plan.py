@@ -23,6 +23,7 @@ from mplug_plan.unit_costs import Costs
 
 from mplug import UsageError
 from mplug.commands import measure_bytes, read_assignments
+from mplug_testing import CommandSuite
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SMALL = (
@@ -43,6 +44,15 @@ def built(layout: str, gpus: int, words: str = "", machine: Machine = H100) -> B
 def shown(*words: str) -> Any:
     small = [word for one in SMALL.split() for word in ("--set", one)]
     return CliRunner().invoke(command, [*small, *words])
+
+
+class TestPlan(CommandSuite):
+    plugin = "plan"
+    refused = (
+        ("--gpu", "h300"),
+        ("--limits", "nowhere.json"),
+        ("--gpus", "4", "--parallel", "tp3"),
+    )
 
 
 # Limits.

@@ -26,7 +26,7 @@ REASONS = 6
 @click.option("--gpu", "chip", default="h100", show_default=True, help="The GPU whose limits are built in: h100, h200.")
 @click.option(
     "--limits",
-    type=UserPath(exists=True, dir_okay=False),
+    type=UserPath(dir_okay=False),
     help="Use the limits in this file of 'mplug bench --limits --out FILE' instead of the built-in ones.",
 )
 @click.option("--gpus-per-node", type=click.IntRange(1, 1 << 10), help="GPUs of a machine (built in: 8).")

@@ -67,8 +67,7 @@ def command(
     machine = machine_of(chip, limits, gpus_per_node, memory)
     given = overrides(**options)
     planner = Planner(_with_defaults(given), machine, gpus)
-    if not planner.value("parallel", "layout"):
-        _set_batch(planner, given)
+    _set_batch(planner, given)
     found = search(planner)
     click.echo(_head(planner, found))
     if not found.fitting:

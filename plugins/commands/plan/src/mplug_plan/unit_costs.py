@@ -132,7 +132,7 @@ class Costs:
         return {role: again[role] / count for role, count in units.items()}
 
     def _unit(self, unit: "Unit") -> UnitCost:
-        seconds, tokens, squares = Seconds(), self._tokens(), self._squares()
+        seconds, (tokens, squares) = Seconds(), self._rows(unit)
         operands, activated, logits = 0.0, 0.0, 0.0
         for one in self.work[unit.name]:
             if not one.is_weight:
@@ -290,14 +290,15 @@ class Costs:
         sharing = (axis for axis in self.axes if "sequence" in axis.activations and "sequence" not in axis.entries)
         return prod(axis.size for axis in sharing if names.isdisjoint(axis.splits))
 
-    def _ranks_of_sequence(self) -> int:
-        return prod(axis.size for axis in self.axes if "sequence" in axis.entries)
-
-    def _tokens(self) -> float:
-        return self.run.micro_batch_size * self.run.config.trainer.seq_length / self._ranks_of_sequence()
-
-    def _squares(self) -> float:
-        return self.run.micro_batch_size * self.run.config.trainer.seq_length**2 / self._ranks_of_sequence()
+    def _rows(self, unit: "Unit") -> tuple[float, float]:
+        """(rows, sum of squared lengths) of a micro batch that a rank computes in a unit."""
+        samples, length = self.run.micro_batch_size, self.run.config.trainer.seq_length
+        if unit.sequence in self.model.plan.streams:
+            stream = self.model.plan.streams[unit.sequence]
+            ranks = prod(axis.size for axis in self.axes if axis.shares_streams)
+            return samples * stream.rows / ranks, samples * stream.squares / ranks
+        ranks = prod(axis.size for axis in self.axes if "sequence" in axis.entries)
+        return samples * length / ranks, samples * length**2 / ranks
 
     def _split(self, named: str) -> int:
         return prod(axis.size for axis in self.axes if named in axis.splits)

@@ -145,7 +145,7 @@ def _rows(planner: "Planner", shown: "list[Planned]") -> str:
                 number,
                 one.layout or "one process",
                 _words(one),
-                f"{seconds:.3g}",
+                f"{seconds:#.3g}" if seconds < 100 else f"{seconds:,.0f}",
                 f"{one.tokens_per_s:,.0f}",
                 f"{one.mfu(planner.machine.peak):.1%}",
                 f"{one.memory / 2**30:.1f}",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mplug import Model, Run
 
 MOST_MICRO_BATCH = 16
-MOST_BUILT = 16
+MOST_BUILT = 20
 """Layouts that the host builds, at most."""
 SLOWER = 1.4
 """No layout is built whose rough estimate is this many times that of the fastest that fits."""
@@ -28,6 +28,8 @@ SCHEDULES: tuple[tuple[str, ...], ...] = (
 """Schedules that are tried for the best layouts with a pipeline, beside the default."""
 MOST_CHUNKS = 4
 """Chunks of a rank in these schedules, at most."""
+EXPOSED = 0.16
+"""The part of the collectives of tensor parallelism that products do not hide, in the rough estimate."""
 BEST = 3
 """The number of layouts for which these schedules are tried."""
 LONG = 16384
@@ -259,4 +261,4 @@ class Rough:
         room = self.planner.limit - needed
         kept = self.kept / (one.tp * one.cp * one.pp) * min(one.pp, number)
         again = 0.33 * computing if room < kept else 0.0
-        return computing + bubble + 0.3 * tensor + exposed + rows + sequence + update + again
+        return computing + bubble + EXPOSED * tensor + exposed + rows + sequence + update + again

@@ -4,8 +4,9 @@
     python benchmarks/plan_rows.py --limits bench.json --only published
 
 A row has the predicted and the measured step in milliseconds and memory in GiB, each with its error. The predictions
-use rates of the chip (built-in, or a file of `mplug bench --limits --out`). Rules and constants of the model were chosen
-with these errors in view (docs/planning.md), so the table is no blind test. A published run has TFLOP/s instead; its memory is not published. `benchmarks/plan_rows.yaml` has the rows.
+use rates of the chip (built-in, or a file of `mplug bench --limits --out`). Rules and constants of the model were
+chosen with these errors in view (docs/planning.md), so the table is no blind test. A published run has TFLOP/s instead;
+its memory is not published. `benchmarks/plan_rows.yaml` has the rows.
 """
 
 import argparse

@@ -2,7 +2,8 @@
 
 A matrix product keeps its input for backward, and what follows it keeps its output: norms, products of activations and
 activation functions keep their inputs. So a unit keeps about the input and the output of each of its products, for
-every token of every micro batch in flight. `docs/memory.md` compares the estimate with measured memory.
+every token of every micro batch in flight; compiled units keep less (`CompiledUnits`). `docs/memory.md` compares the
+estimate with measured memory.
 """
 
 from collections import defaultdict
@@ -11,14 +12,17 @@ from dataclasses import dataclass, field
 from math import ceil, prod
 from typing import TYPE_CHECKING
 
+from mplug.layout.gathered import GatheredPlacement
 from mplug.layout.gradient_flow import carrying
 from mplug.layout.names import role_of
 from mplug.layout.plan import TOKENS_AXIS, Unit
 from mplug.model.slots.offers import RECOMPUTING
 from mplug.precisions.dtypes import FORMATS
+from mplug_estimates.compiled import CompiledUnits
 
 if TYPE_CHECKING:
-    from mplug.layout.gathered import GatheredPlacement
+    from collections.abc import Set
+
     from mplug.layout.placement import Placement
     from mplug.layout.work import Work
     from mplug.model.model import Model
@@ -31,9 +35,18 @@ EAGER_LOSS = 12
 """Bytes per logit that the loss holds for a moment where units are eager: three copies in fp32."""
 MOST_LOSS = 768 << 20
 """At most, because the loss widens logits in chunks."""
+FP32 = 4
+"""Bytes of an element of a gradient that is summed over micro batches or ranks."""
+AHEAD = 1
+"""Units whose weights are gathered before their turn (FSDP), beside the unit that computes."""
 CERTAIN = 0.5
 """The part of the estimate that a run surely needs: kernels may keep operands in 8 bits, or fewer of them."""
-LABELS = ("activations of matrix products", "values for pairs of positions", "logits", "gradients and recomputed units")
+LABELS = (
+    "activations of matrix products",
+    "values for pairs of positions",
+    "logits",
+    "gradients, recomputed units and gathered weights",
+)
 """The parts of the estimate."""
 
 
@@ -64,7 +77,8 @@ class Activations:
     """The estimated activations of a rank in bytes, at the peak of a step.
 
     `kept` is for the micro batches in flight; `in_flight` is their number. `passing` is what exists for a moment: the
-    gradient of the largest result of a product, and a unit that is computed again. `certain` is a lower bound.
+    gradient of the largest result of a product, a unit that is computed again, and gathered weights of units with their
+    gradients. `certain` is a lower bound.
     """
 
     kept: Kept = field(default_factory=Kept)
@@ -87,9 +101,12 @@ class Activations:
         return {label: int(size) for label, size in zip(LABELS, sizes, strict=True) if size >= 1}
 
 
-def estimate_activations(run: "Run", model: "Model") -> list[Activations]:
-    """The activations of a rank at each index along the pipeline's axis (one entry without a pipeline)."""
-    estimate = _Estimate(run, model)
+def estimate_activations(run: "Run", model: "Model", supplied: "Set[str]" = frozenset()) -> list[Activations]:
+    """The activations of a rank at each index along the pipeline's axis (one entry without a pipeline).
+
+    `supplied` are kinds of slots that kernels of the run fill, beside those that are filled in `model`.
+    """
+    estimate = _Estimate(run, model, supplied)
     stages = model.stages
     size = run.mesh.axes[stages.axis].size if stages.axis else 1
     number = max(run.micro_batch_counts())
@@ -99,18 +116,23 @@ def estimate_activations(run: "Run", model: "Model") -> list[Activations]:
 
 @dataclass(frozen=True)
 class _Unit:
-    """One unit: what it keeps of a micro batch, what it keeps if it is computed again, and its largest result."""
+    """One unit: what it keeps of a micro batch, what it keeps if it is computed again, and its largest result.
+
+    `gathered` are the bytes of its weights that ranks gather, in the format of the run.
+    """
 
     whole: Kept
     again: Kept
     largest: float
+    gathered: float = 0.0
 
 
 class _Estimate:
     """Reads a model's plan, placements and slots."""
 
-    def __init__(self, run: "Run", model: "Model") -> None:
+    def __init__(self, run: "Run", model: "Model", supplied: "Set[str]") -> None:
         self.run, self.model = run, model
+        self.compiled = None if run.compiler is None else CompiledUnits(model, supplied)
         self.itemsize = FORMATS[run.precision.activations].bytes
         self.factor = EAGER if run.compiler is None else 1.0
         self.work: dict[str, list[Work]] = defaultdict(list)
@@ -148,7 +170,7 @@ class _Estimate:
 
     def of_stage(self, stage: int, in_flight: float) -> Activations:
         """The activations of a rank of a stage."""
-        found = Activations(in_flight=in_flight)
+        found, before, passing = Activations(in_flight=in_flight), 0.0, list[float]()
         rank = self._rank_of(stage)
         trained = self.model.trained_units()
         names = {name for chunk in self.model.stages.chunks_of(stage) for name in self.model.stages.units[chunk]}
@@ -159,21 +181,43 @@ class _Estimate:
             found.kept.add(one.whole, in_flight * (1 - again))
             if not self.moved:
                 found.kept.add(one.again, in_flight * again)
-            found.passing = max(found.passing, one.largest + (one.whole.all if again else 0))
+            passing.append(self._passing(one, again > 0, before))
+            before = one.gathered
+        # When backward reaches the units before the last one, the logits are gone.
+        first = 0.0 if self.compiled is None else found.kept.logits
+        found.passing = max([0.0, *(size - first for size in passing[:-1]), *passing[-1:]])
         return found
+
+    def _passing(self, unit: _Unit, is_recomputed: bool, before: float) -> float:
+        """Bytes that exist for a moment while backward is in a unit.
+
+        `before` are the gathered weights of the unit before. Gradients of gathered weights are in the format of the run
+        in the last unit, and in fp32 elsewhere. If units are compiled, the gradient of logits takes their place.
+        """
+        again = unit.whole.all if is_recomputed else 0.0
+        if self.compiled is None:
+            return unit.largest + again + (1 + AHEAD) * unit.gathered
+        if unit.whole.logits:
+            return 2 * unit.gathered + before
+        return 2 * unit.largest + again + (1 + AHEAD) * unit.gathered + 2 * FP32 / self.itemsize * unit.gathered
 
     def _rank_of(self, stage: int) -> int:
         axis = self.model.stages.axis
         if not axis:
             return self.run.rank
-        return next(rank for rank in range(self.run.mesh.world_size) if self.run.mesh.index(rank, axis) == stage)
+        view = self.run.mesh.views["dense"]
+        place = next(number for number, one in enumerate(view) if one.name == axis)
+        return stage * prod(one.size for one in view[place + 1 :])
 
     def _unit(self, unit: Unit, rank: int) -> _Unit:
         tokens, squares = self._rows(unit)
         whole, again, largest = Kept(), Kept(), 0.0
+        previous: Work | None = None
         for one in self.work[unit.name]:
             if not one.is_weight:
                 whole.add(self._pairs(one, squares))
+                whole.add(self._turned(one, tokens))
+                previous = one
                 continue
             placement = self.model.placement_of(one.name)
             sides = self._sides(placement, one, tokens, rank)
@@ -181,18 +225,46 @@ class _Estimate:
                 continue
             *out, inner = sides
             is_loss = unit.name == self.last and "vocab" in placement.parameter.axes
-            kept = self._product(sum(out), inner, is_loss, placement.parameter.trainable)
+            trained = inner if placement.parameter.trainable else 0.0
+            kept = self._product(sum(out), self._input(one, previous, trained, placement), is_loss)
             whole.add(kept)
+            previous = one
             passing = min(EAGER_LOSS * sum(out), MOST_LOSS) if is_loss and self.run.compiler is None else 0.0
             largest = max(largest, self.itemsize * sum(out) + passing)
             if not again.all:
                 first = self.itemsize * inner
                 again = Kept(products=first, certain=first)
-        return _Unit(whole, again, largest)
+        return _Unit(whole, again, largest, self._gathered(unit, rank))
 
-    def _product(self, out: float, inner: float, is_loss: bool, trainable: bool) -> Kept:
-        """What a product keeps: its input, if its weight is trained, and its output."""
-        inner = inner if trainable else 0.0
+    def _input(self, work: "Work", previous: "Work | None", inner: float, placement: "Placement") -> float:
+        """The elements of a product's input, `inner`, that the product keeps."""
+        if self.compiled is None:
+            return inner
+        if self.compiled.keeps_whole_input(work):
+            return inner * self._shared({segment.axis for segment in placement.dims[-1]})
+        from_rows = self._has_experts(work) and not (previous is not None and self._has_experts(previous))
+        return inner if self.compiled.keeps_input(work, previous, from_rows) else 0.0
+
+    def _has_experts(self, work: "Work") -> bool:
+        """Whether a product has a weight for each expert."""
+        return work.is_weight and "expert" in self.model.placement_of(work.name).parameter.axes
+
+    def _turned(self, work: "Work", tokens: float) -> Kept:
+        """The queries and keys that compiled units keep beside the result of their projection."""
+        elements = 0 if self.compiled is None else self.compiled.turned(work)
+        size = self.itemsize * tokens * elements / prod(axis.size for axis in self.axes if "heads" in axis.splits)
+        return Kept(products=size)
+
+    def _gathered(self, unit: Unit, rank: int) -> float:
+        """Bytes of the unit's weights that ranks gather for each pass."""
+        return sum(
+            self.itemsize * prod(placement.gathered_shape(rank))
+            for name, placement in self.model.placements.items()
+            if isinstance(placement, GatheredPlacement) and name.startswith(f"{unit.name}.")
+        )
+
+    def _product(self, out: float, inner: float, is_loss: bool) -> Kept:
+        """What a product keeps: an input of `inner` elements, and its output."""
         if not is_loss:
             size = self.itemsize * (out + inner)
             return Kept(products=self.factor * size, certain=size)
@@ -216,8 +288,8 @@ class _Estimate:
 
         A rank of sequence parallelism holds its part of the tokens where the width is whole.
         """
-        gathered: GatheredPlacement | Placement = placement
-        shape = getattr(gathered, "gathered_shape", placement.local_shape)(rank)
+        local = placement.gathered_shape if isinstance(placement, GatheredPlacement) else placement.local_shape
+        shape = local(rank)
         dims = list(enumerate({segment.axis for segment in segments} for segments in placement.dims))[-2:]
         logical = prod(placement.shape[number] for number, _ in dims)
         if len(dims) < 2 or not logical:

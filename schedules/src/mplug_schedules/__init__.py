@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mplug_schedules.proof import check as check
     from mplug_schedules.proof import peak as peak
     from mplug_schedules.times import Costs as Costs
+    from mplug_schedules.times import Span as Span
     from mplug_schedules.times import Timeline as Timeline
     from mplug_schedules.times import timeline as timeline
     from mplug_schedules.weight_gradients import WeightGradients as WeightGradients

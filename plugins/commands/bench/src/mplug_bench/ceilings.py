@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -22,12 +23,14 @@ from mplug_nn.linear import Linear
 from mplug_ops import all_gather
 
 REPEATS, WARMUP = 20, 3
-LARGE = {"cuda": 8192, "cpu": 512}
-"""Number of rows and columns of the large product."""
+SQUARES = {"cuda": (1024, 2048, 4096, 8192), "cpu": (128, 512)}
+"""Numbers of rows and columns of the square products, ascending."""
+SUSTAINED = {"cuda": 0.5, "cpu": 0.0}
+"""Seconds for which work runs before it is measured: a GPU that computes all the time has lower clocks."""
 COPIED = {"cuda": 2**30, "cpu": 2**24}
 """Number of bytes that are copied within memory."""
-SENT = {"cuda": 2**27, "cpu": 2**20}
-"""Number of bytes of a collective's whole tensor."""
+SENT = {"cuda": (2**20, 2**24, 2**27), "cpu": (2**20,)}
+"""Numbers of bytes of a collective's whole tensor."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,16 @@ class Work:
 def ceilings(run: Run) -> Limits:
     """Measure the machine, and the work of the run's model by itself. Collective: all processes must call it."""
     model, device, precision = build_model(run), run.device, run.precision
-    size, copies = LARGE[device], _bytes_per_s_copied(device)
-    large = Work(2 * size**3, 1, partial(_square, size, precision.activation_dtype, device))
+    copies = _bytes_per_s_copied(device)
+    squares = {
+        size: Work(2 * size**3, 1, partial(_square, size, precision.activation_dtype, device))
+        for size in SQUARES[device]
+    }
     rates = {
-        f"{precision.activations} product of {size} x {size} matrices, TFLOP/s": _rate([large], device)[0],
+        **{
+            f"{precision.activations} product of {size} x {size} matrices, TFLOP/s": _rate([work], device)[0]
+            for size, work in squares.items()
+        },
         "copy within memory, read and written, TB/s": copies / 1e12,
         **_bus_rates(run),
     }
@@ -76,10 +85,18 @@ def _rate(works: Iterable[Work], device: str) -> tuple[float, float]:
     flops, seconds = 0, 0.0
     for work in works:
         call = work.prepare()
-        timed(call, WARMUP, device)
+        _sustain(call, device)
         flops += work.flops * work.calls
         seconds += median(timed(call, REPEATS, device)) * work.calls
     return flops / seconds / 1e12, seconds
+
+
+def _sustain(call: Callable[[], object], device: str) -> None:
+    """Run the work until the chip is as hot as in a step."""
+    began = perf_counter()
+    timed(call, WARMUP, device)
+    while perf_counter() - began < SUSTAINED[device]:
+        timed(call, REPEATS, device)
 
 
 def _square(size: int, dtype: torch.dtype, device: str) -> Callable[[], object]:
@@ -95,20 +112,21 @@ def _bytes_per_s_copied(device: str) -> float:
 
 def _bus_rates(run: Run) -> dict[str, float]:
     """GB/s of NCCL's bus bandwidth, which does not depend on the number of ranks if the links are the limit."""
-    ranks, size = run.mesh.world_size, SENT[run.device]
+    ranks = run.mesh.world_size
     if run.groups is None or ranks == 1:
         return {}
-    group, whole = run.groups.of(run.mesh.everyone), torch.zeros(size // 4 // ranks * ranks, device=run.device)
-    part = whole[: len(whole) // ranks].clone()
-    calls: dict[str, tuple[float, Callable[[], object]]] = {
-        "all-reduce": (2.0, lambda: dist.all_reduce(whole, group=group)),
-        "all-gather": (1.0, lambda: all_gather(part, group, 0)),
-    }
-    found = {}
-    for name, (factor, call) in calls.items():
-        timed(call, WARMUP, run.device)
-        seconds = median(timed(call, REPEATS, run.device))
-        found[f"{name} of {size >> 20} MiB, bus GB/s"] = factor * (ranks - 1) / ranks * whole.nbytes / seconds / 1e9
+    group, found = run.groups.of(run.mesh.everyone), dict[str, float]()
+    for size in SENT[run.device]:
+        whole = torch.zeros(size // 4 // ranks * ranks, device=run.device)
+        part = whole[: len(whole) // ranks].clone()
+        calls: dict[str, tuple[float, Callable[[], object]]] = {
+            "all-reduce": (2.0, partial(dist.all_reduce, whole, group=group)),
+            "all-gather": (1.0, partial(all_gather, part, group, 0)),
+        }
+        for name, (factor, call) in calls.items():
+            timed(call, WARMUP, run.device)
+            seconds = median(timed(call, REPEATS, run.device))
+            found[f"{name} of {size >> 20} MiB, bus GB/s"] = factor * (ranks - 1) / ranks * whole.nbytes / seconds / 1e9
     return found
 
 

@@ -1,0 +1,283 @@
+"""`mplug plan`: the limits of a machine, predicted bytes and seconds, the search, and the page of a step."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner
+from mplug_plan import command
+from mplug_plan.kernels import Kernels
+from mplug_plan.machine import LAUNCH, Link, Machine, machine_of
+from mplug_plan.planned import Built, Planner
+from mplug_plan.search import search
+from mplug_plan.simulate import boxes_of, page_of
+from mplug_plan.unit_costs import Costs
+
+from mplug import UsageError
+from mplug.commands import measure_bytes, read_assignments
+from mplug_testing import CommandSuite
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SMALL = (
+    "model.num_layers=4 model.hidden_size=64 model.num_attention_heads=4 model.vocab_size=128 trainer.seq_length=32 "
+    "trainer.global_batch_size=8 trainer.precision=bf16"
+)
+H100 = machine_of("h100", None, None, None)
+
+
+def planner(words: str, gpus: int, machine: Machine = H100) -> Planner:
+    return Planner(read_assignments(f"{SMALL} {words}".split(), "test"), machine, gpus)
+
+
+def built(layout: str, gpus: int, words: str = "", machine: Machine = H100) -> Built:
+    return planner(words, gpus, machine).built(layout, ("trainer.micro_batch_size=1",))
+
+
+def shown(*words: str) -> Any:
+    small = [word for one in SMALL.split() for word in ("--set", one)]
+    return CliRunner().invoke(command, [*small, *words])
+
+
+class TestPlan(CommandSuite):
+    plugin = "plan"
+    refused = (
+        ("--gpu", "h300"),
+        ("--limits", "nowhere.json"),
+        ("--gpus", "4", "--parallel", "tp3"),
+    )
+
+
+# Limits.
+
+
+def test_a_collective_takes_the_time_of_its_slowest_link() -> None:
+    machine = replace(H100, node=Link(4e11, 0), pair=Link(2e11, 0), network=Link(5e10, 0))
+    assert machine.collective(8e9, 8, 8) == pytest.approx(7 / 8 * 8e9 / 4e11)
+    assert machine.collective(8e9, 2, 8) == pytest.approx(1 / 2 * 8e9 / 2e11)
+    assert machine.collective(8e9, 16, 8) == pytest.approx(15 / 16 * 8e9 / 4e11)  # eight adapters
+    assert machine.collective(8e9, 16, 1) == pytest.approx(15 / 16 * 8e9 / 5e10)
+    assert machine.collective(8e9, 1, 1) == 0
+
+
+def test_a_file_of_bench_replaces_the_built_in_limits(tmp_path: Path) -> None:
+    rates = {
+        "bfloat16 product of 1024 x 1024 matrices, TFLOP/s": 90.0,
+        "bfloat16 product of 8192 x 8192 matrices, TFLOP/s": 600 * 8192 / (8192 + 200),
+        "copy within memory, read and written, TB/s": 2.5,
+        "attention forward and backward, TFLOP/s": 400.0,
+        "all-gather of 1 MiB, bus GB/s": 2**20 / (1e-5 + 2**20 / 3e11) / 1e9,
+        "all-gather of 128 MiB, bus GB/s": 2**27 / (1e-5 + 2**27 / 3e11) / 1e9,
+    }
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps({"variants": {"": {"world_size": 8, "limits": {"rates": rates, "classes": {}}}}}))
+    found = machine_of("h100", file, None, None)
+    assert found.product_rate == pytest.approx(6e14)
+    assert (found.copy_rate, found.attention_rate) == pytest.approx((2.5e12, 4e14))
+    assert (found.node.bytes_per_s, found.node.seconds) == pytest.approx((3e11, 1e-5))
+    assert (found.pair, found.network) == (H100.pair, H100.network)
+    rates["the model's own products, TFLOP/s"] = 500.0
+    file.write_text(json.dumps({"variants": {"": {"world_size": 2, "limits": {"rates": rates, "classes": {}}}}}))
+    found = machine_of("h100", file, None, None)
+    assert 500e12 < found.product_rate < 550e12
+    assert (found.node, found.pair.bytes_per_s) == (H100.node, pytest.approx(3e11))
+
+
+@pytest.mark.parametrize(
+    ("chip", "text", "message"),
+    [
+        ("h300", None, "no limits of 'h300' are built in"),
+        ("h100", "[]", "is not a file of 'mplug bench --limits --out FILE'"),
+        ("h100", '{"variants": {"": {"world_size": 1}}}', "has no limits"),
+    ],
+)
+def test_unknown_chips_and_other_files_are_refused(chip: str, text: str | None, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "limits.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        machine_of(chip, None if text is None else file, None, None)
+
+
+def test_a_default_kernel_fills_the_kinds_that_it_offers_unless_one_is_left_to_plain_torch() -> None:
+    found = Kernels.of({"default": "triton", "attention": "flash", "mlp": "quack"})
+    assert (found.supplied, found.fuses_activation, found.attention) == ({"norm"}, True, 1.0)
+    assert found.assumed == ("flash", "quack", "triton")
+    assert Kernels.of({"default": "triton", "norm": None}).supplied == frozenset()
+    assert Kernels.of({"default": "sdpa"}).assumed == ()
+
+
+# Bytes and seconds.
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("", ""),
+        ("tp2", ""),
+        ("pp2", ""),
+        ("zero2", ""),
+        ("zero2", "parallel.zero.stage=2"),
+        ("fsdp2", ""),
+        ("tp2dp2", "optimizer.name=muon"),
+    ],
+)
+def test_bytes_that_are_counted_fast_are_those_of_a_build(layout: str, words: str) -> None:
+    """Only padding of buckets may differ."""
+    gpus = 4 if layout == "tp2dp2" else 2 if layout else 1
+    one = built(layout, gpus, words)
+    if "muon" in words:
+        exact = one.planned(exact=True).held
+        one.planner.state_bytes = exact["optimizer state"] / (exact["masters"] / 4)
+    counted, measured = one._counted(), measure_bytes(one.run, one.model)
+    assert counted.keys() == measured.keys()
+    for kind, size in measured.items():
+        assert counted[kind] == pytest.approx(size, rel=0.01), kind
+
+
+@pytest.mark.parametrize(("layout", "gpus"), [("", 1), ("tp2", 2), ("pp2", 2), ("fsdp2", 2), ("tp2pp2", 4)])
+def test_products_of_all_ranks_take_the_flops_of_the_plan(layout: str, gpus: int) -> None:
+    """On a machine whose memory is infinitely fast and whose products have no beginning and no end."""
+    machine = replace(H100, half_depth=0, copy_rate=1e30)
+    one = built(layout, gpus, machine=machine)
+    units = Costs(one.run, one.model, machine, Kernels()).units().values()
+    parts = [unit.seconds for unit in units]
+    products = sum(part.products + part.input_gradients + part.weight_gradients for part in parts)
+    number = 3 * sum(work.is_weight for work in one.model.plan.work or ())
+    ranks = one.run.mesh.axes["tp"].size if "tp" in one.run.mesh.axes else 1
+    flops = one.model.flops.per_token * 32
+    assert (products - number * LAUNCH) * ranks == pytest.approx(flops / machine.product_rate)
+    attention = sum(part.attention + part.attention_backward for part in parts)
+    of_pairs = one.model.flops.of(32, 32**2) - flops
+    assert attention * ranks == pytest.approx(of_pairs * (1 / 3 + 2.5 / 3) / machine.attention_rate)
+
+
+def test_recomputed_units_run_their_forward_pass_twice_and_keep_less() -> None:
+    plain, again = (
+        planner("", 1).built("", ("trainer.micro_batch_size=1", *more)).planned()
+        for more in ((), ("memory.recompute.mode=full",))
+    )
+    assert again.memory < plain.memory
+    (before,), (after,) = plain.step.chunks, again.step.chunks
+    assert after.forward == before.forward
+    assert before.backward < after.backward < before.backward + before.forward
+
+
+def test_the_parts_of_a_step_add_up_and_larger_micro_batches_need_more_memory() -> None:
+    one = planner("", 2).built("pp2")
+    small, large = one.planned(1), one.planned(2)
+    for planned in (small, large):
+        assert sum(planned.step.parts.values()) == pytest.approx(planned.seconds)
+        assert min(planned.step.parts.values()) >= 0
+    assert small.memory < large.memory
+    assert small.micro_batches == 2 * large.micro_batches
+
+
+ROWS = {
+    "1.7b": ("", 1, "model.preset=1.7b kernels.default=triton", 4, 51.3),
+    "tp2": ("tp2", 2, "model.preset=7.1b kernels.default=triton parallel.tp.overlap=false", 4, 85.5),
+    "zero2": ("zero2", 2, "model.preset=7.1b", 2, 104.4),
+    "fsdp2": ("fsdp2", 2, "model.preset=7.1b kernels.default=triton model.position=learned "
+              "model.max_position_embeddings=4096", 2, 80.3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_memory_is_that_of_a_gpu_within_3_percent(row: str) -> None:
+    """Peaks of H200s in docs/performance.md; `benchmarks/plan_rows.py` has all rows."""
+    layout, gpus, words, size, measured = ROWS[row]
+    samples = size * (gpus if layout[:2] in ("ze", "fs") else 1)
+    words = f"{words} trainer.precision=bf16 trainer.global_batch_size={samples} trainer.micro_batch_size={size}"
+    settings = read_assignments(words.split(), "test")
+    settings |= read_assignments(["trainer.global_batch_size=8"], "test") if row == "zero2" else {}
+    one = Planner(settings, H100, gpus).built(layout).planned()
+    assert one.memory / 2**30 == pytest.approx(measured, rel=0.03)
+
+
+# The search.
+
+
+def test_the_fastest_layout_is_first_and_the_host_accepts_the_command(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    result = shown("--gpus", "8", "--out", str(out), "--top", "4")
+    assert result.exit_code == 0, result.output
+    found = json.loads(out.read_text())["layouts"]
+    seconds = [one["seconds"] for one in found]
+    assert len(found) == 4
+    assert seconds == sorted(seconds)
+    for one in found:
+        words = shlex.split(one["command"])
+        assert words[:2] == ["mplug", "train"]
+        assert one["command"] in result.output or found.index(one) >= 3
+        settings = [words[at + 1] for at, word in enumerate(words) if word == "--set"]
+        settings += [f"parallel.layout={one['layout']}", "trainer.device=cpu", "trainer.compile=never"]
+        accepted = Planner(read_assignments(settings, "test"), H100, 8).built(one["layout"])
+        assert accepted.run.mesh.world_size == 8
+
+
+def test_what_does_not_fit_and_what_the_host_refuses_is_named() -> None:
+    none = shown("--gpus", "2", "--memory", "3.001")
+    assert none.exit_code == 2
+    assert "need more than 0.0 GiB, also with recomputation" in none.output
+    found = search(planner("parallel.layout=pp2fsdp2", 4))
+    assert [one.layout for one in found.fitting] == ["pp2fsdp2"]
+    assert "this pipeline schedule computes weight gradients later" in found.refused["pp2fsdp2 with zb-h1"], (
+        found.refused
+    )
+    wide = shown("--gpus", "8", "--parallel", "tp8")
+    assert (wide.exit_code, "tp=8 does not divide the 4 heads" in str(wide.exception)) == (1, True), wide.output
+
+
+def test_settings_of_the_user_stay_and_a_layout_of_the_user_is_the_only_one() -> None:
+    words = "trainer.micro_batch_size=2 memory.recompute.mode=full parallel.layout=dp2"
+    found = search(planner(words, 2))
+    assert [one.layout for one in found.fitting] == ["dp2"]
+    assert found.fitting[0].micro_batch_size == 2
+    assert found.fitting[0].assignments == ()
+
+
+def test_more_gpus_than_a_rack_are_planned_without_any() -> None:
+    settings = "model.preset=177b trainer.precision=bf16 trainer.global_batch_size=1536 parallel.layout=tp8pp8zero48"
+    one = search(Planner(read_assignments(settings.split(), "test"), H100, 3072)).fitting[0]
+    assert one.gpus == 3072
+    assert 10 < one.memory / 2**30 < 76
+    assert 0.2 < one.mfu(H100.peak) < 0.8
+
+
+# The page.
+
+
+@pytest.mark.parametrize(("layout", "gpus"), [("pp2", 2), ("dp2", 2), ("tp2pp2", 4)])
+def test_the_page_has_each_pass_once_and_ends_with_the_step(layout: str, gpus: int) -> None:
+    one = built(layout, gpus).planned()
+    boxes = boxes_of(one.step)
+    assert max(box.stop for box in boxes) == pytest.approx(one.seconds)
+    passes = [box for box in boxes if "micro batch" in box.title]
+    stages = 1 + max(box.stage for box in boxes)
+    assert len(passes) == 2 * one.micro_batches * stages
+    for stage in range(stages):
+        own = sorted((box.start, box.stop) for box in passes if box.stage == stage)
+        assert all(before[1] <= after[0] + 1e-12 for before, after in pairwise(own))
+    page = page_of(one, H100)
+    (picture,) = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    rectangles = [part for part in ElementTree.fromstring(picture) if part.tag.endswith("rect")]
+    assert len(rectangles) == len(boxes)
+    assert all(len(part) == 1 for part in rectangles), "each has a title"
+    assert not re.search(r"""(src|href)\s*=|@import|url\(""", page)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
+def test_a_browser_draws_the_page(tmp_path: Path) -> None:
+    file = tmp_path / "step.html"
+    file.write_text(page_of(built("pp2", 2).planned(), H100))
+    options = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}")
+    words = [str(BROWSER), *options, "--virtual-time-budget=2000", "--dump-dom", file.as_uri()]
+    dumped = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert 'data-drawn="yes"' in dumped

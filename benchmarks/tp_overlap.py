@@ -30,13 +30,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from mplug_tp.boundary import boundary
-from mplug_tp.memory import reachable
 from mplug_tp.messages import Messages, part_of, pieces_of, place_of
 from mplug_tp.peers import Peers
 from mplug_tp.product import Overlapped
 from torch import Tensor
 
 from mplug.cli.tables import table
+from mplug.ops import reachable
 from mplug_nn import Arrival, Boundary, ChunkedCollectives, Narrow, Operand, Produce, Product, Rows, Sink
 from mplug_nn.chunked_collectives import flattened, name_collectives
 from mplug_nn.product import COMPOSED

@@ -17,6 +17,7 @@ from mplug.ops.collectives import (
     split,
 )
 from mplug.ops.exchanges import CHECK, Exchange, Item, in_order
+from mplug.ops.peer_memory import PeerMemory, SignalledMemory, reachable, size_of
 from mplug.ops.rows import Meeting, RowReturn, bring_back, give_back, meet, send
 from mplug.ops.started_rows import arrive, depart
 
@@ -27,7 +28,9 @@ __all__ = [
     "Group",
     "Item",
     "Meeting",
+    "PeerMemory",
     "RowReturn",
+    "SignalledMemory",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -45,10 +48,12 @@ __all__ = [
     "meet_bounded",
     "own_part",
     "pack_bounded",
+    "reachable",
     "reduce",
     "reduce_scatter",
     "scatter",
     "send",
     "send_bounded",
+    "size_of",
     "split",
 ]

@@ -124,6 +124,18 @@ class Layer:
             "weights, next": (following, 2 * self.flops),
         }
 
+    def casts(self, product: GroupedProduct) -> dict[str, Callable[[], Any]]:
+        """What FP8 does besides products: the casts of rows, and of a weight, which happen once a step."""
+        if not product.makes_copies:
+            return {}
+        from mplug_fp8.grouped import cast_grouped
+
+        return {
+            "cast of rows": lambda: cast_grouped(self.rows, self.ends, True),
+            "cast of wide rows": lambda: cast_grouped(self.wide, self.ends, True),
+            "cast of weights": lambda: product.cast(self.up, {}),
+        }
+
     def gradient(self, product: GroupedProduct, stale: Tensor) -> Callable[[], Tensor]:
         """The gradient of the weight `up`, by operands that the passes before it have made."""
         up = Operand(self.up, product.cast(self.up, {}))
@@ -166,6 +178,9 @@ def compare(shape: str, load: str, names: list[str], device: str, found: list[Fi
                 show(found, Figure(shape, load, name, part, measured(work, device), flops), note)
             except Exception:
                 print(f"{shape} {load} {name} {part}: none: {traceback.format_exc()[-2500:]}", flush=True)
+
+        for part, cast in layer.casts(product).items():
+            show(found, Figure(shape, load, name, part, measured(cast, device), 0.0))
 
 
 def difference(result: Tensor, expected: Tensor) -> str:

@@ -24,8 +24,9 @@ from mplug.training.hardware import timed
 
 def ways(rows: Tensor, counts: Tensor, room: float) -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]]:
     """The exchanges by name: there, and there and back."""
+    from mplug_ep.mailbox import open_mailbox
     from mplug_ep.places import meet
-    from mplug_ep.pushed_rows import give_back_pushed, open_mailbox, send_pushed
+    from mplug_ep.pushed_rows import give_back_pushed, send_pushed
 
     group: Any = dist.group.WORLD
     size, number = group.size(), len(rows)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch.distributed as dist
-from mplug_ep.pushed_rows import MAILBOXES
+from mplug_ep.mailbox import MAILBOXES
 from torch import Tensor
 
 from mplug.run.run import Run

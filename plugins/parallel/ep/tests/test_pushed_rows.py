@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
-import mplug_ep.pushed_rows
+import mplug_ep.mailbox
 import pytest
 import torch
 from hypothesis import given, settings
@@ -77,7 +77,7 @@ def pushed(parts: list[Tensor], ways: list[Places], num_places: int, back: bool)
     addresses = torch.tensor([one.data_ptr() for one in memory], device=DEVICE)
     for rows, way in zip(parts, ways, strict=True):
         rank, place = (way.back_rank, way.back_place) if back else (way.rank, way.place)
-        mplug_ep.pushed_rows._push(rows, rank, place, addresses)
+        mplug_ep.mailbox.push(rows, rank, place, addresses)
     return memory
 
 
@@ -105,13 +105,13 @@ def test_the_kernel_writes_rows_to_their_places_and_back(width: int, dtype: torc
 
 def test_a_run_on_the_cpu_is_refused_with_the_reason() -> None:
     with pytest.raises(UsageError, match="symmetric writes rows into the memory of other GPUs, and this run is on the"):
-        mplug_ep.pushed_rows.open_mailbox(SimpleNamespace(device="cpu"), None)  # type: ignore[arg-type]
+        mplug_ep.mailbox.open_mailbox(SimpleNamespace(device="cpu"), None)  # type: ignore[arg-type]
 
 
 def test_gpus_that_do_not_reach_each_other_are_refused_with_their_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     group: Any = SimpleNamespace(group_name="far")
-    monkeypatch.setattr("mplug_ep.pushed_rows.triton_builds", lambda: True)
+    monkeypatch.setattr("mplug_ep.mailbox.triton_builds", lambda: True)
     monkeypatch.setattr("mplug.ops.reachable", lambda _: False)
     monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda _: [3, 11])
     with pytest.raises(UsageError, match=r"those of the ranks 3, 11, which share experts, may not; use parallel\.ep"):
-        mplug_ep.pushed_rows.open_mailbox(SimpleNamespace(device="cuda"), group)  # type: ignore[arg-type]
+        mplug_ep.mailbox.open_mailbox(SimpleNamespace(device="cuda"), group)  # type: ignore[arg-type]

@@ -34,8 +34,9 @@ from torch import Tensor
 from mplug import Model, Run, Site, Wrap, ops
 from mplug_ep.bounds import Bounds
 from mplug_ep.fit import copying_axes
+from mplug_ep.mailbox import open_mailbox
 from mplug_ep.places import Places, meet
-from mplug_ep.pushed_rows import give_back_pushed, open_mailbox, send_pushed
+from mplug_ep.pushed_rows import give_back_pushed, send_pushed
 
 COPIES, ETP, EP = 120, 100, 50
 """Layers, from the outermost: the split of copies, then etp, which splits weights, then ep, which sends tokens."""

@@ -18,8 +18,9 @@ from unittest.mock import patch
 import mplug_quack.needs
 import pytest
 import torch
+from mplug_quack.experts import compute
 from mplug_quack.grouped import QuackGroups
-from mplug_quack.limits import supports_experts
+from mplug_quack.limits import supports_experts, supports_swiglu_experts
 from mplug_quack.limits import supports_mlp as supports
 from mplug_quack.mlp import KINDS, core
 from mplug_quack.needs import missing
@@ -220,12 +221,37 @@ def test_backward_keeps_what_the_activation_was_of_and_a_weight_that_does_not_le
 # Experts. M rows, e groups, I input, O output.
 
 
+def alternating(x: Tensor, dim: int) -> Tensor:
+    """The numbers of both halves of a dimension, in turn."""
+    first, second = x.chunk(2, dim)
+    return torch.stack((first, second), dim + 1).flatten(dim, dim + 1)
+
+
 def grouped_gemm(  # type: ignore[no-untyped-def]
-    a, b, y, c, semaphore, *tile, pingpong, cu_seqlens_m=None, cu_seqlens_k=None, add_to_output=False
+    a,
+    b,
+    y,
+    c,
+    semaphore,
+    *tile,
+    pingpong,
+    cu_seqlens_m=None,
+    cu_seqlens_k=None,
+    add_to_output=False,
+    concat_layout=None,
 ) -> None:
     """`quack.gemm.gemm` for groups of rows, or of columns, with what its documentation requires of strides."""
     assert c is None
     assert semaphore is None
+    if concat_layout == ("B",):
+        assert b.stride(1) == 1 or b.stride(2) == 1
+        b = alternating(b, 2 if b.stride(1) == 1 else 1)
+    if concat_layout == ("out",):
+        own = torch.zeros_like(y)
+        grouped_gemm(a, b, own, c, semaphore, *tile, pingpong=pingpong, cu_seqlens_k=cu_seqlens_k)
+        whole = torch.cat((own[:, ::2], own[:, 1::2]), 1)
+        y.copy_(y + whole if add_to_output else whole)
+        return
     bounds = (cu_seqlens_k if cu_seqlens_m is None else cu_seqlens_m).tolist()
     for group, (start, stop) in enumerate(itertools.pairwise(bounds)):
         if cu_seqlens_m is not None:
@@ -237,12 +263,34 @@ def grouped_gemm(  # type: ignore[no-untyped-def]
             y[group] = y[group] + own if add_to_output else own
 
 
+def gemm_gated(a, b, activation, preact_out, postact_out, cu_seqlens_m, tuned, concat_layout) -> None:  # type: ignore[no-untyped-def]
+    """`quack.gemm_interface.gemm_gated`: b [e, K, N] with gates first in memory, whose columns it reads in turn."""
+    assert (activation, tuned, concat_layout, b.stride(-2)) == ("swiglu", False, ("B",), 1)
+    for group, (start, stop) in enumerate(itertools.pairwise(cu_seqlens_m.tolist())):
+        h = product(a[start:stop], alternating(b[group], 1))
+        preact_out[start:stop] = h
+        postact_out[start:stop] = F.silu(h[:, ::2]) * h[:, 1::2]
+
+
+def gemm_dgated(a, b, preact, activation, dx_out, postact_out, cu_seqlens_m, tuned, dynamic_scheduler) -> None:  # type: ignore[no-untyped-def]
+    """`quack.gemm_interface.gemm_dgated`."""
+    assert (activation, tuned, dynamic_scheduler) == ("swiglu", False, False)
+    for group, (start, stop) in enumerate(itertools.pairwise(cu_seqlens_m.tolist())):
+        with torch.enable_grad():
+            h = preact[start:stop].float().detach().requires_grad_()
+            y = F.silu(h[:, ::2]) * h[:, 1::2]
+            (dx_out[start:stop],) = torch.autograd.grad(y, h, product(a[start:stop], b[group]))
+        postact_out[start:stop] = y.detach()
+
+
 @pytest.fixture
 def grouped_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("quack.gemm")
-    module.gemm = grouped_gemm  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
-    monkeypatch.setitem(sys.modules, "quack.gemm", module)
+    made = {"quack": {}, "quack.gemm": {"gemm": grouped_gemm}}
+    made["quack.gemm_interface"] = {"gemm_gated": gemm_gated, "gemm_dgated": gemm_dgated}
+    for name, content in made.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
 
 
 def by(groups: GroupedProduct, counts: list[int], aligned: bool = True) -> list[Tensor]:
@@ -276,6 +324,26 @@ def test_no_row_at_all_gives_no_product_and_a_weights_gradient_of_0() -> None:
     assert y.shape == (0, 32)
     assert not total.any()
     assert not stale
+
+
+def swiglu_experts() -> list[Case]:
+    """The cases of whole experts that it can serve, on a machine that can run it."""
+    with patch("mplug_quack.limits.missing", return_value=""):
+        found = [case for case in cases() if case.slots == ("Experts.compute",)]
+        sites = [Site("blocks.*.experts", "Experts.compute", case.module, "blocks.0.experts") for case in found]
+        return [case for case, at in zip(found, sites, strict=True) if supports_swiglu_experts(at, run()) is True]
+
+
+@pytest.mark.parametrize("case", swiglu_experts(), ids=lambda case: case.name)
+@pytest.mark.usefixtures("grouped_stand_in")
+def test_whole_experts_their_gradients_and_sinks_are_those_of_plain_torch(case: Case) -> None:
+    trial = Trial(case, {"Experts.compute": compute}, torch.bfloat16, "cpu", case.name)
+    assert trial.values_fault(4.0) == ""
+    assert trial.strided_fault(4.0) == ""
+    assert trial.in_place_fault() == ""
+    assert trial.repeated_fault() == ""
+    if case is swiglu_experts()[0]:
+        assert trial.compiled_fault(4.0) == ""
 
 
 @pytest.mark.usefixtures("grouped_stand_in")

@@ -1,44 +1,52 @@
 """Products by QuACK, CuTe DSL kernels for Hopper: an MLP with its activation fused into them, and those of experts."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
-from mplug import Offer, hookimpl
+from mplug import MAY_CHANGE, Offer, hookimpl
 
 if TYPE_CHECKING:
-    from mplug import Model
+    from mplug import Model, Run
 
-EXPERTS = "Experts.product"
+EXPERTS = frozenset({"Experts.product", "Experts.compute"})
 
 
 class Quack:
     """GELU fused into the matrix products of an MLP, and the grouped products of experts, in bf16 on Hopper GPUs."""
 
     class Config(BaseModel):
-        """No options."""
+        """What is fused."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
+
+        fuse_experts: Annotated[bool, MAY_CHANGE] = Field(
+            True, description="compute the SwiGLU of experts within their products"
+        )
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
     @hookimpl
-    def captures(self, model: "Model") -> bool | str:
+    def captures(self, run: "Run", model: "Model") -> bool | str:
         """True for an MLP, whose kernels read everything from tensors (tests/test_gpu_graphs.py)."""
-        from mplug_quack.grouped import QuackGroups
-
-        filled = [one.offer.suppliers for one in model.slots if one.offer is not None]
-        if any(isinstance(suppliers.get(EXPERTS), QuackGroups) for suppliers in filled):
-            return f"has not been tested in a CUDA graph with {EXPERTS}"
+        filled = {one.site.slot for one in model.slots if run.hooks.plugins.get(one.supplier) is self}
+        if untested := sorted(filled & EXPERTS):
+            return f"has not been tested in a CUDA graph with {untested[0]}"
         return True
 
     @hookimpl
     def offer(self) -> list[Offer]:
-        """Offer `MLP.core`, the MLP between its collectives, and the grouped product of experts."""
+        """Offer `MLP.core`, an MLP between its collectives, and experts: whole ones with SwiGLU, or their products."""
+        from mplug_quack.experts import compute
         from mplug_quack.grouped import QuackGroups
-        from mplug_quack.limits import supports_experts, supports_mlp
+        from mplug_quack.limits import supports_experts, supports_mlp, supports_swiglu_experts
         from mplug_quack.mlp import core
 
-        grouped: dict[str, Any] = {EXPERTS: QuackGroups()}
-        return [Offer({"MLP.core": core}, supports_mlp, partial=True), Offer(grouped, supports_experts, partial=True)]
+        grouped: dict[str, Any] = {"Experts.product": QuackGroups()}
+        whole = [Offer({"Experts.compute": compute}, supports_swiglu_experts, fallback=True)]
+        return [
+            Offer({"MLP.core": core}, supports_mlp, partial=True),
+            *(whole if self.config.fuse_experts else []),
+            Offer(grouped, supports_experts, partial=True),
+        ]

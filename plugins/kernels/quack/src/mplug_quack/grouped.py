@@ -62,43 +62,50 @@ class QuackGroups(GroupedProduct):
 
 
 @operator("mplug_quack::multiply_groups")
-def multiply_groups(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+def multiply_groups(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool, alternating: bool = False) -> Tensor:
     """rows [M, I] times the matrix of each row's group: weight [e, O, I] if `transposed`, else [e, I, O] -> [M, O].
 
-    `ends` [e] int32: the index after the last row of each group. Rows after the last group are not written.
+    `ends` [e] int32: the index after the last row of each group. Rows after the last group are not written. If
+    `alternating`, numbers of the first and of the second half of dimension 1 of the weight alternate in the rows or in
+    the result.
     """
     weight = weight.contiguous()
     y = rows.new_empty(rows.shape[0], weight.shape[1] if transposed else weight.shape[2])
     if y.numel():
-        _multiply(ROWS, aligned_rows(rows), weight if transposed else weight.mT, y, cu_seqlens_m=_bounds(ends))
+        matrices, halves = weight if transposed else weight.mT, ("B",) if alternating else None
+        _multiply(ROWS, aligned_rows(rows), matrices, y, cu_seqlens_m=bounds_of(ends), concat_layout=halves)
     return y
 
 
 @fake("mplug_quack::multiply_groups")
-def _(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+def _(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool, alternating: bool = False) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[1] if transposed else weight.shape[2])
 
 
 @operator("mplug_quack::add_multiplied_groups", mutates_args=("total", "stale"))
-def add_multiplied_groups(total: Tensor, stale: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> None:
+def add_multiplied_groups(
+    total: Tensor, stale: Tensor, a: Tensor, b: Tensor, ends: Tensor, alternating: bool = False
+) -> None:
     """total [e, O, I] += aᵀ b of each group, with a [M, O] and b [M, I]; the products overwrite a total that is stale.
 
-    The kernel writes or adds in the dtype of `total`. A group without rows has the product 0.
+    The kernel writes or adds in the dtype of `total`. A group without rows has the product 0. If `alternating`, columns
+    of the first and of the second half of O alternate in a.
     """
     if not a.shape[0]:
         if stale:
             total.zero_()
     elif total.is_contiguous() and total.data_ptr() % 16 == 0:
         a, b = aligned_rows(a), aligned_rows(b)
-        _multiply(WEIGHTS, a.t(), b.t(), total, cu_seqlens_k=_bounds(ends), add_to_output=not stale)
+        halves, adds = ("out",) if alternating else None, not stale
+        _multiply(WEIGHTS, a.t(), b.t(), total, cu_seqlens_k=bounds_of(ends), add_to_output=adds, concat_layout=halves)
     else:
         products = torch.empty(total.shape, dtype=total.dtype, device=total.device)
-        add_multiplied_groups(products, torch.ones((), dtype=torch.bool), a, b, ends)
+        add_multiplied_groups(products, torch.ones((), dtype=torch.bool), a, b, ends, alternating)
         total.copy_(products) if stale else total.add_(products)
     stale.fill_(False)
 
 
-def _bounds(ends: Tensor) -> Tensor:
+def bounds_of(ends: Tensor) -> Tensor:
     """ends [e] -> where each group begins, and where the last one ends [e + 1], int32."""
     return torch.nn.functional.pad(ends.to(torch.int32), (1, 0))
 

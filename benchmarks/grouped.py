@@ -201,8 +201,7 @@ def tiles(shape: str, device: str, found: list[Figure]) -> None:
 
     product = grouped.QuackGroups()
     for values in (*TILES, *(TILES_OF_FINE if shape == "fine" else ())):
-        tile = grouped.Tile(*values)
-        grouped.ROWS = grouped.WEIGHTS = tile
+        grouped.SMALL = grouped.LARGE = grouped.Tile(*values)
         layer = Layer(shape, "drawn", device)
         try:
             works = layer.products(product)

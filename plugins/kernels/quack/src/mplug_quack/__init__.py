@@ -21,7 +21,7 @@ class Quack:
         model_config = ConfigDict(extra="forbid", frozen=True)
 
         fuse_experts: Annotated[bool, MAY_CHANGE] = Field(
-            True, description="compute the SwiGLU of experts within their products"
+            False, description="compute the SwiGLU of experts within their products, not in a kernel of its own"
         )
 
     def __init__(self, config: Config) -> None:

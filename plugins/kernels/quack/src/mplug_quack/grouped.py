@@ -26,10 +26,14 @@ class Tile(NamedTuple):
     cluster_columns: int
 
 
-ROWS = Tile(128, 192, True, 2, 1)
-"""The tile of products of rows."""
-WEIGHTS = Tile(128, 192, True, 2, 1)
-"""The tile of the weights' gradients."""
+SMALL, LARGE = Tile(128, 192, True, 2, 1), Tile(128, 256, False, 2, 1)
+MANY = 2048
+"""Rows of a group, on average, from which LARGE is the faster tile on an H200 (`benchmarks/grouped.py --tiles`)."""
+
+
+def tile_for(num_rows: int, groups: int) -> Tile:
+    """The tile of products of so many rows in so many groups."""
+    return LARGE if num_rows >= MANY * groups else SMALL
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ def multiply_groups(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool
     y = rows.new_empty(rows.shape[0], weight.shape[1] if transposed else weight.shape[2])
     if y.numel():
         matrices, halves = weight if transposed else weight.mT, ("B",) if alternating else None
-        _multiply(ROWS, aligned_rows(rows), matrices, y, cu_seqlens_m=bounds_of(ends), concat_layout=halves)
+        _multiply(ends, aligned_rows(rows), matrices, y, cu_seqlens_m=bounds_of(ends), concat_layout=halves)
     return y
 
 
@@ -96,8 +100,8 @@ def add_multiplied_groups(
             total.zero_()
     elif total.is_contiguous() and total.data_ptr() % 16 == 0:
         a, b = aligned_rows(a), aligned_rows(b)
-        halves, adds = ("out",) if alternating else None, not stale
-        _multiply(WEIGHTS, a.t(), b.t(), total, cu_seqlens_k=bounds_of(ends), add_to_output=adds, concat_layout=halves)
+        more: dict[str, Any] = {"concat_layout": ("out",) if alternating else None, "add_to_output": not stale}
+        _multiply(ends, a.t(), b.t(), total, cu_seqlens_k=bounds_of(ends), **more)
     else:
         products = torch.empty(total.shape, dtype=total.dtype, device=total.device)
         add_multiplied_groups(products, torch.ones((), dtype=torch.bool), a, b, ends, alternating)
@@ -110,10 +114,11 @@ def bounds_of(ends: Tensor) -> Tensor:
     return torch.nn.functional.pad(ends.to(torch.int32), (1, 0))
 
 
-def _multiply(tile: Tile, a: Tensor, b: Tensor, y: Tensor, **groups: Any) -> None:
+def _multiply(ends: Tensor, a: Tensor, b: Tensor, y: Tensor, **groups: Any) -> None:
     """y = a bᵀ of each group by QuACK; a [m, k], b [n, k] or [e, n, k], each contiguous along one of the two."""
     from quack.gemm import gemm
 
+    tile = tile_for(a.shape[1 if "cu_seqlens_k" in groups else 0], len(ends))
     shape = tile.rows, tile.columns, tile.cluster_rows, tile.cluster_columns
     gemm(a, b, y, None, None, *shape, pingpong=tile.pingpong, **groups)
 

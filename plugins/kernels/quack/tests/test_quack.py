@@ -403,6 +403,34 @@ def test_on_a_gpu_quacks_products_of_groups_are_each_groups_own(counts: list[int
         start += count
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(find_spec("quack") is None, reason="QuACK is not installed; install 'mplug-quack[quack]'")
+@pytest.mark.parametrize("counts", [[50, 300, 7, 155], [0, 512, 0, 0], [1, 0, 0, 2]], ids=str)
+def test_on_a_gpu_whole_experts_are_those_of_fp32(counts: list[int]) -> None:
+    generator, kept = torch.Generator("cuda").manual_seed(0), sum(counts)
+    given = [
+        (scale * torch.randn(shape, generator=generator, device="cuda")).bfloat16()
+        for shape, scale in (((512, 64), 1.0), ((4, 192, 64), 0.2), ((4, 64, 96), 0.2), ((512, 64), 1.0))
+    ]
+    rows, up, down, grad = given
+
+    def outcome(wide: torch.dtype) -> list[Tensor]:
+        leaves = [one.to(wide).requires_grad_() for one in (rows, up, down)]
+        if wide == torch.bfloat16:
+            counted = torch.tensor(counts, device="cuda")
+            y = compute(leaves[0], counted, Weights(leaves[1]), Weights(leaves[2]), "swiglu", activation)[:kept]
+        else:
+            own = leaves[0][:kept].split(counts)
+            hidden = [(x @ a.T).chunk(2, 1) for x, a in zip(own, leaves[1], strict=True)]
+            y = torch.cat([(F.silu(g) * u) @ b.T for (g, u), b in zip(hidden, leaves[2], strict=True)])
+        return [y.detach(), *torch.autograd.grad(y, leaves, grad[:kept].to(y.dtype))]
+
+    for ours, right in zip(outcome(torch.bfloat16), outcome(torch.float32), strict=True):
+        whole = slice(kept) if len(right) == len(rows) else slice(None)
+        largest = float(right.abs().max())
+        torch.testing.assert_close(ours[whole].float(), right[whole], rtol=0, atol=2e-2 * largest)
+
+
 def test_epilogues_refer_to_functions_of_quack_and_cutlass_through_their_modules_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

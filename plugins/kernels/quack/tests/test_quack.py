@@ -373,6 +373,28 @@ def test_experts_that_it_cannot_serve_are_refused_with_the_reason(
     assert words in str(Offer({"Experts.product": None}, supports_experts).answer(at, during))
 
 
+@pytest.mark.parametrize(
+    ("settings", "slots"),
+    [
+        ({}, {"Experts.product"}),
+        ({"kernels.quack.fuse_experts": True}, {"Experts.compute", "Experts.product"}),
+        (
+            {"kernels.quack.fuse_experts": True, "model.name": "gpt-oss", "kernels.attention": None},
+            {"Experts.product"},
+        ),
+    ],
+)
+def test_whole_experts_are_fused_where_the_activation_is_swiglu_and_a_graph_does_not_replay_them(
+    settings: dict[str, Any], slots: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mplug_quack.limits._supports", lambda *_: True)
+    given = tiny_run({"model.name": "mixtral", "model.num_experts": 4, "kernels.experts": "quack", **settings})
+    model = build_model(given)
+    assert {one.site.slot for one in model.slots if one.supplier == "kernels/quack"} == slots
+    answer = given.hooks.plugins["kernels/quack"].captures(given, model)
+    assert answer == f"has not been tested in a CUDA graph with {min(slots)}"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(find_spec("quack") is None, reason="QuACK is not installed; install 'mplug-quack[quack]'")
 @pytest.mark.parametrize("counts", [[50, 300, 7, 155], [0, 512, 0, 0], [1, 0, 0, 2], [0, 0, 0, 0]], ids=str)

@@ -8,7 +8,7 @@ The shapes are those of benchmarks/experts.py. Every product is measured under a
 (in the products of rows), and not those of weights, which happen once a step.
 
 Each result is compared with torch's first: the largest difference as a part of the largest value. `--tiles` measures
-QuACK's products with other tiles. A supplier that cannot run here is left out, and its reason is printed.
+QuACK's products with other tiles, and `--casts` the cast to FP8. A supplier that cannot run here is left out, and its reason is printed.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -199,17 +200,42 @@ def tiles(shape: str, device: str, found: list[Figure]) -> None:
     """QuACK's products with other tiles."""
     import mplug_quack.grouped as grouped
 
-    product = grouped.QuackGroups()
+    quack = grouped.QuackGroups()
     for values in (*TILES, *(TILES_OF_FINE if shape == "fine" else ())):
         grouped.SMALL = grouped.LARGE = grouped.Tile(*values)
         layer = Layer(shape, "drawn", device)
         try:
-            works = layer.products(product)
+            works = layer.products(quack)
             for part in ("up", "up and its rows' gradient", "weights, first"):
                 work, flops = works[part]
                 show(found, Figure(shape, "drawn", f"quack {values}", part, measured(work, device), flops))
         except Exception as error:
             print(f"{shape} quack {values}: none: {type(error).__name__}: {error}"[:400], flush=True)
+
+
+def casts(shape: str, device: str) -> None:
+    """The cast of wide rows to FP8 with other tiles: milliseconds and GB/s of a call."""
+    import mplug_fp8.emulation as emulation
+    import mplug_fp8.launch as launch
+
+    layer, given = Layer(shape, "drawn", device), (emulation.GROUP, dict(launch.GROUPED))
+    moved = layer.wide.numel() * 6  # two reads of bf16, two writes of FP8
+    for group, columns, warps in product((32, 64, 128), (64, 128, 256), (4, 8)):
+        emulation.GROUP = launch.GROUP = group
+        launch.GROUPED.update(TILE_N=group, TILE_I=columns, num_warps=warps)
+        try:
+            seconds = measured(lambda: launch.cast_grouped(layer.wide, layer.ends, True), device)
+            print(
+                f"{shape:7}cast of wide rows, tile {group:4} x{columns:4}, {warps} warps{1e3 * seconds:9.3f} ms", end=""
+            )
+            print(f"{moved / seconds / 1e9:8.0f} GB/s", flush=True)
+        except Exception as error:
+            print(
+                f"{shape} tile {group} x {columns}, {warps} warps: none: {type(error).__name__}: {error}"[:300],
+                flush=True,
+            )
+    emulation.GROUP = launch.GROUP = given[0]
+    launch.GROUPED.update(given[1])
 
 
 def main() -> None:
@@ -219,6 +245,7 @@ def main() -> None:
     parser.add_argument("--suppliers", nargs="*", choices=["torch", "quack", "fp8"], default=["torch", "quack", "fp8"])
     parser.add_argument("--loads", nargs="+", choices=["even", "drawn"], default=["even", "drawn"])
     parser.add_argument("--tiles", action="store_true", help="measure QuACK's products with other tiles, too")
+    parser.add_argument("--casts", action="store_true", help="measure the cast to FP8 with other tiles, too")
     parser.add_argument("--out", help="file for the figures, in JSON")
     chosen = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -232,6 +259,8 @@ def main() -> None:
     for shape in chosen.shapes:
         for load in chosen.loads:
             compare(shape, load, chosen.suppliers, device, found)
+        if chosen.casts and find_spec("triton") is not None:
+            casts(shape, device)
         if chosen.tiles and find_spec("quack") is not None:
             tiles(shape, device, found)
         if chosen.out:

@@ -1,6 +1,6 @@
 """Grouped matrix products of experts alone: torch, QuACK and FP8, beside a dense product of the same FLOPs.
 
-    python benchmarks/grouped.py [--shapes coarse fine] [--suppliers torch quack fp8] [--tiles] [--out grouped.json]
+    python benchmarks/grouped.py [--shapes coarse fine] [--suppliers torch quack fp8] [--tiles] [--casts] [--out FILE]
 
 The shapes are those of benchmarks/experts.py. Every product is measured under an even load and one drawn at random
 (the largest group has about twice the mean). `up` and `down` are the products of rows, `rows` the gradients of rows,
@@ -8,17 +8,18 @@ The shapes are those of benchmarks/experts.py. Every product is measured under a
 (in the products of rows), and not those of weights, which happen once a step.
 
 Each result is compared with torch's first: the largest difference as a part of the largest value. `--tiles` measures
-QuACK's products with other tiles, and `--casts` the cast to FP8. A supplier that cannot run here is left out, and its reason is printed.
+QuACK's products with other tiles, and `--casts` the cast to FP8. A supplier that cannot run here is left out, and its
+reason is printed.
 """
 
 import argparse
 import inspect
+import itertools
 import json
 import traceback
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -220,7 +221,7 @@ def casts(shape: str, device: str) -> None:
 
     layer, given = Layer(shape, "drawn", device), (emulation.GROUP, dict(launch.GROUPED))
     moved = layer.wide.numel() * 6  # two reads of bf16, two writes of FP8
-    for group, columns, warps in product((32, 64, 128), (64, 128, 256), (4, 8)):
+    for group, columns, warps in itertools.product((32, 64, 128), (64, 128, 256), (4, 8)):
         emulation.GROUP = launch.GROUP = group
         launch.GROUPED.update(TILE_N=group, TILE_I=columns, num_warps=warps)
         try:

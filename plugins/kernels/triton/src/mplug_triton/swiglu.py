@@ -24,7 +24,7 @@ def activation(x: Tensor, bias: Tensor | None, kind: Kind) -> Tensor:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """y = silu(gate) up. With s = sigmoid(gate), grad_up = grad_y gate s and grad_gate = grad_y up s (1 + gate (1 - s)).
+    """y = silu(gate) up; with s = sigmoid(gate): grad_up = grad_y gate s, grad_gate = grad_y up s (1 + gate (1 - s)).
 
     It saves x [..., 2F] only.
     """

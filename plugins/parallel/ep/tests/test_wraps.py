@@ -175,8 +175,9 @@ def test_a_token_gets_what_its_experts_make_of_it_weighted_by_its_gates(cases: l
     require_routed(layouts, [EMPTY, NOTHING, *cases])
 
 
-def test_rows_that_ranks_write_into_each_others_memory_reach_their_experts_and_come_back() -> None:
-    require_routed([("ep4", "symmetric"), ("ep2 over copies", "symmetric")], [EMPTY, NOTHING])
+def test_rows_reach_their_experts_among_the_ranks_of_their_group_and_come_back_in_every_way() -> None:
+    ways = ("bounded", "symmetric", "all_to_all overlapped", "bounded overlapped")
+    require_routed([("ep4", "symmetric"), *(("ep2 over copies", how) for how in ways)], [EMPTY, NOTHING])
 
 
 def test_ranks_may_have_different_numbers_of_tokens() -> None:

@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from mplug_tp.boundary import boundary
-from mplug_tp.memory import reachable
 from mplug_tp.messages import Messages, part_of, pieces_of, place_of
 from mplug_tp.peers import Peers
 from mplug_tp.product import Overlapped
@@ -40,6 +39,7 @@ from mplug.cli.tables import table
 from mplug_nn import Arrival, Boundary, ChunkedCollectives, Narrow, Operand, Produce, Product, Rows, Sink
 from mplug_nn.chunked_collectives import flattened, name_collectives
 from mplug_nn.product import COMPOSED
+from mplug_ops import reachable
 
 HEADER = ("LINEAR", "PASS", "VARIANT", "MS", "EXPOSED MS", "PRODUCTS/MS", "ERROR")
 WIDTHS = {"7.1b": 4096, "16b": 6144, "1.7b": 2048, "tiny": 64}

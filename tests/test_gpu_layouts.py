@@ -1,4 +1,4 @@
-"""ZeRO and pipeline schedules on two GPUs: the run of one process.
+"""ZeRO, pipeline schedules and experts on two GPUs: the run of one process.
 
 `benchmarks/overlap.py` measures the overlap.
 """
@@ -49,3 +49,26 @@ def alone() -> Trace:
 def test_a_pipeline_on_two_gpus_gives_the_run_of_one_process(schedule: str, compiler: str) -> None:
     settings = {**PIPELINE, "parallel.layout": "pp2", "parallel.pp.schedule": schedule, "trainer.compile": compiler}
     assert difference(run_workers(2, traced, settings), alone(), 1e-5) == ""
+
+
+EXPERTS: dict[str, Any] = {
+    **SMALL,
+    "model.name": "mixtral",
+    "model.preset": "tiny",
+    "model.num_experts": 8,
+    "parallel.layout": "ep2",
+    "trainer.deterministic": True,
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
+@pytest.mark.parametrize("compiler", ["never", "inductor"])
+@pytest.mark.parametrize("room", [1.5, 0.6], ids=["room", "lost rows"])
+def test_rows_written_into_the_memory_of_another_gpu_give_the_bits_of_messages(room: float, compiler: str) -> None:
+    settings = {**EXPERTS, "parallel.ep.room": room, "trainer.compile": compiler}
+    one, other = (
+        run_workers(2, traced, {**settings, "parallel.ep.dispatch": dispatch})
+        for dispatch in ("symmetric", "all_to_all")
+    )
+    assert [trace.losses for trace in one] == [trace.losses for trace in other]
+    assert [trace.norms for trace in one] == [trace.norms for trace in other]

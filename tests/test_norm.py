@@ -40,15 +40,19 @@ def test_views_that_lie_end_to_end_become_one_whatever_their_order_and_nothing_e
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])  # where they say that they are: the tensors are here
-@pytest.mark.parametrize("long", [1, 6, 1 << 20])
-def test_the_norm_is_that_of_all_elements(device: str, long: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("long", "longest"), [(1, 1 << 30), (6, 20), (1 << 20, 1 << 30)])
+def test_the_norm_is_that_of_all_elements(
+    device: str, long: int, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(norm, "LONG", long)
+    monkeypatch.setattr(norm, "LONGEST", longest)
     _, views = arena()
     owned = [*views[:2], *views[3:], torch.randn(4, 6).T]
     measure = GlobalNorm(owned, device)
     assert float(measure()) == pytest.approx(exact(owned), rel=1e-6)
     views[0].mul_(100)
     assert float(measure()) == pytest.approx(exact(owned), rel=1e-6)
+    assert all(part.numel() * part.itemsize <= longest for part in measure.long if part.is_contiguous())
 
 
 def test_gradients_that_are_not_finite_show_in_the_norm_and_none_have_a_norm_of_zero() -> None:

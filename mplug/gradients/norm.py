@@ -10,6 +10,8 @@ from mplug.gradients.region import region
 
 PART = 1 << 14
 """Maximum number of elements that a CPU adds in one sum: in fp32 the norm of this many has an error below 3e-7."""
+LONGEST = 1 << 30
+"""Maximum number of bytes that one reduction reads: beyond 2^31, torch divides a reduction into slower ones."""
 LONG = 1 << 20
 """Number of elements from which a stretch gets a reduction of its own; shorter ones share one launch."""
 
@@ -46,6 +48,13 @@ def _continues(last: Tensor, view: Tensor) -> bool:
     )
 
 
+def cut(stretch: Tensor) -> list[Tensor]:
+    """The same elements in parts of at most `LONGEST` bytes; a view that is not contiguous stays whole."""
+    if not stretch.is_contiguous():
+        return [stretch]
+    return list(stretch.view(-1).split(LONGEST // stretch.itemsize))
+
+
 def parts(views: Iterable[Tensor]) -> list[Tensor]:
     """The same elements in parts of about `PART` elements at most; a view that is not contiguous is cut by rows."""
     found: list[Tensor] = []
@@ -68,7 +77,7 @@ class GlobalNorm:
     def __init__(self, owned: list[Tensor], device: str, dtype: torch.dtype = torch.float32) -> None:
         stretches = merged(owned) if device == "cuda" else []
         self.device, self.dtype = device, dtype
-        self.long = [stretch for stretch in stretches if stretch.numel() >= LONG]
+        self.long = [part for stretch in stretches if stretch.numel() >= LONG for part in cut(stretch)]
         self.short = [stretch for stretch in stretches if stretch.numel() < LONG] if stretches else parts(owned)
 
     def __call__(self) -> Tensor:

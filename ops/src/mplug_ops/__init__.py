@@ -17,6 +17,7 @@ from mplug_ops.collectives import (
     scatter,
     split,
 )
+from mplug_ops.peer_memory import PeerMemory, SignalledMemory, reachable, size_of
 from mplug_ops.rows import Meeting, RowReturn, bring_back, give_back, meet, send
 from mplug_ops.started_rows import arrive, depart
 from mplug_ops.token_offers import TokenOffers
@@ -28,7 +29,9 @@ __all__ = [
     "Group",
     "Item",
     "Meeting",
+    "PeerMemory",
     "RowReturn",
+    "SignalledMemory",
     "TokenOffers",
     "all_gather",
     "all_reduce",
@@ -47,10 +50,12 @@ __all__ = [
     "meet_bounded",
     "own_part",
     "pack_bounded",
+    "reachable",
     "reduce",
     "reduce_scatter",
     "scatter",
     "send",
     "send_bounded",
+    "size_of",
     "split",
 ]

@@ -130,6 +130,18 @@ def test_numbers_that_are_not_finite_have_the_bits_of_the_definition(launch: Any
 
 
 @runs
+@pytest.mark.parametrize("stale", [True, False])
+def test_products_of_groups_are_added_to_their_sum_and_those_of_no_rows_are_0(launch: Any, stale: bool) -> None:
+    ends = torch.tensor([0, 3, 3, 8], dtype=torch.int32, device=DEVICE)
+    products, total = drawn(4, 90, 50).to(DEVICE), torch.full((4, 90, 50), 7.0, device=DEVICE)
+    products[0], products[2] = torch.nan, torch.nan
+    launch.add_groups(total, products, ends, stale)
+    right = torch.full((4, 90, 50), 0.0 if stale else 7.0, device=DEVICE)
+    right[[1, 3]] = products[[1, 3]].float() if stale else products[[1, 3]].float() + 7
+    assert_bits((total,), (right,))
+
+
+@runs
 @powers
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_rowwise_cast_has_the_bits_of_the_definition(launch: Any, shape: tuple[int, int], power: bool) -> None:

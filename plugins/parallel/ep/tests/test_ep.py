@@ -9,6 +9,7 @@ import pytest
 import tiny_models
 import torch
 from layout_runs import assert_refused, difference_of, under
+from mailboxes import by_messages
 from mplug_ep import wraps
 from mplug_ep.bounds import Bounds
 from torch import Tensor
@@ -109,6 +110,17 @@ def sums(settings: dict[str, Any]) -> tuple[set[str], int]:
 def test_all_gradients_are_summed_while_backward_runs_those_of_experts_over_their_own_ranks() -> None:
     found = run_workers(4, sums, {**EXPERTS, "parallel.layout": "dp4ep2"})
     assert found == [({"dp", "sparse_data"}, 0)] * 4
+
+
+def rows_by_messages() -> None:
+    wraps.open_mailbox = by_messages
+
+
+@pytest.mark.parametrize("room", [4.0, 0.6], ids=["room", "lost rows"])
+def test_rows_that_ranks_write_into_each_others_memory_give_the_run_of_one_process(room: float) -> None:
+    settings = {**EXPERTS, "parallel.layout": "ep2", "parallel.ep.dispatch": "symmetric", "parallel.ep.room": room}
+    found = run_workers(2, train_steps, settings, rows_by_messages)
+    assert difference(found, run_workers(1, train_steps, EXPERTS)[0]) == ""
 
 
 # Planted mistakes.

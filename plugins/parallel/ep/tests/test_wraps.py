@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import mplug_ep.wraps
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mailboxes import by_messages
 from mplug_ep.bounds import Bounds
 from mplug_ep.wraps import wraps_of_ep, wraps_of_etp
 from torch import Tensor, nn
@@ -48,7 +50,7 @@ MESHES = {
 """Layouts of four ranks."""
 
 
-HOW = ("all_to_all", "bounded", "all_gather", "all_to_all overlapped", "bounded overlapped")
+HOW = ("all_to_all", "bounded", "symmetric", "all_gather", "all_to_all overlapped", "bounded overlapped")
 """Values of `parallel.ep.dispatch`, some with `parallel.ep.overlap`."""
 
 
@@ -69,7 +71,8 @@ def experts_of(run: Run, how: str, num_experts: int) -> tuple[Experts, list[Tens
     """Experts as this rank has them, between the strategies' wraps; and a list that the counts of a call are put in."""
     mesh, rank, model = run.mesh, run.rank, SimpleNamespace(placements={})
     bounds, (dispatch, _, overlap) = None, how.partition(" ")
-    if dispatch == "bounded":
+    mplug_ep.wraps.open_mailbox = by_messages
+    if dispatch in ("bounded", "symmetric"):
         bounds = Bounds(SimpleNamespace(module=SimpleNamespace(training=True)), room=4.0)  # type: ignore[arg-type]
         bounds.check(run)
     wraps = []
@@ -170,6 +173,11 @@ def test_a_token_gets_what_its_experts_make_of_it_weighted_by_its_gates(cases: l
     layouts = [(name, how) for name in divided for how in HOW]
     layouts += [(name, "") for name in MESHES if name not in divided]
     require_routed(layouts, [EMPTY, NOTHING, *cases])
+
+
+def test_rows_reach_their_experts_among_the_ranks_of_their_group_and_come_back_in_every_way() -> None:
+    ways = ("bounded", "symmetric", "all_to_all overlapped", "bounded overlapped")
+    require_routed([("ep4", "symmetric"), *(("ep2 over copies", how) for how in ways)], [EMPTY, NOTHING])
 
 
 def test_ranks_may_have_different_numbers_of_tokens() -> None:

@@ -106,19 +106,20 @@ def add_multiplied_columns(
     The products overwrite a total that is `stale`. On a GPU torch rounds the products of a micro batch to bf16.
     """
     if a.is_cuda:
-        # A group without rows has no product: its result is not written by every version of torch's kernel.
+        import mplug_fp8.launch as launch
+
         products = torch._scaled_grouped_mm(
             a, b.t(), a_inverse.view(-1), b_inverse.view(-1), offs=ends, out_dtype=torch.bfloat16
         )
-        lengths = ends.diff(prepend=ends.new_zeros(1))
-        products = torch.where((lengths > 0)[:, None, None], products, 0)
+        # A group without rows has no product: its result is not written by every version of torch's kernel.
+        own = total if total.is_contiguous() else total.contiguous()
+        launch.add_groups(own, products, ends, bool(stale))
+        if own is not total:
+            total.copy_(own)
     else:
         products = emulation.multiply_columns(a, b, a_inverse, b_inverse, ends)
-    if stale:
-        total.copy_(products)
-        stale.fill_(False)
-    else:
-        total.add_(products)
+        total.copy_(products) if stale else total.add_(products)
+    stale.fill_(False)
 
 
 @register_flop_formula(torch.ops.mplug_fp8.multiply_grouped)

@@ -332,3 +332,20 @@ def fp8_cast_groups(
     position = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     target = columns + column[:, None].to(tl.int64) * padded_rows + position[None, :]
     tl.store(target, tl.trans(numbers), mask=column[:, None] < I)
+
+
+@triton.jit
+def fp8_add_groups(total, products, ends, size, STALE: tl.constexpr, BLOCK: tl.constexpr):
+    """total [e, size] += products [e, size], or = with STALE; a group without rows has the product 0.
+
+    A program processes BLOCK numbers of a group. Products of groups without rows are not read.
+    """
+    group = tl.program_id(1)
+    first = tl.load(ends + group - 1, mask=group > 0, other=0)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    target = group.to(tl.int64) * size + at
+    known = at < size
+    value = tl.load(products + target, mask=known & (tl.load(ends + group) > first), other=0.0).to(tl.float32)
+    if not STALE:
+        value += tl.load(total + target, mask=known, other=0.0).to(tl.float32)
+    tl.store(total + target, value, mask=known)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from mplug_fp8.emulation import BLOCK, E4M3, E5M2, GROUP, columns_of_groups, padded
 from mplug_fp8.kernels import (
+    fp8_add_groups,
     fp8_cast,
     fp8_cast_blocks,
     fp8_cast_groups,
@@ -25,6 +26,8 @@ BLOCKWISE = {"TILE": BLOCK, "num_warps": 4}
 """The tiles that were fastest on an H200 (`benchmarks/fp8.py`)."""
 PARTS = 1024
 """Maximum number of partial maxima: every program that casts reads all of them."""
+SUM = 4096
+"""Numbers that a program adds."""
 CHUNK = 8192
 """Numbers that a program reads at once for a maximum."""
 
@@ -213,3 +216,11 @@ def cast_grouped(x: Tensor, ends: Tensor, power_of_two: bool) -> tuple[Tensor, T
             **shape,
         )
     return rows, row_inverses, columns, column_inverses, column_ends
+
+
+def add_groups(total: Tensor, products: Tensor, ends: Tensor, stale: bool) -> None:
+    """total [e, O, I] += products [e, O, I], or = them if stale; a group that has no rows by `ends` [e] adds 0."""
+    size = products[0].numel()
+    with torch.cuda.device_of(total):
+        grid = (triton.cdiv(size, SUM), len(ends))
+        fp8_add_groups[grid](total, products, ends, size, STALE=stale, BLOCK=SUM, num_warps=4)

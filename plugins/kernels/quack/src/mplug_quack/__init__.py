@@ -1,50 +1,52 @@
-"""The MLP with its activation fused into the matrix products, by QuACK: CuTe DSL kernels for Hopper."""
+"""Products by QuACK, CuTe DSL kernels for Hopper: an MLP with its activation fused into them, and those of experts."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
-from mplug import Offer, Site, hookimpl
+from mplug import MAY_CHANGE, Offer, hookimpl
 
 if TYPE_CHECKING:
-    from mplug import Run
+    from mplug import Model, Run
+
+EXPERTS = frozenset({"Experts.product", "Experts.compute"})
 
 
 class Quack:
-    """GELU fused into the matrix products of an MLP, in bf16 on Hopper GPUs."""
+    """GELU fused into the matrix products of an MLP, and the grouped products of experts, in bf16 on Hopper GPUs."""
 
     class Config(BaseModel):
-        """No options."""
+        """What is fused."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
-    captures = True
-    """The kernels of an MLP read everything from tensors (tests/test_gpu_graphs.py)."""
+        fuse_experts: Annotated[bool, MAY_CHANGE] = Field(
+            False, description="compute the SwiGLU of experts within their products, not in a kernel of its own"
+        )
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
     @hookimpl
+    def captures(self, run: "Run", model: "Model") -> bool | str:
+        """True for an MLP, whose kernels read everything from tensors (tests/test_gpu_graphs.py)."""
+        filled = {one.site.slot for one in model.slots if run.hooks.plugins.get(one.supplier) is self}
+        if untested := sorted(filled & EXPERTS):
+            return f"has not been tested in a CUDA graph with {untested[0]}"
+        return True
+
+    @hookimpl
     def offer(self) -> list[Offer]:
-        """Offer `MLP.core`, the MLP between its collectives."""
+        """Offer `MLP.core`, an MLP between its collectives, and experts: whole ones with SwiGLU, or their products."""
+        from mplug_quack.experts import compute
+        from mplug_quack.grouped import QuackGroups
+        from mplug_quack.limits import supports_experts, supports_mlp, supports_swiglu_experts
         from mplug_quack.mlp import core
 
-        return [Offer({"MLP.core": core}, supports, partial=True)]
-
-
-def supports(site: Site, run: "Run") -> bool | str:
-    """True for GELU, exact or by tanh, in bf16 on a Hopper GPU with QuACK installed; else the reason."""
-    from mplug_quack.mlp import ALIGNED, KINDS
-    from mplug_quack.needs import missing
-
-    if site.module.kind not in KINDS:
-        return f"it supports the activations {' and '.join(KINDS)}, and this site's activation is {site.module.kind}"
-    if run.device != "cuda":
-        return "it needs a Hopper GPU, and this run is on the CPU"
-    if run.precision.activations != "bfloat16":
-        word, format_ = run.config.trainer.precision, run.precision.activations
-        return f"it computes in bf16, and trainer.precision={word} computes in {format_}"
-    widths = tuple(site.module.up.weight.shape)
-    if any(width % ALIGNED for width in widths):
-        return f"it supports multiples of {ALIGNED} as widths, and this MLP has widths {widths[1]} and {widths[0]}"
-    return missing() or True
+        grouped: dict[str, Any] = {"Experts.product": QuackGroups()}
+        whole = [Offer({"Experts.compute": compute}, supports_swiglu_experts, fallback=True)]
+        return [
+            Offer({"MLP.core": core}, supports_mlp, partial=True),
+            *(whole if self.config.fuse_experts else []),
+            Offer(grouped, supports_experts, partial=True),
+        ]

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from mplug_nn import Weights, fake, operator, weight_gradient
+from mplug_quack.rows import ALIGNED, aligned_rows
 
 KINDS = ("gelu", "gelu_tanh")
-ALIGNED = 8
-"""Elements of bf16 in 16 bytes, the unit in which rows are read."""
 
 
 def core(
@@ -65,7 +64,7 @@ def activated(x: Tensor, up: Tensor, bias: Tensor | None, kind: str) -> tuple[Te
 
     h, a = _like(x, up.shape[0])
     beside = {} if bias is None else {"bias": bias[None]}
-    UP[kind, bias is not None](_rows(x), _rows(up).t(), out={"D": h, "y": a}, tuned=False, **beside)
+    UP[kind, bias is not None](aligned_rows(x), aligned_rows(up).t(), out={"D": h, "y": a}, tuned=False, **beside)
     return h, a
 
 
@@ -80,7 +79,7 @@ def gradient(grad_y: Tensor, down: Tensor, h: Tensor, kind: str) -> tuple[Tensor
     from mplug_quack.epilogues import DOWN
 
     grad_h, a = _like(grad_y, down.shape[1])
-    DOWN[kind](_rows(grad_y), _rows(down), _rows(h), out={"D": grad_h, "y": a}, tuned=False)
+    DOWN[kind](aligned_rows(grad_y), aligned_rows(down), aligned_rows(h), out={"D": grad_h, "y": a}, tuned=False)
     return grad_h, a
 
 
@@ -91,9 +90,3 @@ def _(grad_y: Tensor, down: Tensor, h: Tensor, kind: str) -> tuple[Tensor, Tenso
 
 def _like(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return x.new_empty(len(x), width), x.new_empty(len(x), width)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """The tensor with contiguous rows that start at multiples of 16 bytes, copied if necessary."""
-    plain = x.stride(1) == 1 and x.stride(0) % ALIGNED == 0 and x.data_ptr() % 16 == 0
-    return x if plain else x.clone(memory_format=torch.contiguous_format)

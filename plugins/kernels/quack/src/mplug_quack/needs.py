@@ -9,11 +9,13 @@ import torch
 DISTRIBUTION = "quack-kernels"
 CHIP = 9
 """The major compute capability of Hopper; the epilogues rely on the arguments that QuACK's Hopper kernels pass."""
+EPILOGUES, PRODUCTS, FUSED_PRODUCTS = "mplug_quack.epilogues", "quack.gemm", "quack.gemm_interface"
+"""The modules that the kernels of an MLP need, those of experts, and those of experts with their activation."""
 
 
 @cache
-def missing() -> str:
-    """Why this machine cannot run the kernels, or the empty string."""
+def missing(module: str) -> str:
+    """Why this machine cannot run the kernels that need a module, or the empty string."""
     try:
         version(DISTRIBUTION)
     except PackageNotFoundError:
@@ -22,7 +24,7 @@ def missing() -> str:
     if capability[0] != CHIP:
         return f"it supports compute capability {CHIP}.0, and this GPU has {'.'.join(map(str, capability))}"
     try:
-        import_module("mplug_quack.epilogues")
+        import_module(module)
     except Exception as error:  # the import runs QuACK's own checks, which may raise anything
         return f"QuACK is installed, and its import fails: {str(error).partition(chr(10))[0]}"
     return ""

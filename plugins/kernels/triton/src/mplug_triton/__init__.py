@@ -1,7 +1,7 @@
 """Fused Triton kernels: norms with the residual addition; QK-norm and RoPE with the split of QKV; rows to experts.
 
-The backward kernel of QKV writes the gradient of the packed projection in one pass. The plugin also offers a GELU in
-plain torch operations, which torch's compiler fuses with its neighbours.
+The backward kernel of QKV writes the gradient of the packed projection in one pass, and that of SwiGLU the gradient of
+both halves. The plugin also offers a GELU in plain torch operations, which torch's compiler fuses with its neighbours.
 """
 
 import os
@@ -20,6 +20,7 @@ NARROWER = (*HALF, "float32")
 """Formats whose numbers the kernels compute with in fp32."""
 TURNING = frozenset({"scaled rotary", "coordinate rotary"})
 """Needs that the kernel for queries and keys serves: it turns pairs by any table of cosines and sines."""
+SWIGLU = "swiglu"
 WIDEST = 16384
 """Maximum width of a row, in elements, that a norm's program holds in registers."""
 
@@ -41,7 +42,7 @@ class Triton:
     @hookimpl
     def offer(self) -> list[Offer]:
         """Offer norms, the preparation of packed queries, keys and values, the rows of experts, and the activation."""
-        from mplug_triton.gelu import activation
+        from mplug_triton import gelu, swiglu
         from mplug_triton.norm import norm_residual
         from mplug_triton.qkv import prepare_qkv
         from mplug_triton.rows import combine, dispatch
@@ -50,7 +51,8 @@ class Triton:
             Offer({"Norm.norm_residual": norm_residual}, supports_norm, optional=True),
             Offer({"Attention.prepare_qkv": prepare_qkv}, supports_qkv, serves=TURNING, optional=True),
             Offer({"Experts.dispatch": dispatch, "Experts.combine": combine}, supports_rows, optional=True),
-            Offer({"MLP.activation": activation}, supports_activation, optional=True),
+            Offer({"MLP.activation": gelu.activation}, supports_activation, optional=True),
+            Offer({"MLP.activation": swiglu.activation}, supports_swiglu, optional=True),
         ]
 
 
@@ -89,20 +91,28 @@ def _runs(run: "Run") -> bool | str:
 
 
 def supports_activation(site: Site, run: "Run") -> bool | str:
-    """True for exact GELU in compiled units in bf16 or fp16.
+    """True for exact GELU in compiled units in bf16 or fp16; False for SwiGLU, which another offer serves.
 
     For other sites: the reason if the user chose a kernel for activations, else False, so that plain torch serves them.
     """
+    if site.module.kind == SWIGLU:
+        return False
     reason = _reason_against_activation(site, run)
     if not reason:
         return True
     return reason if "activation" in run.config.kernels.kinds else False
 
 
+def supports_swiglu(site: Site, run: "Run") -> bool | str:
+    """True for SwiGLU if the user chose a kernel for activations, with Triton and a CUDA GPU or its interpreter."""
+    return site.module.kind == SWIGLU and "activation" in run.config.kernels.kinds and _runs(run)
+
+
 def _reason_against_activation(site: Site, run: "Run") -> str:
     if site.module.kind != "gelu":
         return (
-            f"it supports 'gelu' only, and this site's activation is '{site.module.kind}'; set kernels.activation=null"
+            f"it supports 'gelu' and 'swiglu', and this site's activation is '{site.module.kind}'; set "
+            f"kernels.activation=null"
         )
     if run.precision.activations not in HALF:
         return f"its slopes have errors of up to 2.8e-6, which are too large for {run.precision.activations}"

@@ -20,6 +20,10 @@ VIEW = "sparse"
 """The mesh view of the experts' axes; it shares the pipeline axis with the dense view."""
 
 
+BOUNDED = ("bounded", "symmetric")
+"""The values of `parallel.ep.dispatch` with memory of a fixed size."""
+
+
 class ExpertParallel:
     """Splits the experts over ranks; tokens are sent to the ranks of their experts, and the results back."""
 
@@ -28,14 +32,17 @@ class ExpertParallel:
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
-        dispatch: Annotated[Literal["all_to_all", "bounded", "all_gather"], MAY_CHANGE] = Field(
+        dispatch: Annotated[Literal["all_to_all", "bounded", "symmetric", "all_gather"], MAY_CHANGE] = Field(
             "all_to_all",
             description="all_to_all: send each token to the ranks of its experts; the CPU waits for the number of "
             "tokens; bounded: in buffers of a fixed size, and steps for which these are too small are computed again "
-            "by all_to_all; all_gather: send all tokens to all ranks; shapes are fixed, and the CPU does not wait",
+            "by all_to_all; symmetric: the same by kernels that write rows into other GPUs of the machine; "
+            "all_gather: send all tokens to all ranks; shapes are fixed, and the CPU does not wait",
         )
         room: Annotated[PositiveFloat, MAY_CHANGE] = Field(
-            1.5, description="bounded: rows that a rank may send to each rank, as a multiple of the even share"
+            1.5,
+            description="bounded: rows that a rank may send to each rank, as a multiple of the even share; symmetric: "
+            "rows that it may receive from all ranks",
         )
         overlap: Annotated[bool, MAY_CHANGE] = Field(
             False, description="all_to_all, bounded: compute the shared experts while tokens travel to the others"
@@ -43,9 +50,9 @@ class ExpertParallel:
 
         @model_validator(mode="after")
         def _can_overlap(self) -> Self:
-            if self.overlap and self.dispatch == "all_gather":
+            if self.overlap and self.dispatch in ("all_gather", "symmetric"):
                 raise ValueError(
-                    "overlap is for tokens that are sent, and dispatch=all_gather gathers them; choose one"
+                    f"overlap is for dispatch=all_to_all and bounded, and dispatch is {self.dispatch}; choose one"
                 )
             return self
 
@@ -71,7 +78,7 @@ class ExpertParallel:
         from mplug_ep.bounds import Bounds
         from mplug_ep.wraps import wraps_of_ep
 
-        self.bounds = Bounds(model, self.config.room) if self.config.dispatch == "bounded" else None
+        self.bounds = Bounds(model, self.config.room) if self.config.dispatch in BOUNDED else None
         return wraps_of_ep(run, model, self.config.dispatch, self.bounds, self.config.overlap)
 
     @hookimpl

@@ -30,6 +30,10 @@ class Bounds:
         """The rows that a rank with `num_rows` may send to each rank."""
         return min(math.ceil(self.room * num_rows / ranks), num_rows)
 
+    def places_for(self, num_rows: int, ranks: int) -> int:
+        """The rows that a rank with `num_rows` may receive from all ranks."""
+        return min(math.ceil(self.room * num_rows), num_rows * ranks)
+
     def count(self, lost: Tensor) -> None:
         """Add the lost rows of an exchange."""
         assert self.lost is not None

@@ -16,6 +16,8 @@ ep, overlap        after: let the rows depart                    the same
 ep, bounded        the same into buffers of a fixed size M; if   the same
                    rows have no room, all_to_all in the
                    repeated step
+ep, symmetric      the same by kernels that write each row       the same
+                   into the memory of its GPU
 
 The two operations of a line are each other's dual (split/join, gather/scatter, send/give_back), so autograd derives
 the backward pass. The supplier inside sorts the tokens of one rank by expert once. Experts are numbered in rank order,
@@ -23,7 +25,8 @@ so this also sorts them by (rank, expert).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,9 +35,15 @@ import mplug_ops as ops
 from mplug import Model, Run, Site, Wrap
 from mplug_ep.bounds import Bounds
 from mplug_ep.fit import copying_axes
+from mplug_ep.mailbox import open_mailbox
+from mplug_ep.places import Places, meet
+from mplug_ep.pushed_rows import give_back_pushed, send_pushed
 
 COPIES, ETP, EP = 120, 100, 50
 """Layers, from the outermost: the split of copies, then etp, which splits weights, then ep, which sends tokens."""
+
+SYMMETRIC = "symmetric"
+"""The value of `parallel.ep.dispatch` for rows that kernels write into the memory of other GPUs."""
 
 USE = "experts"
 """Use separate process groups: backward waits for tokens, which must not queue behind the gradient sums."""
@@ -43,7 +52,6 @@ Dispatched = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 Dispatch = Callable[[Tensor, Tensor, int], Dispatched]
 Arrive = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, tuple[Tensor, ...]]]
 Combine = Callable[[Tensor, Tensor, tuple[Tensor, ...]], Tensor]
-Met = TypeVar("Met", ops.Meeting, ops.BoundedMeeting)
 
 
 def wraps_of_ep(run: Run, model: Model, how: str, bounds: Bounds | None = None, overlap: bool = False) -> list[Wrap]:
@@ -51,6 +59,8 @@ def wraps_of_ep(run: Run, model: Model, how: str, bounds: Bounds | None = None, 
     if run.mesh.axes["ep"].size == 1:
         return []
     group = run.group("ep", use=USE)
+    if how == SYMMETRIC:
+        open_mailbox(run, group)
     divided = _divided(model, "ep")
     if how == "all_gather":
         size, index = run.mesh.axes["ep"].size, run.mesh.index(run.rank, "ep")
@@ -58,7 +68,7 @@ def wraps_of_ep(run: Run, model: Model, how: str, bounds: Bounds | None = None, 
     elif overlap:
         own = _departing(group, bounds)
     else:
-        own = _travelling(group, bounds)
+        own = _travelling(group, bounds, how)
     etp = run.mesh.axes.get("etp")
     outer = [] if etp is not None and etp.size > 1 else _own_part(run, divided)
     return [*_around(own, EP, divided), *outer]
@@ -151,31 +161,82 @@ def _gathering(group: ops.Group, size: int = 1, index: int = 0) -> Wraps:
     return {"dispatch": around_dispatch, "arrive": around_arrive, "combine": around_combine}
 
 
-def _travelling(group: ops.Group, bounds: Bounds | None) -> Wraps:
+@dataclass(frozen=True)
+class Way:
+    """How rows travel: what the ranks agree on first, a tuple of tensors of the class `kind`, and the two directions.
+
+    meet(rows [N, D] ordered by bin, counts) -> a `kind`; send(rows, it) -> [M, D]; give_back(rows [M, D], it, N) ->
+    [N, D].
+    """
+
+    kind: type[Any]
+    meet: Callable[[Tensor, Tensor], Any]
+    send: Callable[[Tensor, Any], Tensor]
+    give_back: Callable[[Tensor, Any, int], Tensor]
+
+
+def _exactly(group: ops.Group) -> Way:
+    """In buffers whose size is the number of rows."""
+    return Way(
+        ops.Meeting,
+        lambda _, counts: ops.meet(counts, group),
+        lambda rows, meeting: ops.send(rows, meeting, group),
+        lambda rows, meeting, num_rows: ops.give_back(rows, meeting, num_rows, group),
+    )
+
+
+def _in_buffers(group: ops.Group, bounds: Bounds) -> Way:
+    """In buffers of a fixed size."""
+    return Way(
+        ops.BoundedMeeting,
+        lambda rows, counts: _met_bounded(rows, counts, bounds, group),
+        lambda rows, meeting: ops.send_bounded(rows, meeting, group),
+        lambda rows, meeting, _: ops.give_back_bounded(rows, meeting, group),
+    )
+
+
+def _pushed(group: ops.Group, bounds: Bounds) -> Way:
+    """By kernels that write rows into the memory of other GPUs, which has a fixed size."""
+
+    def met(rows: Tensor, counts: Tensor) -> Places:
+        assert group is not None
+        places = meet(counts, len(rows), bounds.places_for(len(rows), group.size()), group)
+        bounds.count(places.lost)
+        return places
+
+    return Way(
+        Places,
+        met,
+        lambda rows, places: send_pushed(rows, places, group),
+        lambda rows, places, _: give_back_pushed(rows, places, group),
+    )
+
+
+def _travelling(group: ops.Group, bounds: Bounds | None, how: str = "") -> Wraps:
     """Wraps that send each row to the rank of its expert, and the result back.
 
-    Dispatch: `ops.send` [N k, D] -> [M, D]; combine: `ops.give_back` [M, D] -> [N k, D], its dual. While `bounds`
-    apply: `ops.send_bounded` and `ops.give_back_bounded`.
+    Dispatch: `send` [N k, D] -> [M, D]; combine: `give_back` [M, D] -> [N k, D], its dual. The way is exact unless
+    `bounds` apply.
     """
+    exact, bounded = _exactly(group), None
+    if bounds is not None:
+        bounded = _pushed(group, bounds) if how == SYMMETRIC else _in_buffers(group, bounds)
+
+    def way() -> Way:
+        return bounded if bounds is not None and bounded is not None and bounds.apply else exact
 
     def around_dispatch(inner: Dispatch) -> Dispatch:
         def dispatch(x: Tensor, chosen: Tensor, num_experts: int) -> Dispatched:
             rows, counts, route = inner(x, chosen, num_experts)
-            if bounds is not None and bounds.apply:
-                places = _met_bounded(rows, counts, bounds, group)
-                return ops.send_bounded(rows, places, group), places.counts, (*route, *places)
-            meeting = ops.meet(counts, group)
-            return ops.send(rows, meeting, group), meeting.counts, (*route, *meeting)
+            meeting = way().meet(rows, counts)
+            return way().send(rows, meeting), meeting.counts, (*route, *meeting)
 
         return dispatch
 
     def around_combine(inner: Combine) -> Combine:
         def combine(rows: Tensor, gates: Tensor, route: tuple[Tensor, ...]) -> Tensor:
-            if bounds is not None and bounds.apply:
-                own, places = _without(route, ops.BoundedMeeting)
-                return inner(ops.give_back_bounded(rows, places, group), gates, own)
-            own, meeting = _without(route, ops.Meeting)
-            return inner(ops.give_back(rows, meeting, gates.numel(), group), gates, own)
+            own, meeting = _without(route, way().kind)
+            return inner(way().give_back(rows, meeting, gates.numel()), gates, own)
 
         return combine
 
@@ -229,7 +290,7 @@ def _met_bounded(rows: Tensor, counts: Tensor, bounds: Bounds, group: ops.Group)
     return places
 
 
-def _without(route: Sequence[Tensor], kind: type[Met]) -> tuple[tuple[Tensor, ...], Met]:
+def _without(route: Sequence[Tensor], kind: type[Any]) -> tuple[tuple[Tensor, ...], Any]:
     """The route of the supplier inside, and the meeting behind it."""
     at = len(route) - len(kind._fields)
     return tuple(route[:at]), kind(*route[at:])

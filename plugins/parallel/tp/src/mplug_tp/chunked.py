@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import Tensor
 
+import mplug_ops as ops
 from mplug_nn import Arrival, ChunkedCollectives, Produce
 from mplug_nn.chunked_collectives import name_collectives
-from mplug_tp.memory import reachable
 from mplug_tp.messages import AllReduces, Messages
 from mplug_tp.peers import Peers
 
@@ -46,6 +46,6 @@ class SequenceCollectives(ChunkedCollectives):
 
     def _chunked(self, operand: Tensor) -> ChunkedCollectives:
         if self.chosen is None:
-            copies = operand.is_cuda and reachable(self._group)
+            copies = operand.is_cuda and ops.reachable(self._group)
             self.chosen = Peers(self._group) if copies else Messages(self._group)
         return self.chosen

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import mplug_ops as ops
 from mplug_nn import Arrival, ChunkedCollectives, Produce, Rows
 from mplug_nn.chunked_collectives import flattened
-from mplug_tp.memory import Slot, size_of
 from mplug_tp.messages import part_of, pieces_of, place_of
 
 MOST_COPIES = 16
@@ -41,9 +41,9 @@ class Peers(ChunkedCollectives):
         self.rank, self.size = group.rank(), group.size()
         self.num_parts = self.size
         self.copies, self.signals = torch.cuda.Stream(priority=-1), torch.cuda.Stream(priority=-1)
-        self._slots = cycle((Slot(group), Slot(group)))
+        self._slots = cycle((ops.SignalledMemory(group), ops.SignalledMemory(group)))
 
-    def next_slot(self) -> Slot:
+    def next_slot(self) -> ops.SignalledMemory:
         """The slot for the next use."""
         return next(self._slots)
 
@@ -81,7 +81,7 @@ class _Ring:
 
     def __init__(self, peers: Peers, own: Tensor) -> None:
         self.own, self.pieces, self._peers = own, pieces_of(*own.shape[:2]), peers
-        self._shape, self._each = tuple(own.shape), size_of(tuple(own.shape), own.dtype)
+        self._shape, self._each = tuple(own.shape), ops.size_of(tuple(own.shape), own.dtype)
         self._before, self._after = (peers.rank - 1) % peers.size, (peers.rank + 1) % peers.size
         self._slot, current = peers.next_slot(), torch.cuda.current_stream()
         self._slot.begin((peers.size - 1) * self._each, peers.signals)
@@ -126,7 +126,7 @@ class PeerArrival(Arrival):
         self._own = place_of(peers.rank, self._parts[0].shape[1])
         self._arrived: list[tuple[Rows, torch.cuda.Event]] = []
         shapes = [(x.shape[0], peers.size * x.shape[1], x.shape[2]) for x in self._parts]
-        sizes = [size_of(shape, x.dtype) for shape, x in zip(shapes, self._parts, strict=True)]
+        sizes = [ops.size_of(shape, x.dtype) for shape, x in zip(shapes, self._parts, strict=True)]
         starts = [sum(sizes[:number]) for number in range(len(sizes))]
         places = [(shape, x.dtype, start) for shape, x, start in zip(shapes, self._parts, starts, strict=True)]
         self._slot = peers.next_slot()

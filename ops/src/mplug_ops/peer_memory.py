@@ -1,30 +1,32 @@
-"""Memory that all GPUs of a group access directly (torch's symmetric memory), without NVLink multicast.
+"""Memory that all GPUs of a group access directly (torch's symmetric memory), without NVLink multicast. R ranks.
 
-A `Slot` is such memory on every rank, with words for signals in front. A rank writes to its own data, and to the words
-of all ranks. A use of a slot begins when all ranks have finished their last use of it. R ranks.
+A `PeerMemory` is such memory on every rank, without an order between its accesses but `barrier`. A `SignalledMemory`
+has words for signals in front: a rank writes to its own data, and to the words of all ranks. A use of it begins when
+all ranks have finished their last use of it.
 """
 
 import logging
 import os
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _symmetric_memory as symmetric
+from torch.distributed import _symmetric_memory
 from torch.distributed import distributed_c10d as c10d
 
-from mplug_tp.signals import available, await_word, raise_word
+from mplug_ops.peer_signals import available, await_word, raise_word
 
 log = logging.getLogger("mplug")
+symmetric: Any = _symmetric_memory
 
 HEADER = 1 << 16
-"""Bytes of words in front of a slot's data: [channel, R] words of 4 bytes."""
+"""Bytes of words in front of the data of a `SignalledMemory`: [channel, R] words of 4 bytes."""
 ALIGNED = 512
 FINISHED = 0
-"""The channel on which a rank counts the uses of the slot that it has finished."""
+"""The channel on which a rank counts the uses of the memory that it has finished."""
 FIRST = 1
 """The channel 0 of `tell` and `hear`."""
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -61,9 +63,9 @@ def _all(own: Any, group: dist.ProcessGroup) -> list[Any]:
 def _can_share(group: dist.ProcessGroup) -> bool:
     """Whether this process may map the memory of the others: a container can forbid it."""
     try:
-        Slot(group).begin(ALIGNED, torch.cuda.current_stream())
+        SignalledMemory(group).begin(ALIGNED, torch.cuda.current_stream())
     except RuntimeError as error:
-        log.warning("GPUs cannot share memory (%s); tensor parallelism sends messages", error)
+        log.warning("GPUs cannot share memory: %s", error)
         return False
     return True
 
@@ -86,47 +88,100 @@ def _join(group: dist.ProcessGroup) -> str:
     name: str = group.group_name
     if name not in symmetric._group_name_to_store:
         ranks = "_".join(map(str, dist.get_process_group_ranks(group)))
-        store = dist.PrefixStore(f"mplug_tp-{ranks}", c10d._get_default_store())
-        symmetric._group_name_to_store[name] = store  # type: ignore[index]
+        store: Any = c10d.PrefixStore(f"mplug-{ranks}", c10d._get_default_store())
+        symmetric._group_name_to_store[name] = store
         symmetric._SymmetricMemory.set_group_info(name, group.rank(), group.size(), store)
     return name
 
 
 @dataclass
-class Slot:
-    """Memory of equal size on every rank of a group.
+class PeerMemory:
+    """Memory of equal size on every rank of a group; none before the first `reserve`."""
+
+    group: dist.ProcessGroup
+    capacity: int = field(default=0, init=False)
+    """Bytes of data per rank."""
+    _header: ClassVar[int] = 0
+    _memory: tuple[Any, ...] = field(default=(), init=False)
+    _addresses: tuple[int, ...] = field(default=(), init=False)
+    _views: dict[tuple[Any, ...], Tensor] = field(default_factory=dict, init=False)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Make room for `num_bytes` of data per rank; all contents are lost if the memory must grow.
+
+        Collective, with the same number on all ranks. It makes the CPU wait only if the memory must grow.
+        """
+        if num_bytes <= self.capacity:
+            return
+        os.environ.setdefault(NO_MULTICAST, "1")  # torch then maps no multicast object, which nothing here would use
+        device, name = torch.device("cuda", torch.cuda.current_device()), _join(self.group)
+        torch.cuda.synchronize(device)  # no rank still accesses the memory that this one frees
+        size = self._header + aligned(num_bytes)
+        memory = symmetric._SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
+        memory[: self._header].zero_()
+        torch.cuda.synchronize(device)
+        # Returns when all ranks are here: their last uses have ended, and their words are zero.
+        handle = symmetric._SymmetricMemory.rendezvous(memory, name)
+        self._memory, self._addresses = (memory, handle), tuple(handle.buffer_ptrs)
+        self.capacity, self._views = size - self._header, {}
+
+    def tensor(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
+        """The tensor at an offset in bytes of a rank's data."""
+        key = rank, shape, dtype, offset
+        if key not in self._views:
+            start = (self._header + offset) // dtype.itemsize
+            self._views[key] = self._memory[1].get_buffer(rank, shape, dtype, start)
+        return self._views[key]
+
+    def addresses(self) -> Tensor:
+        """The addresses [R] int64, on the GPU, of the ranks' data."""
+        if () not in self._views:
+            found = [address + self._header for address in self._addresses]
+            self._views[()] = torch.tensor(found, dtype=torch.int64, device=self._memory[0].device)
+        return self._views[()]
+
+    def barrier(self) -> None:
+        """The current stream waits until those of all ranks are here; what came before is visible to all of them."""
+        self._memory[1].barrier()
+
+
+@dataclass
+class SignalledMemory(PeerMemory):
+    """Memory whose uses all ranks begin and end, with signals between them.
 
     `uses` counts the uses that this rank has begun. It is also the value of the signals of the current use.
     """
 
-    group: dist.ProcessGroup
-    uses: int = 0
-    busy: bool = False
-    _capacity: int = 0
-    _memory: tuple[Any, ...] = ()
-    _addresses: tuple[int, ...] = ()
-    _views: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
+    uses: int = field(default=0, init=False)
+    busy: bool = field(default=False, init=False)
+    _header: ClassVar[int] = HEADER
 
     def __post_init__(self) -> None:
         self._own, self._size = self.group.rank(), self.group.size()
         self._others = [(self._own + step) % self._size for step in range(1, self._size)]
 
+    def reserve(self, num_bytes: int) -> None:
+        """Make room; the uses begin anew if the memory must grow."""
+        before = self.capacity
+        super().reserve(num_bytes)
+        if self.capacity != before:
+            self.uses = 0
+
     def begin(self, num_bytes: int, stream: torch.cuda.Stream) -> None:
         """Begin a use with `num_bytes` of data per rank: the stream waits until all ranks have finished the last one.
 
-        Collective. It makes the CPU wait only if the slot must grow.
+        Collective. It makes the CPU wait only if the memory must grow.
         """
-        assert not self.busy, "a slot has one use at a time"
+        assert not self.busy, "the memory has one use at a time"
         self.busy = True
-        if num_bytes > self._capacity:
-            self._grow(num_bytes)
+        self.reserve(num_bytes)
         if self.uses:
             for rank in self._others:
                 await_word(stream, self._word(self._own, FINISHED, rank), self.uses)
         self.uses += 1
 
     def end(self, stream: torch.cuda.Stream) -> None:
-        """End the use when the preceding work of the stream is done; tensors of the slot are invalid from then on."""
+        """End the use when the preceding work of the stream is done; its tensors are invalid from then on."""
         for rank in self._others:
             raise_word(stream, self._word(rank, FINISHED, self._own), self.uses)
         self.busy = False
@@ -139,34 +194,13 @@ class Slot:
         """The stream waits for what `rank` tells on a channel."""
         await_word(stream, self._word(self._own, FIRST + channel, rank), self.uses)
 
-    def tensor(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
-        """The tensor at an offset in bytes of a rank's data."""
-        key = rank, shape, dtype, offset
-        if key not in self._views:
-            start = (HEADER + offset) // dtype.itemsize
-            self._views[key] = self._memory[1].get_buffer(rank, shape, dtype, start)
-        return self._views[key]
-
     def _word(self, rank: int, channel: int, of: int) -> int:
         """The address of a word of rank `rank`, written by rank `of`."""
         offset = 4 * (channel * self._size + of)
         assert offset < HEADER
         return self._addresses[rank] + offset
 
-    def _grow(self, num_bytes: int) -> None:
-        os.environ.setdefault(NO_MULTICAST, "1")  # torch then maps no multicast object, which nothing here would use
-        device, name = torch.device("cuda", torch.cuda.current_device()), _join(self.group)
-        torch.cuda.synchronize(device)  # no rank of the last use still accesses the memory that this one frees
-        size = HEADER + aligned(num_bytes)
-        memory = symmetric._SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
-        memory[:HEADER].zero_()
-        torch.cuda.synchronize(device)
-        # Returns when all ranks are here: their last uses have ended, and their words are zero.
-        handle = symmetric._SymmetricMemory.rendezvous(memory, name)
-        self._memory, self._addresses = (memory, handle), tuple(handle.buffer_ptrs)
-        self._capacity, self.uses, self._views = size - HEADER, 0, {}
-
 
 def size_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes of a tensor in a slot."""
+    """Bytes of a tensor in such memory, rounded up."""
     return aligned(prod(shape) * dtype.itemsize)

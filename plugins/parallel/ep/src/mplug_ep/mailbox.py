@@ -1,0 +1,71 @@
+"""Memory of GPUs into which the ranks of a group write rows, and who may have it. N rows, D width, R ranks."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import mplug_ops as ops
+from mplug import Run, UsageError, triton_builds
+
+SETTING, REMEDY = "parallel.ep.dispatch=symmetric", "use parallel.ep.dispatch=bounded or all_to_all"
+BYTES_OF_WARP = 32 * 16
+"""Bytes that the threads of a warp move at once."""
+
+
+class Mailbox:
+    """Memory of the ranks of a group into which all of them write rows: two in turn.
+
+    A rank writes into one of the two after a barrier that the others reach only when they have read what it had before.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._memories = (ops.PeerMemory(group), ops.PeerMemory(group))
+        self._group, self._next = group, 0
+
+    def exchange(self, rows: Tensor, rank: Tensor, place: Tensor, num_places: int) -> Tensor:
+        """Write rows [N, D] to their places on their ranks -> what this rank has got [num_places, D].
+
+        Places that no rank writes have what they had. The result is valid until the next exchange but one.
+        """
+        memory, self._next = self._memories[self._next], 1 - self._next
+        shape = (num_places, rows.shape[1])
+        memory.reserve(ops.size_of((max(num_places, len(rows)), rows.shape[1]), rows.dtype))
+        push(rows, rank, place, memory.addresses())
+        memory.barrier()
+        return memory.tensor(self._group.rank(), shape, rows.dtype, 0)
+
+
+def push(rows: Tensor, rank: Tensor, place: Tensor, addresses: Tensor) -> None:
+    """Launch the kernel."""
+    from mplug_ep.pushed_kernel import triton_push_rows
+
+    if len(rows):
+        width = rows.shape[1]
+        padded = 1 << (width - 1).bit_length()
+        num_warps = max(1, min(16, padded * rows.element_size() // BYTES_OF_WARP))
+        with torch.cuda.device_of(rows):
+            triton_push_rows[(len(rows),)](rows, rank, place, addresses, D=width, WIDTH=padded, num_warps=num_warps)
+
+
+MAILBOXES: dict[str, Mailbox] = {}
+"""Names of groups -> the memory of the group."""
+
+
+def open_mailbox(run: Run, group: ops.Group) -> None:
+    """Make a mailbox for the ranks of a group, or raise UsageError if the GPUs cannot access each other's memory.
+
+    Collective. It reserves no memory.
+    """
+    if not run.device.startswith("cuda"):
+        raise UsageError(f"{SETTING} writes rows into the memory of other GPUs, and this run is on the CPU; {REMEDY}")
+    if not triton_builds():
+        raise UsageError(f"{SETTING} needs Triton and a C compiler on this machine; install them, or {REMEDY}")
+    if group is None:
+        return
+    if not ops.reachable(group):
+        ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
+        raise UsageError(
+            f"{SETTING} needs GPUs of one machine that may access each other's memory, and those of the ranks {ranks}, "
+            f"which share experts, may not; {REMEDY}"
+        )
+    MAILBOXES[group.group_name] = Mailbox(group)

@@ -1,0 +1,117 @@
+"""Rows that kernels write into the memory of other GPUs: their places, the kernel, and what is refused.
+
+R ranks, E bins, N rows of a rank, M places, D width. One process is all ranks.
+"""
+
+import os
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import mplug_ep.mailbox
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mplug_ep.places import NOWHERE, Places, places_of
+from torch import Tensor
+
+from mplug import UsageError
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> tuple[list[list[int]], int, int]:
+    """(the counts [R, E] of all ranks, N, M): some rows are of no bin, and there may be too few places."""
+    size, each = draw(st.sampled_from([1, 2, 3])), draw(st.integers(1, 3))
+    count = st.integers(0, draw(st.sampled_from([0, 1, 5])))
+    counts = draw(st.lists(st.lists(count, min_size=size * each, max_size=size * each), min_size=size, max_size=size))
+    num_rows = max(map(sum, counts)) + draw(st.integers(0, 2))
+    return counts, num_rows, draw(st.integers(0, size * num_rows + 1))
+
+
+def arrived(counts: list[list[int]], owner: int, num_places: int) -> list[tuple[int, int]]:
+    """(sender, number among its rows) of the rows that have a place on rank `owner`: by bin, within a bin by sender."""
+    size = len(counts)
+    each = len(counts[0]) // size
+    rows = [
+        (sender, sum(counts[sender][:bin_]) + number)
+        for bin_ in range(owner * each, (owner + 1) * each)
+        for sender in range(size)
+        for number in range(counts[sender][bin_])
+    ]
+    return rows[:num_places]
+
+
+@settings(max_examples=80, derandomize=True)
+@given(loads())
+def test_every_row_has_the_place_of_its_bin_and_knows_its_way_back(load: tuple[list[list[int]], int, int]) -> None:
+    counts, num_rows, num_places = load
+    size = len(counts)
+    ways = [places_of(torch.tensor(counts), rank, num_rows, num_places) for rank in range(size)]
+    for owner, way in enumerate(ways):
+        expected = arrived(counts, owner, num_places)
+        assert len(expected) == int(way.counts.sum())
+        found = list(zip(way.back_rank.tolist(), way.back_place.tolist(), strict=True))
+        assert found[: len(expected)] == expected
+        assert {rank for rank, _ in found[len(expected) :]} <= {NOWHERE}
+        for place, (sender, number) in enumerate(expected):
+            assert (int(ways[sender].rank[number]), int(ways[sender].place[number])) == (owner, place)
+    kept = sum(int((way.rank != NOWHERE).sum()) for way in ways)
+    assert kept == sum(len(arrived(counts, owner, num_places)) for owner in range(size))
+    assert [int(way.lost) + int((way.rank != NOWHERE).sum()) for way in ways] == [sum(row) for row in counts]
+
+
+# The kernel, among the memories of one device.
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+needs_triton = pytest.mark.skipif(
+    find_spec("triton") is None or not (INTERPRETED or torch.cuda.is_available()),
+    reason="the kernel needs Triton and a GPU, or TRITON_INTERPRET=1",
+)
+
+
+def pushed(parts: list[Tensor], ways: list[Places], num_places: int, back: bool) -> list[Tensor]:
+    """What every rank has in its memory after all of them have written; 7 where none has."""
+    memory = [torch.full((num_places, parts[0].shape[1]), 7.0).to(DEVICE, parts[0].dtype) for _ in parts]
+    addresses = torch.tensor([one.data_ptr() for one in memory], device=DEVICE)
+    for rows, way in zip(parts, ways, strict=True):
+        rank, place = (way.back_rank, way.back_place) if back else (way.rank, way.place)
+        mplug_ep.mailbox.push(rows, rank, place, addresses)
+    return memory
+
+
+@needs_triton
+@pytest.mark.parametrize(("width", "dtype"), [(3, torch.float32), (33, torch.bfloat16), (64, torch.bfloat16)])
+@pytest.mark.parametrize("num_places", [4, 40])
+def test_the_kernel_writes_rows_to_their_places_and_back(width: int, dtype: torch.dtype, num_places: int) -> None:
+    counts = torch.tensor([[2, 0, 1, 3], [0, 4, 0, 1]], device=DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(8, width, generator=generator).to(DEVICE, dtype) for _ in range(2)]
+    ways = [places_of(counts, rank, 8, num_places) for rank in range(2)]
+    memory = pushed(parts, ways, num_places, back=False)
+    for owner in range(2):
+        expected = [parts[sender][number] for sender, number in arrived(counts.tolist(), owner, num_places)]
+        assert torch.equal(memory[owner][: len(expected)], torch.stack(expected))
+        assert (memory[owner][len(expected) :] == 7).all()
+    for sender, own in enumerate(pushed(memory, ways, 8, back=True)):
+        sent = ways[sender].rank != NOWHERE
+        assert torch.equal(own[sent], parts[sender][sent])
+        assert (own[~sent] == 7).all()
+
+
+# What is refused.
+
+
+def test_a_run_on_the_cpu_is_refused_with_the_reason() -> None:
+    with pytest.raises(UsageError, match="symmetric writes rows into the memory of other GPUs, and this run is on the"):
+        mplug_ep.mailbox.open_mailbox(SimpleNamespace(device="cpu"), None)  # type: ignore[arg-type]
+
+
+def test_gpus_that_do_not_reach_each_other_are_refused_with_their_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = SimpleNamespace(group_name="far")
+    monkeypatch.setattr("mplug_ep.mailbox.triton_builds", lambda: True)
+    monkeypatch.setattr("mplug_ops.reachable", lambda _: False)
+    monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda _: [3, 11])
+    with pytest.raises(UsageError, match=r"those of the ranks 3, 11, which share experts, may not; use parallel\.ep"):
+        mplug_ep.mailbox.open_mailbox(SimpleNamespace(device="cuda"), group)  # type: ignore[arg-type]

@@ -41,12 +41,12 @@ WHOLE = (
 EXCHANGES = ("mplug/checkpoint/*.py", "mplug/distributed/*.py", "mplug/run/*.py", "pretrained/src/*/*.py")
 """Further files, of which only functions that call a collective are mutated."""
 OUTSIDE = {
-    "mplug/ops/peer_memory.py": "needs several GPUs that map each other's memory",
+    "ops/src/mplug_ops/peer_memory.py": "needs several GPUs that map each other's memory",
     "plugins/parallel/ep/src/mplug_ep/mailbox.py": "needs several GPUs that map each other's memory",
     "plugins/parallel/ep/src/mplug_ep/pushed_kernel.py": "needs Triton",
     "plugins/parallel/tp/src/mplug_tp/messages.py": "needs GPUs: on a CPU no pipeline overlaps",
     "plugins/parallel/tp/src/mplug_tp/peers.py": "needs several GPUs that map each other's memory",
-    "mplug/ops/peer_signals.py": "needs several GPUs that map each other's memory",
+    "ops/src/mplug_ops/peer_signals.py": "needs several GPUs that map each other's memory",
     "plugins/parallel/*/src/*/config.py": "settings",
     "plugins/parallel/*/src/*/fit.py": "refusals and estimates",
     "plugins/parallel/fsdp/src/mplug_fsdp/memory.py": "estimates of memory",

@@ -100,6 +100,7 @@ if TYPE_CHECKING:
     from mplug.layout.plan_within import plan_within as plan_within
     from mplug.layout.ranks import Grouping as Grouping
     from mplug.layout.ranks import Ranks as Ranks
+    from mplug.layout.widths import Widths as Widths
     from mplug.layout.work import ActivationProduct as ActivationProduct
     from mplug.layout.work import Branches as Branches
     from mplug.layout.work import Flops as Flops

@@ -10,9 +10,10 @@ from mplug.config.binding import RunConfig
 from mplug.contracts.optimizer import Optimizer, Piece, ShapedState, tensors_of
 from mplug.errors import UsageError, listed
 from mplug.model.averaged_optimizer import refuse_average
+from mplug.model.builders import builder_of
 from mplug.model.engine import planned_pieces, refuse_incomplete_engine
 from mplug.model.generator_seeds import GeneratorSeeds, drawing_plugin
-from mplug.model.grouped_optimizer import build_optimizer, builder_of, refuse_single
+from mplug.model.grouped_optimizer import build_optimizer, refuse_single
 from mplug.model.memory import allocate
 from mplug.model.mixing import refuse_mixing
 from mplug.model.model import Model
@@ -57,7 +58,7 @@ def build_model(run: Run) -> Model:
     _refuse_unmet(run, selection.unmet)
     if not run.trains:
         return model  # nothing is trained, and there is no optimizer
-    refuse_single(run)
+    refuse_single(run, model)
     _shard_states(run, model)
     refuse_incomplete_engine(run, model)
     refuse_average(run, model)

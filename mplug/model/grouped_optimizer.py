@@ -1,8 +1,7 @@
 """The optimizer of a run: one, or one for each group of parameters (`optimizer.groups`), of any plugin."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -13,7 +12,9 @@ from mplug.errors import PluginError, UsageError, listed
 from mplug.layout.placement import Placement
 from mplug.model.assembler import Assembler
 from mplug.model.averaged_optimizer import with_average
+from mplug.model.builders import HOOK, builder, hook_of
 from mplug.model.plans.grouping import FIELD
+from mplug.model.width_rates import width_rates
 from mplug.registry.hooks import implemented
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from mplug.model.model import Model
     from mplug.run.run import Run
 
-HOOK = "build_optimizer"
 FOR_WHOLE_RUNS = ("state", "build_stepper", "wrap_model", "shard_states")
 """Hooks by which a plugin does more for a run than what the optimizers do that it has built."""
 
@@ -38,20 +38,24 @@ def build_optimizer(run: "Run", model: "Model", pieces: list[Piece], groups: "Gr
 def _without_average(run: "Run", model: "Model", pieces: list[Piece], groups: "Groups | None") -> Optimizer:
     placements = _placements(model, pieces)
     everywhere = {name: one for name, one in model.placements.items() if one.parameter.trainable}
-    if not run.config.groups:
+    factors = width_rates(run, model)
+    keys = {name: (model.groups.get(name, -1), factors.get(name, 1.0)) for name in everywhere}
+    whole = (-1, 1.0)
+    kinds = sorted({whole, *((number, 1.0) for number in range(len(run.config.groups))), *keys.values()})
+    if kinds == [whole]:
         return single_optimizer(run, pieces, Assembler(run, placements, tuple(everywhere.values()), groups))
     parts = []
-    for number, group in enumerate((None, *run.config.groups), start=-1):
-
-        def is_own(name: str, number: int = number) -> bool:
-            return model.groups.get(name, -1) == number
-
-        own = [piece for piece in pieces if is_own(piece.name)]
-        held = {name: one for name, one in placements.items() if is_own(name)}
-        assembler = Assembler(run, held, tuple(one for name, one in everywhere.items() if is_own(name)), groups)
+    for kind in kinds:
+        number, factor = kind
+        group = run.config.groups[number] if number >= 0 else None
+        own = [piece for piece in pieces if keys[piece.name] == kind]
+        held = {name: one for name, one in placements.items() if keys[name] == kind}
+        assembler = Assembler(run, held, tuple(one for name, one in everywhere.items() if keys[name] == kind), groups)
         # An optimizer may have collectives, so every rank builds and runs all of them, also those without pieces.
         optimizer = single_optimizer(run, own, assembler, group)
-        parts.append(Part(optimizer, own, *((UNCHANGED, UNCHANGED) if group is None else rates_of(run.config, group))))
+        lr, decay = (UNCHANGED, UNCHANGED) if group is None else rates_of(run.config, group)
+        # By widths, the product of the learning rate and the decay is that of the base model.
+        parts.append(Part(optimizer, own, lr.times(factor), decay.times(1 / factor)))
     return GroupedOptimizer(parts)
 
 
@@ -67,37 +71,24 @@ def _placements(model: "Model", pieces: list[Piece]) -> dict[str, Placement]:
     return found
 
 
-def builder(run: "Run", group: ParameterGroup | None) -> str:
-    """The label of the plugin that builds the optimizer of a group, or of the parameters without a group (None)."""
-    if group is not None and group.optimizer is not None:
-        return group.optimizer.label
-    (label,) = run.hooks.implementers(HOOK)
-    return label
-
-
-def builder_of(run: "Run", model: "Model", name: str) -> str:
-    """The label of the plugin that builds the optimizer of a parameter."""
-    number = model.groups.get(name, -1)
-    return builder(run, run.config.groups[number] if number >= 0 else None)
-
-
 def single_optimizer(
     run: "Run", pieces: list[Piece], assembler: Assembler, group: ParameterGroup | None = None
 ) -> Optimizer:
     """What the plugin builds of the pieces of a group alone; PluginError if it is no optimizer."""
-    call: Callable[..., object] = run.hooks.call.build_optimizer
-    if group is not None and group.optimizer is not None:
-        call = partial(group.optimizer.call, HOOK)
-    optimizer: object = call(run=run, pieces=pieces, assembler=assembler)
+    optimizer = hook_of(run, group, HOOK)(run=run, pieces=pieces, assembler=assembler)
     if not isinstance(optimizer, Optimizer):
         label, returned = builder(run, group), type(optimizer).__name__
         raise PluginError(f"build_optimizer of {label} returns '{returned}', which is not derived from mplug.Optimizer")
     return optimizer
 
 
-def refuse_single(run: "Run") -> None:
-    """Raise UsageError if the config has groups, and a plugin may not be able to build several optimizers."""
-    if not run.config.groups:
+def refuse_single(run: "Run", model: "Model") -> None:
+    """Raise UsageError if parameters have several optimizers, and a plugin may not be able to build several.
+
+    They have if the config has groups, or the plan a base model of other widths.
+    """
+    factors = width_rates(run, model)
+    if not run.config.groups and not factors:
         return
     label = builder(run, None)
     kept = {label: [hook for hook in FOR_WHOLE_RUNS if label in run.hooks.implementers(hook)]}
@@ -106,11 +97,14 @@ def refuse_single(run: "Run") -> None:
             has = implemented(group.optimizer.plugin)
             kept.setdefault(group.optimizer.label, [hook for hook in FOR_WHOLE_RUNS if hook in has])
             rates_of(run.config, group)
+    what, remedy = f"{FIELD} needs", "remove the groups"
+    if not run.config.groups:
+        what, remedy = "parameters of other widths than in the base model need", "remove model.mup_base"
     for label, hooks in kept.items():
         if hooks:
             raise UsageError(
-                f"{FIELD} needs an optimizer for each group, and {label} keeps something for the whole run (the hook "
-                f"{listed(map(repr, hooks))}); remove the groups, or use another optimizer"
+                f"{what} an optimizer for each group, and {label} keeps something for the whole run (the hook "
+                f"{listed(map(repr, hooks))}); {remedy}, or use another optimizer"
             )
 
 
@@ -140,6 +134,10 @@ class Rate(NamedTuple):
 
     factor: float = 1.0
     added: float = 0.0
+
+    def times(self, factor: float) -> "Rate":
+        """The rate with another factor."""
+        return Rate(self.factor * factor, self.added * factor)
 
     def of(self, rate: Tensor) -> Tensor:
         """The rate [] of the group, rounded once."""

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from mplug_nn.decoder import TokenEmbedding as TokenEmbedding
     from mplug_nn.decoder import decoder_plan as decoder_plan
     from mplug_nn.decoders.build import build_decoder as build_decoder
+    from mplug_nn.decoders.build import refuse_base as refuse_base
     from mplug_nn.decoders.config import DecoderConfig as DecoderConfig
     from mplug_nn.decoders.family import DecoderFamily as DecoderFamily
     from mplug_nn.decoders.general import GeneralDecoderConfig as GeneralDecoderConfig

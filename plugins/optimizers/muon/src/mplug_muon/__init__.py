@@ -6,7 +6,7 @@ from mplug import Optimizer, Piece, UsageError, hookimpl, listed
 from mplug_muon.config import MuonConfig
 
 if TYPE_CHECKING:
-    from mplug import Assembler, Model
+    from mplug import Assembler, Model, Parameter
 
 
 class Muon:
@@ -32,6 +32,23 @@ class Muon:
                 f"optimizer.separate: no matrix of the model has rows along the axis '{unknown[0]}'; the axes of rows "
                 f"are {listed(sorted(rows))}"
             )
+
+    @hookimpl
+    def rate_of_width(self, parameter: "Parameter") -> float | None:
+        """1 for hidden matrices, whose orthogonalised updates have the size of the shape alone; Adam's for others.
+
+        The size that transfers is sqrt(outputs / inputs) (arXiv 2310.17813, condition 1).
+        """
+        from mplug_muon.routing import is_hidden_matrix
+
+        if self.config.scale != "unit_rms_norm":
+            raise UsageError(
+                f"optimizer.scale={self.config.scale} of optimizers/muon does not transfer to other widths "
+                f"(model.mup_base); set optimizer.scale=unit_rms_norm, or remove model.mup_base"
+            )
+        if parameter.widths is None:
+            return None
+        return 1.0 if is_hidden_matrix(parameter, self.config.tables) else 1 / parameter.widths.inputs
 
     @hookimpl
     def build_optimizer(self, pieces: list[Piece], assembler: "Assembler") -> Optimizer:

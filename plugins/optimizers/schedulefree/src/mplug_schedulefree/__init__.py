@@ -6,7 +6,7 @@ from mplug import Optimizer, Piece, hookimpl
 from mplug_schedulefree.config import ScheduleFreeConfig
 
 if TYPE_CHECKING:
-    from mplug import Run
+    from mplug import Parameter, Run
 
 
 class ScheduleFree:
@@ -22,6 +22,11 @@ class ScheduleFree:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+
+    @hookimpl
+    def rate_of_width(self, parameter: "Parameter") -> float | None:
+        """Elements of updates have a size of their own, as Adam's (arXiv 2203.03466, table 8)."""
+        return None if parameter.widths is None else 1 / parameter.widths.inputs
 
     @hookimpl
     def build_optimizer(self, run: "Run", pieces: list[Piece]) -> Optimizer:

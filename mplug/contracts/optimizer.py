@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -84,6 +84,8 @@ class StepScalars:
     scale: "Tensor"
     skip: "Tensor"
     weight_decay: "Tensor"
+    statistics: "Mapping[str, Tensor]" = field(default_factory=dict)
+    """The step's statistics (`mplug.Buffer`) over all ranks and stages, whole, by the names of the buffers."""
 
 
 class Optimizer(ABC):

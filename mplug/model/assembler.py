@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from mplug.contracts.optimizer import Piece
 from mplug.distributed.groups import Groups
+from mplug.gradients.region import region
 from mplug.layout.matrices import Cost, Shared, blocks_of, owners_of, shared_blocks
-from mplug.layout.placement import Placement
+from mplug.layout.placement import Box, Placement
 from mplug.layout.ranks import Grouping, Ranks
 from mplug.model.matrices import Family, Matrices
 from mplug.model.sums import Summands, Sums
@@ -91,6 +93,10 @@ class Assembler:
 
         dtype = torch.promote_types(self.run.precision.master_dtype, torch.float32)
         return Sums(torch.device(self.run.device), dtype, summands, eager=self.groups is not None)
+
+    def parts(self, piece: Piece) -> list[tuple[Box, torch.Tensor]]:
+        """The boxes of the logical tensor that a piece consists of, each with the view of its master."""
+        return [(box, region(piece.master, box)) for box in piece.placement.boxes(self.run.rank)]
 
     def _families(self, wanted: Wanted, num_dims: int) -> list[tuple[Ranks, dist.ProcessGroup | None, list[Placement]]]:
         """The wanted parameters of this rank's stage by the ranks that share them, with the group of these ranks."""

@@ -33,7 +33,7 @@ from mplug.model.slots.recipe import choose_base_modules
 from mplug.model.slots.selection import Selection
 from mplug.model.slots.slot_placement import add_slot_buffers
 from mplug.model.slots.token_sums import token_sums
-from mplug.model.slots.whole_sequences import whole_sequences
+from mplug.model.slots.whole_sequences import whole_keys, whole_sequences
 from mplug.model.stream_balancer import balancer_of
 from mplug.model.variance import refuse_bypassing_layout
 from mplug.registry.entry_points import PREFLIGHTS
@@ -275,7 +275,7 @@ def collect_offers(run: Run, model: Model) -> list[Offer | Wrap]:
     offers = [replace(offer, plugin=label) for label, offers in by_plugin for offer in offers]
     balancer = balancer_of(run)
     balanced = balancer.offers(run, model) if balancer is not None else ()
-    return [*offers, *token_sums(run, model), *whole_sequences(run, model), *balanced]
+    return [*offers, *token_sums(run, model), *whole_sequences(run, model), *whole_keys(run, model), *balanced]
 
 
 def unmet_reasons(run: Run) -> list[str]:

@@ -37,8 +37,8 @@ def _rate_of(run: "Run", group: "ParameterGroup | None") -> Callable[[str, Param
                 f"the plan of the model has a base model of other widths (μP), and does not say how wide '{name}' is "
                 f"beside it; freeze this parameter, or remove the base model (model.mup_base)"
             )
-        found: float | None = answer(parameter=parameter)
-        if found is None:
+        found = answer(parameter=parameter)
+        if not isinstance(found, float):
             raise UsageError(
                 f"the plan of the model has a base model of other widths (μP), and {label} does not state how its "
                 f"learning rate depends on widths (the hook '{HOOK}'); use another optimizer, or remove the base model "

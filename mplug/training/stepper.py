@@ -183,12 +183,12 @@ class DefaultStepper(Evaluator):
             scale = scale * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         skip, failed, figures = self._check_finite(loss, norm)
         figures |= self._imbalances(squares)
-        lr = self.scalars.lr
-        self.optimizer.step(replace(self.scalars, scale=scale.to(lr), skip=skip.to(lr.device)))
+        statistics, lr = self.statistics.finish(num_targets, num_tokens), self.scalars.lr
+        changed = {"scale": scale.to(lr), "skip": skip.to(lr.device), "statistics": self.statistics.totals}
+        self.optimizer.step(replace(self.scalars, **changed))
         if not self.optimizer.one_pass:
             write_weights(self.pieces)
         written()
-        statistics = self.statistics.finish(num_targets, num_tokens)
         self.statistics.tell(skip)
         pairs = zip(self.rows, zip(rows[::2], rows[1::2], strict=True), strict=True)
         rows_of = {name: torch.stack(pair) for name, pair in pairs}

@@ -118,6 +118,8 @@ if TYPE_CHECKING:
     from mplug_nn.grouped import GroupedProduct as GroupedProduct
     from mplug_nn.grouped import grouped_linear as grouped_linear
     from mplug_nn.head import Head as Head
+    from mplug_nn.largest_logits import LargestLogits as LargestLogits
+    from mplug_nn.largest_logits import LogitRows as LogitRows
     from mplug_nn.latent import LatentAttention as LatentAttention
     from mplug_nn.linear import ADAPTERS as ADAPTERS
     from mplug_nn.linear import Linear as Linear

@@ -17,6 +17,7 @@ from mplug.model.grouped_optimizer import build_optimizer, refuse_single
 from mplug.model.memory import allocate
 from mplug.model.mixing import refuse_mixing
 from mplug.model.model import Model
+from mplug.model.offloaded_optimizer import OffloadedOptimizer, refuse_offload
 from mplug.model.pieces import make_pieces
 from mplug.model.plans.adapting import adapt
 from mplug.model.plans.count_passes import passes_of
@@ -62,6 +63,7 @@ def build_model(run: Run) -> Model:
     _shard_states(run, model)
     refuse_incomplete_engine(run, model)
     refuse_average(run, model)
+    refuse_offload(run, model)
     refuse_idle_copies(run, model)
     refuse_bypassing_layout(run, model)
     if (recorder := recorder_of(run)) is not None:
@@ -290,6 +292,10 @@ def allocate_parts(run: Run, model: Model) -> None:
     allocate(model, run.rank, where, precision.weight_dtype, seed, precision.master_dtype)
 
 
+IN_CPU_MEMORY = "optimizer state in CPU memory"
+"""What `measure_bytes` counts that is not on the run's device."""
+
+
 def measure_bytes(run: Run, model: Model) -> dict[str, int]:
     """Bytes that a rank will hold: the storages of a real build, made of tensors without memory."""
     gradients = gradient_dtype(run, model)
@@ -309,6 +315,9 @@ def measure_bytes(run: Run, model: Model) -> dict[str, int]:
             "buffers of suppliers": [buffer for one in model.slot_buffers for buffer in one.tensors().values()],
         }
         measured = {kind: _nbytes(tensors) for kind, tensors in kinds.items() if tensors}
+        if isinstance(optimizer, OffloadedOptimizer):
+            measured.pop("optimizer state", None)
+            measured[IN_CPU_MEMORY], measured["chunks of optimizer state"] = optimizer.num_bytes
     of_engine = {} if model.engine is None else model.engine.num_bytes
     stated = {kind.partition(",")[0] for kind in of_engine}
     return {**{kind: size for kind, size in measured.items() if kind not in stated}, **of_engine}

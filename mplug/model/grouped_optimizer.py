@@ -1,18 +1,16 @@
 """The optimizer of a run: one, or one for each group of parameters (`optimizer.groups`), of any plugin."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mplug.config.host_sections import ParameterGroup
-from mplug.contracts.optimizer import Optimizer, Piece, ShapedState, StepScalars
+from mplug.contracts.optimizer import Optimizer, Piece
 from mplug.errors import PluginError, UsageError, listed
 from mplug.layout.placement import Placement
 from mplug.model.assembler import Assembler
 from mplug.model.averaged_optimizer import with_average
 from mplug.model.builders import HOOK, builder, hook_of
+from mplug.model.offloaded_optimizer import Chunk, OffloadedOptimizer, chunks_of
+from mplug.model.optimizer_parts import UNCHANGED, GroupedOptimizer, Part, Rate
 from mplug.model.plans.grouping import FIELD
 from mplug.model.width_rates import width_rates
 from mplug.registry.hooks import implemented
@@ -32,31 +30,32 @@ def build_optimizer(run: "Run", model: "Model", pieces: list[Piece], groups: "Gr
 
     With `groups`, its collectives can run; a build without memory has none. Collective with groups.
     """
-    return with_average(run, _without_average(run, model, pieces, groups), pieces)
-
-
-def _without_average(run: "Run", model: "Model", pieces: list[Piece], groups: "Groups | None") -> Optimizer:
     placements = _placements(model, pieces)
     everywhere = {name: one for name, one in model.placements.items() if one.parameter.trainable}
     factors = width_rates(run, model)
-    keys = {name: (model.groups.get(name, -1), factors.get(name, 1.0)) for name in everywhere}
-    whole = (-1, 1.0)
-    kinds = sorted({whole, *((number, 1.0) for number in range(len(run.config.groups))), *keys.values()})
-    if kinds == [whole]:
-        return single_optimizer(run, pieces, Assembler(run, placements, tuple(everywhere.values()), groups))
-    parts = []
+    offload = run.config.offload
+    chunks = {} if offload is None else chunks_of(everywhere, offload.chunk)
+    keys = {name: (chunks.get(name, 0), model.groups.get(name, -1), factors.get(name, 1.0)) for name in everywhere}
+    whole = (0, -1, 1.0)
+    kinds = sorted({whole, *((0, number, 1.0) for number in range(len(run.config.groups))), *keys.values()})
+    parts: list[Part] = []
+    offloaded: list[Chunk] = []
     for kind in kinds:
-        number, factor = kind
+        _, number, factor = kind
         group = run.config.groups[number] if number >= 0 else None
         own = [piece for piece in pieces if keys[piece.name] == kind]
         held = {name: one for name, one in placements.items() if keys[name] == kind}
         assembler = Assembler(run, held, tuple(one for name, one in everywhere.items() if keys[name] == kind), groups)
         # An optimizer may have collectives, so every rank builds and runs all of them, also those without pieces.
-        optimizer = single_optimizer(run, own, assembler, group)
+        optimizer = with_average(run, single_optimizer(run, own, assembler, group), own)
         lr, decay = (UNCHANGED, UNCHANGED) if group is None else rates_of(run.config, group)
         # By widths, the product of the learning rate and the decay is that of the base model.
         parts.append(Part(optimizer, own, lr.times(factor), decay.times(1 / factor)))
-    return GroupedOptimizer(parts)
+        if offload is not None:
+            offloaded.append(Chunk(parts[-1]))  # whose states leave the device before the next ones are made
+    if offloaded:
+        return OffloadedOptimizer(offloaded)
+    return parts[0].optimizer if kinds == [whole] else GroupedOptimizer(parts)
 
 
 def _placements(model: "Model", pieces: list[Piece]) -> dict[str, Placement]:
@@ -88,7 +87,7 @@ def refuse_single(run: "Run", model: "Model") -> None:
     They have if the config has groups, or the plan a base model of other widths.
     """
     factors = width_rates(run, model)
-    if not run.config.groups and not factors:
+    if not (run.config.groups or factors or run.config.offload):
         return
     label = builder(run, None)
     kept = {label: [hook for hook in FOR_WHOLE_RUNS if label in run.hooks.implementers(hook)]}
@@ -100,6 +99,8 @@ def refuse_single(run: "Run", model: "Model") -> None:
     what, remedy = f"{FIELD} needs", "remove the groups"
     if not run.config.groups:
         what, remedy = "parameters of other widths than in the base model need", "remove model.mup_base"
+        if not factors:
+            what, remedy = "optimizer.offload needs", "remove the field"
     for label, hooks in kept.items():
         if hooks:
             raise UsageError(
@@ -127,56 +128,3 @@ def rates_of(config: "RunConfig", group: ParameterGroup) -> "tuple[Rate, Rate]":
             f"the weight decay {decay:g} of {group.optimizer.label}; set optimizer.weight_decay above 0"
         )
     return lr, Rate(0.0, added=decay)
-
-
-class Rate(NamedTuple):
-    """A rate of a group: `factor` times that of the run, plus `added`."""
-
-    factor: float = 1.0
-    added: float = 0.0
-
-    def times(self, factor: float) -> "Rate":
-        """The rate with another factor."""
-        return Rate(self.factor * factor, self.added * factor)
-
-    def of(self, rate: Tensor) -> Tensor:
-        """The rate [] of the group, rounded once."""
-        return rate if self == UNCHANGED else (rate.double() * self.factor + self.added).to(rate.dtype)
-
-
-UNCHANGED = Rate()
-
-
-class Part(NamedTuple):
-    """The optimizer of a group, its pieces on this rank, and its rates."""
-
-    optimizer: Optimizer
-    pieces: Sequence[Piece]
-    lr: Rate
-    weight_decay: Rate
-
-    def step(self, scalars: StepScalars) -> None:
-        """Update the pieces of the group once."""
-        lr, weight_decay = self.lr.of(scalars.lr), self.weight_decay.of(scalars.weight_decay)
-        self.optimizer.step(replace(scalars, lr=lr, weight_decay=weight_decay))
-
-
-class GroupedOptimizer(Optimizer):
-    """Optimizers of disjoint pieces, each with its own learning rate and weight decay."""
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self._parts = parts
-        self._of = {piece.name: part.optimizer for part in parts for piece in part.pieces}
-        used = [part.optimizer for part in parts if part.pieces] or [part.optimizer for part in parts]
-        self.one_pass = all(one.one_pass for one in used)
-        self.low_precision_gradients = all(one.low_precision_gradients for one in used)
-        self.averages = any(part.optimizer.averages for part in parts)
-
-    def step(self, scalars: StepScalars) -> None:
-        """Update every piece's master once."""
-        for part in self._parts:
-            part.step(scalars)
-
-    def state(self, piece: Piece) -> Mapping[str, Tensor | ShapedState]:
-        """The live state of a piece."""
-        return self._of[piece.name].state(piece)

@@ -71,7 +71,7 @@ class DefaultStepper(Evaluator):
         self.loss_scale: LossScale | None = LossScale.of(run, model.module)
         self.token_scale = TokenScale(run, model.module, None if self.loss_scale is None else self.loss_scale.scale)
         self.gradient_scale: Tensor | float | None = None
-        self.scalars = StepScalars(*(torch.zeros((), dtype=torch.float32, device=device) for _ in range(4)))
+        self.scalars = StepScalars.zeros(device)
         self.stop = torch.zeros((), dtype=self.wide, device=run.device)
         self.sums = torch.zeros(2, dtype=self.wide, device=run.device)
         self.stop_at_nonfinite = run.config.trainer.nonfinite == "stop"
@@ -184,8 +184,8 @@ class DefaultStepper(Evaluator):
         skip, failed, figures = self._check_finite(loss, norm)
         figures |= self._imbalances(squares)
         statistics, lr = self.statistics.finish(num_targets, num_tokens), self.scalars.lr
-        changed = {"scale": scale.to(lr), "skip": skip.to(lr.device), "statistics": self.statistics.totals}
-        self.optimizer.step(replace(self.scalars, **changed))
+        totals = self.statistics.totals
+        self.optimizer.step(replace(self.scalars, scale=scale.to(lr), skip=skip.to(lr.device), statistics=totals))
         if not self.optimizer.one_pass:
             write_weights(self.pieces)
         written()

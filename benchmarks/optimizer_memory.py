@@ -32,7 +32,7 @@ CASES = {
     "adafactor": ["optimizer.name=adafactor"],
     "lion": ["optimizer.name=lion"],
     "soap": ["optimizer.name=soap"],
-    "schedulefree": ["optimizer.name=schedulefree"],
+    "schedulefree": ["optimizer.name=schedulefree", "schedule.name=constant"],
 }
 HEADER = ("CASE", "PARAMETERS", "STATED BYTES", "PER PARAMETER", "HELD BYTES", "PER PARAMETER", "RATIO")
 

@@ -1,4 +1,4 @@
-"""Optimizer states in the memory of the CPU (`optimizer.offload`): the same results bit by bit, saved, resumed, counted.
+"""Optimizer states in the memory of the CPU (`optimizer.offload`): the same results bit by bit, saved and counted.
 
 `pytest --wide layouts` compares further layouts and optimizers.
 """
@@ -13,6 +13,7 @@ from mplug_explain.command import command as explain
 from torch import Tensor
 
 from mplug import UsageError
+from mplug.checkpoint.folder import newest
 from mplug.contracts.optimizer import ShapedState, tensors_of
 from mplug.layout.placement import Placement
 from mplug.model.build import build_model, measure_bytes
@@ -121,8 +122,6 @@ def position_of(settings: dict[str, Any], directory: Path) -> Position:
 
 @pytest.mark.parametrize("first", [True, False], ids=["then on the device", "then offloaded"])
 def test_a_checkpoint_resumes_with_and_without_offload(first: bool, tmp_path: Path) -> None:
-    from mplug.checkpoint.folder import newest
-
     settings = [OPTIMIZERS["soap"], {**OPTIMIZERS["soap"], **SMALL}]
     saved = position_of(settings[first], tmp_path)
     for step in (1, 2):
@@ -131,9 +130,9 @@ def test_a_checkpoint_resumes_with_and_without_offload(first: bool, tmp_path: Pa
         saved.parts.stepper.update(0.01, 0.1)
     saved.save()
     other = position_of(settings[not first], tmp_path)
-    path = newest(tmp_path)
+    path = newest(tmp_path / "checkpoints")
     assert path is not None
-    other.load(path)
+    other.load(other.choose(path))
     for name, value in everything(saved.parts).items():
         assert torch.equal(value, everything(other.parts)[name]), name
 
@@ -170,3 +169,15 @@ def test_explain_shows_the_memory_of_both() -> None:
 def test_what_offloads_nothing_is_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         build_model(tiny_run({**SMALL, **settings}))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["adamw", "adamw 8-bit", "muon", "average"])
+def test_copies_beside_the_update_change_no_bit_on_a_gpu(name: str) -> None:
+    on_gpu = {"trainer.device": "cuda", "trainer.precision": "bf16"}
+    kept, offloaded = (trained({**OPTIMIZERS[name], **on_gpu, **more}, 6) for more in ({}, SMALL))
+    assert isinstance(offloaded.optimizer, OffloadedOptimizer)
+    own, expected = everything(offloaded), everything(kept)
+    for key, value in own.items():
+        assert torch.equal(value.cpu(), expected[key].cpu()), key
+        assert value.device.type == ("cpu" if "/" in key else "cuda"), key

@@ -167,11 +167,11 @@ def test_a_layout_gives_the_weights_of_one_process(layout: str, settings: dict[s
             (layout, CLIP)
             for layout in ("tp2", "pp2", "zero2", "fsdp2", "dp2", "tp4", "tp2pp2", "tp2zero2", "fsdp2tp2")
         ),
-        *((f"cp2 parallel.cp.method={method}", CLIP) for method in ("ring", "gathered", "ulysses")),
-        *((layout, CLIP) for layout in ("cp2tp2", "cp4", "cp2 parallel.cp.method=ulysses")),
+        *((f"cp2 parallel.cp.method={method}", CLIP) for method in ("ring", "all_gather", "ulysses")),
+        *((layout, CLIP) for layout in ("cp2tp2", "cp4")),
         *((layout, LATENT) for layout in ("tp2", "cp2", "pp2", "zero2", "fsdp2", "cp2tp2")),
         *((layout, {**CLIP, "trainer.compile": "aot_eager"}) for layout in ("tp2", "cp2")),
-        *((layout, {**CLIP, "memory.recompute": "full"}) for layout in ("tp2",)),
+        *((layout, {**CLIP, "memory.recompute.mode": "full"}) for layout in ("tp2",)),
         *((layout, {**CLIP, "optimizer.separate": ["heads", "kv_heads"]}) for layout in ("tp2", "zero2")),
     ],
     ids=str,
@@ -209,3 +209,14 @@ def test_a_group_of_muon_does_not_clip() -> None:
     group = {"match": "blocks.2.attn", "optimizer": {"name": "muon", "qk_clip": 100.0}}
     with pytest.raises(UsageError, match="applies to the optimizer of the run only"):
         build_model(tiny_run({"optimizer.groups": [group]}))
+
+
+@pytest.mark.gpu
+def test_the_statistic_of_a_gpu_is_that_of_the_cpu() -> None:
+    draw = torch.Generator().manual_seed(3)
+    q, k = (torch.randn(2, 96, heads, 32, generator=draw).bfloat16() for heads in (4, 2))
+    spec = AttentionSpec(0.3, 32, 32, window=40)
+    on_cpu, on_gpu = LargestLogits(4), LargestLogits(4).cuda()
+    on_cpu(q, k, spec, AttentionInputs())
+    on_gpu(q.cuda(), k.cuda(), spec, AttentionInputs())
+    torch.testing.assert_close(on_gpu.values.cpu(), on_cpu.values, rtol=1e-5, atol=0)

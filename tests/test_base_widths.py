@@ -3,9 +3,11 @@
 `pytest --wide layouts` compares further layouts and optimizers with one process.
 """
 
+import json
 from typing import Any
 
 import pytest
+import scripts
 import tiny_models
 import torch
 from click.testing import CliRunner
@@ -223,3 +225,16 @@ def test_explain_shows_the_rates_of_widths() -> None:
     assert result.exit_code == 0, result.output
     (line,) = [line for line in result.output.splitlines() if "attn.qkv.weight" in line and "heads" in line]
     assert line.rstrip().endswith("by width: lr x 0.25, decay x 4")
+
+
+def test_the_recorded_best_rates_transfer_only_with_a_base_model() -> None:
+    """What benchmarks/transfer.py has measured, as docs/widths.md says."""
+    script = scripts.script("benchmarks/transfer.py")
+    runs = json.loads(script.OUT.read_text())["runs"]
+
+    def best(kind: str, width: int) -> int:
+        losses: dict[int, float] = script.mean_losses(runs, kind, width)
+        return min(losses, key=losses.__getitem__)
+
+    assert all(abs(best("mup", width) - best("mup", 128)) <= 1 for width in (256, 512))
+    assert best("standard", 512) <= best("standard", 128) - 2

@@ -38,6 +38,7 @@ class DecoderConfig(BaseModel, ABC):
     init_std: NonNegativeFloat = Field(0.02, description="standard deviation of initial weights")
     mup_base: dict[str, PositiveInt] | None = Field(
         None,
+        examples=[{"hidden_size": 16}, {"hidden_size": 8}],
         description="maximal update parametrization (arXiv 2203.03466): the fields of this section, such as "
         "hidden_size, that are narrower in a base model; initial values, rates and factors in forward are such that "
         "its learning rate is also the best one here; null: the usual parametrization",

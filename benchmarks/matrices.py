@@ -1,6 +1,8 @@
 """What an update with whole matrices costs beside AdamW's, under layouts that cut the matrices.
 
     python benchmarks/matrices.py [--layouts '' tp2 fsdp2 zero2] [--optimizers adamw muon] [--tokens 524288]
+    python benchmarks/matrices.py --optimizers adamw adamw+offload      (the states in the memory of the CPU)
+    python benchmarks/matrices.py --optimizers muon muon+clip           (QK-clip)
 
 Trains a few small steps for each pair, and measures a micro batch and an update by themselves, on rank 0. STEP is the
 time that follows for a step of `--tokens` tokens: micro batches as the first optimizer's, and one update. RATIO is the
@@ -25,6 +27,8 @@ from mplug.training.hardware import Moment
 
 GPU = {"model.preset": "1.7b", "trainer.seq_length": 2048, "trainer.micro_batch_size": 4, "trainer.precision": "bf16"}
 CPU = {"model.hidden_size": 64, "model.num_attention_heads": 4, "trainer.seq_length": 32, "trainer.micro_batch_size": 2}
+VARIANTS = {"offload": {"optimizer.offload": "{}"}, "clip": {"optimizer.qk_clip": "100"}}
+"""Settings by the words that may follow the name of an optimizer: 'adamw+offload'."""
 HEADER = ("LAYOUT", "OPTIMIZER", "MICRO BATCH MS", "UPDATE MS", "STEP MS", "RATIO", "GIB")
 
 
@@ -45,7 +49,9 @@ class Found:
 def settings_of(layout: str, optimizer: str, options: argparse.Namespace) -> Settings:
     """The settings of a run."""
     on_gpu = torch.cuda.is_available()
-    size = {**(GPU if on_gpu else CPU), "optimizer.name": optimizer, "trainer.device": "cuda" if on_gpu else "cpu"}
+    name, *variants = optimizer.split("+")
+    size = {**(GPU if on_gpu else CPU), "optimizer.name": name, "trainer.device": "cuda" if on_gpu else "cpu"}
+    size |= {field: value for variant in variants for field, value in VARIANTS[variant].items()}
     words = [f"{name}={value}" for name, value in size.items()] + ([f"parallel.layout={layout}"] if layout else [])
     found = merge(read_assignments(words), read_assignments(options.set))
     run = _prepared(Task(merge(found, read_assignments(["trainer.global_batch_size=64"])), 0, 0))
@@ -102,7 +108,8 @@ def main() -> None:
             rows.append(
                 (layout or "one process", optimizer, *times, f"{step / reference:.4f}", f"{one.memory_gib:.2f}")
             )
-            figures.append({"layout": layout, "optimizer": optimizer, "ratio": step / reference, **vars(one)})
+            rates = {"ratio": step / reference, "tokens_per_s": options.tokens / step}
+            figures.append({"layout": layout, "optimizer": optimizer, **rates, **vars(one)})
             print(json.dumps(figures[-1]), flush=True)
     print(table(HEADER, rows))
     if options.out:

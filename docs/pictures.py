@@ -1,7 +1,7 @@
 """Draw the pictures in docs/pictures.
 
 Schedules and layouts are drawn from the tables and the meshes that runs use, curves from the losses that
-benchmarks/mixer_curves.py has recorded.
+benchmarks/mixer_curves.py and benchmarks/transfer.py have recorded.
 
 python docs/pictures.py
 
@@ -40,6 +40,9 @@ LAYOUTS = {
 CELL, MARGIN, TITLE = 44, 8, 18
 """Pixels of a rank's square, around a group of ranks, and of its title."""
 CURVES = Path(__file__).parent.parent / "benchmarks" / "mixer_curves.json"
+TRANSFER = CURVES.with_name("transfer.json")
+WIDTHS = {128: "#7fa8d9", 256: "#1f5fa8", 512: "#12305c"}
+"""The colours of the widths of benchmarks/transfer.py."""
 COLOURS = {"dense": "#b3541e", "hybrid": "#1f5fa8"}
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 640, 320, 56, 28, 40
 """Pixels of the picture of curves, and of the space around its axes."""
@@ -166,6 +169,48 @@ def curves(recorded: Mapping[str, Any]) -> str:
     return "\n".join([*drawn, "</svg>"]) + "\n"
 
 
+def transfer(runs: Sequence[Mapping[str, Any]]) -> str:
+    """The losses of each width by the learning rate, one chart for each parametrization; a dot is the best rate."""
+    panel, height = 330, 300
+    rates = sorted({run["exponent"] for run in runs})
+    of: dict[tuple[str, int], dict[int, float]] = {(run["kind"], run["width"]): {} for run in runs}
+    for (kind, width), losses in of.items():
+        for rate in rates:
+            own = [run["loss"] for run in runs if (run["kind"], run["width"], run["exponent"]) == (kind, width, rate)]
+            losses[rate] = sum(own) / len(own)
+    values = [loss for losses in of.values() for loss in losses.values()]
+    low, top = int(10 * min(values)) / 10, int(10 * max(values) + 1) / 10
+    drawn = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * panel}" height="{height}" '
+        f'viewBox="0 0 {2 * panel} {height}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{2 * panel}" height="{height}" fill="#fff"/>',
+    ]
+
+    def place(number: int, rate: float, loss: float) -> tuple[float, float]:
+        x = number * panel + LEFT + (panel - LEFT - 24) * (rate - rates[0]) / (rates[-1] - rates[0])
+        return x, TOP + (height - TOP - BOTTOM) * (top - loss) / (top - low)
+
+    for number, (kind, title) in enumerate((("standard", "without a base model"), ("mup", "with model.mup_base"))):
+        drawn.append(f'<text x="{number * panel + LEFT}" y="16">{title}: loss by optimizer.lr</text>')
+        for tenth in range(round(10 * low), round(10 * top) + 1):
+            (left, y), (right, _) = (place(number, rate, tenth / 10) for rate in (rates[0], rates[-1]))
+            drawn.append(f'<line x1="{left:.1f}" x2="{right:.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+            drawn.append(f'<text x="{left - 8:.1f}" y="{y + 4:.1f}" text-anchor="end">{tenth / 10:g}</text>')
+        for rate in rates:
+            x, y = place(number, rate, low)
+            drawn.append(f'<text x="{x:.1f}" y="{y + 16:.1f}" text-anchor="middle">2^{rate}</text>')
+        for line, (width, colour) in enumerate(WIDTHS.items()):
+            losses = of[kind, width]
+            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(number, *one) for one in losses.items()))
+            best = min(losses, key=losses.__getitem__)
+            x, y = place(number, best, losses[best])
+            drawn.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+            drawn.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>')
+            at = number * panel + panel - 100, TOP + 16 + 16 * line
+            drawn.append(f'<text x="{at[0]}" y="{at[1]}" fill="{colour}">width {width}</text>')
+    return "\n".join([*drawn, "</svg>"]) + "\n"
+
+
 def pictures() -> Iterator[tuple[str, str]]:
     """The name and the text of each picture."""
     for name in SCHEDULES:
@@ -173,6 +218,7 @@ def pictures() -> Iterator[tuple[str, str]]:
     for name in LAYOUTS:
         yield f"{name}.svg", layout(name)
     yield "mixers.svg", curves(json.loads(CURVES.read_text()))
+    yield "transfer.svg", transfer(json.loads(TRANSFER.read_text())["runs"])
 
 
 if __name__ == "__main__":

@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from mplug.layout.plan import Unit as Unit
     from mplug.layout.ranks import Grouping as Grouping
     from mplug.layout.ranks import Ranks as Ranks
+    from mplug.layout.widths import Widths as Widths
     from mplug.layout.work import ActivationProduct as ActivationProduct
     from mplug.layout.work import Branches as Branches
     from mplug.layout.work import Flops as Flops

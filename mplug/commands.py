@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from mplug.errors import listed as listed
     from mplug.layout.names import modules_around as modules_around
     from mplug.layout.names import role_of as role_of
+    from mplug.model.build import IN_CPU_MEMORY as IN_CPU_MEMORY
     from mplug.model.build import allocate_parts as allocate_parts
     from mplug.model.build import build_model as build_model
     from mplug.model.build import choose_device as choose_device
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from mplug.model.units import Instead as Instead
     from mplug.model.units import run_units as run_units
     from mplug.model.variance import layout_dependence as layout_dependence
+    from mplug.model.width_rates import width_rates as width_rates
     from mplug.registry.blame import cause_of as cause_of
     from mplug.registry.blame import failed_part as failed_part
     from mplug.registry.entry_points import Registry as Registry

@@ -71,6 +71,17 @@ SMALL: dict[str, Any] = {
 DENSE = ("tp2", "fsdp2", "zero2", "tp2pp2", "tp2zero2", "pp2", "fsdp2tp2", "tp2")
 OF_EXPERTS = ("ep2", "etp2", "zero4ep2", "ep2")
 OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"optimizer.name": "adamw", "optimizer.eps": 1e-3},
+    "lion": {"optimizer.name": "lion"},
+    "sgd": {"optimizer.name": "sgd"},
+    "schedulefree": {"optimizer.name": "schedulefree", "optimizer.eps": 1e-3},
+    "muon that clips, offloaded": {
+        "optimizer.name": "muon",
+        "optimizer.adamw_eps": 1e-3,
+        "optimizer.qk_clip": 0.05,
+        "optimizer.offload": {"chunk": 5000},
+        "model.qk_norm": False,
+    },
     "muon": {"optimizer.name": "muon", "optimizer.lr": 5e-3, "optimizer.adamw_eps": 1e-3},
     "muon of heads": {
         "optimizer.name": "muon",

@@ -117,6 +117,8 @@ class RunConfig:
     """Parameters with other rates or optimizers: the field `groups` of the section 'optimizer'."""
     average: sections.Average | None = None
     """The average of the weights: the field `average` of the section 'optimizer'."""
+    offload: sections.Offload | None = None
+    """Where optimizer states are: the field `offload` of the section 'optimizer'."""
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -152,7 +154,8 @@ class RunConfig:
             tree[section] = {"name": self.settings[section, "name"].value, **_plain(getattr(self, section))}
         tree["model"].setdefault("frozen", list(self.frozen))
         tree["optimizer"].setdefault("groups", [_plain(group) for group in self.groups])
-        tree["optimizer"].setdefault("average", None if self.average is None else _plain(self.average))
+        for name, value in (("average", self.average), ("offload", self.offload)):
+            tree["optimizer"].setdefault(name, None if value is None else _plain(value))
         raw = nested(self.settings)
         for section in PLUGIN_SECTIONS:
             tree[section] = dict(raw.get(section, {}))

@@ -313,6 +313,16 @@ class Average(Section):
     start: Count = Field(0, description="number of updates before the average begins; until then, it is the weights")
 
 
+class Offload(Section):
+    """Optimizer states in the memory of the CPU, of which an update has a chunk after the other on the device."""
+
+    chunk: Size = Field(
+        100_000_000,
+        description="elements of parameters, over all ranks, whose states are updated together; three chunks are on "
+        "the device at the same time, and a chunk has at least one parameter",
+    )
+
+
 class Optimizer(Section):
     """The host's own fields in the section 'optimizer'. The optimizer owns all other fields."""
 
@@ -325,4 +335,9 @@ class Optimizer(Section):
         None,
         description="an average of the weights (decay, start), which evaluations and exports use: one more value per "
         "parameter; null: none",
+    )
+    offload: Annotated[Offload | None, MAY_CHANGE] = Field(
+        None,
+        description="keep the states of any optimizer in the memory of the CPU (chunk), and copy them while others are "
+        "updated: {} is the default chunk; null: on the device",
     )

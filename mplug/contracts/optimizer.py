@@ -2,8 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     import torch
@@ -84,6 +84,16 @@ class StepScalars:
     scale: "Tensor"
     skip: "Tensor"
     weight_decay: "Tensor"
+    statistics: "Mapping[str, Tensor]" = field(default_factory=dict)
+    """The step's statistics (`mplug.Buffer`) over all ranks and stages, whole, by the names of the buffers."""
+
+    @classmethod
+    def zeros(cls, device: "torch.device") -> Self:
+        """Scalars of zeros."""
+        import torch
+
+        lr, scale, skip, weight_decay = torch.zeros(4, device=device).unbind()
+        return cls(lr, scale, skip, weight_decay)
 
 
 class Optimizer(ABC):
@@ -116,6 +126,12 @@ class Optimizer(ABC):
     @abstractmethod
     def step(self, scalars: StepScalars) -> None:
         """Update every piece's master once. The CPU must not wait for the device."""
+
+    def states_moved(self) -> None:  # noqa: B027  # few optimizers keep addresses
+        """The states have other memory since the last step (`optimizer.offload`): forget addresses, if you keep some.
+
+        Tensors, and views of them, stay the same objects.
+        """
 
     @abstractmethod
     def state(self, piece: Piece) -> "Mapping[str, Tensor | ShapedState]":

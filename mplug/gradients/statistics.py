@@ -25,7 +25,8 @@ class Statistics:
     values, the reduction includes one of them: the rank with index 0 along every other mesh axis that does not split
     the buffer (the pipeline's axis excepted). A rank need not know the buffers of other stages.
 
-    `updates` are called after each step with `skip`, before `step_ended` of modules.
+    `updates` are called after each step with `skip`, before `step_ended` of modules. `totals` are the whole statistics
+    of the step by the names of the buffers, after `finish`.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Statistics:
             reduction: Exchange(f"statistics ({reduction})", everyone, (Item(*one) for one in shapes.items()))
             for reduction, shapes in self.shapes.items()
         }
+        self.totals: Mapping[str, Tensor] = {}
         self.learners: list[Any] = [part for part in module.modules() if hasattr(part, "step_ended")]
 
     def _counts(self, name: str) -> bool:
@@ -96,6 +98,7 @@ class Statistics:
         """
         totals = self._reduced("sum", self.run.summed) | self._reduced("max", self.run.largest)
         self._write(totals)
+        self.totals = totals
         divisors = {
             name: num_targets if one.per_target else num_tokens if one.per_token else None
             for name, one in self.described.items()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mplug.distributed.supervision import Supervisor
     from mplug.layout.mesh import Axis
     from mplug.layout.ownership import Sharding
+    from mplug.layout.plan import Parameter
     from mplug.model.assembler import Assembler
     from mplug.model.model import Model
     from mplug.model.slots.offers import Offer, Wrap
@@ -288,6 +289,18 @@ def build_optimizer(run: "Run", pieces: "list[Piece]", assembler: "Assembler") -
     If the config has groups of parameters (`optimizer.groups`), the host calls the hook for each of them, on every rank
     in the same order: that of the group's own optimizer, if the group names one. So an optimizer must keep everything
     in the object that it returns.
+    """
+
+
+@at_most_one
+def rate_of_width(parameter: "Parameter") -> "float | None":
+    """The factor on this optimizer's learning rate of a parameter that is wider than in the base model. Pure.
+
+    `parameter.widths` says how much wider (maximal update parametrization, arXiv 2203.03466); then the best rate of the
+    base model is also that of wider models. Elements of Adam's updates have a size of their own, so its factor is
+    1 / widths.inputs. The host divides the weight decay by the factor, so that the product with the learning rate is
+    that of the base model. A model without a base model does not need the hook; a run of a model with one is refused
+    if the optimizer of a parameter lacks it, or raises UsageError because its settings do not transfer.
     """
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 
 from mplug.errors import listed, suggest
 from mplug.layout.names import compiled, within
+from mplug.layout.widths import Widths
 from mplug.layout.work import Flops, Work
 
 TOKENS_AXIS = "sequence"
@@ -147,7 +148,8 @@ class Parameter:
     three). `over` are the activation axes that the parameter is broadcast over: its gradient is partial over exactly
     the mesh axes that divide them. `decay` says whether weight decay applies; by default it applies to parameters with
     at least two dimensions. A parameter that is not `trainable` is frozen: it has values, a placement and a place in
-    checkpoints, but no gradient, master or optimizer state.
+    checkpoints, but no gradient, master or optimizer state. `widths` compares its matrix with that of a narrower model
+    whose learning rates the run uses; None: there is no such model.
     """
 
     dims: tuple[str | Segment | tuple[Segment, ...], ...]
@@ -155,6 +157,7 @@ class Parameter:
     over: tuple[str, ...] = ("batch", "sequence")
     decay: bool | None = None
     trainable: bool = True
+    widths: Widths | None = None
 
     @property
     def axes(self) -> frozenset[str]:

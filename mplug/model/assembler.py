@@ -6,8 +6,10 @@ from typing import Any, Protocol
 
 import torch
 
+from mplug.contracts.optimizer import Piece
 from mplug.distributed.groups import Groups
-from mplug.layout.placement import Placement
+from mplug.gradients.region import region
+from mplug.layout.placement import Box, Placement
 from mplug.registry.entry_points import ASSEMBLERS
 from mplug.registry.provided import needed
 from mplug.run.run import Run
@@ -57,6 +59,10 @@ class Assembler:
         """
         self.asked.update(self.placements)
         return self._assembling().sums(self, num_dims)
+
+    def parts(self, piece: Piece) -> list[tuple[Box, torch.Tensor]]:
+        """The boxes of the logical tensor that a piece consists of, each with the view of its master."""
+        return [(box, region(piece.master, box)) for box in piece.placement.boxes(self.run.rank)]
 
     def _assembling(self) -> "Assembling":
         what = "an optimizer that computes with whole matrices, or with sums over them"

@@ -48,6 +48,10 @@ class AveragedOptimizer(Optimizer):
         for piece, weight in zip(self._pieces, weights.unbind(), strict=True):
             self._states[piece.name][AVERAGE].lerp_(piece.master, weight.to(piece.master.dtype))
 
+    def states_moved(self) -> None:
+        """Pass it on."""
+        self._optimizer.states_moved()
+
     def _weights(self, skipped: Tensor) -> Tensor:
         """The weight of the new value in the average of each piece [P], in fp64."""
         counted = self._counts.double() - self._section.start

@@ -10,12 +10,14 @@ from mplug.config.binding import RunConfig
 from mplug.contracts.optimizer import Optimizer, Piece, ShapedState, tensors_of
 from mplug.errors import UsageError, listed
 from mplug.model.averaged_optimizer import refuse_average
+from mplug.model.builders import builder_of
 from mplug.model.engine import planned_pieces, refuse_incomplete_engine
 from mplug.model.generator_seeds import GeneratorSeeds, drawing_plugin
-from mplug.model.grouped_optimizer import build_optimizer, builder_of, refuse_single
+from mplug.model.grouped_optimizer import build_optimizer, refuse_single
 from mplug.model.memory import allocate
 from mplug.model.mixing import refuse_mixing
 from mplug.model.model import Model
+from mplug.model.offloaded_optimizer import OffloadedOptimizer, refuse_offload
 from mplug.model.pieces import make_pieces
 from mplug.model.plans.adapting import adapt
 from mplug.model.plans.count_passes import passes_of
@@ -57,10 +59,11 @@ def build_model(run: Run) -> Model:
     _refuse_unmet(run, selection.unmet)
     if not run.trains:
         return model  # nothing is trained, and there is no optimizer
-    refuse_single(run)
+    refuse_single(run, model)
     _shard_states(run, model)
     refuse_incomplete_engine(run, model)
     refuse_average(run, model)
+    refuse_offload(run, model)
     refuse_idle_copies(run, model)
     refuse_bypassing_layout(run, model)
     refuse_missing_compiler(run)
@@ -290,6 +293,10 @@ def allocate_parts(run: Run, model: Model) -> None:
     allocate(model, run.rank, where, precision.weight_dtype, seed, precision.master_dtype)
 
 
+IN_CPU_MEMORY = "optimizer state in CPU memory"
+"""What `measure_bytes` counts that is not on the run's device."""
+
+
 def measure_bytes(run: Run, model: Model) -> dict[str, int]:
     """Bytes that a rank will hold: the storages of a real build, made of tensors without memory."""
     gradients = gradient_dtype(run, model)
@@ -309,6 +316,9 @@ def measure_bytes(run: Run, model: Model) -> dict[str, int]:
             "buffers of suppliers": [buffer for one in model.slot_buffers for buffer in one.tensors().values()],
         }
         measured = {kind: _nbytes(tensors) for kind, tensors in kinds.items() if tensors}
+        if isinstance(optimizer, OffloadedOptimizer):
+            measured.pop("optimizer state", None)
+            measured[IN_CPU_MEMORY], measured["chunks of optimizer state"] = optimizer.num_bytes
     of_engine = {} if model.engine is None else model.engine.num_bytes
     stated = {kind.partition(",")[0] for kind in of_engine}
     return {**{kind: size for kind, size in measured.items() if kind not in stated}, **of_engine}

@@ -17,8 +17,8 @@ class Built:
     """A module on the meta device, and its plan, as `build_model` returns them and `adapt_model` changes them.
 
     `recipe` is that of the run's precision; products of the modules that `base_modules` match ignore it. `attached` are
-    the modules that plugins have added, `groups` the numbers of the groups of trained parameters that have other rates
-    (`optimizer.groups`), `merges` says how an export multiplies them into the model's parameters, and
+    the modules with parameters that plugins have added, `groups` the numbers of the groups of trained parameters that
+    have other rates (`optimizer.groups`), `merges` says how an export multiplies them into the model's parameters, and
     `adapters` is their published form (`mplug_pretrained.Merge`, `mplug_pretrained.Adapters`).
     """
 
@@ -42,7 +42,7 @@ class Built:
         from mplug.model.plans.attaching import with_attached
 
         self.plan = with_attached(self.plan, self.module, modules)
-        self.attached |= modules
+        self.attached |= {name: module for name, module in modules.items() if any(True for _ in module.parameters())}
 
     def freeze(self, names: Iterable[str]) -> None:
         """State in the plan that parameters are not trained, by their names. Call it in `adapt_model`."""

@@ -104,6 +104,7 @@ class _Resolver:
             recipe=recipe,
             groups=of_optimizer.groups,
             average=of_optimizer.average,
+            offload=of_optimizer.offload,
         )
         if problems := [*contradictions(config, RATES.load(config.schedule.name))]:
             raise UsageError("\n".join(problems))

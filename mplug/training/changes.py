@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from mplug.checkpoint.folder import damaged
 from mplug.config.binding import (
     FREE_SECTIONS,
+    HOST_FIELDS,
     HOST_SECTIONS,
     KIND_OF_SECTION,
     OPTIONS_OF_PRECISIONS,
@@ -227,7 +228,12 @@ class _Comparison:
             hosts = {name: list(one) if isinstance(one, tuple) else one for name, one in defaults.items()}
             own = {name: value for name, value in was.items() if name not in hosts}
             was = {**hosts, **was, **bound(chosen, own), "name": now["name"]}
-            yield from self._compared((section,), chosen.config, was, now, _bymark_of(chosen, self.manifest))
+            judge = _bymark_of(chosen, self.manifest)
+            for model, is_hosts in ((chosen.config, False), (HOST_FIELDS.get(section), True)):
+                before, after = (
+                    {name: value for name, value in tree.items() if (name in hosts) is is_hosts} for tree in (was, now)
+                )
+                yield from self._compared((section,), model, before, after, judge)
         else:  # compare only the fields that both plugins have
             was["name"] = _named(was.get("name"), self.recorded.get(_label(section, was.get("name"))), chosen)
             common = {name: value for name, value in was.items() if name in now}

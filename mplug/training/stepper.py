@@ -71,7 +71,7 @@ class DefaultStepper(Evaluator):
         self.loss_scale: LossScale | None = LossScale.of(run, model.module)
         self.token_scale = TokenScale(run, model.module, None if self.loss_scale is None else self.loss_scale.scale)
         self.gradient_scale: Tensor | float | None = None
-        self.scalars = StepScalars(*(torch.zeros((), dtype=torch.float32, device=device) for _ in range(4)))
+        self.scalars = StepScalars.zeros(device)
         self.stop = torch.zeros((), dtype=self.wide, device=run.device)
         self.sums = torch.zeros(2, dtype=self.wide, device=run.device)
         self.stop_at_nonfinite = run.config.trainer.nonfinite == "stop"
@@ -183,12 +183,12 @@ class DefaultStepper(Evaluator):
             scale = scale * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         skip, failed, figures = self._check_finite(loss, norm)
         figures |= self._imbalances(squares)
-        lr = self.scalars.lr
-        self.optimizer.step(replace(self.scalars, scale=scale.to(lr), skip=skip.to(lr.device)))
+        statistics, lr = self.statistics.finish(num_targets, num_tokens), self.scalars.lr
+        totals = self.statistics.totals
+        self.optimizer.step(replace(self.scalars, scale=scale.to(lr), skip=skip.to(lr.device), statistics=totals))
         if not self.optimizer.one_pass:
             write_weights(self.pieces)
         written()
-        statistics = self.statistics.finish(num_targets, num_tokens)
         self.statistics.tell(skip)
         pairs = zip(self.rows, zip(rows[::2], rows[1::2], strict=True), strict=True)
         rows_of = {name: torch.stack(pair) for name, pair in pairs}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from mplug.config.sources import source_of
 from mplug.errors import UsageError, listed
-from mplug.model.build import measure_bytes
+from mplug.model.build import IN_CPU_MEMORY, measure_bytes
 from mplug.model.slots.offers import RECOMPUTING
 from mplug.precisions.dtypes import FORMATS
 from mplug.registry.entry_points import Registry
@@ -80,6 +80,8 @@ def needed(run: "Run", model: "Model", stages: list[Activations], world: "World 
     sharing, on_cpu = _sharing(run, world), run.device == "cpu"
     own = stages[run.mesh.index(run.rank, model.stages.axis) if model.stages.axis else 0]
     held = measure_bytes(run, model)
+    if not on_cpu:
+        held.pop(IN_CPU_MEMORY, None)
     sure = 0 if model.engine is not None else sum(held.values()) if on_cpu else _weights(run, model)
     largest = max(stages, key=lambda stage: stage.expected)
     mean = sum(stage.certain for stage in stages) // len(stages)

@@ -40,6 +40,9 @@ class Slot:
     - `joins_sequences`: a supplier is called as `supplier(function, *tensors)` with tensors [B, S, ...] of this rank's
       positions. It calls the function with those of whole sequences and returns this rank's part of the result. The
       host supplies it.
+    - `gathers_positions`: a supplier is called as `supplier(x)` with x [B, S, ...] of this rank's positions, between
+      the products of a pair, where only the ranks that divide the entries divide the sequence. It returns the tensor of
+      whole sequences, without a gradient, and this rank's positions in them [S]. The host supplies it.
     - `returns_rows`: a supplier is called as `supplier(rows, returns)`, with the rows [R, ...] of a stream that ranks
       have computed for one another, and the entry `mplug.RETURNS`. It returns the rows of this rank's own micro batch.
       The host supplies it if ranks balance streams (`parallel.balance`).
@@ -61,6 +64,7 @@ class Slot:
     buffers: tuple[str, ...] = ()
     sums_tokens: bool = False
     joins_sequences: bool = False
+    gathers_positions: bool = False
     returns_rows: bool = False
     keeps_pairs: bool = False
 
@@ -79,7 +83,7 @@ class Slot:
     @property
     def _agreed(self) -> tuple[Any, ...]:
         """What all blocks with this slot must declare alike, because plugins and users rely on it."""
-        of_host = self.sums_tokens, self.joins_sequences, self.returns_rows
+        of_host = self.sums_tokens, self.joins_sequences, self.gathers_positions, self.returns_rows
         return self.kind, self.multiplies, self.collectives, self.fuses, *of_host
 
 

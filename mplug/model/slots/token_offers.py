@@ -10,13 +10,15 @@ from mplug.run.run import Run
 
 TOKENS = ("batch", "sequence")
 """The activation axes of tokens."""
+USES_TOKENS = ("sums_tokens", "joins_sequences", "gathers_positions")
+"""The fields of `Slot` that say how a slot uses the tokens of other ranks."""
 
 
 class TokenOffers(Protocol):
     """The method of the class in the entry-point group 'mplug.token_offers'."""
 
     def offers(self, run: Run, model: Model) -> list[Offer]:
-        """Suppliers of the slots that sum over tokens (`Slot.sums_tokens`) or join sequences (`Slot.joins_sequences`).
+        """Suppliers of the slots that sum over tokens, join sequences or gather positions (`USES_TOKENS`).
 
         Collective: all ranks call it, also those whose stage has no such slot.
         """
@@ -27,7 +29,7 @@ def token_offers(run: Run, model: Model) -> list[Offer]:
     divided = any(axis.divides(named) for axis in run.mesh.views["dense"] for named in TOKENS)
     if not divided or not model.plan.buffers:
         return []
-    if not any(slot.sums_tokens or slot.joins_sequences for slot in model.declared.values()):
+    if not any(getattr(slot, use) for slot in model.declared.values() for use in USES_TOKENS):
         return []
     offering: TokenOffers = needed(TOKEN_OFFERS, "statistics of a model over tokens that ranks divide", "mplug-ops")
     return offering.offers(run, model)

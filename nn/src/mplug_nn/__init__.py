@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from mplug_nn.decoder import TokenEmbedding as TokenEmbedding
     from mplug_nn.decoder import decoder_plan as decoder_plan
     from mplug_nn.decoders.build import build_decoder as build_decoder
+    from mplug_nn.decoders.build import refuse_base as refuse_base
     from mplug_nn.decoders.config import DecoderConfig as DecoderConfig
     from mplug_nn.decoders.family import DecoderFamily as DecoderFamily
     from mplug_nn.decoders.general import GeneralDecoderConfig as GeneralDecoderConfig
@@ -117,6 +118,8 @@ if TYPE_CHECKING:
     from mplug_nn.grouped import GroupedProduct as GroupedProduct
     from mplug_nn.grouped import grouped_linear as grouped_linear
     from mplug_nn.head import Head as Head
+    from mplug_nn.largest_logits import LargestLogits as LargestLogits
+    from mplug_nn.largest_logits import LogitRows as LogitRows
     from mplug_nn.latent import LatentAttention as LatentAttention
     from mplug_nn.linear import ADAPTERS as ADAPTERS
     from mplug_nn.linear import Linear as Linear

@@ -19,6 +19,7 @@ from mplug.tensors.host_buffers import register_host_buffer
 from mplug.tensors.random import mix, uniform
 from mplug_nn.cache import Cache, CacheSize
 from mplug_nn.core import AttentionCore, packed_heads_of
+from mplug_nn.largest_logits import LargestLogits, LogitRows
 from mplug_nn.linear import Linear
 from mplug_nn.norm_functions import offset
 from mplug_nn.packed_heads import PackedHeads, passes_through
@@ -129,6 +130,8 @@ class DotProductAttention(nn.Module):
     `num_heads`, `num_kv_heads` and `head_dim` are those of the whole model, also on a rank that holds only some of the
     heads. Suppliers and wraps may read them, and `spec`, from a site's module.
 
+    A plugin may attach `largest_logits`, which then sees the queries and keys of every call in training.
+
     While a model samples, the host may give the module a `cache` (`mplug_nn.Cache`). The module then receives only the
     last positions of its samples, adds their rows to the cache, and attends to all rows in it.
     """
@@ -138,6 +141,7 @@ class DotProductAttention(nn.Module):
     caches: ClassVar[bool] = True
     static_cache: ClassVar[bool] = True
     cache: Cache | None = None
+    largest_logits: LargestLogits | None
     core: Callable[..., Tensor]
     prepare_qk: Callable[..., tuple[Tensor, Tensor]]
     site: Tensor
@@ -166,6 +170,7 @@ class DotProductAttention(nn.Module):
         self.q_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
         self.k_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
         self.sinks = nn.Parameter(torch.empty(num_heads)) if self.spec.sinks else None
+        self.largest_logits = None
         register_host_buffer(self, "site", "site key")
         set_defaults(self)
 
@@ -281,7 +286,10 @@ class DotProductAttention(nn.Module):
     ) -> Tensor:
         """The core's output [B, S, H, V]."""
         spec = self._spec(document_lengths, more.get("position_groups"))
-        return self.core(q, k, v, spec, self._inputs(spec, keys, document_lengths, **more))
+        inputs = self._inputs(spec, keys, document_lengths, **more)
+        if self.largest_logits is not None and self.training:
+            self.largest_logits(q, k, spec, inputs)
+        return self.core(q, k, v, spec, inputs)
 
     def _spec(self, document_lengths: Tensor | None, position_groups: Tensor | None = None) -> AttentionSpec:
         """What a call computes."""
@@ -376,6 +384,21 @@ class Attention(DotProductAttention):
         own = (name for name, _ in self.named_parameters(recurse=False))
         return ("qkv", *own, self._core_work(after_unit=False), "out")
 
+    def logit_rows(self) -> tuple[LogitRows, ...]:
+        """Queries and keys are rows of the fused projection and of its bias; none counts before QK-norm."""
+        if self.q_norm is not None:
+            return ()
+        width, heads, groups = self.head_dim, self.num_heads, self.num_kv_heads
+        names = ("qkv.weight",) if self.qkv.bias is None else ("qkv.weight", "qkv.bias")
+        return tuple(
+            rows
+            for name in names
+            for rows in (
+                LogitRows(name, "query", 0, heads, width, width),
+                LogitRows(name, "key", heads * width, groups, width, width),
+            )
+        )
+
     def input_linear(self) -> Linear:
         """The layer that alone reads x in `forward`."""
         return self.qkv
@@ -419,6 +442,6 @@ class Attention(DotProductAttention):
         packed = packed_heads_of(self.core) if type(self) is Attention else None  # subclasses may call it otherwise
         if packed is None or self.theta is not None or self.cache is not None or self.scales_of_norm[0] is not None:
             return None
-        if self.output_gate:  # its rows are a part of the packed projection
+        if self.output_gate or self.largest_logits is not None:  # the gate is a part of the packed projection
             return None
         return packed if passes_through(self.prepare_qkv) and passes_through(self.prepare_qk) else None

@@ -14,6 +14,7 @@ from mplug.layout.inits import ONES, Entries, Inits
 from mplug.layout.plan import Parameter, Segment
 from mplug_nn.attention import DotProductAttention, refuse_documents
 from mplug_nn.cache import Cache, CacheSize
+from mplug_nn.largest_logits import LogitRows
 from mplug_nn.linear import Linear
 from mplug_nn.norm import Norm
 from mplug_nn.rotary import Rotary
@@ -91,6 +92,16 @@ class LatentAttention(DotProductAttention):
             "q_latent_norm.weight": Parameter(("q_latent",), ONES),
             "q_up.weight": Parameter((queries, "q_latent"), inits.weight),
         }
+
+    def logit_rows(self) -> tuple[LogitRows, ...]:
+        """Queries and the heads' own part of keys; the part with positions is one for all heads."""
+        (still, turning), heads = self.widths, self.num_heads
+        queries, stride = ("q.weight" if self.q is not None else "q_up.weight"), still + turning
+        return (
+            LogitRows(queries, "query", 0, heads, still, stride),
+            LogitRows(queries, "alone", still, heads, turning, stride),
+            LogitRows("kv_up.weight", "key", 0, heads, still, still + self.value_width),
+        )
 
     def forward(self, x: Tensor, positions: Tensor, keys: Tensor, document_lengths: Tensor | None = None) -> Tensor:
         """x [B, S, D], positions [1 or B, S], the samples' random keys [B] -> [B, S, D]."""

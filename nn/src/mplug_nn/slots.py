@@ -8,6 +8,7 @@ from mplug_nn.cross import CrossAttention
 from mplug_nn.dropout import Dropout
 from mplug_nn.embedding import Embedding
 from mplug_nn.experts import Experts
+from mplug_nn.largest_logits import LargestLogits
 from mplug_nn.linear import Linear
 from mplug_nn.loss import Loss
 from mplug_nn.mixers.convolution import Convolution
@@ -22,7 +23,7 @@ from mplug_nn.vision.patches import PatchEmbedding
 
 BLOCKS: tuple[type[nn.Module], ...] = (
     *(Attention, Linear, Norm, MLP, Embedding, Dropout, Loss, Router, Experts, MixtureOfExperts),
-    *(PatchEmbedding, StreamJoin, Scan, Convolution, Mamba2, CrossAttention),
+    *(PatchEmbedding, StreamJoin, Scan, Convolution, Mamba2, CrossAttention, LargestLogits),
 )
 """The blocks that declare slots. Other blocks share the slots of these."""
 SLOTS: dict[str, Slot] = {slot.name: slot for block in BLOCKS for slot in block.SLOTS}  # type: ignore[attr-defined]

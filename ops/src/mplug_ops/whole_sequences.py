@@ -1,6 +1,7 @@
-"""Offers of functions of whole sequences, which modules use in forward (`Slot.joins_sequences`).
+"""Offers of functions of whole sequences, which modules use in forward.
 
-B batch, S positions of this rank, R ranks that divide a sequence.
+They fill the slots with `Slot.joins_sequences` and `Slot.gathers_positions`. B batch, S positions of this rank, R ranks
+that divide a sequence.
 """
 
 from collections.abc import Callable
@@ -45,6 +46,34 @@ def whole_sequences(run: Run, model: Model) -> list[Offer]:
     return [Offer({slot: over_sequences}, _is_of_tokens, plugin="host") for slot in slots]
 
 
+def whole_keys(run: Run, model: Model) -> list[Offer]:
+    """The supplier of slots that gather positions: along the axes that divide the entries of micro batches.
+
+    Collective: all ranks make the process group here, including ranks whose stage has no such slot.
+    """
+    axes = [axis.name for axis in run.mesh.views["dense"] if TOKENS_AXIS in axis.entries]
+    if not model.plan.buffers or not axes:
+        return []
+    group = run.group(*axes)
+    ranks = run.mesh.group(run.rank, *axes)
+    own = ranks.index(run.rank)
+
+    def parts_at(length: int) -> list[list[range]]:
+        return [parts_of(run.mesh, rank, length, by_entries=True) for rank in ranks]
+
+    usual_length = run.config.trainer.seq_length
+    usual = parts_at(usual_length)  # known before a compiler traces the slot, which cannot trace the mesh
+
+    def gathered(x: Tensor) -> tuple[Tensor, Tensor]:
+        length = x.shape[1] * len(ranks)
+        parts = usual if length == usual_length else parts_at(length)
+        places = torch.cat([torch.arange(part.start, part.stop, device=x.device) for part in parts[own]])
+        return (x if group is None else _in_order(all_gather(x, group, 1), parts)), places
+
+    slots = [slot.name for slot in model.declared.values() if slot.gathers_positions]
+    return [Offer({slot: gathered}, _is_of_tokens, plugin="host") for slot in slots]
+
+
 def _is_of_tokens(site: Site, run: Run) -> bool | str:
     if site.sequence == TOKENS_AXIS:
         return True
@@ -60,13 +89,15 @@ def _in_order(gathered: Tensor, parts: list[list[range]]) -> Tensor:
     return torch.cat([pieces[first] for first in sorted(pieces)], dim=1)
 
 
-def parts_of(mesh: Mesh, rank: int, length: int) -> list[range]:
+def parts_of(mesh: Mesh, rank: int, length: int, by_entries: bool = False) -> list[range]:
     """The positions of a rank in a sequence of a length, as intervals in the order in which the rank holds them.
 
-    Axes that divide entries cut first, the slowest axis first, then those that divide activations, into equal parts.
+    Axes that divide entries cut first, the slowest axis first, then those that divide activations, into equal parts,
+    unless only the parts `by_entries` are wanted.
     """
     held = [range(length)]
     dense = [axis for axis in mesh.views["dense"] if axis.divides(TOKENS_AXIS)]
+    dense = [axis for axis in dense if TOKENS_AXIS in axis.entries or not by_entries]
     for axis in sorted(dense, key=lambda axis: TOKENS_AXIS not in axis.entries):
         size, index = sum(map(len, held)), mesh.index(rank, axis.name)
         if TOKENS_AXIS in axis.entries:

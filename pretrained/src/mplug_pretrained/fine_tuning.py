@@ -60,8 +60,13 @@ def fine_tuning_line(config: RunConfig) -> str:
     rate = getattr(config.optimizer, "lr", None)
     unset = rate is not None and ("optimizer", "lr") not in config.settings
     name = config.settings["optimizer", "name"].value
-    note = f"; optimizer.lr={rate} is the default of '{name}' for any run" if unset else ""
-    return f"defaults of fine-tuning: {values}{note}; your settings replace them"
+    notes = [f"optimizer.lr={rate} is the default of '{name}' for any run"] if unset else []
+    for number, group in enumerate(config.groups):
+        own = group.optimizer
+        if own is not None and "lr" not in own.config.model_fields_set:
+            field = f"optimizer.groups.{number}.optimizer.lr"
+            notes.append(f"{field}={own.config.lr} is the default of '{own.name}' for any run")
+    return "; ".join([f"defaults of fine-tuning: {values}", *notes, "your settings replace them"])
 
 
 def _plugins(registry: Registry, named: Settings) -> Iterator[Entry]:

@@ -123,8 +123,8 @@ class Bench:
     ) -> StepScalars:
         """A step's scalars, on the device."""
         device = self.run.device
-        tensors = (torch.tensor(value, device=device) for value in (lr, scale, skip, weight_decay))
-        return StepScalars(*tensors)
+        rate, factor, skipped, decay = (torch.tensor(value, device=device) for value in (lr, scale, skip, weight_decay))
+        return StepScalars(rate, factor, skipped, decay)
 
     def step(self, number: int, gradient: Gradient = gradient_of, **scalars: float) -> None:
         """Run an update with the gradients of a step; they depend only on its number. The run's first step is 1."""

@@ -1,9 +1,9 @@
 """Whether every field of a plugin's Config has an effect that its suite sees.
 
 For each field the suite takes another valid value and compares what it sees (`PluginSuite.evidence`) with what it sees
-of the plugin's tiny run. The values come from the field's type (`values.py`), or from the author: `examples`. A field
-that has an effect only together with other settings names them in `beside`. A field without a visible effect is in
-`without_effect`, with the reason.
+of the plugin's tiny run. The values come from the field's type (`values.py`), or from the author: `examples` of the
+suite or of the field. A field that has an effect only together with other settings names them in `beside`. A field
+without a visible effect is in `without_effect`, with the reason.
 """
 
 import json
@@ -153,7 +153,9 @@ class _Checker:
         key = _key(own)
         if key not in self._configs:
             self._configs[key] = _config(self.suite, own, field)
-        current, given = getattr(self._configs[key], field), self.suite.values_for(field)
+        current, given = getattr(self._configs[key], field), self.suite.values_for(field) or described.examples
+        if given is None:
+            given = described.examples  # those of the field's own description
         if given is not None:
             return own, current, given
         return own, current, list(other_values(described.annotation, described.metadata, current))

@@ -3,7 +3,16 @@
 from abc import ABC, abstractmethod
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from mplug_nn.decoders.parts import AttentionConfig, EmbeddingConfig, NormConfig, PartConfig
 from mplug_pretrained.external import ExternalNames
@@ -27,6 +36,13 @@ class DecoderConfig(BaseModel, ABC):
     qk_norm: bool = Field(False, description="RMSNorm on the queries and keys of each head")
     norm_eps: PositiveFloat = Field(1e-5, description="added in norms to the variance, or to the mean square")
     init_std: NonNegativeFloat = Field(0.02, description="standard deviation of initial weights")
+    mup_base: dict[str, PositiveInt] | None = Field(
+        None,
+        examples=[{"hidden_size": 16}, {"hidden_size": 8}],
+        description="maximal update parametrization (arXiv 2203.03466): the fields of this section, such as "
+        "hidden_size, that are narrower in a base model; initial values, rates and factors in forward are such that "
+        "its learning rate is also the best one here; null: the usual parametrization",
+    )
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
@@ -40,6 +56,23 @@ class DecoderConfig(BaseModel, ABC):
         if self.has_rotary_positions and self.head_width % 2:
             raise ValueError(f"rotary positions need an even head_dim, not {self.head_width}")
         return self
+
+    @model_validator(mode="after")
+    def _base_is_valid(self) -> Self:
+        try:
+            _ = self.base
+        except ValidationError as error:
+            reasons = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+            raise ValueError(f"mup_base describes no model: {reasons}") from None
+        return self
+
+    @property
+    def base(self) -> Self | None:
+        """The base model of `mup_base`: this one with other widths."""
+        if self.mup_base is None:
+            return None
+        own = {name: getattr(self, name) for name in self.model_fields_set - {"mup_base"}}
+        return type(self)(**{**own, **self.mup_base})
 
     @property
     def kv_heads(self) -> int:
@@ -103,7 +136,7 @@ class DecoderConfig(BaseModel, ABC):
         return type(self) is type(other) and self._computed() == other._computed()
 
     def _computed(self) -> tuple[object, ...]:
-        sizes = self.hidden_size, self.vocab_size, self.init_std, self.depths_ahead
+        sizes = self.hidden_size, self.vocab_size, self.init_std, self.depths_ahead, self.mup_base
         outside = self.output_soft_cap, self.output_scale, self.embedding_config(), self.norm_config()
         return *sizes, *outside, self.blocks, self.blocks_ahead
 

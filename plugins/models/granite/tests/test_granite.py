@@ -42,6 +42,7 @@ class TestGraniteHybrid(FurtherDecoderSuite):
         **{name: {"window": 4, "attention_types": ["full", "window"]} for name in ("window", "attention_types")},
         "num_dense_layers": {"feed_forward_types": None},
         **{name: {"position_types": ["rotary"]} for name in ROTARY},
+        "mup_base": {"mixer_types": ["attention"]},
     }
     without_effect = {"published_as": "only the names of published tensors depend on it"}
     sizes = {

@@ -28,6 +28,7 @@ class TestKimiLinear(FurtherDecoderSuite):
     own_beside = {
         "window_rope_theta": {},
         **{name: {"window": 4, "attention_types": ["full", "window"]} for name in ("window", "attention_types")},
+        "mup_base": {"mixer_types": ["attention"]},
         "linear_num_key_heads": {"mixer_types": ["gated_delta"], "linear_num_value_heads": 4},
         **{name: {"position_types": ["rotary"]} for name in ("rope_theta", "rope_scaling", "rope_interleaved")},
     }

@@ -51,4 +51,5 @@ class TestNemotron(FurtherDecoderSuite):
         "num_dense_layers": [1],
         "post_norms": [True],
     }
+    without_effect = {"mup_base": "blocks of one branch refuse it"}
     sizes = {"h-8b": 8.101, "3-nano-30b-a3b": 31.578}

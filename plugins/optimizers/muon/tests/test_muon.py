@@ -45,6 +45,9 @@ class TestMuon(OptimizerSuite):
     plugin = "muon"
     layouts = ("fsdp2tp2",)
     examples = {"tables": [[]], "separate": [["heads"]]}
+    without_effect = dict.fromkeys(
+        ("qk_clip", "qk_clip_alpha"), "the suite's matrices belong to no attention (test_clip)"
+    )
 
     def reference(self, weight: Tensor, steps: list[DenseStep], parameter: Parameter, config: Muon.Config) -> Tensor:
         is_hidden = weight.dim() == 2 and "vocab" not in parameter.axes

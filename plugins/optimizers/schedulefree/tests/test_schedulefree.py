@@ -5,7 +5,7 @@ import torch
 from mplug_schedulefree import ScheduleFree
 from torch import Tensor
 
-from mplug import AVERAGE, Parameter
+from mplug import AVERAGE, Parameter, UsageError
 from mplug_testing import DenseStep, OptimizerSuite
 from mplug_testing.harness import tiny_run
 
@@ -74,3 +74,8 @@ def test_the_average_is_that_of_the_paper() -> None:
         average = parts.optimizer.state(piece)[AVERAGE]
         torch.testing.assert_close(average, x, rtol=1e-6, atol=1e-8)
     assert parts.optimizer.averages
+
+
+def test_a_decay_of_the_rate_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"name=cosine lets the learning rate decay.*name=constant"):
+        tiny_run({"optimizer.name": "schedulefree", "schedule.name": "cosine"})

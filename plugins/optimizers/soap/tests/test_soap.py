@@ -133,9 +133,9 @@ def test_experts_are_stacked_and_segments_numbered_in_the_state() -> None:
     shapes = {n: one.shape for n, one in of["experts"].items() if isinstance(one, ShapedState)}
     assert shapes["left_factor"] == shapes["left_basis"] == (3, 8, 8)
     assert shapes["right_factor"] == (3, 12, 12)
-    assert shapes["exp_avg"] == shapes["exp_avg_sq"] == (3, 8, 12)
+    assert shapes["exp_avg"] == shapes["exp_avg_sq_in_bases"] == (3, 8, 12)
     assert _shaped(of["fused matrices"]["left_factor.0"]).shape == (16, 16)
-    assert _shaped(of["fused matrices"]["exp_avg_sq.2"]).shape == (8, 12)
+    assert _shaped(of["fused matrices"]["exp_avg_sq_in_bases.2"]).shape == (8, 12)
     assert set(of["table"]) == {"step", "exp_avg", "exp_avg_sq"}
 
 

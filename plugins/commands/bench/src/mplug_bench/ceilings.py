@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mplug import Model, Run
-from mplug.commands import build_model, measure_bytes, timed
+from mplug.commands import IN_CPU_MEMORY, build_model, measure_bytes, timed
 from mplug_nn import AttentionInputs, AttentionSpec
 from mplug_nn.linear import Linear
 from mplug_ops import all_gather
@@ -249,5 +249,6 @@ def _bytes_of_an_update(run: Run, model: Model) -> int:
     """
     held = measure_bytes(run, model)
     weights, state = held.get("weights", 0), held.get("optimizer state", 0)
+    state += held.get(IN_CPU_MEMORY, 0)
     masters = 2 * held["masters"] + weights if "masters" in held else 2 * weights
     return masters + 2 * state + held.get("gradients", 0)

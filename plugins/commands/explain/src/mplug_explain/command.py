@@ -269,9 +269,12 @@ def _mixing(model: "Model") -> str:
 
 
 def _placements(run: "Run", model: "Model", rank: int) -> str:
+    from mplug.commands import width_rates  # imports torch
+
     rows = []
     trained = {name: placement.parameter.trainable for name, placement in model.placements.items()}
     alike: dict[tuple[str, bool, int], list[str]] = {}
+    factors = width_rates(run, model) if run.trains else {}
     for role, names in _grouped(list(trained)).items():
         for name in sorted(names, key=lambda name: not trained[name]):
             alike.setdefault((role, trained[name], model.groups.get(name, -1)), []).append(name)
@@ -290,11 +293,11 @@ def _placements(run: "Run", model: "Model", rank: int) -> str:
                 len(boxes),
                 len(boxes[0].copies) if boxes else 0,
                 "frozen" if not placement.parameter.trainable else len(boxes[0].partial) if boxes else 0,
-                rates(run, group),
+                rates(run, group, factors.get(names[0], 1.0)),
             )
         )
     header = ("PARAMETER", "COUNT", "SHAPE", "AXES", "LOCAL", "BOXES", "COPIES", "PARTIAL OVER", "RATES")
-    kept = len(header) if run.config.groups else -1
+    kept = len(header) if run.config.groups or factors else -1
     return table(header[:kept], [row[:kept] for row in rows])
 
 

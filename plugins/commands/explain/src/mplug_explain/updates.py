@@ -32,10 +32,18 @@ def updates(run: "Run") -> str:
     return table(header, [(*row, f"{schedule.min_lr:g}", average)])
 
 
-def rates(run: "Run", number: int) -> str:
-    """The rates of a group of `optimizer.groups`: factors, or the optimizer with its own learning rate and decay."""
+def rates(run: "Run", number: int, factor: float) -> str:
+    """The rates of a group of `optimizer.groups`: factors, or the optimizer with its own learning rate and decay.
+
+    `factor` is that of the learning rate by the width (`rate_of_width`).
+    """
+    by_width = "" if factor == 1 else f"by width: lr x {factor:g}, decay x {1 / factor:g}"
     if number < 0:
-        return "-"
+        return by_width or "-"
+    return "; ".join(filter(None, (_rates_of_group(run, number), by_width)))
+
+
+def _rates_of_group(run: "Run", number: int) -> str:
     group = run.config.groups[number]
     if group.optimizer is None:
         return f"group {number}: lr x {group.lr_scale:g}, decay x {group.weight_decay_scale:g}"

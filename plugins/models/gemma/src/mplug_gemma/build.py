@@ -7,7 +7,7 @@ from mplug import RETURNS, Inits, Model, Plan, Stream, Unit, describe
 from mplug_gemma.config import GemmaConfig
 from mplug_gemma.tower import SeeingDecoder, Tower
 from mplug_gemma.vision import CONTEXT, PATCHES, VisionConfig
-from mplug_nn import Head, build_decoder, decoder_plan
+from mplug_nn import Head, build_decoder, decoder_plan, refuse_base
 
 GROUPS = "position_groups"
 
@@ -25,6 +25,7 @@ def build(config: GemmaConfig, *, has_images: bool) -> Model:
     """
     if config.vision is None:
         return build_decoder(config)
+    refuse_base(config, "a model with a tower of pictures")
     size, embedding = config.hidden_size, config.embedding_config()
     decoder = SeeingDecoder(
         embedding.build(config.vocab_size, size),

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mplug import RETURNS, Description, Inits, Model, Plan, Stream, Unit, describe
-from mplug_nn import Head, build_decoder, decoder_plan
+from mplug_nn import Head, build_decoder, decoder_plan, refuse_base
 from mplug_qwen_vl.config import QwenVLConfig
 from mplug_qwen_vl.tower import SeeingDecoder, Tower
 from mplug_qwen_vl.vision import CONTEXT, PATCHES, VisionConfig, entries_of
@@ -20,6 +20,7 @@ def build(config: QwenVLConfig, *, has_images: bool) -> Model:
     """The model on the meta device, and its plan. Without images, the units of inference leave the tower out."""
     if config.vision is None:
         return build_decoder(config)
+    refuse_base(config, "a model with a tower of pictures")
     size, embedding = config.hidden_size, config.embedding_config()
     decoder = SeeingDecoder(
         embedding.build(config.vocab_size, size),

@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mplug import Optimizer, Piece, hookimpl
+from mplug import Optimizer, Piece, UsageError, hookimpl
 from mplug_adafactor.config import AdafactorConfig
 
 if TYPE_CHECKING:
-    from mplug import Assembler
+    from mplug import Assembler, Parameter
 
 
 class Adafactor:
@@ -22,6 +22,16 @@ class Adafactor:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+
+    @hookimpl
+    def rate_of_width(self, parameter: "Parameter") -> float | None:
+        """Elements of updates have a size of their own, as Adam's (arXiv 2203.03466, table 8)."""
+        if self.config.scale_parameter:
+            raise UsageError(
+                "optimizer.scale_parameter multiplies rates by the size of weights, and is not known to transfer to "
+                "other widths (model.mup_base); set optimizer.scale_parameter=false, or remove model.mup_base"
+            )
+        return None if parameter.widths is None else 1 / parameter.widths.inputs
 
     @hookimpl
     def build_optimizer(self, pieces: list[Piece], assembler: "Assembler") -> Optimizer:

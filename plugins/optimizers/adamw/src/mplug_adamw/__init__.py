@@ -6,7 +6,7 @@ from mplug import Optimizer, Piece, hookimpl
 from mplug_adamw.config import AdamWConfig
 
 if TYPE_CHECKING:
-    from mplug import Assembler, Run
+    from mplug import Assembler, Parameter, Run
 
 
 class AdamW:
@@ -19,6 +19,11 @@ class AdamW:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+
+    @hookimpl
+    def rate_of_width(self, parameter: "Parameter") -> float | None:
+        """Elements of updates have a size of their own, as Adam's (arXiv 2203.03466, table 8)."""
+        return None if parameter.widths is None else 1 / parameter.widths.inputs
 
     @hookimpl
     def build_optimizer(self, run: "Run", pieces: list[Piece], assembler: "Assembler") -> Optimizer:

@@ -31,7 +31,7 @@ elements; 1 if the piece decays; 1 if its addresses allow vectors of four elemen
 class OnePassAdamW(Optimizer):
     """Updates all pieces in one launch per step, and also writes the weights.
 
-    The tensors of a piece must be contiguous and must not move in memory: the first step records their addresses.
+    The tensors of a piece must be contiguous: the first step records their addresses, and the first after a move.
     """
 
     one_pass = True
@@ -64,6 +64,10 @@ class OnePassAdamW(Optimizer):
             num_warps=NUM_WARPS,
             enable_fp_fusion=True,  # multiply-adds round once, as in torch's kernel
         )
+
+    def states_moved(self) -> None:
+        """Record addresses anew."""
+        self.__dict__.pop("_tables", None)
 
     def state(self, piece: Piece) -> dict[str, Tensor]:
         """The live moments and step count of a piece."""

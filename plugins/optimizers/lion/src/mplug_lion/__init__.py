@@ -1,9 +1,12 @@
 """Lion (arXiv 2302.06675) over pieces: every weight moves by the same amount, in the direction of its momentum."""
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mplug import Optimizer, Piece, hookimpl
 from mplug_lion.config import LionConfig
+
+if TYPE_CHECKING:
+    from mplug import Parameter
 
 
 class Lion:
@@ -19,6 +22,11 @@ class Lion:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+
+    @hookimpl
+    def rate_of_width(self, parameter: "Parameter") -> float | None:
+        """Elements of updates have a size of their own, as Adam's (arXiv 2203.03466, table 8)."""
+        return None if parameter.widths is None else 1 / parameter.widths.inputs
 
     @hookimpl
     def build_optimizer(self, pieces: list[Piece]) -> Optimizer:

@@ -6,7 +6,8 @@ from mplug import Optimizer, Piece, UsageError, hookimpl, listed
 from mplug_muon.config import MuonConfig
 
 if TYPE_CHECKING:
-    from mplug import Assembler, Model
+    from mplug import Assembler, Model, Parameter, Run
+    from mplug_muon.clip import Clipped
 
 
 class Muon:
@@ -22,10 +23,25 @@ class Muon:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self._clipped: dict[str, list[Clipped]] = {}
 
     @hookimpl
-    def shard_model(self, model: "Model") -> None:
-        """Refuse items of axes that no matrix of the model has along its rows; no placement changes."""
+    def adapt_model(self, run: "Run", model: "Model") -> None:
+        """Let attention keep its largest logits, if they are bounded."""
+        if self.config.qk_clip is not None and run.trains:
+            from mplug_muon.clip import attach_statistics
+
+            self._clipped = attach_statistics(model)
+
+    @hookimpl
+    def shard_model(self, run: "Run", model: "Model") -> None:
+        """Refuse what cannot be clipped, and items of axes that no matrix has along its rows; no placement changes."""
+        if self.config.qk_clip is not None:
+            from mplug_muon.clip import FIELD, refuse_unclipped
+
+            if not self._clipped:
+                raise UsageError(f"{FIELD} applies to the optimizer of the run only; remove it from optimizer.groups")
+            refuse_unclipped(run, model, self._clipped)
         rows = {segment.axis for one in model.placements.values() if len(one.dims) > 1 for segment in one.dims[-2]}
         if unknown := [name for name in self.config.separate if name not in rows]:
             raise UsageError(
@@ -34,8 +50,25 @@ class Muon:
             )
 
     @hookimpl
+    def rate_of_width(self, parameter: "Parameter") -> float | None:
+        """1 for hidden matrices, whose orthogonalised updates have the size of the shape alone; Adam's for others.
+
+        The size that transfers is sqrt(outputs / inputs) (arXiv 2310.17813, condition 1).
+        """
+        from mplug_muon.routing import is_hidden_matrix
+
+        if self.config.scale != "unit_rms_norm":
+            raise UsageError(
+                f"optimizer.scale={self.config.scale} of optimizers/muon does not transfer to other widths "
+                f"(model.mup_base); set optimizer.scale=unit_rms_norm, or remove model.mup_base"
+            )
+        if parameter.widths is None:
+            return None
+        return 1.0 if is_hidden_matrix(parameter, self.config.tables) else 1 / parameter.widths.inputs
+
+    @hookimpl
     def build_optimizer(self, pieces: list[Piece], assembler: "Assembler") -> Optimizer:
         """An optimizer of these pieces."""
         from mplug_muon.both import MuonAndAdamW
 
-        return MuonAndAdamW(pieces, assembler, self.config)
+        return MuonAndAdamW(pieces, assembler, self.config, self._clipped)

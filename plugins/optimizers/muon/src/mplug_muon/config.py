@@ -44,6 +44,16 @@ class MuonConfig(BaseModel):
         description="named axes of look-up tables, output heads and short convolutions, whose rows are separate "
         "vectors; AdamW updates the parameters with these axes",
     )
+    qk_clip: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="QK-clip (arXiv 2507.20534): bound of the largest attention logit of a head; after an update, the "
+        "weights of its queries and keys shrink if the step had a larger one (the paper has 100); null: no bound",
+    )
+    qk_clip_alpha: float = Field(
+        0.5, ge=0, le=1, description="share of the queries in the factor of QK-clip; the rest is that of the keys"
+    )
     adamw_lr: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="AdamW's peak learning rate, scheduled like lr; null: lr"
     )

@@ -156,8 +156,11 @@ class RotatedMatrices:
 
 
 def _named(moments: Moments) -> list[tuple[str, Tensor]]:
-    """The tensors of a matrix by the names of its states."""
-    found = [("exp_avg", moments.first), ("exp_avg_sq", moments.second)]
+    """The tensors of a matrix by the names of its states.
+
+    The second moment is that of other coordinates than Adam's, so no other optimizer reads it by Adam's name.
+    """
+    found = [("exp_avg", moments.first), ("exp_avg_sq_in_bases", moments.second)]
     for name, side in (("left", moments.left), ("right", moments.right)):
         if side is not None:
             found += [(f"{name}_factor", side.factor), (f"{name}_basis", side.basis)]

@@ -142,9 +142,8 @@ def decoder(name: str, shape: Shape, length: int, layout: str, chosen: argparse.
         settings += [PATTERN, *shape.hybrid, *chosen.hybrid]
         if not chosen.tiny:
             settings += [f"kernels.scan={chosen.scan}", f"kernels.convolution={chosen.scan}"]
-        if chosen.scan == "fla" and not chosen.tiny:
-            settings += ["kernels.fla.experimental=true"]
-            settings += [] if chosen.variants is None else [f"kernels.fla.variants={chosen.variants}"]
+        if chosen.scan == "fla" and not chosen.tiny and chosen.variants is not None:
+            settings.append(f"kernels.fla.variants={chosen.variants}")
     if layout != ALONE:
         settings.append(f"parallel.layout={layout}")
     with tempfile.TemporaryDirectory() as folder:

@@ -65,7 +65,6 @@ OF_FLA: TinySettings = {
     "model.linear_value_head_dim": 16,
     "kernels.scan": "fla",
     "kernels.convolution": "fla",
-    "kernels.fla.experimental": True,
     "kernels.fla.variants": 1,
 }
 KERNELS: dict[str, tuple[str, TinySettings]] = {  # the package that it needs, and a run

@@ -13,8 +13,8 @@ from mplug_nn import ConvolutionSpec, ScanSpec
 from mplug_nn.mixers.specification import CONVOLUTIONS, SCANS
 
 
-def offers(slot: str = "Scan.core", *, experimental: bool = True) -> list[Offer]:
-    return [offer for offer in Fla(Fla.Config(experimental=experimental)).offer() if slot in offer.suppliers]
+def offers(slot: str = "Scan.core") -> list[Offer]:
+    return [offer for offer in Fla(Fla.Config()).offer() if slot in offer.suppliers]
 
 
 def site(spec: Any, *needs: str, slot: str = "Scan.core") -> Site:
@@ -65,16 +65,6 @@ def test_what_it_cannot_serve_is_refused_with_the_reason(
 ) -> None:
     machine(monkeypatch)
     assert words in refusal(offers(at.slot), at, during)
-
-
-@pytest.mark.parametrize(
-    "at", [of_scan(), site(ConvolutionSpec(4), slot="Convolution.core")], ids=["scan", "convolution"]
-)
-def test_without_consent_a_run_that_could_have_the_kernels_is_refused(
-    monkeypatch: pytest.MonkeyPatch, at: Site
-) -> None:
-    machine(monkeypatch)
-    assert "set kernels.fla.experimental=true" in refusal(offers(at.slot, experimental=False), at, run())
 
 
 def test_chips_before_ampere_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

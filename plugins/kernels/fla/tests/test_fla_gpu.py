@@ -41,7 +41,7 @@ LONG = 200  # three chunks of 64, and 8 positions
 
 class TestFlaOnAGPU(KernelSuite):
     plugin = "fla"
-    settings = {"trainer.device": "cuda", "kernels.fla.experimental": True, **HYBRID}
+    settings = {"trainer.device": "cuda", **HYBRID}
     dtypes = ("bf16",)
 
 

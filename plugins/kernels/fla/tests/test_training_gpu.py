@@ -41,7 +41,7 @@ HYBRID: dict[str, Any] = {
     "model.linear_key_head_dim": 32,
     "model.linear_value_head_dim": 32,
 }
-FLA = {"kernels.scan": "fla", "kernels.convolution": "fla", "kernels.fla.experimental": True, "kernels.fla.variants": 1}
+FLA = {"kernels.scan": "fla", "kernels.convolution": "fla", "kernels.fla.variants": 1}
 PLAIN = {"kernels.scan": None, "kernels.convolution": None}
 WAYS: dict[str, dict[str, Any]] = {
     "plain, compiled, fp32": {**PLAIN, "trainer.precision": "fp32", "trainer.compile": "inductor"},

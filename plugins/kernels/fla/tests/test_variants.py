@@ -75,6 +75,6 @@ def test_the_setting_shortens_the_lists_when_the_plugin_is_asked(
 ) -> None:
     monkeypatch.setattr(limits, "missing", lambda: "")
     site = Site("blocks.*.conv", "Convolution.core", SimpleNamespace(spec=ConvolutionSpec(4)), "blocks.0.conv")
-    config = Fla.Config(experimental=True, variants=2)
+    config = Fla.Config(variants=2)
     assert limits.supports_convolution(config, site, run()) is True
     assert len(kernels[OTHER].configs) == 2

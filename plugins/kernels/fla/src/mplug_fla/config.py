@@ -4,14 +4,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class FlaConfig(BaseModel):
-    """The consent to kernels that have failed, and how many variants of each are tried."""
+    """How many variants of each kernel are tried."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    experimental: bool = Field(
-        False,
-        description="use the kernels, although losses of compiled decoders with them were not compared on a GPU yet",
-    )
     variants: int | None = Field(
         None,
         gt=0,

@@ -84,14 +84,9 @@ def _unfit(config: "FlaConfig", run: "Run") -> str:
         )
     if reason := missing():
         return reason
-    if config.experimental:
-        if config.variants is not None:
-            keep(config.variants)
-        return ""
-    return (
-        "the losses of compiled decoders with these kernels were not compared with those of plain torch on a GPU yet; "
-        "to use them, set kernels.fla.experimental=true"
-    )
+    if config.variants is not None:
+        keep(config.variants)
+    return ""
 
 
 @cache

@@ -99,11 +99,15 @@ def estimate_activations(run: "Run", model: "Model") -> list[Activations]:
 
 @dataclass(frozen=True)
 class _Unit:
-    """One unit: what it keeps of a micro batch, what it keeps if it is computed again, and its largest result."""
+    """One unit: what it keeps of a micro batch, what it keeps if it is computed again, and its largest result.
+
+    `tile` is what its products of parts of the sequence hold while backward computes a part again.
+    """
 
     whole: Kept
     again: Kept
     largest: float
+    tile: float
 
 
 class _Estimate:
@@ -120,6 +124,9 @@ class _Estimate:
         self.last = model.plan.units[-1].name
         self.keeps_pairs, self.fuses_loss = self._of_slots()
         self.recomputed, self.moved = self._of_wraps()
+        self.tiles = {
+            (one.site.kind, one.site.role): wrap.tile for one in model.slots for wrap in one.wraps if wrap.tile
+        }
 
     def _of_slots(self) -> tuple[set[str], bool]:
         """The roles of modules that keep a value for every pair of positions; whether a supplier computes the loss."""
@@ -159,7 +166,7 @@ class _Estimate:
             found.kept.add(one.whole, in_flight * (1 - again))
             if not self.moved:
                 found.kept.add(one.again, in_flight * again)
-            found.passing = max(found.passing, one.largest + (one.whole.all if again else 0))
+            found.passing = max(found.passing, one.largest + one.tile + (one.whole.all if again else 0))
         return found
 
     def _rank_of(self, stage: int) -> int:
@@ -170,7 +177,7 @@ class _Estimate:
 
     def _unit(self, unit: Unit, rank: int) -> _Unit:
         tokens, squares = self._rows(unit)
-        whole, again, largest = Kept(), Kept(), 0.0
+        whole, again, largest, tile = Kept(), Kept(), 0.0, 0.0
         for one in self.work[unit.name]:
             if not one.is_weight:
                 whole.add(self._pairs(one, squares))
@@ -181,14 +188,32 @@ class _Estimate:
                 continue
             *out, inner = sides
             is_loss = unit.name == self.last and "vocab" in placement.parameter.axes
-            kept = self._product(sum(out), inner, is_loss, placement.parameter.trainable)
+            wide, part = sum(out), self._part(one.name, is_loss)
+            if part < 1 and not is_loss:  # what surrounds the tiles is as wide as the residual stream
+                tile += part * self.itemsize * (wide + inner)
+                wide, inner = min(wide, inner), min(wide, inner)
+            elif part < 1:
+                wide *= part
+            kept = self._product(wide, inner, is_loss, placement.parameter.trainable)
             whole.add(kept)
-            passing = min(EAGER_LOSS * sum(out), MOST_LOSS) if is_loss and self.run.compiler is None else 0.0
-            largest = max(largest, self.itemsize * sum(out) + passing)
+            passing = min(EAGER_LOSS * wide, MOST_LOSS) if is_loss and self.run.compiler is None else 0.0
+            largest = max(largest, self.itemsize * wide + passing)
             if not again.all:
                 first = self.itemsize * inner
                 again = Kept(products=first, certain=first)
-        return _Unit(whole, again, largest)
+        return _Unit(whole, again, largest, 2 * tile)
+
+    def _part(self, name: str, is_loss: bool) -> float:
+        """The part of a rank's positions that exists at a time inside the module of a product."""
+        owner = role_of(name.rpartition(".")[0])
+        sizes = [
+            tile
+            for (kind, role), tile in self.tiles.items()
+            if (kind == "loss" if is_loss else owner.startswith(f"{role}."))
+        ]
+        size = min(sizes, default=0)
+        ranks = prod(axis.size for axis in self.axes if TOKENS_AXIS in axis.entries)
+        return min(1.0, size * ranks / self.run.config.trainer.seq_length) if size else 1.0
 
     def _product(self, out: float, inner: float, is_loss: bool, trainable: bool) -> Kept:
         """What a product keeps: its input, if its weight is trained, and its output."""

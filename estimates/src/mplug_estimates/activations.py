@@ -5,7 +5,7 @@ activation functions keep their inputs. So a unit keeps about the input and the 
 every token of every micro batch in flight. `docs/memory.md` compares the estimate with measured memory.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil, prod
@@ -64,12 +64,14 @@ class Activations:
     """The estimated activations of a rank in bytes, at the peak of a step.
 
     `kept` is for the micro batches in flight; `in_flight` is their number. `passing` is what exists for a moment: the
-    gradient of the largest result of a product, and a unit that is computed again. `certain` is a lower bound.
+    gradient of the largest result of a product, and a unit that is computed again. `moved` is kept in the memory of the
+    CPU. `certain` is a lower bound.
     """
 
     kept: Kept = field(default_factory=Kept)
     in_flight: float = 1.0
     passing: float = 0.0
+    moved: float = 0.0
 
     @property
     def expected(self) -> int:
@@ -139,19 +141,20 @@ class _Estimate:
             fused |= filled.site.kind == "loss" and filled.offer is not None
         return pairs, fused
 
-    def _of_wraps(self) -> tuple[Mapping[str, float], bool]:
-        """By role, the part of this rank's units that are computed again; whether what is kept leaves the device.
+    def _of_wraps(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
+        """By role, the part of this rank's units that are computed again, and of those whose activations leave a GPU.
 
         Units of other stages are taken to be wrapped as those of their role here.
         """
-        roles, wrapped, moved = defaultdict[str, int](int), defaultdict[str, int](int), False
+        roles, wrapped, moved = Counter[str](), Counter[str](), Counter[str]()
         for unit in self.model.own_units:
             roles[role_of(unit.name)] += 1
         for filled in self.model.unit_wraps:
             outer = [wrap for wrap in filled.wraps if wrap.layer >= RECOMPUTING]
             wrapped[filled.site.role] += bool(outer)
-            moved |= any(wrap.moves for wrap in outer) and self.run.device != "cpu"
-        return {role: wrapped[role] / count for role, count in roles.items()}, moved
+            moved[filled.site.role] += any(wrap.moves for wrap in outer) and self.run.device != "cpu"
+        parts = ({role: which[role] / count for role, count in roles.items()} for which in (wrapped, moved))
+        return next(parts), next(parts)
 
     def of_stage(self, stage: int, in_flight: float) -> Activations:
         """The activations of a rank of a stage."""
@@ -164,8 +167,9 @@ class _Estimate:
                 continue
             one, again = self._unit(unit, rank), self.recomputed.get(role_of(unit.name), 0.0)
             found.kept.add(one.whole, in_flight * (1 - again))
-            if not self.moved:
-                found.kept.add(one.again, in_flight * again)
+            moved = self.moved.get(role_of(unit.name), 0.0)
+            found.kept.add(one.again, in_flight * max(again - moved, 0.0))
+            found.moved += in_flight * moved * one.again.all
             found.passing = max(found.passing, one.largest + one.tile + (one.whole.all if again else 0))
         return found
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_recompute import tiles
 
 from mplug import UsageError
 from mplug.model.build import build_model
 from mplug.training.assembly import build
 from mplug_estimates import estimate_activations
-from mplug_recompute import tiles
 from mplug_testing.harness import difference, tiny_run, train_ranks, train_steps, weights_off
 from mplug_testing.memory import kept_bytes
 

@@ -33,7 +33,13 @@ if TYPE_CHECKING:
 @click.option("--rank", default=0, show_default=True, help="Show the parameters and bytes of this rank.")
 @click.option("--schedule", is_flag=True, help="Show only the pipeline schedule: a chart, and figures of each rank.")
 @click.option("--svg", type=UserPath(dir_okay=False), help="With --schedule: also write the chart to this file.")
-def command(rank: int, schedule: bool, svg: "Path | None", **options: Any) -> None:
+@click.option(
+    "--longest",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="GIB",
+    help="Show only the longest samples whose step fits into this memory of a GPU, by the estimate.",
+)
+def command(rank: int, schedule: bool, svg: "Path | None", longest: float | None, **options: Any) -> None:
     """Show the parts of a run without starting it. No memory is allocated, and no data is read.
 
     Prints the mesh, the number formats, the units, the supplier of each slot and the buffers that it keeps, the modules
@@ -45,6 +51,11 @@ def command(rank: int, schedule: bool, svg: "Path | None", **options: Any) -> No
     """
     from mplug.commands import build_model  # imports torch
 
+    if longest is not None:
+        from mplug_explain.longest import longest as longest_samples  # only this option needs it
+
+        click.echo(longest_samples(options, longest))
+        return
     run = prepare(resolved(options))
     if not 0 <= rank < run.mesh.world_size:
         raise UsageError(f"--rank {rank} does not exist in this layout; its ranks are 0 to {run.mesh.world_size - 1}")

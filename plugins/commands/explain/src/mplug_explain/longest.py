@@ -81,8 +81,10 @@ def _size(options: dict[str, Any], length: int) -> Size:
 def _text(best: Size, gib: float, refused: str) -> str:
     rows = [(label, human_bytes(count)) for label, count in best.parts.items() if count]
     rows += [("activations in the memory of the CPU", human_bytes(best.moved))] if best.moved else []
-    return (
+    lines = [
         f"samples of {best.length:,} tokens fit into {gib:g} GiB on each rank; the estimate is "
-        f"{human_bytes(best.bytes)}, without the buffers of collectives and fragmentation\n{table(('WHAT', 'SIZE'), rows)}"
-        + (f"\nlonger samples are refused: {refused}" if refused else "")
-    )
+        f"{human_bytes(best.bytes)}, without the buffers of collectives and fragmentation",
+        table(("WHAT", "SIZE"), rows),
+        *([f"longer samples are refused: {refused}"] if refused else []),
+    ]
+    return "\n".join(lines)

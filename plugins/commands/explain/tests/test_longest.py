@@ -42,3 +42,14 @@ def test_the_answer_says_why_longer_samples_are_refused() -> None:
     assert "samples of 2,048 tokens fit into 64 GiB" in result.output, result.output
     assert "longer samples are refused" in result.output
     assert "max_position_embeddings" in result.output
+
+
+def test_explain_says_from_which_length_on_attention_dominates_packed_documents() -> None:
+    """Per token and layer: 6 (4 h h + 3 h f) FLOPs of products; per squared length 6 h, of causal attention."""
+    small = [*SMALL, "--set", "trainer.global_batch_size=2", "--parallel", "dp2", "--set", "data.documents=3"]
+    result = CliRunner().invoke(command, [*small, "--set", "parallel.balance=true"])
+    layer = 6 * (4 * 256 * 256 + 3 * 256 * 1024)
+    equal = (2 * layer + 6 * 256 * 8192) // (2 * 6 * 256)
+    assert f"documents of more than {equal:,} tokens have most of their FLOPs in attention; parallel.balance" in (
+        result.output
+    ), result.output

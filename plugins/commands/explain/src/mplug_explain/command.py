@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mplug import UsageError, counted, write_whole
+from mplug import DOCUMENTS, UsageError, counted, write_whole
 from mplug.commands import (
     Registry,
     UserPath,
@@ -219,7 +219,24 @@ def _step(run: "Run", model: "Model") -> str:
         f"\n{unstated:,} FLOPs count as if all their passes were computed: no module states which parameters they "
         f"belong to (plan_work)"
     )
-    return f"{trained}\n{_replay(run, model)}\n{table(('COMPUTES', 'FLOPS'), rows)}{note if unstated else ''}"
+    documents = _of_documents(run, model)
+    return (
+        f"{trained}\n{_replay(run, model)}\n{table(('COMPUTES', 'FLOPS'), rows)}{note if unstated else ''}{documents}"
+    )
+
+
+def _of_documents(run: "Run", model: "Model") -> str:
+    """From which length on a document of a packed sample has most of its work in attention; what balance divides."""
+    flops = model.flops
+    if DOCUMENTS not in run.entries or not flops.per_squared_length:
+        return ""
+    equal = flops.per_token // flops.per_squared_length
+    balanced = "; parallel.balance divides the samples of a step over ranks and micro batches by their FLOPs"
+    _, shards = run.mesh.batch_shard(run.rank)
+    return (
+        f"\ndocuments of more than {equal:,} tokens have most of their FLOPs in attention"
+        f"{balanced if run.config.parallel.balance and shards > 1 else ''}"
+    )
 
 
 def _of_streams(model: "Model", samples: int) -> list[tuple[str, str]]:

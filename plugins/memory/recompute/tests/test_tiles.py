@@ -70,14 +70,16 @@ def test_a_layout_in_tiles_gives_the_run_of_one_process_without_them(layout: str
     require_equal(PACKED, 4 if len(word) > 5 else 2, **{"parallel.layout": word, **LAYOUTS[layout]})
 
 
-@pytest.mark.wide("compile", quick=["aot_eager"])
+@pytest.mark.wide("compile", quick=["llama-aot_eager"])
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_compiled_tiles_give_the_eager_run_without_them(compiler: str) -> None:
+@pytest.mark.parametrize("model", ["llama", "lora"])
+def test_compiled_tiles_give_the_eager_run_without_them(model: str, compiler: str) -> None:
     from mplug_testing.memory import _compiling
 
-    reference = train_steps({**LLAMA, "model.num_layers": 1})
+    own = {**LLAMA, "model.num_layers": 1, **MODELS[model], "memory.recompute.mode": "full"}
+    reference = train_steps(own)
     with _compiling():
-        found = train_steps({**LLAMA, "model.num_layers": 1, **TILED, "trainer.compile": compiler})
+        found = train_steps({**own, "memory.tiles.mlp": 8, "memory.tiles.loss": 8, "trainer.compile": compiler})
     assert difference([found], reference) == ""
 
 

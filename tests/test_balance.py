@@ -184,7 +184,7 @@ def test_random_numbers_in_a_stream_are_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({}, r"parallel.balance .*models/gpt: it has no stream beside the tokens; set parallel.balance=false"),
+        ({}, r"parallel.balance .*models/gpt: it has no stream beside the tokens, and samples are not packed"),
         ({"parallel.balance": "sometimes"}, r"parallel.balance .*: must be true or false, not 'sometimes'"),
     ],
 )

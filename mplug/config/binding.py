@@ -64,7 +64,8 @@ class Parallel:
     """The layout: each named strategy's degree, and the strategy `data` that takes the remaining ranks.
 
     `rest` is the strategy `data` with its bound config; None if the layout names that strategy, or if `data` is None.
-    `balance` says that ranks which read different samples share the rows of their streams (`mplug.Stream`).
+    `balance` says that ranks which read different samples share the rows of their streams (`mplug.Stream`), and that
+    packed samples are divided over ranks and micro batches by the FLOPs of their documents.
     """
 
     layout: str

@@ -133,7 +133,8 @@ def merge(low: Settings, high: Settings) -> Settings:
     """`high` over `low`. If `high` names another plugin for a section, the section's fields in `low` are dropped.
 
     The same holds for a section in the sections 'model' and 'data' that chooses a plugin (`mplug.Family`,
-    `mplug.Source`). A family's section loses its fields, but not its name, if `high` names a preset.
+    `mplug.Source`), and for a mapping of options in them whose `type` is another one. A family's section loses its
+    fields, but not its name, if `high` names a preset.
     """
     dropped = [key[:-1] for key in high if _names_plugin(key) and key in low and low[key].value != high[key].value]
     preset = [key[:-1] for key in high if len(key) > 2 and key[0] == "model" and key[-1] == "preset"]
@@ -148,9 +149,10 @@ def merge(low: Settings, high: Settings) -> Settings:
 
 
 def _names_plugin(key: Key) -> bool:
-    """Whether a field names the plugin that reads the fields beside it."""
+    """Whether a field names what reads the fields beside it: a plugin, or the type of options."""
     is_contained = len(key) > 2 and key[0] in ("model", "data")
-    return key[-1] == "name" and (is_contained or (len(key) == 2 and key[0] in NAMED_SECTIONS))
+    is_name = key[-1] == "name" and (is_contained or (len(key) == 2 and key[0] in NAMED_SECTIONS))
+    return is_name or (key[-1] == "type" and is_contained)
 
 
 def _overlap(first: Key, second: Key) -> bool:

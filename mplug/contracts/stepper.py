@@ -22,6 +22,8 @@ number of steps lost to overflow so far). Statistics by name, if the model has s
 `bubble` of a pipeline. If a plugin may ask for exact passes (`build_step_check`): repeated_steps, the number of steps
 so far whose passes were computed again. If the model has streams, for the axis of each ('patches'):
 `patches_per_s`, and `patches_imbalance`, the rows of the rank that computes the most of them over the mean of ranks.
+If the loader states the lengths of documents (`MapLoader.documents`) and ranks read different samples:
+`work_imbalance`, the FLOPs of the samples of the rank with the most of them, over the mean of ranks.
 val_loss, if the run was evaluated after the step.
 """
 

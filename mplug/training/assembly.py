@@ -7,6 +7,7 @@ from hashlib import blake2b
 from itertools import combinations
 from typing import cast
 
+from mplug.config.sources import source_of
 from mplug.contracts.loader import Loader
 from mplug.contracts.optimizer import Optimizer, Piece
 from mplug.contracts.stepper import Stepper
@@ -29,6 +30,7 @@ from mplug.training.batch_parts import own_part
 from mplug.training.evaluator import Evaluator
 from mplug.training.feed import Feed
 from mplug.training.hardware import use_own_stream
+from mplug.training.map_loader import MapLoader
 from mplug.training.repeating import repeating
 from mplug.training.stepper import DefaultStepper
 from mplug.training.supervised_loader import Source
@@ -215,11 +217,31 @@ def feed(run: Run, model: Model, split: str, loader: Loader | None = None) -> Fe
     mover = None if balancer is None else balancer.mover(run, model)
     if loader is None:
         loader = build_loader(run, split)
+        if split == "train":
+            _weigh(run, model, loader)
     else:
         _refuse_small_vocabulary(run, loader)
     taken = {name for unit in model.own_units for name in (*unit.inputs, *unit.optional)}
     idle = model.plan.stream_entries - taken  # a stage without the units of a stream does not need its rows
     return Feed(loader, run.device, Source.of(run, split, model.plan), cut, mover, idle)
+
+
+def _weigh(run: Run, model: Model, loader: Loader) -> None:
+    """Let a loader that states the lengths of documents measure the work of ranks, and balance it if the config asks.
+
+    UsageError if the config asks, and neither the loader nor a stream of the model has anything to balance.
+    """
+    balances, (_, shards) = run.config.parallel.balance, run.mesh.batch_shard(run.rank)
+    if isinstance(loader, MapLoader) and loader.documents is not None:
+        if shards > 1:
+            loader.weigh(lambda lengths: sum(model.flops.of(one, one * one) for one in lengths), balances)
+    elif balances and not model.plan.streams:
+        (label,) = run.hooks.implementers("build_loader")
+        source = source_of(run.config.settings, ("parallel", "balance"))
+        raise UsageError(
+            f"parallel.balance ({source}): {label} does not state the lengths of the documents of its samples, and the "
+            f"model has no stream beside the tokens, so there is nothing to balance; set parallel.balance=false"
+        )
 
 
 def build_loader(run: Run, split: str) -> Loader:

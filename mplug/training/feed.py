@@ -69,6 +69,12 @@ class Feed:
         else:
             self._loader = loader
 
+    @property
+    def imbalance(self) -> float | None:
+        """The work of the data-parallel rank with the most in the last step, over the mean; None if it is unknown."""
+        found: float | None = getattr(self.loader, "imbalance", None)
+        return found
+
     def take(self, num_samples: int) -> "RankBatches":
         """The micro batches of a step of the next `num_samples` global samples."""
         start, stop = (num_samples * part // self._shards for part in (self._part, self._part + 1))

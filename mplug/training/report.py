@@ -23,13 +23,19 @@ ROWS = ("rows", "squares")
 class PendingRecord:
     """The record of a launched step, whose results are copied to the CPU; the copy is complete at the moment `copied`.
 
-    The CPU knows `step`, `samples`, `lr` and `data_wait_s` already.
+    The CPU knows `step`, `samples`, `lr` and the figures `of_data` already.
     """
 
     def __init__(
-        self, result: StepResult, device: str, step: int, samples: int, lr: float = 0.0, data_wait_s: float = 0.0
+        self,
+        result: StepResult,
+        device: str,
+        step: int,
+        samples: int,
+        lr: float = 0.0,
+        of_data: Mapping[str, float] | None = None,
     ) -> None:
-        self.step, self.samples, self.lr, self.data_wait_s = step, samples, lr, data_wait_s
+        self.step, self.samples, self.lr, self.of_data = step, samples, lr, of_data or {}
         failed = result.skipped if result.failed is None else result.failed
         always = {name: getattr(result, name) for name in ("loss", "grad_norm", "tokens", "skipped", "stop")}
         rows = {f"{name} {of}": one for name, pair in result.rows.items() for of, one in zip(ROWS, pair, strict=True)}
@@ -119,7 +125,7 @@ class Report:
             "targets_per_s": targets / seconds,
             **self._speed(step.samples, seconds, rows),
             "memory_gib": peak_memory_gib(self.run.device),
-            "data_wait_s": step.data_wait_s,
+            **step.of_data,
             **{name: value for name, value in results.items() if name != "tokens"},
         }
 

@@ -6,7 +6,7 @@ every token of every micro batch in flight; compiled units keep less (`CompiledU
 estimate with measured memory.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil, prod
@@ -78,12 +78,13 @@ class Activations:
 
     `kept` is for the micro batches in flight; `in_flight` is their number. `passing` is what exists for a moment: the
     gradient of the largest result of a product, a unit that is computed again, and gathered weights of units with their
-    gradients. `certain` is a lower bound.
+    gradients. `moved` is kept in the memory of the CPU. `certain` is a lower bound.
     """
 
     kept: Kept = field(default_factory=Kept)
     in_flight: float = 1.0
     passing: float = 0.0
+    moved: float = 0.0
 
     @property
     def expected(self) -> int:
@@ -119,11 +120,13 @@ class _Unit:
     """One unit: what it keeps of a micro batch, what it keeps if it is computed again, and its largest result.
 
     `gathered` are the bytes of its weights that ranks gather, in the format of the run.
+    `tile` is what its products of parts of the sequence hold while backward computes a part again.
     """
 
     whole: Kept
     again: Kept
     largest: float
+    tile: float
     gathered: float = 0.0
 
 
@@ -142,6 +145,9 @@ class _Estimate:
         self.last = model.plan.units[-1].name
         self.keeps_pairs, self.fuses_loss = self._of_slots()
         self.recomputed, self.moved = self._of_wraps()
+        self.tiles = {
+            (one.site.kind, one.site.role): wrap.tile for one in model.slots for wrap in one.wraps if wrap.tile
+        }
 
     def _of_slots(self) -> tuple[set[str], bool]:
         """The roles of modules that keep a value for every pair of positions; whether a supplier computes the loss."""
@@ -154,19 +160,20 @@ class _Estimate:
             fused |= filled.site.kind == "loss" and filled.offer is not None
         return pairs, fused
 
-    def _of_wraps(self) -> tuple[Mapping[str, float], bool]:
-        """By role, the part of this rank's units that are computed again; whether what is kept leaves the device.
+    def _of_wraps(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
+        """By role, the part of this rank's units that are computed again, and of those whose activations leave a GPU.
 
         Units of other stages are taken to be wrapped as those of their role here.
         """
-        roles, wrapped, moved = defaultdict[str, int](int), defaultdict[str, int](int), False
+        roles, wrapped, moved = Counter[str](), Counter[str](), Counter[str]()
         for unit in self.model.own_units:
             roles[role_of(unit.name)] += 1
         for filled in self.model.unit_wraps:
             outer = [wrap for wrap in filled.wraps if wrap.layer >= RECOMPUTING]
             wrapped[filled.site.role] += bool(outer)
-            moved |= any(wrap.moves for wrap in outer) and self.run.device != "cpu"
-        return {role: wrapped[role] / count for role, count in roles.items()}, moved
+            moved[filled.site.role] += any(wrap.moves for wrap in outer) and self.run.device != "cpu"
+        parts = ({role: which[role] / count for role, count in roles.items()} for which in (wrapped, moved))
+        return next(parts), next(parts)
 
     def of_stage(self, stage: int, in_flight: float) -> Activations:
         """The activations of a rank of a stage."""
@@ -179,9 +186,10 @@ class _Estimate:
                 continue
             one, again = self._unit(unit, rank), self.recomputed.get(role_of(unit.name), 0.0)
             found.kept.add(one.whole, in_flight * (1 - again))
-            if not self.moved:
-                found.kept.add(one.again, in_flight * again)
-            passing.append(self._passing(one, again > 0, before))
+            moved = self.moved.get(role_of(unit.name), 0.0)
+            found.kept.add(one.again, in_flight * max(again - moved, 0.0))
+            found.moved += in_flight * moved * one.again.all
+            passing.append(one.tile + self._passing(one, again > 0, before))
             before = one.gathered
         # When backward reaches the units before the last one, the logits are gone.
         first = 0.0 if self.compiled is None else found.kept.logits
@@ -211,7 +219,7 @@ class _Estimate:
 
     def _unit(self, unit: Unit, rank: int) -> _Unit:
         tokens, squares = self._rows(unit)
-        whole, again, largest = Kept(), Kept(), 0.0
+        whole, again, largest, tile = Kept(), Kept(), 0.0, 0.0
         previous: Work | None = None
         for one in self.work[unit.name]:
             if not one.is_weight:
@@ -225,16 +233,34 @@ class _Estimate:
                 continue
             *out, inner = sides
             is_loss = unit.name == self.last and "vocab" in placement.parameter.axes
+            wide, part = sum(out), self._part(one.name, is_loss)
+            if part < 1 and not is_loss:  # what surrounds the tiles is as wide as the residual stream
+                tile += part * self.itemsize * (wide + inner)
+                wide, inner = min(wide, inner), min(wide, inner)
+            elif part < 1:
+                wide *= part
             trained = inner if placement.parameter.trainable else 0.0
-            kept = self._product(sum(out), self._input(one, previous, trained, placement), is_loss)
-            whole.add(kept)
+            kept_input = self._input(one, previous, trained, placement) if part == 1 or is_loss else trained
+            whole.add(self._product(wide, kept_input, is_loss))
             previous = one
-            passing = min(EAGER_LOSS * sum(out), MOST_LOSS) if is_loss and self.run.compiler is None else 0.0
-            largest = max(largest, self.itemsize * sum(out) + passing)
+            passing = min(EAGER_LOSS * wide, MOST_LOSS) if is_loss and self.run.compiler is None else 0.0
+            largest = max(largest, self.itemsize * wide + passing)
             if not again.all:
                 first = self.itemsize * inner
                 again = Kept(products=first, certain=first)
-        return _Unit(whole, again, largest, self._gathered(unit, rank))
+        return _Unit(whole, again, largest, 2 * tile, self._gathered(unit, rank))
+
+    def _part(self, name: str, is_loss: bool) -> float:
+        """The part of a rank's positions that exists at a time inside the module of a product."""
+        owner = role_of(name.rpartition(".")[0])
+        sizes = [
+            tile
+            for (kind, role), tile in self.tiles.items()
+            if (kind == "loss" if is_loss else owner.startswith(f"{role}."))
+        ]
+        size = min(sizes, default=0)
+        ranks = prod(axis.size for axis in self.axes if TOKENS_AXIS in axis.entries)
+        return min(1.0, size * ranks / self.run.config.trainer.seq_length) if size else 1.0
 
     def _input(self, work: "Work", previous: "Work | None", inner: float, placement: "Placement") -> float:
         """The elements of a product's input, `inner`, that the product keeps."""

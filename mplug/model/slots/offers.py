@@ -170,8 +170,8 @@ class Wrap:
     - 0: a wrap that calls the supplier part by part.
     - 50: a wrap that moves whole tensors between ranks.
     - 100: a wrap of a plugin that shards weights; it sees a slot's tensors as the sharded weights produce them.
-    - `RECOMPUTING` and above: a wrap that calls the inner callable again with unchanged arguments (recomputation). It
-      serves every need.
+    - `RECOMPUTING` and above: a wrap that calls the inner callable again with unchanged arguments (recomputation), or
+      with parts of them where each position is computed by itself. It serves every need.
 
     `note` names the method in a word if the plugin has several. A `dispensable` wrap changes no result: if the supplier
     of a wider slot does not call the wrapped slot, the run works without the wrap.
@@ -183,7 +183,8 @@ class Wrap:
     below `RECOMPUTING` around a supplier that declares buffers.
 
     The estimate of a run's memory takes a wrap from `RECOMPUTING` on to keep only the arguments of the inner callable.
-    If it `moves`, it keeps them in the memory of the CPU.
+    If it `moves`, it keeps them in the memory of the CPU. If it calls the inner callable with a part of the sequence at
+    a time, `tile` is the number of positions; 0: it does not.
 
     The slot `UNIT` is the call of a unit: `site.module` is the unit's module, `site.name` its name. These wraps
     surround the compiled unit and stay eager. They take and return what the unit takes and returns.
@@ -201,6 +202,7 @@ class Wrap:
     passes_buffers: bool = False
     streams: bool = False
     moves: bool = False
+    tile: int = 0
 
     @property
     def label(self) -> str:

@@ -29,7 +29,7 @@ NORMS = OpenList(
 SCALINGS = OpenList(
     "scaling of rotary positions",
     "mplug.rotary_scalings",
-    {name: f"mplug_nn.rotary:{name}" for name in ("linear", "llama3", "yarn")},
+    {name: f"mplug_nn.rotary:{name}" for name in ("linear", "llama3", "longrope", "yarn")},
     OWNER,
 )
 """Targets are functions as `mplug_nn.rotary.linear` is; their module must not import torch."""

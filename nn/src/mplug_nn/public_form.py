@@ -14,6 +14,8 @@ from mplug.errors import brief, listed, suggest
 from mplug_nn.public_values import LARGEST, Values, same_value, shown
 from mplug_pretrained.described import PublicSettings
 
+POSITIONS = ("rope_theta", "rope_scaling")
+"""Settings that a user may change to train on longer sequences than those that the model was made for."""
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Fields with numbers of tokens, which the tokenizer's files state."""
 
@@ -170,12 +172,12 @@ class PublicForm:
     what several fields decide together, from the values of all fields that are read. `write` is its inverse: from the
     family's Config, the fields that no setting decides alone; it may also write one that a setting decides. `implied`
     are settings that the form does not state. `training` and `altering` are settings without a field (see
-    `PublicSettings`), with the values that the form implies. `longest` is the field with the length of the longest
-    sequence. If `settings` returns a section that a `FormField` fills, both are merged. `flat` is a `FormField` whose
-    fields older folders have beside it; both may be there if they are equal. `preparation` has the forms of further
-    files of the folder, by their names, that say how media are prepared (preprocessor_config.json). Their settings are
-    merged too, if the folder has these files; nothing writes them. They overrule settings that are `presumed`, which a
-    folder without these files gets.
+    `PublicSettings`), with the values that the form implies; `POSITIONS` are altering too, with their fields. `longest`
+    is the field with the length of the longest sequence. If `settings` returns a section that a `FormField` fills, both
+    are merged. `flat` is a `FormField` whose fields older folders have beside it; both may be there if they are equal.
+    `preparation` has the forms of further files of the folder, by their names, that say how media are prepared
+    (preprocessor_config.json). Their settings are merged too, if the folder has these files; nothing writes them. They
+    overrule settings that are `presumed`, which a folder without these files gets.
 
     An export reads what `write` returns through the same table. If this gives another model, the form cannot express
     the config, and the export is refused. So `write` cannot lose a setting, and needs no checks of its own.
@@ -269,6 +271,7 @@ class PublicForm:
                 fixed[name] = value
             else:
                 holder[name] = {**holder[name], **value}
+        altering |= {name: fixed.pop(name) for name in POSITIONS if name in fixed}
         return PublicSettings(fixed, free, altering, longest)
 
     def written(self, config: Any) -> dict[str, Any]:

@@ -73,6 +73,14 @@ class Values:
         )
 
     @staticmethod
+    def divisors() -> "Values":
+        """Lists of numbers above 0."""
+        return Values(
+            lambda value: isinstance(value, list) and all(_is_number(one) and one > 0 for one in value),
+            "a list of numbers above 0",
+        )
+
+    @staticmethod
     def colours() -> "Values":
         """Three numbers, one for each colour."""
         return Values(

@@ -209,6 +209,47 @@ def yarn(
     return tuple(frequency / factor * share + frequency * (1 - share) for frequency, share in scaled), attention_factor
 
 
+def longrope(
+    frequencies: tuple[float, ...],
+    theta: float,
+    *,
+    factor: float,
+    long_factor: tuple[float, ...],
+    original_max_position_embeddings: int,
+    short_factor: tuple[float, ...] | None = None,
+    attention_factor: float | None = None,
+) -> Scaled:
+    """LongRoPE (arXiv 2402.13753): each pair has a divisor of its own, found by a search.
+
+    `attention_factor` None: sqrt(1 + ln(factor) / ln(original length)). The transformers library divides by
+    `short_factor` if no position of a batch exceeds the original length. A run divides by `long_factor` at every
+    length, so that its loss does not depend on which samples share a batch. So `short_factor` is None, or equal to it.
+    """
+    _require_positive("longrope", factor=factor, original_max_position_embeddings=original_max_position_embeddings)
+    if isinstance(long_factor, str) or not isinstance(long_factor, tuple | list):
+        raise ValueError(f"the scaling 'longrope' needs a list of numbers as 'long_factor', not {long_factor!r}")
+    for number in long_factor:
+        _require_positive("longrope", long_factor=number)
+    if len(long_factor) != len(frequencies):
+        raise ValueError(
+            f"the scaling 'longrope' needs a divisor for each of the {len(frequencies)} pairs of a head, and "
+            f"long_factor has {len(long_factor)}"
+        )
+    if short_factor is not None and tuple(short_factor) != tuple(long_factor):
+        raise ValueError(
+            "the scaling 'longrope' uses long_factor at every length, so that a loss does not depend on the longest "
+            "sample of a batch; remove short_factor, or set it to long_factor"
+        )
+    if attention_factor is None:
+        if factor > 1 and original_max_position_embeddings < 2:
+            raise ValueError("the scaling 'longrope' needs original_max_position_embeddings above 1")
+        stretched = math.log(factor) / math.log(original_max_position_embeddings) if factor > 1 else 0.0
+        attention_factor = math.sqrt(1 + stretched)
+    _require_positive("longrope", attention_factor=attention_factor)
+    divided = zip(frequencies, long_factor, strict=True)
+    return tuple(frequency / divisor for frequency, divisor in divided), attention_factor
+
+
 def _require_positive(scaling: str, **options: Any) -> None:
     """Raise ValueError for an option that is no finite number above 0."""
     for name, value in options.items():

@@ -17,7 +17,8 @@ class PublicSettings:
 
     `fixed` are the settings that the weights need: a user may not set other values. `free` are choices of training,
     such as dropout: the user's settings override them. `altering` are choices that a user may override too, but that
-    change what the trained model computes, so that it cannot be published any more. `longest` is the length of the
+    change what the trained model computes: its description must then state them, or it cannot be published any more.
+    `longest` is the length of the
     longest sequence that the model was made for; None if the folder does not say.
     """
 

@@ -21,4 +21,4 @@ class Balancer:
 
     def mover(self, run: Run, model: Model) -> Balance | None:
         """A mover along the mesh axes whose ranks read different samples."""
-        return Balance(run, model) if data_axes(run) else None
+        return Balance(run, model) if data_axes(run) and model.plan.streams else None

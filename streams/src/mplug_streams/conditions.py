@@ -11,6 +11,7 @@ from torch import Tensor
 
 import mplug_ops as ops
 from mplug.config.sources import source_of
+from mplug.contracts.micro_batch import DOCUMENTS
 from mplug.contracts.streams import RETURNS
 from mplug.errors import UsageError, listed
 from mplug.layout.plan import TOKENS_AXIS, Plan, Unit
@@ -44,7 +45,7 @@ def row_returns(run: Run, model: Model) -> list[Offer]:
     Collective: all ranks make the process groups here, including ranks whose stage joins nothing.
     """
     axes = data_axes(run)
-    if not axes:
+    if not axes or not model.plan.streams:
         return []
     group, joined = run.group(*axes, use=USE), _streams_joined(model.plan)
 
@@ -68,7 +69,8 @@ def refuse_unbalanced(run: Run, model: Placed) -> None:
         return
     (owner,) = run.hooks.implementers("build_model")
     source = source_of(run.config.settings, ("parallel", "balance"))
-    reasons = [*_obstacles(model)]
+    packed = DOCUMENTS in run.entries  # the loader may divide the samples by their documents
+    reasons = [*_obstacles(model)] if model.plan.streams or not packed else []
     if reasons:
         raise UsageError(
             f"parallel.balance ({source}): the ranks of a layout cannot balance the model of {owner}: "
@@ -79,7 +81,7 @@ def refuse_unbalanced(run: Run, model: Placed) -> None:
 def _obstacles(model: Placed) -> "Iterator[str]":
     plan = model.plan
     if not plan.streams:
-        yield "it has no stream beside the tokens"
+        yield "it has no stream beside the tokens, and samples are not packed"
     for unit in (unit for unit in plan.units if unit.sequence != TOKENS_AXIS):
         written = {name for one in plan.units if one.sequence == unit.sequence for name in one.outputs}
         foreign = {*unit.inputs, *unit.optional} - written - plan.entries_of(unit.sequence) - {KEYS}

@@ -74,7 +74,7 @@ class PackedSamples:
         own = [*map(int, documents.lengths)]
         self.packed = best_fit_decreasing(own, seq_length, most - 1)  # one is reserved for the filler
         self.count = len(self.packed)
-        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+        self._orders: dict[int, NDArray[np.int64]] = {}
 
     @property
     def fingerprint(self) -> str:
@@ -88,7 +88,13 @@ class PackedSamples:
         """The share of positions that conversations fill."""
         return int(sum(self.documents.lengths)) / (self.count * self.seq_length)
 
-    def read(self, sample_ids: range) -> dict[str, Tensor]:
+    def documents_of(self, number: int) -> list[int]:
+        """The lengths of the documents of a sample; the unfilled end is one more."""
+        lengths = [int(self.documents.lengths[one]) for one in self._packed(*divmod(number, self.count))]
+        rest = self.seq_length - sum(lengths)
+        return [*lengths, rest] if rest else lengths
+
+    def read(self, sample_ids: Sequence[int]) -> dict[str, Tensor]:
         """The micro batch of these samples; the unfilled end of a sample is one more document, without targets."""
         shape = (len(sample_ids), self.seq_length)
         tokens, labels = np.full(shape, self.filler, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
@@ -123,7 +129,9 @@ class PackedSamples:
             positions[place:] = np.arange(self.seq_length - place)
 
     def _packed(self, epoch: int, index: int) -> list[int]:
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._order = np.random.Generator(np.random.PCG64([*self.key, epoch])).permutation(self.count)
-        return self.packed[self._order[index]]
+        if epoch not in self._orders:
+            self._orders = {
+                one: order for one, order in self._orders.items() if one >= epoch - 1
+            }  # a step may span two
+            self._orders[epoch] = np.random.Generator(np.random.PCG64([*self.key, epoch])).permutation(self.count)
+        return self.packed[self._orders[epoch][index]]

@@ -59,7 +59,8 @@ class GeneralDecoderConfig(HybridDecoderConfig):
         None, min_length=1, description="feed-forward part of each block; null: by num_dense_layers and num_experts"
     )
     rope_scaling: RopeScaling | None = Field(
-        None, description="scaling of rotary positions: its name as 'type' (linear, llama3, yarn), and its options"
+        None,
+        description="scaling of rotary positions: its name as 'type' (linear, llama3, longrope, yarn), and its options",
     )
     rope_fraction: float = Field(1.0, gt=0, le=1, description="share of each head that is rotated, from its beginning")
     rope_interleaved: bool = Field(False, description="rotate neighbouring coordinates, not those of a head's halves")

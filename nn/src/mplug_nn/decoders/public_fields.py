@@ -114,11 +114,18 @@ _OPTIONS: dict[str, dict[str, Values]] = {
         "mscale_all_dim": Values.not_negative().or_null,
         "truncate": Values.flag().or_null,
     },
+    "longrope": {
+        "factor": Values.positive().or_null,
+        "original_max_position_embeddings": Values.positive(),
+        "attention_factor": Values.positive().or_null,
+        "short_factor": Values.divisors(),
+        "long_factor": Values.divisors(),
+    },
 }
 """By type of rotary positions, the supported values of its options."""
 _OPTIONAL = ("original_max_position_embeddings", *list(_OPTIONS["yarn"])[2:])
 _UNUSED_IF_NULL = {name for options in _OPTIONS.values() for name in options}
-_UNUSED_IF_NULL |= {"short_factor", "long_factor", "mrope_section"}
+_UNUSED_IF_NULL |= {"mrope_section"}
 PARTIAL = FixedField(None, (None, 1.0), "the library ignores other values, or fails with them")
 
 
@@ -182,9 +189,11 @@ def _options(where: str, kind: str, given: Mapping[str, Any], longest: int) -> d
         elif value is not None or name not in (*_UNUSED_IF_NULL, "partial_rotary_factor"):
             raise ValueError(f"its field '{where}.{name}' is unknown for rotary positions of the type '{kind}'")
     for name in known:
-        if name not in given and name not in _OPTIONAL:
+        if name not in given and name not in _OPTIONAL and (kind, name) != ("longrope", "factor"):
             raise ValueError(f"it lacks the field '{where}.{name}'")
     found = {name: given[name] for name in known if name in given}
+    if kind == "longrope":
+        found.setdefault("factor", None)
     if "original_max_position_embeddings" in known:
         found.setdefault("original_max_position_embeddings", longest)
     for name, value in found.items():
@@ -194,16 +203,28 @@ def _options(where: str, kind: str, given: Mapping[str, Any], longest: int) -> d
 
 def _of_library(kind: str, found: dict[str, Any], longest: int) -> dict[str, Any]:
     """The options without those that the library replaces by its defaults."""
-    if kind != "yarn":
+    if kind not in ("yarn", "longrope"):
         return found
     if found["factor"] is None:
         found["factor"] = longest / found["original_max_position_embeddings"]
+    if kind == "longrope":
+        return _of_longrope(found)
     if found.get("truncate", True) is None:
         found["truncate"] = False
     zero_is_none = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     return {
         name: value for name, value in found.items() if value is not None and not (value == 0 and name in zero_is_none)
     }
+
+
+def _of_longrope(found: dict[str, Any]) -> dict[str, Any]:
+    """The options with one list of divisors; an absent `attention_factor` is computed."""
+    if found.pop("short_factor") != found["long_factor"]:
+        raise ValueError(
+            "its rotary positions have one list of divisors for short batches and another for long ones, so what a "
+            "sample computes would depend on the others of its batch; the family supports equal lists only"
+        )
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _refuse(name: str, value: Any, values: Values) -> None:
@@ -221,6 +242,8 @@ def written_rotary(theta: float, scaling: Mapping[str, Any] | None) -> dict[str,
     """The fields of rotary positions, in the older and the newer form, so that older releases read the same."""
     options = dict(scaling or {"type": "default"})
     rope = {"rope_type": options.pop("type"), "rope_theta": theta, **options}
+    if rope["rope_type"] == "longrope":
+        rope["short_factor"] = rope["long_factor"] = list(rope["long_factor"])
     return {"rope_theta": theta, "rope_scaling": rope if scaling else None, "rope_parameters": rope}
 
 

@@ -30,7 +30,8 @@ class TestMockOfPackedSamples(TestMock):
 
 
 def run(seed: int = 1) -> Any:
-    config = SimpleNamespace(trainer=SimpleNamespace(seq_length=S, seed=seed), model=SimpleNamespace(vocab_size=V))
+    trainer, parallel = SimpleNamespace(seq_length=S, seed=seed), SimpleNamespace(balance=False)
+    config = SimpleNamespace(trainer=trainer, model=SimpleNamespace(vocab_size=V), parallel=parallel)
     return SimpleNamespace(config=config, mesh=Mesh.of([], 1), rank=0, micro_batch_size=2)
 
 

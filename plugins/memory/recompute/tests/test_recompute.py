@@ -49,8 +49,12 @@ class TestFull(Recompute):
     compilers = MemorySuite.compilers
     settings = DROPOUT
     layouts = ("fsdp2",)
-    examples = {"slots": [["activation"]], "offload_from": [0]}
-    beside = {"slots": settings_of(mode="selective"), "offload_from": settings_of(offload=True)}
+    examples = {"slots": [["activation"]], "offload_from": [0], "offload_every": [2]}
+    beside = {
+        "slots": settings_of(mode="selective"),
+        "offload_from": settings_of(offload=True),
+        "offload_every": settings_of(offload=True, offload_from=0),
+    }
 
 
 class TestFullOfExperts(Recompute):
@@ -120,6 +124,12 @@ def test_every_and_first_choose_units_and_the_last_unit_is_never_chosen(
     fields: dict[str, Any], wrapped: list[str]
 ) -> None:
     assert [filled.site.name for filled in build_model(tiny_run(settings_of(**fields))).unit_wraps] == wrapped
+
+
+def test_offload_every_offloads_every_nth_chosen_unit() -> None:
+    settings = settings_of(mode="full", first=4, offload=True, offload_every=2)
+    wraps = {filled.site.name: len(filled.wraps) for filled in build_model(tiny_run(settings)).unit_wraps}
+    assert wraps == {"embedding": 2, "blocks.0": 1, "blocks.1": 2, "blocks.2": 1}
 
 
 def test_the_more_is_recomputed_the_less_memory_is_kept() -> None:

@@ -12,6 +12,7 @@ from mplug import contiguous
 from mplug.layout.plan import Plan
 from mplug.model.build import build_model, unmet_reasons
 from mplug.training import batch_parts
+from mplug.training.assembly import build
 from mplug_testing import ParallelSuite, run_workers
 from mplug_testing.harness import Trace, difference, tiny_run, train_steps
 from mplug_testing.parity import require_parity, trained_once
@@ -46,6 +47,38 @@ METHODS = {"cp4": HIERARCHICAL, "cp2tp2": ALL_GATHER, "cp2pp2": ULYSSES}
 )
 def test_every_method_gives_the_run_of_one_process(layout: str) -> None:
     require_parity({**METHODS[layout], **DOCUMENTS}, layout)
+
+
+PACKED_UNDER = [
+    *(
+        (layout, method)
+        for layout in ("cp2", "cp4", "cp2pp2", "cp2tp2")
+        for method in ("ring", "all_gather", "ulysses")
+    ),
+    ("cp4", "hierarchical"),
+]
+
+
+@pytest.mark.wide("layouts", quick=["40-cp2-ring"])
+@pytest.mark.parametrize(("layout", "method"), PACKED_UNDER)
+@pytest.mark.parametrize("documents", [1, 2, 9, 40])
+def test_documents_of_one_token_to_the_whole_sequence_give_the_run_of_one_process(
+    documents: int, layout: str, method: str
+) -> None:
+    settings = {**HIERARCHICAL, "parallel.cp.method": method} if method == "hierarchical" else {}
+    own = {"parallel.cp.method": method, **settings, "data.documents": documents, "trainer.seq_length": 48}
+    require_parity(own, layout)
+
+
+def summed_beside_backward(settings: dict[str, Any]) -> set[str]:
+    return set(build(tiny_run(settings)).model.sinks.reduced_over)
+
+
+def test_beside_dp_the_gradients_over_cp_are_summed_while_backward_runs() -> None:
+    """Also with one data-parallel rank: dp sums each bucket over all axes over which the gradients are partial."""
+    layouts = [{"parallel.layout": layout, "data.name": "mock"} for layout in ("cp2", "cp2dp1")]
+    assert [run_workers(2, summed_beside_backward, one) for one in layouts] == [[set()] * 2, [{"cp", "dp"}] * 2]
+    require_parity(DOCUMENTS, "cp2dp1")
 
 
 def compiled(settings: dict[str, Any]) -> tuple[Trace, tuple[int, int]]:

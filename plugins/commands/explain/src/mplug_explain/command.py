@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mplug import UsageError, counted, write_whole
+from mplug import DOCUMENTS, UsageError, counted, write_whole
 from mplug.commands import (
     Registry,
     UserPath,
@@ -31,7 +31,13 @@ if TYPE_CHECKING:
 @click.option("--rank", default=0, show_default=True, help="Show the parameters and bytes of this rank.")
 @click.option("--schedule", is_flag=True, help="Show only the pipeline schedule: a chart, and figures of each rank.")
 @click.option("--svg", type=UserPath(dir_okay=False), help="With --schedule: also write the chart to this file.")
-def command(rank: int, schedule: bool, svg: "Path | None", **options: Any) -> None:
+@click.option(
+    "--longest",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="GIB",
+    help="Show only the longest samples whose step fits into this memory of a GPU, by the estimate.",
+)
+def command(rank: int, schedule: bool, svg: "Path | None", longest: float | None, **options: Any) -> None:
     """Show the parts of a run without starting it. No memory is allocated, and no data is read.
 
     Prints the mesh, the number formats, the units, the supplier of each slot and the buffers that it keeps, the modules
@@ -43,6 +49,11 @@ def command(rank: int, schedule: bool, svg: "Path | None", **options: Any) -> No
     """
     from mplug.commands import build_model, prepare  # they import torch and pydantic
 
+    if longest is not None:
+        from mplug_explain.longest import longest as longest_samples  # only this option needs it
+
+        click.echo(longest_samples(options, longest))
+        return
     run = prepare(resolved(options))
     if not 0 <= rank < run.mesh.world_size:
         raise UsageError(f"--rank {rank} does not exist in this layout; its ranks are 0 to {run.mesh.world_size - 1}")
@@ -208,7 +219,24 @@ def _step(run: "Run", model: "Model") -> str:
         f"\n{unstated:,} FLOPs count as if all their passes were computed: no module states which parameters they "
         f"belong to (plan_work)"
     )
-    return f"{trained}\n{_replay(run, model)}\n{table(('COMPUTES', 'FLOPS'), rows)}{note if unstated else ''}"
+    documents = _of_documents(run, model)
+    return (
+        f"{trained}\n{_replay(run, model)}\n{table(('COMPUTES', 'FLOPS'), rows)}{note if unstated else ''}{documents}"
+    )
+
+
+def _of_documents(run: "Run", model: "Model") -> str:
+    """From which length on a document of a packed sample has most of its work in attention; what balance divides."""
+    flops = model.flops
+    if DOCUMENTS not in run.entries or not flops.per_squared_length:
+        return ""
+    equal = flops.per_token // flops.per_squared_length
+    balanced = "; parallel.balance divides the samples of a step over ranks and micro batches by their FLOPs"
+    _, shards = run.mesh.batch_shard(run.rank)
+    return (
+        f"\ndocuments of more than {equal:,} tokens have most of their FLOPs in attention"
+        f"{balanced if run.config.parallel.balance and shards > 1 else ''}"
+    )
 
 
 def _of_streams(model: "Model", samples: int) -> list[tuple[str, str]]:

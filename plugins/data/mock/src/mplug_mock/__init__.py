@@ -83,9 +83,17 @@ class Mock:
         trainer, own = run.config.trainer, self.config
         vocab_size = own.vocab_size or run.config.model.vocab_size
         media = self._media(run.processor, vocab_size) if own.media else None
+        read = reader(trainer.seed, vocab_size, trainer.seq_length, own.documents, media, is_weighted=own.loss_weights)
+
+        def documents(number: int) -> list[int]:
+            """Makes the sample, so it is there only for runs that balance."""
+            lengths: list[int] = read([number])[DOCUMENTS][0].tolist()
+            return lengths
+
         return MapLoader(
-            reader(trainer.seed, vocab_size, trainer.seq_length, own.documents, media, is_weighted=own.loss_weights),
+            read,
             vocab_size=vocab_size,
             shard=run.mesh.batch_shard(run.rank),
             micro_batch_size=run.micro_batch_size,
+            documents=documents if run.config.parallel.balance and own.documents > 1 else None,
         )

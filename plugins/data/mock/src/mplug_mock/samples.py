@@ -60,7 +60,7 @@ class Media:
 
 def reader(
     seed: int, vocab_size: int, length: int, documents: int, media: Media | None = None, *, is_weighted: bool = False
-) -> Callable[[range], MicroBatch]:
+) -> Callable[[Sequence[int]], MicroBatch]:
     """A function that makes samples of `length` tokens by their numbers, each with this number of documents.
 
     In a packed sample, positions restart at 0 in every document, and a document's last token has no target. A medium
@@ -69,7 +69,7 @@ def reader(
     """
     positions = torch.arange(length)[None]
 
-    def read(sample_ids: range) -> MicroBatch:
+    def read(sample_ids: Sequence[int]) -> MicroBatch:
         windows, lengths, in_samples, weights = [], [], [], []
         generator = torch.Generator()
         for number in sample_ids:

@@ -150,6 +150,7 @@ class Packed:
             micro_batch_size=run.micro_batch_size,
             samples_per_epoch=samples.count,
             fingerprint=samples.fingerprint,
+            documents=samples.documents_of,
         )
 
     def _documents(self, split: Split, length: int, count: "Count") -> "Documents":

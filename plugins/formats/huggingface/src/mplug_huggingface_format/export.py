@@ -14,7 +14,7 @@ from mplug_huggingface_format.adapter_folder import ADAPTERS, WEIGHTS
 from mplug_huggingface_format.config_file import CONFIG
 from mplug_huggingface_format.folder import INDEX, WHOLE
 from mplug_huggingface_format.kept import Kept, Published, published_in
-from mplug_huggingface_format.model_config import config_of, describes
+from mplug_huggingface_format.model_config import config_of, describes, extended_config
 from mplug_pretrained import Conversion, Export, adapter_conversion, adapters_of, conversion, write_safetensors
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def whole_model(run: "Run", model: "Model", options: "ExportOptions") -> FolderE
     described = {**config, "dtype": weights}
     made = conversion(model)
     export = FolderExport(made, described, weights, options.shard_bytes, original, options.dtype, merges=model.merges)
-    if original is not None and options.dtype is None and "quantization_config" not in original.config:
+    if original is not None and options.dtype is None and config == original.config:
         return replace(export, config=original.config)
     return export
 
@@ -126,10 +126,15 @@ def adapters_alone(run: "Run", model: "Model", options: "ExportOptions") -> Fold
 
 
 def _config_json(run: "Run", original: Published | None) -> dict[str, Any]:
-    """The config.json of the export, without a quantisation: the original one if it describes the run's model."""
-    if original is not None and describes(run.config, original.files / CONFIG):
-        return {name: value for name, value in original.config.items() if name != "quantization_config"}
-    return config_of(run.config)
+    """The config.json of the export, without a quantisation: the original one if it describes the run's model.
+
+    A run may have other rotary positions than the original; their fields are then the run's.
+    """
+    if original is None:
+        return config_of(run.config)
+    path, fields = original.files / CONFIG, {**original.config}
+    fields.pop("quantization_config", None)
+    return fields if describes(run.config, path) else extended_config(run.config, fields, path)
 
 
 def _dtype_of(config: dict[str, Any]) -> str | None:

@@ -1,5 +1,6 @@
 """The config.json of a run's model, by the tables of its family (`public_forms`). Imports no torch."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ PROCESSOR = "processor_config.json"
 """The file in which newer releases of the library write how media are prepared; it prefers this file."""
 INSIDE = {"preprocessor_config.json": "image_processor", "video_preprocessor_config.json": "video_processor"}
 """Older file -> the field of `PROCESSOR` that has its fields."""
+ROTARY, LONGEST = ("rope_theta", "rope_scaling", "rope_parameters"), "max_position_embeddings"
+"""The fields of rotary positions, and the field with the length of the longest sequence."""
 
 
 def settings_of(family: Any, path: Path) -> PublicSettings | None:
@@ -24,10 +27,12 @@ def settings_of(family: Any, path: Path) -> PublicSettings | None:
     Files beside it say how pictures and videos are prepared for a family that sees (`PublicForm.preparation`): files of
     these names, or mappings in processor_config.json.
     """
-    forms, fields = forms_of(family), read_json(path)
-    if not forms:
-        return None
-    form = form_of(forms, fields)
+    return _settings(family, read_json(path), path) if forms_of(family) else None
+
+
+def _settings(family: Any, fields: Mapping[str, Any], path: Path) -> PublicSettings:
+    """What the fields of a config.json describe, with the files beside the path."""
+    form = form_of(forms_of(family), fields)
     found = form.read(fields)
     newer = read_json(path.with_name(PROCESSOR)) if form.preparation and path.with_name(PROCESSOR).is_file() else {}
     for name in form.preparation:
@@ -67,6 +72,30 @@ def describes(config: "RunConfig", path: Path) -> bool:
             f"{chosen.label} cannot read '{path}': {' '.join(str(error).split())}; use a checkpoint that it supports"
         ) from None
     return found is not None and not differences(type(chosen.config), chosen.config, found)
+
+
+def extended_config(config: "RunConfig", original: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The original config.json of a run, with the run's rotary positions and at least its length of sequences.
+
+    If the run's model differs in something else too, it is the config.json that the family writes (`config_of`).
+    """
+    chosen, written = _family_of(config), config_of(config)
+    extended = _with_rotary(original, written, config.trainer.seq_length)
+    found = _settings(chosen.plugin, extended, path)
+    return written if differences(type(chosen.config), chosen.config, found) else extended
+
+
+def _with_rotary(original: Mapping[str, Any], written: Mapping[str, Any], length: int) -> dict[str, Any]:
+    """The original fields with the written rotary positions, also in mappings that both have."""
+    found = {
+        name: _with_rotary(value, written[name], length)
+        if isinstance(value, Mapping) and isinstance(written.get(name), Mapping) and name not in ROTARY
+        else value
+        for name, value in original.items()
+    }
+    rotary = {name: written[name] for name in ROTARY if name in written}
+    longest = {LONGEST: max(found[LONGEST], length)} if rotary and LONGEST in found else {}
+    return {**found, **rotary, **longest}
 
 
 def has_forms(config: "RunConfig") -> bool:

@@ -44,6 +44,9 @@ class Recompute:
         offload: Annotated[bool, MAY_CHANGE] = Field(
             False, description="move the activations that chosen units save for backward to CPU memory and back"
         )
+        offload_every: Annotated[PositiveInt, MAY_CHANGE] = Field(
+            1, description="offload only every n-th of the chosen units, so that the memory of the CPU suffices"
+        )
         offload_from: Annotated[NonNegativeInt, MAY_CHANGE] = Field(
             1 << 20, description="minimum size of an offloaded tensor in bytes"
         )
@@ -63,7 +66,8 @@ class Recompute:
     def offer(self, run: "Run", model: "Model") -> list[Wrap]:
         """Wraps of the chosen units, or of slots in them."""
         again = _recomputed(run)
-        chosen = frozenset(chosen_units(model, self.config.every, self.config.first))
+        names = chosen_units(model, self.config.every, self.config.first)
+        chosen, moved = frozenset(names), frozenset(names[:: self.config.offload_every])
         wraps: list[Wrap] = []
         if self.config.mode == "full":
             wraps.append(Wrap(UNIT, again, RECOMPUTE, supports=_inside(chosen), note="run again"))
@@ -73,7 +77,7 @@ class Recompute:
             from mplug_recompute.offload import Offload
 
             offload = Offload(model.module, self.config.offload_from)
-            wraps.append(Wrap(UNIT, offload.wrapped, OFFLOAD, supports=_inside(chosen), note="offload", moves=True))
+            wraps.append(Wrap(UNIT, offload.wrapped, OFFLOAD, supports=_inside(moved), note="offload", moves=True))
         return wraps
 
     @hookimpl

@@ -37,7 +37,7 @@ class GptOssConfig(GeneralDecoderConfig):
             "beta_slow": 1.0,
             "truncate": False,
         },
-        description="scaling of rotary positions: its name as 'type' (linear, llama3, yarn), and its options",
+        description="scaling of rotary positions: its name as 'type' (linear, llama3, longrope, yarn), and its options",
     )
     num_experts: int = Field(32, ge=0, description="experts of a block; 0: every block has an MLP")
     num_experts_per_token: PositiveInt = Field(4, description="experts that each token chooses")

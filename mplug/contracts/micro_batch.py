@@ -19,6 +19,17 @@ DOCUMENTS = "document_lengths"
 LOSS_WEIGHTS = "loss_weights"
 """The entry of a micro batch with the factors of the losses of its labels [B, S]."""
 
+SEQUENCES = "sequences"
+"""The entry of a micro batch with the number, in its sample, of the sequence of each position [B, S]; -1: of none.
+
+An objective compares sequences with one another: 2i and 2i + 1 are the chosen and the rejected answer of a pair.
+"""
+REFERENCE = "reference_log_probabilities"
+"""The entry of a micro batch with log-probabilities of its labels [B, S] under other weights than those of the run.
+
+An objective uses their sums over sequences: a loader that knows these alone has each at one position of its sequence.
+"""
+
 
 @dataclass(frozen=True, eq=False)
 class RankBatch(Mapping[str, "Tensor"]):

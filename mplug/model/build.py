@@ -7,10 +7,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mplug.config.binding import RunConfig
+from mplug.contracts.micro_batch import REFERENCE, SEQUENCES
 from mplug.contracts.optimizer import Optimizer, Piece, ShapedState, tensors_of
 from mplug.errors import UsageError, listed
 from mplug.model.averaged_optimizer import refuse_average
 from mplug.model.engine import planned_pieces, refuse_incomplete_engine
+from mplug.model.first_weights import refuse_recalled
 from mplug.model.generator_seeds import GeneratorSeeds, drawing_plugin
 from mplug.model.grouped_optimizer import build_optimizer, builder_of, refuse_single
 from mplug.model.memory import allocate
@@ -31,7 +33,7 @@ from mplug.model.slots.offers import PLAIN, Offer, Unmet, Wrap
 from mplug.model.slots.recipe import choose_base_modules
 from mplug.model.slots.selection import Selection
 from mplug.model.slots.slot_placement import add_slot_buffers
-from mplug.model.slots.token_sums import token_sums
+from mplug.model.slots.token_sums import sums_of_parts, token_sums
 from mplug.model.slots.whole_sequences import whole_sequences
 from mplug.model.stream_balancer import balancer_of
 from mplug.model.variance import refuse_bypassing_layout
@@ -61,6 +63,7 @@ def build_model(run: Run) -> Model:
     _shard_states(run, model)
     refuse_incomplete_engine(run, model)
     refuse_average(run, model)
+    refuse_recalled(run, model)
     refuse_idle_copies(run, model)
     refuse_bypassing_layout(run, model)
     if (recorder := recorder_of(run)) is not None:
@@ -145,9 +148,9 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
     (label,) = run.hooks.implementers("build_model")
     with torch.device("meta"), within_reason(run.config, label):
         model: Model = run.hooks.call.build_model(run=run)
+        adapt(run, model)
         _refuse_unused_entries(run, model)
         _refuse_missing_entries(run, model)
-        adapt(run, model)
     if run.trains:
         freeze(model, run.config)
         model.groups = grouped(model, run.config)
@@ -188,9 +191,12 @@ def _refuse_two_steppers(run: Run, model: Model) -> None:
 
 
 def _refuse_unused_entries(run: Run, model: Model) -> None:
-    """Raise UsageError if no unit takes an optional entry: a model without document lengths would mix documents."""
+    """Raise UsageError if no unit takes an optional entry: a model without document lengths would mix documents.
+
+    Entries of objectives may be unused in a run that does not train.
+    """
     inputs = {name for unit in model.plan.units for name in (*unit.inputs, *unit.optional)}
-    unused = sorted(run.entries - inputs)
+    unused = sorted(run.entries - inputs - (set() if run.trains else {SEQUENCES, REFERENCE}))
     if unused:
         (loader,), (owner,) = (run.hooks.implementers(hook) for hook in ("build_loader", "build_model"))
         raise UsageError(
@@ -274,7 +280,8 @@ def collect_offers(run: Run, model: Model) -> list[Offer | Wrap]:
     offers = [replace(offer, plugin=label) for label, offers in by_plugin for offer in offers]
     balancer = balancer_of(run)
     balanced = balancer.offers(run, model) if balancer is not None else ()
-    return [*offers, *token_sums(run, model), *whole_sequences(run, model), *balanced]
+    own = (*token_sums(run, model), *sums_of_parts(run, model), *whole_sequences(run, model))
+    return [*offers, *own, *balanced]
 
 
 def unmet_reasons(run: Run) -> list[str]:

@@ -13,6 +13,7 @@ from mplug.errors import PluginError, UsageError, listed
 from mplug.layout.placement import Placement
 from mplug.model.assembler import Assembler
 from mplug.model.averaged_optimizer import with_average
+from mplug.model.first_weights import with_first_weights
 from mplug.model.plans.grouping import FIELD
 from mplug.registry.hooks import implemented
 
@@ -32,7 +33,8 @@ def build_optimizer(run: "Run", model: "Model", pieces: list[Piece], groups: "Gr
 
     With `groups`, its collectives can run; a build without memory has none. Collective with groups.
     """
-    return with_average(run, _without_average(run, model, pieces, groups), pieces)
+    averaged = with_average(run, _without_average(run, model, pieces, groups), pieces)
+    return with_first_weights(run, model, averaged, pieces)
 
 
 def _without_average(run: "Run", model: "Model", pieces: list[Piece], groups: "Groups | None") -> Optimizer:

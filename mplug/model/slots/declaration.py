@@ -40,6 +40,9 @@ class Slot:
     - `joins_sequences`: a supplier is called as `supplier(function, *tensors)` with tensors [B, S, ...] of this rank's
       positions. It calls the function with those of whole sequences and returns this rank's part of the result. The
       host supplies it.
+    - `sums_parts`: a supplier is called as `supplier(values)`, with sums [...] over this rank's positions of sequences.
+      It returns those over whole sequences, whose gradient every rank receives, and a share: 1.0 on one of the ranks
+      that know the same sums, and 0.0 on the others. The host supplies it.
     - `returns_rows`: a supplier is called as `supplier(rows, returns)`, with the rows [R, ...] of a stream that ranks
       have computed for one another, and the entry `mplug.RETURNS`. It returns the rows of this rank's own micro batch.
       The host supplies it if ranks balance streams (`parallel.balance`).
@@ -61,6 +64,7 @@ class Slot:
     buffers: tuple[str, ...] = ()
     sums_tokens: bool = False
     joins_sequences: bool = False
+    sums_parts: bool = False
     returns_rows: bool = False
     keeps_pairs: bool = False
 
@@ -79,7 +83,7 @@ class Slot:
     @property
     def _agreed(self) -> tuple[Any, ...]:
         """What all blocks with this slot must declare alike, because plugins and users rely on it."""
-        of_host = self.sums_tokens, self.joins_sequences, self.returns_rows
+        of_host = self.sums_tokens, self.joins_sequences, self.sums_parts, self.returns_rows
         return self.kind, self.multiplies, self.collectives, self.fuses, *of_host
 
 

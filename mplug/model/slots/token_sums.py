@@ -1,15 +1,19 @@
-"""The host's own offers: sums over the ranks that divide tokens, which modules use in forward (`Slot.sums_tokens`)."""
+"""The host's own offers: sums over the ranks that divide tokens, which modules use in forward.
+
+Those of `Slot.sums_tokens` are statistics without a gradient; those of `Slot.sums_parts` are terms of a loss.
+"""
 
 from itertools import combinations
 
 from torch import Tensor
 
 import mplug.ops as ops
+from mplug.layout.plan import TOKENS_AXIS
 from mplug.model.model import Model
 from mplug.model.slots.offers import Offer
 from mplug.run.run import Run
 
-TOKENS = ("batch", "sequence")
+TOKENS = ("batch", TOKENS_AXIS)
 """The activation axes of tokens."""
 
 
@@ -31,4 +35,21 @@ def token_sums(run: Run, model: Model) -> list[Offer]:
         return ops.all_reduce(values, groups[frozenset(over)])
 
     slots = [slot.name for slot in model.declared.values() if slot.sums_tokens]
+    return [Offer({slot: summed}, plugin="host") for slot in slots]
+
+
+def sums_of_parts(run: Run, model: Model) -> list[Offer]:
+    """The supplier of such slots: it sums over the mesh axes that divide the sequence in the entries of a batch.
+
+    Axes that divide it only inside of the model (sequence parallelism) have whole sequences at the model's end.
+    """
+    slots = [slot.name for slot in model.declared.values() if slot.sums_parts]
+    axes = [axis.name for axis in run.mesh.views["dense"] if TOKENS_AXIS in axis.entries]
+    if not slots or not axes:
+        return []
+    group, share = run.group(*axes), float(run.mesh.number(run.rank, axes) == 0)
+
+    def summed(values: Tensor) -> tuple[Tensor, float]:
+        return ops.reduce(values, group), share
+
     return [Offer({slot: summed}, plugin="host") for slot in slots]

@@ -1,6 +1,6 @@
 """The stepper around another one that gives micro batches the entries which a plan recalls (`Plan.recalled`)."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 
@@ -46,9 +46,11 @@ class RecallingStepper:
 
     def outputs(self, micro_batches: Iterable[RankBatch]) -> list[Mapping[str, Tensor]]:
         """The outputs of the inner stepper, of micro batches with the recalled entries."""
-        found, batches = list[Mapping[str, Tensor]](), iter(micro_batches)
-        while some := list(islice(batches, self.count)):
-            found += self.stepper.outputs(self._recalled(some))
+        found, batches, is_over = list[Mapping[str, Tensor]](), iter(micro_batches), False
+        while not is_over:
+            some = self._recalled(islice(batches, self.count))
+            found += self.stepper.outputs(some)
+            is_over = len(some) < self.count
         return found
 
     def evaluate(self, micro_batches: Iterable[RankBatch]) -> Tensor:
@@ -57,13 +59,19 @@ class RecallingStepper:
 
     def _recalled(self, micro_batches: Iterable[RankBatch]) -> list[RankBatch]:
         """The micro batches with the recalled entries; on ranks without the last unit, these are zeros."""
-        batches = [self._with(batch, {}) for batch in micro_batches]
         if not self._is_kept:
             self.optimizer.keep()
             self._is_kept = True
+        batches = list[RankBatch]()
         with in_place(FIRST, self.model, self.pieces, self.optimizer):
-            outputs = self.stepper.outputs(batches)
+            outputs = self.stepper.outputs(self._kept(micro_batches, batches))
         return [self._with(*pair) for pair in zip(batches, outputs, strict=True)] if outputs else batches
+
+    def _kept(self, micro_batches: Iterable[RankBatch], batches: list[RankBatch]) -> Iterator[RankBatch]:
+        """Append to `batches` each micro batch, with zeros, when the stepper takes it."""
+        for batch in micro_batches:
+            batches.append(self._with(batch, {}))
+            yield batches[-1]
 
     def _with(self, batch: RankBatch, outputs: Mapping[str, Tensor]) -> RankBatch:
         """A micro batch with its recalled entries from these outputs, or zeros: all ranks know their shapes."""

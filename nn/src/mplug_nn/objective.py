@@ -163,5 +163,5 @@ def _refuse_token_means(model: "Model", label: str) -> None:
     if host_buffers(model.module, "token scale"):
         raise UsageError(
             f"{label} counts sequences, and a router's loss of this model is a mean over tokens; set its coefficients "
-            f"to 0 (model.moe_aux_loss_coefficient, model.moe_z_loss_coefficient)"
+            f"to 0 (model.aux_loss_coefficient, model.z_loss_coefficient)"
         )

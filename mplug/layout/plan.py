@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from mplug.errors import listed, suggest
 from mplug.layout.external import ExternalNames
@@ -286,7 +286,8 @@ class Plan:
     that hold a part of the model alone, by the name of the part: of the section of the family's Config that describes
     it. `shifted` are entries that the host makes from those of the loader; `context` names their axes too. `recalled` are
     entries that the host computes before a step, each with the activation of the last unit (of the shape of labels) whose
-    values it has under the weights with which the run began. `work` says
+    values it has under the weights with which the run began. `count` returns the number by which the sums of losses of a whole micro
+    batch are divided; None: its targets. `work` says
     what the FLOPs belong to: which parameter, or which module. If it is None, the host collects it from what the
     modules state (`plan_work`). `streams` are the rows of other kinds than tokens, by their named axis. `flops` are
     those of the units of the tokens; the FLOPs of a stream are the sum of the work of its units. `answering` is how the
@@ -308,6 +309,7 @@ class Plan:
     parts: Mapping[str, ExternalNames] = field(default_factory=dict)
     shifted: Mapping[str, Shift] = field(default_factory=dict)
     recalled: Mapping[str, str] = field(default_factory=dict)
+    count: Callable[[Mapping[str, Any]], Any] | None = None
     work: tuple[Work, ...] | None = None
     streams: Mapping[str, Stream] = field(default_factory=dict)
     answering: Answering | None = None

@@ -6,17 +6,16 @@ B samples of a micro batch, S positions of this process, D embed, V vocabulary, 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from mplug.contracts.micro_batch import REFERENCE
+from mplug.contracts.micro_batch import IGNORED, REFERENCE
 from mplug.errors import UsageError, listed
 from mplug.layout.inits import TOKENS, Entries, Inits
 from mplug.layout.plan import Buffer, Unit
 from mplug.model.slots.declaration import Slot
-from mplug.tensors.host_buffers import host_buffers
 from mplug_nn.head import Head
 from mplug_nn.loss import CAPPED, LOG_PROBABILITIES, log_probabilities
 from mplug_nn.multi_token_prediction import TokensAhead
@@ -39,6 +38,12 @@ def summed(values: Tensor) -> tuple[Tensor, float]:
     return values, 1.0
 
 
+def sums_of(values: Tensor, sequences: Tensor, number: int) -> Tensor:
+    """values [B, S, F], the sequence of each position [B, S] -> the sums over positions of each sequence [B, N, F]."""
+    members = sequences[..., None] == torch.arange(number, device=sequences.device)  # [B, S, N]
+    return torch.where(members[..., None], values[:, :, None], 0).sum(dim=1)
+
+
 SUMMED = Slot("Objective.summed", "objective", summed, sums_parts=True)
 
 
@@ -53,7 +58,8 @@ class Objective(nn.Module):
     `entries` maps the entries of micro batches that `forward` takes by name to their axes. `recalls` asks the host for
     the log-probabilities of the labels under the weights with which the run began, as the entry REFERENCE. `figures`
     are the names of values that metrics report: `report` adds to their sums, which the host divides as it divides the
-    loss. `counts` is what that number counts; losses inside of the model's blocks are means over tokens.
+    loss. If that number is not that of the targets, `number_in` returns it for a whole micro batch before it is divided:
+    losses inside of the model's blocks, which are means over tokens, need it before the step.
 
     A subclass that computes sums over sequences calls `over_sequences`, and `counted_once` at its end. So every rank
     that has a part of a sequence has the gradient of the whole loss, and one of them counts it.
@@ -61,8 +67,6 @@ class Objective(nn.Module):
 
     SLOTS: ClassVar[tuple[Slot, ...]] = (LOG_PROBABILITIES, SUMMED)
     mixes: ClassVar[frozenset[str]] = frozenset()  # sums over sequences lie in a slot
-    counts: ClassVar[Literal["tokens", "sequences"]] = "tokens"
-
     def __init__(
         self,
         entries: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
@@ -86,10 +90,14 @@ class Objective(nn.Module):
         is_capped = self.soft_cap is not None and slot == LOG_PROBABILITIES.name
         return frozenset({CAPPED}) if is_capped else frozenset()
 
+    @staticmethod
+    def number_in(batch: Mapping[str, Tensor]) -> Tensor:
+        """The number [] by which the sums of losses of a whole micro batch are divided."""
+        return (batch["labels"] != IGNORED).sum()
+
     def over_sequences(self, values: Tensor, sequences: Tensor, number: int) -> tuple[Tensor, float]:
         """values [B, S, F], the sequence of each position [B, S] -> (sums over whole sequences [B, N, F], share)."""
-        members = sequences[..., None] == torch.arange(number, device=sequences.device)  # [B, S, N]
-        return self.summed(torch.where(members[..., None], values[:, :, None], 0.0).sum(dim=1))
+        return self.summed(sums_of(values, sequences, number))
 
     def report(self, share: float, **figures: Tensor) -> None:
         """Add sums [] to the figures of a step of training, by their names with '_' for '/'."""
@@ -113,14 +121,16 @@ def set_objective(run: "Run", model: "Model", objective: Objective, label: str) 
     """Let a model that trains compute an objective instead of the cross-entropy. Call it in `adapt_model`.
 
     `label` is that of the plugin ('objectives/dpo'), for errors. Raises UsageError if the micro batches lack an entry
-    of the objective, or if the model has another end than `Head`, or further losses that are means over tokens.
+    of the objective, if the model has another end than `Head`, or if it predicts tokens further ahead and the objective
+    counts something else than tokens.
     Does nothing in a run that does not train.
     """
     if not run.trains:
         return
     unit, head = _end(model, label)
-    if objective.counts == "sequences":
-        _refuse_token_means(model, label)
+    counts = None if type(objective).number_in is Objective.number_in else objective.number_in
+    if counts is not None and any(isinstance(part, TokensAhead) for part in model.module.modules()):
+        raise UsageError(f"{label} has no loss for tokens further ahead; set model.num_mtp_layers=0")
     entries = dict(objective.entries)
     missing = [name for name in entries if name not in run.entries and not (objective.recalls and name == REFERENCE)]
     if missing:
@@ -141,6 +151,7 @@ def set_objective(run: "Run", model: "Model", objective: Objective, label: str) 
         context={**model.plan.context, **entries},
         activations={**model.plan.activations, **made},
         recalled={REFERENCE: LOG_PROBABILITIES_OUTPUT} if objective.recalls else {},
+        count=counts,
     )
 
 
@@ -154,14 +165,3 @@ def _end(model: "Model", label: str) -> tuple[Unit, Head]:
             f"'{unit.name}' of this model is a {type(head).__name__}; use another model or another head"
         )
     return unit, head
-
-
-def _refuse_token_means(model: "Model", label: str) -> None:
-    """Raise UsageError for losses inside of the model that are means over tokens: an objective counts something else."""
-    if any(isinstance(part, TokensAhead) for part in model.module.modules()):
-        raise UsageError(f"{label} has no loss for tokens further ahead; set model.num_mtp_layers=0")
-    if host_buffers(model.module, "token scale"):
-        raise UsageError(
-            f"{label} counts sequences, and a router's loss of this model is a mean over tokens; set its coefficients "
-            f"to 0 (model.aux_loss_coefficient, model.z_loss_coefficient)"
-        )

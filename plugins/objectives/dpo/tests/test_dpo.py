@@ -245,11 +245,6 @@ def test_fields_that_have_no_effect_are_refused(sentence: str) -> None:
 
 REFUSED: dict[str, dict[str, Any]] = {
     "needs micro batches with 'sequences', which data/mock does not supply": {"data.pairs": False},
-    "a router's loss of this model is a mean over tokens": {
-        "model.name": "mixtral",
-        "model.num_experts": 4,
-        "model.aux_loss_coefficient": 0.1,
-    },
     "has no loss for tokens further ahead; set model.num_mtp_layers=0": {
         "model.name": "llama",
         "model.ffn_hidden_size": 40,

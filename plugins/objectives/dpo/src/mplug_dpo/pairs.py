@@ -5,14 +5,14 @@ are the chosen and the rejected answer of its pair i.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
-from mplug import DOCUMENTS, IGNORED, REFERENCE, SEQUENCES
-from mplug_nn import Objective
+from mplug import DOCUMENTS, IGNORED, REFERENCE, SEQUENCES, MicroBatch
+from mplug_nn import Objective, sums_of
 
 if TYPE_CHECKING:
     from mplug_dpo import DirectPreferences
@@ -50,7 +50,6 @@ class Answers(NamedTuple):
 class PairLoss(Objective):
     """The sum over pairs of a loss, and the number of pairs. A pair counts if both answers have a target."""
 
-    counts: ClassVar[Literal["tokens", "sequences"]] = "sequences"
     mixes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, config: "DirectPreferences.Config", recalls: bool) -> None:
@@ -60,6 +59,12 @@ class PairLoss(Objective):
         super().__init__(entries, figures, recalls)
         self.config = config
         self.loss: Callable[[Answers, Answers], Tensor] = getattr(self, f"_{config.loss}")
+
+    @staticmethod
+    def number_in(batch: MicroBatch) -> Tensor:
+        """The number of pairs in a whole micro batch whose answers both have a target."""
+        targets = (batch["labels"] != IGNORED).long()[..., None]
+        return _both_count(sums_of(targets, batch[SEQUENCES], _number(batch[DOCUMENTS]))[..., 0]).sum()
 
     def forward(
         self,
@@ -76,10 +81,8 @@ class PairLoss(Objective):
         each = self.log_probabilities(hidden, project, labels)  # [B, S]
         reference = torch.zeros_like(each) if reference_log_probabilities is None else reference_log_probabilities
         values = torch.stack((each, (labels != IGNORED).to(each.dtype), reference.to(each.dtype)), dim=-1)
-        number = document_lengths.shape[1] // 2 * 2
-        sums, share = self.over_sequences(values, sequences, number)  # [B, N, 3]
-        answers = sums.unflatten(1, (-1, 2))  # [B, P, 2, 3]
-        counts = (answers[..., 1] > 0).all(dim=-1)  # [B, P]
+        sums, share = self.over_sequences(values, sequences, _number(document_lengths))  # [B, N, 3]
+        answers, counts = sums.unflatten(1, (-1, 2)), _both_count(sums[..., 1])  # [B, P, 2, 3], [B, P]
         answers = torch.where(counts[..., None, None], answers, answers.new_tensor([-1.0, 1.0, -1.0]))
         chosen, rejected = (Answers(*answers[:, :, which].unbind(dim=-1)) for which in (0, 1))
         losses = self.loss(chosen, rejected) - self.config.sft_weight * chosen.mean
@@ -128,3 +131,13 @@ class PairLoss(Objective):
 
     def _orpo(self, chosen: Answers, rejected: Answers) -> Tensor:
         return -chosen.mean - self.config.beta * logsigmoid(chosen.log_odds - rejected.log_odds)
+
+
+def _number(document_lengths: Tensor) -> int:
+    """The largest number of sequences in samples with documents [B, M]."""
+    return document_lengths.shape[1] // 2 * 2
+
+
+def _both_count(targets: Tensor) -> Tensor:
+    """The numbers of targets of answers [B, N] -> whether both answers of a pair have one [B, P]."""
+    return (targets.unflatten(1, (-1, 2)) > 0).all(dim=-1)

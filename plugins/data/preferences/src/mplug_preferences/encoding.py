@@ -110,7 +110,9 @@ class Encoder:
             in_prompt = sum(message["role"] == ANSWERS for message in before)
             encoded = self.vocabulary.encode_answers(rendered.text, rendered.answers[in_prompt:])
         tokens = np.asarray(encoded.tokens, dtype=np.int32)
-        return Tokens(tokens[:-1], np.where(encoded.answers[1:], tokens[1:], IGNORED).astype(np.int64))
+        labels = np.where(encoded.answers[1:], tokens[1:], IGNORED).astype(np.int64)
+        length = int(np.flatnonzero(labels != IGNORED).max(initial=-1)) + 1  # nothing follows the last target
+        return Tokens(tokens[:length], labels[:length])
 
 
 def _texts(pair: Preference) -> Iterator[str]:

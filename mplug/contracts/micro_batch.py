@@ -37,8 +37,9 @@ class RankBatch(Mapping[str, "Tensor"]):
 
     `number` is that of the micro batch in the step, from 0 on. `is_last` says that the step ends with it. `positions`
     and `targets` are the numbers of labels, and of labels that are not ignored, in the whole micro batch; an objective
-    may count something else than these (`Plan.count`). A micro batch without labels has no `targets`; labels that a loader keeps on a device are counted there. `rows` are the number of
-    rows of each stream, and the sum of the squared lengths of their segments, by the entry with these lengths.
+    may count something else than these (`Plan.count`). A micro batch without labels has no `targets`; labels that a
+    loader keeps on a device are counted there. `rows` are the number of rows of each stream, and the sum of the
+    squared lengths of their segments, by the entry with these lengths.
     """
 
     entries: MicroBatch

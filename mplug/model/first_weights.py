@@ -1,4 +1,4 @@
-"""The master weights with which a run began, kept beside any optimizer for entries that a step recalls (`Plan.recalled`).
+"""The master weights with which a run began, beside any optimizer, for entries that a step recalls (`Plan.recalled`).
 
 With adapters, these are the trained adapters alone: new ones change nothing, so the model is the one without them.
 """
@@ -63,5 +63,5 @@ def refuse_recalled(run: "Run", model: "Model") -> None:
     if model.plan.recalled and (model.engine is not None or owners):
         raise UsageError(
             f"{owners[0]} runs steps in its own way, and the objective of this run needs another forward pass with the "
-            f"first weights before each step; use a layout without {owners[0]}, or an objective without a live reference"
+            f"first weights before each step; use a layout without {owners[0]}, or no live reference"
         )

@@ -30,9 +30,7 @@ class RecallingStepper:
     An evaluation does the same for as many micro batches at a time as a step has.
     """
 
-    def __init__(
-        self, run: Run, model: Model, pieces: list[Piece], optimizer: FirstWeights, stepper: Stepper
-    ) -> None:
+    def __init__(self, run: Run, model: Model, pieces: list[Piece], optimizer: FirstWeights, stepper: Stepper) -> None:
         self.run, self.model, self.pieces, self.optimizer, self.stepper = run, model, pieces, optimizer, stepper
         self.count, self._is_kept = run.micro_batch_counts()[-1], False
 

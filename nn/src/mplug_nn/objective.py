@@ -58,8 +58,8 @@ class Objective(nn.Module):
     `entries` maps the entries of micro batches that `forward` takes by name to their axes. `recalls` asks the host for
     the log-probabilities of the labels under the weights with which the run began, as the entry REFERENCE. `figures`
     are the names of values that metrics report: `report` adds to their sums, which the host divides as it divides the
-    loss. If that number is not that of the targets, `number_in` returns it for a whole micro batch before it is divided:
-    losses inside of the model's blocks, which are means over tokens, need it before the step.
+    loss. If that number is not that of the targets, `number_in` returns it for a whole micro batch before a strategy
+    divides it: losses inside of the model's blocks, which are means over tokens, need it before the step.
 
     A subclass that computes sums over sequences calls `over_sequences`, and `counted_once` at its end. So every rank
     that has a part of a sequence has the gradient of the whole loss, and one of them counts it.
@@ -67,6 +67,7 @@ class Objective(nn.Module):
 
     SLOTS: ClassVar[tuple[Slot, ...]] = (LOG_PROBABILITIES, SUMMED)
     mixes: ClassVar[frozenset[str]] = frozenset()  # sums over sequences lie in a slot
+
     def __init__(
         self,
         entries: Mapping[str, tuple[str, ...]] = MappingProxyType({}),

@@ -1,11 +1,11 @@
 """The suite for plugins of the kind `objectives`: they compute the loss of a step from the end of a model.
 
-    from mplug_testing import ObjectiveSuite
+from mplug_testing import ObjectiveSuite
 
-    class TestRingo(ObjectiveSuite):
-        plugin = "ringo"
-        settings = {"objectives.ringo.gamma": 2.0}
-        layouts = ("tp2", "cp2")
+class TestRingo(ObjectiveSuite):
+    plugin = "ringo"
+    settings = {"objectives.ringo.gamma": 2.0}
+    layouts = ("tp2", "cp2")
 """
 
 from collections.abc import Iterator

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from mplug_preferences.lines import read_preferences
 from torch import Tensor
 
 from mplug import DOCUMENTS, IGNORED, REFERENCE, SEQUENCES, UsageError
 from mplug.run.prepare import check_data
 from mplug.training.assembly import build_loader
-from mplug_preferences.lines import read_preferences
 from mplug_testing import DataSuite
 from mplug_testing.harness import tiny_run
 
@@ -173,7 +173,7 @@ def test_a_wrong_line_is_refused_with_its_place(sentence: str, tmp_path: Path) -
 
 def test_a_line_without_the_reference_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", FORMS["texts"])
-    with pytest.raises(UsageError, match="has no number 'ref_chosen_logps', which data.reference=true reads"):
+    with pytest.raises(UsageError, match=r"has no number 'ref_chosen_logps', which data\.reference=true reads"):
         list(read_preferences([path], with_reference=True))
 
 

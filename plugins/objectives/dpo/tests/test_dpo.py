@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from mplug_dpo import DirectPreferences
 from torch import Tensor
 
 from mplug import UsageError
 from mplug.training.assembly import Parts, build
-from mplug_dpo import DirectPreferences
 from mplug_testing.harness import in_fp64, tiny_config, tiny_run
 from mplug_testing.objectives import ObjectiveSuite
 from mplug_testing.parity import require_parity
@@ -79,9 +79,7 @@ FORMULAS: dict[str, tuple[dict[str, Any], Formula]] = {
     "hinge": ({"loss": "hinge"}, lambda f, b: torch.clamp(1 - b * delta(f), min=0)),
     "ipo": (
         {"loss": "ipo"},
-        lambda f, b: (
-            ((f["c"] - f["c_0"]) / f["c_length"] - (f["r"] - f["r_0"]) / f["r_length"] - 1 / (2 * b)) ** 2
-        ),
+        lambda f, b: ((f["c"] - f["c_0"]) / f["c_length"] - (f["r"] - f["r_0"]) / f["r_length"] - 1 / (2 * b)) ** 2,
     ),
     "simpo": (
         {"loss": "simpo", "gamma": GAMMA},
@@ -157,10 +155,10 @@ def test_losses_gradients_and_figures_are_those_of_the_formulas(name: str) -> No
     assert (float(result.loss), int(result.tokens)) == (pytest.approx(float(losses.mean()), rel=1e-12), len(pairs))
     by_length = name in ("simpo", "orpo")
     means = [[one[side] / (one[f"{side}_length"] if by_length else 1) for one in pairs] for side in "cr"]
-    rewards = [[0.3 * (value - (0 if by_length else one[f"{side}_0"])) for value, one in zip(values, pairs, strict=True)]
-               for side, values in zip("cr", means, strict=True)]  # fmt: skip
+    first_of = [[0 * one["c"] if by_length else one[f"{side}_0"] for one in pairs] for side in "cr"]
     logps = [torch.stack(values).mean() for values in means]
-    chosen, rejected = (torch.stack(values) for values in rewards)
+    both = zip(means, first_of, strict=True)
+    chosen, rejected = (0.3 * (torch.stack(values) - torch.stack(first)) for values, first in both)
     figures = {
         "rewards/chosen": chosen.mean(),
         "rewards/rejected": rejected.mean(),
@@ -268,8 +266,15 @@ def test_a_run_has_one_objective(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 LAYOUTS = [
-    "tp2", "pp2", "zero2", "fsdp2", "tp2pp2", "cp2 parallel.cp.method=ulysses", "tp2cp2", "pp2 parallel.pp.schedule=zb-v",
-]  # fmt: skip
+    "tp2",
+    "pp2",
+    "zero2",
+    "fsdp2",
+    "tp2pp2",
+    "cp2 parallel.cp.method=ulysses",
+    "tp2cp2",
+    "pp2 parallel.pp.schedule=zb-v",
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

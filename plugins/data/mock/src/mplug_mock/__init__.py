@@ -30,7 +30,7 @@ class Mock:
         )
         pairs: bool = Field(
             False,
-            description="the documents 2i and 2i + 1 of a sample are the two answers of a pair, for objectives of pairs",
+            description="the documents 2i and 2i + 1 of a sample are the answers of a pair, for objectives of pairs",
         )
         media: int = Field(
             0, ge=0, description="largest number of pictures of noise in a sample, for a model that takes pictures"

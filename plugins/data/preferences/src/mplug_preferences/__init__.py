@@ -22,7 +22,7 @@ Split = Literal["train", "validation"]
 
 
 class Preferences:
-    """Packs pairs of answers from JSON lines into samples; tokens attend only within their own answer and its prompt."""
+    """Packs pairs of answers from JSON lines into samples; tokens attend only within their answer and its prompt."""
 
     class Config(BaseModel):
         """The pairs, how they become text, and how they are packed."""
@@ -31,7 +31,7 @@ class Preferences:
 
         path: Annotated[str, MAY_MOVE] = Field(
             min_length=1,
-            description="a file *.jsonl or *.jsonl.gz, a folder of such files, or a glob; a line is one pair of answers",
+            description="a file *.jsonl or *.jsonl.gz, a folder of such files, or a glob; a line is a pair of answers",
         )
         validation_path: Annotated[str | None, MAY_MOVE] = Field(
             None,
@@ -45,8 +45,8 @@ class Preferences:
         tokenizer_options: dict[str, Any] = Field(default_factory=dict, description="options of the tokenizer")
         template: str = Field(
             "chatml",
-            description="for pairs of messages: chatml, llama3, a Jinja file, a JSON file with 'chat_template', or the folder of a published "
-            "checkpoint; a run that begins with such a folder uses the folder's tokenizer and template",
+            description="of messages: chatml, llama3, a Jinja file, a JSON file with 'chat_template', or the folder of "
+            "a published checkpoint; a run that begins with such a folder uses the folder's tokenizer and template",
         )
         template_variables: dict[str, str] = Field(
             default_factory=dict,
@@ -163,6 +163,7 @@ class Preferences:
             where = f"data.validation_path '{config.validation_path}'" if own_files else f"data.path '{config.path}'"
             remedy = ", set data.validation_path, or set trainer.eval_every=0" if split == "validation" else ""
             raise UsageError(
-                f"{where}: no pair of the {split} split can be used ({count.pairs} read; {count}); use other pairs{remedy}"
+                f"{where}: no pair of the {split} split can be used ({count.pairs} read; {count}); "
+                f"use other pairs{remedy}"
             )
         return pairs

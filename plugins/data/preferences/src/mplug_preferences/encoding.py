@@ -50,7 +50,7 @@ class Count:
 
     def __str__(self) -> str:
         return (
-            f"{self.truncated} truncated; dropped: {self.too_long} too long, {self.without_answer} with an empty answer, "
+            f"{self.truncated} truncated; dropped: {self.too_long} too long, {self.without_answer} without an answer, "
             f"{self.with_special_tokens} with a special token in their text, {self.equal} with equal answers"
         )
 
@@ -95,7 +95,7 @@ class Encoder:
         if not all((one.labels != IGNORED).any() for one in both):
             count.without_answer += 1
             return None
-        return Pair(*both, pair.reference)
+        return Pair(both[0], both[1], pair.reference)
 
     def _tokens(self, prompt: Answer, answer: Answer, tools: Any) -> Tokens:
         """An answer after its prompt; of several messages, those of the assistant are targets."""

@@ -1,4 +1,4 @@
-"""Reads pairs of answers from JSON lines, in the forms of TRL: texts or messages, with or without a prompt of their own."""
+"""Reads pairs of answers from JSON lines in the forms of TRL: texts or messages, with or without a prompt."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -5,17 +5,15 @@ are the chosen and the rejected answer of its pair i.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
 from mplug import DOCUMENTS, IGNORED, REFERENCE, SEQUENCES, MicroBatch
+from mplug_dpo.config import DPOConfig
 from mplug_nn import Objective, sums_of
-
-if TYPE_CHECKING:
-    from mplug_dpo import DirectPreferences
 
 FIGURES = (
     "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected"
@@ -52,11 +50,11 @@ class PairLoss(Objective):
 
     mixes: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, config: "DirectPreferences.Config", recalls: bool) -> None:
+    def __init__(self, config: DPOConfig) -> None:
         entries = {SEQUENCES: ("batch", "sequence"), DOCUMENTS: ("batch", "documents")}
-        entries |= {REFERENCE: ("batch", "sequence")} if recalls or config.reference == "data" else {}
+        entries |= {REFERENCE: ("batch", "sequence")} if config.recalls or config.reference == "data" else {}
         figures = (*FIGURES, *(OF_ORPO if config.loss == "orpo" else ()))
-        super().__init__(entries, figures, recalls)
+        super().__init__(entries, figures, config.recalls)
         self.config = config
         self.loss: Callable[[Answers, Answers], Tensor] = getattr(self, f"_{config.loss}")
 
@@ -124,7 +122,7 @@ class PairLoss(Objective):
     def _ipo(self, chosen: Answers, rejected: Answers) -> Tensor:
         """Ratios are per token, as the authors recommend for answers of different lengths."""
         delta = chosen.ratio / chosen.length - rejected.ratio / rejected.length
-        return (delta - 1 / (2 * self.config.beta)) ** 2
+        return (delta - 1 / (2 * self.config.beta)).square()
 
     def _simpo(self, chosen: Answers, rejected: Answers) -> Tensor:
         return -logsigmoid(self.config.beta * (chosen.mean - rejected.mean) - self.config.gamma)

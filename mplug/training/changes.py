@@ -43,8 +43,10 @@ OPTION = "--allow-change"
 ABSENT = "(not set)"
 OBSERVING = "extensions"
 """The section of plugins that only observe: all their fields may change."""
-DECIDING = ("adapters", OF_LOSSES)
-"""The sections of plugins that decide what is trained, and by which loss: a run keeps those that it began with."""
+ADAPTING = "adapters"
+"""The section of plugins that decide which parameters exist and are trained."""
+DECIDING = (ADAPTING, OF_LOSSES)
+"""Sections whose plugins a run keeps: those that it began with."""
 FINGERPRINT = "data_fingerprint"
 """The key of a checkpoint's manifest that holds the fingerprint of the loader's data."""
 

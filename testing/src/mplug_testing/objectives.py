@@ -126,4 +126,4 @@ class ObjectiveSuite(PluginSuite):
 
     def test_a_layout_computes_what_one_process_does(self, layout: str) -> None:
         """Losses, gradients and weights within 1e-10 in fp64."""
-        require_parity(self.tiny(), layout)
+        require_parity(self.tiny(), layout, named_by_author=self.layouts is not None)

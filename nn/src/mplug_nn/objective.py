@@ -100,8 +100,13 @@ class Objective(nn.Module):
         """values [B, S, F], the sequence of each position [B, S] -> (sums over whole sequences [B, N, F], share)."""
         return self.summed(sums_of(values, sequences, number))
 
-    def report(self, share: float, **figures: Tensor) -> None:
-        """Add sums [] to the figures of a step of training, by their names with '_' for '/'."""
+    def report(self, hidden: Tensor, labels: Tensor, share: float = 1.0, **figures: Tensor) -> None:
+        """Add sums [] to the figures of a step of training, by their names with '_' for '/'.
+
+        `hidden` and `labels` are those of `forward`. Sequence parallelism gathers the sequence before the loss, so
+        several ranks know the same sums, and each counts its part of them.
+        """
+        share *= hidden.shape[1] / labels.shape[1]
         for name, value in figures.items() if self.training else ():
             count(getattr(self, name), (share * value.detach()).to(torch.float64))
 

@@ -84,7 +84,7 @@ class PairLoss(Objective):
         answers = torch.where(counts[..., None, None], answers, answers.new_tensor([-1.0, 1.0, -1.0]))
         chosen, rejected = (Answers(*answers[:, :, which].unbind(dim=-1)) for which in (0, 1))
         losses = self.loss(chosen, rejected) - self.config.sft_weight * chosen.mean
-        self.report(share, **self._figures(chosen, rejected, counts))
+        self.report(hidden, labels, share, **self._figures(chosen, rejected, counts))
         loss, num_pairs = self.counted_once((losses * counts).sum(), counts.sum(), share)
         return (loss, num_pairs, each.detach()) if self.recalls else (loss, num_pairs)
 

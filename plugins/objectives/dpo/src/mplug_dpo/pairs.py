@@ -122,7 +122,7 @@ class PairLoss(Objective):
     def _ipo(self, chosen: Answers, rejected: Answers) -> Tensor:
         """Ratios are per token, as the authors recommend for answers of different lengths."""
         delta = chosen.ratio / chosen.length - rejected.ratio / rejected.length
-        return (delta - 1 / (2 * self.config.beta)).square()
+        return torch.square(delta - 1 / (2 * self.config.beta))
 
     def _simpo(self, chosen: Answers, rejected: Answers) -> Tensor:
         return -logsigmoid(self.config.beta * (chosen.mean - rejected.mean) - self.config.gamma)

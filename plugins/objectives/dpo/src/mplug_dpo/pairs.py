@@ -138,4 +138,5 @@ def _number(document_lengths: Tensor) -> int:
 
 def _both_count(targets: Tensor) -> Tensor:
     """The numbers of targets of answers [B, N] -> whether both answers of a pair have one [B, P]."""
-    return (targets.unflatten(1, (-1, 2)) > 0).all(dim=-1)
+    has_target: Tensor = targets.unflatten(1, (-1, 2)) > 0  # [B, P, 2]
+    return has_target.all(dim=-1)

@@ -24,6 +24,7 @@ USE = {
     "tokenizers": ("data", "preprocess", "texts.jsonl", "--tokenizer", "ringo"),
     "memory": ("train", "--set", "memory.ringo.every=1"),
     "adapters": ("train", "--adapt", "ringo"),
+    "objectives": ("train", "--objective", "ringo"),
     "extensions": ("train", "--set", "extensions.ringo.every=1"),
     "commands": ("ringo",),
 }

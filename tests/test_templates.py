@@ -26,6 +26,7 @@ OF_KIND = {
     "tokenizers": "tokenizers.md",
     "memory": "memory.md",
     "adapters": "adapters.md",
+    "objectives": "objectives.md",
 }
 """The pages of single kinds; plugins.md explains the others."""
 

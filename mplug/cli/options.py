@@ -195,6 +195,11 @@ OTHER_OPTIONS: list[Callable[[Any], Any]] = [
         help="Train adapters instead of the model's weights (an installed adapter plugin).",
     ),
     click.option(
+        "--objective",
+        type=PluginName("objectives"),
+        help="Train by another loss than the model's own (an installed objective plugin).",
+    ),
+    click.option(
         "--recipe",
         type=PluginName(RECIPES),
         help="Settings of an installed recipe ('mplug recipes list'); --config and other options change them.",
@@ -211,7 +216,7 @@ OTHER_OPTIONS: list[Callable[[Any], Any]] = [
 """The host's options of `config_options` beside `FLAGS`."""
 KERNELS = "kernels."
 """The section of the config whose fields name the supplier of a kind of slots."""
-HOST_NAMES = (*FLAGS, "adapt", "recipe", "file", "assignments", "config", "set", "words")
+HOST_NAMES = (*FLAGS, "adapt", "objective", "recipe", "file", "assignments", "config", "set", "words")
 """Names that a plugin's flag must not have."""
 
 
@@ -222,6 +227,7 @@ def overrides(
     kernels: tuple[str, ...],
     data: tuple[str, ...] = (),
     adapt: tuple[str, ...] = (),
+    objective: str | None = None,
     recipe: str | None = None,
     words: tuple[str, ...] = (),
     **flags: str | None,
@@ -256,6 +262,8 @@ def overrides(
         settings = merge(settings, read_assignments([f"kernels.{kind or 'default'}={name}"], "--kernels"))
     for name in adapt:
         settings = merge(settings, read_assignments([f"adapters.{name}={{}}"], "--adapt"))
+    if objective is not None:
+        settings = merge(settings, read_assignments([f"objectives.{objective}={{}}"], "--objective"))
     return merge(merge(settings, read_assignments(assignments)), given.settings)
 
 

@@ -18,7 +18,9 @@ HOST_SECTIONS: dict[str, type[sections.Section]] = {
     "schedule": sections.Schedule,
     "checkpoint": sections.Checkpoint,
 }
-FREE_SECTIONS = ("memory", "adapters", "extensions")
+OF_LOSSES = "objectives"
+"""The section of the plugin that computes the loss, if it is not the model's own: at most one."""
+FREE_SECTIONS = ("memory", "adapters", OF_LOSSES, "extensions")
 """Sections that choose any number of plugins.
 
 A sub-section with the name of a plugin chooses this plugin. The value `false` removes the choice of a lower source.

@@ -69,6 +69,9 @@ class Loader(ABC):
         numbers of at least 0, which multiply the losses of the labels. The loss of a step is the sum of these products
         over all ranks and micro batches, divided by the number of targets, whatever their weights are.
 
+        A loader of sequences that an objective compares declares `sequences` [B, S], int64, and perhaps
+        `reference_log_probabilities` [B, S] in the same way (`mplug.SEQUENCES`, `mplug.REFERENCE`).
+
         If the model has streams (`mplug.Stream`), every micro batch has their entries, which the loader declares in
         `batch_entries` too: at least one group of rows, also where no sample has any.
         """

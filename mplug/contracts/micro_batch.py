@@ -19,15 +19,27 @@ DOCUMENTS = "document_lengths"
 LOSS_WEIGHTS = "loss_weights"
 """The entry of a micro batch with the factors of the losses of its labels [B, S]."""
 
+SEQUENCES = "sequences"
+"""The entry of a micro batch with the number, in its sample, of the sequence of each position [B, S]; -1: of none.
+
+An objective compares sequences with one another: 2i and 2i + 1 are the chosen and the rejected answer of a pair.
+"""
+REFERENCE = "reference_log_probabilities"
+"""The entry of a micro batch with log-probabilities of its labels [B, S] under other weights than those of the run.
+
+An objective uses their sums over sequences: a loader that knows these alone has each at one position of its sequence.
+"""
+
 
 @dataclass(frozen=True, eq=False)
 class RankBatch(Mapping[str, "Tensor"]):
     """A rank's part of a micro batch on the device, as the host's feed hands it to a stepper.
 
     `number` is that of the micro batch in the step, from 0 on. `is_last` says that the step ends with it. `positions`
-    and `targets` are the numbers of labels, and of labels that are not ignored, in the whole micro batch. A micro batch
-    without labels has no `targets`; labels that a loader keeps on a device are counted there. `rows` are the number of
-    rows of each stream, and the sum of the squared lengths of their segments, by the entry with these lengths.
+    and `targets` are the numbers of labels, and of labels that are not ignored, in the whole micro batch; an objective
+    may count something else than these (`Plan.count`). A micro batch without labels has no `targets`; labels that a
+    loader keeps on a device are counted there. `rows` are the number of rows of each stream, and the sum of the
+    squared lengths of their segments, by the entry with these lengths.
     """
 
     entries: MicroBatch

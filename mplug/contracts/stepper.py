@@ -93,6 +93,13 @@ class Stepper(Protocol):
     def update(self, lr: float, weight_decay: float) -> StepResult:
         """Finish gradients, clip them, check that they are finite, and let the optimizer update its pieces."""
 
+    def outputs(self, micro_batches: Iterable[RankBatch]) -> "list[Mapping[str, Tensor]]":
+        """The activations that the last unit returns for each micro batch, without gradients or dropout.
+
+        Of a divided model, ranks without the last unit return an empty list. Only called if the plan recalls entries
+        (`Plan.recalled`), which a strategy with a stepper of its own in `build_stepper` does not support.
+        """
+
     def evaluate(self, micro_batches: Iterable[RankBatch]) -> "Tensor":
         """The mean loss over all tokens of the micro batches, without gradients or dropout.
 

@@ -104,7 +104,9 @@ class Statistics:
             for name, one in self.described.items()
             if one.reported
         }
-        return {name: totals[name] if by is None else totals[name] / by for name, by in divisors.items()}
+        values = {name: totals[name] if by is None else totals[name] / by for name, by in divisors.items()}
+        names = {name: self.described[name].reported for name in values}
+        return {name if names[name] is True else str(names[name]): value for name, value in values.items()}
 
     def _reduced(self, reduction: str, reduce: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """The logical statistics of one reduction over all ranks, in fp64."""

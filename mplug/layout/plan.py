@@ -178,9 +178,9 @@ class Buffer:
     is a statistic of a step, whose `reduction` is a sum or a maximum. At the start of a step the host sets it to zero
     (a maximum to `value`). Each rank adds what it sees of the axes `over`, or keeps the maximum of it, in forward and
     in backward. At the end the host replaces it by the sum or maximum over all ranks and micro batches, and calls the
-    module's method `step_ended` if it has one. Metrics report a statistic that is `reported`, divided by the step's
-    number of targets if `per_target` is set, and by its number of tokens (all positions of the global batch, with or
-    without a target) if `per_token` is set.
+    module's method `step_ended` if it has one. Metrics report a statistic that is `reported` (under this name, if it
+    is a text, and else under that of the buffer), divided by the step's number of targets if `per_target` is set, and
+    by its number of tokens (all positions of the global batch, with or without a target) if `per_token` is set.
     """
 
     dims: tuple[str | Segment | tuple[Segment, ...], ...]
@@ -189,7 +189,7 @@ class Buffer:
     per_target: bool = False
     per_token: bool = False
     reduction: Literal["sum", "max"] = "sum"
-    reported: bool = True
+    reported: bool | str = True
 
     def __post_init__(self) -> None:
         if self.reduction not in ("sum", "max"):
@@ -274,23 +274,27 @@ class Stages:
 class Plan:
     """The data that a model publishes about itself.
 
-    `units` run in order. `inference` are the units that end in `logits` instead of a loss. `parameters` map patterns of
-    fully qualified names ('*' matches one dotted component) to the meaning of their dimensions. `context` names the
+    `units` run in order. `inference` are the units that end in `logits` instead of a loss. `parameters` map patterns
+    of fully qualified names ('*' matches one dotted component) to the meaning of their dimensions. `context` names the
     axes of every batch entry, `activations` those of every activation that travels between units. `tied` are groups of
     names of the same parameter; the pattern of the first name describes it. `buffers` map patterns to the modules'
-    buffers, except those that the host fills. `mixing` maps patterns of modules to the named axes that these
-    modules and their submodules mix; use it for classes of other packages, which cannot declare it (`mixes`). `frozen`
-    are patterns of parameters and modules that are not trained, even if `parameters` says otherwise; the host adds the
-    patterns of the config (`model.frozen`). `base_modules` are patterns of modules that keep the formats of a precision
-    if its recipe computes products in others (a product whose result must be in fp32). The first and the last unit of a
-    row of blocks, and all units outside of a row, are base modules in any case. `external` (a
+    buffers, except those that the host fills. `mixing` maps patterns of modules to the named axes that these modules
+    and their submodules mix; use it for classes of other packages, which cannot declare it (`mixes`). `frozen` are
+    patterns of parameters and modules that are not trained, even if `parameters` says otherwise; the host adds the
+    patterns of the config (`model.frozen`). `base_modules` are patterns of modules that keep the formats of a
+    precision if its recipe computes products in others (a product whose result must be in fp32). The first and the
+    last unit of a row of blocks, and all units outside of a row, are base modules in any case. `external` (a
     `mplug_pretrained.ExternalNames`) says which tensors of published checkpoints hold which parameters; None: the model
-    has no published form. `parts` says the same of folders that hold a part of the model alone, by the name of the
-    part: of the section of the family's Config that describes it. `shifted` are entries that the host makes from those
-    of the loader; `context` names their axes too. `work` says what the FLOPs belong to: which parameter, or which
-    module. If it is None, the host collects it from what the modules state (`plan_work`). `streams` are the rows of
-    other kinds than tokens, by their named axis. `flops` are those of the units of the tokens; the FLOPs of a stream
-    are the sum of the work of its units. `answering` is how the model samples if its prompts are texts of an encoder.
+    has no published form. `parts` says the
+    same of folders that hold a part of the model alone, by the name of the part: of the section of the family's Config
+    that describes it. `shifted` are entries that the host makes from those of the loader; `context` names their axes
+    too. `recalled` are entries that the host computes before a step, each with the activation of the last unit (of the
+    shape of labels) whose values it has under the weights with which the run began. `count` returns the number by
+    which the sums of losses of a whole micro batch are divided; None: its targets. `work` says what the FLOPs belong
+    to: which parameter, or which module. If it is None, the host collects it from what the modules state
+    (`plan_work`). `streams` are the rows of other kinds than tokens, by their named axis. `flops` are those of the
+    units of the tokens; the FLOPs of a stream are the sum of the work of its units. `answering` is how the model
+    samples if its prompts are texts of an encoder.
     """
 
     units: tuple[Unit, ...]
@@ -307,6 +311,8 @@ class Plan:
     external: Any = None
     parts: Mapping[str, Any] = field(default_factory=dict)
     shifted: Mapping[str, Shift] = field(default_factory=dict)
+    recalled: Mapping[str, str] = field(default_factory=dict)
+    count: Callable[[Mapping[str, Any]], Any] | None = None
     work: tuple[Work, ...] | None = None
     streams: Mapping[str, Stream] = field(default_factory=dict)
     answering: Answering | None = None
@@ -318,6 +324,11 @@ class Plan:
                     f"the unit '{unit.name}' computes rows along '{unit.sequence}', and the plan has no such stream"
                     f"{suggest(unit.sequence, self.streams)}"
                 )
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The activations that the unit with the loss returns."""
+        return next(unit.outputs for unit in reversed(self.units) if "loss" in unit.outputs)
 
     @property
     def stream_entries(self) -> frozenset[str]:

@@ -7,11 +7,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mplug.config.binding import RunConfig
+from mplug.contracts.micro_batch import REFERENCE, SEQUENCES
 from mplug.contracts.optimizer import Optimizer, Piece, ShapedState, tensors_of
 from mplug.errors import UsageError, listed
 from mplug.model.averaged_optimizer import refuse_average
 from mplug.model.builders import builder_of
 from mplug.model.engine import planned_pieces, refuse_incomplete_engine
+from mplug.model.first_weights import FirstWeights, refuse_recalled
 from mplug.model.generator_seeds import GeneratorSeeds, drawing_plugin
 from mplug.model.grouped_optimizer import build_optimizer, refuse_single
 from mplug.model.memory import allocate
@@ -64,6 +66,7 @@ def build_model(run: Run) -> Model:
     refuse_incomplete_engine(run, model)
     refuse_average(run, model)
     refuse_offload(run, model)
+    refuse_recalled(run, model)
     refuse_idle_copies(run, model)
     refuse_bypassing_layout(run, model)
     refuse_missing_compiler(run)
@@ -149,9 +152,9 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
     (label,) = run.hooks.implementers("build_model")
     with torch.device("meta"), within_reason(run.config, label):
         model: Model = run.hooks.call.build_model(run=run)
+        adapt(run, model)
         _refuse_unused_entries(run, model)
         _refuse_missing_entries(run, model)
-        adapt(run, model)
     if run.trains:
         freeze(model, run.config)
         model.groups = grouped(model, run.config)
@@ -192,9 +195,12 @@ def _refuse_two_steppers(run: Run, model: Model) -> None:
 
 
 def _refuse_unused_entries(run: Run, model: Model) -> None:
-    """Raise UsageError if no unit takes an optional entry: a model without document lengths would mix documents."""
+    """Raise UsageError if no unit takes an optional entry: a model without document lengths would mix documents.
+
+    Entries of objectives may be unused in a run that does not train.
+    """
     inputs = {name for unit in model.plan.units for name in (*unit.inputs, *unit.optional)}
-    unused = sorted(run.entries - inputs)
+    unused = sorted(run.entries - inputs - (set() if run.trains else {SEQUENCES, REFERENCE}))
     if unused:
         (loader,), (owner,) = (run.hooks.implementers(hook) for hook in ("build_loader", "build_model"))
         raise UsageError(
@@ -316,9 +322,11 @@ def measure_bytes(run: Run, model: Model) -> dict[str, int]:
             "buffers of suppliers": [buffer for one in model.slot_buffers for buffer in one.tensors().values()],
         }
         measured = {kind: _nbytes(tensors) for kind, tensors in kinds.items() if tensors}
-        if isinstance(optimizer, OffloadedOptimizer):
-            measured.pop("optimizer state", None)
-            measured[IN_CPU_MEMORY], measured["chunks of optimizer state"] = optimizer.num_bytes
+        first, inner = (optimizer, optimizer.inner) if isinstance(optimizer, FirstWeights) else (None, optimizer)
+        if isinstance(inner, OffloadedOptimizer):
+            measured["optimizer state"] = 0 if first is None else _nbytes(first.tensors())
+            measured[IN_CPU_MEMORY], measured["chunks of optimizer state"] = inner.num_bytes
+            measured = {kind: size for kind, size in measured.items() if size}
     of_engine = {} if model.engine is None else model.engine.num_bytes
     stated = {kind.partition(",")[0] for kind in of_engine}
     return {**{kind: size for kind, size in measured.items() if kind not in stated}, **of_engine}

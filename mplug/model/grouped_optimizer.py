@@ -9,6 +9,7 @@ from mplug.layout.placement import Placement
 from mplug.model.assembler import Assembler
 from mplug.model.averaged_optimizer import with_average
 from mplug.model.builders import HOOK, builder, hook_of
+from mplug.model.first_weights import with_first_weights
 from mplug.model.offloaded_optimizer import Chunk, OffloadedOptimizer, chunks_of
 from mplug.model.optimizer_parts import UNCHANGED, GroupedOptimizer, Part, Rate
 from mplug.model.plans.grouping import FIELD
@@ -30,6 +31,10 @@ def build_optimizer(run: "Run", model: "Model", pieces: list[Piece], groups: "Gr
 
     With `groups`, its collectives can run; a build without memory has none. Collective with groups.
     """
+    return with_first_weights(run, model, _without_first_weights(run, model, pieces, groups), pieces)
+
+
+def _without_first_weights(run: "Run", model: "Model", pieces: list[Piece], groups: "Groups | None") -> Optimizer:
     placements = _placements(model, pieces)
     everywhere = {name: one for name, one in model.placements.items() if one.parameter.trainable}
     factors = width_rates(run, model)

@@ -70,9 +70,14 @@ class RankPart(Placed):
         begin = None if key is None else partial(self.seeds.begin, key=key)
         return run_units(self.module, units, batch, begin)
 
+    def outputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Run all units on a micro batch: the loss, the number of targets, and what else their unit returns."""
+        values = self.run(batch)
+        return {name: values[name] for name in self.plan.results}
+
     def loss(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Run all units on a micro batch: (sum of the losses, number of targets)."""
-        values = self.run(batch)
+        values = self.outputs(batch)
         return values["loss"], values["num_targets"]
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:

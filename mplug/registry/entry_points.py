@@ -35,6 +35,7 @@ KINDS = (
     "formats",
     "memory",
     "adapters",
+    "objectives",
     "extensions",
     "commands",
 )
@@ -108,7 +109,7 @@ NATIVE = "Part of mplug: weights and activations in a format of torch, without a
 """The summary of the host's precisions."""
 HOST_KINDS = ("precisions",)
 """The kinds of the host's own plugins."""
-NEEDED_HOOKS = {"precisions": "define_precision"}
+NEEDED_HOOKS = {"precisions": "define_precision", "objectives": "adapt_model"}
 """By kind, the hook that every plugin of this kind implements."""
 
 

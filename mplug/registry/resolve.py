@@ -15,6 +15,7 @@ from mplug.config.binding import (
     HOST_FIELDS,
     HOST_SECTIONS,
     KIND_OF_SECTION,
+    OF_LOSSES,
     OPTIONS_OF_PRECISIONS,
     SECTIONS,
     Chosen,
@@ -91,6 +92,8 @@ class _Resolver:
         for section in FREE_SECTIONS:
             raw = self._named_in(section)
             self._sub_sections(section, list(raw), raw)
+            if section == OF_LOSSES and len(raw) > 1:
+                self._problem((section,), f"a run has one loss, and {listed(raw)} each compute one; keep one of them")
         if self.problems:
             raise self.error("\n".join(self.problems))
         config = RunConfig(

@@ -61,15 +61,15 @@ def _joined(x: Tensor, dim: int, ranges: tuple[range, ...]) -> Tensor:
     return torch.cat([x[(*before, slice(part.start, part.stop, part.step))] for part in ranges], dim)
 
 
-def count_targets(batch: MicroBatch) -> "tuple[int, int | Tensor | None]":
-    """(positions, targets) of a whole micro batch; (0, None) without labels.
+def count_targets(batch: MicroBatch, plan: "Plan | None" = None) -> "tuple[int, int | Tensor | None]":
+    """(positions, targets) of a whole micro batch; (0, None) without labels. A plan may count otherwise (`Plan.count`).
 
     The number of targets is a tensor if the labels are on a device, because the CPU would wait for the device.
     """
     if "labels" not in batch:
         return 0, None
     labels = batch["labels"]
-    targets = (labels != IGNORED).sum()
+    targets = (labels != IGNORED).sum() if plan is None or plan.count is None else plan.count(batch)
     return labels.numel(), int(targets) if labels.device.type == "cpu" else targets
 
 

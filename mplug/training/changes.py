@@ -19,6 +19,7 @@ from mplug.config.binding import (
     HOST_FIELDS,
     HOST_SECTIONS,
     KIND_OF_SECTION,
+    OF_LOSSES,
     OPTIONS_OF_PRECISIONS,
     PLUGIN_SECTIONS,
     Chosen,
@@ -44,7 +45,9 @@ ABSENT = "(not set)"
 OBSERVING = "extensions"
 """The section of plugins that only observe: all their fields may change."""
 ADAPTING = "adapters"
-"""The section of plugins that decide which parameters exist and are trained: a run keeps those that it began with."""
+"""The section of plugins that decide which parameters exist and are trained."""
+DECIDING = (ADAPTING, OF_LOSSES)
+"""Sections whose plugins a run keeps: those that it began with."""
 FINGERPRINT = "data_fingerprint"
 """The key of a checkpoint's manifest that holds the fingerprint of the loader's data."""
 
@@ -259,7 +262,7 @@ class _Comparison:
             for label in sorted(held ^ {chosen.label for chosen in plugins}):
                 key = (section, label.partition("/")[2])
                 was, now = ("used", "not used") if label in held else ("not used", "used")
-                yield Change(key, was, now, COURSE if section == ADAPTING else "")
+                yield Change(key, was, now, COURSE if section in DECIDING else "")
         for chosen in plugins:
             if chosen.label in held:
                 saved = old.get(chosen.section[1], old.get(chosen.entry.name))

@@ -3,7 +3,7 @@
 A run that does not train (`Run.trains`) has an `Evaluator` where a run that trains has the default stepper.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -41,13 +41,18 @@ class Evaluator:
         return {**batch, "keys": keys_of_samples(key, batch["sample_ids"])}
 
     @torch.no_grad()
+    def outputs(self, micro_batches: Iterable[RankBatch]) -> list[Mapping[str, Tensor]]:
+        """The activations that the last unit returns for each micro batch, without gradients or dropout."""
+        self.model.module.eval()
+        return [self.model.outputs(self.entries(batch, self.run.step)) for batch in micro_batches]
+
     def evaluate(self, micro_batches: Iterable[RankBatch]) -> Tensor:
         """The mean loss over all tokens of the micro batches, without gradients or dropout."""
-        self.model.module.eval()
-        return self.mean_loss([self.model.loss(self.entries(batch, self.run.step)) for batch in micro_batches])
+        return self.mean_loss(self.outputs(micro_batches))
 
-    def mean_loss(self, losses: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """The mean loss over the targets of all ranks; `losses` are this rank's (loss, number of targets)."""
+    def mean_loss(self, outputs: Iterable[Mapping[str, Tensor]]) -> Tensor:
+        """The mean loss over the targets of all ranks; `outputs` are this rank's, with 'loss' and 'num_targets'."""
+        losses = [(one["loss"], one["num_targets"]) for one in outputs]
         loss_sum, num_targets = self.run.summed(self._own_sums(losses)).unbind()
         return loss_sum / num_targets
 

@@ -143,7 +143,7 @@ class RankBatches:
         if self._unread < 0:
             raise RunError(f"the data loader has {-self._unread} samples more than the step")
         number, self._number = self._number, self._number + 1
-        positions, targets = count_targets(whole)
+        positions, targets = count_targets(whole, self._plan)
         rows = {} if self._plan is None else count_rows(whole, self._plan)
         return RankBatch(self._own(whole), number, self._unread == 0, positions, targets, rows)
 

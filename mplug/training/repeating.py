@@ -1,6 +1,6 @@
 """The stepper around another one that runs the passes of a step again if a plugin says that they were not exact."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from torch import Tensor
@@ -60,6 +60,10 @@ class RepeatingStepper:
         result = self.stepper.update(lr, weight_decay)
         repeated = result.loss.new_full((), self.num_repeated)
         return replace(result, figures={**result.figures, "repeated_steps": repeated})
+
+    def outputs(self, micro_batches: Iterable[RankBatch]) -> list[Mapping[str, Tensor]]:
+        """The outputs, by the inner stepper."""
+        return self.stepper.outputs(micro_batches)
 
     def evaluate(self, micro_batches: Iterable[RankBatch]) -> Tensor:
         """The mean loss, by the inner stepper."""

@@ -24,7 +24,19 @@ GENERAL = {"qwen-experts", "llama", "qwen", "gemma", "gpt-oss", "deepseek"}
 """The families with the fields of `GeneralDecoderConfig`."""
 HEAD_ALONE = "pp2 1f1b, head alone"
 STRATEGIES = ("data", "tensor", "context", "pipeline", "experts")
-MATHEMATICS = ("family", "mixing", "mixture", "ahead", "tied", "packed", "adapter", "frozen", "optimizer", "media")
+MATHEMATICS = (
+    "family",
+    "mixing",
+    "mixture",
+    "ahead",
+    "tied",
+    "packed",
+    "objective",
+    "adapter",
+    "frozen",
+    "optimizer",
+    "media",
+)
 
 
 @dataclass(frozen=True)

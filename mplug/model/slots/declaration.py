@@ -43,6 +43,9 @@ class Slot:
     - `gathers_positions`: a supplier is called as `supplier(x)` with x [B, S, ...] of this rank's positions, between
       the products of a pair, where only the ranks that divide the entries divide the sequence. It returns the tensor of
       whole sequences, without a gradient, and this rank's positions in them [S]. The host supplies it.
+    - `sums_parts`: a supplier is called as `supplier(values)`, with sums [...] over this rank's positions of sequences.
+      It returns those over whole sequences, whose gradient every rank receives, and a share: 1.0 on one of the ranks
+      that know the same sums, and 0.0 on the others. The host supplies it.
     - `returns_rows`: a supplier is called as `supplier(rows, returns)`, with the rows [R, ...] of a stream that ranks
       have computed for one another, and the entry `mplug.RETURNS`. It returns the rows of this rank's own micro batch.
       The host supplies it if ranks balance streams (`parallel.balance`).
@@ -65,6 +68,7 @@ class Slot:
     sums_tokens: bool = False
     joins_sequences: bool = False
     gathers_positions: bool = False
+    sums_parts: bool = False
     returns_rows: bool = False
     keeps_pairs: bool = False
 
@@ -83,7 +87,7 @@ class Slot:
     @property
     def _agreed(self) -> tuple[Any, ...]:
         """What all blocks with this slot must declare alike, because plugins and users rely on it."""
-        of_host = self.sums_tokens, self.joins_sequences, self.gathers_positions, self.returns_rows
+        of_host = self.sums_tokens, self.joins_sequences, self.gathers_positions, self.sums_parts, self.returns_rows
         return self.kind, self.multiplies, self.collectives, self.fuses, *of_host
 
 

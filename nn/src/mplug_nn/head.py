@@ -35,14 +35,21 @@ class Head(nn.Module):
         vocab = Segment("vocab", self.project.weight.shape[0], uneven="pad")
         return {"project.weight": Parameter((vocab, "embed"), inits.weight)}
 
-    def forward(self, x: Tensor, labels: Tensor, loss_weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x [B, S, D], labels and weights of their losses [B, S] -> (sum of the losses in nats, number of targets)."""
-        return self.loss_of(self.norm(x)[0], labels, loss_weights)
+    def forward(
+        self, x: Tensor, labels: Tensor, loss_weights: Tensor | None = None, **entries: Tensor
+    ) -> tuple[Tensor, ...]:
+        """x [B, S, D], labels and weights of their losses [B, S] -> (sum of the losses in nats, number of targets).
 
-    def loss_of(self, h: Tensor, labels: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        `entries` are those of an objective (`mplug_nn.Objective`), whose further results follow.
+        """
+        return self.loss_of(self.norm(x)[0], labels, loss_weights, **entries)
+
+    def loss_of(
+        self, h: Tensor, labels: Tensor, weights: Tensor | None = None, **entries: Tensor
+    ) -> tuple[Tensor, ...]:
         """The normalised h [B, S, D], labels and weights [B, S] -> (sum of the losses in nats, number of targets)."""
         project = self.project if self.soft_cap is None else self._capped
-        loss: tuple[Tensor, Tensor] = self.loss(self._scaled(h), project, labels, weights)
+        loss: tuple[Tensor, ...] = self.loss(self._scaled(h), project, labels, weights, **entries)
         return loss
 
     def logits(self, x: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""The language-model loss: a sum and a count. The host divides the sum once, by one global token count.
+"""Losses and log-probabilities of targets, and the language-model loss: a sum and a count.
+
+The host divides the sum once, by one global token count.
 
 N tokens, v the size of this process's part of the vocabulary (all of it, or a range of it).
 """
@@ -50,18 +52,37 @@ def factors(counted: Tensor, weights: Tensor | None) -> Tensor:
     return counted if weights is None else counted * weights.flatten()
 
 
+def log_probabilities(hidden: Tensor, project: Callable[[Tensor], Tensor], labels: Tensor) -> Tensor:
+    """The default of the slot `Loss.log_probabilities`, which objectives call instead of `Loss.cross_entropy`.
+
+    The arguments are those of `Loss.cross_entropy`. Returns the logarithm of the probability of each label [B, S], in
+    at least fp32; 0 where there is no target. The gradient is that of the logits.
+    """
+    flat = labels.flatten()
+    losses = token_losses(project(hidden).flatten(0, -2), flat)
+    return torch.where(labels == IGNORED, 0.0, -losses.view_as(labels))
+
+
 CROSS_ENTROPY = Slot("Loss.cross_entropy", "loss", cross_entropy, serves=frozenset({CAPPED, WEIGHTED}))
+LOG_PROBABILITIES = Slot("Loss.log_probabilities", "loss", log_probabilities, serves=frozenset({CAPPED}))
 
 
 def loss_sum(logits: Tensor, labels: Tensor, factor: Tensor, merge: Merge = _whole) -> Tensor:
-    """The sum over tokens of factor (log sum_v exp(z_nv) - z_n,label) in nats, in at least fp32.
+    """The sum of factor * `token_losses` [].
 
-    logits [N, v]; labels [N], negative if the label is not among these v; `factor` [N]: whether the token has a target,
-    or its weight, and 0 without one (`factors`). The gradient has the logits' dtype. If other ranks hold the rest of
-    the vocabulary, `merge` combines the values of all ranks (arXiv 1909.08053, section 3). The logits saved for
-    backward keep their dtype, and are widened in chunks.
+    `factor` [N]: whether the token has a target, or its weight, and 0 without one (`factors`).
     """
-    result: Tensor = _CrossEntropy.apply(logits, labels, factor, merge)  # type: ignore[no-untyped-call]
+    return (token_losses(logits, labels, merge) * factor).sum()
+
+
+def token_losses(logits: Tensor, labels: Tensor, merge: Merge = _whole) -> Tensor:
+    """log sum_v exp(z_nv) - z_n,label of each token [N] in nats, in at least fp32.
+
+    logits [N, v]; labels [N], negative if the label is not among these v (or there is none). The gradient has the
+    logits' dtype. If other ranks hold the rest of the vocabulary, `merge` combines the values of all ranks (arXiv
+    1909.08053, section 3). The logits saved for backward keep their dtype, and are widened in chunks.
+    """
+    result: Tensor = _TokenLosses.apply(logits, labels, merge)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -73,31 +94,31 @@ def _wide(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """grad_z = factor (softmax(z) - onehot(label)) grad, computed from the logits and log sum exp(z) alone."""
+class _TokenLosses(torch.autograd.Function):
+    """grad_z = (softmax(z) - onehot(label)) grad, computed from the logits and log sum exp(z) alone."""
 
     @staticmethod
-    def forward(ctx, logits, labels, factor, merge):  # type: ignore[no-untyped-def]
+    def forward(ctx, logits, labels, merge):  # type: ignore[no-untyped-def]
         rows = _rows(logits)
         highest = merge(_wide(logits.amax(dim=-1)), "MAX")
         parts = zip(logits.split(rows), highest.split(rows), strict=True)
         sums = [(_wide(part) - top[:, None]).exp().sum(dim=-1) for part, top in parts]
         log_sum = merge(torch.cat(sums), "SUM").log() + highest
         at_label = _wide(logits.gather(1, labels.clamp(min=0)[:, None])[:, 0])
-        ctx.save_for_backward(logits, labels, factor, log_sum)
-        return ((log_sum - merge(torch.where(labels < 0, 0.0, at_label), "SUM")) * factor).sum()
+        ctx.save_for_backward(logits, labels, log_sum)
+        return log_sum - merge(torch.where(labels < 0, 0.0, at_label), "SUM")
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         saved = ctx.saved_tensors  # read once: a recomputed unit hands them out once
         logits = saved[0]
         gradient, columns = torch.empty_like(logits), torch.arange(logits.shape[1], device=logits.device)
-        parts = zip(*(tensor.split(_rows(logits)) for tensor in (gradient, *saved)), strict=True)
-        for target, part, label, factor, log_sum in parts:
+        parts = zip(*(tensor.split(_rows(logits)) for tensor in (gradient, *saved, grad)), strict=True)
+        for target, part, label, log_sum, of_loss in parts:
             probabilities = (_wide(part) - log_sum[:, None]).exp()
             at_label = (columns == label[:, None]).to(probabilities.dtype)
-            target.copy_((probabilities - at_label) * (factor * grad)[:, None])
-        return gradient, None, None, None
+            target.copy_((probabilities - at_label) * of_loss[:, None])
+        return gradient, None, None
 
 
 class Loss(nn.Module):

@@ -17,13 +17,14 @@ from mplug_nn.mixers.scan import Scan
 from mplug_nn.mlp import MLP
 from mplug_nn.moe import MixtureOfExperts
 from mplug_nn.norm import Norm
+from mplug_nn.objective import Objective
 from mplug_nn.router import Router
 from mplug_nn.vision.join import StreamJoin
 from mplug_nn.vision.patches import PatchEmbedding
 
 BLOCKS: tuple[type[nn.Module], ...] = (
     *(Attention, Linear, Norm, MLP, Embedding, Dropout, Loss, Router, Experts, MixtureOfExperts),
-    *(PatchEmbedding, StreamJoin, Scan, Convolution, Mamba2, CrossAttention, LargestLogits),
+    *(PatchEmbedding, StreamJoin, Scan, Convolution, Mamba2, CrossAttention, LargestLogits, Objective),
 )
 """The blocks that declare slots. Other blocks share the slots of these."""
 SLOTS: dict[str, Slot] = {slot.name: slot for block in BLOCKS for slot in block.SLOTS}  # type: ignore[attr-defined]

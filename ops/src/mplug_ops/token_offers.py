@@ -3,7 +3,7 @@
 from mplug.model.model import Model
 from mplug.model.slots.offers import Offer
 from mplug.run.run import Run
-from mplug_ops.token_sums import token_sums
+from mplug_ops.token_sums import sums_of_parts, token_sums
 from mplug_ops.whole_sequences import whole_keys, whole_sequences
 
 
@@ -11,5 +11,6 @@ class TokenOffers:
     """The class of the entry-point group 'mplug.token_offers'."""
 
     def offers(self, run: Run, model: Model) -> list[Offer]:
-        """A supplier of every slot that sums over tokens, joins sequences or gathers positions."""
-        return [*token_sums(run, model), *whole_sequences(run, model), *whole_keys(run, model)]
+        """A supplier of every slot that sums over tokens or parts of sequences, joins sequences or gathers positions."""
+        sums = [*token_sums(run, model), *sums_of_parts(run, model)]
+        return [*sums, *whole_sequences(run, model), *whole_keys(run, model)]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mplug_testing.kernels import KernelSuite as KernelSuite
     from mplug_testing.memory import MemorySuite as MemorySuite
     from mplug_testing.models import ModelSuite as ModelSuite
+    from mplug_testing.objectives import ObjectiveSuite as ObjectiveSuite
     from mplug_testing.optimizers import DenseStep as DenseStep
     from mplug_testing.optimizers import OptimizerSuite as OptimizerSuite
     from mplug_testing.parallel import ParallelSuite as ParallelSuite

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
-from mplug import DOCUMENTS, LOSS_WEIGHTS, STREAMS, MapLoader, UsageError, hookimpl
+from mplug import DOCUMENTS, LOSS_WEIGHTS, SEQUENCES, STREAMS, MapLoader, UsageError, hookimpl
 
 if TYPE_CHECKING:
     from mplug import Processor, Run, RunConfig
@@ -28,6 +28,10 @@ class Mock:
         loss_weights: bool = Field(
             False, description="multiply the loss of each document by a random weight between 0 and 2"
         )
+        pairs: bool = Field(
+            False,
+            description="the documents 2i and 2i + 1 of a sample are the answers of a pair, for objectives of pairs",
+        )
         media: int = Field(
             0, ge=0, description="largest number of pictures of noise in a sample, for a model that takes pictures"
         )
@@ -39,6 +43,12 @@ class Mock:
             (1, 1),
             description="smallest and largest number of frames; more than one are a video of two frames in a second",
         )
+
+        @model_validator(mode="after")
+        def _pairs_have_two_documents(self) -> Self:
+            if self.pairs and self.documents < 2:
+                raise ValueError(f"pairs=true needs at least 2 documents in a sample, not {self.documents}")
+            return self
 
         @model_validator(mode="after")
         def _bounds_are_in_order(self) -> Self:
@@ -62,9 +72,14 @@ class Mock:
 
     @hookimpl
     def batch_entries(self) -> tuple[str, ...]:
-        """Document lengths, if samples are packed, weights of losses, and the entries of streams of media."""
+        """Document lengths, if samples are packed, weights of losses, numbers of answers, and the entries of media."""
         own = self.config
-        given = {DOCUMENTS: own.documents > 1, LOSS_WEIGHTS: own.loss_weights, STREAMS: own.media > 0}
+        given = {
+            DOCUMENTS: own.documents > 1,
+            LOSS_WEIGHTS: own.loss_weights,
+            SEQUENCES: own.pairs,
+            STREAMS: own.media > 0,
+        }
         return tuple(name for name, is_given in given.items() if is_given)
 
     def _media(self, processor: "Processor", vocab_size: int) -> "Media":
@@ -83,7 +98,15 @@ class Mock:
         trainer, own = run.config.trainer, self.config
         vocab_size = own.vocab_size or run.config.model.vocab_size
         media = self._media(run.processor, vocab_size) if own.media else None
-        read = reader(trainer.seed, vocab_size, trainer.seq_length, own.documents, media, is_weighted=own.loss_weights)
+        read = reader(
+            trainer.seed,
+            vocab_size,
+            trainer.seq_length,
+            own.documents,
+            media,
+            is_weighted=own.loss_weights,
+            in_pairs=own.pairs,
+        )
 
         def documents(number: int) -> list[int]:
             """Makes the sample, so it is there only for runs that balance."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mplug import IGNORED, Medium, MicroBatch
+from mplug import IGNORED, SEQUENCES, Medium, MicroBatch
 
 if TYPE_CHECKING:
     from mplug import Processor
@@ -59,13 +59,21 @@ class Media:
 
 
 def reader(
-    seed: int, vocab_size: int, length: int, documents: int, media: Media | None = None, *, is_weighted: bool = False
+    seed: int,
+    vocab_size: int,
+    length: int,
+    documents: int,
+    media: Media | None = None,
+    *,
+    is_weighted: bool = False,
+    in_pairs: bool = False,
 ) -> Callable[[Sequence[int]], MicroBatch]:
     """A function that makes samples of `length` tokens by their numbers, each with this number of documents.
 
     In a packed sample, positions restart at 0 in every document, and a document's last token has no target. A medium
     lies within a document; one for which a sample has no room is left out. If samples are weighted, the losses of each
-    document have a random weight.
+    document have a random weight. In pairs, documents are answers
+    (`sequences`).
     """
     positions = torch.arange(length)[None]
 
@@ -89,6 +97,8 @@ def reader(
             batch["loss_weights"] = torch.stack(weights)
         if documents > 1:
             batch |= _packed(batch["labels"], torch.stack(lengths))
+        if in_pairs:
+            batch[SEQUENCES] = _in_pairs(torch.stack(lengths))
         return batch if media is None else {**batch, **_with_media(batch, media.processor, in_samples)}
 
     return read
@@ -141,3 +151,11 @@ def _packed(labels: Tensor, lengths: Tensor) -> dict[str, Tensor]:
         "positions": everywhere - (ends - lengths).gather(1, within),
         "document_lengths": lengths,
     }
+
+
+def _in_pairs(lengths: Tensor) -> Tensor:
+    """lengths [B, M] -> the number of each position's document [B, S], -1 without a second answer."""
+    paired = lengths.shape[1] // 2 * 2
+    numbers = torch.arange(lengths.shape[1])
+    numbers = torch.where(numbers < paired, numbers, -1)
+    return torch.stack([numbers.repeat_interleave(own) for own in lengths])

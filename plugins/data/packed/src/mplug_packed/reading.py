@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Iterator
 
 from mplug import UsageError
-from mplug_packed.conversations import REMEDY, Conversation, find_files, read_conversations
+from mplug_packed.conversations import Conversation, read_conversations
 from mplug_tokenization.conversations import Count, Encoder
+from mplug_tokenization.json_lines import REMEDY, find_files
 from mplug_tokenization.vocabulary import Encoded
 
 

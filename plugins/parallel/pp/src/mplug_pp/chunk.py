@@ -41,6 +41,7 @@ class Chunk:
         self.is_last = number + 1 == len(model.stages.units)
         self.takes = model.crossing(number)
         self.gives = () if self.is_last else model.crossing(number + 1)
+        self.results = model.plan.results if self.is_last else self.gives
         before, after = model.learning(number), model.learning(number + 1)
         self.returned = [name in before for name in self.takes]
         self.awaited = [name in after for name in self.gives or ("loss",)]
@@ -54,7 +55,7 @@ class Chunk:
     def forward(self, micro_batch: int, batch: MicroBatch, taken: list[Tensor], split: bool) -> dict[str, Tensor]:
         """Run a forward pass; `split` says that the backward pass will have two halves.
 
-        Returns detached outputs by name; those of the last chunk are `loss` and `num_targets`.
+        Returns detached outputs by name; those of the last chunk are what the last unit returns.
         """
         trains = torch.is_grad_enabled()  # without gradients, a compiler would trace the first unit once more
         inputs = [
@@ -70,8 +71,7 @@ class Chunk:
         if trains:
             loss = ends[0].detach() if self.is_last else None
             self._passes[micro_batch] = _Pass(inputs, self._roots(ends), loss, postponed)
-        names = self.gives or ("loss", "num_targets")
-        return {name: values[name].detach() for name in names}
+        return {name: values[name].detach() for name in self.results}
 
     def _roots(self, ends: Iterable[Tensor]) -> list[Root]:
         return [

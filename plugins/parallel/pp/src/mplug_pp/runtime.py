@@ -1,7 +1,7 @@
 """The stepper of the pipeline: each rank runs its row of the schedule's table."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -58,7 +58,7 @@ class PipelineStepper:
         table = self._table(self.batches.number)
         row = table.rows[self.rank]
         self.split = {(one.chunk, one.micro_batch) for one in row if one.kind is Kind.INPUT_GRADIENT}
-        self.losses: list[tuple[Tensor, Tensor]] = []
+        self.results = list[Mapping[str, Tensor]]()
         passes = Counter(name for chunk in self.chunks.values() for name in chunk.trained)
         self.default.sinks.expect_passes({name: count * self.batches.number for name, count in passes.items()})
         self.batches.expect(row)
@@ -67,7 +67,7 @@ class PipelineStepper:
             self._run(action)
         self._finish_sends()
         self.batches.finish()
-        self.default.finish_step(self.losses)
+        self.default.finish_step([(one["loss"], one["num_targets"]) for one in self.results])
 
     def _table(self, num_micro_batches: int) -> Table:
         assert self.model.stages.table is not None
@@ -91,7 +91,7 @@ class PipelineStepper:
         with self.busy.computing():
             outputs = own.forward(number, batch, taken, (chunk, number) in self.split)
         if own.is_last:
-            self.losses.append((outputs["loss"], outputs["num_targets"]))
+            self.results.append(outputs)
         else:
             self._hand_over(True, chunk + 1, number, chunk, list(outputs.values()))
 
@@ -137,11 +137,18 @@ class PipelineStepper:
         """Run the default stepper's update; the step's figures have the measured bubble of this rank."""
         return replace(self.default.update(lr, weight_decay), measured=self.busy.measured())
 
-    @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[RankBatch]) -> Tensor:
-        """The mean loss of forward passes, by the forward half of the table of the run's steps."""
+        """The mean loss of forward passes."""
+        return self.default.mean_loss(self.outputs(micro_batches))
+
+    @torch.no_grad()
+    def outputs(self, micro_batches: Iterable[RankBatch]) -> list[Mapping[str, Tensor]]:
+        """The outputs of forward passes, by the forward half of the table of the run's steps.
+
+        Ranks without the last chunk have none.
+        """
         self.model.module.eval()
-        self.losses, self.split = [], set()
+        self.results, self.split = [], set()
         run = self.default.run
         entries = partial(self.default.entries, step=run.step)
         row = forward_half(self._table(max(run.micro_batch_counts()))).rows[self.rank]
@@ -155,7 +162,7 @@ class PipelineStepper:
             if self.batches.ended:
                 break
         self._finish_sends()
-        return self.default.mean_loss(self.losses)
+        return self.results
 
     def _finish_sends(self) -> None:
         for wire in self.wires.values():

@@ -97,8 +97,9 @@ def offers(run: Run, model: Model, sequence_parallel: bool, overlap: bool) -> li
         def has_size(site: Site, _: Run, size: int = size) -> bool:
             return _size_at(sizes, site) == size
 
-        loss = VocabularyParallel(group, size).cross_entropy
-        found.append(Offer({"Loss.cross_entropy": loss}, has_size, serves={CAPPED, WEIGHTED}))
+        of_size = VocabularyParallel(group, size)
+        found.append(Offer({"Loss.cross_entropy": of_size.cross_entropy}, has_size, serves={CAPPED, WEIGHTED}))
+        found.append(Offer({"Loss.log_probabilities": of_size.log_probabilities}, has_size, serves={CAPPED}))
     if sequence_parallel:
         found.append(Offer({"Embedding.lookup": look_up_positions}, weight_split_along(None)))
         found.append(Offer({"Dropout.rows": own_positions}))

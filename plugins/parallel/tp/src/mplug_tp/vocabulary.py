@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mplug_ops as ops
 from mplug_nn.embedding import lookup
-from mplug_nn.loss import IGNORED, factors, loss_sum
+from mplug_nn.loss import IGNORED, factors, loss_sum, token_losses
 
 
 class VocabularyParallel:
@@ -36,15 +36,25 @@ class VocabularyParallel:
 
         `project` gives own logits [B, S, v].
         """
-        logits, flat = project(hidden).flatten(0, -2), labels.flatten()
+        logits, own = self._own(project(hidden), labels)
+        counted = labels.flatten() != IGNORED
+        return loss_sum(logits, own, factors(counted, weights), self._merge), counted.sum()
+
+    def log_probabilities(self, hidden: Tensor, project: Callable[[Tensor], Tensor], labels: Tensor) -> Tensor:
+        """hidden [B, S, D], labels [B, S] -> the log-probabilities of the labels [B, S]; 0 without a target."""
+        losses = token_losses(*self._own(project(hidden), labels), self._merge)
+        return torch.where(labels == IGNORED, 0.0, -losses.view_as(labels))
+
+    def _own(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's logits [B S, v] without those of padding, and the labels [B S]; -1: not among these v."""
+        logits, flat = logits.flatten(0, -2), labels.flatten()
         local, in_shard = self._localized(flat, logits.shape[1])
-        counted, width, size = flat != IGNORED, logits.shape[1], self.size or 0
+        width, size = logits.shape[1], self.size or 0
         if self.group is not None and size < self.group.size() * width:
             # Mask on every rank, padded or not: identical compiled graphs keep one order of collectives on all ranks.
             padding = torch.arange(width, device=logits.device) >= size - self.rank * width
             logits = logits.masked_fill(padding, float("-inf"))
-        factor = factors(counted, weights)
-        return loss_sum(logits, local.masked_fill(~in_shard, -1), factor, self._merge), counted.sum()
+        return logits, local.masked_fill(~in_shard, -1)
 
     def _merge(self, values: Tensor, op: Literal["SUM", "MAX"]) -> Tensor:
         """All-reduce; three per loss: maximum, sum of exponentials, the label's logit (arXiv 1909.08053, section 3)."""

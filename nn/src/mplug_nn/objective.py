@@ -1,0 +1,173 @@
+"""Objectives: what a step computes from the end of a language model, instead of the mean cross-entropy of its targets.
+
+B samples of a micro batch, S positions of this process, D embed, V vocabulary, N sequences of a sample.
+"""
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mplug.contracts.micro_batch import IGNORED, REFERENCE
+from mplug.errors import UsageError, listed
+from mplug.layout.inits import TOKENS, Entries, Inits
+from mplug.layout.plan import Buffer, Unit
+from mplug.model.slots.declaration import Slot
+from mplug_nn.head import Head
+from mplug_nn.loss import CAPPED, LOG_PROBABILITIES, log_probabilities
+from mplug_nn.multi_token_prediction import TokensAhead
+from mplug_nn.statistics import count
+
+if TYPE_CHECKING:
+    from mplug.model.model import Model
+    from mplug.run.run import Run
+
+LOG_PROBABILITIES_OUTPUT = "log_probabilities"
+"""The activation [B, S] that an objective returns beside its loss if the run needs it (`Objective.recalls`)."""
+
+
+def summed(values: Tensor) -> tuple[Tensor, float]:
+    """The default of the slot `Objective.summed`.
+
+    values [...], sums over this process's positions -> (the sums over whole sequences, a share: 1.0 on one of the
+    processes that know the same sums, and 0.0 on the others). The host supplies it if ranks divide sequences.
+    """
+    return values, 1.0
+
+
+def sums_of(values: Tensor, sequences: Tensor, number: int) -> Tensor:
+    """values [B, S, F], the sequence of each position [B, S] -> the sums over positions of each sequence [B, N, F]."""
+    members = sequences[..., None] == torch.arange(number, device=sequences.device)  # [B, S, N]
+    return torch.where(members[..., None], values[:, :, None], 0).sum(dim=1)
+
+
+SUMMED = Slot("Objective.summed", "objective", summed, sums_parts=True)
+
+
+class Objective(nn.Module):
+    """The base class of objectives. A subclass implements `forward`, and `set_objective` puts it into a model.
+
+    `forward(hidden [B, S, D], project, labels [B, S], weights, **entries)` returns (the sum of the losses, the number
+    that the host divides the sums of all ranks and micro batches by), and the activation 'log_probabilities' [B, S]
+    (detached) if `recalls` is set. `project` maps hidden vectors to logits. Of a vocabulary that ranks divide, it
+    returns a part: use `log_probabilities(hidden, project, labels)`.
+
+    `entries` maps the entries of micro batches that `forward` takes by name to their axes. `recalls` asks the host for
+    the log-probabilities of the labels under the weights with which the run began, as the entry REFERENCE. `figures`
+    are the names of values that metrics report: `report` adds to their sums, which the host divides as it divides the
+    loss. If that number is not that of the targets, `number_in` returns it for a whole micro batch before a strategy
+    divides it: losses inside of the model's blocks, which are means over tokens, need it before the step.
+
+    A subclass that computes sums over sequences calls `over_sequences`, and `counted_once` at its end. So every rank
+    that has a part of a sequence has the gradient of the whole loss, and one of them counts it.
+    """
+
+    SLOTS: ClassVar[tuple[Slot, ...]] = (LOG_PROBABILITIES, SUMMED)
+    mixes: ClassVar[frozenset[str]] = frozenset()  # sums over sequences lie in a slot
+
+    def __init__(
+        self,
+        entries: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+        figures: Sequence[str] = (),
+        recalls: bool = False,
+    ) -> None:
+        super().__init__()
+        self.entries, self.figures, self.recalls = entries, tuple(figures), recalls
+        self.soft_cap: float | None = None
+        self.log_probabilities: Callable[..., Tensor] = log_probabilities
+        self.summed: Callable[[Tensor], tuple[Tensor, float]] = summed
+        for name in self.figures:
+            self.register_buffer(_attribute(name), torch.zeros((), dtype=torch.float64), persistent=False)
+
+    def plan_entries(self, inits: Inits) -> Entries:
+        """The meaning of the figures."""
+        return {_attribute(name): Buffer((), over=TOKENS, per_target=True, reported=name) for name in self.figures}
+
+    def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
+        """What a supplier of a slot must offer here."""
+        is_capped = self.soft_cap is not None and slot == LOG_PROBABILITIES.name
+        return frozenset({CAPPED}) if is_capped else frozenset()
+
+    @staticmethod
+    def number_in(batch: Mapping[str, Tensor]) -> Tensor:
+        """The number [] by which the sums of losses of a whole micro batch are divided."""
+        return (batch["labels"] != IGNORED).sum()
+
+    def over_sequences(self, values: Tensor, sequences: Tensor, number: int) -> tuple[Tensor, float]:
+        """values [B, S, F], the sequence of each position [B, S] -> (sums over whole sequences [B, N, F], share)."""
+        return self.summed(sums_of(values, sequences, number))
+
+    def report(self, hidden: Tensor, labels: Tensor, share: float = 1.0, **figures: Tensor) -> None:
+        """Add sums [] to the figures of a step of training, by their names with '_' for '/'.
+
+        `hidden` and `labels` are those of `forward`. Sequence parallelism gathers the sequence before the loss, so
+        several ranks know the same sums, and each counts its part of them.
+        """
+        share *= hidden.shape[1] / labels.shape[1]
+        for name, value in figures.items() if self.training else ():
+            count(getattr(self, name), (share * value.detach()).to(torch.float64))
+
+    @staticmethod
+    def counted_once(loss: Tensor, number: Tensor, share: float) -> tuple[Tensor, Tensor]:
+        """The loss and its number of terms; on ranks with share 0 both are zero, and the gradient is that of the loss.
+
+        A rank of context parallelism knows the loss of whole sequences, and has the gradients of its own positions.
+        """
+        return (loss, number) if share else (loss - loss.detach(), torch.zeros_like(number))
+
+
+def _attribute(name: str) -> str:
+    return name.replace("/", "_")
+
+
+def set_objective(run: "Run", model: "Model", objective: Objective, label: str) -> None:
+    """Let a model that trains compute an objective instead of the cross-entropy. Call it in `adapt_model`.
+
+    `label` is that of the plugin ('objectives/dpo'), for errors. Raises UsageError if the micro batches lack an entry
+    of the objective, if the model has another end than `Head`, or if it predicts tokens further ahead and the objective
+    counts something else than tokens.
+    Does nothing in a run that does not train.
+    """
+    if not run.trains:
+        return
+    unit, head = _end(model, label)
+    counts = None if type(objective).number_in is Objective.number_in else objective.number_in
+    if counts is not None and any(isinstance(part, TokensAhead) for part in model.module.modules()):
+        raise UsageError(f"{label} has no loss for tokens further ahead; set model.num_mtp_layers=0")
+    entries = dict(objective.entries)
+    missing = [name for name in entries if name not in run.entries and not (objective.recalls and name == REFERENCE)]
+    if missing:
+        (loader,) = run.hooks.implementers("build_loader")
+        raise UsageError(
+            f"{label} needs micro batches with {listed(map(repr, missing))}, which {loader} does not supply; use data "
+            f"that does ('mplug plugins list --kind data')"
+        )
+    objective.soft_cap = head.soft_cap
+    setattr(head, "loss", None)  # noqa: B010 (mypy knows the attribute as a module)
+    model.attach({f"{unit.name}.loss": objective})
+    made = {LOG_PROBABILITIES_OUTPUT: TOKENS} if objective.recalls else {}
+    optional = tuple(dict.fromkeys((*unit.optional, *entries)))
+    changed = replace(unit, outputs=(*unit.outputs, *made), optional=optional)
+    model.plan = replace(
+        model.plan,
+        units=tuple(changed if one is unit else one for one in model.plan.units),
+        context={**model.plan.context, **entries},
+        activations={**model.plan.activations, **made},
+        recalled={REFERENCE: LOG_PROBABILITIES_OUTPUT} if objective.recalls else {},
+        count=counts,
+    )
+
+
+def _end(model: "Model", label: str) -> tuple[Unit, Head]:
+    """The unit that computes the loss, and its module."""
+    unit = next(unit for unit in model.plan.units if "loss" in unit.outputs)
+    head = model.module.get_submodule(unit.name)
+    if not isinstance(head, Head):
+        raise UsageError(
+            f"{label} needs a model that ends in log-probabilities of tokens (mplug_nn.Head), and the unit "
+            f"'{unit.name}' of this model is a {type(head).__name__}; use another model or another head"
+        )
+    return unit, head

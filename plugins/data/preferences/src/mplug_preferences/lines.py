@@ -1,0 +1,112 @@
+"""Reads pairs of answers from JSON lines in the forms of TRL: texts or messages, with or without a prompt."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from mplug import UsageError
+from mplug_tokenization.conversations import message_fault
+from mplug_tokenization.json_lines import find_files, is_held_out, read_values
+
+FORM = '{"prompt": ..., "chosen": ..., "rejected": ...}'
+OF_REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
+"""The fields with the log-probabilities of both answers under a reference, as TRL writes them."""
+Answer = str | list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A prompt and two answers: texts, or lists of messages. `reference` are the log-probabilities of both answers."""
+
+    where: str
+    prompt: Answer
+    chosen: Answer
+    rejected: Answer
+    tools: Any = None
+    reference: tuple[float, float] | None = None
+
+    def held_out(self, percent: float) -> bool:
+        """Whether it is for validation, by a hash of its prompt: all pairs of a prompt are in the same split."""
+        return is_held_out(self.prompt, percent)
+
+
+def of_split(
+    split: str, path: str, validation_path: str | None, percent: float, with_reference: bool
+) -> Iterator[Preference]:
+    """The pairs of a split, in the order of the files."""
+    if validation_path is not None:
+        path = validation_path if split == "validation" else path
+        yield from read_preferences(find_files(path), with_reference)
+        return
+    for pair in read_preferences(find_files(path), with_reference):
+        if pair.held_out(percent) == (split == "validation"):
+            yield pair
+
+
+def check_files(path: str, field: str, with_reference: bool) -> None:
+    """Read the first pair of each file of `field`; UsageError if one is wrong or if there is none at all."""
+    first = [next(read_preferences([file], with_reference), None) for file in find_files(path, field)]
+    if not any(first):
+        raise UsageError(f"{field} '{path}' has no pair of answers; set {field} to files with lines {FORM}")
+
+
+def read_preferences(files: list[Path], with_reference: bool = False) -> Iterator[Preference]:
+    """Every pair of the files, in order; UsageError names the first line without a valid one."""
+    for where, record in read_values(files):
+        yield _preference(record, where, with_reference)
+
+
+def _preference(record: Any, where: str, with_reference: bool) -> Preference:
+    found = record if isinstance(record, dict) else {}
+    chosen, rejected = (_answer(found.get(name), name, where) for name in ("chosen", "rejected"))
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise UsageError(f"{where} has a text and a list of messages as 'chosen' and 'rejected'; write both alike")
+    prompt = found.get("prompt")
+    if isinstance(prompt, str | list) and isinstance(prompt, str) == isinstance(chosen, str):
+        prompt = _answer(prompt, "prompt", where)
+    elif prompt is None or isinstance(prompt, str):  # a text beside messages repeats what these begin with
+        prompt, chosen, rejected = _without_prefix(chosen, rejected)
+    else:
+        raise UsageError(f"{where} has a 'prompt' of type {type(prompt).__name__}; write it as 'chosen' is written")
+    reference = _reference(found, where) if with_reference else None
+    return Preference(where, prompt, chosen, rejected, found.get("tools"), reference)
+
+
+def _answer(value: Any, name: str, where: str) -> Any:
+    """A text or valid messages."""
+    if not isinstance(value, str | list):
+        kind = "no" if value is None else f"a value of type {type(value).__name__} as"
+        raise UsageError(f"{where} has {kind} '{name}'; write each line as {FORM}, of texts or of lists of messages")
+    for number, message in enumerate(value if isinstance(value, list) else (), start=1):
+        if fault := message_fault(message):
+            raise UsageError(f"{where}, message {number} of '{name}', {fault}")
+    return value
+
+
+def _without_prefix(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+    """(the common beginning, the rest of both); a text's answer keeps the space before its first word, as in TRL."""
+    length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
+    if isinstance(chosen, str) and length and chosen[length - 1] == " ":
+        length -= 1
+    return chosen[:length], chosen[length:], rejected[length:]
+
+
+def _reference(record: Mapping[str, Any], where: str) -> tuple[float, float]:
+    """The log-probabilities of both answers under the reference."""
+    found = [record.get(name) for name in OF_REFERENCE]
+    for name, value in zip(OF_REFERENCE, found, strict=True):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise UsageError(
+                f"{where} has no number '{name}', which data.reference=true reads from every line; add it, or use the "
+                f"first weights as the reference (objectives.dpo.reference=first, data.reference=false)"
+            )
+    first, second = map(float, found)  # type: ignore[arg-type]
+    return first, second
+
+
+def messages_of(answer: Answer) -> Sequence[Mapping[str, Any]]:
+    """The messages of an answer; none if it is a text."""
+    return () if isinstance(answer, str) else answer

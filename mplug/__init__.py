@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from mplug.contracts.rates import RateSchedule as RateSchedule
     from mplug.contracts.rates import RateSettings as RateSettings
     from mplug.contracts.rates import ends_with_run as ends_with_run
+    from mplug.contracts.stepper import ForwardStepper as ForwardStepper
     from mplug.contracts.stepper import Pipeline as Pipeline
     from mplug.contracts.stepper import Record as Record
     from mplug.contracts.stepper import Relay as Relay

@@ -93,17 +93,21 @@ class Stepper(Protocol):
     def update(self, lr: float, weight_decay: float) -> StepResult:
         """Finish gradients, clip them, check that they are finite, and let the optimizer update its pieces."""
 
-    def outputs(self, micro_batches: Iterable[RankBatch]) -> "list[Mapping[str, Tensor]]":
-        """The activations that the last unit returns for each micro batch, without gradients or dropout.
-
-        Of a divided model, ranks without the last unit return an empty list. Only called if the plan recalls entries
-        (`Plan.recalled`), which a strategy with a stepper of its own in `build_stepper` does not support.
-        """
-
     def evaluate(self, micro_batches: Iterable[RankBatch]) -> "Tensor":
         """The mean loss over all tokens of the micro batches, without gradients or dropout.
 
         The stepper must take each micro batch only when it computes it next, and the same number on every rank. If the
         run is asked to stop, the host ends the sequence early, on all ranks after the same micro batch, and ignores the
         result.
+        """
+
+
+class ForwardStepper(Stepper, Protocol):
+    """A stepper that also returns what forward passes compute: the host's own, and those of pipelines."""
+
+    def outputs(self, micro_batches: Iterable[RankBatch]) -> "list[Mapping[str, Tensor]]":
+        """The activations that the last unit returns for each micro batch, without gradients or dropout.
+
+        Of a divided model, ranks without the last unit return an empty list. Only called if the plan recalls entries
+        (`Plan.recalled`), which no strategy with a stepper of its own in `build_stepper` supports.
         """

@@ -3,13 +3,14 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from mplug.contracts.micro_batch import RankBatch
 from mplug.contracts.optimizer import Optimizer, Piece
-from mplug.contracts.stepper import Stepper, StepResult
+from mplug.contracts.stepper import ForwardStepper, Stepper, StepResult
 from mplug.model.first_weights import FIRST, FirstWeights
 from mplug.model.model import Model
 from mplug.run.run import Run
@@ -21,7 +22,7 @@ def recalling(run: Run, model: Model, pieces: list[Piece], optimizer: Optimizer,
     """The stepper that recalls; the stepper itself if the plan recalls nothing."""
     if not isinstance(optimizer, FirstWeights):
         return stepper
-    return RecallingStepper(run, model, pieces, optimizer, stepper)
+    return RecallingStepper(run, model, pieces, optimizer, cast("ForwardStepper", stepper))
 
 
 class RecallingStepper:
@@ -30,7 +31,9 @@ class RecallingStepper:
     An evaluation does the same for as many micro batches at a time as a step has.
     """
 
-    def __init__(self, run: Run, model: Model, pieces: list[Piece], optimizer: FirstWeights, stepper: Stepper) -> None:
+    def __init__(
+        self, run: Run, model: Model, pieces: list[Piece], optimizer: FirstWeights, stepper: ForwardStepper
+    ) -> None:
         self.run, self.model, self.pieces, self.optimizer, self.stepper = run, model, pieces, optimizer, stepper
         self.count, self._is_kept = run.micro_batch_counts()[-1], False
 

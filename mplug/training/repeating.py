@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import cast
 
 from torch import Tensor
 
 from mplug.contracts.micro_batch import RankBatch
-from mplug.contracts.stepper import Stepper, StepResult
+from mplug.contracts.stepper import ForwardStepper, Stepper, StepResult
 from mplug.errors import UsageError
 from mplug.model.model import Model
 from mplug.run.run import Run
@@ -63,7 +64,7 @@ class RepeatingStepper:
 
     def outputs(self, micro_batches: Iterable[RankBatch]) -> list[Mapping[str, Tensor]]:
         """The outputs, by the inner stepper."""
-        return self.stepper.outputs(micro_batches)
+        return cast("ForwardStepper", self.stepper).outputs(micro_batches)
 
     def evaluate(self, micro_batches: Iterable[RankBatch]) -> Tensor:
         """The mean loss, by the inner stepper."""

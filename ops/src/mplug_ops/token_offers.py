@@ -11,6 +11,6 @@ class TokenOffers:
     """The class of the entry-point group 'mplug.token_offers'."""
 
     def offers(self, run: Run, model: Model) -> list[Offer]:
-        """A supplier of every slot that sums over tokens or parts of sequences, joins sequences or gathers positions."""
+        """Sums over tokens and over parts of sequences, whole sequences and whole keys."""
         sums = [*token_sums(run, model), *sums_of_parts(run, model)]
         return [*sums, *whole_sequences(run, model), *whole_keys(run, model)]

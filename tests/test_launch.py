@@ -21,8 +21,10 @@ from torch import Tensor
 from warm import Forked
 
 from mplug.checkpoint.names import path_of
+from mplug.errors import UsageError
 from mplug.training.interrupt import STOPPING
-from mplug_launch.pipes import TERMINATED, Handler, Pipes
+from mplug_launch.launch import launch
+from mplug_launch.pipes import TERMINATED, Handler, Pipes, PortInUse
 from mplug_testing.harness import EXACT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
@@ -536,6 +538,24 @@ def test_an_error_of_one_worker_ends_the_run_in_one_sentence(
     if error == "ValueError":
         log = (folder / "runs" / name / "logs" / "rank1.log").read_text()
         assert all(words in log for words in ("Traceback", "acme_mischief.py", "ValueError: over the second step"))
+
+
+def beside_another_program(folder: str, taken: int, send: Any) -> int:
+    """Find the port taken for the first `taken` times; the number of starts."""
+    if os.environ["RANK"] == "1":
+        time.sleep(1)
+        return 0
+    starts = len(list(Path(folder).iterdir())) + 1
+    Path(folder, str(starts)).touch()
+    if starts <= taken:
+        raise PortInUse("the port is in use")
+    return starts
+
+
+def test_processes_whose_port_was_taken_meanwhile_start_again_with_another_one(tmp_path: Path) -> None:
+    assert launch(2, beside_another_program, str(tmp_path), 1) == 2
+    with pytest.raises(UsageError, match="in use"):
+        launch(1, beside_another_program, str(tmp_path), 9)
 
 
 def test_a_signal_reaches_the_processes_that_live_though_others_have_died() -> None:

@@ -15,8 +15,10 @@ from typing import Any
 from mplug.distributed.supervision import Supervisor
 from mplug.errors import RunError, UsageError
 from mplug.run.launching import Stopped
-from mplug_launch.pipes import TERMINATED, Handler, Pipe, Pipes, Started
+from mplug_launch.pipes import TERMINATED, Handler, Pipe, Pipes, PortInUse, Started
 
+STARTS = 3
+"""How often the processes are started at most, if their port is taken every time."""
 GRACE = 3.0
 """Seconds in which the other processes may report their errors and end, after one has failed."""
 
@@ -55,8 +57,20 @@ def launch(
     unchanged, any other error as a RunError that names rank, host and step. With a supervisor, the launcher kills a
     process that hangs, and the error names it. It forwards SIGINT and SIGTERM to the processes; a second signal kills
     them at once. No process outlives this one.
+
+    The processes meet at a port that was free when torch elastic chose it. If another program has taken it by the time
+    they start, they are started again, with another one.
     """
     multiprocessing.set_forkserver_preload(["mplug.training.loop", "mplug.training.job"])
+    for _ in range(1, STARTS):
+        with suppress(PortInUse):
+            return _launched(size, work, arguments, port, supervisor)
+    return _launched(size, work, arguments, port, supervisor)
+
+
+def _launched(
+    size: int, work: Callable[..., Any], arguments: tuple[Any, ...], port: int | None, supervisor: Supervisor | None
+) -> Any:
     pipes = Pipes(size, supervisor.monitor() if supervisor else None)
     with ThreadPoolExecutor(1) as pool, Handler(pipes) as handler:
         # In a separate thread: in the main thread, elastic installs signal handlers, and does not poll while it stops.

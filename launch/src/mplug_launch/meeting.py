@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from mplug.distributed.world import World
 from mplug.errors import RunError, UsageError, counted, listed
+from mplug_launch.pipes import PortInUse
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -209,7 +210,7 @@ def open_store(world: World) -> "Store":
         )
     except (DistError, OSError) as error:
         if serves and "EADDRINUSE" in str(error):
-            raise UsageError(
+            raise PortInUse(
                 f"port {world.port} of {socket.gethostname()}, at which the processes would meet, is in use; set "
                 f"MASTER_PORT to a free port, the same on all machines"
             ) from None

@@ -22,8 +22,14 @@ AT_ONCE = 0.3
 """Maximum number of seconds by which the launcher may notice a death later than the errors that it causes elsewhere."""
 TERMINATED = "terminated"
 """The message of a process that ends because the launcher sent SIGTERM; it has not failed."""
+
+
+class PortInUse(UsageError):
+    """The port at which processes would meet is in use."""
+
+
 PASSED_UNCHANGED: dict[str, type[UsageError | RunError]] = {
-    error.__name__: error for error in (UsageError, RunError, Diverged)
+    error.__name__: error for error in (UsageError, PortInUse, RunError, Diverged)
 }
 """Errors of a process that the launcher raises unchanged, because their message addresses the user."""
 

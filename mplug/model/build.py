@@ -33,11 +33,11 @@ from mplug.model.slots.fill import fill_slots, select_offers
 from mplug.model.slots.kernel_limits import NO_GPU
 from mplug.model.slots.offers import PLAIN, Offer, Unmet, Wrap
 from mplug.model.slots.recipe import choose_base_modules
-from mplug.model.slots.selection import Selection
 from mplug.model.slots.slot_placement import add_slot_buffers
 from mplug.model.slots.token_offers import token_offers
 from mplug.model.stream_balancer import balancer_of
 from mplug.model.unit_compiler import refuse_missing_compiler
+from mplug.model.unlike_stages import ranks_of_unlike_stages
 from mplug.model.variance import refuse_bypassing_layout
 from mplug.registry.entry_points import PREFLIGHTS
 from mplug.registry.provided import provided
@@ -55,10 +55,10 @@ def choose_device(config: RunConfig) -> str:
 def build_model(run: Run) -> Model:
     """The model on the meta device: split into stages, placed, and with its slots filled.
 
-    Raises UsageError if the chosen plugins do not meet a need.
+    Raises UsageError if the chosen plugins do not meet a need; before launch, also one of another stage.
     """
-    model, selection = _build_model(run)
-    _refuse_unmet(run, selection.unmet)
+    model, unmet = _build_model(run)
+    _refuse_unmet(run, unmet)
     if not run.trains:
         return model  # nothing is trained, and there is no optimizer
     refuse_single(run, model)
@@ -147,7 +147,8 @@ def _remedy(config: RunConfig, unmet: Unmet) -> str:
     return "" if preflight is None else str(preflight.kernels_that_would_do(config, unmet))
 
 
-def _build_model(run: Run) -> tuple[Model, Selection]:
+def _build_model(run: Run) -> tuple[Model, list[Unmet]]:
+    """The model of a rank and its unmet needs; before launch, rank 0 adds those of stages with other blocks."""
     run.device = choose_device(run.config)
     (label,) = run.hooks.implementers("build_model")
     with torch.device("meta"), within_reason(run.config, label):
@@ -169,6 +170,7 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
     if (balancer := balancer_of(run)) is not None:
         balancer.refuse(run, model)
     model.set_passes(passes_of(model))
+    elsewhere = _unmet_in_other_stages(run, model)  # before the hooks that are about this rank's stage
     model.keep_stage(run.mesh.index(run.rank, model.stages.axis))
     run.hooks.call.shard_model(run=run, model=model)
     for group in run.config.groups:
@@ -180,7 +182,14 @@ def _build_model(run: Run) -> tuple[Model, Selection]:
     fill_slots(model, selection)
     drawing = drawing_plugin(run, model.slots)
     model.seeds = GeneratorSeeds(model.plan, run.mesh, run.rank, run.device, drawing)
-    return model, selection
+    return model, [*selection.unmet, *elsewhere]
+
+
+def _unmet_in_other_stages(run: Run, model: Model) -> list[Unmet]:
+    if run.rank or run.groups is not None:
+        return []
+    unlike = ranks_of_unlike_stages(model, run.mesh, run.entries)
+    return [unmet for rank in unlike for unmet in _build_model(replace(run, rank=rank))[1]]
 
 
 def _refuse_two_steppers(run: Run, model: Model) -> None:
@@ -289,7 +298,7 @@ def collect_offers(run: Run, model: Model) -> list[Offer | Wrap]:
 
 def unmet_reasons(run: Run) -> list[str]:
     """Why the chosen kernels cannot serve this run's model; empty if they can."""
-    return [str(unmet) for unmet in _build_model(run)[1].unmet]
+    return [str(unmet) for unmet in _build_model(run)[1]]
 
 
 def allocate_parts(run: Run, model: Model) -> None:

@@ -49,7 +49,8 @@ def prepared(settings: TinySettings) -> Run:
 def ranks_of(settings: TinySettings) -> Ranks:
     """Every rank of a run with its model, without processes; UsageError if the run is refused before launch.
 
-    Before a launch the host builds only rank 0's model. So a refusal by another rank comes too late, and is a Fault.
+    Before a launch the host builds only rank 0's model, and fills the slots of stages with other blocks. So any other
+    refusal by another rank comes too late, and is a Fault.
     """
     from mplug.model.build import build_model  # imports torch
 
@@ -63,7 +64,8 @@ def ranks_of(settings: TinySettings) -> Ranks:
             if rank == 0:
                 raise
             raise Fault(
-                f"rank {rank} is refused and rank 0 is not, and the host checks only rank 0 before launch: {error}"
+                f"rank {rank} is refused and rank 0 is not, and before launch the host builds rank 0's model and fills "
+                f"the slots of stages with other blocks: {error}"
             ) from error
     return ranks
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from mplug_testing.faults import Fault
+from mplug import UsageError
+from mplug.commands import build_model
+from mplug_testing.harness import tiny_run
 from mplug_testing.parity import require_parity
 
 SPANS: dict[str, Any] = {
@@ -75,6 +77,10 @@ def test_a_layout_computes_what_one_process_does(layout: str, settings: dict[str
     require_parity(settings, layout)
 
 
-def test_attention_by_parts_is_refused() -> None:
-    with pytest.raises(Fault, match=r"does not support relative bias; set parallel\.cp\.method=ulysses"):
-        require_parity(V1_1, "cp2")
+@pytest.mark.parametrize(
+    "layout", [{"parallel.layout": "cp2"}, {"parallel.layout": "pp2cp2", "parallel.pp.split": [3, 9]}]
+)
+def test_attention_by_parts_is_refused_before_launch(layout: dict[str, Any]) -> None:
+    """Of the pipeline, the first stage has the encoder alone, which computes whole rows."""
+    with pytest.raises(UsageError, match=r"does not support relative bias; set parallel\.cp\.method=ulysses"):
+        build_model(tiny_run({**V1_1, **layout}))

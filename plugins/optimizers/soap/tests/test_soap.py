@@ -4,6 +4,7 @@ import pytest
 import torch
 from mplug_soap import SOAP
 from mplug_soap.both import is_hidden_matrix
+from mplug_soap.rotated import Side
 from torch import Tensor
 
 from mplug import Init, Parameter, ShapedState
@@ -15,7 +16,7 @@ from mplug_testing.harness import tiny_run
 class TestSOAP(OptimizerSuite):
     plugin = "soap"
     layouts = ("fsdp2tp2",)
-    settings = {"optimizer.refresh_every": 2}
+    settings = {"optimizer.refresh_every": 2, "optimizer.eps": 1e-2}
     examples = {"tables": [[]], "largest_factor": [9]}
     tolerance = 0.01  # roots of small second moments amplify the rounding of bases in fp32; fp64 is exact below
 
@@ -48,7 +49,10 @@ def soap(weight: Tensor, steps: list[DenseStep], config: SOAP.Config) -> Tensor:
             for _ in range(10 if number == 0 else int(number % config.refresh_every == 0)):
                 identity = torch.eye(len(product), device=weight.device)
                 shifted = factors[side] + config.shift * factors[side].trace() / len(product) * identity
-                bases[side] = torch.linalg.qr(shifted @ bases[side])[0]
+                quotients = torch.stack([vector @ shifted @ vector for vector in bases[side].T])
+                order = quotients.bfloat16().argsort(descending=True, stable=True)
+                bases[side] = torch.linalg.qr(shifted @ bases[side][:, order])[0]
+                second = second.index_select(side, order)
         first = bases[0].T @ original @ bases[1]
     return weight
 
@@ -74,7 +78,7 @@ class TestOneSide(TestSOAP):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 class TestOnAGPU(TestSOAP):
-    settings = {"trainer.device": "cuda", "optimizer.refresh_every": 2}
+    settings = {"trainer.device": "cuda", **TestSOAP.settings}
     layouts = ()
 
 
@@ -120,6 +124,21 @@ def test_bases_become_the_eigenvectors_of_the_factors() -> None:
     values = rotated.diagonal()
     assert float((rotated - values.diag()).abs().max()) <= 1e-6 * float(values.max())
     assert torch.equal(values.sort(descending=True)[0], values)
+
+
+def test_rounding_chooses_no_basis() -> None:
+    """Inputs whose segments have mean 0, as after norms: the first vectors of the standard basis span a null vector."""
+    torch.manual_seed(0)
+    inputs = torch.randn(25, 4, 16, dtype=torch.float64)
+    inputs -= inputs.mean(-1, keepdim=True)
+    factor, sides = inputs.flatten(1).mT @ inputs.flatten(1), list[Side]()
+    for rounding in (0.0, 1e-15):
+        side, noise = Side.new(64, factor), rounding * torch.randn_like(factor)
+        side.factor.copy_(factor * (1 + noise + noise.mT))
+        side.refresh(10, 1e-3, torch.tensor(False))
+        sides.append(side)
+    overlaps = (sides[0].basis.mT @ sides[1].basis).abs()
+    assert float((overlaps - torch.eye(64)).abs().max()) <= 1e-10
 
 
 def _shaped(state: Tensor | ShapedState) -> ShapedState:

@@ -40,13 +40,26 @@ class Side:
         """Factor <- kept factor + (1 - kept) product; with `kept` 1, nothing changes."""
         self.factor.lerp_(product, 1 - kept)
 
-    def refresh(self, number: int, shift: float, skipped: Tensor) -> None:
-        """Some power steps, each followed by a QR decomposition (algorithm 4), towards the factor's eigenvectors."""
-        basis = self.basis
+    def refresh(self, number: int, shift: float, skipped: Tensor) -> Tensor:
+        """Some power steps, each followed by a QR decomposition (algorithm 4), towards the factor's eigenvectors.
+
+        Before each decomposition, the vectors are ordered by their estimated eigenvalues, as in the authors' code: a
+        vector of a small eigenvalue before one of a large eigenvalue would turn towards it by rounding alone.
+        Returns the old index [n] of every vector, as if nothing were skipped.
+        """
+        basis, order = self.basis, torch.arange(len(self.basis), device=self.basis.device)
         added = shift * self.factor.diagonal().mean()
         for _ in range(number):
-            basis = torch.linalg.qr(torch.addmm(added * basis, self.factor, basis))[0]
+            product = torch.addmm(added * basis, self.factor, basis)
+            of_step = _descending((basis * product).sum(0))
+            basis, order = torch.linalg.qr(product[:, of_step])[0], order[of_step]
         self.basis.copy_(torch.where(skipped, self.basis, basis))
+        return order
+
+
+def _descending(estimates: Tensor) -> Tensor:
+    """The order of clearly different estimates [n]; those that may differ by rounding alone keep theirs."""
+    return estimates.to(torch.bfloat16).argsort(descending=True, stable=True)
 
 
 @dataclass(frozen=True)
@@ -117,11 +130,12 @@ class RotatedMatrices:
         kept = torch.full((), config.factor_beta, dtype=gradient.dtype, device=gradient.device)
         kept = kept.masked_fill(skipped, 1.0)
         number = FIRST if is_first else int((self._run.step - 1) % config.refresh_every == 0)
-        for side, product in ((state.left, gradient @ gradient.mT), (state.right, gradient.mT @ gradient)):
+        for dim, side, product in ((0, state.left, gradient @ gradient.mT), (1, state.right, gradient.mT @ gradient)):
             if side is not None:
                 side.advance(product, kept)
                 if number:
-                    side.refresh(number, config.shift, skipped)
+                    ordered = state.second.index_select(dim, side.refresh(number, config.shift, skipped))
+                    state.second.copy_(torch.where(skipped, state.second, ordered))
         return direction
 
     def _adam(self, state: Moments, gradient: Tensor, step: Tensor, skipped: Tensor) -> Tensor:

@@ -53,6 +53,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "attention": ("sdpa", "flash"),
     "attention_by": ("cuDNN", "torch's choice", MATRIX_PRODUCTS, "flash-attn-4"),
     "deterministic": (False,),
+    "mup_base": (None,),
 }
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -81,6 +82,7 @@ class Shape:
     dropout: float
     attention_dropout: float
     init_std: float
+    mup_base: dict[str, int] | None
 
     def __post_init__(self) -> None:
         self.num_kv_heads = self.num_kv_heads or self.num_attention_heads

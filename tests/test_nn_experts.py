@@ -171,6 +171,16 @@ def test_a_full_expert_keeps_the_first_tokens_or_those_with_the_highest_gates(dr
     assert {n for n in range(4) if not dropped[n]} == kept
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_drops_no_choice(dtype: torch.dtype) -> None:
+    """Equal tokens, such as the first ones of two documents, have gates that differ in their last bits."""
+    least = torch.finfo(dtype).eps
+    gates = torch.tensor([[0.3], [0.6], [0.6 + least]], dtype=dtype)
+    assert gates[2] > gates[1]
+    dropped = beyond_capacity(torch.zeros(3, 1, dtype=torch.long), gates, 1, 1 / 3, "probability")  # room for 1
+    assert dropped.flatten().tolist() == [True, False, True]
+
+
 @settings(max_examples=60)
 @given(choices(5), st.sampled_from(["position", "probability"]), st.sampled_from([0.3, 1.0, 1.25, 5.0]))
 def test_no_expert_takes_more_than_its_room_and_none_drops_with_room_left(

@@ -277,11 +277,13 @@ def beyond_capacity(chosen: Tensor, gates: Tensor, num_experts: int, factor: flo
     """Which choices are beyond the experts' capacity: `factor` * N k / E choices per expert, rounded up.
 
     chosen and gates [..., k] of N tokens -> the same shape, bool. An expert keeps the choices of the earliest tokens
-    ('position', arXiv 2006.16668), or those with the highest gates ('probability').
+    ('position', arXiv 2006.16668), or those with the highest gates ('probability'). Gates that may differ by rounding
+    alone, as those of equal first tokens of documents, are equal: then the earliest tokens stay.
     """
     capacity = math.ceil(factor * chosen.numel() / num_experts)
     flat, places = chosen.flatten(), torch.arange(chosen.numel(), device=chosen.device)
-    first = gates.flatten().argsort(descending=True, stable=True) if dropping == "probability" else places
+    clear = (gates.flatten() / torch.finfo(gates.dtype).eps ** 0.75).round()
+    first = clear.argsort(descending=True, stable=True) if dropping == "probability" else places
     expert, order = flat[first].sort(stable=True)
     starts = torch.searchsorted(expert, torch.arange(num_experts, device=chosen.device))
     number = places - starts[expert]  # of each choice, among those of its expert

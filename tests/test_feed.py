@@ -217,13 +217,13 @@ def parts() -> Parts:
 def told(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is read and what is computed, in order."""
     log: list[str] = []
-    loss = parts.model.loss
+    outputs = parts.model.outputs
 
     def computed(batch: MicroBatch) -> Any:
         log.append(f"compute {batch['sample_ids'][0] // SIZE}")
-        return loss(batch)
+        return outputs(batch)
 
-    monkeypatch.setattr(parts.model, "loss", computed)
+    monkeypatch.setattr(parts.model, "outputs", computed)
     for feed in (parts.train_loader, parts.validation_loader):
         assert feed is not None
         own: Any = feed.loader

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mplug_nn import Attention, AttentionInputs, AttentionSpec
+from mplug_nn.largest_logits import LargestLogits
 from mplug_nn.rotary import Rotary
 from mplug_nn.specification import ALIBI, RELATIVE
 from mplug_nn.static_cache import static_keys
@@ -22,10 +23,12 @@ YARN = Rotary(100.0, "yarn", (("factor", 8.0), ("original_max_position_embedding
 
 
 def attention_cases() -> Iterator[Case]:
-    """Cases of `Attention.core`, `prepare_qk` and `prepare_qkv`."""
+    """Cases of `Attention.core`, `prepare_qk` and `prepare_qkv`, and of `LargestLogits.whole_keys`."""
     yield from _attention_cores()
     yield from _prepared_qk()
     yield from _prepared_qkv()
+    keys = {"keys": Drawn(0).normal(2, 5, 2, 8)}
+    yield Case(("LargestLogits.whole_keys",), "keys [B, S, G, K]", LargestLogits(4), keys, _whole_keys)
 
 
 def _attention_cores() -> Iterator[Case]:
@@ -282,3 +285,11 @@ def _qkv(
         return call
 
     return Case(("Attention.prepare_qkv",), name, module, inputs, bind, module.needs("Attention.prepare_qkv", ()))
+
+
+def _whole_keys(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
+    def call() -> dict[str, Tensor]:
+        keys, positions = suppliers["LargestLogits.whole_keys"](x["keys"])
+        return {"the only rank's keys": keys, "positions": positions}
+
+    return call

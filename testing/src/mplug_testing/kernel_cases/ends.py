@@ -4,17 +4,21 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from mplug_nn import Dropout, Embedding, Loss
+from mplug_nn import Dropout, Embedding, Loss, Objective
 from mplug_nn.loss import IGNORED, WEIGHTED
 from mplug_testing.kernel_cases.case import Case, Drawn, Suppliers, Tensors
 from mplug_testing.kernel_cases.dense import with_weight
 
 
 def end_cases() -> Iterator[Case]:
-    """Cases of `Embedding.lookup`, `Dropout.rows` and `Loss.cross_entropy`."""
+    """Cases of `Embedding.lookup`, `Dropout.rows`, and the slots of `Loss` and `Objective`."""
     yield from _lookups()
     yield from _rows()
     yield from _losses()
+    yield _log_probabilities("every label a target", (2, 16), 40)
+    yield _log_probabilities("no target at all", (1, 8), 40, ignored=8)
+    yield _log_probabilities("an odd vocabulary and length, ignored labels", (2, 33), 37, ignored=5)
+    yield Case(("Objective.summed",), "values [B, N, F]", Objective(), {"values": Drawn(0).normal(2, 3, 2)}, _of_parts)
 
 
 def _lookups() -> Iterator[Case]:
@@ -71,3 +75,20 @@ def _loss(name: str, rows: tuple[int, int], v: int, ignored: int = 0, needs: fro
         return call
 
     return Case(("Loss.cross_entropy",), name, Loss(), inputs, bind, needs)
+
+
+def _log_probabilities(name: str, rows: tuple[int, int], v: int, ignored: int = 0) -> Case:
+    d, drawn = 24, Drawn(v + rows[1])
+    labels = drawn.integers(v, *rows)
+    labels.flatten()[:ignored] = IGNORED  # a view: the labels are contiguous
+    inputs = {"hidden": drawn.normal(*rows, d), "weight": drawn.normal(v, d), "labels": labels}
+
+    def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
+        project, of_labels = with_weight(d, v, x["weight"]), suppliers["Loss.log_probabilities"]
+        return lambda: {"log-probabilities": of_labels(x["hidden"], project, x["labels"])}
+
+    return Case(("Loss.log_probabilities",), name, Objective(), inputs, bind)
+
+
+def _of_parts(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
+    return lambda: {"the only rank's sums": suppliers["Objective.summed"](x["values"])[0]}

@@ -1,6 +1,7 @@
 """From a prepared run to a model: split, placed, its slots filled, measured."""
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -40,6 +41,7 @@ from mplug.model.unit_compiler import refuse_missing_compiler
 from mplug.model.unlike_stages import ranks_of_unlike_stages
 from mplug.model.variance import refuse_bypassing_layout
 from mplug.registry.entry_points import PREFLIGHTS
+from mplug.registry.hooks import Hooks
 from mplug.registry.provided import provided
 from mplug.run.run import Run
 
@@ -186,10 +188,13 @@ def _build_model(run: Run) -> tuple[Model, list[Unmet]]:
 
 
 def _unmet_in_other_stages(run: Run, model: Model) -> list[Unmet]:
+    """By copies of the plugins: some keep the model that they were asked about last."""
     if run.rank or run.groups is not None:
         return []
     unlike = ranks_of_unlike_stages(model, run.mesh, run.entries)
-    return [unmet for rank in unlike for unmet in _build_model(replace(run, rank=rank))[1]]
+    copies = [Hooks({label: copy(plugin) for label, plugin in run.hooks.plugins.items()}) for _ in unlike]
+    others = [replace(run, rank=rank, hooks=hooks) for rank, hooks in zip(unlike, copies, strict=True)]
+    return [unmet for other in others for unmet in _build_model(other)[1]]
 
 
 def _refuse_two_steppers(run: Run, model: Model) -> None:

@@ -56,7 +56,8 @@ def attach_statistics(model: "Model") -> dict[str, list[Clipped]]:
 
 def refuse_unclipped(run: "Run", model: "Model", clipped: Iterable[str]) -> None:
     """Raise UsageError if a parameter that must be clipped is frozen, adapted, or has another optimizer."""
-    for name in model.parameters().keys() & {*clipped}:
+    own = model.parameters()
+    for name in (one for one in clipped if one in own):
         if getattr(model.module.get_submodule(name.rpartition(".")[0]), "adapter", None) is not None:
             raise UsageError(
                 f"{FIELD}: '{name}' has an adapter, so it alone does not decide the logits; remove the field"

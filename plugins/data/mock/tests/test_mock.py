@@ -23,6 +23,7 @@ class TestMock(DataSuite):
     plugin = "mock"
     splits_are_disjoint = False
     without_effect = MEDIA
+    beside = {"pairs": {"data.documents": 2}}
 
 
 class TestMockOfPackedSamples(TestMock):

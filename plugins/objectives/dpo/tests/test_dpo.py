@@ -202,6 +202,35 @@ def test_with_adapters_the_reference_is_the_model_without_them() -> None:
     torch.testing.assert_close(restored, plain, rtol=1e-13, atol=1e-13)
 
 
+def test_the_bias_of_routers_is_a_part_of_the_reference() -> None:
+    """No gradient changes it. With weights that stay, the reference still is the model before the first step."""
+    routed = {
+        **PAIRS,
+        "model.name": "mixtral",
+        "model.num_experts": 4,
+        "model.num_experts_per_token": 2,
+        "model.moe_ffn_hidden_size": 12,
+        "model.expert_bias_rate": 0.5,
+    }
+    parts = build(tiny_run(in_fp64(routed)))
+    batches = [*parts.train_loader.loader.take(8)]
+    with torch.no_grad():
+        parts.model.module.eval()
+        first = [answers(parts, batch) for batch in batches]
+    for step in (1, 2):
+        parts.stepper.forward_backward(parts.train_loader.step_of(batches), step)
+        result = parts.stepper.update(0.0, 0.0)
+    with torch.no_grad():
+        parts.model.module.eval()
+        now = [of_pairs(parts, *pair) for pair in zip(batches, first, strict=True)]
+    assert any(module.bias.abs().max() > 0 for module in parts.model.module.modules() if hasattr(module, "bias_rate"))
+    parts.stepper.forward_backward(parts.train_loader.step_of(batches), 3)
+    result = parts.stepper.update(0.0, 0.0)
+    losses = torch.stack([FORMULAS["sigmoid"][1](one, 0.3) for pairs in now for one in pairs])
+    assert float(result.loss) == pytest.approx(float(losses.mean()), rel=1e-12)
+    assert abs(float(result.loss) - 0.6931471805599453) > 1e-6
+
+
 def test_sums_that_the_data_know_are_a_reference(tmp_path: Path) -> None:
     """The loss of a live reference, from log-probabilities of whole answers in the lines of a file."""
     path = tmp_path / "pairs.jsonl"

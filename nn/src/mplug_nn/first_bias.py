@@ -1,5 +1,7 @@
 """The bias of a router with which a run began, for objectives that recall the first weights. E experts."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +13,7 @@ from mplug_nn.router import ALL_EXPERTS
 class FirstBias(nn.Module):
     """Two states: the values [E], and whether they have been kept []. No gradient changes a bias of the choice."""
 
+    mixes: ClassVar[frozenset[str]] = frozenset()
     values: Tensor
     kept: Tensor
 

@@ -27,6 +27,14 @@ PAIRS: dict[str, Any] = {
     "objectives.dpo.beta": 0.3,
 }
 LORA: dict[str, Any] = {"adapters.lora.rank": 3}
+ROUTED: dict[str, Any] = {
+    **PAIRS,
+    "model.name": "mixtral",
+    "model.num_experts": 4,
+    "model.num_experts_per_token": 2,
+    "model.moe_ffn_hidden_size": 12,
+    "model.expert_bias_rate": 0.5,
+}
 
 
 class TestDPO(ObjectiveSuite):
@@ -204,15 +212,7 @@ def test_with_adapters_the_reference_is_the_model_without_them() -> None:
 
 def test_the_bias_of_routers_is_a_part_of_the_reference() -> None:
     """No gradient changes it. With weights that stay, the reference still is the model before the first step."""
-    routed = {
-        **PAIRS,
-        "model.name": "mixtral",
-        "model.num_experts": 4,
-        "model.num_experts_per_token": 2,
-        "model.moe_ffn_hidden_size": 12,
-        "model.expert_bias_rate": 0.5,
-    }
-    parts = build(tiny_run(in_fp64(routed)))
+    parts = build(tiny_run(in_fp64(ROUTED)))
     batches = [*parts.train_loader.loader.take(8)]
     with torch.no_grad():
         parts.model.module.eval()
@@ -310,3 +310,9 @@ LAYOUTS = [
 @pytest.mark.wide("layouts", quick=["tp2"])
 def test_a_layout_computes_what_one_process_does(layout: str) -> None:
     require_parity({**PAIRS, **LORA}, layout)
+
+
+@pytest.mark.parametrize("layout", ["ep2 parallel.ep.dispatch=bounded parallel.ep.room=1.0", "pp2", "cp2", "fsdp2"])
+@pytest.mark.wide("layouts")
+def test_a_layout_computes_what_one_process_does_with_routers(layout: str) -> None:
+    require_parity({**ROUTED, "model.num_layers": 2, "memory.tiles.mlp": 7, "memory.tiles.loss": 7}, layout)

@@ -54,7 +54,7 @@ class Tiles:
         from mplug_recompute.again import recomputed
 
         again = partial(recomputed, keeps_generators=not run.config.trainer.graphs)
-        around = {
+        around: dict[str, tuple[int | None, Callable[..., Any]]] = {
             "MLP.core": (self.config.mlp, tiled_mlp),
             "Loss.cross_entropy": (self.config.loss, tiled_loss),
             "Loss.log_probabilities": (self.config.loss, tiled_log_probabilities),

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mplug import UsageError
-from mplug.training.assembly import build
+from mplug.model.build import build_model
+from mplug.training.assembly import build, feed
 from mplug.training.map_loader import MapLoader
 from mplug.training.work_shares import dealt, imbalance
 from mplug_testing.harness import difference, tiny_run, train_ranks, train_steps, weights_off
@@ -137,6 +138,15 @@ def test_a_balanced_run_reads_other_samples_on_a_rank_than_one_without() -> None
     assert ids[0] == list(range(8))
     assert len(set(ids[1])) == 8
     assert ids[1] != ids[0]
+
+
+def test_an_evaluation_reads_the_global_order() -> None:
+    """It leaves labels of the last samples out if ranks do not divide their number."""
+    run = tiny_run({**PACKED, "parallel.layout": "dp2", "parallel.balance": True})
+    run.trains = False
+    source = feed(run, build_model(run), "train")
+    samples = [int(one) for batch in source.take_evenly(5) for one in batch["sample_ids"]]
+    assert samples == [0, 1, 2]
 
 
 def test_metrics_say_how_unequal_the_work_of_ranks_is(tmp_path: Path, cli_here: Cli) -> None:

@@ -219,7 +219,7 @@ def feed(run: Run, model: Model, split: str, loader: Loader | None = None) -> Fe
     mover = None if balancer is None else balancer.mover(run, model)
     if loader is None:
         loader = build_loader(run, split)
-        if split == "train":
+        if split == "train" and run.trains:  # an evaluation leaves the last samples of the global order out
             _weigh(run, model, loader)
     else:
         _refuse_small_vocabulary(run, loader)

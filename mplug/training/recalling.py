@@ -1,9 +1,10 @@
 """The stepper around another one that gives micro batches the entries which a plan recalls (`Plan.recalled`)."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ def recalling(run: Run, model: Model, pieces: list[Piece], optimizer: Optimizer,
 class RecallingStepper:
     """Runs all micro batches of a step forward with the first weights, and then the step with what they computed.
 
-    An evaluation does the same for as many micro batches at a time as a step has.
+    An evaluation does the same for as many micro batches at a time as a step has. Modules whose states no gradient
+    changes, but an evaluation reads, have the methods `keep_first()` and `exchange_first()`.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class RecallingStepper:
     ) -> None:
         self.run, self.model, self.pieces, self.optimizer, self.stepper = run, model, pieces, optimizer, stepper
         self.count, self._is_kept = run.micro_batch_counts()[-1], False
+        self._learners: list[Any] = [part for part in model.module.modules() if hasattr(part, "exchange_first")]
 
     def forward_backward(self, micro_batches: Iterable[RankBatch], step: int) -> None:
         """The step of the inner stepper, with the recalled entries."""
@@ -62,11 +65,22 @@ class RecallingStepper:
         """The micro batches with the recalled entries; on ranks without the last unit, these are zeros."""
         if not self._is_kept:
             self.optimizer.keep()
+            for part in self._learners:
+                part.keep_first()
             self._is_kept = True
         batches = list[RankBatch]()
-        with in_place(FIRST, self.model, self.pieces, self.optimizer):
+        with in_place(FIRST, self.model, self.pieces, self.optimizer), self._first_states():
             outputs = self.stepper.outputs(self._kept(micro_batches, batches))
         return [self._with(*pair) for pair in zip(batches, outputs, strict=True)] if outputs else batches
+
+    @contextmanager
+    def _first_states(self) -> Iterator[None]:
+        """In the block, modules have the states with which the run began, beside the weights."""
+        for part in self._learners:
+            part.exchange_first()
+        yield
+        for part in self._learners:
+            part.exchange_first()
 
     def _kept(self, micro_batches: Iterable[RankBatch], batches: list[RankBatch]) -> Iterator[RankBatch]:
         """Append to `batches` each micro batch, with zeros, when the stepper takes it."""

@@ -94,6 +94,11 @@ class LinearAdapter(nn.Module):
 
     reads_weight: bool = True
     """Whether it reads `linear.weight`. If so, a strategy that gathers weights gathers this one as it is."""
+    reads_pass: bool = False
+    """Whether it reads tensors of the pass that lie in it, beside x (keys and positions of dropout).
+
+    If so, nothing may call it with a part of the sequence, or again while other micro batches are in flight.
+    """
 
     def around(self, x: Tensor, linear: "Linear") -> Tensor:
         """x [..., in] as it comes -> [..., out], in place of the product without bias.

@@ -3,7 +3,7 @@
 B samples of a micro batch, S positions of this process, D embed, V vocabulary, N sequences of a sample.
 """
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
@@ -16,9 +16,11 @@ from mplug.errors import UsageError, listed
 from mplug.layout.inits import TOKENS, Entries, Inits
 from mplug.layout.plan import Buffer, Unit
 from mplug.model.slots.declaration import Slot
+from mplug_nn.first_bias import FirstBias
 from mplug_nn.head import Head
 from mplug_nn.loss import CAPPED, LOG_PROBABILITIES, log_probabilities
 from mplug_nn.multi_token_prediction import TokensAhead
+from mplug_nn.router import Router
 from mplug_nn.statistics import count
 
 if TYPE_CHECKING:
@@ -148,6 +150,8 @@ def set_objective(run: "Run", model: "Model", objective: Objective, label: str) 
     objective.soft_cap = head.soft_cap
     setattr(head, "loss", None)  # noqa: B010 (mypy knows the attribute as a module)
     model.attach({f"{unit.name}.loss": objective})
+    if objective.recalls:
+        model.attach({f"{name}.first_bias": FirstBias(len(bias)) for name, bias in _changing_biases(model)})
     made = {LOG_PROBABILITIES_OUTPUT: TOKENS} if objective.recalls else {}
     optional = tuple(dict.fromkeys((*unit.optional, *entries)))
     changed = replace(unit, outputs=(*unit.outputs, *made), optional=optional)
@@ -159,6 +163,13 @@ def set_objective(run: "Run", model: "Model", objective: Objective, label: str) 
         recalled={REFERENCE: LOG_PROBABILITIES_OUTPUT} if objective.recalls else {},
         count=counts,
     )
+
+
+def _changing_biases(model: "Model") -> Iterator[tuple[str, Tensor]]:
+    """The routers with a bias that changes after each step, and the biases."""
+    for name, module in model.module.named_modules():
+        if isinstance(module, Router) and module.bias is not None and module.bias_rate:
+            yield name, module.bias
 
 
 def _end(model: "Model", label: str) -> tuple[Unit, Head]:

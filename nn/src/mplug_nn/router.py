@@ -5,7 +5,7 @@ B batch, S sequence, D embed, E experts, k experts chosen by a token.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from mplug_nn.dropout import Jitter
 from mplug_nn.linear import Gemm, multiply
 from mplug_nn.scores import SCORES
 from mplug_nn.statistics import add_auxiliary, count
+
+if TYPE_CHECKING:
+    from mplug_nn.first_bias import FirstBias
 
 Score = str
 """A name of the open list `mplug.router_scores`: 'softmax', 'sigmoid', 'softmax_of_chosen', ..."""
@@ -161,6 +164,8 @@ class Router(nn.Module):
     token_scale: Tensor
     bias: Tensor | None
     last_load: Tensor | None
+    first_bias: "FirstBias | None"
+    """The bias with which the run began, if an objective recalls the first weights."""
 
     def __init__(
         self,
@@ -183,6 +188,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, dim))
         self.logit_bias = nn.Parameter(torch.empty(experts)) if logit_bias else None
         self.jitter = Jitter(jitter)
+        self.first_bias = None
         self.summed: Callable[[Tensor, tuple[str, ...]], Tensor] = summed
         self.over_sequences: Callable[..., Tensor] = over_sequences
         self.register_buffer("load", torch.zeros(experts, dtype=torch.float64), persistent=False)
@@ -292,3 +298,13 @@ class Router(nn.Module):
             self.bias.add_(lacking.sign().to(self.bias.dtype) * self.bias_rate * kept)
         if self.last_load is not None:
             self.last_load.copy_(torch.where(kept, self.load, self.last_load))
+
+    def keep_first(self) -> None:
+        """Keep the bias with which the run begins."""
+        if self.first_bias is not None and self.bias is not None:
+            self.first_bias.keep(self.bias)
+
+    def exchange_first(self) -> None:
+        """Exchange the bias and the first one, for a pass with the first weights, and again after it."""
+        if self.first_bias is not None and self.bias is not None:
+            self.first_bias.exchange(self.bias)

@@ -71,7 +71,12 @@ def whole_keys(run: Run, model: Model) -> list[Offer]:
         return (x if group is None else _in_order(all_gather(x, group, 1), parts)), places
 
     slots = [slot.name for slot in model.declared.values() if slot.gathers_positions]
-    return [Offer({slot: gathered}, _is_of_tokens, plugin="host") for slot in slots]
+    return [Offer({slot: gathered}, _has_tokens, plugin="host") for slot in slots]
+
+
+def _has_tokens(site: Site, run: Run) -> bool:
+    """Whether ranks divide the keys of a site: a segment of a stream is whole on one rank, so its default is right."""
+    return site.sequence == TOKENS_AXIS
 
 
 def _is_of_tokens(site: Site, run: Run) -> bool | str:

@@ -175,6 +175,20 @@ def test_slots_that_are_misspelt_absent_or_not_recomputable_are_refused() -> Non
             build_model(tiny_run(settings_of(mode="selective", slots=slots)))
 
 
+def test_adapters_with_dropout_are_not_run_again_while_other_micro_batches_are_in_flight() -> None:
+    """They would draw the masks of the last one."""
+    settings = {
+        "adapters.lora.rank": 2,
+        "adapters.lora.dropout": 0.1,
+        "memory.recompute.mode": "selective",
+        "memory.recompute.slots": ["mlp"],
+    }
+    build_model(tiny_run(settings))
+    with pytest.raises(UsageError, match=r"cannot serve MLP\.core .*set memory\.recompute\.mode=full"):
+        build_model(tiny_run({**settings, "parallel.layout": "pp2"}))
+    build_model(tiny_run({**settings, "parallel.layout": "pp2", "memory.recompute.mode": "full"}))
+
+
 def test_the_flag_recompute_sets_the_mode() -> None:
     from mplug.cli.options import added_flags
 

@@ -31,6 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "recomputed units": {"memory.recompute.mode": "full"},
     "recomputed slots": {"memory.recompute.mode": "selective", "memory.recompute.slots": ["mlp", "activation"]},
     "documents": PACKED,
+    "pairs": {"data.name": "mock", "data.documents": 4, "data.pairs": True, "objectives.dpo.beta": 0.3},
 }
 
 
@@ -43,7 +44,7 @@ def require_equal(settings: dict[str, Any], ranks: int = 1, **layout: Any) -> No
     assert weights_off(traces, reference) == ""
 
 
-@pytest.mark.wide("layouts", quick=["llama", "lora", "recomputed units"])
+@pytest.mark.wide("layouts", quick=["llama", "lora", "recomputed units", "pairs"])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_run_in_tiles_is_the_run_without_them(model: str) -> None:
     require_equal(MODELS[model])
@@ -132,6 +133,26 @@ def test_labels_of_a_tile_are_those_of_its_positions_on_all_ranks_of_sequence_pa
     total, count = tiles.tiled_loss(4, lambda inner: inner, loss)(torch.zeros(1, 6, 2), None, labels)
     assert seen == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
     assert (int(total), int(count)) == (66, 6)
+
+
+def test_log_probabilities_of_tiles_are_in_the_order_of_the_labels_of_all_ranks() -> None:
+    lengths: list[int] = []
+
+    def each(hidden: torch.Tensor, project: Any, labels: torch.Tensor) -> torch.Tensor:
+        lengths.append(hidden.shape[1])
+        return labels * 2
+
+    labels = torch.arange(14)[None]  # two ranks have the positions 0 to 6 and 7 to 13
+    found = tiles.tiled_log_probabilities(4, lambda inner: inner, each)(torch.zeros(1, 7, 2), None, labels)
+    assert torch.equal(found, 2 * labels)
+    assert lengths == [2, 2, 2, 1]
+
+
+def test_adapters_with_dropout_of_whole_samples_are_not_tiled() -> None:
+    dropout = {**LLAMA, "adapters.lora.rank": 2, "adapters.lora.dropout": 0.1}
+    build_model(tiny_run({**dropout, "memory.tiles.mlp": 16, "memory.tiles.loss": 3}))  # a tile is a whole sample
+    with pytest.raises(UsageError, match=r"memory/tiles cannot serve MLP\.core .*set memory\.tiles\.mlp=null"):
+        build_model(tiny_run({**dropout, **TILED}))
 
 
 def test_a_section_without_tiles_is_refused() -> None:

@@ -63,10 +63,13 @@ TIMED = {"data.media_frames": [1, 5], "model.vision": {**TOWER, **WINDOWS}}
 """Videos with times in the text, and with times as positions."""
 SINGLY = {**BALANCED, "trainer.micro_batch_size": 1}
 """Micro batches of a sample: many have no picture."""
+CLIPPED = {"optimizer.name": "muon", "optimizer.qk_clip": 0.02, "model.qk_norm": False}
+"""Logits of tokens, whose keys ranks gather, and of pictures, which are whole on a rank."""
 WIDE = pytest.mark.wide("layouts")
 CASES = [
     pytest.param("tp2pp2", {}, id="tp2pp2"),
     pytest.param("cp2", PACKED, id="cp2 packed"),
+    pytest.param("cp2", CLIPPED, id="cp2 clipped"),
     pytest.param("fsdp2", FROZEN_TOWER, id="fsdp2 frozen tower"),
     pytest.param("tp2", {**COMPILED, "model.vision": {**TOWER, **WINDOWS}}, id="tp2 compiled windows", marks=WIDE),
     pytest.param("fsdp2", SINGLY, id="fsdp2 balanced samples", marks=WIDE),
@@ -116,6 +119,6 @@ CASES = [
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize(("layout", "settings"), CASES)
-@pytest.mark.wide("families", quick=["tp2pp2", "cp2 packed videos"])
+@pytest.mark.wide("families", quick=["tp2pp2", "cp2 packed videos", "cp2 clipped"])
 def test_a_layout_computes_what_one_process_does(layout: str, settings: dict[str, Any]) -> None:
     require_parity({**TINY, "model.vision": TOWER, **settings}, layout)

@@ -27,6 +27,14 @@ PAIRS: dict[str, Any] = {
     "objectives.dpo.beta": 0.3,
 }
 LORA: dict[str, Any] = {"adapters.lora.rank": 3}
+ROUTED: dict[str, Any] = {
+    **PAIRS,
+    "model.name": "mixtral",
+    "model.num_experts": 4,
+    "model.num_experts_per_token": 2,
+    "model.moe_ffn_hidden_size": 12,
+    "model.expert_bias_rate": 0.5,
+}
 
 
 class TestDPO(ObjectiveSuite):
@@ -202,6 +210,27 @@ def test_with_adapters_the_reference_is_the_model_without_them() -> None:
     torch.testing.assert_close(restored, plain, rtol=1e-13, atol=1e-13)
 
 
+def test_the_bias_of_routers_is_a_part_of_the_reference() -> None:
+    """No gradient changes it. With weights that stay, the reference still is the model before the first step."""
+    parts = build(tiny_run(in_fp64(ROUTED)))
+    batches = [*parts.train_loader.loader.take(8)]
+    with torch.no_grad():
+        parts.model.module.eval()
+        first = [answers(parts, batch) for batch in batches]
+    for step in (1, 2):
+        parts.stepper.forward_backward(parts.train_loader.step_of(batches), step)
+        result = parts.stepper.update(0.0, 0.0)
+    with torch.no_grad():
+        parts.model.module.eval()
+        now = [of_pairs(parts, *pair) for pair in zip(batches, first, strict=True)]
+    assert any(module.bias.abs().max() > 0 for module in parts.model.module.modules() if hasattr(module, "bias_rate"))
+    parts.stepper.forward_backward(parts.train_loader.step_of(batches), 3)
+    result = parts.stepper.update(0.0, 0.0)
+    losses = torch.stack([FORMULAS["sigmoid"][1](one, 0.3) for pairs in now for one in pairs])
+    assert float(result.loss) == pytest.approx(float(losses.mean()), rel=1e-12)
+    assert abs(float(result.loss) - 0.6931471805599453) > 1e-6
+
+
 def test_sums_that_the_data_know_are_a_reference(tmp_path: Path) -> None:
     """The loss of a live reference, from log-probabilities of whole answers in the lines of a file."""
     path = tmp_path / "pairs.jsonl"
@@ -281,3 +310,9 @@ LAYOUTS = [
 @pytest.mark.wide("layouts", quick=["tp2"])
 def test_a_layout_computes_what_one_process_does(layout: str) -> None:
     require_parity({**PAIRS, **LORA}, layout)
+
+
+@pytest.mark.parametrize("layout", ["ep2 parallel.ep.dispatch=bounded parallel.ep.room=1.0", "pp2", "cp2", "fsdp2"])
+@pytest.mark.wide("layouts")
+def test_a_layout_computes_what_one_process_does_with_routers(layout: str) -> None:
+    require_parity({**ROUTED, "model.num_layers": 2, "memory.tiles.mlp": 7, "memory.tiles.loss": 7}, layout)

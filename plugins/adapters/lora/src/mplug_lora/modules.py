@@ -70,6 +70,7 @@ class LowRank(LinearAdapter):
         for number in chosen if dora else ():
             self.register_parameter(f"magnitude{number}", nn.Parameter(torch.empty(pairs[number].length)))
         self.dropout = Dropout(dropout) if dropout else None
+        self.reads_pass = self.dropout is not None
         self.drawn: tuple[Tensor, Tensor] | None = None
         """The samples' keys [B] and the positions [1 or B, S] of the pass."""
 

@@ -90,7 +90,7 @@ class Recompute:
         for slot in named:
             if slot.startswith("Linear."):
                 raise _frees_nothing(slot)
-        supports, again = _inside(chosen), _recomputed(run)
+        supports, again = _again_inside(chosen), _recomputed(run)
         return [
             Wrap(slot, again, RECOMPUTE, supports=supports, note="run again", dispensable=True)
             for slot in named
@@ -121,6 +121,27 @@ def _recomputed(run: "Run") -> Callable[[Callable[..., Any]], Callable[..., Any]
     from mplug_recompute.again import recomputed
 
     return partial(recomputed, keeps_generators=False) if run.config.trainer.graphs else recomputed
+
+
+def _again_inside(units: frozenset[str]) -> Callable[[Site, "Run"], bool | str]:
+    """A `supports` function for slots: as `_inside`, unless backward would repeat a call with other masks of dropout.
+
+    A pipeline has other micro batches in flight between a forward pass and its backward pass.
+    """
+    inside = _inside(units)
+
+    def supports(site: Site, run: "Run") -> bool | str:
+        from mplug_recompute.passes import reads_pass
+
+        is_divided = any("units" in axis.activations and axis.size > 1 for axis in run.mesh.axes.values())
+        if inside(site, run) and is_divided and reads_pass(site):
+            return (
+                f"its adapters keep the dropout masks of one micro batch, and a pipeline has several in flight; leave "
+                f"'{site.kind}' out of {SLOTS}, set memory.recompute.mode=full, or use no such dropout"
+            )
+        return inside(site, run)
+
+    return supports
 
 
 def _inside(units: frozenset[str]) -> Callable[[Site, "Run"], bool]:

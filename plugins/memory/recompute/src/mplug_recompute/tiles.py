@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from mplug import MAY_CHANGE, Site, UsageError, Wrap, hookimpl
+from mplug_recompute.passes import reads_pass
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,9 +54,20 @@ class Tiles:
         from mplug_recompute.again import recomputed
 
         again = partial(recomputed, keeps_generators=not run.config.trainer.graphs)
-        around = {"MLP.core": (self.config.mlp, tiled_mlp), "Loss.cross_entropy": (self.config.loss, tiled_loss)}
+        around: dict[str, tuple[int | None, Callable[..., Any]]] = {
+            "MLP.core": (self.config.mlp, tiled_mlp),
+            "Loss.cross_entropy": (self.config.loss, tiled_loss),
+            "Loss.log_probabilities": (self.config.loss, tiled_log_probabilities),
+        }
         return [
-            Wrap(slot, partial(tiled, size, again), TILES, supports=_has_tokens, note=f"tiles of {size}", tile=size)
+            Wrap(
+                slot,
+                partial(tiled, size, again),
+                TILES,
+                supports=partial(_has_tokens, size),
+                note=f"tiles of {size}",
+                tile=size,
+            )
             for slot, (size, tiled) in around.items()
             if size is not None and slot in model.declared
         ]
@@ -66,7 +78,9 @@ class Tiles:
         return True
 
 
-def _has_tokens(site: Site, run: "Run") -> bool:
+def _has_tokens(size: int, site: Site, run: "Run") -> bool | str:
+    if site.sequence == TOKENS and size < run.config.trainer.seq_length and reads_pass(site):
+        return "its adapters draw dropout masks for whole samples; set memory.tiles.mlp=null, or use no such dropout"
     return site.sequence == TOKENS
 
 
@@ -108,6 +122,26 @@ def tiled_loss(
         parts = [_tiles(one, ranks, own) for one in of_tokens]
         found = [step(*tile, **named) for tile in _calls(hidden.split(own, dim=1), project, parts)]
         return sum(loss for loss, _ in found), sum(count for _, count in found)  # type: ignore[return-value]
+
+    return call
+
+
+def tiled_log_probabilities(
+    size: int, again: Callable[[Callable[..., Any]], Callable[..., Any]], inner: Callable[..., "Tensor"]
+) -> Callable[..., "Tensor"]:
+    """Wrap a supplier of `Loss.log_probabilities`, which objectives call, as `tiled_loss` wraps that of the loss."""
+    from torch import cat
+
+    step = again(inner)
+
+    def call(hidden: "Tensor", project: Any, labels: "Tensor") -> "Tensor":
+        """hidden [B, S / R, D], labels [B, S] -> [B, S]."""
+        ranks = labels.shape[1] // hidden.shape[1]
+        own = max(size // ranks, 1)
+        if hidden.shape[1] <= own:
+            return inner(hidden, project, labels)
+        tiles = _calls(hidden.split(own, dim=1), project, [_tiles(labels, ranks, own)])
+        return cat([step(*tile).unflatten(1, (ranks, -1)) for tile in tiles], dim=2).flatten(1)
 
     return call
 

@@ -175,6 +175,11 @@ def test_slots_that_are_misspelt_absent_or_not_recomputable_are_refused() -> Non
             build_model(tiny_run(settings_of(mode="selective", slots=slots)))
 
 
+def test_offload_every_without_offload_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"offload_every has no effect without memory\.recompute\.offload=true"):
+        build_model(tiny_run(settings_of(mode="full", offload_every=2)))
+
+
 def test_the_flag_recompute_sets_the_mode() -> None:
     from mplug.cli.options import added_flags
 

@@ -264,7 +264,7 @@ def test_accuracy_needs_the_whole_model_on_each_rank(folder: Path) -> None:
 
 def test_a_run_with_an_objective_is_said_to_train_by_another_loss(capsys: pytest.CaptureFixture[str]) -> None:
     (row,), plain = (Measured("a.txt", 1, 3, 0.5, None),), tiny_config({})
-    trained = tiny_config({"data.name": "mock", "data.pairs": True, "objectives.dpo.beta": 0.3})
+    trained = tiny_config({"data.name": "mock", "data.pairs": True, "data.documents": 5, "objectives.dpo.beta": 0.3})
     for config, expected in ((plain, False), (trained, True)):
         report(Found((row,), "w", False, "", "fp64", 8, None, objective_of(config)), None)
         said = "the loss is the model's own, of all targets alike; the run trains by that of objectives/dpo"

@@ -209,7 +209,10 @@ def test_further_layouts_give_the_weights_of_one_process(layout: str, settings: 
         ({"optimizer.groups": [{"match": "head", "optimizer": {"name": "soap"}}]}, "optimizers/soap does not state"),
         ({"model.mup_base": {"hidden_size": 16, "vocab_size": 100}}, "vocabulary is no width"),
         ({"model.mup_base": {"hidden_size": 16, "num_layers": 2}}, "2 blocks beside 4"),
-        ({"model.mup_base": {"hidden_sise": 16}}, "mup_base describes no model: hidden_sise"),
+        (
+            {"model.mup_base": {"hidden_sise": 16}},
+            "hidden_sise: the model has no such field; did you mean 'hidden_size'",
+        ),
         ({"model.mup_base": {"hidden_size": 18}}, "does not divide hidden_size=18"),
     ],
     ids=str,

@@ -131,7 +131,8 @@ class Mesh:
             members = [axis for axis in axes if view in axis.views]
             if world_size % covered:
                 degrees = " x ".join(f"{axis.name}={axis.size}" for axis in members)
-                raise UsageError(f"{degrees} = {covered} does not divide the world size {world_size}")
+                product = f" = {covered}" if len(members) > 1 else ""
+                raise UsageError(f"{degrees}{product} does not divide the world size {world_size}")
             if covered < world_size:
                 shared = [axis for axis in members if len(axis.views) > 1]
                 data = Axis(f"{view}_data", world_size // covered, entries={"batch": contiguous}, views=(view,))

@@ -217,6 +217,11 @@ def _refuse_unused_entries(run: Run, model: Model) -> None:
     unused = sorted(run.entries - inputs - (set() if run.trains else {SEQUENCES, REFERENCE}))
     if unused:
         (loader,), (owner,) = (run.hooks.implementers(hook) for hook in ("build_loader", "build_model"))
+        if SEQUENCES in unused:
+            raise UsageError(
+                f"{loader} numbers the sequences of a sample for an objective, and the run has none; name one "
+                f"(--objective NAME; 'mplug plugins list --kind objectives' lists those that are installed)"
+            )
         raise UsageError(
             f"micro batches of {loader} have {listed(map(repr, unused))}, which no unit of {owner} takes as input; "
             f"change the settings of {loader} so that it omits them, or use another model"

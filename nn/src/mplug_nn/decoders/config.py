@@ -14,6 +14,7 @@ from pydantic import (
     model_validator,
 )
 
+from mplug.errors import suggest
 from mplug_nn.decoders.parts import AttentionConfig, EmbeddingConfig, NormConfig, PartConfig
 from mplug_pretrained.external import ExternalNames
 
@@ -62,9 +63,17 @@ class DecoderConfig(BaseModel, ABC):
         try:
             _ = self.base
         except ValidationError as error:
-            reasons = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+            reasons = "; ".join(self._reason(one["loc"], one["type"], one["msg"]) for one in error.errors())
             raise ValueError(f"mup_base describes no model: {reasons}") from None
         return self
+
+    @classmethod
+    def _reason(cls, location: tuple[int | str, ...], kind: str, message: str) -> str:
+        """Why a field of `mup_base` does not fit, in our words if it is unknown."""
+        field = ".".join(map(str, location))
+        if kind == "extra_forbidden":
+            message = f"the model has no such field{suggest(field, cls.model_fields)}"
+        return f"{field}: {message}" if field else message.removeprefix("Value error, ")
 
     @property
     def base(self) -> Self | None:

@@ -19,13 +19,14 @@ import transformers
 from byte_level import byte_level
 from library_models import wide
 from mplug_evaluate.command import Asked, _job, command
-from mplug_evaluate.work import Found, Job, _refuse_later_tokens, measured, prepared
+from mplug_evaluate.report import report
+from mplug_evaluate.work import Found, Job, Measured, _refuse_later_tokens, measured, objective_of, prepared
 from published import model_of, save
 from torch.nn.functional import cross_entropy
 
 from mplug import UsageError
 from mplug.model.build import build_model
-from mplug_testing.harness import as_rank, tiny_run
+from mplug_testing.harness import as_rank, tiny_config, tiny_run
 from mplug_testing.workers import run_workers
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft")  # in the libraries
@@ -259,3 +260,12 @@ def test_accuracy_needs_the_whole_model_on_each_rank(folder: Path) -> None:
     job = job_of("--pretrained", folder, "--data", "mock", *FP64, "--accuracy", "--parallel", "tp2")
     with pytest.raises(UsageError, match="--accuracy needs the whole model on each rank"):
         found_by(job)
+
+
+def test_a_run_with_an_objective_is_said_to_train_by_another_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    (row,), plain = (Measured("a.txt", 1, 3, 0.5, None),), tiny_config({})
+    trained = tiny_config({"data.name": "mock", "data.pairs": True, "data.documents": 5, "objectives.dpo.beta": 0.3})
+    for config, expected in ((plain, False), (trained, True)):
+        report(Found((row,), "w", False, "", "fp64", 8, None, objective_of(config)), None)
+        said = "the loss is the model's own, of all targets alike; the run trains by that of objectives/dpo"
+        assert (said in capsys.readouterr().out) is expected

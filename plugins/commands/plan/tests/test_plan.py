@@ -104,6 +104,17 @@ def test_unknown_chips_and_other_files_are_refused(chip: str, text: str | None, 
         file.write_text(text)
     with pytest.raises(UsageError, match=re.escape(message)):
         machine_of(chip, None if text is None else file, None, None)
+    with pytest.raises(UsageError, match=r"none\.json' does not exist; write it by 'mplug bench --limits --out"):
+        machine_of("h100", tmp_path / "none.json", None, None)
+
+
+@pytest.mark.parametrize("option", ["--simulate", "--out"])
+def test_a_file_in_a_folder_that_does_not_exist_is_refused_before_the_search(option: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(command, ["--gpus", "8", option, str(tmp_path / "none" / "file")])
+    assert isinstance(result.exception, UsageError)
+    assert f"cannot write {option}" in str(result.exception)
+    assert "its folder does not exist" in str(result.exception)
+    assert result.output == ""
 
 
 def test_a_default_kernel_fills_the_kinds_that_it_offers_unless_one_is_left_to_plain_torch() -> None:

@@ -93,6 +93,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "mtp_loss_coefficient": (0.2,),
     "position": ("rotary", "alibi", "learned"),
     "max_position_embeddings": (32,),
+    "mup_base": ({"ffn_hidden_size": 8}, {"moe_ffn_hidden_size": 8}),
     "dropout": (0.2,),
     "attention_dropout": (0.2,),
     "q_lora_rank": (None, 6),

@@ -157,6 +157,13 @@ def test_the_export_of_a_run_with_another_scaling_is_read_as_its_model(
     assert torch.equal(logits(again, tokens), logits(before, tokens))
 
 
+def test_a_folder_without_a_length_gets_that_of_the_run(folders: dict[str, Path], tmp_path: Path) -> None:
+    original = {n: v for n, v in read_json(folders["llama"] / "config.json").items() if n != "max_position_embeddings"}
+    run = run_of(folders["llama"], {**TINY, "model.rope_scaling": SCALINGS["yarn"]})
+    fields = extended_config(run.config, original, tmp_path / "config.json")
+    assert fields["max_position_embeddings"] == LENGTH
+
+
 def test_a_folder_whose_own_scaling_changes_with_the_length_of_a_batch_is_refused(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -189,6 +189,11 @@ def test_adapters_with_dropout_are_not_run_again_while_other_micro_batches_are_i
     build_model(tiny_run({**settings, "parallel.layout": "pp2", "memory.recompute.mode": "full"}))
 
 
+def test_offload_every_without_offload_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"offload_every has no effect without memory\.recompute\.offload=true"):
+        build_model(tiny_run(settings_of(mode="full", offload_every=2)))
+
+
 def test_the_flag_recompute_sets_the_mode() -> None:
     from mplug.cli.options import added_flags
 

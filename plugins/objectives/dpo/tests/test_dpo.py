@@ -260,6 +260,7 @@ def test_sums_that_the_data_know_are_a_reference(tmp_path: Path) -> None:
 
 WRONG = {
     "label_smoothing is of the losses": {"loss": "ipo", "label_smoothing": 0.1},
+    "gamma has no effect": {"loss": "sigmoid", "gamma": 1.0},
     "reference=data has no effect": {"loss": "simpo", "reference": "data"},
 }
 
@@ -316,3 +317,11 @@ def test_a_layout_computes_what_one_process_does(layout: str) -> None:
 @pytest.mark.wide("layouts")
 def test_a_layout_computes_what_one_process_does_with_routers(layout: str) -> None:
     require_parity({**ROUTED, "model.num_layers": 2, "memory.tiles.mlp": 7, "memory.tiles.loss": 7}, layout)
+
+
+def test_pairs_without_an_objective_are_refused_with_the_option_that_names_one() -> None:
+    from mplug.model.build import build_model
+
+    alone = {field: value for field, value in PAIRS.items() if not field.startswith("objectives")}
+    with pytest.raises(UsageError, match=r"data/mock numbers the sequences of a sample for an objective.*--objective"):
+        build_model(tiny_run(alone))

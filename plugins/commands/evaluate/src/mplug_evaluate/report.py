@@ -31,6 +31,8 @@ def report(found: "Found", output: Path | None) -> None:
     click.echo(table(columns, [[*_cells(one), *(_shares(one) if with_accuracy else ())] for one in rows]))
     if found.averages:
         click.echo(f"of the averages of the weights in '{found.weights}' (trainer.eval_averages=false: of the weights)")
+    if found.objective is not None:
+        click.echo(f"the loss is the model's own, of all targets alike; the run trains by that of {found.objective}")
     if output is not None:
         text = json.dumps(_plain(found), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mplug import UsageError
 
 if TYPE_CHECKING:
-    from mplug import Model, Run, Stepper
+    from mplug import Model, Run, RunConfig, Stepper
     from mplug.commands import Settings
     from mplug_evaluate.documents import Documents
     from mplug_evaluate.hits import Shares
@@ -78,6 +78,8 @@ class Found:
     precision: str
     seq_length: int
     stride: int | None
+    objective: str | None = None
+    """The plugin that computed the loss of the training in place of the model's own; None: the model's own loss."""
 
     @property
     def total(self) -> Measured:
@@ -132,7 +134,15 @@ def measured(run: "Run", job: Job) -> Found:
         rows = list(_of_files(run, model, stepper, job.documents, stride))
     trainer, layout = run.config.trainer, run.config.parallel.layout
     weights = job.weights
-    return Found(tuple(rows), str(weights.path), weights.uses_averages(run), layout, trainer.precision, length, stride)
+    return Found(
+        *(tuple(rows), str(weights.path), weights.uses_averages(run)),
+        *(layout, trainer.precision, length, stride, objective_of(run.config)),
+    )
+
+
+def objective_of(config: "RunConfig") -> str | None:
+    """The label of the plugin that computes the loss of a run's training, if it is not the model's own loss."""
+    return next((one.label for one in config.chosen if one.section[0] == "objectives"), None)
 
 
 def _refuse_missing_streams(run: "Run", model: "Model") -> None:

@@ -58,12 +58,14 @@ def command(
     mplug plan --model llama --preset 3.1-405b --gpus 16384 --batch-size 2048 --simulate step.html
     mplug plan --preset 7.1b --gpus 2 --gpu h200 --limits bench.json --parallel zero2
     """
+    from mplug import UsageError, write_whole
     from mplug.commands import overrides
     from mplug_plan.machine import machine_of
     from mplug_plan.planned import Planner
     from mplug_plan.search import search
     from mplug_plan.simulate import write_page
 
+    _refuse_unwritable({"--simulate": simulate, "--out": out})
     machine = machine_of(chip, limits, gpus_per_node, memory)
     given = overrides(**options)
     planner = Planner(_with_defaults(given), machine, gpus)
@@ -84,7 +86,20 @@ def command(
         write_page(simulate, shown[0], machine)
         click.echo(f"\nwrote {simulate}: the step of '{shown[0].layout or 'one process'}'; open it in a browser")
     if out is not None:
-        out.write_text(json.dumps(_as_json(planner, given, found, top), indent=2) + "\n")
+        text = json.dumps(_as_json(planner, given, found, top), indent=2) + "\n"
+        try:
+            write_whole(out, text.encode())
+        except OSError as error:
+            raise UsageError(f"cannot write --out '{out}': {error.strerror}; use another file") from None
+
+
+def _refuse_unwritable(files: "dict[str, Path | None]") -> None:
+    """Raise UsageError, before a long search, if the folder of a file does not exist."""
+    from mplug import UsageError
+
+    for option, file in files.items():
+        if file is not None and not file.parent.is_dir():
+            raise UsageError(f"cannot write {option} '{file}': its folder does not exist; make it, or use another file")
 
 
 def _with_defaults(given: "Settings") -> "Settings":
@@ -109,6 +124,7 @@ def _set_batch(planner: "Planner", given: "Settings") -> None:
 def _head(planner: "Planner", found: "Search") -> str:
     config = planner.prepared_alone().config
     trainer = config.trainer
+    layouts = "layout" if found.considered == 1 else "layouts"
     samples, length = trainer.global_batch_size, trainer.seq_length
     kernels = ""
     if planner.kernels.assumed:
@@ -116,7 +132,7 @@ def _head(planner: "Planner", found: "Search") -> str:
     return (
         f"{planner.gpus:,} GPUs, {planner.machine.gpus_per_node} in a node; {planner.machine.source}\n"
         f"a step: {samples:,} samples of {length:,} tokens ({samples * length:,} tokens); precision "
-        f"{trainer.precision}; {found.considered:,} layouts considered{kernels}\n"
+        f"{trainer.precision}; {found.considered:,} {layouts} considered{kernels}\n"
     )
 
 

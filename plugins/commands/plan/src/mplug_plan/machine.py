@@ -122,6 +122,10 @@ def _measured(machine: Machine, file: Path) -> Machine:
     """The machine with the rates that a file of `mplug bench --limits --out FILE` has."""
     try:
         variants = json.loads(file.read_text(encoding="utf-8"))["variants"].values()
+    except FileNotFoundError:
+        raise UsageError(
+            f"--limits: '{file}' does not exist; write it by 'mplug bench --limits --out {file}'"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"--limits: '{file}' is not a file of 'mplug bench --limits --out FILE' ({type(error).__name__})"

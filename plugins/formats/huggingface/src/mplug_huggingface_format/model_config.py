@@ -94,7 +94,7 @@ def _with_rotary(original: Mapping[str, Any], written: Mapping[str, Any], length
         for name, value in original.items()
     }
     rotary = {name: written[name] for name in ROTARY if name in written}
-    longest = {LONGEST: max(found[LONGEST], length)} if rotary and LONGEST in found else {}
+    longest = {LONGEST: max(found.get(LONGEST, 0), length)} if rotary else {}
     return {**found, **rotary, **longest}
 
 

@@ -56,11 +56,18 @@ class Recompute:
 
     @hookimpl
     def configure(self, config: "RunConfig") -> None:
-        """Refuse an empty list, and the products of experts. The slots of the model are known later (`offer`)."""
+        """Refuse an empty list, the products of experts, and a field that another one makes useless.
+
+        The slots of the model are known later (`offer`).
+        """
         if not self.config.slots:
             raise UsageError(f"{SLOTS} is empty; set it to slots, or set memory.recompute.mode=none")
         if PRODUCT in self.config.slots:
             raise _frees_nothing(PRODUCT)
+        if self.config.offload_every > 1 and not self.config.offload:
+            raise UsageError(
+                "memory.recompute.offload_every has no effect without memory.recompute.offload=true; set both or none"
+            )
 
     @hookimpl
     def offer(self, run: "Run", model: "Model") -> list[Wrap]:

@@ -40,6 +40,8 @@ class DPOConfig(BaseModel):
     def _fields_fit_the_loss(self) -> Self:
         if self.label_smoothing and self.loss not in SMOOTHED:
             raise ValueError(f"label_smoothing is of the losses {' and '.join(SMOOTHED)}, not of '{self.loss}'")
+        if self.gamma != type(self).model_fields["gamma"].default and self.loss != "simpo":
+            raise ValueError(f"gamma has no effect: it is of the loss simpo, not of '{self.loss}'; remove it")
         if self.reference == "data" and self.loss in WITHOUT_REFERENCE:
             raise ValueError(f"reference=data has no effect: the loss '{self.loss}' has no reference; remove it")
         return self

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
-from mplug_explain.command import command as explain
 from safetensors.torch import load_file
 
 from mplug.config.host_sections import Pretrained
@@ -100,13 +98,6 @@ LORA: dict[str, Any] = {"adapters.lora.rank": 2, "adapters.lora.targets": ["atte
 
 
 ONE_BLOCK = {"model.num_layers": 1, "trainer.precision": "fp32", "trainer.steps": 1, "trainer.eval_every": 0}
-
-
-def test_a_missing_folder_is_named_before_fields_of_the_model_that_it_would_describe() -> None:
-    words = ["--pretrained", "none", "--set", "model.rope_scaling={type: linear, factor: 2.0}"]
-    result = CliRunner().invoke(explain, words)
-    assert isinstance(result.exception, UsageError)
-    assert "checkpoint.pretrained (--pretrained): 'none' does not exist" in str(result.exception)
 
 
 def saved(folder: Path, settings: dict[str, Any]) -> None:

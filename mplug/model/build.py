@@ -155,8 +155,9 @@ def _build_model(run: Run) -> tuple[Model, list[Unmet]]:
     (label,) = run.hooks.implementers("build_model")
     with torch.device("meta"), within_reason(run.config, label):
         model: Model = run.hooks.call.build_model(run=run)
+        of_loader = run.entries
         adapt(run, model)
-        _refuse_unused_entries(run, model)
+        _refuse_unused_entries(run, model, of_loader)
         _refuse_missing_entries(run, model)
     if run.trains:
         freeze(model, run.config)
@@ -208,13 +209,13 @@ def _refuse_two_steppers(run: Run, model: Model) -> None:
         )
 
 
-def _refuse_unused_entries(run: Run, model: Model) -> None:
+def _refuse_unused_entries(run: Run, model: Model, of_loader: frozenset[str]) -> None:
     """Raise UsageError if no unit takes an optional entry: a model without document lengths would mix documents.
 
     Entries of objectives may be unused in a run that does not train.
     """
     inputs = {name for unit in model.plan.units for name in (*unit.inputs, *unit.optional)}
-    unused = sorted(run.entries - inputs - (set() if run.trains else {SEQUENCES, REFERENCE}))
+    unused = sorted(of_loader - inputs - (set() if run.trains else {SEQUENCES, REFERENCE}))
     if unused:
         (loader,), (owner,) = (run.hooks.implementers(hook) for hook in ("build_loader", "build_model"))
         if SEQUENCES in unused:

@@ -7,24 +7,27 @@ from torch import Tensor, nn
 
 from mplug.layout.inits import Entries, Inits
 from mplug.layout.plan import Buffer
-from mplug_nn.router import ALL_EXPERTS
 
 
 class FirstBias(nn.Module):
-    """Two states: the values [E], and whether they have been kept []. No gradient changes a bias of the choice."""
+    """Two states: the values [E] along a named axis, and whether they have been kept [].
+
+    No gradient changes a bias of the choice, so it is no state of an optimizer.
+    """
 
     mixes: ClassVar[frozenset[str]] = frozenset()
     values: Tensor
     kept: Tensor
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self, num_experts: int, axis: str) -> None:
         super().__init__()
+        self.axis = axis
         self.register_buffer("values", torch.zeros(num_experts))
         self.register_buffer("kept", torch.zeros(()))
 
     def plan_entries(self, inits: Inits) -> Entries:
         """The meaning of the states: those of the router's bias."""
-        return {"values": Buffer((ALL_EXPERTS,)), "kept": Buffer(())}
+        return {"values": Buffer((self.axis,)), "kept": Buffer(())}
 
     @torch.no_grad()
     def keep(self, bias: Tensor) -> None:

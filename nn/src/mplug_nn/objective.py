@@ -20,7 +20,7 @@ from mplug_nn.first_bias import FirstBias
 from mplug_nn.head import Head
 from mplug_nn.loss import CAPPED, LOG_PROBABILITIES, log_probabilities
 from mplug_nn.multi_token_prediction import TokensAhead
-from mplug_nn.router import Router
+from mplug_nn.router import ALL_EXPERTS, Router
 from mplug_nn.statistics import count
 
 if TYPE_CHECKING:
@@ -151,7 +151,9 @@ def set_objective(run: "Run", model: "Model", objective: Objective, label: str) 
     setattr(head, "loss", None)  # noqa: B010 (mypy knows the attribute as a module)
     model.attach({f"{unit.name}.loss": objective})
     if objective.recalls:
-        model.attach({f"{name}.first_bias": FirstBias(len(bias)) for name, bias in _changing_biases(model)})
+        model.attach(
+            {f"{name}.first_bias": FirstBias(len(bias), ALL_EXPERTS) for name, bias in _changing_biases(model)}
+        )
     made = {LOG_PROBABILITIES_OUTPUT: TOKENS} if objective.recalls else {}
     optional = tuple(dict.fromkeys((*unit.optional, *entries)))
     changed = replace(unit, outputs=(*unit.outputs, *made), optional=optional)

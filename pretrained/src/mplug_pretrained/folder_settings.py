@@ -16,7 +16,6 @@ from mplug.registry.bind_section import bind
 from mplug.registry.entry_points import ARCHITECTURES, TOKENIZER_FILES, BrokenPlugin, Registry
 from mplug_pretrained.described import DescribedModel, PublicSettings
 from mplug_pretrained.formats import Found, format_of, public_folder
-from mplug_pretrained.wanted import absent
 
 DATA = "folder_settings"
 """A static method of a data plugin: from the folder of a published checkpoint to settings of its section."""
@@ -26,14 +25,10 @@ def with_public_settings(registry: Registry, base: Settings, overrides: Settings
     """(base, overrides), with the model that a published folder describes if `overrides` name one.
 
     A resumed run keeps the model that its folder states: its published folder is in `base`, not in `overrides`.
-    Raises UsageError if the folder does not exist and the user sets fields of its model, if no installed family reads
-    the folder, if the family does not support its description, or if settings of the user contradict it; the error
-    lists all of these settings.
+    Raises UsageError if no installed family reads the folder, if the family does not support its description, or if
+    settings of the user contradict it; the error lists all of these settings.
     """
     folder = public_folder(overrides)
-    # Without this check, fields of the model that the folder describes would be refused as unknown to the default one.
-    if folder is not None and not folder.exists() and _has_model_fields(overrides):
-        raise UsageError(absent(source_of(overrides, ("checkpoint", "pretrained")), str(folder)))
     opened = None if folder is None else format_of(folder, registry)
     if folder is None or opened is None:
         return base, overrides
@@ -54,11 +49,6 @@ def with_public_settings(registry: Registry, base: Settings, overrides: Settings
     base = {key: setting for key, setting in base.items() if key[0] != "model"}
     model = merge(model, data_settings(registry, folder, base, overrides))
     return base, merge(merge({}, model), overrides)
-
-
-def _has_model_fields(settings: Settings) -> bool:
-    """Whether settings of a user name fields of the model beside its name and preset."""
-    return any(key[0] == "model" and key not in (("model", "name"), ("model", "preset")) for key in settings)
 
 
 def data_settings(registry: Registry, folder: Path, base: Settings, overrides: Settings) -> Settings:

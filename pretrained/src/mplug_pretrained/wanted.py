@@ -14,14 +14,6 @@ REMEDY = f"name them in {FIELD}.except, or use a checkpoint of this model"
 """What to do if a folder does not fit the model."""
 
 
-def absent(source: str | None, path: str) -> str:
-    """The message for a folder that does not exist. `source` says where `checkpoint.pretrained` was set."""
-    return (
-        f"{FIELD} ({source}): '{path}' does not exist; mplug downloads nothing: use a folder on this machine, of a "
-        f"published checkpoint, a run or a checkpoint"
-    )
-
-
 @dataclass(frozen=True)
 class Wanted:
     """The parameters and states to load, by our names, and the patterns of what the user excludes."""

@@ -14,7 +14,7 @@ from mplug.registry.stores import local_path
 from mplug.run.run import Run
 from mplug_pretrained.formats import is_public
 from mplug_pretrained.part_folders import PartFolders
-from mplug_pretrained.wanted import FIELD, Wanted, absent, wanted_of
+from mplug_pretrained.wanted import FIELD, Wanted, wanted_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -58,7 +58,10 @@ def newest_pretrained(run: Run) -> Path | PartFolders | None:
     if not paths:
         source = source_of(run.config.settings, ("checkpoint", "pretrained"))
         if not folder.exists():
-            raise UsageError(absent(source, section.path))
+            raise UsageError(
+                f"{FIELD} ({source}): '{section.path}' does not exist; mplug downloads nothing: use a "
+                f"folder on this machine, of a published checkpoint, a run or a checkpoint"
+            )
         raise UsageError(
             f"{FIELD} ({source}): '{section.path}' is not a checkpoint or the folder of a run with one, and no "
             f"installed format reads it; use a folder of one of these"

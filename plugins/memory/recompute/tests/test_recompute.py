@@ -187,6 +187,7 @@ def test_adapters_with_dropout_are_not_run_again_while_other_micro_batches_are_i
     with pytest.raises(UsageError, match=r"cannot serve MLP\.core .*set memory\.recompute\.mode=full"):
         build_model(tiny_run({**settings, "parallel.layout": "pp2"}))
     build_model(tiny_run({**settings, "parallel.layout": "pp2", "memory.recompute.mode": "full"}))
+    build_model(tiny_run({**settings, "parallel.layout": "pp2", "memory.recompute.slots": ["attention", "activation"]}))
 
 
 def test_offload_every_without_offload_is_refused() -> None:

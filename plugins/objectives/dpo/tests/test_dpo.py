@@ -30,6 +30,12 @@ LORA: dict[str, Any] = {"adapters.lora.rank": 3}
 ROUTED: dict[str, Any] = {
     **PAIRS,
     "model.name": "mixtral",
+    "model.vocab_size": 64,
+    "model.hidden_size": 32,
+    "model.num_layers": 1,
+    "model.num_attention_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.ffn_hidden_size": 48,
     "model.num_experts": 4,
     "model.num_experts_per_token": 2,
     "model.moe_ffn_hidden_size": 12,

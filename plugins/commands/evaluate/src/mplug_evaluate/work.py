@@ -135,8 +135,14 @@ def measured(run: "Run", job: Job) -> Found:
     trainer, layout = run.config.trainer, run.config.parallel.layout
     weights = job.weights
     return Found(
-        *(tuple(rows), str(weights.path), weights.uses_averages(run)),
-        *(layout, trainer.precision, length, stride, objective_of(run.config)),
+        tuple(rows),
+        str(weights.path),
+        weights.uses_averages(run),
+        layout,
+        trainer.precision,
+        length,
+        stride,
+        objective_of(run.config),
     )
 
 

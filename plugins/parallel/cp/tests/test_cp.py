@@ -74,10 +74,11 @@ def summed_beside_backward(settings: dict[str, Any]) -> set[str]:
     return set(build(tiny_run(settings)).model.sinks.reduced_over)
 
 
-def test_beside_dp_the_gradients_over_cp_are_summed_while_backward_runs() -> None:
-    """Also with one data-parallel rank: dp sums each bucket over all axes over which the gradients are partial."""
-    layouts = [{"parallel.layout": layout, "data.name": "mock"} for layout in ("cp2", "cp2dp1")]
-    assert [run_workers(2, summed_beside_backward, one) for one in layouts] == [[set()] * 2, [{"cp", "dp"}] * 2]
+def test_the_gradients_over_cp_are_summed_while_backward_runs() -> None:
+    """By dp with one rank, which sums buckets over all axes over which gradients are partial; else by the host."""
+    by_dp, by_host = ({"parallel.layout": "cp2", "data.name": "mock", "parallel.data": data} for data in ("dp", None))
+    assert run_workers(2, summed_beside_backward, by_dp) == [{"cp", "dp"}] * 2
+    assert run_workers(2, summed_beside_backward, by_host) == [set()] * 2
     require_parity(DOCUMENTS, "cp2dp1")
 
 

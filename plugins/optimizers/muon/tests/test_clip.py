@@ -170,7 +170,6 @@ def test_a_layout_gives_the_weights_of_one_process(layout: str, settings: dict[s
         *((f"cp2 parallel.cp.method={method}", CLIP) for method in ("ring", "all_gather", "ulysses")),
         *((layout, CLIP) for layout in ("cp2tp2", "cp4")),
         *((layout, LATENT) for layout in ("tp2", "cp2", "pp2", "zero2", "fsdp2", "cp2tp2")),
-        *((layout, {**CLIP, "trainer.compile": "aot_eager"}) for layout in ("tp2", "cp2")),
         *((layout, {**CLIP, "memory.recompute.mode": "full"}) for layout in ("tp2",)),
         *((layout, {**CLIP, "optimizer.separate": ["heads", "kv_heads"]}) for layout in ("tp2", "zero2")),
     ],

@@ -33,14 +33,22 @@ class GroupedProduct(WeightProduct):
 
     This class is the default. `ends` [e] int32 is the index after the last row of each group. `Experts` has two
     weights, so the name of a declared buffer begins with that of a weight: 'up_largest' is 'largest' in the product
-    with `up`.
+    with `up`. A supplier whose products differ in their kernels alone overrides `multiply` and `add` only.
     """
+
+    def multiply(self, rows: Tensor, values: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+        """rows [M, I] times the matrix of each row's group: [e, O, I] if `transposed`, else [e, I, O] -> [M, O]."""
+        return grouped_product(rows, values, ends, transposed)
+
+    def add(self, sink: Sink, grad_y: Tensor, rows: Tensor, ends: Tensor) -> None:
+        """Add the weights' gradient [e, O, I] of grad_y [M, O] and rows [M, I] to the sink."""
+        add_grouped_product(*sink, grad_y, rows, ends)
 
     def forward(
         self, rows: Tensor, weight: Operand, ends: Tensor, buffers: Mapping[str, Tensor]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """rows [M, I], weights [e, O, I] -> ([M, O], the tensors that `dgrad` needs)."""
-        return grouped_product(rows, weight.values, ends, True), (rows,)
+        return self.multiply(rows, weight.values, ends, True), (rows,)
 
     def dgrad(
         self,
@@ -52,13 +60,13 @@ class GroupedProduct(WeightProduct):
         needs_rows: bool,
     ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
         """grad_y [M, O] -> (the gradient of the rows, None unless `needs_rows`; the operands of `wgrad`)."""
-        grad_rows = grouped_product(grad_y, weight.values, ends, False) if needs_rows else None
+        grad_rows = self.multiply(grad_y, weight.values, ends, False) if needs_rows else None
         return grad_rows, (grad_y, *saved)
 
     def wgrad(self, operands: tuple[Tensor, ...], sink: Sink, ends: Tensor, buffers: Mapping[str, Tensor]) -> None:
         """Add the weights' gradient [e, O, I] to the sink, which always exists."""
         grad_y, rows = operands
-        add_grouped_product(*sink, grad_y, rows, ends)
+        self.add(sink, grad_y, rows, ends)
 
 
 PLAIN_GROUPED = GroupedProduct()

@@ -4,7 +4,6 @@ Rows are ordered by group. M rows, e groups, I input, O output. The kernels read
 the CPU waits for nothing. The weights' gradients are summed in fp32, and go into the sink without a copy.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from mplug_nn import GroupedProduct, Operand, Sink, fake, operator
+from mplug_nn import GroupedProduct, Sink, fake, operator
 from mplug_quack.rows import aligned_rows
 
 
@@ -40,28 +39,12 @@ def tile_for(num_rows: int, groups: int) -> Tile:
 class QuackGroups(GroupedProduct):
     """The three grouped products. Forward saves the rows."""
 
-    def forward(
-        self, rows: Tensor, weight: Operand, ends: Tensor, buffers: Mapping[str, Tensor]
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """rows [M, I], weights [e, O, I] -> ([M, O], the rows)."""
-        return multiply_groups(rows, weight.values, ends, True), (rows,)
+    def multiply(self, rows: Tensor, values: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+        """By QuACK."""
+        return multiply_groups(rows, values, ends, transposed)
 
-    def dgrad(
-        self,
-        grad_y: Tensor,
-        weight: Operand,
-        saved: tuple[Tensor, ...],
-        ends: Tensor,
-        buffers: Mapping[str, Tensor],
-        needs_rows: bool,
-    ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-        """grad_y [M, O] -> (the gradient of the rows; grad_y and the rows)."""
-        grad_rows = multiply_groups(grad_y, weight.values, ends, False) if needs_rows else None
-        return grad_rows, (grad_y, *saved)
-
-    def wgrad(self, operands: tuple[Tensor, ...], sink: Sink, ends: Tensor, buffers: Mapping[str, Tensor]) -> None:
-        """Add the weights' gradient [e, O, I] to the sink."""
-        grad_y, rows = operands
+    def add(self, sink: Sink, grad_y: Tensor, rows: Tensor, ends: Tensor) -> None:
+        """By QuACK, directly into the sink."""
         add_multiplied_groups(*sink, grad_y, rows, ends)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mplug.system.lazy import publish
 
 if TYPE_CHECKING:
+    from mplug_tokenization.chat_loader import ChatLoader as ChatLoader
     from mplug_tokenization.contract import CorpusTokenizer as CorpusTokenizer
     from mplug_tokenization.contract import FolderTokenizer as FolderTokenizer
     from mplug_tokenization.contract import Tokenizer as Tokenizer

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Any
 
 from mplug import UsageError
-from mplug_tokenization import CorpusTokenizer
+from mplug_tokenization.contract import CorpusTokenizer
 from mplug_tokenization.templates import ANSWERS, Template
 from mplug_tokenization.vocabulary import Vocabulary
 

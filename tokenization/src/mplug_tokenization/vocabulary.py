@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 
-from mplug_tokenization import CorpusTokenizer
+from mplug_tokenization.contract import CorpusTokenizer
 
 
 @dataclass(frozen=True)

@@ -6,38 +6,27 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mplug import MapLoader, UsageError, hookimpl
 from mplug_datasets.config import DatasetsConfig
-from mplug_tokenization import Tokenizer, TokenizerRecord, describe_tokenizer, load_tokenizer
+from mplug_tokenization import ChatLoader, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from mplug import Run, RunConfig
     from mplug_datasets.reading import Reader
     from mplug_datasets.rows import Reading
     from mplug_datasets.samples import SampleSet
     from mplug_datasets.sources import Source
-    from mplug_tokenization.templates import Template
     from mplug_tokenization.vocabulary import Vocabulary
 
 log = logging.getLogger("mplug.datasets")
 Split = Literal["train", "validation"]
 
 
-class Datasets:
+class Datasets(ChatLoader):
     """Loads rows of JSONL, Parquet and Arrow files and of save_to_disk, as texts or as conversations."""
 
     Config = DatasetsConfig
 
     def __init__(self, config: DatasetsConfig) -> None:
         self.config = config
-
-    @staticmethod
-    def folder_settings(folder: "Path", tokenizer: str, options: dict[str, Any]) -> dict[str, Any]:
-        """The tokenizer and the chat template of the published checkpoint with which a run begins."""
-        from mplug_tokenization.templates import has_template
-
-        found: dict[str, Any] = {"tokenizer": tokenizer, "tokenizer_options": options}
-        return found | ({"template": str(folder.absolute())} if has_template(folder) else {})
 
     @hookimpl
     def configure(self, config: "RunConfig") -> None:
@@ -72,18 +61,6 @@ class Datasets:
     def batch_entries(self) -> tuple[str, ...]:
         """The lengths of conversations, which confine attention to one conversation."""
         return ("document_lengths",) if self.config.conversations else ()
-
-    @cached_property
-    def template(self) -> "Template":
-        """The chat template, read once."""
-        from mplug_tokenization.templates import read_template
-
-        return read_template(self.config.template, self.config.template_variables)
-
-    @cached_property
-    def tokenizer(self) -> TokenizerRecord:
-        """The tokenizer that the config names."""
-        return describe_tokenizer(self.config.tokenizer, self.config.tokenizer_options, "data.tokenizer")
 
     @cached_property
     def vocabulary(self) -> "Vocabulary":

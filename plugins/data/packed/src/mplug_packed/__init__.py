@@ -1,28 +1,23 @@
 """Supervised fine-tuning on conversations: chat template, loss on answers only, packing to the sequence length."""
 
 import logging
-from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from mplug import MAY_MOVE, MapLoader, UsageError, distinct, hookimpl
-from mplug_tokenization import Tokenizer, TokenizerRecord, describe_tokenizer, load_tokenizer
+from mplug_tokenization import ChatLoader, Tokenizer
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from mplug import Run, RunConfig
-    from mplug_tokenization.chat import ChatVocabulary
     from mplug_tokenization.conversations import Count
     from mplug_tokenization.packed_samples import Documents
-    from mplug_tokenization.templates import Template
 
 log = logging.getLogger("mplug.packed")
 Split = Literal["train", "validation"]
 
 
-class Packed:
+class Packed(ChatLoader):
     """Packs conversations from JSON lines into samples; tokens attend only within their own conversation."""
 
     class Config(BaseModel):
@@ -70,14 +65,6 @@ class Packed:
     def __init__(self, config: Config) -> None:
         self.config = config
 
-    @staticmethod
-    def folder_settings(folder: "Path", tokenizer: str, options: dict[str, Any]) -> dict[str, Any]:
-        """The tokenizer and the chat template of the published checkpoint with which a run begins."""
-        from mplug_tokenization.templates import has_template
-
-        found: dict[str, Any] = {"tokenizer": tokenizer, "tokenizer_options": options}
-        return found | ({"template": str(folder.absolute())} if has_template(folder) else {})
-
     @hookimpl
     def configure(self, config: "RunConfig") -> None:
         """Refuse a wrong template or tokenizer, and too many documents per sample."""
@@ -103,26 +90,6 @@ class Packed:
     def batch_entries(self) -> tuple[str, ...]:
         """The lengths of documents, which confine attention to one document."""
         return ("document_lengths",)
-
-    @cached_property
-    def template(self) -> "Template":
-        """The chat template, read once."""
-        from mplug_tokenization.templates import read_template
-
-        return read_template(self.config.template, self.config.template_variables)
-
-    @cached_property
-    def tokenizer(self) -> TokenizerRecord:
-        """The tokenizer that the config names."""
-        return describe_tokenizer(self.config.tokenizer, self.config.tokenizer_options, "data.tokenizer")
-
-    @cached_property
-    def vocabulary(self) -> "ChatVocabulary":
-        """The tokenizer's tokens, the template's special tokens, and the template."""
-        from mplug_tokenization.chat import ChatVocabulary
-
-        special = self.template.special if self.config.special_tokens is None else self.config.special_tokens
-        return ChatVocabulary(load_tokenizer(self.tokenizer), special, self.template)
 
     @hookimpl
     def build_tokenizer(self) -> Tokenizer:

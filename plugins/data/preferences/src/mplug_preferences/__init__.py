@@ -1,27 +1,22 @@
 """Pairs of a chosen and a rejected answer: chat template, targets in the answers only, packing of whole pairs."""
 
 import logging
-from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from mplug import DOCUMENTS, MAY_MOVE, REFERENCE, SEQUENCES, MapLoader, UsageError, distinct, hookimpl
-from mplug_tokenization import Tokenizer, TokenizerRecord, describe_tokenizer, load_tokenizer
+from mplug_tokenization import ChatLoader, Tokenizer
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from mplug import Run, RunConfig
     from mplug_preferences.encoding import Count, Pair
-    from mplug_tokenization.chat import ChatVocabulary
-    from mplug_tokenization.templates import Template
 
 log = logging.getLogger("mplug.preferences")
 Split = Literal["train", "validation"]
 
 
-class Preferences:
+class Preferences(ChatLoader):
     """Packs pairs of answers from JSON lines into samples; tokens attend only within their answer and its prompt."""
 
     class Config(BaseModel):
@@ -70,14 +65,6 @@ class Preferences:
     def __init__(self, config: Config) -> None:
         self.config = config
 
-    @staticmethod
-    def folder_settings(folder: "Path", tokenizer: str, options: dict[str, Any]) -> dict[str, Any]:
-        """The tokenizer and the chat template of the published checkpoint with which a run begins."""
-        from mplug_tokenization.templates import has_template
-
-        found: dict[str, Any] = {"tokenizer": tokenizer, "tokenizer_options": options}
-        return found | ({"template": str(folder.absolute())} if has_template(folder) else {})
-
     @hookimpl
     def configure(self, config: "RunConfig") -> None:
         """Refuse a wrong template or tokenizer, and too many pairs per sample."""
@@ -102,26 +89,6 @@ class Preferences:
     def batch_entries(self) -> tuple[str, ...]:
         """The lengths of documents, the number of each position's answer, and what is known of a reference."""
         return (DOCUMENTS, SEQUENCES, *((REFERENCE,) if self.config.reference else ()))
-
-    @cached_property
-    def template(self) -> "Template":
-        """The chat template, read once."""
-        from mplug_tokenization.templates import read_template
-
-        return read_template(self.config.template, self.config.template_variables)
-
-    @cached_property
-    def tokenizer(self) -> TokenizerRecord:
-        """The tokenizer that the config names."""
-        return describe_tokenizer(self.config.tokenizer, self.config.tokenizer_options, "data.tokenizer")
-
-    @cached_property
-    def vocabulary(self) -> "ChatVocabulary":
-        """The tokenizer's tokens, the template's special tokens, and the template."""
-        from mplug_tokenization.chat import ChatVocabulary
-
-        special = self.template.special if self.config.special_tokens is None else self.config.special_tokens
-        return ChatVocabulary(load_tokenizer(self.tokenizer), special, self.template)
 
     @hookimpl
     def build_tokenizer(self) -> Tokenizer:

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 from mplug.system.lazy import publish
 
 if TYPE_CHECKING:
-    from mplug.checkpoint.folder import at_step as at_step
-    from mplug.checkpoint.folder import newest_saved as newest_saved
     from mplug.cli.groups import OpenGroup as OpenGroup
     from mplug.cli.hints import assignment_hint as assignment_hint
     from mplug.cli.options import Finite as Finite

@@ -17,9 +17,6 @@ import pytest
 from warm import Forked
 
 from mplug import hookimpl
-from mplug.checkpoint.folder import complete
-from mplug.checkpoint.names import partial_path, path_of, step_of
-from mplug.checkpoint.storage import FolderWriter
 from mplug.cli.beginning import claim_new
 from mplug.errors import RunError, UsageError
 from mplug.registry.hooks import HOST
@@ -30,6 +27,9 @@ from mplug.run.process import Process
 from mplug.run.run import Run
 from mplug.training.loop import train
 from mplug.training.observers import MetricsFile
+from mplug_saving.folder import complete
+from mplug_saving.names import partial_path, path_of, step_of
+from mplug_saving.storage import FolderWriter
 from mplug_testing.harness import tiny_config
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")

@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mplug.cli.beginning import beginning, readable_after, saved_since
+from mplug.cli.beginning import beginning
 from mplug.cli.options import Finite, RunName, config_options, overrides
 from mplug.cli.train_start import Request, Start, prepare_start
 from mplug.errors import Diverged, RunError, UsageError
 from mplug.registry.asking import asking
 from mplug.registry.beginnings import beginnings
-from mplug.registry.entry_points import SUGGESTIONS, Registry
+from mplug.registry.entry_points import SAVERS, SUGGESTIONS, Registry
+from mplug.registry.provided import provided
 
 if TYPE_CHECKING:
     from mplug.run.run import Run
     from mplug.training.job import Outcome
+    from mplug.training.saving import Saving
 
 PORT = click.IntRange(1, 65535)
 
@@ -122,11 +124,11 @@ def _print_notice(message: str) -> None:
 
 def _work(start: Start, deadline: float | None) -> "Outcome":
     """Train in this process, or in processes that are started here, again after a failure if --restarts allows it."""
-    from mplug.checkpoint.folder import complete
     from mplug.run.launching import Stopped, launch
     from mplug.training.job import Outcome, supervisor_of, work
 
     job, run, readable, restarts = start.job(deadline), start.run, start.readable, start.request.restarts
+    saving: Saving | None = provided(SAVERS)
     if start.world is not None or (run.mesh.world_size == 1 and not restarts):
         return work(job)
     for restart in range(1, restarts + 2):
@@ -135,7 +137,8 @@ def _work(start: Start, deadline: float | None) -> "Outcome":
             outcome: Outcome = launch(run.mesh.world_size, work, job, port=port, supervisor=supervisor)
             return outcome
         except Stopped as stop:
-            return Outcome(job.directory, saved_since(run, readable), signal=stop.signal)
+            step = 0 if saving is None else saving.saved_since(run, readable)
+            return Outcome(job.directory, step, signal=stop.signal)
         except Diverged:
             raise
         except RunError as error:
@@ -143,9 +146,9 @@ def _work(start: Start, deadline: float | None) -> "Outcome":
                 raise
             if job.claim is not None:
                 job.claim.confirm()
-            found = complete(run.checkpoints)
-            job = replace(job, resume_from=found[-1] if found else None)
-            readable = readable_after(error, run, job.resume_from)
+            if saving is not None:
+                job = replace(job, resume_from=saving.newest(job.directory, restarted=True))
+                readable = saving.readable_after(error, run, job.resume_from)
             is_anew = readable is None and run.config.checkpoint.pretrained is not None
             where = beginning(readable, beginnings().source(run) if is_anew else None)
             click.echo(f"mplug: {error}; continuing {where} (restart {restart} of {restarts})", err=True)
@@ -188,7 +191,8 @@ def _report(outcome: "Outcome", run: "Run", seconds: float) -> None:
         rest = f"continue with: mplug train --resume --name {name}"
         if outcome.step == run.config.trainer.steps:
             rest = "it was the last step, and its evaluation was cancelled"
-        click.echo(f"{reason} after step {outcome.step}, which is saved; {rest}")
+        saved = provided(SAVERS) is not None
+        click.echo(f"{reason} after step {outcome.step}{f', which is saved; {rest}' if saved else ''}")
         return
     loss = f", validation loss {outcome.val_loss:.4f}" if outcome.val_loss is not None else ""
     click.echo("; ".join((f"done in {duration(seconds)}{loss}", *_suggestions(run))))

@@ -58,6 +58,8 @@ SUGGESTIONS = "suggestions"
 """The group 'mplug.suggestions': functions from a finished run to a clause that says what to do with it, or to ''."""
 BEGINNINGS = "beginnings"
 """The group 'mplug.beginnings': a class that reads the weights with which runs begin (`mplug.registry.beginnings`)."""
+SAVERS = "savers"
+"""The group 'mplug.savers': a class that saves runs in checkpoints and resumes them (`mplug.training.saving`)."""
 PREFLIGHTS = "preflights"
 """The group 'mplug.preflights': a class that compares a run with its machine before it starts (`Preflight`)."""
 BALANCERS = "balancers"
@@ -86,6 +88,7 @@ GROUPS = (
     RECORDERS,
     SUGGESTIONS,
     BEGINNINGS,
+    SAVERS,
     PREFLIGHTS,
     BALANCERS,
     LAUNCHERS,

@@ -13,7 +13,6 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from mplug.checkpoint.folder import damaged
 from mplug.config.binding import (
     FREE_SECTIONS,
     HOST_FIELDS,
@@ -37,8 +36,9 @@ from mplug.registry.installed import HOST_DISTRIBUTION
 from mplug.registry.rates import RATES
 from mplug.run.record import provenance
 from mplug.run.run import Run
-from mplug.training.saved_fields import bound, leaves, mark_of, shown
 from mplug.training.schedule import learning_rate
+from mplug_saving.folder import damaged
+from mplug_saving.saved_fields import bound, leaves, mark_of, shown
 
 OPTION = "--allow-change"
 ABSENT = "(not set)"

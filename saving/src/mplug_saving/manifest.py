@@ -11,11 +11,11 @@ from typing import Annotated, Any, NotRequired, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic reads typing's from Python 3.12 on
 
-from mplug.checkpoint.coverage import uncovered
-from mplug.checkpoint.names import MANIFEST
-from mplug.checkpoint.reading import LARGEST, MOST_DIMS, Expected, parse_json
 from mplug.errors import LONGEST_TEXT
 from mplug.precisions.dtypes import FORMATS
+from mplug_saving.coverage import uncovered
+from mplug_saving.names import MANIFEST
+from mplug_saving.reading import LARGEST, MOST_DIMS, Expected, parse_json
 
 FORMAT = 2
 """The version of the format that this version of mplug writes and reads."""

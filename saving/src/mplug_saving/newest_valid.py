@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mplug.checkpoint.folder import (
+from mplug.errors import RunError, UsageError
+from mplug_saving.folder import (
     REMEDY,
     OtherVersion,
     complete,
@@ -13,15 +14,14 @@ from mplug.checkpoint.folder import (
     read_manifest,
     verify,
 )
-from mplug.checkpoint.names import step_of
-from mplug.checkpoint.opened import Opened, open_together
-from mplug.checkpoint.rank_exchanges import from_rank, raise_alike
-from mplug.checkpoint.verified import Verified
-from mplug.errors import RunError, UsageError
+from mplug_saving.names import step_of
+from mplug_saving.opened import Opened, open_together
+from mplug_saving.rank_exchanges import from_rank, raise_alike
+from mplug_saving.verified import Verified
 
 if TYPE_CHECKING:
-    from mplug.checkpoint.manifest import Facts
     from mplug.run.run import Run
+    from mplug_saving.manifest import Facts
 
 
 @dataclass(frozen=True)

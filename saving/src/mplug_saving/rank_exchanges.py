@@ -7,9 +7,9 @@ them. Processes without a group (one process) skip the exchange.
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from mplug.checkpoint.folder import OtherVersion
 from mplug.errors import RunError, UsageError
 from mplug.run.run import Run
+from mplug_saving.folder import OtherVersion
 
 KINDS = (RunError, OtherVersion, UsageError)
 """The errors that ranks raise alike, the most important first: a rank that cannot read does not know the content."""

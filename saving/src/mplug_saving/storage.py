@@ -17,15 +17,15 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from mplug.checkpoint.boxes import BoxSavePlanner
-from mplug.checkpoint.manifest import encode, name_in_file
-from mplug.checkpoint.names import MANIFEST, SUFFIX, file_of, partial_path
-from mplug.checkpoint.own_folders import add_part, keep_parts, make_partial
-from mplug.checkpoint.plans import KeptPlans
-from mplug.checkpoint.reading import checksum_of, open_file
-from mplug.checkpoint.retention import Retention
 from mplug.run.launching import launched
 from mplug.system.files import sync_path, write_whole
+from mplug_saving.boxes import BoxSavePlanner
+from mplug_saving.manifest import encode, name_in_file
+from mplug_saving.names import MANIFEST, SUFFIX, file_of, partial_path
+from mplug_saving.own_folders import add_part, keep_parts, make_partial
+from mplug_saving.plans import KeptPlans
+from mplug_saving.reading import checksum_of, open_file
+from mplug_saving.retention import Retention
 
 log = logging.getLogger("mplug")
 

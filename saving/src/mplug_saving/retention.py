@@ -6,11 +6,11 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from mplug.checkpoint.folder import OtherVersion, complete, read_manifest, verify
-from mplug.checkpoint.names import MANIFEST, partial_path, step_of
-from mplug.checkpoint.verified import Signature, Verified, signature_of
 from mplug.errors import RunError, UsageError
 from mplug.system.files import sync_path
+from mplug_saving.folder import OtherVersion, complete, read_manifest, verify
+from mplug_saving.names import MANIFEST, partial_path, step_of
+from mplug_saving.verified import Signature, Verified, signature_of
 
 log = logging.getLogger("mplug")
 

@@ -11,8 +11,8 @@ from mplug.contracts.optimizer import AVERAGE
 from mplug.errors import UsageError
 
 if TYPE_CHECKING:
-    from mplug.checkpoint.manifest import Contents
     from mplug.model.model import Model
+    from mplug_saving.manifest import Contents
 
 Start = tuple[int, ...]
 Shape = tuple[int, ...]

@@ -8,13 +8,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mplug.checkpoint.names import MANIFEST, path_of, step_of
-from mplug.checkpoint.reading import Expected, Replaced, check_file, check_header, read_small, status_of
 from mplug.errors import RunError, UsageError, listed, printable
 from mplug.run.folder import all_directories, find_directory
+from mplug_saving.names import MANIFEST, path_of, step_of
+from mplug_saving.reading import Expected, Replaced, check_file, check_header, read_small, status_of
 
 if TYPE_CHECKING:
-    from mplug.checkpoint.manifest import Contents, Manifest
+    from mplug_saving.manifest import Contents, Manifest
 
 LONGEST_REASON = 500
 """Maximum number of characters of the reason in the message about a damaged checkpoint."""
@@ -113,7 +113,7 @@ def read_valid(path: Path, each: Callable[[list[str]], Iterable[str]] = list) ->
 
 def verify(path: Path, manifest: "Contents", names: Iterable[str]) -> None:
     """Read files completely and compare their checksums and headers. UsageError names the first file that differs."""
-    from mplug.checkpoint.manifest import expected_in  # imports pydantic
+    from mplug_saving.manifest import expected_in  # imports pydantic
 
     expected: Mapping[str, Expected] = {}
     for name in names:
@@ -127,7 +127,7 @@ def read_described(path: Path) -> "Manifest":
 
     Raises the errors of `read_manifest`.
     """
-    from mplug.checkpoint.manifest import expected_in  # imports pydantic
+    from mplug_saving.manifest import expected_in  # imports pydantic
 
     manifest = read_manifest(path)
     for name, tensors in expected_in(manifest).items():
@@ -153,7 +153,7 @@ def _text_of(path: Path) -> bytes:
 
 
 def _parsed(path: Path, text: bytes) -> "Manifest":
-    from mplug.checkpoint.manifest import OtherFormat, decode  # imports pydantic
+    from mplug_saving.manifest import OtherFormat, decode  # imports pydantic
 
     with _explained(path):
         try:

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from mplug.checkpoint.boxes import Boxed, held_boxes, state_boxes
-from mplug.checkpoint.folder import read_manifest
-from mplug.checkpoint.index import shapes_of
-from mplug.checkpoint.saver import refuse_another
 from mplug.model.build import states_without_memory
 from mplug.model.model import Model
 from mplug.run.run import Run
+from mplug_saving.boxes import Boxed, held_boxes, state_boxes
+from mplug_saving.folder import read_manifest
+from mplug_saving.index import shapes_of
+from mplug_saving.saver import refuse_another
 
 
 def refuse_unsavable_states(run: Run, model: Model, resume_from: Path | None = None) -> None:

@@ -16,17 +16,17 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from mplug.checkpoint.boxes import Boxed, BoxLoadPlanner, BoxSavePlanner, Start, State
-from mplug.checkpoint.folder import complete, read_manifest, verify
-from mplug.checkpoint.names import partial_path, path_of
-from mplug.checkpoint.opened import Opened
-from mplug.checkpoint.plans import KeptPlans
-from mplug.checkpoint.rank_exchanges import raise_alike
-from mplug.checkpoint.retention import Retention
-from mplug.checkpoint.storage import FolderReader, FolderWriter
-from mplug.checkpoint.verified import Verified
 from mplug.errors import RunError, UsageError, listed
 from mplug.run.run import Run
+from mplug_saving.boxes import Boxed, BoxLoadPlanner, BoxSavePlanner, Start, State
+from mplug_saving.folder import complete, read_manifest, verify
+from mplug_saving.names import partial_path, path_of
+from mplug_saving.opened import Opened
+from mplug_saving.plans import KeptPlans
+from mplug_saving.rank_exchanges import raise_alike
+from mplug_saving.retention import Retention
+from mplug_saving.storage import FolderReader, FolderWriter
+from mplug_saving.verified import Verified
 
 
 class Saver:

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from mplug.checkpoint.folder import REMEDY, checksum_of_manifest, read_with_checksum
-from mplug.checkpoint.index import Index
-from mplug.checkpoint.rank_exchanges import divided, from_rank, raise_alike
 from mplug.errors import RunError, UsageError
 from mplug.run.launching import launched
 from mplug.run.run import Run
+from mplug_saving.folder import REMEDY, checksum_of_manifest, read_with_checksum
+from mplug_saving.index import Index
+from mplug_saving.rank_exchanges import divided, from_rank, raise_alike
 
 if TYPE_CHECKING:
-    from mplug.checkpoint.manifest import Contents, Facts, Manifest
+    from mplug_saving.manifest import Contents, Facts, Manifest
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _facts(manifest: "Manifest") -> "Facts":
 
 def _shares(manifest: "Manifest", num_ranks: int) -> list[bytes]:
     """For each rank, the compressed entries of the files that it compares with their checksums."""
-    from mplug.checkpoint.manifest import contents_by_rank  # imports pydantic
+    from mplug_saving.manifest import contents_by_rank  # imports pydantic
 
     return [zlib.compress(json.dumps(part).encode(), 1) for part in contents_by_rank(manifest, num_ranks)]
 

@@ -9,24 +9,12 @@ import logging
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 from uuid import uuid4
 
-from mplug.checkpoint.folder import complete
-from mplug.checkpoint.names import MANIFEST, SUFFIX, partial_path, step_of
+from mplug_saving.folder import complete
+from mplug_saving.names import MANIFEST, SUFFIX, partial_path, step_of
 
 log = logging.getLogger("mplug")
-
-
-class Gatherer(Protocol):
-    """What a plugin gives the host if each machine of a run may have a run folder of its own."""
-
-    def complete(self, directory: Path) -> None:
-        """Make the run's folder on this machine one from which the run can continue.
-
-        Afterwards its newest checkpoint is the newest one that the plugin has joined, with all files, and no part of a
-        later one is visible. One process on each machine calls it, before it reads the folder.
-        """
 
 
 def prefix_of(rank: int) -> str:

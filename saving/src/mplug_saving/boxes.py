@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, SavePlanner, WriteItem
 
-from mplug.checkpoint.index import Index, Overlap
-from mplug.checkpoint.plans import KeptPlans, described
 from mplug.contracts.optimizer import Piece, ShapedState
 from mplug.gradients.region import region
 from mplug.layout.placement import Placement
 from mplug.model.model import Model
+from mplug_saving.index import Index, Overlap
+from mplug_saving.plans import KeptPlans, described
 
 Start = tuple[int, ...]
 

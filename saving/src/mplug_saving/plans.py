@@ -5,8 +5,8 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from mplug.checkpoint.manifest import TensorTable
-from mplug.checkpoint.names import file_of
+from mplug_saving.manifest import TensorTable
+from mplug_saving.names import file_of
 
 Part = tuple[Sequence[int], Sequence[int]]
 """Where a part of a tensor begins, and its shape."""

@@ -9,15 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from mplug.checkpoint.boxes import Boxed, State, buffer_boxes, held_boxes, owned_boxes, state_boxes
-from mplug.checkpoint.folder import damaged
-from mplug.checkpoint.index import refuse_larger, weights_in
-from mplug.checkpoint.newest_valid import AgreedCheckpoint, choose
-from mplug.checkpoint.opened import Opened
-from mplug.checkpoint.plain_data import lift, lower
-from mplug.checkpoint.rank_exchanges import at_first
-from mplug.checkpoint.saver import Saver, load
-from mplug.checkpoint.storage import FolderReader
 from mplug.contracts.loader import Stateful
 from mplug.errors import RunError, UsageError, printable
 from mplug.layout.placement import Placement
@@ -25,7 +16,16 @@ from mplug.model.pieces import write_weights
 from mplug.run.record import provenance
 from mplug.run.run import Run
 from mplug.training.assembly import Parts
-from mplug.training.changes import FINGERPRINT, Changes, changes_on_resume, same_data
+from mplug_saving.boxes import Boxed, State, buffer_boxes, held_boxes, owned_boxes, state_boxes
+from mplug_saving.changes import FINGERPRINT, Changes, changes_on_resume, same_data
+from mplug_saving.folder import damaged
+from mplug_saving.index import refuse_larger, weights_in
+from mplug_saving.newest_valid import AgreedCheckpoint, choose
+from mplug_saving.opened import Opened
+from mplug_saving.plain_data import lift, lower
+from mplug_saving.rank_exchanges import at_first
+from mplug_saving.saver import Saver, load
+from mplug_saving.storage import FolderReader
 
 log = logging.getLogger("mplug")
 

@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from mplug.model.units import Instead as Instead
     from mplug.model.units import run_units as run_units
     from mplug.model.variance import layout_dependence as layout_dependence
-    from mplug.model.width_rates import width_rates as width_rates
     from mplug.registry.blame import cause_of as cause_of
     from mplug.registry.blame import failed_part as failed_part
     from mplug.registry.entry_points import Registry as Registry

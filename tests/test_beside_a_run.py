@@ -17,7 +17,7 @@ from checkpoints import SMALL
 from click.testing import CliRunner
 
 from mplug import hookimpl
-from mplug.cli import main, train_start
+from mplug.cli import main
 from mplug.cli import train as command
 from mplug.cli.train_start import Request, Start
 from mplug.contracts.variance import Variance
@@ -220,7 +220,7 @@ def test_one_rank_reads_the_metrics_and_one_of_each_machine_the_checkpoint_befor
     following = raising(UsageError("the next check"))
     if what == "the metrics":
         (third.parents[1] / "metrics.jsonl").write_text('damaged\n{"step": 3}\n')
-        monkeypatch.setattr(train_start, "readable_of", following)
+        monkeypatch.setattr(Saving, "readable", following)
     else:
         (third / "checkpoint.json").write_text("damaged")
         for step in (1, 2):

@@ -27,7 +27,7 @@ HOST = ROOT / "mplug"
 LIBRARY_NAMES = (
     *("checkpoint", "compile", "estimates", "graphs", "launch"),
     *("matrices", "nn", "ops", "pretrained", "sampling"),
-    *("saving", "schedules", "streams", "testing", "tokenization"),
+    *("saving", "schedules", "streams", "testing", "tokenization", "updates"),
 )
 LIBRARIES = [ROOT / name for name in LIBRARY_NAMES]
 """Distributions beside the host. They may import its private modules, and plugins may import all but the first."""

@@ -33,6 +33,7 @@ PACKAGES = [
     ROOT / "streams/src/mplug_streams",
     ROOT / "testing/src/mplug_testing",
     ROOT / "tokenization/src/mplug_tokenization",
+    ROOT / "updates/src/mplug_updates",
     *sorted(path for path in ROOT.glob("plugins/*/*/src/*") if (path / "__init__.py").is_file()),
 ]
 
@@ -88,6 +89,7 @@ LIBRARIES = (
     "mplug_streams",
     "mplug_testing",
     "mplug_tokenization",
+    "mplug_updates",
 )
 PUBLISHED = ("mplug", "mplug.commands", *LIBRARIES)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mplug import UsageError, hookimpl
 from mplug.model.build import build_model, measure_bytes
-from mplug.model.grouped_optimizer import build_optimizer
+from mplug.model.single_optimizer import build_optimizer
 from mplug.registry.entry_points import Registry
 from mplug.registry.json_schema import config_schema
 from mplug.run.prepare import prepare

@@ -60,6 +60,8 @@ BEGINNINGS = "beginnings"
 """The group 'mplug.beginnings': a class that reads the weights with which runs begin (`mplug.registry.beginnings`)."""
 SAVERS = "savers"
 """The group 'mplug.savers': a class that saves runs in checkpoints and resumes them (`mplug.training.saving`)."""
+UPDATES = "updates"
+"""The group 'mplug.updates': a class that updates weights with several optimizers (`mplug.model.updates`)."""
 PREFLIGHTS = "preflights"
 """The group 'mplug.preflights': a class that compares a run with its machine before it starts (`Preflight`)."""
 BALANCERS = "balancers"
@@ -89,6 +91,7 @@ GROUPS = (
     SUGGESTIONS,
     BEGINNINGS,
     SAVERS,
+    UPDATES,
     PREFLIGHTS,
     BALANCERS,
     LAUNCHERS,

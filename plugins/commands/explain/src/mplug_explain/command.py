@@ -297,7 +297,7 @@ def _mixing(model: "Model") -> str:
 
 
 def _placements(run: "Run", model: "Model", rank: int) -> str:
-    from mplug.commands import width_rates  # imports torch
+    from mplug_updates import width_rates  # imports torch
 
     rows = []
     trained = {name: placement.parameter.trainable for name, placement in model.placements.items()}

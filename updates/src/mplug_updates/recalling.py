@@ -12,11 +12,11 @@ from torch import Tensor
 from mplug.contracts.micro_batch import RankBatch
 from mplug.contracts.optimizer import Optimizer, Piece
 from mplug.contracts.stepper import ForwardStepper, Stepper, StepResult
-from mplug.model.first_weights import FIRST, FirstWeights
 from mplug.model.model import Model
 from mplug.run.run import Run
 from mplug.training.evaluator import Evaluator
 from mplug.training.other_weights import in_place
+from mplug_updates.first_weights import FIRST, FirstWeights
 
 
 def recalling(run: Run, model: Model, pieces: list[Piece], optimizer: Optimizer, stepper: Stepper) -> Stepper:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from mplug.contracts.optimizer import Piece, ShapedState, StepScalars, tensors_of
 from mplug.errors import UsageError
-from mplug.model.optimizer_parts import GroupedOptimizer, Part
+from mplug_updates.optimizer_parts import GroupedOptimizer, Part
 
 if TYPE_CHECKING:
     from mplug.layout.placement import Placement

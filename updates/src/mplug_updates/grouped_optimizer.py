@@ -1,23 +1,23 @@
-"""The optimizer of a run: one, or one for each group of parameters (`optimizer.groups`), of any plugin."""
+"""The optimizer of a run with one for each group of parameters (`optimizer.groups`), of any plugin."""
 
 from typing import TYPE_CHECKING
 
-from mplug.config.host_sections import ParameterGroup
 from mplug.contracts.optimizer import Optimizer, Piece
-from mplug.errors import PluginError, UsageError, listed
-from mplug.layout.placement import Placement
+from mplug.errors import UsageError, listed
 from mplug.model.assembler import Assembler
-from mplug.model.averaged_optimizer import with_average
-from mplug.model.builders import HOOK, builder, hook_of
-from mplug.model.first_weights import with_first_weights
-from mplug.model.offloaded_optimizer import Chunk, OffloadedOptimizer, chunks_of
-from mplug.model.optimizer_parts import UNCHANGED, GroupedOptimizer, Part, Rate
-from mplug.model.plans.grouping import FIELD
-from mplug.model.width_rates import width_rates
+from mplug.model.builders import builder
+from mplug.model.single_optimizer import placements_of, single_optimizer
 from mplug.registry.hooks import implemented
+from mplug_updates.averaged_optimizer import with_average
+from mplug_updates.first_weights import with_first_weights
+from mplug_updates.grouping import FIELD
+from mplug_updates.offloaded_optimizer import Chunk, OffloadedOptimizer, chunks_of
+from mplug_updates.optimizer_parts import UNCHANGED, GroupedOptimizer, Part, Rate
+from mplug_updates.width_rates import width_rates
 
 if TYPE_CHECKING:
     from mplug.config.binding import RunConfig
+    from mplug.config.host_sections import ParameterGroup
     from mplug.distributed.groups import Groups
     from mplug.model.model import Model
     from mplug.run.run import Run
@@ -27,15 +27,12 @@ FOR_WHOLE_RUNS = ("state", "build_stepper", "wrap_model", "shard_states")
 
 
 def build_optimizer(run: "Run", model: "Model", pieces: list[Piece], groups: "Groups | None" = None) -> Optimizer:
-    """The optimizer of these pieces; PluginError if the plugin returns another object.
-
-    With `groups`, its collectives can run; a build without memory has none. Collective with groups.
-    """
+    """The optimizer of these pieces, whose groups, averages and first weights are those of the config and the plan."""
     return with_first_weights(run, model, _without_first_weights(run, model, pieces, groups), pieces)
 
 
 def _without_first_weights(run: "Run", model: "Model", pieces: list[Piece], groups: "Groups | None") -> Optimizer:
-    placements = _placements(model, pieces)
+    placements = placements_of(model, pieces)
     everywhere = {name: one for name, one in model.placements.items() if one.parameter.trainable}
     factors = width_rates(run, model)
     offload = run.config.offload
@@ -61,29 +58,6 @@ def _without_first_weights(run: "Run", model: "Model", pieces: list[Piece], grou
     if offloaded:
         return OffloadedOptimizer(offloaded)
     return parts[0].optimizer if kinds == [whole] else GroupedOptimizer(parts)
-
-
-def _placements(model: "Model", pieces: list[Piece]) -> dict[str, Placement]:
-    """The placements of the parts that this rank and others own of each parameter of this rank's stage."""
-    own = {piece.name: piece.placement for piece in pieces}
-    sharding, found = model.sharding, {}
-    for name, parameter in model.parameters().items():
-        if parameter.requires_grad:
-            whole = model.placements[name]
-            shard = whole if sharding is None or name not in sharding.of else sharding.placed(whole)
-            found[name] = own.get(name, shard)
-    return found
-
-
-def single_optimizer(
-    run: "Run", pieces: list[Piece], assembler: Assembler, group: ParameterGroup | None = None
-) -> Optimizer:
-    """What the plugin builds of the pieces of a group alone; PluginError if it is no optimizer."""
-    optimizer = hook_of(run, group, HOOK)(run=run, pieces=pieces, assembler=assembler)
-    if not isinstance(optimizer, Optimizer):
-        label, returned = builder(run, group), type(optimizer).__name__
-        raise PluginError(f"build_optimizer of {label} returns '{returned}', which is not derived from mplug.Optimizer")
-    return optimizer
 
 
 def refuse_single(run: "Run", model: "Model") -> None:
@@ -114,7 +88,7 @@ def refuse_single(run: "Run", model: "Model") -> None:
             )
 
 
-def rates_of(config: "RunConfig", group: ParameterGroup) -> "tuple[Rate, Rate]":
+def rates_of(config: "RunConfig", group: "ParameterGroup") -> "tuple[Rate, Rate]":
     """The learning rate and the weight decay of a group, from those of the run at each step.
 
     UsageError if the weight decay of the run begins at 0 and changes, so that a factor on it cannot be that of the

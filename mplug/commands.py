@@ -72,8 +72,6 @@ if TYPE_CHECKING:
     from mplug.run.launching import launch as launch
     from mplug.run.launching import launched as launched
     from mplug.run.prepare import prepare as prepare
-    from mplug.run.summary import RunSummary as RunSummary
-    from mplug.run.summary import summary_of as summary_of
     from mplug.training.assembly import allocate_forward as allocate_forward
     from mplug.training.assembly import build as build
     from mplug.training.assembly import feed as feed

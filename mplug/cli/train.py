@@ -1,20 +1,20 @@
 """mplug train."""
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mplug.cli.beginning import beginning
 from mplug.cli.options import Finite, RunName, config_options, overrides
-from mplug.cli.train_start import Request, Start, prepare_start
+from mplug.cli.train_start import Request, Start, beginning, prepare_start
 from mplug.errors import Diverged, RunError, UsageError
 from mplug.registry.asking import asking
 from mplug.registry.beginnings import beginnings
 from mplug.registry.entry_points import SAVERS, SUGGESTIONS, Registry
-from mplug.registry.provided import provided
+from mplug.registry.provided import needed, provided
 
 if TYPE_CHECKING:
     from mplug.run.run import Run
@@ -100,15 +100,16 @@ def command(
     """Train a model, or continue a run."""
     from mplug.config.sources import merge, read_assignments
     from mplug.run.launching import launched
-    from mplug.run.lock import Lock
 
     began = time.time()
     changes = overrides(**options)
     if deterministic:
         changes = merge(changes, read_assignments(["trainer.deterministic=true"], "--deterministic"))
     names = tuple(name.strip() for words in allowed for name in words.split(","))
-    lock = click.get_current_context().with_resource(Lock(_print_notice))
-    start = prepare_start(Request(name, resume, names, changes, master_port, restarts), launched(), lock)
+    saving: Saving | None = needed(SAVERS, "--resume", "mplug-saving") if resume else provided(SAVERS)
+    lock = nullcontext() if saving is None else saving.lock(_print_notice)
+    click.get_current_context().with_resource(lock)
+    start = prepare_start(Request(name, resume, names, changes, master_port, restarts), launched(), saving, lock)
     if start.is_first:
         _announce(start)
     outcome = _work(start, began + 60 * max_minutes if max_minutes is not None else None)

@@ -4,19 +4,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mplug.cli.beginning import (
-    beginning,
-    claim_existing,
-    claim_new,
-)
 from mplug.errors import UsageError, listed
-from mplug.registry.entry_points import BEGINNINGS, PREFLIGHTS, SAVERS
-from mplug.registry.provided import needed, provided
+from mplug.registry.entry_points import BEGINNINGS, PREFLIGHTS
+from mplug.registry.provided import provided
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from mplug.config.sources import Settings
     from mplug.distributed.world import World
-    from mplug.run.lock import Claim, Lock
+    from mplug.run.claim import Claim
     from mplug.run.run import Run
     from mplug.training.job import Job
     from mplug.training.saving import Changes, Checkpoint, Saving
@@ -93,7 +90,9 @@ class Start:
         ]
 
 
-def prepare_start(request: Request, world: "World | None", lock: "Lock") -> Start:
+def prepare_start(
+    request: Request, world: "World | None", saving: "Saving | None", lock: "AbstractContextManager[object]"
+) -> Start:
     """Prepare the run that is asked for, and take the lock of its folder; UsageError for what cannot run.
 
     The config and the data come first, because they need no torch; then the checkpoint; then the model, on the meta
@@ -107,9 +106,8 @@ def prepare_start(request: Request, world: "World | None", lock: "Lock") -> Star
 
     restarted, first = world is not None and world.restart > 0, _is_first(world)
     _refuse_options(request, world)
-    saving: Saving | None = needed(SAVERS, "--resume", "mplug-saving") if request.resume else provided(SAVERS)
     directory = find_directory(request.name) if saving is not None and _continues(request, restarted) else None
-    claim = claim_existing(lock, directory, request.name) if first else None
+    claim = saving.claim_existing(lock, directory, request.name) if first and saving is not None else None
     base = _base(directory)
     run, changes = settle(base, request.overrides, world)
     if run.mesh.world_size > 1 or request.restarts or request.master_port is not None:
@@ -126,8 +124,8 @@ def prepare_start(request: Request, world: "World | None", lock: "Lock") -> Star
     since = None if saving is None else saving.changes(run, readable, request.allowed)
     run.directory = directory or new_directory(run.config, request.name, check=first)
     weights, about, about_step = _refuse_model(run, world, saving, resume_from, readable, since)
-    if first:
-        claim = claim or claim_new(lock, run, request.name)
+    if first and saving is not None:
+        claim = claim or saving.claim_new(lock, run, request.name)
     about = [*about_data, *about]
     return Start(
         request, world, run, base, changes, resume_from, readable, weights, since, about, about_step, claim
@@ -243,3 +241,10 @@ def _refuse_model(
     step = [] if preflight is None or not _is_first(world) else preflight.about_steps(run, model, world, done)
     memory = [] if preflight is None else preflight.about_memory(run, model, world)
     return weights, [*lines, *memory], step
+
+
+def beginning(readable: "Checkpoint | None", weights: str | None) -> str:
+    """Text about the start of a run: 'from step 100', 'with the weights of ...' or 'from scratch'."""
+    if readable is not None:
+        return f"from step {readable.manifest['step']}"
+    return f"with the weights of {weights}" if weights is not None else "from scratch"

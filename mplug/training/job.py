@@ -17,8 +17,8 @@ from mplug.registry.hooks import HOST
 from mplug.registry.implementation import hookimpl
 from mplug.registry.resolve import resolve
 from mplug.run.activity import Activity
+from mplug.run.claim import Claim
 from mplug.run.launching import agreed, joined, launched, launching
-from mplug.run.lock import Claim
 from mplug.run.prepare import prepare
 from mplug.run.record import provenance
 from mplug.run.run import Run

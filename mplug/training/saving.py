@@ -1,6 +1,7 @@
 """What the host asks of the package that saves runs in checkpoints and resumes them, and a run without this package."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -8,6 +9,7 @@ from mplug.errors import RunError
 from mplug.model.model import Model
 from mplug.registry.entry_points import SAVERS
 from mplug.registry.provided import needed, provided
+from mplug.run.claim import Claim
 from mplug.run.run import Run
 from mplug.training.assembly import Parts
 
@@ -83,6 +85,18 @@ class Saving(Protocol):
 
     All but the last are called before a process starts; `refuse_model` has the model on the meta device.
     """
+
+    def lock(self, notify: Callable[[str], None]) -> AbstractContextManager[Any]:
+        """What holds the lock of a run's folder in a block; `notify` receives a message if it must wait."""
+
+    def claim_existing(self, lock: Any, directory: Path | None, name: str | None) -> Claim | None:
+        """Take the lock of the run to continue, or of an existing run with the name of the new one. None if neither.
+
+        UsageError if another process holds it.
+        """
+
+    def claim_new(self, lock: Any, run: Run, name: str | None) -> Claim:
+        """Take the lock of a new run's folder. Without a name of the user, it may change `run.directory`."""
 
     def newest(self, directory: Path, restarted: bool) -> Path | None:
         """The newest checkpoint of a run; UsageError if it has none. None if it has none and is `restarted`."""

@@ -20,5 +20,7 @@ if TYPE_CHECKING:
     from mplug_saving.folder import newest_saved as newest_saved
     from mplug_saving.reading import read_whole_header as read_whole_header
     from mplug_saving.starting import Saving as Saving
+    from mplug_saving.summary import RunSummary as RunSummary
+    from mplug_saving.summary import summary_of as summary_of
 
 publish(__name__)

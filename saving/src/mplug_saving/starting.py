@@ -1,10 +1,13 @@
 """What the host asks about the checkpoints of a run (`mplug.training.saving.Saving`). Imports no torch."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mplug.errors import RunError, UsageError
+from mplug_saving.claiming import claim_existing, claim_new
 from mplug_saving.folder import complete, newest
+from mplug_saving.lock import Claim, Lock
 
 if TYPE_CHECKING:
     from mplug.model.model import Model
@@ -17,6 +20,18 @@ if TYPE_CHECKING:
 
 class Saving:
     """The class of the entry-point group 'mplug.savers'."""
+
+    def lock(self, notify: Callable[[str], None]) -> Lock:
+        """What holds the lock of the run in a block."""
+        return Lock(notify)
+
+    def claim_existing(self, lock: Lock, directory: Path | None, name: str | None) -> Claim | None:
+        """Take the lock of the run to continue, or of an existing run with the name of the new one."""
+        return claim_existing(lock, directory, name)
+
+    def claim_new(self, lock: Lock, run: "Run", name: str | None) -> Claim:
+        """Take the lock of a new run's folder, and choose another folder if its name is in use and not the user's."""
+        return claim_new(lock, run, name)
 
     def newest(self, directory: Path, restarted: bool) -> Path | None:
         """The newest checkpoint of a run. UsageError if it has none; None if a launcher or --restarts started it anew.

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import yaml
 
 from mplug.run.folder import BEGAN, ENDED
-from mplug.run.lock import is_held
 from mplug.run.metrics_file import METRICS
+from mplug_saving.lock import is_held
 
 SPEED_STEPS = 50
 """Number of last steps whose median is the speed of a run."""

@@ -1,4 +1,4 @@
-"""The start of a training run: the lock of its folder, and the checkpoint or the weights that it starts from."""
+"""Take the lock of the folder of a run that starts."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING
 from mplug.errors import UsageError
 
 if TYPE_CHECKING:
-    from mplug.run.lock import Claim, Lock
     from mplug.run.run import Run
-    from mplug.training.saving import Checkpoint
+    from mplug_saving.lock import Claim, Lock
 
 
 def claim_existing(lock: "Lock", directory: Path | None, name: str | None) -> "Claim | None":
     """Take the lock of the run to continue, or of an existing run that has the name of the new run. None if neither."""
     from mplug.run.folder import RUNS
-    from mplug.run.lock import FOLDER
+    from mplug_saving.lock import FOLDER
 
     if directory is None and name is not None and (RUNS / name / FOLDER).is_dir():
         directory = RUNS / name
@@ -41,10 +40,3 @@ def claim_new(lock: "Lock", run: "Run", name: str | None) -> "Claim":
         run.config, run.directory.name
     )  # refuses a run of this name that started and ended since the first check
     return claim
-
-
-def beginning(readable: "Checkpoint | None", weights: str | None) -> str:
-    """Text about the start of a run: 'from step 100', 'with the weights of ...' or 'from scratch'."""
-    if readable is not None:
-        return f"from step {readable.manifest['step']}"
-    return f"with the weights of {weights}" if weights is not None else "from scratch"

@@ -40,7 +40,7 @@ from types import FrameType
 from typing import Any, Self
 
 from mplug.errors import RunError, UsageError
-from mplug.run.process import Process
+from mplug_saving.process import Process
 
 FOLDER = ".lock"
 BEAT = 5.0

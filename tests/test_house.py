@@ -25,8 +25,8 @@ from mplug.training.interrupt import STOPPING
 ROOT = Path(__file__).parent.parent
 HOST = ROOT / "mplug"
 LIBRARY_NAMES = (
-    *("checkpoint", "compile", "estimates", "graphs", "launch"),
-    *("matrices", "nn", "ops", "pretrained", "sampling"),
+    *("checkpoint", "compile", "estimates", "graphs", "hints", "launch"),
+    *("matrices", "nn", "ops", "pretrained", "progress", "sampling"),
     *("saving", "schedules", "streams", "testing", "tokenization", "updates"),
 )
 LIBRARIES = [ROOT / name for name in LIBRARY_NAMES]

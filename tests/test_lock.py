@@ -22,7 +22,7 @@ from mplug.registry.hooks import HOST
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
 from mplug.training.loop import train
-from mplug.training.observers import MetricsFile
+from mplug.training.metrics_writer import MetricsFile
 from mplug_saving import lock, process
 from mplug_saving.claiming import claim_new
 from mplug_saving.folder import complete

@@ -13,13 +13,14 @@ from rich.console import Console
 
 from mplug import Run, hookimpl
 from mplug.cli import main
+from mplug.run.durations import TRIAL
 from mplug.run.prepare import prepare
 from mplug.training import observers
 from mplug.training.assembly import build
 from mplug.training.interrupt import Interrupt
 from mplug.training.loop import launch_step
-from mplug.training.observers import TRIAL, ProgressLine, TimeRemaining, step_line
 from mplug.training.report import loss_warning
+from mplug_progress.progress_line import ProgressLine, TimeRemaining, step_line
 from mplug_testing.harness import tiny_config, tiny_run
 
 RECORD: dict[str, Any] = {"step": 12_345, "loss": 2.34567, "grad_norm": 0.5, "lr": 3e-4, "tokens_per_s": 1_234_567.8}

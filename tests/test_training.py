@@ -41,7 +41,7 @@ from mplug.training import loop
 from mplug.training.assembly import Parts, _wrap, build
 from mplug.training.evaluation import evaluate
 from mplug.training.loop import Ending, train
-from mplug.training.observers import MetricsFile
+from mplug.training.metrics_writer import MetricsFile
 from mplug.training.report import PendingRecord
 from mplug.training.stepper import DefaultStepper
 from mplug_saving.names import path_of, step_of

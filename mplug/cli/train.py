@@ -175,7 +175,7 @@ def _idle_gpus(run: "Run", gpus: int) -> str:
 
 
 def _report(outcome: "Outcome", run: "Run", seconds: float) -> None:
-    from mplug.training.observers import duration
+    from mplug.run.durations import duration
 
     name = outcome.directory.name
     if outcome.nothing_left:

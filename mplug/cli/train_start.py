@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mplug.errors import UsageError, listed
-from mplug.registry.entry_points import BEGINNINGS, PREFLIGHTS
+from mplug.registry.entry_points import BEGINNINGS, PREFLIGHTS, PROGRESS
 from mplug.registry.provided import provided
 
 if TYPE_CHECKING:
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from mplug.training.saving import Changes, Checkpoint, Saving
 
 
-NOTHING_SAVED = "  nothing is saved, because mplug-saving is not installed"
+NOTHING_SAVED = "nothing is saved, because mplug-saving is not installed"
+NOTHING_SHOWN = "no progress is shown, because mplug-progress is not installed"
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ class Start:
         return [
             f"run {run.directory}: {steps} step{'s' * (steps != 1)}, {where}{layout}",
             *(f"  {line}" for line in (found.about_config(run.config) if found is not None else ())),
-            *([NOTHING_SAVED] if self.since is None else ()),
+            *([f"  {NOTHING_SAVED}"] if self.since is None else ()),
+            *([f"  {NOTHING_SHOWN}"] if provided(PROGRESS) is None else ()),
             *(f"  changed since the checkpoint: {line}" for line in (self.since.lines() if self.since else ())),
             *(f"  {sentence}" for sentence in self.about),
             *(f"  {sentence}" for sentence in _about_unused(run, self.request.overrides)),

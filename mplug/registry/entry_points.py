@@ -62,6 +62,10 @@ SAVERS = "savers"
 """The group 'mplug.savers': a class that saves runs in checkpoints and resumes them (`mplug.training.saving`)."""
 UPDATES = "updates"
 """The group 'mplug.updates': a class that updates weights with several optimizers (`mplug.model.updates`)."""
+PROGRESS = "progress"
+"""The group 'mplug.progress': a class that shows the progress of runs (`mplug.training.job`)."""
+HINTS = "hints"
+"""The group 'mplug.hints': a class that says what a mistyped command line may have meant (`mplug.cli.hints`)."""
 PREFLIGHTS = "preflights"
 """The group 'mplug.preflights': a class that compares a run with its machine before it starts (`Preflight`)."""
 BALANCERS = "balancers"
@@ -92,6 +96,8 @@ GROUPS = (
     BEGINNINGS,
     SAVERS,
     UPDATES,
+    PROGRESS,
+    HINTS,
     PREFLIGHTS,
     BALANCERS,
     LAUNCHERS,

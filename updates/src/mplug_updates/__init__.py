@@ -9,6 +9,6 @@ from mplug.system.lazy import publish
 
 if TYPE_CHECKING:
     from mplug_updates.updates import Updates as Updates
-    from mplug_updates.width_rates import width_rates as width_rates
+    from mplug_updates.widths import width_rates as width_rates
 
 publish(__name__)

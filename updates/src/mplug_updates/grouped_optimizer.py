@@ -13,7 +13,7 @@ from mplug_updates.first_weights import with_first_weights
 from mplug_updates.grouping import FIELD
 from mplug_updates.offloaded_optimizer import Chunk, OffloadedOptimizer, chunks_of
 from mplug_updates.optimizer_parts import UNCHANGED, GroupedOptimizer, Part, Rate
-from mplug_updates.width_rates import width_rates
+from mplug_updates.widths import width_rates
 
 if TYPE_CHECKING:
     from mplug.config.binding import RunConfig

@@ -1,13 +1,10 @@
-"""The host's own observers: metrics.jsonl and the progress line. They use the same hooks as third parties."""
+"""The progress of a run on the console: a line every few steps, and a bar on terminals."""
 
-import json
 import logging
-import math
 import statistics
 import time
 from collections import deque
 from pathlib import Path
-from typing import IO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -15,59 +12,10 @@ from rich.table import Column
 
 from mplug.contracts.stepper import Record
 from mplug.registry.implementation import hookimpl
-from mplug.run.metrics_file import METRICS, read_lines
+from mplug.run.durations import LONG_RUN, TRIAL, duration
 from mplug.run.run import Run
-from mplug.system.files import write_whole
 
 log = logging.getLogger("mplug")
-
-
-class MetricsFile:
-    """Writes one line of metrics.jsonl per step, on rank 0. A resumed run first drops the steps that it repeats."""
-
-    _file: IO[str] | None = None
-
-    @hookimpl
-    def run_started(self, run: Run) -> None:
-        """Open the file, and remove the steps that the run will repeat."""
-        if run.rank != 0 or run.directory is None:
-            return
-        path = run.directory / METRICS
-        lines = "".join(f"{line}\n" for step, line in read_lines(path) if step <= run.step).encode()
-        if path.exists() and path.read_bytes() != lines:
-            write_whole(path, lines)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
-
-    @hookimpl
-    def step_finished(self, record: Record) -> None:
-        """Write the step's line."""
-        if self._file is not None:
-            self._file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
-
-    @hookimpl
-    def run_finished(self) -> None:
-        """Close the file."""
-        self._close()
-
-    @hookimpl
-    def run_failed(self) -> None:
-        """Close the file."""
-        self._close()
-
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
-def _finite(value: object) -> object:
-    """Replace NaN and infinity by None, because JSON has neither."""
-    if isinstance(value, dict):
-        return {name: _finite(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
 
 RECENT = 50
 """Steps over which the remaining time takes the usual duration of a step."""
@@ -110,9 +58,6 @@ SLOW_STEP = 2.0
 """Seconds after which the bar also shows the micro batches of a step."""
 LONG_STEP = 20.0
 """Estimated seconds of a step that are printed before the first step is over."""
-LONG_RUN = 3600.0
-"""Seconds from which on an estimate for a CPU comes with advice."""
-TRIAL = "fewer tokens per step (--batch-size, --seq-length) or fewer --steps make a trial"
 SILENCE = 60.0
 """Seconds after which a step has a line whatever its number is."""
 
@@ -254,10 +199,3 @@ def _targets(record: Record) -> str:
     """The targets per second, if a part of the tokens is no target: prompts, and unfilled rests of samples."""
     targets, tokens = record["targets_per_s"], record["tokens_per_s"]
     return "" if targets > 0.999 * tokens else f" ({targets:,.0f} targets/s)"
-
-
-def duration(seconds: float) -> str:
-    """Seconds as a clock shows them: 1:05, 2:03:04."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

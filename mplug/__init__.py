@@ -88,11 +88,11 @@ if TYPE_CHECKING:
     from mplug.layout.plan import Plan as Plan
     from mplug.layout.plan import Segment as Segment
     from mplug.layout.plan import Shift as Shift
-    from mplug.layout.plan import Stages as Stages
     from mplug.layout.plan import Stream as Stream
     from mplug.layout.plan import Unit as Unit
     from mplug.layout.ranks import Grouping as Grouping
     from mplug.layout.ranks import Ranks as Ranks
+    from mplug.layout.stages import Stages as Stages
     from mplug.layout.widths import Widths as Widths
     from mplug.layout.work import ActivationProduct as ActivationProduct
     from mplug.layout.work import Branches as Branches

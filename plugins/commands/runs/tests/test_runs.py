@@ -13,7 +13,7 @@ from mplug.registry.hooks import HOST
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
 from mplug.training.loop import train
-from mplug.training.observers import MetricsFile
+from mplug.training.metrics_writer import MetricsFile
 from mplug_saving import RunSummary, summary_of
 from mplug_saving.lock import FOLDER, Baton, take
 from mplug_saving.process import Process

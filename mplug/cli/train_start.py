@@ -108,7 +108,7 @@ def prepare_start(
 
     restarted, first = world is not None and world.restart > 0, _is_first(world)
     _refuse_options(request, world)
-    directory = find_directory(request.name) if saving is not None and _continues(request, restarted) else None
+    directory = find_directory(request.name) if _continues(request, restarted) else None
     claim = saving.claim_existing(lock, directory, request.name) if first and saving is not None else None
     base = _base(directory)
     run, changes = settle(base, request.overrides, world)
@@ -117,7 +117,7 @@ def prepare_start(
         if request.master_port is not None:
             launcher.refuse_port_in_use(request.master_port)
     about_data = check_data(run)
-    resume_from = directory
+    resume_from = None if saving is None else directory
     if saving is not None and directory is not None and _is_complete(run, world, directory):
         resume_from = saving.newest(directory, restarted)
     if directory is not None and first:

@@ -21,7 +21,7 @@ from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
 from mplug.training.assembly import build
-from mplug.training.position import Position
+from mplug_saving.position import Position
 
 
 def main() -> None:

@@ -25,12 +25,6 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from mplug.checkpoint.boxes import Boxed, BoxLoadPlanner, BoxSavePlanner, State, held_boxes, owned_boxes
-from mplug.checkpoint.index import Index
-from mplug.checkpoint.manifest import contents_by_rank, decode, encode, expected_in
-from mplug.checkpoint.names import file_of
-from mplug.checkpoint.plans import KeptPlans
-from mplug.checkpoint.storage import Written
 from mplug.cli.tables import human_bytes, table
 from mplug.config.defaults import default_settings
 from mplug.config.sources import read_assignments
@@ -39,6 +33,12 @@ from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
+from mplug_saving.boxes import Boxed, BoxLoadPlanner, BoxSavePlanner, State, held_boxes, owned_boxes
+from mplug_saving.index import Index
+from mplug_saving.manifest import contents_by_rank, decode, encode, expected_in
+from mplug_saving.names import file_of
+from mplug_saving.plans import KeptPlans
+from mplug_saving.storage import Written
 
 T = TypeVar("T")
 STATES = ("weight", "exp_avg", "exp_avg_sq")

@@ -14,7 +14,6 @@ PICTURE = ROOT / "docs" / "imports.svg"
 ORDER = (
     ("cli",),
     ("training",),
-    ("checkpoint",),
     ("model",),
     ("gradients",),
     ("run",),

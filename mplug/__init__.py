@@ -11,8 +11,6 @@ from mplug.system.lazy import publish
 from mplug.system.version import __version__  # noqa: F401
 
 if TYPE_CHECKING:
-    from mplug.checkpoint.own_folders import Gatherer as Gatherer
-    from mplug.checkpoint.reading import read_whole_header as read_whole_header
     from mplug.config.binding import RunConfig as RunConfig
     from mplug.config.family import Family as Family
     from mplug.config.family import Source as Source
@@ -21,6 +19,7 @@ if TYPE_CHECKING:
     from mplug.contracts.fields import MAY_MOVE as MAY_MOVE
     from mplug.contracts.fields import OF_TRAINING as OF_TRAINING
     from mplug.contracts.fields import distinct as distinct
+    from mplug.contracts.gatherer import Gatherer as Gatherer
     from mplug.contracts.loader import Loader as Loader
     from mplug.contracts.loader import Stateful as Stateful
     from mplug.contracts.micro_batch import DOCUMENTS as DOCUMENTS
@@ -89,11 +88,11 @@ if TYPE_CHECKING:
     from mplug.layout.plan import Plan as Plan
     from mplug.layout.plan import Segment as Segment
     from mplug.layout.plan import Shift as Shift
-    from mplug.layout.plan import Stages as Stages
     from mplug.layout.plan import Stream as Stream
     from mplug.layout.plan import Unit as Unit
     from mplug.layout.ranks import Grouping as Grouping
     from mplug.layout.ranks import Ranks as Ranks
+    from mplug.layout.stages import Stages as Stages
     from mplug.layout.widths import Widths as Widths
     from mplug.layout.work import ActivationProduct as ActivationProduct
     from mplug.layout.work import Branches as Branches

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 from mplug.system.lazy import publish
 
 if TYPE_CHECKING:
-    from mplug.checkpoint.folder import at_step as at_step
-    from mplug.checkpoint.folder import newest_saved as newest_saved
     from mplug.cli.groups import OpenGroup as OpenGroup
     from mplug.cli.hints import assignment_hint as assignment_hint
     from mplug.cli.options import Finite as Finite
@@ -58,7 +56,6 @@ if TYPE_CHECKING:
     from mplug.model.units import Instead as Instead
     from mplug.model.units import run_units as run_units
     from mplug.model.variance import layout_dependence as layout_dependence
-    from mplug.model.width_rates import width_rates as width_rates
     from mplug.registry.blame import cause_of as cause_of
     from mplug.registry.blame import failed_part as failed_part
     from mplug.registry.entry_points import Registry as Registry
@@ -75,8 +72,6 @@ if TYPE_CHECKING:
     from mplug.run.launching import launch as launch
     from mplug.run.launching import launched as launched
     from mplug.run.prepare import prepare as prepare
-    from mplug.run.summary import RunSummary as RunSummary
-    from mplug.run.summary import summary_of as summary_of
     from mplug.training.assembly import allocate_forward as allocate_forward
     from mplug.training.assembly import build as build
     from mplug.training.assembly import feed as feed

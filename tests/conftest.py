@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from warm import STRICT, run_module
 
-from mplug.checkpoint.folder import read_manifest, verify
+from mplug_saving.folder import read_manifest, verify
 
 collect_ignore = ["third_party"]  # its packages are not installed; their suites run where they are planted
 

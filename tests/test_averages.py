@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from mplug import UsageError
-from mplug.checkpoint.folder import newest
 from mplug.cli import main
 from mplug.contracts.optimizer import AVERAGE
 from mplug.model.build import build_model, measure_bytes
@@ -26,7 +25,8 @@ from mplug.training.assembly import Parts, build
 from mplug.training.averages import averages_in_place
 from mplug.training.evaluation import evaluate
 from mplug.training.loop import train
-from mplug.training.position import Position
+from mplug_saving.folder import newest
+from mplug_saving.position import Position
 from mplug_testing.harness import EXACT, as_rank, tiny_config, tiny_run
 from mplug_testing.parity import require_parity
 

@@ -17,25 +17,24 @@ from checkpoints import SMALL
 from click.testing import CliRunner
 
 from mplug import hookimpl
-from mplug.checkpoint import folder as checkpoint
-from mplug.checkpoint import opened, rank_exchanges, saver
-from mplug.checkpoint.folder import read_manifest
-from mplug.checkpoint.names import path_of
-from mplug.checkpoint.opened import Opened, open_together
-from mplug.cli import main, train_start
+from mplug.cli import main
 from mplug.cli import train as command
-from mplug.cli.beginning import readable_after
 from mplug.cli.train_start import Request, Start
 from mplug.contracts.variance import Variance
 from mplug.errors import RunError, UsageError
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
-from mplug.training.changes import Changes
 from mplug.training.interrupt import Interrupt
 from mplug.training.job import Outcome
 from mplug.training.loop import train
 from mplug_pretrained.inference import load_for_inference
 from mplug_pretrained.weights import load_weights
+from mplug_saving import Saving, opened, rank_exchanges, saver
+from mplug_saving import folder as checkpoint
+from mplug_saving.changes import Changes
+from mplug_saving.folder import read_manifest
+from mplug_saving.names import path_of
+from mplug_saving.opened import Opened, open_together
 from mplug_testing.harness import tiny_config
 
 FILE = "rank00000.safetensors"
@@ -183,12 +182,12 @@ def test_a_run_whose_last_step_is_saved_ends_with_its_error_and_is_not_restarted
     run: Any = SimpleNamespace(config=SimpleNamespace(trainer=SimpleNamespace(steps=3)))
     words = r"^rank 1 has died; the run is not restarted, because its 3 steps are complete, and '.*3'"
     with pytest.raises(RunError, match=words):
-        readable_after(died, run, third)
+        Saving().readable_after(died, run, third)
     run.config.trainer.steps = 4
-    found = readable_after(died, run, third)
+    found = Saving().readable_after(died, run, third)
     assert found is not None
     assert found.path == third
-    assert readable_after(died, run, None) is None
+    assert Saving().readable_after(died, run, None) is None
 
 
 def test_a_restart_says_that_it_begins_with_given_weights_again(
@@ -221,7 +220,7 @@ def test_one_rank_reads_the_metrics_and_one_of_each_machine_the_checkpoint_befor
     following = raising(UsageError("the next check"))
     if what == "the metrics":
         (third.parents[1] / "metrics.jsonl").write_text('damaged\n{"step": 3}\n')
-        monkeypatch.setattr(train_start, "readable_of", following)
+        monkeypatch.setattr(Saving, "readable", following)
     else:
         (third / "checkpoint.json").write_text("damaged")
         for step in (1, 2):

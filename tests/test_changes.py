@@ -10,11 +10,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mplug import UsageError
-from mplug.checkpoint.folder import read_manifest
 from mplug.cli import main
 from mplug.run.prepare import prepare
 from mplug.run.record import provenance
-from mplug.training.changes import FINGERPRINT, Changes, changes_on_resume, refuse_unknown_fields
+from mplug_saving.changes import FINGERPRINT, Changes, changes_on_resume, refuse_unknown_fields
+from mplug_saving.folder import read_manifest
 from mplug_testing.harness import tiny_config
 from mplug_testing.runs import trained
 

@@ -15,16 +15,16 @@ from crafts import WEIGHT, change, nested
 from safetensors.torch import load_file
 
 from mplug import hookimpl
-from mplug.checkpoint import storage
-from mplug.checkpoint.folder import complete, read_manifest
-from mplug.checkpoint.manifest import DEEPEST, TensorTable, decode, encode
-from mplug.checkpoint.plain_data import lift
-from mplug.checkpoint.reading import _unique
 from mplug.errors import RunError, UsageError
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
 from mplug.training.loop import train
 from mplug.training.stepper import DefaultStepper
+from mplug_saving import storage
+from mplug_saving.folder import complete, read_manifest
+from mplug_saving.manifest import DEEPEST, TensorTable, decode, encode
+from mplug_saving.plain_data import lift
+from mplug_saving.reading import _unique
 from mplug_testing.harness import tiny_config
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
@@ -173,7 +173,7 @@ def test_show_escapes_values_and_names_of_a_checkpoint(
 
     trained(tmp_path / "runs" / "one", {"trainer.steps": 1})
     change(newest(tmp_path / "runs" / "one"), edit)
-    monkeypatch.setattr("mplug.checkpoint.folder.read_described", read_manifest)  # the file has the old name
+    monkeypatch.setattr("mplug_saving.folder.read_described", read_manifest)  # the file has the old name
     result = cli_here("checkpoint", "show", "--tensors")
     assert result.returncode == 0, result.stderr
     assert "data.path: a\\x1b[2J -> b\\nc, from step 2 on" in result.stdout

@@ -10,18 +10,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mplug.checkpoint import index as index_module
-from mplug.checkpoint import opened
-from mplug.checkpoint.coverage import uncovered
-from mplug.checkpoint.index import Index, Overlap
-from mplug.checkpoint.manifest import contents_by_rank
-from mplug.checkpoint.opened import Opened
-from mplug.checkpoint.plans import KeptPlans, described
-from mplug.checkpoint.reading import CODES
 from mplug.distributed.world import World
 from mplug.errors import RunError
 from mplug.precisions.dtypes import FORMATS
 from mplug.run.prepare import prepare
+from mplug_saving import index as index_module
+from mplug_saving import opened
+from mplug_saving.coverage import uncovered
+from mplug_saving.index import Index, Overlap
+from mplug_saving.manifest import contents_by_rank
+from mplug_saving.opened import Opened
+from mplug_saving.plans import KeptPlans, described
+from mplug_saving.reading import CODES
 from mplug_testing.harness import tiny_config
 
 # Index.

@@ -15,9 +15,9 @@ from mplug.config.family import contained_in
 from mplug.model.build import build_model
 from mplug.registry.bind_section import bind
 from mplug.run.record import provenance
-from mplug.training.changes import changes_on_resume
 from mplug_nn import plan_within
 from mplug_pretrained import ExternalMap, ExternalNames, Fused, Interleaved, Transposed
+from mplug_saving.changes import changes_on_resume
 from mplug_testing.harness import tiny_config, tiny_run
 from mplug_testing.parity import require_parity
 

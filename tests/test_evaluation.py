@@ -26,7 +26,7 @@ from mplug.training import evaluation
 from mplug.training.evaluation import UntilStopped
 from mplug.training.feed import Feed
 from mplug.training.loop import Ending, train
-from mplug.training.observers import MetricsFile
+from mplug.training.metrics_writer import MetricsFile
 from mplug_testing.harness import as_rank, tiny_config
 from mplug_testing.workers import run_workers
 

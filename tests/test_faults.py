@@ -35,15 +35,15 @@ from checkpoints import SMALL, dies, flip_bit, position_of, save, steps, valid, 
 from crafts import CRAFTS, change
 
 from mplug import hookimpl
-from mplug.checkpoint.folder import complete, newest, read_described, read_manifest, read_valid
-from mplug.checkpoint.names import path_of, step_of
 from mplug.errors import UsageError
-from mplug.run.lock import take
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
 from mplug.training import loop
 from mplug_pretrained.inference import load_for_inference
 from mplug_pretrained.weights import pretrained_of, refuse_another_model
+from mplug_saving.folder import complete, newest, read_described, read_manifest, read_valid
+from mplug_saving.lock import take
+from mplug_saving.names import path_of, step_of
 from mplug_testing import WorkerFailed, run_workers
 from mplug_testing.harness import as_rank, tiny_config
 

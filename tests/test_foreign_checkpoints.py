@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mplug import UsageError
-from mplug.checkpoint.folder import read_valid
 from mplug.cli.options import PluginName
 from mplug.errors import PluginError
 from mplug.model.build import build_model
@@ -27,6 +26,7 @@ from mplug_pretrained import Factor, ForeignCheckpoint, ForeignTensor, Link, Par
 from mplug_pretrained.external_form import conversion
 from mplug_pretrained.foreign_match import match
 from mplug_pretrained.transfer import fill_ours, fill_theirs
+from mplug_saving.folder import read_valid
 from mplug_testing.harness import tiny_config
 
 Cli = Callable[..., CompletedProcess[str]]

@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 from mplug.cli import main
 from mplug.cli.groups import OpenGroup
-from mplug.cli.hints import NEAR_MISSES
 from mplug.cli.options import FLAGS
 from mplug.config.sources import read_assignments, with_home
+from mplug_hints.options import NEAR_MISSES
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 

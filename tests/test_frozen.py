@@ -16,7 +16,6 @@ from pydantic import Field
 from torch import Tensor
 
 from mplug import UsageError
-from mplug.checkpoint.folder import newest, read_manifest
 from mplug.config.defaults import default_settings
 from mplug.model.build import build_model, measure_bytes
 from mplug.registry.entry_points import Registry
@@ -24,8 +23,9 @@ from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.training.assembly import Parts, build
 from mplug.training.evaluation import evaluate
-from mplug.training.position import Position
 from mplug_pretrained.weights import load_weights
+from mplug_saving.folder import newest, read_manifest
+from mplug_saving.position import Position
 from mplug_testing import run_workers
 from mplug_testing.harness import (
     EXACT,

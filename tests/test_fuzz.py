@@ -22,7 +22,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mplug import UsageError
-from mplug.checkpoint.manifest import checksum
 from mplug.cli import main
 from mplug.config.binding import RunConfig
 from mplug.config.defaults import default_settings, saved_settings
@@ -33,6 +32,7 @@ from mplug.registry.resolve import resolve
 from mplug.run.metrics_file import read_lines
 from mplug.run.prepare import prepare
 from mplug_estimates.size_limits import refuse_beyond_memory
+from mplug_saving.manifest import checksum
 
 SECONDS = 60
 """A case that takes longer hangs."""

@@ -25,9 +25,9 @@ from mplug.training.interrupt import STOPPING
 ROOT = Path(__file__).parent.parent
 HOST = ROOT / "mplug"
 LIBRARY_NAMES = (
-    *("checkpoint", "compile", "estimates", "graphs", "launch"),
-    *("matrices", "nn", "ops", "pretrained", "sampling"),
-    *("schedules", "streams", "testing", "tokenization"),
+    *("checkpoint", "compile", "estimates", "graphs", "hints", "launch"),
+    *("matrices", "nn", "ops", "pretrained", "progress", "sampling"),
+    *("saving", "schedules", "streams", "testing", "tokenization", "updates"),
 )
 LIBRARIES = [ROOT / name for name in LIBRARY_NAMES]
 """Distributions beside the host. They may import its private modules, and plugins may import all but the first."""
@@ -175,8 +175,12 @@ def unmet(source: str, installed: set[str]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def installed() -> set[str]:
-    """What every machine has that runs tests: Python, the host, what the host requires, pytest and hypothesis."""
-    required = {re.split("[<>=]", requirement)[0].lower() for requirement in project(ROOT)["dependencies"]}
+    """What every machine has that runs tests: Python, the host and the distributions beside it, and what they require.
+
+    Also pytest and hypothesis.
+    """
+    stated = [requirement for folder in (ROOT, *LIBRARIES) for requirement in project(folder)["dependencies"]]
+    required = {re.split("[<>=]", requirement)[0].lower() for requirement in stated}
     modules = packages_distributions().items()
     own = {module for module, names in modules if not required.isdisjoint(name.lower() for name in names)}
     assert {"torch", "yaml"} <= own

@@ -128,10 +128,22 @@ class Alone:
         assert [status for status, *_ in results] == [0] * len(commands), results
         return [out + err for _, out, err in results]
 
+    def add(self, name: str, *wheels: Path) -> None:
+        """Install wheels, and what they require, in a folder that only commands with the first word '+NAME' read."""
+        options = ("-q", "--disable-pip-version-check", "--no-index", "--no-deps", "--target", self.folder / name)
+        succeeded(sys.executable, "-m", "pip", "install", *options, *wheels, cwd=self.folder)
+        for wheel in wheels:
+            link_required(self.folder / name, wheel)
+        for twice in (self.folder / name).glob("mplug-*.dist-info"):
+            twice.unlink()
+
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, host: Path) -> Alone:
-    return Alone(tmp_path_factory.mktemp("alone"), host, FROZEN)
+    folder = tmp_path_factory.mktemp("alone")
+    found = Alone(folder, host, FROZEN)
+    found.add("saving", *built(folder, HERE.parent / "saving"))
+    return found
 
 
 def test_help_and_listing(alone: Alone) -> None:
@@ -145,11 +157,12 @@ def test_help_and_listing(alone: Alone) -> None:
 
 
 WORKS = [
-    ("train", "--name", "one", *OWN, *OPTIONS),
-    ("train", "--resume", "--name", "one", "--set", "trainer.steps=14"),
+    ("train", "--name", "unsaved", *OWN, *OPTIONS),
+    ("+saving", "train", "--name", "one", *OWN, *OPTIONS),
+    ("+saving", "train", "--resume", "--name", "one", "--set", "trainer.steps=14"),
     ("config", "show", "--sources", *OWN, *OPTIONS),
 ]
-"""A run, its continuation, and the sources of its settings."""
+"""A run of the host alone; with mplug-saving, a run and its continuation; the sources of settings."""
 
 
 @pytest.fixture(scope="module")
@@ -161,9 +174,13 @@ def outcomes(alone: Alone) -> list[tuple[int, str, str]]:
 def test_the_frozen_wheel_trains_and_resumes(alone: Alone, outcomes: list[tuple[int, str, str]]) -> None:
     works = outcomes[: len(WORKS)]
     assert [status for status, *_ in works] == [0] * len(WORKS), works
-    _, resumed, sources = (out + err for _, out, err in works)
+    unsaved, _, resumed, sources = (out + err for _, out, err in works)
+    assert "  nothing is saved, because mplug-saving is not installed\n" in unsaved
+    assert "  no progress is shown, because mplug-progress is not installed\n" in unsaved
+    assert not (alone.folder / "runs" / "unsaved" / "checkpoints").exists()
     losses = losses_of(alone.folder / "runs" / "one")
     assert len(losses) == 14
+    assert losses[:12] == losses_of(alone.folder / "runs" / "unsaved")
     assert losses[-1] < 0.8 * losses[0]
     assert "from step 12" in resumed
     rows = dict(line.split(maxsplit=2)[::2] for line in sources.splitlines() if len(line.split(maxsplit=2)) == 3)
@@ -215,6 +232,18 @@ REFUSED: dict[tuple[str, ...], str] = {
             (("--set", "parallel.balance=true"), "parallel.balance=true", "mplug-streams"),
             (("--set", "trainer.graphs=true"), "trainer.graphs=true", "mplug-graphs"),
             (("--set", "trainer.compile=aot_eager"), "trainer.compile=aot_eager", "mplug-compile"),
+            (("--set", "optimizer.average.decay=0.9"), "optimizer.average", "mplug-updates"),
+            (("--resume",), "--resume", "mplug-saving"),
+            (
+                ("--restarts", "1"),
+                "a run of several processes (--parallel) or of several attempts (--restarts)",
+                "mplug-launch",
+            ),
+            (
+                ("--master-port", "29999"),
+                "a run of several processes (--parallel) or of several attempts (--restarts)",
+                "mplug-launch",
+            ),
         )
     },
     **{

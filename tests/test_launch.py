@@ -20,11 +20,11 @@ from machines import Machines
 from torch import Tensor
 from warm import Forked
 
-from mplug.checkpoint.names import path_of
 from mplug.errors import UsageError
 from mplug.training.interrupt import STOPPING
 from mplug_launch.launch import launch
 from mplug_launch.pipes import TERMINATED, Handler, Pipes, PortInUse
+from mplug_saving.names import path_of
 from mplug_testing.harness import EXACT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")

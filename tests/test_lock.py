@@ -17,19 +17,19 @@ import pytest
 from warm import Forked
 
 from mplug import hookimpl
-from mplug.checkpoint.folder import complete
-from mplug.checkpoint.names import partial_path, path_of, step_of
-from mplug.checkpoint.storage import FolderWriter
-from mplug.cli.beginning import claim_new
 from mplug.errors import RunError, UsageError
 from mplug.registry.hooks import HOST
-from mplug.run import lock, process
-from mplug.run.lock import FOLDER, Baton, Claim, Lock, take
 from mplug.run.prepare import prepare
-from mplug.run.process import Process
 from mplug.run.run import Run
 from mplug.training.loop import train
-from mplug.training.observers import MetricsFile
+from mplug.training.metrics_writer import MetricsFile
+from mplug_saving import lock, process
+from mplug_saving.claiming import claim_new
+from mplug_saving.folder import complete
+from mplug_saving.lock import FOLDER, Baton, Claim, Lock, take
+from mplug_saving.names import partial_path, path_of, step_of
+from mplug_saving.process import Process
+from mplug_saving.storage import FolderWriter
 from mplug_testing.harness import tiny_config
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
@@ -99,7 +99,7 @@ def test_a_process_runs_until_it_is_dead_also_while_nobody_asks_for_its_status()
 
 def test_a_container_of_the_same_host_name_is_another_place() -> None:
     words = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", sys.executable, "-c"]
-    asked = [*words, "from mplug.run.process import Process; print(Process.this().place)"]
+    asked = [*words, "from mplug_saving.process import Process; print(Process.this().place)"]
     found = subprocess.run(asked, capture_output=True, text=True)
     if found.returncode:
         pytest.skip(f"no namespaces here: {found.stderr}")
@@ -271,7 +271,7 @@ def test_a_block_keeps_its_lock_moving_and_releases_it_on_an_error_and_at_sigter
 
 STUCK = """
 import hashlib, pathlib
-from mplug.run import lock
+from mplug_saving import lock
 lock.STUCK = 0.1
 with lock.Lock(print) as held:
     held.take(pathlib.Path("run"))

@@ -13,16 +13,16 @@ from mplug_explain.command import command as explain
 from torch import Tensor
 
 from mplug import UsageError
-from mplug.checkpoint.folder import newest
 from mplug.contracts.optimizer import ShapedState, tensors_of
 from mplug.layout.placement import Placement
 from mplug.model.build import build_model, measure_bytes
-from mplug.model.offloaded_optimizer import OffloadedOptimizer, chunks_of
 from mplug.run.prepare import prepare
 from mplug.training.assembly import Parts, build
-from mplug.training.position import Position
+from mplug_saving.folder import newest
+from mplug_saving.position import Position
 from mplug_testing.harness import as_rank, tiny_config, tiny_run
 from mplug_testing.parity import require_parity
+from mplug_updates.offloaded_optimizer import OffloadedOptimizer, chunks_of
 
 SMALL: dict[str, Any] = {"optimizer.offload": {"chunk": 10_000}}
 """Several chunks of the tiny run."""

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import tiny_models
 
-from mplug.checkpoint.folder import newest
 from mplug.run.prepare import prepare
 from mplug.training.assembly import build
 from mplug.training.averages import averages_in_place
-from mplug.training.position import Position
+from mplug_saving.folder import newest
+from mplug_saving.position import Position
 from mplug_testing import run_workers
 from mplug_testing.harness import EXACT, as_rank, changed_batches, logical, owned_values, tiny_config
 

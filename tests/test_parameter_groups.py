@@ -18,15 +18,15 @@ from pydantic import Field
 from torch import Tensor
 
 from mplug import UsageError, hookimpl
-from mplug.checkpoint.folder import newest
 from mplug.model.build import build_model, measure_bytes
-from mplug.model.grouped_optimizer import build_optimizer
+from mplug.model.single_optimizer import build_optimizer
 from mplug.registry.entry_points import Registry
 from mplug.registry.json_schema import config_schema
 from mplug.run.prepare import prepare
 from mplug.run.record import provenance
 from mplug.training.assembly import build
-from mplug.training.position import Position
+from mplug_saving.folder import newest
+from mplug_saving.position import Position
 from mplug_testing import run_workers
 from mplug_testing.harness import EXACT, as_rank, logical, owned_values, tiny_config, tiny_run
 from mplug_testing.parity import require_parity, trained_once

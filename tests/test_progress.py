@@ -13,13 +13,14 @@ from rich.console import Console
 
 from mplug import Run, hookimpl
 from mplug.cli import main
+from mplug.run.durations import TRIAL
 from mplug.run.prepare import prepare
-from mplug.training import observers
 from mplug.training.assembly import build
 from mplug.training.interrupt import Interrupt
 from mplug.training.loop import launch_step
-from mplug.training.observers import TRIAL, ProgressLine, TimeRemaining, step_line
 from mplug.training.report import loss_warning
+from mplug_progress import progress_line
+from mplug_progress.progress_line import ProgressLine, TimeRemaining, step_line
 from mplug_testing.harness import tiny_config, tiny_run
 
 RECORD: dict[str, Any] = {"step": 12_345, "loss": 2.34567, "grad_norm": 0.5, "lr": 3e-4, "tokens_per_s": 1_234_567.8}
@@ -50,7 +51,7 @@ def test_the_bar_and_the_time_that_is_left_fit_on_a_terminal(width: int) -> None
 
 def slow(run: Any, now: list[float], took: float, monkeypatch: pytest.MonkeyPatch, terminal: bool = True) -> str:
     """What a console gets in the first step of a run, in which two micro batches of 64 take so many seconds each."""
-    monkeypatch.setattr(observers.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress_line.time, "monotonic", lambda: now[0])
     console = Console(file=StringIO(), force_terminal=terminal, width=160)
     line = ProgressLine(console, total_steps=200, log_every=10)
     run.step = 0
@@ -103,7 +104,7 @@ def test_observers_hear_of_each_micro_batch_of_a_step() -> None:
 
 def test_a_minute_without_a_line_ends_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(observers.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress_line.time, "monotonic", lambda: now[0])
     console = Console(file=StringIO(), width=160)
     line = ProgressLine(console, total_steps=200, log_every=100)
     line.run_started(SimpleNamespace(step=0, depends_on_layout=()))  # type: ignore[arg-type]

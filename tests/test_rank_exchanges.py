@@ -7,9 +7,9 @@ import pytest
 import torch.distributed as dist
 
 from mplug import RunError, UsageError
-from mplug.checkpoint.rank_exchanges import at_first, divided, from_rank, raise_alike
 from mplug.distributed.groups import Groups
 from mplug.run.run import Run
+from mplug_saving.rank_exchanges import at_first, divided, from_rank, raise_alike
 from mplug_testing import run_workers
 
 Values = tuple[list[str], list[str], str]

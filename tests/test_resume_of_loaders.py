@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from mplug import MapLoader
-from mplug.checkpoint.folder import newest, read_manifest
 from mplug.training.assembly import build
-from mplug.training.position import Position
+from mplug_saving.folder import newest, read_manifest
+from mplug_saving.position import Position
 from mplug_testing import run_workers
 from mplug_testing.harness import tiny_run
 from mplug_testing.resume import require_exact_resume

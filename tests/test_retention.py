@@ -12,16 +12,16 @@ import pytest
 from checkpoints import SMALL, flip_bit, position_of, save, steps, valid
 
 from mplug import hookimpl
-from mplug.checkpoint import manifest, retention, saver
-from mplug.checkpoint.folder import OtherVersion, complete, read_manifest, read_valid
-from mplug.checkpoint.names import path_of, step_of
-from mplug.checkpoint.newest_valid import choose, newest_readable
-from mplug.checkpoint.verified import Verified
 from mplug.errors import RunError, UsageError
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
 from mplug.training.loop import train
 from mplug_pretrained.weights import pretrained_of
+from mplug_saving import manifest, retention, saver
+from mplug_saving.folder import OtherVersion, complete, read_manifest, read_valid
+from mplug_saving.names import path_of, step_of
+from mplug_saving.newest_valid import choose, newest_readable
+from mplug_saving.verified import Verified
 from mplug_testing.harness import tiny_config
 
 FILE = "rank00000.safetensors"

@@ -14,14 +14,14 @@ from checkpoints import flip_bit
 from torch import Tensor
 
 from mplug import Run
-from mplug.checkpoint import opened
-from mplug.checkpoint.folder import newest
-from mplug.checkpoint.newest_valid import choose
-from mplug.checkpoint.plans import KeptPlans
-from mplug.checkpoint.verified import Verified
 from mplug.run.prepare import prepare
 from mplug.training.loop import train
 from mplug_pretrained.inference import load_for_inference
+from mplug_saving import opened
+from mplug_saving.folder import newest
+from mplug_saving.newest_valid import choose
+from mplug_saving.plans import KeptPlans
+from mplug_saving.verified import Verified
 from mplug_testing import run_workers, runs
 from mplug_testing.harness import EXACT, as_rank, tiny_config
 
@@ -43,7 +43,7 @@ LAYOUTS = ("", "zero2", "zero4", "tp2zero2", "zero2pp2", "cp2zero2", "dp2zero2",
 def rank(settings: dict[str, Any], steps: int, directory: Path, resume_from: Path | None) -> list[float]:
     """Be one rank: train to a step, save and return the losses; with `steps` 0, load a checkpoint and save it again."""
     from mplug.training.assembly import build
-    from mplug.training.position import Position
+    from mplug_saving.position import Position
 
     config = tiny_config({**SMALL, **settings, "trainer.steps": steps or 9})
     if steps:

@@ -15,8 +15,6 @@ from tiny_models import MIXTRAL
 from torch import Tensor
 
 from mplug import Buffer, Flops, Init, Offer, Parameter, Placement, Plan, Site, SlotBuffer, UsageError
-from mplug.checkpoint.folder import newest
-from mplug.checkpoint.states import refuse_unsavable_states
 from mplug.cli import main
 from mplug.gradients.statistics import Statistics
 from mplug.model.build import build_model
@@ -25,6 +23,8 @@ from mplug.model.slots.slot_states import HeldBuffers, slot_updates
 from mplug.tensors.slot_buffers import hold
 from mplug.training.assembly import Parts
 from mplug_nn import Experts, Gemm, Linear, keep_max
+from mplug_saving.folder import newest
+from mplug_saving.states import refuse_unsavable_states
 from mplug_testing import run_workers, runs
 from mplug_testing.harness import EXACT, Boxes, Trace, difference, tiny_config, tiny_run, train_steps
 from mplug_testing.harness import logical as whole_of

@@ -28,7 +28,6 @@ from mplug import (
     UsageError,
     hookimpl,
 )
-from mplug.checkpoint.names import path_of, step_of
 from mplug.cli.train_start import _about_unused, _about_warmup
 from mplug.config.defaults import default_settings, saved_settings
 from mplug.config.sources import read_assignments
@@ -42,9 +41,10 @@ from mplug.training import loop
 from mplug.training.assembly import Parts, _wrap, build
 from mplug.training.evaluation import evaluate
 from mplug.training.loop import Ending, train
-from mplug.training.observers import MetricsFile
+from mplug.training.metrics_writer import MetricsFile
 from mplug.training.report import PendingRecord
 from mplug.training.stepper import DefaultStepper
+from mplug_saving.names import path_of, step_of
 
 NOISY = ["model.dropout=0.1", "model.attention_dropout=0.1"]
 

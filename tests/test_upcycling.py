@@ -10,9 +10,9 @@ import torch
 from published import Made, loaded, logits
 from torch import Tensor
 
-from mplug.checkpoint.folder import at_step
 from mplug_checkpoint.conversion import saved_run
 from mplug_pretrained.inference import load_for_inference
+from mplug_saving.folder import at_step
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_kv_heads": 2, "vocab_size": 67}

@@ -24,8 +24,8 @@ WHOLE = (
     "mplug/gradients/*.py",
     "mplug/distributed/exchanges.py",
     "mplug/distributed/groups.py",
-    "mplug/checkpoint/boxes.py",
-    "mplug/checkpoint/rank_exchanges.py",
+    "saving/src/mplug_saving/boxes.py",
+    "saving/src/mplug_saving/rank_exchanges.py",
     "pretrained/src/mplug_pretrained/transfer.py",
     "schedules/src/mplug_schedules/actions.py",
     "mplug/layout/gathered.py",
@@ -38,7 +38,7 @@ WHOLE = (
     "plugins/parallel/*/src/*/*.py",
 )
 """Files in which every operator mutates every function: what they compute decides what ranks exchange."""
-EXCHANGES = ("mplug/checkpoint/*.py", "mplug/distributed/*.py", "mplug/run/*.py", "pretrained/src/*/*.py")
+EXCHANGES = ("saving/src/mplug_saving/*.py", "mplug/distributed/*.py", "mplug/run/*.py", "pretrained/src/*/*.py")
 """Further files, of which only functions that call a collective are mutated."""
 OUTSIDE = {
     "ops/src/mplug_ops/peer_memory.py": "needs several GPUs that map each other's memory",

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from mplug import IGNORED, Medium, Model, Processor, Run, Seen, UsageError
-from mplug.commands import at_step, find_directory, merge, read_assignments, run_units, saved_settings, settle
+from mplug.commands import find_directory, merge, read_assignments, run_units, saved_settings, settle
 from mplug_pretrained import load_for_inference
+from mplug_saving import at_step
 
 Batch = Mapping[str, Tensor]
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import click
 
-from mplug.cli.hints import option_hint
+from mplug.cli.hints import hints
 from mplug.cli.options import PluginName
 from mplug.errors import brief, listed, suggest
 from mplug.registry.entry_points import Registry
@@ -13,7 +13,7 @@ from mplug.registry.entry_points import Registry
 
 def message_of(error: click.UsageError, command: str, words: Sequence[str]) -> str:
     """What is wrong with the command line of 'mplug COMMAND', and what to do; `words` are those after COMMAND."""
-    if isinstance(error, click.NoSuchOption) and (hint := option_hint(error, words)):
+    if isinstance(error, click.NoSuchOption) and (found := hints()) and (hint := found.of_options(error, words)):
         return hint
     return f"{_problem(error)} (see {error.ctx.command_path if error.ctx else command} --help)"
 

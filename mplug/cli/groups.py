@@ -21,9 +21,6 @@ WHOLE = 1000
 PACKAGES = "packages.yaml"
 """The commands of the packages that belong to the default installation, each with the name of its package."""
 
-OTHER_COMMANDS = "other_commands.yaml"
-"""Commands of other tools, each with the command of mplug that does the same."""
-
 
 class OpenGroup(click.Group):
     """A group with commands of its own and those of distributions, which it imports when the user calls them.
@@ -82,11 +79,12 @@ class OpenGroup(click.Group):
 
     def _unknown(self, name: str, names: list[str]) -> str:
         command = " ".join((*self.path, name))
-        package = _in_table(PACKAGES, command)
+        package = _package_of(command)
         if package is not None:
             return f"the command '{command}' is in the package {package}, which is not installed: pip install {package}"
-        other = _in_table(OTHER_COMMANDS, command)
-        if other is not None:
+        from mplug.cli.hints import hints  # only this error needs it
+
+        if (found := hints()) is not None and (other := found.of_command(command)):
             return f"there is no command '{command}'; use {other}"
         return f"there is no command '{command}'{suggest(name, names)} (see {' '.join(('mplug', *self.path))} --help)"
 
@@ -102,11 +100,11 @@ class OpenGroup(click.Group):
             formatter.write_dl([*self.summaries().items(), *added.items()])
 
 
-def _in_table(name: str, command: str) -> str | None:
-    """What a file beside this one says of a command."""
+def _package_of(command: str) -> str | None:
+    """The package that has a command of the default installation."""
     import yaml  # only an error needs it
 
-    with open(os.path.join(os.path.dirname(__file__), name), encoding="utf-8") as file:
+    with open(os.path.join(os.path.dirname(__file__), PACKAGES), encoding="utf-8") as file:
         table: dict[str, str] = yaml.safe_load(file)
     return table.get(command)
 

@@ -1,23 +1,25 @@
 """mplug train."""
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mplug.cli.beginning import beginning, readable_after, saved_since
 from mplug.cli.options import Finite, RunName, config_options, overrides
-from mplug.cli.train_start import Request, Start, prepare_start
+from mplug.cli.train_start import Request, Start, beginning, prepare_start
 from mplug.errors import Diverged, RunError, UsageError
 from mplug.registry.asking import asking
 from mplug.registry.beginnings import beginnings
-from mplug.registry.entry_points import SUGGESTIONS, Registry
+from mplug.registry.entry_points import SAVERS, SUGGESTIONS, Registry
+from mplug.registry.provided import needed, provided
 
 if TYPE_CHECKING:
     from mplug.run.run import Run
     from mplug.training.job import Outcome
+    from mplug.training.saving import Saving
 
 PORT = click.IntRange(1, 65535)
 
@@ -98,15 +100,16 @@ def command(
     """Train a model, or continue a run."""
     from mplug.config.sources import merge, read_assignments
     from mplug.run.launching import launched
-    from mplug.run.lock import Lock
 
     began = time.time()
     changes = overrides(**options)
     if deterministic:
         changes = merge(changes, read_assignments(["trainer.deterministic=true"], "--deterministic"))
     names = tuple(name.strip() for words in allowed for name in words.split(","))
-    lock = click.get_current_context().with_resource(Lock(_print_notice))
-    start = prepare_start(Request(name, resume, names, changes, master_port, restarts), launched(), lock)
+    saving: Saving | None = needed(SAVERS, "--resume", "mplug-saving") if resume else provided(SAVERS)
+    lock = nullcontext() if saving is None else saving.lock(_print_notice)
+    click.get_current_context().with_resource(lock)
+    start = prepare_start(Request(name, resume, names, changes, master_port, restarts), launched(), saving, lock)
     if start.is_first:
         _announce(start)
     outcome = _work(start, began + 60 * max_minutes if max_minutes is not None else None)
@@ -122,11 +125,11 @@ def _print_notice(message: str) -> None:
 
 def _work(start: Start, deadline: float | None) -> "Outcome":
     """Train in this process, or in processes that are started here, again after a failure if --restarts allows it."""
-    from mplug.checkpoint.folder import complete
     from mplug.run.launching import Stopped, launch
     from mplug.training.job import Outcome, supervisor_of, work
 
     job, run, readable, restarts = start.job(deadline), start.run, start.readable, start.request.restarts
+    saving: Saving | None = provided(SAVERS)
     if start.world is not None or (run.mesh.world_size == 1 and not restarts):
         return work(job)
     for restart in range(1, restarts + 2):
@@ -135,7 +138,8 @@ def _work(start: Start, deadline: float | None) -> "Outcome":
             outcome: Outcome = launch(run.mesh.world_size, work, job, port=port, supervisor=supervisor)
             return outcome
         except Stopped as stop:
-            return Outcome(job.directory, saved_since(run, readable), signal=stop.signal)
+            step = 0 if saving is None else saving.saved_since(run, readable)
+            return Outcome(job.directory, step, signal=stop.signal)
         except Diverged:
             raise
         except RunError as error:
@@ -143,9 +147,9 @@ def _work(start: Start, deadline: float | None) -> "Outcome":
                 raise
             if job.claim is not None:
                 job.claim.confirm()
-            found = complete(run.checkpoints)
-            job = replace(job, resume_from=found[-1] if found else None)
-            readable = readable_after(error, run, job.resume_from)
+            if saving is not None:
+                job = replace(job, resume_from=saving.newest(job.directory, restarted=True))
+                readable = saving.readable_after(error, run, job.resume_from)
             is_anew = readable is None and run.config.checkpoint.pretrained is not None
             where = beginning(readable, beginnings().source(run) if is_anew else None)
             click.echo(f"mplug: {error}; continuing {where} (restart {restart} of {restarts})", err=True)
@@ -171,7 +175,7 @@ def _idle_gpus(run: "Run", gpus: int) -> str:
 
 
 def _report(outcome: "Outcome", run: "Run", seconds: float) -> None:
-    from mplug.training.observers import duration
+    from mplug.run.durations import duration
 
     name = outcome.directory.name
     if outcome.nothing_left:
@@ -188,7 +192,8 @@ def _report(outcome: "Outcome", run: "Run", seconds: float) -> None:
         rest = f"continue with: mplug train --resume --name {name}"
         if outcome.step == run.config.trainer.steps:
             rest = "it was the last step, and its evaluation was cancelled"
-        click.echo(f"{reason} after step {outcome.step}, which is saved; {rest}")
+        saved = provided(SAVERS) is not None
+        click.echo(f"{reason} after step {outcome.step}{f', which is saved; {rest}' if saved else ''}")
         return
     loss = f", validation loss {outcome.val_loss:.4f}" if outcome.val_loss is not None else ""
     click.echo("; ".join((f"done in {duration(seconds)}{loss}", *_suggestions(run))))

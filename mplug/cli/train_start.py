@@ -4,24 +4,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mplug.cli.beginning import (
-    beginning,
-    changes_of,
-    claim_existing,
-    claim_new,
-    newest_of,
-    readable_of,
-)
 from mplug.errors import UsageError, listed
+from mplug.registry.entry_points import BEGINNINGS, PREFLIGHTS, PROGRESS
+from mplug.registry.provided import provided
 
 if TYPE_CHECKING:
-    from mplug.checkpoint.newest_valid import ReadableCheckpoint
+    from contextlib import AbstractContextManager
+
     from mplug.config.sources import Settings
     from mplug.distributed.world import World
-    from mplug.run.lock import Claim, Lock
+    from mplug.run.claim import Claim
     from mplug.run.run import Run
-    from mplug.training.changes import Changes
     from mplug.training.job import Job
+    from mplug.training.saving import Changes, Checkpoint, Saving
+
+
+NOTHING_SAVED = "nothing is saved, because mplug-saving is not installed"
+NOTHING_SHOWN = "no progress is shown, because mplug-progress is not installed"
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,11 @@ class Start:
     base: "Settings"
     changes: "Settings"
     resume_from: Path | None
-    readable: "ReadableCheckpoint | None"
+    readable: "Checkpoint | None"
     weights: str | None
     """The weights with which the run begins, for a message; None: it has its own."""
-    since: "Changes"
+    since: "Changes | None"
+    """The changes since the checkpoint; None if no package saves runs."""
     about: list[str]
     """What the data plugin reports about its data, and settings that do not fit the weights."""
     about_step: list[str]
@@ -74,8 +74,6 @@ class Start:
     def lines(self) -> list[str]:
         """The announcement of the run."""
         from mplug.registry.beginnings import names_some
-        from mplug.registry.entry_points import BEGINNINGS
-        from mplug.registry.provided import provided
 
         run = self.run
         layout = f", {run.config.parallel.layout} on {run.mesh.world_size} processes" if run.mesh.world_size > 1 else ""
@@ -84,7 +82,9 @@ class Start:
         return [
             f"run {run.directory}: {steps} step{'s' * (steps != 1)}, {where}{layout}",
             *(f"  {line}" for line in (found.about_config(run.config) if found is not None else ())),
-            *(f"  changed since the checkpoint: {line}" for line in self.since.lines()),
+            *([f"  {NOTHING_SAVED}"] if self.since is None else ()),
+            *([f"  {NOTHING_SHOWN}"] if provided(PROGRESS) is None else ()),
+            *(f"  changed since the checkpoint: {line}" for line in (self.since.lines() if self.since else ())),
             *(f"  {sentence}" for sentence in self.about),
             *(f"  {sentence}" for sentence in _about_unused(run, self.request.overrides)),
             *(f"  {sentence}" for sentence in _about_warmup(run)),
@@ -92,7 +92,9 @@ class Start:
         ]
 
 
-def prepare_start(request: Request, world: "World | None", lock: "Lock") -> Start:
+def prepare_start(
+    request: Request, world: "World | None", saving: "Saving | None", lock: "AbstractContextManager[object]"
+) -> Start:
     """Prepare the run that is asked for, and take the lock of its folder; UsageError for what cannot run.
 
     The config and the data come first, because they need no torch; then the checkpoint; then the model, on the meta
@@ -107,7 +109,7 @@ def prepare_start(request: Request, world: "World | None", lock: "Lock") -> Star
     restarted, first = world is not None and world.restart > 0, _is_first(world)
     _refuse_options(request, world)
     directory = find_directory(request.name) if _continues(request, restarted) else None
-    claim = claim_existing(lock, directory, request.name) if first else None
+    claim = saving.claim_existing(lock, directory, request.name) if first and saving is not None else None
     base = _base(directory)
     run, changes = settle(base, request.overrides, world)
     if run.mesh.world_size > 1 or request.restarts or request.master_port is not None:
@@ -115,15 +117,17 @@ def prepare_start(request: Request, world: "World | None", lock: "Lock") -> Star
         if request.master_port is not None:
             launcher.refuse_port_in_use(request.master_port)
     about_data = check_data(run)
-    resume_from = newest_of(directory, restarted) if directory and _is_complete(run, world, directory) else directory
+    resume_from = None if saving is None else directory
+    if saving is not None and directory is not None and _is_complete(run, world, directory):
+        resume_from = saving.newest(directory, restarted)
     if directory is not None and first:
         read_lines(directory / METRICS)  # refuses a damaged file; only the first rank writes it
-    readable = readable_of(resume_from) if _reads_checkpoints(world) else None
-    since = changes_of(run, readable, request.allowed)
+    readable = saving.readable(resume_from) if saving is not None and _reads_checkpoints(world) else None
+    since = None if saving is None else saving.changes(run, readable, request.allowed)
     run.directory = directory or new_directory(run.config, request.name, check=first)
-    weights, about, about_step = _refuse_model(run, world, resume_from, readable, since)
-    if first:
-        claim = claim or claim_new(lock, run, request.name)
+    weights, about, about_step = _refuse_model(run, world, saving, resume_from, readable, since)
+    if first and saving is not None:
+        claim = claim or saving.claim_new(lock, run, request.name)
     about = [*about_data, *about]
     return Start(
         request, world, run, base, changes, resume_from, readable, weights, since, about, about_step, claim
@@ -211,26 +215,27 @@ def _base(directory: Path | None) -> "Settings":
 
 
 def _refuse_model(
-    run: "Run", world: "World | None", resume_from: Path | None, readable: "ReadableCheckpoint | None", since: "Changes"
+    run: "Run",
+    world: "World | None",
+    saving: "Saving | None",
+    resume_from: Path | None,
+    readable: "Checkpoint | None",
+    since: "Changes | None",
 ) -> tuple[str | None, list[str], list[str]]:
     """Build the model on the meta device, and refuse what cannot train.
 
     Returns the weights with which the run begins, lines about them, and lines about a step.
     """
-    from mplug.checkpoint.states import refuse_unsavable_states  # imports torch: refused configs end before
-    from mplug.model.build import build_model
-    from mplug.registry.entry_points import PREFLIGHTS
-    from mplug.registry.provided import provided
+    from mplug.model.build import build_model  # imports torch: refused configs end before
     from mplug.training.beginnings import beginnings_of
-    from mplug.training.changes import refuse_other_micro_batches
     from mplug.training.preflight import Preflight
 
     model = build_model(run)
     preflight: Preflight | None = provided(PREFLIGHTS)
     if preflight is not None:
         preflight.refuse(run, model, world)
-    refuse_other_micro_batches(model, since)
-    refuse_unsavable_states(run, model, readable.path if readable else None)
+    if saving is not None:
+        saving.refuse_model(run, model, readable, since)
     found, weights, lines = beginnings_of(run, model), None, list[str]()
     if found is not None:
         weights, lines = found.check(run, model, is_new=not resume_from, is_reader=_reads_checkpoints(world))
@@ -238,3 +243,10 @@ def _refuse_model(
     step = [] if preflight is None or not _is_first(world) else preflight.about_steps(run, model, world, done)
     memory = [] if preflight is None else preflight.about_memory(run, model, world)
     return weights, [*lines, *memory], step
+
+
+def beginning(readable: "Checkpoint | None", weights: str | None) -> str:
+    """Text about the start of a run: 'from step 100', 'with the weights of ...' or 'from scratch'."""
+    if readable is not None:
+        return f"from step {readable.manifest['step']}"
+    return f"with the weights of {weights}" if weights is not None else "from scratch"

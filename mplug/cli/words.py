@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mplug.cli.groups import WORDS
-from mplug.cli.hints import assignment_hint
+from mplug.cli.hints import assignment_hint, hints
 from mplug.errors import UsageError, brief
 
 if TYPE_CHECKING:
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 ARGUMENT = "argument"
 """The source of settings that the command line assigns without an option."""
 YAML = (".yaml", ".yml")
-SIMILAR = 0.6
-"""Smallest similarity (difflib's ratio) of a file's extension and one of YAML for which both uses are named."""
 
 
 @dataclass(frozen=True)
@@ -63,32 +61,11 @@ def _refuse_value_after_a_space(words: tuple[str, ...], assignments: tuple[str, 
 
 def _remedy(word: str) -> str:
     """The message for a word that is neither an assignment nor a config file."""
-    import difflib  # only errors need it
-
-    from mplug.registry.entry_points import BEGINNINGS, Registry
-    from mplug.registry.provided import provided
-
-    path = Path(word).expanduser()
-    if (path / "config.yaml").is_file():
-        return f"'{word}' is no option; to begin with the weights of the run '{word}', use --pretrained {word}"
-    if path.is_dir() and (found := provided(BEGINNINGS)) is not None and found.is_published(path):
-        return f"'{word}' is no option; to begin with the weights in '{word}', use --pretrained {word}"
-    if path.is_file() and difflib.get_close_matches(path.suffix.lower(), YAML, 1, SIMILAR):
-        return f"'{word}' is no option; use --config {word} if it is a config file, or --data {word} to train on it"
-    if path.exists():
-        return f"'{word}' is no option; to train on the file or folder '{word}', use --data {word}"
-    if (Path("runs") / word / "config.yaml").is_file():
-        return f"'{brief(word)}' is no option; to name the run '{word}', use --name {word}"
-    for kind, option in (("models", "--model"), ("data", "--data"), ("optimizers", "--optimizer")):
-        if word in Registry().names(kind):
-            return f"'{word}' is no option; to choose the plugin '{word}', use {option} {word}"
-    if word.lower().endswith(".json"):
-        return f"'{brief(word)}' is no config file, which is YAML (FILE.yaml)"
-    for name in dict.fromkeys((path.name, path.stem)):
-        for found in (path.with_name(f"{name}{suffix}") for suffix in YAML):
-            if found.is_file():
-                return f"there is no file '{brief(word)}'; did you mean '{found}'?"
+    known = "" if (found := hints()) is None else found.of_word(word)
+    if known:
+        return known
+    end = "" if Path(word).expanduser().exists() else ", and there is no such file"
     return (
-        f"'{brief(word)}' is neither an option, nor an assignment (trainer.steps=100), nor a config file (FILE.yaml), "
-        f"and there is no such file"
+        f"'{brief(word)}' is neither an option, nor an assignment (trainer.steps=100), nor a config file "
+        f"(FILE.yaml){end}"
     )

@@ -9,7 +9,7 @@ from mplug.contracts.micro_batch import MicroBatch, RankBatch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mplug.layout.plan import Stages
+    from mplug.layout.stages import Stages
 
 Record = dict[str, Any]
 """A line of metrics.jsonl.

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from mplug.registry.specification import all_plugins, at_most_one, exactly_one, or_attribute
 
 if TYPE_CHECKING:
-    from mplug.checkpoint.own_folders import Gatherer
     from mplug.config.binding import RunConfig
+    from mplug.contracts.gatherer import Gatherer
     from mplug.contracts.loader import Loader, Stateful
     from mplug.contracts.optimizer import Optimizer, Piece
     from mplug.contracts.stepper import Pipeline, Stepper

@@ -11,24 +11,20 @@ from mplug.config.binding import RunConfig
 from mplug.contracts.micro_batch import REFERENCE, SEQUENCES
 from mplug.contracts.optimizer import Optimizer, Piece, ShapedState, tensors_of
 from mplug.errors import UsageError, listed
-from mplug.model.averaged_optimizer import refuse_average
 from mplug.model.builders import builder_of
 from mplug.model.engine import planned_pieces, refuse_incomplete_engine
-from mplug.model.first_weights import FirstWeights, refuse_recalled
 from mplug.model.generator_seeds import GeneratorSeeds, drawing_plugin
-from mplug.model.grouped_optimizer import build_optimizer, refuse_single
 from mplug.model.memory import allocate
 from mplug.model.mixing import refuse_mixing
 from mplug.model.model import Model
-from mplug.model.offloaded_optimizer import OffloadedOptimizer, refuse_offload
 from mplug.model.pieces import make_pieces
 from mplug.model.plans.adapting import adapt
 from mplug.model.plans.count_passes import passes_of
 from mplug.model.plans.freezing import freeze, freeze_all
-from mplug.model.plans.grouping import grouped
 from mplug.model.products.casts import copies_of
 from mplug.model.products.gathered_copies import refuse_idle_copies
 from mplug.model.recorder import recorder_of
+from mplug.model.single_optimizer import build_optimizer
 from mplug.model.sizes import within_reason
 from mplug.model.slots.fill import fill_slots, select_offers
 from mplug.model.slots.kernel_limits import NO_GPU
@@ -39,6 +35,7 @@ from mplug.model.slots.token_offers import token_offers
 from mplug.model.stream_balancer import balancer_of
 from mplug.model.unit_compiler import refuse_missing_compiler
 from mplug.model.unlike_stages import ranks_of_unlike_stages
+from mplug.model.updates import updates_of
 from mplug.model.variance import refuse_bypassing_layout
 from mplug.registry.entry_points import PREFLIGHTS
 from mplug.registry.hooks import Hooks
@@ -63,12 +60,13 @@ def build_model(run: Run) -> Model:
     _refuse_unmet(run, unmet)
     if not run.trains:
         return model  # nothing is trained, and there is no optimizer
-    refuse_single(run, model)
+    updates = updates_of(run, model)
+    if updates is not None:
+        updates.refuse_plugins(run, model)
     _shard_states(run, model)
     refuse_incomplete_engine(run, model)
-    refuse_average(run, model)
-    refuse_offload(run, model)
-    refuse_recalled(run, model)
+    if updates is not None:
+        updates.refuse(run, model)
     refuse_idle_copies(run, model)
     refuse_bypassing_layout(run, model)
     refuse_missing_compiler(run)
@@ -161,7 +159,8 @@ def _build_model(run: Run) -> tuple[Model, list[Unmet]]:
         _refuse_missing_entries(run, model)
     if run.trains:
         freeze(model, run.config)
-        model.groups = grouped(model, run.config)
+        if run.config.groups and (updates := updates_of(run, model)) is not None:
+            model.groups = {**updates.grouped(run, model)}
     else:
         freeze_all(model)
     model.plan = replace(model.plan, work=model.work)
@@ -342,10 +341,8 @@ def measure_bytes(run: Run, model: Model) -> dict[str, int]:
             "buffers of suppliers": [buffer for one in model.slot_buffers for buffer in one.tensors().values()],
         }
         measured = {kind: _nbytes(tensors) for kind, tensors in kinds.items() if tensors}
-        first, inner = (optimizer, optimizer.inner) if isinstance(optimizer, FirstWeights) else (None, optimizer)
-        if isinstance(inner, OffloadedOptimizer):
-            measured["optimizer state"] = 0 if first is None else _nbytes(first.tensors())
-            measured[IN_CPU_MEMORY], measured["chunks of optimizer state"] = inner.num_bytes
+        if (updates := updates_of(run, model)) is not None:
+            measured |= updates.num_bytes(optimizer)
             measured = {kind: size for kind, size in measured.items() if size}
     of_engine = {} if model.engine is None else model.engine.num_bytes
     stated = {kind.partition(",")[0] for kind in of_engine}

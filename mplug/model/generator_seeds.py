@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mplug.model.slots.offers import Filled
     from mplug.run.run import Run
 
-ENTRY = "draws"
+ENTRY = "generator_key"
 """The entry of a micro batch that holds its key: a Python int, which no unit takes."""
 
 HEADS = "heads"

@@ -12,7 +12,8 @@ from mplug.layout.gradient_flow import carrying
 from mplug.layout.names import modules_around
 from mplug.layout.ownership import Engine, Sharding
 from mplug.layout.placement import Placement
-from mplug.layout.plan import Init, Parameter, Stages
+from mplug.layout.plan import Init, Parameter
+from mplug.layout.stages import Stages
 from mplug.layout.work import Flops
 from mplug.model.built import Built
 

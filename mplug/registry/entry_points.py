@@ -58,6 +58,14 @@ SUGGESTIONS = "suggestions"
 """The group 'mplug.suggestions': functions from a finished run to a clause that says what to do with it, or to ''."""
 BEGINNINGS = "beginnings"
 """The group 'mplug.beginnings': a class that reads the weights with which runs begin (`mplug.registry.beginnings`)."""
+SAVERS = "savers"
+"""The group 'mplug.savers': a class that saves runs in checkpoints and resumes them (`mplug.training.saving`)."""
+UPDATES = "updates"
+"""The group 'mplug.updates': a class that updates weights with several optimizers (`mplug.model.updates`)."""
+PROGRESS = "progress"
+"""The group 'mplug.progress': a class that shows the progress of runs (`mplug.training.job`)."""
+HINTS = "hints"
+"""The group 'mplug.hints': a class that says what a mistyped command line may have meant (`mplug.cli.hints`)."""
 PREFLIGHTS = "preflights"
 """The group 'mplug.preflights': a class that compares a run with its machine before it starts (`Preflight`)."""
 BALANCERS = "balancers"
@@ -86,6 +94,10 @@ GROUPS = (
     RECORDERS,
     SUGGESTIONS,
     BEGINNINGS,
+    SAVERS,
+    UPDATES,
+    PROGRESS,
+    HINTS,
     PREFLIGHTS,
     BALANCERS,
     LAUNCHERS,

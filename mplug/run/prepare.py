@@ -33,16 +33,7 @@ def prepare(
     the batch: it sums the gradients of their parts during backward; the host would do it after backward.
     """
     hooks = _hooks_of(config, further)
-    problems = []
-    for label, check in hooks.layered("configure"):
-        try:
-            with asking(label, "configure"):
-                check(config=config)
-        except UsageError as error:
-            problems.append(str(error))
-    problems += _refusals_of_families(config)
-    if problems:
-        raise UsageError("\n".join(problems))
+    _refuse_config(hooks, config)
     hooks.refuse_rivals()
     answers = _answered_axes(hooks, config)
     _refuse_rest_without_data(config)
@@ -69,6 +60,20 @@ def prepare(
     _refuse_wrong_variances(run)
     _refuse_unused_base_modules(run)
     return run
+
+
+def _refuse_config(hooks: Hooks, config: RunConfig) -> None:
+    """Let all plugins check the config; raise UsageError with the problems of all."""
+    problems = []
+    for label, check in hooks.layered("configure"):
+        try:
+            with asking(label, "configure"):
+                check(config=config)
+        except UsageError as error:
+            problems.append(str(error))
+    problems += _refusals_of_families(config)
+    if problems:
+        raise UsageError("\n".join(problems))
 
 
 def _refusals_of_families(config: RunConfig) -> list[str]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from mplug.distributed.groups import Groups
-    from mplug.run.lock import Claim
+    from mplug.run.claim import Claim
 
 
 @dataclass

@@ -15,15 +15,16 @@ from mplug.errors import PluginError, UsageError, listed
 from mplug.gradients.loss_scale import LossScale
 from mplug.model.build import allocate_parts, build_model, gradient_dtype, refuse_unsavable
 from mplug.model.engine import refuse_missing_pieces, refuse_other_sums
-from mplug.model.grouped_optimizer import build_optimizer
 from mplug.model.memory import initialize
 from mplug.model.model import Model
 from mplug.model.pieces import Held, held_values, make_pieces, write_weights
 from mplug.model.products.casts import keep_casts
 from mplug.model.recorder import recorder_of
+from mplug.model.single_optimizer import build_optimizer
 from mplug.model.slots.fill import wrap_units
 from mplug.model.stream_balancer import balancer_of
 from mplug.model.unit_compiler import compile_units
+from mplug.model.updates import updates_of
 from mplug.model.variance import refuse_bypassing
 from mplug.run.run import Run
 from mplug.training.batch_parts import own_part
@@ -31,7 +32,6 @@ from mplug.training.evaluator import Evaluator
 from mplug.training.feed import Feed
 from mplug.training.hardware import use_own_stream
 from mplug.training.map_loader import MapLoader
-from mplug.training.recalling import recalling
 from mplug.training.repeating import repeating
 from mplug.training.stepper import DefaultStepper
 from mplug.training.supervised_loader import Source
@@ -79,7 +79,8 @@ def build(run: Run) -> Parts:
     optimizer = _optimizer(run, model, pieces)
     default = DefaultStepper(run, model, pieces, optimizer)
     stepper = repeating(run, model, _stepper(run, model, default))
-    stepper = recalling(run, model, pieces, optimizer, stepper)
+    if (updates := updates_of(run, model)) is not None:
+        stepper = updates.stepper(run, model, pieces, optimizer, stepper)
     return Parts(model, pieces, optimizer, stepper, train_loader, validation_loader, default.loss_scale)
 
 

@@ -30,11 +30,11 @@ class Evaluator:
     def entries(self, batch: RankBatch, step: int) -> MicroBatch:
         """What this rank's units receive of a micro batch: its entries, and this step's random keys.
 
-        `keys` [B] are those of the samples; `draws` is the key of the random numbers that kernels draw themselves
+        `keys` [B] are those of the samples; `ENTRY` is the key of the random numbers that kernels draw themselves
         (`mplug.model.generator_seeds`). Call this method once for each micro batch.
         """
-        draws: Any = micro_batch_key(self.seed, step, batch.number)
-        return {**self.keyed(batch, step_key(self.seed, step)), ENTRY: draws}
+        generator_key: Any = micro_batch_key(self.seed, step, batch.number)
+        return {**self.keyed(batch, step_key(self.seed, step)), ENTRY: generator_key}
 
     def keyed(self, batch: RankBatch, key: Tensor | int) -> MicroBatch:
         """The entries of a micro batch, and the samples' keys in the step with this key."""

@@ -6,19 +6,21 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Protocol
 
 from mplug.config.binding import RunConfig
 from mplug.config.sources import Settings, merge, read_assignments
 from mplug.distributed.supervision import Send, Supervisor
 from mplug.distributed.world import World
 from mplug.errors import RunError, UsageError
-from mplug.registry.entry_points import Registry
+from mplug.registry.entry_points import PROGRESS, Registry
 from mplug.registry.hooks import HOST
 from mplug.registry.implementation import hookimpl
+from mplug.registry.provided import provided
 from mplug.registry.resolve import resolve
 from mplug.run.activity import Activity
+from mplug.run.claim import Claim
 from mplug.run.launching import agreed, joined, launched, launching
-from mplug.run.lock import Claim
 from mplug.run.prepare import prepare
 from mplug.run.record import provenance
 from mplug.run.run import Run
@@ -178,14 +180,20 @@ class StepMessages:
             self._send(run.activity.step)
 
 
+class Shown(Protocol):
+    """The method of the class in the entry-point group 'mplug.progress'."""
+
+    def observer(self, config: RunConfig) -> object:
+        """An object with the hooks of observers that shows progress, on rank 0. Its failures end the run."""
+
+
 def _observers(config: RunConfig, rank: int, send: Send | None = None) -> dict[str, object]:
     """The host's own observers. Most run on rank 0 only. A failure of one of them ends the run."""
-    from rich.console import Console
-
-    from mplug.training.observers import MetricsFile, ProgressLine
+    from mplug.training.metrics_writer import MetricsFile
 
     messages: dict[str, object] = {f"{HOST}messages": StepMessages(send)} if send is not None else {}
     if rank != 0:
         return messages
-    progress = ProgressLine(Console(), config.trainer.steps, config.trainer.log_every)
-    return {**messages, f"{HOST}metrics": MetricsFile(), f"{HOST}progress": progress}
+    shown: Shown | None = provided(PROGRESS)
+    progress = {} if shown is None else {f"{HOST}progress": shown.observer(config)}
+    return {**messages, f"{HOST}metrics": MetricsFile(), **progress}

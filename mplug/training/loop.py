@@ -25,8 +25,8 @@ from mplug.training.assembly import Parts, build
 from mplug.training.beginnings import Loaded, beginnings_of
 from mplug.training.evaluation import evaluate_unless_stopped
 from mplug.training.interrupt import Interrupt, TimeLeft
-from mplug.training.position import Position
 from mplug.training.report import PendingRecord, Report, data_gap, loss_warning
+from mplug.training.saving import Position, position_of
 from mplug.training.schedule import batch_size, learning_rate, weight_decay
 
 log = logging.getLogger("mplug")
@@ -64,7 +64,7 @@ def train(
         run.enter("building the model")
         parts = build(run)
         run.depends_on_layout = layout_dependence_of_all(run, parts.model)
-        position = Position(run, parts)
+        position = position_of(run, parts)
         run.enter("loading a checkpoint" if resume_from else "beginning the run")
         loaded, resumed_from = Loaded(), None
         if resume_from is None:

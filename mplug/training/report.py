@@ -14,7 +14,7 @@ from mplug.errors import Diverged
 from mplug.run.run import Run
 from mplug.training.assembly import Parts
 from mplug.training.hardware import Moment, peak_memory_gib, peak_tflops
-from mplug.training.position import Position
+from mplug.training.saving import Position
 
 ROWS = ("rows", "squares")
 """The figures of a stream in a step: rows, and the sum of the squared lengths of their segments."""

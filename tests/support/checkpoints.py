@@ -5,12 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mplug.checkpoint.folder import complete, read_valid
-from mplug.checkpoint.names import step_of
 from mplug.errors import UsageError
 from mplug.run.prepare import prepare
 from mplug.training.assembly import build
-from mplug.training.position import Position
+from mplug_saving.folder import complete, read_valid
+from mplug_saving.names import step_of
+from mplug_saving.position import Position
 from mplug_testing.harness import tiny_config
 
 SMALL = {"model.num_layers": 1, "trainer.eval_every": 0, "checkpoint.every": 1, "checkpoint.asynchronous": False}

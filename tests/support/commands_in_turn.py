@@ -2,7 +2,8 @@
 
     python commands_in_turn.py '[["train"], ["explain"]]'
 
-Every command runs in a fork of this process. Prints a JSON list of [exit status, standard output, standard error].
+Every command runs in a fork of this process. A first word '+FOLDER' adds the packages of a folder for this command.
+Prints a JSON list of [exit status, standard output, standard error].
 """
 
 import json
@@ -18,7 +19,9 @@ def outcome(words: list[str]) -> tuple[int, str, str]:
         if child == 0:
             os.dup2(out.fileno(), 1)
             os.dup2(err.fileno(), 2)
-            sys.argv = ["mplug", *words]
+            if words[0].startswith("+"):
+                sys.path.append(words[0][1:])
+            sys.argv = ["mplug", *(words[1:] if words[0].startswith("+") else words)]
             main(prog_name="mplug")
             sys.exit(0)
         _, status = os.waitpid(child, 0)

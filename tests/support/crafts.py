@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from mplug.checkpoint.manifest import DEEPEST
+from mplug_saving.manifest import DEEPEST
 
 WEIGHT, MOMENT = "blocks.0.mlp.up.weight/weight", "blocks.0.mlp.up.weight/exp_avg"
 FILE, MANIFEST = "rank00000.safetensors", "checkpoint.json"

@@ -22,8 +22,8 @@ from mplug.run.prepare import prepare
 from mplug.run.run import Run
 from mplug.training.assembly import Parts, build
 from mplug.training.evaluation import evaluate
-from mplug.training.position import Position
 from mplug.training.schedule import learning_rate
+from mplug_saving.position import Position
 from mplug_testing.harness import EXACT, as_rank, changed_batches, tiny_config
 
 STEPS = 2

@@ -16,7 +16,7 @@ from mplug_checkpoint.conversion import export_, import_
 from mplug_checkpoint.upcycle import upcycle
 
 if TYPE_CHECKING:
-    from mplug.checkpoint.manifest import Manifest, SavedTensor
+    from mplug_saving.manifest import Manifest, SavedTensor
 
 run_option = click.option("--name", type=RunName(), help="Name of the run; default: the newest run.")
 step_option = click.option("--step", type=int, help="Step of the checkpoint; default: the newest checkpoint.")
@@ -40,8 +40,8 @@ def command() -> None:
 @run_option
 def list_(name: str | None) -> None:
     """List the complete checkpoints of a run, the oldest first."""
-    from mplug.checkpoint.folder import complete, read_described
-    from mplug.checkpoint.names import step_of
+    from mplug_saving.folder import complete, read_described
+    from mplug_saving.names import step_of
 
     folder = _folder(name)
     rows = []
@@ -63,8 +63,8 @@ def list_(name: str | None) -> None:
 @click.option("--tensors", is_flag=True, help="Also list every tensor with its shape, type and boxes.")
 def show(name: str | None, step: int | None, tensors: bool) -> None:
     """Show the contents of a checkpoint: position, layout, provenance, files, tensors."""
-    from mplug.checkpoint.folder import read_described
-    from mplug.training.saved_fields import shown
+    from mplug_saving.folder import read_described
+    from mplug_saving.saved_fields import shown
 
     path = _path(name, step)
     manifest = read_described(path)
@@ -107,8 +107,8 @@ def verify_(name: str | None, step: int | None) -> None:
     from rich.console import Console
     from rich.progress import track
 
-    from mplug.checkpoint.folder import REMEDY, complete, read_valid
-    from mplug.checkpoint.names import step_of
+    from mplug_saving.folder import REMEDY, complete, read_valid
+    from mplug_saving.names import step_of
 
     console = Console()
     paths = [_path(name, step)] if step is not None else complete(_folder(name))
@@ -149,7 +149,7 @@ def _folder(name: str | None) -> Path:
 
 
 def _path(name: str | None, step: int | None) -> Path:
-    from mplug.checkpoint.folder import at_step
+    from mplug_saving.folder import at_step
 
     return at_step(_folder(name), step)
 

@@ -67,9 +67,6 @@ def export_(
     If the run has adapters (mplug train --adapt), an export of the whole model multiplies them into the weights, in
     fp32.
     """
-    from mplug.checkpoint.folder import at_step
-    from mplug.checkpoint.opened import open_together
-    from mplug.checkpoint.verified import Verified
     from mplug.model.build import build_model
     from mplug.run.folder import find_directory
     from mplug_checkpoint.export import export_public
@@ -77,6 +74,9 @@ def export_(
     from mplug_pretrained.formats import format_named
     from mplug_pretrained.public_load import KEPT
     from mplug_pretrained.published import ExportOptions
+    from mplug_saving.folder import at_step
+    from mplug_saving.opened import open_together
+    from mplug_saving.verified import Verified
 
     found, directory = format_named(name_of_format), find_directory(name)
     _refuse_existing(folder)
@@ -88,7 +88,7 @@ def export_(
     merged = {name for merge in export.merges.values() for name in merge.inputs}
     refuse_lossy(export.conversion, model.placements.keys() - merged)
     if step is None:
-        from mplug.checkpoint.newest_valid import choose
+        from mplug_saving.newest_valid import choose
 
         opened = choose(run, checkpoint, Verified()).opened
     else:

@@ -12,14 +12,14 @@ import safetensors
 import torch
 from torch import Tensor
 
-from mplug.checkpoint.index import Shape
-from mplug.checkpoint.manifest import name_in_file
-from mplug.checkpoint.opened import Opened
 from mplug.errors import RunError, UsageError
 from mplug.system.files import sync_path
 from mplug_pretrained.adapters import row_norms
 from mplug_pretrained.published import Export
 from mplug_pretrained.transfer import fill_theirs
+from mplug_saving.index import Shape
+from mplug_saving.manifest import name_in_file
+from mplug_saving.opened import Opened
 
 
 class CheckpointBoxes:

@@ -12,9 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mplug.checkpoint.manifest import TensorTable, encode, name_in_file
-from mplug.checkpoint.names import MANIFEST, file_of, path_of
-from mplug.checkpoint.storage import crc32
 from mplug.errors import RunError, UsageError, printable
 from mplug.model.model import Model
 from mplug.precisions.dtypes import FORMATS
@@ -28,6 +25,9 @@ from mplug_pretrained.foreign import WEIGHT, Shape
 from mplug_pretrained.foreign_match import Match
 from mplug_pretrained.safetensors_file import write_safetensors
 from mplug_pretrained.transfer import fill_ours
+from mplug_saving.manifest import TensorTable, encode, name_in_file
+from mplug_saving.names import MANIFEST, file_of, path_of
+from mplug_saving.storage import crc32
 
 
 @dataclass(frozen=True)

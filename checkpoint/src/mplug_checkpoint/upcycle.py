@@ -88,15 +88,15 @@ class Source:
 
 def _source(folder: Path) -> Source:
     """The dense model of a folder. UsageError if it has none."""
-    from mplug.checkpoint.names import MANIFEST
-    from mplug.checkpoint.newest_valid import choose
-    from mplug.checkpoint.verified import Verified
     from mplug.config.defaults import default_settings
     from mplug.config.sources import from_mapping
     from mplug.registry.entry_points import Registry
     from mplug.registry.resolve import resolve
     from mplug.run.prepare import prepare
     from mplug_pretrained.formats import is_public
+    from mplug_saving.names import MANIFEST
+    from mplug_saving.newest_valid import choose
+    from mplug_saving.verified import Verified
 
     if is_public(folder):
         named = {"checkpoint": {"pretrained": str(folder)}, "trainer": {"device": "cpu"}}
@@ -109,7 +109,7 @@ def _source(folder: Path) -> Source:
             f"'{folder}' is not the folder of a run or of a checkpoint, and no installed format reads it; use a folder "
             f"of one of these"
         )
-    from mplug.checkpoint.folder import at_step
+    from mplug_saving.folder import at_step
 
     run = saved_run(folder)
     return Source(run, choose(run, at_step(folder / "checkpoints", None), Verified()).path, False)

@@ -19,7 +19,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from mplug.checkpoint.opened import open_together
 from mplug.errors import UsageError, some_names
 from mplug.layout.placement import Placement
 from mplug.model.build import build_model
@@ -35,6 +34,7 @@ from mplug_pretrained.public_load import open_published
 from mplug_pretrained.published import FolderWeights
 from mplug_pretrained.transfer import fill_ours
 from mplug_pretrained.wanted import wanted_of
+from mplug_saving.opened import open_together
 
 REMEDY = "give the mixture the settings of the dense model, and experts in the place of MLPs"
 

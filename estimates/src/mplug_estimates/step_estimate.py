@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mplug.run.durations import LONG_RUN, TRIAL, duration
 from mplug.training.hardware import peak_tflops, timed
-from mplug.training.observers import LONG_RUN, TRIAL, duration
 
 if TYPE_CHECKING:
     from mplug.distributed.world import World

@@ -88,10 +88,10 @@ def about_weights(run: "Run", model: "Model", pretrained: "Path | PartFolders") 
     A run that begins with a published model also states if it cannot be published again. UsageError if the run would
     load adapters that compute something else in it.
     """
-    from mplug.checkpoint.folder import read_manifest
     from mplug_pretrained.other_settings import other_model_settings, refuse_other_adapters
     from mplug_pretrained.public_load import KEPT, left_out
     from mplug_pretrained.weights import has_adapters
+    from mplug_saving.folder import read_manifest
 
     if not isinstance(pretrained, Path):
         anew = left_out(pretrained, model, run.config.checkpoint.pretrained)

@@ -6,9 +6,6 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mplug.checkpoint.folder import at_step, read_manifest
-from mplug.checkpoint.newest_valid import choose
-from mplug.checkpoint.verified import Verified
 from mplug.config.sources import Settings, merge, read_assignments
 from mplug.contracts.optimizer import AVERAGE
 from mplug.distributed.world import World
@@ -21,6 +18,9 @@ from mplug.run.run import Run
 from mplug.training.job import settle
 from mplug_pretrained.folder_settings import longest_sequence
 from mplug_pretrained.formats import is_public
+from mplug_saving.folder import at_step, read_manifest
+from mplug_saving.newest_valid import choose
+from mplug_saving.verified import Verified
 
 if TYPE_CHECKING:
     from mplug.model.model import Model

@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from mplug.checkpoint.boxes import Boxed, buffer_boxes, held_boxes
-from mplug.checkpoint.opened import open_together
-from mplug.checkpoint.saver import load, refuse_another
-from mplug.checkpoint.verified import Verified
 from mplug.errors import RunError, UsageError
 from mplug.model.build import allocate_parts, build_model
 from mplug.model.model import Model
 from mplug.run.run import Run
+from mplug_saving.boxes import Boxed, buffer_boxes, held_boxes
+from mplug_saving.opened import open_together
+from mplug_saving.saver import load, refuse_another
+from mplug_saving.verified import Verified
 
 
 def load_for_inference(

@@ -7,8 +7,8 @@ from typing import Any
 from mplug.config.binding import RunConfig
 from mplug.contracts.fields import OF_TRAINING
 from mplug.errors import UsageError
-from mplug.training.changes import ABSENT, ADAPTING, Change
-from mplug.training.saved_fields import bound, leaves, mark_of
+from mplug_saving.changes import ABSENT, ADAPTING, Change
+from mplug_saving.saved_fields import bound, leaves, mark_of
 
 OF_HOST = ("name", "frozen")
 """Fields of the section 'model' that say nothing about what weights compute."""

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mplug.checkpoint.rank_exchanges import from_rank, raise_alike
 from mplug.config.host_sections import Pretrained
 from mplug.contracts.optimizer import Piece
 from mplug.errors import RunError, UsageError
@@ -24,6 +23,7 @@ from mplug_pretrained.part_folders import PartFolders, begun_anew, part_of
 from mplug_pretrained.published import FolderWeights, PublishedFolder
 from mplug_pretrained.transfer import fill_ours
 from mplug_pretrained.wanted import FIELD, Wanted, wanted_of
+from mplug_saving.rank_exchanges import from_rank, raise_alike
 
 KEPT = "published"
 """The folder of a run with what a format needs beside the weights for an export, in a folder of the format's name."""

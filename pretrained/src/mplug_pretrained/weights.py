@@ -4,9 +4,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mplug.checkpoint.folder import complete, read_manifest
-from mplug.checkpoint.index import refuse_larger, shapes_of, weights_in
-from mplug.checkpoint.names import MANIFEST
 from mplug.config.sources import source_of
 from mplug.contracts.optimizer import Piece
 from mplug.errors import UsageError, counted
@@ -15,14 +12,17 @@ from mplug.run.run import Run
 from mplug_pretrained.formats import is_public
 from mplug_pretrained.part_folders import PartFolders
 from mplug_pretrained.wanted import FIELD, Wanted, wanted_of
+from mplug_saving.folder import complete, read_manifest
+from mplug_saving.index import refuse_larger, shapes_of, weights_in
+from mplug_saving.names import MANIFEST
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from mplug.checkpoint.newest_valid import AgreedCheckpoint
     from mplug.config.host_sections import Pretrained
     from mplug.model.model import Model
     from mplug_pretrained.public_load import LoadedFolder
+    from mplug_saving.newest_valid import AgreedCheckpoint
 
 
 def pretrained_of(run: Run) -> Path | PartFolders | None:
@@ -33,7 +33,7 @@ def pretrained_of(run: Run) -> Path | PartFolders | None:
     path = newest_pretrained(run)
     if path is None or isinstance(path, PartFolders) or not _is_of_named_run(run, path):
         return path
-    from mplug.checkpoint.newest_valid import newest_readable  # imports pydantic
+    from mplug_saving.newest_valid import newest_readable  # imports pydantic
 
     return newest_readable(path.parent).path
 
@@ -133,12 +133,12 @@ def load_weights(
     The states that kernels keep (`Offer.buffers`) start anew: the run that saved the checkpoint may have other kernels.
     If the config names the checkpoint's run and the checkpoint is not valid, load the newest valid one before it.
     """
-    from mplug.checkpoint.boxes import State, buffer_boxes, held_boxes
-    from mplug.checkpoint.newest_valid import AgreedCheckpoint, choose
-    from mplug.checkpoint.opened import open_together
-    from mplug.checkpoint.saver import load
-    from mplug.checkpoint.verified import Verified
     from mplug.model.pieces import held_values, write_weights
+    from mplug_saving.boxes import State, buffer_boxes, held_boxes
+    from mplug_saving.newest_valid import AgreedCheckpoint, choose
+    from mplug_saving.opened import open_together
+    from mplug_saving.saver import load
+    from mplug_saving.verified import Verified
 
     if isinstance(path, PartFolders) or is_public(path):
         from mplug_pretrained.public_load import load_public

@@ -101,7 +101,8 @@ class ModelOptions:
 
     def directory(self, world: "World | None") -> Path:
         """The folder of the run, with a line for the user if it is not the newest run."""
-        from mplug.commands import find_directory, newest_saved
+        from mplug.commands import find_directory
+        from mplug_saving import newest_saved
 
         if self.name is not None:
             return find_directory(self.name)

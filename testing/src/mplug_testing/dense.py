@@ -18,7 +18,7 @@ from mplug.layout.ownership import Bucket, Sharding
 from mplug.layout.placement import Placement
 from mplug.layout.plan import Init, Parameter, Segment
 from mplug.model.assembler import Assembler
-from mplug.model.grouped_optimizer import single_optimizer
+from mplug.model.single_optimizer import single_optimizer
 from mplug.run.run import Run
 from mplug.tensors.random import key_of
 from mplug_testing.suite import naming_failures

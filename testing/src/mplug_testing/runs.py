@@ -88,7 +88,7 @@ def trained(
 
     from mplug.model.build import choose_device
     from mplug.training.loop import train
-    from mplug.training.observers import MetricsFile
+    from mplug.training.metrics_writer import MetricsFile
 
     witness = Witness(fails_at)
     run = as_rank(prepare(config, {f"{HOST}metrics": MetricsFile(), f"{HOST}witness": witness}, directory))

@@ -149,7 +149,7 @@ def leaked(training: Iterable[Sample], validation: Iterable[Sample]) -> Sample |
 
 def stored(state: Any) -> "tuple[str, dict[str, Tensor]]":
     """A state as a checkpoint holds it: plain data as JSON, and tensors. Fault if the data is not plain."""
-    from mplug.checkpoint.plain_data import lift
+    from mplug_saving.plain_data import lift
 
     tensors: dict[str, Tensor] = {}
     try:
@@ -171,7 +171,7 @@ def merged_state(loaders: "Sequence[Loader]") -> Any:
 
 def kept(state: Any) -> Any:
     """A state as a checkpoint restores it."""
-    from mplug.checkpoint.plain_data import lower
+    from mplug_saving.plain_data import lower
 
     text, tensors = stored(state)
     return lower(json.loads(text), {path: tensor.clone() for path, tensor in tensors.items()})

@@ -10,12 +10,12 @@ from click.testing import CliRunner
 from mplug_lora.dropout import wraps
 
 from mplug import UsageError
-from mplug.checkpoint.folder import newest, read_manifest
 from mplug.cli import main
 from mplug.model.build import build_model, measure_bytes
 from mplug.run.prepare import prepare
-from mplug.training.changes import changes_on_resume
 from mplug_pretrained.adapter_files import adapters_of
+from mplug_saving.changes import changes_on_resume
+from mplug_saving.folder import newest, read_manifest
 from mplug_testing import AdapterSuite, run_workers
 from mplug_testing.harness import EXACT, difference, tiny_config, tiny_run, train_ranks
 from mplug_testing.parity import require_parity

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from mplug import hookimpl
-from mplug.commands import RunSummary, summary_of
 from mplug.registry.hooks import HOST
-from mplug.run.lock import FOLDER, Baton, take
 from mplug.run.prepare import prepare
-from mplug.run.process import Process
 from mplug.run.run import Run
-from mplug.run.summary import LOG_BLOCK
 from mplug.training.loop import train
-from mplug.training.observers import MetricsFile
+from mplug.training.metrics_writer import MetricsFile
+from mplug_saving import RunSummary, summary_of
+from mplug_saving.lock import FOLDER, Baton, take
+from mplug_saving.process import Process
+from mplug_saving.summary import LOG_BLOCK
 from mplug_testing.harness import tiny_config
 
 
@@ -85,7 +85,7 @@ def test_a_run_of_another_machine_is_running_while_its_lock_is_renewed(
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / Baton.of(Process("0123456789abcdef", 12, 34), "ab", 0).name).touch()
     assert summary_of(tmp_path).state == "running"
-    monkeypatch.setattr("mplug.run.lock.LEASE", -1.0)
+    monkeypatch.setattr("mplug_saving.lock.LEASE", -1.0)
     assert summary_of(tmp_path).state == "failed"
 
 

@@ -10,9 +10,9 @@ pytest.importorskip("datasets")
 from layout_runs import difference_of
 
 from mplug import hookimpl
-from mplug.checkpoint.folder import newest
 from mplug.run.prepare import prepare
 from mplug.training.loop import train
+from mplug_saving.folder import newest
 from mplug_testing import run_workers
 from mplug_testing.harness import as_rank, in_fp64, tiny_config
 

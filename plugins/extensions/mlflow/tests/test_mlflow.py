@@ -23,7 +23,7 @@ from mplug import UsageError
 from mplug.registry.hooks import HOST
 from mplug.run.prepare import prepare
 from mplug.training.loop import train
-from mplug.training.observers import MetricsFile
+from mplug.training.metrics_writer import MetricsFile
 from mplug_testing import ExtensionSuite
 from mplug_testing.harness import tiny_config
 

@@ -21,9 +21,9 @@ from mplug_store.download import newest_first
 from mplug_store.joined import complete
 from safetensors.torch import load_file
 
-from mplug.checkpoint.folder import newest, read_valid
 from mplug.training.assembly import build
-from mplug.training.position import Position
+from mplug_saving.folder import newest, read_valid
+from mplug_saving.position import Position
 from mplug_testing import run_workers
 from mplug_testing.harness import tiny_run
 

@@ -27,8 +27,8 @@ from mplug import Activity, PluginMessage, RunError
 from mplug.training.assembly import build
 from mplug.training.feed import Feed
 from mplug.training.loop import train
-from mplug.training.position import Position
 from mplug_launch.pipes import Pipes
+from mplug_saving.position import Position
 from mplug_testing import ExtensionSuite
 from mplug_testing.harness import tiny_run
 
@@ -214,7 +214,7 @@ def test_a_wait_for_an_asynchronous_write_may_take_hours_and_does_not_count_as_a
     saver = SimpleNamespace(
         wait=lambda: taking(3600), saved=list, expected_seconds=float, let_finish=lambda: None, expect=lambda _: None
     )
-    monkeypatch.setattr("mplug.training.position.Saver", lambda _: saver)
+    monkeypatch.setattr("mplug_saving.position.Saver", lambda _: saver)
     monkeypatch.setattr(Position, "save", lambda _: taking(1))
     monkeypatch.setattr(run, "enter", recorded)
     train(run)

@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mplug import UsageError
-from mplug.checkpoint.folder import read_valid
 from mplug.cli import main
 from mplug.model.build import build_model
 from mplug.run.prepare import prepare
 from mplug_pretrained.external_form import conversion
 from mplug_pretrained.inference import load_for_inference
 from mplug_pretrained.transfer import fill_theirs
+from mplug_saving.folder import read_valid
 from mplug_testing import run_workers, runs
 from mplug_testing.harness import tiny_config
 

@@ -15,13 +15,13 @@ from mplug_megatron_format.folder import MegatronFolder
 from published import logits
 from safetensors.torch import load_file
 
-from mplug.checkpoint.folder import read_valid
 from mplug.config.defaults import saved_settings
 from mplug.errors import UsageError
 from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug_pretrained.inference import load_for_inference
+from mplug_saving.folder import read_valid
 from mplug_testing import FormatSuite
 
 Cli = Callable[..., CompletedProcess[str]]

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from mplug import Axis, Mesh, Offer, Recipe, Run, Site, UsageError
-from mplug.checkpoint.folder import newest
 from mplug.config.sources import read_assignments
 from mplug.layout.plan import Init, Parameter
 from mplug.model.build import build_model
 from mplug_nn import Boundary, Experts, Linear, Narrow, Operand
 from mplug_nn.prologue import FUSED_SLOTS
+from mplug_saving.folder import newest
 from mplug_testing import KernelSuite, PrecisionSuite, kernel_cases, run_workers, runs
 from mplug_testing.harness import Trace, difference, tiny_config, tiny_run, train_ranks, train_steps
 

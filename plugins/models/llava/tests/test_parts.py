@@ -24,7 +24,7 @@ from published import edited, resolved, rewritten  # noqa: E402
 from seeing_models import changed  # noqa: E402
 
 from mplug import UsageError  # noqa: E402
-from mplug.cli.beginning import beginning  # noqa: E402
+from mplug.cli.train_start import beginning  # noqa: E402
 from mplug.config.defaults import saved_settings  # noqa: E402
 from mplug.model.build import allocate_parts, build_model  # noqa: E402
 from mplug.model.model import Model  # noqa: E402

@@ -196,7 +196,7 @@ def test_a_new_run_begins_at_the_reference() -> None:
 
 def test_with_adapters_the_reference_is_the_model_without_them() -> None:
     """Only the adapters have first weights, which change nothing."""
-    from mplug.model.first_weights import FIRST
+    from mplug_updates.first_weights import FIRST
 
     parts = build(tiny_run(in_fp64({**PAIRS, **LORA})))
     batch = next(iter(parts.train_loader.loader.take(8)))

@@ -13,12 +13,12 @@ from mplug_adamw.rounded import rounded
 from torch import Tensor
 
 from mplug import Parameter, UsageError
-from mplug.checkpoint.folder import newest
 from mplug.model.build import build_model, measure_bytes
 from mplug.run.prepare import prepare
 from mplug.tensors.random import mix
 from mplug.training.assembly import build
-from mplug.training.position import Position
+from mplug_saving.folder import newest
+from mplug_saving.position import Position
 from mplug_testing import DenseStep, OptimizerSuite, dense
 from mplug_testing.harness import as_rank, tiny_config, tiny_run
 from mplug_testing.parity import require_parity

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from mplug.checkpoint.folder import newest
 from mplug.run.prepare import prepare
+from mplug_saving.folder import newest
 from mplug_testing import run_workers, runs
 from mplug_testing.harness import tiny_config
 

@@ -59,7 +59,7 @@ def wire(direction: str = "up") -> Wire:
 
 
 def key(*tokens: int, **others: tuple[int, ...]) -> Any:
-    entries = {"tokens": torch.zeros(tokens, dtype=torch.int64), "draws": 3}
+    entries = {"tokens": torch.zeros(tokens, dtype=torch.int64), "generator_key": 3}
     return key_of({**entries, **{name: torch.zeros(shape) for name, shape in others.items()}})  # type: ignore[arg-type]
 
 

@@ -1,7 +1,6 @@
 """mplug explain."""
 
 from collections import Counter
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,8 @@ from mplug.commands import (
     role_of,
     table,
 )
-from mplug_explain.updates import rates, updates
+from mplug_explain.parameters import by, gathered, grouped, is_sharded, placements, shards
+from mplug_explain.updates import updates
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -75,9 +75,9 @@ def command(rank: int, schedule: bool, svg: "Path | None", longest: float | None
         *([("Buffers of suppliers", _slot_buffers(model, rank))] if model.slot_buffers else []),
         *([("Adapters alone", _adapters(model))] if model.adapters is not None else []),
         ("Mixed outside of slots", _mixing(model)),
-        (f"Parameters of rank {rank}", _placements(run, model, rank)),
-        *([("Gathered for each pass", gathered)] if (gathered := _gathered(run, model)) else []),
-        *([(f"Sharded over ranks, with the part of rank {rank}", _shards(model))] if _is_sharded(model) else []),
+        (f"Parameters of rank {rank}", placements(run, model, rank)),
+        *([("Gathered for each pass", of_passes)] if (of_passes := gathered(run, model)) else []),
+        *([(f"Sharded over ranks, with the part of rank {rank}", shards(model))] if is_sharded(model) else []),
         ("Updates", updates(run)),
         ("A step", _step(run, model)),
         *([("Published form", published)] if (published := _published(run)) else []),
@@ -161,20 +161,12 @@ def _precision(run: "Run", model: "Model") -> str:
     return f"{text}\n\n{head}\n{base}\n{table(('MODULE', 'COUNT', 'PRODUCT', 'COMPUTES IN'), rows)}"
 
 
-def _grouped(names: list[str]) -> dict[str, list[str]]:
-    """Names by their role: 'blocks.*.attn'."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(role_of(name), []).append(name)
-    return groups
-
-
 def _units(run: "Run", model: "Model") -> str:
     rows = []
     frozen = any(not placement.parameter.trainable for placement in model.placements.values())
     around = {name: set(modules_around(name)) for name in model.placements}
     for chunk, names in enumerate(model.stages.units):
-        for units in _grouped(list(names)).values():
+        for units in grouped(list(names)).values():
             unit, members = next(unit for unit in model.plan.units if unit.name == units[0]), set(units)
             own = [placement for name, placement in model.placements.items() if not members.isdisjoint(around[name])]
             label = units[0] if len(units) == 1 else f"{units[0]} to {units[-1].rpartition('.')[2]}"
@@ -275,7 +267,7 @@ def _slot_buffers(model: "Model", rank: int) -> str:
         for name, buffer in one.declared.items():
             placement = model.buffer_placements[one.full_name(name)]
             kind = f"{buffer.reduction} over {', '.join(buffer.over)}" if buffer.over else "state"
-            shapes = _by(placement.shape) or "scalar", _by(placement.local_shape(rank)) or "scalar"
+            shapes = by(placement.shape) or "scalar", by(placement.local_shape(rank)) or "scalar"
             axes = ", ".join(placement.partial_axes) or "-"
             key = (one.site.role, one.site.slot, one.offer.plugin, name, *shapes, kind, axes)
             groups[key] += 1
@@ -294,86 +286,6 @@ def _mixing(model: "Model") -> str:
     if not groups:
         return "nothing: every module computes each position of each sample independently"
     return table(("MODULE", "COUNT", "CLASS", "MIXES"), [(key[0], n, *key[1:]) for key, n in groups.items()])
-
-
-def _placements(run: "Run", model: "Model", rank: int) -> str:
-    from mplug.commands import width_rates  # imports torch
-
-    rows = []
-    trained = {name: placement.parameter.trainable for name, placement in model.placements.items()}
-    alike: dict[tuple[str, bool, int], list[str]] = {}
-    factors = width_rates(run, model) if run.trains else {}
-    for role, names in _grouped(list(trained)).items():
-        for name in sorted(names, key=lambda name: not trained[name]):
-            alike.setdefault((role, trained[name], model.groups.get(name, -1)), []).append(name)
-    for (role, _, group), names in alike.items():
-        held = [name for name in names if model.placements[name].boxes(rank)]
-        placement = model.placements[held[0] if held else names[0]]
-        boxes = placement.boxes(rank)
-        named = " x ".join("+".join(segment.axis for segment in dim) for dim in placement.dims)
-        rows.append(
-            (
-                role,
-                len(held) if len(held) == len(names) else f"{len(held)} of {len(names)}",
-                _by(placement.shape),
-                named,
-                _by(placement.local_shape(rank)) if boxes else "-",
-                len(boxes),
-                len(boxes[0].copies) if boxes else 0,
-                "frozen" if not placement.parameter.trainable else len(boxes[0].partial) if boxes else 0,
-                rates(run, group, factors.get(names[0], 1.0)),
-            )
-        )
-    header = ("PARAMETER", "COUNT", "SHAPE", "AXES", "LOCAL", "BOXES", "COPIES", "PARTIAL OVER", "RATES")
-    kept = len(header) if run.config.groups or factors else -1
-    return table(header[:kept], [row[:kept] for row in rows])
-
-
-def _gathered(run: "Run", model: "Model") -> str:
-    """A table of the parameters that ranks gather for each pass: in which form, and the bytes that a rank sends."""
-    from mplug import GatheredCopies, GatheredPlacement, gathered_copies  # imports torch
-
-    groups, sent = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
-    copies, itemsize = gathered_copies(run, model), run.precision.weight_dtype.itemsize
-    for name in model.parameters():
-        placement = model.placements[name]
-        if not isinstance(placement, GatheredPlacement):
-            continue
-        found = copies.get(name, "-")
-        if isinstance(found, GatheredCopies):
-            formats = dict.fromkeys(str(one.dtype).removeprefix("torch.") for one in found.like)
-            form, reason, num_bytes = f"{found.supplier}: {', '.join(formats)}", "-", found.part_bytes
-        else:
-            form, reason = run.precision.weights, found
-            num_bytes = placement.rows_each * prod(placement.gathered_shape(run.rank)[1:]) * itemsize
-        key = (role_of(name), placement.axis, form, reason)
-        groups[key] += 1
-        sent[key] += num_bytes
-    rows = [(key[0], n, *key[1:3], f"{sent[key]:,}", key[3]) for key, n in groups.items()]
-    header = ("PARAMETER", "COUNT", "ALONG", "AS", "BYTES SENT BY A RANK", "WHY NOT AS COPIES")
-    return table(header, rows) if rows else ""
-
-
-def _is_sharded(model: "Model") -> bool:
-    """Whether this rank has buckets; a frozen stage has none."""
-    return model.sharding is not None and bool(model.sharding.buckets)
-
-
-def _shards(model: "Model") -> str:
-    """A table of the sharded optimizer state: for each set of axes, the buckets and this rank's elements."""
-    assert model.sharding is not None
-    rows = []
-    for axes, copied in dict.fromkeys((bucket.axes, bucket.copied) for bucket in model.sharding.buckets):
-        buckets = [bucket for bucket in model.sharding.buckets if (bucket.axes, bucket.copied) == (axes, copied)]
-        own = sum(bucket.num_owned for bucket in buckets)
-        names, elements = sum(len(bucket.names) for bucket in buckets), sum(bucket.length for bucket in buckets)
-        counts = (len(buckets), names, f"{elements:,}")
-        rows.append((", ".join(axes), ", ".join(copied) or "-", *counts, f"{own:,}"))
-    return table(("OVER", "COPIES OVER", "BUCKETS", "PARAMETERS", "ELEMENTS", "LOCAL"), rows)
-
-
-def _by(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))
 
 
 def _bytes(run: "Run", model: "Model") -> str:

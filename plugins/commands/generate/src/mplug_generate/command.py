@@ -257,10 +257,11 @@ def _refuse_unwritable(output: Path) -> None:
 
 def _of_run(asked: Asked, world: "World | None") -> "tuple[Job, Run]":
     from mplug import UsageError
-    from mplug.commands import at_step, saved_settings
+    from mplug.commands import saved_settings
     from mplug_generate.pretrained import encode
     from mplug_generate.work import Job
     from mplug_pretrained import settle_forward
+    from mplug_saving import at_step
 
     prompts = asked.read()
     directory = asked.directory(world)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from mplug import read_records
-from mplug.commands import RunSummary, summary_of
 from mplug_report.curves import AXES, LARGEST, Curves, curves_of
 from mplug_report.settings import differing, settings_of
+from mplug_saving import RunSummary, summary_of
 
 HERE = Path(__file__).parent
 COLOURS = (

@@ -10,7 +10,7 @@ import click
 from mplug.commands import OpenGroup
 
 if TYPE_CHECKING:
-    from mplug.commands import RunSummary
+    from mplug_saving import RunSummary
 
 HEADER = ("RUN", "STATE", "STEP", "LOSS", "VAL LOSS", "TOKENS/S", "STARTED", "MODEL", "LAYOUT")
 MISSING = "-"
@@ -40,7 +40,8 @@ def list_(as_json: bool) -> None:
     error, or killed). LOSS is that of the last step, VAL LOSS the last one, and TOKENS/S the median of the last 50
     steps. STARTED is the last start; a resumed run has several.
     """
-    from mplug.commands import all_directories, summary_of, table
+    from mplug.commands import all_directories, table
+    from mplug_saving import summary_of
 
     runs = sorted(map(summary_of, all_directories()), key=_time)
     for run in runs:

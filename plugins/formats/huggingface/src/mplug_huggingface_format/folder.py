@@ -8,8 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mplug import UsageError, brief, read_whole_header, some_names
+from mplug import UsageError, brief, some_names
 from mplug_huggingface_format.config_file import CONFIG, read_json
+from mplug_saving import read_whole_header
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"

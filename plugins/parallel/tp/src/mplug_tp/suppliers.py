@@ -36,14 +36,10 @@ from mplug_tp.vocabulary import VocabularyParallel
 
 def offers(run: Run, model: Model, sequence_parallel: bool, overlap: bool) -> list[Offer | Wrap]:
     """All offers and wraps of tensor parallelism for this run."""
-    group = run.group("tp")
-    chunked = name_for(group, sequence_parallel) if overlap else ""
+    group, index = run.group("tp"), run.mesh.index(run.rank, "tp")
+    around = boundary(group, sequence_parallel, name_for(group, sequence_parallel) if overlap else "")
     sizes = _vocab_sizes(model)
-    size_of_tp, index = run.mesh.axes["tp"].size, run.mesh.index(run.rank, "tp")
     vocabulary = VocabularyParallel(group, next(iter(sizes.values()), None))
-
-    def weight_split_along(dim: int | None) -> Callable[[Site, Run], bool]:
-        return lambda site, _: dim_of_tp(model, f"{site.name}.weight") == dim
 
     def enter(x: Tensor) -> Tensor:
         return ops.gather(x, group, SEQUENCE) if sequence_parallel else ops.copy(x, group)
@@ -51,10 +47,59 @@ def offers(run: Run, model: Model, sequence_parallel: bool, overlap: bool) -> li
     def leave(y: Tensor) -> Tensor:
         return ops.scatter(y, group, SEQUENCE) if sequence_parallel else ops.reduce(y, group)
 
-    around = boundary(group, sequence_parallel, chunked)
+    def look_up_tokens(indices: Tensor, weight: Tensor) -> Tensor:
+        return leave(vocabulary.lookup(indices, weight))
 
     def split_either_way(site: Site, _: Run) -> bool:
         return not site.needs and dim_of_tp(model, f"{site.name}.weight") is not None
+
+    product = Offer({"Linear.product": OVERLAPPED}, split_either_way, note=_overlap, fallback=True)
+    return [
+        Offer({"Linear.gather": Collective(enter, boundary=around)}, _weight_split_along(0, model)),
+        Offer({"Linear.scatter": Collective(leave, boundary=around)}, _weight_split_along(1, model)),
+        Offer({"Embedding.lookup": look_up_tokens}, _weight_split_along(0, model)),
+        _sums_of_groups(group, run.mesh.axes["tp"].size, index),
+        Wrap("Attention.core", partial(_with_global_heads, index), layer=100, serves=KNOWN, streams=True),
+        *([product] if overlap else ()),
+        *(offer for size in sorted({*sizes.values()}) for offer in _of_losses(group, sizes, size)),
+        *(_of_own_part(model, group) if sequence_parallel else ()),
+    ]
+
+
+def _weight_split_along(dim: int | None, model: Model) -> Callable[[Site, Run], bool]:
+    return lambda site, _: dim_of_tp(model, f"{site.name}.weight") == dim
+
+
+def _sums_of_groups(group: ops.Group, size: int, index: int) -> Offer:
+    """The sums of squares of groups of heads that several ranks share."""
+
+    def divides_groups(site: Site, _: Run) -> bool:
+        return bool(size > site.module.num_groups)
+
+    def squares_of_group(squares: Tensor, num_groups: int) -> Tensor:
+        """[B, S, 1, 1] -> [B, S, 1, 1]: the sum over the ranks that share a group, which are consecutive."""
+        sharers = size // num_groups
+        first = index // sharers * sharers
+        return ops.gather(squares, group, -1)[..., first : first + sharers].sum(dim=-1, keepdim=True)
+
+    return Offer({"Mamba2.squares": squares_of_group}, divides_groups)
+
+
+def _of_losses(group: ops.Group, sizes: dict[str, int], size: int) -> list[Offer]:
+    """The losses over a vocabulary of a size, of which each rank has a part."""
+
+    def has_size(site: Site, _: Run) -> bool:
+        return _size_at(sizes, site) == size
+
+    vocabulary = VocabularyParallel(group, size)
+    return [
+        Offer({"Loss.cross_entropy": vocabulary.cross_entropy}, has_size, serves={CAPPED, WEIGHTED}),
+        Offer({"Loss.log_probabilities": vocabulary.log_probabilities}, has_size, serves={CAPPED}),
+    ]
+
+
+def _of_own_part(model: Model, group: ops.Group) -> list[Offer]:
+    """What needs the positions or rows of this rank's part of the sequence, or those of all ranks."""
 
     def own_positions(positions: Tensor) -> Tensor:
         return ops.own_part(positions, group, SEQUENCE)
@@ -62,51 +107,16 @@ def offers(run: Run, model: Model, sequence_parallel: bool, overlap: bool) -> li
     def whole_rows(rows: Tensor) -> Tensor:
         return ops.gather(rows, group, SEQUENCE)
 
-    def divides_groups(site: Site, _: Run) -> bool:
-        return bool(size_of_tp > site.module.num_groups)
-
-    def squares_of_group(squares: Tensor, num_groups: int) -> Tensor:
-        """[B, S, 1, 1] -> [B, S, 1, 1]: the sum over the ranks that share a group, which are consecutive."""
-        sharers = size_of_tp // num_groups
-        first = index // sharers * sharers
-        return ops.gather(squares, group, -1)[..., first : first + sharers].sum(dim=-1, keepdim=True)
-
-    def look_up_tokens(indices: Tensor, weight: Tensor) -> Tensor:
-        return leave(vocabulary.lookup(indices, weight))
-
     def look_up_positions(indices: Tensor, weight: Tensor) -> Tensor:
         return lookup(own_positions(indices), weight)
 
-    found: list[Offer | Wrap] = [
-        Offer({"Linear.gather": Collective(enter, boundary=around)}, weight_split_along(0)),
-        Offer({"Linear.scatter": Collective(leave, boundary=around)}, weight_split_along(1)),
-        Offer({"Embedding.lookup": look_up_tokens}, weight_split_along(0)),
-        Offer({"Mamba2.squares": squares_of_group}, divides_groups),
-        Wrap(
-            "Attention.core",
-            partial(_with_global_heads, index),
-            layer=100,
-            serves=KNOWN,
-            streams=True,
-        ),
+    return [
+        Offer({"Embedding.lookup": look_up_positions}, _weight_split_along(None, model)),
+        Offer({"Dropout.rows": own_positions}),
+        Offer({"Patches.rows": own_positions}),
+        Offer({"Join.gather": whole_rows}),
+        Offer({"Join.positions": own_positions}),
     ]
-    if overlap:
-        found.append(Offer({"Linear.product": OVERLAPPED}, split_either_way, note=_overlap, fallback=True))
-    for size in sorted({*sizes.values()}):
-
-        def has_size(site: Site, _: Run, size: int = size) -> bool:
-            return _size_at(sizes, site) == size
-
-        of_size = VocabularyParallel(group, size)
-        found.append(Offer({"Loss.cross_entropy": of_size.cross_entropy}, has_size, serves={CAPPED, WEIGHTED}))
-        found.append(Offer({"Loss.log_probabilities": of_size.log_probabilities}, has_size, serves={CAPPED}))
-    if sequence_parallel:
-        found.append(Offer({"Embedding.lookup": look_up_positions}, weight_split_along(None)))
-        found.append(Offer({"Dropout.rows": own_positions}))
-        found.append(Offer({"Patches.rows": own_positions}))
-        found.append(Offer({"Join.gather": whole_rows}))
-        found.append(Offer({"Join.positions": own_positions}))
-    return found
 
 
 def dim_of_tp(model: Model, name: str) -> int | None:

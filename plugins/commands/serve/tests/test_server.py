@@ -1,13 +1,18 @@
 """The server: its answers are those of sampling, and everything else that a client may send has a clear status."""
 
+import html
 import http.client
 import json
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +24,9 @@ from mplug_serve.engine import Answer, Engine, Event, follow
 from mplug_serve.requests import Refused
 from mplug_serve.work import Limits
 from sampled import CONTEXT, FAMILIES, built, texts
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
 
 from mplug_sampling import Lanes, Ranks, Sampling, Text, sample_key
 from mplug_testing import run_workers
@@ -26,6 +34,32 @@ from mplug_testing import run_workers
 LIMITS = Limits(context=CONTEXT, lanes=3, queue=20, max_tokens=40, max_body=4000, seconds=60, grace=5)
 GPT: dict[str, Any] = {**FAMILIES["gpt"], "model.vocab_size": 257}
 KEY = "a key"
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+TRIAL = """
+<script>
+  const until = async (condition) => { while (!condition()) await new Promise(done => setTimeout(done, 20)) };
+  const ask = async (prompt) => {
+    at("prompt").value = prompt;
+    at("form").requestSubmit();
+    await until(() => !at("stop").hidden);
+    await until(() => at("stop").hidden);
+  };
+  (async () => {
+    await until(() => at("mode").length === 2);
+    at("temperature").value = "0";
+    at("tokens").value = "7";
+    await ask("hi");
+    await ask("x".repeat(90));
+    document.body.dataset.tried = "yes";
+  })();
+</script>
+"""
+"""What a user does on the page: two messages of a chat, the second one longer than the context."""
+
+
+def tried(request: Request) -> Response:
+    """The page, with a user."""
+    return HTMLResponse(files("mplug_serve").joinpath("page.html").read_text("utf-8") + TRIAL)
 
 
 class Chatting(ByteTokenizer):
@@ -67,7 +101,9 @@ def serving(
     engine = Engine(Lanes(sampler, limits.lanes, limits.context), limits.lanes, limits.queue, lambda commands: commands)
     tokenizer = tokenizer or ByteTokenizer()
     served = Served("tiny", tokenizer, tokenizer.encode, getattr(tokenizer, "encode_chat", None), frozenset(), 256)
-    config = uvicorn.Config(application(served, engine, limits, key), port=0, log_level="error", lifespan="off")
+    app = application(served, engine, limits, key)
+    app.router.routes.append(Route("/tried", tried))
+    config = uvicorn.Config(app, port=0, log_level="error", lifespan="off")
     server = uvicorn.Server(config)
     threads = [threading.Thread(target=server.run, daemon=True)]
     if started:
@@ -112,7 +148,11 @@ def test_answers_are_those_of_sampling_for_many_clients_at_once() -> None:
         assert found == [sampled(prompt) for prompt in prompts[:4]] * 4
         hot = {"temperature": 1.5, "top_p": 0.9, "top_k": 50, "seed": 5}
         assert client.completion("x", **hot) == sampled("x", 12, Sampling(1.5, 50, 0.9, seed=5))
-        assert client.completion("x", **hot) == client.completion("x", **hot) != client.completion("x", **hot | {"seed": 6})
+        assert (
+            client.completion("x", **hot)
+            == client.completion("x", **hot)
+            != client.completion("x", **hot | {"seed": 6})
+        )
         idle(engine)
 
 
@@ -164,14 +204,24 @@ MALFORMED: dict[str, tuple[str, Any, int, str]] = {
     "seed": ("/v1/completions", {**PROMPT, "seed": 2**70}, 400, "'seed'"),
     "stop": ("/v1/completions", {**PROMPT, "stop": [""]}, 400, "'stop"),
     "many": ("/v1/completions", {**PROMPT, "n": 9}, 400, "n=9 is more than the server computes together (3)"),
-    "model": ("/v1/completions", {**PROMPT, "model": "gpt-4"}, 404, "there is no model 'gpt-4'; this server has 'tiny'"),
+    "model": (
+        "/v1/completions",
+        {**PROMPT, "model": "gpt-4"},
+        404,
+        "there is no model 'gpt-4'; this server has 'tiny'",
+    ),
     "long prompt": ("/v1/completions", {"prompt": "a" * 64}, 400, "64 tokens, and the model's context is 64"),
     "long answer": ("/v1/completions", {**PROMPT, "max_tokens": 41}, 400, "may have 40 tokens, not 41"),
     "context": ("/v1/completions", {"prompt": "a" * 40, "max_tokens": 30}, 400, "exceed the context of 64"),
     "body": ("/v1/completions", {"prompt": "a" * 5000}, 413, "more than 4000 bytes"),
     "no messages": ("/v1/chat/completions", {"messages": []}, 400, "'messages'"),
     "role": ("/v1/chat/completions", {"messages": [{"role": "tool", "content": ""}]}, 400, "begins with 'user'"),
-    "image": ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "type"),
+    "image": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        400,
+        "type",
+    ),
     "tools": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, 400, "'tools'"),
     "path": ("/v1/embeddings", {"input": "a"}, 404, "POST /v1/embeddings is no request of this server"),
     "method": ("/v1/completions", None, 405, "GET /v1/completions is no request of this server"),
@@ -200,7 +250,7 @@ def test_only_clients_with_the_key_use_the_model() -> None:
         assert client.ask("/")[0] == client.ask("/health")[0] == 200
         for key in (None, "another", "ä"):
             other = Client(client.port, None)
-            other.headers = {} if key is None else {"Authorization": f"Bearer {key}".encode("utf-8")}  # type: ignore[dict-item]
+            other.headers = {} if key is None else {"Authorization": f"Bearer {key}".encode()}  # type: ignore[dict-item]
             assert other.ask("/v1/models")[0] == other.ask("/v1/completions", PROMPT)[0] == 401
 
 
@@ -235,6 +285,20 @@ def test_nobody_computes_for_a_client_that_has_gone() -> None:
         connection.close()
         idle(engine)
         assert engine.num_tokens < 50
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
+def test_the_page_shows_answers_and_refusals_in_a_browser(tmp_path: Path) -> None:
+    with serving(tokenizer=Chatting()) as (client, _):
+        words = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
+        words += ["--disable-background-networking", "--no-first-run", f"--user-data-dir={tmp_path}"]
+        command = [str(BROWSER), *words, f"http://127.0.0.1:{client.port}/tried"]
+        page = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert 'data-tried="yes"' in page
+    answer = html.escape(sampled("u:hi\na:", 7), quote=False)
+    assert f'<span class="answer">{answer}</span>' in page
+    assert "tokens, and the model's context is 64</div>" in page
+    assert '<h1 id="name">tiny</h1>' in page
 
 
 def of_rank(settings: dict[str, Any]) -> list[str]:

@@ -162,6 +162,4 @@ class Asked(ModelOptions):
         )
         name = found.weights.path.name if found.directory is None else found.directory.name
         address = (self.host, self.port)
-        return Job(
-            found.base, found.overrides, found.weights, name, limits, address, self.key, self.graphs == "auto"
-        )
+        return Job(found.base, found.overrides, found.weights, name, limits, address, self.key, self.graphs == "auto")

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 HEARTBEAT = 10.0
 """Seconds after which an idle server sends the other ranks a sign of life, before a collective times out."""
-BUSY, LATE = "the server is busy; send the request again later", "the request took too long, and its answer had not begun"
+BUSY, LATE = (
+    "the server is busy; send the request again later",
+    "the request took too long, and its answer had not begun",
+)
 
 
 class Begin(NamedTuple):
@@ -132,7 +135,7 @@ class Engine:
         try:
             while self._step():
                 pass
-        except BaseException as failure:  # noqa: BLE001 (the main thread raises it)
+        except BaseException as failure:
             self.failure = failure
             raise
         finally:

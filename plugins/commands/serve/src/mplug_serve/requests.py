@@ -54,9 +54,9 @@ class Asked(BaseModel):
     top_k: int = Field(0, ge=0, le=2**31)
     n: int = Field(1, ge=1, le=MOST_CHOICES)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(lambda x: [x] if isinstance(x, str) else x)] = (
-        Field(default_factory=list, max_length=16)
-    )
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1)]], BeforeValidator(lambda x: [x] if isinstance(x, str) else x)
+    ] = Field(default_factory=list, max_length=16)
     stream: bool = False
     stream_options: StreamOptions | None = None
 

@@ -7,8 +7,8 @@ Three parts, each against a server that this script starts:
 - clients: each sends a request after the other, half of them streamed, greedy. Every answer must be that of `mplug
   generate` for its prompt, which the script asks first. Printed: requests, errors, tokens/s, and the time to the first
   token and to the end, as the median and the 99th percentile.
-- malformed: 200 requests that no server can answer. Each must have a status of 400 to 499 with a sentence, while clients
-  go on without an error.
+- malformed: 200 requests that no server can answer. Each must have a status of 400 to 499 with a sentence, while
+  clients go on without an error.
 - restart: SIGTERM under load, and a new server on the same port. Every request either ends with its whole answer, or is
   refused or not connected before it has one; clients then send it again, so no request stays without its answer.
 """
@@ -61,14 +61,13 @@ def main() -> None:
         print(
             f"  {name}: median {statistics.median(values):.2f} s, 99% {sorted(values)[int(0.99 * len(values))]:.2f} s"
         )
-    background = threading.Thread(target=lambda: results.append(load(options, expected, 20)))
     results: list[Seen] = []
+    background = threading.Thread(target=lambda: results.append(load(options, expected, 20)))
     background.start()
     statuses = malformed(options.port, 200)
     background.join()
-    print(
-        f"200 malformed requests: {dict(statuses)}; meanwhile {len(results[0].whole)} answers, {results[0].errors or 'no'} errors"
-    )
+    num_errors = sum(results[0].errors.values())
+    print(f"200 malformed requests: {dict(statuses)}; meanwhile {len(results[0].whole)} answers, {num_errors} errors")
     background = threading.Thread(target=lambda: results.append(load(options, expected, 30, again=True)))
     background.start()
     time.sleep(5)
@@ -76,10 +75,8 @@ def main() -> None:
     print(f"stopped under load: exit status {server.wait(60)}")
     server = start(options)
     background.join()
-    after = results[1]
-    print(
-        f"restarted under load: {len(after.whole)} answers, {after.num_wrong} unlike generate; sent again: {dict(after.errors)}"
-    )
+    after, answers = results[1], len(results[1].whole)
+    print(f"restarted under load: {answers} answers, {after.num_wrong} unlike generate; again {dict(after.errors)}")
     server.send_signal(signal.SIGTERM)
     sys.exit(server.wait(60))
 

@@ -39,7 +39,7 @@ KEY_VARIABLE = "MPLUG_SERVE_KEY"
     "--context",
     type=click.IntRange(2, 2**31),
     metavar="N",
-    help=f"Tokens of a prompt and its answer; default: trainer.seq_length of the run. With --pretrained: what the model "
+    help="Tokens of a prompt and its answer; default: trainer.seq_length of the run. With --pretrained: what the model "
     f"supports, at most {LONGEST}.",
 )
 @click.option(

@@ -107,6 +107,15 @@ class StaticCache(Cache):
         if self._buffers and self.rows > self._buffers[0].shape[1]:
             self._buffers = [_longer(buffer, self.rows) for buffer in self._buffers]
 
+    def replace_sample(self, sample: int, other: "StaticCache") -> None:
+        """The rows of the only sample of another cache become those of one sample; both have as many rows."""
+        if not self._buffers:
+            num_samples = len(self.clock.positions)
+            self._buffers = [x.new_zeros(num_samples, *x.shape[1:]) for x in other._buffers]
+        for buffer, x in zip(self._buffers, other._buffers, strict=True):
+            buffer[sample].copy_(x[0])
+        self.constants = self.constants or other.constants
+
     def _take_prompts(self, rows: tuple[Tensor, ...]) -> None:
         """Write the last T positions of each prompt to their rows."""
         self.static_keys = None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from mplug.system.lazy import publish
 
 if TYPE_CHECKING:
+    from mplug_sampling.continuous import Lanes as Lanes
     from mplug_sampling.decoding import Alone as Alone
     from mplug_sampling.decoding import Ranks as Ranks
     from mplug_sampling.decoding import refuse_undivided as refuse_undivided

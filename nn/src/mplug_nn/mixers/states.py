@@ -85,6 +85,13 @@ class StaticStateCache(StateCache):
     def grow(self, positions: int) -> None:
         """A state has the same size for any number of positions."""
 
+    def replace_sample(self, sample: int, other: "StaticStateCache") -> None:
+        """The state of the only sample of another cache becomes that of one sample."""
+        assert other.state is not None
+        if self.state is None:
+            self.state = other.state.new_zeros(len(self.clock.positions), *other.state.shape[1:])
+        self.state[sample].copy_(other.state[0])
+
     def _of_prompts(self, positions: int) -> MixerInputs:
         padding = self.clock.padding
         return MixerInputs(None if padding is None else torch.stack((padding, positions - padding), dim=1))

@@ -1,0 +1,194 @@
+"""The work of `mplug serve` in each of its processes: load the weights, then serve (rank 0) or follow (the others).
+
+The command imports this module before it has checked its options, so functions import torch themselves.
+"""
+
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mplug import RunError, UsageError
+
+if TYPE_CHECKING:
+    from mplug import Run
+    from mplug.commands import Settings
+    from mplug_pretrained import SavedModel
+    from mplug_sampling import Sampler
+    from mplug_serve.api import Served
+    from mplug_serve.engine import Engine, Exchange
+
+BACKLOG = 2048
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a client may ask of the server. Times are in seconds."""
+
+    context: int
+    lanes: int
+    queue: int
+    max_tokens: int
+    max_body: int
+    seconds: float
+    grace: float
+
+
+@dataclass(frozen=True)
+class Job:
+    """The description of the work that each process receives: plain data that can be pickled."""
+
+    base: "Settings"
+    overrides: "Settings"
+    weights: "SavedModel"
+    name: str
+    limits: Limits
+    address: tuple[str, int]
+    key: str | None
+    graphs: bool
+
+
+def prepared(job: Job) -> "tuple[Run, Sampler]":
+    """The run, which samples instead of training, and what samples; UsageError for a model that cannot be served."""
+    from mplug.commands import Registry, choose_device, resolve
+    from mplug_sampling import Sampler, sampling_run
+
+    sampler = Sampler(graphs=job.graphs)
+    run = sampling_run(resolve(Registry(), job.base, job.overrides), sampler)
+    run.device = choose_device(run.config)
+    return run, sampler
+
+
+def serve(job: Job, send: Callable[..., None] | None = None) -> None:
+    """Serve as rank 0, or compute what rank 0 commands."""
+    from mplug.commands import allocate_parts, among, launched
+    from mplug_sampling import Lanes, Ranks, replays_for
+
+    world = launched()
+    run, sampler = prepared(job)
+    with among(world, run):
+        listening = _listen(job.address) if run.rank == 0 else None
+        job.weights.load(run, allocate_parts)
+        replays, _ = replays_for(run, sampler)
+        lanes = Lanes(sampler, job.limits.lanes, job.limits.context, Ranks(run, sampler), replays)
+        exchange = _exchange(run)
+        if listening is None:
+            from mplug_serve.engine import follow
+
+            _leave_signals_to_the_first_rank()
+            follow(lanes, exchange)
+            return
+        from mplug_serve.engine import Engine
+
+        engine = Engine(lanes, job.limits.lanes, job.limits.queue, exchange)
+        _serve(job, _served(job, run), engine, listening)
+
+
+def _exchange(run: "Run") -> "Exchange":
+    """How rank 0 sends commands to the other ranks."""
+    if run.groups is None:
+        return lambda commands: commands
+    import torch.distributed as dist
+
+    group = run.groups.beside("serves")
+
+    def exchange(commands: Sequence[Any]) -> Sequence[Any]:
+        values = [list(commands)]
+        dist.broadcast_object_list(values, 0, group)
+        return values[0]
+
+    return exchange
+
+
+def _served(job: Job, run: "Run") -> "Served":
+    """The tokenizer of the run's data, or of the published folder, and when its texts end."""
+    from mplug.commands import Registry
+    from mplug_pretrained import format_of
+    from mplug_serve.api import Served
+    from mplug_tokenization import folder_tokenizer
+
+    if job.weights.is_published:
+        folder = job.weights.path
+        of_folder, found = folder_tokenizer(Registry(), folder), format_of(folder)
+        ends = frozenset() if found is None else found.ask("end_tokens", folder)
+        return Served(job.name, of_folder, of_folder.encode_prompt, of_folder.encode_chat, ends, None)
+    tokenizer = run.hooks.call.build_tokenizer(run=run)
+    if tokenizer is None:
+        raise UsageError(
+            f"the data plugin of run '{job.name}' has no tokenizer to decode tokens; serve another run with --name"
+        )
+    chat, size = getattr(tokenizer, "encode_chat", None), getattr(tokenizer, "vocab_size", None)
+    return Served(job.name, tokenizer, tokenizer.encode, chat, frozenset(getattr(tokenizer, "end_tokens", ())), size)
+
+
+def _listen(address: tuple[str, int]) -> socket.socket:
+    """The socket of the server, before the weights are read; UsageError if the address cannot be had."""
+    host, port = address
+    try:
+        found = socket.create_server((host, port), family=_family(host, port), backlog=BACKLOG)
+    except OSError as error:
+        raise UsageError(f"cannot listen on --host {host} --port {port}: {error.strerror}; use others") from None
+    return found
+
+
+def _family(host: str, port: int) -> socket.AddressFamily:
+    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+
+
+def _leave_signals_to_the_first_rank() -> None:
+    """Rank 0 finishes its answers first, and then tells the others to stop."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _serve(job: Job, served: "Served", engine: "Engine", listening: socket.socket) -> None:
+    """Answer requests until a signal, or a failure of the engine."""
+    import uvicorn
+
+    from mplug_serve.api import application
+
+    class Server(uvicorn.Server):
+        """A server whose process goes on after a signal has stopped it."""
+
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            numbers = (signal.SIGINT, signal.SIGTERM)
+            before = [signal.signal(number, self.handle_exit) for number in numbers]
+            try:
+                yield
+            finally:
+                for number, handler in zip(numbers, before, strict=True):
+                    signal.signal(number, handler)
+
+    config = uvicorn.Config(
+        application(served, engine, job.limits, job.key),
+        log_level="error",
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(job.limits.grace)),
+    )
+    server = Server(config)
+
+    def compute() -> None:
+        try:
+            engine.run()
+        finally:
+            server.should_exit = True
+
+    thread = threading.Thread(target=compute, name="engine", daemon=True)
+    thread.start()
+    host, port = listening.getsockname()[:2]
+    place = f"[{host}]" if ":" in host else host
+    click.echo(f"serving '{job.name}' at http://{place}:{port} (Ctrl-C stops it)")
+    server.run(sockets=[listening])
+    engine.stop()
+    thread.join()
+    if engine.failure is not None:
+        raise RunError(f"the server stopped, because the model failed: {engine.failure}") from engine.failure
+    click.echo(f"stopped after {engine.num_answers} answers with {engine.num_tokens} tokens")

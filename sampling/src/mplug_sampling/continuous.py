@@ -1,0 +1,161 @@
+"""Continuous batching: a batch whose texts begin and end at any step.
+
+The batch has a constant number of lanes. A lane computes one text: its prompt is computed alone, and its rows move into
+the caches of the batch; from then on each step computes the next token of all lanes. So a new text does not wait until
+the others have ended, and the shapes of a step never change.
+
+B lanes, S positions of a prompt, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mplug import UsageError
+from mplug.commands import AS_THEY_ARE, Instead
+from mplug_graphs import Recording
+from mplug_nn.cache import CacheSize
+from mplug_nn.mixers.states import StaticStateCache
+from mplug_nn.static_cache import Clock
+from mplug_nn.turning import shared_rotations
+from mplug_sampling.decoding import ALONE, Alone
+from mplug_sampling.sampler import Sampler, cached_modules
+from mplug_sampling.sampling import Sampling, choose, draws
+from mplug_sampling.stages import run_last
+from mplug_sampling.streams import units_of
+from mplug_sampling.token_steps import WARMUP, Replays, rounded
+
+
+class Lanes:
+    """A batch of `num_lanes` texts of up to `context` positions each. All ranks of a layout make the same calls.
+
+    Random numbers are those of `sample`: a text has the same tokens, except for rounding, in any lane and at any time.
+    `replays` records the step of a token if it can.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        num_lanes: int,
+        context: int,
+        ranks: Alone = ALONE,
+        replays: Replays | None = None,
+    ) -> None:
+        """Raises UsageError for a model or a layout whose texts cannot begin at different steps."""
+        refuse_unsteady(sampler, ranks)
+        sampler.model.module.eval()
+        self.model, self.context, self.ranks, self.replays = sampler.model, context, ranks, replays or Replays()
+        self.device = next(iter(self.model.parameters().values())).device
+        self.modules = list(cached_modules(self.model))
+        self._clock, self._caches = self._made(num_lanes)
+        self._first_clock, self._first_caches = self._made(1)
+        self._tokens, self._keys, self._index, self._zeros = (
+            torch.zeros(num_lanes, dtype=torch.int64, device=self.device) for _ in range(4)
+        )
+        self._samplings: list[Sampling | None] = [None] * num_lanes
+        self._is_active = torch.zeros_like(self._tokens)
+        self._logits: Tensor | None = None
+        self._num_eager = 0
+        self._recording: Recording | None = None
+
+    @torch.no_grad()
+    def begin(self, lane: int, prompt: Sequence[int], key: int, sampling: Sampling) -> int:
+        """Compute a prompt in a lane; returns the first token of its text. `key` is that of `sample_key`."""
+        if not 0 < len(prompt) <= self.context:
+            raise ValueError(f"a prompt of {len(prompt)} tokens does not fit into the context of {self.context} tokens")
+        tokens = torch.tensor([list(prompt)], device=self.device)
+        self._first_clock.start(torch.tensor([len(prompt)], device=self.device), None)
+        entries = {"tokens": tokens, "positions": torch.arange(len(prompt), device=self.device)[None]}
+        logits = self._computed(entries, self._first_caches)
+        for own, first in zip(self._caches, self._first_caches, strict=True):
+            own.replace_sample(lane, first)
+        self._clock.positions[lane] = len(prompt) - 1
+        self._samplings[lane] = replace(sampling, seed=0)
+        self._keys[lane], self._index[lane], self._is_active[lane] = key, 1, 1
+        of_lane = self._keys[lane : lane + 1]
+        token = choose(self.ranks.whole_vocabulary(logits), sampling, draws(of_lane, torch.zeros_like(of_lane)))
+        self._tokens[lane : lane + 1] = token
+        return int(token)
+
+    @torch.no_grad()
+    def step(self) -> list[int]:
+        """The next token of each lane; those of lanes without a text mean nothing."""
+        if self._recording is not None:
+            self._recording.replay()
+        elif self.replays.make is None or self._num_eager < WARMUP:
+            self._num_eager += 1
+            self._advance()
+        else:
+            self._recording = self.replays.record(self.replays.make(), self._advance)
+            self._recording.replay()
+        assert self._logits is not None
+        self._choose(self.ranks.whole_vocabulary(self._logits))
+        found: list[int] = self._tokens.tolist()
+        return found
+
+    def end(self, lane: int) -> None:
+        """The text of a lane has ended; its lane is free."""
+        self._samplings[lane], self._is_active[lane] = None, 0
+
+    def _made(self, num_samples: int) -> tuple[Clock, list[Any]]:
+        """(the clock of some texts, the empty caches of all modules)."""
+        clock = Clock(num_samples, self.device)
+        size = CacheSize(rounded(self.context), make=clock.cache, make_state=partial(StaticStateCache, clock=clock))
+        return clock, [module.new_cache(size) for module in self.modules]
+
+    def _computed(self, entries: dict[str, Tensor], caches: list[Any]) -> Tensor:
+        """The logits [b, V / R] of the last position of some texts."""
+        for module, cache in zip(self.modules, caches, strict=True):
+            module.cache = cache
+        zeros = torch.zeros_like(entries["tokens"][:, 0])
+        units = units_of(self.model.plan, entries)
+        with shared_rotations():
+            values = {**entries, "sample_ids": zeros, "keys": zeros}
+            logits: Tensor = run_last(self.model, units, values, self._instead(caches))["logits"][:, -1]
+        return logits
+
+    def _instead(self, caches: list[Any]) -> Instead:
+        """Compiled units compute steps; each length of a prompt would be compiled anew."""
+        return self.replays.compiled if caches is self._caches else AS_THEY_ARE
+
+    def _advance(self) -> None:
+        """The logits of the next position of each lane. It reads no value of the CPU that differs between steps."""
+        self._clock.positions.mul_(self._is_active)  # lanes without a text stay at the first positions
+        self._clock.tick()
+        entries = {"tokens": self._tokens[:, None], "positions": self._clock.positions[:, None]}
+        logits = self._computed(entries, self._caches)
+        if self._logits is None:
+            self._logits = torch.empty_like(logits)
+        self._logits.copy_(logits)
+
+    def _choose(self, logits: Tensor) -> None:
+        """The tokens that the random numbers of the lanes choose from logits [B, V]; lanes differ in `Sampling`."""
+        numbers = draws(self._keys, self._index)
+        lanes: dict[Sampling, list[int]] = {}
+        for lane, sampling in enumerate(self._samplings):
+            if sampling is not None:
+                lanes.setdefault(sampling, []).append(lane)
+        for sampling, own in lanes.items():
+            rows = torch.tensor(own, device=self.device)
+            self._tokens[rows] = choose(logits[rows], sampling, numbers[rows])
+        self._index.add_(1)
+
+
+def refuse_unsteady(sampler: Sampler, ranks: Alone) -> None:
+    """Raise UsageError if texts cannot begin at different steps of a batch."""
+    if sampler.eager_because:
+        raise UsageError(
+            f"texts cannot begin at different steps, because {sampler.eager_because}; use a kernel with static keys "
+            f"and a layout that divides neither layers nor positions"
+        )
+    if ranks.shards > 1:
+        raise UsageError(
+            f"the layout divides the texts among {ranks.shards} groups of ranks, and a batch with lanes is one; use a "
+            f"layout that divides the model alone"
+        )
+    if sampler.model.plan.answering is not None:
+        raise UsageError("a model with an encoder has another text for each answer; sample from a decoder")

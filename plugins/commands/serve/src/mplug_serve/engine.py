@@ -152,7 +152,8 @@ class Engine:
             self._end_overdue()
             ended, self._left = [End(lane) for lane in self._left], []
             begun = [self._begin(lane) for lane in self._lanes_to_fill()]
-        commands: list[Command] = [*ended, *begun, *(["step"] if self._running else [])]
+        step: list[Command] = ["step"] if self._running else []
+        commands = [*ended, *begun, *step]
         for token, lane in computed(self.lanes, self.exchange(commands)):
             if lane in self._running:
                 self._take(lane, token)

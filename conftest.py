@@ -95,11 +95,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 TRYING_FIELDS = "test_every_field_of_its_config_has_an_effect"
 PLUGINS = {"chunked", "delayed", "energon", "indexed", "ringo"}
-RUNS_PER_FIELD = {"extensions", "memory", "models", "parallel", "precisions"} | PLUGINS
+RUNS_PER_FIELD = {"extensions", "memory", "models", "objectives", "parallel", "precisions"} | PLUGINS
 """Kinds, and plugins of other kinds, whose suites compute a run or more for each field of a Config."""
 INHERITED = {
     "test_replayed_steps_are_steps": ("families", {"gpt"}),
     "test_a_run_in_fp32_rounds_as_one_process_does": ("precision", {"fsdp", "tp"}),
+    "test_neither_micro_batches_nor_a_compiler_change_a_result": ("compile", {"reward"}),
     "test_frozen_parameters_stay_and_the_others_train_as_in_one_process": ("layouts", {"fsdp", "pp", "tp"}),
     "test_what_its_modules_mix_is_declared": ("families", {"bert", "gpt", "granite", "mixtral", "t5"}),
     "test_a_degree_of_one_changes_nothing": ("layouts", {"dp", "fsdp", "tp"}),

@@ -189,6 +189,7 @@ def installed() -> set[str]:
     return {*sys.stdlib_module_names, *own, *support, *house, "pytest", "hypothesis"}
 
 
+@pytest.mark.wide("session")
 def test_every_test_can_be_collected_with_the_hosts_requirements_only(installed: set[str]) -> None:
     """`pytest -m gpu` imports every test file, on machines that lack what some plugins require."""
     folders = [ROOT, ROOT / "tests", *(plugin / "tests" for plugin in PLUGINS)]

@@ -38,6 +38,7 @@ def shared_of(placement: Placement, rank: int, num_dims: int, items: tuple[str, 
     return shared_blocks(placement, [one for b in blocks for one in b.matrices()], placement.sharing(num_dims).of(rank))
 
 
+@pytest.mark.wide("layouts", quick=["1-fsdp3pp2", "2-fsdp2tp2", "1-dp4etp2ep2"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("num_dims", [1, 2])
 def test_what_ranks_send_to_the_owner_of_a_matrix_is_the_matrix(layout: str, num_dims: int) -> None:

@@ -38,7 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dora": ("qwen3", {"targets": ["q_proj", "down_proj"], "dora": True, "alpha": 3}),
     "dora, gpt2": ("gpt2", {"targets": ["c_attn"], "dora": True}),
 }
-QUICK = ("gpt2", "mixtral, experts", "deepseek-v3", "one layer", "one layer of experts")
+QUICK = ("mixtral, experts", "one layer")
 BALANCED = ("mixtral", "qwen3-moe", "gpt-oss")
 """Families with a balancing loss, which the library adds on request only."""
 KINDS = {"gemma3_text": "gemma3"}

@@ -94,6 +94,7 @@ def test_every_number_of_a_record_and_the_settings_are_in_the_file(tmp_path: Pat
     assert end.exit_code == 0
 
 
+@pytest.mark.wide("loggers")
 def test_a_resumed_run_continues_the_run_of_the_same_id(tmp_path: Path) -> None:
     write(tmp_path, range(1, 4))
     write(tmp_path, range(3, 6), every=2, statistics=False, run_name="own")

@@ -135,6 +135,7 @@ def in_low_precision() -> list[list[Any]]:
     return of_ranks(2, "deepspeed2", LOW)
 
 
+@pytest.mark.wide("layouts")
 def test_stage_3_gives_20_steps_of_one_process(alone: Any, together: list[Any]) -> None:
     require_close(together[0], alone)
 

@@ -292,6 +292,17 @@ def build_optimizer(run: "Run", pieces: "list[Piece]", assembler: "Assembler") -
     """
 
 
+@all_plugins
+def wrap_optimizer(
+    run: "Run", model: "Model", optimizer: "Optimizer", pieces: "list[Piece]"
+) -> "Optimizer | None":
+    """An optimizer around that of the run, which adds to every update (the outer step of DiLoCo); None: no change.
+
+    Called in the order of the plugins' `layer` attributes, when the optimizer of all pieces is built: on every rank,
+    and before launch with tensors without memory. Building must not read values, or communicate. It may make groups.
+    """
+
+
 @at_most_one
 def rate_of_width(parameter: "Parameter") -> "float | None":
     """The factor on this optimizer's learning rate of a parameter that is wider than in the base model. Pure.

@@ -31,7 +31,10 @@ def build_optimizer(run: "Run", model: "Model", pieces: list[Piece], groups: "Gr
 
     With `groups`, its collectives can run; a build without memory has none. Collective with groups.
     """
-    return with_first_weights(run, model, _without_first_weights(run, model, pieces, groups), pieces)
+    optimizer = _without_first_weights(run, model, pieces, groups)
+    for _, wrap in run.hooks.layered("wrap_optimizer"):
+        optimizer = wrap(run=run, model=model, optimizer=optimizer, pieces=pieces) or optimizer
+    return with_first_weights(run, model, optimizer, pieces)
 
 
 def _without_first_weights(run: "Run", model: "Model", pieces: list[Piece], groups: "Groups | None") -> Optimizer:

@@ -1,6 +1,6 @@
-"""Balanced streams (`parallel.balance`): ranks that read different samples compute about equally many of their rows.
+"""What ranks exchange of samples: the rows of streams (`parallel.balance`), and samples that one rank reads for several.
 
-`Balancer` is what the host asks. This module imports no torch: a name is imported when it is first used.
+`Balancer` and `Sharing` (`parallel.read_once`) are what the host asks. This module imports no torch: a name is imported when it is first used.
 """
 
 from typing import TYPE_CHECKING
@@ -9,5 +9,6 @@ from mplug.system.lazy import publish
 
 if TYPE_CHECKING:
     from mplug_streams.balancer import Balancer as Balancer
+    from mplug_streams.sharing import Sharing as Sharing
 
 publish(__name__)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mplug.contracts.optimizer import Optimizer, Piece
     from mplug.contracts.stepper import Pipeline, Stepper
     from mplug.contracts.streams import Processor
-    from mplug.contracts.variance import Variance
+    from mplug.contracts.variance import Traffic, Variance
     from mplug.distributed.supervision import Supervisor
     from mplug.layout.mesh import Axis
     from mplug.layout.ownership import Sharding
@@ -301,6 +301,11 @@ def wrap_optimizer(
     Called in the order of the plugins' `layer` attributes, when the optimizer of all pieces is built: on every rank,
     and before launch with tensors without memory. Building must not read values, or communicate. It may make groups.
     """
+
+
+@all_plugins
+def sends(run: "Run", model: "Model") -> "Sequence[Traffic] | None":
+    """What the rank `run.rank` sends in some steps only, beside the passes of a step: for `mplug explain`. Pure."""
 
 
 @at_most_one

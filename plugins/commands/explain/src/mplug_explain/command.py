@@ -79,6 +79,7 @@ def command(rank: int, schedule: bool, svg: "Path | None", longest: float | None
         *([("Gathered for each pass", gathered)] if (gathered := _gathered(run, model)) else []),
         *([(f"Sharded over ranks, with the part of rank {rank}", _shards(model))] if _is_sharded(model) else []),
         ("Updates", updates(run)),
+        *([(f"Sent by rank {rank} in some steps", sent)] if (sent := _sent(run, model)) else []),
         ("A step", _step(run, model)),
         *([("Published form", published)] if (published := _published(run)) else []),
         (f"Bytes of rank {rank}", _bytes(run, model)),
@@ -352,6 +353,16 @@ def _gathered(run: "Run", model: "Model") -> str:
     rows = [(key[0], n, *key[1:3], f"{sent[key]:,}", key[3]) for key, n in groups.items()]
     header = ("PARAMETER", "COUNT", "ALONG", "AS", "BYTES SENT BY A RANK", "WHY NOT AS COPIES")
     return table(header, rows) if rows else ""
+
+
+def _sent(run: "Run", model: "Model") -> str:
+    """A table of what a rank sends in some steps only."""
+    rows = [
+        (label, one.what, human_bytes(one.num_bytes), f"{one.every} steps", human_bytes(one.num_bytes // one.every))
+        for label, sent in run.hooks.each("sends", run=run, model=model)
+        for one in sent
+    ]
+    return table(("BY", "WHAT", "BYTES", "EVERY", "A STEP"), rows) if rows else ""
 
 
 def _is_sharded(model: "Model") -> bool:

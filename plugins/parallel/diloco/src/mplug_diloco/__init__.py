@@ -1,8 +1,9 @@
 """DiLoCo (arXiv 2311.08105, 2501.18512): workers that train on their own, and average their progress now and then."""
 
+from math import prod
 from typing import TYPE_CHECKING
 
-from mplug import Axis, UsageError, Variance, contiguous, hookimpl
+from mplug import Axis, Traffic, UsageError, Variance, contiguous, hookimpl
 from mplug_diloco.config import DiLoCoConfig
 
 if TYPE_CHECKING:
@@ -67,6 +68,32 @@ class DiLoCo:
         if run.mesh.axes[NAME].size == 1:
             return True
         return "exchanges differences at some steps only"
+
+    @hookimpl
+    def sends(self, run: "Run", model: "Model") -> "list[Traffic] | None":
+        """The differences of every fragment."""
+        workers = run.mesh.axes[NAME].size
+        if workers == 1:
+            return None
+        from mplug_diloco.rounds import fragments_of
+        from mplug_diloco.wire import bytes_sent
+
+        own, sharding = self.config, model.sharding
+        sizes = [0] * own.fragments
+        of = fragments_of(model.plan, model.placements, own.fragments)
+        for name in (name for name in model.parameters() if name in of):
+            placement = model.placements[name]
+            held = placement if sharding is None or name not in sharding.of else sharding.placed(placement)
+            sizes[of[name]] += prod(held.local_shape(run.rank)) if held.holds(run.rank) else 0
+        itemsize = run.precision.master_dtype.itemsize
+        return [
+            Traffic(
+                f"differences of fragment {number}, {own.wire}",
+                bytes_sent(size, own.wire, workers, itemsize),
+                own.every,
+            )
+            for number, size in enumerate(sizes)
+        ]
 
     @hookimpl
     def wrap_optimizer(

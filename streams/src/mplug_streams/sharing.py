@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mplug import Loader, MicroBatch, Run, RunError
+from mplug import Loader, MicroBatch, Run
 
 T = TypeVar("T")
 ALIGNED = 16
@@ -46,7 +46,7 @@ class Last:
     imbalance: float | None
 
 
-class Failed(RunError):
+class Failed(Exception):
     """The message of an exception that the reading rank could not send whole."""
 
 

@@ -90,9 +90,7 @@ def counted_reads(settings: Mapping[str, Any], steps: int) -> list[int]:
     return read
 
 
-@pytest.mark.parametrize(
-    ("layout", "ranks", "readers"), [("tp4pp2", 8, 1), ("tp2dp2", 4, 2)], ids=["tp4pp2", "tp2dp2"]
-)
+@pytest.mark.parametrize(("layout", "ranks", "readers"), [("tp4pp2", 8, 1), ("tp2dp2", 4, 2)], ids=["tp4pp2", "tp2dp2"])
 @pytest.mark.wide("layouts", quick=["tp2dp2"])
 def test_each_sample_is_read_once(layout: str, ranks: int, readers: int) -> None:
     settings = {**SMALL, "parallel.layout": layout, "model.num_attention_heads": 4, "trainer.eval_every": 0}
@@ -203,7 +201,8 @@ def positions(settings: Mapping[str, Any]) -> list[Any]:
 def test_state_and_position_are_those_of_a_loader_on_each_rank() -> None:
     for layout, ranks in (("pp2", 2), ("tp2dp2", 4)):
         each, once = (
-            run_workers(ranks, positions, {"parallel.layout": layout, "parallel.read_once": one}) for one in (False, True)
+            run_workers(ranks, positions, {"parallel.layout": layout, "parallel.read_once": one})
+            for one in (False, True)
         )
         assert once == each
 

@@ -293,9 +293,7 @@ def build_optimizer(run: "Run", pieces: "list[Piece]", assembler: "Assembler") -
 
 
 @all_plugins
-def wrap_optimizer(
-    run: "Run", model: "Model", optimizer: "Optimizer", pieces: "list[Piece]"
-) -> "Optimizer | None":
+def wrap_optimizer(run: "Run", model: "Model", optimizer: "Optimizer", pieces: "list[Piece]") -> "Optimizer | None":
     """An optimizer around that of the run, which adds to every update (the outer step of DiLoCo); None: no change.
 
     Called in the order of the plugins' `layer` attributes, when the optimizer of all pieces is built: on every rank,

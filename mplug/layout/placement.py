@@ -20,7 +20,8 @@ class Box:
     """A hyper-rectangle of a logical tensor, and where a rank keeps it.
 
     `start` and `shape` are in the coordinates of the logical, unpadded tensor, `offset` in those of the local tensor.
-    `copies` are exactly the ranks that hold the same box, of the ranks that train one model together. Its complete gradient is the sum over the ranks `partial`.
+    `copies` are exactly the ranks that hold the same box, of those that train one model together. Its complete gradient
+    is the sum over the ranks `partial`.
     """
 
     start: tuple[int, ...]
@@ -266,7 +267,9 @@ class Placement:
     def _region(self, cuts: tuple[Cut, ...]) -> Region:
         """Copies have the same index along each axis that cuts. The gradients of a KV head's copies are partial."""
         together: dict[str, int | tuple[int, ...]] = {axis.name: axis.size for axis in self.view}
-        together |= dict.fromkeys((*self.apart, *self.mesh.independent), 1) | {cut.axis: cut.copies for cut in cuts if cut.axis}
+        together |= dict.fromkeys((*self.apart, *self.mesh.independent), 1) | {
+            cut.axis: cut.copies for cut in cuts if cut.axis
+        }
         summing = {*self.partial_axes, *(cut.axis for cut in cuts if cut.copies > 1)}
         copies = self._grouping(together)
         return Region(cuts, copies, copies.without(axis.name for axis in self.view if axis.name not in summing))

@@ -11,7 +11,7 @@ from mplug.training.other_weights import in_place
 
 @contextmanager
 def evaluated_in_place(run: Run, parts: Parts) -> Iterator[None]:
-    """In the block, the model computes with the averages (`trainer.eval_averages`) or `Optimizer.weights`. Collective."""
+    """In the block, the model computes with averages (`trainer.eval_averages`) or `Optimizer.weights`. Collective."""
     optimizer = parts.optimizer
     state = AVERAGE if optimizer.averages and run.config.trainer.eval_averages else optimizer.weights
     if state is None:

@@ -52,9 +52,7 @@ def simulated(settings: dict[str, Any], workers: int, steps: int = STEPS) -> Rec
     """Train `workers` plain models in this process; settings of `parallel.diloco` are those of the outer step."""
     own = {name: value for name, value in settings.items() if not name.startswith("parallel.")}
     outer = {"every": 100, "fragments": 1, "delay": 0, "alpha": 0.0, "lr": 0.7, "momentum": 0.9}
-    outer |= {
-        name.rpartition(".")[2]: value for name, value in settings.items() if name.startswith("parallel.diloco.")
-    }
+    outer |= {name.rpartition(".")[2]: value for name, value in settings.items() if name.startswith("parallel.diloco.")}
     runs = [tiny_run(in_fp64(own)) for _ in range(workers)]
     models = [build(run) for run in runs]
     masters = [{piece.name: piece.master for piece in parts.pieces} for parts in models]
@@ -132,7 +130,9 @@ def trained_rank(settings: dict[str, Any], steps: int = STEPS) -> tuple[Record, 
     first = run.mesh.batch_shard(run.rank)
     for step in range(1, steps + 1):
         run.step = step
-        batches = [with_ragged_labels(batch) for batch in parts.train_loader.loader.take(config.trainer.global_batch_size)]
+        batches = [
+            with_ragged_labels(batch) for batch in parts.train_loader.loader.take(config.trainer.global_batch_size)
+        ]
         parts.stepper.forward_backward(parts.train_loader.step_of(batches), step)
         lr = learning_rate(step, config.optimizer.lr, config.schedule, config.trainer.steps)
         result = parts.stepper.update(lr, config.optimizer.weight_decay)

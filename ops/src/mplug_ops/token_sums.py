@@ -18,7 +18,9 @@ from mplug_ops.collectives import all_reduce, reduce
 def token_sums(run: Run, model: Model) -> list[Offer]:
     """The supplier of such slots: it sums over the mesh axes of the dense view that divide the named axes.
 
-    Independent workers are not summed: they train models of their own. Collective: all ranks make the process groups here, including ranks whose stage has no such slot.
+    Independent workers are not summed: they train models of their own.
+
+    Collective: all ranks make the process groups here, including ranks whose stage has no such slot.
     """
     view = [
         axis

@@ -1,6 +1,9 @@
-"""What ranks exchange of samples: the rows of streams (`parallel.balance`), and samples that one rank reads for several.
+"""What ranks exchange of samples.
 
-`Balancer` and `Sharing` (`parallel.read_once`) are what the host asks. This module imports no torch: a name is imported when it is first used.
+`Balancer` (`parallel.balance`): ranks that read different samples compute about equally many rows of their streams.
+`Sharing` (`parallel.read_once`): one rank reads the samples of several. They are what the host asks.
+
+This module imports no torch: a name is imported when it is first used.
 """
 
 from typing import TYPE_CHECKING

@@ -73,15 +73,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return checkpoint_in(folder), whole
 
 
-@pytest.mark.parametrize(
-    ("layout", "ranks"), [("diloco2", 2), ("diloco2zero2", 4), ("diloco2tp2", 4), ("diloco2pp2", 4), ("diloco2fsdp2", 4)]
-)
-@pytest.mark.wide("layouts", quick=[("diloco2", 2), ("diloco2tp2", 4)])
+@pytest.mark.parametrize("layout", ["diloco2", "diloco2zero2", "diloco2tp2", "diloco2pp2", "diloco2fsdp2"])
+@pytest.mark.wide("layouts", quick=["diloco2", "diloco2tp2"])
 def test_a_run_resumes_under_another_layout_with_an_exchange_under_way(
-    layout: str, ranks: int, saved: tuple[Path, Any], tmp_path: Path
+    layout: str, saved: tuple[Path, Any], tmp_path: Path
 ) -> None:
     checkpoint, (losses, norms, val_loss) = saved
-    found = started(layout, ranks, tmp_path, checkpoint)
+    found = started(layout, 2 if layout == "diloco2" else 4, tmp_path, checkpoint)
     assert found[0] == pytest.approx(losses[SAVED:], rel=1e-10)
     assert found[1] == pytest.approx(norms[SAVED:], rel=1e-10)
     assert found[2] == pytest.approx(val_loss, rel=1e-10)
@@ -110,9 +108,7 @@ def test_the_weights_of_a_checkpoint_are_the_global_ones_and_each_worker_has_its
 
 
 @pytest.mark.parametrize(("layout", "words"), [("dp2", "exact up to rounding"), ("diloco4", "4 workers")])
-def test_another_number_of_workers_is_refused(
-    layout: str, words: str, saved: tuple[Path, Any], tmp_path: Path
-) -> None:
+def test_another_number_of_workers_is_refused(layout: str, words: str, saved: tuple[Path, Any], tmp_path: Path) -> None:
     checkpoint, _ = saved
     with pytest.raises(WorkerFailed) as caught:
         started(layout, 2 if layout == "dp2" else 4, tmp_path, checkpoint)

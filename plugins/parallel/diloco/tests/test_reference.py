@@ -47,7 +47,9 @@ def whole(parts: list[Any], name: str, shape: tuple[int, ...]) -> torch.Tensor:
     found = torch.full(shape, float("nan"), dtype=torch.float64)
     for boxes in parts:
         for start, values in boxes.get(name, []):
-            index = tuple(slice(s, s + n) for s, n in zip(start[len(start) - values.dim() :], values.shape, strict=True))
+            index = tuple(
+                slice(s, s + n) for s, n in zip(start[len(start) - values.dim() :], values.shape, strict=True)
+            )
             found[(*start[: len(start) - values.dim()], *index)] = values
     return found
 

@@ -1,4 +1,4 @@
-"""Which fragment is exchanged at which step, and which parameters a fragment has: pure functions, alike on all ranks."""
+"""Which fragment is exchanged at which step, and which parameters it has: pure functions, alike on all ranks."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -45,7 +45,7 @@ class OuterOptimizer(Optimizer):
     def step(self, scalars: StepScalars) -> None:
         """The inner step, then the exchanges that are due. A step that is skipped skips no exchange."""
         step, config = self.run.step, self.config
-        if step == 1:
+        if step <= 1:
             for fragment in self.fragments:
                 fragment.start()
         self.inner.step(scalars)

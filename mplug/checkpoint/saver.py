@@ -209,7 +209,8 @@ def refuse_another(path: Path, saved: Mapping[str, tuple[int, ...]], state: Stat
                 f"because another optimizer saved it; resume with that optimizer, or start a new run with the weights "
                 f"of the checkpoint: mplug train --set checkpoint.pretrained={path}"
             )
-        if saved[name] != boxed.shape and tensor not in ("weight", "buffer") and _of_workers(saved[name], boxed.shape):
+        is_state = tensor not in ("weight", "buffer")
+        if is_state and saved[name] != boxed.shape and _of_workers(saved[name], boxed.shape):
             raise UsageError(
                 f"checkpoint '{path}' has the state '{tensor}' of '{parameter}' with shape {saved[name]}, but the run "
                 f"has {boxed.shape}: workers that train independently have a state each; resume with as many, or start "

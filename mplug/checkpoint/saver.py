@@ -224,7 +224,7 @@ def refuse_another(path: Path, saved: Mapping[str, tuple[int, ...]], state: Stat
 
 
 def _of_workers(saved: tuple[int, ...], own: tuple[int, ...]) -> bool:
-    """Whether two shapes of a state differ in a first dimension over independent workers, which one of them may lack."""
+    """Whether two shapes of a state differ in a first dimension over independent workers, or one of them lacks it."""
     return saved[1:] in (own, own[1:]) or saved == own[1:]
 
 

@@ -182,8 +182,9 @@ class DefaultStepper(Evaluator):
         if self.max_norm > 0:
             scale = scale * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         if self.run.mesh.independent:
-            loss, norm, *sums = self._of_workers(torch.stack([loss, norm, *sums])).unbind()
-        _, num_targets, _, stop, num_tokens, *rows = sums
+            of_all = self._of_workers(torch.stack([loss, norm, *sums]))
+            loss, norm, sums = of_all[0], of_all[1], of_all[2:]
+        _, num_targets, _, stop, num_tokens, *rows = sums.unbind()
         skip, failed, figures = self._check_finite(loss, norm)
         figures |= self._imbalances(squares)
         statistics, lr = self.statistics.finish(num_targets, num_tokens), self.scalars.lr

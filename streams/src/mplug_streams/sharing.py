@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mplug import Loader, MicroBatch, Run
+from mplug import Loader, MicroBatch, Run, RunError
 
 T = TypeVar("T")
 ALIGNED = 16
@@ -46,6 +46,10 @@ class Last:
     imbalance: float | None
 
 
+class Lost(RunError):
+    """A rank has ended, or the network has failed."""
+
+
 class Failed(Exception):
     """The message of an exception that the reading rank could not send whole."""
 
@@ -60,13 +64,15 @@ class Channel:
     def told(self, work: Callable[[], T]) -> T:
         """What `work` returns on the reading rank; an exception of it is raised on all ranks. Collective."""
         if not self.reads:
-            return self.receive()
+            received: T = self.receive()
+            return received
         try:
             value = work()
+            message = packed(value)
         except Exception as error:
             self.send_error(error)
             raise
-        self.send(value)
+        self._broadcast(message)
         return value
 
     def send(self, value: Any) -> None:
@@ -85,15 +91,24 @@ class Channel:
     def receive(self) -> Any:
         """The next object; raises the exception that was sent instead."""
         length = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(length, self.first, group=self.group)
+        self._exchange(length)
         data = torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(data, self.first, group=self.group)
+        self._exchange(data)
         return unpacked(data)
 
     def _broadcast(self, data: "bytes | Tensor") -> None:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if isinstance(data, bytes) else data
-        dist.broadcast(torch.tensor([len(tensor)]), self.first, group=self.group)
-        dist.broadcast(tensor, self.first, group=self.group)
+        self._exchange(torch.tensor([len(tensor)]))
+        self._exchange(tensor)
+
+    def _exchange(self, tensor: Tensor) -> None:
+        try:
+            dist.broadcast(tensor, self.first, group=self.group)
+        except RuntimeError as error:
+            raise Lost(
+                f"the ranks with the same samples, of which rank {self.first} reads, no longer reach each other: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
 
 
 def packed(value: Any) -> "bytes | Tensor":
@@ -120,7 +135,7 @@ def packed(value: Any) -> "bytes | Tensor":
 
 def unpacked(data: Tensor) -> Any:
     """The value of a message. Its tensors are views of `data`."""
-    view = memoryview(data.numpy())
+    view: Any = memoryview(data.numpy())  # type: ignore[arg-type]
     kind = bytes(view[:1])
     if kind == b"E":
         raise pickle.loads(view[1:])
@@ -218,7 +233,8 @@ class SharedLoader(Loader):
                     break
         except Exception as error:
             arriving.put(error)
-            self._channel.send_error(error)
+            if not isinstance(error, Lost):
+                self._channel.send_error(error)
             return
         self.imbalance = getattr(self._loader, "imbalance", None)
         self._channel.send(Last(self.imbalance))

@@ -104,6 +104,26 @@ def test_the_bytes_of_an_exchange() -> None:
     assert bytes_sent(1024, "int4", workers=4) == 3 * (512 + 16)
 
 
+# Placements.
+
+
+@pytest.mark.parametrize("layout", ["diloco2dp2tp2", "diloco2zero2pp2", "diloco2fsdp2"])
+def test_copies_and_sums_stay_within_a_worker(layout: str) -> None:
+    run = tiny_run({"parallel.layout": layout, "model.num_layers": 4})
+    model, size = build_model(run), run.mesh.world_size
+    each = size // run.mesh.worker(0)[1]
+    assert [run.mesh.worker(rank)[0] for rank in range(size)] == [rank // each for rank in range(size)]
+    assert run.mesh.batch_shard(size - 1)[0] == run.mesh.batch_shard(0)[1] - 1
+    for rank in range(size):
+        worker = set(range(rank // each * each, (rank // each + 1) * each))
+        assert set(run.mesh.within_worker.of(rank)) == worker
+        for placement in model.placements.values():
+            assert set(placement.sharing(2).of(rank)) <= worker
+            for box in placement.boxes(rank):
+                assert set(box.copies) | set(box.partial) <= worker
+    assert all("diloco" not in one.partial_axes for one in model.placements.values())
+
+
 # One worker, memory and refusals.
 
 

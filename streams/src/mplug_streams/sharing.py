@@ -211,17 +211,19 @@ class SharedLoader(Loader):
         work = self._send if batches is not None else self._receive
         self._thread = Thread(target=work, args=(arriving, batches), name="samples", daemon=True)
         self._thread.start()
-        return self._arrived(arriving)
+        return self._arrived(arriving, self._stopping, self._thread)
 
-    def _arrived(self, arriving: "SimpleQueue[Any]") -> Iterator[MicroBatch]:
-        stopping = self._stopping
+    @staticmethod
+    def _arrived(arriving: "SimpleQueue[Any]", stopping: Event, thread: Thread) -> Iterator[MicroBatch]:
+        """What arrives. All ranks take the same number; one that stops early waits until nothing is under way."""
         try:
             while (found := arriving.get()) is not END:
                 if isinstance(found, Exception):
                     raise found
                 yield found
         finally:
-            stopping.set()  # an evaluation that stops early leaves the rest
+            stopping.set()
+            thread.join()
 
     def _send(self, arriving: "SimpleQueue[Any]", batches: Iterator[MicroBatch]) -> None:
         """Read micro batches and send them; then the facts that a step changes."""

@@ -127,9 +127,10 @@ class _Fragment:
 
     def merge(self, alpha: float) -> None:
         """Move the local weights to alpha local + (1 - alpha) global."""
+        if not self.pieces:
+            return
         if alpha == 0:
-            if self.pieces:
-                torch._foreach_copy_(self.masters, self.globals)
+            torch._foreach_copy_(self.masters, self.globals)
             return
         torch._foreach_mul_(self.masters, alpha)
         torch._foreach_add_(self.masters, self.globals, alpha=1 - alpha)

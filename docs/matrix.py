@@ -32,6 +32,8 @@ DIVIDE_EXPERTS = {"ep", "etp"}
 REQUESTED = (PAGE.parent.parent / "requirements-optional.txt").read_text().splitlines()
 ON_REQUEST = {line.rpartition("/")[2] for line in REQUESTED if line.startswith("-e plugins/parallel/")}
 """Strategies that the page omits, because it does not depend on what is installed."""
+TRAIN_OTHERWISE = ("diloco",)
+"""Strategies whose runs are not those of one process."""
 TEXT = """# Layouts
 
 <!-- Written by `python docs/matrix.py`: do not edit. -->
@@ -56,12 +58,17 @@ because pipeline stages are in both views. [The README of ep](../plugins/paralle
 The strategy `deepspeed`, which is installed on request, is not in the table: DeepSpeed does not compute in fp64.
 [parallel.md](parallel.md#deepspeed) states what its tests compare.
 
+Neither is `diloco`: its workers train models of their own, which is not the run of one process. Its tests compare it
+with a simulation of the workers in one process, alone and around every other strategy.
+
 """
 
 
 def main(chosen: list[str]) -> None:
     """Run the layouts, and write the page, or print it where strategies are named."""
-    names = [name for name in Registry().names("parallel") if name in chosen or name not in ON_REQUEST]
+    names = [
+        name for name in Registry().names("parallel") if name in chosen or name not in (*ON_REQUEST, *TRAIN_OTHERWISE)
+    ]
     unknown = [name for name in chosen if name not in names]
     if unknown:
         sys.exit(f"no strategy '{unknown[0]}' is installed; there are {', '.join(names)}")

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from mplug.contracts.streams import Medium as Medium
     from mplug.contracts.streams import Processor as Processor
     from mplug.contracts.streams import Seen as Seen
+    from mplug.contracts.variance import Traffic as Traffic
     from mplug.contracts.variance import Variance as Variance
     from mplug.distributed.supervision import Hang as Hang
     from mplug.distributed.supervision import Monitor as Monitor

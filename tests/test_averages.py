@@ -22,7 +22,7 @@ from mplug.contracts.optimizer import AVERAGE
 from mplug.model.build import build_model, measure_bytes
 from mplug.run.prepare import prepare
 from mplug.training.assembly import Parts, build
-from mplug.training.averages import averages_in_place
+from mplug.training.averages import evaluated_in_place
 from mplug.training.evaluation import evaluate
 from mplug.training.loop import train
 from mplug_saving.folder import newest
@@ -301,7 +301,7 @@ def test_an_evaluation_of_a_group_with_averages_leaves_the_other_weights_as_they
     for number in range(1, 4):
         step(parts, number)
     trained = {piece.name: piece.master.clone() for piece in parts.pieces}
-    with averages_in_place(run, parts):
+    with evaluated_in_place(run, parts):
         for piece in parts.pieces:
             state = parts.optimizer.state(piece)
             assert (AVERAGE in state) == (piece.name in parts.model.groups)

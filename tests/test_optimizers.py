@@ -16,7 +16,7 @@ import tiny_models
 
 from mplug.run.prepare import prepare
 from mplug.training.assembly import build
-from mplug.training.averages import averages_in_place
+from mplug.training.averages import evaluated_in_place
 from mplug_saving.folder import newest
 from mplug_saving.position import Position
 from mplug_testing import run_workers
@@ -135,7 +135,7 @@ def steps_of(settings: dict[str, Any], directory: Path, first: int, last: int) -
     position.save()
     position.saver.wait()
     weights = owned_values(run, position.parts)
-    with averages_in_place(run, position.parts):
+    with evaluated_in_place(run, position.parts):
         return weights | {f"average of {name}": boxes for name, boxes in owned_values(run, position.parts).items()}
 
 

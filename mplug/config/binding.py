@@ -67,7 +67,8 @@ class Parallel:
 
     `rest` is the strategy `data` with its bound config; None if the layout names that strategy, or if `data` is None.
     `balance` says that ranks which read different samples share the rows of their streams (`mplug.Stream`), and that
-    packed samples are divided over ranks and micro batches by the FLOPs of their documents.
+    packed samples are divided over ranks and micro batches by the FLOPs of their documents. `read_once` says that one
+    of the ranks that compute with the same samples reads them, and sends them to the others.
     """
 
     layout: str
@@ -75,6 +76,7 @@ class Parallel:
     data: str | None
     rest: Chosen | None = None
     balance: bool = False
+    read_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ class RunConfig:
         assert parallel.data is not None
         assert parallel.rest is not None
         layout = f"{parallel.layout}{parallel.data}{degree}"
-        named = Parallel(layout, {**parallel.degrees, parallel.data: degree}, parallel.data, None, parallel.balance)
+        named = replace(parallel, layout=layout, degrees={**parallel.degrees, parallel.data: degree}, rest=None)
         settings = merge(self.settings, from_mapping(layout, source, ("parallel", "layout")))
         return replace(self, parallel=named, chosen=(*self.chosen, parallel.rest), settings=settings)
 

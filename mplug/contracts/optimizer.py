@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 AVERAGE = "average"
 """The state with the shape of a piece that holds an average of its master (`Optimizer.averages`)."""
 
+LOCAL = "local_weight"
+"""The name in a checkpoint of masters that are not the values of the model (`Optimizer.weights`)."""
+
 
 @dataclass
 class Piece:
@@ -122,6 +125,15 @@ class Optimizer(ABC):
     """
     averages: bool = False
     """Whether pieces have a state `AVERAGE`: values that evaluations and exports use in the place of the master."""
+
+    weights: str | None = None
+    """The state with the values of the model, if masters are not: evaluations use it.
+
+    Checkpoints hold it as the weight, and the master as the state `LOCAL`.
+    """
+    shared: frozenset[str] = frozenset()
+    """The states with equal values on workers that train independently (`Axis.independent`); others are saved for each.
+    """
 
     @abstractmethod
     def step(self, scalars: StepScalars) -> None:

@@ -1,4 +1,4 @@
-"""How far a run with a plugin may differ from the run of one process."""
+"""How far a run with a plugin may differ from the run of one process, and what it sends now and then."""
 
 from dataclasses import dataclass
 
@@ -25,3 +25,12 @@ class Variance:
             raise ValueError("a variance needs a reason")
         if not 0 < self.tolerance < 1:
             raise ValueError(f"the tolerance of a variance is between 0 and 1, not {self.tolerance}")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a rank sends beside the passes of a step: `num_bytes` bytes of `what`, in every `every`-th step."""
+
+    what: str
+    num_bytes: int
+    every: int

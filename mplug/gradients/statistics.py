@@ -21,7 +21,8 @@ NEUTRAL = {"sum": 0.0, "max": float("-inf")}
 class Statistics:
     """The statistics that the buffers of a plan describe, for all stages; a rank has the buffers of its own modules.
 
-    The axes over which a statistic is reduced are the `partial_axes` of its placement. If several ranks count the same
+    The axes over which a statistic is reduced are the `partial_axes` of its placement; independent workers are reduced
+    together, so that modules that learn from statistics stay equal. If several ranks count the same
     values, the reduction includes one of them: the rank with index 0 along every other mesh axis that does not split
     the buffer (the pipeline's axis excepted). A rank need not know the buffers of other stages.
 
@@ -53,7 +54,7 @@ class Statistics:
 
     def _counts(self, name: str) -> bool:
         placement = self.placements[name]
-        reduced = {*placement.partial_axes, *placement.splits.values()}
+        reduced = {*placement.partial_axes, *placement.splits.values(), *self.run.mesh.independent}
         return all(
             axis.name in reduced or "units" in axis.activations or self.run.mesh.index(self.run.rank, axis.name) == 0
             for axis in placement.view

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mplug.contracts.optimizer import Optimizer, Piece
     from mplug.contracts.stepper import Pipeline, Stepper
     from mplug.contracts.streams import Processor
-    from mplug.contracts.variance import Variance
+    from mplug.contracts.variance import Traffic, Variance
     from mplug.distributed.supervision import Supervisor
     from mplug.layout.mesh import Axis
     from mplug.layout.ownership import Sharding
@@ -290,6 +290,20 @@ def build_optimizer(run: "Run", pieces: "list[Piece]", assembler: "Assembler") -
     in the same order: that of the group's own optimizer, if the group names one. So an optimizer must keep everything
     in the object that it returns.
     """
+
+
+@all_plugins
+def wrap_optimizer(run: "Run", model: "Model", optimizer: "Optimizer", pieces: "list[Piece]") -> "Optimizer | None":
+    """An optimizer around that of the run, which adds to every update (the outer step of DiLoCo); None: no change.
+
+    Called in the order of the plugins' `layer` attributes, when the optimizer of all pieces is built: on every rank,
+    and before launch with tensors without memory. Building must not read values, or communicate. It may make groups.
+    """
+
+
+@all_plugins
+def sends(run: "Run", model: "Model") -> "Sequence[Traffic] | None":
+    """What the rank `run.rank` sends in some steps only, beside the passes of a step: for `mplug explain`. Pure."""
 
 
 @at_most_one

@@ -48,6 +48,9 @@ class Axis:
     units of a stream on some of the segments, and the strategy brings their results together where they join the
     tokens. Along any other axis, every rank runs all segments of its samples, unless ranks balance streams
     (`parallel.balance`).
+
+    The ranks along an `independent` axis are workers that train on their own (DiLoCo): their weights, gradients and
+    optimizer states differ. Gradients, the norm, clipping and token counts are then those of one worker.
     """
 
     name: str
@@ -58,6 +61,7 @@ class Axis:
     distance: int = 0
     views: tuple[str, ...] = ("dense",)
     shares_streams: bool = False
+    independent: bool = False
 
     def divides(self, named_axis: str) -> bool:
         """Whether ranks along this axis see different parts of `named_axis`, so that a sum over it is partial."""
@@ -144,6 +148,22 @@ class Mesh:
     def axes(self) -> dict[str, Axis]:
         """Every axis by its name."""
         return {axis.name: axis for members in self.views.values() for axis in members}
+
+    @cached_property
+    def independent(self) -> tuple[str, ...]:
+        """The axes along which ranks train independently; empty if all ranks train one model."""
+        return tuple(axis.name for axis in self.views["dense"] if axis.independent and axis.size > 1)
+
+    @cached_property
+    def within_worker(self) -> Grouping:
+        """The ranks that train one model together: all ranks, unless some train independently."""
+        if not self.independent:
+            return self.everyone
+        return self.grouping(*(axis.name for axis in self.views["dense"] if axis.name not in self.independent))
+
+    def worker(self, rank: int) -> tuple[int, int]:
+        """(index, count): the worker of `rank` among the independent workers."""
+        return self.number(rank, self.independent), math.prod(self.axes[name].size for name in self.independent)
 
     def coordinates(self, rank: int, view: str = "dense") -> dict[str, int]:
         """The index of `rank` along each axis of a view."""

@@ -20,7 +20,8 @@ class Box:
     """A hyper-rectangle of a logical tensor, and where a rank keeps it.
 
     `start` and `shape` are in the coordinates of the logical, unpadded tensor, `offset` in those of the local tensor.
-    `copies` are exactly the ranks that hold the same box. Its complete gradient is the sum over the ranks `partial`.
+    `copies` are exactly the ranks that hold the same box, of those that train one model together. Its complete gradient
+    is the sum over the ranks `partial`.
     """
 
     start: tuple[int, ...]
@@ -182,7 +183,7 @@ class Placement:
     @cached_property
     def partial_axes(self) -> tuple[str, ...]:
         """Mesh axes over which the gradient is partial: they divide axes that the parameter is broadcast over."""
-        done = {*self.splits.values(), *self.summed}
+        done = {*self.splits.values(), *self.summed, *self.mesh.independent}
         return tuple(
             axis.name
             for axis in self.view
@@ -220,10 +221,11 @@ class Placement:
     def sharing(self, num_dims: int) -> Grouping:
         """The groups of ranks that hold parts and copies of the same blocks of the last `num_dims` dimensions.
 
-        A group spans every axis of the view but those that cut the dimensions before them, and all `stages`.
+        A group spans every axis of the view but those that cut the dimensions before them, and all `stages`. The ranks
+        of a group train one model together.
         """
         stacked = self.cuts[: max(0, len(self.shape) - num_dims)]
-        apart = {cut.axis for dim in stacked for cut in dim}
+        apart = {cut.axis for dim in stacked for cut in dim}.union(self.mesh.independent)
         together: dict[str, int | tuple[int, ...]] = {
             axis.name: 1 if axis.name in apart else axis.size for axis in self.view
         }
@@ -265,7 +267,9 @@ class Placement:
     def _region(self, cuts: tuple[Cut, ...]) -> Region:
         """Copies have the same index along each axis that cuts. The gradients of a KV head's copies are partial."""
         together: dict[str, int | tuple[int, ...]] = {axis.name: axis.size for axis in self.view}
-        together |= dict.fromkeys(self.apart, 1) | {cut.axis: cut.copies for cut in cuts if cut.axis}
+        together |= dict.fromkeys((*self.apart, *self.mesh.independent), 1) | {
+            cut.axis: cut.copies for cut in cuts if cut.axis
+        }
         summing = {*self.partial_axes, *(cut.axis for cut in cuts if cut.copies > 1)}
         copies = self._grouping(together)
         return Region(cuts, copies, copies.without(axis.name for axis in self.view if axis.name not in summing))

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from mplug.contracts.optimizer import Piece
-from mplug.errors import UsageError
+from mplug.errors import UsageError, listed
 from mplug.model.model import Model
 from mplug.run.run import Run
 
@@ -18,6 +18,11 @@ def refuse_incomplete_engine(run: Run, model: Model) -> None:
     if model.engine is None or model.sharding is None:
         return
     (label,) = run.hooks.implementers("shard_states")
+    if run.mesh.independent:
+        raise UsageError(
+            f"the engine of {label} trains one model on all ranks, and ranks along {listed(run.mesh.independent)} "
+            f"train independently; use a layout without one of the two"
+        )
     if label not in run.hooks.implementers("build_stepper" if model.pipeline is None else "build_pipeline"):
         raise UsageError(
             f"{label} declines gradient sinks (Sharding.engine), and has no stepper that computes gradients without "

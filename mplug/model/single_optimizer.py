@@ -24,7 +24,15 @@ def build_optimizer(run: "Run", model: "Model", pieces: list[Piece], groups: "Gr
     if (updates := updates_of(run, model)) is not None:
         return updates.optimizer(run, model, pieces, groups)
     everywhere = tuple(one for one in model.placements.values() if one.parameter.trainable)
-    return single_optimizer(run, pieces, Assembler(run, placements_of(model, pieces), everywhere, groups))
+    optimizer = single_optimizer(run, pieces, Assembler(run, placements_of(model, pieces), everywhere, groups))
+    return wrapped(run, model, optimizer, pieces)
+
+
+def wrapped(run: "Run", model: "Model", optimizer: Optimizer, pieces: list[Piece]) -> Optimizer:
+    """The optimizer that plugins make of one (the hook `wrap_optimizer`)."""
+    for _, wrap in run.hooks.layered("wrap_optimizer"):
+        optimizer = wrap(run=run, model=model, optimizer=optimizer, pieces=pieces) or optimizer
+    return optimizer
 
 
 def placements_of(model: "Model", pieces: list[Piece]) -> dict[str, Placement]:

@@ -70,6 +70,8 @@ PREFLIGHTS = "preflights"
 """The group 'mplug.preflights': a class that compares a run with its machine before it starts (`Preflight`)."""
 BALANCERS = "balancers"
 """The group 'mplug.balancers': a class that balances streams among ranks (`parallel.balance`)."""
+SHARINGS = "sharings"
+"""The group 'mplug.sharings': a class that lets one rank read the samples of several (`parallel.read_once`)."""
 LAUNCHERS = "launchers"
 """The group 'mplug.launchers': a class that runs several processes (`mplug.run.launching`)."""
 COMPILERS = "compilers"
@@ -100,6 +102,7 @@ GROUPS = (
     HINTS,
     PREFLIGHTS,
     BALANCERS,
+    SHARINGS,
     LAUNCHERS,
     COMPILERS,
     ASSEMBLERS,
@@ -110,7 +113,7 @@ GROUPS = (
 )
 """The groups that exist without any other distribution, without 'mplug.'."""
 RESERVED_FIELDS = ("name", "preset")
-RESERVED_NAMES = {"kernels": ("default",), "parallel": ("layout", "data", "balance")}
+RESERVED_NAMES = {"kernels": ("default",), "parallel": ("layout", "data", "balance", "read_once")}
 """By kind, the names that no plugin may have: the host has fields with these names beside the plugins' sub-sections.
 
 Kernels cannot have the name of a published kind of slots either.

@@ -26,7 +26,8 @@ def config_schema(registry: Registry, names: Mapping[str, str]) -> dict[str, Any
         fields[section] = (_partial(model), None)
     kernels: dict[str, Any] = dict.fromkeys((*registry.slot_kinds(), "default"), (str | None, None))
     fields["kernels"] = (create_model("kernels", __config__=ConfigDict(extra="allow"), **kernels), None)
-    parallel: dict[str, Any] = {"layout": (str, ""), "data": (str | None, None), "balance": (bool, False)}
+    parallel: dict[str, Any] = {"layout": (str, ""), "data": (str | None, None)}
+    parallel |= {"balance": (bool, False), "read_once": (bool, False)}
     fields["parallel"] = (create_model("parallel", __config__=ConfigDict(extra="allow"), **parallel), None)
     fields |= dict.fromkeys(OPTIONAL_SECTIONS, (dict[str, Any], None))
     fields[RECIPE] = (_partial(sections.Recipe), None)

@@ -240,8 +240,10 @@ class _Resolver:
     def _parallel(self) -> Parallel:
         raw = self._raw("parallel")
         word, data = str(raw.pop("layout", None) or ""), raw.pop("data", None)
-        if not isinstance(balance := raw.pop("balance", False), bool):
-            self._problem(("parallel", "balance"), f"must be true or false, not {quoted(balance)}")
+        flags = {name: raw.pop(name, False) for name in ("balance", "read_once")}
+        for name, flag in flags.items():
+            if not isinstance(flag, bool):
+                self._problem(("parallel", name), f"must be true or false, not {quoted(flag)}")
         names = self.registry.names("parallel")
         degrees: dict[str, int] = {}
         try:
@@ -254,7 +256,7 @@ class _Resolver:
             key, own = self._sub_section("parallel", rest, data, raw)
             replicated = self._bound(rest, key, own)
         self._sub_sections("parallel", list(degrees), raw, bound=[replicated.section] if replicated else ())
-        return Parallel(word, degrees, data, replicated, balance is True)
+        return Parallel(word, degrees, data, replicated, **{name: flag is True for name, flag in flags.items()})
 
     def _kernels(self) -> Kernels:
         raw, kinds = self._raw("kernels"), self.registry.slot_kinds()

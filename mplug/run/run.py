@@ -10,6 +10,7 @@ from mplug.contracts.streams import Processor
 from mplug.contracts.variance import Variance
 from mplug.errors import UsageError, listed
 from mplug.layout.mesh import Mesh
+from mplug.layout.ranks import Grouping
 from mplug.precisions.precision import Precision
 from mplug.registry.entry_points import COMPILERS, Registry
 from mplug.registry.hooks import Hooks
@@ -152,12 +153,23 @@ class Run:
         """The sum of a small tensor over all ranks."""
         return self._reduced(values, "SUM")
 
+    def summed_within_worker(self, values: "Tensor") -> "Tensor":
+        """The sum of a small tensor over the ranks that train one model: all, unless an axis is independent."""
+        return self._reduced(values, "SUM", self.mesh.within_worker)
+
+    def averaged_over_workers(self, values: "Tensor") -> "Tensor":
+        """The mean of a small tensor over independent workers; the ranks of one worker have equal values."""
+        if not self.mesh.independent:
+            return values
+        workers = self.mesh.grouping(*self.mesh.independent)
+        return self._reduced(values, "SUM", workers) / workers.size
+
     def largest(self, values: "Tensor") -> "Tensor":
         """The maximum of a small tensor over all ranks."""
         return self._reduced(values, "MAX")
 
-    def _reduced(self, values: "Tensor", operation: str) -> "Tensor":
-        group = None if self.groups is None else self.groups.of(self.mesh.everyone)
+    def _reduced(self, values: "Tensor", operation: str, over: "Grouping | None" = None) -> "Tensor":
+        group = None if self.groups is None else self.groups.of(over or self.mesh.everyone)
         if group is None:
             return values
         import torch  # a config needs no torch

@@ -33,6 +33,7 @@ from mplug.training.feed import Feed
 from mplug.training.hardware import use_own_stream
 from mplug.training.map_loader import MapLoader
 from mplug.training.repeating import repeating
+from mplug.training.shared_loader import shared_loader
 from mplug.training.stepper import DefaultStepper
 from mplug.training.supervised_loader import Source
 
@@ -219,14 +220,19 @@ def feed(run: Run, model: Model, split: str, loader: Loader | None = None) -> Fe
     balancer = balancer_of(run)
     mover = None if balancer is None else balancer.mover(run, model)
     if loader is None:
-        loader = build_loader(run, split)
-        if split == "train" and run.trains:  # an evaluation leaves the last samples of the global order out
-            _weigh(run, model, loader)
+        loader = shared_loader(run, partial(_weighed_loader, run, model, split))
     else:
         _refuse_small_vocabulary(run, loader)
     taken = {name for unit in model.own_units for name in (*unit.inputs, *unit.optional)}
     idle = model.plan.stream_entries - taken  # a stage without the units of a stream does not need its rows
     return Feed(loader, run.device, Source.of(run, split, model.plan), cut, mover, idle)
+
+
+def _weighed_loader(run: Run, model: Model, split: str) -> Loader:
+    loader = build_loader(run, split)
+    if split == "train" and run.trains:  # an evaluation leaves the last samples of the global order out
+        _weigh(run, model, loader)
+    return loader
 
 
 def _weigh(run: Run, model: Model, loader: Loader) -> None:

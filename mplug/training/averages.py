@@ -1,4 +1,4 @@
-"""Evaluations with the averages of the weights, if the optimizer keeps averages."""
+"""Evaluations with other weights than the masters, if the optimizer keeps such."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +10,12 @@ from mplug.training.other_weights import in_place
 
 
 @contextmanager
-def averages_in_place(run: Run, parts: Parts) -> Iterator[None]:
-    """In the block, the model computes with the averages (`trainer.eval_averages`). Collective."""
-    if not (parts.optimizer.averages and run.config.trainer.eval_averages):
+def evaluated_in_place(run: Run, parts: Parts) -> Iterator[None]:
+    """In the block, the model computes with averages (`trainer.eval_averages`) or `Optimizer.weights`. Collective."""
+    optimizer = parts.optimizer
+    state = AVERAGE if optimizer.averages and run.config.trainer.eval_averages else optimizer.weights
+    if state is None:
         yield
         return
-    with in_place(AVERAGE, parts.model, parts.pieces, parts.optimizer):
+    with in_place(state, parts.model, parts.pieces, optimizer):
         yield

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from mplug.contracts.micro_batch import RankBatch
 from mplug.run.run import Run
 from mplug.training.assembly import Parts
-from mplug.training.averages import averages_in_place
+from mplug.training.averages import evaluated_in_place
 from mplug.training.feed import Feed
 
 PAUSE = 0.25
@@ -30,7 +30,7 @@ def evaluate(run: Run, parts: Parts, watch: Watch = iter) -> float:
     """
     assert parts.validation_loader is not None
     beginning = parts.validation_loader.state_dict()
-    with averages_in_place(run, parts):
+    with evaluated_in_place(run, parts):
         loss = float(parts.stepper.evaluate(watch(_micro_batches(run, parts.validation_loader))))
     parts.validation_loader.load_state_dict(beginning)
     return loss
@@ -57,7 +57,7 @@ def evaluate_unless_stopped(run: Run, parts: Parts, due: Callable[[float], bool]
     beginning = parts.validation_loader.state_dict()
     counted = CountedTargets(_micro_batches(run, parts.validation_loader), run)
     batches = UntilStopped(counted, run, len(parts.model.stages.units), due)
-    with averages_in_place(run, parts):
+    with evaluated_in_place(run, parts):
         loss = parts.stepper.evaluate(batches)
         batches.finish()
     if batches.left:

@@ -175,12 +175,16 @@ class DefaultStepper(Evaluator):
         squares = norm.square().to(self.run.device)
         numbers = [self.positions, *(number for pair in self.rows.values() for number in pair)]
         counts = [torch.full_like(squares, float(one if self.run.counts_samples else 0)) for one in numbers]
-        sums = self.run.summed(torch.stack([*self.sums, squares, self.stop, *counts]))
-        loss_sum, num_targets, squares, stop, num_tokens, *rows = sums.unbind()
+        sums = self.run.summed_within_worker(torch.stack([*self.sums, squares, self.stop, *counts]))
+        loss_sum, num_targets, squares = sums[:3].unbind()
         counted = num_targets * self._scale_of_gradients()
         loss, norm, scale = loss_sum / num_targets, squares.sqrt() / counted, 1 / counted
         if self.max_norm > 0:
             scale = scale * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        if self.run.mesh.independent:
+            of_all = self._of_workers(torch.stack([loss, norm, *sums]))
+            loss, norm, sums = of_all[0], of_all[1], of_all[2:]
+        _, num_targets, _, stop, num_tokens, *rows = sums.unbind()
         skip, failed, figures = self._check_finite(loss, norm)
         figures |= self._imbalances(squares)
         statistics, lr = self.statistics.finish(num_targets, num_tokens), self.scalars.lr
@@ -193,6 +197,14 @@ class DefaultStepper(Evaluator):
         pairs = zip(self.rows, zip(rows[::2], rows[1::2], strict=True), strict=True)
         rows_of = {name: torch.stack(pair) for name, pair in pairs}
         return StepResult(loss, norm, num_targets, skip, stop, statistics, failed, figures, rows=rows_of)
+
+    def _of_workers(self, figures: Tensor) -> Tensor:
+        """[loss, norm, sums]: the means of loss and norm over independent workers, and the totals of the sums.
+
+        A step that is not finite on one worker is skipped by all.
+        """
+        means = self.run.averaged_over_workers(figures)
+        return torch.cat((means[:2], means[2:] * self.run.mesh.worker(self.run.rank)[1]))
 
     def _imbalances(self, like: Tensor) -> dict[str, Tensor]:
         """The rows of each stream on the rank that computes the most of them in the step, over the mean of ranks."""

@@ -66,9 +66,12 @@ class TokenScale:
             self.counts[1].fill_(sum(batch.positions for batch in batches))
 
     def set(self) -> None:
-        """Set the factor from the counts of all ranks, if a loss needs it. Collective; a CUDA graph can replay it."""
+        """Set the factor, if a loss needs it, from the counts of the ranks that train one model.
+
+        Collective; a CUDA graph can replay it.
+        """
         if self._is_needed:
-            targets, tokens = self.run.summed(self.counts).unbind()
+            targets, tokens = self.run.summed_within_worker(self.counts).unbind()
             factor = (targets / tokens).to(self.scale.dtype)
             self.scale.copy_(factor if self.loss_scale is None else factor * self.loss_scale)
             self.is_missing = False

@@ -18,9 +18,15 @@ from mplug_ops.collectives import all_reduce, reduce
 def token_sums(run: Run, model: Model) -> list[Offer]:
     """The supplier of such slots: it sums over the mesh axes of the dense view that divide the named axes.
 
+    Independent workers are not summed: they train models of their own.
+
     Collective: all ranks make the process groups here, including ranks whose stage has no such slot.
     """
-    view = [axis for axis in run.mesh.views["dense"] if any(axis.divides(named) for named in TOKENS)]
+    view = [
+        axis
+        for axis in run.mesh.views["dense"]
+        if not axis.independent and any(axis.divides(named) for named in TOKENS)
+    ]
     if not model.plan.buffers or not view:
         return []
     wanted = [named for count in (1, 2) for named in combinations(TOKENS, count)]

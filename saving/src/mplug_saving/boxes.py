@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, SavePlanner, WriteItem
 
-from mplug.contracts.optimizer import Piece, ShapedState
+from mplug.contracts.optimizer import LOCAL, Optimizer, Piece, ShapedState
 from mplug.gradients.region import region
+from mplug.layout.mesh import Mesh
 from mplug.layout.placement import Placement
 from mplug.model.model import Model
 from mplug_saving.index import Index, Overlap
@@ -50,7 +51,7 @@ def held_boxes(placement: Placement, tensor: Tensor, rank: int) -> Boxed:
 def owned_boxes(placement: Placement, tensor: Tensor, rank: int) -> Boxed:
     """The boxes that a rank writes of a parameter's tensor: the first rank that holds a box writes it.
 
-    The first holder of the parameter's first element writes a scalar.
+    The first holder of the parameter's first element writes a scalar. Each independent worker has a first rank.
     """
     boxes = [box for box in placement.boxes(rank) if box.copies.first == rank]
     if tensor.dim() == 0:
@@ -67,10 +68,45 @@ def state_boxes(
     return Boxed(state.shape, dict(state.parts) if boxes_of is held_boxes or state.writes else {})
 
 
+def tensors_of_piece(
+    piece: Piece, optimizer: Optimizer, rank: int, boxes_of: Callable[[Placement, Tensor, int], Boxed]
+) -> State:
+    """A piece's weight and states by their names in a checkpoint. Independent workers have a tensor each."""
+    held: dict[str, Tensor | ShapedState] = {"weight": piece.master, **optimizer.state(piece)}
+    shared = optimizer.shared
+    if optimizer.weights is not None:
+        held[LOCAL], held["weight"] = piece.master, held.pop(optimizer.weights)
+        shared = (shared - {optimizer.weights}) | {"weight"}
+    of_mesh, found = piece.placement.mesh, dict[str, Boxed]()
+    for name, state in held.items():
+        boxed = state_boxes(piece, state, rank, boxes_of)
+        worker = of_worker if name not in shared else equal_on_workers
+        found[f"{piece.name}/{name}"] = worker(boxed, of_mesh, rank, boxes_of is owned_boxes)
+    return found
+
+
+def of_worker(boxed: Boxed, mesh: Mesh, rank: int, writes: bool) -> Boxed:
+    """A tensor of which every independent worker has its own, along a first dimension: [W, ...]."""
+    index, count = mesh.worker(rank)
+    if count == 1:
+        return boxed
+    return Boxed((count, *boxed.shape), {(index, *start): part[None] for start, part in boxed.parts.items()})
+
+
+def equal_on_workers(boxed: Boxed, mesh: Mesh, rank: int, writes: bool) -> Boxed:
+    """A tensor that is equal on independent workers: the first one writes it."""
+    return Boxed(boxed.shape, {}) if writes and mesh.worker(rank)[0] else boxed
+
+
 def buffer_boxes(model: Model, rank: int, boxes_of: Callable[[Placement, Tensor, int], Boxed]) -> State:
     """The states of the model's modules; `boxes_of` is `held_boxes` to read them, or `owned_boxes` to write them."""
     states = model.states().items()
-    return {f"{name}/buffer": boxes_of(model.buffer_placements[name], state, rank) for name, state in states}
+    found = dict[str, Boxed]()
+    for name, state in states:
+        placement = model.buffer_placements[name]
+        boxed = boxes_of(placement, state, rank)
+        found[f"{name}/buffer"] = equal_on_workers(boxed, placement.mesh, rank, boxes_of is owned_boxes)
+    return found
 
 
 class BoxSavePlanner(SavePlanner):

@@ -16,7 +16,15 @@ from mplug.model.pieces import write_weights
 from mplug.run.record import provenance
 from mplug.run.run import Run
 from mplug.training.assembly import Parts
-from mplug_saving.boxes import Boxed, State, buffer_boxes, held_boxes, owned_boxes, state_boxes
+from mplug_saving.boxes import (
+    Boxed,
+    State,
+    buffer_boxes,
+    equal_on_workers,
+    held_boxes,
+    owned_boxes,
+    tensors_of_piece,
+)
 from mplug_saving.changes import FINGERPRINT, Changes, changes_on_resume, same_data
 from mplug_saving.folder import damaged
 from mplug_saving.index import refuse_larger, weights_in
@@ -150,13 +158,14 @@ class Position:
 
         `boxes_of` is `held_boxes` to read them, or `owned_boxes` to write them.
         """
-        rank, optimizer = self.run.rank, self.parts.optimizer
-        values = {f"{one.name}/weight": boxes_of(one.placement, one.values, rank) for one in self.parts.held()}
-        return values | {
-            f"{piece.name}/{name}": state_boxes(piece, state, rank, boxes_of)
-            for piece in self.parts.pieces
-            for name, state in optimizer.state(piece).items()
-        }
+        rank, mesh, optimizer = self.run.rank, self.run.mesh, self.parts.optimizer
+        found = State()
+        for name, frozen in self.parts.model.frozen.items():
+            boxed = boxes_of(self.parts.model.placements[name], frozen.data, rank)
+            found[f"{name}/weight"] = equal_on_workers(boxed, mesh, rank, boxes_of is owned_boxes)
+        for piece in self.parts.pieces:
+            found |= tensors_of_piece(piece, optimizer, rank, boxes_of)
+        return found
 
 
 def _stateful(run: Run) -> dict[str, Stateful]:

@@ -209,11 +209,23 @@ def refuse_another(path: Path, saved: Mapping[str, tuple[int, ...]], state: Stat
                 f"because another optimizer saved it; resume with that optimizer, or start a new run with the weights "
                 f"of the checkpoint: mplug train --set checkpoint.pretrained={path}"
             )
+        is_state = tensor not in ("weight", "buffer")
+        if is_state and saved[name] != boxed.shape and _of_workers(saved[name], boxed.shape):
+            raise UsageError(
+                f"checkpoint '{path}' has the state '{tensor}' of '{parameter}' with shape {saved[name]}, but the run "
+                f"has {boxed.shape}: workers that train independently have a state each; resume with as many, or start "
+                f"a new run with the weights of the checkpoint: mplug train --set checkpoint.pretrained={path}"
+            )
         if saved[name] != boxed.shape:
             raise UsageError(
                 f"checkpoint '{path}' has '{parameter}' with shape {saved[name]}, but the model has "
                 f"{boxed.shape}; resume with the config of the checkpoint"
             )
+
+
+def _of_workers(saved: tuple[int, ...], own: tuple[int, ...]) -> bool:
+    """Whether two shapes of a state differ in a first dimension over independent workers, or one of them lacks it."""
+    return saved[1:] in (own, own[1:]) or saved == own[1:]
 
 
 def _was_frozen(parameter: str, state: str, saved: Iterable[str]) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 from mplug.model.build import states_without_memory
 from mplug.model.model import Model
 from mplug.run.run import Run
-from mplug_saving.boxes import Boxed, held_boxes, state_boxes
+from mplug_saving.boxes import Boxed, held_boxes, tensors_of_piece
 from mplug_saving.folder import read_manifest
 from mplug_saving.index import shapes_of
 from mplug_saving.saver import refuse_another
@@ -20,9 +20,9 @@ def refuse_unsavable_states(run: Run, model: Model, resume_from: Path | None = N
     optimizer, pieces = states_without_memory(run, model)
     if resume_from is not None:
         state = {
-            f"{piece.name}/{name}": Boxed(state_boxes(piece, held, run.rank, held_boxes).shape, {})
+            name: Boxed(boxed.shape, {})
             for piece in pieces
-            for name, held in {"weight": piece.master, **optimizer.state(piece)}.items()
+            for name, boxed in tensors_of_piece(piece, optimizer, run.rank, held_boxes).items()
         }
         state |= {f"{name}/buffer": Boxed(model.buffer_placements[name].shape, {}) for name in model.states()}
         refuse_another(resume_from, shapes_of(read_manifest(resume_from)), state)

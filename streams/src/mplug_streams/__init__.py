@@ -1,6 +1,9 @@
-"""Balanced streams (`parallel.balance`): ranks that read different samples compute about equally many of their rows.
+"""What ranks exchange of samples.
 
-`Balancer` is what the host asks. This module imports no torch: a name is imported when it is first used.
+`Balancer` (`parallel.balance`): ranks that read different samples compute about equally many rows of their streams.
+`Sharing` (`parallel.read_once`): one rank reads the samples of several. They are what the host asks.
+
+This module imports no torch: a name is imported when it is first used.
 """
 
 from typing import TYPE_CHECKING
@@ -9,5 +12,6 @@ from mplug.system.lazy import publish
 
 if TYPE_CHECKING:
     from mplug_streams.balancer import Balancer as Balancer
+    from mplug_streams.sharing import Sharing as Sharing
 
 publish(__name__)

@@ -26,6 +26,7 @@ class FirstWeights(Optimizer):
     def __init__(self, optimizer: Optimizer, pieces: list[Piece], device: str) -> None:
         self.inner, self._pieces = optimizer, pieces
         self.one_pass, self.averages = optimizer.one_pass, optimizer.averages
+        self.weights, self.shared = optimizer.weights, optimizer.shared
         self.low_precision_gradients = optimizer.low_precision_gradients
         kept = torch.zeros(len(pieces), device=updated_on(pieces, device)).unbind()
         self._states = {

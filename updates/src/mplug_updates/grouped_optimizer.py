@@ -6,7 +6,7 @@ from mplug.contracts.optimizer import Optimizer, Piece
 from mplug.errors import UsageError, listed
 from mplug.model.assembler import Assembler
 from mplug.model.builders import builder
-from mplug.model.single_optimizer import placements_of, single_optimizer
+from mplug.model.single_optimizer import placements_of, single_optimizer, wrapped
 from mplug.registry.hooks import implemented
 from mplug_updates.averaged_optimizer import with_average
 from mplug_updates.first_weights import with_first_weights
@@ -27,8 +27,12 @@ FOR_WHOLE_RUNS = ("state", "build_stepper", "wrap_model", "shard_states")
 
 
 def build_optimizer(run: "Run", model: "Model", pieces: list[Piece], groups: "Groups | None" = None) -> Optimizer:
-    """The optimizer of these pieces, whose groups, averages and first weights are those of the config and the plan."""
-    return with_first_weights(run, model, _without_first_weights(run, model, pieces, groups), pieces)
+    """The optimizer of these pieces, whose groups, averages and first weights are those of the config and the plan.
+
+    With `groups`, its collectives can run; a build without memory has none. Collective with groups.
+    """
+    optimizer = wrapped(run, model, _without_first_weights(run, model, pieces, groups), pieces)
+    return with_first_weights(run, model, optimizer, pieces)
 
 
 def _without_first_weights(run: "Run", model: "Model", pieces: list[Piece], groups: "Groups | None") -> Optimizer:

@@ -79,6 +79,7 @@ def command(rank: int, schedule: bool, svg: "Path | None", longest: float | None
         *([("Gathered for each pass", of_passes)] if (of_passes := gathered(run, model)) else []),
         *([(f"Sharded over ranks, with the part of rank {rank}", shards(model))] if is_sharded(model) else []),
         ("Updates", updates(run)),
+        *([(f"Sent by rank {rank} in some steps", sent)] if (sent := _sent(run, model)) else []),
         ("A step", _step(run, model)),
         *([("Published form", published)] if (published := _published(run)) else []),
         (f"Bytes of rank {rank}", _bytes(run, model)),
@@ -286,6 +287,16 @@ def _mixing(model: "Model") -> str:
     if not groups:
         return "nothing: every module computes each position of each sample independently"
     return table(("MODULE", "COUNT", "CLASS", "MIXES"), [(key[0], n, *key[1:]) for key, n in groups.items()])
+
+
+def _sent(run: "Run", model: "Model") -> str:
+    """A table of what a rank sends in some steps only."""
+    rows = [
+        (label, one.what, human_bytes(one.num_bytes), f"{one.every} steps", human_bytes(one.num_bytes // one.every))
+        for label, sent in run.hooks.each("sends", run=run, model=model)
+        for one in sent
+    ]
+    return table(("BY", "WHAT", "BYTES", "EVERY", "A STEP"), rows) if rows else ""
 
 
 def _bytes(run: "Run", model: "Model") -> str:

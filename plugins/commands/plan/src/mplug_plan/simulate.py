@@ -16,17 +16,20 @@ if TYPE_CHECKING:
     from mplug_plan.planned import Planned
     from mplug_plan.step_time import Pass, Step
 
-WIDTH, ROW, LEFT, TOP = 1600, 34, 90, 30
-"""Pixels: the width of a step, the height of a stage's row, the title of a row, and the axis."""
+WIDTH, ROW, TOP = 1600, 34, 30
+"""The width of a step in units of the drawing, which fills the window, and in pixels the heights of a row and the axis.
+"""
 MOST_BOXES = 20_000
 """A page with more boxes is slow in a browser: then it draws the first and the last micro batches."""
+MINOR = ' class="minor"'
+"""The marks of the axis that the page shows when it is enlarged."""
 COLOURS = {
     "forward": "#4f9be8",
     "backward": "#4caf6a",
     "gradients of activations": "#8bd0a0",
     "gradients of weights": "#f0b45a",
     "collectives": "#d8443c",
-    "sum of gradients, exposed": "#d8443c",
+    "sum of gradients, exposed": "#8f1d17",
     "update": "#8b6be0",
 }
 KINDS = {
@@ -136,9 +139,16 @@ def page_of(planned: "Planned", machine: "Machine") -> str:
         ),
         "NOTE": escape(note),
         "LEGEND": legend,
-        "WIDTH": str(WIDTH + LEFT),
+        "TOP": str(TOP),
+        "ROW": str(ROW),
+        "WIDTH": str(WIDTH),
         "HEIGHT": str(height),
-        "BOXES": "\n".join((*_axis(length, height), *_titles(stages), *(_rect(box, length) for box in drawn))),
+        "NAMES": "\n".join(f"<div>{f'stage {stage}' if stages > 1 else 'a rank'}</div>" for stage in range(stages)),
+        "AXIS": "\n".join(
+            f'<span{"" if number % 10 == 0 else MINOR} style="left:{number}%">{_ms(number / 100 * length)}</span>'
+            for number in range(100)
+        ),
+        "BOXES": "\n".join((*_lines(height), *(_rect(box, length) for box in drawn))),
         "STAGES": rows,
         "PARTS": parts,
     }
@@ -160,7 +170,7 @@ def _legend(boxes: list[Box]) -> dict[str, str]:
 
 
 def _rect(box: Box, length: float) -> str:
-    x, width = LEFT + box.start / length * WIDTH, (box.stop - box.start) / length * WIDTH
+    x, width = box.start / length * WIDTH, (box.stop - box.start) / length * WIDTH
     y, height = TOP + box.stage * ROW, ROW - 14
     if box.is_communication:
         y, height = y + height + 1, 7
@@ -170,17 +180,10 @@ def _rect(box: Box, length: float) -> str:
     )
 
 
-def _titles(stages: int) -> Iterator[str]:
-    for stage in range(stages):
-        name = f"stage {stage}" if stages > 1 else "a rank"
-        yield f'<text x="4" y="{TOP + stage * ROW + 15}">{name}</text>'
-
-
-def _axis(length: float, height: int) -> Iterator[str]:
-    for number in range(11):
-        x = LEFT + number / 10 * WIDTH
-        yield f'<line x1="{x:g}" x2="{x:g}" y1="{TOP - 6}" y2="{height}"/>'
-        yield f'<text x="{x + 3:g}" y="16">{_ms(number / 10 * length)}</text>'
+def _lines(height: int) -> Iterator[str]:
+    for number in range(10):
+        x = number / 10 * WIDTH
+        yield f'<line x1="{x:g}" x2="{x:g}" y1="0" y2="{height}" vector-effect="non-scaling-stroke"/>'
 
 
 def _ms(seconds: float) -> str:

@@ -28,5 +28,9 @@ class AcrossRanks:
 
 def across(run: "Run") -> AcrossRanks:
     """The gathering of a run. Collective."""
-    axes = [axis.name for axis in run.mesh.axes.values() if "batch" in axis.entries and axis.size > 1]
+    axes = [
+        axis.name
+        for axis in run.mesh.axes.values()
+        if "batch" in axis.entries and axis.size > 1 and not axis.independent
+    ]
     return AcrossRanks(run.group(*axes, use="embeddings") if axes else None)

@@ -112,6 +112,7 @@ def _one_rank(run: Run, model: Model, divided: _Divided) -> Iterator[None]:
         "Join.gather": lambda rows: rows,
         "Join.positions": scatter,
         "Attention.core": lambda q, _, v, *__, **___: q.new_empty(*q.shape[:-1], v.shape[-1]),
+        "Scan.core": _scanned,
         "Experts.compute": lambda rows, *_, **__: rows.clone(),
         "Loss.log_probabilities": lambda hidden, _, labels: hidden.new_zeros(labels.shape),
         "Loss.cross_entropy": lambda hidden, *_: (hidden.new_zeros(()), hidden.new_zeros((), dtype=torch.int64)),
@@ -133,6 +134,15 @@ def _one_rank(run: Run, model: Model, divided: _Divided) -> Iterator[None]:
         for entered in (torch.device("meta"), torch.no_grad(), divided):
             stack.enter_context(entered)
         yield
+
+
+def _scanned(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, write: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    """Results of a scan, which depend on all of its arguments. Its chunks would be thousands of operators per block."""
+    given = [q, k, v, decay, *(() if write is None else (write,))]
+    y = (v + sum(x.sum() for x in given)).to(v.dtype)
+    return y, y.new_zeros(
+        y.shape[0], y.shape[2], k.shape[-1], y.shape[-1], dtype=torch.promote_types(y.dtype, torch.float32)
+    )
 
 
 def _of_streams(model: Model) -> dict[str, Tensor]:

@@ -17,19 +17,21 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-import uvicorn
 from mplug_bytes import ByteTokenizer
-from mplug_serve.api import Served, application
-from mplug_serve.engine import Answer, Engine, Event, follow
-from mplug_serve.requests import Refused
-from mplug_serve.work import Limits
 from sampled import CONTEXT, FAMILIES, built, texts
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
-from starlette.routing import Route
 
 from mplug_sampling import Lanes, Ranks, Sampling, Text, sample_key
 from mplug_testing import run_workers
+
+uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("starlette")
+from mplug_serve.api import Served, application  # noqa: E402
+from mplug_serve.engine import Answer, Engine, Event, follow  # noqa: E402
+from mplug_serve.limits import Limits  # noqa: E402
+from mplug_serve.requests import Refused  # noqa: E402
+from starlette.requests import Request  # noqa: E402
+from starlette.responses import HTMLResponse, Response  # noqa: E402
+from starlette.routing import Route  # noqa: E402
 
 LIMITS = Limits(context=CONTEXT, lanes=3, queue=20, max_tokens=40, max_body=4000, seconds=60, grace=5)
 GPT: dict[str, Any] = {**FAMILIES["gpt"], "model.vocab_size": 257}

@@ -18,8 +18,8 @@ from starlette.routing import Route
 from mplug_sampling import Sampling, sample_key
 from mplug_sampling.text import Text
 from mplug_serve.engine import Answer, Engine, Event, random_seed
+from mplug_serve.limits import Limits
 from mplug_serve.requests import Asked, Chat, Completion, Refused, parsed
-from mplug_serve.work import Limits
 
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
 REASONS = {"end": "stop", "stop": "stop", "length": "length"}

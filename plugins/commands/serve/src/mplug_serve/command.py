@@ -139,7 +139,8 @@ class Asked(ModelOptions):
     def job(self, world: "World | None") -> "Job":
         """What each process does."""
         from mplug import UsageError
-        from mplug_serve.work import Job, Limits
+        from mplug_serve.limits import Limits
+        from mplug_serve.work import Job
 
         own = ["trainer.compile=never", "trainer.eval_every=0"]
         if self.context is not None and self.pretrained is not None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mplug import RunError, UsageError
+from mplug_serve.limits import Limits
 
 if TYPE_CHECKING:
     from mplug import Run
@@ -24,19 +25,6 @@ if TYPE_CHECKING:
     from mplug_serve.engine import Engine, Exchange
 
 BACKLOG = 2048
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a client may ask of the server. Times are in seconds."""
-
-    context: int
-    lanes: int
-    queue: int
-    max_tokens: int
-    max_body: int
-    seconds: float
-    grace: float
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 B batch, S queries, T keys, H query heads, G KV heads, K head dim.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,18 +130,3 @@ def add_to(total: Tensor, block: Block, gradients: tuple[Tensor, Tensor]) -> Non
     """Add a part's (dk, dv) to its positions in `total`, the gradient of stacked keys and values [2, B, *, G, K]."""
     for sum_, gradient in zip(total, gradients, strict=True):
         sum_[:, block.keys] += gradient
-
-
-def differentiated(backward: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
-    """What autograd calls for an operator of attention by parts, given the operator of its backward pass.
-
-    The operator's arguments are q, k, v, document lengths, groups, sinks, scale, causal, window and the group's name.
-    The context has saved what `backward` takes behind the gradient, the sinks as the last tensor, then `ctx.rest`.
-    """
-
-    def differentiate(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # recomputation refuses a second access
-        *of_heads, of_sinks = backward(grad, *saved, *ctx.rest)
-        return *of_heads, None, None, None if saved[-1] is None else of_sinks, None, None, None, None
-
-    return differentiate

@@ -12,6 +12,7 @@ import mplug_ops as ops
 from mplug import Site, Wrap
 from mplug_cp.exchange import exchanged
 from mplug_cp.gathered import gathered_of
+from mplug_cp.operators import Operator
 from mplug_cp.ring import ring_of
 from mplug_nn import AttentionInputs, AttentionParts, AttentionSpec, parts_of
 from mplug_nn.specification import (
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from mplug import Run
     from mplug_cp.config import Method
 
-Operator = Callable[..., tuple[Tensor, ...]]
+
 POSITIONED = frozenset({WINDOW, POSITION_GROUPS})
 """Needs for which parts are computed by position."""
 BY_PARTS = frozenset({DOCUMENTS, FULL, VALUE_WIDTH, SINKS}) | POSITIONED

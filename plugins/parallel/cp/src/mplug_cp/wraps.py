@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 import mplug_ops as ops
 from mplug import Site, Wrap
+from mplug_cp.by_documents import by_documents
 from mplug_cp.exchange import exchanged
 from mplug_cp.gathered import gathered_of
 from mplug_cp.operators import Operator
@@ -32,7 +33,7 @@ from mplug_nn.specification import (
 
 if TYPE_CHECKING:
     from mplug import Run
-    from mplug_cp.config import Method
+    from mplug_cp.config import ContextParallelConfig
 
 
 POSITIONED = frozenset({WINDOW, POSITION_GROUPS})
@@ -43,16 +44,20 @@ BY_HEADS = KNOWN - {KEY_LENGTH, STATIC_KEYS, CROSS}
 """Needs that the exchange of heads serves: every rank computes whole heads, with as many keys as queries."""
 
 
-def around_attention(run: "Run", method: "Method") -> "list[Wrap]":
+def around_attention(run: "Run", config: "ContextParallelConfig") -> "list[Wrap]":
     """The wraps of a method, for the axes with more than one rank."""
-    wraps = []
+    wraps, method = [], config.method
     if method != "ulysses" and run.mesh.axes["cp"].size > 1:
+        of_documents, serves = config.divide == "documents", BY_PARTS
         operator_of = gathered_of if method == "all_gather" else ring_of
-        wrap = partial(by_parts, operator_of, run.group("cp"))
         note = "all-gather" if method == "all_gather" else "ring"
+        if of_documents:
+            operator_of, note = partial(by_documents, config.equal_length), "documents"
+            serves = BY_PARTS - {POSITION_GROUPS}
+        wrap = partial(by_parts, operator_of, run.group("cp"))
         for positioned, needs in ((False, {LOG_SUM_EXP}), (True, {LOG_SUM_EXP, PARTS_BY_POSITION})):
-            supports = partial(_has_parts, positioned)
-            wraps.append(Wrap("Attention.core", wrap, 0, frozenset(needs), supports, note=note, serves=BY_PARTS))
+            supports = partial(_has_parts, positioned, of_documents)
+            wraps.append(Wrap("Attention.core", wrap, 0, frozenset(needs), supports, note=note, serves=serves))
     axis = "cp" if method == "ulysses" else "cp_heads"
     if method in ("ulysses", "hierarchical") and run.mesh.axes[axis].size > 1:
         size, index = run.mesh.axes[axis].size, run.mesh.index(run.rank, axis)
@@ -101,7 +106,7 @@ def by_parts(
     return core
 
 
-def _has_parts(positioned: bool, site: Site, run: "Run") -> bool | str:
+def _has_parts(positioned: bool, of_documents: bool, site: Site, run: "Run") -> bool | str:
     """True if attention can be computed by parts, else a reason; no supplier draws dropout masks part by part.
 
     False for the rows of a stream, which cp does not divide, and for keys of another sequence, which every rank has;
@@ -109,6 +114,10 @@ def _has_parts(positioned: bool, site: Site, run: "Run") -> bool | str:
     """
     if site.sequence != "sequence" or CROSS in site.needs or bool(site.needs & POSITIONED) != positioned:
         return False
+    if of_documents and DOCUMENTS not in site.needs:
+        return "parallel.cp.divide=documents divides packed samples, and these have no document lengths; remove it"
+    if of_documents and POSITION_GROUPS in site.needs:
+        return "parallel.cp.divide=documents does not support position groups; set parallel.cp.divide=sequence"
     if unserved := site.needs - BY_PARTS:
         remedy = "set parallel.cp.method=ulysses" if unserved <= BY_HEADS else "use a layout without cp"
         return f"attention that is computed by parts does not support {', '.join(sorted(unserved))}; {remedy}"

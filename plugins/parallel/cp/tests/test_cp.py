@@ -21,6 +21,7 @@ DOCUMENTS = {"data.documents": 5}
 ULYSSES = {"parallel.cp.method": "ulysses"}
 ALL_GATHER = {"parallel.cp.method": "all_gather"}
 HIERARCHICAL = {"parallel.cp.method": "hierarchical", "parallel.cp.ulysses_degree": 2}
+BY_DOCUMENTS = {**ALL_GATHER, "parallel.cp.divide": "documents", "parallel.cp.equal_length": 16}
 EVERYTHING, DROPOUT = ParallelSuite.variants["another-model"], ParallelSuite.variants["dropout"]
 
 
@@ -33,6 +34,7 @@ class TestContextParallel(ParallelSuite):
         "documents": {**DOCUMENTS, "model.num_kv_heads": 1},
         "another-model": {**EVERYTHING, **DOCUMENTS, "model.dropout": 0.1},
         "all-gather": {**ALL_GATHER, **DOCUMENTS},
+        "by-documents": {**BY_DOCUMENTS, **DOCUMENTS},
         "ulysses": {**ULYSSES, **DOCUMENTS, **DROPOUT, "model.num_kv_heads": 1, "model.position": "alibi"},
     }
     refused = {"cp3": ("cp=3", "16", "6 chunks"), "cp16": ("cp=16", "32 chunks", "16")}
@@ -53,21 +55,23 @@ PACKED_UNDER = [
     *(
         (layout, method)
         for layout in ("cp2", "cp4", "cp2pp2", "cp2tp2")
-        for method in ("ring", "all_gather", "ulysses")
+        for method in ("ring", "all_gather", "ulysses", "documents")
     ),
     ("cp4", "hierarchical"),
+    ("cp4tp2", "hierarchical"),
 ]
 
 
-@pytest.mark.wide("layouts", quick=["40-cp2-ring"])
+@pytest.mark.wide("layouts", quick=["40-cp2-ring", "9-cp2-documents"])
 @pytest.mark.parametrize(("layout", "method"), PACKED_UNDER)
 @pytest.mark.parametrize("documents", [1, 2, 9, 40])
 def test_documents_of_one_token_to_the_whole_sequence_give_the_run_of_one_process(
     documents: int, layout: str, method: str
 ) -> None:
-    settings = {**HIERARCHICAL, "parallel.cp.method": method} if method == "hierarchical" else {}
-    own = {"parallel.cp.method": method, **settings, "data.documents": documents, "trainer.seq_length": 48}
-    require_parity(own, layout)
+    settings = {"hierarchical": HIERARCHICAL, "documents": BY_DOCUMENTS}.get(method, {"parallel.cp.method": method})
+    if method == "documents" and documents == 1:
+        return assert_refused(layout, settings, "divides packed samples, and these have no document lengths")
+    return require_parity({**settings, "data.documents": documents, "trainer.seq_length": 48}, layout)
 
 
 def summed_beside_backward(settings: dict[str, Any]) -> set[str]:
@@ -91,8 +95,9 @@ def compiled(settings: dict[str, Any]) -> tuple[Trace, tuple[int, int]]:
 
 
 @pytest.mark.wide("compile")
-def test_units_are_one_graph_each_in_which_the_ring_is_one_operator() -> None:
-    settings = {**DOCUMENTS, "trainer.compile": "aot_eager", "parallel.layout": "cp2"}
+@pytest.mark.parametrize("method", [{}, BY_DOCUMENTS], ids=["ring", "documents"])
+def test_units_are_one_graph_each_in_which_the_method_is_one_operator(method: dict[str, Any]) -> None:
+    settings = {**DOCUMENTS, **method, "trainer.compile": "aot_eager", "parallel.layout": "cp2"}
     found, graphs = zip(*run_workers(2, compiled, settings), strict=True)
     assert difference(list(found), trained_once(DOCUMENTS)[0]) == ""
     assert graphs == ((6, 0), (6, 0)), "three kinds of units, for training and for evaluation, without a break"
@@ -182,6 +187,11 @@ REFUSED: list[tuple[str, ...]] = [
     ("cp4 parallel.cp.method=hierarchical", "'hierarchical' requires a degree"),
     ("cp4 parallel.cp.ulysses_degree=2", "every other method refuses it; remove it"),
     (f"cp4 {IN_GROUPS}3", "parallel.cp.ulysses_degree=3 does not divide cp=4"),
+    ("cp4 parallel.cp.divide=documents", "parallel.cp.divide=documents exchanges", "method=all_gather, not ring"),
+    (
+        "cp4 parallel.cp.method=all_gather parallel.cp.divide=documents",
+        "parallel.cp.divide=documents divides packed samples, and these have no document lengths; remove it",
+    ),
 ]
 
 

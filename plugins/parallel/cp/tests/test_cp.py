@@ -181,7 +181,8 @@ REFUSED: list[tuple[str, ...]] = [
     ),
     (
         "cp4tp2 parallel.cp.method=ulysses",
-        "cp=4 does not divide the 2 query heads of a rank; use 1 or 2, or set parallel.cp.method=ring",
+        "cp=4 does not divide the 2 query heads of a rank; use 1 or 2, or set parallel.cp.method=hierarchical and "
+        "parallel.cp.ulysses_degree=2, or parallel.cp.method=ring",
     ),
     (f"cp4tp2 {IN_GROUPS}4", "parallel.cp.ulysses_degree=4 does not divide the 2"),
     ("cp4 parallel.cp.method=hierarchical", "'hierarchical' requires a degree"),

@@ -201,10 +201,11 @@ def of_a_rank(cases: list[Case]) -> list[dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.wide("layouts", quick=["2"])
-def test_ranks_together_compute_the_attention_of_one(size: int) -> None:
-    for case, *ranks in zip(CASES, *run_workers(size, of_a_rank, CASES), strict=True):
+@pytest.mark.parametrize(("size", "every"), [(2, 5), (2, 1), (4, 1)])
+@pytest.mark.wide("layouts", quick=["2-5"])
+def test_ranks_together_compute_the_attention_of_one(size: int, every: int) -> None:
+    cases = CASES[::every]
+    for case, *ranks in zip(cases, *run_workers(size, of_a_rank, cases), strict=True):
         right = differentiated(scaled_dot_product, case, [list(range(S))] * B)
         for name in ("output", "dq", "dk", "dv"):
             whole = torch.full_like(right[name], torch.nan)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -138,8 +138,9 @@ def _has_heads(axis: str, site: Site, run: "Run") -> bool | str:
     if heads % size == 0:
         return True
     fitting = [str(degree) for degree in range(1, heads + 1) if heads % degree == 0]
-    degree_name = "cp" if axis == "cp" else "parallel.cp.ulysses_degree"
+    degree_name, inner = "cp" if axis == "cp" else "parallel.cp.ulysses_degree", gcd(heads, size)
+    both = f"parallel.cp.method=hierarchical and parallel.cp.ulysses_degree={inner}, or "
     return (
         f"{degree_name}={size} does not divide the {heads} query heads of a rank; use {' or '.join(fitting)}, "
-        f"or set parallel.cp.method=ring"
+        f"or set {both if axis == 'cp' and inner > 1 else ''}parallel.cp.method=ring"
     )

@@ -56,6 +56,15 @@ def summing(x: Tensor, group: dist.ProcessGroup) -> Transfer:
     return Transfer(arriving, [_reduce_scatter_single(arriving, x.flatten(0, 1), group=group, async_op=True)], x)
 
 
+def swapping(x: Tensor, group: dist.ProcessGroup, arriving: Tensor | None = None) -> Transfer:
+    """All-to-all: x [R, ...] has a part for each rank -> [R, ...], the parts of all ranks for this one."""
+    x, arriving = (
+        x.contiguous(),
+        torch.empty_like(x, memory_format=torch.contiguous_format) if arriving is None else arriving,
+    )
+    return Transfer(arriving, [dist.all_to_all_single(arriving, x, group=group, async_op=True)], x)
+
+
 def trading(
     x: Tensor, counts_sent: Sequence[int], counts_received: Sequence[int], group: dist.ProcessGroup
 ) -> Transfer:

@@ -22,6 +22,7 @@ ULYSSES = {"parallel.cp.method": "ulysses"}
 ALL_GATHER = {"parallel.cp.method": "all_gather"}
 HIERARCHICAL = {"parallel.cp.method": "hierarchical", "parallel.cp.ulysses_degree": 2}
 BY_DOCUMENTS = {**ALL_GATHER, "parallel.cp.divide": "documents", "parallel.cp.equal_length": 16}
+CHUNKS = {**ULYSSES, "parallel.cp.head_chunks": 2, "model.num_kv_heads": 4}
 EVERYTHING, DROPOUT = ParallelSuite.variants["another-model"], ParallelSuite.variants["dropout"]
 
 
@@ -59,16 +60,20 @@ PACKED_UNDER = [
     ),
     ("cp4", "hierarchical"),
     ("cp4tp2", "hierarchical"),
+    ("cp2", "chunks"),
+    ("cp2pp2", "chunks"),
 ]
 
 
-@pytest.mark.wide("layouts", quick=["40-cp2-ring", "9-cp2-documents"])
+@pytest.mark.wide("layouts", quick=["40-cp2-ring", "9-cp2-documents", "9-cp2-chunks"])
 @pytest.mark.parametrize(("layout", "method"), PACKED_UNDER)
 @pytest.mark.parametrize("documents", [1, 2, 9, 40])
 def test_documents_of_one_token_to_the_whole_sequence_give_the_run_of_one_process(
     documents: int, layout: str, method: str
 ) -> None:
-    settings = {"hierarchical": HIERARCHICAL, "documents": BY_DOCUMENTS}.get(method, {"parallel.cp.method": method})
+    settings = {"hierarchical": HIERARCHICAL, "documents": BY_DOCUMENTS, "chunks": CHUNKS}.get(
+        method, {"parallel.cp.method": method}
+    )
     if method == "documents" and documents == 1:
         return assert_refused(layout, settings, "divides packed samples, and these have no document lengths")
     return require_parity({**settings, "data.documents": documents, "trainer.seq_length": 48}, layout)
@@ -95,7 +100,7 @@ def compiled(settings: dict[str, Any]) -> tuple[Trace, tuple[int, int]]:
 
 
 @pytest.mark.wide("compile")
-@pytest.mark.parametrize("method", [{}, BY_DOCUMENTS], ids=["ring", "documents"])
+@pytest.mark.parametrize("method", [{}, BY_DOCUMENTS, CHUNKS], ids=["ring", "documents", "chunks"])
 def test_units_are_one_graph_each_in_which_the_method_is_one_operator(method: dict[str, Any]) -> None:
     settings = {**DOCUMENTS, **method, "trainer.compile": "aot_eager", "parallel.layout": "cp2"}
     found, graphs = zip(*run_workers(2, compiled, settings), strict=True)
@@ -188,6 +193,7 @@ REFUSED: list[tuple[str, ...]] = [
     ("cp4 parallel.cp.method=hierarchical", "'hierarchical' requires a degree"),
     ("cp4 parallel.cp.ulysses_degree=2", "every other method refuses it; remove it"),
     (f"cp4 {IN_GROUPS}3", "parallel.cp.ulysses_degree=3 does not divide cp=4"),
+    ("cp4 parallel.cp.head_chunks=2", "parallel.cp.head_chunks=2 is for parallel.cp.method=ulysses, not ring"),
     ("cp4 parallel.cp.divide=documents", "parallel.cp.divide=documents exchanges", "method=all_gather, not ring"),
     (
         "cp4 parallel.cp.method=all_gather parallel.cp.divide=documents",

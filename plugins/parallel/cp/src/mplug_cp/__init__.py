@@ -39,6 +39,11 @@ class ContextParallel:
             )
         if inner is not None and degree % inner:
             raise UsageError(f"parallel.cp.ulysses_degree={inner} does not divide cp={degree}; change one of them")
+        if self.config.head_chunks > 1 and self.config.method != "ulysses":
+            raise UsageError(
+                f"parallel.cp.head_chunks={self.config.head_chunks} is for parallel.cp.method=ulysses, not "
+                f"{self.config.method}; change one of them"
+            )
         if self._divides_documents and self.config.method != "all_gather":
             raise UsageError(
                 f"parallel.cp.divide=documents exchanges the keys of divided documents in one message, which is "

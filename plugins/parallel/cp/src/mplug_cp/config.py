@@ -32,6 +32,11 @@ class ContextParallelConfig(BaseModel):
         description="for divide=documents: the length at which a document has as much work in attention as outside of "
         "it, as mplug explain prints it for packed data",
     )
+    head_chunks: Annotated[PositiveInt, MAY_CHANGE] = Field(
+        1,
+        description="for method=ulysses: heads are exchanged in so many chunks, and attention of one chunk hides the "
+        "exchange of the next; where this number does not divide the KV heads of a rank, all heads are one chunk",
+    )
     ulysses_degree: Annotated[PositiveInt | None, MAY_CHANGE] = Field(
         None, description="ranks per group that divide heads among themselves; required by, and only for, hierarchical"
     )

@@ -13,6 +13,7 @@ from mplug import Site, Wrap
 from mplug_cp.by_documents import by_documents
 from mplug_cp.exchange import exchanged
 from mplug_cp.gathered import gathered_of
+from mplug_cp.head_chunks import chunked
 from mplug_cp.operators import Operator
 from mplug_cp.ring import ring_of
 from mplug_nn import AttentionInputs, AttentionParts, AttentionSpec, parts_of
@@ -40,6 +41,8 @@ POSITIONED = frozenset({WINDOW, POSITION_GROUPS})
 """Needs for which parts are computed by position."""
 BY_PARTS = frozenset({DOCUMENTS, FULL, VALUE_WIDTH, SINKS}) | POSITIONED
 """Needs that attention by parts serves: parts have no cap and no bias."""
+CHUNKED = frozenset({DOCUMENTS, FULL, SINKS})
+"""Needs that heads in chunks serve; other sites exchange all heads at once."""
 BY_HEADS = KNOWN - {KEY_LENGTH, STATIC_KEYS, CROSS}
 """Needs that the exchange of heads serves: every rank computes whole heads, with as many keys as queries."""
 
@@ -62,7 +65,14 @@ def around_attention(run: "Run", config: "ContextParallelConfig") -> "list[Wrap]
     if method in ("ulysses", "hierarchical") and run.mesh.axes[axis].size > 1:
         size, index = run.mesh.axes[axis].size, run.mesh.index(run.rank, axis)
         wrap = partial(exchanged, run.group(axis), size, index)
-        supports, note = partial(_has_heads, axis), "exchange of heads"
+        supports, note = partial(_has_heads, axis, None), "exchange of heads"
+        if config.head_chunks > 1:
+            wrap_chunks = partial(chunked, run.group(axis), size, index, config.head_chunks)
+            needs, hides = frozenset({LOG_SUM_EXP}), partial(_has_heads, axis, True)
+            wraps.append(
+                Wrap("Attention.core", wrap_chunks, 50, needs, hides, note=f"{note} in chunks", serves=CHUNKED)
+            )
+            supports = partial(_has_heads, axis, False)
         wraps.append(Wrap("Attention.core", wrap, layer=50, supports=supports, note=note, serves=BY_HEADS))
     return [*wraps, *_around_joins(run)]
 
@@ -130,8 +140,11 @@ def _has_parts(positioned: bool, of_documents: bool, site: Site, run: "Run") -> 
     )
 
 
-def _has_heads(axis: str, site: Site, run: "Run") -> bool | str:
+def _has_heads(axis: str, in_chunks: bool | None, site: Site, run: "Run") -> bool | str:
+    """Whether the ranks of an axis can exchange the heads of a site; `in_chunks`: in chunks, or all at once."""
     if site.sequence != "sequence" or CROSS in site.needs:
+        return False
+    if in_chunks is not None and in_chunks != (site.needs <= CHUNKED and site.module.dropout == 0):
         return False
     size = run.mesh.axes[axis].size
     heads = site.module.num_heads // prod(one.size for one in run.mesh.axes.values() if "heads" in one.splits)

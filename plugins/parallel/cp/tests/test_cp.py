@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import tiny_models
 from layout_runs import assert_refused, difference_of
 from torch import Tensor
 
@@ -79,6 +80,29 @@ def test_documents_of_one_token_to_the_whole_sequence_give_the_run_of_one_proces
     return require_parity({**settings, "data.documents": documents, "trainer.seq_length": 48}, layout)
 
 
+BESIDE: dict[str, dict[str, Any]] = {
+    "cp2dp2 parallel.balance=true": {},
+    "cp2fsdp2": {},
+    "cp2zero2 parallel.zero.over=data parallel.zero.stage=2": {},
+    "cp2ep2": tiny_models.EXPERTS,
+    "cp2 memory.recompute.mode=full": {"trainer.micro_batch_size": 2},
+    "cp2 kernels.attention=reference": {
+        "model.name": "llama",
+        "model.attention_types": ["window", "full"],
+        "model.window": 4,
+        "model.attention_sinks": True,
+    },
+    "cp2pp2 parallel.pp.schedule=zb-h1": {},
+}
+"""What documents that stay whole are combined with."""
+
+
+@pytest.mark.wide("layouts", quick=["cp2dp2 parallel.balance=true"])
+@pytest.mark.parametrize("layout", BESIDE)
+def test_documents_that_stay_whole_give_the_run_of_one_process_beside_others(layout: str) -> None:
+    require_parity({**DOCUMENTS, **BY_DOCUMENTS, **BESIDE[layout]}, layout)
+
+
 def summed_beside_backward(settings: dict[str, Any]) -> set[str]:
     return set(build(tiny_run(settings)).model.sinks.reduced_over)
 
@@ -104,7 +128,8 @@ def compiled(settings: dict[str, Any]) -> tuple[Trace, tuple[int, int]]:
 def test_units_are_one_graph_each_in_which_the_method_is_one_operator(method: dict[str, Any]) -> None:
     settings = {**DOCUMENTS, **method, "trainer.compile": "aot_eager", "parallel.layout": "cp2"}
     found, graphs = zip(*run_workers(2, compiled, settings), strict=True)
-    assert difference(list(found), trained_once(DOCUMENTS)[0]) == ""
+    alone = {name: value for name, value in {**DOCUMENTS, **method}.items() if not name.startswith("parallel.")}
+    assert difference(list(found), trained_once(alone)[0]) == ""
     assert graphs == ((6, 0), (6, 0)), "three kinds of units, for training and for evaluation, without a break"
 
 

@@ -84,14 +84,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "cp2dp2 parallel.balance=true": {},
     "cp2fsdp2": {},
     "cp2zero2 parallel.zero.over=data parallel.zero.stage=2": {},
-    "cp2ep2": tiny_models.EXPERTS,
     "cp2 memory.recompute.mode=full": {"trainer.micro_batch_size": 2},
-    "cp2 kernels.attention=reference": {
-        "model.name": "llama",
-        "model.attention_types": ["window", "full"],
-        "model.window": 4,
-        "model.attention_sinks": True,
-    },
     "cp2pp2 parallel.pp.schedule=zb-h1": {},
 }
 """What documents that stay whole are combined with."""
@@ -230,6 +223,13 @@ REFUSED: list[tuple[str, ...]] = [
 @pytest.mark.parametrize(("layout", "words"), [(layout, words) for layout, *words in REFUSED])
 def test_what_a_method_cannot_compute_is_refused_with_what_would_do(layout: str, words: list[str]) -> None:
     assert_refused(layout, {}, *words)
+
+
+def test_experts_that_compute_over_sequences_are_refused_if_documents_stay_whole() -> None:
+    settings = {**tiny_models.EXPERTS, **BY_DOCUMENTS, **DOCUMENTS}
+    assert_refused(
+        "cp2ep2", settings, "it gathers positions in sequence order, and 'cp' divides each sample by its doc"
+    )
 
 
 def test_a_kernel_that_gives_no_log_sum_exp_is_refused_where_a_method_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@
 For every attention kernel and method: the median forward and backward pass of the attention core in bf16, causal, at
 the heads of 7.1b (32 of 128) and batch 1, by the device's own clock; tokens a second and GPU against those of one GPU;
 its TFLOP/s a GPU (4 H S² K / 2 forward, 2.5 times that backward); and of a profiled pass, the part in which collectives
-ran at all, waiting for each other too, and the part in which nothing else did. On a CPU the shapes are small, and the
-times say nothing.
+ran at all, waiting for each other too, and the part in which nothing else did. The method
+'documents' is all_gather with `parallel.cp.divide=documents`. On a CPU the shapes are small, and the times say nothing.
 """
 
 import argparse
@@ -24,12 +24,13 @@ from mplug.model.build import build_model, choose_device
 from mplug.run.launching import launch, launched
 from mplug.run.prepare import prepare
 from mplug.training.assembly import build_loader
+from mplug.training.document_shares import document_maps
 from mplug.training.hardware import timed
 from mplug.training.job import among
 from mplug_nn import AttentionInputs
 from mplug_testing.harness import tiny_config
 
-METHODS = ("ring", "all_gather", "ulysses", "hierarchical")
+METHODS = ("ring", "all_gather", "ulysses", "hierarchical", "documents")
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ def _pass(run: Any) -> tuple[Callable[[], None], str]:
     if run.entries:
         (batch,) = build_loader(run, "train").take(1)
         spec = replace(spec, documents=True)
-        inputs = AttentionInputs(document_lengths=batch["document_lengths"].to(run.device))
+        lengths = batch["document_lengths"]  # samples that are divided by documents need them on the CPU
+        inputs = AttentionInputs(document_lengths=lengths if document_maps(run.mesh) else lengths.to(run.device))
 
     def once() -> None:
         torch.autograd.grad(module.core(*leaves, spec, inputs), leaves, gradient)
@@ -113,6 +115,8 @@ def variants(options: argparse.Namespace, attention: str) -> dict[str, dict[str,
     found = {"one GPU": settings(options, attention, "")}
     for method in options.methods:
         changes: dict[str, Any] = {"parallel.cp.method": method}
+        if method == "documents":
+            changes = {"parallel.cp.method": "all_gather", "parallel.cp.divide": "documents"}
         if method == "hierarchical":
             changes["parallel.cp.ulysses_degree"] = options.ulysses_degree
         found[f"cp{options.cp} {method}"] = settings(options, attention, f"cp{options.cp}", **changes)

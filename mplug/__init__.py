@@ -73,8 +73,10 @@ if TYPE_CHECKING:
     from mplug.layout.inits import Entries as Entries
     from mplug.layout.inits import Inits as Inits
     from mplug.layout.mesh import Axis as Axis
+    from mplug.layout.mesh import DocumentMap as DocumentMap
     from mplug.layout.mesh import IndexMap as IndexMap
     from mplug.layout.mesh import Mesh as Mesh
+    from mplug.layout.mesh import Ranges as Ranges
     from mplug.layout.mesh import contiguous as contiguous
     from mplug.layout.ownership import Bucket as Bucket
     from mplug.layout.ownership import Engine as Engine

@@ -24,6 +24,9 @@ so far whose passes were computed again. If the model has streams, for the axis 
 `patches_per_s`, and `patches_imbalance`, the rows of the rank that computes the most of them over the mean of ranks.
 If the loader states the lengths of documents (`MapLoader.documents`) and ranks read different samples:
 `work_imbalance`, the FLOPs of the samples of the rank with the most of them, over the mean of ranks.
+If ranks divide samples by their documents (`mplug.DocumentMap`), for the mesh axis ('cp'): `cp_imbalance`, the work of
+the rank with the most over the mean of ranks, and `cp_imbalance_undivided`, the same if all samples were divided as one
+document is. They are those of the samples of rank 0.
 val_loss, if the run was evaluated after the step.
 """
 

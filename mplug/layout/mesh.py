@@ -5,7 +5,7 @@ Nothing here starts a process or imports torch: a layout of a thousand ranks is 
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -13,7 +13,8 @@ from itertools import pairwise
 from mplug.errors import UsageError, listed, suggest
 from mplug.layout.ranks import Grouping, Ranks
 
-IndexMap = Callable[[int, int, int], tuple[range, ...]]
+Ranges = tuple[range, ...]
+IndexMap = Callable[[int, int, int], Ranges]
 """(length, size, index) -> the ranges of a dimension of `length` that the `index`-th of `size` ranks holds."""
 
 
@@ -23,6 +24,28 @@ def contiguous(length: int, size: int, index: int) -> tuple[range, ...]:
         raise UsageError(f"{size} ranks do not divide a dimension of length {length}")
     part = length // size
     return (range(index * part, (index + 1) * part),)
+
+
+@dataclass(frozen=True)
+class DocumentMap:
+    """An index map that divides the sequence of each packed sample by the documents in it.
+
+    `divide(lengths, size)` returns the ranges that each rank holds, in sequence order; ranks hold equally many
+    positions. It is a pure function of the lengths of the documents, so all ranks compute the same. `work(lengths,
+    ranges)` is the work of a rank that holds these ranges. The object itself is the index map of samples without
+    documents, `static`. `note` describes the division for users, as a clause.
+
+    The host cuts every sample of a micro batch by itself, and leaves the lengths of documents on the CPU.
+    """
+
+    static: IndexMap
+    divide: Callable[[tuple[int, ...], int], tuple[Ranges, ...]]
+    work: Callable[[Sequence[int], Ranges], int]
+    note: str
+
+    def __call__(self, length: int, size: int, index: int) -> Ranges:
+        """The ranges of a sample without documents."""
+        return self.static(length, size, index)
 
 
 MOST_RANKS = 1 << 24
@@ -35,7 +58,8 @@ class Axis:
     """One way in which a strategy divides the work of a run over ranks.
 
     The axis divides the named axes `splits` of *parameters*, `entries` of *batch entries* and `activations` of
-    activations inside the model. `entries` maps each named axis to the index map that selects a rank's indices.
+    activations inside the model. `entries` maps each named axis to the index map that selects a rank's indices; that
+    of the sequence may be a `DocumentMap`.
     Examples of `activations`: the residual stream's sequence under sequence parallelism; heads, if the ranks divide
     what is computed by heads but not its weights. The loader divides samples into equal, contiguous parts. The host
     cuts every other axis of an entry before the first unit receives it.

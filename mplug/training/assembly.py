@@ -28,6 +28,7 @@ from mplug.model.updates import updates_of
 from mplug.model.variance import refuse_bypassing
 from mplug.run.run import Run
 from mplug.training.batch_parts import own_part
+from mplug.training.document_shares import DocumentShares, document_maps
 from mplug.training.evaluator import Evaluator
 from mplug.training.feed import Feed
 from mplug.training.hardware import use_own_stream
@@ -225,7 +226,8 @@ def feed(run: Run, model: Model, split: str, loader: Loader | None = None) -> Fe
         _refuse_small_vocabulary(run, loader)
     taken = {name for unit in model.own_units for name in (*unit.inputs, *unit.optional)}
     idle = model.plan.stream_entries - taken  # a stage without the units of a stream does not need its rows
-    return Feed(loader, run.device, Source.of(run, split, model.plan), cut, mover, idle)
+    shares = DocumentShares(run.mesh) if document_maps(run.mesh) else None
+    return Feed(loader, run.device, Source.of(run, split, model.plan), cut, mover, idle, shares)
 
 
 def _weighed_loader(run: Run, model: Model, split: str) -> Loader:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mplug.contracts.micro_batch import DOCUMENTS, IGNORED, MicroBatch
+from mplug.layout.mesh import DocumentMap, Ranges
 from mplug.tensors.segments import numbered
 from mplug.training.streams import own_rows
 
@@ -24,16 +25,36 @@ def own_entries(batch: MicroBatch, context: Mapping[str, tuple[str, ...]], mesh:
     """The part of each entry that `rank` has, cut along every named axis except `batch`, which the loader divides.
 
     `context` names the axes of the entries. If several mesh axes divide the same named axis, they cut it in order, the
-    slowest first.
+    slowest first. A `DocumentMap` cuts whole samples, so its axis is the slowest of those.
     """
     own = dict(batch)
     for name in own.keys() & context.keys():
         for dim, named in enumerate(context[name]):
             for axis in mesh.views["dense"]:
                 if named != "batch" and named in axis.entries:
-                    length, index = own[name].shape[dim], mesh.index(rank, axis.name)
-                    own[name] = _joined(own[name], dim, axis.entries[named](length, axis.size, index))
+                    length, index, cut = own[name].shape[dim], mesh.index(rank, axis.name), axis.entries[named]
+                    if isinstance(cut, DocumentMap) and DOCUMENTS in batch:
+                        places = torch.stack([_places(of[index]) for of in divisions(batch, cut, axis.size)])
+                        own[name] = _chosen(own[name], context[name].index("batch"), dim, places)
+                    else:
+                        own[name] = _joined(own[name], dim, cut(length, axis.size, index))
     return own
+
+
+def divisions(batch: MicroBatch, cut: DocumentMap, size: int) -> list[tuple[Ranges, ...]]:
+    """The ranges of each rank, for each sample of a packed micro batch."""
+    return [cut.divide(tuple(lengths), size) for lengths in batch[DOCUMENTS].tolist()]
+
+
+def _places(ranges: Ranges) -> Tensor:
+    return torch.cat([torch.arange(part.start, part.stop) for part in ranges])
+
+
+def _chosen(x: Tensor, of_batch: int, dim: int, places: Tensor) -> Tensor:
+    """The positions `places` [B, n] of each sample, along `dim` of x; x may have one row for all samples."""
+    x = x.movedim((of_batch, dim), (0, 1)).expand(len(places), *(-1 for _ in range(x.dim() - 1)))
+    rows = torch.arange(len(places))[:, None]
+    return x[rows.to(x.device), places.to(x.device)].movedim((0, 1), (of_batch, dim))
 
 
 def with_shifted(batch: MicroBatch, plan: "Plan") -> MicroBatch:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mplug.contracts.loader import Loader
-from mplug.contracts.micro_batch import MicroBatch, RankBatch
+from mplug.contracts.micro_batch import DOCUMENTS, MicroBatch, RankBatch
 from mplug.errors import RunError
 from mplug.model.stream_balancer import RowMover
 from mplug.run.activity import READING
@@ -26,6 +26,7 @@ from mplug.training.supervised_loader import Source, Supervised
 
 if TYPE_CHECKING:
     from mplug.layout.plan import Plan
+    from mplug.training.document_shares import DocumentShares
 
 Change = Callable[[MicroBatch], MicroBatch]
 
@@ -36,6 +37,7 @@ class Feed:
     With a `source`, it checks micro batches while they are on the CPU, and errors name the plugin and the samples.
     `cut` returns this rank's part of a whole micro batch; by default it is all of it. `mover` replaces `cut` if ranks
     exchange rows of streams. Of the entries `idle`, which no unit of this rank takes, only the shapes reach the device.
+    With `shares`, it measures the work of ranks that divide samples by documents; document lengths stay on the CPU.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Feed:
         cut: Change | None = None,
         mover: RowMover | None = None,
         idle: Collection[str] = (),
+        shares: "DocumentShares | None" = None,
     ) -> None:
         self.vocab_size = loader.vocab_size
         self._part, self._shards = (0, 1) if source is None else (source.part, source.shards)
@@ -55,7 +58,10 @@ class Feed:
         move: Change = Copies() if device.startswith("cuda") else _as_it_is
         if idle:
             move = partial(_moved_but, frozenset(idle), device, move)
+        if shares is not None:
+            move = partial(_moved_without, frozenset({DOCUMENTS}), move)
         self._own = partial(_cut_and_moved, cut or _as_it_is, move) if mover is None else partial(mover.own, move)
+        self._shares = shares
 
     @property
     def loader(self) -> Loader:
@@ -69,11 +75,14 @@ class Feed:
         else:
             self._loader = loader
 
-    @property
-    def imbalance(self) -> float | None:
-        """The work of the data-parallel rank with the most in the last step, over the mean; None if it is unknown."""
-        found: float | None = getattr(self.loader, "imbalance", None)
-        return found
+    def imbalances(self) -> dict[str, float]:
+        """The work of the rank with the most in the last step, over the mean of ranks, where it is known.
+
+        `work_imbalance` is that of data-parallel ranks; `DocumentShares` names those of ranks that divide samples.
+        """
+        own: float | None = getattr(self.loader, "imbalance", None)
+        divided = {} if self._shares is None else self._shares.take()
+        return divided if own is None else {"work_imbalance": own, **divided}
 
     def take(self, num_samples: int) -> "RankBatches":
         """The micro batches of a step of the next `num_samples` global samples."""
@@ -97,7 +106,7 @@ class Feed:
     def _batches(self, batches: Iterable[MicroBatch], num_samples: int) -> "RankBatches":
         expected = -(-num_samples // self._micro_batch_size) if self._micro_batch_size else 0
         expected = len(batches) if isinstance(batches, Sequence) else expected
-        return RankBatches(batches, num_samples, expected, self._own, self._plan)
+        return RankBatches(batches, num_samples, expected, self._own, self._plan, self._shares)
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's state."""
@@ -126,8 +135,9 @@ class RankBatches:
         expected: int,
         own: Change,
         plan: "Plan | None" = None,
+        shares: "DocumentShares | None" = None,
     ) -> None:
-        self._batches, self._own, self._plan = iter(batches), own, plan
+        self._batches, self._own, self._plan, self._shares = iter(batches), own, plan, shares
         self._expected, self._unread, self._number = expected, num_samples, 0
         self.wait_seconds = 0.0
 
@@ -145,6 +155,8 @@ class RankBatches:
         number, self._number = self._number, self._number + 1
         positions, targets = count_targets(whole, self._plan)
         rows = {} if self._plan is None else count_rows(whole, self._plan)
+        if self._shares is not None:
+            self._shares.add(whole)
         return RankBatch(self._own(whole), number, self._unread == 0, positions, targets, rows)
 
     def _read(self) -> MicroBatch:
@@ -165,6 +177,12 @@ READING.add(RankBatches._read.__code__)
 
 def _cut_and_moved(cut: Change, move: Change, whole: MicroBatch) -> MicroBatch:
     return move(cut(whole))
+
+
+def _moved_without(kept: Collection[str], move: Change, batch: MicroBatch) -> MicroBatch:
+    """The micro batch on the device, but for the entries `kept`, which stay where they are."""
+    moved = move({name: x for name, x in batch.items() if name not in kept})
+    return {**moved, **{name: batch[name] for name in kept if name in batch}}
 
 
 def _moved_but(idle: Collection[str], device: str, move: Change, batch: MicroBatch) -> MicroBatch:

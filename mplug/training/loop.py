@@ -223,8 +223,7 @@ def _step(run: Run, parts: Parts, position: Position) -> PendingRecord:
     decay = weight_decay(step, config.optimizer.weight_decay, config.schedule.weight_decay, config.trainer.steps)
     result, wait_seconds = launch_step(run, parts, samples, lr, decay)
     position.samples += samples
-    imbalance = parts.train_loader.imbalance
-    of_data = {"data_wait_s": wait_seconds, **({} if imbalance is None else {"work_imbalance": imbalance})}
+    of_data = {"data_wait_s": wait_seconds, **parts.train_loader.imbalances()}
     return PendingRecord(result, run.device, step, samples, lr, of_data)
 
 

@@ -56,6 +56,24 @@ def summing(x: Tensor, group: dist.ProcessGroup) -> Transfer:
     return Transfer(arriving, [_reduce_scatter_single(arriving, x.flatten(0, 1), group=group, async_op=True)], x)
 
 
+def swapping(x: Tensor, group: dist.ProcessGroup, arriving: Tensor | None = None) -> Transfer:
+    """All-to-all: x [R, ...] has a part for each rank -> [R, ...], the parts of all ranks for this one."""
+    x, arriving = (
+        x.contiguous(),
+        torch.empty_like(x, memory_format=torch.contiguous_format) if arriving is None else arriving,
+    )
+    return Transfer(arriving, [dist.all_to_all_single(arriving, x, group=group, async_op=True)], x)
+
+
+def trading(
+    x: Tensor, counts_sent: Sequence[int], counts_received: Sequence[int], group: dist.ProcessGroup
+) -> Transfer:
+    """All-to-all of rows: x [sent, ...] has `counts_sent` rows for each rank in order -> [received, ...], likewise."""
+    x, arriving = x.contiguous(), x.new_empty(sum(counts_received), *x.shape[1:])
+    counts = list(counts_received), list(counts_sent)
+    return Transfer(arriving, [dist.all_to_all_single(arriving, x, *counts, group=group, async_op=True)], x)
+
+
 # Several tensors in one launch on the current stream: the CPU waits for no GPU. x [R, n] has a row for every rank.
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mplug.layout.mesh import Mesh
+from mplug.layout.mesh import DocumentMap, Mesh
 from mplug.layout.plan import TOKENS_AXIS
 from mplug.model.model import Model
 from mplug.model.slots.offers import Offer, Site
@@ -74,15 +74,22 @@ def whole_keys(run: Run, model: Model) -> list[Offer]:
     return [Offer({slot: gathered}, _has_tokens, plugin="host") for slot in slots]
 
 
-def _has_tokens(site: Site, run: Run) -> bool:
+def _has_tokens(site: Site, run: Run) -> bool | str:
     """Whether ranks divide the keys of a site: a segment of a stream is whole on one rank, so its default is right."""
-    return site.sequence == TOKENS_AXIS
+    return site.sequence == TOKENS_AXIS and (_by_documents(run) or True)
 
 
 def _is_of_tokens(site: Site, run: Run) -> bool | str:
     if site.sequence == TOKENS_AXIS:
-        return True
+        return _by_documents(run) or True
     return f"it gathers the positions of tokens, and the rows of this unit lie along '{site.sequence}'"
+
+
+def _by_documents(run: Run) -> str:
+    """Why the positions of a rank are unknown when the model is built; '' if they are known."""
+    axes = (axis for axis in run.mesh.views["dense"] if isinstance(axis.entries.get(TOKENS_AXIS), DocumentMap))
+    found = next((axis.name for axis in axes), "")
+    return found and f"it gathers positions in sequence order, and '{found}' divides each sample by its documents"
 
 
 def _in_order(gathered: Tensor, parts: list[list[range]]) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from mplug_cp.exchange import exchanged
 from mplug_cp.gathered import gathered_of
+from mplug_cp.head_chunks import chunked
 from mplug_cp.ring import ring_of
 from mplug_cp.wraps import by_parts
 from mplug_cp.zigzag import zigzag
@@ -53,6 +54,12 @@ SPECIFIED = [
     (AttentionSpec(0.7, K, K, causal=False, documents=True, bias="relative"), 2),
 ]
 """Heads that travel take their sinks, biases and windows along."""
+CHUNKED = [
+    (AttentionSpec(0.7, K, K), 4),
+    (AttentionSpec(0.7, K, K, documents=True, sinks=True), 4),
+    (AttentionSpec(0.7, K, K, causal=False, documents=True), 1),
+]
+"""Two KV heads for each of two ranks, or one, which is a single chunk."""
 GROUPS = ((8, 3), (15, 13), (29, 11), (41, 2))
 """The first position and the length of each group; the second one contains a whole chunk of four ranks."""
 
@@ -90,6 +97,9 @@ def distributed(method: str, size: int, rank: int) -> tuple[Callable[..., Tensor
     if method == "ulysses":
         held = [p for part in contiguous(S, size, rank) for p in part]
         return exchanged(dist.group.WORLD, size, rank, scaled_dot_product), held
+    if method == "chunks":
+        held = [p for part in contiguous(S, size, rank) for p in part]
+        return chunked(dist.group.WORLD, size, rank, 2, DOT_PRODUCT), held
     if method == "hierarchical":  # two neighbours exchange heads, the pairs make a ring
         rings, pairs = ([dist.new_group(ranks) for ranks in both] for both in ([[0, 2], [1, 3]], [[0, 1], [2, 3]]))
         held = [p for part in zigzag(S, 2, rank // 2) for p in part]
@@ -114,6 +124,7 @@ def test_ranks_together_compute_the_attention_of_one(size: int, methods: tuple[s
     cases = [
         Case(method, *one) for method in methods for one in PLAIN + BY_POSITION + SPECIFIED * (method == "ulysses")
     ]
+    cases += [Case("chunks", *one) for one in CHUNKED if size == 2]
     for case, *ranks in zip(cases, *run_workers(size, of_a_rank, cases), strict=True):
         by_position, by_head = differentiated(scaled_dot_product, case, list(range(S)))
         for name, right in by_position.items():

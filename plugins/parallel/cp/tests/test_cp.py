@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import tiny_models
 from layout_runs import assert_refused, difference_of
 from torch import Tensor
 
@@ -21,6 +22,8 @@ DOCUMENTS = {"data.documents": 5}
 ULYSSES = {"parallel.cp.method": "ulysses"}
 ALL_GATHER = {"parallel.cp.method": "all_gather"}
 HIERARCHICAL = {"parallel.cp.method": "hierarchical", "parallel.cp.ulysses_degree": 2}
+BY_DOCUMENTS = {**ALL_GATHER, "parallel.cp.divide": "documents", "parallel.cp.equal_length": 16}
+CHUNKS = {**ULYSSES, "parallel.cp.head_chunks": 2, "model.num_kv_heads": 4}
 EVERYTHING, DROPOUT = ParallelSuite.variants["another-model"], ParallelSuite.variants["dropout"]
 
 
@@ -33,6 +36,7 @@ class TestContextParallel(ParallelSuite):
         "documents": {**DOCUMENTS, "model.num_kv_heads": 1},
         "another-model": {**EVERYTHING, **DOCUMENTS, "model.dropout": 0.1},
         "all-gather": {**ALL_GATHER, **DOCUMENTS},
+        "by-documents": {**BY_DOCUMENTS, **DOCUMENTS},
         "ulysses": {**ULYSSES, **DOCUMENTS, **DROPOUT, "model.num_kv_heads": 1, "model.position": "alibi"},
     }
     refused = {"cp3": ("cp=3", "16", "6 chunks"), "cp16": ("cp=16", "32 chunks", "16")}
@@ -53,21 +57,43 @@ PACKED_UNDER = [
     *(
         (layout, method)
         for layout in ("cp2", "cp4", "cp2pp2", "cp2tp2")
-        for method in ("ring", "all_gather", "ulysses")
+        for method in ("ring", "all_gather", "ulysses", "documents")
     ),
     ("cp4", "hierarchical"),
+    ("cp4tp2", "hierarchical"),
+    ("cp2", "chunks"),
+    ("cp2pp2", "chunks"),
 ]
 
 
-@pytest.mark.wide("layouts", quick=["40-cp2-ring"])
+@pytest.mark.wide("layouts", quick=["40-cp2-ring", "9-cp2-documents", "9-cp2-chunks"])
 @pytest.mark.parametrize(("layout", "method"), PACKED_UNDER)
 @pytest.mark.parametrize("documents", [1, 2, 9, 40])
 def test_documents_of_one_token_to_the_whole_sequence_give_the_run_of_one_process(
     documents: int, layout: str, method: str
 ) -> None:
-    settings = {**HIERARCHICAL, "parallel.cp.method": method} if method == "hierarchical" else {}
-    own = {"parallel.cp.method": method, **settings, "data.documents": documents, "trainer.seq_length": 48}
-    require_parity(own, layout)
+    settings = {"hierarchical": HIERARCHICAL, "documents": BY_DOCUMENTS, "chunks": CHUNKS}.get(
+        method, {"parallel.cp.method": method}
+    )
+    if method == "documents" and documents == 1:
+        return assert_refused(layout, settings, "divides packed samples, and these have no document lengths")
+    return require_parity({**settings, "data.documents": documents, "trainer.seq_length": 48}, layout)
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "cp2dp2 parallel.balance=true": {},
+    "cp2fsdp2": {},
+    "cp2zero2 parallel.zero.over=data parallel.zero.stage=2": {},
+    "cp2 memory.recompute.mode=full": {"trainer.micro_batch_size": 2},
+    "cp2pp2 parallel.pp.schedule=zb-h1": {},
+}
+"""What documents that stay whole are combined with."""
+
+
+@pytest.mark.wide("layouts", quick=["cp2dp2 parallel.balance=true"])
+@pytest.mark.parametrize("layout", BESIDE)
+def test_documents_that_stay_whole_give_the_run_of_one_process_beside_others(layout: str) -> None:
+    require_parity({**DOCUMENTS, **BY_DOCUMENTS, **BESIDE[layout]}, layout)
 
 
 def summed_beside_backward(settings: dict[str, Any]) -> set[str]:
@@ -91,10 +117,12 @@ def compiled(settings: dict[str, Any]) -> tuple[Trace, tuple[int, int]]:
 
 
 @pytest.mark.wide("compile")
-def test_units_are_one_graph_each_in_which_the_ring_is_one_operator() -> None:
-    settings = {**DOCUMENTS, "trainer.compile": "aot_eager", "parallel.layout": "cp2"}
+@pytest.mark.parametrize("method", [{}, BY_DOCUMENTS, CHUNKS], ids=["ring", "documents", "chunks"])
+def test_units_are_one_graph_each_in_which_the_method_is_one_operator(method: dict[str, Any]) -> None:
+    settings = {**DOCUMENTS, **method, "trainer.compile": "aot_eager", "parallel.layout": "cp2"}
     found, graphs = zip(*run_workers(2, compiled, settings), strict=True)
-    assert difference(list(found), trained_once(DOCUMENTS)[0]) == ""
+    alone = {name: value for name, value in {**DOCUMENTS, **method}.items() if not name.startswith("parallel.")}
+    assert difference(list(found), trained_once(alone)[0]) == ""
     assert graphs == ((6, 0), (6, 0)), "three kinds of units, for training and for evaluation, without a break"
 
 
@@ -176,18 +204,32 @@ REFUSED: list[tuple[str, ...]] = [
     ),
     (
         "cp4tp2 parallel.cp.method=ulysses",
-        "cp=4 does not divide the 2 query heads of a rank; use 1 or 2, or set parallel.cp.method=ring",
+        "cp=4 does not divide the 2 query heads of a rank; use 1 or 2, or set parallel.cp.method=hierarchical and "
+        "parallel.cp.ulysses_degree=2, or parallel.cp.method=ring",
     ),
     (f"cp4tp2 {IN_GROUPS}4", "parallel.cp.ulysses_degree=4 does not divide the 2"),
     ("cp4 parallel.cp.method=hierarchical", "'hierarchical' requires a degree"),
     ("cp4 parallel.cp.ulysses_degree=2", "every other method refuses it; remove it"),
     (f"cp4 {IN_GROUPS}3", "parallel.cp.ulysses_degree=3 does not divide cp=4"),
+    ("cp4 parallel.cp.head_chunks=2", "parallel.cp.head_chunks=2 is for parallel.cp.method=ulysses, not ring"),
+    ("cp4 parallel.cp.divide=documents", "parallel.cp.divide=documents exchanges", "method=all_gather, not ring"),
+    (
+        "cp4 parallel.cp.method=all_gather parallel.cp.divide=documents",
+        "parallel.cp.divide=documents divides packed samples, and these have no document lengths; remove it",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("layout", "words"), [(layout, words) for layout, *words in REFUSED])
 def test_what_a_method_cannot_compute_is_refused_with_what_would_do(layout: str, words: list[str]) -> None:
     assert_refused(layout, {}, *words)
+
+
+def test_experts_that_compute_over_sequences_are_refused_if_documents_stay_whole() -> None:
+    settings = {**tiny_models.EXPERTS, **BY_DOCUMENTS, **DOCUMENTS}
+    assert_refused(
+        "cp2ep2", settings, "it gathers positions in sequence order, and 'cp' divides each sample by its doc"
+    )
 
 
 def test_a_kernel_that_gives_no_log_sum_exp_is_refused_where_a_method_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:

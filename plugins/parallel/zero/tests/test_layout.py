@@ -91,6 +91,9 @@ CASES = [
     "zero4ep2",
     "dp2zero2ep2etp2",
     "zero2pp2 model.tie_embeddings=true",
+    "zero1cp2 parallel.zero.over=data",
+    "dp2zero2 parallel.zero.over=data",
+    "zero2cp2ep2 parallel.zero.over=data",
 ]
 
 

@@ -16,12 +16,21 @@ QUICK: dict[str, dict[str, Any]] = {
     "dp2zero2 parallel.zero.stage=2 parallel.zero.overlap=false": {},
     "zero2 optimizer.name=muon model.vocab_size=320": {},
     "zero4ep2 optimizer.name=muon": EXPERTS,
+    "zero1cp2 parallel.zero.over=data": {},
+    "zero2cp2 parallel.zero.over=data parallel.zero.stage=2": {},
+    "dp2zero2 parallel.zero.over=data": {},
+    "zero1cp2pp2 parallel.zero.over=data": {},
 }
 
 
 @pytest.mark.parametrize("layout", QUICK)
 @pytest.mark.wide(
-    "layouts", quick=["zero4ep2 optimizer.name=muon", "zero2pp2 parallel.zero.stage=2 model.tie_embeddings=true"]
+    "layouts",
+    quick=[
+        "zero4ep2 optimizer.name=muon",
+        "zero2pp2 parallel.zero.stage=2 model.tie_embeddings=true",
+        "zero1cp2 parallel.zero.over=data",
+    ],
 )
 def test_zero_beside_others_gives_the_run_of_one_process(layout: str) -> None:
     settings = under(layout, {**SMALL, **QUICK[layout]})

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mplug import DOCUMENTS, UsageError, counted, write_whole
+from mplug import DOCUMENTS, DocumentMap, UsageError, counted, write_whole
 from mplug.commands import (
     Registry,
     UserPath,
@@ -226,9 +226,11 @@ def _of_documents(run: "Run", model: "Model") -> str:
     equal = flops.per_token // flops.per_squared_length
     balanced = "; parallel.balance divides the samples of a step over ranks and micro batches by their FLOPs"
     _, shards = run.mesh.batch_shard(run.rank)
+    maps = [(axis, axis.entries.get("sequence")) for axis in run.mesh.views["dense"] if axis.size > 1]
+    divided = "".join(f"; {axis.name}: {cut.note}" for axis, cut in maps if isinstance(cut, DocumentMap))
     return (
         f"\ndocuments of more than {equal:,} tokens have most of their FLOPs in attention"
-        f"{balanced if run.config.parallel.balance and shards > 1 else ''}"
+        f"{balanced if run.config.parallel.balance and shards > 1 else ''}{divided}"
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mplug import Axis, UsageError, contiguous, hookimpl
 from mplug_cp.config import ContextParallelConfig
+from mplug_cp.division import document_map
 from mplug_cp.zigzag import zigzag
 
 if TYPE_CHECKING:
@@ -38,6 +39,16 @@ class ContextParallel:
             )
         if inner is not None and degree % inner:
             raise UsageError(f"parallel.cp.ulysses_degree={inner} does not divide cp={degree}; change one of them")
+        if self.config.head_chunks > 1 and self.config.method != "ulysses":
+            raise UsageError(
+                f"parallel.cp.head_chunks={self.config.head_chunks} is for parallel.cp.method=ulysses, not "
+                f"{self.config.method}; change one of them"
+            )
+        if self._divides_documents and self.config.method != "all_gather":
+            raise UsageError(
+                f"parallel.cp.divide=documents exchanges the keys of divided documents in one message, which is "
+                f"parallel.cp.method=all_gather, not {self.config.method}; change one of them"
+            )
 
     @hookimpl
     def mesh_axes(self, config: "RunConfig") -> list[Axis]:
@@ -45,23 +56,41 @@ class ContextParallel:
         degree, inner = config.parallel.degrees["cp"], self.config.ulysses_degree or 1
         if self.config.method == "ulysses":
             return [Axis("cp", degree, entries={"sequence": contiguous}, distance=10, shares_streams=True)]
-        axes = [Axis("cp", degree // inner, entries={"sequence": zigzag}, distance=11, shares_streams=True)]
+        cut = document_map(self.config.equal_length) if self._divides_documents else zigzag
+        axes = [Axis("cp", degree // inner, entries={"sequence": cut}, distance=11, shares_streams=True)]
         if self.config.method == "hierarchical":
             axes.append(Axis("cp_heads", inner, entries={"sequence": contiguous}, distance=10, shares_streams=True))
         return axes
 
     @hookimpl
-    def support_mixing(self, model: "Model", mixing: "Mapping[str, frozenset[str]]") -> dict[str, bool]:
+    def support_mixing(self, model: "Model", mixing: "Mapping[str, frozenset[str]]") -> "dict[str, bool | str]":
         """Scans and short convolutions mix positions in a slot whose states this plugin passes on."""
         from mplug_cp.states import passes_states
 
         found = {name for name, axes in mixing.items() if axes == {"sequence"}}
-        return {name: True for name in found if passes_states(model.module.get_submodule(name))}
+        answer: bool | str = True
+        if self._divides_documents:
+            answer = "parallel.cp.divide=documents serves attention alone; set parallel.cp.divide=sequence"
+        return {name: answer for name in found if passes_states(model.module.get_submodule(name))}
+
+    @property
+    def _divides_documents(self) -> bool:
+        return self.config.divide == "documents"
 
     @hookimpl
-    def offer(self, run: "Run") -> "list[Wrap]":
+    def captures(self, run: "Run", model: "Model") -> bool | str | None:
+        """None, as without this hook, if every sample is cut at the same positions."""
+        return "exchanges messages whose sizes depend on the documents" if self._divides_documents else None
+
+    @hookimpl
+    def offer(self, run: "Run", model: "Model") -> "list[Wrap]":
         """The wraps of every attention core, scan and short convolution; nothing if cp=1."""
         from mplug_cp.states import around_mixers
         from mplug_cp.wraps import around_attention
 
-        return [*around_attention(run, self.config.method), *around_mixers(run)]
+        if self._divides_documents and model.plan.streams:
+            raise UsageError(
+                "parallel.cp.divide=documents does not support models with streams, whose rows join the tokens at "
+                "places that are known before the division; set parallel.cp.divide=sequence"
+            )
+        return [*around_attention(run, self.config), *around_mixers(run)]

@@ -8,20 +8,18 @@ B batch, S local length, H query heads, G KV heads, K head dim, R ranks.
                reduce-scatter (the dual)    dk and dv [2, B, R S, G, K] -> [2, B, S, G, K]
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cache
-from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from mplug_cp.blocks import Sight, blocks_of_all, own_block
-from mplug_cp.totals import Backward, Forward, Seen, add_to, differentiated, wide
+from mplug_cp.blocks import blocks_of_all, own_block
+from mplug_cp.operators import Call, Operator, operator_of
+from mplug_cp.totals import Backward, Forward, add_to, wide
 from mplug_cp.zigzag import chunks_held, held_at
 from mplug_nn.parts import AttentionParts
 from mplug_ops.transfers import gathering, group_named, summing
-
-Operator = Callable[..., tuple[Tensor, Tensor]]
 
 
 def in_order(gathered: Tensor) -> Tensor:
@@ -38,8 +36,8 @@ def by_rank(whole: Tensor, size: int) -> Tensor:
     return held.unflatten(0, (size, 2)).movedim(1, 3).flatten(3, 4)
 
 
-def _forward(total: Forward, k: Tensor, v: Tensor, sight: Sight, group: str) -> tuple[Tensor, Tensor]:
-    ranks = group_named(group)
+def _attend(parts: AttentionParts, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    total, ranks, sight = Forward(parts, q, call.seen, call.sinks), group_named(call.group), call.sight
     where = (ranks.rank(), ranks.size(), k.shape[1])
     coming = gathering(torch.stack((k, v)), ranks)
     if sight.own_first:
@@ -50,8 +48,11 @@ def _forward(total: Forward, k: Tensor, v: Tensor, sight: Sight, group: str) -> 
     return total.result()
 
 
-def _backward(total: Backward, k: Tensor, v: Tensor, sight: Sight, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    ranks = group_named(group)
+def _differentiate(
+    parts: AttentionParts, grad: Tensor, q: Tensor, keys: Sequence[Tensor], output: Tensor, sums: Tensor, call: Call
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    total, sight = Backward(parts, grad, q, output, sums, call.seen, call.sinks), call.sight
+    (k, v), ranks = keys, group_named(call.group)
     where = (ranks.rank(), ranks.size(), k.shape[1])
     coming = gathering(torch.stack((k, v)), ranks)
     own = own_block(*where, sight)
@@ -72,76 +73,7 @@ def _backward(total: Backward, k: Tensor, v: Tensor, sight: Sight, group: str) -
 def gathered_of(parts: AttentionParts) -> Operator:
     """The operator of attention over gathered keys, built from a supplier's parts; one operator per `parts`.
 
-    (q [B, S, H, K], k and v [B, S, G, K], document lengths [B, M] or None, groups of positions [B, R S] or None,
-    attention sinks [H] or None, scale, causal, window, the group's name) ->
-    (output [B, S, H, K], log-sum-exp [B, H, S]). Only the output is differentiable.
-
     Dual: grad [B, S, H, K] -> dq [B, S, H, K], dk and dv [B, S, G, K], and the sinks' gradient [H]. Forward gathers k
     and v; backward sums dk and dv over the ranks and returns each rank its own part.
     """
-    # torch reads an operator's schema from its annotated arguments, so both operators list them one by one.
-
-    @torch.library.custom_op(f"mplug_cp::gathered_{parts.name}", mutates_args=())
-    def forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        documents: Optional[Tensor],  # noqa: UP045 (torch reads it)
-        groups: Optional[Tensor],  # noqa: UP045
-        sinks: Optional[Tensor],  # noqa: UP045
-        scale: float,
-        causal: bool,
-        window: Optional[int],  # noqa: UP045
-        group: str,
-    ) -> tuple[Tensor, Tensor]:
-        sight = Sight(causal, window, groups is not None)
-        return _forward(Forward(parts, q, Seen(sight, scale, documents, groups), sinks), k, v, sight, group)
-
-    @torch.library.custom_op(f"mplug_cp::gathered_{parts.name}_backward", mutates_args=())
-    def backward(
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        output: Tensor,
-        sums: Tensor,
-        documents: Optional[Tensor],  # noqa: UP045 (torch reads it)
-        groups: Optional[Tensor],  # noqa: UP045
-        sinks: Optional[Tensor],  # noqa: UP045
-        scale: float,
-        causal: bool,
-        window: Optional[int],  # noqa: UP045
-        group: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        sight = Sight(causal, window, groups is not None)
-        seen = Seen(sight, scale, documents, groups)
-        return _backward(Backward(parts, grad, q, output, sums, seen, sinks), k, v, sight, group)
-
-    @forward.register_fake
-    def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        b, s, h, _ = q.shape
-        return q.new_empty(q.shape), q.new_empty((b, h, s), dtype=wide(q))
-
-    @backward.register_fake
-    def _(
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        output: Tensor,
-        sums: Tensor,
-        documents: Tensor | None,
-        groups: Tensor | None,
-        sinks: Tensor | None,
-        *_: Any,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        of_sinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
-        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), of_sinks
-
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        q, k, v, *tensors = inputs[:6]
-        ctx.rest = inputs[6:]
-        ctx.save_for_backward(q, k, v, *output, *tensors)
-
-    forward.register_autograd(differentiated(backward), setup_context=keep)
-    return forward
+    return operator_of(f"gathered_{parts.name}", parts, _attend, _differentiate)

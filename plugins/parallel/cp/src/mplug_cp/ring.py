@@ -11,23 +11,21 @@ their own rank. Their gradients follow one step behind, and every rank adds its 
 With windows, no rank sees anything at most of the steps. They are left out: keys and values travel past them at once.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cache
-from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from mplug_cp.blocks import Sight, ring_blocks, steps_of
-from mplug_cp.totals import Backward, Forward, Seen, add_to, differentiated, wide
+from mplug_cp.blocks import ring_blocks, steps_of
+from mplug_cp.operators import Call, Operator, operator_of
+from mplug_cp.totals import Backward, Forward, add_to, wide
 from mplug_nn.parts import AttentionParts
 from mplug_ops.transfers import Transfer, group_named, shift
 
-Operator = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
-
-def _forward(total: Forward, k: Tensor, v: Tensor, sight: Sight, group: str) -> tuple[Tensor, Tensor, Tensor]:
-    ring = group_named(group)
+def _attend(parts: AttentionParts, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    total, ring, sight = Forward(parts, q, call.seen, call.sinks), group_named(call.group), call.sight
     where = (ring.rank(), ring.size(), k.shape[1])
     steps = steps_of(*where[1:], sight)
     kv = torch.stack((k, v))  # [2, B, S, G, K]: one message
@@ -39,8 +37,11 @@ def _forward(total: Forward, k: Tensor, v: Tensor, sight: Sight, group: str) -> 
     return *total.result(), kv
 
 
-def _backward(total: Backward, kv: Tensor, sight: Sight, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    ring = group_named(group)
+def _differentiate(
+    parts: AttentionParts, grad: Tensor, q: Tensor, keys: Sequence[Tensor], output: Tensor, sums: Tensor, call: Call
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    total, sight = Backward(parts, grad, q, output, sums, call.seen, call.sinks), call.sight
+    (kv,), ring = keys, group_named(call.group)
     where = (ring.rank(), ring.size(), kv.shape[2])
     steps = steps_of(*where[1:], sight)[::-1]
     travelling: Transfer | None = None
@@ -61,75 +62,8 @@ def _backward(total: Backward, kv: Tensor, sight: Sight, group: str) -> tuple[Te
 def ring_of(parts: AttentionParts) -> Operator:
     """The operator of ring attention, built from a supplier's parts; one operator per `parts`.
 
-    (q [B, S, H, K], k and v [B, S, G, K], document lengths [B, M] or None, groups of positions [B, R S] or None,
-    attention sinks [H] or None, scale, causal, window, the group's name) ->
-    (output [B, S, H, K], log-sum-exp [B, H, S], the keys and values of the last step [2, B, S, G, K]). Only the output
-    is differentiable.
-
-    Dual: grad [B, S, H, K] -> dq [B, S, H, K], dk and dv [B, S, G, K], and the sinks' gradient [H]. Forward shifts k
-    and v by +1 rank per step; backward shifts them, and their gradients, by -1.
+    It keeps the keys and values of the last step. Dual: grad [B, S, H, K] -> dq [B, S, H, K], dk and dv [B, S, G, K],
+    and the sinks' gradient [H]. Forward shifts k and v by +1 rank per step; backward shifts them, and their gradients,
+    by -1.
     """
-    # torch reads an operator's schema from its annotated arguments, so both operators list them one by one.
-
-    @torch.library.custom_op(f"mplug_cp::ring_{parts.name}", mutates_args=())
-    def forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        documents: Optional[Tensor],  # noqa: UP045 (torch reads it)
-        groups: Optional[Tensor],  # noqa: UP045
-        sinks: Optional[Tensor],  # noqa: UP045
-        scale: float,
-        causal: bool,
-        window: Optional[int],  # noqa: UP045
-        group: str,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        sight = Sight(causal, window, groups is not None)
-        return _forward(Forward(parts, q, Seen(sight, scale, documents, groups), sinks), k, v, sight, group)
-
-    @torch.library.custom_op(f"mplug_cp::ring_{parts.name}_backward", mutates_args=())
-    def backward(
-        grad: Tensor,
-        q: Tensor,
-        kv: Tensor,
-        output: Tensor,
-        sums: Tensor,
-        documents: Optional[Tensor],  # noqa: UP045 (torch reads it)
-        groups: Optional[Tensor],  # noqa: UP045
-        sinks: Optional[Tensor],  # noqa: UP045
-        scale: float,
-        causal: bool,
-        window: Optional[int],  # noqa: UP045
-        group: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        sight = Sight(causal, window, groups is not None)
-        seen = Seen(sight, scale, documents, groups)
-        return _backward(Backward(parts, grad, q, output, sums, seen, sinks), kv, sight, group)
-
-    @forward.register_fake
-    def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-        b, s, h, _ = q.shape
-        return q.new_empty(q.shape), q.new_empty((b, h, s), dtype=wide(q)), k.new_empty((2, *k.shape))
-
-    @backward.register_fake
-    def _(
-        grad: Tensor,
-        q: Tensor,
-        kv: Tensor,
-        output: Tensor,
-        sums: Tensor,
-        documents: Tensor | None,
-        groups: Tensor | None,
-        sinks: Tensor | None,
-        *_: Any,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        of_sinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
-        return q.new_empty(q.shape), kv.new_empty(kv.shape[1:]), kv.new_empty(kv.shape[1:]), of_sinks
-
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        q, _, _, documents, groups, sinks, *ctx.rest = inputs
-        mixed, sums, kv = output
-        ctx.save_for_backward(q, kv, mixed, sums, documents, groups, sinks)
-
-    forward.register_autograd(differentiated(backward), setup_context=keep)
-    return forward
+    return operator_of(f"ring_{parts.name}", parts, _attend, _differentiate, keeps=1)

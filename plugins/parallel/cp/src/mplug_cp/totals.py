@@ -3,7 +3,6 @@
 B batch, S queries, T keys, H query heads, G KV heads, K head dim.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,16 +61,30 @@ class Forward:
     def result(self) -> tuple[Tensor, Tensor]:
         """(output [B, S, H, K], log-sum-exp [B, H, S]), contiguous; both include the attention sinks."""
         assert self.output is not None
-        if self.sinks is not None:  # they take weight, and have no value
+        if self.sinks is not None:
             self._widen()
-            together = torch.logaddexp(self.sums, self.sinks.to(self.sums.dtype)[:, None])
-            self.output.mul_((self.sums - together).exp().transpose(1, 2)[..., None])
-            self.sums = together
+            self.sums = weigh_with_sinks(self.output, self.sums, self.sinks)
         return self.output.to(self.q.dtype).contiguous(), self.sums.contiguous()
 
     def _widen(self) -> None:
         assert self.output is not None
         self.output = self.output.to(wide(self.q))
+
+
+def weigh_with_sinks(output: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
+    """The log-sum-exp [B, H, S] with the sinks [H]; they take weight from the output [B, S, H, K], in place."""
+    together = torch.logaddexp(sums, sinks.to(sums.dtype)[:, None])
+    output.mul_((sums - together).exp().transpose(1, 2)[..., None])
+    return together
+
+
+def gradient_of_sinks(sinks: Tensor | None, grad: Tensor, output: Tensor, sums: Tensor) -> Tensor:
+    """The gradient [H] of sinks, which have no value, from those of a rank's queries; empty without sinks."""
+    if sinks is None:
+        return output.new_empty(0)
+    inner = (output.to(sums.dtype) * grad.to(sums.dtype)).sum(dim=-1).transpose(1, 2)  # [B, H, S]
+    weights = (sinks.to(sums.dtype)[:, None] - sums).exp()
+    return -(weights * inner).sum(dim=(0, 2)).to(sinks.dtype)
 
 
 def merge(total: Tensor, total_sums: Tensor, output: Tensor, sums: Tensor) -> None:
@@ -116,33 +129,10 @@ class Backward:
 
     def result(self) -> tuple[Tensor, Tensor]:
         """(dq [B, S, H, K], the gradient of the attention sinks [H]: of this rank's queries; empty without sinks)."""
-        return self.dq.to(self.q.dtype), self._of_sinks()
-
-    def _of_sinks(self) -> Tensor:
-        """A sink's weight has no value: it only takes weight from the others."""
-        if self.sinks is None:
-            return self.q.new_empty(0)
-        inner = (self.output.to(self.dq.dtype) * self.grad.to(self.dq.dtype)).sum(dim=-1).transpose(1, 2)  # [B, H, S]
-        weights = (self.sinks.to(self.sums.dtype)[:, None] - self.sums).exp()
-        return -(weights * inner).sum(dim=(0, 2)).to(self.sinks.dtype)
+        return self.dq.to(self.q.dtype), gradient_of_sinks(self.sinks, self.grad, self.output, self.sums)
 
 
 def add_to(total: Tensor, block: Block, gradients: tuple[Tensor, Tensor]) -> None:
     """Add a part's (dk, dv) to its positions in `total`, the gradient of stacked keys and values [2, B, *, G, K]."""
     for sum_, gradient in zip(total, gradients, strict=True):
         sum_[:, block.keys] += gradient
-
-
-def differentiated(backward: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
-    """What autograd calls for an operator of attention by parts, given the operator of its backward pass.
-
-    The operator's arguments are q, k, v, document lengths, groups, sinks, scale, causal, window and the group's name.
-    The context has saved what `backward` takes behind the gradient, the sinks as the last tensor, then `ctx.rest`.
-    """
-
-    def differentiate(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # recomputation refuses a second access
-        *of_heads, of_sinks = backward(grad, *saved, *ctx.rest)
-        return *of_heads, None, None, None if saved[-1] is None else of_sinks, None, None, None, None
-
-    return differentiate

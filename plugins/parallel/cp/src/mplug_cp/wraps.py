@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -10,8 +10,11 @@ from torch.nn.functional import pad
 
 import mplug_ops as ops
 from mplug import Site, Wrap
+from mplug_cp.by_documents import by_documents
 from mplug_cp.exchange import exchanged
 from mplug_cp.gathered import gathered_of
+from mplug_cp.head_chunks import chunked
+from mplug_cp.operators import Operator
 from mplug_cp.ring import ring_of
 from mplug_nn import AttentionInputs, AttentionParts, AttentionSpec, parts_of
 from mplug_nn.specification import (
@@ -31,32 +34,45 @@ from mplug_nn.specification import (
 
 if TYPE_CHECKING:
     from mplug import Run
-    from mplug_cp.config import Method
+    from mplug_cp.config import ContextParallelConfig
 
-Operator = Callable[..., tuple[Tensor, ...]]
+
 POSITIONED = frozenset({WINDOW, POSITION_GROUPS})
 """Needs for which parts are computed by position."""
 BY_PARTS = frozenset({DOCUMENTS, FULL, VALUE_WIDTH, SINKS}) | POSITIONED
 """Needs that attention by parts serves: parts have no cap and no bias."""
+CHUNKED = frozenset({DOCUMENTS, FULL, SINKS})
+"""Needs that heads in chunks serve; other sites exchange all heads at once."""
 BY_HEADS = KNOWN - {KEY_LENGTH, STATIC_KEYS, CROSS}
 """Needs that the exchange of heads serves: every rank computes whole heads, with as many keys as queries."""
 
 
-def around_attention(run: "Run", method: "Method") -> "list[Wrap]":
+def around_attention(run: "Run", config: "ContextParallelConfig") -> "list[Wrap]":
     """The wraps of a method, for the axes with more than one rank."""
-    wraps = []
+    wraps, method = [], config.method
     if method != "ulysses" and run.mesh.axes["cp"].size > 1:
+        of_documents, serves = config.divide == "documents", BY_PARTS
         operator_of = gathered_of if method == "all_gather" else ring_of
-        wrap = partial(by_parts, operator_of, run.group("cp"))
         note = "all-gather" if method == "all_gather" else "ring"
+        if of_documents:
+            operator_of, note = partial(by_documents, config.equal_length), "documents"
+            serves = BY_PARTS - {POSITION_GROUPS}
+        wrap = partial(by_parts, operator_of, run.group("cp"))
         for positioned, needs in ((False, {LOG_SUM_EXP}), (True, {LOG_SUM_EXP, PARTS_BY_POSITION})):
-            supports = partial(_has_parts, positioned)
-            wraps.append(Wrap("Attention.core", wrap, 0, frozenset(needs), supports, note=note, serves=BY_PARTS))
+            supports = partial(_has_parts, positioned, of_documents)
+            wraps.append(Wrap("Attention.core", wrap, 0, frozenset(needs), supports, note=note, serves=serves))
     axis = "cp" if method == "ulysses" else "cp_heads"
     if method in ("ulysses", "hierarchical") and run.mesh.axes[axis].size > 1:
         size, index = run.mesh.axes[axis].size, run.mesh.index(run.rank, axis)
         wrap = partial(exchanged, run.group(axis), size, index)
-        supports, note = partial(_has_heads, axis), "exchange of heads"
+        supports, note = partial(_has_heads, axis, None), "exchange of heads"
+        if config.head_chunks > 1:
+            wrap_chunks = partial(chunked, run.group(axis), size, index, config.head_chunks)
+            needs, hides = frozenset({LOG_SUM_EXP}), partial(_has_heads, axis, True)
+            wraps.append(
+                Wrap("Attention.core", wrap_chunks, 50, needs, hides, note=f"{note} in chunks", serves=CHUNKED)
+            )
+            supports = partial(_has_heads, axis, False)
         wraps.append(Wrap("Attention.core", wrap, layer=50, supports=supports, note=note, serves=BY_HEADS))
     return [*wraps, *_around_joins(run)]
 
@@ -100,7 +116,7 @@ def by_parts(
     return core
 
 
-def _has_parts(positioned: bool, site: Site, run: "Run") -> bool | str:
+def _has_parts(positioned: bool, of_documents: bool, site: Site, run: "Run") -> bool | str:
     """True if attention can be computed by parts, else a reason; no supplier draws dropout masks part by part.
 
     False for the rows of a stream, which cp does not divide, and for keys of another sequence, which every rank has;
@@ -108,6 +124,10 @@ def _has_parts(positioned: bool, site: Site, run: "Run") -> bool | str:
     """
     if site.sequence != "sequence" or CROSS in site.needs or bool(site.needs & POSITIONED) != positioned:
         return False
+    if of_documents and DOCUMENTS not in site.needs:
+        return "parallel.cp.divide=documents divides packed samples, and these have no document lengths; remove it"
+    if of_documents and POSITION_GROUPS in site.needs:
+        return "parallel.cp.divide=documents does not support position groups; set parallel.cp.divide=sequence"
     if unserved := site.needs - BY_PARTS:
         remedy = "set parallel.cp.method=ulysses" if unserved <= BY_HEADS else "use a layout without cp"
         return f"attention that is computed by parts does not support {', '.join(sorted(unserved))}; {remedy}"
@@ -120,16 +140,20 @@ def _has_parts(positioned: bool, site: Site, run: "Run") -> bool | str:
     )
 
 
-def _has_heads(axis: str, site: Site, run: "Run") -> bool | str:
+def _has_heads(axis: str, in_chunks: bool | None, site: Site, run: "Run") -> bool | str:
+    """Whether the ranks of an axis can exchange the heads of a site; `in_chunks`: in chunks, or all at once."""
     if site.sequence != "sequence" or CROSS in site.needs:
+        return False
+    if in_chunks is not None and in_chunks != (site.needs <= CHUNKED and site.module.dropout == 0):
         return False
     size = run.mesh.axes[axis].size
     heads = site.module.num_heads // prod(one.size for one in run.mesh.axes.values() if "heads" in one.splits)
     if heads % size == 0:
         return True
     fitting = [str(degree) for degree in range(1, heads + 1) if heads % degree == 0]
-    degree_name = "cp" if axis == "cp" else "parallel.cp.ulysses_degree"
+    degree_name, inner = "cp" if axis == "cp" else "parallel.cp.ulysses_degree", gcd(heads, size)
+    both = f"parallel.cp.method=hierarchical and parallel.cp.ulysses_degree={inner}, or "
     return (
         f"{degree_name}={size} does not divide the {heads} query heads of a rank; use {' or '.join(fitting)}, "
-        f"or set parallel.cp.method=ring"
+        f"or set {both if axis == 'cp' and inner > 1 else ''}parallel.cp.method=ring"
     )

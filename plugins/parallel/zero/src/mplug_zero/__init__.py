@@ -35,7 +35,7 @@ class ZeRO:
         """The rounding of sums in a format that is narrower than fp32, if zero > 1."""
         word = self.config.reduce_dtype
         tolerance = rounding_of_sums(word)
-        if tolerance is None or config.parallel.degrees["zero"] == 1:
+        if tolerance is None or (config.parallel.degrees["zero"] == 1 and self.config.over == "zero"):
             return None
         return Variance(f"gradients are rounded to {word} and summed over ranks in {word}", tolerance, sums=("zero",))
 
@@ -49,13 +49,16 @@ class ZeRO:
     @hookimpl
     def wrap_model(self, run: "Run", model: "Model") -> None:
         """Sum the gradients of every bucket onto their owners, and make every unit wait for its weights."""
-        if run.mesh.axes["zero"].size == 1 or run.groups is None:
+        from mplug_zero.layout import divides
+
+        if run.groups is None or not divides(run.mesh, self.config):
             return
         from mplug_zero.gradients import sum_onto_owners
         from mplug_zero.groups import groups_of
         from mplug_zero.weights import Weights
 
-        groups = groups_of(run, model)  # collective: the ranks of a frozen stage take part too
+        # collective: the ranks of a frozen stage take part too
+        groups = groups_of(run, model, self.config.over)
         model.sinks.reduced_over.update(axis for family in groups for axes in family for axis in axes)
         if model.shards is None or not model.shards.all:
             return

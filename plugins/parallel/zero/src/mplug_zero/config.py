@@ -6,6 +6,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mplug import MAY_CHANGE, SumFormat
 
+Over = Literal["zero", "data"]
+
 
 class ZeROConfig(BaseModel):
     """Which data ZeRO shards, and how gradients and weights are communicated."""
@@ -14,6 +16,11 @@ class ZeROConfig(BaseModel):
 
     stage: Annotated[Literal[1, 2], MAY_CHANGE] = Field(
         1, description="1: shard master weights and optimizer state; 2: shard gradients too"
+    )
+    over: Annotated[Over, MAY_CHANGE] = Field(
+        "zero",
+        description="ranks that own parts of the states: zero: those of zero; data: also the other ranks over which "
+        "gradients are summed, such as those of cp and dp",
     )
     bucket_mib: Annotated[float, MAY_CHANGE] = Field(32.0, gt=0, description="size of a bucket of fp32 gradients")
     reduce_dtype: SumFormat = Field(

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import mplug_ops as ops
 from mplug import Bucket, Model, Run, Shard
+from mplug_zero.config import Over
 from mplug_zero.layout import owning_axes
 
 Axes = tuple[str, ...]
@@ -20,13 +21,14 @@ class Pair(NamedTuple):
     copies: ops.Group
 
 
-def groups_of(run: Run, model: Model) -> dict[tuple[Axes, Axes], Pair]:
+def groups_of(run: Run, model: Model, over: Over) -> dict[tuple[Axes, Axes], Pair]:
     """(`Bucket.axes`, `Bucket.copied`) -> groups, for the buckets of all ranks.
 
     Creating groups is collective, so all ranks call this together.
     """
     trained = [placement for placement in model.placements.values() if placement.parameter.trainable]
-    families = dict.fromkeys(axes for placement in trained if (axes := owning_axes(run.mesh, placement)) is not None)
+    found = (owning_axes(run.mesh, placement, over) for placement in trained)
+    families = dict.fromkeys(axes for axes in found if axes is not None)
     return {(own, copied): Pair(run.group(*own), run.group(*copied)) for own, copied in families}
 
 

@@ -13,7 +13,7 @@ from mplug import Bucket, Mesh, Placement, Sharding
 
 if TYPE_CHECKING:
     from mplug import Model, Run
-    from mplug_zero.config import ZeROConfig
+    from mplug_zero.config import Over, ZeROConfig
 
 ALIGNED = 64
 """Tensors and ranges start at multiples of this many elements: 128 bytes of bf16, a good alignment for transfers."""
@@ -36,11 +36,13 @@ class Item:
 
 def sharding_of(run: "Run", model: "Model", config: "ZeROConfig") -> Sharding | None:
     """The buckets of this rank's parameters (none in a frozen stage); None where no rank shares anything."""
-    if run.mesh.axes["zero"].size == 1:
+    if not divides(run.mesh, config):
         return None
     names = [name for name, parameter in model.parameters().items() if parameter.requires_grad]
-    items = [item for name in reversed(names) if (item := _item(run, model.placements[name])) is not None]
-    if not any(one.parameter.trainable and owning_axes(run.mesh, one) for one in model.placements.values()):
+    items = [item for name in reversed(names) if (item := _item(run, model.placements[name], config.over)) is not None]
+    if not any(
+        one.parameter.trainable and owning_axes(run.mesh, one, config.over) for one in model.placements.values()
+    ):
         return None
     sizes = {axes: prod(run.mesh.axes[axis].size for axis in axes) for axes in {item.axes for item in items}}
     buckets = list(in_buckets(items, int(config.bucket_mib * 2**18), sizes))
@@ -49,22 +51,27 @@ def sharding_of(run: "Run", model: "Model", config: "ZeROConfig") -> Sharding | 
     return Sharding(tuple(buckets), transient=config.stage == 2)
 
 
-def _item(run: "Run", placement: Placement) -> Item | None:
+def divides(mesh: Mesh, config: "ZeROConfig") -> bool:
+    """Whether ranks may own parts of states at all."""
+    return mesh.axes["zero"].size > 1 or config.over == "data"
+
+
+def _item(run: "Run", placement: Placement, over: "Over") -> Item | None:
     """The item of a parameter; None if its state is not divided."""
-    axes = owning_axes(run.mesh, placement)
+    axes = owning_axes(run.mesh, placement, over)
     if axes is None:
         return None
     is_tied = len(placement.stages) > 1  # all its stages must cut it alike
     return Item(placement.name, prod(placement.local_shape(run.rank)), *axes, alone=is_tied)
 
 
-def owning_axes(mesh: Mesh, placement: Placement) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+def owning_axes(mesh: Mesh, placement: Placement, over: "Over") -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     """(the axes whose ranks own parts of a parameter's state, the other axes over which its gradient is partial).
 
     None if the former have one rank, so that there is nothing to divide.
     """
     axes = placement.data_axes
-    own = ("zero",) if "zero" in axes else axes
+    own = ("zero",) if "zero" in axes and over == "zero" else axes
     if prod(mesh.axes[axis].size for axis in own) == 1:
         return None
     return own, tuple(axis for axis in axes if axis not in own)

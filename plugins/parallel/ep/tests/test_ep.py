@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from deep_ep_stand_in import by_stand_in
 from layout_runs import assert_refused, difference_of, under
 from mailboxes import by_messages
 from mplug_ep import wraps
@@ -60,6 +61,7 @@ class TestExpertParallel(ParallelSuite):
         "all-gather": GATHERED,
         "bounded": BOUNDED,
         "repeated": {**BOUNDED, "parallel.ep.room": 0.3},
+        "once-per-rank": {"parallel.ep.dispatch": "once_per_rank", "model.num_experts_per_token": 3},
         "everything": EVERYTHING,
         "overlapped": {**EVERYTHING, "parallel.ep.overlap": True},
         "one-expert-a-rank": {"model.num_experts": 2, "model.num_experts_per_token": 1},
@@ -121,6 +123,13 @@ def test_rows_that_ranks_write_into_each_others_memory_give_the_run_of_one_proce
     settings = {**EXPERTS, "parallel.layout": "ep2", "parallel.ep.dispatch": "symmetric", "parallel.ep.room": room}
     found = run_workers(2, train_steps, settings, rows_by_messages)
     assert difference(found, run_workers(1, train_steps, EXPERTS)[0]) == ""
+
+
+def test_tokens_that_travel_by_deepep_give_the_run_of_one_process() -> None:
+    experts = {**EXPERTS, "model.num_experts_per_token": 3, "model.num_shared_experts": 1}
+    settings = {**experts, "parallel.layout": "ep2", "parallel.ep.dispatch": "deepep"}
+    found = run_workers(2, train_steps, settings, by_stand_in)
+    assert difference(found, run_workers(1, train_steps, experts)[0]) == ""
 
 
 # Planted mistakes.

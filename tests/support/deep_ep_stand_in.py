@@ -5,9 +5,11 @@ here: tokens arrive in the order of their ranks backwards, and bring the weights
 """
 
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from mplug_ep import wraps
@@ -109,11 +111,15 @@ class ElasticBuffer:
         return found
 
 
-def install() -> None:
-    """Make `import deep_ep` return the stand-in in this process."""
+def install(buffer: type = ElasticBuffer, patch: pytest.MonkeyPatch | None = None) -> None:
+    """Make `import deep_ep` return a module with a class in this process, for a test or for good."""
     module = ModuleType("deep_ep")
-    module.ElasticBuffer = ElasticBuffer  # type: ignore[attr-defined]
-    sys.modules["deep_ep"] = module
+    module.__spec__ = ModuleSpec("deep_ep", None)
+    setattr(module, buffer.__name__, buffer)
+    if patch is None:
+        sys.modules["deep_ep"] = module
+    else:
+        patch.setitem(sys.modules, "deep_ep", module)
 
 
 def open_stand_in(run: Run, group: Any) -> None:

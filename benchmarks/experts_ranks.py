@@ -6,7 +6,8 @@
 Mixtral's `8b` under `ep2`, a micro batch of 2 samples of 4,096 tokens per rank and step, in bf16, with the kernels of
 kernels/triton and flash-attn-4. Each variant runs in its own processes. Its first line has the median step, tokens per
 second and GPU, MFU (A = 6), the peak memory, how often the CPU waits for the GPU in a step, how many steps were
-repeated, and LOAD: the rows of the busiest rank over the mean, on average over the blocks in the last step.
+repeated, and of the last step LOAD, the rows of the busiest rank over the mean on average over the blocks, and the
+loss: variants train on the same tokens, so their losses differ by rounding only.
 
 A table of every rank follows. For each kind of kernel and stream, it has the milliseconds of a step in which such a
 kernel runs, and EXPOSED, those in which no kernel of another kind or stream runs. A kernel of the exchange also waits
@@ -86,6 +87,7 @@ class Found:
     waits: dict[str, int] | None
     repeated: int
     load: float
+    loss: float
     ranks: list[list[Busy]]
 
     def line(self) -> str:
@@ -101,7 +103,7 @@ class Found:
         return (
             f"{1e3 * step:.1f} ms ({1e3 * min(self.seconds):.1f} to {1e3 * max(self.seconds):.1f}), {rate:,.0f} "
             f"tokens/s/GPU, MFU {mfu}, {self.memory_gib:.1f} GiB, exchange exposed {exposed} ms, waits of the CPU "
-            f"{waits}, repeated steps {self.repeated}, load {self.load:.3f}"
+            f"{waits}, repeated steps {self.repeated}, load {self.load:.3f}, loss {self.loss:.5f}"
         )
 
 
@@ -176,8 +178,8 @@ def measured(task: Task, send: Send) -> Found:
         ranks = run.gathered(profiled(step) if profiling else [])
         waits = waits_of(step, run.device) if task.profile else None
         repeated = int(results[-1].figures.get("repeated_steps", 0))
-        facts, load = facts_of(run, parts.model), load_of(run, results[-1])
-        return Found(facts, seconds, memory, peak_tflops(run.device), waits, repeated, load, ranks)
+        facts, load, loss = facts_of(run, parts.model), load_of(run, results[-1]), float(results[-1].loss)
+        return Found(facts, seconds, memory, peak_tflops(run.device), waits, repeated, load, loss, ranks)
 
 
 def load_of(run: Run, result: StepResult) -> float:

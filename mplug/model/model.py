@@ -59,9 +59,9 @@ class Model(RankPart):
             self._sinks = Sinks({})
             return
         families = {name: placement.data_axes for name, placement in self.placements.items()}
-        parameters = self.parameters()
-        own = {name: torch.zeros_like(parameters[name], dtype=others[name]) for name in others if name in parameters}
-        self._sinks = Sinks(parameters, families, dtype, self.shards.listen(dtype) if self.shards else own)
+        trained = {name: parameter for name, parameter in self.parameters().items() if parameter.requires_grad}
+        own = {name: torch.zeros_like(trained[name], dtype=others[name]) for name in others if name in trained}
+        self._sinks = Sinks(trained, families, dtype, self.shards.listen(dtype) if self.shards else own)
         self._sinks.chunks = len(self.own_chunks)
 
     def supply(self, pieces: "Iterable[Piece]") -> None:

@@ -38,7 +38,7 @@ def dispatch(
 
     `combine` weighs by the gates. `dispatch` receives them for a supplier that computes the sums of a token's rows on
     other ranks; such a supplier puts the gates that arrive there into the route. In this default, e = E and M = N k, or
-    M = `num_rows` if the caller knows that no more choices are kept.
+    M = `num_rows` if the caller knows that no more choices are kept (at least 1 if there are tokens).
     """
     flat = chosen.flatten()
     expert, order = flat.sort(stable=True)  # [N k]: choices in the order of their rows

@@ -44,7 +44,7 @@ def test_the_halves_of_stacked_matrices_become_one_stretch() -> None:
     (stretch,) = merged([whole[:, :4], whole[:, 4:]])
     assert torch.equal(stretch, whole.flatten())
     lone, _, _ = merged([whole[:, :4]])
-    assert torch.equal(lone, whole[0, :4].flatten())
+    assert torch.equal(lone, whole[0, :4])
     assert [view.shape for view in merged([whole[..., :2]])] == [(3, 8, 2)], "their slices are not contiguous either"
 
 

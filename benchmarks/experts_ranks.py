@@ -174,6 +174,8 @@ def measured(task: Task, send: Send) -> Found:
             step()
         seconds = timed(step, task.steps, run.device)
         memory = max(run.gathered(peak_memory_gib(run.device)))
+        if run.rank == 0:
+            print(f"measured {1e3 * statistics.median(seconds):.1f} ms per step; the profile follows", flush=True)
         profiling = task.profile and run.device.startswith("cuda")
         ranks = run.gathered(profiled(step) if profiling else [])
         waits = waits_of(step, run.device) if task.profile else None

@@ -2,24 +2,20 @@
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from itertools import product
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
-from mplug_sgd.fused import FusedSGD
 from torch import Tensor
 
-from mplug import Piece, StepScalars
 from mplug.model.build import build_model as model_of
-from mplug.model.build import gradient_dtype, lone_gradients, measure_bytes
+from mplug.model.build import gradient_dtype, measure_bytes
 from mplug.tensors import sink as sink_module
 from mplug.training.assembly import build
 from mplug_nn import add_product, add_rows, aligned
 from mplug_nn.grouped import add_grouped_product
-from mplug_testing import run_workers
 from mplug_testing.harness import tiny_run, train_steps
 
 ONE_BATCH = {"optimizer.name": "orthon", "trainer.precision": "bf16", "trainer.micro_batch_size": None}
@@ -60,55 +56,6 @@ def test_gradients_that_are_added_to_are_in_fp32(changes: dict[str, object]) -> 
     assert format_of(changes) is torch.float32
     run = tiny_run({**ONE_BATCH, "parallel.layout": "dp2"})
     assert gradient_dtype(run, model_of(run)) is torch.float32, "replicas are summed"
-
-
-EXPERTS = {"model.name": "mixtral", "model.num_experts": 4, "parallel.layout": "ep2"}
-
-
-@pytest.mark.usefixtures("takes_bf16")
-def test_gradients_of_experts_that_one_rank_has_are_not_summed_so_they_have_the_weights_format() -> None:
-    run = tiny_run({**ONE_BATCH, **EXPERTS})
-    model = model_of(run)
-    lone = lone_gradients(run, model)
-    assert gradient_dtype(run, model) is torch.float32
-    assert {name.rpartition(".")[0].rpartition(".")[2] for name in lone} == {"experts"}
-    assert set(lone.values()) == {torch.bfloat16}
-    parameters = model.parameters()
-    sizes = {name: 2 if name in lone else 4 for name in parameters}
-    expected = sum(one.numel() * sizes[name] for name, one in parameters.items())
-    assert measure_bytes(run, model_of(run))["gradients"] == expected
-    for changes in ({"parallel.layout": "dp4ep2"}, {"trainer.micro_batch_size": 1}, {"trainer.gradients": "masters"}):
-        run = tiny_run({**ONE_BATCH, **EXPERTS, **changes})
-        assert lone_gradients(run, model_of(run)) == {}
-
-
-def sgd_takes_bf16() -> None:
-    """Let SGD accept gradients in bf16: it updates with a copy in fp32."""
-    FusedSGD.low_precision_gradients = True
-    init, step = FusedSGD.__init__, FusedSGD.step
-
-    def made(self: Any, pieces: list[Piece], config: Any) -> None:
-        wide = [replace(piece, gradient=piece.gradient.float()) for piece in pieces]
-        self.copies = [(one.gradient, other.gradient) for one, other in zip(wide, pieces, strict=True)]
-        init(self, wide, config)
-
-    def stepped(self: Any, scalars: StepScalars) -> None:
-        for wide, narrow in self.copies:
-            wide.copy_(narrow)
-        step(self, scalars)
-
-    FusedSGD.__init__, FusedSGD.step = made, stepped  # type: ignore[assignment, method-assign]
-
-
-def test_a_run_whose_experts_alone_have_rounded_gradients_stays_beside_the_one_with_whole_ones() -> None:
-    settings = {**ONE_BATCH, **EXPERTS, "optimizer.name": "sgd"}
-    rounded, whole = (
-        run_workers(2, train_steps, {**settings, "trainer.gradients": word}, sgd_takes_bf16)[0]
-        for word in ("auto", "masters")
-    )
-    assert rounded.norms != whole.norms
-    assert rounded.losses == pytest.approx(whole.losses, rel=1e-3)
-    assert rounded.norms == pytest.approx(whole.norms, rel=1e-2)
 
 
 def test_an_optimizer_that_does_not_say_so_gets_fp32(plant: Callable[..., None]) -> None:

@@ -87,10 +87,9 @@ class Trainer(Section):
     loss_scale: LossScale = Field(description="dynamic loss scaling, of precisions that use it (fp16)")
     gradients: Literal["auto", "masters"] = Field(
         description="number format of gradients; 'masters' uses the format of the master weights; 'auto' saves memory "
-        "in a run with one micro batch per step, for gradients that are a single product (all without data "
-        "parallelism; those of experts that only one rank has): it uses the format that the precision states for such "
-        "gradients (bf16: that of the weights) if the optimizer supports it, and otherwise the format of the master "
-        "weights"
+        "in a run with one micro batch per step and without data parallelism, where each gradient is a single product: "
+        "it uses the format that the precision states for such gradients (bf16: that of the weights) if the optimizer "
+        "supports it, and otherwise the format of the master weights"
     )
     compile: Annotated[Literal["auto", "never", "inductor", "aot_eager"], MAY_CHANGE] = Field(
         description="torch.compile's backend for each unit of the model; 'auto' uses inductor on a GPU and does not "

@@ -280,36 +280,18 @@ def refuse_unsavable(run: Run, model: Model, optimizer: Optimizer, pieces: list[
 
 
 def gradient_dtype(run: Run, model: Model) -> torch.dtype:
-    """The dtype of the gradients that sinks hold, but for those of `lone_gradients`.
+    """The dtype of the gradients that sinks hold.
 
     It is the precision's `gradients` if every gradient is one product that is never added to, and the optimizer accepts
     that format; otherwise it is the dtype of the masters.
     """
-    is_summed = any(axis.entries and axis.size > 1 for axis in run.mesh.axes.values())
-    return run.precision.master_dtype if is_summed else _dtype_of_one_product(run, model)
-
-
-def lone_gradients(run: Run, model: Model) -> dict[str, torch.dtype]:
-    """The dtypes of gradients that are one product, by parameter, in a run that sums others: those of divided experts.
-
-    None in a run that shards gradients, or gathers weights.
-    """
-    own = _dtype_of_one_product(run, model)
-    sizes = {name: axis.size for name, axis in run.mesh.axes.items()}
-    if own == gradient_dtype(run, model) or model.shards is not None or model.engine is not None:
-        return {}
-    return {
-        name: own
-        for name, placement in model.placements.items()
-        if placement.gathered_along is None and all(sizes[axis] == 1 for axis in placement.partial_axes)
-    }
-
-
-def _dtype_of_one_product(run: Run, model: Model) -> torch.dtype:
-    """The dtype of a gradient that no rank adds to; that of the masters if micro batches or tied parameters do."""
     trainer, precision = run.config.trainer, run.precision
     _, shards = run.mesh.batch_shard(run.rank)
-    is_summed = run.micro_batch_size * shards < trainer.global_batch_size or bool(model.plan.tied)
+    is_summed = (
+        run.micro_batch_size * shards < trainer.global_batch_size
+        or any(axis.entries and axis.size > 1 for axis in run.mesh.axes.values())
+        or bool(model.plan.tied)
+    )
     if trainer.gradients != "auto" or precision.gradients == precision.masters or is_summed:
         return precision.master_dtype
     accepts = states_without_memory(run, model)[0].low_precision_gradients
@@ -343,10 +325,10 @@ IN_CPU_MEMORY = "optimizer state in CPU memory"
 
 def measure_bytes(run: Run, model: Model) -> dict[str, int]:
     """Bytes that a rank will hold: the storages of a real build, made of tensors without memory."""
-    gradients, lone = gradient_dtype(run, model), lone_gradients(run, model)
+    gradients = gradient_dtype(run, model)
     with FakeTensorMode():
         allocate_parts(run, model)
-        model.listen(gradients, lone)
+        model.listen(gradients)
         pieces = make_pieces(model) if model.engine is None else planned_pieces(run, model)
         optimizer = build_optimizer(run, model, pieces)
         states = [tensor for piece in pieces for tensor in tensors_of(optimizer.state(piece)).values()]

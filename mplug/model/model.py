@@ -4,9 +4,8 @@ Each stage is a type that adds its fields to those of the stage before it. A fun
 type of this stage, and so cannot read what later stages add.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,10 +46,8 @@ class Model(RankPart):
         assert self._sinks is not None, "the model has no memory yet"
         return self._sinks
 
-    def listen(
-        self, dtype: torch.dtype = torch.float32, others: Mapping[str, torch.dtype] = MappingProxyType({})
-    ) -> None:
-        """Give every parameter of this rank a gradient sink with a buffer of `dtype`, or of its own in `others`.
+    def listen(self, dtype: torch.dtype = torch.float32) -> None:
+        """Give every parameter of this rank a gradient sink with a buffer of `dtype`.
 
         If an engine keeps the gradients, there is no sink, and a parameter has the gradient that autograd accumulates
         (`.grad`).
@@ -59,9 +56,7 @@ class Model(RankPart):
             self._sinks = Sinks({})
             return
         families = {name: placement.data_axes for name, placement in self.placements.items()}
-        trained = {name: parameter for name, parameter in self.parameters().items() if parameter.requires_grad}
-        own = {name: torch.zeros_like(trained[name], dtype=others[name]) for name in others if name in trained}
-        self._sinks = Sinks(trained, families, dtype, self.shards.listen(dtype) if self.shards else own)
+        self._sinks = Sinks(self.parameters(), families, dtype, self.shards.listen(dtype) if self.shards else None)
         self._sinks.chunks = len(self.own_chunks)
 
     def supply(self, pieces: "Iterable[Piece]") -> None:

@@ -13,7 +13,7 @@ from mplug.contracts.optimizer import Optimizer, Piece
 from mplug.contracts.stepper import Stepper
 from mplug.errors import PluginError, UsageError, listed
 from mplug.gradients.loss_scale import LossScale
-from mplug.model.build import allocate_parts, build_model, gradient_dtype, lone_gradients, refuse_unsavable
+from mplug.model.build import allocate_parts, build_model, gradient_dtype, refuse_unsavable
 from mplug.model.engine import refuse_missing_pieces, refuse_other_sums
 from mplug.model.grouped_optimizer import build_optimizer
 from mplug.model.memory import initialize
@@ -105,9 +105,9 @@ def forward_stepper(run: Run, model: Model) -> Stepper:
 
 def _allocate(run: Run, model: Model) -> None:
     """Allocate this rank's parameters and sinks, and let strategies and kernels take part in their use."""
-    gradients, lone = gradient_dtype(run, model), lone_gradients(run, model)
+    gradients = gradient_dtype(run, model)
     allocate_parts(run, model)
-    model.listen(gradients, lone)
+    model.listen(gradients)
     _wrap(run, model)
     keep_casts(model)
 

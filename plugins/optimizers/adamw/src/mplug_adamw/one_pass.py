@@ -29,7 +29,7 @@ elements; 1 if the piece decays; 1 if its addresses allow vectors of four elemen
 
 
 class OnePassAdamW(Optimizer):
-    """Updates all pieces in one launch per step and dtype of gradients, and also writes the weights.
+    """Updates all pieces in one launch per step, and also writes the weights.
 
     The tensors of a piece must be contiguous: the first step records their addresses, and the first after a move.
     """
@@ -46,25 +46,24 @@ class OnePassAdamW(Optimizer):
         """Update every piece once."""
         self._states.steps.add_(1 - scalars.skip)
         pieces, chunks = self._tables
-        corrections = unbiased(self._states.steps, self._betas)
-        for gradients, own in chunks.items():
-            adamw_one_pass[(len(own),)](
-                pieces,
-                own,
-                corrections,
-                scalars.lr,
-                scalars.scale,
-                scalars.skip,
-                scalars.weight_decay,
-                self._config.beta1,
-                self._config.beta2,
-                self._config.eps,
-                gradient_type=tl.bfloat16 if gradients is torch.bfloat16 else tl.float32,
-                chunk_size=CHUNK,
-                block_size=BLOCK,
-                num_warps=NUM_WARPS,
-                enable_fp_fusion=True,  # multiply-adds round once, as in torch's kernel
-            )
+        in_bf16 = any(piece.gradient.dtype is torch.bfloat16 for piece in self._pieces)
+        adamw_one_pass[(len(chunks),)](
+            pieces,
+            chunks,
+            unbiased(self._states.steps, self._betas),
+            scalars.lr,
+            scalars.scale,
+            scalars.skip,
+            scalars.weight_decay,
+            self._config.beta1,
+            self._config.beta2,
+            self._config.eps,
+            gradient_type=tl.bfloat16 if in_bf16 else tl.float32,
+            chunk_size=CHUNK,
+            block_size=BLOCK,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=True,  # multiply-adds round once, as in torch's kernel
+        )
 
     def states_moved(self) -> None:
         """Record addresses anew."""
@@ -75,18 +74,12 @@ class OnePassAdamW(Optimizer):
         return self._states.of(piece)
 
     @cached_property
-    def _tables(self) -> tuple[Tensor, dict[torch.dtype, Tensor]]:
-        """The pieces [P, FIELDS], and the chunks [C, 2] of those with gradients of each dtype.
-
-        They are made at the first step; addresses are unknown before.
-        """
+    def _tables(self) -> tuple[Tensor, Tensor]:
+        """The pieces [P, FIELDS] and their chunks [C, 2], made at the first step; addresses are unknown before."""
         rows = torch.tensor([self._row(piece) for piece in self._pieces])
         chunks = chunks_of([piece.master.numel() for piece in self._pieces])
         device = self._states.steps.device
-        dtypes = [piece.gradient.dtype for piece in self._pieces]
-        of_dtype = {kind: torch.tensor([dtype is kind for dtype in dtypes])[chunks[:, 0]] for kind in set(dtypes)}
-        sent = {kind: _sent(chunks[own].contiguous(), device) for kind, own in of_dtype.items()}
-        return _sent(rows, device), sent
+        return _sent(rows, device), _sent(chunks, device)
 
     def _row(self, piece: Piece) -> list[int]:
         state = self._states.of(piece)

@@ -29,7 +29,7 @@ def owned_gradients(pieces: Iterable[Piece], rank: int) -> list[Tensor]:
 def merged(views: Iterable[Tensor]) -> list[Tensor]:
     """The same elements in fewer tensors: contiguous views that are adjacent in one storage become one flat view.
 
-    The gates of stacked experts are not contiguous; those of one expert are, and lie before its other factors.
+    A segment of stacked matrices is not contiguous; that of each matrix is, and lies beside the next segment.
     """
     stretches: list[Tensor] = []
     views = (part for view in views for part in _contiguous(view))

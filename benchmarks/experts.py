@@ -217,7 +217,7 @@ def parts(name: str, shape: Shape, chosen: argparse.Namespace) -> list[Part]:
     found = []
     print(f"\n{'shape':8}{'load':8}{'part':34}{'ms':>10}{'rate':>10}", flush=True)
     for load, choice in loads(tokens, shape.experts, shape.top_k, device).items():
-        rows, counts, _ = dispatch(x, choice, shape.experts)
+        rows, counts, _ = dispatch(x, choice, gates, shape.experts)
         ends = counts.cumsum(0).to(torch.int32)
         wide = torch.randn(len(rows), 2 * shape.ffn, device=device, dtype=dtype)
         hidden = wide[:, : shape.ffn].contiguous()
@@ -255,7 +255,7 @@ def movement(
     gradient = torch.randn_like(x)
 
     def work() -> None:
-        rows, _, route = send(x, chosen, experts)
+        rows, _, route = send(x, chosen, gates, experts)
         fetch(rows, gates, route).backward(gradient)
         x.grad = gates.grad = None
 

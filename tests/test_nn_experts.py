@@ -51,7 +51,9 @@ def test_combining_what_was_dispatched_weighs_each_token_by_its_gates(chosen: li
     number = number.masked_fill(dropped.view_as(number), 5)
     gates = drawn(*number.shape, seed=1).masked_fill(number == 5, 0).requires_grad_()
     x = drawn(len(chosen), D).requires_grad_()
-    rows, counts, route = dispatch(x, number, 5)
+    bound = data.draw(st.sampled_from([None, max(1, int((number < 5).sum()))]))
+    rows, counts, route = dispatch(x, number, gates, 5, bound)
+    assert len(rows) == (bound or number.numel())
     assert counts.tolist() == [int((number == expert).sum()) for expert in range(5)]
     expert = torch.repeat_interleave(torch.arange(5), counts)
     for row, own in zip(rows, expert.tolist(), strict=False):

@@ -39,6 +39,15 @@ def test_views_that_lie_end_to_end_become_one_whatever_their_order_and_nothing_e
     assert sum(view.numel() for view in merged([flat[:4], flat[2:6], flat[4:]])) == 12, "they overlap"
 
 
+def test_the_halves_of_stacked_matrices_become_one_stretch() -> None:
+    whole = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(0))
+    (stretch,) = merged([whole[:, :4], whole[:, 4:]])
+    assert torch.equal(stretch, whole.flatten())
+    lone, _, _ = merged([whole[:, :4]])
+    assert torch.equal(lone, whole[0, :4])
+    assert [view.shape for view in merged([whole[..., :2]])] == [(3, 8, 2)], "their slices are not contiguous either"
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])  # where they say that they are: the tensors are here
 @pytest.mark.parametrize(("long", "longest"), [(1, 1 << 30), (6, 20), (1 << 20, 1 << 30)])
 def test_the_norm_is_that_of_all_elements(

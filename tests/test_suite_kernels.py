@@ -139,8 +139,10 @@ def without_a_cap(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: 
 
 
 @wrong("Experts.dispatch", "choices that were dropped: the counts is wrong")
-def counting_dropped_choices(x: Tensor, chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Any]:
-    rows, counts, route = dispatch(x, chosen, num_experts)
+def counting_dropped_choices(
+    x: Tensor, chosen: Tensor, gates: Tensor, num_experts: int, num_rows: int | None = None
+) -> tuple[Tensor, Tensor, Any]:
+    rows, counts, route = dispatch(x, chosen, gates, num_experts, num_rows)
     return rows, counts + torch.tensor([*[0] * (num_experts - 1), int((chosen == num_experts).sum())]), route
 
 

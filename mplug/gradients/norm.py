@@ -27,8 +27,12 @@ def owned_gradients(pieces: Iterable[Piece], rank: int) -> list[Tensor]:
 
 
 def merged(views: Iterable[Tensor]) -> list[Tensor]:
-    """The same elements in fewer tensors: contiguous views that are adjacent in one storage become one flat view."""
+    """The same elements in fewer tensors: contiguous views that are adjacent in one storage become one flat view.
+
+    A segment of stacked matrices is not contiguous; that of each matrix is, and lies beside the next segment.
+    """
     stretches: list[Tensor] = []
+    views = (part for view in views for part in _contiguous(view))
     for view in sorted(views, key=lambda view: (view.untyped_storage().data_ptr(), view.storage_offset())):
         last = stretches[-1] if stretches else None
         if last is not None and _continues(last, view):
@@ -36,6 +40,14 @@ def merged(views: Iterable[Tensor]) -> list[Tensor]:
         else:
             stretches.append(view)
     return stretches
+
+
+def _contiguous(view: Tensor) -> Iterable[Tensor]:
+    """The view in slices along its first dimension, if these are contiguous and the view is not."""
+    if view.is_contiguous() or view.dim() < 3:
+        return [view]
+    slices = view.unbind(0)
+    return slices if slices[0].is_contiguous() else [view]
 
 
 def _continues(last: Tensor, view: Tensor) -> bool:

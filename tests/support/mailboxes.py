@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from mplug_ep.mailbox import MAILBOXES
 from torch import Tensor
@@ -22,6 +23,9 @@ class Messages:
             own = rank == self.group.rank()
             arrived[place[own]] = rows[own]
         return arrived
+
+    def take(self, arrived: Tensor, written: Tensor) -> Tensor:
+        return torch.where((written >= 0)[:, None], arrived, 0)
 
 
 def by_messages(run: Run, group: Any) -> None:

@@ -27,18 +27,24 @@ Route = tuple[Tensor, ...]
 """Routing metadata that `dispatch` returns and `combine` needs."""
 
 
-def dispatch(x: Tensor, chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Route]:
+def dispatch(
+    x: Tensor, chosen: Tensor, gates: Tensor, num_experts: int, num_rows: int | None = None
+) -> tuple[Tensor, Tensor, Route]:
     """Make one row for every choice of a token, ordered by expert: the default of the slot `Experts.dispatch`.
 
-    x [N, D], chosen [N, k] int64 (an expert's number, or `num_experts` for a dropped choice) -> (rows [M, D] in the
-    order of the experts that this rank holds, counts [e] int64 of the rows of each expert, route). More rows may follow
-    those of the last expert, with arbitrary content. Nothing may read these rows or their gradient. In this default, e
-    = E and M = N k.
+    x [N, D], chosen [N, k] int64 (an expert's number, or `num_experts` for a dropped choice), gates [N, k] -> (rows
+    [M, D] in the order of the experts that this rank holds, counts [e] int64 of the rows of each expert, route). More
+    rows may follow those of the last expert, with arbitrary content. Nothing may read these rows or their gradient.
+
+    `combine` weighs by the gates. `dispatch` receives them for a supplier that computes the sums of a token's rows on
+    other ranks; such a supplier puts the gates that arrive there into the route. In this default, e = E and M = N k, or
+    M = `num_rows` if the caller knows that no more choices are kept (at least 1 if there are tokens).
     """
     flat = chosen.flatten()
     expert, order = flat.sort(stable=True)  # [N k]: choices in the order of their rows
     starts = torch.searchsorted(expert, torch.arange(num_experts + 1, device=x.device))
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    order = order if num_rows is None else order.narrow(0, 0, num_rows)
     route = (order, back.view_as(chosen), starts[-1])
     rows: Tensor = _Dispatch.apply(x, *route)  # type: ignore[no-untyped-call]
     return rows, starts.diff(), route
@@ -96,8 +102,8 @@ class _Combine(torch.autograd.Function):
 
 
 def _picked(rows: Tensor, back: Tensor, total: Tensor) -> Tensor:
-    """rows[back] [N, k, D], with zeros for dropped choices; the rows of these follow the first `total` rows."""
-    picked = rows.index_select(0, back.flatten()).view(*back.shape, -1)
+    """rows[back] [N, k, D], with zeros for dropped choices; the rows of these follow the first `total` rows, if any."""
+    picked = rows.index_select(0, back.flatten().clamp(max=rows.shape[0] - 1)).view(*back.shape, rows.shape[1])
     return torch.where((back < total)[..., None], picked, 0)
 
 
@@ -227,11 +233,11 @@ class Experts(Activation, ProductModule):
 
     def forward(self, x: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
         """x [N, D], chosen [N, k] (`num_experts`: dropped), gates [N, k] -> [N, D]."""
-        return self.finish(gates, *self.begin(x, chosen))
+        return self.finish(gates, *self.begin(x, chosen, gates))
 
-    def begin(self, x: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Route]:
+    def begin(self, x: Tensor, chosen: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Route]:
         """The first part of `forward`: let rows travel to their experts."""
-        return self.dispatch(x, chosen, self.num_experts)
+        return self.dispatch(x, chosen, gates, self.num_experts)
 
     def finish(self, gates: Tensor, rows: Tensor, counts: Tensor, route: Route) -> Tensor:
         """The second part of `forward`, with the results of `begin`; what is between them overlaps with the travel."""

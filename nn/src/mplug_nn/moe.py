@@ -100,7 +100,7 @@ class MixtureOfExperts(nn.Module):
             of_tokens.flatten(0, 1) for of_tokens in self._within_capacity(*self.router(x, positions, keys))
         )
         rows = x if self.latent_down is None else self.latent_down(x)
-        begun = self.experts.begin(rows.flatten(0, 1), chosen)
+        begun = self.experts.begin(rows.flatten(0, 1), chosen, gates)
         shared = None if self.shared is None else self._shared(x)  # while rows travel
         y = self.experts.finish(gates, *begun)
         y = (y if self.down_bias is None else y + self._biases(chosen, gates).to(y.dtype)).view_as(rows)

@@ -17,6 +17,8 @@ DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = pytest.mark.usefixtures("kernels_run")
 plain_dispatch, plain_combine = (SLOTS[f"Experts.{name}"].default for name in ("dispatch", "combine"))
 E = 5
+GATES = torch.empty(0)
+"""`dispatch` reads no gates."""
 
 LOADS = ["drawn", "dropped", "all to one", "all dropped", "one token"]
 
@@ -39,13 +41,15 @@ def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
+@pytest.mark.parametrize("bounded", [False, True], ids=["a row for each choice", "a row for each kept choice"])
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("load", LOADS)
-def test_choices_have_the_places_of_a_stable_sort(load: str, k: int) -> None:
+def test_choices_have_the_places_of_a_stable_sort(load: str, k: int, bounded: bool) -> None:
     chosen = choices(load, k)
+    bound = (int((chosen < E).sum()),) if bounded else ()
     x = drawn(len(chosen), 8, seed=1)
-    rows, counts, route = dispatch(x, chosen, E)
-    right_rows, right_counts, right_route = plain_dispatch(x, chosen, E)
+    rows, counts, route = dispatch(x, chosen, GATES, E, *bound)
+    right_rows, right_counts, right_route = plain_dispatch(x, chosen, GATES, E, *bound)
     assert torch.equal(counts, right_counts)
     assert counts.dtype == right_counts.dtype
     for own, right in zip(route, right_route, strict=True):
@@ -61,12 +65,13 @@ def test_choices_have_the_places_of_a_stable_sort(load: str, k: int) -> None:
 def test_rows_come_back_weighed_with_all_gradients(load: str, width: int, dtype: torch.dtype) -> None:
     k = 3
     chosen = choices(load, k, tokens=23)
-    x, weight = (drawn(rows, width, seed=rows, dtype=dtype) for rows in (23, 23 * k))
+    bound = (max(1, int((chosen < E).sum())),) if load == "dropped" else ()
+    x, weight = (drawn(rows, width, seed=rows, dtype=dtype) for rows in (23, bound[0] if bound else 23 * k))
     gates, grad = drawn(23, k, seed=3).masked_fill(chosen == E, 0), drawn(23, width, seed=4, dtype=dtype)
 
     def outcome(send: Any, fetch: Any, wide: torch.dtype) -> dict[str, Tensor]:
         leaves = [x.to(wide).requires_grad_(), gates.to(torch.promote_types(wide, torch.float32)).requires_grad_()]
-        rows, counts, route = send(leaves[0], chosen, E)
+        rows, counts, route = send(leaves[0], chosen, leaves[1], E, *bound)
         inside = torch.arange(len(rows), device=DEVICE)[:, None] < counts.sum()
         y = fetch(torch.where(inside, rows * weight.to(wide), torch.nan), leaves[1], route)
         gradients = torch.autograd.grad(y, leaves, grad.to(wide))
@@ -83,7 +88,7 @@ def test_a_combination_of_plain_torch_understands_the_route_and_the_other_way_ro
     gates = gates.masked_fill(chosen == E, 0)
     every = []
     for send, fetch in ((dispatch, plain_combine), (plain_dispatch, combine), (plain_dispatch, plain_combine)):
-        rows, _, route = send(x, chosen, E)
+        rows, _, route = send(x, chosen, gates, E)
         every.append(fetch(rows, gates, route))
     torch.testing.assert_close(every[0], every[2])
     torch.testing.assert_close(every[1], every[2])
@@ -94,7 +99,7 @@ def test_compiled_rows_are_those_of_eager_torch() -> None:
     chosen, gates = choices("dropped", 2, tokens=9), drawn(9, 2, seed=2)
 
     def moved(x: Tensor) -> Tensor:
-        rows, _, route = dispatch(x, chosen, E)
+        rows, _, route = dispatch(x, chosen, gates, E)
         return combine(rows * 2, gates, route)
 
     found = []

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from deep_ep_stand_in import ElasticBuffer, by_stand_in, install
 from layout_runs import assert_refused, difference_of, under
 from mailboxes import by_messages
 from mplug_ep import wraps
 from mplug_ep.bounds import Bounds
+from mplug_ep.deepep import open_buffer
 from torch import Tensor
 
 from mplug import StepResult, UsageError
@@ -60,6 +62,7 @@ class TestExpertParallel(ParallelSuite):
         "all-gather": GATHERED,
         "bounded": BOUNDED,
         "repeated": {**BOUNDED, "parallel.ep.room": 0.3},
+        "once-per-rank": {"parallel.ep.dispatch": "once_per_rank", "model.num_experts_per_token": 3},
         "everything": EVERYTHING,
         "overlapped": {**EVERYTHING, "parallel.ep.overlap": True},
         "one-expert-a-rank": {"model.num_experts": 2, "model.num_experts_per_token": 1},
@@ -121,6 +124,37 @@ def test_rows_that_ranks_write_into_each_others_memory_give_the_run_of_one_proce
     settings = {**EXPERTS, "parallel.layout": "ep2", "parallel.ep.dispatch": "symmetric", "parallel.ep.room": room}
     found = run_workers(2, train_steps, settings, rows_by_messages)
     assert difference(found, run_workers(1, train_steps, EXPERTS)[0]) == ""
+
+
+def test_tokens_that_travel_by_deepep_give_the_run_of_one_process() -> None:
+    experts = {**EXPERTS, "model.num_experts_per_token": 3, "model.num_shared_experts": 1}
+    settings = {**experts, "parallel.layout": "ep2", "parallel.ep.dispatch": "deepep"}
+    found = run_workers(2, train_steps, settings, by_stand_in)
+    assert difference(found, run_workers(1, train_steps, experts)[0]) == ""
+
+
+class WithoutElastic:
+    """An older DeepEP."""
+
+
+@pytest.mark.parametrize(
+    ("library", "device", "precision", "words"),
+    [
+        (None, "cuda", "bf16", "needs the library DeepEP, and Python's package 'deep_ep' is not installed; install it"),
+        (WithoutElastic, "cuda", "bf16", "needs version 2 of DeepEP, and the installed 'deep_ep' has no ElasticBuffer"),
+        (ElasticBuffer, "cpu", "bf16", "needs GPUs, and this run is on the CPU; use parallel.ep.dispatch=once_per_ra"),
+        (ElasticBuffer, "cuda", "fp32", "sends tokens in bf16, and trainer.precision=fp32 computes in float32; use "),
+    ],
+)
+def test_a_run_that_cannot_use_deepep_is_refused_with_the_reason(
+    library: type | None, device: str, precision: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if library is not None:
+        install(library, monkeypatch)
+    run = tiny_run({**EXPERTS, "trainer.precision": precision})
+    monkeypatch.setattr(run, "device", device)
+    with pytest.raises(UsageError, match=rf"parallel\.ep\.dispatch=deepep {words}"):
+        open_buffer(run, None)
 
 
 # Planted mistakes.

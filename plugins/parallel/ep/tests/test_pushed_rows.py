@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mplug_ep.places import NOWHERE, Places, places_of
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from mplug import UsageError
 
@@ -61,6 +62,24 @@ def test_every_row_has_the_place_of_its_bin_and_knows_its_way_back(load: tuple[l
     assert [int(way.lost) + int((way.rank != NOWHERE).sum()) for way in ways] == [sum(row) for row in counts]
 
 
+COUNTS = [[2, 0, 1, 3], [0, 4, 0, 1]]
+
+
+def test_no_view_is_searched_because_torch_2_11_compiles_that_wrongly() -> None:
+    graph = make_fx(lambda counts: places_of(counts, 1, 8, 6))(torch.tensor(COUNTS)).graph
+    searched = [node.args[0].target for node in graph.nodes if node.target is torch.ops.aten.searchsorted.Tensor]
+    assert searched == [torch.ops.aten.cumsum.default] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own", [0, 1])
+def test_on_a_gpu_compiled_places_are_those_of_eager_torch(own: int) -> None:
+    counts = torch.tensor(COUNTS, device="cuda")
+    found, right = (call(counts, own, 8, 6) for call in (torch.compile(places_of, fullgraph=True), places_of))
+    for one, other in zip(found, right, strict=True):
+        assert torch.equal(one, other)
+
+
 # The kernel, among the memories of one device.
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -85,7 +104,7 @@ def pushed(parts: list[Tensor], ways: list[Places], num_places: int, back: bool)
 @pytest.mark.parametrize(("width", "dtype"), [(3, torch.float32), (33, torch.bfloat16), (64, torch.bfloat16)])
 @pytest.mark.parametrize("num_places", [4, 40])
 def test_the_kernel_writes_rows_to_their_places_and_back(width: int, dtype: torch.dtype, num_places: int) -> None:
-    counts = torch.tensor([[2, 0, 1, 3], [0, 4, 0, 1]], device=DEVICE)
+    counts = torch.tensor(COUNTS, device=DEVICE)
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(8, width, generator=generator).to(DEVICE, dtype) for _ in range(2)]
     ways = [places_of(counts, rank, 8, num_places) for rank in range(2)]
@@ -98,6 +117,8 @@ def test_the_kernel_writes_rows_to_their_places_and_back(width: int, dtype: torc
         sent = ways[sender].rank != NOWHERE
         assert torch.equal(own[sent], parts[sender][sent])
         assert (own[~sent] == 7).all()
+        taken = mplug_ep.mailbox.take(own, ways[sender].rank)
+        assert torch.equal(taken, parts[sender].where(sent[:, None], 0))
 
 
 # What is refused.

@@ -11,6 +11,7 @@ import mplug_ep.wraps
 import pytest
 import torch
 import torch.distributed as dist
+from deep_ep_stand_in import by_stand_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mailboxes import by_messages
@@ -50,7 +51,10 @@ MESHES = {
 """Layouts of four ranks."""
 
 
-HOW = ("all_to_all", "bounded", "symmetric", "all_gather", "all_to_all overlapped", "bounded overlapped")
+HOW = (
+    *("all_to_all", "bounded", "symmetric", "once_per_rank", "deepep", "all_gather"),
+    *("all_to_all overlapped", "bounded overlapped"),
+)
 """Values of `parallel.ep.dispatch`, some with `parallel.ep.overlap`."""
 
 
@@ -72,6 +76,7 @@ def experts_of(run: Run, how: str, num_experts: int) -> tuple[Experts, list[Tens
     mesh, rank, model = run.mesh, run.rank, SimpleNamespace(placements={})
     bounds, (dispatch, _, overlap) = None, how.partition(" ")
     mplug_ep.wraps.open_mailbox = by_messages
+    by_stand_in()
     if dispatch in ("bounded", "symmetric"):
         bounds = Bounds(SimpleNamespace(module=SimpleNamespace(training=True)), room=4.0)  # type: ignore[arg-type]
         bounds.check(run)
@@ -151,6 +156,8 @@ def case(draw: st.DrawFn) -> Case:
 
 EMPTY = Case(8, tuple(((5, 8), (8, 5), (5, 5), (8, 8)) for _ in range(4)))
 """All rows to one expert of one rank, some choices dropped."""
+SEVERAL = Case(8, tuple(((5, 4, 1), (0, 7, 6), (2, 8, 3), (8, 8, 8)) for _ in range(4)))
+"""Tokens with several experts on a rank, and on none."""
 NOTHING = Case(4, tuple(((4, 4), (4, 4)) for _ in range(4)))
 """Every choice dropped."""
 
@@ -176,13 +183,14 @@ def test_a_token_gets_what_its_experts_make_of_it_weighted_by_its_gates(cases: l
 
 
 def test_rows_reach_their_experts_among_the_ranks_of_their_group_and_come_back_in_every_way() -> None:
-    ways = ("bounded", "symmetric", "all_to_all overlapped", "bounded overlapped")
-    require_routed([("ep4", "symmetric"), *(("ep2 over copies", how) for how in ways)], [EMPTY, NOTHING])
+    ways = ("bounded", "symmetric", "once_per_rank", "deepep", "all_to_all overlapped", "bounded overlapped")
+    layouts = [("ep4", "symmetric"), ("ep2etp2", "once_per_rank"), *(("ep2 over copies", how) for how in ways)]
+    require_routed(layouts, [EMPTY, NOTHING, SEVERAL])
 
 
 def test_ranks_may_have_different_numbers_of_tokens() -> None:
     tokens = (((0, 1), (2, 3)), ((3, 3),) * 6, ((1, 2),), ((4, 4),))
-    require_routed([("ep4", "all_to_all")], [Case(4, tokens)])
+    require_routed([("ep4", "all_to_all"), ("ep4", "once_per_rank")], [Case(4, tokens)])
 
 
 # Overlap with the shared experts.

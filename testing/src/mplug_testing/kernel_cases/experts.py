@@ -30,11 +30,14 @@ def _routes() -> Iterator[Case]:
     yield _route("experts that nobody chooses", 16, 9, 2, below=3)
     yield _route("one expert that gets all", 16, 4, 1, below=1)
     yield _route("choices that were dropped", 16, 4, 2, dropped=9)
+    yield _route("rows for the kept choices alone", 16, 4, 2, dropped=9, bounded=True)
     yield _route("one token", 1, 4, 2)
 
 
-def _route(name: str, n: int, e: int, k: int, below: int | None = None, dropped: int = 0) -> Case:
-    drawn = Drawn(n + e + k)
+def _route(
+    name: str, n: int, e: int, k: int, below: int | None = None, dropped: int = 0, bounded: bool = False
+) -> Case:
+    drawn, bound = Drawn(n + e + k), (n * k - dropped,) if bounded else ()
     chosen, gates = drawn.normal(n, below or e).argsort(dim=1)[:, :k].contiguous(), drawn.normal(n, k)
     chosen.flatten()[:dropped] = e
     gates.flatten()[:dropped] = 0.0
@@ -42,7 +45,7 @@ def _route(name: str, n: int, e: int, k: int, below: int | None = None, dropped:
 
     def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
         def call() -> dict[str, Tensor]:
-            rows, counts, route = suppliers["Experts.dispatch"](x["x"], x["chosen"], e)
+            rows, counts, route = suppliers["Experts.dispatch"](x["x"], x["chosen"], x["gates"], e, *bound)
             rows, route = suppliers["Experts.arrive"](rows, route)
             return {"tokens put together": suppliers["Experts.combine"](rows, x["gates"], route), "counts": counts}
 

@@ -17,7 +17,7 @@ LONGEST = 30
 GAPS, OTHER, COLLECTIVES = "gaps", "other", "collectives"
 CLASSES = {
     COLLECTIVES: r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|\b(send|recv)\b|"
-    r"send_rows|rows_back|memcpy ptop",
+    r"send_rows|rows_back|push_rows|memcpy ptop",
     "scan": r"causal_conv1d|^(chunk_(fwd|bwd|gated|gla|kda|local|global)|fused_recurrent|recompute_w_u|prepare_wy|"
     r"solve_tril|merge_16x16|compute_dh0|gdn_gate|kda_gate)",
     "loss": r"cross_?entropy|log_?softmax|softmax_online|nll_?loss|logsumexp",
@@ -27,7 +27,7 @@ CLASSES = {
     "sort and gather": r"sort|topk|searchsorted|devicescan|scan_innermost|index_?select|index_elementwise|"
     r"gather_kernel|scatter_gather|repeat_interleave|compute_cuda_kernel|\bmeet\b|"
     r"aten::(gather|scatter|scatter_add|cumsum|index)_?\b",
-    "copies and fills": r"copy|memcpy|memset|fill|catarray|\bcat\b|zero_|clone|contiguous",
+    "copies and fills": r"copy|take_rows|memcpy|memset|fill|catarray|\bcat\b|zero_|clone|contiguous",
     "norm and activation": r"norm|gammabeta|gelu|silu|sigmoid|tanh|erf|rotat|elementwise|vectorized|reduce_kernel|"
     r"\b(add|mul|sub|div|sum|mean|cos|sin|pow)_?\b",
 }

@@ -1,6 +1,6 @@
 """The suppliers of `Experts.dispatch` and `Experts.combine`: one kernel for each movement of rows, in each direction.
 
-N tokens, k choices of a token, M = N k rows, D width, E experts. The route is that of the defaults, so each of the two
+N tokens, k choices of a token, M rows, D width, E experts. The route is that of the defaults, so each of the two
 also works with the default of the other. All shapes are known from those of the inputs: the CPU waits for nothing.
 """
 
@@ -12,15 +12,23 @@ from mplug_nn import fake, operator
 Route = tuple[Tensor, ...]
 
 
-def dispatch(x: Tensor, chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Route]:
+def dispatch(
+    x: Tensor,
+    chosen: Tensor,
+    gates: Tensor,
+    num_experts: int,
+    num_rows: int | None = None,
+) -> tuple[Tensor, Tensor, Route]:
     """x [N, D], chosen [N, k] int64 (`num_experts`: dropped) -> (rows [M, D], counts [E] int64, route).
 
-    Rows of the same expert have the order of the choices. The rows of dropped choices are not written.
+    Rows of the same expert have the order of the choices. The rows of dropped choices are not written. M is N k, or
+    `num_rows`, if the caller knows that no more choices are kept.
     """
     order, back, ends = place_rows(chosen, num_experts)
     counts = ends.diff(prepend=ends.new_zeros(1))[:-1]
+    order = order if num_rows is None else order.narrow(0, 0, num_rows)
     route = (order, back.view_as(chosen), ends[-2])
-    rows: Tensor = _Dispatch.apply(x, *route[1:])  # type: ignore[no-untyped-call]
+    rows: Tensor = _Dispatch.apply(x, *route[1:], order.shape[0])  # type: ignore[no-untyped-call]
     return rows, counts, route
 
 
@@ -34,13 +42,13 @@ class _Dispatch(torch.autograd.Function):
     """rows[back[n, j]] = x[n]; backward: grad_x[n] = sum_j grad_rows[back[n, j]], without the dropped choices."""
 
     @staticmethod
-    def forward(ctx, x, back, total):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, back, total, num_rows):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(back, total)
-        return spread_rows(x, back, total)
+        return spread_rows(x, back, total, num_rows)
 
     @staticmethod
     def backward(ctx, grad_rows):  # type: ignore[no-untyped-def]
-        return gather_rows(grad_rows, *ctx.saved_tensors, None), None, None
+        return gather_rows(grad_rows, *ctx.saved_tensors, None), None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -78,18 +86,18 @@ def _(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @operator("mplug_triton::spread_rows")
-def spread_rows(x: Tensor, back: Tensor, total: Tensor) -> Tensor:
-    """x [N, D], back [N, k], total [] -> rows [M, D]: each token's row at all of its places below total."""
+def spread_rows(x: Tensor, back: Tensor, total: Tensor, num_rows: int) -> Tensor:
+    """x [N, D], back [N, k], total [] -> rows [num_rows, D]: each token's row at all of its places below total."""
     from mplug_triton.rows_launch import spread
 
-    rows = x.new_empty(back.numel(), x.shape[-1])
+    rows = x.new_empty(num_rows, x.shape[-1])
     spread(x.contiguous(), back, total, rows, None, None, None)
     return rows
 
 
 @fake("mplug_triton::spread_rows")
-def _(x: Tensor, back: Tensor, total: Tensor) -> Tensor:
-    return x.new_empty(back.numel(), x.shape[-1])
+def _(x: Tensor, back: Tensor, total: Tensor, num_rows: int) -> Tensor:
+    return x.new_empty(num_rows, x.shape[-1])
 
 
 @operator("mplug_triton::gather_rows")

@@ -32,12 +32,16 @@ class ExpertParallel:
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
-        dispatch: Annotated[Literal["all_to_all", "bounded", "symmetric", "all_gather"], MAY_CHANGE] = Field(
+        dispatch: Annotated[
+            Literal["all_to_all", "bounded", "symmetric", "once_per_rank", "deepep", "all_gather"], MAY_CHANGE
+        ] = Field(
             "all_to_all",
-            description="all_to_all: send each token to the ranks of its experts; the CPU waits for the number of "
+            description="all_to_all: send a token once for each of its experts; the CPU waits for the number of "
             "tokens; bounded: in buffers of a fixed size, and steps for which these are too small are computed again "
             "by all_to_all; symmetric: the same by kernels that write rows into other GPUs of the machine; "
-            "all_gather: send all tokens to all ranks; shapes are fixed, and the CPU does not wait",
+            "once_per_rank: send a token once to each rank that has any of its experts, which returns the sum of their "
+            "results; deepep: the same by the library DeepEP; all_gather: send all tokens to all ranks; shapes are "
+            "fixed, and the CPU does not wait",
         )
         room: Annotated[PositiveFloat, MAY_CHANGE] = Field(
             1.5,
@@ -50,7 +54,7 @@ class ExpertParallel:
 
         @model_validator(mode="after")
         def _can_overlap(self) -> Self:
-            if self.overlap and self.dispatch in ("all_gather", "symmetric"):
+            if self.overlap and self.dispatch not in ("all_to_all", "bounded"):
                 raise ValueError(
                     f"overlap is for dispatch=all_to_all and bounded, and dispatch is {self.dispatch}; choose one"
                 )

@@ -34,17 +34,37 @@ class Mailbox:
         memory.barrier()
         return memory.tensor(self._group.rank(), shape, rows.dtype, 0)
 
+    def take(self, arrived: Tensor, written: Tensor) -> Tensor:
+        """A copy of what `exchange` has returned, with 0 in the rows that no rank has written (see the function)."""
+        return take(arrived, written)
+
 
 def push(rows: Tensor, rank: Tensor, place: Tensor, addresses: Tensor) -> None:
-    """Launch the kernel."""
+    """Launch the kernel that writes rows to their places."""
     from mplug_ep.pushed_kernel import triton_push_rows
 
     if len(rows):
-        width = rows.shape[1]
-        padded = 1 << (width - 1).bit_length()
-        num_warps = max(1, min(16, padded * rows.element_size() // BYTES_OF_WARP))
         with torch.cuda.device_of(rows):
-            triton_push_rows[(len(rows),)](rows, rank, place, addresses, D=width, WIDTH=padded, num_warps=num_warps)
+            triton_push_rows[(len(rows),)](rows, rank, place, addresses, **_sizes(rows))
+
+
+def take(arrived: Tensor, written: Tensor) -> Tensor:
+    """A copy of arrived [N, D], with 0 in the rows that no rank has written: written [N] int32 is negative."""
+    from mplug_ep.pushed_kernel import triton_take_rows
+
+    rows = torch.empty_like(arrived)
+    if len(rows):
+        with torch.cuda.device_of(rows):
+            triton_take_rows[(len(rows),)](arrived, written, rows, **_sizes(rows))
+    return rows
+
+
+def _sizes(rows: Tensor) -> dict[str, int]:
+    """The compile-time constants of a kernel, and its number of warps."""
+    width = rows.shape[1]
+    padded = 1 << (width - 1).bit_length()
+    num_warps = max(1, min(16, padded * rows.element_size() // BYTES_OF_WARP))
+    return {"D": width, "WIDTH": padded, "num_warps": num_warps}
 
 
 MAILBOXES: dict[str, Mailbox] = {}

@@ -47,7 +47,9 @@ def places_of(counts: Tensor, own: int, num_rows: int, num_places: int) -> Place
     firsts = ends - counts  # [R, E]: the number of the first row of a bin among those of its sender
     starts = _starts(counts, size)  # [R, E]: the place of the first row of a sender in a bin
     number = torch.arange(num_rows, device=counts.device)
-    bin_of = torch.searchsorted(ends[own].contiguous(), number, right=True)  # [N]; E for rows of no bin
+    # Not `ends[own]`: compiled by torch 2.11, `searchsorted` reads a view from the beginning of its memory, and so the
+    # row of rank 0 (pytorch issue 182343).
+    bin_of = torch.searchsorted(counts[own].cumsum(0), number, right=True)  # [N]; E for rows of no bin
     held = bin_of.clamp(max=bins - 1)
     place = starts[own][held] + number - firsts[own][held]
     is_sent = (bin_of < bins) & (place < num_places)

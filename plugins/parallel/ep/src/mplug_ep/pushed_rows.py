@@ -17,7 +17,7 @@ from torch import Tensor
 
 import mplug_ops as ops
 from mplug_ep.mailbox import MAILBOXES
-from mplug_ep.places import NOWHERE, Places
+from mplug_ep.places import Places
 from mplug_nn import fake, operator
 
 
@@ -71,8 +71,9 @@ def push_rows(rows: Tensor, rank: Tensor, place: Tensor, written: Tensor | None,
 
     `written` [num_places]: not NOWHERE where a rank has written; other rows are 0. None: other rows are arbitrary.
     """
-    arrived = MAILBOXES[group].exchange(rows.contiguous(), rank, place, num_places)
-    return arrived.clone() if written is None else torch.where((written != NOWHERE)[:, None], arrived, 0)
+    mailbox = MAILBOXES[group]
+    arrived = mailbox.exchange(rows.contiguous(), rank, place, num_places)
+    return arrived.clone() if written is None else mailbox.take(arrived, written)
 
 
 @fake("mplug_ep::push_rows")

@@ -9,6 +9,9 @@ etp                before: gather tokens, [N, D] -> [T N, D]     after: scatter 
                                                                  [T N, D] -> [N, D]
 ep, all_gather     before: gather tokens, [N, D] -> [R N, D],    after: scatter, [R N, D] -> [N, D]
                    and drop choices of other ranks' experts
+ep, once_per_rank  before: send each token once to every rank    after: return a rank's sum for a token and add up,
+                   that has one of its experts, [N, D] -> [M, D] [M, D] -> [N, D]
+ep, deepep         the same by DeepEP                            the same
 ep, all_to_all     after: send rows to their experts' ranks,     before: give rows back to the ranks they came from,
                    [N k, D] -> [M, D]                            [M, D] -> [N k, D]
 ep, overlap        after: let the rows depart                    the same
@@ -20,8 +23,9 @@ ep, symmetric      the same by kernels that write each row       the same
                    into the memory of its GPU
 
 The two operations of a line are each other's dual (split/join, gather/scatter, send/give_back), so autograd derives
-the backward pass. The supplier inside sorts the tokens of one rank by expert once. Experts are numbered in rank order,
-so this also sorts them by (rank, expert).
+the backward pass. Where tokens travel, their gates do too, and the route has those that arrived. The supplier inside
+sorts the tokens of one rank by expert once. Experts are numbered in rank order, so this also sorts them by (rank,
+expert).
 """
 
 from collections.abc import Callable, Sequence
@@ -34,8 +38,11 @@ from torch import Tensor
 import mplug_ops as ops
 from mplug import Model, Run, Site, Wrap
 from mplug_ep.bounds import Bounds
+from mplug_ep.by_token import Arrive, Combine, Dispatch, Dispatched, Gathered, Route, TokenWay, Wraps, by_token
+from mplug_ep.deepep import DeepEP, open_buffer
 from mplug_ep.fit import copying_axes
 from mplug_ep.mailbox import open_mailbox
+from mplug_ep.once_per_rank import OncePerRank
 from mplug_ep.places import Places, meet
 from mplug_ep.pushed_rows import give_back_pushed, send_pushed
 
@@ -45,13 +52,14 @@ COPIES, ETP, EP = 120, 100, 50
 SYMMETRIC = "symmetric"
 """The value of `parallel.ep.dispatch` for rows that kernels write into the memory of other GPUs."""
 
+DEEPEP = "deepep"
+"""The value of `parallel.ep.dispatch` for the library DeepEP."""
+
+TOKEN_WAYS = ("all_gather", "once_per_rank", DEEPEP)
+"""The values of `parallel.ep.dispatch` with which tokens travel, not rows."""
+
 USE = "experts"
 """Use separate process groups: backward waits for tokens, which must not queue behind the gradient sums."""
-
-Dispatched = tuple[Tensor, Tensor, tuple[Tensor, ...]]
-Dispatch = Callable[[Tensor, Tensor, int], Dispatched]
-Arrive = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, tuple[Tensor, ...]]]
-Combine = Callable[[Tensor, Tensor, tuple[Tensor, ...]], Tensor]
 
 
 def wraps_of_ep(run: Run, model: Model, how: str, bounds: Bounds | None = None, overlap: bool = False) -> list[Wrap]:
@@ -62,9 +70,9 @@ def wraps_of_ep(run: Run, model: Model, how: str, bounds: Bounds | None = None, 
     if how == SYMMETRIC:
         open_mailbox(run, group)
     divided = _divided(model, "ep")
-    if how == "all_gather":
-        size, index = run.mesh.axes["ep"].size, run.mesh.index(run.rank, "ep")
-        own = _gathering(group, size, index)
+    if how in TOKEN_WAYS:
+        way = _token_way(run, group, how)
+        own = by_token(way, run.mesh.axes["ep"].size, run.mesh.index(run.rank, "ep"))
     elif overlap:
         own = _departing(group, bounds)
     else:
@@ -79,11 +87,14 @@ def wraps_of_etp(run: Run, model: Model) -> list[Wrap]:
     if run.mesh.axes["etp"].size == 1:
         return []
     divided = _divided(model, "etp")
-    return [*_around(_gathering(run.group("etp", use=USE)), ETP, divided), *_own_part(run, divided)]
+    return [*_around(by_token(Gathered(run.group("etp", use=USE))), ETP, divided), *_own_part(run, divided)]
 
 
-Wraps = dict[str, Callable[..., Any]]
-"""Functions that wrap the content of a slot of `Experts`, by the attribute of the slot."""
+def _token_way(run: Run, group: ops.Group, how: str) -> TokenWay:
+    if how == DEEPEP:
+        open_buffer(run, group)
+        return DeepEP(group)
+    return Gathered(group) if how == "all_gather" else OncePerRank(group)
 
 
 def _around(wraps: Wraps, layer: int, divided: Callable[[Site, Run], bool]) -> list[Wrap]:
@@ -111,54 +122,30 @@ def _own_part(run: Run, divided: Callable[[Site, Run], bool]) -> list[Wrap]:
     group = run.group(*axes, use=USE)
 
     def around_dispatch(inner: Dispatch) -> Dispatch:
-        def dispatch(x: Tensor, chosen: Tensor, num_experts: int) -> Dispatched:
-            return inner(ops.split(x, group, 0), ops.own_part(chosen, group, 0), num_experts)
-
-        return dispatch
-
-    def around_combine(inner: Combine) -> Combine:
-        def combine(rows: Tensor, gates: Tensor, route: tuple[Tensor, ...]) -> Tensor:
-            return ops.join(inner(rows, ops.split(gates, group, 0), route), group, 0)
-
-        return combine
-
-    return _around({"dispatch": around_dispatch, "combine": around_combine}, COPIES, divided)
-
-
-def _gathering(group: ops.Group, size: int = 1, index: int = 0) -> Wraps:
-    """Wraps that gather all tokens on all R ranks; this rank, `index` of `size`, computes its part of the experts.
-
-    Dispatch: `ops.gather` [N, D] -> [R N, D]; combine: `ops.scatter` [R N, D] -> [N, D], its dual. With `size` 1 no
-    choice is dropped (expert tensor parallelism).
-    """
-
-    def around_dispatch(inner: Dispatch) -> Dispatch:
-        def dispatch(x: Tensor, chosen: Tensor, num_experts: int) -> Dispatched:
-            each = num_experts // size
-            chosen = ops.all_gather(chosen, group, 0) - index * each
-            held = (chosen >= 0) & (chosen < each)
-            rows, counts, route = inner(ops.gather(x, group, 0), chosen.where(held, each), each)
-            return rows, counts, (*route, held)
+        def dispatch(
+            x: Tensor, chosen: Tensor, gates: Tensor, num_experts: int, num_rows: int | None = None
+        ) -> Dispatched:
+            gates = ops.split(gates, group, 0)
+            rows, counts, route = inner(ops.split(x, group, 0), ops.own_part(chosen, group, 0), gates, num_experts)
+            return rows, counts, (*route, gates)
 
         return dispatch
 
     def around_arrive(inner: Arrive) -> Arrive:
-        def arrive(rows: Tensor, route: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-            *route_inside, held = route
-            rows, arrived = inner(rows, tuple(route_inside))
-            return rows, (*arrived, held)
+        def arrive(rows: Tensor, route: Route) -> tuple[Tensor, Route]:
+            rows, arrived = inner(rows, route[:-1])
+            return rows, (*arrived, route[-1])
 
         return arrive
 
     def around_combine(inner: Combine) -> Combine:
-        def combine(rows: Tensor, gates: Tensor, route: tuple[Tensor, ...]) -> Tensor:
-            *route_inside, held = route
-            gates = ops.gather(gates, group, 0).where(held, 0)
-            return ops.scatter(inner(rows, gates, tuple(route_inside)), group, 0)
+        def combine(rows: Tensor, gates: Tensor, route: Route) -> Tensor:
+            return ops.join(inner(rows, route[-1], route[:-1]), group, 0)
 
         return combine
 
-    return {"dispatch": around_dispatch, "arrive": around_arrive, "combine": around_combine}
+    wraps: Wraps = {"dispatch": around_dispatch, "arrive": around_arrive, "combine": around_combine}
+    return _around(wraps, COPIES, divided)
 
 
 @dataclass(frozen=True)
@@ -226,15 +213,21 @@ def _travelling(group: ops.Group, bounds: Bounds | None, how: str = "") -> Wraps
         return bounded if bounds is not None and bounded is not None and bounds.apply else exact
 
     def around_dispatch(inner: Dispatch) -> Dispatch:
-        def dispatch(x: Tensor, chosen: Tensor, num_experts: int) -> Dispatched:
-            rows, counts, route = inner(x, chosen, num_experts)
+        def dispatch(
+            x: Tensor,
+            chosen: Tensor,
+            gates: Tensor,
+            num_experts: int,
+            num_rows: int | None = None,
+        ) -> Dispatched:
+            rows, counts, route = inner(x, chosen, gates, num_experts)
             meeting = way().meet(rows, counts)
             return way().send(rows, meeting), meeting.counts, (*route, *meeting)
 
         return dispatch
 
     def around_combine(inner: Combine) -> Combine:
-        def combine(rows: Tensor, gates: Tensor, route: tuple[Tensor, ...]) -> Tensor:
+        def combine(rows: Tensor, gates: Tensor, route: Route) -> Tensor:
             own, meeting = _without(route, way().kind)
             return inner(way().give_back(rows, meeting, gates.numel()), gates, own)
 
@@ -250,8 +243,14 @@ def _departing(group: ops.Group, bounds: Bounds | None) -> Wraps:
     """
 
     def around_dispatch(inner: Dispatch) -> Dispatch:
-        def dispatch(x: Tensor, chosen: Tensor, num_experts: int) -> Dispatched:
-            rows, counts, route = inner(x, chosen, num_experts)
+        def dispatch(
+            x: Tensor,
+            chosen: Tensor,
+            gates: Tensor,
+            num_experts: int,
+            num_rows: int | None = None,
+        ) -> Dispatched:
+            rows, counts, route = inner(x, chosen, gates, num_experts)
             if bounds is not None and bounds.apply:
                 places = _met_bounded(rows, counts, bounds, group)
                 rows = ops.pack_bounded(rows, places)
@@ -264,7 +263,7 @@ def _departing(group: ops.Group, bounds: Bounds | None) -> Wraps:
         return dispatch
 
     def around_arrive(inner: Arrive) -> Arrive:
-        def arrive(rows: Tensor, route: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        def arrive(rows: Tensor, route: Route) -> tuple[Tensor, Route]:
             *own, arriving = route
             if bounds is not None and bounds.apply:
                 _, places = _without(own, ops.BoundedMeeting)
@@ -290,7 +289,7 @@ def _met_bounded(rows: Tensor, counts: Tensor, bounds: Bounds, group: ops.Group)
     return places
 
 
-def _without(route: Sequence[Tensor], kind: type[Any]) -> tuple[tuple[Tensor, ...], Any]:
+def _without(route: Sequence[Tensor], kind: type[Any]) -> tuple[Route, Any]:
     """The route of the supplier inside, and the meeting behind it."""
     at = len(route) - len(kind._fields)
     return tuple(route[:at]), kind(*route[at:])

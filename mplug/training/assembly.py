@@ -33,6 +33,7 @@ from mplug.training.hardware import use_own_stream
 from mplug.training.map_loader import MapLoader
 from mplug.training.recalling import recalling
 from mplug.training.repeating import repeating
+from mplug.training.rerunning import rerunning
 from mplug.training.stepper import DefaultStepper
 from mplug.training.supervised_loader import Source
 
@@ -79,7 +80,8 @@ def build(run: Run) -> Parts:
     optimizer = _optimizer(run, model, pieces)
     default = DefaultStepper(run, model, pieces, optimizer)
     stepper = repeating(run, model, _stepper(run, model, default))
-    stepper = recalling(run, model, pieces, optimizer, stepper)
+    stepper = rerunning(run, model, recalling(run, model, pieces, optimizer, stepper))
+    run.hooks.observe("training_built", run=run, model=model, pieces=pieces, optimizer=optimizer)
     return Parts(model, pieces, optimizer, stepper, train_loader, validation_loader, default.loss_scale)
 
 

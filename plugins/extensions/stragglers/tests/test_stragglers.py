@@ -54,7 +54,7 @@ class Slow:
         self.scores: list[float] = []
 
     @hookimpl
-    def training_built(self, run: Any, model: Any) -> None:
+    def wrap_model(self, run: Any, model: Any) -> None:
         if run.rank == self.rank and self.kind == "compute":
             for unit in model.own_units[1:2]:
                 part = model.module.get_submodule(unit.name)

@@ -1,0 +1,162 @@
+"""The origin of values that are not finite, in real runs under several layouts, and the words for each cause."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+
+import pytest
+import torch
+from mplug_nanwatch.finding import Check, RankReport, sentence
+
+from mplug import hookimpl
+from mplug.errors import Diverged, UsageError
+from mplug.registry.hooks import HOST
+from mplug.run.prepare import prepare
+from mplug.training.loop import train
+from mplug_testing import ExtensionSuite
+from mplug_testing.harness import as_rank, tiny_config
+from mplug_testing.workers import run_workers
+
+HERE = gethostname()
+CLEAN = RankReport(0, "a", True, ((1, 2), (3, 4)), (), (), ())
+
+
+class TestNanWatch(ExtensionSuite):
+    plugin = "nanwatch"
+
+
+def test_the_first_tensor_in_the_flow_of_data_is_named() -> None:
+    checks = (Check(1, 3, "blocks.2", "its output 'hidden'", (0,)), Check(1, 2, "blocks.1", "its output 'hidden'", (1,)))
+    found = sentence([CLEAN, RankReport(1, "b", False, ((5, 6), (7, 8)), (), (), checks)])
+    assert found.startswith("unit 'blocks.1' is the first one with a value that is not finite, in its output 'hidden', ")
+    assert "on rank 1 on b, and only for sample 8 of 8: look at the data" in found
+
+
+def test_a_bad_entry_and_a_bad_weight_are_named_before_their_consequences() -> None:
+    check = (Check(0, 0, "embed", "its output 'hidden'"),)
+    entry = RankReport(1, "b", False, ((5, 6),), ("the entry 'pixels' of sample 6",), (), check)
+    assert sentence([CLEAN, entry]) == "bad data: the entry 'pixels' of sample 6 is not finite"
+    weight = RankReport(1, "b", False, ((5, 6),), (), ("norm.weight",), check)
+    assert sentence([CLEAN, weight]).startswith("the weight 'norm.weight' of rank 1 on b is not finite: other ranks")
+    both = sentence([RankReport(0, "a", False, ((1, 2),), (), ("norm.weight",), check), weight])
+    assert "of rank 0 on a and rank 1 on b is not finite: all ranks hold such weights" in both
+
+
+@pytest.mark.parametrize("setting", ["trainer.nonfinite=skip", "trainer.graphs=True"])
+def test_runs_whose_steps_cannot_be_repeated_are_refused(setting: str) -> None:
+    name, _, value = setting.partition("=")
+    with pytest.raises(UsageError, match=rf"extensions\.nanwatch.*{name}"):
+        prepare(tiny_config({"extensions.nanwatch": {}, name: {"True": True}.get(value, value)}))
+
+
+class Fault:
+    """Makes values of one unit on one rank not finite: once ('transient'), always, for one sample, or in a weight."""
+
+    def __init__(self, kind: str, rank: int, unit: str = "blocks.1") -> None:
+        self.kind, self.rank, self.unit, self.left = kind, rank, unit, 1
+
+    @hookimpl
+    def wrap_model(self, run: Any, model: Any) -> None:
+        self.model = model
+        run_all = model.run
+
+        def with_samples(batch: Mapping[str, Any], *chunk: int) -> Any:
+            self.samples = batch["sample_ids"].tolist()
+            return run_all(batch, *chunk)
+
+        model.run = with_samples
+        for unit in model.own_units:
+            if unit.name == self.unit and self.kind != "weight":
+                part = model.module.get_submodule(unit.name)
+                setattr(part, unit.method, partial(self.broken, run, getattr(part, unit.method)))
+
+    @hookimpl
+    def step_started(self, run: Any) -> None:
+        if self.kind == "weight" and run.step == 2 and run.rank == self.rank:
+            weight = next(iter(self.model.parameters().values()))
+            weight.data.view(-1)[0] = float("nan")
+
+    def broken(self, run: Any, inner: Callable[..., Any], *inputs: Any, **optional: Any) -> Any:
+        outputs = inner(*inputs, **optional)
+        if run.step < 2 or not torch.is_grad_enabled():
+            return outputs
+        hidden = outputs[0] if isinstance(outputs, tuple) else outputs
+        if self.kind == "transient":
+            if run.rank != self.rank or not self.left:
+                return outputs
+            self.left -= 1
+            factor: Any = float("inf")
+        elif self.kind == "backward":
+            return _change(outputs, _InfiniteGradient.apply(hidden))
+        elif self.kind == "sample":
+            bad = torch.tensor([sample == 13 for sample in self.samples])
+            factor = torch.where(bad, float("nan"), 1.0).to(hidden).view(-1, *[1] * (hidden.dim() - 1))
+        else:
+            factor = float("nan")
+        return _change(outputs, hidden * factor)
+
+
+class _InfiniteGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] / 0.0
+
+
+def _change(outputs: Any, first: torch.Tensor) -> Any:
+    return (first, *outputs[1:]) if isinstance(outputs, tuple) else first
+
+
+def broken_run(settings: Mapping[str, Any], fault: Fault, directory: str) -> str:
+    own = {"extensions.nanwatch": {}, "trainer.steps": 4, "checkpoint.every": 0, "trainer.nonfinite": "stop"}
+    run = as_rank(prepare(tiny_config({**own, **settings}), {f"{HOST}fault": fault}, Path(directory)))
+    run.device = "cpu"
+    try:
+        train(run)
+    except Diverged as error:
+        return str(error)
+    return ""
+
+
+LAYOUTS = {
+    "dp4": {},
+    "tp2dp2": {},
+    "pp2dp2": {},
+    "cp2dp2": {},
+    "fsdp4": {},
+    "zero2tp2": {},
+    "ep2dp4": {"model.num_experts": 4, "model.num_experts_per_token": 2},
+}
+CASES = [
+    ("dp4", "transient", "a transient fault of rank 2 on"),
+    ("dp4", "sample", "only for sample 13 of"),
+    ("tp2dp2", "program", "in its output 'hidden', on rank 0 on"),
+    ("pp2dp2", "backward", "unit 'blocks.1' is the first one with a value that is not finite, in the gradient of its input"),
+    ("fsdp4", "transient", "a transient fault of rank 2 on"),
+    ("cp2dp2", "sample", "only for sample 13 of"),
+    ("zero2tp2", "program", "for all"),
+    ("dp4", "weight", "of rank 2 on"),
+]
+
+
+@pytest.mark.parametrize(("layout", "kind", "words"), CASES)
+def test_the_origin_is_named_under_a_layout(layout: str, kind: str, words: str, tmp_path: Path) -> None:
+    settings = {"parallel.layout": layout, **LAYOUTS[layout]}
+    errors = run_workers(4, broken_run, settings, Fault(kind, 2), str(tmp_path))
+    assert len(set(errors)) == 1
+    assert errors[0].startswith("step 2 has a loss of")
+    assert words in errors[0], errors[0]
+    if kind in ("program", "backward", "sample"):
+        assert "unit 'blocks.1' is the first one" in errors[0]
+
+
+@pytest.mark.parametrize("kind", ["transient", "program", "sample", "backward"])
+def test_the_origin_is_named_in_a_compiled_run_with_recomputation(kind: str, tmp_path: Path) -> None:
+    settings = {"trainer.compile": "aot_eager", "memory.recompute.units": "all"}
+    error = broken_run(settings, Fault(kind, 0), str(tmp_path))
+    assert ("a transient fault" if kind == "transient" else "unit 'blocks.1' is the first one") in error

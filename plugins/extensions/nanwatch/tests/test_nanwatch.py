@@ -155,8 +155,10 @@ def test_the_origin_is_named_under_a_layout(layout: str, kind: str, words: str, 
         assert "unit 'blocks.1' is the first one" in errors[0]
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("kind", ["transient", "program", "sample", "backward"])
 def test_the_origin_is_named_in_a_compiled_run_with_recomputation(kind: str, tmp_path: Path) -> None:
-    settings = {"trainer.compile": "aot_eager", "memory.recompute.units": "all"}
+    settings = {"trainer.compile": "aot_eager", "memory.recompute.mode": "full"}
     error = broken_run(settings, Fault(kind, 0), str(tmp_path))
     assert ("a transient fault" if kind == "transient" else "unit 'blocks.1' is the first one") in error

@@ -2,8 +2,8 @@
 
     python benchmarks/faults/injected.py --count 60 [--first 0] [--seconds 1200] [--kinds kill stop]
 
-A case is a function of its number: a kind of fault, a layout, a rank, a step and a seed. The run starts as a user starts
-it (`mplug train`; for cut links four processes on two network namespaces, as under another launcher). The case is
+A case is a function of its number: a kind of fault, a layout, a rank, a step and a seed. The run starts as a user
+starts it (`mplug train`; for cut links four processes on two network namespaces, as under another launcher). The case is
 judged by what the command prints, and then the run resumes without the fault: every step must have the loss of an
 undisturbed run. It prints a row for each case, and a table by kind at the end.
 """
@@ -26,8 +26,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 
-from machines import Machines, unavailable  # noqa: E402
-from warm import Forked  # noqa: E402
+from machines import Machines, unavailable
+from warm import Forked
 
 SECONDS = 30.0
 """Seconds within which a fault must be named."""
@@ -56,7 +56,7 @@ OPTIONS = {
     "extensions.watchdog.multiple": 3,
     "extensions.stragglers.every": 1,
     "extensions.corruption.every": 1,
-    "extensions.nanwatch": "{}",
+    "extensions.nanwatch.gradients": "true",
     "extensions.gc.every": 5,
 }
 
@@ -77,7 +77,9 @@ class Case:
         """The case with a number; kinds take turns."""
         draw = random.Random(number)
         layout = draw.choice(LAYOUTS if kinds[number % len(kinds)] != "slow" else ("dp4", "dp2tp2", "zero4"))
-        return cls(number, kinds[number % len(kinds)], layout, draw.randrange(4), draw.randint(6, 10), draw.randrange(10**6))
+        return cls(
+            number, kinds[number % len(kinds)], layout, draw.randrange(4), draw.randint(6, 10), draw.randrange(10**6)
+        )
 
     @property
     def expected(self) -> str:
@@ -90,7 +92,8 @@ class Case:
             "nan": rf"transient fault of ({rank})",
             "weight": rf"({rank}).* of the weight '",
             "gradient": rf"transient fault of ({rank})",
-            "cut": r"(ranks? 2( on \S+, last seen in step \d+,)? and (rank )?3|rank 0) .*(heartbeats|unreachable|answering)",
+            "cut": r"(ranks? 2( on \S+, last seen in step \d+,)? and (rank )?3|rank 0) .*"
+            r"(heartbeats|unreachable|answering)",
             "disk": r"(No space left on device|disk is full).*|.*(no space|full)",
             "file": r"step_\d+.*(damaged|does not match|is not what|checksum|differs|not valid|invalid)",
         }.get(self.kind, "")
@@ -147,7 +150,9 @@ def errors_of(process: Forked) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def follow(processes: Sequence[Forked], pattern: str, folder: Path, limit: float) -> tuple[str, float | None, list[int]]:
+def follow(
+    processes: Sequence[Forked], pattern: str, folder: Path, limit: float
+) -> tuple[str, float | None, list[int]]:
     """Wait until all have ended: (the first line that matches, when it came after the fault, exit statuses)."""
     deadline, found, at, when = time.monotonic() + limit, "", None, None
     while time.monotonic() < deadline:
@@ -155,7 +160,9 @@ def follow(processes: Sequence[Forked], pattern: str, folder: Path, limit: float
         if when is None and (folder / "struck").exists():
             when = float((folder / "struck").read_text().split()[1])
         if not found:
-            lines = [line for process in processes for line in errors_of(process).splitlines() if line.startswith("mplug: ")]
+            lines = [
+                line for process in processes for line in errors_of(process).splitlines() if line.startswith("mplug: ")
+            ]
             found = next((line for line in lines if pattern and re.search(pattern, line)), "")
             at = time.monotonic() if found else None
             if has_ended and not found and lines:
@@ -182,13 +189,15 @@ def lost(folder: Path, whole: Mapping[int, float]) -> str:
     """What differs from the undisturbed run."""
     found = losses(folder)
     missing = [step for step in whole if step not in found]
-    other = [step for step in whole if step in found and abs((found[step] or 0) - whole[step]) > 1e-5 * abs(whole[step])]
+    other = [
+        step for step in whole if step in found and abs((found[step] or 0) - whole[step]) > 1e-5 * abs(whole[step])
+    ]
     return f"steps {missing} are missing" if missing else f"steps {other} have other losses" if other else ""
 
 
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[None]:
-    """A file system of this size in the place of the run's folder, for the block; its files are copied out at the end."""
+    """A file system of this size in the place of the folder of runs, for the block; its files are kept at the end."""
     runs = folder / "runs"
     runs.mkdir(exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(runs)], check=True, capture_output=True)

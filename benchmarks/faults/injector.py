@@ -38,8 +38,13 @@ class Injector:
         for unit in model.own_units:
             part = model.module.get_submodule(unit.name)
             setattr(part, unit.method, partial(self._unit, getattr(part, unit.method)))
-        for sink in model.sinks.values():
-            sink.listeners.insert(0, self._gradient)
+
+    @hookimpl
+    def run_started(self, run: Any) -> None:
+        """Change gradients before any other listener of the sinks."""
+        if run.rank == self.config.rank and self.config.kind == "gradient":
+            for sink in self.model.sinks.values():
+                sink.listeners.insert(0, self._gradient)
 
     @hookimpl
     def activity_began(self, run: Any) -> None:

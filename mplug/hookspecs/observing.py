@@ -59,15 +59,13 @@ def micro_batch_began(run: "Run", number: int, count: int) -> None:
 def step_figures(run: "Run", record: "Record") -> "Mapping[str, float] | None":
     """Further figures for the record of a step, by name, or None.
 
-    Called on every rank before `step_finished`; `record` is this rank's. The plugin may communicate. metrics.jsonl holds
-    the figures of rank 0. On a GPU, the host calls this while the next step runs.
+    Called on every rank before `step_finished`; `record` is this rank's. The plugin may communicate. metrics.jsonl
+    holds the figures of rank 0. On a GPU, the host calls this while the next step runs.
     """
 
 
 @at_most_one
-def explain_nonfinite(
-    run: "Run", step: int, batches: "list[RankBatch]", rerun: "Callable[[], None]"
-) -> "str | None":
+def explain_nonfinite(run: "Run", step: int, batches: "list[RankBatch]", rerun: "Callable[[], None]") -> "str | None":
     """Explain a step whose loss or gradient norm is not finite, in a sentence that the run's error then contains.
 
     Called on every rank when such a step ends the run (`trainer.nonfinite` is 'stop'), before the error is raised. No

@@ -25,12 +25,19 @@ CLEAN = RankReport(0, "a", True, ((1, 2), (3, 4)), (), (), ())
 
 class TestNanWatch(ExtensionSuite):
     plugin = "nanwatch"
+    settings = {"extensions.nanwatch.gradients": True}
+    without_effect = {"gradients": "it decides which rank an error names, and no run of the suite has this error"}
 
 
 def test_the_first_tensor_in_the_flow_of_data_is_named() -> None:
-    checks = (Check(1, 3, "blocks.2", "its output 'hidden'", (0,)), Check(1, 2, "blocks.1", "its output 'hidden'", (1,)))
+    checks = (
+        Check(1, 3, "blocks.2", "its output 'hidden'", (0,)),
+        Check(1, 2, "blocks.1", "its output 'hidden'", (1,)),
+    )
     found = sentence([CLEAN, RankReport(1, "b", False, ((5, 6), (7, 8)), (), (), checks)])
-    assert found.startswith("unit 'blocks.1' is the first one with a value that is not finite, in its output 'hidden', ")
+    assert found.startswith(
+        "unit 'blocks.1' is the first one with a value that is not finite, in its output 'hidden', "
+    )
     assert "on rank 1 on b, and only for sample 8 of 8: look at the data" in found
 
 
@@ -68,9 +75,20 @@ class Fault:
 
         model.run = with_samples
         for unit in model.own_units:
-            if unit.name == self.unit and self.kind != "weight":
+            if unit.name == self.unit and self.kind not in ("weight", "gradient"):
                 part = model.module.get_submodule(unit.name)
                 setattr(part, unit.method, partial(self.broken, run, getattr(part, unit.method)))
+
+    @hookimpl
+    def run_started(self, run: Any) -> None:
+        """Strike before the sums of the gradients, which another rank reads."""
+        if self.kind == "gradient" and run.rank == self.rank:
+            next(iter(self.model.sinks.values())).listeners.insert(0, partial(self.overflow, run))
+
+    def overflow(self, run: Any, sink: Any) -> None:
+        if run.step == 2 and self.left:
+            self.left -= 1
+            sink.buffer.view(-1)[0] = 1e300  # the tiny run is in fp64: its square overflows
 
     @hookimpl
     def step_started(self, run: Any) -> None:
@@ -100,11 +118,11 @@ class Fault:
 
 class _InfiniteGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+    def backward(_: Any, *gradients: torch.Tensor) -> torch.Tensor:
         return gradients[0] / 0.0
 
 
@@ -113,7 +131,12 @@ def _change(outputs: Any, first: torch.Tensor) -> Any:
 
 
 def broken_run(settings: Mapping[str, Any], fault: Fault, directory: str) -> str:
-    own = {"extensions.nanwatch": {}, "trainer.steps": 4, "checkpoint.every": 0, "trainer.nonfinite": "stop"}
+    own = {
+        "extensions.nanwatch.gradients": True,
+        "trainer.steps": 4,
+        "checkpoint.every": 0,
+        "trainer.nonfinite": "stop",
+    }
     run = as_rank(prepare(tiny_config({**own, **settings}), {f"{HOST}fault": fault}, Path(directory)))
     run.device = "cpu"
     try:
@@ -136,11 +159,16 @@ CASES = [
     ("dp4", "transient", "a transient fault of rank 2 on"),
     ("dp4", "sample", "only for sample 13 of"),
     ("tp2dp2", "program", "in its output 'hidden', on rank 0 on"),
-    ("pp2dp2", "backward", "unit 'blocks.1' is the first one with a value that is not finite, in the gradient of its input"),
+    (
+        "pp2dp2",
+        "backward",
+        "unit 'blocks.1' is the first one with a value that is not finite, in the gradient of its input",
+    ),
     ("fsdp4", "transient", "a transient fault of rank 2 on"),
     ("cp2dp2", "sample", "only for sample 13 of"),
     ("zero2tp2", "program", "for all"),
     ("dp4", "weight", "of rank 2 on"),
+    ("dp4", "gradient", "a transient fault of rank 2 on"),
 ]
 
 

@@ -24,7 +24,9 @@ CONFIG = {
 }
 
 
-def entry(group: str, number: int, name: str = "nccl:all_reduce", state: str = "started", **more: Any) -> dict[str, Any]:
+def entry(
+    group: str, number: int, name: str = "nccl:all_reduce", state: str = "started", **more: Any
+) -> dict[str, Any]:
     return {
         "process_group": (group, CONFIG[group]["desc"]),
         "collective_seq_id": number,

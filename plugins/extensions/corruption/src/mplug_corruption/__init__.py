@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mplug")
 REMEDY = (
-    "the memory or the arithmetic of a machine is faulty: exclude it, and continue from a checkpoint of an earlier step "
-    "(extensions.corruption.action=stop)"
+    "the memory or the arithmetic of a machine is faulty: exclude it, and continue from a checkpoint of an earlier "
+    "step (extensions.corruption.action=stop)"
 )
 
 
@@ -33,9 +33,7 @@ class Corruption:
 
         model_config = ConfigDict(extra="forbid", frozen=True)
 
-        every: PositiveInt = Field(
-            100, description="compare after each step whose number is a multiple of this one"
-        )
+        every: PositiveInt = Field(100, description="compare after each step whose number is a multiple of this one")
         action: Literal["stop", "warn"] = Field(
             "stop",
             description="what a difference does: 'stop' ends the run; 'warn' reports it once and continues",

@@ -123,7 +123,7 @@ class Comparison:
 
 
 def differences(hosts: list[str], found: list[Mapping[str, tuple[int, tuple[int, ...]]]]) -> list[str]:
-    """A sentence for each part whose copies differ. `found` has (checksum, ranks with a copy) by part, for each rank."""
+    """One sentence per part whose copies differ. `found` has (checksum, ranks with a copy) by part, of each rank."""
     sentences = []
     for key, (_, ranks) in {key: one for of_rank in found for key, one in of_rank.items()}.items():
         values = {rank: found[rank][key][0] for rank in ranks}

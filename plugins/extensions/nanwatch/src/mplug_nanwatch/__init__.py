@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from mplug import UsageError, hookimpl
 
@@ -21,9 +21,15 @@ class NanWatch:
     """
 
     class Config(BaseModel):
-        """No options."""
+        """What is kept of each step."""
 
         model_config = ConfigDict(extra="forbid", frozen=True)
+
+        gradients: bool = Field(
+            False,
+            description="keep the sum of each weight gradient of a step before ranks sum them, to name the rank of a "
+            "transient fault in one; reads all gradients once more in each step",
+        )
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -40,8 +46,8 @@ class NanWatch:
             )
         if config.trainer.graphs:
             raise UsageError(
-                "extensions.nanwatch checks the results between units, and trainer.graphs replays a step as a whole; set "
-                "trainer.graphs=false, or extensions.nanwatch=false"
+                "extensions.nanwatch checks the results between units, and trainer.graphs replays a step as a whole; "
+                "set trainer.graphs=false, or extensions.nanwatch=false"
             )
 
     @hookimpl
@@ -49,7 +55,7 @@ class NanWatch:
         """Put checks around the units of this rank."""
         from mplug_nanwatch.checks import Checks
 
-        self.checks = Checks(run, model)
+        self.checks = Checks(run, model, self.config.gradients)
 
     @hookimpl
     def step_started(self, run: "Run") -> None:
@@ -58,9 +64,7 @@ class NanWatch:
             self.checks.begin(run.step)
 
     @hookimpl
-    def explain_nonfinite(
-        self, run: "Run", step: int, batches: "list[RankBatch]", rerun: "Callable[[], None]"
-    ) -> str:
+    def explain_nonfinite(self, run: "Run", step: int, batches: "list[RankBatch]", rerun: "Callable[[], None]") -> str:
         """The origin, in a sentence, the same on all ranks. Collective."""
         from mplug_nanwatch.finding import sentence
 

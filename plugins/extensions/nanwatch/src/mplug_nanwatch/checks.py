@@ -21,11 +21,14 @@ from mplug_nanwatch.finding import Check, RankReport
 KEPT = 2
 """Steps whose sums are kept: on a GPU, the figures of a step are read when the next one has been launched."""
 
+LARGEST = 1e18
+"""Sums above this count as not finite: the square of such a gradient overflows in fp32, and so does the norm."""
+
 
 class Checks:
     """The checks of this rank."""
 
-    def __init__(self, run: Run, model: Model) -> None:
+    def __init__(self, run: Run, model: Model, gradients: bool = False) -> None:
         self._run, self._model = run, model
         self._places = {unit.name: place for place, unit in enumerate(model.plan.units)}
         self._sums: dict[int, list[Tensor]] = {}
@@ -35,6 +38,9 @@ class Checks:
         for unit in model.own_units:
             part = model.module.get_submodule(unit.name)
             setattr(part, unit.method, partial(self._checked, unit, getattr(part, unit.method)))
+        if gradients:
+            for sink in model.sinks.values():
+                sink.listeners.insert(0, self._sum_sink)
 
     def begin(self, step: int) -> None:
         """A step begins."""
@@ -43,7 +49,7 @@ class Checks:
 
     def diagnose(self, step: int, batches: Sequence[RankBatch], rerun: Callable[[], None]) -> RankReport:
         """Run the passes of a step again with all checks, and report what is not finite. Collective."""
-        was_finite = all(bool(one.isfinite()) for one in self._sums.get(step, []))
+        was_finite = all(bool(one.abs() < LARGEST) for one in self._sums.get(step, []))
         entries = tuple(_bad_entries(batch) for batch in batches)
         weights = [name for name, one in self._model.parameters().items() if not bool(one.detach().isfinite().all())]
         self._flags, self._calls = [], defaultdict(int)
@@ -98,6 +104,11 @@ class Checks:
                 if one.requires_grad:
                     one.register_hook(partial(_append, sums))
 
+    def _sum_sink(self, sink: GradientSink) -> None:
+        """Keep the sum of a gradient of a normal step that is final on this rank."""
+        if self._flags is None and (sums := self._sums.get(self._run.step)) is not None:
+            sums.append(_sum_of(sink.buffer))
+
     def _check(self, check: Check, x: Any) -> None:
         if self._flags is None or not isinstance(x, Tensor) or not x.is_floating_point():
             return
@@ -149,6 +160,10 @@ def _bad_entries(batch: RankBatch) -> list[str]:
         if values.is_floating_point() and not bool(values.isfinite().all()):
             ids = batch["sample_ids"].tolist()
             has_rows = values.dim() > 0 and len(values) == len(ids)
-            bad = [one for one, row in zip(ids, values, strict=True) if not bool(row.isfinite().all())] if has_rows else ids
+            bad = (
+                [one for one, row in zip(ids, values, strict=True) if not bool(row.isfinite().all())]
+                if has_rows
+                else ids
+            )
             found.append(f"the entry '{name}' of {'sample' if len(bad) == 1 else 'samples'} {', '.join(map(str, bad))}")
     return found

@@ -89,17 +89,19 @@ def _reproduced(reports: Sequence[RankReport]) -> str:
     here = [one for one in reports if any(_same(check, first) for check in one.checks)]
     bad = sorted({sample for one in here for check in one.checks if _same(check, first) for sample in _ids(one, check)})
     every = {sample for one in reports for batch in one.samples for sample in batch}
-    where = f"unit '{first.unit}' is the first one with a value that is not finite, in {first.tensor}, on {_ranks(here)}"
+    where = (
+        f"unit '{first.unit}' is the first one with a value that is not finite, in {first.tensor}, on {_ranks(here)}"
+    )
     if not of_activations:
         return f"{where}; the activations and their gradients are finite: a wrong gradient of this weight"
     if len(bad) < len(every):
         return (
-            f"{where}, and only for {_samples(bad)} of {len(every)}: look at the data of these samples; a rerun gives the "
-            f"same result, so it is no transient fault"
+            f"{where}, and only for {_samples(bad)} of {len(every)}: look at the data of these samples; a rerun gives "
+            f"the same result, so it is no transient fault"
         )
     return (
-        f"{where}, for all {counted(len(every), 'sample')} of the step: the program or its weights are the cause, not the "
-        f"data; a rerun gives the same result, so it is no transient fault"
+        f"{where}, for all {counted(len(every), 'sample')} of the step: the program or its weights are the cause, not "
+        f"the data; a rerun gives the same result, so it is no transient fault"
     )
 
 

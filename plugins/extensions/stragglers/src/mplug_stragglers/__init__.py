@@ -37,7 +37,8 @@ class Stragglers:
             description="name a rank whose score is below this: the median time of all ranks, divided by its own time",
         )
         window: PositiveInt = Field(
-            3, description="number of last measurements whose smallest time counts, so that a single pause names no rank"
+            3,
+            description="number of last measurements whose smallest time counts, so that a single pause names no rank",
         )
 
     def __init__(self, config: Config) -> None:
@@ -52,8 +53,8 @@ class Stragglers:
         """Refuse steps that are replayed as a whole: no clock runs in them."""
         if config.trainer.graphs:
             raise UsageError(
-                "extensions.stragglers measures the units of a model, and trainer.graphs replays a step as a whole; set "
-                "trainer.graphs=false, or extensions.stragglers=false"
+                "extensions.stragglers measures the units of a model, and trainer.graphs replays a step as a whole; "
+                "set trainer.graphs=false, or extensions.stragglers=false"
             )
 
     @hookimpl

@@ -1,7 +1,7 @@
 """The collectives that ranks have entered, from torch's flight recorder: which rank is missing from which collective.
 
-Torch keeps the last collectives of each process in a ring buffer (TORCH_FR_BUFFER_SIZE entries): group, sequence number,
-operation, sizes and state. When a process makes no progress, its heartbeats contain the last collective of each of its
+Torch keeps the last collectives of each process in a ring buffer (TORCH_FR_BUFFER_SIZE entries): group, sequence
+number, operation, sizes and state. When a process makes no progress, its heartbeats contain the last collective of each of its
 groups, and the error of the watchdog names the ranks that have not entered the collective for which the others wait.
 NCCL's recorder also states whether a collective is complete; that of gloo does not.
 
@@ -68,9 +68,7 @@ def _of_this_process() -> list[Entered]:
     import torch.distributed as dist
 
     world = dist.distributed_c10d._world
-    ranks = {
-        name: tuple(sorted(world.pg_group_ranks.get(group) or ())) for group, name in list(world.pg_names.items())
-    }
+    ranks = {name: tuple(sorted(world.pg_group_ranks.get(group) or ())) for group, name in list(world.pg_names.items())}
     found: list[Entered] = []
     for function in DUMPS:
         dump = getattr(torch._C._distributed_c10d, function, None)
@@ -153,7 +151,9 @@ def _missing(of_group: Mapping[int, Entered], silent: set[int]) -> list[Missing]
     """The ranks of a group that are behind the others, if there are any."""
     last = max(of_group.values(), key=lambda one: one.number)
     waiting = tuple(rank for rank, one in of_group.items() if one.number == last.number and one.is_complete is not True)
-    absent = [rank for rank in last.ranks if rank in silent or (rank in of_group and of_group[rank].number < last.number)]
+    absent = [
+        rank for rank in last.ranks if rank in silent or (rank in of_group and of_group[rank].number < last.number)
+    ]
     return [Missing(last, waiting, tuple(absent))] if waiting and absent else []
 
 

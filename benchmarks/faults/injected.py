@@ -3,8 +3,8 @@
     python benchmarks/faults/injected.py --count 60 [--first 0] [--seconds 1200] [--kinds kill stop]
 
 A case is a function of its number: a kind of fault, a layout, a rank, a step and a seed. The run starts as a user
-starts it (`mplug train`; for cut links four processes on two network namespaces, as under another launcher). The case is
-judged by what the command prints, and then the run resumes without the fault: every step must have the loss of an
+starts it (`mplug train`; for cut links four processes on two network namespaces, as under another launcher). The case
+is judged by what the command prints, and then the run resumes without the fault: every step must have the loss of an
 undisturbed run. It prints a row for each case, and a table by kind at the end.
 """
 

@@ -112,3 +112,10 @@ def test_a_flipped_bit_ends_the_run_with_the_rank_and_the_tensor(
 def test_copies_are_equal_under_a_layout(layout: str, tmp_path: Path) -> None:
     never = BitFlip("weight", 0, 99)
     assert set(run_workers(4, run_with, {"parallel.layout": layout}, never, str(tmp_path))) == {""}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gpu_computes_the_checksum_of_the_cpu(dtype: torch.dtype) -> None:
+    values = torch.randn(1000, 1001).to(dtype)
+    assert int(checksum(values.cuda())) == int(checksum(values))

@@ -130,7 +130,7 @@ def _change(outputs: Any, first: torch.Tensor) -> Any:
     return (first, *outputs[1:]) if isinstance(outputs, tuple) else first
 
 
-def broken_run(settings: Mapping[str, Any], fault: Fault, directory: str) -> str:
+def broken_run(settings: Mapping[str, Any], fault: Fault, directory: str, device: str = "cpu") -> str:
     own = {
         "extensions.nanwatch.gradients": True,
         "trainer.steps": 4,
@@ -138,7 +138,7 @@ def broken_run(settings: Mapping[str, Any], fault: Fault, directory: str) -> str
         "trainer.nonfinite": "stop",
     }
     run = as_rank(prepare(tiny_config({**own, **settings}), {f"{HOST}fault": fault}, Path(directory)))
-    run.device = "cpu"
+    run.device = device
     try:
         train(run)
     except Diverged as error:
@@ -190,3 +190,12 @@ def test_the_origin_is_named_in_a_compiled_run_with_recomputation(kind: str, tmp
     settings = {"trainer.compile": "aot_eager", "memory.recompute.mode": "full"}
     error = broken_run(settings, Fault(kind, 0), str(tmp_path))
     assert ("a transient fault" if kind == "transient" else "unit 'blocks.1' is the first one") in error
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["transient", "program", "sample", "backward", "gradient"])
+def test_the_origin_is_named_although_the_gpu_has_run_the_next_step(kind: str, tmp_path: Path) -> None:
+    settings = {"trainer.device": "cuda", "trainer.compile": "auto"}
+    error = broken_run(settings, Fault(kind, 0), str(tmp_path), "cuda")
+    transient = kind in ("transient", "gradient")
+    assert ("a transient fault" if transient else "unit 'blocks.1' is the first one") in error

@@ -5,9 +5,12 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from socket import gethostname
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from mplug_stragglers.clock import WorkClock
 from mplug_stragglers.scores import lowest, scores, sentences
 
 from mplug import hookimpl
@@ -109,3 +112,29 @@ def test_a_slow_rank_is_named_with_its_kind_of_work(layout: str, kind: str, word
     assert f"rank 2 on {gethostname()} is a straggler: {words}" in log
     assert min(measured) < 0.75
     assert [one for _, one in found] == [measured] * 4
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_timed_by_its_events_without_a_wait_of_the_cpu(tmp_path: Path) -> None:
+    run = prepare(tiny_config({"trainer.device": "cuda"}), {}, tmp_path)
+    run.device = "cuda"
+    layer = torch.nn.Linear(2048, 2048, device="cuda")
+    model: Any = SimpleNamespace(
+        own_units=[SimpleNamespace(name="", method="forward")], module=SimpleNamespace(get_submodule=lambda _: layer)
+    )
+    clock, x = WorkClock(run, model), torch.randn(8192, 2048, device="cuda")
+    layer(x)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        clock.start(3)
+        for _ in range(20):
+            layer(x)
+        clock.stop()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    times = clock.read(3, 0.0)
+    assert times is not None
+    assert 20 * 8192 * 2048**2 * 2 / 2e15 < times["compute"] < 1.0
+    assert times["communication"] == 0

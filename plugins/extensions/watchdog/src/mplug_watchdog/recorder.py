@@ -1,8 +1,8 @@
 """The collectives that ranks have entered, from torch's flight recorder: which rank is missing from which collective.
 
 Torch keeps the last collectives of each process in a ring buffer (TORCH_FR_BUFFER_SIZE entries): group, sequence
-number, operation, sizes and state. When a process makes no progress, its heartbeats contain the last collective of each of its
-groups, and the error of the watchdog names the ranks that have not entered the collective for which the others wait.
+number, operation, sizes and state. When a process makes no progress, its heartbeats contain the last collective of each
+of its groups, and the error of the watchdog names the ranks that have not entered the one for which the others wait.
 NCCL's recorder also states whether a collective is complete; that of gloo does not.
 
     python -m mplug_watchdog.recorder FILES    analyses dumps that NCCL has written, one file per rank

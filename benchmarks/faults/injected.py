@@ -43,6 +43,7 @@ OPTIONS = {
     "trainer.global_batch_size": 4,
     "trainer.eval_every": 0,
     "trainer.log_every": 1000,
+    "schedule.name": "constant",
     "checkpoint.every": EVERY,
     "checkpoint.keep": 9,
     "model.num_layers": 4,
@@ -89,9 +90,9 @@ class Case:
             "kill": rf"({rank}).*(SIGKILL|killed|died|lost)",
             "stop": rf"({rank}).*stopped sending heartbeats",
             "slow": rf"({rank}) on \S+ is a straggler: it computes",
-            "nan": rf"transient fault of ({rank})",
+            "nan": rf"transient fault of [^:]*\b{rank}",
             "weight": rf"({rank}).* of the weight '",
-            "gradient": rf"transient fault of ({rank})",
+            "gradient": rf"transient fault of [^:]*\b{rank}",
             "cut": r"(ranks? 2( on \S+, last seen in step \d+,)? and (rank )?3|rank 0) .*"
             r"(heartbeats|unreachable|answering)",
             "disk": r"(No space left on device|disk is full).*|.*(no space|full)",
@@ -227,7 +228,7 @@ def judged(case: Case, whole: Mapping[int, float], folder: Path) -> Result:
     if case.kind == "file":
         more["trainer.steps"] = 2 * EVERY + 1  # two checkpoints, of which the newer one is damaged
     machines = Machines(2) if case.kind == "cut" else nullcontext()
-    size = small_disk(folder, "900k") if case.kind == "disk" else nullcontext()
+    size = small_disk(folder, "1500k") if case.kind == "disk" else nullcontext()
     with machines as two, size:
         began = time.monotonic()
         processes = start(folder, words(case.layout, more), two)

@@ -20,7 +20,7 @@ from mplug_testing.harness import as_rank, tiny_config
 from mplug_testing.workers import run_workers
 
 HERE = gethostname()
-CLEAN = RankReport(0, "a", True, ((1, 2), (3, 4)), (), (), ())
+CLEAN = RankReport(0, "a", None, ((1, 2), (3, 4)), (), (), ())
 
 
 class TestNanWatch(ExtensionSuite):
@@ -34,20 +34,26 @@ def test_the_first_tensor_in_the_flow_of_data_is_named() -> None:
         Check(1, 3, "blocks.2", "its output 'hidden'", (0,)),
         Check(1, 2, "blocks.1", "its output 'hidden'", (1,)),
     )
-    found = sentence([CLEAN, RankReport(1, "b", False, ((5, 6), (7, 8)), (), (), checks)])
+    found = sentence([CLEAN, RankReport(1, "b", 3, ((5, 6), (7, 8)), (), (), checks)])
     assert found.startswith(
         "unit 'blocks.1' is the first one with a value that is not finite, in its output 'hidden', "
     )
     assert "on rank 1 on b, and only for sample 8 of 8: look at the data" in found
 
 
+def test_a_transient_fault_is_at_the_rank_whose_sum_comes_first_in_the_flow_of_data() -> None:
+    ranks = [RankReport(rank, "a", place, ((1, 2),), (), (), ()) for rank, place in enumerate((9, 5, None, 5))]
+    assert sentence(ranks).startswith("a transient fault of rank 1 on a and rank 3 on a: the same passes")
+    assert "of a rank that the sums of the step do not show" in sentence([CLEAN, CLEAN])
+
+
 def test_a_bad_entry_and_a_bad_weight_are_named_before_their_consequences() -> None:
     check = (Check(0, 0, "embed", "its output 'hidden'"),)
-    entry = RankReport(1, "b", False, ((5, 6),), ("the entry 'pixels' of sample 6",), (), check)
+    entry = RankReport(1, "b", 3, ((5, 6),), ("the entry 'pixels' of sample 6",), (), check)
     assert sentence([CLEAN, entry]) == "bad data: the entry 'pixels' of sample 6 is not finite"
-    weight = RankReport(1, "b", False, ((5, 6),), (), ("norm.weight",), check)
+    weight = RankReport(1, "b", 3, ((5, 6),), (), ("norm.weight",), check)
     assert sentence([CLEAN, weight]).startswith("the weight 'norm.weight' of rank 1 on b is not finite: other ranks")
-    both = sentence([RankReport(0, "a", False, ((1, 2),), (), ("norm.weight",), check), weight])
+    both = sentence([RankReport(0, "a", 3, ((1, 2),), (), ("norm.weight",), check), weight])
     assert "of rank 0 on a and rank 1 on b is not finite: all ranks hold such weights" in both
 
 
@@ -164,6 +170,7 @@ CASES = [
         "backward",
         "unit 'blocks.1' is the first one with a value that is not finite, in the gradient of its input",
     ),
+    ("pp2dp2", "transient", "a transient fault of rank 2 on"),
     ("fsdp4", "transient", "a transient fault of rank 2 on"),
     ("cp2dp2", "sample", "only for sample 13 of"),
     ("zero2tp2", "program", "for all"),
@@ -175,7 +182,10 @@ CASES = [
 @pytest.mark.parametrize(("layout", "kind", "words"), CASES)
 def test_the_origin_is_named_under_a_layout(layout: str, kind: str, words: str, tmp_path: Path) -> None:
     settings = {"parallel.layout": layout, **LAYOUTS[layout]}
-    errors = run_workers(4, broken_run, settings, Fault(kind, 2), str(tmp_path))
+    unit = (
+        "blocks.2" if (layout, kind) == ("pp2dp2", "transient") else "blocks.1"
+    )  # of the second stage, which has rank 2
+    errors = run_workers(4, broken_run, settings, Fault(kind, 2, unit), str(tmp_path))
     assert len(set(errors)) == 1
     assert errors[0].startswith("step 2 has a loss of")
     assert words in errors[0], errors[0]

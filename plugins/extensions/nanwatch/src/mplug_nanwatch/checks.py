@@ -31,7 +31,8 @@ class Checks:
     def __init__(self, run: Run, model: Model, gradients: bool = False) -> None:
         self._run, self._model = run, model
         self._places = {unit.name: place for place, unit in enumerate(model.plan.units)}
-        self._sums: dict[int, list[Tensor]] = {}
+        self._sums: dict[int, list[tuple[int, Tensor]]] = {}
+        """By step: places in the flow of data, and the sums there."""
         self._flags: list[tuple[Check, Tensor]] | None = None
         self._calls: defaultdict[str, int] = defaultdict(int)
         self._sizes: list[int] = []
@@ -49,7 +50,7 @@ class Checks:
 
     def diagnose(self, step: int, batches: Sequence[RankBatch], rerun: Callable[[], None]) -> RankReport:
         """Run the passes of a step again with all checks, and report what is not finite. Collective."""
-        was_finite = all(bool(one.abs() < LARGEST) for one in self._sums.get(step, []))
+        sums = [place for place, one in self._sums.get(step, []) if not bool(one.abs() < LARGEST)]
         entries = tuple(_bad_entries(batch) for batch in batches)
         weights = [name for name, one in self._model.parameters().items() if not bool(one.detach().isfinite().all())]
         self._flags, self._calls = [], defaultdict(int)
@@ -63,7 +64,7 @@ class Checks:
         return RankReport(
             rank=self._run.rank,
             host=socket.gethostname(),
-            was_finite=was_finite,
+            first_sum=min(sums, default=None),
             samples=tuple(tuple(batch["sample_ids"].tolist()) for batch in batches),
             entries=tuple(sentence for found in entries for sentence in found),
             weights=tuple(weights),
@@ -97,17 +98,18 @@ class Checks:
         if sums is None:
             return
         floats = [one for _, one in named if isinstance(one, Tensor) and one.is_floating_point()]
+        place = self._places[unit.name]
         if unit is own[-1]:
-            sums += [_sum_of(one) for one in floats]
+            sums += [(place, _sum_of(one)) for one in floats]
         if unit is own[0]:
             for one in floats:
                 if one.requires_grad:
-                    one.register_hook(partial(_append, sums))
+                    one.register_hook(partial(_append, sums, 2 * len(self._places) - place))
 
     def _sum_sink(self, sink: GradientSink) -> None:
         """Keep the sum of a gradient of a normal step that is final on this rank."""
         if self._flags is None and (sums := self._sums.get(self._run.step)) is not None:
-            sums.append(_sum_of(sink.buffer))
+            sums.append((2 * len(self._places) + 1, _sum_of(sink.buffer)))
 
     def _check(self, check: Check, x: Any) -> None:
         if self._flags is None or not isinstance(x, Tensor) or not x.is_floating_point():
@@ -143,8 +145,8 @@ class Checks:
             self._flags.append((check, ~sink.buffer.isfinite().all().view(1)))
 
 
-def _append(sums: list[Tensor], gradient: Tensor) -> None:
-    sums.append(_sum_of(gradient))
+def _append(sums: list[tuple[int, Tensor]], place: int, gradient: Tensor) -> None:
+    sums.append((place, _sum_of(gradient)))
 
 
 def _sum_of(x: Tensor) -> Tensor:

@@ -35,14 +35,16 @@ class Check:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank found. `checks` failed in the rerun. `was_finite` is about the sums of the step itself.
+    """What a rank found.
+
+    `checks` failed in the rerun. `first_sum` is the first place of the step itself whose sum was not finite.
 
     `samples` are the ids of each micro batch, `entries` and `weights` what is not finite before the passes.
     """
 
     rank: int
     host: str
-    was_finite: bool
+    first_sum: int | None
     samples: tuple[tuple[int, ...], ...]
     entries: tuple[str, ...]
     weights: tuple[str, ...]
@@ -73,7 +75,8 @@ def _of_weights(bad: Sequence[RankReport], number: int) -> str:
 
 
 def _transient(reports: Sequence[RankReport]) -> str:
-    suspects = [one for one in reports if not one.was_finite]
+    first = min((one.first_sum for one in reports if one.first_sum is not None), default=None)
+    suspects = [one for one in reports if first is not None and one.first_sum == first]
     earliest = _ranks(suspects) if suspects and len(suspects) < len(reports) else ""
     where = f"of {earliest}" if earliest else "of a rank that the sums of the step do not show"
     return (

@@ -24,7 +24,7 @@ so far whose passes were computed again. If the model has streams, for the axis 
 `patches_per_s`, and `patches_imbalance`, the rows of the rank that computes the most of them over the mean of ranks.
 If the loader states the lengths of documents (`MapLoader.documents`) and ranks read different samples:
 `work_imbalance`, the FLOPs of the samples of the rank with the most of them, over the mean of ranks.
-val_loss, if the run was evaluated after the step.
+val_loss, if the run was evaluated after the step. Figures that plugins add by the hook `step_figures`.
 """
 
 

@@ -205,7 +205,7 @@ def _diverged(step: int, results: Record, explanation: str) -> Diverged:
     at = f" at the smallest loss scale ({scale:g})" if scale is not None and math.isfinite(loss) else ""
     return Diverged(
         f"step {step} has a loss of {loss} and a gradient norm of {results['grad_norm']}{at}; it changed no weight. "
-        f"{explanation and f'{explanation}. '}"
+        f"{explanation and f'Cause: {explanation}. '}"
         f"Resume with a lower optimizer.lr, check the data of this step, or set trainer.nonfinite=skip to skip such "
         f"steps"
     )

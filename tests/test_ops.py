@@ -1,5 +1,6 @@
 """Differentiable collectives against the same computation in one process, and against each other."""
 
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise, permutations
 
@@ -270,3 +271,21 @@ def test_rows_arrive_by_bin_and_by_sender_come_back_and_are_each_others_gradient
             assert torch.equal(back, labels(counts, rank)), name
         sums = [sum(result[name][place] for result in results) for place in (3, 4)]
         assert all(abs(one - other) < 1e-4 for one, other in pairwise(sums)), name
+
+
+def heard() -> list[str]:
+    """What a listener hears of a sum forward and backward, and of one after it has gone."""
+    calls, x = list[str](), torch.ones(4, requires_grad=True)
+
+    def begins() -> Callable[[], None]:
+        calls.append("begin")
+        return lambda: calls.append("end")
+
+    with ops.listening(begins):
+        ops.copy(ops.reduce(x, dist.group.WORLD), dist.group.WORLD).sum().backward()
+    ops.reduce(x.detach(), dist.group.WORLD)
+    return calls
+
+
+def test_a_listener_hears_begin_and_end_of_each_collective_while_it_listens() -> None:
+    assert run_workers(2, heard) == [["begin", "end"] * 2] * 2

@@ -27,7 +27,7 @@ If the loader states the lengths of documents (`MapLoader.documents`) and ranks 
 If ranks divide samples by their documents (`mplug.DocumentMap`), for the mesh axis ('cp'): `cp_imbalance`, the work of
 the rank with the most over the mean of ranks, and `cp_imbalance_undivided`, the same if all samples were divided as one
 document is. They are those of the samples of rank 0.
-val_loss, if the run was evaluated after the step.
+val_loss, if the run was evaluated after the step. Figures that plugins add by the hook `step_figures`.
 """
 
 

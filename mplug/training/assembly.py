@@ -34,6 +34,7 @@ from mplug.training.feed import Feed
 from mplug.training.hardware import use_own_stream
 from mplug.training.map_loader import MapLoader
 from mplug.training.repeating import repeating
+from mplug.training.rerunning import rerunning
 from mplug.training.shared_loader import shared_loader
 from mplug.training.stepper import DefaultStepper
 from mplug.training.supervised_loader import Source
@@ -83,6 +84,8 @@ def build(run: Run) -> Parts:
     stepper = repeating(run, model, _stepper(run, model, default))
     if (updates := updates_of(run, model)) is not None:
         stepper = updates.stepper(run, model, pieces, optimizer, stepper)
+    stepper = rerunning(run, model, stepper)
+    run.hooks.observe("training_built", run=run, model=model, pieces=pieces, optimizer=optimizer)
     return Parts(model, pieces, optimizer, stepper, train_loader, validation_loader, default.loss_scale)
 
 

@@ -5,6 +5,7 @@ On a GPU, the figures of a step are read while the next step runs. On a CPU, a s
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import prod
 
 import torch
@@ -14,6 +15,7 @@ from mplug.errors import Diverged
 from mplug.run.run import Run
 from mplug.training.assembly import Parts
 from mplug.training.hardware import Moment, peak_memory_gib, peak_tflops
+from mplug.training.rerunning import RerunningStepper
 from mplug.training.saving import Position
 
 ROWS = ("rows", "squares")
@@ -110,7 +112,7 @@ class Report:
         results = step.read()
         seconds, self._mark = step.copied.since(self._mark), step.copied
         if results.pop("failed") and self.run.config.trainer.nonfinite == "stop":
-            raise _diverged(step.step, results)
+            raise _diverged(step.step, results, self._explanation(step.step))
         self.stop = results.pop("stop") or self.stop
         targets = int(results["tokens"])
         self.position.tokens += targets
@@ -135,7 +137,19 @@ class Report:
             if self.run.claim is not None:
                 self.run.claim.keep()
             record, self._record = {**self._record, **more}, None
+            for _, figures in self.run.hooks.each("step_figures", run=self.run, record=record):
+                record |= figures
             self.run.hooks.observe("step_finished", run=self.run, record=record)
+
+    def _explanation(self, step: int) -> str:
+        """What a plugin finds out about a step that is not finite; '' if none does. Collective."""
+        stepper = self.parts.stepper
+        if not isinstance(stepper, RerunningStepper):
+            return ""
+        found = self.run.hooks.call.explain_nonfinite(
+            run=self.run, step=step, batches=stepper.batches(step), rerun=partial(stepper.rerun, step)
+        )
+        return self.run.gathered(found or "")[0]  # type: ignore[no-any-return]
 
     def _speed(self, samples: int, seconds: float, rows: Mapping[str, Sequence[int]]) -> Record:
         length, world_size = self.run.config.trainer.seq_length, self.run.mesh.world_size
@@ -186,11 +200,12 @@ def data_gap(run: Run, samples: int | None) -> list[str]:
     ]
 
 
-def _diverged(step: int, results: Record) -> Diverged:
+def _diverged(step: int, results: Record, explanation: str) -> Diverged:
     loss, scale = results["loss"], results.get("loss_scale")
     at = f" at the smallest loss scale ({scale:g})" if scale is not None and math.isfinite(loss) else ""
     return Diverged(
         f"step {step} has a loss of {loss} and a gradient norm of {results['grad_norm']}{at}; it changed no weight. "
+        f"{explanation and f'Cause: {explanation}. '}"
         f"Resume with a lower optimizer.lr, check the data of this step, or set trainer.nonfinite=skip to skip such "
         f"steps"
     )

@@ -21,6 +21,7 @@ from mplug_ops.peer_memory import PeerMemory, SignalledMemory, reachable, size_o
 from mplug_ops.rows import Meeting, RowReturn, bring_back, give_back, meet, send
 from mplug_ops.started_rows import arrive, depart
 from mplug_ops.token_offers import TokenOffers
+from mplug_ops.waits import listening
 
 __all__ = [
     "CHECK",
@@ -46,6 +47,7 @@ __all__ = [
     "give_back_bounded",
     "in_order",
     "join",
+    "listening",
     "meet",
     "meet_bounded",
     "own_part",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mplug.tensors.operator import fake, operator
+from mplug_ops.waits import waiting
 
 # torch 2.13 has new names for these two; 2.11 has only the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -36,7 +37,8 @@ def _slices(x: Tensor, dim: int) -> list[Tensor]:
 def all_reduce(x: Tensor, op: str, group: str) -> Tensor:
     """The sum ('SUM') or maximum ('MAX') of the ranks' x [...], in a new tensor."""
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, getattr(dist.ReduceOp, op), group=_group(group))
+    with waiting():
+        dist.all_reduce(total, getattr(dist.ReduceOp, op), group=_group(group))
     return total
 
 
@@ -50,13 +52,16 @@ def all_gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     """The ranks' x [..., n, ...] concatenated along `dim`: [..., R n, ...]."""
     x, joined = x.contiguous(), x.new_empty(*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
     if parts := _slices(x, dim):
-        _group(group).allgather_into_tensor_coalesced(_slices(joined, dim), parts).wait()
+        with waiting():
+            _group(group).allgather_into_tensor_coalesced(_slices(joined, dim), parts).wait()
         return joined
     if prod(x.shape[:dim]) == 1:
-        _all_gather_single(joined.flatten(0, dim), x.flatten(0, dim), group=_group(group))
+        with waiting():
+            _all_gather_single(joined.flatten(0, dim), x.flatten(0, dim), group=_group(group))
         return joined
     gathered = x.new_empty(size * x.shape[0], *x.shape[1:])
-    _all_gather_single(gathered, x, group=_group(group))
+    with waiting():
+        _all_gather_single(gathered, x, group=_group(group))
     joined.unflatten(dim, (size, -1)).copy_(gathered.unflatten(0, (size, -1)).movedim(0, dim))  # [..., R, n, ...]
     return joined
 
@@ -71,10 +76,12 @@ def reduce_scatter(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     """This rank's part of the sum of the ranks' x [..., R n, ...] along `dim`: [..., n, ...]."""
     x, own = x.contiguous(), x.new_empty(*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
     if parts := _slices(x, dim):
-        _group(group).reduce_scatter_tensor_coalesced(_slices(own, dim), parts).wait()
+        with waiting():
+            _group(group).reduce_scatter_tensor_coalesced(_slices(own, dim), parts).wait()
         return own
     packed = x.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()  # [R, ..., n, ...]; no copy if dim is 0
-    _reduce_scatter_single(own, packed.flatten(0, 1), group=_group(group))
+    with waiting():
+        _reduce_scatter_single(own, packed.flatten(0, 1), group=_group(group))
     return own
 
 
@@ -88,7 +95,8 @@ def all_to_all(x: Tensor, split_dim: int, join_dim: int, size: int, group: str) 
     """Own part along `split_dim` of every rank's x [..., R n, ..., m, ...], concatenated: [..., n, ..., R m, ...]."""
     parts = x.unflatten(split_dim, (size, -1)).movedim(split_dim, 0).contiguous()  # [R, ..., n, ..., m, ...]
     received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=_group(group))
+    with waiting():
+        dist.all_to_all_single(received, parts, group=_group(group))
     return received.movedim(0, join_dim).flatten(join_dim, join_dim + 1).contiguous()
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mplug_ops.collectives import Group
 from mplug_ops.operators import _group
+from mplug_ops.waits import waiting
 
 
 class Meeting(NamedTuple):
@@ -86,7 +87,8 @@ def _way(meeting: Meeting) -> tuple[Tensor, Tensor, Tensor, int]:
 def _meet(counts: Tensor, size: int, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     sent = counts.view(size, -1)  # [R, e]
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent.contiguous(), group=_group(group))
+    with waiting():
+        dist.all_to_all_single(received, sent.contiguous(), group=_group(group))
     sizes = torch.stack((sent.sum(dim=1), received.sum(dim=1))).cpu()
     order, inverse = _orders(received, int(sizes[1].sum()))
     return received.sum(dim=0), order, inverse, sizes
@@ -120,7 +122,8 @@ def _starts(lengths: Tensor) -> Tensor:
 def _send(rows: Tensor, order: Tensor, inverse: Tensor, sizes: Tensor, bins: int, group: str) -> Tensor:
     sent, received = sizes.tolist()
     arrived = rows.new_empty(len(order), *rows.shape[1:])
-    dist.all_to_all_single(arrived, rows[: sum(sent)].contiguous(), received, sent, group=_group(group))
+    with waiting():
+        dist.all_to_all_single(arrived, rows[: sum(sent)].contiguous(), received, sent, group=_group(group))
     return arrived if bins == 1 else arrived.index_select(0, order)
 
 
@@ -136,7 +139,8 @@ def _give_back(
     sent, received = sizes.tolist()
     own = rows.new_empty(num_rows, *rows.shape[1:])
     leaving = rows.contiguous() if bins == 1 else rows.index_select(0, inverse)
-    dist.all_to_all_single(own[: sum(sent)], leaving, sent, received, group=_group(group))
+    with waiting():
+        dist.all_to_all_single(own[: sum(sent)], leaving, sent, received, group=_group(group))
     return own
 
 

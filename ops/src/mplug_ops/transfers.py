@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from mplug_ops.operators import _all_gather_single, _group, _reduce_scatter_single
+from mplug_ops.waits import waiting
 
 
 def group_named(name: str) -> dist.ProcessGroup:
@@ -28,8 +29,9 @@ class Transfer:
 
     def wait(self) -> Tensor:
         """Wait for the tensor and return it."""
-        for work in self._works:
-            work.wait()
+        with waiting():
+            for work in self._works:
+                work.wait()
         self._works = []
         return self._arriving
 

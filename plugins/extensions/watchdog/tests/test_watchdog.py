@@ -41,7 +41,7 @@ NO_EFFECT = "it decides when a run that hangs ends, and no run of the suite hang
 
 class TestWatchdog(ExtensionSuite):
     plugin = "watchdog"
-    without_effect = {"timeout": NO_EFFECT, "first": NO_EFFECT, "multiple": NO_EFFECT}
+    without_effect = {"timeout": NO_EFFECT, "first": NO_EFFECT, "multiple": NO_EFFECT, "recorder": NO_EFFECT}
 
 
 class Ranks:

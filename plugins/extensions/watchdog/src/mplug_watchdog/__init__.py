@@ -50,6 +50,12 @@ class Watchdog:
             "if that is more than `timeout`",
         )
 
+        recorder: Annotated[int, Field(ge=0, le=10**6)] = Field(
+            2000,
+            description="number of last collectives that torch's flight recorder keeps in each process, to name the "
+            "rank that has not entered one; 0: none",
+        )
+
     def __init__(self, config: Config) -> None:
         self.config = config
         self._durations: Durations | None = None
@@ -58,10 +64,14 @@ class Watchdog:
     def supervise(self, run: "Run") -> "Supervisor":
         """The object that watches a run."""
         from mplug_watchdog.heartbeats import Durations, Heartbeats, Limits, main_thread
+        from mplug_watchdog.recorder import last_entered, record
 
+        if self.config.timeout and self.config.recorder:
+            record(self.config.recorder)
         self._durations = Durations()
         limits = Limits(self.config.timeout, self.config.first, self.config.multiple)
         heartbeats = Heartbeats(run.rank, self._durations, limits, run.collectives_begun, main_thread)
+        heartbeats.recorded = last_entered if self.config.recorder else list
         return Watch(run, heartbeats)
 
     @hookimpl

@@ -13,10 +13,11 @@ import socket
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from mplug import READING, Activity
 
@@ -109,6 +110,8 @@ class Beat:
     """Whether the main thread waits for the data loader."""
     waits: bool = False
     """Whether the main thread seems to wait for other ranks."""
+    last_collectives: Sequence[Mapping[str, Any]] = ()
+    """The last collective of each group (`mplug_watchdog.recorder.Entered`), if the process makes no progress."""
     over: bool = False
     """Whether this is the last heartbeat of a process that has finished its work."""
 
@@ -136,6 +139,8 @@ class Heartbeats:
     limits: Limits
     collectives: Callable[[], CollectiveCounts]
     place: Callable[[], Place]
+    recorded: Callable[[], Sequence[Mapping[str, Any]]] = list
+    _last: Sequence[Mapping[str, Any]] = ()
     _number: int = 0
     _quiet: float = 0.0
     _progress: object = None
@@ -157,6 +162,10 @@ class Heartbeats:
             collectives |= begun["saves"]
         self._progress = progress
         self._number += 1
+        if self._quiet < self._recorded_after:
+            self._last = ()
+        elif not self._last:  # once: the process makes no progress meanwhile
+            self._last = self.recorded()
         return Beat(
             rank=self.rank,
             number=self._number,
@@ -173,8 +182,14 @@ class Heartbeats:
             at=place.at,
             reads=place.reads,
             waits=place.waits,
+            last_collectives=self._last,
             over=over,
         )
+
+    @property
+    def _recorded_after(self) -> float:
+        """Seconds without progress after which heartbeats contain the last collectives."""
+        return max(TICK, min(self.limits.timeout, self.durations.allowed(self.limits)) / 2)
 
 
 def born(pid: int) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from mplug import Activity, Hang, listed
 from mplug_watchdog.heartbeats import TICK, Beat
+from mplug_watchdog.recorder import analysis, of_beat
 
 LATE = 5 * TICK
 """Seconds without a heartbeat after which the last report of a process may be out of date."""
@@ -75,8 +76,14 @@ class Listener:
         return Hang(verdict.ranks, verdict.text) if verdict is not None else None
 
     def verdict(self) -> Verdict | None:
-        """The error that must end the run, or None."""
-        return self.silence() or self._no_progress()
+        """The error that must end the run, or None; with the collective that a rank has not entered, if it is known."""
+        found = self.silence() or self._no_progress()
+        if found is None:
+            return None
+        beats = {rank: last.beat for rank, last in self.last_beats.items() if last.silent <= self.late and last.beat}
+        by_rank = {rank: [of_beat(one) for one in beat.last_collectives] for rank, beat in beats.items()}
+        clause = analysis(by_rank, set(self.last_beats) - set(beats))
+        return replace(found, text=f"{found.text}; {clause}") if clause else found
 
     def silence(self) -> Verdict | None:
         """The error for ranks that have sent no heartbeat for longer than the time-out, or None."""

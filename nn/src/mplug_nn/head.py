@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from mplug.layout.inits import Entries, Inits
 from mplug.layout.plan import Parameter, Segment
+from mplug.layout.work import Step
 from mplug_nn.linear import Linear
 from mplug_nn.loss import Loss
 from mplug_nn.norm import Norm
@@ -29,6 +30,11 @@ class Head(nn.Module):
         self.project = Linear(hidden_size, vocab_size, bias=False)
         self.project.adaptable = False  # suppliers of the loss multiply by the weight
         self.loss = Loss(soft_cap)
+        self.projects = True
+
+    def plan_work(self) -> Step:
+        """The steps; an objective with a head of its own may leave out the projection."""
+        return ("norm", "project", "loss") if self.projects else ("norm", "loss")
 
     def plan_entries(self, inits: Inits) -> Entries:
         """The meaning of the projection."""

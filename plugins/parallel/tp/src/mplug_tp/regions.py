@@ -110,6 +110,7 @@ def _one_rank(run: Run, model: Model, divided: _Divided) -> Iterator[None]:
         "Embedding.lookup": look_up,
         "Dropout.rows": scatter,
         "Join.gather": lambda rows: rows,
+        "Objective.gathered": gather,
         "Join.positions": scatter,
         "Attention.core": lambda q, _, v, *__, **___: q.new_empty(*q.shape[:-1], v.shape[-1]),
         "Experts.compute": lambda rows, *_, **__: rows.clone(),

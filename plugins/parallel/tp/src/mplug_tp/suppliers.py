@@ -9,6 +9,7 @@ dropout in the residual stream         use this rank's positions         -
 embedding of the rows of a stream      use this rank's rows              -
 join of such rows with tokens          gather the rows, for this rank's  -
                                        positions
+scores of an objective                 join    [B, S/R, C] -> [B, S, C]  -
 norm over heads of several ranks       add the ranks' sums of squares    the same
 
 With `overlap`, `product.py` also supplies the products of these linears as a whole (`Linear.product`). They do the work
@@ -62,6 +63,9 @@ def offers(run: Run, model: Model, sequence_parallel: bool, overlap: bool) -> li
     def whole_rows(rows: Tensor) -> Tensor:
         return ops.gather(rows, group, SEQUENCE)
 
+    def whole_positions(values: Tensor) -> Tensor:
+        return ops.join(values, group, SEQUENCE)
+
     def divides_groups(site: Site, _: Run) -> bool:
         return bool(size_of_tp > site.module.num_groups)
 
@@ -105,6 +109,7 @@ def offers(run: Run, model: Model, sequence_parallel: bool, overlap: bool) -> li
         found.append(Offer({"Dropout.rows": own_positions}))
         found.append(Offer({"Patches.rows": own_positions}))
         found.append(Offer({"Join.gather": whole_rows}))
+        found.append(Offer({"Objective.gathered": whole_positions}))
         found.append(Offer({"Join.positions": own_positions}))
     return found
 

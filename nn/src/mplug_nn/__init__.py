@@ -150,11 +150,13 @@ if TYPE_CHECKING:
     from mplug_nn.normal_tail import NORMAL_TAIL as NORMAL_TAIL
     from mplug_nn.normal_tail import NORMAL_TAIL_END as NORMAL_TAIL_END
     from mplug_nn.normal_tail import NORMAL_TAIL_SLOPE as NORMAL_TAIL_SLOPE
+    from mplug_nn.divergence import Divergence as Divergence
     from mplug_nn.objective import Objective as Objective
     from mplug_nn.objective import set_objective as set_objective
     from mplug_nn.objective import sums_of as sums_of
     from mplug_nn.objective import width_at_end as width_at_end
     from mplug_nn.scored import ScoredObjective as ScoredObjective
+    from mplug_nn.second_model import add_frozen_model as add_frozen_model
     from mplug_nn.packed_heads import PackedHeads as PackedHeads
     from mplug_nn.packed_heads import Preparation as Preparation
     from mplug_nn.parts import AttentionParts as AttentionParts

@@ -19,6 +19,7 @@ from mplug.model.plans.work import flops_of_work, work_of
 from mplug.model.slots.declaration import Slot
 from mplug_nn.first_bias import FirstBias
 from mplug_nn.head import Head
+from mplug_nn.divergence import DIVERGENCE, divergence
 from mplug_nn.loss import CAPPED, LOG_PROBABILITIES, log_probabilities
 from mplug_nn.multi_token_prediction import TokensAhead
 from mplug_nn.router import ALL_EXPERTS, Router
@@ -83,7 +84,7 @@ class Objective(nn.Module):
     that has a part of a sequence has the gradient of the whole loss, and one of them counts it.
     """
 
-    SLOTS: ClassVar[tuple[Slot, ...]] = (LOG_PROBABILITIES, SUMMED, GATHERED)
+    SLOTS: ClassVar[tuple[Slot, ...]] = (LOG_PROBABILITIES, DIVERGENCE, SUMMED, GATHERED)
     mixes: ClassVar[frozenset[str]] = frozenset()  # sums over sequences lie in a slot
     projects: ClassVar[bool] = True
     of_tokens: ClassVar[bool] = True
@@ -99,6 +100,7 @@ class Objective(nn.Module):
         self.entries, self.figures, self.recalls, self.shifted = entries, tuple(figures), recalls, shifted
         self.soft_cap: float | None = None
         self.log_probabilities: Callable[..., Tensor] = log_probabilities
+        self.divergence: Callable[..., Tensor] = divergence
         self.summed: Callable[[Tensor], tuple[Tensor, float]] = summed
         self.gathered: Callable[[Tensor], Tensor] = gathered
         for name in self.figures:
@@ -110,7 +112,7 @@ class Objective(nn.Module):
 
     def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
         """What a supplier of a slot must offer here."""
-        is_capped = self.soft_cap is not None and slot == LOG_PROBABILITIES.name
+        is_capped = self.soft_cap is not None and slot in (LOG_PROBABILITIES.name, DIVERGENCE.name)
         return frozenset({CAPPED}) if is_capped else frozenset()
 
     @staticmethod
@@ -155,7 +157,7 @@ def set_objective(run: "Run", model: "Model", objective: Objective, label: str) 
     """
     if not run.trains:
         return
-    unit, head = _end(model, label)
+    unit, head = end_of(model, label)
     counts = None if type(objective).number_in is Objective.number_in else objective.number_in
     counts_tokens = counts is None and objective.of_tokens
     if not counts_tokens and any(isinstance(part, TokensAhead) for part in model.module.modules()):
@@ -211,11 +213,11 @@ def _changing_biases(model: "Model") -> Iterator[tuple[str, Tensor]]:
 
 def width_at_end(model: "Model", label: str) -> int:
     """The length D of the hidden vectors that an objective of the model takes. UsageError as of `set_objective`."""
-    _, head = _end(model, label)
+    _, head = end_of(model, label)
     return int(head.project.weight.shape[1])
 
 
-def _end(model: "Model", label: str) -> tuple[Unit, Head]:
+def end_of(model: "Model", label: str) -> tuple[Unit, Head]:
     """The unit that computes the loss, and its module."""
     unit = next(unit for unit in model.plan.units if "loss" in unit.outputs)
     head = model.module.get_submodule(unit.name)

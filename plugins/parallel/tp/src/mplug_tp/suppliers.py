@@ -104,6 +104,7 @@ def offers(run: Run, model: Model, sequence_parallel: bool, overlap: bool) -> li
         of_size = VocabularyParallel(group, size)
         found.append(Offer({"Loss.cross_entropy": of_size.cross_entropy}, has_size, serves={CAPPED, WEIGHTED}))
         found.append(Offer({"Loss.log_probabilities": of_size.log_probabilities}, has_size, serves={CAPPED}))
+        found.append(Offer({"Loss.divergence": of_size.divergence}, has_size, serves={CAPPED}))
     if sequence_parallel:
         found.append(Offer({"Embedding.lookup": look_up_positions}, weight_split_along(None)))
         found.append(Offer({"Dropout.rows": own_positions}))

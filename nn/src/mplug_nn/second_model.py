@@ -149,4 +149,3 @@ def _frozen(entry: Parameter) -> Parameter:
 
 def _silent(entry: Buffer) -> Buffer:
     return replace(entry, reported=False)
-

@@ -16,9 +16,7 @@ from mplug_testing.objectives import ObjectiveSuite
 from mplug_testing.parity import require_parity
 
 WORDS = ("ada", "byron", "curie", "dirac", "euler", "fermi", "gauss")
-LINES = [
-    {"text": " ".join(WORDS[: n % 5 + 1]), "label": ("short", "long", "other")[min(n % 5, 2)]} for n in range(24)
-]
+LINES = [{"text": " ".join(WORDS[: n % 5 + 1]), "label": ("short", "long", "other")[min(n % 5, 2)]} for n in range(24)]
 FILE = Path(mkdtemp()) / "texts.jsonl"
 FILE.write_text("".join(f"{json.dumps(line)}\n" for line in LINES))
 TEXTS: dict[str, Any] = {

@@ -100,7 +100,14 @@ def of_file(path: Path, **fields: Any) -> dict[str, Any]:
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     settings = {name: value for name, value in PAIRS.items() if name not in ("data.documents", "data.pairs")}
     settings |= {"data.name": "preferences", "data.path": str(path), "data.validation_path": str(path)}
-    return {**settings, "trainer.global_batch_size": 4, "data.max_pairs": 1, "data.keep_end": True, "trainer.seq_length": 32, **fields}
+    return {
+        **settings,
+        "trainer.global_batch_size": 4,
+        "data.max_pairs": 1,
+        "data.keep_end": True,
+        "trainer.seq_length": 32,
+        **fields,
+    }
 
 
 def test_margins_of_lines_are_subtracted_and_answers_are_scored_at_their_end_mark(tmp_path: Path) -> None:

@@ -42,7 +42,8 @@ class DistillLoss(Objective):
         ranks = labels.shape[1] // hidden.shape[1]
         size = max(self.chunk // ranks, 1)
         of_tokens = [tiles(one, ranks, size) for one in (labels, weights) if one is not None]
-        total, figures = hidden.new_zeros(()), list[Tensor]()
+        total = hidden.new_zeros(())
+        figures: list[Tensor] = []  # a compiler does not trace list[Tensor]()
         for own, other, *parts in zip(hidden.split(size, 1), taught.split(size, 1), *of_tokens, strict=True):
             arguments = (own, project, other, project_taught, *parts)
             found = self._loss(*arguments) if own is hidden or not torch.is_grad_enabled() else self._again(arguments)

@@ -57,7 +57,9 @@ def add_frozen_model(run: "Run", model: "Model", other: "Model", name: str, labe
     delattr(other.module, unit.name)
     model.module.add_module(name, FrozenModel(other.module.named_children()))
     objective.add_module(name, FrozenModel([("head", head)]))
-    places = {f"{name}.{unit.name}.": f"{ours.name}.loss.{name}.head."}
+    place = f"{ours.name}.loss.{name}."
+    places = {f"{name}.{unit.name}.": f"{place}head."}
+    model.beside = (*model.beside, f"{name}.", place)
     model.plan = _joined(model.plan, _placed(plan_within(other.plan, name), places), ours, name)
 
 

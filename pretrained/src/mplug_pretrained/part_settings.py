@@ -49,7 +49,8 @@ def with_part_settings(registry: Registry, base: Settings, overrides: Settings) 
         else:
             found |= _of_section(entry, plugin, overrides, part, opened, folder)
     preset, own = _preset_apart(plugin, overrides, families)
-    return merge(merge(preset, found), own)
+    empty = {key for key in own for part in second if part in folders and key == second[part]}  # --objective NAME
+    return merge(merge(preset, found), {key: setting for key, setting in own.items() if key not in empty})
 
 
 def _second_models(registry: Registry, named: Settings) -> dict[str, Key]:

@@ -164,6 +164,10 @@ def test_beta_without_an_effect_is_refused() -> None:
 LAYOUTS = ["tp2", "tp2 parallel.tp.sequence_parallel=false", "pp2", "cp2", "zero2", "fsdp2", "tp2pp2", "tp2cp2"]
 SPARSE = {
     "model.name": "mixtral",
+    "model.vocab_size": 259,
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.num_kv_heads": 2,
     "model.num_layers": 1,
     "model.ffn_hidden_size": 48,
     "model.num_experts": 4,
@@ -183,6 +187,6 @@ def test_a_layout_computes_what_one_process_does_with_adapters(layout: str) -> N
 @pytest.mark.wide("layouts", quick=[])
 def test_a_layout_computes_what_one_process_does_with_experts(layout: str) -> None:
     """Both models have experts."""
-    sparse = {name.removeprefix("model."): value for name, value in SPARSE.items()}
-    teacher = {**TEACHER, **sparse, "num_layers": 2}
+    sparse = {name.removeprefix("model."): value for name, value in SPARSE.items()}  # with its name
+    teacher = {**sparse, "num_layers": 2, "init_std": 0.2}
     require_parity({**TAUGHT, **SPARSE, "objectives.distill.teacher": teacher}, layout)

@@ -158,7 +158,15 @@ def test_a_layout_computes_what_one_process_does_with_adapters(layout: str) -> N
     require_parity({**PAIRS, **LORA}, layout)
 
 
-UNTIED: dict[str, Any] = {"model.name": "llama", "model.ffn_hidden_size": 40}
+UNTIED: dict[str, Any] = {
+    "model.name": "llama",
+    "model.vocab_size": 64,
+    "model.hidden_size": 32,
+    "model.num_layers": 2,
+    "model.num_attention_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.ffn_hidden_size": 40,
+}
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2 parallel.pp.schedule=zb-h1", "tp2pp2", "fsdp2", "zero2"])

@@ -1,5 +1,6 @@
 """Distillation (arXiv 1503.02531, 2306.13649): a student learns the probabilities of a frozen teacher."""
 
+import logging
 from typing import TYPE_CHECKING
 
 from mplug import UsageError, hookimpl
@@ -8,6 +9,7 @@ from mplug_distill.config import DistillConfig
 if TYPE_CHECKING:
     from mplug import Model, Run, RunConfig
 
+log = logging.getLogger("mplug.distill")
 LABEL, TEACHER = "objectives/distill", "teacher"
 
 
@@ -33,17 +35,6 @@ class Distillation:
             )
 
     @hookimpl
-    def check_data(self, config: "RunConfig") -> list[str]:
-        """Say that nobody has taught the teacher."""
-        pretrained = config.checkpoint.pretrained
-        if pretrained is not None and TEACHER in pretrained.parts:
-            return []
-        return [
-            "the teacher of a new run has initial values, so it knows nothing: name its folder with "
-            "checkpoint.pretrained.parts.teacher"
-        ]
-
-    @hookimpl
     def adapt_model(self, run: "Run", model: "Model") -> None:
         """Let the model's end compute the divergence from the teacher, whose units run before those of the student."""
         from mplug_distill.teaching import DistillLoss
@@ -52,3 +43,13 @@ class Distillation:
         if run.trains:
             set_objective(run, model, DistillLoss(self.config), LABEL)
             add_frozen_model(run, model, self.config.teacher.build(run), TEACHER, LABEL)
+
+    @hookimpl
+    def run_started(self, run: "Run") -> None:
+        """Warn about a teacher that nobody has trained."""
+        pretrained = run.config.checkpoint.pretrained
+        if run.rank == 0 and (pretrained is None or TEACHER not in pretrained.parts):
+            log.warning(
+                "the teacher began with initial values, so it knows nothing: name its folder with "
+                "checkpoint.pretrained.parts.teacher"
+            )

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 import transformers
-from trl_models import BETA, DPO, GKD, PAIRS, REWARD_MARGIN, TEMPERATURE, library_model, of_texts, way
 from torch import Tensor, nn
+from trl_models import BETA, DPO, GKD, PAIRS, REWARD_MARGIN, TEMPERATURE, library_model, of_texts, way
 
 
 def padded(rows: list[list[int]], filler: int = 0) -> Tensor:
@@ -139,9 +139,8 @@ def of_reward(fields: dict[str, Any]) -> dict[str, Any]:
     trainer = trainer_of(model=model, args=SimpleNamespace(center_rewards_coefficient=fields.get("center_coefficient")))
     if fields.get("margin"):
         margin = torch.tensor(REWARD_MARGIN, dtype=torch.float64)
-        forward = model.forward
-        inputs["margin"] = margin
-        model.forward = lambda margin=None, **given: forward(**given)
+        inputs["margin"], forward = margin, model.forward
+        model.forward = lambda **given: forward(**{name: one for name, one in given.items() if name != "margin"})
     loss = RewardTrainer.compute_loss(trainer, model, inputs)
     return figures_of(loss, model, trainer._metrics["train"])
 

@@ -4,6 +4,7 @@ P are the student's probabilities and Q the teacher's, both at a temperature T. 
 part of the vocabulary (all of it, or a range of it).
 """
 
+import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -102,8 +103,7 @@ def _slope(own: Tensor, taught: Tensor, form: Divergence) -> Tensor:
 
 
 def _mixed(own: Tensor, taught: Tensor, form: Divergence) -> Tensor:
-    beta = torch.tensor(form.beta, dtype=own.dtype, device=own.device)
-    return torch.logaddexp(own + torch.log1p(-beta), taught + beta.log())
+    return torch.logaddexp(own + math.log1p(-form.beta), taught + math.log(form.beta))
 
 
 class _TokenDivergences(torch.autograd.Function):

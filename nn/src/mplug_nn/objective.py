@@ -17,9 +17,9 @@ from mplug.layout.inits import TOKENS, Entries, Inits
 from mplug.layout.plan import Buffer, Shift, Unit
 from mplug.model.plans.work import flops_of_work, work_of
 from mplug.model.slots.declaration import Slot
+from mplug_nn.divergence import DIVERGENCE, divergence
 from mplug_nn.first_bias import FirstBias
 from mplug_nn.head import Head
-from mplug_nn.divergence import DIVERGENCE, divergence
 from mplug_nn.loss import CAPPED, LOG_PROBABILITIES, log_probabilities
 from mplug_nn.multi_token_prediction import TokensAhead
 from mplug_nn.router import ALL_EXPERTS, Router

@@ -95,8 +95,8 @@ def _of_family(registry: Registry, overrides: Settings, section: Key, opened: Fo
     plugin = registry.load(entry)
     if (*section, "preset") in overrides:
         raise UsageError(
-            f"{'.'.join(section)}.preset ({source_of(overrides, (*section, 'preset'))}) contradicts '{described.path}', which "
-            f"describes this part; remove it"
+            f"{'.'.join(section)}.preset ({source_of(overrides, (*section, 'preset'))}) contradicts "
+            f"'{described.path}', which describes this part; remove it"
         )
     settings = read_settings(entry, plugin, opened, folder, described.path)
     refuse_contradictions(

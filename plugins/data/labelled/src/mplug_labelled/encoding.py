@@ -75,5 +75,6 @@ class Encoder:
             return label
         raise UsageError(
             f"{where}: the label {label!r} is none of the classes of the run ({listed(self.names[:8])}"
-            f"{', ...' if len(self.names) > 8 else ''}); {REMEDY}, or add it to model.labels (objectives.classify.labels)"
+            f"{', ...' if len(self.names) > 8 else ''}); {REMEDY}, or add it to model.labels "
+            f"(objectives.classify.labels)"
         )

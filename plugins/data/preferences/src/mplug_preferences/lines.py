@@ -23,8 +23,8 @@ Answer = str | list[dict[str, Any]]
 class Preference:
     """A prompt and two answers: texts, or lists of messages.
 
-    `numbers` are those that the line has beside them, by the entry of micro batches: for the chosen and for the rejected
-    answer. They are log-probabilities under a reference, or a margin, which the chosen answer has.
+    `numbers` are those that the line has beside them, by the entry of micro batches: for the chosen and for the
+    rejected answer. They are log-probabilities under a reference, or a margin, which the chosen answer has.
     """
 
     where: str

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mplug.contracts.micro_batch import DOCUMENTS as DOCUMENTS
     from mplug.contracts.micro_batch import IGNORED as IGNORED
     from mplug.contracts.micro_batch import LOSS_WEIGHTS as LOSS_WEIGHTS
+    from mplug.contracts.micro_batch import MARGINS as MARGINS
     from mplug.contracts.micro_batch import REFERENCE as REFERENCE
     from mplug.contracts.micro_batch import SEQUENCES as SEQUENCES
     from mplug.contracts.micro_batch import MicroBatch as MicroBatch

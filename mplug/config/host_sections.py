@@ -172,7 +172,8 @@ class Pretrained(Section):
     parts: dict[str, Annotated[str, Field(min_length=1)]] = Field(
         {},
         description="instead of path: a published folder for each part of the model, by the name of the part's section "
-        "in 'model'; parts without a folder keep initial values",
+        "in 'model'; parts without a folder keep initial values. Beside path: that of a second model, such as the "
+        "teacher of an objective",
     )
     only: Names | None = Field(
         None, description="patterns of the parameters or modules to load; null: all. The others keep initial values"
@@ -180,8 +181,8 @@ class Pretrained(Section):
 
     @model_validator(mode="after")
     def _names_folders_once(self) -> Self:
-        if (self.path is None) is not bool(self.parts):
-            raise ValueError("needs either path, a folder of the whole model, or parts, folders of parts of it")
+        if self.path is None and not self.parts:
+            raise ValueError("needs path, a folder of the whole model, or parts, folders of parts of it")
         return self
 
     @property

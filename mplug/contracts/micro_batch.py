@@ -29,6 +29,11 @@ REFERENCE = "reference_log_probabilities"
 
 An objective uses their sums over sequences: a loader that knows these alone has each at one position of its sequence.
 """
+MARGINS = "margins"
+"""The entry of a micro batch with the margins of pairs [B, S], each at one position of an answer; 0 elsewhere.
+
+The margin says by how much the score of the chosen answer exceeds that of the rejected one, as people rated it.
+"""
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,8 @@ class Built:
     `recipe` is that of the run's precision; products of the modules that `base_modules` match ignore it. `attached` are
     the modules with parameters that plugins have added, `groups` the numbers of the groups of trained parameters that
     have other rates (`optimizer.groups`), `merges` says how an export multiplies them into the model's parameters, and
-    `adapters` is their published form (`mplug_pretrained.Merge`, `mplug_pretrained.Adapters`).
+    `adapters` is their published form (`mplug_pretrained.Merge`, `mplug_pretrained.Adapters`). `beside` are what the
+    names of the parameters of a second model begin with, of which an export writes nothing.
     """
 
     module: nn.Module
@@ -30,6 +31,7 @@ class Built:
     attached: dict[str, nn.Module] = field(default_factory=dict)
     merges: dict[str, Any] = field(default_factory=dict)
     adapters: Any = None
+    beside: tuple[str, ...] = ()
 
     def attach(self, modules: Mapping[str, nn.Module]) -> None:
         """Add modules to the model, by their names in it ('blocks.0.attn.qkv.adapter'), and to the plan.

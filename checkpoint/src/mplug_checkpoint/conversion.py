@@ -1,6 +1,6 @@
 """mplug checkpoint export and import."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mplug.cli.options import NewFolder, PluginName, RunName, StoredPath, config_options, resolved
-from mplug.errors import UsageError, counted
+from mplug.errors import UsageError, counted, listed, suggest
 from mplug.registry.stores import stores_for
 
 if TYPE_CHECKING:
@@ -43,6 +43,12 @@ DTYPES = ("float32", "bfloat16", "float16")
     help="Maximum size of a file in GB. A run that began with a published checkpoint keeps that checkpoint's files.",
 )
 @click.option(
+    "--quantize",
+    metavar="NAME",
+    help="Quantise the weights of linear layers, of --to huggingface: int8 or int4, by torchao. It needs the memory of "
+    "the whole model.",
+)
+@click.option(
     "--averages/--weights",
     default=None,
     help="Write the averages of the weights that the run keeps, or the weights that it trains; default: the averages, "
@@ -55,6 +61,7 @@ def export_(
     step: int | None,
     dtype: str | None,
     shard_size: float,
+    quantize: str | None,
     averages: bool | None,
 ) -> None:
     """Write the weights of a run to FOLDER, in a format of other software.
@@ -82,11 +89,14 @@ def export_(
     _refuse_existing(folder)
     checkpoint, run = at_step(directory / "checkpoints", step), saved_run(directory)
     kept = directory / KEPT / found.name
-    options = ExportOptions(dtype, int(shard_size * 1e9), kept if kept.is_dir() else None)
+    if quantize is not None:
+        _refuse_unknown_quantization(quantize, name_of_format, found.format.quantizations)
+    options = ExportOptions(dtype, int(shard_size * 1e9), kept if kept.is_dir() else None, quantize)
     model = build_model(run)
     export = found.format.export(run, model, options)
     merged = {name for merge in export.merges.values() for name in merge.inputs}
-    refuse_lossy(export.conversion, model.placements.keys() - merged)
+    own = {name for name in model.placements if not (model.beside and name.startswith(model.beside))}
+    refuse_lossy(export.conversion, own - merged)
     if step is None:
         from mplug_saving.newest_valid import choose
 
@@ -104,6 +114,13 @@ def export_(
     click.echo(f"'{folder}' has {number} of '{opened.path}' in {counted(len(files), 'file')}{values}")
     for clause in found.ask("usage", run, str(folder)):
         click.echo(f"  {clause}")
+
+
+def _refuse_unknown_quantization(name: str, name_of_format: str, known: Sequence[str]) -> None:
+    """Raise UsageError unless the format writes this quantised form."""
+    if name not in known:
+        writes = f"writes {listed(known)}{suggest(name, known)}" if known else "writes no quantised weights"
+        raise UsageError(f"--quantize {name}: the format '{name_of_format}' {writes}; change or remove the option")
 
 
 def _refuse_existing(folder: Path | str) -> None:

@@ -106,6 +106,7 @@ if TYPE_CHECKING:
     from mplug_nn.decoders.published_mixers import mamba_names as mamba_names
     from mplug_nn.decoders.sparse import SparseDecoderConfig as SparseDecoderConfig
     from mplug_nn.delayed_scaling import DelayedScaling as DelayedScaling
+    from mplug_nn.divergence import Divergence as Divergence
     from mplug_nn.dropout import Dropout as Dropout
     from mplug_nn.dropout import Jitter as Jitter
     from mplug_nn.embedding import Embedding as Embedding
@@ -153,6 +154,7 @@ if TYPE_CHECKING:
     from mplug_nn.objective import Objective as Objective
     from mplug_nn.objective import set_objective as set_objective
     from mplug_nn.objective import sums_of as sums_of
+    from mplug_nn.objective import width_at_end as width_at_end
     from mplug_nn.packed_heads import PackedHeads as PackedHeads
     from mplug_nn.packed_heads import Preparation as Preparation
     from mplug_nn.parts import AttentionParts as AttentionParts
@@ -186,7 +188,9 @@ if TYPE_CHECKING:
     from mplug_nn.rotary import Rotary as Rotary
     from mplug_nn.router import Choice as Choice
     from mplug_nn.router import Router as Router
+    from mplug_nn.scored import ScoredObjective as ScoredObjective
     from mplug_nn.scores import RouterScore as RouterScore
+    from mplug_nn.second_model import add_frozen_model as add_frozen_model
     from mplug_nn.shared_fields import SHARED_FIELDS as SHARED_FIELDS
     from mplug_nn.shared_fields import unused as unused
     from mplug_nn.slots import SLOTS as SLOTS

@@ -1,5 +1,6 @@
 """The end of a language model. B batch, S sequence, D embed, V vocabulary."""
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 
 from mplug.layout.inits import Entries, Inits
 from mplug.layout.plan import Parameter, Segment
+from mplug.layout.work import Step
 from mplug_nn.linear import Linear
 from mplug_nn.loss import Loss
 from mplug_nn.norm import Norm
@@ -29,6 +31,12 @@ class Head(nn.Module):
         self.project = Linear(hidden_size, vocab_size, bias=False)
         self.project.adaptable = False  # suppliers of the loss multiply by the weight
         self.loss = Loss(soft_cap)
+        self.projects = True
+
+    def plan_work(self) -> Step:
+        """The steps; an objective with a head of its own may leave out the projection."""
+        steps = {"norm": True, "project": self.projects, "loss": self.loss is not None}
+        return tuple(name for name, is_there in steps.items() if is_there)
 
     def plan_entries(self, inits: Inits) -> Entries:
         """The meaning of the projection."""
@@ -43,6 +51,16 @@ class Head(nn.Module):
         `entries` are those of an objective (`mplug_nn.Objective`), whose further results follow.
         """
         return self.loss_of(self.norm(x)[0], labels, loss_weights, **entries)
+
+    def forward_beside(
+        self, x: Tensor, beside: Tensor, labels: Tensor, loss_weights: Tensor | None = None, **entries: Tensor
+    ) -> tuple[Tensor, ...]:
+        """As `forward`, for an objective that also takes the vectors of a second model (`add_frozen_model`)."""
+        return self.loss_of(self.norm(x)[0], labels, loss_weights, beside=beside, **entries)
+
+    def vectors(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """x [B, S, D] -> (what is projected [B, S, D], the projection to logits)."""
+        return self._scaled(self.norm(x)[0]), self.project if self.soft_cap is None else self._capped
 
     def loss_of(
         self, h: Tensor, labels: Tensor, weights: Tensor | None = None, **entries: Tensor

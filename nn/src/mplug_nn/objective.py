@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from mplug.contracts.micro_batch import IGNORED, REFERENCE
 from mplug.errors import UsageError, listed
 from mplug.layout.inits import TOKENS, Entries, Inits
-from mplug.layout.plan import Buffer, Unit
+from mplug.layout.plan import Buffer, Shift, Unit
+from mplug.model.plans.work import flops_of_work, work_of
 from mplug.model.slots.declaration import Slot
+from mplug_nn.divergence import DIVERGENCE, divergence
 from mplug_nn.first_bias import FirstBias
 from mplug_nn.head import Head
 from mplug_nn.loss import CAPPED, LOG_PROBABILITIES, log_probabilities
@@ -46,7 +48,17 @@ def sums_of(values: Tensor, sequences: Tensor, number: int) -> Tensor:
     return torch.where(members[..., None], values[:, :, None], 0).sum(dim=1)
 
 
+def gathered(values: Tensor) -> Tensor:
+    """The default of the slot `Objective.gathered`.
+
+    values [B, S / R, ...] of the positions of this process's hidden vectors -> those of all its positions [B, S, ...].
+    Sequence parallelism divides hidden vectors over R ranks, and supplies it: then every rank computes the same loss.
+    """
+    return values
+
+
 SUMMED = Slot("Objective.summed", "objective", summed, sums_parts=True)
+GATHERED = Slot("Objective.gathered", "objective", gathered)
 
 
 class Objective(nn.Module):
@@ -61,26 +73,36 @@ class Objective(nn.Module):
     the log-probabilities of the labels under the weights with which the run began, as the entry REFERENCE. `figures`
     are the names of values that metrics report: `report` adds to their sums, which the host divides as it divides the
     loss. If that number is not that of the targets, `number_in` returns it for a whole micro batch before a strategy
-    divides it: losses inside of the model's blocks, which are means over tokens, need it before the step.
+    divides it: losses inside of the model's blocks, which are means over tokens, need it before the step. `shifted` are
+    entries that the host makes from those of the loader (`Plan.shifted`); `entries` has their axes too.
+
+    An objective with a head of its own (scores, classes) does not need the projection to the vocabulary: it sets
+    `projects` to False, and the projection is then frozen unless it is tied to the embedding. If labels are no tokens,
+    it sets `of_tokens` to False. It computes the head on `hidden`, and passes the result to `gathered`.
 
     A subclass that computes sums over sequences calls `over_sequences`, and `counted_once` at its end. So every rank
     that has a part of a sequence has the gradient of the whole loss, and one of them counts it.
     """
 
-    SLOTS: ClassVar[tuple[Slot, ...]] = (LOG_PROBABILITIES, SUMMED)
+    SLOTS: ClassVar[tuple[Slot, ...]] = (LOG_PROBABILITIES, DIVERGENCE, SUMMED, GATHERED)
     mixes: ClassVar[frozenset[str]] = frozenset()  # sums over sequences lie in a slot
+    projects: ClassVar[bool] = True
+    of_tokens: ClassVar[bool] = True
 
     def __init__(
         self,
         entries: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
         figures: Sequence[str] = (),
         recalls: bool = False,
+        shifted: Mapping[str, Shift] = MappingProxyType({}),
     ) -> None:
         super().__init__()
-        self.entries, self.figures, self.recalls = entries, tuple(figures), recalls
+        self.entries, self.figures, self.recalls, self.shifted = entries, tuple(figures), recalls, shifted
         self.soft_cap: float | None = None
         self.log_probabilities: Callable[..., Tensor] = log_probabilities
+        self.divergence: Callable[..., Tensor] = divergence
         self.summed: Callable[[Tensor], tuple[Tensor, float]] = summed
+        self.gathered: Callable[[Tensor], Tensor] = gathered
         for name in self.figures:
             self.register_buffer(_attribute(name), torch.zeros((), dtype=torch.float64), persistent=False)
 
@@ -90,7 +112,7 @@ class Objective(nn.Module):
 
     def needs(self, slot: str, entries: Container[str]) -> frozenset[str]:
         """What a supplier of a slot must offer here."""
-        is_capped = self.soft_cap is not None and slot == LOG_PROBABILITIES.name
+        is_capped = self.soft_cap is not None and slot in (LOG_PROBABILITIES.name, DIVERGENCE.name)
         return frozenset({CAPPED}) if is_capped else frozenset()
 
     @staticmethod
@@ -135,12 +157,14 @@ def set_objective(run: "Run", model: "Model", objective: Objective, label: str) 
     """
     if not run.trains:
         return
-    unit, head = _end(model, label)
+    unit, head = end_of(model, label)
     counts = None if type(objective).number_in is Objective.number_in else objective.number_in
-    if counts is not None and any(isinstance(part, TokensAhead) for part in model.module.modules()):
+    counts_tokens = counts is None and objective.of_tokens
+    if not counts_tokens and any(isinstance(part, TokensAhead) for part in model.module.modules()):
         raise UsageError(f"{label} has no loss for tokens further ahead; set model.num_mtp_layers=0")
     entries = dict(objective.entries)
-    missing = [name for name in entries if name not in run.entries and not (objective.recalls and name == REFERENCE)]
+    made = {*objective.shifted, *((REFERENCE,) if objective.recalls else ())}
+    missing = [name for name in entries if name not in run.entries and name not in made]
     if missing:
         (loader,) = run.hooks.implementers("build_loader")
         raise UsageError(
@@ -148,23 +172,36 @@ def set_objective(run: "Run", model: "Model", objective: Objective, label: str) 
             f"that does ('mplug plugins list --kind data')"
         )
     objective.soft_cap = head.soft_cap
+    if not objective.projects:
+        _without_projection(model, unit, head)
     setattr(head, "loss", None)  # noqa: B010 (mypy knows the attribute as a module)
     model.attach({f"{unit.name}.loss": objective})
     if objective.recalls:
         model.attach(
             {f"{name}.first_bias": FirstBias(len(bias), ALL_EXPERTS) for name, bias in _changing_biases(model)}
         )
-    made = {LOG_PROBABILITIES_OUTPUT: TOKENS} if objective.recalls else {}
+    returned = {LOG_PROBABILITIES_OUTPUT: TOKENS} if objective.recalls else {}
     optional = tuple(dict.fromkeys((*unit.optional, *entries)))
-    changed = replace(unit, outputs=(*unit.outputs, *made), optional=optional)
+    changed = replace(unit, outputs=(*unit.outputs, *returned), optional=optional)
     model.plan = replace(
         model.plan,
         units=tuple(changed if one is unit else one for one in model.plan.units),
         context={**model.plan.context, **entries},
-        activations={**model.plan.activations, **made},
+        activations={**model.plan.activations, **returned},
+        shifted={**model.plan.shifted, **objective.shifted},
         recalled={REFERENCE: LOG_PROBABILITIES_OUTPUT} if objective.recalls else {},
         count=counts,
     )
+
+
+def _without_projection(model: "Model", unit: Unit, head: Head) -> None:
+    """Freeze the projection of a head that no longer projects, and take its FLOPs from the plan."""
+    before = flops_of_work(work_of(head, unit.name))
+    head.projects = False
+    unused = before.without(flops_of_work(work_of(head, unit.name)))
+    model.plan = replace(model.plan, flops=model.plan.flops.without(unused))
+    parameters = model.parameters()
+    model.freeze(name for name, _ in head.project.named_parameters(f"{unit.name}.project") if name in parameters)
 
 
 def _changing_biases(model: "Model") -> Iterator[tuple[str, Tensor]]:
@@ -174,7 +211,13 @@ def _changing_biases(model: "Model") -> Iterator[tuple[str, Tensor]]:
             yield name, module.bias
 
 
-def _end(model: "Model", label: str) -> tuple[Unit, Head]:
+def width_at_end(model: "Model", label: str) -> int:
+    """The length D of the hidden vectors that an objective of the model takes. UsageError as of `set_objective`."""
+    _, head = end_of(model, label)
+    return int(head.project.weight.shape[1])
+
+
+def end_of(model: "Model", label: str) -> tuple[Unit, Head]:
     """The unit that computes the loss, and its module."""
     unit = next(unit for unit in model.plan.units if "loss" in unit.outputs)
     head = model.module.get_submodule(unit.name)

@@ -4,7 +4,7 @@ The entry point's name is the word after `--from` and `--to`. Importing this mod
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from mplug.errors import UsageError
 from mplug_pretrained.described import DescribesModels
@@ -28,7 +28,11 @@ class Format(DescribesModels):
     - `mplug checkpoint export --to NAME FOLDER` calls `export`, and `usage` at its end.
     - `mplug explain` calls `form_of`.
     - Adapters (`mplug_pretrained.Adapters.format`) of a run begin with a folder that `open_adapters` reads.
+
+    `quantizations` are the names of the quantised forms that an export can write (`ExportOptions.quantize`).
     """
+
+    quantizations: ClassVar[tuple[str, ...]] = ()
 
     def open(self, folder: Path) -> ForeignCheckpoint:
         """The checkpoint in a folder, for an import."""

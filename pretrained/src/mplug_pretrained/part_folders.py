@@ -13,16 +13,18 @@ if TYPE_CHECKING:
     from mplug.model.model import Model
 
 FIELD = "checkpoint.pretrained.parts"
+WHOLE = ""
+"""The name of the model itself beside a second one, which is a part of the run."""
 
 
 @dataclass(frozen=True)
 class PartFolders:
-    """A published folder for each of some parts of a model, by their names."""
+    """A published folder for each of some parts of a model, by their names; `WHOLE` is that of the model itself."""
 
     paths: Mapping[str, Path]
 
     def __str__(self) -> str:
-        return listed(f"'{path}' ({part})" for part, path in self.paths.items())
+        return listed(f"'{path}'{f' ({part})' if part else ''}" for part, path in self.paths.items())
 
 
 def part_of(model: "Model", part: str) -> "Model":

@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from mplug.config.binding import OF_LOSSES
 from mplug.config.entry import Entry
 from mplug.config.family import family_fields
 from mplug.config.sources import Key, Setting, Settings, from_mapping, merge, source_of
@@ -31,19 +32,47 @@ def with_part_settings(registry: Registry, base: Settings, overrides: Settings) 
     describes another kind of part, and for settings of the user that contradict a folder.
     """
     folders, named = part_folders(overrides), merge(base, overrides).get(("model", "name"))
-    if not folders or public_folder(overrides) is not None or named is None or part_folders(base) == folders:
-        return overrides  # the resolver reports contradictions; a resumed run keeps what its folders say
+    if not folders or named is None or part_folders(base) == folders:
+        return overrides  # a resumed run keeps what its folders say
     entry = registry.find("models", str(named.value))
     plugin, found = registry.load(entry), dict[Key, Setting]()
     families = [part for part in folders if part in family_fields(plugin.Config)]
+    second = _second_models(registry, merge(base, overrides))
+    _refuse_parts_of_whole(overrides, [part for part in folders if part not in second])
     for part, folder in folders.items():
         opened = _opened(registry, overrides, part, folder)
-        if part in families:
-            found |= _of_family(registry, base, overrides, part, opened, folder)
+        if part in second:
+            found |= _of_family(registry, overrides, (*second[part], part), opened, folder)
+        elif part in families:
+            found |= _of_family(registry, overrides, ("model", part), opened, folder)
+            found |= data_settings(registry, folder, base, overrides)
         else:
             found |= _of_section(entry, plugin, overrides, part, opened, folder)
     preset, own = _preset_apart(plugin, overrides, families)
-    return merge(merge(preset, found), own)
+    empty = {key for key in own for part in second if part in folders and key == second[part]}  # --objective NAME
+    return merge(merge(preset, found), {key: setting for key, setting in own.items() if key not in empty})
+
+
+def _second_models(registry: Registry, named: Settings) -> dict[str, Key]:
+    """The families that objectives of a run contain, by their fields, and the sections with these fields."""
+    found = dict[str, Key]()
+    for word in sorted({str(key[1]) for key in named if key[0] == OF_LOSSES and len(key) > 1}):
+        try:
+            plugin = registry.load(registry.find(OF_LOSSES, word))
+        except UsageError:  # the resolver reports it
+            continue
+        found |= dict.fromkeys(family_fields(plugin.Config), (OF_LOSSES, word))
+    return found
+
+
+def _refuse_parts_of_whole(overrides: Settings, parts: list[str]) -> None:
+    """Raise UsageError if a run begins with a folder of the whole model and one of a part of it."""
+    folder = public_folder(overrides)
+    if folder is not None and parts:
+        raise UsageError(
+            f"{FIELD}.{parts[0]} ({source_of(overrides, (*FIELD.split('.'), parts[0]))}): the run begins with the "
+            f"whole model of '{folder}' (checkpoint.pretrained.path), which has this part; remove one of both"
+        )
 
 
 def _opened(registry: Registry, overrides: Settings, part: str, folder: Path) -> Found:
@@ -58,25 +87,22 @@ def _opened(registry: Registry, overrides: Settings, part: str, folder: Path) ->
     return opened
 
 
-def _of_family(
-    registry: Registry, base: Settings, overrides: Settings, part: str, opened: Found, folder: Path
-) -> Settings:
-    """The section of a family that a model contains, and what its folder says about the data."""
-    described, section = opened.ask("describe", folder), ("model", part)
+def _of_family(registry: Registry, overrides: Settings, section: Key, opened: Found, folder: Path) -> Settings:
+    """The section of a family that a model or an objective contains."""
+    described = opened.ask("describe", folder)
     word = overrides.get((*section, "name"))
     entry, name = family_of(registry, described, None if word is None else str(word.value))
     plugin = registry.load(entry)
     if (*section, "preset") in overrides:
         raise UsageError(
-            f"model.{part}.preset ({source_of(overrides, (*section, 'preset'))}) contradicts '{described.path}', which "
-            f"describes this part; remove it"
+            f"{'.'.join(section)}.preset ({source_of(overrides, (*section, 'preset'))}) contradicts "
+            f"'{described.path}', which describes this part; remove it"
         )
     settings = read_settings(entry, plugin, opened, folder, described.path)
     refuse_contradictions(
         entry.label, plugin.Config, described.path, settings, _own(overrides, section, "name"), section
     )
-    found = from_mapping({"name": name, **settings.choices, **settings.fixed}, str(described.path), section)
-    return found | data_settings(registry, folder, base, overrides)
+    return from_mapping({"name": name, **settings.choices, **settings.fixed}, str(described.path), section)
 
 
 def _of_section(entry: Entry, plugin: Any, overrides: Settings, part: str, opened: Found, folder: Path) -> Settings:

@@ -19,7 +19,7 @@ from mplug_pretrained.adapter_files import fill_adapters
 from mplug_pretrained.copies import refuse_other_copies
 from mplug_pretrained.foreign_match import needed_of
 from mplug_pretrained.formats import format_of
-from mplug_pretrained.part_folders import PartFolders, begun_anew, part_of
+from mplug_pretrained.part_folders import WHOLE, PartFolders, begun_anew, part_of
 from mplug_pretrained.published import FolderWeights, PublishedFolder
 from mplug_pretrained.transfer import fill_ours
 from mplug_pretrained.wanted import FIELD, Wanted, wanted_of
@@ -63,7 +63,7 @@ def open_published(path: Path) -> tuple[str, PublishedFolder]:
 
 
 Opened = Sequence[tuple[str, PublishedFolder]]
-"""Folders with the parts of the model that they are for; the part '' is the whole model."""
+"""Folders with the parts of the model that they are for; the part WHOLE is the model itself."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ def _checked(folders: Opened, model: Model, section: Pretrained | None) -> list[
         label = f"{FIELD}{f'.parts.{part}' if part else ''} '{folder.path}'"
         made.append((label, folder.weights(own), needed_of(own).keys()))
     present = [name for _, weights, _ in made for name in weights.present]
-    wanted = wanted_of(section, model.plan, sorted(needed_of(model)), present)
+    needed = {*needed_of(model), *(name for _, _, names in made for name in names)}
+    wanted = wanted_of(section, model.plan, sorted(needed), present)
     found = [_Read(label, weights, replace(wanted, names=wanted.names & names)) for label, weights, names in made]
     for one in found:
         one.weights.refuse_other_model(one.label, one.wanted)
@@ -91,7 +92,7 @@ def _checked(folders: Opened, model: Model, section: Pretrained | None) -> list[
 
 def _open_all(path: Path | PartFolders) -> list[tuple[str, str, PublishedFolder]]:
     """(part, name of the format, folder) of each folder."""
-    paths = path.paths if isinstance(path, PartFolders) else {"": path}
+    paths = path.paths if isinstance(path, PartFolders) else {WHOLE: path}
     return [(part, *open_published(one)) for part, one in paths.items()]
 
 
@@ -158,7 +159,8 @@ def _load(run: Run, model: Model, held: Iterable[Held], path: Path | PartFolders
     except (UsageError, RunError) as raised:
         error = raised
     raise_alike(run, error)
-    return opened[0][1], None if isinstance(path, PartFolders) else read[0].weights
+    whole = not isinstance(path, PartFolders) or WHOLE in path.paths
+    return opened[0][1], read[0].weights if whole else None
 
 
 def fill_from(folder: PublishedFolder, run: Run, model: Model, held: Iterable[Held]) -> FolderWeights:

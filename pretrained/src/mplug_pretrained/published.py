@@ -84,12 +84,14 @@ class ExportOptions:
 
     `dtype` is the type of all tensors; None: that of the folder with which the run began, or that of the run.
     `shard_bytes` is the maximum size of a file. `kept` is the folder to which `FolderWeights.keep` wrote; None if the
-    run did not begin with a folder of this format.
+    run did not begin with a folder of this format. `quantize` is the form of quantised weights, one of the format's
+    `quantizations`; None: they are not quantised.
     """
 
     dtype: str | None
     shard_bytes: int
     kept: Path | None = None
+    quantize: str | None = None
 
 
 ExportValues = Callable[[str, str], "Tensor"]

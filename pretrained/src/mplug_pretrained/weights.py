@@ -10,7 +10,7 @@ from mplug.errors import UsageError, counted
 from mplug.registry.stores import local_path
 from mplug.run.run import Run
 from mplug_pretrained.formats import is_public
-from mplug_pretrained.part_folders import PartFolders
+from mplug_pretrained.part_folders import WHOLE, PartFolders
 from mplug_pretrained.wanted import FIELD, Wanted, wanted_of
 from mplug_saving.folder import complete, read_manifest
 from mplug_saving.index import refuse_larger, shapes_of, weights_in
@@ -47,9 +47,17 @@ def newest_pretrained(run: Run) -> Path | PartFolders | None:
     section = run.config.checkpoint.pretrained
     if section is None:
         return None
+    parts = {part: local_path(path) for part, path in section.parts.items()}
     if section.path is None:
-        return PartFolders({part: local_path(path) for part, path in section.parts.items()})
+        return PartFolders(parts)
     folder = local_path(section.path)
+    if parts:
+        if not is_public(folder):
+            raise UsageError(
+                f"{FIELD}.parts is beside '{section.path}', which no installed format reads; use a published folder "
+                f"for both (a run of mplug is exported to one by 'mplug checkpoint export')"
+            )
+        return PartFolders({WHOLE: folder, **parts})
     if is_public(folder):
         return folder
     if os.path.lexists(folder / MANIFEST):

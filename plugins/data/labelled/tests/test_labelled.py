@@ -105,8 +105,8 @@ def test_long_texts_are_truncated(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "changes", "said"),
     [
-        ({"text": "a", "label": "evn"}, {}, "the label 'evn' is none of model.labels (even and odd)"),
-        ({"text": "a", "label": 2}, {}, "a.jsonl:1: the label 2 is none of model.labels"),
+        ({"text": "a", "label": "evn"}, {}, "the label 'evn' is none of the classes of the run (even and odd)"),
+        ({"text": "a", "label": 2}, {}, "a.jsonl:1: the label 2 is none of the classes of the run"),
         ({"text": "a", "label": True}, {}, "the label True is none of"),
         ({"text": "a"}, {}, "a.jsonl:1 lacks 'text' or 'label' (fields: text)"),
         ({"text": "", "label": 0}, {}, "'text' must be a text that is not empty"),

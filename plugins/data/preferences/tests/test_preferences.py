@@ -174,7 +174,7 @@ def test_a_wrong_line_is_refused_with_its_place(sentence: str, tmp_path: Path) -
 def test_a_line_without_the_reference_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", FORMS["texts"])
     with pytest.raises(UsageError, match=r"has no number 'ref_chosen_logps', which data\.reference=true reads"):
-        list(read_preferences([path], with_reference=True))
+        list(read_preferences([path], numbers=[REFERENCE]))
 
 
 def test_equal_prompts_are_in_one_split(tmp_path: Path) -> None:

@@ -320,7 +320,7 @@ def test_folders_and_settings_that_do_not_fit_are_refused_in_a_sentence(folders:
         ({"model.vision.num_layers": 3}, r"  model\.vision\.num_layers \(the test\): 3, but the weights need 4$"),
         ({"model.decoder.num_layers": 2}, r"  model\.decoder\.num_layers \(the test\): 2, but the weights need 3$"),
         ({"model.decoder.preset": "tiny"}, r"model\.decoder\.preset \(the test\) contradicts"),
-        ({"checkpoint.pretrained.path": "x"}, "needs either path, .* or parts"),
+        ({"checkpoint.pretrained.path": "x"}, "which has this part; remove one of both"),
         ({"model.name": "gpt", "model.image_token": None}, "models of models/gpt have no part 'vision' .* none"),
     ]
     for settings, sentence in cases:

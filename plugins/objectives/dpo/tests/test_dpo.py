@@ -266,6 +266,7 @@ def test_sums_that_the_data_know_are_a_reference(tmp_path: Path) -> None:
 
 WRONG = {
     "label_smoothing is of the losses": {"loss": "ipo", "label_smoothing": 0.1},
+    "exo_pair needs label_smoothing above 0": {"loss": "exo_pair"},
     "gamma has no effect": {"loss": "sigmoid", "gamma": 1.0},
     "reference=data has no effect": {"loss": "simpo", "reference": "data"},
 }

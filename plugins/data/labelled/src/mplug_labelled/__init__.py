@@ -18,6 +18,8 @@ log = logging.getLogger("mplug.labelled")
 Split = Literal["train", "validation"]
 HEADS = {"texts": "sequences", "words": "tokens", "pairs": "embedding"}
 """Form of the lines -> the head of a model that learns from them (`model.head`)."""
+OBJECTIVES = "objectives"
+"""The section of what may have a head of its own."""
 BEGINS, ENDS = ("[CLS]", "<s>"), ("[SEP]", "</s>")
 
 
@@ -44,6 +46,11 @@ class Labelled:
         )
         tokenizer: str = Field("bytes", description="name of an installed tokenizer plugin")
         tokenizer_options: dict[str, Any] = Field(default_factory=dict, description="options of the tokenizer")
+        label_at: Literal["first", "last"] = Field(
+            "first",
+            description="of texts: the token that has the label; last: for a decoder with a head for classes "
+            "(--objective classify)",
+        )
         begin_token: int | str | None = Field(
             None,
             description="token before every text: its number, or the text of a special token; null: "
@@ -68,7 +75,13 @@ class Labelled:
     def configure(self, config: "RunConfig") -> None:
         """Refuse a model with another head, and more texts than a sample can hold."""
         head, wanted = getattr(config.model, "head", None), HEADS[self.config.form]
-        if head != wanted:
+        of_objective = self.config.form != "pairs" and self._names(config, OBJECTIVES)
+        if self.config.label_at == "last" and not (of_objective and self.config.form == "texts"):
+            raise UsageError(
+                "data.label_at=last is for data.form=texts and a decoder with a head for classes; add --objective "
+                "classify, or set data.label_at=first"
+            )
+        if head != wanted and not of_objective:
             has = f"model.head is '{head}'" if head else "the model has no such head"
             raise UsageError(f"data.form={self.config.form} is for model.head={wanted}, and {has}; change one of them")
         if self.config.max_documents > config.trainer.seq_length:
@@ -115,9 +128,11 @@ class Labelled:
         from mplug_labelled.samples import PackedTexts
 
         own, trainer = self.config, run.config.trainer
-        names = tuple(getattr(run.config.model, "labels", ()))
+        names = self._names(run.config, OBJECTIVES) or self._names(run.config, "model")
         around = [self._special(field, usual) for field, usual in (("begin_token", BEGINS), ("end_token", ENDS))]
-        encoder = Encoder(own.form, self.tokenizer, names, around[0], around[1], trainer.seq_length)
+        encoder = Encoder(
+            own.form, self.tokenizer, names, around[0], around[1], trainer.seq_length, own.label_at == "last"
+        )
         lines = of_split(split, own.path, own.validation_path, own.validation_percent, own.form)
         items = [encoder.encode(line) for line in lines]
         if not items:
@@ -136,6 +151,12 @@ class Labelled:
             samples_per_epoch=samples.count,
             fingerprint=samples.fingerprint,
         )
+
+    @staticmethod
+    def _names(config: "RunConfig", section: str) -> tuple[str, ...]:
+        """The names of the classes, which the model or an objective states in its field `labels`."""
+        stating = (one.config for one in config.chosen if one.section[0] == section)
+        return tuple(name for one in stating for name in getattr(one, "labels", ()))
 
     def _special(self, field: str, usual: tuple[str, ...]) -> int | None:
         """The number of the token before or behind a text; None: there is none."""

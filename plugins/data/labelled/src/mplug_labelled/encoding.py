@@ -15,7 +15,8 @@ Document = tuple[list[int], list[int]]
 class Encoder:
     """Encodes lines of a form: each becomes one document, or two (a pair).
 
-    `names` are those of the classes. `begin` and `end` are tokens around every text, or None.
+    `names` are those of the classes. `begin` and `end` are tokens around every text, or None. The class of a text is at
+    its first position, or at its last one (`at_end`).
     """
 
     form: str
@@ -24,6 +25,7 @@ class Encoder:
     begin: int | None
     end: int | None
     length: int
+    at_end: bool = False
 
     def encode(self, line: Line) -> list[Document]:
         """The documents of a line, which together have at most `length` tokens. UsageError for an unknown label."""
@@ -35,7 +37,8 @@ class Encoder:
             return [(anchor, [0, *[IGNORED] * (len(anchor) - 1)]), (positive, [IGNORED] * len(positive))]
         if self.form == "texts":
             tokens = self._around(self._tokens(line.first, line.where), self.length)
-            return [(tokens, [self._number(line.second, line.where), *[IGNORED] * (len(tokens) - 1)])]
+            label, others = [self._number(line.second, line.where)], [IGNORED] * (len(tokens) - 1)
+            return [(tokens, [*others, *label] if self.at_end else [*label, *others])]
         return [self._words(line)]
 
     def _words(self, line: Line) -> Document:
@@ -71,6 +74,7 @@ class Encoder:
         if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(self.names):
             return label
         raise UsageError(
-            f"{where}: the label {label!r} is none of model.labels ({listed(self.names[:8])}"
-            f"{', ...' if len(self.names) > 8 else ''}); {REMEDY}, or add it to model.labels"
+            f"{where}: the label {label!r} is none of the classes of the run ({listed(self.names[:8])}"
+            f"{', ...' if len(self.names) > 8 else ''}); {REMEDY}, or add it to model.labels "
+            f"(objectives.classify.labels)"
         )

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from mplug import DOCUMENTS, MAY_MOVE, REFERENCE, SEQUENCES, MapLoader, UsageError, distinct, hookimpl
+from mplug import DOCUMENTS, MARGINS, MAY_MOVE, REFERENCE, SEQUENCES, MapLoader, UsageError, distinct, hookimpl
 from mplug_tokenization import ChatLoader, Tokenizer
 
 if TYPE_CHECKING:
@@ -61,6 +61,13 @@ class Preferences(ChatLoader):
             description="read the log-probabilities of both answers under a reference from each line "
             "(ref_chosen_logps, ref_rejected_logps)",
         )
+        margin: bool = Field(
+            False, description="read by how much the chosen answer is better from each line (margin), for reward models"
+        )
+        keep_end: bool = Field(
+            False,
+            description="keep the last token of each answer as an input, without a target: reward models score it",
+        )
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -81,14 +88,20 @@ class Preferences(ChatLoader):
         """Refuse missing and unreadable files, and files whose first line is not a pair."""
         from mplug_preferences.lines import check_files
 
-        check_files(self.config.path, "data.path", self.config.reference)
+        check_files(self.config.path, "data.path", self._of_lines)
         if self.config.validation_path is not None and config.trainer.eval_every:
-            check_files(self.config.validation_path, "data.validation_path", self.config.reference)
+            check_files(self.config.validation_path, "data.validation_path", self._of_lines)
 
     @hookimpl
     def batch_entries(self) -> tuple[str, ...]:
-        """The lengths of documents, the number of each position's answer, and what is known of a reference."""
-        return (DOCUMENTS, SEQUENCES, *((REFERENCE,) if self.config.reference else ()))
+        """The lengths of documents, the number of each position's answer, and the numbers that lines have."""
+        return (DOCUMENTS, SEQUENCES, *self._of_lines)
+
+    @property
+    def _of_lines(self) -> tuple[str, ...]:
+        """The entries with numbers that each line has beside its answers."""
+        own = self.config
+        return (*((REFERENCE,) if own.reference else ()), *((MARGINS,) if own.margin else ()))
 
     @hookimpl
     def build_tokenizer(self) -> Tokenizer:
@@ -104,7 +117,7 @@ class Preferences(ChatLoader):
         trainer, count, own = run.config.trainer, Count(), self.config
         pairs = self._pairs(split, trainer.seq_length, count)
         filler = self.vocabulary.tokenizer.eod or 0
-        samples = PairedSamples(pairs, trainer.seq_length, own.max_pairs, filler, trainer.seed, own.reference)
+        samples = PairedSamples(pairs, trainer.seq_length, own.max_pairs, filler, trainer.seed, self._of_lines)
         log.info(
             "%s: %d of %d pairs in %d samples, %.1f%% full (%s)",
             split, len(pairs), count.pairs, samples.count, 100 * samples.filled, count,
@@ -123,8 +136,9 @@ class Preferences(ChatLoader):
         from mplug_preferences.lines import of_split
 
         config = self.config
-        found = of_split(split, config.path, config.validation_path, config.validation_percent, config.reference)
-        pairs = list(Encoder(self.template, self.vocabulary, length, config.too_long).of(found, count))
+        found = of_split(split, config.path, config.validation_path, config.validation_percent, self._of_lines)
+        encoder = Encoder(self.template, self.vocabulary, length, config.too_long, config.keep_end)
+        pairs = list(encoder.of(found, count))
         if not pairs:
             own_files = split == "validation" and config.validation_path
             where = f"data.validation_path '{config.validation_path}'" if own_files else f"data.path '{config.path}'"

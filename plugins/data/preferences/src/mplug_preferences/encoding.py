@@ -1,6 +1,6 @@
 """Encodes pairs of answers: the tokens of both, each after the prompt, and which tokens are targets."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -25,11 +25,11 @@ class Tokens(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Both answers of a pair, and their log-probabilities under the reference."""
+    """Both answers of a pair, and the numbers of the line for both (`Preference.numbers`)."""
 
     chosen: Tokens
     rejected: Tokens
-    reference: tuple[float, float] | None
+    numbers: Mapping[str, tuple[float, float]]
 
     @property
     def length(self) -> int:
@@ -57,12 +57,16 @@ class Count:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encodes pairs by a template and a vocabulary, for samples of `length` tokens."""
+    """Encodes pairs by a template and a vocabulary, for samples of `length` tokens.
+
+    The last token of an answer is a target alone; with `keeps_end`, it is an input too.
+    """
 
     template: Template
     vocabulary: Vocabulary
     length: int
     too_long: TooLong
+    keeps_end: bool = False
 
     def of(self, pairs: Iterable[Preference], count: Count) -> Iterator[Pair]:
         """The tokens of each pair that is kept; `count` counts all pairs. UsageError names a line that fails."""
@@ -95,7 +99,7 @@ class Encoder:
         if not all((one.labels != IGNORED).any() for one in both):
             count.without_answer += 1
             return None
-        return Pair(both[0], both[1], pair.reference)
+        return Pair(both[0], both[1], pair.numbers)
 
     def _tokens(self, prompt: Answer, answer: Answer, tools: Any) -> Tokens:
         """An answer after its prompt; of several messages, those of the assistant are targets."""
@@ -112,6 +116,8 @@ class Encoder:
         tokens = np.asarray(encoded.tokens, dtype=np.int32)
         labels = np.where(encoded.answers[1:], tokens[1:], IGNORED).astype(np.int64)
         length = int(np.flatnonzero(labels != IGNORED).max(initial=-1)) + 1  # nothing follows the last target
+        if self.keeps_end and length:  # but the last target itself
+            length, labels = length + 1, np.append(labels, IGNORED)
         return Tokens(tokens[:length], labels[:length])
 
 

@@ -1,32 +1,38 @@
 """Reads pairs of answers from JSON lines in the forms of TRL: texts or messages, with or without a prompt."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from mplug import UsageError
+from mplug import MARGINS, REFERENCE, UsageError
 from mplug_tokenization.conversations import message_fault
 from mplug_tokenization.json_lines import find_files, is_held_out, read_values
 
 FORM = '{"prompt": ..., "chosen": ..., "rejected": ...}'
 OF_REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
 """The fields with the log-probabilities of both answers under a reference, as TRL writes them."""
+OF_MARGIN = ("margin",)
+"""The field with the margin of a pair, as TRL writes it."""
 Answer = str | list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Preference:
-    """A prompt and two answers: texts, or lists of messages. `reference` are the log-probabilities of both answers."""
+    """A prompt and two answers: texts, or lists of messages.
+
+    `numbers` are those that the line has beside them, by the entry of micro batches: for the chosen and for the
+    rejected answer. They are log-probabilities under a reference, or a margin, which the chosen answer has.
+    """
 
     where: str
     prompt: Answer
     chosen: Answer
     rejected: Answer
     tools: Any = None
-    reference: tuple[float, float] | None = None
+    numbers: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def held_out(self, percent: float) -> bool:
         """Whether it is for validation, by a hash of its prompt: all pairs of a prompt are in the same split."""
@@ -34,32 +40,32 @@ class Preference:
 
 
 def of_split(
-    split: str, path: str, validation_path: str | None, percent: float, with_reference: bool
+    split: str, path: str, validation_path: str | None, percent: float, numbers: Container[str]
 ) -> Iterator[Preference]:
-    """The pairs of a split, in the order of the files."""
+    """The pairs of a split, in the order of the files. `numbers` are the entries with numbers of the lines."""
     if validation_path is not None:
         path = validation_path if split == "validation" else path
-        yield from read_preferences(find_files(path), with_reference)
+        yield from read_preferences(find_files(path), numbers)
         return
-    for pair in read_preferences(find_files(path), with_reference):
+    for pair in read_preferences(find_files(path), numbers):
         if pair.held_out(percent) == (split == "validation"):
             yield pair
 
 
-def check_files(path: str, field: str, with_reference: bool) -> None:
+def check_files(path: str, field: str, numbers: Container[str]) -> None:
     """Read the first pair of each file of `field`; UsageError if one is wrong or if there is none at all."""
-    first = [next(read_preferences([file], with_reference), None) for file in find_files(path, field)]
+    first = [next(read_preferences([file], numbers), None) for file in find_files(path, field)]
     if not any(first):
         raise UsageError(f"{field} '{path}' has no pair of answers; set {field} to files with lines {FORM}")
 
 
-def read_preferences(files: list[Path], with_reference: bool = False) -> Iterator[Preference]:
+def read_preferences(files: list[Path], numbers: Container[str] = ()) -> Iterator[Preference]:
     """Every pair of the files, in order; UsageError names the first line without a valid one."""
     for where, record in read_values(files):
-        yield _preference(record, where, with_reference)
+        yield _preference(record, where, numbers)
 
 
-def _preference(record: Any, where: str, with_reference: bool) -> Preference:
+def _preference(record: Any, where: str, numbers: Container[str]) -> Preference:
     found = record if isinstance(record, dict) else {}
     chosen, rejected = (_answer(found.get(name), name, where) for name in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
@@ -71,8 +77,7 @@ def _preference(record: Any, where: str, with_reference: bool) -> Preference:
         prompt, chosen, rejected = _without_prefix(chosen, rejected)
     else:
         raise UsageError(f"{where} has a 'prompt' of type {type(prompt).__name__}; write it as 'chosen' is written")
-    reference = _reference(found, where) if with_reference else None
-    return Preference(where, prompt, chosen, rejected, found.get("tools"), reference)
+    return Preference(where, prompt, chosen, rejected, found.get("tools"), _numbers(found, where, numbers))
 
 
 def _answer(value: Any, name: str, where: str) -> Any:
@@ -94,17 +99,25 @@ def _without_prefix(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
     return chosen[:length], chosen[length:], rejected[length:]
 
 
-def _reference(record: Mapping[str, Any], where: str) -> tuple[float, float]:
-    """The log-probabilities of both answers under the reference."""
-    found = [record.get(name) for name in OF_REFERENCE]
-    for name, value in zip(OF_REFERENCE, found, strict=True):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise UsageError(
-                f"{where} has no number '{name}', which data.reference=true reads from every line; add it, or use the "
-                f"first weights as the reference (objectives.dpo.reference=first, data.reference=false)"
-            )
-    first, second = map(float, found)  # type: ignore[arg-type]
-    return first, second
+def _numbers(record: Mapping[str, Any], where: str, wanted: Container[str]) -> dict[str, tuple[float, float]]:
+    """The wanted numbers of a line, for both answers."""
+    found = dict[str, tuple[float, float]]()
+    if REFERENCE in wanted:
+        remedy = "use the first weights as the reference (objectives.dpo.reference=first, data.reference=false)"
+        first, second = (_number(record, name, where, "reference", remedy) for name in OF_REFERENCE)
+        found[REFERENCE] = first, second
+    if MARGINS in wanted:
+        found[MARGINS] = _number(record, *OF_MARGIN, where, "margin", "train without margins (data.margin=false)"), 0.0
+    return found
+
+
+def _number(record: Mapping[str, Any], name: str, where: str, setting: str, remedy: str) -> float:
+    value = record.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UsageError(
+            f"{where} has no number '{name}', which data.{setting}=true reads from every line; add it, or {remedy}"
+        )
+    return float(value)
 
 
 def messages_of(answer: Answer) -> Sequence[Mapping[str, Any]]:

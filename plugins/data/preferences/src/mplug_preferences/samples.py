@@ -1,6 +1,6 @@
 """Samples of packed pairs. B samples of a micro batch, S sequence length, M documents of a sample."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mplug import DOCUMENTS, IGNORED, REFERENCE, SEQUENCES
+from mplug import DOCUMENTS, IGNORED, SEQUENCES
 from mplug_preferences.encoding import Pair
 from mplug_tokenization.packing import best_fit_decreasing
 
@@ -20,10 +20,10 @@ class PairedSamples:
     """
 
     def __init__(
-        self, pairs: Iterable[Pair], seq_length: int, most: int, filler: int, seed: int, with_reference: bool
+        self, pairs: Iterable[Pair], seq_length: int, most: int, filler: int, seed: int, numbers: Sequence[str]
     ) -> None:
         self.pairs, self.seq_length, self.most, self.filler, self.seed = list(pairs), seq_length, most, filler, seed
-        self.with_reference = with_reference
+        self.numbers = tuple(numbers)
         self.packed = best_fit_decreasing([pair.length for pair in self.pairs], seq_length, most)
         self.count = len(self.packed)
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
@@ -37,7 +37,7 @@ class PairedSamples:
                 found.update(len(one.tokens).to_bytes(8, "little"))
                 found.update(np.ascontiguousarray(one.tokens).data)
                 found.update(np.ascontiguousarray(one.labels).data)
-            found.update(repr(pair.reference).encode())
+            found.update(repr(sorted(pair.numbers.items())).encode())
         return found.hexdigest()
 
     @property
@@ -55,8 +55,7 @@ class PairedSamples:
             SEQUENCES: np.full(shape, -1, dtype=np.int64),
             DOCUMENTS: np.zeros((len(sample_ids), 2 * self.most + 1), dtype=np.int64),
         }
-        if self.with_reference:
-            batch[REFERENCE] = np.zeros(shape, dtype=np.float32)
+        batch |= {name: np.zeros(shape, dtype=np.float32) for name in self.numbers}
         for row, number in enumerate(sample_ids):
             members = [self.pairs[one] for one in self._packed(*divmod(number, self.count))]
             self._fill(members, {name: entry[row] for name, entry in batch.items()})
@@ -72,8 +71,8 @@ class PairedSamples:
                 row["tokens"][part], row["labels"][part] = one.tokens, one.labels
                 row["positions"][part], row[SEQUENCES][part] = np.arange(length), document
                 row[DOCUMENTS][document] = length
-                if member.reference is not None:
-                    row[REFERENCE][place] = member.reference[which]
+                for name in self.numbers:
+                    row[name][place] = member.numbers[name][which]
                 place += length
         if place < self.seq_length:
             row[DOCUMENTS][2 * len(members)] = self.seq_length - place

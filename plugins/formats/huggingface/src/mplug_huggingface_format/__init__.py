@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class HuggingFace(Format):
     """A whole model, as the library transformers reads and writes it. Adapters are merged into the weights."""
 
+    quantizations = ("int8", "int4")
+
     def describe(self, folder: Path) -> DescribedModel:
         """The architectures that config.json names."""
         path = folder / CONFIG
@@ -60,7 +62,12 @@ class HuggingFace(Format):
         """The whole model, with the files that the original folder has beside the weights."""
         from mplug_huggingface_format.export import whole_model  # imports torch
 
-        return whole_model(run, model, options)
+        plain = whole_model(run, model, options)
+        if options.quantize is None:
+            return plain
+        from mplug_huggingface_format.quantized import quantised
+
+        return quantised(plain, options.quantize)
 
     def usage(self, run: "Run", folder: str) -> list[str]:
         """The class of transformers; mplug's own commands if the folder has a tokenizer."""

@@ -4,6 +4,7 @@ B samples, S positions of this process, N sequences of a sample, P = N / 2 pairs
 are the chosen and the rejected answer of its pair i.
 """
 
+import math
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
@@ -123,6 +124,33 @@ class PairLoss(Objective):
         """Ratios are per token, as the authors recommend for answers of different lengths."""
         delta = chosen.ratio / chosen.length - rejected.ratio / rejected.length
         return torch.square(delta - 1 / (2 * self.config.beta))
+
+    def _sigmoid_norm(self, chosen: Answers, rejected: Answers) -> Tensor:
+        return -logsigmoid(self.config.beta * (chosen.ratio / chosen.length - rejected.ratio / rejected.length))
+
+    def _exo_pair(self, chosen: Answers, rejected: Answers) -> Tensor:
+        """KL(p || q) of p = (sigmoid(delta), sigmoid(-delta)) and q = (1 - label_smoothing, label_smoothing)."""
+        delta, flipped = self.config.beta * (chosen.ratio - rejected.ratio), self.config.label_smoothing
+        own, other = logsigmoid(delta), logsigmoid(-delta)
+        return own.exp() * (own - math.log1p(-flipped)) + other.exp() * (other - math.log(flipped))
+
+    def _nca_pair(self, chosen: Answers, rejected: Answers) -> Tensor:
+        first, second = self.config.beta * chosen.ratio, self.config.beta * rejected.ratio
+        return -logsigmoid(first) - 0.5 * logsigmoid(-first) - 0.5 * logsigmoid(-second)
+
+    def _bco_pair(self, chosen: Answers, rejected: Answers) -> Tensor:
+        return -logsigmoid(self.config.beta * chosen.ratio) - logsigmoid(-self.config.beta * rejected.ratio)
+
+    def _sppo_hard(self, chosen: Answers, rejected: Answers) -> Tensor:
+        aim = 0.5 / self.config.beta
+        return torch.square(chosen.ratio - aim) + torch.square(rejected.ratio + aim)
+
+    def _apo_zero(self, chosen: Answers, rejected: Answers) -> Tensor:
+        return torch.sigmoid(-self.config.beta * chosen.ratio) + torch.sigmoid(self.config.beta * rejected.ratio)
+
+    def _apo_down(self, chosen: Answers, rejected: Answers) -> Tensor:
+        delta = self.config.beta * (chosen.ratio - rejected.ratio)
+        return torch.sigmoid(self.config.beta * chosen.ratio) + torch.sigmoid(-delta)
 
     def _simpo(self, chosen: Answers, rejected: Answers) -> Tensor:
         return -logsigmoid(self.config.beta * (chosen.mean - rejected.mean) - self.config.gamma)

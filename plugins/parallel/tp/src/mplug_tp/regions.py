@@ -110,11 +110,13 @@ def _one_rank(run: Run, model: Model, divided: _Divided) -> Iterator[None]:
         "Embedding.lookup": look_up,
         "Dropout.rows": scatter,
         "Join.gather": lambda rows: rows,
+        "Objective.gathered": gather,
         "Join.positions": scatter,
         "Attention.core": lambda q, _, v, *__, **___: q.new_empty(*q.shape[:-1], v.shape[-1]),
         "Scan.core": _scanned,
         "Experts.compute": lambda rows, *_, **__: rows.clone(),
         "Loss.log_probabilities": lambda hidden, _, labels: hidden.new_zeros(labels.shape),
+        "Loss.divergence": lambda hidden, _, __, ___, labels, ____: hidden.new_zeros(labels.shape),
         "Loss.cross_entropy": lambda hidden, *_: (hidden.new_zeros(()), hidden.new_zeros((), dtype=torch.int64)),
     }
     around = Boundary(gather, scatter, lambda x: x)

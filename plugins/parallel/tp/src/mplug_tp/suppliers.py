@@ -9,6 +9,7 @@ dropout in the residual stream         use this rank's positions         -
 embedding of the rows of a stream      use this rank's rows              -
 join of such rows with tokens          gather the rows, for this rank's  -
                                        positions
+scores of an objective                 join    [B, S/R, C] -> [B, S, C]  -
 norm over heads of several ranks       add the ranks' sums of squares    the same
 
 With `overlap`, `product.py` also supplies the products of these linears as a whole (`Linear.product`). They do the work
@@ -95,6 +96,7 @@ def _of_losses(group: ops.Group, sizes: dict[str, int], size: int) -> list[Offer
     return [
         Offer({"Loss.cross_entropy": vocabulary.cross_entropy}, has_size, serves={CAPPED, WEIGHTED}),
         Offer({"Loss.log_probabilities": vocabulary.log_probabilities}, has_size, serves={CAPPED}),
+        Offer({"Loss.divergence": vocabulary.divergence}, has_size, serves={CAPPED}),
     ]
 
 
@@ -107,6 +109,9 @@ def _of_own_part(model: Model, group: ops.Group) -> list[Offer]:
     def whole_rows(rows: Tensor) -> Tensor:
         return ops.gather(rows, group, SEQUENCE)
 
+    def whole_positions(values: Tensor) -> Tensor:
+        return ops.join(values, group, SEQUENCE)
+
     def look_up_positions(indices: Tensor, weight: Tensor) -> Tensor:
         return lookup(own_positions(indices), weight)
 
@@ -115,6 +120,7 @@ def _of_own_part(model: Model, group: ops.Group) -> list[Offer]:
         Offer({"Dropout.rows": own_positions}),
         Offer({"Patches.rows": own_positions}),
         Offer({"Join.gather": whole_rows}),
+        Offer({"Objective.gathered": whole_positions}),
         Offer({"Join.positions": own_positions}),
     ]
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 import mplug_ops as ops
+from mplug_nn import Divergence
+from mplug_nn.divergence import token_divergences
 from mplug_nn.embedding import lookup
 from mplug_nn.loss import IGNORED, factors, loss_sum, token_losses
 
@@ -44,6 +46,20 @@ class VocabularyParallel:
         """hidden [B, S, D], labels [B, S] -> the log-probabilities of the labels [B, S]; 0 without a target."""
         losses = token_losses(*self._own(project(hidden), labels), self._merge)
         return torch.where(labels == IGNORED, 0.0, -losses.view_as(labels))
+
+    def divergence(
+        self,
+        hidden: Tensor,
+        project: Callable[[Tensor], Tensor],
+        taught: Tensor,
+        project_taught: Callable[[Tensor], Tensor],
+        labels: Tensor,
+        form: Divergence,
+    ) -> Tensor:
+        """Both models' hidden vectors [B, S, D], labels [B, S] -> the divergences of positions with a target [B, S]."""
+        logits, of_teacher = (self._own(one, labels)[0] for one in (project(hidden), project_taught(taught)))
+        found = token_divergences(logits, of_teacher, form, self._merge)
+        return torch.where(labels == IGNORED, 0.0, found.view_as(labels))
 
     def _own(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's logits [B S, v] without those of padding, and the labels [B S]; -1: not among these v."""

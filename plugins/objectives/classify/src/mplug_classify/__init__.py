@@ -1,0 +1,52 @@
+"""Classes of texts: a decoder with a head for them, trained by their cross-entropy."""
+
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat
+
+from mplug import UsageError, distinct, hookimpl
+
+if TYPE_CHECKING:
+    from mplug import Model, Run, RunConfig
+
+Word = Annotated[str, Field(min_length=1)]
+
+
+class Classification:
+    """Computes the scores of classes at the last token of a text."""
+
+    class Config(BaseModel):
+        """The classes, and the head."""
+
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+        labels: Annotated[tuple[Word, ...], AfterValidator(distinct)] = Field(
+            min_length=2, description="names of the classes, as the data write them"
+        )
+        init_std: PositiveFloat = Field(0.02, description="standard deviation of the initial weights of the head")
+
+    captures = True
+    layer = 100  # outside of adapters, which freeze the model that they get: the head is trained
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @hookimpl
+    def configure(self, config: "RunConfig") -> None:
+        """Refuse data whose labels are at the first token of a text, which sees nothing else in a decoder."""
+        if getattr(config.data, "label_at", "last") != "last":
+            raise UsageError(
+                "objectives.classify reads a text up to its last token, and data.label_at=first has the label at the "
+                "first one; set data.label_at=last"
+            )
+
+    @hookimpl
+    def adapt_model(self, run: "Run", model: "Model") -> None:
+        """Let the model's end compute scores of classes and their loss."""
+        from mplug_classify.classes import ClassLoss
+        from mplug_nn import set_objective, width_at_end
+
+        label = "objectives/classify"
+        if run.trains:
+            width = width_at_end(model, label)
+            set_objective(run, model, ClassLoss(width, len(self.config.labels), self.config.init_std), label)

@@ -1,0 +1,175 @@
+"""Losses, gradients and figures of reward models, beside formulas in plain torch; and the same under layouts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mplug import UsageError
+from mplug.model.build import build_model
+from mplug.training.assembly import Parts, build
+from mplug_testing.harness import in_fp64, tiny_run
+from mplug_testing.objectives import ObjectiveSuite
+from mplug_testing.parity import require_parity
+
+PAIRS: dict[str, Any] = {
+    "data.name": "mock",
+    "data.documents": 5,
+    "data.pairs": True,
+    "kernels.default": None,
+    "trainer.seq_length": 24,
+    "optimizer.lr": 0.02,
+    "objectives.reward.center_coefficient": 0.05,
+    "objectives.reward.init_std": 0.5,
+}
+LORA: dict[str, Any] = {"adapters.lora.rank": 3}
+SCORE = "head.loss.score.weight"
+
+
+class TestReward(ObjectiveSuite):
+    """Two micro batches of packed pairs."""
+
+    plugin = "reward"
+    settings = PAIRS
+    layouts = ("tp2", "cp2", "pp2", "zero2", "fsdp2")
+
+
+def last_hidden(parts: Parts, tokens: Tensor) -> Tensor:
+    """[n] -> the normalised hidden vector [D] of the last token of a document that is computed alone."""
+    batch = {"tokens": tokens[None], "positions": torch.arange(len(tokens))[None]}
+    values: dict[str, Any] = {**batch, "keys": torch.zeros(1, dtype=torch.int64)}
+    for unit in parts.model.plan.units[:-1]:
+        module = parts.model.module.get_submodule(unit.name)
+        values[unit.outputs[0]] = module(*(values[name] for name in unit.inputs))
+    head: Any = parts.model.module.get_submodule(parts.model.plan.units[-1].name)
+    return head.norm(values["hidden"])[0][0, -1]  # type: ignore[no-any-return]
+
+
+def pairs_of(batch: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The tokens of both answers of each pair."""
+    found = []
+    for tokens, lengths in zip(batch["tokens"], batch["document_lengths"], strict=True):
+        own = tokens.split(lengths.tolist())
+        found += [(own[at], own[at + 1]) for at in range(0, len(own) // 2 * 2, 2) if len(own[at]) and len(own[at + 1])]
+    return found
+
+
+@pytest.mark.parametrize("adapters", [{}, LORA], ids=["whole", "lora"])
+def test_losses_gradients_and_figures_are_those_of_the_formula(adapters: dict[str, Any]) -> None:
+    """Each answer is computed alone. With adapters, the head is trained beside them."""
+    parts = build(tiny_run(in_fp64({**PAIRS, **adapters})))
+    batches = [*parts.train_loader.loader.take(8)]
+    parts.stepper.forward_backward(parts.train_loader.step_of(batches), 1)
+    found = {piece.name: piece.gradient.clone() for piece in parts.pieces}
+    weight = dict(parts.model.module.named_parameters())[SCORE]
+    scores = torch.stack(
+        [
+            torch.stack([weight[0] @ last_hidden(parts, tokens) for tokens in pair])
+            for batch in batches
+            for pair in pairs_of(batch)
+        ]
+    )
+    chosen, rejected = scores.unbind(dim=1)
+    losses = torch.log(1 + torch.exp(rejected - chosen)) + 0.05 * (chosen + rejected) ** 2
+    parts.model.sinks.begin_step()
+    losses.sum().backward()
+    scores, chosen, rejected, losses = (one.detach() for one in (scores, chosen, rejected, losses))
+    assert SCORE in found
+    assert "head.project.weight" not in found
+    whole = torch.cat([piece.gradient.flatten() for piece in parts.pieces]).norm()
+    for piece in parts.pieces:
+        assert float((found[piece.name] - piece.gradient).norm()) <= 1e-11 * float(whole), piece.name
+
+    parts.stepper.forward_backward(parts.train_loader.step_of(batches), 1)
+    result = parts.stepper.update(0.0, 0.0)
+    assert (float(result.loss), int(result.tokens)) == (pytest.approx(float(losses.mean()), rel=1e-12), len(losses))
+    figures = {
+        "accuracy": (chosen > rejected).double().mean(),
+        "margin": (chosen - rejected).mean(),
+        "mean_reward": scores.mean(),
+    }
+    for figure, value in figures.items():
+        assert float(result.statistics[figure]) == pytest.approx(float(value), rel=1e-11), figure
+
+
+def of_file(path: Path, **fields: Any) -> dict[str, Any]:
+    lines = [{"prompt": "ab", "chosen": "cde" * n, "rejected": "fg" * n, "margin": n / 4} for n in range(1, 5)]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    settings = {name: value for name, value in PAIRS.items() if name not in ("data.documents", "data.pairs")}
+    settings |= {"data.name": "preferences", "data.path": str(path), "data.validation_path": str(path)}
+    return {
+        **settings,
+        "trainer.global_batch_size": 4,
+        "data.max_pairs": 1,
+        "data.keep_end": True,
+        "trainer.seq_length": 32,
+        **fields,
+    }
+
+
+def test_margins_of_lines_are_subtracted_and_answers_are_scored_at_their_end_mark(tmp_path: Path) -> None:
+    settings = of_file(tmp_path / "pairs.jsonl", **{"data.margin": True, "objectives.reward.center_coefficient": 0.0})
+    parts = build(tiny_run(in_fp64(settings)))
+    batches = [*parts.train_loader.loader.take(4)]
+    weight, losses = dict(parts.model.module.named_parameters())[SCORE], []
+    for batch in batches:
+        for chosen, rejected in pairs_of(batch):
+            assert int(chosen[-1]) == int(rejected[-1]) == 256  # the end of text of the tokenizer of bytes
+            number = (len(chosen) - 3) // 3
+            with torch.no_grad():
+                scores = [float(weight[0] @ last_hidden(parts, tokens)) for tokens in (chosen, rejected)]
+            losses.append(torch.nn.functional.softplus(torch.tensor(scores[1] - scores[0] + number / 4).double()))
+    parts.stepper.forward_backward(parts.train_loader.step_of(batches), 1)
+    result = parts.stepper.update(0.0, 0.0)
+    assert len(losses) == int(result.tokens) == 4
+    assert float(result.loss) == pytest.approx(float(torch.stack(losses).mean()), rel=1e-7)
+
+
+def test_data_without_the_last_token_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"scores an answer at its last token.*set data\.keep_end=true"):
+        tiny_run(of_file(tmp_path / "pairs.jsonl", **{"data.keep_end": False}))
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "needs micro batches with 'sequences', which data/mock does not supply": {"data.pairs": False},
+    "has no loss for tokens further ahead; set model.num_mtp_layers=0": {
+        "model.name": "llama",
+        "model.ffn_hidden_size": 40,
+        "model.num_mtp_layers": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_what_cannot_be_computed_is_refused_before_it_starts(sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        build_model(tiny_run({**PAIRS, **REFUSED[sentence]}))
+
+
+LAYOUTS = ["tp2", "tp2 parallel.tp.sequence_parallel=false", "pp2", "cp2", "zero2", "fsdp2", "tp2cp2"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.wide("layouts", quick=["tp2"])
+def test_a_layout_computes_what_one_process_does_with_adapters(layout: str) -> None:
+    require_parity({**PAIRS, **LORA}, layout)
+
+
+UNTIED: dict[str, Any] = {
+    "model.name": "llama",
+    "model.vocab_size": 64,
+    "model.hidden_size": 32,
+    "model.num_layers": 2,
+    "model.num_attention_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.ffn_hidden_size": 40,
+}
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2 parallel.pp.schedule=zb-h1", "tp2pp2", "fsdp2", "zero2"])
+@pytest.mark.wide("layouts", quick=[])
+def test_a_layout_computes_what_one_process_does_without_a_projection(layout: str) -> None:
+    require_parity({**PAIRS, **UNTIED}, layout)

@@ -64,6 +64,8 @@ BALANCERS = "balancers"
 """The group 'mplug.balancers': a class that balances streams among ranks (`parallel.balance`)."""
 LAUNCHERS = "launchers"
 """The group 'mplug.launchers': a class that runs several processes (`mplug.run.launching`)."""
+RELAYOUTS = "relayouts"
+"""The group 'mplug.relayouts': a class that changes the layout of a run while it trains (`mplug.training.relayouts`)."""
 COMPILERS = "compilers"
 """The group 'mplug.compilers': a class that compiles the units of a model (`trainer.compile`)."""
 ASSEMBLERS = "assemblers"
@@ -89,6 +91,7 @@ GROUPS = (
     PREFLIGHTS,
     BALANCERS,
     LAUNCHERS,
+    RELAYOUTS,
     COMPILERS,
     ASSEMBLERS,
     TOKEN_OFFERS,

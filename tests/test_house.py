@@ -25,7 +25,7 @@ from mplug.training.interrupt import STOPPING
 ROOT = Path(__file__).parent.parent
 HOST = ROOT / "mplug"
 LIBRARY_NAMES = (
-    *("checkpoint", "compile", "estimates", "graphs", "launch"),
+    *("checkpoint", "compile", "estimates", "graphs", "heal", "launch"),
     *("matrices", "nn", "ops", "pretrained", "sampling"),
     *("schedules", "streams", "testing", "tokenization"),
 )

@@ -66,7 +66,8 @@ def capture(run: Run, position: Position) -> LiveState:
     dtypes = {name: getattr(torch, saved["dtype"]) for name, saved in tensors.items()}
     plain = position.plain()
     found = from_rank(run, 0, (index, dtypes, copy.deepcopy(plain)) if run.rank == 0 else None)
-    assert found is not None and found[0] is not None
+    assert found is not None
+    assert found[0] is not None
     return LiveState(own, found[0], found[1], found[2])
 
 
@@ -119,14 +120,17 @@ def _exchanged_requests(run: Run, asked: Mapping[int, Sequence[Asked]]) -> dict[
     """What other ranks ask of this one, by rank: first the sizes of all messages, then the messages."""
     assert run.groups is not None
     group, size = run.groups.beside(), run.mesh.world_size
-    texts = {rank: torch.frombuffer(bytearray(pickle.dumps(list(one))), dtype=torch.uint8) for rank, one in asked.items()}
-    sizes, theirs = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
-    for rank, text in texts.items():
-        sizes[rank] = len(text)
+    texts = {rank: _text(one) for rank, one in asked.items()}
+    sizes = torch.tensor([len(texts[rank]) if rank in texts else 0 for rank in range(size)])
+    theirs = torch.empty_like(sizes)
     dist.all_to_all_single(theirs, sizes, group=group)
     boxes = {rank: torch.empty(count, dtype=torch.uint8) for rank, count in enumerate(theirs.tolist()) if count}
     _transfer(texts, boxes, group)
     return {rank: pickle.loads(box.numpy().tobytes()) for rank, box in boxes.items()}
+
+
+def _text(asked: Sequence[Asked]) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps([*asked])), dtype=torch.uint8)
 
 
 def _transfer(sent: Mapping[int, Tensor], taken: Mapping[int, Tensor], group: dist.ProcessGroup | None = None) -> None:
@@ -187,13 +191,13 @@ def _exchange(
     """One portion from and to every rank; the bytes received."""
     messages = {rank: _message(live, asked).to(run.device) for rank, asked in sent.items()}
     boxes = {
-        rank: torch.empty(sum(map(lambda one: _num_bytes(live, *one), asked)), dtype=torch.uint8, device=run.device)
+        rank: torch.empty(sum(_num_bytes(live, *one) for one in asked), dtype=torch.uint8, device=run.device)
         for rank, asked in taken.items()
     }
     _transfer(messages, boxes)
     for rank, asked in taken.items():
-        numbers = boxes[rank].split([_num_bytes(live, *one) for one in asked])
-        for (name, overlap), part in zip(asked, numbers, strict=True):
+        parts = boxes[rank].split([_num_bytes(live, *one) for one in asked])
+        for (name, overlap), part in zip(asked, parts, strict=True):
             values = part.clone().view(live.dtypes[name]).view(overlap.shape)  # a copy has the alignment of its dtype
             _place(wanted, name, overlap, values)
     return sum(box.numel() for box in boxes.values())

@@ -10,7 +10,7 @@ import torch
 
 from mplug.checkpoint.boxes import held_boxes
 from mplug.checkpoint.rank_exchanges import from_rank, raise_alike
-from mplug.config.sources import from_mapping, merge, read_assignments
+from mplug.config.sources import from_mapping, read_assignments
 from mplug.errors import RunError, UsageError, listed
 from mplug.model.build import build_model
 from mplug.model.variance import layout_dependence_of_all
@@ -63,7 +63,7 @@ class Relayouts:
         old = run.config.parallel.layout
         try:
             new, changes = _planned(run, position, request)
-            num_bytes = _moved(run, position, new, changes)
+            num_bytes = move(run, position, new, changes)
         except UsageError as error:
             _say(run, f"the layout stays '{old}': {error}")
             _answer(run, Answer(request.number, "refused", str(error), step))
@@ -170,10 +170,11 @@ def _under(run: Run, layout: str) -> Run:
 # The change itself.
 
 
-def _moved(run: Run, position: Position, new: Run, changes: Changes) -> int:
-    """Build the new layout from the state of the old one; the bytes that this rank received.
+def move(run: Run, position: Position, new: Run, changes: Changes) -> int:
+    """Build the layout of `new` from the state of the run; the bytes that this rank received. Collective.
 
-    If the new layout cannot be built on any rank, build the old one again, and raise the reason as UsageError.
+    No save may be under way. `new` is the same run on as many ranks, and `changes` goes into the history of the run.
+    If a rank cannot build the new layout, build the old one again, and raise the reason as UsageError.
     """
     old_layout = run.config.parallel.layout
     live = capture(run, position)

@@ -15,9 +15,11 @@ from relayout_runs import run_live
 from mplug_testing import run_workers
 
 DATA = json.loads((Path(__file__).parent / "data" / "pairs.json").read_text())
-CASES = {name: {**case, "resume": "as dp"} for name, case in named_cases(DATA).items() if world_size_of(case) > 1}
-DIVIDED = sorted(few_with_every_value(named_cases(DATA)) & CASES.keys())
-QUICK = DIVIDED[:: max(len(DIVIDED) // 3, 1)][:3]
+NAMED = named_cases(DATA)
+FEW = sorted(few_with_every_value(NAMED))
+"""In these cases, every value of every feature occurs."""
+CASES = {name: {**NAMED[name], "resume": "as dp"} for name in dict.fromkeys([*FEW, *sorted(NAMED)[::10]])}
+QUICK = FEW[:1]
 MARKED = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.wide("relayout")) for name in CASES]
 
 REFERENCES: dict[str, Trace] = {}

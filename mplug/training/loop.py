@@ -197,9 +197,10 @@ def _steps(run: Run, position: Position, time_left: TimeLeft) -> float | None:
         report.publish()
         report.pause()
         _report_saved(run, position)
+        time_left.check()
         if relayouts is not None and report.relayout and not (last or report.stop):
             _change_layout(run, position, report, relayouts)
-        time_left.check()
+            time_left.skip_step()
     run.enter(Activity.WRITING)
     position.saver.wait()
     run.enter("ending the run")
@@ -215,7 +216,7 @@ def _change_layout(run: Run, position: Position, report: Report, relayouts: Rela
     run.enter(Activity.WRITING)
     position.saver.wait()
     _report_saved(run, position)
-    run.enter("changing the layout")
+    run.enter(Activity.RELAYOUT)
     relayouts.change(run, position)
     report.relayout = run.relayout_requested = False
     report.pause()

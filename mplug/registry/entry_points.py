@@ -66,6 +66,8 @@ LAUNCHERS = "launchers"
 """The group 'mplug.launchers': a class that runs several processes (`mplug.run.launching`)."""
 RELAYOUTS = "relayouts"
 """The group 'mplug.relayouts': a class that changes the layout of a run that trains (`mplug.training.relayouts`)."""
+SAVE_TIMES = "save_times"
+"""The group 'mplug.save_times': a class that decides when a run saves (`checkpoint.every=auto`)."""
 COMPILERS = "compilers"
 """The group 'mplug.compilers': a class that compiles the units of a model (`trainer.compile`)."""
 ASSEMBLERS = "assemblers"
@@ -92,6 +94,7 @@ GROUPS = (
     BALANCERS,
     LAUNCHERS,
     RELAYOUTS,
+    SAVE_TIMES,
     COMPILERS,
     ASSEMBLERS,
     TOKEN_OFFERS,

@@ -30,6 +30,7 @@ from mplug.training.interrupt import Interrupt, TimeLeft
 from mplug.training.position import Position
 from mplug.training.relayouts import Relayouts
 from mplug.training.report import PendingRecord, Report, data_gap, loss_warning
+from mplug.training.save_times import save_times_of
 from mplug.training.schedule import batch_size, learning_rate, weight_decay
 
 log = logging.getLogger("mplug")
@@ -174,6 +175,7 @@ def _steps(run: Run, position: Position, time_left: TimeLeft) -> float | None:
     """
     trainer, val_loss, report = run.config.trainer, None, Report(run, position)
     relayouts: Relayouts | None = provided(RELAYOUTS)
+    save_times = save_times_of(run)
     while run.step < trainer.steps and not report.stop:
         run.step += 1
         run.enter(Activity.STEP, run.step)
@@ -186,14 +188,18 @@ def _steps(run: Run, position: Position, time_left: TimeLeft) -> float | None:
             run.enter(Activity.EVALUATION, run.step)
             val_loss = _evaluate(run, position.parts, report, time_left)
             report.publish(**({} if val_loss is None else {"val_loss": val_loss}))
-        if last or report.stop or _is_due(run.step, run.config.checkpoint.every):
+        is_due = save_times.is_due(run)
+        if last or report.stop or is_due:
             report.settle()
             report.publish()
+            began = time.monotonic()
             run.enter(Activity.WRITING)
             position.saver.wait()
             _report_saved(run, position)  # the next save may remove what observers must see
             run.enter(Activity.SAVING, run.step)
             position.save()
+            if is_due and not (last or report.stop):
+                save_times.saved(run, time.monotonic() - began, position.saver.expected_seconds())
         report.publish()
         report.pause()
         _report_saved(run, position)

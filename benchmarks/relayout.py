@@ -2,10 +2,10 @@
 
     python benchmarks/relayout.py [--layouts dp2tp2 tp4 pp2dp2 fsdp4] [--device cuda] [--set section.field=value ...]
 
-Three runs of `mplug train` with the same settings: one under the first layout alone; one that `mplug runs relayout` takes
-through all layouts; and one that is stopped at the same steps and resumed under the next layout. A pause is the time
-from the last step under a layout to the first step under the next one, by the moments at which metrics.jsonl gets their
-lines.
+Three runs of `mplug train` with the same settings: one under the first layout alone; one that `mplug runs relayout`
+takes through all layouts; and one that is stopped at the same steps and resumed under the next layout. A pause is the
+time from the last step under a layout to the first step under the next one, by the moments at which metrics.jsonl gets
+their lines.
 """
 
 import argparse
@@ -42,6 +42,7 @@ class Runs:
     steps: int
 
     def start(self, name: str, *words: str) -> subprocess.Popen[bytes]:
+        """Start a run, or resume it."""
         command = [sys.executable, "-m", "mplug", "train", "--name", name, *words]
         if "--resume" not in words:
             changes = {**SETTINGS, "trainer.steps": self.steps, "trainer.device": self.device}
@@ -51,6 +52,7 @@ class Runs:
         return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=subprocess.DEVNULL)
 
     def records(self, name: str) -> list[dict[str, Any]]:
+        """The steps that a run has done."""
         path = self.folder / "runs" / name / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("}")]
@@ -88,7 +90,9 @@ def main() -> None:
             process.wait()
         live = list(relayouts(runs, options.layouts, options.every))
         resumed = list(resumes(runs, options.layouts, options.every))
-        print(f"{'change':<20} {'steps':>6} {'building + moving':>18} {'pause':>8} {'pause of a resume':>18} {'MiB':>8}")
+        print(
+            f"{'change':<20} {'steps':>6} {'building + moving':>18} {'pause':>8} {'pause of a resume':>18} {'MiB':>8}"
+        )
         for change, pause, (_, through_files) in zip(changes(runs, "live"), live, resumed, strict=True):
             name = f"{change['old']} -> {change['new']}"
             print(
@@ -106,13 +110,13 @@ def relayouts(runs: Runs, layouts: Sequence[str], every: int) -> Any:
             runs.wait_for("live", changed_at(runs, number - 1) + every, process)
             command = [sys.executable, "-m", "mplug", "runs", "relayout", "live", "--parallel", layout]
             with subprocess.Popen(command, cwd=runs.folder, stdout=subprocess.DEVNULL) as asking:
-                last = time.monotonic()
-                while len(changes(runs, "live")) < number:  # the moment of the last step before the change
+                seen, last = 0, time.monotonic()
+                while len(changes(runs, "live")) < number:
                     if asking.poll():
                         raise SystemExit(f"mplug runs relayout ended with status {asking.returncode}")
                     step = runs.records("live")[-1]["step"]
-                    if step != getattr(runs, "seen", 0):
-                        runs.seen, last = step, time.monotonic()  # type: ignore[attr-defined]
+                    if step != seen:
+                        seen, last = step, time.monotonic()
                     time.sleep(0.005)
                 yield runs.wait_for("live", changes(runs, "live")[-1]["step"] + 1, process) - last
         process.wait()

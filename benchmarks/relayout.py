@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mplug_heal.requests import answer_to, ask
+
 SETTINGS = {
     "model.num_layers": 4,
     "trainer.seq_length": 64,
@@ -108,17 +110,17 @@ def relayouts(runs: Runs, layouts: Sequence[str], every: int) -> Any:
     with ending(runs.start("live", "--parallel", layouts[0])) as process:
         for number, layout in enumerate(layouts[1:], 1):
             runs.wait_for("live", changed_at(runs, number - 1) + every, process)
-            command = [sys.executable, "-m", "mplug", "runs", "relayout", "live", "--parallel", layout]
-            with subprocess.Popen(command, cwd=runs.folder, stdout=subprocess.DEVNULL) as asking:
-                seen, last = 0, time.monotonic()
-                while len(changes(runs, "live")) < number:
-                    if asking.poll():
-                        raise SystemExit(f"mplug runs relayout ended with status {asking.returncode}")
-                    step = runs.records("live")[-1]["step"]
-                    if step != seen:
-                        seen, last = step, time.monotonic()
-                    time.sleep(0.005)
-                yield runs.wait_for("live", changes(runs, "live")[-1]["step"] + 1, process) - last
+            request = ask(runs.folder / "runs" / "live", layout)
+            seen, last = 0, time.monotonic()
+            while len(changes(runs, "live")) < number:
+                answer = answer_to(runs.folder / "runs" / "live", request)
+                if process.poll() is not None or (answer is not None and answer.outcome == "refused"):
+                    raise SystemExit(f"'{layout}': {answer.sentence if answer else 'the run has ended'}")
+                step = runs.records("live")[-1]["step"]
+                if step != seen:
+                    seen, last = step, time.monotonic()
+                time.sleep(0.005)
+            yield runs.wait_for("live", changes(runs, "live")[-1]["step"] + 1, process) - last
         process.wait()
 
 

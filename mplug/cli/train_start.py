@@ -224,8 +224,10 @@ def _refuse_model(
     from mplug.training.beginnings import beginnings_of
     from mplug.training.changes import refuse_other_micro_batches
     from mplug.training.preflight import Preflight
+    from mplug.training.save_times import save_times_of
 
     model = build_model(run)
+    save_times_of(run)  # refuses what no installed package serves
     preflight: Preflight | None = provided(PREFLIGHTS)
     if preflight is not None:
         preflight.refuse(run, model, world)

@@ -166,14 +166,30 @@ def failing_on_rank_1(rank: int) -> None:
     mplug_heal.relayouts.build = fails
 
 
-def test_a_layout_that_one_rank_cannot_build_is_refused_and_the_run_goes_on_under_the_old_one(
-    tmp_path: Path, undisturbed: list[dict[str, float]]
+def failing_in_plan(rank: int) -> None:
+    """A plugin has a bug under the new layout."""
+
+    def fails(run: Run) -> Any:
+        raise ZeroDivisionError("1 GiB is too much")
+
+    mplug_heal.relayouts.build_model = fails
+
+
+FAILURES = {
+    "does not fit into the memory of the GPU: 1 GiB is too much": failing_on_rank_1,
+    "fails with ZeroDivisionError: 1 GiB is too much": failing_in_plan,
+}
+
+
+@pytest.mark.parametrize(("reason", "before"), FAILURES.items(), ids=("memory", "bug"))
+def test_a_layout_that_a_rank_cannot_build_is_refused_and_the_run_goes_on_under_the_old_one(
+    tmp_path: Path, undisturbed: list[dict[str, float]], reason: str, before: Callable[[int], None]
 ) -> None:
-    (layout, answers), _ = run_workers(2, trained, str(tmp_path), "dp2", {2: "tp2"}, {}, failing_on_rank_1)
+    (layout, answers), _ = run_workers(2, trained, str(tmp_path), "dp2", {2: "tp2"}, {}, before)
     assert layout == "dp2"
     assert_same(figures(tmp_path), undisturbed)
     assert [outcome for outcome, _ in answers] == ["refused"]
-    assert "does not fit into the memory of the GPU: 1 GiB is too much" in answers[0][1]
+    assert reason in answers[0][1]
     assert "relayouts" not in record(tmp_path)
 
 

@@ -110,14 +110,9 @@ def _planned(run: Run, position: Position, request: Request) -> tuple[Run, Chang
 
     UsageError, on all ranks alike, if it cannot train or would train differently.
     """
-    error, found = None, None
-    try:
-        found = _checked(run, position, request.layout)
-    except (UsageError, RunError) as raised:
-        error = UsageError(str(raised))
-    raise_alike(run, error)
-    assert found is not None
-    return found
+    found: list[tuple[Run, Changes]] = []
+    raise_alike(run, _error_of(lambda: found.append(_checked(run, position, request.layout))))
+    return found[0]
 
 
 def _checked(run: Run, position: Position, layout: str) -> tuple[Run, Changes]:
@@ -205,13 +200,16 @@ def _build(run: Run, position: Position, live: LiveState) -> None:
 
 
 def _error_of(action: Callable[[], None]) -> UsageError | None:
-    """The reason why a layout cannot be built."""
+    """The reason why a layout cannot be prepared or built. A bug of a plugin under it does not end the run."""
     try:
         action()
     except (UsageError, RunError) as error:
         return UsageError(str(error))
     except torch.OutOfMemoryError as error:
         return UsageError(f"the new layout does not fit into the memory of the GPU: {error}")
+    except Exception as error:
+        log.error("the new layout fails", exc_info=error)
+        return UsageError(f"the new layout fails with {type(error).__name__}: {error}; logs/rank*.log have the traceback")
     return None
 
 

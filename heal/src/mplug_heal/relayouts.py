@@ -209,7 +209,9 @@ def _error_of(action: Callable[[], None]) -> UsageError | None:
         return UsageError(f"the new layout does not fit into the memory of the GPU: {error}")
     except Exception as error:
         log.error("the new layout fails", exc_info=error)
-        return UsageError(f"the new layout fails with {type(error).__name__}: {error}; logs/rank*.log have the traceback")
+        return UsageError(
+            f"the new layout fails with {type(error).__name__}: {error}; logs/rank*.log have the traceback"
+        )
     return None
 
 

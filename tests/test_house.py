@@ -25,7 +25,7 @@ from mplug.training.interrupt import STOPPING
 ROOT = Path(__file__).parent.parent
 HOST = ROOT / "mplug"
 LIBRARY_NAMES = (
-    *("checkpoint", "compile", "estimates", "graphs", "hints", "launch"),
+    *("checkpoint", "compile", "estimates", "graphs", "heal", "hints", "launch"),
     *("matrices", "nn", "ops", "pretrained", "progress", "sampling"),
     *("saving", "schedules", "streams", "testing", "tokenization", "updates"),
 )

@@ -231,6 +231,7 @@ REFUSED: dict[tuple[str, ...], str] = {
             ),
             (("--set", "parallel.balance=true"), "parallel.balance=true", "mplug-streams"),
             (("--set", "trainer.graphs=true"), "trainer.graphs=true", "mplug-graphs"),
+            (("--set", "checkpoint.every=auto"), "checkpoint.every=auto", "mplug-heal"),
             (("--set", "trainer.compile=aot_eager"), "trainer.compile=aot_eager", "mplug-compile"),
             (("--set", "optimizer.average.decay=0.9"), "optimizer.average", "mplug-updates"),
             (("--resume",), "--resume", "mplug-saving"),

@@ -229,8 +229,10 @@ def _refuse_model(
     from mplug.model.build import build_model  # imports torch: refused configs end before
     from mplug.training.beginnings import beginnings_of
     from mplug.training.preflight import Preflight
+    from mplug.training.save_times import save_times_of
 
     model = build_model(run)
+    save_times_of(run)  # refuses what no installed package serves
     preflight: Preflight | None = provided(PREFLIGHTS)
     if preflight is not None:
         preflight.refuse(run, model, world)

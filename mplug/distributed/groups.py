@@ -62,6 +62,14 @@ class Groups:
             found = group if members == own else found
         return found
 
+    def close(self) -> None:
+        """End all groups that this object has made; later uses make new ones. Collective, between two collectives."""
+        made = [*self._made.values(), *self._by_use.values()]
+        self._made, self._by_use = {}, {}
+        for group in made:
+            if group is not None:
+                dist.destroy_process_group(group)
+
     @staticmethod
     def collectives_begun() -> dict[str, dict[str, int]]:
         """By thread ('main', or 'saves' for that of an asynchronous save) and process group: the collectives begun.

@@ -74,6 +74,10 @@ SHARINGS = "sharings"
 """The group 'mplug.sharings': a class that lets one rank read the samples of several (`parallel.read_once`)."""
 LAUNCHERS = "launchers"
 """The group 'mplug.launchers': a class that runs several processes (`mplug.run.launching`)."""
+RELAYOUTS = "relayouts"
+"""The group 'mplug.relayouts': a class that changes the layout of a run that trains (`mplug.training.relayouts`)."""
+SAVE_TIMES = "save_times"
+"""The group 'mplug.save_times': a class that decides when a run saves (`checkpoint.every=auto`)."""
 COMPILERS = "compilers"
 """The group 'mplug.compilers': a class that compiles the units of a model (`trainer.compile`)."""
 ASSEMBLERS = "assemblers"
@@ -104,6 +108,8 @@ GROUPS = (
     BALANCERS,
     SHARINGS,
     LAUNCHERS,
+    RELAYOUTS,
+    SAVE_TIMES,
     COMPILERS,
     ASSEMBLERS,
     TOKEN_OFFERS,

@@ -21,6 +21,8 @@ class Activity:
     SAVING: ClassVar[str] = "saving"
     WRITING: ClassVar[str] = "waiting until a checkpoint is written"
     """The wait for an asynchronous write. Its duration depends on the storage."""
+    RELAYOUT: ClassVar[str] = "changing the layout"
+    """A change of the layout while the run trains. Steps and saves have other durations after it."""
     PHRASES: ClassVar[dict[str, str]] = {
         STEP: "in step {}",
         EVALUATION: "in the evaluation after step {}",

@@ -38,6 +38,8 @@ class Run:
     directory: Path | None = None
     step: int = 0
     stop_requested: bool = False
+    relayout_requested: bool = False
+    """Whether this rank asks for a change of the layout after the current step (`mplug.training.relayouts`)."""
     groups: "Groups | None" = None
     claim: "Claim | None" = None
     """The lock of the directory, on rank 0 of a run that a command has started."""
@@ -55,6 +57,12 @@ class Run:
     Such a model has no trained parameter and no optimizer, and nothing is refused or sharded because of one."""
     depends_on_layout: tuple[str, ...] = ()
     """Messages about everything in the run that depends on the layout. Set when a training process is built."""
+
+    def become(self, other: "Run") -> None:
+        """Go on as `other`: with its config, plugins and mesh. Process groups of the old mesh must be closed."""
+        self.config, self.hooks, self.mesh, self.entries = other.config, other.hooks, other.mesh, other.entries
+        for name in ("variances", "precision", "processor"):
+            vars(self).pop(name, None)
 
     def enter(self, activity: str, step: int = 0) -> None:
         """Record that the main thread ends its activity and begins another one (see `Activity`)."""

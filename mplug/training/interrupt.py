@@ -71,6 +71,10 @@ class TimeLeft:
             self.expired = self.run.stop_requested = True
         return self.expired
 
+    def skip_step(self) -> None:
+        """Leave out the time since the last check and the next step, which compiles: the layout has changed."""
+        self._last_check = None
+
     def exclude(self, seconds: float) -> None:
         """Exclude `seconds` since the last check from the duration of the step."""
         if self._last_check is not None:

@@ -17,6 +17,8 @@ from mplug.contracts.stepper import StepResult
 from mplug.errors import Diverged, PluginError, UsageError
 from mplug.model.variance import layout_dependence_of_all
 from mplug.registry.blame import plugin_error
+from mplug.registry.entry_points import RELAYOUTS
+from mplug.registry.provided import provided
 from mplug.run.activity import Activity
 from mplug.run.folder import BEGAN, ENDED, logging_to, make_directory
 from mplug.run.record import write_record
@@ -25,7 +27,9 @@ from mplug.training.assembly import Parts, build
 from mplug.training.beginnings import Loaded, beginnings_of
 from mplug.training.evaluation import evaluate_unless_stopped
 from mplug.training.interrupt import Interrupt, TimeLeft
+from mplug.training.relayouts import Relayouts
 from mplug.training.report import PendingRecord, Report, data_gap, loss_warning
+from mplug.training.save_times import save_times_of
 from mplug.training.saving import Position, position_of
 from mplug.training.schedule import batch_size, learning_rate, weight_decay
 
@@ -78,14 +82,17 @@ def train(
             position.load(choice, allowed)
             resumed_from = choice.path
         _write_beginning(run, parts, position, loaded, resumed_from)
+        del parts  # a change of the layout replaces them
         with Interrupt(run) as interrupt, _finishing_saves_on_failure(run, position):
-            _report(run, data_gap(run, parts.train_loader.loader.samples_per_epoch))
+            _report(run, data_gap(run, position.parts.train_loader.loader.samples_per_epoch))
             run.hooks.observe("run_started", run=run)
             time_left = TimeLeft(run, deadline, position.saver.expected_seconds)
-            val_loss = _steps(run, parts, position, time_left)
+            val_loss = _steps(run, position, time_left)
             run.hooks.observe("run_finished", run=run)
             log.info("%s after step %d of %d", ENDED, run.step, run.config.trainer.steps)
-            if run.step == run.config.trainer.steps and (val_loss is not None or parts.validation_loader is None):
+            if run.step == run.config.trainer.steps and (
+                val_loss is not None or position.parts.validation_loader is None
+            ):
                 return Ending(val_loss)
             reasons = run.gathered((interrupt.signal, time_left.expired))  # one rank's reason ends all ranks alike
     stopped_by = next((number for number, _ in reasons if number is not None), None)
@@ -160,42 +167,65 @@ def _finishing_saves_on_failure(run: Run, position: Position) -> Iterator[None]:
         raise
 
 
-def _steps(run: Run, parts: Parts, position: Position, time_left: TimeLeft) -> float | None:
+def _steps(run: Run, position: Position, time_left: TimeLeft) -> float | None:
     """Run the remaining steps; return the last validation loss.
 
     Each iteration launches a step, and reports the previous one while the device computes. `settle` reads the step's
     figures, and `publish` hands them to observers: an evaluation or a save comes between the two calls.
     """
-    trainer, val_loss, report = run.config.trainer, None, Report(run, parts, position)
+    trainer, val_loss, report = run.config.trainer, None, Report(run, position)
+    relayouts: Relayouts | None = provided(RELAYOUTS)
+    save_times = save_times_of(run)
     while run.step < trainer.steps and not report.stop:
         run.step += 1
         run.enter(Activity.STEP, run.step)
         run.hooks.observe("step_started", run=run)
-        report.follow(_step(run, parts, position))
+        run.relayout_requested = relayouts is not None and run.rank == 0 and relayouts.is_requested(run)
+        report.follow(_step(run, position))
         last = run.step == trainer.steps
-        if _is_due(run.step, trainer.eval_every) or (last and parts.validation_loader is not None):
+        if _is_due(run.step, trainer.eval_every) or (last and position.parts.validation_loader is not None):
             report.settle()
             run.enter(Activity.EVALUATION, run.step)
-            val_loss = _evaluate(run, parts, report, time_left)
+            val_loss = _evaluate(run, position.parts, report, time_left)
             report.publish(**({} if val_loss is None else {"val_loss": val_loss}))
-        if last or report.stop or _is_due(run.step, run.config.checkpoint.every):
+        is_due = save_times.is_due(run)
+        if last or report.stop or is_due:
             report.settle()
             report.publish()
+            began = time.monotonic()
             run.enter(Activity.WRITING)
             position.saver.wait()
             _report_saved(run, position)  # the next save may remove what observers must see
             run.enter(Activity.SAVING, run.step)
             position.save()
+            if is_due and not (last or report.stop):
+                save_times.saved(run, time.monotonic() - began, position.saver.expected_seconds())
         report.publish()
         report.pause()
         _report_saved(run, position)
         time_left.check()
+        if relayouts is not None and report.relayout and not (last or report.stop):
+            _change_layout(run, position, report, relayouts)
+            time_left.skip_step()
     run.enter(Activity.WRITING)
     position.saver.wait()
     run.enter("ending the run")
     _report_saved(run, position)
-    _report(run, loss_warning(report.last_loss, parts.train_loader.vocab_size))
+    _report(run, loss_warning(report.last_loss, position.parts.train_loader.vocab_size))
     return val_loss
+
+
+def _change_layout(run: Run, position: Position, report: Report, relayouts: Relayouts) -> None:
+    """Let the run have another layout from the next step on."""
+    report.settle()
+    report.publish()
+    run.enter(Activity.WRITING)
+    position.saver.wait()
+    _report_saved(run, position)
+    run.enter(Activity.RELAYOUT)
+    relayouts.change(run, position)
+    report.relayout = run.relayout_requested = False
+    report.pause()
 
 
 def _evaluate(run: Run, parts: Parts, report: Report, time_left: TimeLeft) -> float | None:
@@ -215,9 +245,9 @@ def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _step(run: Run, parts: Parts, position: Position) -> PendingRecord:
+def _step(run: Run, position: Position) -> PendingRecord:
     """Launch a step. The CPU does not wait for the device."""
-    config, step = run.config, run.step
+    config, step, parts = run.config, run.step, position.parts
     samples = batch_size(position.samples, config.trainer, config.schedule.batch_rampup)
     lr = learning_rate(step, config.optimizer.lr, config.schedule, config.trainer.steps)
     decay = weight_decay(step, config.optimizer.weight_decay, config.schedule.weight_decay, config.trainer.steps)

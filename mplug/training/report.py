@@ -13,7 +13,6 @@ import torch
 from mplug.contracts.stepper import Record, StepResult
 from mplug.errors import Diverged
 from mplug.run.run import Run
-from mplug.training.assembly import Parts
 from mplug.training.hardware import Moment, peak_memory_gib, peak_tflops
 from mplug.training.rerunning import RerunningStepper
 from mplug.training.saving import Position
@@ -76,12 +75,15 @@ class PendingRecord:
 
 
 class Report:
-    """Reports every step to observers, in order. `stop` becomes true when any rank was asked to stop."""
+    """Reports every step to observers, in order.
 
-    stop = False
+    `stop` becomes true when any rank was asked to stop, and `relayout` when one was asked to change the layout.
+    """
 
-    def __init__(self, run: Run, parts: Parts, position: Position) -> None:
-        self.run, self.parts, self.position = run, parts, position
+    stop = relayout = False
+
+    def __init__(self, run: Run, position: Position) -> None:
+        self.run, self.position = run, position
         self._launched: PendingRecord | None = None
         self._record: Record | None = None
         self.last_loss: float | None = None
@@ -113,7 +115,8 @@ class Report:
         seconds, self._mark = step.copied.since(self._mark), step.copied
         if results.pop("failed") and self.run.config.trainer.nonfinite == "stop":
             raise _diverged(step.step, results, self._explanation(step.step))
-        self.stop = results.pop("stop") or self.stop
+        if results.pop("stop"):
+            self._ask_for_reason()
         targets = int(results["tokens"])
         self.position.tokens += targets
         self.last_loss = results["loss"]
@@ -131,6 +134,12 @@ class Report:
             **{name: value for name, value in results.items() if name != "tokens"},
         }
 
+    def _ask_for_reason(self) -> None:
+        """Find out, on all ranks after the same step, whether a rank asks for the end or for another layout."""
+        asked = self.run.gathered((self.run.stop_requested, self.run.relayout_requested))
+        self.relayout = any(relayout for _, relayout in asked)
+        self.stop = self.stop or any(stop for stop, _ in asked)
+
     def publish(self, **more: float) -> None:
         """Report the settled step to observers, once, with the further figures `more`; do nothing if there is none."""
         if self._record is not None:
@@ -143,7 +152,7 @@ class Report:
 
     def _explanation(self, step: int) -> str:
         """What a plugin finds out about a step that is not finite; '' if none does. Collective."""
-        stepper = self.parts.stepper
+        stepper = self.position.parts.stepper
         if not isinstance(stepper, RerunningStepper):
             return ""
         found = self.run.hooks.call.explain_nonfinite(
@@ -153,8 +162,9 @@ class Report:
 
     def _speed(self, samples: int, seconds: float, rows: Mapping[str, Sequence[int]]) -> Record:
         length, world_size = self.run.config.trainer.seq_length, self.run.mesh.world_size
-        flops = self.parts.model.flops.of(samples * length, samples * length**2)
-        flops += sum(self.parts.model.stream_passes[name].flops.of(*counted) for name, counted in rows.items())
+        model = self.position.parts.model
+        flops = model.flops.of(samples * length, samples * length**2)
+        flops += sum(model.stream_passes[name].flops.of(*counted) for name, counted in rows.items())
         tflops, peak = flops / seconds / 1e12 / world_size, peak_tflops(self.run.device)
         return {
             "step_s": seconds,
@@ -166,7 +176,7 @@ class Report:
 
     def _rates_of_streams(self, rows: Mapping[str, Sequence[int]], seconds: float) -> Record:
         """Rows per second of each stream, by its axis: 'patches_per_s'."""
-        streams = self.parts.model.plan.streams
+        streams = self.position.parts.model.plan.streams
         first = {axis: stream.lengths[0] for axis, stream in streams.items()}
         return {f"{axis}_per_s": rows[name][0] / seconds for axis, name in first.items() if name in rows}
 

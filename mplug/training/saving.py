@@ -55,6 +55,7 @@ class Saver(Protocol):
 class Position(Protocol):
     """The samples and tokens that a run has consumed, and its way into checkpoints."""
 
+    parts: Parts
     samples: int
     tokens: int
 
@@ -123,7 +124,7 @@ class Saving(Protocol):
 def position_of(run: Run, parts: Parts) -> Position:
     """The position of a run at its start; one that is never saved if no package saves runs."""
     saving: Saving | None = provided(SAVERS)
-    return Unsaved() if saving is None else saving.position(run, parts)
+    return Unsaved(parts) if saving is None else saving.position(run, parts)
 
 
 class Unsaved:
@@ -131,6 +132,9 @@ class Unsaved:
 
     samples = tokens = 0
     history: Sequence[Mapping[str, Any]] = ()
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
 
     @property
     def saver(self) -> Saver:

@@ -155,7 +155,7 @@ class DefaultStepper(Evaluator):
         """
         self.scalars.lr.fill_(lr)
         self.scalars.weight_decay.fill_(weight_decay)
-        self.stop.fill_(float(self.run.stop_requested))
+        self.stop.fill_(float(self.run.stop_requested or self.run.relayout_requested))
 
     def scale_added(self, scale: Tensor) -> None:
         """Set the factor on the gradients that blocks add themselves (load balancing) to that of the loss."""

@@ -8,7 +8,7 @@ the movement of the master weights, and the loss of an evaluation.
 import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,20 @@ class Trace:
     val_loss: float = 0.0
 
 
-def follow(settings: dict[str, Any], directory: Path, resume_from: Path | None = None) -> Trace:
-    """Train from the start, and save after the first step; or continue from a checkpoint. Then evaluate."""
+def nothing(run: Run, position: Position) -> None:
+    """Change nothing between two steps."""
+
+
+def follow(
+    settings: dict[str, Any],
+    directory: Path,
+    resume_from: Path | None = None,
+    between: Callable[[Run, Position], None] = nothing,
+) -> Trace:
+    """Train from the start, and save after the first step; or continue from a checkpoint. Then evaluate.
+
+    `between` is called after the save.
+    """
     run = as_rank(prepare(tiny_config(settings), directory=directory))
     parts, trace = build(run), Trace()
     position = Position(run, parts)
@@ -55,10 +67,11 @@ def follow(settings: dict[str, Any], directory: Path, resume_from: Path | None =
     trace.weights[run.step] = _held(run, parts)
     trace.shapes = {name: placement.shape for name, placement in parts.model.placements.items()}
     while run.step < STEPS:
-        _step(run, parts, position, trace)
+        _step(run, position.parts, position, trace)
         if run.step == 1:
             position.save()
-    trace.val_loss = evaluate(run, parts)
+            between(run, position)
+    trace.val_loss = evaluate(run, position.parts)
     run.hooks.observe("run_finished", run=run)
     return trace
 

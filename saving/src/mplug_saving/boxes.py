@@ -109,6 +109,20 @@ def buffer_boxes(model: Model, rank: int, boxes_of: Callable[[Placement, Tensor,
     return found
 
 
+def plan_of(state: State) -> bytes:
+    """The plan of a rank that writes the parts of `state`."""
+    return described(
+        (
+            name,
+            str(next(iter(boxed.parts.values())).dtype).removeprefix("torch."),
+            boxed.shape,
+            [(start, part.shape) for start, part in boxed.parts.items()],
+        )
+        for name, boxed in state.items()
+        if boxed.parts
+    )
+
+
 class BoxSavePlanner(SavePlanner):
     """Plans to write every part of a rank.
 
@@ -124,16 +138,7 @@ class BoxSavePlanner(SavePlanner):
     ) -> None:
         """Remember what to write."""
         self.state: State = state_dict
-        self.plan = described(
-            (
-                name,
-                str(next(iter(boxed.parts.values())).dtype).removeprefix("torch."),
-                boxed.shape,
-                [(start, part.shape) for start, part in boxed.parts.items()],
-            )
-            for name, boxed in self.state.items()
-            if boxed.parts
-        )
+        self.plan = plan_of(self.state)
 
     def create_local_plan(self) -> SavePlan:
         """The parts of this rank, if they have changed."""

@@ -90,6 +90,11 @@ class Changes:
         """Whether the user has named the field, or a section that contains it."""
         return any(change.field == name or change.field.startswith(f"{name}.") for name in self.allowed)
 
+    @property
+    def refused(self) -> list[Change]:
+        """The changes that may not be made, unless the user allows them."""
+        return [change for change in self.settings if change.refusal and not self.allows(change)]
+
     def lines(self) -> list[str]:
         """The changes as lines of a log."""
         settings = [f"{change} ({OPTION})" if self.allows(change) else str(change) for change in self.settings]
@@ -117,12 +122,16 @@ def changes_on_resume(path: Path, manifest: Mapping[str, Any], run: Run, allowed
     """
     if not isinstance(manifest.get("config"), dict):
         raise damaged(path, "it does not hold the config of its run")
-    settings = list(_Comparison.of(manifest, run).changed_settings())
-    changes = Changes(settings, _versions(manifest, run), _effects(manifest, run.config), allowed)
-    refused = [change for change in settings if change.refusal and not changes.allows(change)]
-    if refused:
-        raise UsageError(_refusal(path, refused))
+    changes = changes_between(manifest, run, allowed)
+    if changes.refused:
+        raise UsageError(_refusal(path, changes.refused))
     return changes
+
+
+def changes_between(manifest: Mapping[str, Any], run: Run, allowed: tuple[str, ...] = ()) -> Changes:
+    """What a run changes compared with the run that a manifest describes, refused or not."""
+    settings = list(_Comparison.of(manifest, run).changed_settings())
+    return Changes(settings, _versions(manifest, run), _effects(manifest, run.config), allowed)
 
 
 def refuse_unknown_fields(manifest: Mapping[str, Any], config: RunConfig, allowed: Iterable[str]) -> None:

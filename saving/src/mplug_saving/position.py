@@ -1,7 +1,7 @@
 """The position of a run: the samples and tokens that it has consumed, and how checkpoints save and load it."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -56,14 +56,22 @@ class Position:
         self.history: list[dict[str, Any]] = []
         self.saver = Saver(run)
         self.saver.expect(
-            sum(part.nbytes for boxed in self._state(held_boxes).values() for part in boxed.parts.values())
+            sum(part.nbytes for boxed in self.state(held_boxes).values() for part in boxed.parts.values())
         )
         self.stateful = _stateful(run)
 
     def save(self) -> None:
         """Save the current step, synchronously or while training continues; `saver` reports when it is complete."""
-        run = self.run
         self.saver.wait()  # before the ranks exchange anything in the group in which it saves
+        tensors: dict[str, Tensor] = {}
+        plain = lift(self.plain(), tensors, "")
+        state = self.state(owned_boxes)
+        if self.run.rank == 0:
+            state |= {name: Boxed(tuple(t.shape), {(0,) * t.dim(): t.clone()}) for name, t in tensors.items()}
+        self.saver.save(state, {**self.facts(), **plain})
+
+    def plain(self) -> dict[str, Any]:
+        """Everything but the tensors of the model and the optimizer; on rank 0 it is complete. Collective."""
         states = {name: stateful.state_dict() for name, stateful in self.stateful.items()}
         plain = {
             "samples": self.samples,
@@ -73,9 +81,12 @@ class Position:
         }
         if self.parts.loss_scale is not None:
             plain[LOSS_SCALE] = self.parts.loss_scale.state_dict()
-        tensors: dict[str, Tensor] = {}
-        plain = lift(plain, tensors, "")
-        facts = {
+        return plain
+
+    def facts(self) -> dict[str, Any]:
+        """What a manifest says of the run whose position it holds."""
+        run = self.run
+        return {
             "step": run.step,
             "saved": datetime.now().astimezone().isoformat(timespec="seconds"),
             "layout": run.config.parallel.layout,
@@ -86,10 +97,6 @@ class Position:
             "varies": {label: printable(variance.reason) for label, variance in run.variances.items()},
             FINGERPRINT: self._fingerprint(),
         }
-        state = self._state(owned_boxes) | buffer_boxes(self.parts.model, run.rank, owned_boxes)
-        if run.rank == 0:
-            state |= {name: Boxed(tuple(t.shape), {(0,) * t.dim(): t.clone()}) for name, t in tensors.items()}
-        self.saver.save(state, {**facts, **plain})
 
     def choose(self, newest: Path) -> AgreedCheckpoint:
         """The checkpoint from which the run continues: `newest`, or the newest valid one before it in its folder.
@@ -112,33 +119,44 @@ class Position:
         self.history = [*map(dict, manifest.get("changes", [])), *self.changes.record(manifest["step"])]
         same_data(path, manifest, self._fingerprint(), self.changes)
         refuse_larger(f"checkpoint '{path}'", weights_in(opened.index.shapes), parts.model)
-        state = self._state(held_boxes) | buffer_boxes(parts.model, run.rank, held_boxes)
-        load(run, opened, state, self.saver.verified)
-        write_weights(parts.pieces)
-        parts.model.weights_written()
-        self._load_plain(opened)
-        run.step, self.samples, self.tokens = manifest["step"], manifest["samples"], manifest["tokens"]
+        load(run, opened, self.state(held_boxes), self.saver.verified)
+        self.filled()
+        # Another library has trained on other data: the loader begins anew.
+        self.load_plain(f"checkpoint '{path}'", _plain_of(opened), moves_loader="imported" not in opened.facts)
+        run.step = manifest["step"]
         self.saver.retention.base = path
 
-    def _load_plain(self, opened: Opened) -> None:
-        """Load the states of the loader, the plugins and the loss scale."""
-        path, plain = opened.path, _plain_of(opened)
+    def filled(self) -> None:
+        """The tensors of `state(held_boxes)` have new values: write the weights that follow from them. Collective."""
+        write_weights(self.parts.pieces)
+        self.parts.model.weights_written()
+
+    def load_plain(self, source: str, plain: Mapping[str, Any], moves_loader: bool = True) -> None:
+        """Load what `plain` returns: the counters, and the states of the loader, the plugins and the loss scale.
+
+        `source` is its origin, as errors name it.
+        """
         for name in self.stateful.keys() ^ plain["states"].keys():
             owner, other = ("the run", "the checkpoint") if name in self.stateful else ("the checkpoint", "the run")
             raise UsageError(
-                f"checkpoint '{path}': {owner} has a plugin's state '{name}', and {other} does not; "
+                f"{source}: {owner} has a plugin's state '{name}', and {other} does not; "
                 f"resume with the plugins that the checkpoint was saved with"
             )
         for name, stateful in self.stateful.items():
-            with _loading_state(path, f"the state '{name}' of a plugin"):
+            with _loading_state(source, f"the state '{name}' of a plugin"):
                 stateful.load_state_dict(plain["states"][name])
         if self.parts.loss_scale is not None and LOSS_SCALE in plain:  # a run that continues in fp16 begins a new one
-            with _loading_state(path, "the loss scale"):
+            with _loading_state(source, "the loss scale"):
                 self.parts.loss_scale.load_state_dict(plain[LOSS_SCALE])
-        if "imported" in opened.facts:  # another library has trained on other data: the loader begins anew
-            return
-        with _loading_state(path, "the state of the data loader"):
-            self.parts.train_loader.load_state_dict(plain["loader"], plain["samples"])
+        self.samples, self.tokens = plain["samples"], plain["tokens"]
+        if moves_loader:
+            with _loading_state(source, "the state of the data loader"):
+                self.parts.train_loader.load_state_dict(plain["loader"], plain["samples"])
+
+    def move_to(self, parts: Parts) -> None:
+        """Use other parts, of another layout of the same run. They get the values of the old ones afterwards."""
+        self.parts, self.stateful = parts, _stateful(self.run)
+        self.saver.forget_layout()
 
     def _fingerprint(self) -> str | None:
         return self.parts.train_loader.loader.fingerprint
@@ -153,8 +171,8 @@ class Position:
         parts = dict(at_first(run, (part, state)))
         return merge([parts[part] for part in sorted(parts)]) if parts else {}
 
-    def _state(self, boxes_of: Callable[[Placement, Tensor, int], Boxed]) -> State:
-        """Every parameter's values and every piece's optimizer states, by the names in a checkpoint.
+    def state(self, boxes_of: Callable[[Placement, Tensor, int], Boxed]) -> State:
+        """Every parameter's values, piece's optimizer states and module's states, by the names in a checkpoint.
 
         `boxes_of` is `held_boxes` to read them, or `owned_boxes` to write them.
         """
@@ -165,7 +183,7 @@ class Position:
             found[f"{name}/weight"] = equal_on_workers(boxed, mesh, rank, boxes_of is owned_boxes)
         for piece in self.parts.pieces:
             found |= tensors_of_piece(piece, optimizer, rank, boxes_of)
-        return found
+        return found | buffer_boxes(self.parts.model, rank, boxes_of)
 
 
 def _stateful(run: Run) -> dict[str, Stateful]:
@@ -181,16 +199,16 @@ def _stateful(run: Run) -> dict[str, Stateful]:
 
 
 @contextmanager
-def _loading_state(path: Path, name: str) -> Iterator[None]:
+def _loading_state(source: str, name: str) -> Iterator[None]:
     """Turn an exception of `load_state_dict` into a UsageError; the log gets the traceback of a possible plugin bug."""
     try:
         yield
     except (UsageError, RunError):
         raise
     except Exception as error:
-        log.error("checkpoint '%s': %s cannot be loaded", path, name, exc_info=error)
+        log.error("%s: %s cannot be loaded", source, name, exc_info=error)
         raise UsageError(
-            f"checkpoint '{path}': {name} cannot be loaded ({type(error).__name__}: {error}); resume with the versions "
+            f"{source}: {name} cannot be loaded ({type(error).__name__}: {error}); resume with the versions "
             f"of the plugins that the checkpoint was saved with"
         ) from error
 

@@ -103,6 +103,11 @@ class Saver:
             raise RunError(_explained(failure, final)) from failure
         self._visible.append(final)
 
+    def forget_layout(self) -> None:
+        """The layout of the run has changed: free the buffers of its old parts, and plan the next save anew."""
+        self._stager.close()
+        self._plans = KeptPlans()
+
     def let_finish(self) -> None:
         """Wait for the pending save of a run that has failed. Its own error is not reported."""
         if self._pending is not None:

@@ -190,6 +190,16 @@ def test_the_second_duration_of_an_activity_replaces_the_first_which_compiles() 
     assert allowed == pytest.approx([1800, 6000, 500, 500, 700])
 
 
+def test_a_step_after_a_change_of_the_layout_may_last_as_long_as_the_first_one() -> None:
+    durations = Durations()
+    beats, allowed = heartbeats(durations), []
+    for activity in (STEP, STEP, STEP, Activity.RELAYOUT, STEP):
+        enter(durations, activity, 1)
+        allowed.append(durations.allowed(LIMITS))
+        lasting(beats, 1)
+    assert allowed == [1800, 300, 300, 1800, 1800]
+
+
 def test_a_wait_for_an_asynchronous_write_may_take_hours_and_does_not_count_as_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,13 +53,15 @@ class Durations:
         """Record that the main thread ends its activity and begins another one.
 
         The longest duration of each repeated activity is stored. The first duration includes compilation, so the
-        second one replaces it.
+        second one replaces it. After a change of the layout, all durations are unknown again.
         """
         ended = self.activity.name
         if ended in Activity.PHRASES:
             seconds, completed = self.clock - self._start, self._completed.get(ended, 0)
             self._longest[ended] = max(self._longest[ended], seconds) if completed > 1 else seconds
             self._completed[ended] = completed + 1
+        if ended == Activity.RELAYOUT:
+            self._longest, self._completed = {}, {}
         self._start = self.clock
         self.activity = activity
 

@@ -76,9 +76,7 @@ class TestActivation(KernelSuite):
 
 @outside_of_the_interpreter
 def test_what_runs_on_a_device_runs_in_tritons_interpreter_too() -> None:
-    assert_interpreted(
-        *(Path(__file__).with_name(f"test_{subject}.py") for subject in SUBJECTS)
-    )
+    assert_interpreted(*(Path(__file__).with_name(f"test_{subject}.py") for subject in SUBJECTS))
 
 
 # What it claims.

@@ -67,12 +67,9 @@ class Triton:
 def supports_attention(site: Site, run: "Run") -> bool | str:
     """True for heads up to WIDEST_HEAD without dropout, on a GPU from Ampere on or in Triton's interpreter.
 
-    For other sites: the reason if the user chose a kernel for attention, else False, so that plain torch serves them.
+    False if the user did not choose a kernel for attention; for other sites the reason.
     """
-    reason = _reason_against_attention(site, run)
-    if not reason:
-        return True
-    return reason if "attention" in run.config.kernels.kinds else False
+    return "attention" in run.config.kernels.kinds and (_reason_against_attention(site, run) or True)
 
 
 def _reason_against_attention(site: Site, run: "Run") -> str:

@@ -37,21 +37,19 @@ def assert_near(core: Any, spec: AttentionSpec, dtype: torch.dtype) -> None:
     assert_within_band(core, spec, inputs_of(spec, dtype, S, 45), factor, factor * torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("asked", ALL_SPECS, ids=str)
-def test_each_specification_is_within_the_band_of_the_composition_in_fp64(
-    asked: dict[str, Any], dtype: torch.dtype
-) -> None:
-    assert_near(attention, spec_of(**asked), dtype)
+def test_each_specification_is_within_the_band_of_the_composition_in_fp64(asked: dict[str, Any]) -> None:
+    assert_near(attention, spec_of(**asked), torch.bfloat16)
+
+
+@pytest.mark.parametrize("asked", [{}, EVERYTHING, {**EVERYTHING, "causal": False}], ids=str)
+def test_fp32_is_within_its_band(asked: dict[str, Any]) -> None:
+    assert_near(attention, spec_of(**asked), torch.float32)
 
 
 @pytest.mark.parametrize(
     ("width", "dtype"),
-    [
-        *((width, torch.bfloat16) for width in (16, 24, 80, 96, 128, 256)),
-        *((width, torch.float32) for width in (16, 96, 128, 256)),
-        (64, torch.float16),
-    ],
+    [*((width, torch.bfloat16) for width in (24, 96, 128, 256)), (128, torch.float32), (64, torch.float16)],
 )
 def test_the_widths_that_it_supports_are_within_the_band(width: int, dtype: torch.dtype) -> None:
     assert_near(attention, spec_of(width, **EVERYTHING), dtype)

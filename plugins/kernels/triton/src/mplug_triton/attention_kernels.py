@@ -5,7 +5,8 @@ is FlashAttention-2 (arXiv 2307.08691). Each query sees an interval of keys (`mp
 by an interval of queries. A program visits the tiles of these intervals only, and masks only those it sees in part.
 
 Scores are in units of log 2, so their exponential is exp2. Offsets along the sequence are int64: a sequence of a
-million tokens with 64 heads of 128 has more than 2^31 numbers. Nothing is added by atomic operations.
+million tokens with 64 heads of 128 has more than 2^31 numbers. Nothing is added by atomic operations. Kernels are not
+specialized to sizes (`do_not_specialize`): no address is better aligned because of them, and each costs a compilation.
 """
 # ruff: noqa: N803 (compile-time constants are in capitals, as is usual in Triton)
 
@@ -55,7 +56,7 @@ def _scores(products, scale, cap, CAPPED: tl.constexpr):
     return products * (scale * LOG2_E), products
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "T", "H", "sharers", "sight_b"])
 def triton_attention(
     q, k, v, sinks, out, sums, first, end,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, sight_b,
@@ -133,7 +134,7 @@ def _attend(
     return raised, total, sum_
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "H"])
 def triton_row_sums(
     out, grad, inner, out_b, out_s, out_h, grad_b, grad_s, grad_h, S, H,
     K: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr,
@@ -148,7 +149,7 @@ def triton_row_sums(
     tl.store(inner + head.to(tl.int64) * S + rows, tl.sum(x * y, 1), mask=rows < S)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "T", "H", "sharers", "sight_b"])
 def triton_attention_dq(
     q, k, v, grad, sums, inner, dq, first, end,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, grad_b, grad_s, grad_h, sight_b,
@@ -216,7 +217,7 @@ def _add_dq(
     return tl.dot(of_scores.to(keys.dtype), keys, sum_, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "T", "H", "G", "sharers", "sight_b", "ranges_b"])
 def triton_attention_dk_dv(
     q, k, v, grad, sums, inner, dk, dv, first, end, ranges,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, grad_b, grad_s, grad_h, sight_b, ranges_b,

@@ -25,7 +25,6 @@ ALL_SPECS = [
     {"position_groups": True},
     {"position_groups": True, "window": 20, "documents": True},
     {"soft_cap": 2.0},
-    {"window": 1},
     EVERYTHING,
     {**EVERYTHING, "causal": False},
     {**EVERYTHING, "position_groups": True},
@@ -60,6 +59,17 @@ def test_the_widths_that_it_supports_are_within_the_band(width: int, dtype: torc
 def test_views_of_a_packed_projection_are_within_the_bf16_band(heads: Heads, compiled: bool) -> None:
     core = torch.compile(attention, fullgraph=True, dynamic=False) if compiled else attention
     assert_within_bf16_band_of_views(core, heads)
+
+
+def test_a_window_of_one_position_returns_values_and_has_no_gradients_of_queries_and_keys() -> None:
+    """Those are exactly 0, so the bands above, which are relative, say nothing."""
+    spec = AttentionSpec(0.1, 64, 64, window=1)
+    leaves, grad = [drawn(2, S, 8, 64), drawn(2, S, 2, 64), drawn(2, S, 2, 64)], drawn(2, S, 8, 64, seed=1)
+    output, dq, dk, dv = gradients(spec, leaves, grad)
+    torch.testing.assert_close(output, leaves[2].repeat_interleave(4, dim=2), rtol=1e-2, atol=1e-2)
+    shares = grad.double().unflatten(2, (2, 4)).sum(dim=3)
+    torch.testing.assert_close(dv.double(), shares, rtol=2e-2, atol=2e-2)
+    assert max(float(dq.abs().max()), float(dk.abs().max())) < 1e-4
 
 
 def gradients(spec: AttentionSpec, leaves: list[Tensor], grad: Tensor, **inputs: Any) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """Attention with windows, soft caps and attention sinks: how exact and how fast each kernel is, by sequence length.
 
-    python benchmarks/windows.py [--only triton flex] [--shapes gemma-2-27b gpt-oss] [--lengths 4096 131072] [--without-errors]
+    python benchmarks/windows.py [--only triton flex] [--shapes gemma-2-27b gpt-oss] [--lengths 4096 131072] [--calls 5]
 
 Shapes are those of one layer: `local` with its window, `global` without. Speed is that of a batch of one sequence, in
 TFLOP/s forward, and forward and backward together. FLOPs are those of the pairs that a query sees, counted once:

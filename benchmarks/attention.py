@@ -36,6 +36,7 @@ ATTENTIONS: dict[str, dict[str, object]] = {
     "sdpa flash": {"kernels.attention": "sdpa", "kernels.sdpa.backend": "flash"},
     "sdpa efficient": {"kernels.attention": "sdpa", "kernels.sdpa.backend": "efficient"},
     "sdpa math": {"kernels.attention": "sdpa", "kernels.sdpa.backend": "math"},
+    "triton": {"kernels.attention": "triton"},
     "flex": {"kernels.attention": "flex"},
     "flash-attn-4": {"kernels.attention": "flash", "kernels.flash.version": 4},
     "flash-attn-3": {"kernels.attention": "flash", "kernels.flash.version": 3},

@@ -21,6 +21,8 @@ FILES = (
     "wiki.txt",
     "README.md",
     "notes.jsonl",
+    "short.jsonl",
+    "long.jsonl",
     "questions.jsonl",
     "questions.txt",
     "beginnings.txt",

@@ -61,9 +61,11 @@ TOYS: dict[str, dict[str, object]] = {
     "experts": {**SHAPE, **CORPUS, "model.num_kv_heads": 2, "parallel.layout": "ep1"},
     "fp8": {**SHAPE, **CORPUS, **ON_A_GPU},
     "long-context": {"checkpoint.pretrained": "model", "data.path": "text.txt", "parallel.layout": ""},
+    "longer": {"checkpoint.pretrained": "model", "data.path": "chats.jsonl"},
     "lora": {"checkpoint.pretrained": "model", "data.path": "chats.jsonl"},
     "machines": {**SHAPE, **CORPUS, "model.num_kv_heads": 2, "parallel.layout": "fsdp1"},
     "masked": {**ENCODER, "data.of.path": "text.txt"},
+    "needle": {**SHAPE, "model.vocab_size": 259, "data.path": "chats.jsonl"},
     "sft": {"checkpoint.pretrained": "model", "data.path": "chats.jsonl"},
     "spans": {"model.hidden_size": 32, "model.ffn_hidden_size": 48, "data.of.path": "text.txt"},
 }

@@ -1,4 +1,4 @@
-"""The scripts in docs/recipes: the drawn data set, and the count of right answers."""
+"""The scripts in docs/recipes: the drawn data set, the count of right answers, and keys in long texts."""
 
 import base64
 import io
@@ -101,6 +101,35 @@ def test_answers_are_the_rows_of_targets_and_know_their_questions() -> None:
     first, second = answers_of(tokens, labels, frozenset({50}))
     assert (first.question, first.tokens, first.place) == ((1, 2), (30, 31, 8), slice(4, 7))
     assert (second.question, second.tokens, second.place) == ((1, 3), (40, 8), slice(9, 11))
+
+
+def marked(conversation: dict[str, list[dict[str, str]]]) -> str:
+    """A conversation in chatml by hand; a mark is one letter, as it is one token."""
+    return "".join(f"<{one['role']}\n{one['content']}>\n" for one in conversation["messages"])
+
+
+@pytest.mark.parametrize("length", [64, 128, 1024])
+@pytest.mark.parametrize(("depth", "before"), [(0.0, 0.0), (0.5, 0.5), (1.0, 1.0)])
+def test_a_text_has_its_length_and_its_key_once_at_the_depth(length: int, depth: float, before: float) -> None:
+    needles = script("docs/recipes/needles.py")
+    draw = random.Random(1)
+    for _ in range(20):
+        sample = needles.conversation(draw, length, depth)
+        text, key = (one["content"] for one in sample["messages"])
+        assert length - 30 <= len(marked(sample)) + 1 <= length  # with the token that ends a document
+        assert text.count(key) == 1
+        haystack = len(text) - len(needles.NEEDLE.format(key)) - len(needles.QUESTION)
+        assert abs(text.index("The key is") - before * haystack) <= 50
+        assert text.endswith(needles.QUESTION)
+
+
+def test_keys_to_measure_are_not_those_of_the_training(tmp_path: Path) -> None:
+    needles = script("docs/recipes/needles.py")
+    trained = [json.dumps(one) for one in needles.conversations("train 1", 128, 50)]
+    draw = random.Random("measure 128")
+    measured = {json.dumps(needles.conversation(draw, 128, 0.5)) for _ in range(50)}
+    assert len({*trained}) == 50
+    assert not measured & {*trained}
 
 
 def call(folder: Path, *words: object) -> str:

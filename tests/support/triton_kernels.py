@@ -77,3 +77,33 @@ def assert_bits(found: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> None:
         assert (ours.shape, ours.dtype) == (exact.shape, exact.dtype), f"result {number}"
         differing = int((bits(ours) != bits(exact)).sum())
         assert not differing, f"{differing} of {ours.numel()} in result {number}"
+
+
+def repair_the_interpreter() -> None:
+    """Let Triton's interpreter count loops and multiply bf16.
+
+    It converts arrays of one number to integers, which numpy refuses from 2.4 on, and multiplies the bits of bf16.
+    """
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch_tensor, builder = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder
+    multiply = builder.create_dot
+    if getattr(multiply, "repaired", False):
+        return
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def widened(x: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return multiply(self, widened(a), widened(b), *rest)
+
+    create_dot.repaired = True  # type: ignore[attr-defined]
+    interpreter._patch_lang_tensor, builder.create_dot = patched, create_dot

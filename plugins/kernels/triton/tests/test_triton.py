@@ -15,15 +15,18 @@ import tiny_models
 import torch
 from mplug_triton import WIDEST, Triton
 from offers import run
-from triton_kernels import INTERPRETED, assert_interpreted, outside_of_the_interpreter
+from triton_kernels import INTERPRETED, assert_interpreted, outside_of_the_interpreter, repair_the_interpreter
 
 from mplug import Offer, Run, Site
 from mplug.model.build import build_model
 from mplug.model.slots.offers import PLAIN
-from mplug_nn import SLOTS
+from mplug_nn import SLOTS, AttentionSpec
 from mplug_testing import KernelSuite
 from mplug_testing.harness import tiny_run
 
+if INTERPRETED:
+    repair_the_interpreter()
+SUBJECTS = ("triton", "attention", "norm", "qkv", "rows", "swiglu")
 # The interpreter takes milliseconds a program, so there the tiny run is tinier.
 SMALLER = {"model.num_layers": 1, "trainer.seq_length": 12, "trainer.global_batch_size": 2, "trainer.eval_samples": 2}
 
@@ -54,6 +57,23 @@ class TestRows(KernelSuite):
         return run, [one for one in offers if DISPATCH in one.suppliers]
 
 
+@pytest.mark.skipif(INTERPRETED, reason="all cases of attention take minutes there; test_attention.py has small ones")
+@pytest.mark.usefixtures("kernels_run")
+@pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
+class TestAttention(KernelSuite):
+    plugin = "triton"
+    settings = {"trainer.device": "cuda", "model.hidden_size": 128, "model.num_attention_heads": 2}
+    dtypes = ("bf16", "fp32")
+
+    @classmethod
+    def naming(cls) -> dict[str, Any]:
+        return {"kernels.attention": cls.plugin}
+
+    def _offered(self, dtype: str | None = None) -> tuple[Run, list[Offer]]:
+        run, offers = super()._offered(dtype)
+        return run, [one for one in offers if CORE in one.suppliers]
+
+
 @pytest.mark.skipif(INTERPRETED, reason="it needs no Triton")
 @pytest.mark.filterwarnings("ignore")  # torch's own, as it traces
 @pytest.mark.wide("suites", tests=["test_a_run_that_names_it_uses_it_and_is_the_run_in_plain_torch"])
@@ -73,27 +93,25 @@ class TestActivation(KernelSuite):
 
 @outside_of_the_interpreter
 def test_what_runs_on_a_device_runs_in_tritons_interpreter_too() -> None:
-    assert_interpreted(
-        *(Path(__file__).with_name(f"test_{subject}.py") for subject in ("triton", "norm", "qkv", "rows", "swiglu"))
-    )
+    assert_interpreted(*(Path(__file__).with_name(f"test_{subject}.py") for subject in SUBJECTS))
 
 
 # What it claims.
 
-NORM, QKV, ACTIVATION = "Norm.norm_residual", "Attention.prepare_qkv", "MLP.activation"
+CORE, NORM, QKV, ACTIVATION = "Attention.core", "Norm.norm_residual", "Attention.prepare_qkv", "MLP.activation"
 DISPATCH, COMBINE = "Experts.dispatch", "Experts.combine"
 OFFERS = Triton(Triton.Config()).offer()
-NAMED = dict.fromkeys(("norm", "qk", "activation", "dispatch"), "kernels/triton")
+NAMED = dict.fromkeys(("attention", "norm", "qk", "activation", "dispatch"), "kernels/triton")
 
 
 class Block(SimpleNamespace):
     SLOTS = (*SLOTS.values(),)
 
 
-def at(slot: str, *needs: str, size: int = 64, kind: str = "gelu") -> Site:
+def at(slot: str, *needs: str, size: int = 64, kind: str = "gelu", dropout: float = 0.0) -> Site:
     """A norm of a width, attention of a head dim, experts of a width, or an activation of a kind."""
-    up = torch.empty(2, 3, size, device="meta")
-    module = Block(weight=torch.empty(size, device="meta"), head_dim=size, kind=kind, up=up)
+    up, spec = torch.empty(2, 3, size, device="meta"), AttentionSpec(1.0, size, size, dropout=dropout)
+    module = Block(weight=torch.empty(size, device="meta"), head_dim=size, kind=kind, up=up, spec=spec)
     return Site("blocks.*", slot, module, "", frozenset(needs))
 
 
@@ -116,11 +134,13 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """There is Triton, as far as `supports` can see, and no interpreter."""
     monkeypatch.setattr(mplug_triton, "find_spec", lambda name: SimpleNamespace(name=name))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     return monkeypatch
 
 
-def test_it_supplies_norms_packed_heads_rows_of_experts_and_the_activation_apart_from_each_other() -> None:
-    assert [set(offer.suppliers) for offer in OFFERS] == [{NORM}, {QKV}, {DISPATCH, COMBINE}, *[{ACTIVATION}] * 2]
+def test_it_supplies_each_slot_apart_from_the_others() -> None:
+    alone = [{CORE}, {NORM}, {QKV}, {DISPATCH, COMBINE}, *[{ACTIVATION}] * 2]
+    assert [set(offer.suppliers) for offer in OFFERS] == alone
 
 
 @pytest.mark.usefixtures("installed")
@@ -137,6 +157,14 @@ def test_it_serves_even_head_dims_rows_that_registers_hold_and_exact_gelu(site: 
     assert answer(site, during()) is answer(site, during(named={})) is True
 
 
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("size", [16, 64, 96, 256])
+def test_it_serves_windows_soft_caps_sinks_and_documents_together_if_it_is_named(size: int) -> None:
+    needs = ("window", "soft cap", "attention sinks", "document_lengths", "full attention", "log-sum-exp")
+    assert answer(at(CORE, *needs, size=size), during()) is True
+    assert answer(at(CORE, *needs, size=size), during(named={})) is False  # plain torch
+
+
 NO_ROOM = f"of up to {WIDEST} elements, which fit into registers, and this site's have {WIDEST + 1}"
 TO_FP32 = "it computes in fp32, and trainer.precision=fp64 computes in float64"
 TWO_KINDS = "supports 'gelu' and 'swiglu', and this site's activation is 'gelu_tanh'; set kernels.activation=null"
@@ -147,6 +175,11 @@ TWO_KINDS = "supports 'gelu' and 'swiglu', and this site's activation is 'gelu_t
     ("site", "run", "words"),
     [
         (at(QKV, size=33), during(), "head dim is 33"),
+        (at(CORE, size=257), during(), "it supports head dims of up to 256, and this site's is 257"),
+        (at(CORE, dropout=0.1), during(), "it does not support dropout, and attention dropout is 0.1"),
+        (at(CORE, "alibi bias"), during(), "it does not offer alibi bias"),
+        (at(CORE), during("cpu"), "it needs a CUDA GPU, and this run is on the CPU"),
+        (at(CORE), during(precision="fp64"), TO_FP32),
         *((at(slot, size=WIDEST + 1), during(), NO_ROOM) for slot in (NORM, DISPATCH, COMBINE)),
         *((at(slot), during("cpu"), "needs a CUDA GPU") for slot in (NORM, QKV, DISPATCH)),
         *((at(slot), during(precision="fp64"), TO_FP32) for slot in (NORM, QKV, COMBINE)),

@@ -24,15 +24,15 @@ CLOSE = 64
 
 @dataclass(frozen=True)
 class Size:
-    """The bytes of the fullest rank with samples of `length` tokens, by their parts; the CPU's memory holds `moved`."""
+    """The bytes of the fullest rank with samples of `length` tokens, by their parts: on the GPU, and in CPU memory."""
 
     length: int
     parts: dict[str, int]
-    moved: int
+    in_cpu_memory: dict[str, int]
 
     @property
     def bytes(self) -> int:
-        """The sum of all parts."""
+        """The sum of all parts on the GPU."""
         return sum(self.parts.values())
 
 
@@ -63,7 +63,7 @@ def longest(options: dict[str, Any], gib: float) -> str:
 
 
 def _size(options: dict[str, Any], length: int) -> Size:
-    from mplug.commands import build_model, measure_bytes  # imports torch
+    from mplug.commands import IN_CPU_MEMORY, build_model, measure_bytes  # imports torch
     from mplug_estimates import estimate_activations  # imports torch
 
     changes = merge(overrides(**options), read_assignments([f"trainer.seq_length={length}"]))
@@ -75,12 +75,13 @@ def _size(options: dict[str, Any], length: int) -> Size:
     held = measure_bytes(run, model)
     run.device = "cuda"  # activations can move to the CPU
     fullest = max(estimate_activations(run, model), key=lambda stage: stage.expected)
-    return Size(length, {**held, **fullest.parts()}, int(fullest.moved))
+    in_cpu_memory = {IN_CPU_MEMORY: held.pop(IN_CPU_MEMORY, 0), "activations in CPU memory": int(fullest.moved)}
+    return Size(length, {**held, **fullest.parts()}, in_cpu_memory)
 
 
 def _text(best: Size, gib: float, refused: str) -> str:
-    rows = [(label, human_bytes(count)) for label, count in best.parts.items() if count]
-    rows += [("activations in the memory of the CPU", human_bytes(best.moved))] if best.moved else []
+    counted = {**best.parts, **best.in_cpu_memory}
+    rows = [(label, human_bytes(count)) for label, count in counted.items() if count]
     lines = [
         f"samples of {best.length:,} tokens fit into {gib:g} GiB on each rank; the estimate is "
         f"{human_bytes(best.bytes)}, without the buffers of collectives and fragmentation",

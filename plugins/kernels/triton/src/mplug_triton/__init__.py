@@ -1,4 +1,4 @@
-"""Fused Triton kernels: norms with the residual addition; QK-norm and RoPE with the split of QKV; rows to experts.
+"""Fused Triton kernels: attention; norms with the residual addition; QK-norm and RoPE with QKV; rows to experts.
 
 The backward kernel of QKV writes the gradient of the packed projection in one pass, and that of SwiGLU the gradient of
 both halves. The plugin also offers a GELU in plain torch operations, which torch's compiler fuses with its neighbours.
@@ -21,12 +21,15 @@ NARROWER = (*HALF, "float32")
 TURNING = frozenset({"scaled rotary", "coordinate rotary"})
 """Needs that the kernel for queries and keys serves: it turns pairs by any table of cosines and sines."""
 SWIGLU = "swiglu"
+WIDEST_HEAD = 256
+"""Maximum width of a head, in elements, whose tiles attention holds in shared memory."""
+AMPERE = (8, 0)
 WIDEST = 16384
 """Maximum width of a row, in elements, that a norm's program holds in registers."""
 
 
 class Triton:
-    """Norms with the residual addition; QK-norm and RoPE with the split of QKV; rows to experts; GELU without erf."""
+    """Attention; norms with the residual addition; QK-norm and RoPE with the split of QKV; rows to experts; GELU."""
 
     class Config(BaseModel):
         """No options."""
@@ -41,19 +44,50 @@ class Triton:
 
     @hookimpl
     def offer(self) -> list[Offer]:
-        """Offer norms, the preparation of packed queries, keys and values, the rows of experts, and the activation."""
+        """Offer attention, its preparation from packed heads, norms, the rows of experts, and the activation."""
+        from mplug_nn import specification as needs
         from mplug_triton import gelu, swiglu
+        from mplug_triton.attention import attention
         from mplug_triton.norm import norm_residual
         from mplug_triton.qkv import prepare_qkv
         from mplug_triton.rows import combine, dispatch
 
+        served = {needs.FULL, needs.DOCUMENTS, needs.WINDOW, needs.SOFT_CAP, needs.SINKS, needs.POSITION_GROUPS}
+        served |= {needs.KEY_LENGTH, *needs.CAPABILITIES}
         return [
+            Offer({"Attention.core": attention}, supports_attention, serves=served, optional=True),
             Offer({"Norm.norm_residual": norm_residual}, supports_norm, optional=True),
             Offer({"Attention.prepare_qkv": prepare_qkv}, supports_qkv, serves=TURNING, optional=True),
             Offer({"Experts.dispatch": dispatch, "Experts.combine": combine}, supports_rows, optional=True),
             Offer({"MLP.activation": gelu.activation}, supports_activation, optional=True),
             Offer({"MLP.activation": swiglu.activation}, supports_swiglu, optional=True),
         ]
+
+
+def supports_attention(site: Site, run: "Run") -> bool | str:
+    """True for heads up to WIDEST_HEAD without dropout, on a GPU from Ampere on or in Triton's interpreter.
+
+    False if the user did not choose a kernel for attention; for other sites the reason.
+    """
+    return "attention" in run.config.kernels.kinds and (_reason_against_attention(site, run) or True)
+
+
+def _reason_against_attention(site: Site, run: "Run") -> str:
+    spec = site.module.spec
+    if spec.key_width > WIDEST_HEAD:
+        return f"it supports head dims of up to {WIDEST_HEAD}, and this site's is {spec.key_width}"
+    if spec.dropout > 0:
+        return f"it does not support dropout, and attention dropout is {spec.dropout:g}"
+    runs = _runs(run)
+    if isinstance(runs, str):
+        return runs
+    if run.device == "cuda":
+        from torch.cuda import get_device_capability
+
+        if (capability := get_device_capability()) < AMPERE:
+            chip = ".".join(map(str, capability))
+            return f"it supports GPUs of compute capability 8.0 and newer, and this GPU has {chip}"
+    return ""
 
 
 def supports_qkv(site: Site, run: "Run") -> bool | str:

@@ -21,11 +21,11 @@ from mplug_nn import (
     Attention,
     AttentionConfig,
     BlockConfig,
-    Choice,
     DecoderConfig,
     Embedding,
     Entries,
     ExpertsConfig,
+    Gating,
     Inits,
     Linear,
     MixtureOfExperts,
@@ -140,14 +140,14 @@ def arguments_of(module: type) -> dict[str, Argument]:
         (NormConfig, (Norm,)),
         (AttentionConfig, (Attention,)),
         (MLPConfig, (MLP,)),
-        (ExpertsConfig, (Choice, Router, MixtureOfExperts)),
+        (ExpertsConfig, (Gating, Router, MixtureOfExperts)),
     ],
     ids=lambda one: getattr(one, "__name__", ""),
 )
 def test_a_part_has_the_arguments_of_its_modules_and_their_defaults(config: type, modules: tuple[type, ...]) -> None:
     arguments = {name: one for module in modules for name, one in arguments_of(module).items()}
     own = signature(config).parameters
-    assert set(own) == set(arguments) - {"dim", "router", "choice"}
+    assert set(own) == set(arguments) - {"dim", "router", "gating"}
     for name, one in own.items():
         if arguments[name].default is not Argument.empty:
             assert one.default == arguments[name].default, name

@@ -11,7 +11,7 @@ from mplug import hookimpl
 from mplug.run.prepare import prepare
 from mplug.training.determinism import deterministic
 from mplug.training.loop import train
-from mplug_nn import Choice, MixtureOfExperts, Router, Weights, grouped_linear
+from mplug_nn import Gating, MixtureOfExperts, Router, Weights, grouped_linear
 from mplug_nn.grouped import _has_kernel
 from mplug_testing.harness import tiny_config
 from mplug_testing.waiting import never_waiting
@@ -47,7 +47,7 @@ def test_torchs_grouped_products_are_each_groups_own(counts: list[int]) -> None:
 
 
 def mixture(**named: Any) -> MixtureOfExperts:
-    router = Router(D, Choice(E, 2), balance="sequence", balance_coefficient=0.1, bias_rate=1e-3)
+    router = Router(D, Gating(E, 2), balance="sequence", balance_coefficient=0.1, bias_rate=1e-3)
     moe = MixtureOfExperts(router, D, F, "swiglu", shared_ffn_dim=F, **named)
     for number, parameter in enumerate(moe.parameters()):
         nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(number))

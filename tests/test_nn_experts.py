@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from mplug_nn import (
-    Choice,
     Experts,
+    Gating,
     GroupedProduct,
     Jitter,
     MixtureOfExperts,
@@ -198,7 +198,7 @@ def test_no_expert_takes_more_than_its_room_and_none_drops_with_room_left(
 # The router's choice.
 
 
-def chosen_by_loops(scores: list[float], choice: Choice) -> list[int]:
+def chosen_by_loops(scores: list[float], choice: Gating) -> list[int]:
     size = choice.num_experts // choice.num_groups
     groups = [scores[g * size : (g + 1) * size] for g in range(choice.num_groups)]
     worth = [sum(sorted(group)[-2:]) for group in groups]
@@ -208,19 +208,19 @@ def chosen_by_loops(scores: list[float], choice: Choice) -> list[int]:
 
 
 CHOICES = [
-    Choice(E, K),
-    Choice(E, 1),
-    Choice(E, K, normalize=False),
-    Choice(E, 3, "sigmoid", scale=2.5),
-    Choice(E, 2, "sigmoid", num_groups=3, top_groups=1),
-    Choice(E, 3, "softmax", num_groups=3, top_groups=2),
-    Choice(E, 2, "sigmoid", num_groups=6, top_groups=4),
+    Gating(E, K),
+    Gating(E, 1),
+    Gating(E, K, normalize=False),
+    Gating(E, 3, "sigmoid", scale=2.5),
+    Gating(E, 2, "sigmoid", num_groups=3, top_groups=1),
+    Gating(E, 3, "softmax", num_groups=3, top_groups=2),
+    Gating(E, 2, "sigmoid", num_groups=6, top_groups=4),
 ]
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_router_chooses_the_best_experts_and_gives_them_gates(choice: Choice, biased: bool) -> None:
+def test_a_router_chooses_the_best_experts_and_gives_them_gates(choice: Gating, biased: bool) -> None:
     router = filled(Router(D, choice, bias_rate=1e-3 if biased else 0.0)).eval()
     if biased:
         router.bias.copy_(drawn(E, seed=5))
@@ -252,7 +252,7 @@ def transported_by_loops(logits: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("score", ["sinkhorn", "sinkhorn_sigmoid"])
 def test_sinkhorn_chooses_by_the_balanced_matrix_of_each_sequence_in_training(score: str) -> None:
-    router, x = filled(Router(D, Choice(E, K, score, normalize=False))), drawn(B, 40, D)
+    router, x = filled(Router(D, Gating(E, K, score, normalize=False))), drawn(B, 40, D)
     positions = torch.arange(40)[None]
     logits = F.linear(x, router.weight.detach())
     chosen, gates = router.train()(x, positions, KEYS)
@@ -268,11 +268,11 @@ def test_sinkhorn_chooses_by_the_balanced_matrix_of_each_sequence_in_training(sc
 
 def test_a_bias_of_the_choice_beside_sinkhorn_is_refused() -> None:
     with pytest.raises(ValueError, match="'sinkhorn' chooses experts by values that balance their load, and a bias"):
-        Router(D, Choice(E, K, "sinkhorn"), bias_rate=1e-3)
+        Router(D, Gating(E, K, "sinkhorn"), bias_rate=1e-3)
 
 
 def test_logits_are_fp32_though_weights_are_bf16_and_so_is_the_gradient_in_the_sink() -> None:
-    router = filled(Router(D, Choice(E, K)), torch.bfloat16)
+    router = filled(Router(D, Gating(E, K)), torch.bfloat16)
     router.weight.main_grad = torch.zeros(E, D)
     router.weight.main_grad_stale = torch.ones((), dtype=torch.bool)
     x = drawn(B, S, D, dtype=torch.bfloat16).requires_grad_()
@@ -304,7 +304,7 @@ def test_jitter_is_noise_of_its_width_in_training_and_a_function_of_the_position
 
 def balanced_by_loops(router: Router, x: Tensor, balance: Balance) -> Tensor:
     """alpha E sum_n sum_i f_i p_ni + beta sum_n z_n², with every f and p written out."""
-    choice, total = router.choice, x.new_zeros(())
+    choice, total = router.gating, x.new_zeros(())
     logits = torch.einsum("bsd,ed->bse", x, router.weight)
     scores = logits.softmax(-1) if choice.score == "softmax" else logits.sigmoid()
     p = scores / scores.sum(-1, keepdim=True)
@@ -320,7 +320,7 @@ def balanced_by_loops(router: Router, x: Tensor, balance: Balance) -> Tensor:
 
 @pytest.mark.parametrize("choice", [CHOICES[0], CHOICES[3]], ids=str)
 @pytest.mark.parametrize("balance", ["micro_batch", "sequence", "global_batch"])
-def test_auxiliary_losses_take_part_as_sums_beside_the_models_loss(choice: Choice, balance: Balance) -> None:
+def test_auxiliary_losses_take_part_as_sums_beside_the_models_loss(choice: Gating, balance: Balance) -> None:
     router = filled(Router(D, choice, balance=balance, balance_coefficient=0.3, z_coefficient=0.2))
     if balance == "global_batch":
         router.last_load.copy_(torch.tensor([30.0, 10, 5, 5, 10, 0]))
@@ -381,7 +381,7 @@ def test_a_recomputed_forward_pass_counts_once_and_gives_the_same_gradients(reen
 
 
 def test_a_step_moves_the_bias_towards_experts_below_the_mean_load_and_keeps_the_load_unless_skipped() -> None:
-    router = Router(D, Choice(4, 2), bias_rate=0.25, balance="global_batch", balance_coefficient=0.1)
+    router = Router(D, Gating(4, 2), bias_rate=0.25, balance="global_batch", balance_coefficient=0.1)
     for load, skip in (([7.0, 3, 5, 5], 0.0), ([0.0] * 4, 1.0)):
         router.load.copy_(torch.tensor(load))
         router.step_ended(torch.tensor(skip))
@@ -421,7 +421,7 @@ def test_latent_experts_work_between_two_shared_projections(bias: bool) -> None:
 
 
 def test_a_token_whose_choices_were_all_dropped_keeps_the_shared_part_only() -> None:
-    router = Router(D, Choice(E, 1))
+    router = Router(D, Gating(E, 1))
     moe = filled(MixtureOfExperts(router, D, F_, "gelu", capacity_factor=0.2, dropping="position")).eval()
     with torch.no_grad():
         router.weight.zero_()

@@ -19,7 +19,7 @@ from mplug import Offer, Run, Site, UsageError
 from mplug.registry.entry_points import OPEN_LISTS, Registry
 from mplug.registry.open_lists import _added
 from mplug.training.schedule import learning_rate
-from mplug_nn import MLP, SLOTS, Attention, Choice, Experts, MixtureOfExperts, Norm, Rotary, Router
+from mplug_nn import MLP, SLOTS, Attention, Experts, Gating, MixtureOfExperts, Norm, Rotary, Router
 from mplug_nn.activations import ACTIVATIONS
 from mplug_nn.experts import add_of_group
 from mplug_nn.norm_functions import NORMS
@@ -228,7 +228,7 @@ def test_rotary_positions_turn_the_pairs_as_complex_numbers(interleaved: bool, w
 
 def test_the_softmax_of_chosen_experts_knows_no_other_expert() -> None:
     logits = torch.tensor([[3.0, -1.0, 2.0, 0.5]])
-    choice = Choice(4, 2, "softmax_of_chosen", normalize=False)
+    choice = Gating(4, 2, "softmax_of_chosen", normalize=False)
     scores = choice.scores(logits)
     chosen = choice.chosen(scores)
     assert chosen.tolist() == [[0, 2]]
@@ -240,8 +240,8 @@ def test_the_softmax_of_chosen_experts_knows_no_other_expert() -> None:
 
 def test_the_best_score_of_a_group_can_decide_alone() -> None:
     scores = torch.tensor([[0.9, 0.1, 0.6, 0.5]])
-    assert Choice(4, 1, num_groups=2, top_groups=1, group_best=1).chosen(scores).tolist() == [[0]]
-    assert Choice(4, 1, num_groups=2, top_groups=1).chosen(scores).tolist() == [[2]]
+    assert Gating(4, 1, num_groups=2, top_groups=1, group_best=1).chosen(scores).tolist() == [[0]]
+    assert Gating(4, 1, num_groups=2, top_groups=1).chosen(scores).tolist() == [[2]]
 
 
 def test_rows_behind_the_last_expert_reach_no_bias() -> None:
@@ -265,7 +265,7 @@ def test_rows_whose_number_depends_on_values_get_biases_without_memory() -> None
 def test_a_wrapped_computation_of_biased_experts_is_the_unwrapped_one() -> None:
     """A wrap of `Experts.compute` calls the wide slot, which then gets the biases."""
     generator = torch.Generator().manual_seed(5)
-    router = Router(8, Choice(3, 2, "softmax_of_chosen", normalize=False), logit_bias=True)
+    router = Router(8, Gating(3, 2, "softmax_of_chosen", normalize=False), logit_bias=True)
     moe = MixtureOfExperts(router, 8, 6, "clamped_swiglu", bias=True)
     with torch.no_grad():
         for parameter in moe.parameters():

@@ -86,11 +86,11 @@ class Part:
     @property
     def factor(self) -> float:
         """What the down projections are multiplied by: G / s."""
-        return self.split / self.mixture.router.choice.scale
+        return self.split / self.mixture.router.gating.scale
 
     def refuse(self, name: str) -> None:
         """UsageError for experts that no parts of the MLP are."""
-        experts, choice = self.mixture.experts, self.mixture.router.choice
+        experts, gating = self.mixture.experts, self.mixture.router.gating
         whole, own = self.dense.down.weight.shape[1], experts.down.shape[2]
         if experts.kind != self.dense.kind:
             raise UsageError(
@@ -102,15 +102,15 @@ class Part:
                 f"an expert of '{name}' is {own} wide, which does not divide the {whole} of the dense model's MLP; set "
                 f"model.moe_ffn_hidden_size to {whole} or a divisor"
             )
-        for field, number in (("num_experts", choice.num_experts), ("num_experts_per_token", choice.top_k)):
+        for field, number in (("num_experts", gating.num_experts), ("num_experts_per_token", gating.top_k)):
             if number % self.split:
                 raise UsageError(
                     f"model.{field}={number} is no multiple of the {self.split} experts of '{name}' that make one MLP "
                     f"of the dense model ({whole} / {own} wide); use a multiple of {self.split}"
                 )
-        if (choice.num_experts // choice.num_groups) % self.split:
+        if (gating.num_experts // gating.num_groups) % self.split:
             raise UsageError(
-                f"model.moe_router_num_groups={choice.num_groups} divides the {self.split} experts of '{name}' that "
+                f"model.moe_router_num_groups={gating.num_groups} divides the {self.split} experts of '{name}' that "
                 f"make one MLP of the dense model ({whole} / {own} wide), so a token would choose a part of them; use "
                 f"groups of a multiple of {self.split} experts"
             )
@@ -144,7 +144,7 @@ class Upcycled(ForeignCheckpoint):
 
     def differences(self) -> Iterator[str]:
         """Why the logits are not those of the dense model; nothing if they are."""
-        choices = [part.mixture.router.choice for part in self.parts.values()]
+        choices = [part.mixture.router.gating for part in self.parts.values()]
         if any(not one.normalize and one.score != "softmax_of_chosen" for one in choices):
             yield "the gates of a token do not sum to model.moe_router_scale (model.moe_router_normalize is false)"
         if any(part.mixture.capacity_factor is not None for part in self.parts.values()):

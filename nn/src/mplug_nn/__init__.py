@@ -186,7 +186,7 @@ if TYPE_CHECKING:
     from mplug_nn.public_values import Values as Values
     from mplug_nn.relative import RelativeBias as RelativeBias
     from mplug_nn.rotary import Rotary as Rotary
-    from mplug_nn.router import Choice as Choice
+    from mplug_nn.router import Gating as Gating
     from mplug_nn.router import Router as Router
     from mplug_nn.scored import ScoredObjective as ScoredObjective
     from mplug_nn.scores import RouterScore as RouterScore

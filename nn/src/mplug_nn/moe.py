@@ -51,8 +51,8 @@ class MixtureOfExperts(nn.Module):
         self.router = router
         width, axis = (dim, "embed") if latent_dim is None else (latent_dim, LATENT)
         self.latent_down = None if latent_dim is None else Linear(dim, latent_dim, bias=False)
-        self.experts = Experts(width, ffn_dim, router.choice.num_experts, kind, bias, axis)
-        self.down_bias = nn.Parameter(torch.empty(router.choice.num_experts, width)) if bias else None
+        self.experts = Experts(width, ffn_dim, router.gating.num_experts, kind, bias, axis)
+        self.down_bias = nn.Parameter(torch.empty(router.gating.num_experts, width)) if bias else None
         self.latent_up = None if latent_dim is None else Linear(latent_dim, dim, bias=False)
         self.shared = MLP(dim, shared_ffn_dim, kind, bias=False) if shared_ffn_dim else None
         self.shared_gate = Linear(dim, 1, bias=False) if shared_ffn_dim and shared_gate else None
@@ -71,8 +71,8 @@ class MixtureOfExperts(nn.Module):
 
     def plan_work(self) -> Step:
         """Router, experts and shared experts take the same input; a token is multiplied by its chosen experts alone."""
-        choice, experts = self.router.choice, self.experts
-        up, down = (weight.numel() * choice.top_k // choice.num_experts for weight in (experts.up, experts.down))
+        gating, experts = self.router.gating, self.experts
+        up, down = (weight.numel() * gating.top_k // gating.num_experts for weight in (experts.up, experts.down))
         biases = () if self.down_bias is None else (WeightProduct("down_bias", self.down_bias.numel()),)
         shared = (name for name in ("shared", "shared_gate") if getattr(self, name) is not None)
         latent = (("latent_down",), ("latent_up",)) if self.latent_down is not None else ((), ())
@@ -111,7 +111,7 @@ class MixtureOfExperts(nn.Module):
         """chosen and gates [B, S, k] -> the same; a choice beyond the capacity becomes E, and its gate 0."""
         if self.capacity_factor is None:
             return chosen, gates
-        experts = self.router.choice.num_experts
+        experts = self.router.gating.num_experts
         beyond = partial(beyond_capacity, num_experts=experts, factor=self.capacity_factor, dropping=self.dropping)
         dropped = self.over_sequences(beyond, chosen, gates.detach())
         return chosen.masked_fill(dropped, experts), gates.masked_fill(dropped, 0.0)

@@ -56,7 +56,7 @@ OVER_SEQUENCES = Slot("MixtureOfExperts.over_sequences", "router", over_sequence
 
 
 @dataclass(frozen=True)
-class Choice:
+class Gating:
     """How a token's experts are chosen, and how they are weighted.
 
     `score` turns logits into scores. The `top_k` experts with the highest scores are chosen. With `num_groups` > 1,
@@ -170,7 +170,7 @@ class Router(nn.Module):
     def __init__(
         self,
         dim: int,
-        choice: Choice,
+        gating: Gating,
         *,
         balance: Balance = "none",
         balance_coefficient: float = 0.0,
@@ -181,10 +181,10 @@ class Router(nn.Module):
         choice_bias: bool | None = None,
     ) -> None:
         super().__init__()
-        SCORES.load(choice.score)
-        self.choice, self.balance, self.bias_rate = choice, balance, bias_rate
+        SCORES.load(gating.score)
+        self.gating, self.balance, self.bias_rate = gating, balance, bias_rate
         self.balance_coefficient, self.z_coefficient = balance_coefficient, z_coefficient
-        experts = choice.num_experts
+        experts = gating.num_experts
         self.weight = nn.Parameter(torch.empty(experts, dim))
         self.logit_bias = nn.Parameter(torch.empty(experts)) if logit_bias else None
         self.jitter = Jitter(jitter)
@@ -197,9 +197,9 @@ class Router(nn.Module):
         if self.adds_loss:
             register_host_buffer(self, "token_scale", "token scale")
         biased = bias_rate > 0 if choice_bias is None else choice_bias
-        if biased and choice.balanced is not None:
+        if biased and gating.balanced is not None:
             raise ValueError(
-                f"the score '{choice.score}' chooses experts by values that balance their load, and a bias of the "
+                f"the score '{gating.score}' chooses experts by values that balance their load, and a bias of the "
                 f"choice (expert_bias, expert_bias_rate) would change no choice in training; use one of the two"
             )
         self.register_buffer("bias", torch.zeros(experts) if biased else None)
@@ -242,15 +242,15 @@ class Router(nn.Module):
         x = self.jitter(x, keys, positions)
         logits = multiply(x, Weights.of(self.weight), WIDE)  # [B, S, E]
         logits = logits if self.logit_bias is None else logits + self.logit_bias.to(logits.dtype)
-        scores = self.choice.scores(logits)
-        chosen = self.choice.chosen(self._judged(logits.detach(), scores.detach()))
-        gates = self.choice.gates(scores, chosen)
+        scores = self.gating.scores(logits)
+        chosen = self.gating.chosen(self._judged(logits.detach(), scores.detach()))
+        gates = self.gating.gates(scores, chosen)
         return chosen, self._balanced(gates, logits, scores, chosen) if self.training else gates
 
     def _judged(self, logits: Tensor, scores: Tensor) -> Tensor:
         """What experts are chosen by [B, S, E]."""
-        if self.training and self.choice.balanced is not None:
-            return self.over_sequences(self.choice.balanced, logits)
+        if self.training and self.gating.balanced is not None:
+            return self.over_sequences(self.gating.balanced, logits)
         return scores if self.bias is None else scores + self.bias
 
     def _balanced(self, gates: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
@@ -265,13 +265,13 @@ class Router(nn.Module):
 
     def _uneven(self, scores: Tensor, counts: Tensor) -> Tensor:
         """E sum_n sum_i f_i p_ni; equal to the number of tokens if all experts are chosen equally often."""
-        probabilities = self.choice.probabilities(scores)
+        probabilities = self.gating.probabilities(scores)
         shares = self._shares(counts).to(probabilities.dtype)
-        return (shares[:, None] * probabilities).sum() * self.choice.num_experts
+        return (shares[:, None] * probabilities).sum() * self.gating.num_experts
 
     def _counts(self, chosen: Tensor) -> Tensor:
         """How often each expert was chosen in each sample [B, E], in the positions of this rank."""
-        samples, experts = len(chosen), self.choice.num_experts
+        samples, experts = len(chosen), self.gating.num_experts
         places = chosen.flatten(1) + experts * torch.arange(samples, device=chosen.device)[:, None]
         zeros = torch.zeros(samples * experts, dtype=torch.int64, device=chosen.device)
         return zeros.scatter_add(0, places.flatten(), torch.ones_like(places).flatten()).view(samples, experts)

@@ -171,7 +171,7 @@ class MLPConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """A mixture of experts: `mplug_nn.Choice`, `mplug_nn.Router` and `mplug_nn.MixtureOfExperts`."""
+    """A mixture of experts: `mplug_nn.Gating`, `mplug_nn.Router` and `mplug_nn.MixtureOfExperts`."""
 
     ffn_dim: int
     num_experts: int
@@ -200,10 +200,10 @@ class ExpertsConfig:
     def build(self, hidden_size: int) -> "MixtureOfExperts":
         """The router and its experts."""
         from mplug_nn.moe import MixtureOfExperts
-        from mplug_nn.router import Choice, Router
+        from mplug_nn.router import Gating, Router
 
-        choice = Choice(**self._arguments_of(Choice))
-        router = Router(hidden_size, choice, **self._arguments_of(Router))
+        gating = Gating(**self._arguments_of(Gating))
+        router = Router(hidden_size, gating, **self._arguments_of(Router))
         return MixtureOfExperts(router, hidden_size, **self._arguments_of(MixtureOfExperts))
 
     def _arguments_of(self, function: Callable[..., Any]) -> dict[str, Any]:

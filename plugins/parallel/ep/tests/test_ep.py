@@ -27,7 +27,7 @@ from mplug.run.run import Run
 from mplug.training.assembly import build
 from mplug.training.job import settle
 from mplug.training.repeating import RepeatingStepper
-from mplug_nn import Choice
+from mplug_nn import Gating
 from mplug_testing import ParallelSuite, run_workers
 from mplug_testing.harness import Trace, difference, tiny_config, tiny_run, train_steps
 from mplug_testing.parity import require_parity
@@ -220,11 +220,11 @@ def hostile(room: float) -> list[float]:
         return result
 
     RepeatingStepper.update = update  # type: ignore[method-assign]
-    train_steps(settings, lambda: setattr(Choice, "chosen", _first_experts))
+    train_steps(settings, lambda: setattr(Gating, "chosen", _first_experts))
     return repeated
 
 
-def _first_experts(self: Choice, scores: Tensor) -> Tensor:
+def _first_experts(self: Gating, scores: Tensor) -> Tensor:
     return torch.arange(self.top_k, device=scores.device).expand(*scores.shape[:-1], self.top_k).contiguous()
 
 
@@ -238,7 +238,7 @@ def test_a_hostile_routers_steps_are_repeated_if_a_rank_has_no_room_for_all_rows
 
 
 def all_tokens_to_the_first_experts() -> None:
-    Choice.chosen = _first_experts  # type: ignore[method-assign]
+    Gating.chosen = _first_experts  # type: ignore[method-assign]
 
 
 @cache

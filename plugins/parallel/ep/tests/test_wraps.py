@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mplug import Axis, Mesh, Wrap, contiguous
 from mplug.distributed.groups import Groups
 from mplug.run.run import Run
-from mplug_nn import Choice, Experts, MixtureOfExperts, Router
+from mplug_nn import Experts, Gating, MixtureOfExperts, Router
 from mplug_testing import run_workers
 
 D = 3
@@ -217,7 +217,7 @@ def mixed(overlap: bool) -> tuple[list[Tensor], tuple[int, int]]:
     """Be one rank: the output and gradients of a mixture, and the products while rows travel forward and backward."""
     rank, groups = dist.get_rank(), Groups(dist.get_rank())
     run = Run(None, None, Mesh.of((data(2), EP), 2), "cpu", rank, groups=groups)  # type: ignore[arg-type]
-    moe = MixtureOfExperts(Router(D, Choice(4, 2)), D, 5, "relu2", shared_ffn_dim=4).double()
+    moe = MixtureOfExperts(Router(D, Gating(4, 2)), D, 5, "relu2", shared_ffn_dim=4).double()
     for number, parameter in enumerate(moe.parameters()):
         nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))
     own = slice(2 * rank, 2 * rank + 2)

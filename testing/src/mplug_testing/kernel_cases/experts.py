@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from mplug_nn import Choice, Experts, MixtureOfExperts, Router, Weights
+from mplug_nn import Experts, Gating, MixtureOfExperts, Router, Weights
 from mplug_nn.activations import ACTIVATIONS, is_gated
 from mplug_nn.grouped import apply_grouped
 from mplug_nn.mlp import activation
@@ -18,8 +18,8 @@ def expert_cases() -> Iterator[Case]:
     yield from _routes()
     yield from _experts()
     yield from _products()
-    yield Case(("Router.summed",), "counts [E]", Router(8, Choice(4, 2)), {"counts": Drawn(0).integers(9, 4)}, _sum)
-    mixture = MixtureOfExperts(Router(8, Choice(4, 2)), 8, 16, "gelu")
+    yield Case(("Router.summed",), "counts [E]", Router(8, Gating(4, 2)), {"counts": Drawn(0).integers(9, 4)}, _sum)
+    mixture = MixtureOfExperts(Router(8, Gating(4, 2)), 8, 16, "gelu")
     values = {"values": Drawn(0).integers(9, 2, 5)}
     yield Case(("MixtureOfExperts.over_sequences",), "values [B, S]", mixture, values, _running_sum)
 

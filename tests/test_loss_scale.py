@@ -125,13 +125,13 @@ def stepped(settings: Settings, poisoned_rank: int | None = None, own_only: bool
 
 
 def norm_of_own_gradients_only() -> None:
-    original = Run.summed
+    original = Run.summed_within_worker
 
     def summed(run: Run, values: Tensor) -> Tensor:
         total = original(run, values)
         return total if values.dim() == 0 or len(values) != 5 else torch.stack((*total[:2], values[2], *total[3:]))
 
-    Run.summed = summed  # type: ignore[method-assign]
+    Run.summed_within_worker = summed  # type: ignore[method-assign]
 
 
 LAYOUTS = [("pp2", 2), ("fsdp2", 2)]

@@ -15,6 +15,7 @@ from mplug.registry.entry_points import Registry
 from mplug.registry.recipes import find_recipe
 
 FOLDERS = {"Qwen3-8B": "qwen3", "Qwen3-0.6B": "qwen3", "DIR": "llama", "my-model": "llama"}
+FOLDERS |= {"STUDENT": "llama", "TEACHER": "llama"}
 """Folders of published models that pages name, each with the architecture of a tiny one."""
 FILES = (
     "book.txt",
@@ -25,6 +26,7 @@ FILES = (
     "long.jsonl",
     "questions.jsonl",
     "questions.txt",
+    "chats.jsonl",
     "beginnings.txt",
     "cat.jpg",
     "drawing.png",

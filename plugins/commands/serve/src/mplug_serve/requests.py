@@ -5,8 +5,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from mplug.errors import suggest
-
 MOST_CHOICES = 64
 UNSUPPORTED: Mapping[str, Any] = {
     "best_of": 1,
@@ -123,6 +121,5 @@ def _sentence(error: Any, kind: type[BaseModel]) -> str:
     """One error of pydantic for the client."""
     place = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        meant = suggest(place, kind.model_fields) or "; leave it out"
-        return f"'{place}' is no field of this request{meant}"
+        return f"'{place}' is no field of this request; leave it out (fields: {', '.join(sorted(kind.model_fields))})"
     return f"'{place}': {error['msg'][0].lower()}{error['msg'][1:]}"

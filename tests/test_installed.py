@@ -143,6 +143,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, host: Path) -> Alone:
     folder = tmp_path_factory.mktemp("alone")
     found = Alone(folder, host, FROZEN)
     found.add("saving", *built(folder, HERE.parent / "saving"))
+    found.add("heal", *built(folder, HERE.parent / "heal"))
     return found
 
 
@@ -161,8 +162,10 @@ WORKS = [
     ("+saving", "train", "--name", "one", *OWN, *OPTIONS),
     ("+saving", "train", "--resume", "--name", "one", "--set", "trainer.steps=14"),
     ("config", "show", "--sources", *OWN, *OPTIONS),
+    ("+heal", "train", "--name", "lacking", *OWN, *OPTIONS),
 ]
-"""A run of the host alone; with mplug-saving, a run and its continuation; the sources of settings."""
+"""A run of the host alone; with mplug-saving, a run and its continuation; the sources of settings; a run with
+mplug-heal whose required mplug-saving was uninstalled."""
 
 
 @pytest.fixture(scope="module")
@@ -174,13 +177,13 @@ def outcomes(alone: Alone) -> list[tuple[int, str, str]]:
 def test_the_frozen_wheel_trains_and_resumes(alone: Alone, outcomes: list[tuple[int, str, str]]) -> None:
     works = outcomes[: len(WORKS)]
     assert [status for status, *_ in works] == [0] * len(WORKS), works
-    unsaved, _, resumed, sources = (out + err for _, out, err in works)
+    unsaved, _, resumed, sources, _ = (out + err for _, out, err in works)
     assert "  nothing is saved, because mplug-saving is not installed\n" in unsaved
     assert "  no progress is shown, because mplug-progress is not installed\n" in unsaved
     assert not (alone.folder / "runs" / "unsaved" / "checkpoints").exists()
     losses = losses_of(alone.folder / "runs" / "one")
     assert len(losses) == 14
-    assert losses[:12] == losses_of(alone.folder / "runs" / "unsaved")
+    assert losses[:12] == losses_of(alone.folder / "runs" / "unsaved") == losses_of(alone.folder / "runs" / "lacking")
     assert losses[-1] < 0.8 * losses[0]
     assert "from step 12" in resumed
     rows = dict(line.split(maxsplit=2)[::2] for line in sources.splitlines() if len(line.split(maxsplit=2)) == 3)

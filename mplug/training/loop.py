@@ -30,7 +30,7 @@ from mplug.training.interrupt import Interrupt, TimeLeft
 from mplug.training.relayouts import Relayouts
 from mplug.training.report import PendingRecord, Report, data_gap, loss_warning
 from mplug.training.save_times import save_times_of
-from mplug.training.saving import Position, position_of
+from mplug.training.saving import Position, Unsaved, position_of
 from mplug.training.schedule import batch_size, learning_rate, weight_decay
 
 log = logging.getLogger("mplug")
@@ -174,7 +174,7 @@ def _steps(run: Run, position: Position, time_left: TimeLeft) -> float | None:
     figures, and `publish` hands them to observers: an evaluation or a save comes between the two calls.
     """
     trainer, val_loss, report = run.config.trainer, None, Report(run, position)
-    relayouts: Relayouts | None = provided(RELAYOUTS)
+    relayouts: Relayouts | None = None if isinstance(position, Unsaved) else provided(RELAYOUTS)
     save_times = save_times_of(run)
     while run.step < trainer.steps and not report.stop:
         run.step += 1

@@ -124,7 +124,10 @@ def _checked(run: Run, position: Position, layout: str) -> tuple[Run, Changes]:
     if new.config.parallel.layout == run.config.parallel.layout:
         raise UsageError(f"the run has the layout '{new.config.parallel.layout}' already; name another one")
     if new.mesh.independent:
-        raise UsageError(f"workers would train on their own ({listed(new.mesh.independent)}); keep the layout")
+        raise UsageError(
+            f"'{layout}' has workers that train on their own ({listed(new.mesh.independent)}), and would change how "
+            f"the run trains; name a layout without them"
+        )
     changes = changes_between(position.facts(), new)
     if changes.refused:
         raise UsageError(f"the run would train differently with {listed(map(str, changes.refused))}; keep the layout")

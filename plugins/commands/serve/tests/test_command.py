@@ -1,5 +1,11 @@
 """mplug serve keeps the contract of commands. The other file tests what it answers."""
 
+import socket
+
+import pytest
+from mplug_serve.work import listen
+
+from mplug import UsageError
 from mplug_testing import CommandSuite
 
 
@@ -16,3 +22,10 @@ class TestServe(CommandSuite):
         ("--timeout", "0"),
         ("--set", "steps=3"),
     )
+
+
+def test_a_port_in_use_is_refused_before_the_weights_are_read() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=rf"--port {port}: .*; choose another --port \(0: a free one\)"):
+            listen(("127.0.0.1", port))

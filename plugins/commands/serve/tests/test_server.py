@@ -196,7 +196,12 @@ MALFORMED: dict[str, tuple[str, Any, int, str]] = {
     "no prompt": ("/v1/completions", {}, 400, "'prompt': field required"),
     "empty": ("/v1/completions", {"prompt": ""}, 400, "'prompt'"),
     "kind": ("/v1/completions", {"prompt": 5}, 400, "'prompt': input should be a valid string"),
-    "field": ("/v1/completions", {**PROMPT, "max_tokns": 5}, 400, "'max_tokns' is no field"),
+    "field": (
+        "/v1/completions",
+        {**PROMPT, "max_tokns": 5},
+        400,
+        "'max_tokns' is no field of this request; leave it out (fields: max_tokens, ",
+    ),
     "unsupported": ("/v1/completions", {**PROMPT, "logprobs": 5}, 400, "'logprobs' is not supported"),
     "negative": ("/v1/completions", {**PROMPT, "max_tokens": -5}, 400, "greater than or equal to 1"),
     "text": ("/v1/completions", {**PROMPT, "max_tokens": "5"}, 400, "valid integer"),
@@ -226,7 +231,7 @@ MALFORMED: dict[str, tuple[str, Any, int, str]] = {
     ),
     "tools": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, 400, "'tools'"),
     "path": ("/v1/embeddings", {"input": "a"}, 404, "POST /v1/embeddings is no request of this server"),
-    "method": ("/v1/completions", None, 405, "GET /v1/completions is no request of this server"),
+    "method": ("/v1/completions", None, 405, "GET /v1/completions is no request of this server; use POST"),
 }
 
 

@@ -1,13 +1,17 @@
 """The ends of a language model: embedding, dropout, loss. B batch, S sequence, D embed, V vocabulary."""
 
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 from torch import Tensor
 
-from mplug_nn import Dropout, Embedding, Loss, Objective
+from mplug_nn import Divergence, Dropout, Embedding, Loss, Objective
 from mplug_nn.loss import IGNORED, WEIGHTED
 from mplug_testing.kernel_cases.case import Case, Drawn, Suppliers, Tensors
 from mplug_testing.kernel_cases.dense import with_weight
+
+
+KINDS: tuple[Literal["forward", "reverse", "jsd"], ...] = ("forward", "reverse", "jsd")
 
 
 def end_cases() -> Iterator[Case]:
@@ -18,7 +22,10 @@ def end_cases() -> Iterator[Case]:
     yield _log_probabilities("every label a target", (2, 16), 40)
     yield _log_probabilities("no target at all", (1, 8), 40, ignored=8)
     yield _log_probabilities("an odd vocabulary and length, ignored labels", (2, 33), 37, ignored=5)
+    yield from (_divergence(kind, (2, 33), 37, ignored=5) for kind in KINDS)
     yield Case(("Objective.summed",), "values [B, N, F]", Objective(), {"values": Drawn(0).normal(2, 3, 2)}, _of_parts)
+    values = {"values": Drawn(0).normal(2, 16, 3)}
+    yield Case(("Objective.gathered",), "values [B, S, F]", Objective(), values, _of_positions)
 
 
 def _lookups() -> Iterator[Case]:
@@ -88,6 +95,27 @@ def _log_probabilities(name: str, rows: tuple[int, int], v: int, ignored: int = 
         return lambda: {"log-probabilities": of_labels(x["hidden"], project, x["labels"])}
 
     return Case(("Loss.log_probabilities",), name, Objective(), inputs, bind)
+
+
+def _divergence(kind: Literal["forward", "reverse", "jsd"], rows: tuple[int, int], v: int, ignored: int) -> Case:
+    """The teacher's tensors are whole numbers of hundredths, because they have no gradient."""
+    d, drawn = 24, Drawn(v + rows[1])
+    labels = drawn.integers(v, *rows)
+    labels.flatten()[:ignored] = IGNORED  # a view: the labels are contiguous
+    inputs = {"hidden": drawn.normal(*rows, d), "weight": drawn.normal(v, d), "labels": labels}
+    inputs |= {"taught": drawn.integers(300, *rows, d), "taught_weight": drawn.integers(100, v, d)}
+
+    def bind(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
+        taught, weight = ((x[name] / 100).to(x["hidden"].dtype) for name in ("taught", "taught_weight"))
+        project, of_teacher = with_weight(d, v, x["weight"]), with_weight(d, v, weight)
+        form, found = Divergence(kind, 0.3, 2.0), suppliers["Loss.divergence"]
+        return lambda: {"divergences": found(x["hidden"], project, taught, of_teacher, x["labels"], form)}
+
+    return Case(("Loss.divergence",), kind, Objective(), inputs, bind)
+
+
+def _of_positions(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
+    return lambda: {"the only rank's positions": suppliers["Objective.gathered"](x["values"])}
 
 
 def _of_parts(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:

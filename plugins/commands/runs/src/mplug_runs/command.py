@@ -24,7 +24,7 @@ class RunCommands(OpenGroup):
 
 @click.group(cls=RunCommands)
 def command() -> None:
-    """List the runs of this folder.
+    """Commands on the runs of this folder.
 
     \b
     mplug runs list

@@ -53,7 +53,9 @@ def application(served: Served, engine: Engine, limits: Limits, key: str | None)
 
     async def other(request: Request, error: Exception) -> Response:
         status = getattr(error, "status_code", 500)
-        return refusal(Refused(status, f"{request.method} {request.url.path} is no request of this server"))
+        allowed = (getattr(error, "headers", None) or {}).get("Allow")
+        use = f"; use {allowed}" if allowed else ""
+        return refusal(Refused(status, f"{request.method} {request.url.path} is no request of this server{use}"))
 
     return Starlette(routes=routes, exception_handlers={404: other, 405: other})
 

@@ -114,12 +114,12 @@ def parsed(kind: type[T], value: Any) -> T:
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        raise Refused(400, "; ".join(_sentence(one) for one in error.errors())) from None
+        raise Refused(400, "; ".join(_sentence(one, kind) for one in error.errors())) from None
 
 
-def _sentence(error: Any) -> str:
+def _sentence(error: Any, kind: type[BaseModel]) -> str:
     """One error of pydantic for the client."""
     place = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        return f"'{place}' is no field of this request"
+        return f"'{place}' is no field of this request; leave it out (fields: {', '.join(sorted(kind.model_fields))})"
     return f"'{place}': {error['msg'][0].lower()}{error['msg'][1:]}"

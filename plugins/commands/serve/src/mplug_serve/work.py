@@ -60,7 +60,7 @@ def serve(job: Job, send: Callable[..., None] | None = None) -> None:
     world = launched()
     run, sampler = prepared(job)
     with among(world, run):
-        listening = _listen(job.address) if run.rank == 0 else None
+        listening = listen(job.address) if run.rank == 0 else None
         job.weights.load(run, allocate_parts)
         replays, _ = replays_for(run, sampler)
         lanes = Lanes(sampler, job.limits.lanes, job.limits.context, Ranks(run, sampler), replays)
@@ -114,13 +114,15 @@ def _served(job: Job, run: "Run") -> "Served":
     return Served(job.name, tokenizer, tokenizer.encode, chat, frozenset(getattr(tokenizer, "end_tokens", ())), size)
 
 
-def _listen(address: tuple[str, int]) -> socket.socket:
+def listen(address: tuple[str, int]) -> socket.socket:
     """The socket of the server, before the weights are read; UsageError if the address cannot be had."""
     host, port = address
     try:
         found = socket.create_server((host, port), family=_family(host, port), backlog=BACKLOG)
     except OSError as error:
-        raise UsageError(f"cannot listen on --host {host} --port {port}: {error.strerror}; use others") from None
+        raise UsageError(
+            f"cannot listen on --host {host} --port {port}: {error.strerror}; choose another --port (0: a free one)"
+        ) from None
     return found
 
 

@@ -18,7 +18,7 @@ from mplug.run.prepare import prepare
 from mplug.run.run import Run
 from mplug.training.assembly import build
 from mplug.training.loop import train
-from mplug.training.observers import MetricsFile
+from mplug.training.metrics_writer import MetricsFile
 from mplug_heal.live_state import capture, fill
 from mplug_heal.requests import ANSWER, ask
 from mplug_saving.boxes import Boxed, State, held_boxes

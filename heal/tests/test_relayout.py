@@ -207,7 +207,7 @@ def refusing_to_continue(rank: int) -> None:
             raise UsageError("the loader counts other parts")
         original(self, *arguments)
 
-    Position.load_plain = fails  # type: ignore[method-assign]
+    Position.load_plain = fails  # type: ignore[assignment,method-assign]
 
 
 def test_a_loader_that_cannot_continue_under_the_new_layout_leaves_the_run_under_the_old_one(

@@ -2,13 +2,16 @@
 
 import json
 import os
+import weakref
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import mplug.training.assembly
 import mplug_heal.live_state
 import mplug_heal.relayouts
 from mplug import hookimpl
@@ -19,7 +22,9 @@ from mplug.run.run import Run
 from mplug.training.assembly import build
 from mplug.training.loop import train
 from mplug.training.metrics_writer import MetricsFile
+from mplug.training.report import PendingRecord
 from mplug_heal.live_state import capture, fill
+from mplug_heal.relayouts import Relayouts
 from mplug_heal.requests import ANSWER, ask
 from mplug_saving.boxes import Boxed, State, held_boxes
 from mplug_saving.folder import complete, read_manifest, verify
@@ -191,6 +196,84 @@ def test_a_layout_that_a_rank_cannot_build_is_refused_and_the_run_goes_on_under_
     assert [outcome for outcome, _ in answers] == ["refused"]
     assert reason in answers[0][1]
     assert "relayouts" not in record(tmp_path)
+
+
+def refusing_to_continue(rank: int) -> None:
+    """The loader of rank 1 cannot continue under the new layout."""
+    original = Position.load_plain
+
+    def fails(self: Position, *arguments: Any) -> None:
+        if rank == 1 and self.run.config.parallel.layout == "tp2":
+            raise UsageError("the loader counts other parts")
+        original(self, *arguments)
+
+    Position.load_plain = fails  # type: ignore[assignment,method-assign]
+
+
+def test_a_loader_that_cannot_continue_under_the_new_layout_leaves_the_run_under_the_old_one(
+    tmp_path: Path, undisturbed: list[dict[str, float]]
+) -> None:
+    results = run_workers(2, trained, str(tmp_path), "dp2", {2: "tp2"}, {}, refusing_to_continue)
+    assert results == [("dp2", [("refused", "the loader counts other parts")]), ("dp2", [])]
+    assert_same(figures(tmp_path), undisturbed)
+
+
+def failing_within_build(rank: int) -> None:
+    """Rank 1 has no memory for the new layout, and rank 0 waits for it within its build."""
+    original, allocated = mplug.training.assembly._allocate, list[int]()
+    mplug_heal.relayouts.PATIENCE = timedelta(seconds=2)
+
+    def fails(run: Run, model: Any) -> None:
+        allocated.append(rank)
+        if rank == 1 and len(allocated) == 2:
+            raise torch.OutOfMemoryError("1 GiB is too much")
+        original(run, model)
+
+    mplug.training.assembly._allocate = fails
+
+
+def test_a_rank_that_fails_while_others_wait_in_their_build_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match="not all ranks can go on: the new layout does not fit into the memory"):
+        run_workers(2, trained, str(tmp_path), "dp2", {2: "tp2"}, {}, failing_within_build, timeout=60)
+
+
+# GPUs, watchers.
+
+
+def trained_like_on_a_gpu(folder: str) -> tuple[str, Answers]:
+    """Be one rank whose CPU reads the figures of a step when the next one is launched."""
+    PendingRecord.ready = False  # type: ignore[assignment]
+    looks = iter([False, False, False, True])  # a step later, it is too early to look again
+    Relayouts.is_requested = lambda *_: next(looks, False)  # type: ignore[method-assign]
+    return trained(folder, "dp2", {2: "tp2"}, {"trainer.eval_every": 0})
+
+
+def test_a_request_is_served_if_its_step_is_read_after_the_next_one_has_begun(tmp_path: Path) -> None:
+    results = run_workers(2, trained_like_on_a_gpu, str(tmp_path))
+    assert [layout for layout, _ in results] == ["tp2", "tp2"]
+
+
+def trained_with_watchers(folder: str) -> bool:
+    """Be one rank whose extensions look at the model; whether the old one is free before the new one is built."""
+    original, free = mplug_heal.relayouts._release, list[bool]()
+
+    def release(run: Run, position: Position) -> None:
+        module = weakref.ref(position.parts.model.module)
+        original(run, position)
+        free.append(module() is None)
+
+    mplug_heal.relayouts._release = release
+    watchers = {"corruption": {"every": 1}, "nanwatch": {}, "stragglers": {"every": 1}, "gc": {"every": 1}}
+    trained(folder, "dp2", {2: "tp2"}, {f"extensions.{name}": fields for name, fields in watchers.items()})
+    return free == [True]
+
+
+def test_extensions_that_watch_a_model_keep_nothing_of_it_when_its_layout_changes(
+    tmp_path: Path, undisturbed: list[dict[str, float]]
+) -> None:
+    assert run_workers(2, trained_with_watchers, str(tmp_path)) == [True, True]
+    assert_same(figures(tmp_path), undisturbed)
+    assert all(record["corrupted_copies"] == 0 for record in read_records(tmp_path / METRICS)[2:])
 
 
 # The messages.

@@ -33,6 +33,14 @@ def training_built(run: "Run", model: "Model", pieces: "list[Piece]", optimizer:
 
 
 @all_plugins
+def training_released(run: "Run") -> None:
+    """The run gets another layout: drop all objects of `training_built`, so that their memory is free.
+
+    `training_built` follows, with those of the new layout; after a failure, with those of the old one.
+    """
+
+
+@all_plugins
 def run_started(run: "Run") -> None:
     """Everything is built and, if the run resumes, loaded. The first step follows.
 

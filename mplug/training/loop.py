@@ -180,7 +180,8 @@ def _steps(run: Run, position: Position, time_left: TimeLeft) -> float | None:
         run.step += 1
         run.enter(Activity.STEP, run.step)
         run.hooks.observe("step_started", run=run)
-        run.relayout_requested = relayouts is not None and run.rank == 0 and relayouts.is_requested(run)
+        if relayouts is not None and run.rank == 0 and relayouts.is_requested(run):
+            run.relayout_requested = True  # until it is served: on a GPU, that is after the next step
         report.follow(_step(run, position))
         last = run.step == trainer.steps
         if _is_due(run.step, trainer.eval_every) or (last and position.parts.validation_loader is not None):

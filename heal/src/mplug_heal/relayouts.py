@@ -4,9 +4,12 @@ import gc
 import logging
 import sys
 import time
+import uuid
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from mplug.config.sources import from_mapping, read_assignments
 from mplug.errors import RunError, UsageError, listed
@@ -36,6 +39,8 @@ log = logging.getLogger("mplug")
 INTERVAL = 0.5
 """Seconds between two looks at the run's folder, which may be on a file system that answers in milliseconds."""
 COMMAND = "mplug runs relayout"
+PATIENCE = timedelta(minutes=5)
+"""How much longer than the first rank the last one may build; less than torch's time-outs, which say nothing."""
 
 
 class Relayouts:
@@ -179,23 +184,53 @@ def move(run: Run, position: Position, new: Run, changes: Changes) -> int:
     """Build the layout of `new` from the state of the run; the bytes that this rank received. Collective.
 
     No save may be under way. `new` is the same run on as many ranks, and `changes` goes into the history of the run.
-    If a rank cannot build the new layout, build the old one again, and raise the reason as UsageError.
+    If a rank cannot build the new layout, or cannot continue its data there, build the old one again, and raise the
+    reason as UsageError.
     """
     old_layout = run.config.parallel.layout
     live = capture(run, position)
     _release(run, position)
     run.become(new)
-    error = _error_of(lambda: _build(run, position, live))
+    meeting = from_rank(run, 0, uuid.uuid4().hex)
     try:
-        raise_alike(run, error)
-    except (UsageError, RunError) as reason:
+        _agree(run, meeting, _error_of(lambda: _build(run, position, live)))
+        num_bytes = _load(run, position, live)
+    except UsageError:
         _release(run, position)
         run.become(_under(run, old_layout))
+        _return(run, position, live)
+        raise
+    position.history += changes.record(run.step)
+    return num_bytes
+
+
+def _agree(run: Run, meeting: str, error: UsageError | None) -> None:
+    """Raise the error of a rank on all ranks, when all have built the new layout or failed. Collective.
+
+    `meeting` is a key of the ranks' store that nothing else uses. RunError if a rank does not come: within its build,
+    it waits for a rank that has failed. The memory of one rank alone may be too small.
+    """
+    if run.groups is not None:
+        store, everyone = dist.distributed_c10d._get_default_store(), f"{meeting} everyone"
+        if store.add(meeting, 1) == run.mesh.world_size:
+            store.set(everyone, "")
+        try:
+            store.wait([everyone], PATIENCE)
+        except RuntimeError as fault:
+            reason = error or f"another rank has not built the new layout in {PATIENCE}"
+            raise RunError(
+                f"the layout cannot be changed, and not all ranks can go on: {reason}; resume from the last checkpoint"
+            ) from fault
+    raise_alike(run, error)
+
+
+def _return(run: Run, position: Position, live: LiveState) -> None:
+    """Build the layout that the run had, from its state. An error ends the run: it has no state to go on with."""
+    try:
         position.move_to(build(run))
         _load(run, position, live)
-        raise UsageError(str(reason)) from reason
-    position.history += changes.record(run.step)
-    return _load(run, position, live)
+    except UsageError as error:
+        raise RunError(f"the old layout cannot be built again: {error}; resume from the last checkpoint") from error
 
 
 def _build(run: Run, position: Position, live: LiveState) -> None:
@@ -229,6 +264,7 @@ def _release(run: Run, position: Position) -> None:
     """Free the parts of the run and its process groups, except those that torch made for all ranks."""
     vars(position).pop("parts", None)
     position.stateful = {}
+    run.hooks.observe("training_released", run=run)
     if run.compiler is not None:
         torch.compiler.reset()  # compiled code keeps modules, and torch limits how often it compiles one function
     gc.collect()
@@ -243,6 +279,9 @@ def _load(run: Run, position: Position, live: LiveState) -> int:
     """Fill the new parts of a run; the bytes that this rank received. Collective."""
     num_bytes = fill(run, live, position.state(held_boxes))
     position.filled()
-    position.load_plain(f"the state of the run after step {run.step}", live.plain)
+    source = f"the state of the run after step {run.step}"
+    raise_alike(
+        run, _error_of(lambda: position.load_plain(source, live.plain))
+    )  # a loader may refuse on one rank alone
     run.depends_on_layout = layout_dependence_of_all(run, position.parts.model)
     return num_bytes

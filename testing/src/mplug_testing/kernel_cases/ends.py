@@ -10,7 +10,6 @@ from mplug_nn.loss import IGNORED, WEIGHTED
 from mplug_testing.kernel_cases.case import Case, Drawn, Suppliers, Tensors
 from mplug_testing.kernel_cases.dense import with_weight
 
-
 KINDS: tuple[Literal["forward", "reverse", "jsd"], ...] = ("forward", "reverse", "jsd")
 
 

@@ -56,6 +56,11 @@ class Corruption:
         self.copies = Copies(run, model, pieces if self.config.states else [], optimizer)
 
     @hookimpl
+    def training_released(self) -> None:
+        """Drop them."""
+        self.copies = None
+
+    @hookimpl
     def step_started(self, run: "Run") -> None:
         """Launch a comparison of what the last step has left. On a GPU, the CPU does not wait. Collective."""
         if self.copies is not None and run.step > 1 and (run.step - 1) % self.config.every == 0:

@@ -58,6 +58,11 @@ class NanWatch:
         self.checks = Checks(run, model, self.config.gradients)
 
     @hookimpl
+    def training_released(self) -> None:
+        """Drop the checks, which keep the model."""
+        self.checks = None
+
+    @hookimpl
     def step_started(self, run: "Run") -> None:
         """Forget the checks of steps that have been reported."""
         if self.checks is not None:

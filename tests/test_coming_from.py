@@ -63,13 +63,16 @@ HOST = {**HOST_SECTIONS, "model": Model, "optimizer": Optimizer}
 """The fields of the host."""
 PLUGINS = {"model": "models", "optimizer": "optimizers", "data": "data"}
 KINDS = {"parallel": "parallel", "kernels": "kernels", "memory": "memory", "adapters": "adapters"}
-KINDS |= {"extensions": "extensions", "precisions": "precisions"}
+KINDS |= {"extensions": "extensions", "objectives": "objectives", "precisions": "precisions"}
 
 
 def check_field(text: str) -> None:
     """A field 'a.b' or 'a.b=value' exists, and accepts the value."""
     field, equals, value = text.partition("=")
     section, *path = field.split(".")
+    if section in KINDS and value == "{}":
+        assert path[0] in Registry().names(KINDS[section]), f"there is no plugin '{path[0]}'"
+        return
     if section in KINDS and len(path) == 2:
         found = fields_of(KINDS[section], path[0])
     elif section in PLUGINS and path[0] in fields_of(PLUGINS[section]):

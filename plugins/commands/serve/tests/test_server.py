@@ -298,7 +298,7 @@ def test_nobody_computes_for_a_client_that_has_gone(streams: bool) -> None:
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
 def test_the_page_shows_answers_and_refusals_in_a_browser(tmp_path: Path) -> None:
     with serving(tokenizer=Chatting()) as (client, _):
-        words = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
+        words = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=200000", "--dump-dom"]
         words += ["--disable-background-networking", "--no-first-run", f"--user-data-dir={tmp_path}"]
         command = [str(BROWSER), *words, f"http://127.0.0.1:{client.port}/tried"]
         page = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout

@@ -312,7 +312,7 @@ def test_the_page_shows_answers_and_refusals_in_a_browser(tmp_path: Path) -> Non
 @contextmanager
 def stoppable(seconds: float, grace: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Client, Engine, Server]]:
     """The server of the command, in a thread, which receives no signals."""
-    monkeypatch.setattr(Server, "capture_signals", lambda self: nullcontext())
+    monkeypatch.setattr(Server, "capture_signals", lambda _: nullcontext())
     _, sampler = built(GPT)
     engine = Engine(Lanes(sampler, 3, CONTEXT), 3, 20, lambda commands: commands)
     tokenizer = ByteTokenizer()

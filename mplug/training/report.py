@@ -213,9 +213,10 @@ def data_gap(run: Run, samples: int | None) -> list[str]:
 def _diverged(step: int, results: Record, explanation: str) -> Diverged:
     loss, scale = results["loss"], results.get("loss_scale")
     at = f" at the smallest loss scale ({scale:g})" if scale is not None and math.isfinite(loss) else ""
+    remedy = "Resume with a lower optimizer.lr, check the data of this step, or set trainer.nonfinite=skip to skip it"
+    if explanation:
+        remedy = f"Cause: {explanation}. Remove the cause, and continue with --resume"
+    norm = results["grad_norm"]
     return Diverged(
-        f"step {step} has a loss of {loss} and a gradient norm of {results['grad_norm']}{at}; it changed no weight. "
-        f"{explanation and f'Cause: {explanation}. '}"
-        f"Resume with a lower optimizer.lr, check the data of this step, or set trainer.nonfinite=skip to skip such "
-        f"steps"
+        f"step {step} has a loss of {loss} and a gradient norm of {norm}{at}; it changed no weight. {remedy}"
     )

@@ -43,7 +43,7 @@ def dispatch(
     flat = chosen.flatten()
     expert, order = flat.sort(stable=True)  # [N k]: choices in the order of their rows
     starts = torch.searchsorted(expert, torch.arange(num_experts + 1, device=x.device))
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=x.device))
     order = order if num_rows is None else order.narrow(0, 0, num_rows)
     route = (order, back.view_as(chosen), starts[-1])
     rows: Tensor = _Dispatch.apply(x, *route)  # type: ignore[no-untyped-call]

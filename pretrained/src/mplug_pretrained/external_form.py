@@ -21,5 +21,6 @@ def refuse_lossy(made: Conversion, parameters: set[str]) -> None:
     if lost := sorted(made.absent & parameters):
         raise UsageError(
             f"the published form of this model has no place for {listed(lost[:3])}"
-            f"{f' and {len(lost) - 3} others' if len(lost) > 3 else ''}; export a model without them"
+            f"{f' and {len(lost) - 3} others' if len(lost) > 3 else ''}, so an export would lose it; "
+            "only the checkpoints of the run hold the whole model"
         )

@@ -71,9 +71,10 @@ class Text:
         return bool(found)
 
     def _held_back(self) -> int:
-        """Number of last characters that may be the beginning of a stop word."""
-        for length in range(max(map(len, self.stops), default=1) - 1, 0, -1):
+        """Number of last characters that may be the beginning of a stop word. Shown ones are not: they were certain."""
+        longest = max(map(len, self.stops), default=1) - 1
+        for length in range(min(longest, len(self.text) - self._shown), 0, -1):
             end = self.text[-length:]
-            if len(end) == length and any(stop.startswith(end) for stop in self.stops if len(stop) > length):
+            if any(stop.startswith(end) for stop in self.stops if len(stop) > length):
                 return length
         return 0

@@ -1,6 +1,7 @@
 """Files of prompts, and texts that grow token by token: characters of several bytes, end tokens, stop words."""
 
 import json
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -241,3 +242,11 @@ def test_a_byte_order_mark_is_no_part_of_the_first_prompt(name: str, content: by
 
 def test_equal_prompts_are_numbered() -> None:
     assert list(occurrences([(1, 2), (3,), (1, 2), (1, 2), (3,)])) == [0, 0, 1, 2, 1]
+
+
+def test_a_stop_word_longer_than_the_text_costs_no_time() -> None:
+    text, began = Text(Bytes(), [1], {END}, ["x" * 10**6]), time.perf_counter()
+    for _ in range(100):
+        text.take(ord("y"))
+        assert text.shown() == "y"
+    assert time.perf_counter() - began < 1  # more than 10 s if each length of the word is tried for each token

@@ -4,12 +4,13 @@ import html
 import http.client
 import json
 import shutil
+import socket
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -25,7 +26,9 @@ from mplug_testing import run_workers
 
 uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
+from mplug_serve import connections  # noqa: E402
 from mplug_serve.api import Served, application  # noqa: E402
+from mplug_serve.connections import Server  # noqa: E402
 from mplug_serve.engine import Answer, Engine, Event, follow  # noqa: E402
 from mplug_serve.limits import Limits  # noqa: E402
 from mplug_serve.requests import Refused  # noqa: E402
@@ -192,6 +195,7 @@ MALFORMED: dict[str, tuple[str, Any, int, str]] = {
     "no JSON": ("/v1/completions", b"{", 400, "no JSON"),
     "bytes": ("/v1/completions", b"\xff\xfe", 400, "no JSON"),
     "deep": ("/v1/completions", b"[" * 3900, 400, "no JSON"),
+    "surrogate": ("/v1/completions", b'{"prompt": "ab", "model": "\\ud800"}', 400, "half of a surrogate pair"),
     "list": ("/v1/completions", [1], 400, "must be a JSON object"),
     "no prompt": ("/v1/completions", {}, 400, "'prompt': field required"),
     "empty": ("/v1/completions", {"prompt": ""}, 400, "'prompt'"),
@@ -280,15 +284,17 @@ def test_a_full_queue_refuses_a_request_and_time_ends_one_that_waits() -> None:
         assert client.ask("/v1/completions", PROMPT)[0] == 503
 
 
-def test_nobody_computes_for_a_client_that_has_gone() -> None:
+@pytest.mark.parametrize("streams", [True, False], ids=["streamed", "whole"])
+def test_nobody_computes_for_a_client_that_has_gone(streams: bool) -> None:
     with serving(replace(LIMITS, context=60, max_tokens=50)) as (client, engine):
         begun = threading.Event()
         take, engine._take = engine._take, lambda lane, token: (begun.set(), time.sleep(0.1), take(lane, token))  # type: ignore[method-assign]
         connection = http.client.HTTPConnection("127.0.0.1", client.port)
-        body = json.dumps({"prompt": "ab", "max_tokens": 50, "stream": True})
+        body = json.dumps({"prompt": "ab", "max_tokens": 50, "stream": streams})
         connection.request("POST", "/v1/completions", body)
         assert begun.wait(20)
-        connection.getresponse().close()
+        if streams:
+            connection.getresponse().close()
         connection.close()
         idle(engine)
         assert engine.num_tokens < 50
@@ -297,7 +303,7 @@ def test_nobody_computes_for_a_client_that_has_gone() -> None:
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
 def test_the_page_shows_answers_and_refusals_in_a_browser(tmp_path: Path) -> None:
     with serving(tokenizer=Chatting()) as (client, _):
-        words = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
+        words = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=200000", "--dump-dom"]
         words += ["--disable-background-networking", "--no-first-run", f"--user-data-dir={tmp_path}"]
         command = [str(BROWSER), *words, f"http://127.0.0.1:{client.port}/tried"]
         page = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
@@ -306,6 +312,71 @@ def test_the_page_shows_answers_and_refusals_in_a_browser(tmp_path: Path) -> Non
     assert f'<span class="answer">{answer}</span>' in page
     assert "tokens, and the model's context is 64</div>" in page
     assert '<h1 id="name">tiny</h1>' in page
+
+
+@contextmanager
+def stoppable(seconds: float, grace: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Client, Engine, Server]]:
+    """The server of the command, in a thread, which receives no signals."""
+    monkeypatch.setattr(Server, "capture_signals", lambda _: nullcontext())
+    _, sampler = built(GPT)
+    engine = Engine(Lanes(sampler, 3, CONTEXT), 3, 20, lambda commands: commands)
+    tokenizer = ByteTokenizer()
+    app = application(Served("tiny", tokenizer, tokenizer.encode, None, frozenset(), 256), engine, LIMITS, None)
+    server, listening = Server(app, seconds, grace, engine.stop), socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    threads = [threading.Thread(target=engine.run), threading.Thread(target=server.run, args=([listening],))]
+    for thread in threads:
+        thread.start()
+    yield Client(port), engine, server
+    server.should_exit = True
+    threads[1].join(20)
+    engine.stop()
+    threads[0].join(20)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_stop_ends_answers_in_time_and_cuts_a_client_that_does_not_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connections, "LINGER", 0.5)
+    with stoppable(60, 0.3, monkeypatch) as (client, engine, server), ThreadPoolExecutor(1) as clients:
+        take, engine._take = engine._take, lambda lane, token: (time.sleep(0.1), take(lane, token))  # type: ignore[method-assign]
+        asked = clients.submit(client.ask, "/v1/completions", {**PROMPT, "max_tokens": 40})
+        half = socket.create_connection(("127.0.0.1", client.port))
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 50\r\n\r\n{")
+        while not engine.load["running"]:
+            time.sleep(0.01)
+        began = time.monotonic()
+        server.should_exit = True
+        status, answer = asked.result(20)
+        assert (status, "stopped before the answer had ended" in answer["error"]["message"]) == (503, True)
+        half.settimeout(20)
+        with suppress(ConnectionResetError):
+            assert half.recv(100) == b""
+        half.close()
+        assert time.monotonic() - began < 3
+    assert caplog.text == ""
+
+
+def test_a_connection_without_a_request_is_closed_and_one_with_requests_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stoppable(1.5, 0, monkeypatch) as (client, _, _):
+        silent = socket.create_connection(("127.0.0.1", client.port))
+        silent.sendall(b"POST /v1/comp")
+        silent.settimeout(0.1)
+        busy = http.client.HTTPConnection("127.0.0.1", client.port, timeout=20)
+        closed, deadline = False, time.monotonic() + 10
+        while not closed and time.monotonic() < deadline:
+            busy.request("GET", "/health")
+            assert busy.getresponse().read()
+            with suppress(TimeoutError):
+                closed = silent.recv(100) == b""
+        assert closed
+        socket_of_busy = busy.sock
+        busy.request("GET", "/health")
+        assert busy.getresponse().read()
+        assert busy.sock is socket_of_busy
+        busy.close()
+        silent.close()
 
 
 def of_rank(settings: dict[str, Any]) -> list[str]:

@@ -40,8 +40,10 @@ def test_a_score_is_the_median_over_the_own_time_and_small_differences_do_not_co
     (sentence,) = sentences(by_rank, times, ["a", "b", "b", "a"], 0.75)
     assert sentence == (
         "rank 1 on b is a straggler: it computes for 2 s of a step of 4 s, and the median of all ranks is 1 s (score "
-        "0.50); the other ranks wait 0.5 s in collectives"
+        "0.50); the other ranks wait 0.5 s in collectives of forward passes"
     )
+    times = [{**one, "communication": 0.0} for one in times]
+    assert sentences(by_rank, times, ["a", "b", "b", "a"], 0.75)[0].endswith("(score 0.50)")
 
 
 def test_the_kind_of_work_that_costs_most_is_named() -> None:

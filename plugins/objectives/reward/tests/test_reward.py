@@ -11,6 +11,7 @@ from torch import Tensor
 from mplug import UsageError
 from mplug.model.build import build_model
 from mplug.training.assembly import Parts, build
+from mplug_pretrained.external_form import conversion, refuse_lossy
 from mplug_testing.harness import in_fp64, tiny_run
 from mplug_testing.objectives import ObjectiveSuite
 from mplug_testing.parity import require_parity
@@ -149,6 +150,12 @@ def test_what_cannot_be_computed_is_refused_before_it_starts(sentence: str) -> N
         build_model(tiny_run({**PAIRS, **REFUSED[sentence]}))
 
 
+def test_an_export_without_a_place_for_the_head_is_refused() -> None:
+    model = build(tiny_run({**PAIRS, **UNTIED})).model
+    with pytest.raises(UsageError, match=f"no place for {SCORE}, so an export would lose it"):
+        refuse_lossy(conversion(model), set(model.parameters()))
+
+
 LAYOUTS = ["tp2", "tp2 parallel.tp.sequence_parallel=false", "pp2", "cp2", "zero2", "fsdp2", "tp2cp2"]
 
 
@@ -167,6 +174,21 @@ UNTIED: dict[str, Any] = {
     "model.num_kv_heads": 2,
     "model.ffn_hidden_size": 40,
 }
+
+
+SPARSE: dict[str, Any] = {
+    **UNTIED,
+    "model.name": "mixtral",
+    "model.num_experts": 4,
+    "model.num_experts_per_token": 2,
+    "model.moe_ffn_hidden_size": 12,
+}
+
+
+@pytest.mark.parametrize("layout", ["ep2", "pp2"])
+@pytest.mark.wide("layouts", quick=[])
+def test_a_layout_computes_what_one_process_does_with_experts(layout: str) -> None:
+    require_parity({**PAIRS, **SPARSE}, layout)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2 parallel.pp.schedule=zb-h1", "tp2pp2", "fsdp2", "zero2"])

@@ -24,6 +24,8 @@ from mplug_serve.requests import Asked, Chat, Completion, Refused, parsed
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
 REASONS = {"end": "stop", "stop": "stop", "length": "length"}
 """Why a text ended -> the same in the words of OpenAI."""
+CHECK = 1.0
+"""Seconds after which the server asks again whether a client is still there."""
 Encode = Callable[[str], Sequence[int]]
 EncodeChat = Callable[[Sequence[dict[str, str]]], Sequence[int]]
 
@@ -142,9 +144,13 @@ class _Server:
         except ClientDisconnect:
             raise Refused(400, "the client has gone") from None
         try:
-            return json.loads(body)
+            found = json.loads(body)
+            json.dumps(found, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise Refused(400, "the body has half of a surrogate pair, which is no character") from None
         except (ValueError, RecursionError) as error:
             raise Refused(400, f"the body is no JSON: {error}") from None
+        return found
 
     async def _answered(
         self, request: Request, asked: Asked, prompt: Sequence[int], wanted: int | None, form: "type[_Form]"
@@ -201,14 +207,16 @@ class _Server:
         self, request: Request, answers: Sequence[Answer], events: "asyncio.Queue[tuple[int, Event]]"
     ) -> AsyncIterator[tuple[int, Event]]:
         """The parts of all answers; Refused if one has none. Nobody computes for a client that has gone."""
-        left = len(answers)
+        left, asked = len(answers), time.monotonic()
         try:
             while left:
-                try:
-                    index, event = await asyncio.wait_for(events.get(), 1.0)
-                except TimeoutError:
+                if time.monotonic() - asked > CHECK:
                     if await request.is_disconnected():
-                        raise Refused(400, "the client has gone") from None
+                        raise Refused(400, "the client has gone")
+                    asked = time.monotonic()
+                try:
+                    index, event = await asyncio.wait_for(events.get(), CHECK)
+                except TimeoutError:
                     continue
                 if event.refused is not None:
                     raise event.refused

@@ -6,8 +6,7 @@ The command imports this module before it has checked its options, so functions 
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -138,32 +137,11 @@ def _leave_signals_to_the_first_rank() -> None:
 
 def _serve(job: Job, served: "Served", engine: "Engine", listening: socket.socket) -> None:
     """Answer requests until a signal, or a failure of the engine."""
-    import uvicorn
-
     from mplug_serve.api import application
+    from mplug_serve.connections import Server
 
-    class Server(uvicorn.Server):
-        """A server whose process goes on after a signal has stopped it."""
-
-        @contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            numbers = (signal.SIGINT, signal.SIGTERM)
-            before = [signal.signal(number, self.handle_exit) for number in numbers]
-            try:
-                yield
-            finally:
-                for number, handler in zip(numbers, before, strict=True):
-                    signal.signal(number, handler)
-
-    config = uvicorn.Config(
-        application(served, engine, job.limits, job.key),
-        log_level="error",
-        access_log=False,
-        lifespan="off",
-        server_header=False,
-        timeout_graceful_shutdown=max(1, round(job.limits.grace)),
-    )
-    server = Server(config)
+    app = application(served, engine, job.limits, job.key)
+    server = Server(app, job.limits.seconds, job.limits.grace, engine.stop)
 
     def compute() -> None:
         try:

@@ -53,12 +53,14 @@ def sentences(
         usual = {kind: median(one[kind] for one in times) for kind in slow}
         kind = max(slow, key=lambda kind: times[rank][kind] - usual[kind])
         waiting = median(one["communication"] for number, one in enumerate(times) if number != rank)
+        matters = waiting >= LEAST * times[rank]["step"]  # under data parallelism, ranks wait in the backward passes
         found.append(
             (
                 own[kind],
                 f"rank {rank} on {hosts[rank]} is a straggler: it {PHRASES[kind]} for {times[rank][kind]:.3g} s of a "
                 f"step of {times[rank]['step']:.3g} s, and the median of all ranks is {usual[kind]:.3g} s (score "
-                f"{own[kind]:.2f}); the other ranks wait {waiting:.3g} s in collectives",
+                f"{own[kind]:.2f})"
+                f"{f'; the other ranks wait {waiting:.3g} s in collectives of forward passes' if matters else ''}",
             )
         )
     return [sentence for _, sentence in sorted(found)]

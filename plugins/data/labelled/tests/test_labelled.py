@@ -48,6 +48,7 @@ class TestLabelled(DataSuite):
         "begin_token": [259],
         "end_token": [258],
     }
+    without_effect = {"label_at": "the tests of objectives/classify train decoders whose label is at the last token"}
 
 
 def batch_of(path: Path, *lines: Any, **changes: Any) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class TestPreferences(DataSuite):
         "too_long": {"trainer.seq_length": 96},
         "reference": {"objectives.dpo.loss": "sigmoid", "objectives.dpo.reference": "data"},
     }
+    without_effect = {"margin": "the tests of objectives/reward train on pairs with margins"}
 
 
 def written(path: Path, *lines: Any) -> Path:

@@ -102,7 +102,7 @@ RUNS_PER_FIELD = {"extensions", "memory", "models", "objectives", "parallel", "p
 INHERITED = {
     "test_replayed_steps_are_steps": ("families", {"gpt"}),
     "test_a_run_in_fp32_rounds_as_one_process_does": ("precision", {"fsdp", "tp"}),
-    "test_neither_micro_batches_nor_a_compiler_change_a_result": ("compile", {"reward"}),
+    "test_neither_micro_batches_nor_a_compiler_change_a_result": ("compile", set()),
     "test_frozen_parameters_stay_and_the_others_train_as_in_one_process": ("layouts", {"fsdp", "pp", "tp"}),
     "test_what_its_modules_mix_is_declared": ("families", {"bert", "gpt", "granite", "mixtral", "t5"}),
     "test_a_degree_of_one_changes_nothing": ("layouts", {"dp", "fsdp", "tp"}),

@@ -31,6 +31,7 @@ def trained(cli: Cli, **more: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.wide("families", quick=["int8"])
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_transformers_loads_a_quantised_export(name: str, cli: Cli, tmp_path: Path) -> None:
     pytest.importorskip("torchao")

@@ -77,6 +77,7 @@ def test_a_router_is_an_output_and_biases_of_experts_are_vectors() -> None:
     assert {one.widths for one in down.values()} == {Widths(4, 3)}
 
 
+@pytest.mark.wide("layouts")
 def test_the_base_model_itself_trains_as_without_the_field() -> None:
     same = {"model.hidden_size": 32, "model.mup_base": {"hidden_size": 32}}
     for name, one in masters(trained(same, 2)).items():

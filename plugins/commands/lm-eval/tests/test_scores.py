@@ -167,6 +167,7 @@ def flat(answers: Any) -> list[Any]:
     return [answers]
 
 
+@pytest.mark.wide("families")
 def test_scores_are_those_of_the_harness_for_hugging_face_models(folder: Path, expected: dict[str, Any]) -> None:
     found = results(job_of(folder, "--tasks", ALL, "--batch-size", "3"))
     require_results(found, expected)

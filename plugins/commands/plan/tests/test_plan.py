@@ -254,6 +254,7 @@ def test_settings_of_the_user_stay_and_a_layout_of_the_user_is_the_only_one() ->
     assert found.fitting[0].assignments == ()
 
 
+@pytest.mark.wide("layouts")
 def test_more_gpus_than_a_rack_are_planned_without_any() -> None:
     settings = "model.preset=177b trainer.precision=bf16 trainer.global_batch_size=1536 parallel.layout=tp8pp8zero48"
     one = search(Planner(read_assignments(settings.split(), "test"), H100, 3072)).fitting[0]

@@ -71,7 +71,7 @@ def test_a_layout_in_tiles_gives_the_run_of_one_process_without_them(layout: str
     require_equal(PACKED, 4 if len(word) > 5 else 2, **{"parallel.layout": word, **LAYOUTS[layout]})
 
 
-@pytest.mark.wide("compile", quick=["llama-aot_eager"])
+@pytest.mark.wide("compile")
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("model", ["llama", "lora"])
 def test_compiled_tiles_give_the_eager_run_without_them(model: str, compiler: str) -> None:

@@ -140,6 +140,7 @@ def test_stage_3_gives_20_steps_of_one_process(alone: Any, together: list[Any]) 
     require_close(together[0], alone)
 
 
+@pytest.mark.wide("layouts")
 def test_states_and_weights_in_files_give_20_steps_of_one_process_and_leave_nothing(
     alone: Any, together: list[Any], folder: Path
 ) -> None:

@@ -9,16 +9,14 @@ batch, and the groups once in a step. A figure is the time of the slowest group,
 'Divided' is the part of the tokens in documents on more than one rank, whose keys are exchanged.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from statistics import mean
 
 from mplug_cp.division import divided, work_of
 from mplug_cp.zigzag import zigzag
-from sample_balance import TAILS, samples_of
+from sample_balance import TAILS, flops_of, parser_of, samples_of
 
-from mplug.commands import Registry, build_model, default_settings, from_mapping, merge, prepare, resolve
 from mplug.layout.mesh import Ranges
 from mplug.training.work_shares import dealt
 
@@ -68,20 +66,12 @@ def figures(samples: Sequence[Sequence[int]], groups: int, cp: int, equal_length
 
 def main() -> None:
     """Print a table for each distribution, and all figures as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=64)
+    parser = parser_of(__doc__)
     parser.add_argument("--cp", type=int, nargs="+", default=[2, 4, 8, 16])
-    parser.add_argument("--length", type=int, default=131072, help="tokens of a sample")
     parser.add_argument("--samples", type=int, default=8, help="of a data-parallel group in a step")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--model", default="llama")
-    parser.add_argument("--preset", default="3.1-8b")
-    parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
-    settings = {"model": {"name": chosen.model, "preset": chosen.preset}, "data": {"name": "mock"}}
-    settings["trainer"] = {"seq_length": chosen.length}
-    run = prepare(resolve(Registry(), default_settings(), merge({}, from_mapping(settings, "benchmark"))))
-    flops, found = build_model(run).flops, {}
+    flops, found = flops_of(chosen), {}
     equal_length = flops.per_token // flops.per_squared_length
     print(f"a document of {equal_length:,} tokens has as much work in attention as outside of it")
     for name, (median, sigma) in TAILS.items():

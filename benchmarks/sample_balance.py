@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from statistics import mean
 
 from mplug.commands import Registry, build_model, default_settings, from_mapping, merge, prepare, resolve
+from mplug.layout.work import Flops
 from mplug.training.work_shares import dealt, imbalance
 from mplug_tokenization.packing import best_fit_decreasing
 
@@ -43,21 +44,32 @@ def in_turn(work: Sequence[int], shares: Sequence[Sequence[int]]) -> float:
     return slowest * len(shares) / sum(work)
 
 
-def main() -> None:
-    """Print the tables, and all figures as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """The options of a simulation: the ranks, the samples, and the model whose FLOPs are their work."""
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--length", type=int, default=131072, help="tokens of a sample")
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of a rank, of a sample")
-    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--model", default="llama")
     parser.add_argument("--preset", default="3.1-8b")
     parser.add_argument("--seed", type=int, default=0)
-    chosen = parser.parse_args()
+    return parser
+
+
+def flops_of(chosen: argparse.Namespace) -> Flops:
+    """The FLOPs of the chosen model."""
     settings = {"model": {"name": chosen.model, "preset": chosen.preset}, "data": {"name": "mock"}}
     settings["trainer"] = {"seq_length": chosen.length}
     run = prepare(resolve(Registry(), default_settings(), merge({}, from_mapping(settings, "benchmark"))))
-    flops, found = build_model(run).flops, {}
+    return build_model(run).flops
+
+
+def main() -> None:
+    """Print the tables, and all figures as JSON."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of a rank, of a sample")
+    parser.add_argument("--steps", type=int, default=10)
+    chosen = parser.parse_args()
+    flops, found = flops_of(chosen), {}
     for name, (median, sigma) in TAILS.items():
         number = chosen.ranks * max(chosen.micro_batches) * chosen.steps
         samples = samples_of(chosen, median, sigma, number)

@@ -227,7 +227,7 @@ def judged(case: Case, whole: Mapping[int, float], folder: Path) -> Result:
     fault = {f"extensions.injector.{name}": getattr(case, name) for name in ("kind", "rank", "at", "seed")}
     more: dict[str, object] = {} if case.kind in ("disk", "file") else dict(fault)
     if case.kind == "file":
-        more["trainer.steps"] = 2 * EVERY + 1  # two checkpoints, of which the newer one is damaged
+        more["trainer.steps"] = 2 * EVERY + 1  # two checkpoints; the newer one is damaged
     machines = Machines(2) if case.kind == "cut" else nullcontext()
     size = small_disk(folder, "1500k") if case.kind == "disk" else nullcontext()
     with machines as two, size:

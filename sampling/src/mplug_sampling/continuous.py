@@ -25,9 +25,7 @@ from mplug_nn.turning import shared_rotations
 from mplug_sampling.decoding import ALONE, Alone
 from mplug_sampling.sampler import Sampler, cached_modules
 from mplug_sampling.sampling import Sampling, choose, draws
-from mplug_sampling.stages import run_last
-from mplug_sampling.streams import units_of
-from mplug_sampling.token_steps import WARMUP, Replays, rounded
+from mplug_sampling.token_steps import WARMUP, Replays, last_logits, rounded
 
 
 class Lanes:
@@ -112,11 +110,8 @@ class Lanes:
         for module, cache in zip(self.modules, caches, strict=True):
             module.cache = cache
         zeros = torch.zeros_like(entries["tokens"][:, 0])
-        units = units_of(self.model.plan, entries)
         with shared_rotations():
-            values = {**entries, "sample_ids": zeros, "keys": zeros}
-            logits: Tensor = run_last(self.model, units, values, self._instead(caches))["logits"][:, -1]
-        return logits
+            return last_logits(self.model, {**entries, "sample_ids": zeros, "keys": zeros}, self._instead(caches))
 
     def _instead(self, caches: list[Any]) -> Instead:
         """Compiled units compute steps; each length of a prompt would be compiled anew."""

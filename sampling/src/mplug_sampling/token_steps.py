@@ -88,7 +88,7 @@ class TokenSteps:
         self.keys.copy_(keys)
         self.index.zero_()
         self.num_positions = prompts["tokens"].shape[1]
-        self._draw(_last_logits(self.model, prompts))
+        self._draw(last_logits(self.model, prompts))
         return self.tokens
 
     def advance(self, most: int) -> Tensor:
@@ -112,7 +112,7 @@ class TokenSteps:
         with shared_rotations():
             given = {**entries, "sample_ids": self.zeros, "keys": self.zeros}
             given |= {} if self.later is None else self.later.entries(self.index - 1)
-            logits = _last_logits(self.model, given, self.replays.compiled)
+            logits = last_logits(self.model, given, self.replays.compiled)
         self._draw(logits)
 
     def _draw(self, logits: Tensor) -> None:
@@ -191,6 +191,6 @@ def rounded(positions: int) -> int:
     return -(-positions // MULTIPLE) * MULTIPLE
 
 
-def _last_logits(model: Model, entries: Mapping[str, Tensor], compiled: Instead = AS_THEY_ARE) -> Tensor:
+def last_logits(model: Model, entries: Mapping[str, Tensor], compiled: Instead = AS_THEY_ARE) -> Tensor:
     """The logits [b, V / R] of the last position of a micro batch."""
     return run_last(model, units_of(model.plan, entries), entries, compiled)["logits"][:, -1]

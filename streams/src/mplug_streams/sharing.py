@@ -30,7 +30,7 @@ END = object()
 
 
 class Sharing:
-    """What the host asks: `loader` returns the loader of a rank, of which one rank in a group reads."""
+    """What the host asks: `loader` returns the loader of a rank; one rank of each group reads."""
 
     def loader(self, run: Run, build: Callable[[], Loader]) -> Loader:
         """The loader of this rank. Only ranks that read call `build`; its errors reach all of them. Collective."""
@@ -61,7 +61,7 @@ class Channel:
         self.group, self.first = group, dist.get_global_rank(group, 0)
         self.reads = group.rank() == 0
 
-    def told(self, work: Callable[[], T]) -> T:
+    def from_reader(self, work: Callable[[], T]) -> T:
         """What `work` returns on the reading rank; an exception of it is raised on all ranks. Collective."""
         if not self.reads:
             received: T = self.receive()
@@ -159,7 +159,9 @@ def _aligned(number: int) -> int:
 
 
 class SharedLoader(Loader):
-    """A loader of which one rank reads. All ranks call its methods in the same order, as the contract of loaders says.
+    """A loader whose samples one rank reads.
+
+    All ranks call its methods in the same order, as the contract of loaders says.
 
     State, position and failures are those of the reading rank, on every rank: so a run resumes with or without it.
     """
@@ -171,7 +173,7 @@ class SharedLoader(Loader):
         self._loader: Loader | None = None
         self._thread: Thread | None = None
         self._stopping = Event()
-        self._copy(channel.told(lambda: self._built(build)))
+        self._copy(channel.from_reader(lambda: self._built(build)))
 
     def _built(self, build: Callable[[], Loader]) -> dict[str, Any]:
         self._loader = build()
@@ -195,12 +197,12 @@ class SharedLoader(Loader):
     def state_dict(self) -> dict[str, Any]:
         """The state of the reading rank. Collective."""
         self._settle()
-        return self._channel.told(lambda: self._loader.state_dict())  # type: ignore[union-attr]
+        return self._channel.from_reader(lambda: self._loader.state_dict())  # type: ignore[union-attr]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a state, on the rank that reads; its refusal is raised on all ranks. Collective."""
         self._settle()
-        self._channel.told(lambda: self._loader.load_state_dict(state))  # type: ignore[union-attr]
+        self._channel.from_reader(lambda: self._loader.load_state_dict(state))  # type: ignore[union-attr]
 
     def take(self, num_samples: int) -> Iterator[MicroBatch]:
         """The micro batches of the reading rank, which reads them from now on, ahead of the step. Collective."""

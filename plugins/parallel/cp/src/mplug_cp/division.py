@@ -4,7 +4,7 @@ Every rank holds exactly an R-th of the positions of a sample, so nothing is pad
 further documents are divided to fill it. The linear work of all ranks is then equal, and the division balances
 attention, which costs the pairs of positions. R ranks.
 
-A document that is divided by k lies on k ranks in zigzag: 2 k chunks, of which each rank holds one from each end. The
+A document that is divided by k lies on k ranks in zigzag: each rank holds two of 2 k chunks, one from each end. The
 degree k differs from document to document. A division places the documents of a sample by decreasing length:
 
     divided    each portion fits into an R-th of the sample, and its pairs do not exceed a limit

@@ -3,7 +3,7 @@
 Every worker updates its local weights l. At the steps that `Rounds` states, the workers average the difference g - l
 of a fragment to the global weights g, and SGD with Nesterov momentum applies the mean to g as a gradient. `delay` steps
 later, l becomes alpha l + (1 - alpha) g. The global weights have the new value from the beginning of the exchange on:
-whoever reads them waits for it. So nothing of an exchange under way must be saved.
+reading them waits for the exchange. So nothing of an exchange under way must be saved.
 """
 
 from collections.abc import Mapping

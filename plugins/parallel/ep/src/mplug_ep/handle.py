@@ -13,7 +13,7 @@ from torch import Tensor
 NONE, BOOL, INT, LIST, TENSOR = range(5)
 DTYPES = (torch.int32, torch.int64, torch.uint8, torch.bool, torch.float32, torch.int16, torch.int8, torch.bfloat16)
 ALIGNED = 16
-"""Bytes of which the beginning of a tensor in `packed` is a multiple."""
+"""Alignment in bytes of the tensors in `packed`."""
 
 
 def pack(handle: Any, device: torch.device) -> tuple[Tensor, Tensor]:

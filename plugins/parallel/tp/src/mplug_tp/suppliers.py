@@ -87,7 +87,7 @@ def _sums_of_groups(group: ops.Group, size: int, index: int) -> Offer:
 
 
 def _of_losses(group: ops.Group, sizes: dict[str, int], size: int) -> list[Offer]:
-    """The losses over a vocabulary of a size, of which each rank has a part."""
+    """The losses over a vocabulary of a size that ranks divide."""
 
     def has_size(site: Site, _: Run) -> bool:
         return _size_at(sizes, site) == size

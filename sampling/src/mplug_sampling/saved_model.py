@@ -62,6 +62,16 @@ def model_options(verb: str, *, adapt: bool = True) -> Callable[[F], F]:
     return added
 
 
+graphs_option = click.option(
+    "--graphs",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "never"]),
+    help="auto: on a GPU, replay the step of a token as a CUDA graph if all parts of the run state that they can.",
+)
+"""The option of commands whose `Sampler` may replay steps."""
+
+
 @dataclass(frozen=True)
 class Chosen:
     """A saved model and its prepared run, with the settings that produce it in each process.
@@ -165,3 +175,12 @@ def checkpoint_of(run: "Run", directory: Path, step: int | None) -> "SavedModel"
     for line in lines:
         click.echo(f"mplug: {line}", err=True)
     return weights
+
+
+def end_tokens(folder: Path) -> frozenset[int]:
+    """The tokens that end a text, by a published folder."""
+    from mplug_pretrained import format_of
+
+    found = format_of(folder)
+    ends: frozenset[int] = frozenset() if found is None else found.ask("end_tokens", folder)
+    return ends

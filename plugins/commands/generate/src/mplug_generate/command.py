@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mplug.commands import Finite, UserPath
-from mplug_sampling.saved_model import ModelOptions, checkpoint_of, model_options
+from mplug_sampling.saved_model import ModelOptions, checkpoint_of, end_tokens, graphs_option, model_options
 
 if TYPE_CHECKING:
     from mplug import Run
@@ -85,13 +85,7 @@ if TYPE_CHECKING:
 )
 @click.option("--stop", "stops", multiple=True, metavar="WORD", help="End the text before this word; may be repeated.")
 @click.option("--seed", default=0, show_default=True, type=int, help="The same seed gives the same text.")
-@click.option(
-    "--graphs",
-    default="auto",
-    show_default=True,
-    type=click.Choice(["auto", "never"]),
-    help="auto: on a GPU, replay the step of a token as a CUDA graph if all parts of the run state that they can.",
-)
+@graphs_option
 @click.option(
     "--compile",
     default="never",
@@ -292,7 +286,7 @@ def _of_run(asked: Asked, world: "World | None") -> "tuple[Job, Run]":
 
 def _published(asked: Asked, world: "World | None") -> "tuple[Job, Run]":
     from mplug.commands import Registry
-    from mplug_generate.pretrained import encode, end_tokens, settings_of
+    from mplug_generate.pretrained import encode, settings_of
     from mplug_generate.work import Job
     from mplug_pretrained import SavedModel, settle_forward
     from mplug_tokenization import folder_tokenizer

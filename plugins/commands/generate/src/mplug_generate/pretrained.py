@@ -46,12 +46,3 @@ def settings_of(
     if longest is not None and whole > longest:
         whole = max(longest // degrees, 1) * degrees
     return base, merge(settings, read_assignments([f"trainer.seq_length={whole}"], "generate")), context
-
-
-def end_tokens(folder: Path) -> frozenset[int]:
-    """The tokens that end a text, by a published folder."""
-    from mplug_pretrained import format_of
-
-    found = format_of(folder)
-    ends: frozenset[int] = frozenset() if found is None else found.ask("end_tokens", folder)
-    return ends

@@ -46,17 +46,16 @@ class Tokens:
     def of_folder(folder: Path) -> "Tokens":
         """By the tokenizer of a published folder; UsageError if it names no token in front of texts or behind them."""
         from mplug.commands import Registry
-        from mplug_pretrained import format_of
+        from mplug_sampling.saved_model import end_tokens
         from mplug_tokenization import folder_tokenizer
 
-        tokenizer, found = folder_tokenizer(Registry(), folder), format_of(folder)
+        tokenizer = folder_tokenizer(Registry(), folder)
         first = tokenizer.begin or tokenizer.end
         if first is None:
             raise UsageError(
                 f"'{folder}' names no token that begins or ends a text, and the first token of a text needs one in "
                 f"front; name it there (bos_token or eos_token of tokenizer_config.json)"
             )
-        ends: frozenset[int] = frozenset() if found is None else found.ask("end_tokens", folder)
         end, text = tokenizer.end or (None, "")
-        ends |= frozenset() if end is None else frozenset({end})
+        ends = end_tokens(folder) | (frozenset() if end is None else frozenset({end}))
         return Tokens(tokenizer.encode, tokenizer.encode_prompt, tokenizer.decode, *first, ends, text)

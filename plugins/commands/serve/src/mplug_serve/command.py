@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mplug.commands import Finite
-from mplug_sampling.saved_model import ModelOptions, model_options
+from mplug_sampling.saved_model import ModelOptions, graphs_option, model_options
 
 if TYPE_CHECKING:
     from mplug.commands import World
@@ -70,13 +70,7 @@ KEY_VARIABLE = "MPLUG_SERVE_KEY"
     type=Finite(0),
     help="Seconds that answers may take to end when the server is stopped (SIGTERM, Ctrl-C).",
 )
-@click.option(
-    "--graphs",
-    default="auto",
-    show_default=True,
-    type=click.Choice(["auto", "never"]),
-    help="auto: on a GPU, replay the step of a token as a CUDA graph if all parts of the run state that they can.",
-)
+@graphs_option
 def command(**options: Any) -> None:
     """Serve a trained run, or a published checkpoint, with the interface of OpenAI.
 

@@ -95,15 +95,14 @@ def _exchange(run: "Run") -> "Exchange":
 def _served(job: Job, run: "Run") -> "Served":
     """The tokenizer of the run's data, or of the published folder, and when its texts end."""
     from mplug.commands import Registry
-    from mplug_pretrained import format_of
+    from mplug_sampling.saved_model import end_tokens
     from mplug_serve.api import Served
     from mplug_tokenization import folder_tokenizer
 
     if job.weights.is_published:
         folder = job.weights.path
-        of_folder, found = folder_tokenizer(Registry(), folder), format_of(folder)
-        ends = frozenset() if found is None else found.ask("end_tokens", folder)
-        return Served(job.name, of_folder, of_folder.encode_prompt, of_folder.encode_chat, ends, None)
+        of_folder = folder_tokenizer(Registry(), folder)
+        return Served(job.name, of_folder, of_folder.encode_prompt, of_folder.encode_chat, end_tokens(folder), None)
     tokenizer = run.hooks.call.build_tokenizer(run=run)
     if tokenizer is None:
         raise UsageError(

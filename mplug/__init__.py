@@ -112,8 +112,6 @@ if TYPE_CHECKING:
     from mplug.model.plans.declaring import parameter as parameter
     from mplug.model.plans.description import Description as Description
     from mplug.model.plans.description import describe as describe
-    from mplug.model.products.gathered_copies import GatheredCopies as GatheredCopies
-    from mplug.model.products.gathered_copies import gathered_copies as gathered_copies
     from mplug.model.slots.declaration import Slot as Slot
     from mplug.model.slots.declaration import set_defaults as set_defaults
     from mplug.model.slots.declaration import slots_named as slots_named

@@ -48,14 +48,11 @@ if TYPE_CHECKING:
     from mplug.model.build import choose_device as choose_device
     from mplug.model.build import measure_bytes as measure_bytes
     from mplug.model.build import unmet_reasons as unmet_reasons
-    from mplug.model.mixing import covers as covers
-    from mplug.model.mixing import statements as statements
     from mplug.model.slots.selection import Selection as Selection
     from mplug.model.slots.selection import offered_in_plain_torch as offered_in_plain_torch
     from mplug.model.units import AS_THEY_ARE as AS_THEY_ARE
     from mplug.model.units import Instead as Instead
     from mplug.model.units import run_units as run_units
-    from mplug.model.variance import layout_dependence as layout_dependence
     from mplug.registry.blame import cause_of as cause_of
     from mplug.registry.blame import failed_part as failed_part
     from mplug.registry.entry_points import Registry as Registry

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mplug import Flops, Model, Plan, Unit, UsageError
 from mplug.cli import main
 from mplug.model.build import build_model
-from mplug.model.mixing import statements
+from mplug_invariance import statements
 from mplug_nn import MLP, MixtureOfExperts, Router
 from mplug_testing import Fault, ModelSuite
 from mplug_testing.harness import EXACT, tiny_run

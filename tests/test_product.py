@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mplug import Offer, UsageError
 from mplug.model.build import build_model
-from mplug.model.products.casts import keep_casts
+from mplug.model.products import keep_casts
 from mplug.model.slots.declaration import slot_of
 from mplug.tensors.slot_buffers import hold
 from mplug_nn import (

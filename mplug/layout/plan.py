@@ -289,6 +289,12 @@ class Plan:
         """The entries of micro batches that belong to streams: an axis of each is that of a stream, or its lengths."""
         return frozenset[str]().union(*(self.entries_of(axis) for axis in self.streams))
 
+    @property
+    def named_axes(self) -> frozenset[str]:
+        """Every named axis of entries, activations, parameters and buffers."""
+        flowing = [axis for axes in (*self.context.values(), *self.activations.values()) for axis in axes]
+        return frozenset(flowing).union(*(one.axes for one in (*self.parameters.values(), *self.buffers.values())))
+
     def entries_of(self, axis: str) -> frozenset[str]:
         """The entries of micro batches that belong to the stream with this axis."""
         return frozenset((*self.streams[axis].lengths, *(one for one, axes in self.context.items() if axis in axes)))

@@ -14,15 +14,14 @@ from mplug.errors import UsageError, listed
 from mplug.model.builders import builder_of
 from mplug.model.engine import planned_pieces, refuse_incomplete_engine
 from mplug.model.generator_seeds import GeneratorSeeds, drawing_plugin
+from mplug.model.invariance import invariance_of
 from mplug.model.memory import allocate
-from mplug.model.mixing import refuse_mixing
 from mplug.model.model import Model
 from mplug.model.pieces import make_pieces
 from mplug.model.plans.adapting import adapt
 from mplug.model.plans.count_passes import passes_of
 from mplug.model.plans.freezing import freeze, freeze_all
-from mplug.model.products.casts import copies_of
-from mplug.model.products.gathered_copies import refuse_idle_copies
+from mplug.model.products import add_slot_buffers, copies_of, refuse_idle_copies
 from mplug.model.recorder import recorder_of
 from mplug.model.single_optimizer import build_optimizer
 from mplug.model.sizes import within_reason
@@ -30,13 +29,10 @@ from mplug.model.slots.fill import fill_slots, select_offers
 from mplug.model.slots.kernel_limits import NO_GPU
 from mplug.model.slots.offers import PLAIN, Offer, Unmet, Wrap
 from mplug.model.slots.recipe import choose_base_modules
-from mplug.model.slots.slot_placement import add_slot_buffers
 from mplug.model.slots.token_offers import token_offers
 from mplug.model.stream_balancer import balancer_of
 from mplug.model.unit_compiler import refuse_missing_compiler
-from mplug.model.unlike_stages import ranks_of_unlike_stages
 from mplug.model.updates import updates_of
-from mplug.model.variance import refuse_bypassing_layout
 from mplug.registry.entry_points import PREFLIGHTS
 from mplug.registry.hooks import Hooks
 from mplug.registry.provided import provided
@@ -68,7 +64,8 @@ def build_model(run: Run) -> Model:
     if updates is not None:
         updates.refuse(run, model)
     refuse_idle_copies(run, model)
-    refuse_bypassing_layout(run, model)
+    if (invariance := invariance_of(run)) is not None:
+        invariance.refuse_layout(run, model)
     refuse_missing_compiler(run)
     if (recorder := recorder_of(run)) is not None:
         recorder.refuse(run, model)
@@ -168,7 +165,8 @@ def _build_model(run: Run) -> tuple[Model, list[Unmet]]:
     model.pipeline = run.hooks.call.build_pipeline(run=run, model=model)
     _refuse_two_steppers(run, model)
     model.place(run.mesh, None if model.pipeline is None else model.pipeline.stages)
-    refuse_mixing(run, model)
+    if (invariance := invariance_of(run)) is not None:
+        model.mixing = invariance.mixing(run, model)
     if (balancer := balancer_of(run)) is not None:
         balancer.refuse(run, model)
     model.set_passes(passes_of(model))
@@ -189,9 +187,10 @@ def _build_model(run: Run) -> tuple[Model, list[Unmet]]:
 
 def _unmet_in_other_stages(run: Run, model: Model) -> list[Unmet]:
     """By copies of the plugins: some keep the model that they were asked about last."""
-    if run.rank or run.groups is not None:
+    invariance = invariance_of(run)
+    if run.rank or run.groups is not None or invariance is None:
         return []
-    unlike = ranks_of_unlike_stages(model, run.mesh, run.entries)
+    unlike = invariance.ranks_of_unlike_stages(model, run.mesh, run.entries)
     copies = [Hooks({label: copy(plugin) for label, plugin in run.hooks.plugins.items()}) for _ in unlike]
     others = [replace(run, rank=rank, hooks=hooks) for rank, hooks in zip(unlike, copies, strict=True)]
     return [unmet for other in others for unmet in _build_model(other)[1]]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from mplug.contracts.stepper import Pipeline
     from mplug.layout.mesh import Mesh
-    from mplug.model.mixing_statement import Statement
     from mplug.model.plans.passes import Passes
     from mplug.run.run import Run
 
@@ -33,8 +32,8 @@ class Placed(Built):
 
     `pipeline` says how ranks run the `stages`, if a strategy has made some. `passes` describes the passes over tokens
     that a step of the whole model computes, `stream_passes` those over rows of streams, by the entry with the lengths
-    of their segments. `mixing` is what the modules mix. `sharding` maps each part of a sharded optimizer state
-    to the rank that owns it.
+    of their segments. `mixing` is what the modules mix (`mplug_invariance.Statement`). `sharding` maps each part of a
+    sharded optimizer state to the rank that owns it.
     """
 
     placements: dict[str, Placement] = field(default_factory=dict)
@@ -44,7 +43,7 @@ class Placed(Built):
     sharding: Sharding | None = None
     passes: "Passes | None" = None
     stream_passes: "Mapping[str, Passes]" = field(default_factory=dict)
-    mixing: "tuple[Statement, ...]" = ()
+    mixing: tuple[Any, ...] = ()
 
     def place(self, mesh: "Mesh", stages: Stages | None) -> None:
         """Compute where each parameter and buffer lives, from the plan, the stages and the mesh alone."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
@@ -14,22 +14,19 @@ from mplug.model.slots.declaration import Slot, declared_slots
 from mplug.model.slots.offers import Filled
 from mplug.model.units import run_units
 
-if TYPE_CHECKING:
-    from mplug.model.slots.slot_states import HeldBuffers
-
 
 @dataclass
 class RankPart(Placed):
     """A model of which this rank keeps its units, with the suppliers in their slots.
 
-    `slot_buffers` are the buffers that suppliers of this rank's slots keep.
+    `slot_buffers` are the buffers that suppliers of this rank's slots keep (`mplug_products.HeldBuffers`).
     """
 
     own_units: tuple[Unit, ...] = ()
     own_chunks: tuple[int, ...] = (0,)
     slots: list[Filled] = field(default_factory=list)
     unit_wraps: list[Filled] = field(default_factory=list)
-    slot_buffers: "list[HeldBuffers]" = field(default_factory=list)
+    slot_buffers: list[Any] = field(default_factory=list)
     seeds: GeneratorSeeds | None = None
     _declared: dict[str, Slot] | None = None
 

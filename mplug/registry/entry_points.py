@@ -60,6 +60,10 @@ BEGINNINGS = "beginnings"
 """The group 'mplug.beginnings': a class that reads the weights with which runs begin (`mplug.registry.beginnings`)."""
 SAVERS = "savers"
 """The group 'mplug.savers': a class that saves runs in checkpoints and resumes them (`mplug.training.saving`)."""
+PRODUCTS = "products"
+"""The group 'mplug.products': a class that keeps what products need beside their weights."""
+INVARIANCES = "invariances"
+"""The group 'mplug.invariances': a class that says whether a layout computes as one process does."""
 UPDATES = "updates"
 """The group 'mplug.updates': a class that updates weights with several optimizers (`mplug.model.updates`)."""
 PROGRESS = "progress"
@@ -101,6 +105,8 @@ GROUPS = (
     SUGGESTIONS,
     BEGINNINGS,
     SAVERS,
+    INVARIANCES,
+    PRODUCTS,
     UPDATES,
     PROGRESS,
     HINTS,

@@ -15,17 +15,17 @@ from mplug.errors import PluginError, UsageError, listed
 from mplug.gradients.loss_scale import LossScale
 from mplug.model.build import allocate_parts, build_model, gradient_dtype, refuse_unsavable
 from mplug.model.engine import refuse_missing_pieces, refuse_other_sums
+from mplug.model.invariance import invariance_of
 from mplug.model.memory import initialize
 from mplug.model.model import Model
 from mplug.model.pieces import Held, held_values, make_pieces, write_weights
-from mplug.model.products.casts import keep_casts
+from mplug.model.products import keep_casts
 from mplug.model.recorder import recorder_of
 from mplug.model.single_optimizer import build_optimizer
 from mplug.model.slots.fill import wrap_units
 from mplug.model.stream_balancer import balancer_of
 from mplug.model.unit_compiler import compile_units
 from mplug.model.updates import updates_of
-from mplug.model.variance import refuse_bypassing
 from mplug.run.run import Run
 from mplug.training.batch_parts import own_part
 from mplug.training.document_shares import DocumentShares, document_maps
@@ -199,7 +199,8 @@ def _wrap(run: Run, model: Model) -> None:
             )
     refuse_other_sums(run, model, dict.fromkeys(summers.values()))
     _refuse_other_axes(run, summers)
-    refuse_bypassing(run, model, summers)
+    if (invariance := invariance_of(run)) is not None:
+        invariance.refuse_summers(run, model, summers)
 
 
 def _refuse_other_axes(run: Run, summers: dict[str, str]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mplug.contracts.stepper import StepResult
 from mplug.errors import Diverged, PluginError, UsageError
-from mplug.model.variance import layout_dependence_of_all
+from mplug.model.invariance import layout_dependence_of_all
 from mplug.registry.blame import plugin_error
 from mplug.registry.entry_points import RELAYOUTS
 from mplug.registry.provided import provided

@@ -22,7 +22,7 @@ from mplug.gradients.reduction import Reduction
 from mplug.gradients.statistics import Statistics
 from mplug.model.model import Model
 from mplug.model.pieces import write_weights
-from mplug.model.slots.slot_states import slot_updates
+from mplug.model.products import slot_updates
 from mplug.run.run import Run
 from mplug.tensors.host_buffers import fill_host_buffers
 from mplug.training.evaluator import Evaluator
@@ -66,7 +66,7 @@ class DefaultStepper(Evaluator):
         device = updated_on(pieces, run.device)
         self.norm = GlobalNorm(owned_gradients(pieces, run.rank), device.type, self.wide)
         self.reduction = Reduction(run, model.placements, model.sinks.reduced_over, pieces)
-        updates = slot_updates(model.slot_buffers)
+        updates = slot_updates(model)
         self.statistics = Statistics(run, model.module, model.plan, model.buffer_placements, updates)
         self.loss_scale: LossScale | None = LossScale.of(run, model.module)
         self.token_scale = TokenScale(run, model.module, None if self.loss_scale is None else self.loss_scale.scale)

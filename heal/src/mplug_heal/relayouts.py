@@ -14,7 +14,7 @@ import torch.distributed as dist
 from mplug.config.sources import from_mapping, read_assignments
 from mplug.errors import RunError, UsageError, listed
 from mplug.model.build import build_model
-from mplug.model.variance import layout_dependence_of_all
+from mplug.model.invariance import layout_dependence_of_all
 from mplug.registry.entry_points import PREFLIGHTS, Registry
 from mplug.registry.hooks import Hooks
 from mplug.registry.provided import provided

@@ -147,6 +147,11 @@ class Offer:
     shapes: Mapping[str, Container[int]] = field(default_factory=dict)
     keeps_pairs: bool = False
 
+    @property
+    def keeps_buffers(self) -> bool:
+        """Whether the supplier may keep buffers for a site."""
+        return self.buffers is not _no_buffers
+
     def answer(self, site: Site, run: "Run") -> bool | str:
         """True, a reason against a site, or False if the offer is not meant for it; by its data, then by `supports`."""
         if not self.requires <= site.needs:

@@ -32,13 +32,12 @@ from mplug import ENCODER_TEXTS, Mesh, Model, Processor, Run, RunConfig, UsageEr
 from mplug.commands import (
     COMMAND,
     Selection,
-    covers,
     listed,
     modules_around,
     offered_in_plain_torch,
     prepare,
-    statements,
 )
+from mplug_invariance import covers, statements
 from mplug_nn.specification import DOCUMENTS, STATIC_KEYS
 
 LABEL = f"{COMMAND}sampling"

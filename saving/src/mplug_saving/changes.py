@@ -30,7 +30,6 @@ from mplug.config.host_sections import Schedule
 from mplug.config.sources import NAMED_SECTIONS, Key, nested, source_of
 from mplug.contracts.fields import MAY_CHANGE, MAY_MOVE, Mark
 from mplug.errors import UsageError, listed, printable, suggest
-from mplug.model.mixing import MICRO_BATCH, SAMPLES
 from mplug.model.model import Model
 from mplug.registry.installed import HOST_DISTRIBUTION
 from mplug.registry.rates import RATES
@@ -42,6 +41,8 @@ from mplug_saving.saved_fields import bound, leaves, mark_of, shown
 
 OPTION = "--allow-change"
 ABSENT = "(not set)"
+SAMPLES, MICRO_BATCH = "batch", "trainer.micro_batch_size"
+"""The named axis of samples, and the field that decides which of them a micro batch has."""
 OBSERVING = "extensions"
 """The section of plugins that only observe: all their fields may change."""
 ADAPTING = "adapters"

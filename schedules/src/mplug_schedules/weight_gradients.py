@@ -17,11 +17,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from mplug.gradients.sinks import GradientSink
 from mplug.layout.plan import Unit
 from mplug.model.model import Model
-from mplug.model.products.product_weights import weights_at_rest
 from mplug.model.slots.offers import RECOMPUTING
 from mplug.model.units import run_units
 from mplug.tensors.delayed import Later, Operands, Taps, without_memory
 from mplug.tensors.weight_product import ProductModule
+from mplug_products import weights_at_rest
 
 
 class Site(NamedTuple):

@@ -19,11 +19,10 @@ from torch.utils._pytree import tree_map_only
 from mplug.errors import listed
 from mplug.layout.names import role_of
 from mplug.layout.plan import Unit
-from mplug.model.mixing import INDEX_OF, NAME, statements
-from mplug.model.mixing_statement import Statement
 from mplug.model.model import Model
 from mplug.model.slots.fill import sites
 from mplug.model.units import run_units
+from mplug_invariance import INDEX_OF, NAME, Statement, statements
 from mplug_testing.model_checks import Trial
 from mplug_testing.suite import Fault
 

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from mplug import IGNORED
 from mplug.model.build import build_model
-from mplug.model.variance import layout_dependence
 from mplug.training.assembly import build
 from mplug.training.evaluation import evaluate
+from mplug_invariance import layout_dependence
 from mplug_testing import run_workers
 from mplug_testing.faults import Fault
 from mplug_testing.harness import tiny_run

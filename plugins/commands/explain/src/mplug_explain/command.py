@@ -328,6 +328,6 @@ def _adapters(model: "Model") -> str:
 
 
 def _variance(run: "Run", model: "Model") -> str:
-    from mplug.commands import layout_dependence  # imports torch
+    from mplug_invariance import layout_dependence  # imports torch
 
     return "\n".join(layout_dependence(run, model)) or "nothing: the same losses to rounding under any layout"

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import mplug_ops as ops
-from mplug import GatheredCopies, GradientSink
+from mplug import GradientSink
 from mplug_fsdp.memory import Format
 from mplug_ops.transfers import join_each
+from mplug_products import GatheredCopies
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 import mplug_ops as ops
-from mplug import GatheredCopies, GatheredPlacement, WeightExchange, gathered_copies, rounding_of_sums
+from mplug import GatheredPlacement, WeightExchange, rounding_of_sums
 from mplug_fsdp.copies import Place, Rows
 from mplug_fsdp.gathered import Formats, Gathered, Lane
+from mplug_products import GatheredCopies, gathered_copies
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 
 from mplug.errors import UsageError
 from mplug.layout.names import role_of
-from mplug.model.mixing import NAME
 from mplug.model.model import Model
 from mplug.run.run import Run
+from mplug_invariance.mixing import NAME
 
 
 def layout_dependence(run: Run, model: Model) -> list[str]:
@@ -39,11 +39,6 @@ def layout_dependence(run: Run, model: Model) -> list[str]:
         if statement.axes is None
     }
     return sorted(plugins | suppliers | modules | unknown)
-
-
-def layout_dependence_of_all(run: Run, model: Model) -> tuple[str, ...]:
-    """`layout_dependence` of all ranks' parts of a model together. Collective: all ranks must call it."""
-    return tuple(sorted({line for lines in run.gathered(layout_dependence(run, model)) for line in lines}))
 
 
 def refuse_bypassing_layout(run: Run, model: Model) -> None:

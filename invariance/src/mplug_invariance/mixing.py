@@ -21,9 +21,9 @@ from mplug.errors import UsageError, listed, suggest
 from mplug.layout.mesh import Axis
 from mplug.layout.names import matching, role_of
 from mplug.layout.plan import TOKENS_AXIS
-from mplug.model.mixing_statement import Statement
 from mplug.model.model import Model
 from mplug.run.run import Run
+from mplug_invariance.statement import Statement
 
 NAME = "mixes"
 """The attribute by which a class declares the axes that its modules mix."""
@@ -56,7 +56,7 @@ def statements(model: Model) -> list[Statement]:
     for unit in model.plan.units:
         for name, module in _modules_of(model, unit.name):
             by_name[name] = Statement(name, module, _axes_of(name, module, of_plan), unit.sequence)
-    axes = named_axes(model)
+    axes = model.plan.named_axes
     for statement in by_name.values():
         for axis in sorted((statement.axes or frozenset()) - axes):
             raise UsageError(
@@ -64,15 +64,6 @@ def statements(model: Model) -> list[Statement]:
                 f"has this axis{suggest(axis, axes)}"
             )
     return list(by_name.values())
-
-
-def named_axes(model: Model) -> frozenset[str]:
-    """Every named axis of the plan's entries, activations, parameters and buffers."""
-    plan = model.plan
-    flowing = [axis for axes in (*plan.context.values(), *plan.activations.values()) for axis in axes]
-    return frozenset(flowing).union(
-        *(parameter.axes for parameter in plan.parameters.values()), *(buffer.axes for buffer in plan.buffers.values())
-    )
 
 
 def _modules_of(model: Model, unit: str) -> Iterator[tuple[str, nn.Module]]:
@@ -170,12 +161,12 @@ class _Case:
     statement: Statement
 
 
-def refuse_mixing(run: Run, model: Model) -> None:
-    """Raise UsageError if the layout divides an axis that a module mixes, or may mix, and no strategy supports it.
+def refuse_mixing(run: Run, model: Model) -> tuple[Statement, ...]:
+    """The declarations of a whole model's modules; call it while the model has the units of all stages.
 
-    Call it while the model has the units of all stages. It stores the declarations in `model.mixing`.
+    Raises UsageError if the layout divides an axis that a module mixes, or may mix, and no strategy supports it.
     """
-    model.mixing = declarations = tuple(statements(model))
+    declarations = tuple(statements(model))
     refuse_unknown_axes(run, model)
     owners = {axis.name: label for label, axes in run.hooks.each("mesh_axes", config=run.config) for axis in axes}
     cases = [
@@ -190,6 +181,7 @@ def refuse_mixing(run: Run, model: Model) -> None:
     problems = [*_of_samples(run, of_samples), *_unsupported(run, model, of_other_axes)]
     if problems:
         raise UsageError("\n".join(problems))
+    return declarations
 
 
 def _at_risk(statement: Statement, axis: Axis) -> frozenset[str]:
@@ -287,7 +279,7 @@ def _package_of(module: nn.Module) -> str:
 
 def refuse_unknown_axes(run: Run, model: Model) -> None:
     """Raise UsageError if the plan or a strategy names an axis that no entry, activation or parameter has."""
-    known_axes, plan = named_axes(model), model.plan
+    known_axes, plan = model.plan.named_axes, model.plan
     over = {f"parameter '{pattern}'": parameter.over for pattern, parameter in plan.parameters.items()}
     over |= {f"buffer '{pattern}'": buffer.over for pattern, buffer in plan.buffers.items()}
     for owner, axes in over.items():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mplug.model.model import Model
-from mplug.model.products.product_weights import ProductWeight, weights_at_rest
+from mplug_products.weights import ProductWeight, weights_at_rest
 
 
 def keep_casts(model: Model) -> None:

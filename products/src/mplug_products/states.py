@@ -1,17 +1,15 @@
 """The buffers that suppliers keep for sites, and the update of their states at the end of a step."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from mplug.model.products import Update
 from mplug.model.slots.offers import Offer, Site
 from mplug.model.slots.slot_buffer import SlotBuffer
 from mplug.tensors.slot_buffers import buffer_name, held
-
-Update = Callable[[Tensor], None]
-"""`skip` [] -> None: updates states after a step; with `skip` = 1, no state may change."""
 
 
 @dataclass(frozen=True)

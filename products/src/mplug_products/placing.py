@@ -15,18 +15,17 @@ from mplug.layout.mesh import Axis
 from mplug.layout.names import role_of
 from mplug.layout.placement import Placement
 from mplug.layout.plan import Buffer, Init, Parameter, axes_of
-from mplug.model.mixing import named_axes
 from mplug.model.model import Model
 from mplug.model.slots.offers import RECOMPUTING, Filled
 from mplug.model.slots.slot_buffer import SlotBuffer
-from mplug.model.slots.slot_states import HeldBuffers
 from mplug.run.run import Run
 from mplug.tensors.slot_buffers import hold
+from mplug_products.states import HeldBuffers
 
 
 def add_slot_buffers(model: Model, run: Run, contents: Iterable[Filled]) -> None:
     """Register, describe and place the buffers of all sites; UsageError if an offer declares impossible ones."""
-    dtype, axes = wide(run.precision.weight_dtype), named_axes(model)
+    dtype, axes = wide(run.precision.weight_dtype), model.plan.named_axes
     described: dict[str, Buffer] = {}
     for filled in contents:
         declared = _declared(filled)

@@ -1,0 +1,35 @@
+"""What the host asks about a layout (`mplug.model.invariance.Invariance`)."""
+
+from collections.abc import Container, Mapping
+
+from mplug.layout.mesh import Mesh
+from mplug.model.model import Model
+from mplug.run.run import Run
+from mplug_invariance.mixing import refuse_mixing
+from mplug_invariance.statement import Statement
+from mplug_invariance.unlike_stages import ranks_of_unlike_stages
+from mplug_invariance.variance import layout_dependence, refuse_bypassing, refuse_bypassing_layout
+
+
+class Invariance:
+    """The class of the entry-point group 'mplug.invariances'."""
+
+    def mixing(self, run: Run, model: Model) -> tuple[Statement, ...]:
+        """What the modules of a whole model mix; UsageError if the layout would compute one of them wrongly."""
+        return refuse_mixing(run, model)
+
+    def ranks_of_unlike_stages(self, model: Model, mesh: Mesh, entries: Container[str]) -> list[int]:
+        """The first rank of every stage with a kind of block that the stages before it lack, without rank 0."""
+        return ranks_of_unlike_stages(model, mesh, entries)
+
+    def refuse_layout(self, run: Run, model: Model) -> None:
+        """Raise UsageError if the layout bypasses a declared sum of gradients."""
+        refuse_bypassing_layout(run, model)
+
+    def refuse_summers(self, run: Run, model: Model, summers: Mapping[str, str]) -> None:
+        """Raise UsageError if the host or another plugin sums gradients where a plugin declares its own way."""
+        refuse_bypassing(run, model, summers)
+
+    def layout_dependence(self, run: Run, model: Model) -> list[str]:
+        """Why losses and gradients depend on the layout beyond rounding: a sentence each."""
+        return layout_dependence(run, model)

@@ -1,0 +1,78 @@
+"""What the host asks of the package that keeps what products need beside their weights: buffers, and copies."""
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from torch import Tensor
+
+from mplug.layout.gathered import GatheredPlacement
+from mplug.model.model import Model
+from mplug.model.slots.offers import Filled
+from mplug.registry.entry_points import PRODUCTS
+from mplug.registry.provided import needed, provided
+from mplug.run.run import Run
+
+Update = Callable[[Tensor], None]
+"""`skip` [] -> None: updates states after a step; with `skip` = 1, no state may change."""
+
+
+class Products(Protocol):
+    """The methods of the class in the entry-point group 'mplug.products'.
+
+    Without an installed class, products cast their weights in each pass, and no supplier keeps buffers.
+    """
+
+    def add_buffers(self, model: Model, run: Run, contents: Iterable[Filled]) -> None:
+        """Register, describe and place the buffers of sites; UsageError if an offer declares impossible ones.
+
+        Placements of parameters come first, because strategies select by them. No memory exists before that.
+        """
+
+    def updates(self, model: Model) -> list[Update]:
+        """The functions that update the states of suppliers after a step."""
+
+    def keep_casts(self, model: Model) -> None:
+        """Let every unit make the copies that its products read, before its first call with new weights."""
+
+    def copies(self, model: Model) -> list[Tensor]:
+        """New copies of all weights of this rank, as units keep them: to count bytes."""
+
+    def refuse_idle_copies(self, run: Run, model: Model) -> None:
+        """Raise UsageError if a strategy gathers copies and no product of the whole model has any."""
+
+
+def _needed(what: str) -> Products:
+    found: Products = needed(PRODUCTS, what, "mplug-products")
+    return found
+
+
+def add_slot_buffers(model: Model, run: Run, contents: Iterable[Filled]) -> None:
+    """Add the buffers that the selected offers declare."""
+    keeping = [one for one in contents if one.offer is not None and one.offer.keeps_buffers]
+    if keeping:
+        _needed(f"the buffers of {keeping[0].supplier}").add_buffers(model, run, keeping)
+
+
+def slot_updates(model: Model) -> list[Update]:
+    """The functions that update the states of suppliers after a step."""
+    return _needed("buffers of suppliers").updates(model) if model.slot_buffers else []
+
+
+def keep_casts(model: Model) -> None:
+    """Let units keep copies of weights, if a package makes them."""
+    found: Products | None = provided(PRODUCTS)
+    if found is not None:
+        found.keep_casts(model)
+
+
+def copies_of(model: Model) -> list[Tensor]:
+    """New copies of all weights of this rank, as units keep them."""
+    found: Products | None = provided(PRODUCTS)
+    return [] if found is None else found.copies(model)
+
+
+def refuse_idle_copies(run: Run, model: Model) -> None:
+    """Raise UsageError if a strategy gathers copies and no product of the whole model has any."""
+    placements = model.placements.values()
+    if any(isinstance(one, GatheredPlacement) and one.as_copies for one in placements):
+        _needed("gathered copies of weights").refuse_idle_copies(run, model)

@@ -1,1 +1,0 @@
-"""The weights of products: copies in other formats, gathered copies, and gradients that follow later."""

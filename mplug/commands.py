@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from mplug.model.units import AS_THEY_ARE as AS_THEY_ARE
     from mplug.model.units import Instead as Instead
     from mplug.model.units import run_units as run_units
-    from mplug.registry.blame import cause_of as cause_of
-    from mplug.registry.blame import failed_part as failed_part
     from mplug.registry.entry_points import Registry as Registry
     from mplug.registry.entry_points import refuse_other_versions as refuse_other_versions
     from mplug.registry.hooks import COMMAND as COMMAND

@@ -12,7 +12,7 @@ from mplug import Axis, Mesh, contiguous
 from mplug.training.batch_parts import own_entries
 from mplug.training.feed import Feed
 from mplug.training.map_loader import MapLoader
-from mplug.training.supervised_loader import Source
+from mplug.training.source import Source
 
 B, S, PIXELS = 2, 24, 5
 TOKENS = ("batch", "sequence")

@@ -3,7 +3,8 @@
 import pytest
 
 from mplug import Model, Run, hookimpl
-from mplug.commands import COMMAND, Selection, build_model, cause_of, failed_part, prepare
+from mplug.commands import COMMAND, Selection, build_model, prepare
+from mplug_faults import cause_of, failed_part
 from mplug_testing.harness import tiny_config
 
 

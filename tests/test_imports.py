@@ -21,6 +21,7 @@ PACKAGES = [
     ROOT / "checkpoint/src/mplug_checkpoint",
     ROOT / "compile/src/mplug_compile",
     ROOT / "estimates/src/mplug_estimates",
+    ROOT / "faults/src/mplug_faults",
     ROOT / "graphs/src/mplug_graphs",
     ROOT / "heal/src/mplug_heal",
     ROOT / "hints/src/mplug_hints",
@@ -83,6 +84,7 @@ def test_an_import_that_runs_upwards_is_found() -> None:
 LIBRARIES = (
     "mplug_compile",
     "mplug_estimates",
+    "mplug_faults",
     "mplug_graphs",
     "mplug_heal",
     "mplug_hints",

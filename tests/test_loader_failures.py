@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader, Dataset
 from mplug import MapLoader, MicroBatch
 from mplug.contracts.loader import Loader
 from mplug.errors import PluginError, RunError, UsageError
-from mplug.registry.blame import plugin_error
 from mplug.run.run import Run
 from mplug.training.assembly import build
 from mplug.training.feed import Feed
 from mplug.training.loop import train
-from mplug.training.supervised_loader import Source, Supervised
+from mplug.training.source import Source
+from mplug_faults import Supervised, plugin_error
 from mplug_launch.pipes import Pipes
 from mplug_testing.harness import tiny_run
 

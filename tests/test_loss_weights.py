@@ -13,7 +13,7 @@ from tiny_models import DECODER
 from torch import Tensor
 
 from mplug.training.assembly import build
-from mplug.training.micro_batch_checks import malformed
+from mplug_faults import malformed
 from mplug_nn import Linear, Loss
 from mplug_nn.loss import IGNORED
 from mplug_testing.harness import in_fp64, tiny_run

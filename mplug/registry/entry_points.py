@@ -62,6 +62,8 @@ SAVERS = "savers"
 """The group 'mplug.savers': a class that saves runs in checkpoints and resumes them (`mplug.training.saving`)."""
 PRODUCTS = "products"
 """The group 'mplug.products': a class that keeps what products need beside their weights."""
+FAULTS = "faults"
+"""The group 'mplug.faults': a class that says which plugin failed (`mplug.training.faults`)."""
 INVARIANCES = "invariances"
 """The group 'mplug.invariances': a class that says whether a layout computes as one process does."""
 UPDATES = "updates"
@@ -106,6 +108,7 @@ GROUPS = (
     BEGINNINGS,
     SAVERS,
     INVARIANCES,
+    FAULTS,
     PRODUCTS,
     UPDATES,
     PROGRESS,

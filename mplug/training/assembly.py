@@ -36,8 +36,8 @@ from mplug.training.map_loader import MapLoader
 from mplug.training.repeating import repeating
 from mplug.training.rerunning import rerunning
 from mplug.training.shared_loader import shared_loader
+from mplug.training.source import Source
 from mplug.training.stepper import DefaultStepper
-from mplug.training.supervised_loader import Source
 
 
 @dataclass

@@ -21,8 +21,9 @@ from mplug.errors import RunError
 from mplug.model.stream_balancer import RowMover
 from mplug.run.activity import READING
 from mplug.training.batch_parts import count_targets, without_extra_targets
+from mplug.training.faults import faults
+from mplug.training.source import Source
 from mplug.training.streams import count_rows
-from mplug.training.supervised_loader import Source, Supervised
 
 if TYPE_CHECKING:
     from mplug.layout.plan import Plan
@@ -54,7 +55,9 @@ class Feed:
         self._part, self._shards = (0, 1) if source is None else (source.part, source.shards)
         self._micro_batch_size = 0 if source is None else source.micro_batch_size
         self._plan = None if source is None else source.plan
-        self._loader: Loader | Supervised = loader if source is None else Supervised(loader, source)
+        checking = None if source is None else faults()
+        self._is_checked = checking is not None
+        self._loader: Any = loader if checking is None or source is None else checking.supervised(loader, source)
         move: Change = Copies() if device.startswith("cuda") else _as_it_is
         if idle:
             move = partial(_moved_but, frozenset(idle), device, move)
@@ -66,11 +69,12 @@ class Feed:
     @property
     def loader(self) -> Loader:
         """The loader itself, for what it states of itself (such as `fingerprint`)."""
-        return self._loader.loader if isinstance(self._loader, Supervised) else self._loader
+        loader: Loader = self._loader.loader if self._is_checked else self._loader
+        return loader
 
     @loader.setter
     def loader(self, loader: Loader) -> None:
-        if isinstance(self._loader, Supervised):
+        if self._is_checked:
             self._loader.loader = loader
         else:
             self._loader = loader
@@ -110,11 +114,12 @@ class Feed:
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's state."""
-        return self._loader.state_dict()
+        state: dict[str, Any] = self._loader.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any], samples: int = 0) -> None:
         """Continue at a saved state of the loader. `samples` is its number of global samples; errors report it."""
-        if isinstance(self._loader, Supervised):
+        if self._is_checked:
             self._loader.load_state_dict(state, samples)
         else:
             self._loader.load_state_dict(state)

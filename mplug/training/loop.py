@@ -16,7 +16,6 @@ from pathlib import Path
 from mplug.contracts.stepper import StepResult
 from mplug.errors import Diverged, PluginError, UsageError
 from mplug.model.invariance import layout_dependence_of_all
-from mplug.registry.blame import plugin_error
 from mplug.registry.entry_points import RELAYOUTS
 from mplug.registry.provided import provided
 from mplug.run.activity import Activity
@@ -26,6 +25,7 @@ from mplug.run.run import Run
 from mplug.training.assembly import Parts, build
 from mplug.training.beginnings import Loaded, beginnings_of
 from mplug.training.evaluation import evaluate_unless_stopped
+from mplug.training.faults import faults
 from mplug.training.interrupt import Interrupt, TimeLeft
 from mplug.training.relayouts import Relayouts
 from mplug.training.report import PendingRecord, Report, data_gap, loss_warning
@@ -152,7 +152,8 @@ def _reporting_failure(run: Run) -> Iterator[None]:
 def _plugin_bug(run: Run, error: BaseException) -> PluginError | None:
     """An error that names the plugin whose code raised `error`; None if no plugin's code did."""
     step = f"in step {run.step}" if run.step else "before the first step"
-    return plugin_error(run.hooks, error, step, f"logs/rank{run.rank}.log")
+    found = faults()
+    return None if found is None else found.plugin_error(run.hooks, error, step, f"logs/rank{run.rank}.log")
 
 
 @contextmanager

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from mplug import DefaultStepper, RankBatch, RunError, StepResult, UsageError
-from mplug.commands import failed_part
 from mplug.tensors.random import step_key
+from mplug_faults import failed_part
 from mplug_graphs.recording import CudaGraph, Recording
 
 log = logging.getLogger("mplug")

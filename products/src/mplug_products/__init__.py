@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from mplug.system.lazy import publish
 
 if TYPE_CHECKING:
-    from mplug_products.gathered_copies import GatheredCopies as GatheredCopies
-    from mplug_products.gathered_copies import gathered_copies as gathered_copies
+    from mplug_products.gathering import GatheredCopies as GatheredCopies
+    from mplug_products.gathering import gathered_copies as gathered_copies
     from mplug_products.kept import Products as Products
     from mplug_products.states import HeldBuffers as HeldBuffers
     from mplug_products.states import slot_updates as slot_updates

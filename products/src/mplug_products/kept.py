@@ -9,7 +9,7 @@ from mplug.model.products import Update
 from mplug.model.slots.offers import Filled
 from mplug.run.run import Run
 from mplug_products.casts import copies_of, keep_casts
-from mplug_products.gathered_copies import refuse_idle_copies
+from mplug_products.gathering import refuse_idle_copies
 from mplug_products.placing import add_slot_buffers
 from mplug_products.states import slot_updates
 

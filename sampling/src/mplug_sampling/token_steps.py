@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from mplug import Model, Run, RunError, UsageError
-from mplug.commands import AS_THEY_ARE, Instead, cause_of, failed_part, use_own_stream
+from mplug.commands import AS_THEY_ARE, Instead, use_own_stream
+from mplug_faults import cause_of, failed_part
 from mplug_graphs import CudaGraph, Recording
 from mplug_nn.cache import CacheSize
 from mplug_nn.mixers.states import StaticStateCache

@@ -20,7 +20,7 @@ from unittest import SkipTest
 from mplug.errors import UsageError, counted
 from mplug.registry.hooks import implemented
 from mplug.run.prepare import check_data, prepare
-from mplug.training.micro_batch_checks import out_of_range
+from mplug_faults import out_of_range
 from mplug_testing.fingerprints import FingerprintChecks
 from mplug_testing.harness import installed_plugins, tiny_config
 from mplug_testing.leftovers import nothing_left
@@ -195,7 +195,8 @@ class DataSuite(FingerprintChecks):
 
     def test_a_run_finds_no_fault_in_its_micro_batches(self, world_size: int, split: str) -> None:
         """A run checks every micro batch and counts the samples of every rank. A fault ends the run."""
-        from mplug.training.supervised_loader import Source, Supervised
+        from mplug.training.source import Source
+        from mplug_faults import Supervised
 
         for run in self.ranks(self.layout(world_size)):
             supervised = Supervised(self.loader(run, split), Source.of(run, split))

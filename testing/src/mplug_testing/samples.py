@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mplug.training import micro_batch_checks as microbatches
+from mplug_faults import micro_batch_checks as microbatches
 from mplug_testing.stream_samples import StreamBatch, seen, watched
 from mplug_testing.suite import Fault, naming_failures, require
 

@@ -19,7 +19,7 @@ from mplug.model.build import build_model
 from mplug.run.prepare import check_data
 from mplug.training.assembly import build_loader
 from mplug.training.feed import Feed
-from mplug.training.supervised_loader import Source
+from mplug.training.source import Source
 from mplug_testing import DataSuite
 from mplug_testing.harness import tiny_run
 from mplug_testing.resume import require_exact_resume

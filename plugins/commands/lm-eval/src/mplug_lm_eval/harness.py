@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mplug import RunError, UsageError
-from mplug.commands import cause_of
+from mplug_faults import cause_of
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager

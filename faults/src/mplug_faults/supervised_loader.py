@@ -6,56 +6,28 @@ status 2). A file that cannot be read is a failure of the machine (`RunError`, e
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from mplug.contracts.loader import Loader
 from mplug.contracts.micro_batch import MicroBatch
 from mplug.errors import PluginError, RunError, UsageError
-from mplug.registry.blame import cause_of, sentence_of
-from mplug.training.micro_batch_checks import malformed, out_of_range
+from mplug.training.source import Source
 from mplug.training.streams import malformed_streams
+from mplug_faults.blame import cause_of, sentence_of
+from mplug_faults.micro_batch_checks import malformed, out_of_range
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from mplug.layout.plan import Plan
-    from mplug.run.run import Run
 
 T = TypeVar("T")
 END = object()
 """What `next` returns at the end of the micro batches: a loader may yield None by mistake."""
 
 
-@dataclass(frozen=True)
-class Source:
-    """The plugin and the split of a loader, and the shape of its micro batches on this rank.
-
-    `plan` is that of the model, which states the streams of micro batches.
-    """
-
-    plugin: str
-    split: str
-    seq_length: int
-    shards: int
-    rank: int
-    micro_batch_size: int = 0
-    part: int = 0
-    """The number of this rank's part of the batch, among `shards` parts."""
-    plan: "Plan | None" = None
-
-    @staticmethod
-    def of(run: "Run", split: str, plan: "Plan | None" = None) -> "Source":
-        """The source of a run's split; `plan` is that of the model."""
-        (plugin,) = run.hooks.implementers("build_loader")
-        part, shards = run.mesh.batch_shard(run.rank)
-        length, size = run.config.trainer.seq_length, run.micro_batch_size
-        return Source(plugin, split, length, shards, run.rank, size, part, plan)
-
-    def fault_of(self, batch: MicroBatch) -> str:
-        """A sentence about how a micro batch breaks the contract of loaders; '' if it does not."""
-        fault = malformed(batch, self.seq_length)
-        return fault or ("" if self.plan is None else malformed_streams(batch, self.plan))
+def fault_of(batch: MicroBatch, source: Source) -> str:
+    """A sentence about how a micro batch breaks the contract of loaders; '' if it does not."""
+    fault = malformed(batch, source.seq_length)
+    return fault or ("" if source.plan is None else malformed_streams(batch, source.plan))
 
 
 class Supervised:
@@ -87,7 +59,7 @@ class Supervised:
     def _checked(self, unread: Iterator[MicroBatch], first: int, num_samples: int) -> Iterator[MicroBatch]:
         source, count, most = self.source, 0, -(-num_samples // self.source.shards)
         while (batch := self._calling_loader(lambda: next(unread, END), first, num_samples, count)) is not END:
-            fault = source.fault_of(batch)
+            fault = fault_of(batch, source)
             count += 0 if fault else len(batch["sample_ids"])
             if count > most:
                 fault = f"it yields {count} samples, and rank {source.rank} reads at most {most} of them"

@@ -18,7 +18,7 @@ from mplug_cp.zigzag import zigzag
 from sample_balance import TAILS, flops_of, parser_of, samples_of
 
 from mplug.layout.mesh import Ranges
-from mplug.training.work_shares import dealt
+from mplug_streams.work_shares import dealt
 
 DIVISIONS = ("sequence", "documents")
 

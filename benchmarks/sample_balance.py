@@ -19,7 +19,7 @@ from statistics import mean
 
 from mplug.commands import Registry, build_model, default_settings, from_mapping, merge, prepare, resolve
 from mplug.layout.work import Flops
-from mplug.training.work_shares import dealt, imbalance
+from mplug_streams.work_shares import dealt, imbalance
 from mplug_tokenization.packing import best_fit_decreasing
 
 TAILS = {"short": (600, 1.5), "long": (2000, 1.8)}

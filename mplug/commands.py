@@ -81,6 +81,5 @@ if TYPE_CHECKING:
     from mplug.training.job import settle as settle
     from mplug.training.job import supervisor_of as supervisor_of
     from mplug.training.loop import launch_step as launch_step
-    from mplug.training.streams import own_rows as own_rows
 
 publish(__name__)

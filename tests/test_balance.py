@@ -14,8 +14,8 @@ from mplug.layout.work import Flops
 from mplug.model.build import build_model
 from mplug.model.model import Model
 from mplug.training.assembly import build
-from mplug.training.segment_shares import Place, assigned
 from mplug_streams.conditions import refuse_unbalanced
+from mplug_streams.segment_shares import Place, assigned
 from mplug_streams.shares import Shares
 from mplug_testing.harness import tiny_config, tiny_run
 from mplug_testing.workers import run_workers

@@ -11,8 +11,8 @@ from mplug import Axis, Mesh, Plan, Stream, Unit, UsageError
 from mplug.layout.work import Flops
 from mplug.model.build import build_model
 from mplug.training.batch_parts import own_part
-from mplug.training.streams import count_rows, malformed_streams
 from mplug_graphs.obstacles import step_obstacles
+from mplug_streams.rows import count_rows, malformed_streams
 from mplug_testing.harness import tiny_run
 
 PLAN = Plan(

@@ -15,7 +15,7 @@ from mplug import UsageError
 from mplug.model.build import build_model
 from mplug.training.assembly import build, feed
 from mplug.training.map_loader import MapLoader
-from mplug.training.work_shares import dealt, imbalance
+from mplug_streams.work_shares import dealt, imbalance
 from mplug_testing.harness import difference, tiny_run, train_ranks, train_steps, weights_off
 
 WORK = st.lists(st.integers(0, 1000), min_size=1, max_size=12)

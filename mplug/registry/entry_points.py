@@ -64,6 +64,8 @@ PRODUCTS = "products"
 """The group 'mplug.products': a class that keeps what products need beside their weights."""
 FAULTS = "faults"
 """The group 'mplug.faults': a class that says which plugin failed (`mplug.training.faults`)."""
+DIVISIONS = "divisions"
+"""The group 'mplug.divisions': a class that divides the work of a step among ranks."""
 INVARIANCES = "invariances"
 """The group 'mplug.invariances': a class that says whether a layout computes as one process does."""
 UPDATES = "updates"
@@ -108,6 +110,7 @@ GROUPS = (
     BEGINNINGS,
     SAVERS,
     INVARIANCES,
+    DIVISIONS,
     FAULTS,
     PRODUCTS,
     UPDATES,

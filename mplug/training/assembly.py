@@ -28,7 +28,7 @@ from mplug.model.unit_compiler import compile_units
 from mplug.model.updates import updates_of
 from mplug.run.run import Run
 from mplug.training.batch_parts import own_part
-from mplug.training.document_shares import DocumentShares, document_maps
+from mplug.training.division import division_if_installed
 from mplug.training.evaluator import Evaluator
 from mplug.training.feed import Feed
 from mplug.training.hardware import use_own_stream
@@ -230,7 +230,8 @@ def feed(run: Run, model: Model, split: str, loader: Loader | None = None) -> Fe
         _refuse_small_vocabulary(run, loader)
     taken = {name for unit in model.own_units for name in (*unit.inputs, *unit.optional)}
     idle = model.plan.stream_entries - taken  # a stage without the units of a stream does not need its rows
-    shares = DocumentShares(run.mesh) if document_maps(run.mesh) else None
+    found = division_if_installed()
+    shares = None if found is None else found.of_documents(run.mesh)
     return Feed(loader, run.device, Source.of(run, split, model.plan), cut, mover, idle, shares)
 
 
@@ -248,7 +249,7 @@ def _weigh(run: Run, model: Model, loader: Loader) -> None:
     """
     balances, (_, shards) = run.config.parallel.balance, run.mesh.batch_shard(run.rank)
     if isinstance(loader, MapLoader) and loader.documents is not None:
-        if shards > 1:
+        if shards > 1 and (balances or division_if_installed() is not None):
             loader.weigh(lambda lengths: sum(model.flops.of(one, one * one) for one in lengths), balances)
     elif balances and not model.plan.streams:
         (label,) = run.hooks.implementers("build_loader")

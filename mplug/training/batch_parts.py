@@ -9,7 +9,7 @@ from torch import Tensor
 from mplug.contracts.micro_batch import DOCUMENTS, IGNORED, MicroBatch
 from mplug.layout.mesh import DocumentMap, Ranges
 from mplug.tensors.segments import numbered
-from mplug.training.streams import own_rows
+from mplug.training.division import division
 
 if TYPE_CHECKING:
     from mplug.layout.mesh import Mesh
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 def own_part(batch: MicroBatch, plan: "Plan", mesh: "Mesh", rank: int) -> MicroBatch:
     """The part of a whole micro batch that `rank` computes, with the entries that the plan makes from others."""
-    return own_entries(own_rows(with_shifted(batch, plan), plan, mesh, rank), plan.context, mesh, rank)
+    whole = with_shifted(batch, plan)
+    own = division().own_rows(whole, plan, mesh, rank) if plan.streams else whole
+    return own_entries(own, plan.context, mesh, rank)
 
 
 def own_entries(batch: MicroBatch, context: Mapping[str, tuple[str, ...]], mesh: "Mesh", rank: int) -> MicroBatch:
@@ -80,6 +82,12 @@ def with_shifted(batch: MicroBatch, plan: "Plan") -> MicroBatch:
 def _joined(x: Tensor, dim: int, ranges: tuple[range, ...]) -> Tensor:
     before = (slice(None),) * dim
     return torch.cat([x[(*before, slice(part.start, part.stop, part.step))] for part in ranges], dim)
+
+
+def rows_by_entry(batch: MicroBatch, plan: "Plan", axis: str) -> Mapping[str, int]:
+    """The entries of a micro batch that have rows of a stream, and their numbers of rows."""
+    named = {name: axes for name, axes in plan.context.items() if name in batch and axis in axes}
+    return {name: batch[name].shape[axes.index(axis)] for name, axes in named.items()}
 
 
 def count_targets(batch: MicroBatch, plan: "Plan | None" = None) -> "tuple[int, int | Tensor | None]":

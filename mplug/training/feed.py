@@ -21,13 +21,12 @@ from mplug.errors import RunError
 from mplug.model.stream_balancer import RowMover
 from mplug.run.activity import READING
 from mplug.training.batch_parts import count_targets, without_extra_targets
+from mplug.training.division import Measured, division
 from mplug.training.faults import faults
 from mplug.training.source import Source
-from mplug.training.streams import count_rows
 
 if TYPE_CHECKING:
     from mplug.layout.plan import Plan
-    from mplug.training.document_shares import DocumentShares
 
 Change = Callable[[MicroBatch], MicroBatch]
 
@@ -49,7 +48,7 @@ class Feed:
         cut: Change | None = None,
         mover: RowMover | None = None,
         idle: Collection[str] = (),
-        shares: "DocumentShares | None" = None,
+        shares: Measured | None = None,
     ) -> None:
         self.vocab_size = loader.vocab_size
         self._part, self._shards = (0, 1) if source is None else (source.part, source.shards)
@@ -82,7 +81,7 @@ class Feed:
     def imbalances(self) -> dict[str, float]:
         """The work of the rank with the most in the last step, over the mean of ranks, where it is known.
 
-        `work_imbalance` is that of data-parallel ranks; `DocumentShares` names those of ranks that divide samples.
+        `work_imbalance` is that of data-parallel ranks; `Measured` names those of ranks that divide samples.
         """
         own: float | None = getattr(self.loader, "imbalance", None)
         divided = {} if self._shares is None else self._shares.take()
@@ -140,7 +139,7 @@ class RankBatches:
         expected: int,
         own: Change,
         plan: "Plan | None" = None,
-        shares: "DocumentShares | None" = None,
+        shares: Measured | None = None,
     ) -> None:
         self._batches, self._own, self._plan, self._shares = iter(batches), own, plan, shares
         self._expected, self._unread, self._number = expected, num_samples, 0
@@ -159,7 +158,7 @@ class RankBatches:
             raise RunError(f"the data loader has {-self._unread} samples more than the step")
         number, self._number = self._number, self._number + 1
         positions, targets = count_targets(whole, self._plan)
-        rows = {} if self._plan is None else count_rows(whole, self._plan)
+        rows = {} if self._plan is None or not self._plan.streams else division().count_rows(whole, self._plan)
         if self._shares is not None:
             self._shares.add(whole)
         return RankBatch(self._own(whole), number, self._unread == 0, positions, targets, rows)

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from mplug.contracts.loader import Loader
 from mplug.contracts.micro_batch import MicroBatch
-from mplug.training.work_shares import dealt, imbalance
+from mplug.training.division import division
 
 Read = Callable[[range], MicroBatch] | Callable[[Sequence[int]], MicroBatch]
 
@@ -65,8 +65,8 @@ class MapLoader(Loader):
         work = [self.work(self.documents(one)) for one in samples]
         shares: Sequence[Sequence[int]] = [range(cuts[part], cuts[part + 1]) for part in range(count)]
         if self.balances and len(samples) % count == 0:
-            shares = dealt(work, count, self.micro_batch_size)
-        self.imbalance = imbalance(work, shares)
+            shares = division().dealt(work, count, self.micro_batch_size)
+        self.imbalance = division().imbalance(work, shares)
         return [samples[one] for one in shares[index]]
 
     def state_dict(self) -> dict[str, Any]:

@@ -25,8 +25,8 @@ from mplug.model.pieces import write_weights
 from mplug.model.products import slot_updates
 from mplug.run.run import Run
 from mplug.tensors.host_buffers import fill_host_buffers
+from mplug.training.batch_parts import rows_by_entry
 from mplug.training.evaluator import Evaluator
-from mplug.training.streams import rows_by_entry
 from mplug.training.token_scale import TokenScale
 
 

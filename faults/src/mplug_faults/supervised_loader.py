@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from mplug.contracts.loader import Loader
 from mplug.contracts.micro_batch import MicroBatch
 from mplug.errors import PluginError, RunError, UsageError
+from mplug.training.division import division
 from mplug.training.source import Source
-from mplug.training.streams import malformed_streams
 from mplug_faults.blame import cause_of, sentence_of
 from mplug_faults.micro_batch_checks import malformed, out_of_range
 
@@ -27,7 +27,9 @@ END = object()
 def fault_of(batch: MicroBatch, source: Source) -> str:
     """A sentence about how a micro batch breaks the contract of loaders; '' if it does not."""
     fault = malformed(batch, source.seq_length)
-    return fault or ("" if source.plan is None else malformed_streams(batch, source.plan))
+    if fault or source.plan is None or not source.plan.streams:
+        return fault
+    return division().malformed(batch, source.plan)
 
 
 class Supervised:

@@ -1,7 +1,8 @@
 """What ranks exchange of samples.
 
 `Balancer` (`parallel.balance`): ranks that read different samples compute about equally many rows of their streams.
-`Sharing` (`parallel.read_once`): one rank reads the samples of several. They are what the host asks.
+`Sharing` (`parallel.read_once`): one rank reads the samples of several. `Division`: the rows of streams that each rank
+computes, and how unequal the work of ranks is. They are what the host asks.
 
 This module imports no torch: a name is imported when it is first used.
 """
@@ -12,6 +13,8 @@ from mplug.system.lazy import publish
 
 if TYPE_CHECKING:
     from mplug_streams.balancer import Balancer as Balancer
+    from mplug_streams.division import Division as Division
+    from mplug_streams.rows import own_rows as own_rows
     from mplug_streams.sharing import Sharing as Sharing
 
 publish(__name__)

@@ -17,10 +17,10 @@ import mplug_ops as ops
 from mplug.contracts.micro_batch import MicroBatch
 from mplug.contracts.streams import RETURNS
 from mplug.layout.plan import TOKENS_AXIS
-from mplug.training.batch_parts import own_entries, with_shifted
-from mplug.training.segment_shares import assigned
-from mplug.training.streams import lengths_in, lengths_within, rows_by_entry
+from mplug.training.batch_parts import own_entries, rows_by_entry, with_shifted
 from mplug_streams.conditions import USE, data_axes
+from mplug_streams.rows import lengths_in, lengths_within
+from mplug_streams.segment_shares import assigned
 from mplug_streams.shares import Shares
 
 if TYPE_CHECKING:

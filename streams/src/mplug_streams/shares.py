@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from mplug.training.segment_shares import Place
+from mplug_streams.segment_shares import Place
 
 
 @dataclass(frozen=True)

@@ -186,8 +186,8 @@ def _answered(wanted: Wanted, tokenizer: Any, *, published: bool) -> Wanted:
 
 def _texts_of(run: "Run", sampler: "Sampler", texts: Sequence[Sequence[int]]) -> "EncoderTexts":
     """The texts of a batch for the encoder."""
-    from mplug.commands import own_rows
     from mplug_sampling.streams import EncoderTexts
+    from mplug_streams import own_rows
 
     plan = sampler.model.plan
     return EncoderTexts(plan, texts, lambda entries: own_rows(entries, plan, run.mesh, run.rank))
@@ -195,9 +195,9 @@ def _texts_of(run: "Run", sampler: "Sampler", texts: Sequence[Sequence[int]]) ->
 
 def _media_of(run: "Run", sampler: "Sampler", prompts: Sequence[Prompt], encode: Encode) -> "Media | None":
     """The pictures and videos of a batch; None if it has none."""
-    from mplug.commands import own_rows
     from mplug_sampling.sampler import processor_of
     from mplug_sampling.streams import Media
+    from mplug_streams import own_rows
 
     if not any(prompt.media for prompt in prompts):
         return None

@@ -3,7 +3,7 @@
 `mplug.Stream` describes the entries.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING
@@ -14,7 +14,8 @@ from torch.nn.functional import pad
 
 from mplug.contracts.micro_batch import MicroBatch
 from mplug.layout.plan import TOKENS_AXIS
-from mplug.training.segment_shares import assigned
+from mplug.training.batch_parts import rows_by_entry
+from mplug_streams.segment_shares import assigned
 
 if TYPE_CHECKING:
     from mplug.layout.mesh import Mesh
@@ -149,9 +150,3 @@ def lengths_within(outer: Sequence[int], inner: Sequence[int]) -> list[list[int]
         while sum(found[-1]) < length:
             found[-1].append(next(unread))
     return found
-
-
-def rows_by_entry(batch: MicroBatch, plan: "Plan", axis: str) -> Mapping[str, int]:
-    """The entries of a micro batch that have rows of a stream, and their numbers of rows."""
-    named = {name: axes for name, axes in plan.context.items() if name in batch and axis in axes}
-    return {name: batch[name].shape[axes.index(axis)] for name, axes in named.items()}

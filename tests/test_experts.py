@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mplug.cli import main
-from mplug.gradients.statistics import Statistics
 from mplug_pretrained.inference import load_for_inference
+from mplug_steps import Statistics
 from mplug_testing import run_workers
 from mplug_testing.harness import EXACT, Trace, difference, tiny_run, train_steps
 from mplug_testing.layouts import ranks_of

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from mplug.errors import Diverged, UsageError
-from mplug.gradients.loss_scale import LossScale
 from mplug.run.run import Run
 from mplug.training.assembly import build
+from mplug_steps import LossScale
 from mplug_testing import run_workers
 from mplug_testing.harness import logical, tiny_config, tiny_run, train_steps
 from mplug_testing.runs import trained

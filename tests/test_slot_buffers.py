@@ -16,7 +16,6 @@ from torch import Tensor
 
 from mplug import Buffer, Flops, Init, Offer, Parameter, Placement, Plan, Site, SlotBuffer, UsageError
 from mplug.cli import main
-from mplug.gradients.statistics import Statistics
 from mplug.model.build import build_model
 from mplug.model.slots.declaration import slot_of
 from mplug.tensors.slot_buffers import hold
@@ -25,6 +24,7 @@ from mplug_nn import Experts, Gemm, Linear, keep_max
 from mplug_products import HeldBuffers, slot_updates
 from mplug_saving.folder import newest
 from mplug_saving.states import refuse_unsavable_states
+from mplug_steps import Statistics
 from mplug_testing import run_workers, runs
 from mplug_testing.harness import EXACT, Boxes, Trace, difference, tiny_config, tiny_run, train_steps
 from mplug_testing.harness import logical as whole_of

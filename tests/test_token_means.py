@@ -16,7 +16,7 @@ from mplug.tensors.host_buffers import register_host_buffer
 from mplug.training.assembly import build
 from mplug.training.batch_parts import count_targets
 from mplug.training.stepper import DefaultStepper
-from mplug.training.token_scale import TokenScale
+from mplug_steps import TokenScale
 from mplug_testing.harness import Trace, difference, tiny_run, train_ranks, train_steps
 
 Settings = dict[str, Any]

@@ -293,7 +293,8 @@ class Plan:
     def named_axes(self) -> frozenset[str]:
         """Every named axis of entries, activations, parameters and buffers."""
         flowing = [axis for axes in (*self.context.values(), *self.activations.values()) for axis in axes]
-        return frozenset(flowing).union(*(one.axes for one in (*self.parameters.values(), *self.buffers.values())))
+        of_tensors = [axis for one in self.parameters.values() for axis in one.axes]
+        return frozenset((*flowing, *of_tensors, *(axis for one in self.buffers.values() for axis in one.axes)))
 
     def entries_of(self, axis: str) -> frozenset[str]:
         """The entries of micro batches that belong to the stream with this axis."""

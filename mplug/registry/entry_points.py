@@ -66,6 +66,8 @@ FAULTS = "faults"
 """The group 'mplug.faults': a class that says which plugin failed (`mplug.training.faults`)."""
 DIVISIONS = "divisions"
 """The group 'mplug.divisions': a class that divides the work of a step among ranks."""
+STEPS = "steps"
+"""The group 'mplug.steps': a class with what some steps need beside losses and gradients."""
 INVARIANCES = "invariances"
 """The group 'mplug.invariances': a class that says whether a layout computes as one process does."""
 UPDATES = "updates"
@@ -110,6 +112,7 @@ GROUPS = (
     BEGINNINGS,
     SAVERS,
     INVARIANCES,
+    STEPS,
     DIVISIONS,
     FAULTS,
     PRODUCTS,

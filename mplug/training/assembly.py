@@ -12,7 +12,6 @@ from mplug.contracts.loader import Loader
 from mplug.contracts.optimizer import Optimizer, Piece
 from mplug.contracts.stepper import Stepper
 from mplug.errors import PluginError, UsageError, listed
-from mplug.gradients.loss_scale import LossScale
 from mplug.model.build import allocate_parts, build_model, gradient_dtype, refuse_unsavable
 from mplug.model.engine import refuse_missing_pieces, refuse_other_sums
 from mplug.model.invariance import invariance_of
@@ -33,11 +32,10 @@ from mplug.training.evaluator import Evaluator
 from mplug.training.feed import Feed
 from mplug.training.hardware import use_own_stream
 from mplug.training.map_loader import MapLoader
-from mplug.training.repeating import repeating
-from mplug.training.rerunning import rerunning
 from mplug.training.shared_loader import shared_loader
 from mplug.training.source import Source
 from mplug.training.stepper import DefaultStepper
+from mplug.training.steps import ScalesLosses, repeating, rerunning
 
 
 @dataclass
@@ -50,7 +48,7 @@ class Parts:
     stepper: Stepper
     train_loader: Feed
     validation_loader: Feed | None
-    loss_scale: LossScale | None = None
+    loss_scale: ScalesLosses | None = None
 
     def held(self) -> list[Held]:
         """The values of all parameters of this rank, trained or not: initialisation and checkpoints use them."""

@@ -4,7 +4,7 @@ A micro batch is read when the stepper requests it, never before: the device sti
 last, so reading and copying cost no device time. While it is on the CPU, the feed checks it, adds the entries that the
 plan makes from others, counts its positions and targets, and cuts this rank's part out of it. Only that part is copied
 to the device, asynchronously. A step with a loss that is a mean over tokens requests all of its micro batches when it
-begins (`mplug.training.token_scale`).
+begins (`mplug_steps.TokenScale`).
 """
 
 import time

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 
@@ -14,7 +15,6 @@ from mplug.contracts.stepper import Record, StepResult
 from mplug.errors import Diverged
 from mplug.run.run import Run
 from mplug.training.hardware import Moment, peak_memory_gib, peak_tflops
-from mplug.training.rerunning import RerunningStepper
 from mplug.training.saving import Position
 
 ROWS = ("rows", "squares")
@@ -152,8 +152,8 @@ class Report:
 
     def _explanation(self, step: int) -> str:
         """What a plugin finds out about a step that is not finite; '' if none does. Collective."""
-        stepper = self.position.parts.stepper
-        if not isinstance(stepper, RerunningStepper):
+        stepper: Any = self.position.parts.stepper
+        if not self.run.hooks.implementers("explain_nonfinite"):
             return ""
         found = self.run.hooks.call.explain_nonfinite(
             run=self.run, step=step, batches=stepper.batches(step), rerun=partial(stepper.rerun, step)

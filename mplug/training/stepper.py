@@ -16,18 +16,15 @@ from torch import Tensor
 from mplug.contracts.micro_batch import MicroBatch, RankBatch
 from mplug.contracts.optimizer import Optimizer, Piece, StepScalars, updated_on
 from mplug.contracts.stepper import StepResult
-from mplug.gradients.loss_scale import LossScale
 from mplug.gradients.norm import GlobalNorm, owned_gradients
 from mplug.gradients.reduction import Reduction
-from mplug.gradients.statistics import Statistics
 from mplug.model.model import Model
 from mplug.model.pieces import write_weights
-from mplug.model.products import slot_updates
 from mplug.run.run import Run
 from mplug.tensors.host_buffers import fill_host_buffers
 from mplug.training.batch_parts import rows_by_entry
 from mplug.training.evaluator import Evaluator
-from mplug.training.token_scale import TokenScale
+from mplug.training.steps import ScalesLosses, loss_scale_of, statistics_of, token_scale_of
 
 
 class Announced:
@@ -66,10 +63,10 @@ class DefaultStepper(Evaluator):
         device = updated_on(pieces, run.device)
         self.norm = GlobalNorm(owned_gradients(pieces, run.rank), device.type, self.wide)
         self.reduction = Reduction(run, model.placements, model.sinks.reduced_over, pieces)
-        updates = slot_updates(model)
-        self.statistics = Statistics(run, model.module, model.plan, model.buffer_placements, updates)
-        self.loss_scale: LossScale | None = LossScale.of(run, model.module)
-        self.token_scale = TokenScale(run, model.module, None if self.loss_scale is None else self.loss_scale.scale)
+        self.statistics = statistics_of(run, model)
+        self.loss_scale: ScalesLosses | None = loss_scale_of(run, model.module)
+        scale = None if self.loss_scale is None else self.loss_scale.scale
+        self.token_scale = token_scale_of(run, model.module, scale)
         self.gradient_scale: Tensor | float | None = None
         self.scalars = StepScalars.zeros(device)
         self.stop = torch.zeros((), dtype=self.wide, device=run.device)
@@ -93,8 +90,8 @@ class DefaultStepper(Evaluator):
     def read(self, micro_batches: Iterable[RankBatch]) -> Iterable[RankBatch]:
         """The step's micro batches, after `begin_step`; observers hear when the stepper takes one.
 
-        They are read on request, unless a loss inside of blocks is a mean over tokens (`TokenScale`): then all are read
-        here. Collective.
+        They are read on request, unless a loss inside of blocks is a mean over tokens (`token_scale`): then all are
+        read here. Collective.
         """
         return Announced(self.run, self.token_scale.read(micro_batches), length_hint(micro_batches))
 

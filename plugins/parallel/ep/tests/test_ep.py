@@ -26,8 +26,8 @@ from mplug.run.prepare import prepare
 from mplug.run.run import Run
 from mplug.training.assembly import build
 from mplug.training.job import settle
-from mplug.training.repeating import RepeatingStepper
 from mplug_nn import Gating
+from mplug_steps import RepeatingStepper
 from mplug_testing import ParallelSuite, run_workers
 from mplug_testing.harness import Trace, difference, tiny_config, tiny_run, train_steps
 from mplug_testing.parity import require_parity

@@ -26,11 +26,6 @@ class LossScale:
         self.good, self.overflows = torch.zeros((2,), device=device).unbind()
         fill_host_buffers(module, "loss scale", self.scale)
 
-    @classmethod
-    def of(cls, run: Run, module: nn.Module) -> "LossScale | None":
-        """The loss scale of a run; None if its precision does not scale the loss."""
-        return cls(run, module) if run.precision.loss_scaling == "dynamic" else None
-
     def gradient_of(self, loss: Tensor) -> Tensor:
         """The gradient with which backward starts: the scale, in the loss's precision."""
         return self.scale.to(loss.dtype)

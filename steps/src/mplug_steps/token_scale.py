@@ -15,9 +15,10 @@ from mplug.contracts.micro_batch import RankBatch
 from mplug.errors import UsageError
 from mplug.run.run import Run
 from mplug.tensors.host_buffers import fill_host_buffers, host_buffers
+from mplug.training.steps import NoTokenScale
 
 
-class TokenScale:
+class TokenScale(NoTokenScale):
     """Counts the targets of a step in advance, and fills the buffers for 'token scale' with the factor.
 
     `is_missing` says that losses of this step need the factor, and that it is not known yet. `loss_scale` [] is the
@@ -26,7 +27,8 @@ class TokenScale:
     """
 
     def __init__(self, run: Run, module: nn.Module, loss_scale: Tensor | None) -> None:
-        self.run, self.loss_scale = run, loss_scale
+        super().__init__(loss_scale)
+        self.run = run
         self._is_needed = any(run.gathered(bool(host_buffers(module, "token scale"))))
         self.is_missing = self._is_needed
         self.scale = torch.ones((), dtype=run.precision.master_dtype, device=run.device)

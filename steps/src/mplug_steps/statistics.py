@@ -13,12 +13,13 @@ from mplug.gradients.region import region
 from mplug.layout.placement import Box, Placement
 from mplug.layout.plan import Plan
 from mplug.run.run import Run
+from mplug.training.steps import NoStatistics
 
 NEUTRAL = {"sum": 0.0, "max": float("-inf")}
 """The value of each reduction that changes no result."""
 
 
-class Statistics:
+class Statistics(NoStatistics):
     """The statistics that the buffers of a plan describe, for all stages; a rank has the buffers of its own modules.
 
     The axes over which a statistic is reduced are the `partial_axes` of its placement; independent workers are reduced

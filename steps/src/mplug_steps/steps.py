@@ -1,0 +1,37 @@
+"""What the host asks about steps (`mplug.training.steps.Steps`)."""
+
+from torch import Tensor, nn
+
+from mplug.contracts.stepper import Stepper
+from mplug.model.model import Model
+from mplug.model.products import slot_updates
+from mplug.run.run import Run
+from mplug_steps.loss_scale import LossScale
+from mplug_steps.repeating import repeating
+from mplug_steps.rerunning import rerunning
+from mplug_steps.statistics import Statistics
+from mplug_steps.token_scale import TokenScale
+
+
+class Steps:
+    """The class of the entry-point group 'mplug.steps'."""
+
+    def statistics(self, run: Run, model: Model) -> Statistics:
+        """The statistics of a model. Collective."""
+        return Statistics(run, model.module, model.plan, model.buffer_placements, slot_updates(model))
+
+    def token_scale(self, run: Run, module: nn.Module, loss_scale: Tensor | None) -> TokenScale:
+        """The factor of losses inside of blocks that are means over tokens."""
+        return TokenScale(run, module, loss_scale)
+
+    def loss_scale(self, run: Run, module: nn.Module) -> LossScale:
+        """The dynamic loss scale of a run."""
+        return LossScale(run, module)
+
+    def repeating(self, run: Run, model: Model, stepper: Stepper) -> Stepper:
+        """The stepper that runs the passes of a step again if a plugin says that they were not exact."""
+        return repeating(run, model, stepper)
+
+    def rerunning(self, run: Run, model: Model, stepper: Stepper) -> Stepper:
+        """The stepper that can run the passes of the last steps again."""
+        return rerunning(run, model, stepper)

@@ -12,12 +12,12 @@ from torch import nn
 from mplug import UsageError
 from mplug.config.defaults import default_settings
 from mplug.config.sources import read_assignments, read_file, read_yaml
-from mplug.model.sizes import MAX_SUBMODULES, within_reason
 from mplug.registry.bind_section import bind
 from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
 from mplug.run.metrics_file import read_lines
 from mplug.run.prepare import prepare
+from mplug_estimates.sizes import MAX_SUBMODULES, within_reason
 
 
 def config_with(*assignments: str) -> Any:

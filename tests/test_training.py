@@ -28,7 +28,6 @@ from mplug import (
     UsageError,
     hookimpl,
 )
-from mplug.cli.train_start import _about_unused, _about_warmup
 from mplug.config.defaults import default_settings, saved_settings
 from mplug.config.sources import read_assignments
 from mplug.errors import Diverged
@@ -44,6 +43,7 @@ from mplug.training.loop import Ending, train
 from mplug.training.metrics_writer import MetricsFile
 from mplug.training.report import PendingRecord
 from mplug.training.stepper import DefaultStepper
+from mplug_estimates.settings import about_unused, about_warmup
 from mplug_saving.names import path_of, step_of
 
 NOISY = ["model.dropout=0.1", "model.attention_dropout=0.1"]
@@ -499,7 +499,7 @@ def test_a_run_that_ends_with_a_loss_far_above_a_uniform_guess_warns(
 def test_a_run_that_ends_within_its_warm_up_says_how_far_the_rate_gets() -> None:
     def lines(*changes: str) -> list[str]:
         config = resolve(Registry(), default_settings(), read_assignments(changes))
-        return _about_warmup(SimpleNamespace(config=config))  # type: ignore[arg-type]
+        return about_warmup(SimpleNamespace(config=config))  # type: ignore[arg-type]
 
     assert lines() == lines("trainer.steps=50", "schedule.warmup_steps=50") == []
     (line,) = lines("trainer.steps=4")
@@ -510,7 +510,7 @@ def test_settings_of_plugins_that_the_run_does_not_use_are_said_to_have_no_effec
     def lines(*changes: str) -> list[str]:
         overrides = read_assignments(changes)
         config = resolve(Registry(), default_settings(), overrides)
-        return _about_unused(SimpleNamespace(config=config), overrides)  # type: ignore[arg-type]
+        return about_unused(SimpleNamespace(config=config), overrides)  # type: ignore[arg-type]
 
     chosen = ("parallel.layout=pp2", "parallel.pp.schedule=gpipe", "parallel.dp.bucket_mib=4", "memory.recompute={}")
     assert lines(*chosen) == []

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mplug.errors import UsageError, listed
+from mplug.errors import UsageError
 from mplug.registry.entry_points import BEGINNINGS, PREFLIGHTS, PROGRESS
 from mplug.registry.provided import provided
 
@@ -86,8 +86,6 @@ class Start:
             *([f"  {NOTHING_SHOWN}"] if provided(PROGRESS) is None else ()),
             *(f"  changed since the checkpoint: {line}" for line in (self.since.lines() if self.since else ())),
             *(f"  {sentence}" for sentence in self.about),
-            *(f"  {sentence}" for sentence in _about_unused(run, self.request.overrides)),
-            *(f"  {sentence}" for sentence in _about_warmup(run)),
             *(f"  {sentence}" for sentence in self.about_step),
         ]
 
@@ -125,7 +123,7 @@ def prepare_start(
     readable = saving.readable(resume_from) if saving is not None and _reads_checkpoints(world) else None
     since = None if saving is None else saving.changes(run, readable, request.allowed)
     run.directory = directory or new_directory(run.config, request.name, check=first)
-    weights, about, about_step = _refuse_model(run, world, saving, resume_from, readable, since)
+    weights, about, about_step = _refuse_model(run, world, saving, resume_from, readable, since, request.overrides)
     if first and saving is not None:
         claim = claim or saving.claim_new(lock, run, request.name)
     about = [*about_data, *about]
@@ -143,37 +141,6 @@ def _is_complete(run: "Run", world: "World | None", directory: Path) -> bool:
     if gatherer is not None and _reads_checkpoints(world):
         gatherer.complete(directory)
     return gatherer is None or _reads_checkpoints(world)
-
-
-def _about_warmup(run: "Run") -> list[str]:
-    """A line about a run that ends within its warm-up."""
-    schedule, steps, peak = run.config.schedule, run.config.trainer.steps, run.config.optimizer.lr
-    if schedule.warmup_steps <= steps:
-        return []
-    return [
-        f"the warm-up has {schedule.warmup_steps} steps and the run {steps}, so the learning rate only reaches "
-        f"{peak * steps / schedule.warmup_steps:.2g} of {peak:g}; set schedule.warmup_steps to fewer"
-    ]
-
-
-def _about_unused(run: "Run", overrides: "Settings") -> list[str]:
-    """Lines about settings of the user for plugins that the run does not use, such as a strategy outside the layout.
-
-    They are valid, because a file may hold the settings of several layouts.
-    """
-    from mplug.config.binding import FREE_SECTIONS, PLUGIN_SECTIONS
-
-    used = {one.section for one in run.config.chosen}
-    used |= {rest.section for rest in (run.config.parallel.rest,) if rest is not None}
-    unused: dict[tuple[str, str], list[str]] = {}
-    for key, setting in overrides.items():
-        is_field = len(key) > 2 and key[0] in PLUGIN_SECTIONS and key[0] not in FREE_SECTIONS
-        if is_field and key[:2] not in used:
-            unused.setdefault((key[0], key[1]), []).append(f"{'.'.join(key)} ({setting.source})")
-    return [
-        f"{listed(fields)} {'has' if len(fields) == 1 else 'have'} no effect: the run does not use {section}/{name}"
-        for (section, name), fields in unused.items()
-    ]
 
 
 def _is_first(world: "World | None") -> bool:
@@ -221,6 +188,7 @@ def _refuse_model(
     resume_from: Path | None,
     readable: "Checkpoint | None",
     since: "Changes | None",
+    overrides: "Settings",
 ) -> tuple[str | None, list[str], list[str]]:
     """Build the model on the meta device, and refuse what cannot train.
 
@@ -241,10 +209,11 @@ def _refuse_model(
     found, weights, lines = beginnings_of(run, model), None, list[str]()
     if found is not None:
         weights, lines = found.check(run, model, is_new=not resume_from, is_reader=_reads_checkpoints(world))
+    about = [] if preflight is None else preflight.about_settings(run, overrides)
     done = readable.manifest["step"] if readable is not None else 0
     step = [] if preflight is None or not _is_first(world) else preflight.about_steps(run, model, world, done)
     memory = [] if preflight is None else preflight.about_memory(run, model, world)
-    return weights, [*lines, *memory], step
+    return weights, [*lines, *memory], [*about, *step]
 
 
 def beginning(readable: "Checkpoint | None", weights: str | None) -> str:

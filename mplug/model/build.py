@@ -1,6 +1,7 @@
 """From a prepared run to a model: split, placed, its slots filled, measured."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 
@@ -19,12 +20,10 @@ from mplug.model.memory import allocate
 from mplug.model.model import Model
 from mplug.model.pieces import make_pieces
 from mplug.model.plans.adapting import adapt
-from mplug.model.plans.count_passes import passes_of
 from mplug.model.plans.freezing import freeze, freeze_all
 from mplug.model.products import add_slot_buffers, copies_of, refuse_idle_copies
 from mplug.model.recorder import recorder_of
 from mplug.model.single_optimizer import build_optimizer
-from mplug.model.sizes import within_reason
 from mplug.model.slots.fill import fill_slots, select_offers
 from mplug.model.slots.kernel_limits import NO_GPU
 from mplug.model.slots.offers import PLAIN, Offer, Unmet, Wrap
@@ -148,7 +147,8 @@ def _build_model(run: Run) -> tuple[Model, list[Unmet]]:
     """The model of a rank and its unmet needs; before launch, rank 0 adds those of stages with other blocks."""
     run.device = choose_device(run.config)
     (label,) = run.hooks.implementers("build_model")
-    with torch.device("meta"), within_reason(run.config, label):
+    preflight = provided(PREFLIGHTS)
+    with torch.device("meta"), nullcontext() if preflight is None else preflight.within_reason(run.config, label):
         model: Model = run.hooks.call.build_model(run=run)
         of_loader = run.entries
         adapt(run, model)
@@ -169,7 +169,7 @@ def _build_model(run: Run) -> tuple[Model, list[Unmet]]:
         model.mixing = invariance.mixing(run, model)
     if (balancer := balancer_of(run)) is not None:
         balancer.refuse(run, model)
-    model.set_passes(passes_of(model))
+    model.set_passes({} if preflight is None else preflight.passes(model))
     elsewhere = _unmet_in_other_stages(run, model)  # before the hooks that are about this rank's stage
     model.keep_stage(run.mesh.index(run.rank, model.stages.axis))
     run.hooks.call.shard_model(run=run, model=model)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from mplug.contracts.stepper import Pipeline
     from mplug.layout.mesh import Mesh
-    from mplug.model.plans.passes import Passes
     from mplug.run.run import Run
 
 
@@ -41,8 +40,8 @@ class Placed(Built):
     stages: Stages = field(default=Stages("", ()))
     pipeline: "Pipeline | None" = None
     sharding: Sharding | None = None
-    passes: "Passes | None" = None
-    stream_passes: "Mapping[str, Passes]" = field(default_factory=dict)
+    passes: Any = None
+    stream_passes: Mapping[str, Any] = field(default_factory=dict)
     mixing: tuple[Any, ...] = ()
 
     def place(self, mesh: "Mesh", stages: Stages | None) -> None:
@@ -95,15 +94,16 @@ class Placed(Built):
         """The buffers among them that are states, not statistics: checkpoints save these."""
         return {n: buffer for n, buffer in self.buffers().items() if not self.buffer_placements[n].parameter.over}
 
-    def set_passes(self, passes: "Mapping[str, Passes]") -> None:
-        """Keep what `passes_of` has counted."""
-        self.passes = passes[""]
+    def set_passes(self, passes: Mapping[str, Any]) -> None:
+        """Keep the passes by the entry with the lengths of segments; that of tokens is ''."""
+        self.passes = passes.get("")
         self.stream_passes = {lengths: one for lengths, one in passes.items() if lengths}
 
     @property
     def flops(self) -> Flops:
         """The FLOPs of a step's passes over tokens: the plan's, minus those that frozen parameters make unnecessary."""
-        return self.plan.flops if self.passes is None else self.passes.flops
+        flops: Flops = self.plan.flops if self.passes is None else self.passes.flops
+        return flops
 
     @property
     def engine(self) -> "Engine | None":

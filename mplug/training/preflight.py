@@ -1,8 +1,11 @@
 """What the host asks of the package that compares a run with its machine before it starts."""
 
-from typing import Protocol
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from mplug.config.binding import RunConfig
+from mplug.config.sources import Settings
 from mplug.distributed.world import World
 from mplug.model.model import Model
 from mplug.model.slots.offers import Unmet
@@ -12,9 +15,22 @@ from mplug.run.run import Run
 class Preflight(Protocol):
     """The methods of the class in the entry-point group 'mplug.preflights'.
 
-    The host calls them before a process starts, with the model on the meta device. Without an installed class, a run
-    that does not fit its machine fails when it needs the memory.
+    The host calls them before a process starts, with the model on the meta device, and the first two in each process.
+    Without an installed class, a run that does not fit its machine fails when it needs the memory, and the FLOPs of a
+    step are those of a model without frozen parameters.
     """
+
+    def within_reason(self, config: RunConfig, label: str) -> AbstractContextManager[None]:
+        """A block in which the plugin `label` builds the model; UsageError for sizes that no machine can hold."""
+
+    def passes(self, model: Model) -> Mapping[str, Any]:
+        """The passes of a step of a whole model (`flops`), by the entry with the lengths of a stream's segments.
+
+        The entry of the units of tokens is ''. Called between `Model.place` and `Model.keep_stage`.
+        """
+
+    def about_settings(self, run: Run, overrides: Settings) -> list[str]:
+        """Lines about settings of the user (`overrides`) that do less than they seem to."""
 
     def refuse(self, run: Run, model: Model, world: World | None) -> None:
         """Raise UsageError if this machine cannot hold the least that the run needs."""

@@ -164,7 +164,11 @@ class Report:
         length, world_size = self.run.config.trainer.seq_length, self.run.mesh.world_size
         model = self.position.parts.model
         flops = model.flops.of(samples * length, samples * length**2)
-        flops += sum(model.stream_passes[name].flops.of(*counted) for name, counted in rows.items())
+        flops += sum(
+            model.stream_passes[name].flops.of(*counted)
+            for name, counted in rows.items()
+            if name in model.stream_passes
+        )
         tflops, peak = flops / seconds / 1e12 / world_size, peak_tflops(self.run.device)
         return {
             "step_s": seconds,

@@ -1,14 +1,22 @@
 """Compares a run with its machine before it starts (`mplug.training.preflight.Preflight`)."""
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from mplug_estimates.alternatives import kernels_that_would_do
+from mplug_estimates.count_passes import passes_of
 from mplug_estimates.memory_check import check_memory
+from mplug_estimates.passes import Passes
+from mplug_estimates.settings import about_unused, about_warmup
 from mplug_estimates.size_limits import refuse_beyond_memory
+from mplug_estimates.sizes import within_reason
 from mplug_estimates.step_estimate import about_step, recipe_gaps
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from mplug.config.binding import RunConfig
+    from mplug.config.sources import Settings
     from mplug.distributed.world import World
     from mplug.model.model import Model
     from mplug.model.slots.offers import Unmet
@@ -17,6 +25,18 @@ if TYPE_CHECKING:
 
 class Preflight:
     """The class of the entry-point group 'mplug.preflights'."""
+
+    def within_reason(self, config: "RunConfig", label: str) -> AbstractContextManager[None]:
+        """In the block, refuse a model of sizes that no machine can hold."""
+        return within_reason(config, label)
+
+    def passes(self, model: "Model") -> "Mapping[str, Passes]":
+        """The passes of a step of a whole model, without those that frozen parameters make unnecessary."""
+        return passes_of(model)
+
+    def about_settings(self, run: "Run", overrides: "Settings") -> list[str]:
+        """Settings for plugins that the run does not use, and a run that ends within its warm-up."""
+        return [*about_unused(run, overrides), *about_warmup(run)]
 
     def refuse(self, run: "Run", model: "Model", world: "World | None") -> None:
         """Refuse sizes that exceed all memory of the machine."""

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 from mplug.config.sources import source_of
 from mplug.errors import UsageError
-from mplug.model.sizes import size_remedy
 from mplug.precisions.dtypes import FORMATS
 from mplug.run.rank_limit import layout_words
+from mplug_estimates.sizes import size_remedy
 
 if TYPE_CHECKING:
     from mplug.distributed.world import World

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from mplug.layout.gradient_flow import carrying
 from mplug.layout.names import modules_around
 from mplug.layout.work import Flops, Work
-from mplug.model.plans.passes import Passes
 from mplug.model.plans.work import flops_of_work
+from mplug_estimates.passes import Passes
 
 if TYPE_CHECKING:
     from mplug.model.model import Model

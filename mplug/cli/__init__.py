@@ -80,10 +80,12 @@ def _in_our_words(ctx: click.Context) -> Iterator[None]:
     except click.exceptions.NoArgsIsHelpError:
         raise
     except click.UsageError as error:
-        from mplug.cli.click_errors import message_of  # only this error needs it
+        from mplug.cli.hints import hints  # only this error needs it
 
         command = " ".join(filter(None, (ctx.command_path, ctx.invoked_subcommand)))
-        raise UsageError(message_of(error, command, ctx.meta.get(WORDS, []))) from None
+        found, words = hints(), ctx.meta.get(WORDS, [])
+        plain = f"{error.format_message()} (see {error.ctx.command_path if error.ctx else command} --help)"
+        raise UsageError(plain if found is None else found.of_line(error, command, words)) from None
 
 
 def _fail(message: str, status: int) -> None:

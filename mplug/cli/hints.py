@@ -1,23 +1,29 @@
 """What the host asks of the package that knows what a mistyped command line may have meant."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
 from mplug.registry.entry_points import HINTS
 from mplug.registry.provided import provided
 
+if TYPE_CHECKING:
+    from mplug.config.problems import Problem
+
 
 class Hints(Protocol):
     """The methods of the class in the entry-point group 'mplug.hints'.
 
-    The host calls them for words that it cannot read. Without an installed class, its messages name the nearest option
-    or command, and no form of another tool.
+    The host calls them for words that it cannot read, and for values that a section refuses. Without an installed
+    class, its messages are those of click and pydantic.
     """
 
-    def of_options(self, error: click.NoSuchOption, words: Sequence[str]) -> str:
-        """The message for the unknown options among the words of a command line; '' if click's own is better."""
+    def of_line(self, error: click.UsageError, command: str, words: Sequence[str]) -> str:
+        """What is wrong with the command line of 'mplug COMMAND', and what to do; `words` are those after COMMAND."""
+
+    def of_section(self, error: Any, model: Any, values: Mapping[str, Any]) -> "list[Problem]":
+        """Every problem of a section with these values, from an error of pydantic about its `model`."""
 
     def of_word(self, word: str) -> str:
         """The message for a word that is no option, no assignment and no config file; '' if nothing is known of it."""

@@ -7,12 +7,13 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from mplug.config.family import Contained, contained_fields, lists_of_sections
-from mplug.config.problems import NO_SECTION, Problem, booleans_as_numbers, problems_of
+from mplug.config.problems import NO_SECTION, Problem, booleans_as_numbers, stated_problems
 from mplug.config.ranges import integers_out_of_range, out_of_range
 from mplug.config.sources import from_mapping, merge, nested
 from mplug.errors import UsageError, listed, quoted, suggest
 from mplug.registry.asking import fault
-from mplug.registry.entry_points import BrokenPlugin, Registry
+from mplug.registry.entry_points import HINTS, BrokenPlugin, Registry
+from mplug.registry.provided import provided
 
 UNBOUND = object()
 """The value of a family that cannot be bound: no type accepts it, so no validator of the whole section runs."""
@@ -34,7 +35,9 @@ def bind(
     try:
         config = model.model_validate(dict(values))
     except ValidationError as error:
-        own = [one for one in problems_of(error, model, values) if not one.path or one.path[0] not in broken]
+        found = provided(HINTS)
+        stated = stated_problems(error) if found is None else found.of_section(error, model, values)
+        own = [one for one in stated if not one.path or one.path[0] not in broken]
         return None, [*own, *of_families]
     except Exception as error:
         return None, [Problem((), f"a validator of the section failed: {fault(error)}", is_fault=True)]

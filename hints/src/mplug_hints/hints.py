@@ -1,13 +1,18 @@
 """What the host asks about a mistyped command line (`mplug.cli.hints.Hints`)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 import yaml
 
-from mplug_hints.options import option_hint, refuse_bare_fields
+from mplug_hints.click_errors import message_of
+from mplug_hints.options import refuse_bare_fields
 from mplug_hints.words import word_hint
+
+if TYPE_CHECKING:
+    from mplug.config.problems import Problem
 
 OTHER_COMMANDS = Path(__file__).with_name("other_commands.yaml")
 """Commands of other tools, each with the command of mplug that does the same."""
@@ -16,9 +21,15 @@ OTHER_COMMANDS = Path(__file__).with_name("other_commands.yaml")
 class Hints:
     """The class of the entry-point group 'mplug.hints'."""
 
-    def of_options(self, error: click.NoSuchOption, words: Sequence[str]) -> str:
-        """The message for the unknown options among the words of a command line."""
-        return option_hint(error, words)
+    def of_line(self, error: click.UsageError, command: str, words: Sequence[str]) -> str:
+        """What is wrong with the command line of a command, and what to do."""
+        return message_of(error, command, words)
+
+    def of_section(self, error: Any, model: Any, values: Mapping[str, Any]) -> "list[Problem]":
+        """Every problem of a section of the config, as errors about the fields that the user wrote."""
+        from mplug_hints.problems import problems_of  # imports pydantic
+
+        return problems_of(error, model, values)
 
     def of_word(self, word: str) -> str:
         """The message for a word that is no option, no assignment and no config file."""

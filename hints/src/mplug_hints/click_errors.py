@@ -5,15 +5,15 @@ from collections.abc import Sequence
 
 import click
 
-from mplug.cli.hints import hints
 from mplug.cli.options import PluginName
 from mplug.errors import brief, listed, suggest
 from mplug.registry.entry_points import Registry
+from mplug_hints.options import option_hint
 
 
 def message_of(error: click.UsageError, command: str, words: Sequence[str]) -> str:
     """What is wrong with the command line of 'mplug COMMAND', and what to do; `words` are those after COMMAND."""
-    if isinstance(error, click.NoSuchOption) and (found := hints()) and (hint := found.of_options(error, words)):
+    if isinstance(error, click.NoSuchOption) and (hint := option_hint(error, words)):
         return hint
     return f"{_problem(error)} (see {error.ctx.command_path if error.ctx else command} --help)"
 

@@ -56,8 +56,6 @@ if TYPE_CHECKING:
     from mplug.registry.entry_points import Registry as Registry
     from mplug.registry.entry_points import refuse_other_versions as refuse_other_versions
     from mplug.registry.hooks import COMMAND as COMMAND
-    from mplug.registry.recipes import InstalledRecipe as InstalledRecipe
-    from mplug.registry.recipes import find_recipe as find_recipe
     from mplug.registry.resolve import resolve as resolve
     from mplug.run.folder import RUNS as RUNS
     from mplug.run.folder import all_directories as all_directories

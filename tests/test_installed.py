@@ -144,6 +144,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, host: Path) -> Alone:
     found = Alone(folder, host, FROZEN)
     found.add("saving", *built(folder, HERE.parent / "saving"))
     found.add("heal", *built(folder, HERE.parent / "heal"))
+    found.add("settings", *built(folder, HERE.parent / "settings"))
     return found
 
 
@@ -161,7 +162,7 @@ WORKS = [
     ("train", "--name", "unsaved", *OWN, *OPTIONS),
     ("+saving", "train", "--name", "one", *OWN, *OPTIONS),
     ("+saving", "train", "--resume", "--name", "one", "--set", "trainer.steps=14"),
-    ("config", "show", "--sources", *OWN, *OPTIONS),
+    ("+settings", "config", "show", "--sources", *OWN, *OPTIONS),
     ("+heal", "train", "--name", "lacking", *OWN, *OPTIONS),
 ]
 """A run of the host alone; with mplug-saving, a run and its continuation; the sources of settings; a run with
@@ -195,6 +196,7 @@ def test_the_frozen_wheel_trains_and_resumes(alone: Alone, outcomes: list[tuple[
 
 ABSENT = {
     ("checkpoint",): "mplug-checkpoint",
+    ("config",): "mplug-settings",
     ("evaluate",): "mplug-evaluate",
     ("explain",): "mplug-explain",
     ("generate",): "mplug-generate",
@@ -209,7 +211,7 @@ REFUSED: dict[tuple[str, ...], str] = {
         "(pip install mplug-gpt mplug-adamw mplug-text), or name others with --model (installed: solo), --optimizer "
         "(installed: descent) and --data (installed: counting)\n"
     ),
-    ("config", "schema", *OWN[:2], *OWN[4:6]): (
+    ("+settings", "config", "schema", *OWN[:2], *OWN[4:6]): (
         "mplug: optimizers/adamw of the default run is not installed; install it (pip install mplug-adamw), or name "
         "another with --optimizer (installed: descent)\n"
     ),
@@ -232,6 +234,8 @@ REFUSED: dict[tuple[str, ...], str] = {
                 "weights that a run begins with (checkpoint.pretrained) or adapters",
                 "mplug-pretrained",
             ),
+            (("--recipe", "sft"), "--recipe", "mplug-settings"),
+            (("--set", "trainer.precision=fp16"), "trainer.precision=fp16, which scales losses", "mplug-steps"),
             (("--set", "parallel.balance=true"), "parallel.balance=true", "mplug-streams"),
             (("--set", "trainer.graphs=true"), "trainer.graphs=true", "mplug-graphs"),
             (("--set", "checkpoint.every=auto"), "checkpoint.every=auto", "mplug-heal"),

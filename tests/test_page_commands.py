@@ -12,7 +12,7 @@ from page_commands import COMMANDS, PAGES, ROOT, Shown, parsed, settle_as_train
 
 from mplug.errors import UsageError
 from mplug.registry.entry_points import Registry
-from mplug.registry.recipes import find_recipe
+from mplug_settings import find_recipe
 
 FOLDERS = {"Qwen3-8B": "qwen3", "Qwen3-0.6B": "qwen3", "DIR": "llama", "my-model": "llama"}
 FOLDERS |= {"STUDENT": "llama", "TEACHER": "llama"}

@@ -21,12 +21,12 @@ from mplug import UsageError, hookimpl
 from mplug.model.build import build_model, measure_bytes
 from mplug.model.single_optimizer import build_optimizer
 from mplug.registry.entry_points import Registry
-from mplug.registry.json_schema import config_schema
 from mplug.run.prepare import prepare
 from mplug.run.record import provenance
 from mplug.training.assembly import build
 from mplug_saving.folder import newest
 from mplug_saving.position import Position
+from mplug_settings import config_schema
 from mplug_testing import run_workers
 from mplug_testing.harness import EXACT, as_rank, logical, owned_values, tiny_config, tiny_run
 from mplug_testing.parity import require_parity, trained_once

@@ -12,8 +12,8 @@ from mplug.cli import main
 from mplug.config.defaults import default_settings
 from mplug.config.sources import from_mapping
 from mplug.registry.entry_points import Registry
-from mplug.registry.recipes import find_recipe
 from mplug.registry.resolve import resolve
+from mplug_settings import find_recipe
 
 REGISTRY = Registry()
 ROOT = Path(__file__).parents[1]

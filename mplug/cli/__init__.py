@@ -16,7 +16,6 @@ from mplug.system.version import __version__
 
 COMMANDS = {
     "train": "Train a model, or continue a run.",
-    "config": "Show the resolved config, or its JSON Schema.",
     "plugins": "List, show and check installed plugins, or create a new one.",
 }
 """The host's own commands, in the order in which a new user needs them. Each is a module of this package."""

@@ -13,7 +13,7 @@ from click.shell_completion import CompletionItem
 from mplug.cli.setting_option import SettingOption
 from mplug.config.entry import Entry
 from mplug.errors import UsageError, brief
-from mplug.registry.entry_points import RECIPES, Registry
+from mplug.registry.entry_points import RECIPE_SETTINGS, RECIPES, Registry
 from mplug.registry.stores import is_address, local_path
 
 if TYPE_CHECKING:
@@ -236,13 +236,14 @@ def overrides(
     from mplug.cli.hints import assignment_hint  # completion and help need neither
     from mplug.cli.words import read_words
     from mplug.config.sources import merge, read_assignments, read_file
-    from mplug.registry.recipes import with_recipe
+    from mplug.registry.provided import needed
 
     given = read_words(words, file, assignments)
     assignment_hint(assignments)
     settings: Settings = read_file(given.file) if given.file else {}
     if recipe is not None:
-        settings = with_recipe(Registry(), recipe, settings)
+        found = needed(RECIPE_SETTINGS, "--recipe", "mplug-settings")
+        settings = found.under(settings, Registry(), recipe)
     fields = {name: entry.target for name, entry in added_flags().items()}
     fields |= {name: flag.field for name, flag in FLAGS.items()}
     settings = merge(settings, _of_data(data))

@@ -96,6 +96,8 @@ TOKEN_OFFERS = "token_offers"
 """The group 'mplug.token_offers': a class that fills slots which sum or join tokens of several ranks."""
 RECIPES = "recipes"
 """The group 'mplug.recipes': each maps the name of a recipe to the package with its file, NAME.yaml."""
+RECIPE_SETTINGS = "recipe_settings"
+"""The group 'mplug.recipe_settings': a class whose method `under(settings, registry, word)` adds a recipe."""
 STORES = "stores"
 """The group 'mplug.stores': a class that reads and writes addresses such as 's3://bucket/model'."""
 SLOTS = "slots"
@@ -129,6 +131,7 @@ GROUPS = (
     ASSEMBLERS,
     TOKEN_OFFERS,
     RECIPES,
+    RECIPE_SETTINGS,
     STORES,
     SLOTS,
 )

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mplug.commands import PluginName, Registry, find_recipe
+from mplug.commands import PluginName, Registry
+from mplug_settings import find_recipe
 
 if TYPE_CHECKING:
-    from mplug.commands import InstalledRecipe
+    from mplug_settings import InstalledRecipe
 
 GROUP = "recipes"
 HEADER = re.compile(r"^recipe:[ \t]*(#.*)?$", re.MULTILINE)

@@ -59,7 +59,7 @@ def schema(**names: str | None) -> None:
     from mplug.config.sources import Settings
     from mplug.registry.entry_points import Registry
     from mplug.registry.fallbacks import missing_defaults, missing_message
-    from mplug.registry.json_schema import config_schema
+    from mplug_settings.json_schema import config_schema
 
     registry, default = Registry(), default_settings()
     omitted: Settings = {(section, "name"): default[section, "name"] for section, word in names.items() if not word}

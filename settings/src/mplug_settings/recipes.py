@@ -65,14 +65,17 @@ def read_recipe(entry: Entry, word: str) -> InstalledRecipe:
     return InstalledRecipe(word, entry, path, text, settings)
 
 
-def with_recipe(registry: Registry, word: str, settings: Settings) -> Settings:
-    """`settings` of the user over those of a recipe, with the name and the origin of the recipe."""
-    recipe = find_recipe(registry, word)
-    origin: Settings = {
-        (RECIPE, "name"): Setting(recipe.entry.name, "--recipe"),
-        (RECIPE, "origin"): Setting(recipe.entry.origin, "--recipe"),
-    }
-    return merge(merge(recipe.settings, settings), origin)
+class RecipeSettings:
+    """The class of the entry-point group 'mplug.recipe_settings'."""
+
+    def under(self, settings: Settings, registry: Registry, word: str) -> Settings:
+        """`settings` of the user over those of a recipe, with the name and the origin of the recipe."""
+        recipe = find_recipe(registry, word)
+        origin: Settings = {
+            (RECIPE, "name"): Setting(recipe.entry.name, "--recipe"),
+            (RECIPE, "origin"): Setting(recipe.entry.origin, "--recipe"),
+        }
+        return merge(merge(recipe.settings, settings), origin)
 
 
 def _path(entry: Entry) -> Path | None:

@@ -12,7 +12,7 @@ from tiny_models import DECODER
 from torch import Tensor
 
 from mplug.gradients.sinks import GradientSink
-from mplug.tensors.delayed import Taps, bits_of
+from mplug_products.delayed import Taps, bits_of
 from mplug_schedules.weight_gradients import Postponed, WeightGradients
 from mplug_testing import run_workers
 from mplug_testing.harness import in_fp64, tiny_run

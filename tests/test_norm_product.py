@@ -17,9 +17,9 @@ from mplug.model.build import build_model
 from mplug.model.slots.declaration import fusibles, slot_of
 from mplug.model.slots.fill import sites
 from mplug.model.slots.selection import select
-from mplug.tensors.slot_buffers import hold
 from mplug_nn import MLP, Attention, Boundary, Collective, DenseBlock, Linear, Norm, Projected
 from mplug_nn.prologue import ACTIVATION_PRODUCT, FUSED_SLOTS, NORM_PRODUCT
+from mplug_products.slot_buffers import hold
 from mplug_testing import run_workers
 from mplug_testing.delayed_gradient_checks import later_fault
 from mplug_testing.harness import difference, tiny_run, train_steps

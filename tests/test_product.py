@@ -16,7 +16,6 @@ from mplug import Offer, UsageError
 from mplug.model.build import build_model
 from mplug.model.products import keep_casts
 from mplug.model.slots.declaration import slot_of
-from mplug.tensors.slot_buffers import hold
 from mplug_nn import (
     MLP,
     GatheredForm,
@@ -28,6 +27,7 @@ from mplug_nn import (
     Sink,
     add_product,
 )
+from mplug_products.slot_buffers import hold
 from mplug_testing import run_workers
 from mplug_testing.delayed_gradient_checks import later_fault
 from mplug_testing.gathered_copy_checks import gathered_fault, gathered_forms

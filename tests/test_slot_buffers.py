@@ -18,10 +18,10 @@ from mplug import Buffer, Flops, Init, Offer, Parameter, Placement, Plan, Site, 
 from mplug.cli import main
 from mplug.model.build import build_model
 from mplug.model.slots.declaration import slot_of
-from mplug.tensors.slot_buffers import hold
 from mplug.training.assembly import Parts
 from mplug_nn import Experts, Gemm, Linear, keep_max
 from mplug_products import HeldBuffers, slot_updates
+from mplug_products.slot_buffers import hold
 from mplug_saving.folder import newest
 from mplug_saving.states import refuse_unsavable_states
 from mplug_steps import Statistics

@@ -10,7 +10,7 @@ from mplug.errors import UsageError, listed
 from mplug.model.generator_seeds import drawing_plugin
 from mplug.model.model import Model
 from mplug.run.run import Run
-from mplug.tensors.weight_product import ProductModule
+from mplug_products.weight_product import ProductModule
 
 HOOK = "captures"
 IN_A_STEP = (

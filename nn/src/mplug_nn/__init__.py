@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from mplug.model.plans.description import describe as describe
     from mplug.model.slots.declaration import Fusible as Fusible
     from mplug.model.slots.declaration import states as states
-    from mplug.tensors.gathered_form import GatheredForm as GatheredForm
     from mplug.tensors.operator import fake as fake
     from mplug.tensors.operator import operator as operator
     from mplug.tensors.sink import Operand as Operand
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from mplug.tensors.sink import add_rows as add_rows
     from mplug.tensors.sink import aligned as aligned
     from mplug.tensors.sink import zero_if_stale as zero_if_stale
-    from mplug.tensors.weight_product import ProductModule as ProductModule
-    from mplug.tensors.weight_product import WeightProduct as WeightProduct
     from mplug_nn.activations import ActivationFunction as ActivationFunction
     from mplug_nn.attention import Attention as Attention
     from mplug_nn.attention import DotProductAttention as DotProductAttention
@@ -208,5 +205,8 @@ if TYPE_CHECKING:
     from mplug_nn.vision.merger import PatchMerger as PatchMerger
     from mplug_nn.vision.patches import PatchEmbedding as PatchEmbedding
     from mplug_nn.vision.tower import TowerConfig as TowerConfig
+    from mplug_products.gathered_form import GatheredForm as GatheredForm
+    from mplug_products.weight_product import ProductModule as ProductModule
+    from mplug_products.weight_product import WeightProduct as WeightProduct
 
 publish(__name__)

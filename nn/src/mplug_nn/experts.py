@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from mplug.layout.inits import ZEROS, Entries, Inits
 from mplug.layout.plan import Parameter, Segment
 from mplug.model.slots.declaration import Slot
-from mplug.tensors.delayed import Later, Operands
 from mplug.tensors.sink import Sink, Weights
-from mplug.tensors.slot_buffers import held
-from mplug.tensors.weight_product import ProductModule
 from mplug_nn.gemm import NOTHING
 from mplug_nn.grouped import PLAIN_GROUPED, GroupedProduct, apply_grouped, grouped_linear, waits_for_device
 from mplug_nn.linear import ADAPTERS
 from mplug_nn.mlp import Activation, Kind
+from mplug_products.delayed import Later, Operands
+from mplug_products.slot_buffers import held
+from mplug_products.weight_product import ProductModule
 
 Route = tuple[Tensor, ...]
 """Routing metadata that `dispatch` returns and `combine` needs."""

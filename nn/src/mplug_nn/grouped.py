@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from mplug.tensors.delayed import Later, hand_out
 from mplug.tensors.operator import fake, operator
 from mplug.tensors.sink import Operand, Sink, Weights, add_product
-from mplug.tensors.weight_product import WeightProduct
 from mplug_nn.gemm import NOTHING
+from mplug_products.delayed import Later, hand_out
+from mplug_products.weight_product import WeightProduct
 
 
 def grouped_linear(rows: Tensor, counts: Tensor, weights: Weights) -> Tensor:

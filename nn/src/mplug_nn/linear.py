@@ -9,10 +9,7 @@ from torch import Tensor, nn
 
 from mplug.layout.work import Branches, Step, WeightProduct
 from mplug.model.slots.declaration import Slot
-from mplug.tensors.delayed import Later, Operands
 from mplug.tensors.sink import Sink, Weights
-from mplug.tensors.slot_buffers import held
-from mplug.tensors.weight_product import ProductModule
 from mplug_nn.gemm import NOTHING, PLAIN, Gemm, weight_gradient
 from mplug_nn.product import COMPOSED, Boundary, Collective, Narrow, Product, apply_product
 from mplug_nn.prologue import (
@@ -25,6 +22,9 @@ from mplug_nn.prologue import (
     Prologue,
     apply_fused,
 )
+from mplug_products.delayed import Later, Operands
+from mplug_products.slot_buffers import held
+from mplug_products.weight_product import ProductModule
 
 __all__ = ["PLAIN", "Gemm", "Linear", "multiply", "weight_gradient"]
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from mplug.tensors.delayed import Later, hand_out
 from mplug.tensors.sink import Operand, Sink, Weights
 from mplug.tensors.supplier import Supplier
-from mplug.tensors.weight_product import WeightProduct
 from mplug_nn.gemm import NOTHING, PLAIN, Gemm, arguments, weight_gradient
+from mplug_products.delayed import Later, hand_out
+from mplug_products.weight_product import WeightProduct
 
 P = ParamSpec("P")
 R = TypeVar("R")

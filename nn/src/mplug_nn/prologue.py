@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mplug.tensors.delayed import Later, hand_out
 from mplug.tensors.sink import Operand, Sink, Weights
-from mplug.tensors.weight_product import WeightProduct
 from mplug_nn.gemm import NOTHING
 from mplug_nn.product import Narrow
+from mplug_products.delayed import Later, hand_out
+from mplug_products.weight_product import WeightProduct
 
 NORM_PRODUCT, ACTIVATION_PRODUCT = FUSED_SLOTS = ("Linear.norm_product", "Linear.activation_product")
 Gradients = tuple[Tensor, Tensor | None, Tensor | None]

@@ -19,7 +19,7 @@ from mplug.model.model import Model
 from mplug.model.slots.offers import RECOMPUTING, Filled
 from mplug.model.slots.slot_buffer import SlotBuffer
 from mplug.run.run import Run
-from mplug.tensors.slot_buffers import hold
+from mplug_products.slot_buffers import hold
 from mplug_products.states import HeldBuffers
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from mplug.model.products import Update
 from mplug.model.slots.offers import Offer, Site
 from mplug.model.slots.slot_buffer import SlotBuffer
-from mplug.tensors.slot_buffers import buffer_name, held
+from mplug_products.slot_buffers import buffer_name, held
 
 
 @dataclass(frozen=True)

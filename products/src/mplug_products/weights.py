@@ -3,7 +3,7 @@
 from typing import Literal, NamedTuple
 
 from mplug.model.model import Model
-from mplug.tensors.weight_product import ProductModule
+from mplug_products.weight_product import ProductModule
 
 Table = Literal["CASTS", "DELAYED"]
 """The class variable of a `ProductModule` that maps the names of its weights to attributes."""

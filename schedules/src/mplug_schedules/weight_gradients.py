@@ -1,6 +1,6 @@
 """Backward passes in two halves: a pass computes the gradients of activations, and those of weights follow later.
 
-The operands of the products of a pass leave it as gradients of taps (`mplug.tensors.delayed`). Products declare the
+The operands of the products of a pass leave it as gradients of taps (`mplug_products.delayed`). Products declare the
 shapes of their operands for an input (`WeightProduct.operands`); a forward pass without memory, once for each shape of
 micro batches, finds the inputs.
 """
@@ -19,9 +19,9 @@ from mplug.layout.plan import Unit
 from mplug.model.model import Model
 from mplug.model.slots.offers import RECOMPUTING
 from mplug.model.units import run_units
-from mplug.tensors.delayed import Later, Operands, Taps, without_memory
-from mplug.tensors.weight_product import ProductModule
 from mplug_products import weights_at_rest
+from mplug_products.delayed import Later, Operands, Taps, without_memory
+from mplug_products.weight_product import ProductModule
 
 
 class Site(NamedTuple):

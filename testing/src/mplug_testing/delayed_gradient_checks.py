@@ -10,13 +10,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mplug.layout.plan import Init, Parameter
 from mplug.model.slots.declaration import slot_of
 from mplug.model.slots.offers import Offer, Site
-from mplug.tensors.delayed import Later, Operands, Taps, without_memory
 from mplug.tensors.sink import Weights
-from mplug.tensors.slot_buffers import hold
 from mplug_compile.tracer import prepare_compiler
 from mplug_nn import Experts, Linear
 from mplug_nn.grouped import apply_grouped
 from mplug_nn.prologue import FUSED_SLOTS
+from mplug_products.delayed import Later, Operands, Taps, without_memory
+from mplug_products.slot_buffers import hold
 from mplug_testing.fused import FusedLinear
 from mplug_testing.grouped import expert_site
 from mplug_testing.kernel_checks import initial

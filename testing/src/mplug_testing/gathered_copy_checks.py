@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from mplug.model.slots.declaration import slot_of
 from mplug.model.slots.offers import Offer
-from mplug.tensors.slot_buffers import hold
 from mplug_nn import GatheredForm, Linear, WeightProduct
 from mplug_nn.prologue import FUSED_SLOTS
+from mplug_products.slot_buffers import hold
 from mplug_testing.fused import FusedLinear
 from mplug_testing.kernel_buffer_checks import site_of
 from mplug_testing.kernel_checks import initial

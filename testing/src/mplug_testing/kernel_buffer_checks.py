@@ -18,13 +18,13 @@ from mplug.layout.plan import Init, Parameter, axes_of
 from mplug.model.slots.declaration import slot_of
 from mplug.model.slots.offers import Offer, Site
 from mplug.model.slots.slot_buffer import SlotBuffer
-from mplug.tensors.slot_buffers import hold
 from mplug_compile.tracer import prepare_compiler
 from mplug_nn import Linear, Narrow, Operand, Sink, Weights
 from mplug_nn.grouped import apply_grouped
 from mplug_nn.linear import PLAIN
 from mplug_nn.prologue import FUSED_SLOTS, NORM_PRODUCT
 from mplug_products import HeldBuffers, updated
+from mplug_products.slot_buffers import hold
 from mplug_testing.fused import FusedLinear
 from mplug_testing.grouped import EXPERTS, PRODUCT, WEIGHTS, after_groups, expert_site, of_weight, routed
 from mplug_testing.kernel_cases.dense import with_weight

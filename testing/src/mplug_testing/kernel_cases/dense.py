@@ -8,11 +8,11 @@ from torch import Tensor
 
 from mplug.layout.plan import Init, Parameter
 from mplug.model.slots.declaration import slot_of
-from mplug.tensors.slot_buffers import hold
 from mplug_nn import MLP, Inputs, Linear, Norm, Prologue
 from mplug_nn.activations import ACTIVATIONS, is_gated
 from mplug_nn.norm_functions import NORMS
 from mplug_nn.prologue import ACTIVATION_PRODUCT, FUSED_SLOTS, NORM_PRODUCT
+from mplug_products.slot_buffers import hold
 from mplug_testing.fused import FusedLinear
 from mplug_testing.kernel_cases.case import BUFFERS, SINK, Case, Drawn, Suppliers, Tensors
 

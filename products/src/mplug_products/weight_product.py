@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mplug.tensors.delayed import Operands
-from mplug.tensors.gathered_form import NO_GATHERED_FORM, GatheredForm
 from mplug.tensors.sink import Operand
-from mplug.tensors.slot_buffers import held
 from mplug.tensors.supplier import Statements
+from mplug_products.delayed import Operands
+from mplug_products.gathered_form import NO_GATHERED_FORM, GatheredForm
+from mplug_products.slot_buffers import held
 
 Buffers = Mapping[str, Tensor]
 Saved = tuple[Tensor, ...]

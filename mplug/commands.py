@@ -69,7 +69,6 @@ if TYPE_CHECKING:
     from mplug.training.assembly import build as build
     from mplug.training.assembly import feed as feed
     from mplug.training.assembly import forward_stepper as forward_stepper
-    from mplug.training.evaluation import CountedTargets as CountedTargets
     from mplug.training.hardware import peak_memory_gib as peak_memory_gib
     from mplug.training.hardware import peak_tflops as peak_tflops
     from mplug.training.hardware import timed as timed

@@ -22,13 +22,12 @@ from mplug.contracts.optimizer import AVERAGE
 from mplug.model.build import build_model, measure_bytes
 from mplug.run.prepare import prepare
 from mplug.training.assembly import Parts, build
-from mplug.training.averages import evaluated_in_place
-from mplug.training.evaluation import evaluate
 from mplug.training.loop import train
 from mplug_saving.folder import newest
 from mplug_saving.position import Position
 from mplug_testing.harness import EXACT, as_rank, tiny_config, tiny_run
 from mplug_testing.parity import require_parity
+from mplug_validation import evaluate, evaluated_in_place
 
 LR, DECAY, STEPS = 1e-2, 0.1, 6
 HALF: dict[str, Any] = {"optimizer.average": {"decay": 0.5}}

@@ -350,7 +350,7 @@ CHAT: Settings = {
 
 def test_torchtitan_4167_the_validation_loss_is_the_mean_over_targets() -> None:
     """Micro batches of 1 and of 2 samples, in one process and on two ranks: all losses over the number of targets."""
-    from mplug.training.evaluation import evaluate
+    from mplug_validation import evaluate
 
     run = tiny_run(in_fp64({**CHAT, "trainer.micro_batch_size": 1}))
     parts = build(run)

@@ -23,12 +23,12 @@ from mplug.registry.hooks import HOST
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
 from mplug.training import evaluation
-from mplug.training.evaluation import UntilStopped
 from mplug.training.feed import Feed
 from mplug.training.loop import Ending, train
 from mplug.training.metrics_writer import MetricsFile
 from mplug_testing.harness import as_rank, tiny_config
 from mplug_testing.workers import run_workers
+from mplug_validation import UntilStopped
 
 SHORT = {"trainer.steps": 4, "trainer.eval_every": 2, "trainer.eval_samples": 400, "checkpoint.every": 3}
 

@@ -22,7 +22,6 @@ from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.training.assembly import Parts, build
-from mplug.training.evaluation import evaluate
 from mplug_pretrained.weights import load_weights
 from mplug_saving.folder import newest, read_manifest
 from mplug_saving.position import Position
@@ -37,6 +36,7 @@ from mplug_testing.harness import (
 )
 from mplug_testing.harness import logical as logical_of
 from mplug_testing.parity import trained_once
+from mplug_validation import evaluate
 
 FIRST: dict[str, Any] = {"model.frozen": ["embedding", "blocks.0"]}
 ALL_BUT_LAST: dict[str, Any] = {"model.frozen": ["embedding", "blocks.0", "blocks.1", "blocks.2", "head"]}

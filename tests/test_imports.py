@@ -42,6 +42,7 @@ PACKAGES = [
     ROOT / "testing/src/mplug_testing",
     ROOT / "tokenization/src/mplug_tokenization",
     ROOT / "updates/src/mplug_updates",
+    ROOT / "validation/src/mplug_validation",
     *sorted(path for path in ROOT.glob("plugins/*/*/src/*") if (path / "__init__.py").is_file()),
 ]
 
@@ -106,6 +107,7 @@ LIBRARIES = (
     "mplug_testing",
     "mplug_tokenization",
     "mplug_updates",
+    "mplug_validation",
 )
 PUBLISHED = ("mplug", "mplug.commands", *LIBRARIES)
 

@@ -16,11 +16,11 @@ import tiny_models
 
 from mplug.run.prepare import prepare
 from mplug.training.assembly import build
-from mplug.training.averages import evaluated_in_place
 from mplug_saving.folder import newest
 from mplug_saving.position import Position
 from mplug_testing import run_workers
 from mplug_testing.harness import EXACT, as_rank, changed_batches, logical, owned_values, tiny_config
+from mplug_validation import evaluated_in_place
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 

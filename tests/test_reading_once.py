@@ -11,10 +11,10 @@ from tiny_tower import SEEING
 from mplug import Loader, MapLoader, MicroBatch, UsageError
 from mplug.errors import PluginError, RunError
 from mplug.training.assembly import build
-from mplug.training.evaluation import evaluate
 from mplug_streams.sharing import SharedLoader, packed, unpacked
 from mplug_testing import run_workers
 from mplug_testing.harness import Trace, tiny_run, train_steps
+from mplug_validation import evaluate
 
 SMALL: dict[str, Any] = {"model.num_layers": 4, "trainer.global_batch_size": 8, "trainer.micro_batch_size": 1}
 PICTURES: dict[str, Any] = {

@@ -38,13 +38,13 @@ from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.training import loop
 from mplug.training.assembly import Parts, _wrap, build
-from mplug.training.evaluation import evaluate
 from mplug.training.loop import Ending, train
 from mplug.training.metrics_writer import MetricsFile
 from mplug.training.report import PendingRecord
 from mplug.training.stepper import DefaultStepper
 from mplug_estimates.settings import about_unused, about_warmup
 from mplug_saving.names import path_of, step_of
+from mplug_validation import evaluate
 
 NOISY = ["model.dropout=0.1", "model.attention_dropout=0.1"]
 

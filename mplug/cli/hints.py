@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
-from mplug.registry.entry_points import HINTS
 from mplug.registry.provided import provided
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ class Hints(Protocol):
 
 def hints() -> Hints | None:
     """The installed class, or None."""
-    found: Hints | None = provided(HINTS)
+    found: Hints | None = provided("hints")
     return found
 
 

@@ -13,7 +13,7 @@ from click.shell_completion import CompletionItem
 from mplug.cli.setting_option import SettingOption
 from mplug.config.entry import Entry
 from mplug.errors import UsageError, brief
-from mplug.registry.entry_points import RECIPE_SETTINGS, RECIPES, Registry
+from mplug.registry.entry_points import RECIPES, Registry
 from mplug.registry.stores import is_address, local_path
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def overrides(
     assignment_hint(assignments)
     settings: Settings = read_file(given.file) if given.file else {}
     if recipe is not None:
-        found = needed(RECIPE_SETTINGS, "--recipe", "mplug-settings")
+        found = needed("recipe_settings", "--recipe", "mplug-settings")
         settings = found.under(settings, Registry(), recipe)
     fields = {name: entry.target for name, entry in added_flags().items()}
     fields |= {name: flag.field for name, flag in FLAGS.items()}

@@ -13,7 +13,7 @@ from mplug.cli.train_start import Request, Start, beginning, prepare_start
 from mplug.errors import Diverged, RunError, UsageError
 from mplug.registry.asking import asking
 from mplug.registry.beginnings import beginnings
-from mplug.registry.entry_points import SAVERS, SUGGESTIONS, Registry
+from mplug.registry.entry_points import SUGGESTIONS, Registry
 from mplug.registry.provided import needed, provided
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def command(
     if deterministic:
         changes = merge(changes, read_assignments(["trainer.deterministic=true"], "--deterministic"))
     names = tuple(name.strip() for words in allowed for name in words.split(","))
-    saving: Saving | None = needed(SAVERS, "--resume", "mplug-saving") if resume else provided(SAVERS)
+    saving: Saving | None = needed("savers", "--resume", "mplug-saving") if resume else provided("savers")
     lock = nullcontext() if saving is None else saving.lock(_print_notice)
     click.get_current_context().with_resource(lock)
     start = prepare_start(Request(name, resume, names, changes, master_port, restarts), launched(), saving, lock)
@@ -129,7 +129,7 @@ def _work(start: Start, deadline: float | None) -> "Outcome":
     from mplug.training.job import Outcome, supervisor_of, work
 
     job, run, readable, restarts = start.job(deadline), start.run, start.readable, start.request.restarts
-    saving: Saving | None = provided(SAVERS)
+    saving: Saving | None = provided("savers")
     if start.world is not None or (run.mesh.world_size == 1 and not restarts):
         return work(job)
     for restart in range(1, restarts + 2):
@@ -192,7 +192,7 @@ def _report(outcome: "Outcome", run: "Run", seconds: float) -> None:
         rest = f"continue with: mplug train --resume --name {name}"
         if outcome.step == run.config.trainer.steps:
             rest = "it was the last step, and its evaluation was cancelled"
-        saved = provided(SAVERS) is not None
+        saved = provided("savers") is not None
         click.echo(f"{reason} after step {outcome.step}{f', which is saved; {rest}' if saved else ''}")
         return
     loss = f", validation loss {outcome.val_loss:.4f}" if outcome.val_loss is not None else ""

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mplug.errors import UsageError
-from mplug.registry.entry_points import BEGINNINGS, PREFLIGHTS, PROGRESS
 from mplug.registry.provided import provided
 
 if TYPE_CHECKING:
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 
 
 NOTHING_SAVED = "nothing is saved, because mplug-saving is not installed"
+NOTHING_EVALUATED = "nothing is evaluated, because mplug-validation is not installed"
 NOTHING_SHOWN = "no progress is shown, because mplug-progress is not installed"
 
 
@@ -78,12 +78,13 @@ class Start:
         run = self.run
         layout = f", {run.config.parallel.layout} on {run.mesh.world_size} processes" if run.mesh.world_size > 1 else ""
         steps, where = run.config.trainer.steps, beginning(self.readable, self.weights)
-        found = provided(BEGINNINGS) if names_some(run.config.settings) else None
+        found = provided("beginnings") if names_some(run.config.settings) else None
         return [
             f"run {run.directory}: {steps} step{'s' * (steps != 1)}, {where}{layout}",
             *(f"  {line}" for line in (found.about_config(run.config) if found is not None else ())),
             *([f"  {NOTHING_SAVED}"] if self.since is None else ()),
-            *([f"  {NOTHING_SHOWN}"] if provided(PROGRESS) is None else ()),
+            *([f"  {NOTHING_EVALUATED}"] if run.config.trainer.eval_every and provided("validations") is None else ()),
+            *([f"  {NOTHING_SHOWN}"] if provided("progress") is None else ()),
             *(f"  changed since the checkpoint: {line}" for line in (self.since.lines() if self.since else ())),
             *(f"  {sentence}" for sentence in self.about),
             *(f"  {sentence}" for sentence in self.about_step),
@@ -201,7 +202,7 @@ def _refuse_model(
 
     model = build_model(run)
     save_times_of(run)  # refuses what no installed package serves
-    preflight: Preflight | None = provided(PREFLIGHTS)
+    preflight: Preflight | None = provided("preflights")
     if preflight is not None:
         preflight.refuse(run, model, world)
     if saving is not None:

@@ -10,7 +10,6 @@ from mplug.contracts.optimizer import Piece
 from mplug.distributed.groups import Groups
 from mplug.gradients.region import region
 from mplug.layout.placement import Box, Placement
-from mplug.registry.entry_points import ASSEMBLERS
 from mplug.registry.provided import needed
 from mplug.run.run import Run
 
@@ -66,7 +65,7 @@ class Assembler:
 
     def _assembling(self) -> "Assembling":
         what = "an optimizer that computes with whole matrices, or with sums over them"
-        found: Assembling = needed(ASSEMBLERS, what, "mplug-matrices")
+        found: Assembling = needed("assemblers", what, "mplug-matrices")
         return found
 
 

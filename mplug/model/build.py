@@ -32,7 +32,6 @@ from mplug.model.slots.token_offers import token_offers
 from mplug.model.stream_balancer import balancer_of
 from mplug.model.unit_compiler import refuse_missing_compiler
 from mplug.model.updates import updates_of
-from mplug.registry.entry_points import PREFLIGHTS
 from mplug.registry.hooks import Hooks
 from mplug.registry.provided import provided
 from mplug.run.run import Run
@@ -139,7 +138,7 @@ def _missing_gpu(run: Run, unmet: Sequence[Unmet]) -> list[str]:
 def _remedy(config: RunConfig, unmet: Unmet) -> str:
     """The end of the error message: the kernels to use instead; empty if a plugin of another kind has the need."""
     is_kernel = unmet.plugin == PLAIN or unmet.plugin in config.kernels.plugins
-    preflight = provided(PREFLIGHTS) if is_kernel else None
+    preflight = provided("preflights") if is_kernel else None
     return "" if preflight is None else str(preflight.kernels_that_would_do(config, unmet))
 
 
@@ -147,7 +146,7 @@ def _build_model(run: Run) -> tuple[Model, list[Unmet]]:
     """The model of a rank and its unmet needs; before launch, rank 0 adds those of stages with other blocks."""
     run.device = choose_device(run.config)
     (label,) = run.hooks.implementers("build_model")
-    preflight = provided(PREFLIGHTS)
+    preflight = provided("preflights")
     with torch.device("meta"), nullcontext() if preflight is None else preflight.within_reason(run.config, label):
         model: Model = run.hooks.call.build_model(run=run)
         of_loader = run.entries

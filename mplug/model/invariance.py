@@ -4,7 +4,6 @@ from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mplug.model.model import Model
-from mplug.registry.entry_points import INVARIANCES
 from mplug.registry.provided import needed, provided
 from mplug.run.run import Run
 
@@ -41,7 +40,7 @@ def invariance_of(run: Run) -> Invariance | None:
     """The installed class; None if there is none, and the run has one process."""
     what = f"a run of {run.mesh.world_size} processes (--parallel)"
     found: Invariance | None = (
-        provided(INVARIANCES) if run.mesh.world_size == 1 else needed(INVARIANCES, what, "mplug-invariance")
+        provided("invariances") if run.mesh.world_size == 1 else needed("invariances", what, "mplug-invariance")
     )
     return found
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from mplug.layout.gathered import GatheredPlacement
 from mplug.model.model import Model
 from mplug.model.slots.offers import Filled
-from mplug.registry.entry_points import PRODUCTS
 from mplug.registry.provided import needed, provided
 from mplug.run.run import Run
 
@@ -42,7 +41,7 @@ class Products(Protocol):
 
 
 def _needed(what: str) -> Products:
-    found: Products = needed(PRODUCTS, what, "mplug-products")
+    found: Products = needed("products", what, "mplug-products")
     return found
 
 
@@ -60,14 +59,14 @@ def slot_updates(model: Model) -> list[Update]:
 
 def keep_casts(model: Model) -> None:
     """Let units keep copies of weights, if a package makes them."""
-    found: Products | None = provided(PRODUCTS)
+    found: Products | None = provided("products")
     if found is not None:
         found.keep_casts(model)
 
 
 def copies_of(model: Model) -> list[Tensor]:
     """New copies of all weights of this rank, as units keep them."""
-    found: Products | None = provided(PRODUCTS)
+    found: Products | None = provided("products")
     return [] if found is None else found.copies(model)
 
 

@@ -3,7 +3,6 @@
 from typing import Any, Protocol
 
 from mplug.model.model import Model
-from mplug.registry.entry_points import RECORDERS
 from mplug.registry.provided import needed
 from mplug.run.run import Run
 
@@ -22,5 +21,5 @@ def recorder_of(run: Run) -> Recorder | None:
     """The installed recorder; None unless the config sets `trainer.graphs`. UsageError if none is installed."""
     if not run.config.trainer.graphs:
         return None
-    found: Recorder = needed(RECORDERS, "trainer.graphs=true", "mplug-graphs")
+    found: Recorder = needed("recorders", "trainer.graphs=true", "mplug-graphs")
     return found

@@ -7,7 +7,6 @@ from mplug.contracts.micro_batch import MicroBatch
 from mplug.model.model import Model
 from mplug.model.placed import Placed
 from mplug.model.slots.offers import Offer
-from mplug.registry.entry_points import BALANCERS
 from mplug.registry.provided import needed
 from mplug.run.run import Run
 
@@ -39,5 +38,5 @@ def balancer_of(run: Run) -> StreamBalancer | None:
     """The installed balancer; None if the run does not balance streams. UsageError if none is installed."""
     if not run.config.parallel.balance:
         return None
-    found: StreamBalancer = needed(BALANCERS, "parallel.balance=true", "mplug-streams")
+    found: StreamBalancer = needed("balancers", "parallel.balance=true", "mplug-streams")
     return found

@@ -4,7 +4,6 @@ import logging
 from typing import Protocol
 
 from mplug.model.model import Model
-from mplug.registry.entry_points import COMPILERS
 from mplug.registry.provided import needed, provided
 from mplug.run.run import Run
 
@@ -22,12 +21,12 @@ def refuse_missing_compiler(run: Run) -> None:
     """Raise UsageError if the config names a backend and no compiler of units is installed."""
     setting = run.config.trainer.compile
     if setting not in ("auto", "never"):
-        needed(COMPILERS, f"trainer.compile={setting}", "mplug-compile")
+        needed("compilers", f"trainer.compile={setting}", "mplug-compile")
 
 
 def compile_units(run: Run, model: Model) -> None:
     """Compile the units as the config says."""
-    compiler: UnitCompiler | None = provided(COMPILERS)
+    compiler: UnitCompiler | None = provided("compilers")
     if compiler is not None:
         compiler.compile_units(run, model)
     elif run.config.trainer.compile == "auto" and run.device.startswith("cuda"):

@@ -7,7 +7,6 @@ from mplug.contracts.optimizer import Optimizer, Piece
 from mplug.contracts.stepper import Stepper
 from mplug.errors import listed
 from mplug.model.model import Model
-from mplug.registry.entry_points import UPDATES
 from mplug.registry.provided import needed
 from mplug.run.run import Run
 
@@ -50,5 +49,5 @@ def updates_of(run: Run, model: Model) -> Updates | None:
         settings.append("entries that the first weights compute")
     if not settings:
         return None
-    found: Updates = needed(UPDATES, listed(settings), "mplug-updates")
+    found: Updates = needed("updates", listed(settings), "mplug-updates")
     return found

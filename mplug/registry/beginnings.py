@@ -7,7 +7,7 @@ group 'mplug.beginnings'; its methods are those of `mplug.training.beginnings.Be
 from typing import Any
 
 from mplug.config.sources import Settings
-from mplug.registry.entry_points import BEGINNINGS, Registry
+from mplug.registry.entry_points import Registry
 from mplug.registry.provided import needed
 
 
@@ -23,4 +23,4 @@ def names_some(settings: Settings) -> bool:
 def beginnings(registry: Registry | None = None) -> Any:
     """An object of the installed class. UsageError unless exactly one distribution brings one."""
     what = "weights that a run begins with (checkpoint.pretrained) or adapters"
-    return needed(BEGINNINGS, what, "mplug-pretrained", registry)
+    return needed("beginnings", what, "mplug-pretrained", registry)

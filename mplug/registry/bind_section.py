@@ -12,7 +12,7 @@ from mplug.config.ranges import integers_out_of_range, out_of_range
 from mplug.config.sources import from_mapping, merge, nested
 from mplug.errors import UsageError, listed, quoted, suggest
 from mplug.registry.asking import fault
-from mplug.registry.entry_points import HINTS, BrokenPlugin, Registry
+from mplug.registry.entry_points import BrokenPlugin, Registry
 from mplug.registry.provided import provided
 
 UNBOUND = object()
@@ -35,7 +35,7 @@ def bind(
     try:
         config = model.model_validate(dict(values))
     except ValidationError as error:
-        found = provided(HINTS)
+        found = provided("hints")
         stated = stated_problems(error) if found is None else found.of_section(error, model, values)
         own = [one for one in stated if not one.path or one.path[0] not in broken]
         return None, [*own, *of_families]

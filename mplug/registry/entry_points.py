@@ -52,89 +52,23 @@ OPEN_LISTS = "open_lists"
 
 The entry points of a list's group are not plugins: each adds an entry to the list.
 """
-RECORDERS = "recorders"
-"""The group 'mplug.recorders': a class that replays training steps (`trainer.graphs`)."""
 SUGGESTIONS = "suggestions"
 """The group 'mplug.suggestions': functions from a finished run to a clause that says what to do with it, or to ''."""
-BEGINNINGS = "beginnings"
-"""The group 'mplug.beginnings': a class that reads the weights with which runs begin (`mplug.registry.beginnings`)."""
-SAVERS = "savers"
-"""The group 'mplug.savers': a class that saves runs in checkpoints and resumes them (`mplug.training.saving`)."""
-PRODUCTS = "products"
-"""The group 'mplug.products': a class that keeps what products need beside their weights."""
-FAULTS = "faults"
-"""The group 'mplug.faults': a class that says which plugin failed (`mplug.training.faults`)."""
-DIVISIONS = "divisions"
-"""The group 'mplug.divisions': a class that divides the work of a step among ranks."""
-STEPS = "steps"
-"""The group 'mplug.steps': a class with what some steps need beside losses and gradients."""
-INVARIANCES = "invariances"
-"""The group 'mplug.invariances': a class that says whether a layout computes as one process does."""
-UPDATES = "updates"
-"""The group 'mplug.updates': a class that updates weights with several optimizers (`mplug.model.updates`)."""
-PROGRESS = "progress"
-"""The group 'mplug.progress': a class that shows the progress of runs (`mplug.training.job`)."""
-HINTS = "hints"
-"""The group 'mplug.hints': a class that says what a mistyped command line may have meant (`mplug.cli.hints`)."""
-PREFLIGHTS = "preflights"
-"""The group 'mplug.preflights': a class that compares a run with its machine before it starts (`Preflight`)."""
-BALANCERS = "balancers"
-"""The group 'mplug.balancers': a class that balances streams among ranks (`parallel.balance`)."""
-SHARINGS = "sharings"
-"""The group 'mplug.sharings': a class that lets one rank read the samples of several (`parallel.read_once`)."""
-LAUNCHERS = "launchers"
-"""The group 'mplug.launchers': a class that runs several processes (`mplug.run.launching`)."""
-RELAYOUTS = "relayouts"
-"""The group 'mplug.relayouts': a class that changes the layout of a run that trains (`mplug.training.relayouts`)."""
-SAVE_TIMES = "save_times"
-"""The group 'mplug.save_times': a class that decides when a run saves (`checkpoint.every=auto`)."""
-COMPILERS = "compilers"
-"""The group 'mplug.compilers': a class that compiles the units of a model (`trainer.compile`)."""
-ASSEMBLERS = "assemblers"
-"""The group 'mplug.assemblers': a class that brings together matrices of which several ranks hold parts."""
-TOKEN_OFFERS = "token_offers"
-"""The group 'mplug.token_offers': a class that fills slots which sum or join tokens of several ranks."""
 RECIPES = "recipes"
 """The group 'mplug.recipes': each maps the name of a recipe to the package with its file, NAME.yaml."""
-RECIPE_SETTINGS = "recipe_settings"
-"""The group 'mplug.recipe_settings': a class whose method `under(settings, registry, word)` adds a recipe."""
 STORES = "stores"
 """The group 'mplug.stores': a class that reads and writes addresses such as 's3://bucket/model'."""
 SLOTS = "slots"
 """The group 'mplug.slots', by which a distribution publishes the slots of its blocks: each maps a slot to its kind."""
-GROUPS = (
-    *KINDS,
-    FLAGS,
-    ARCHITECTURES,
-    FORMAT_FILES,
-    TOKENIZER_FILES,
-    OPEN_LISTS,
-    RECORDERS,
-    SUGGESTIONS,
-    BEGINNINGS,
-    SAVERS,
-    INVARIANCES,
-    STEPS,
-    DIVISIONS,
-    FAULTS,
-    PRODUCTS,
-    UPDATES,
-    PROGRESS,
-    HINTS,
-    PREFLIGHTS,
-    BALANCERS,
-    SHARINGS,
-    LAUNCHERS,
-    RELAYOUTS,
-    SAVE_TIMES,
-    COMPILERS,
-    ASSEMBLERS,
-    TOKEN_OFFERS,
-    RECIPES,
-    RECIPE_SETTINGS,
-    STORES,
-    SLOTS,
+PROVIDED = (
+    *("assemblers", "balancers", "beginnings", "compilers", "divisions", "faults"),
+    *("hints", "invariances", "launchers", "preflights", "products", "progress"),
+    *("recipe_settings", "recorders", "relayouts", "savers", "save_times", "sharings"),
+    *("steps", "token_offers", "updates", "validations"),
 )
+"""The groups of classes that serve the host; a run asks one class of a group (docs/architecture.md)."""
+OTHER_GROUPS = (FLAGS, ARCHITECTURES, FORMAT_FILES, TOKENIZER_FILES, OPEN_LISTS, SUGGESTIONS, RECIPES, STORES, SLOTS)
+GROUPS = (*KINDS, *OTHER_GROUPS, *PROVIDED)
 """The groups that exist without any other distribution, without 'mplug.'."""
 RESERVED_FIELDS = ("name", "preset")
 RESERVED_NAMES = {"kernels": ("default",), "parallel": ("layout", "data", "balance", "read_once")}

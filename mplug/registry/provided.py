@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import Any
 
 from mplug.errors import UsageError, listed
-from mplug.registry.entry_points import Registry, refuse_other_versions
+from mplug.registry.entry_points import PROVIDED, Registry, refuse_other_versions
 
 
 def provided(group: str, registry: Registry | None = None) -> Any | None:
@@ -12,6 +12,7 @@ def provided(group: str, registry: Registry | None = None) -> Any | None:
 
     UsageError if several do.
     """
+    assert group in PROVIDED, group
     entries = (registry or Registry()).table(group)
     if len(entries) > 1:
         owners = listed(entry.origin for entry in entries)

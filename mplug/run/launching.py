@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mplug.distributed.supervision import Supervisor
 from mplug.distributed.world import World
-from mplug.registry.entry_points import LAUNCHERS
 from mplug.registry.provided import needed, provided
 
 if TYPE_CHECKING:
@@ -82,13 +81,13 @@ class Launching(Protocol):
 
 def launching(what: str) -> Launching:
     """An object of the installed class. UsageError if none is installed: `what` says what needs it."""
-    found: Launching = needed(LAUNCHERS, what, PACKAGE)
+    found: Launching = needed("launchers", what, PACKAGE)
     return found
 
 
 def launched() -> World | None:
     """The world that torchrun, srun or mpirun has put this process into, or None if the process is alone."""
-    found: Launching | None = provided(LAUNCHERS)
+    found: Launching | None = provided("launchers")
     if found is not None:
         return found.launched()
     for name in SIZES:

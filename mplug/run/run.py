@@ -12,7 +12,7 @@ from mplug.errors import UsageError, listed
 from mplug.layout.mesh import Mesh
 from mplug.layout.ranks import Grouping
 from mplug.precisions.precision import Precision
-from mplug.registry.entry_points import COMPILERS, Registry
+from mplug.registry.entry_points import Registry
 from mplug.registry.hooks import Hooks
 from mplug.registry.precisions import precision_among
 from mplug.run.activity import Activity
@@ -122,7 +122,7 @@ class Run:
         """
         backend = self.config.trainer.compile
         if backend == "auto":
-            compiles = self.device.startswith("cuda") and triton_builds() and Registry().table(COMPILERS)
+            compiles = self.device.startswith("cuda") and triton_builds() and Registry().table("compilers")
             return "inductor" if compiles else None
         return None if backend == "never" else backend
 

@@ -25,6 +25,7 @@ from mplug.model.slots.fill import wrap_units
 from mplug.model.stream_balancer import balancer_of
 from mplug.model.unit_compiler import compile_units
 from mplug.model.updates import updates_of
+from mplug.registry.provided import provided
 from mplug.run.run import Run
 from mplug.training.batch_parts import own_part
 from mplug.training.division import division_if_installed
@@ -72,7 +73,8 @@ def build(run: Run) -> Parts:
     if trainer.graphs:
         use_own_stream()
     train_loader = feed(run, model, "train")
-    validation_loader = feed(run, model, "validation") if trainer.eval_every else None
+    is_evaluated = trainer.eval_every and provided("validations") is not None
+    validation_loader = feed(run, model, "validation") if is_evaluated else None
     compile_units(run, model)
     wrap_units(model)
     _allocate(run, model)

@@ -5,7 +5,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 from mplug.contracts.micro_batch import MicroBatch
-from mplug.registry.entry_points import DIVISIONS
 from mplug.registry.provided import needed, provided
 
 if TYPE_CHECKING:
@@ -52,11 +51,11 @@ class Division(Protocol):
 @cache
 def division() -> Division:
     """The installed class, for a model with streams, or for a run that balances work."""
-    found: Division = needed(DIVISIONS, "streams of a model, or parallel.balance=true", "mplug-streams")
+    found: Division = needed("divisions", "streams of a model, or parallel.balance=true", "mplug-streams")
     return found
 
 
 def division_if_installed() -> Division | None:
     """The installed class, or None."""
-    found: Division | None = provided(DIVISIONS)
+    found: Division | None = provided("divisions")
     return found

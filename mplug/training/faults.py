@@ -4,7 +4,6 @@ from typing import Any, Protocol
 
 from mplug.contracts.loader import Loader
 from mplug.errors import PluginError
-from mplug.registry.entry_points import FAULTS
 from mplug.registry.hooks import Hooks
 from mplug.registry.provided import provided
 from mplug.training.source import Source
@@ -32,5 +31,5 @@ class Faults(Protocol):
 
 def faults() -> Faults | None:
     """The installed class, or None."""
-    found: Faults | None = provided(FAULTS)
+    found: Faults | None = provided("faults")
     return found

@@ -13,7 +13,7 @@ from mplug.config.sources import Settings, merge, read_assignments
 from mplug.distributed.supervision import Send, Supervisor
 from mplug.distributed.world import World
 from mplug.errors import RunError, UsageError
-from mplug.registry.entry_points import PROGRESS, Registry
+from mplug.registry.entry_points import Registry
 from mplug.registry.hooks import HOST
 from mplug.registry.implementation import hookimpl
 from mplug.registry.provided import provided
@@ -194,6 +194,6 @@ def _observers(config: RunConfig, rank: int, send: Send | None = None) -> dict[s
     messages: dict[str, object] = {f"{HOST}messages": StepMessages(send)} if send is not None else {}
     if rank != 0:
         return messages
-    shown: Shown | None = provided(PROGRESS)
+    shown: Shown | None = provided("progress")
     progress = {} if shown is None else {f"{HOST}progress": shown.observer(config)}
     return {**messages, f"{HOST}metrics": MetricsFile(), **progress}

@@ -16,7 +16,6 @@ from pathlib import Path
 from mplug.contracts.stepper import StepResult
 from mplug.errors import Diverged, PluginError, UsageError
 from mplug.model.invariance import layout_dependence_of_all
-from mplug.registry.entry_points import RELAYOUTS
 from mplug.registry.provided import provided
 from mplug.run.activity import Activity
 from mplug.run.folder import BEGAN, ENDED, logging_to, make_directory
@@ -24,7 +23,6 @@ from mplug.run.record import write_record
 from mplug.run.run import Run
 from mplug.training.assembly import Parts, build
 from mplug.training.beginnings import Loaded, beginnings_of
-from mplug.training.evaluation import evaluate_unless_stopped
 from mplug.training.faults import faults
 from mplug.training.interrupt import Interrupt, TimeLeft
 from mplug.training.relayouts import Relayouts
@@ -32,6 +30,7 @@ from mplug.training.report import PendingRecord, Report, data_gap, loss_warning
 from mplug.training.save_times import save_times_of
 from mplug.training.saving import Position, Unsaved, position_of
 from mplug.training.schedule import batch_size, learning_rate, weight_decay
+from mplug.training.validation import evaluate_unless_stopped
 
 log = logging.getLogger("mplug")
 NO_TARGETS = (
@@ -175,7 +174,7 @@ def _steps(run: Run, position: Position, time_left: TimeLeft) -> float | None:
     figures, and `publish` hands them to observers: an evaluation or a save comes between the two calls.
     """
     trainer, val_loss, report = run.config.trainer, None, Report(run, position)
-    relayouts: Relayouts | None = None if isinstance(position, Unsaved) else provided(RELAYOUTS)
+    relayouts: Relayouts | None = None if isinstance(position, Unsaved) else provided("relayouts")
     save_times = save_times_of(run)
     while run.step < trainer.steps and not report.stop:
         run.step += 1

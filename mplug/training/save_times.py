@@ -2,7 +2,6 @@
 
 from typing import Protocol
 
-from mplug.registry.entry_points import SAVE_TIMES
 from mplug.registry.provided import needed
 from mplug.run.run import Run
 
@@ -39,5 +38,5 @@ def save_times_of(run: Run) -> SaveTimes:
     every = run.config.checkpoint.every
     if every != "auto":
         return EverySteps(every)
-    found: SaveTimes = needed(SAVE_TIMES, "checkpoint.every=auto", "mplug-heal")
+    found: SaveTimes = needed("save_times", "checkpoint.every=auto", "mplug-heal")
     return found

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 from mplug.errors import RunError
 from mplug.model.model import Model
-from mplug.registry.entry_points import SAVERS
 from mplug.registry.provided import needed, provided
 from mplug.run.claim import Claim
 from mplug.run.run import Run
@@ -123,7 +122,7 @@ class Saving(Protocol):
 
 def position_of(run: Run, parts: Parts) -> Position:
     """The position of a run at its start; one that is never saved if no package saves runs."""
-    saving: Saving | None = provided(SAVERS)
+    saving: Saving | None = provided("savers")
     return Unsaved(parts) if saving is None else saving.position(run, parts)
 
 
@@ -152,11 +151,11 @@ class Unsaved:
 
     def choose(self, newest: Path) -> Any:
         """UsageError: a run that saves nothing cannot be resumed."""
-        needed(SAVERS, "--resume", "mplug-saving")
+        needed("savers", "--resume", "mplug-saving")
 
     def load(self, choice: Any, allowed: tuple[str, ...] = ()) -> None:
         """As `choose`."""
-        needed(SAVERS, "--resume", "mplug-saving")
+        needed("savers", "--resume", "mplug-saving")
 
     def save(self) -> None:
         """Save nothing; `mplug train` says so when the run starts."""

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 from mplug.contracts.loader import Loader
-from mplug.registry.entry_points import SHARINGS
 from mplug.registry.provided import needed
 from mplug.run.run import Run
 
@@ -26,5 +25,5 @@ def shared_loader(run: Run, build: Callable[[], Loader]) -> Loader:
     """
     if not run.config.parallel.read_once:
         return build()
-    sharing: LoaderSharing = needed(SHARINGS, "parallel.read_once=true", "mplug-streams")
+    sharing: LoaderSharing = needed("sharings", "parallel.read_once=true", "mplug-streams")
     return sharing.loader(run, build)

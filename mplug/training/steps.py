@@ -12,7 +12,6 @@ from mplug.contracts.micro_batch import RankBatch
 from mplug.contracts.stepper import Stepper
 from mplug.model.model import Model
 from mplug.model.products import slot_updates
-from mplug.registry.entry_points import STEPS
 from mplug.registry.provided import needed
 from mplug.run.run import Run
 from mplug.tensors.host_buffers import host_buffers
@@ -115,7 +114,7 @@ class Steps(Protocol):
 
 
 def _needed(what: str) -> Steps:
-    found: Steps = needed(STEPS, what, "mplug-steps")
+    found: Steps = needed("steps", what, "mplug-steps")
     return found
 
 

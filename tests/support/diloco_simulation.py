@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from mplug.training.assembly import Parts, build
-from mplug.training.evaluation import evaluate
 from mplug.training.schedule import learning_rate
 from mplug_testing.harness import Boxes, in_fp64, tiny_run, with_ragged_labels
+from mplug_validation import evaluate
 
 STEPS = 9
 

@@ -21,10 +21,10 @@ from mplug.run.folder import make_directory
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
 from mplug.training.assembly import Parts, build
-from mplug.training.evaluation import evaluate
 from mplug.training.schedule import learning_rate
 from mplug_saving.position import Position
 from mplug_testing.harness import EXACT, as_rank, changed_batches, tiny_config
+from mplug_validation import evaluate
 
 STEPS = 2
 Boxes = dict[str, list[tuple[tuple[int, ...], Tensor]]]

@@ -9,12 +9,12 @@ from tiny_models import MIXTRAL
 from torch import Tensor
 
 from mplug.training.assembly import Parts, build
-from mplug.training.evaluation import evaluate
 from mplug.training.schedule import batch_size, learning_rate, weight_decay
 from mplug.training.stepper import DefaultStepper
 from mplug_graphs import GraphedStepper
 from mplug_testing.harness import TinySettings, tiny_run
 from mplug_testing.recording import Operations
+from mplug_validation import evaluate
 
 STEPS = 20
 GPT: TinySettings = {

@@ -15,7 +15,7 @@ from mplug.config.sources import from_mapping, read_assignments
 from mplug.errors import RunError, UsageError, listed
 from mplug.model.build import build_model
 from mplug.model.invariance import layout_dependence_of_all
-from mplug.registry.entry_points import PREFLIGHTS, Registry
+from mplug.registry.entry_points import Registry
 from mplug.registry.hooks import Hooks
 from mplug.registry.provided import provided
 from mplug.registry.resolve import resolve
@@ -137,7 +137,7 @@ def _checked(run: Run, position: Position, layout: str) -> tuple[Run, Changes]:
     if changes.refused:
         raise UsageError(f"the run would train differently with {listed(map(str, changes.refused))}; keep the layout")
     world, model = launched(), build_model(new)
-    preflight: Preflight | None = provided(PREFLIGHTS)
+    preflight: Preflight | None = provided("preflights")
     if preflight is not None:
         preflight.refuse(new, model, world)
         for line in preflight.about_memory(new, model, world):

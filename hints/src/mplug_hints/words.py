@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mplug.cli.words import YAML
 from mplug.errors import brief
-from mplug.registry.entry_points import BEGINNINGS, Registry
+from mplug.registry.entry_points import Registry
 from mplug.registry.provided import provided
 
 SIMILAR = 0.6
@@ -17,7 +17,7 @@ def word_hint(word: str) -> str:
     path = Path(word).expanduser()
     if (path / "config.yaml").is_file():
         return f"'{word}' is no option; to begin with the weights of the run '{word}', use --pretrained {word}"
-    if path.is_dir() and (found := provided(BEGINNINGS)) is not None and found.is_published(path):
+    if path.is_dir() and (found := provided("beginnings")) is not None and found.is_published(path):
         return f"'{word}' is no option; to begin with the weights in '{word}', use --pretrained {word}"
     if path.is_file() and difflib.get_close_matches(path.suffix.lower(), YAML, 1, SIMILAR):
         return f"'{word}' is no option; use --config {word} if it is a config file, or --data {word} to train on it"

@@ -4,7 +4,6 @@ from typing import Protocol
 
 from mplug.model.model import Model
 from mplug.model.slots.offers import Offer
-from mplug.registry.entry_points import TOKEN_OFFERS
 from mplug.registry.provided import needed
 from mplug.run.run import Run
 
@@ -30,5 +29,5 @@ def token_offers(run: Run, model: Model) -> list[Offer]:
     uses = ("sums_parts", *(OF_STATISTICS if model.plan.buffers else ()))
     if not divided or not any(getattr(slot, use) for slot in model.declared.values() for use in uses):
         return []
-    offering: TokenOffers = needed(TOKEN_OFFERS, "sums of a model over tokens that ranks divide", "mplug-ops")
+    offering: TokenOffers = needed("token_offers", "sums of a model over tokens that ranks divide", "mplug-ops")
     return offering.offers(run, model)

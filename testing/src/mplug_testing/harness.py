@@ -158,8 +158,8 @@ def train_steps(
     batches in another way.
     """
     from mplug.training.assembly import build
-    from mplug.training.evaluation import evaluate
     from mplug.training.schedule import learning_rate
+    from mplug_validation import evaluate
 
     run = tiny_run(in_fp64(settings))
     if before is not None:

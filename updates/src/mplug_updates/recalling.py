@@ -15,8 +15,8 @@ from mplug.contracts.stepper import ForwardStepper, Stepper, StepResult
 from mplug.model.model import Model
 from mplug.run.run import Run
 from mplug.training.evaluator import Evaluator
-from mplug.training.other_weights import in_place
 from mplug_updates.first_weights import FIRST, FirstWeights
+from mplug_validation import in_place
 
 
 def recalling(run: Run, model: Model, pieces: list[Piece], optimizer: Optimizer, stepper: Stepper) -> Stepper:

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from mplug import IGNORED
 from mplug.model.build import build_model
 from mplug.training.assembly import build
-from mplug.training.evaluation import evaluate
 from mplug_invariance import layout_dependence
 from mplug_testing import run_workers
 from mplug_testing.faults import Fault
 from mplug_testing.harness import tiny_run
 from mplug_testing.parity import require_parity
+from mplug_validation import evaluate
 
 B, S, D = 3, 12, 8
 LENGTHS = torch.tensor([[3, 4, 5, 0, 0], [2, 2, 4, 3, 1], [5, 7, 0, 0, 0]])

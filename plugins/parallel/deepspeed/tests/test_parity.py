@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from mplug.training.assembly import build
-from mplug.training.evaluation import evaluate
 from mplug.training.schedule import learning_rate
 from mplug_testing import run_workers
 from mplug_testing.harness import changed_batches, logical, owned_values, tiny_run
+from mplug_validation import evaluate
 
 pytestmark = pytest.mark.skipif(
     find_spec("mplug_deepspeed") is None or find_spec("deepspeed") is None, reason="it is not installed"

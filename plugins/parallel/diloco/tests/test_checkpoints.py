@@ -10,7 +10,6 @@ from diloco_simulation import simulated
 from mplug.run.folder import make_directory
 from mplug.run.prepare import prepare
 from mplug.training.assembly import build
-from mplug.training.evaluation import evaluate
 from mplug.training.schedule import learning_rate
 from mplug_saving.folder import read_manifest
 from mplug_saving.index import Index
@@ -19,6 +18,7 @@ from mplug_saving.storage import FolderReader
 from mplug_testing import run_workers
 from mplug_testing.harness import as_rank, changed_batches, in_fp64, tiny_config
 from mplug_testing.workers import WorkerFailed
+from mplug_validation import evaluate
 
 OUTER: dict[str, Any] = {
     "parallel.diloco.every": 4,

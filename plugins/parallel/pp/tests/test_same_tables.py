@@ -8,10 +8,10 @@ import torch
 from mplug_pp.wire import Wire
 
 from mplug.training.assembly import build
-from mplug.training.evaluation import evaluate
 from mplug_schedules import Kind, Shape, bytes_sent, check, forward_half, proven_table
 from mplug_testing import run_workers
 from mplug_testing.harness import tiny_run
+from mplug_validation import evaluate
 
 Settings = dict[str, Any]
 Found = dict[str, Any]

@@ -177,8 +177,9 @@ def _of_files(
     run: "Run", model: "Model", stepper: "Stepper", files: "Sequence[Documents]", stride: int
 ) -> Iterator[Measured]:
     from mplug import MapLoader
-    from mplug.commands import CountedTargets, feed
+    from mplug.commands import feed
     from mplug_evaluate.windows import Windows
+    from mplug_validation import CountedTargets
 
     for file in files:
         windows = Windows(file.tokens, run.config.trainer.seq_length, stride)
@@ -195,8 +196,9 @@ def _of_files(
 
 
 def _of_data(run: "Run", model: "Model", stepper: "Stepper", job: Job) -> Measured:
-    from mplug.commands import CountedTargets, feed
+    from mplug.commands import feed
     from mplug_evaluate.hits import Hits
+    from mplug_validation import CountedTargets
 
     source = feed(run, model, job.split)
     (label,) = run.hooks.implementers("build_loader")

@@ -4,7 +4,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +12,9 @@ import torch.distributed as dist
 from mplug.contracts.micro_batch import RankBatch
 from mplug.run.run import Run
 from mplug.training.assembly import Parts
-from mplug.training.averages import evaluated_in_place
 from mplug.training.feed import Feed
+from mplug.training.validation import Evaluation
+from mplug_validation.averages import evaluated_in_place
 
 PAUSE = 0.25
 """Minimum time between votes, in seconds, if micro batches are shorter than that."""
@@ -36,35 +36,23 @@ def evaluate(run: Run, parts: Parts, watch: Watch = iter) -> float:
     return loss
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """The loss, or None if the evaluation ended early; `stop` (equal on all ranks) says whether a rank must stop.
+class Validation:
+    """The class of the entry-point group 'mplug.validations'."""
 
-    Without any target (`has_targets`), the loss is not a number.
-    """
-
-    loss: float | None
-    stop: bool
-    has_targets: bool = True
-
-
-def evaluate_unless_stopped(run: Run, parts: Parts, due: Callable[[float], bool]) -> Evaluation:
-    """Evaluate; if any rank is asked to stop in the meantime, all ranks end before the same micro batch.
-
-    `due(seconds)` says whether the run must stop now, if it takes `seconds` until the evaluation ends.
-    """
-    assert parts.validation_loader is not None
-    beginning = parts.validation_loader.state_dict()
-    counted = CountedTargets(_micro_batches(run, parts.validation_loader), run)
-    batches = UntilStopped(counted, run, len(parts.model.stages.units), due)
-    with evaluated_in_place(run, parts):
-        loss = parts.stepper.evaluate(batches)
-        batches.finish()
-    if batches.left:
-        return Evaluation(None, stop=True)
-    parts.validation_loader.load_state_dict(beginning)
-    mean = float(loss)
-    return Evaluation(mean, batches.stop, not math.isnan(mean) or counted.total() != 0)
+    def evaluate_unless_stopped(self, run: Run, parts: Parts, due: Callable[[float], bool]) -> Evaluation:
+        """Evaluate; if any rank is asked to stop in the meantime, all ranks end before the same micro batch."""
+        assert parts.validation_loader is not None
+        beginning = parts.validation_loader.state_dict()
+        counted = CountedTargets(_micro_batches(run, parts.validation_loader), run)
+        batches = UntilStopped(counted, run, len(parts.model.stages.units), due)
+        with evaluated_in_place(run, parts):
+            loss = parts.stepper.evaluate(batches)
+            batches.finish()
+        if batches.left:
+            return Evaluation(None, stop=True)
+        parts.validation_loader.load_state_dict(beginning)
+        mean = float(loss)
+        return Evaluation(mean, batches.stop, not math.isnan(mean) or counted.total() != 0)
 
 
 def _micro_batches(run: Run, feed: Feed) -> Iterator[RankBatch]:

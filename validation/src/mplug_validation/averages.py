@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from mplug.contracts.optimizer import AVERAGE
 from mplug.run.run import Run
 from mplug.training.assembly import Parts
-from mplug.training.other_weights import in_place
+from mplug_validation.other_weights import in_place
 
 
 @contextmanager

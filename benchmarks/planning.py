@@ -17,13 +17,13 @@ from typing import Any, cast
 
 from mplug.config.defaults import default_settings
 from mplug.config.sources import from_mapping
-from mplug.gradients.reduction import Reduction
 from mplug.layout.ranks import Grouping
 from mplug.model.build import build_model
 from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
+from mplug_steps.reduction import Reduction
 
 LAYOUTS = ["tp8pp16dp{}", "tp8pp16zero{}", "tp8pp16fsdp{}", "tp8cp4pp16dp{}"]
 

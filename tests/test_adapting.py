@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from mplug import Declared, Flops, Init, Mesh, Model, Parameter, UsageError, declare
 from mplug.model.build import build_model
-from mplug.model.plans.adapting import adapt
 from mplug.model.slots.fill import sites
+from mplug_adapting import adapt
 from mplug_nn import ADAPTERS, Entries, Inits, Linear
 from mplug_pretrained import Adapters, ExternalNames
 from mplug_pretrained.adapter_files import refuse_other_adapters, unpublished

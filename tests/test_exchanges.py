@@ -7,11 +7,11 @@ import pytest
 import torch.distributed as dist
 
 import mplug_ops as ops
-from mplug.gradients.reduction import Reduction
 from mplug.layout.ranks import Grouping
 from mplug.model.build import allocate_parts, build_model
 from mplug.model.pieces import make_pieces
 from mplug.run.prepare import prepare
+from mplug_steps.reduction import Reduction
 from mplug_testing import run_workers
 from mplug_testing.harness import tiny_config
 

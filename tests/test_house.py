@@ -25,10 +25,10 @@ from mplug.training.interrupt import STOPPING
 ROOT = Path(__file__).parent.parent
 HOST = ROOT / "mplug"
 LIBRARY_NAMES = (
-    *("checkpoint", "compile", "estimates", "faults", "graphs", "heal", "hints"),
-    *("invariance", "launch", "matrices", "nn", "ops", "pretrained", "products"),
-    *("progress", "sampling", "saving", "schedules", "settings", "steps", "streams"),
-    *("testing", "tokenization", "updates", "validation"),
+    *("adapting", "checkpoint", "compile", "estimates", "faults", "graphs", "heal"),
+    *("hints", "invariance", "launch", "matrices", "nn", "ops", "pretrained"),
+    *("products", "progress", "sampling", "saving", "schedules", "settings", "steps"),
+    *("streams", "testing", "tokenization", "updates", "validation"),
 )
 LIBRARIES = [ROOT / name for name in LIBRARY_NAMES]
 """Distributions beside the host. They may import its private modules, and plugins may import all but the first."""

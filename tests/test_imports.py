@@ -18,6 +18,7 @@ upward: Callable[[Mapping[str, frozenset[str]]], list[str]] = SCRIPT["upward"]
 HOST = ROOT / "mplug"
 PACKAGES = [
     HOST,
+    ROOT / "adapting/src/mplug_adapting",
     ROOT / "checkpoint/src/mplug_checkpoint",
     ROOT / "compile/src/mplug_compile",
     ROOT / "estimates/src/mplug_estimates",
@@ -85,6 +86,7 @@ def test_an_import_that_runs_upwards_is_found() -> None:
 # Names that are imported when they are first used.
 
 LIBRARIES = (
+    "mplug_adapting",
     "mplug_compile",
     "mplug_estimates",
     "mplug_faults",

@@ -5,11 +5,11 @@ from typing import Any, cast
 
 import pytest
 
-from mplug.gradients.reduction import Reduction
 from mplug.layout.mesh import Mesh
 from mplug.layout.ranks import Grouping, Ranks
 from mplug.model.build import build_model
 from mplug.run.prepare import prepare
+from mplug_steps.reduction import Reduction
 from mplug_testing.harness import tiny_config
 
 

@@ -19,11 +19,11 @@ from mplug.errors import UsageError
 from mplug.layout.plan import Plan, Unit
 from mplug.layout.work import Flops
 from mplug.model.build import build_model
-from mplug.model.slots.recipe import default_base_modules
 from mplug.precisions.dtypes import FORMATS
 from mplug.precisions.precision import Precision, Recipe, rounding_of_sums
 from mplug.registry.entry_points import BrokenPlugin, Registry
 from mplug.training.assembly import build
+from mplug_products.recipe import default_base_modules
 from mplug_testing import PrecisionSuite
 from mplug_testing.harness import tiny_config, tiny_run, train_steps
 from mplug_testing.runs import trained

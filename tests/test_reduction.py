@@ -24,9 +24,9 @@ from mplug import (
     contiguous,
 )
 from mplug.gradients import reduction
-from mplug.gradients.reduction import Reduction
 from mplug.layout.ranks import Grouping
 from mplug.run.prepare import prepare
+from mplug_steps.reduction import Reduction
 from mplug_testing import run_workers
 from mplug_testing.harness import tiny_config
 

@@ -19,15 +19,13 @@ from mplug.model.invariance import invariance_of
 from mplug.model.memory import allocate
 from mplug.model.model import Model
 from mplug.model.pieces import make_pieces
-from mplug.model.plans.adapting import adapt
-from mplug.model.plans.freezing import freeze, freeze_all
-from mplug.model.products import add_slot_buffers, copies_of, refuse_idle_copies
+from mplug.model.plans.adaptations import adaptations
+from mplug.model.products import add_slot_buffers, choose_base_modules, copies_of, refuse_idle_copies
 from mplug.model.recorder import recorder_of
 from mplug.model.single_optimizer import build_optimizer
 from mplug.model.slots.fill import fill_slots, select_offers
 from mplug.model.slots.kernel_limits import NO_GPU
 from mplug.model.slots.offers import PLAIN, Offer, Unmet, Wrap
-from mplug.model.slots.recipe import choose_base_modules
 from mplug.model.slots.token_offers import token_offers
 from mplug.model.stream_balancer import balancer_of
 from mplug.model.unit_compiler import refuse_missing_compiler
@@ -150,15 +148,17 @@ def _build_model(run: Run) -> tuple[Model, list[Unmet]]:
     with torch.device("meta"), nullcontext() if preflight is None else preflight.within_reason(run.config, label):
         model: Model = run.hooks.call.build_model(run=run)
         of_loader = run.entries
-        adapt(run, model)
+        if adapting := run.hooks.implementers("adapt_model"):
+            adaptations(adapting[0]).adapt(run, model)
         _refuse_unused_entries(run, model, of_loader)
         _refuse_missing_entries(run, model)
     if run.trains:
-        freeze(model, run.config)
+        if run.config.frozen or not any(one.trainable for one in model.plan.match(model.parameters()).values()):
+            adaptations("model.frozen").freeze(model, run.config)
         if run.config.groups and (updates := updates_of(run, model)) is not None:
             model.groups = {**updates.grouped(run, model)}
     else:
-        freeze_all(model)
+        model.plan = replace(model.plan, frozen=("*",))  # no strategy then keeps anything for gradients
     model.plan = replace(model.plan, work=model.work)
     model.recipe, model.base_modules = run.precision.recipe, choose_base_modules(run, model)
     model.pipeline = run.hooks.call.build_pipeline(run=run, model=model)

@@ -8,6 +8,7 @@ from torch import nn
 
 from mplug.layout.plan import Plan
 from mplug.layout.work import Work
+from mplug.model.plans.adaptations import adaptations
 from mplug.model.plans.work import work_of_units
 from mplug.precisions.precision import Recipe
 
@@ -41,16 +42,14 @@ class Built:
         has it calls what is there. Published checkpoints of the model do not have the parameters. ValueError for an
         attribute that is taken, and for a module that states `adaptable=False`.
         """
-        from mplug.model.plans.attaching import with_attached
-
-        self.plan = with_attached(self.plan, self.module, modules)
+        found = adaptations("modules that plugins add to a model")
+        self.plan = found.with_attached(self.plan, self.module, modules)
         self.attached |= {name: module for name, module in modules.items() if any(True for _ in module.parameters())}
 
     def freeze(self, names: Iterable[str]) -> None:
         """State in the plan that parameters are not trained, by their names. Call it in `adapt_model`."""
-        from mplug.model.plans.attaching import with_frozen
-
-        self.plan = with_frozen(self.plan, names, list(self.parameters()))
+        found = adaptations("parameters that plugins freeze")
+        self.plan = found.with_frozen(self.plan, names, list(self.parameters()))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Every parameter once, in the order of the modules; a tied one has the first of its names."""

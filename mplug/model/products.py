@@ -6,8 +6,9 @@ from typing import Protocol
 from torch import Tensor
 
 from mplug.layout.gathered import GatheredPlacement
+from mplug.model.built import Built
 from mplug.model.model import Model
-from mplug.model.slots.offers import Filled
+from mplug.model.slots.offers import Filled, Site
 from mplug.registry.provided import needed, provided
 from mplug.run.run import Run
 
@@ -20,6 +21,15 @@ class Products(Protocol):
 
     Without an installed class, products cast their weights in each pass, and no supplier keeps buffers.
     """
+
+    def choose_base_modules(self, run: Run, model: Built) -> tuple[str, ...]:
+        """The patterns of the modules of a whole model whose products ignore the recipe of the precision."""
+
+    def with_recipe(self, sites: Iterable[Site], model: Built) -> Iterable[Site]:
+        """The sites; a product outside of the base modules also needs the model's recipe."""
+
+    def only_in_other_stages(self, model: Model, own: Iterable[Site]) -> set[str]:
+        """The kinds of products that ignore the recipe in this stage, because its modules are base modules."""
 
     def add_buffers(self, model: Model, run: Run, contents: Iterable[Filled]) -> None:
         """Register, describe and place the buffers of sites; UsageError if an offer declares impossible ones.
@@ -43,6 +53,23 @@ class Products(Protocol):
 def _needed(what: str) -> Products:
     found: Products = needed("products", what, "mplug-products")
     return found
+
+
+def choose_base_modules(run: Run, model: Built) -> tuple[str, ...]:
+    """The patterns of the base modules of a whole model; empty if the precision has no recipe."""
+    if run.precision.recipe is None:
+        return ()
+    return _needed(f"trainer.precision={run.config.trainer.precision}").choose_base_modules(run, model)
+
+
+def with_recipe(sites: Iterable[Site], model: Built) -> Iterable[Site]:
+    """The sites, of which products outside of the base modules need the model's recipe, if it has one."""
+    return sites if model.recipe is None else _needed("recipes of precisions").with_recipe(sites, model)
+
+
+def only_in_other_stages(model: Model, own: Iterable[Site]) -> set[str]:
+    """The kinds of products that only other stages compute by the recipe."""
+    return set() if model.recipe is None else _needed("recipes of precisions").only_in_other_stages(model, own)
 
 
 def add_slot_buffers(model: Model, run: Run, contents: Iterable[Filled]) -> None:

@@ -61,7 +61,7 @@ STORES = "stores"
 SLOTS = "slots"
 """The group 'mplug.slots', by which a distribution publishes the slots of its blocks: each maps a slot to its kind."""
 PROVIDED = (
-    *("assemblers", "balancers", "beginnings", "compilers", "divisions", "faults"),
+    *("adaptations", "assemblers", "balancers", "beginnings", "compilers", "divisions", "faults"),
     *("hints", "invariances", "launchers", "preflights", "products", "progress"),
     *("recipe_settings", "recorders", "relayouts", "savers", "save_times", "sharings"),
     *("steps", "token_offers", "updates", "validations"),

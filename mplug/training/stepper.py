@@ -17,14 +17,13 @@ from mplug.contracts.micro_batch import MicroBatch, RankBatch
 from mplug.contracts.optimizer import Optimizer, Piece, StepScalars, updated_on
 from mplug.contracts.stepper import StepResult
 from mplug.gradients.norm import GlobalNorm, owned_gradients
-from mplug.gradients.reduction import Reduction
 from mplug.model.model import Model
 from mplug.model.pieces import write_weights
 from mplug.run.run import Run
 from mplug.tensors.host_buffers import fill_host_buffers
 from mplug.training.batch_parts import rows_by_entry
 from mplug.training.evaluator import Evaluator
-from mplug.training.steps import ScalesLosses, loss_scale_of, statistics_of, token_scale_of
+from mplug.training.steps import ScalesLosses, loss_scale_of, reduction_of, statistics_of, token_scale_of
 
 
 class Announced:
@@ -62,7 +61,7 @@ class DefaultStepper(Evaluator):
         self.max_norm = run.config.trainer.max_grad_norm
         device = updated_on(pieces, run.device)
         self.norm = GlobalNorm(owned_gradients(pieces, run.rank), device.type, self.wide)
-        self.reduction = Reduction(run, model.placements, model.sinks.reduced_over, pieces)
+        self.reduction = reduction_of(run, model, pieces)
         self.statistics = statistics_of(run, model)
         self.loss_scale: ScalesLosses | None = loss_scale_of(run, model.module)
         scale = None if self.loss_scale is None else self.loss_scale.scale

@@ -1,20 +1,35 @@
 """What some steps need beside losses and gradients, and what the host asks of the package that has it.
 
-`NoStatistics` and `NoTokenScale` are those of a model that needs neither; the package derives its own from them.
+`NoReduction`, `NoStatistics` and `NoTokenScale` are for runs that need none; the package derives its own from them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from mplug.contracts.micro_batch import RankBatch
+from mplug.contracts.optimizer import Piece
 from mplug.contracts.stepper import Stepper
+from mplug.layout.placement import Placement
 from mplug.model.model import Model
 from mplug.model.products import slot_updates
 from mplug.registry.provided import needed
 from mplug.run.run import Run
 from mplug.tensors.host_buffers import host_buffers
+
+
+class NoReduction:
+    """Finishes the gradients of a run of one process: none is partial.
+
+    `sums` are exchanges, with the gradients of this rank that each sums.
+    """
+
+    def __init__(self) -> None:
+        self.sums: list[tuple[Any, list[Tensor]]] = []
+
+    def finish(self) -> None:
+        """Sum the gradients that are still partial, and wait for the sums."""
 
 
 class NoStatistics:
@@ -94,6 +109,11 @@ class ScalesLosses(Protocol):
 class Steps(Protocol):
     """The methods of the class in the entry-point group 'mplug.steps'."""
 
+    def reduction(
+        self, run: Run, placements: Mapping[str, Placement], reduced_over: Collection[str], pieces: list[Piece]
+    ) -> NoReduction:
+        """What sums, by placement, the gradients that no strategy has summed (`reduced_over`). For several ranks."""
+
     def statistics(self, run: Run, model: Model) -> NoStatistics:
         """The statistics of a model with some. Collective."""
 
@@ -116,6 +136,14 @@ class Steps(Protocol):
 def _needed(what: str) -> Steps:
     found: Steps = needed("steps", what, "mplug-steps")
     return found
+
+
+def reduction_of(run: Run, model: Model, pieces: list[Piece]) -> NoReduction:
+    """What finishes the gradients of a step."""
+    if run.groups is None:
+        return NoReduction()
+    found = _needed("a run of several processes (--parallel)")
+    return found.reduction(run, model.placements, model.sinks.reduced_over, pieces)
 
 
 def statistics_of(run: Run, model: Model) -> NoStatistics:

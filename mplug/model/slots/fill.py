@@ -12,9 +12,9 @@ from mplug.errors import UsageError, listed, suggest
 from mplug.layout.names import role_of
 from mplug.layout.plan import TOKENS_AXIS
 from mplug.model.model import Model
+from mplug.model.products import only_in_other_stages, with_recipe
 from mplug.model.slots.declaration import Slot, fusibles, slots_of
 from mplug.model.slots.offers import UNIT, Filled, Site, Wrap
-from mplug.model.slots.recipe import is_base, with_recipe
 from mplug.model.slots.selection import Selection, select
 from mplug.registry.entry_points import SLOTS, BrokenPlugin, Registry
 from mplug.tensors.supplier import statements_of
@@ -56,7 +56,7 @@ def select_offers(model: Model, run: "Run", offers: Iterable[Any]) -> Selection:
     refuse_unknown_slots(offers, known)
     if len(model.stages.units) == 1:
         _refuse_absent(own, model.declared, run)
-    return select([*own, *units], offers, run.config.kernels, run, _only_in_other_stages(model, own), known)
+    return select([*own, *units], offers, run.config.kernels, run, only_in_other_stages(model, own), known)
 
 
 def known_slots(model: Model) -> dict[str, Slot]:
@@ -98,15 +98,6 @@ def _refuse_absent(own: Iterable[Site], declared: Mapping[str, Slot], run: "Run"
                 f"kernels.{slot.kind}={plugin.rpartition('/')[2]}: the model has no {slot.fuses} whose result only one "
                 f"linear layer reads; set kernels.{slot.kind}=null"
             )
-
-
-def _only_in_other_stages(model: Model, own: Iterable[Site]) -> set[str]:
-    """The kinds of products that ignore the recipe in this stage because all their modules here are base modules."""
-    if model.recipe is None or len(model.stages.units) == 1:
-        return set()
-    products = [site for site in own if site.declared.multiplies]
-    following = {site.kind for site in products if not is_base(site.name, model.base_modules)}
-    return {slot.kind for slot in model.declared.values() if slot.multiplies} - following
 
 
 def sites_of(model: Model, entries: Iterable[str] = ()) -> Iterator[Site]:

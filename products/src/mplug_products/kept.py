@@ -4,18 +4,32 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from mplug.model.built import Built
 from mplug.model.model import Model
 from mplug.model.products import Update
-from mplug.model.slots.offers import Filled
+from mplug.model.slots.offers import Filled, Site
 from mplug.run.run import Run
 from mplug_products.casts import copies_of, keep_casts
 from mplug_products.gathering import refuse_idle_copies
 from mplug_products.placing import add_slot_buffers
+from mplug_products.recipe import choose_base_modules, only_in_other_stages, with_recipe
 from mplug_products.states import slot_updates
 
 
 class Products:
     """The class of the entry-point group 'mplug.products'."""
+
+    def choose_base_modules(self, run: Run, model: Built) -> tuple[str, ...]:
+        """The patterns of the modules whose products ignore the recipe of the precision."""
+        return choose_base_modules(run, model)
+
+    def with_recipe(self, sites: Iterable[Site], model: Built) -> Iterable[Site]:
+        """The sites, of which products outside of the base modules need the recipe."""
+        return with_recipe(sites, model)
+
+    def only_in_other_stages(self, model: Model, own: Iterable[Site]) -> set[str]:
+        """The kinds of products that only other stages compute by the recipe."""
+        return only_in_other_stages(model, own)
 
     def add_buffers(self, model: Model, run: Run, contents: Iterable[Filled]) -> None:
         """Register, describe and place the buffers that selected offers declare."""

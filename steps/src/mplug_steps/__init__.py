@@ -6,6 +6,7 @@ from mplug.system.lazy import publish
 
 if TYPE_CHECKING:
     from mplug_steps.loss_scale import LossScale as LossScale
+    from mplug_steps.reduction import Reduction as Reduction
     from mplug_steps.repeating import RepeatingStepper as RepeatingStepper
     from mplug_steps.statistics import Statistics as Statistics
     from mplug_steps.steps import Steps as Steps

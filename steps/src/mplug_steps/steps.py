@@ -1,12 +1,17 @@
 """What the host asks about steps (`mplug.training.steps.Steps`)."""
 
+from collections.abc import Collection, Mapping
+
 from torch import Tensor, nn
 
+from mplug.contracts.optimizer import Piece
 from mplug.contracts.stepper import Stepper
+from mplug.layout.placement import Placement
 from mplug.model.model import Model
 from mplug.model.products import slot_updates
 from mplug.run.run import Run
 from mplug_steps.loss_scale import LossScale
+from mplug_steps.reduction import Reduction
 from mplug_steps.repeating import repeating
 from mplug_steps.rerunning import rerunning
 from mplug_steps.statistics import Statistics
@@ -15,6 +20,12 @@ from mplug_steps.token_scale import TokenScale
 
 class Steps:
     """The class of the entry-point group 'mplug.steps'."""
+
+    def reduction(
+        self, run: Run, placements: Mapping[str, Placement], reduced_over: Collection[str], pieces: list[Piece]
+    ) -> Reduction:
+        """What sums gradients that strategies have not summed."""
+        return Reduction(run, placements, reduced_over, pieces)
 
     def statistics(self, run: Run, model: Model) -> Statistics:
         """The statistics of a model. Collective."""

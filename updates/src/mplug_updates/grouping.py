@@ -7,7 +7,7 @@ from mplug.config.host_sections import ParameterGroup
 from mplug.config.sources import source_of
 from mplug.errors import UsageError
 from mplug.layout.names import within
-from mplug.model.plans.patterns import refuse_unmatched
+from mplug_adapting import refuse_unmatched
 
 if TYPE_CHECKING:
     from mplug.config.binding import RunConfig

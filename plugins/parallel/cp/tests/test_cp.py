@@ -176,9 +176,9 @@ def test_the_comparison_catches(mistake: Any) -> None:
 
 
 def large() -> None:
-    import mplug.gradients.reduction
+    import mplug_steps.reduction
 
-    mplug.gradients.reduction.IN_PLACE = 1
+    mplug_steps.reduction.IN_PLACE = 1
 
 
 @pytest.mark.wide("layouts")

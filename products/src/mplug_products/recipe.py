@@ -17,6 +17,7 @@ from mplug.model.slots.offers import Site
 
 if TYPE_CHECKING:
     from mplug.model.built import Built
+    from mplug.model.rank_part import RankPart
     from mplug.run.run import Run
 
 FIELD = "trainer.base_modules"
@@ -74,3 +75,12 @@ def with_recipe(sites: Iterable[Site], model: "Built") -> Iterator[Site]:
     for site in sites:
         by_recipe = recipe is not None and site.declared.multiplies and not is_base(site.name, model.base_modules)
         yield replace(site, needs=site.needs | {recipe.need}) if recipe is not None and by_recipe else site
+
+
+def only_in_other_stages(model: "RankPart", own: Iterable[Site]) -> set[str]:
+    """The kinds of products that ignore the recipe in this stage because all their modules here are base modules."""
+    if len(model.stages.units) == 1:
+        return set()
+    products = [site for site in own if site.declared.multiplies]
+    following = {site.kind for site in products if not is_base(site.name, model.base_modules)}
+    return {slot.kind for slot in model.declared.values() if slot.multiplies} - following

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from mplug.config.sources import source_of
 from mplug.errors import UsageError
-from mplug.model.plans.patterns import refuse_unmatched
+from mplug_adapting.patterns import refuse_unmatched
 
 if TYPE_CHECKING:
     from mplug.config.binding import RunConfig
@@ -25,8 +25,3 @@ def freeze(model: "Built", config: "RunConfig") -> None:
     if not any(described.trainable for described in model.plan.match(model.parameters()).values()):
         by = f"{FIELD} ({source}) freezes" if config.frozen else "the plan of the model freezes"
         raise UsageError(f"{by} every parameter of the model, so the run would train nothing; freeze fewer parameters")
-
-
-def freeze_all(model: "Built") -> None:
-    """Freeze every parameter, for a run that only runs forward: no strategy then keeps anything for gradients."""
-    model.plan = replace(model.plan, frozen=("*",))

@@ -19,12 +19,13 @@ from mplug.gradients.wide import wide
 from mplug.layout.placement import Placement
 from mplug.layout.ranks import Ranks
 from mplug.run.run import Run
+from mplug.training.steps import NoReduction
 
 IN_PLACE = 1 << 18
 """A gradient of at least this many elements is reduced on its own, because a flat copy would double its memory."""
 
 
-class Reduction:
+class Reduction(NoReduction):
     """Sums gradients over groups of ranks: large ones in place, the small ones of a group as one flat tensor.
 
     The gradients of a group have the order of `placements`, on every rank: two pipeline stages may hold the parameters
@@ -34,8 +35,8 @@ class Reduction:
     def __init__(
         self, run: Run, placements: Mapping[str, Placement], reduced_over: Collection[str], pieces: list[Piece]
     ) -> None:
+        super().__init__()
         self.run = run
-        self.sums: list[tuple[Exchange, list[Tensor]]] = []
         if run.groups is None:
             return
         trained = [placement for placement in placements.values() if placement.parameter.trainable]

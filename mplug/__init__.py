@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from mplug.errors import listed as listed
     from mplug.errors import quoted as quoted
     from mplug.errors import some_names as some_names
-    from mplug.gradients.owned_memory import Shard as Shard
     from mplug.gradients.region import region as region
     from mplug.gradients.sinks import GradientSink as GradientSink
     from mplug.gradients.sinks import Sinks as Sinks

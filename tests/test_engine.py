@@ -10,10 +10,10 @@ import torch
 
 from mplug import Bucket, Engine, Piece, Sharding, UsageError, WeightExchange, hookimpl
 from mplug.model.build import build_model, measure_bytes
-from mplug.model.engine import refuse_other_sums
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
 from mplug.training.assembly import build
+from mplug_sharding.engine import refuse_other_sums
 from mplug_testing.harness import tiny_config
 
 SETTINGS = {"trainer.precision": "fp64", "model.num_layers": 2, "model.tie_embeddings": True, "trainer.eval_every": 0}

@@ -27,8 +27,8 @@ HOST = ROOT / "mplug"
 LIBRARY_NAMES = (
     *("adapting", "checkpoint", "compile", "estimates", "faults", "graphs", "heal"),
     *("hints", "invariance", "launch", "matrices", "nn", "ops", "pretrained"),
-    *("products", "progress", "sampling", "saving", "schedules", "settings", "steps"),
-    *("streams", "testing", "tokenization", "updates", "validation"),
+    *("products", "progress", "sampling", "saving", "schedules", "settings", "sharding"),
+    *("steps", "streams", "testing", "tokenization", "updates", "validation"),
 )
 LIBRARIES = [ROOT / name for name in LIBRARY_NAMES]
 """Distributions beside the host. They may import its private modules, and plugins may import all but the first."""

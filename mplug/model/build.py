@@ -13,7 +13,6 @@ from mplug.contracts.micro_batch import MARGINS, REFERENCE, SEQUENCES
 from mplug.contracts.optimizer import Optimizer, Piece, ShapedState, tensors_of
 from mplug.errors import UsageError, listed
 from mplug.model.builders import builder_of
-from mplug.model.engine import planned_pieces, refuse_incomplete_engine
 from mplug.model.generator_seeds import GeneratorSeeds, drawing_plugin
 from mplug.model.invariance import invariance_of
 from mplug.model.memory import allocate
@@ -22,6 +21,7 @@ from mplug.model.pieces import make_pieces
 from mplug.model.plans.adaptations import adaptations
 from mplug.model.products import add_slot_buffers, choose_base_modules, copies_of, refuse_idle_copies
 from mplug.model.recorder import recorder_of
+from mplug.model.sharding import shardings
 from mplug.model.single_optimizer import build_optimizer
 from mplug.model.slots.fill import fill_slots, select_offers
 from mplug.model.slots.kernel_limits import NO_GPU
@@ -55,8 +55,9 @@ def build_model(run: Run) -> Model:
     updates = updates_of(run, model)
     if updates is not None:
         updates.refuse_plugins(run, model)
-    _shard_states(run, model)
-    refuse_incomplete_engine(run, model)
+    model.sharding = run.hooks.call.shard_states(run=run, model=model)
+    if model.sharding is not None:
+        shardings().refuse(run, model)
     if updates is not None:
         updates.refuse(run, model)
     refuse_idle_copies(run, model)
@@ -77,39 +78,6 @@ def _refuse_unmet(run: Run, unmet: list[Unmet]) -> None:
     remedies = {key: _remedy(run.config, one) for key, one in representatives.items()}
     if different:
         raise UsageError("\n".join(f"{text}{remedies[u.plugin, u.kind]}" for text, u in different.items()))
-
-
-def _shard_states(run: Run, model: Model) -> None:
-    """Let a plugin shard the optimizer states."""
-    model.sharding = run.hooks.call.shard_states(run=run, model=model)
-    _refuse_states_of_frozen(run, model)
-    _refuse_transient_gradients(run, model)
-
-
-def _refuse_states_of_frozen(run: Run, model: Model) -> None:
-    """Raise UsageError if a plugin shards the optimizer state of a frozen parameter, which has no state."""
-    for name in model.sharding.of if model.sharding else ():
-        if not model.placements[name].parameter.trainable:
-            (label,) = run.hooks.implementers("shard_states")
-            raise UsageError(
-                f"{label} shards the optimizer state of '{name}', which is frozen and has none: the plugin ignores "
-                f"Parameter.trainable of the placements; use a layout without it, or freeze nothing"
-            )
-
-
-def _refuse_transient_gradients(run: Run, model: Model) -> None:
-    """Raise UsageError if every backward pass sums gradients, but one pass does not compute those of all units."""
-    if model.sharding is None or not model.sharding.transient:
-        return
-    if model.stages.backward == "split" or len(model.own_chunks) > 1:
-        (label,), (pipeline,) = run.hooks.implementers("shard_states"), run.hooks.implementers("build_pipeline")
-        is_split = model.stages.backward == "split"
-        reason = "weight gradients later" if is_split else "one chunk of a rank's units at a time"
-        raise UsageError(
-            f"{label} sums all gradients of a rank at the end of every backward pass, and the schedule "
-            f"'{model.stages.schedule}' of {pipeline} computes {reason}; keep whole gradients (ZeRO stage 1), or use a "
-            f"schedule with one chunk per rank and an undivided backward pass, such as 1f1b"
-        )
 
 
 def _missing_gpu(run: Run, unmet: Sequence[Unmet]) -> list[str]:
@@ -326,7 +294,7 @@ def measure_bytes(run: Run, model: Model) -> dict[str, int]:
     with FakeTensorMode():
         allocate_parts(run, model)
         model.listen(gradients)
-        pieces = make_pieces(model) if model.engine is None else planned_pieces(run, model)
+        pieces = make_pieces(model) if model.engine is None else shardings().planned_pieces(run, model)
         optimizer = build_optimizer(run, model, pieces)
         states = [tensor for piece in pieces for tensor in tensors_of(optimizer.state(piece)).values()]
         kinds: dict[str, list[torch.Tensor]] = {

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from mplug.gradients.owned_memory import Shards
 from mplug.gradients.region import region
 from mplug.gradients.wide import wide
 from mplug.layout.placement import Box, Placement
 from mplug.layout.plan import Init
 from mplug.model.model import Model
+from mplug.model.sharding import shardings
 from mplug.tensors.host_buffers import purpose_of
 from mplug.tensors.random import key_of, normal, uniform
 
@@ -36,10 +36,8 @@ def allocate(
     """
     replaced: dict[int, nn.Parameter] = {}
     model.master_dtype = masters or wide(dtype)
-    if model.sharding and model.engine is None:
-        model.shards = Shards(model.sharding, model.placements, rank, device, dtype, model.master_dtype)
-    else:
-        model.shards = None
+    is_sharded = model.sharding is not None and model.engine is None
+    model.shards = shardings().memory(model, rank, device, dtype) if is_sharded else None
     for name, old in model.parameters().items():
         placement = model.placements[name]
         trained = placement.parameter.trainable

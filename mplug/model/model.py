@@ -6,12 +6,11 @@ type of this stage, and so cannot read what later stages add.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from mplug.gradients.owned_memory import Shards
 from mplug.gradients.sinks import Sinks
 from mplug.model.rank_part import RankPart
 
@@ -25,13 +24,14 @@ class Model(RankPart):
 
     The fields of this class are those of the last stage: the memory of this rank's part. `frozen` are its untrained
     parameters, as stored at rest. A plugin that moves the memory of one, or replaces it in the module, must keep its
-    `data` pointing to the values. `shards` is the memory of a sharded optimizer state. A plugin that exchanges updated
-    weights between ranks appends a `WeightExchange` to `exchanges`. `master_dtype` is the dtype of the masters.
+    `data` pointing to the values. `shards` is the memory of a sharded optimizer state (`Shardings.memory`). A plugin
+    that exchanges updated weights between ranks appends a `WeightExchange` to `exchanges`. `master_dtype` is the dtype
+    of the masters.
     `weights_version` grows whenever pieces have new weights. `is_repeating`: the passes of a step run again (the hook
     `build_step_check`), so tensors inside units may have other shapes than in the step's first passes.
     """
 
-    shards: Shards | None = None
+    shards: Any = None
     frozen: dict[str, nn.Parameter] = field(default_factory=dict)
     master_dtype: torch.dtype = torch.float32
     exchanges: "list[WeightExchange]" = field(default_factory=list)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from mplug.contracts.optimizer import Piece
 from mplug.layout.placement import Placement
-from mplug.model.engine import pieces_of_engine
 from mplug.model.model import Model
+from mplug.model.sharding import shardings
 
 
 def make_pieces(model: Model) -> list[Piece]:
@@ -19,7 +19,7 @@ def make_pieces(model: Model) -> list[Piece]:
     masters, its strategy has supplied the pieces.
     """
     if model.engine is not None:
-        return pieces_of_engine(model)
+        return shardings().pieces_of_engine(model)
     pieces, owned = [], model.shards.pieces() if model.shards else {}
     for name, sink in model.sinks.items():
         if name in owned:

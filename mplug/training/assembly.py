@@ -13,13 +13,13 @@ from mplug.contracts.optimizer import Optimizer, Piece
 from mplug.contracts.stepper import Stepper
 from mplug.errors import PluginError, UsageError, listed
 from mplug.model.build import allocate_parts, build_model, gradient_dtype, refuse_unsavable
-from mplug.model.engine import refuse_missing_pieces, refuse_other_sums
 from mplug.model.invariance import invariance_of
 from mplug.model.memory import initialize
 from mplug.model.model import Model
 from mplug.model.pieces import Held, held_values, make_pieces, write_weights
 from mplug.model.products import keep_casts
 from mplug.model.recorder import recorder_of
+from mplug.model.sharding import shardings
 from mplug.model.single_optimizer import build_optimizer
 from mplug.model.slots.fill import wrap_units
 from mplug.model.stream_balancer import balancer_of
@@ -122,7 +122,7 @@ def _initialized_pieces(run: Run, model: Model) -> list[Piece]:
     """The pieces that this rank updates. All values that the rank holds are initialised, and its weights written."""
     pieces = make_pieces(model)
     if model.engine is not None:
-        refuse_missing_pieces(model, pieces, run.rank)
+        shardings().refuse_missing_pieces(model, pieces, run.rank)
     held = held_values(model, pieces)
     placements = {one.name: one.placement for one in held}
     initialize({one.name: one.values for one in held}, placements, run.rank, run.config.trainer.seed)
@@ -197,7 +197,8 @@ def _wrap(run: Run, model: Model) -> None:
                 f"the strategies of the mesh axes {axes} and {others} both sum gradients during backward in the same "
                 f"buffers; use a layout with one of them"
             )
-    refuse_other_sums(run, model, dict.fromkeys(summers.values()))
+    if model.engine is not None:
+        shardings().refuse_other_sums(run, model, dict.fromkeys(summers.values()))
     _refuse_other_axes(run, summers)
     if (invariance := invariance_of(run)) is not None:
         invariance.refuse_summers(run, model, summers)

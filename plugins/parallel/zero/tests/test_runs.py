@@ -6,8 +6,8 @@ import pytest
 from mplug_zero.sums import Lane, Sums
 
 from mplug import UsageError
-from mplug.gradients.owned_memory import Shard
 from mplug.training.assembly import build
+from mplug_sharding import Shard
 from mplug_testing import run_workers
 from mplug_testing.harness import Trace, difference, tiny_config, tiny_run, train_steps, weights_off
 

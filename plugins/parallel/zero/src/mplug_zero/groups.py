@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import mplug_ops as ops
-from mplug import Bucket, Model, Run, Shard
+from mplug import Bucket, Model, Run
+from mplug_sharding import Shard
 from mplug_zero.config import Over
 from mplug_zero.layout import owning_axes
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 import mplug_ops as ops
-from mplug import GradientSink, Shard
+from mplug import GradientSink
 from mplug_ops.transfers import summing_all, summing_parts
+from mplug_sharding import Shard
 from mplug_zero.groups import Pair, exchange_of
 
 

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mplug import Model, Shard, WeightExchange
+from mplug import Model, WeightExchange
 from mplug_ops.transfers import joining_parts
+from mplug_sharding import Shard
 from mplug_zero.groups import Axes, Pair, exchange_of, group_of
 
 

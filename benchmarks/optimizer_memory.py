@@ -18,8 +18,9 @@ import torch
 from mplug_bench.measure import Task, _prepared, _running
 
 from mplug.cli.tables import table
-from mplug.commands import Send, build, build_model, launch, measure_bytes, supervisor_of
+from mplug.commands import Send, build, build_model, launch, supervisor_of
 from mplug.config.sources import Settings, merge, read_assignments
+from mplug_estimates import measure_bytes
 
 GPU = {"model.preset": "1.7b", "trainer.seq_length": 2048, "trainer.precision": "bf16", "trainer.device": "cuda"}
 CPU = {"model.hidden_size": 256, "model.num_attention_heads": 4, "trainer.seq_length": 32, "trainer.device": "cpu"}

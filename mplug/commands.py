@@ -42,17 +42,16 @@ if TYPE_CHECKING:
     from mplug.errors import listed as listed
     from mplug.layout.names import modules_around as modules_around
     from mplug.layout.names import role_of as role_of
-    from mplug.model.build import IN_CPU_MEMORY as IN_CPU_MEMORY
     from mplug.model.build import allocate_parts as allocate_parts
     from mplug.model.build import build_model as build_model
     from mplug.model.build import choose_device as choose_device
-    from mplug.model.build import measure_bytes as measure_bytes
     from mplug.model.build import unmet_reasons as unmet_reasons
     from mplug.model.slots.selection import Selection as Selection
     from mplug.model.slots.selection import offered_in_plain_torch as offered_in_plain_torch
     from mplug.model.units import AS_THEY_ARE as AS_THEY_ARE
     from mplug.model.units import Instead as Instead
     from mplug.model.units import run_units as run_units
+    from mplug.model.updates import IN_CPU_MEMORY as IN_CPU_MEMORY
     from mplug.registry.entry_points import Registry as Registry
     from mplug.registry.entry_points import refuse_other_versions as refuse_other_versions
     from mplug.registry.hooks import COMMAND as COMMAND

@@ -19,10 +19,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from mplug import UsageError
 from mplug.cli import main
 from mplug.contracts.optimizer import AVERAGE
-from mplug.model.build import build_model, measure_bytes
+from mplug.model.build import build_model
 from mplug.run.prepare import prepare
 from mplug.training.assembly import Parts, build
 from mplug.training.loop import train
+from mplug_estimates import measure_bytes
 from mplug_saving.folder import newest
 from mplug_saving.position import Position
 from mplug_testing.harness import EXACT, as_rank, tiny_config, tiny_run

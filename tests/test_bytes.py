@@ -9,8 +9,9 @@ import torch
 
 from mplug import Run
 from mplug.contracts.optimizer import tensors_of
-from mplug.model.build import build_model, measure_bytes
+from mplug.model.build import build_model
 from mplug.training.assembly import build
+from mplug_estimates import measure_bytes
 from mplug_testing import run_workers
 from mplug_testing.harness import tiny_run
 

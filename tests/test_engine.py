@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from mplug import Bucket, Engine, Piece, Sharding, UsageError, WeightExchange, hookimpl
-from mplug.model.build import build_model, measure_bytes
+from mplug.model.build import build_model
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
 from mplug.training.assembly import build
+from mplug_estimates import measure_bytes
 from mplug_sharding.engine import refuse_other_sums
 from mplug_testing.harness import tiny_config
 

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from mplug import UsageError
 from mplug.config.defaults import default_settings
-from mplug.model.build import build_model, measure_bytes
+from mplug.model.build import build_model
 from mplug.registry.entry_points import Registry
 from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.training.assembly import Parts, build
+from mplug_estimates import measure_bytes
 from mplug_pretrained.weights import load_weights
 from mplug_saving.folder import newest, read_manifest
 from mplug_saving.position import Position

@@ -28,11 +28,12 @@ from mplug import (
 )
 from mplug.config.binding import Kernels
 from mplug.model import memory as model_module
-from mplug.model.build import build_model, measure_bytes
+from mplug.model.build import build_model
 from mplug.model.memory import allocate, initialize
 from mplug.model.slots.fill import fill_slots, select_offers, sites
 from mplug.model.units import run_units
 from mplug.registry.entry_points import Registry
+from mplug_estimates import measure_bytes
 from mplug_nn import (
     MLP,
     SLOTS,

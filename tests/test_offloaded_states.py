@@ -15,9 +15,10 @@ from torch import Tensor
 from mplug import UsageError
 from mplug.contracts.optimizer import ShapedState, tensors_of
 from mplug.layout.placement import Placement
-from mplug.model.build import build_model, measure_bytes
+from mplug.model.build import build_model
 from mplug.run.prepare import prepare
 from mplug.training.assembly import Parts, build
+from mplug_estimates import measure_bytes
 from mplug_saving.folder import newest
 from mplug_saving.position import Position
 from mplug_testing.harness import as_rank, tiny_config, tiny_run

@@ -18,12 +18,13 @@ from pydantic import Field
 from torch import Tensor
 
 from mplug import UsageError, hookimpl
-from mplug.model.build import build_model, measure_bytes
+from mplug.model.build import build_model
 from mplug.model.single_optimizer import build_optimizer
 from mplug.registry.entry_points import Registry
 from mplug.run.prepare import prepare
 from mplug.run.record import provenance
 from mplug.training.assembly import build
+from mplug_estimates import measure_bytes
 from mplug_saving.folder import newest
 from mplug_saving.position import Position
 from mplug_settings import config_schema

@@ -171,9 +171,7 @@ def test_settings_of_a_recipe_that_cannot_be_followed_are_refused(
     plant: Plant, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], said: str
 ) -> None:
     plant("nova-tinto")
-    monkeypatch.setattr(
-        "mplug_estimates.preflight.kernels_that_would_do", lambda *_: ""
-    )  # a process per installed kernel
+    monkeypatch.setattr("mplug_estimates.unmet.kernels_that_would_do", lambda *_: "")  # a process per installed kernel
     refused({**TINTO, **settings}, said)
 
 

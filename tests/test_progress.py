@@ -18,7 +18,7 @@ from mplug.run.prepare import prepare
 from mplug.training.assembly import build
 from mplug.training.interrupt import Interrupt
 from mplug.training.loop import launch_step
-from mplug.training.report import loss_warning
+from mplug_estimates.course import loss_warning
 from mplug_progress import progress_line
 from mplug_progress.progress_line import ProgressLine, TimeRemaining, step_line
 from mplug_testing.harness import tiny_config, tiny_run

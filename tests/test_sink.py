@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from mplug.model.build import build_model as model_of
-from mplug.model.build import gradient_dtype, measure_bytes
+from mplug.model.build import gradient_dtype
 from mplug.tensors import sink as sink_module
 from mplug.training.assembly import build
+from mplug_estimates import measure_bytes
 from mplug_nn import add_product, add_rows, aligned
 from mplug_nn.grouped import add_grouped_product
 from mplug_testing.harness import tiny_run, train_steps

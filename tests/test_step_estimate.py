@@ -9,8 +9,8 @@ from mplug.config.host_sections import Recipe
 from mplug.distributed.world import World
 from mplug.model.build import build_model
 from mplug.run.durations import TRIAL
-from mplug.training.report import data_gap
 from mplug_estimates import step_estimate
+from mplug_estimates.course import data_gap
 from mplug_estimates.step_estimate import about_step, recipe_gaps
 from mplug_testing.harness import tiny_run
 

@@ -191,9 +191,7 @@ def pairs(changes: list[str]) -> list[str]:
 def test_a_suite_catches(
     package: str, call: str, row: list[str], plant: Plant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "mplug_estimates.preflight.kernels_that_would_do", lambda *_: ""
-    )  # a process per installed kernel
+    monkeypatch.setattr("mplug_estimates.unmet.kernels_that_would_do", lambda *_: "")  # a process per installed kernel
     *changes, words = row
     suite, test, arguments = re.fullmatch(r"(?:wide )?(\w+)\.(\w+)(\[.*])?", call).groups()  # type: ignore[union-attr]
     plant(package, *(ONE_PASS if suite == "OrthonInOnePass" else ()), *pairs(changes))

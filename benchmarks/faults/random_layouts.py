@@ -173,7 +173,7 @@ def _layout(draw: random.Random, settings: Settings) -> Settings:
 
 def world_size(settings: Settings) -> int:
     """The ranks of a run; UsageError if mplug refuses it."""
-    with patch("mplug_estimates.preflight.kernels_that_would_do", return_value=""):
+    with patch("mplug_estimates.unmet.kernels_that_would_do", return_value=""):
         run = tiny_run(settings)
         build_model(run)
     return run.mesh.world_size

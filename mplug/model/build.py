@@ -1,6 +1,5 @@
 """From a prepared run to a model: split, placed, its slots filled, measured."""
 
-from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
@@ -10,22 +9,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mplug.config.binding import RunConfig
 from mplug.contracts.micro_batch import MARGINS, REFERENCE, SEQUENCES
-from mplug.contracts.optimizer import Optimizer, Piece, ShapedState, tensors_of
+from mplug.contracts.optimizer import Optimizer, Piece, ShapedState
 from mplug.errors import UsageError, listed
 from mplug.model.builders import builder_of
 from mplug.model.generator_seeds import GeneratorSeeds, drawing_plugin
 from mplug.model.invariance import invariance_of
 from mplug.model.memory import allocate
 from mplug.model.model import Model
-from mplug.model.pieces import make_pieces
 from mplug.model.plans.adaptations import adaptations
-from mplug.model.products import add_slot_buffers, choose_base_modules, copies_of, refuse_idle_copies
+from mplug.model.products import add_slot_buffers, choose_base_modules, refuse_idle_copies
 from mplug.model.recorder import recorder_of
 from mplug.model.sharding import shardings
 from mplug.model.single_optimizer import build_optimizer
 from mplug.model.slots.fill import fill_slots, select_offers
-from mplug.model.slots.kernel_limits import NO_GPU
-from mplug.model.slots.offers import PLAIN, Offer, Unmet, Wrap
+from mplug.model.slots.offers import Offer, Unmet, Wrap
 from mplug.model.slots.token_offers import token_offers
 from mplug.model.stream_balancer import balancer_of
 from mplug.model.unit_compiler import refuse_missing_compiler
@@ -71,41 +68,10 @@ def build_model(run: Run) -> Model:
 
 def _refuse_unmet(run: Run, unmet: list[Unmet]) -> None:
     """Raise UsageError if plugins do not meet needs; it says for each of them which kernels would do."""
-    if lines := _missing_gpu(run, unmet):
+    if unmet:
+        preflight = provided("preflights")
+        lines = dict.fromkeys(map(str, unmet)) if preflight is None else preflight.about_unmet(run, unmet)
         raise UsageError("\n".join(lines))
-    different = {str(one): one for one in unmet}
-    representatives = {(u.plugin, u.kind): u for u in different.values()}  # trying a kernel costs one process
-    remedies = {key: _remedy(run.config, one) for key, one in representatives.items()}
-    if different:
-        raise UsageError("\n".join(f"{text}{remedies[u.plugin, u.kind]}" for text, u in different.items()))
-
-
-def _missing_gpu(run: Run, unmet: Sequence[Unmet]) -> list[str]:
-    """The error lines of a run on the CPU that only a GPU could serve; empty if the kernels lack something else.
-
-    Without a GPU, no other kernel is searched for: the search takes a minute, and would hide the cause.
-    """
-    if run.device != "cpu":
-        return []
-    cause = "trainer.device=cpu" if run.config.trainer.device == "cpu" else "torch finds no GPU on this machine"
-    without = {one.plugin: one for one in reversed(unmet) if NO_GPU in one.reason}
-    if without:
-        return [f"{one} ({cause}); leave the kernel out here" for one in without.values()]
-    recipe = run.precision.recipe
-    plain = [one for one in unmet if one.plugin == PLAIN and recipe is not None and recipe.need in one.site.needs]
-    if recipe is not None and plain:
-        return [
-            f"{plain[0]}; this run is on the CPU ({cause}): use --precision bf16 here, or name a kernel that computes "
-            f"the recipe '{recipe.name}' on a CPU, slowly: kernels.{plain[0].kind}=NAME"
-        ]
-    return []
-
-
-def _remedy(config: RunConfig, unmet: Unmet) -> str:
-    """The end of the error message: the kernels to use instead; empty if a plugin of another kind has the need."""
-    is_kernel = unmet.plugin == PLAIN or unmet.plugin in config.kernels.plugins
-    preflight = provided("preflights") if is_kernel else None
-    return "" if preflight is None else str(preflight.kernels_that_would_do(config, unmet))
 
 
 def _build_model(run: Run) -> tuple[Model, list[Unmet]]:
@@ -282,39 +248,3 @@ def allocate_parts(run: Run, model: Model) -> None:
     precision = run.precision
     where, seed = torch.device(run.device), run.config.trainer.seed
     allocate(model, run.rank, where, precision.weight_dtype, seed, precision.master_dtype)
-
-
-IN_CPU_MEMORY = "optimizer state in CPU memory"
-"""What `measure_bytes` counts that is not on the run's device."""
-
-
-def measure_bytes(run: Run, model: Model) -> dict[str, int]:
-    """Bytes that a rank will hold: the storages of a real build, made of tensors without memory."""
-    gradients = gradient_dtype(run, model)
-    with FakeTensorMode():
-        allocate_parts(run, model)
-        model.listen(gradients)
-        pieces = make_pieces(model) if model.engine is None else shardings().planned_pieces(run, model)
-        optimizer = build_optimizer(run, model, pieces)
-        states = [tensor for piece in pieces for tensor in tensors_of(optimizer.state(piece)).values()]
-        kinds: dict[str, list[torch.Tensor]] = {
-            "weights": [parameter for parameter in model.parameters().values() if parameter.requires_grad],
-            "frozen weights": list(model.frozen.values()),
-            "masters": [piece.master for piece in pieces if piece.weight is not None],
-            "gradients": [*(sink.buffer for sink in model.sinks.values()), *(piece.gradient for piece in pieces)],
-            "optimizer state": states,
-            "copies of weights": copies_of(model),
-            "buffers of suppliers": [buffer for one in model.slot_buffers for buffer in one.tensors().values()],
-        }
-        measured = {kind: _nbytes(tensors) for kind, tensors in kinds.items() if tensors}
-        if (updates := updates_of(run, model)) is not None:
-            measured |= updates.num_bytes(optimizer)
-            measured = {kind: size for kind, size in measured.items() if size}
-    of_engine = {} if model.engine is None else model.engine.num_bytes
-    stated = {kind.partition(",")[0] for kind in of_engine}
-    return {**{kind: size for kind, size in measured.items() if kind not in stated}, **of_engine}
-
-
-def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
-    return sum(storages.values())

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from mplug.distributed.groups import Groups
 
 
+IN_CPU_MEMORY = "optimizer state in CPU memory"
+"""What `mplug_estimates.measure_bytes` counts that is not on the run's device."""
+
+
 class Updates(Protocol):
     """The methods of the class in the entry-point group 'mplug.updates'.
 

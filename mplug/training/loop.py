@@ -25,8 +25,9 @@ from mplug.training.assembly import Parts, build
 from mplug.training.beginnings import Loaded, beginnings_of
 from mplug.training.faults import faults
 from mplug.training.interrupt import Interrupt, TimeLeft
+from mplug.training.preflight import Preflight
 from mplug.training.relayouts import Relayouts
-from mplug.training.report import PendingRecord, Report, data_gap, loss_warning
+from mplug.training.report import PendingRecord, Report
 from mplug.training.save_times import save_times_of
 from mplug.training.saving import Position, Unsaved, position_of
 from mplug.training.schedule import batch_size, learning_rate, weight_decay
@@ -83,7 +84,9 @@ def train(
         _write_beginning(run, parts, position, loaded, resumed_from)
         del parts  # a change of the layout replaces them
         with Interrupt(run) as interrupt, _finishing_saves_on_failure(run, position):
-            _report(run, data_gap(run, position.parts.train_loader.loader.samples_per_epoch))
+            preflight: Preflight | None = provided("preflights")
+            samples = position.parts.train_loader.loader.samples_per_epoch
+            _report(run, [] if preflight is None else preflight.data_gap(run, samples))
             run.hooks.observe("run_started", run=run)
             time_left = TimeLeft(run, deadline, position.saver.expected_seconds)
             val_loss = _steps(run, position, time_left)
@@ -212,7 +215,9 @@ def _steps(run: Run, position: Position, time_left: TimeLeft) -> float | None:
     position.saver.wait()
     run.enter("ending the run")
     _report_saved(run, position)
-    _report(run, loss_warning(report.last_loss, position.parts.train_loader.vocab_size))
+    preflight: Preflight | None = provided("preflights")
+    vocab_size = position.parts.train_loader.vocab_size
+    _report(run, [] if preflight is None else preflight.loss_warning(report.last_loss, vocab_size))
     return val_loss
 
 

@@ -1,6 +1,6 @@
 """What the host asks of the package that compares a run with its machine before it starts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -44,5 +44,11 @@ class Preflight(Protocol):
         The model may get tensors without memory.
         """
 
-    def kernels_that_would_do(self, config: RunConfig, unmet: Unmet) -> str:
-        """The end of an error about a slot that no chosen plugin serves: the installed kernels to name instead."""
+    def about_unmet(self, run: Run, unmet: Sequence[Unmet]) -> Iterable[str]:
+        """The lines of an error about needs that no chosen plugin meets, with the kernels to name instead."""
+
+    def data_gap(self, run: Run, samples: int | None) -> list[str]:
+        """A warning if a step takes more samples than the training data hold; None: the loader does not state them."""
+
+    def loss_warning(self, loss: float | None, vocab_size: int) -> list[str]:
+        """A warning if the last loss of a run (nats per token) is far above that of a model that knows nothing."""

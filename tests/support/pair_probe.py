@@ -15,7 +15,7 @@ def refusal_of(case: Case) -> str:
 
     The refusal does not name other kernels that would serve it: to try them takes a process for each.
     """
-    with patch("mplug_estimates.preflight.kernels_that_would_do", return_value=""):
+    with patch("mplug_estimates.unmet.kernels_that_would_do", return_value=""):
         try:
             build_model(tiny_run(settings_of(case)))
         except UsageError as error:

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 from mplug.config.sources import source_of
 from mplug.errors import UsageError, listed
-from mplug.model.build import IN_CPU_MEMORY, measure_bytes
 from mplug.model.slots.offers import RECOMPUTING
+from mplug.model.updates import IN_CPU_MEMORY
 from mplug.precisions.dtypes import FORMATS
 from mplug.registry.entry_points import Registry
 from mplug_estimates.activations import LABELS, Activations, estimate_activations
+from mplug_estimates.measured import measure_bytes
 from mplug_estimates.memory_limits import host_memory
 
 if TYPE_CHECKING:

@@ -3,17 +3,18 @@
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from mplug_estimates.alternatives import kernels_that_would_do
 from mplug_estimates.count_passes import passes_of
+from mplug_estimates.course import data_gap, loss_warning
 from mplug_estimates.memory_check import check_memory
 from mplug_estimates.passes import Passes
 from mplug_estimates.settings import about_unused, about_warmup
 from mplug_estimates.size_limits import refuse_beyond_memory
 from mplug_estimates.sizes import within_reason
 from mplug_estimates.step_estimate import about_step, recipe_gaps
+from mplug_estimates.unmet import about_unmet
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from mplug.config.binding import RunConfig
     from mplug.config.sources import Settings
@@ -50,6 +51,14 @@ class Preflight:
         """Compare the estimate of the run's memory with that of the machine."""
         return check_memory(run, model, world)
 
-    def kernels_that_would_do(self, config: "RunConfig", unmet: "Unmet") -> str:
+    def about_unmet(self, run: "Run", unmet: "Sequence[Unmet]") -> list[str]:
         """Try every installed kernel plugin in a process of its own."""
-        return kernels_that_would_do(config, unmet)
+        return about_unmet(run, unmet)
+
+    def data_gap(self, run: "Run", samples: int | None) -> list[str]:
+        """A warning if a step takes more samples than the training data hold."""
+        return data_gap(run, samples)
+
+    def loss_warning(self, loss: float | None, vocab_size: int) -> list[str]:
+        """A warning if the last loss of a run is far above that of a model that knows nothing."""
+        return loss_warning(loss, vocab_size)

@@ -11,8 +11,9 @@ from mplug_lora.dropout import wraps
 
 from mplug import UsageError
 from mplug.cli import main
-from mplug.model.build import build_model, measure_bytes
+from mplug.model.build import build_model
 from mplug.run.prepare import prepare
+from mplug_estimates import measure_bytes
 from mplug_pretrained.adapter_files import adapters_of
 from mplug_saving.changes import changes_on_resume
 from mplug_saving.folder import newest, read_manifest

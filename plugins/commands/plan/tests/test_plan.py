@@ -22,7 +22,8 @@ from mplug_plan.simulate import boxes_of, page_of
 from mplug_plan.unit_costs import Costs
 
 from mplug import UsageError
-from mplug.commands import measure_bytes, read_assignments
+from mplug.commands import read_assignments
+from mplug_estimates import measure_bytes
 from mplug_testing import CommandSuite
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -13,10 +13,11 @@ from mplug_adamw.rounded import rounded
 from torch import Tensor
 
 from mplug import Parameter, UsageError
-from mplug.model.build import build_model, measure_bytes
+from mplug.model.build import build_model
 from mplug.run.prepare import prepare
 from mplug.tensors.random import mix
 from mplug.training.assembly import build
+from mplug_estimates import measure_bytes
 from mplug_saving.folder import newest
 from mplug_saving.position import Position
 from mplug_testing import DenseStep, OptimizerSuite, dense

@@ -10,7 +10,8 @@ import pytest
 from layout_runs import assert_refused, under
 
 from mplug import UsageError, hookimpl
-from mplug.model.build import build_model, measure_bytes
+from mplug.model.build import build_model
+from mplug_estimates import measure_bytes
 from mplug_testing.harness import tiny_run
 
 pytestmark = pytest.mark.skipif(

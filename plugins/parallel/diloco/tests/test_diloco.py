@@ -11,8 +11,9 @@ from mplug_diloco.rounds import Rounds, fragments_of
 from mplug_diloco.wire import Mean, bytes_sent, decoded, encoded, num_bytes
 
 from mplug import UsageError
-from mplug.model.build import build_model, measure_bytes
+from mplug.model.build import build_model
 from mplug.training.assembly import build
+from mplug_estimates import measure_bytes
 from mplug_saving.states import refuse_unsavable_states
 from mplug_testing import run_workers
 from mplug_testing.harness import tiny_config, tiny_run, train_steps

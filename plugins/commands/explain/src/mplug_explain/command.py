@@ -303,8 +303,10 @@ def _sent(run: "Run", model: "Model") -> str:
 
 def _bytes(run: "Run", model: "Model") -> str:
     """A table of what the rank holds between steps, which is exact, and of the activations, which are estimated."""
-    from mplug.commands import measure_bytes  # imports torch
-    from mplug_estimates import estimate_activations  # imports torch
+    from mplug_estimates import (
+        estimate_activations,  # imports torch
+        measure_bytes,  # imports torch
+    )
 
     activations = estimate_activations(run, model)[run.mesh.index(run.rank, model.stages.axis)]
     measured = measure_bytes(run, model)

@@ -63,8 +63,11 @@ def longest(options: dict[str, Any], gib: float) -> str:
 
 
 def _size(options: dict[str, Any], length: int) -> Size:
-    from mplug.commands import IN_CPU_MEMORY, build_model, measure_bytes  # imports torch
-    from mplug_estimates import estimate_activations  # imports torch
+    from mplug.commands import IN_CPU_MEMORY, build_model  # imports torch
+    from mplug_estimates import (
+        estimate_activations,  # imports torch
+        measure_bytes,  # imports torch
+    )
 
     changes = merge(overrides(**options), read_assignments([f"trainer.seq_length={length}"]))
     config = resolve(Registry(), default_settings(), changes)

@@ -13,13 +13,12 @@ from mplug.commands import (
     build_model,
     default_settings,
     from_mapping,
-    measure_bytes,
     merge,
     prepare,
     read_assignments,
     resolve,
 )
-from mplug_estimates import estimate_activations
+from mplug_estimates import estimate_activations, measure_bytes
 from mplug_plan.kernels import Kernels
 from mplug_plan.step_time import Step, predict
 

@@ -144,6 +144,5 @@ if TYPE_CHECKING:
     from mplug.training.evaluator import Evaluator as Evaluator
     from mplug.training.map_loader import MapLoader as MapLoader
     from mplug.training.stepper import DefaultStepper as DefaultStepper
-    from mplug.training.torch_optimizer import TorchOptimizer as TorchOptimizer
 
 publish(__name__)

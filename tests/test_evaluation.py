@@ -22,13 +22,12 @@ from mplug.layout.mesh import Mesh
 from mplug.registry.hooks import HOST
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
-from mplug.training import evaluation
 from mplug.training.feed import Feed
 from mplug.training.loop import Ending, train
 from mplug.training.metrics_writer import MetricsFile
 from mplug_testing.harness import as_rank, tiny_config
 from mplug_testing.workers import run_workers
-from mplug_validation import UntilStopped
+from mplug_validation import UntilStopped, evaluation
 
 SHORT = {"trainer.steps": 4, "trainer.eval_every": 2, "trainer.eval_samples": 400, "checkpoint.every": 3}
 

@@ -23,9 +23,9 @@ from mplug import (
     Sharding,
     contiguous,
 )
-from mplug.gradients import reduction
 from mplug.layout.ranks import Grouping
 from mplug.run.prepare import prepare
+from mplug_steps import reduction
 from mplug_steps.reduction import Reduction
 from mplug_testing import run_workers
 from mplug_testing.harness import tiny_config

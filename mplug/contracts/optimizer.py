@@ -104,7 +104,7 @@ class Optimizer(ABC):
 
     Gradients belong to the optimizer, which may overwrite them; the next step writes them anew. By default `step` does
     not write weights: after it, the host rounds masters into weights, which is one more pass over memory.
-    `mplug.TorchOptimizer` makes one from a fused optimizer of torch.
+    `mplug_updates.TorchOptimizer` makes one from a fused optimizer of torch.
 
     A piece may be any part of a parameter, also a flat range of it: strategies know nothing of optimizers. If the
     update of an element depends on others (the whole matrix, sums over rows), the optimizer asks the

@@ -1,7 +1,7 @@
 """What the host asks of the package that says whether a layout computes a model as one process does."""
 
-from collections.abc import Container, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Container, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mplug.model.model import Model
 from mplug.registry.provided import needed, provided
@@ -9,6 +9,13 @@ from mplug.run.run import Run
 
 if TYPE_CHECKING:
     from mplug.layout.mesh import Mesh
+
+
+class Summing(NamedTuple):
+    """A strategy that sums gradients while backward runs, and the mesh axes over which it does."""
+
+    label: str
+    axes: frozenset[str]
 
 
 class Invariance(Protocol):
@@ -29,8 +36,14 @@ class Invariance(Protocol):
     def refuse_layout(self, run: Run, model: Model) -> None:
         """Refuse a layout that bypasses a declared sum of gradients (`mplug.Variance`)."""
 
-    def refuse_summers(self, run: Run, model: Model, summers: Mapping[str, str]) -> None:
-        """The same, when strategies have named the axes over which they sum: axis -> label of the plugin."""
+    def refuse_other_stages(self, run: Run, model: Model) -> None:
+        """Refuse ranks with other stages, or other tables of actions, than rank 0. Collective."""
+
+    def refuse_summers(self, run: Run, model: Model, summing: Sequence[Summing]) -> None:
+        """Refuse strategies that sum the same buffers, or as a declared sum forbids; all ranks must name the same axes.
+
+        Collective. Called when strategies have named the axes over which they sum gradients.
+        """
 
     def layout_dependence(self, run: Run, model: Model) -> list[str]:
         """Why losses and gradients depend on the layout beyond rounding: a sentence each."""
@@ -43,6 +56,12 @@ def invariance_of(run: Run) -> Invariance | None:
         provided("invariances") if run.mesh.world_size == 1 else needed("invariances", what, "mplug-invariance")
     )
     return found
+
+
+def refuse_other_stages(run: Run, model: Model) -> None:
+    """Raise UsageError on all ranks unless they have the same chunks of units and the same tables of actions."""
+    if (found := invariance_of(run)) is not None:
+        found.refuse_other_stages(run, model)
 
 
 def layout_dependence_of_all(run: Run, model: Model) -> tuple[str, ...]:

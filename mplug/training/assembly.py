@@ -3,17 +3,15 @@
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from hashlib import blake2b
-from itertools import combinations
 from typing import cast
 
 from mplug.config.sources import source_of
 from mplug.contracts.loader import Loader
 from mplug.contracts.optimizer import Optimizer, Piece
 from mplug.contracts.stepper import Stepper
-from mplug.errors import PluginError, UsageError, listed
+from mplug.errors import PluginError, UsageError
 from mplug.model.build import allocate_parts, build_model, gradient_dtype, refuse_unsavable
-from mplug.model.invariance import invariance_of
+from mplug.model.invariance import Summing, invariance_of, refuse_other_stages
 from mplug.model.memory import initialize
 from mplug.model.model import Model
 from mplug.model.pieces import Held, held_values, make_pieces, write_weights
@@ -69,7 +67,7 @@ class Parts:
 def build(run: Run) -> Parts:
     """Build everything that a training process needs; cheap checks come first."""
     trainer, model = run.config.trainer, build_model(run)
-    _refuse_other_stages(run, model)
+    refuse_other_stages(run, model)
     if trainer.graphs:
         use_own_stream()
     train_loader = feed(run, model, "train")
@@ -95,7 +93,7 @@ def allocate_forward(run: Run, model: Model) -> None:
     The units are compiled as the config says. There are neither gradients nor an optimizer. Weights are loaded
     afterwards (`load_for_inference`, `load_public_for_inference`).
     """
-    _refuse_other_stages(run, model)
+    refuse_other_stages(run, model)
     compile_units(run, model)
     wrap_units(model)
     allocate_parts(run, model)
@@ -153,71 +151,18 @@ def _around(run: Run, model: Model, default: Evaluator) -> Stepper:
     return stepper or cast("Stepper", default)
 
 
-def _refuse_other_stages(run: Run, model: Model) -> None:
-    """Raise UsageError on all ranks unless they have the same chunks of units and the same tables of actions.
-
-    Every rank computes these itself. Receives take what arrives, so ranks with different tables would exchange the
-    activations of different micro batches.
-    """
-    stages = model.stages
-    if not stages.axis:
-        return
-    digest = blake2b(repr((stages.units, stages.backward, stages.ranks)).encode(), digest_size=16)
-    if stages.table is not None:
-        for number in run.micro_batch_counts():
-            for row in stages.table(number).rows:
-                digest.update(" ".join(map(str, row)).encode())
-    digests = run.gathered(digest.hexdigest())
-    for rank, own in enumerate(digests):
-        if own != digests[0]:
-            (label,) = run.hooks.implementers("build_pipeline")
-            schedule = f", or its schedule '{stages.schedule}'," if stages.schedule else ""
-            raise UsageError(
-                f"{label}{schedule} gives rank {rank} other stages or another order of actions than rank 0; their "
-                f"functions must return the same on every rank (the order of a Python set differs between processes)"
-            )
-
-
 def _wrap(run: Run, model: Model) -> None:
-    """Call `wrap_model` of every plugin; UsageError if two strategies sum the same buffers, which would be a race."""
-    summing: list[tuple[str, set[str]]] = []
-    summers: dict[str, str] = {}
+    """Call `wrap_model` of every plugin; UsageError if their sums of gradients contradict one another."""
+    summing: list[Summing] = []
     for label, wrap in run.hooks.layered("wrap_model"):
         known = set(model.sinks.reduced_over)
         wrap(run=run, model=model)
-        named = model.sinks.reduced_over - known
-        summers |= dict.fromkeys(named, label)
-        if named:
-            trained = {name: one for name, one in model.placements.items() if one.parameter.trainable}
-            summed = {name for name, one in trained.items() if named.intersection(one.partial_axes)}
-            summing.append((listed(sorted(named)), summed or set(trained)))
-    for (axes, summed), (others, theirs) in combinations(summing, 2):
-        if summed & theirs:
-            raise UsageError(
-                f"the strategies of the mesh axes {axes} and {others} both sum gradients during backward in the same "
-                f"buffers; use a layout with one of them"
-            )
+        if named := model.sinks.reduced_over - known:
+            summing.append(Summing(label, frozenset(named)))
     if model.engine is not None:
-        shardings().refuse_other_sums(run, model, dict.fromkeys(summers.values()))
-    _refuse_other_axes(run, summers)
+        shardings().refuse_other_sums(run, model, dict.fromkeys(one.label for one in summing))
     if (invariance := invariance_of(run)) is not None:
-        invariance.refuse_summers(run, model, summers)
-
-
-def _refuse_other_axes(run: Run, summers: dict[str, str]) -> None:
-    """Raise UsageError on all ranks if they name different axes in `sinks.reduced_over`: their sums would never match.
-
-    `summers` maps each named axis to the label of the plugin that names it.
-    """
-    found = run.gathered(sorted(summers.items()))
-    for rank, named in enumerate(found):
-        for axis, label in set(named) ^ set(found[0]):
-            naming, silent = (rank, 0) if (axis, label) in named else (0, rank)
-            raise UsageError(
-                f"{label} names the axis '{axis}' in sinks.reduced_over on rank {naming}, and not on rank "
-                f"{silent}; it must name the axes of all trained parameters of the model (model.placements) that it "
-                f"sums, also of parameters in other pipeline stages"
-            )
+        invariance.refuse_summers(run, model, summing)
 
 
 def feed(run: Run, model: Model, split: str, loader: Loader | None = None) -> Feed:

@@ -1,11 +1,13 @@
 """What the host asks about a layout (`mplug.model.invariance.Invariance`)."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Sequence
 
 from mplug.layout.mesh import Mesh
+from mplug.model.invariance import Summing
 from mplug.model.model import Model
 from mplug.run.run import Run
 from mplug_invariance.mixing import refuse_mixing
+from mplug_invariance.ranks_alike import refuse_other_axes, refuse_other_stages, refuse_races
 from mplug_invariance.statement import Statement
 from mplug_invariance.unlike_stages import ranks_of_unlike_stages
 from mplug_invariance.variance import layout_dependence, refuse_bypassing, refuse_bypassing_layout
@@ -26,8 +28,15 @@ class Invariance:
         """Raise UsageError if the layout bypasses a declared sum of gradients."""
         refuse_bypassing_layout(run, model)
 
-    def refuse_summers(self, run: Run, model: Model, summers: Mapping[str, str]) -> None:
-        """Raise UsageError if the host or another plugin sums gradients where a plugin declares its own way."""
+    def refuse_other_stages(self, run: Run, model: Model) -> None:
+        """Raise UsageError on all ranks unless they have the same stages and tables of actions."""
+        refuse_other_stages(run, model)
+
+    def refuse_summers(self, run: Run, model: Model, summing: Sequence[Summing]) -> None:
+        """Raise UsageError if the sums of strategies contradict one another."""
+        summers = {axis: one.label for one in summing for axis in one.axes}
+        refuse_races(model, summing)
+        refuse_other_axes(run, summers)
         refuse_bypassing(run, model, summers)
 
     def layout_dependence(self, run: Run, model: Model) -> list[str]:

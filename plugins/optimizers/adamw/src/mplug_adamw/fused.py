@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mplug import Piece, TorchOptimizer
+from mplug import Piece
 from mplug_adamw.state import States
+from mplug_updates import TorchOptimizer
 
 if TYPE_CHECKING:
     from mplug_adamw.config import AdamWConfig

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mplug import Piece, StepScalars, TorchOptimizer
+from mplug import Piece, StepScalars
+from mplug_updates import TorchOptimizer
 
 if TYPE_CHECKING:
     from mplug_muon.config import MuonConfig

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mplug import Piece, StepScalars, TorchOptimizer
+from mplug import Piece, StepScalars
+from mplug_updates import TorchOptimizer
 
 if TYPE_CHECKING:
     from mplug_sgd.config import SGDConfig

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mplug import Optimizer, Parameter, Piece, ShapedState, StepScalars, TorchOptimizer
+from mplug import Optimizer, Parameter, Piece, ShapedState, StepScalars
 from mplug_soap.rotated import RotatedMatrices
+from mplug_updates import TorchOptimizer
 
 if TYPE_CHECKING:
     from mplug import Assembler

@@ -53,7 +53,6 @@ from mplug.commands import (
     read_assignments,
     resolve,
     supervisor_of,
-    timed,
 )
 from mplug.contracts.micro_batch import IGNORED, MicroBatch
 from mplug.run.run import Run
@@ -61,6 +60,7 @@ from mplug.training.assembly import Parts
 from mplug.training.batch_parts import own_part
 from mplug.training.feed import Feed
 from mplug_compile import compiled_graphs
+from mplug_estimates import timed
 
 VARIANTS = ("equal", "same", "unbalanced", "balanced")
 LEAST = 4

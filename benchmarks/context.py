@@ -24,8 +24,8 @@ from mplug.model.build import build_model, choose_device
 from mplug.run.launching import launch, launched
 from mplug.run.prepare import prepare
 from mplug.training.assembly import build_loader
-from mplug.training.hardware import timed
 from mplug.training.job import among
+from mplug_estimates import timed
 from mplug_nn import AttentionInputs
 from mplug_streams.document_shares import document_maps
 from mplug_testing.harness import tiny_config

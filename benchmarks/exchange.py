@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mplug_ops as ops
-from mplug.training.hardware import timed
+from mplug_estimates import timed
 
 
 def ways(rows: Tensor, counts: Tensor, room: float) -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]]:

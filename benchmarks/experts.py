@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mplug.training.hardware import timed
+from mplug_estimates import timed
 from mplug_nn.experts import combine, dispatch
 from mplug_nn.grouped import add_grouped_product, grouped_product
 

@@ -30,9 +30,10 @@ from mplug_bench.measure import Facts, Task, _prepared, _running, facts_of
 from mplug_bench.profiling import HEAD_START, RECORDED, SPIN, class_of, waits_of
 
 from mplug import Run, StepResult
-from mplug.commands import Send, build, launch, launch_step, peak_memory_gib, peak_tflops, supervisor_of, table, timed
+from mplug.commands import Send, build, launch, launch_step, peak_memory_gib, peak_tflops, supervisor_of, table
 from mplug.config.sources import Settings, merge, read_assignments
 from mplug.errors import RunError, UsageError
+from mplug_estimates import timed
 
 KINDS = {
     "exchange of rows": r"sendrecv|all_?to_?all|push_rows|symmetric_memory",

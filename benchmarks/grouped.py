@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mplug.training.hardware import timed
+from mplug_estimates import timed
 from mplug_nn import GroupedProduct, Operand, Sink
 from mplug_nn.grouped import PLAIN_GROUPED
 

@@ -33,7 +33,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mplug.training.hardware import peak_memory_gib, timed
+from mplug.training.hardware import peak_memory_gib
+from mplug_estimates import timed
 from mplug_nn import GatedDeltaNet, chunked_scan, short_convolution
 
 PATTERN = "model.mixer_types=[gated_delta,gated_delta,gated_delta,attention]"

@@ -27,8 +27,8 @@ from mplug.commands import (
     read_assignments,
     resolve,
     table,
-    timed,
 )
+from mplug_estimates import timed
 
 COLUMNS = ("GEMM", "attention", "norm and activation", "optimizer", "copies and fills", "other", "gaps")
 

@@ -36,8 +36,9 @@ from mplug.registry.resolve import resolve
 from mplug.run.prepare import prepare
 from mplug.run.run import Run
 from mplug.training.assembly import Parts, build
-from mplug.training.hardware import peak_memory_gib, peak_tflops, timed
+from mplug.training.hardware import peak_memory_gib, peak_tflops
 from mplug_compile.compilation import compiled_graphs
+from mplug_estimates import timed
 
 
 @dataclass

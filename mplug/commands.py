@@ -70,8 +70,6 @@ if TYPE_CHECKING:
     from mplug.training.assembly import forward_stepper as forward_stepper
     from mplug.training.hardware import peak_memory_gib as peak_memory_gib
     from mplug.training.hardware import peak_tflops as peak_tflops
-    from mplug.training.hardware import timed as timed
-    from mplug.training.hardware import use_own_stream as use_own_stream
     from mplug.training.job import COLLECTIVE_SECONDS as COLLECTIVE_SECONDS
     from mplug.training.job import among as among
     from mplug.training.job import settle as settle

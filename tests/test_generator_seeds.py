@@ -18,9 +18,10 @@ from mplug import Axis, UsageError
 from mplug.layout.mesh import Mesh, contiguous
 from mplug.layout.plan import Plan, Unit
 from mplug.model.build import build_model
-from mplug.model.generator_seeds import ENTRY, GeneratorSeeds, micro_batch_key, place_of
 from mplug.registry.entry_points import Registry
 from mplug.training.assembly import build
+from mplug.training.evaluator import ENTRY, micro_batch_key
+from mplug_steps.generator_seeds import GeneratorSeeds, place_of
 from mplug_testing import run_workers
 from mplug_testing.draws import draws_fault
 from mplug_testing.harness import STEPS, Trace, in_fp64, tiny_run, train_steps

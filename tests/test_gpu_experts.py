@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from mplug import hookimpl
 from mplug.run.prepare import prepare
-from mplug.training.determinism import deterministic
 from mplug.training.loop import train
 from mplug_nn import Gating, MixtureOfExperts, Router, Weights, grouped_linear
 from mplug_nn.grouped import _has_kernel
+from mplug_steps.determinism import deterministic
 from mplug_testing.harness import tiny_config
 from mplug_testing.waiting import never_waiting
 

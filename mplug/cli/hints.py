@@ -1,6 +1,6 @@
 """What the host asks of the package that knows what a mistyped command line may have meant."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import click
@@ -20,6 +20,15 @@ class Hints(Protocol):
 
     def of_line(self, error: click.UsageError, command: str, words: Sequence[str]) -> str:
         """What is wrong with the command line of 'mplug COMMAND', and what to do; `words` are those after COMMAND."""
+
+    def before_binding(self, values: Mapping[str, Any]) -> "list[Problem]":
+        """Values of a section with which its validators must not compute: integers of thirty digits."""
+
+    def after_binding(self, values: Mapping[str, Any], config: Any) -> "list[Problem]":
+        """Values that a section has accepted and that cannot work: numbers out of range, booleans as numbers."""
+
+    def contradictions(self, config: Any, rate: Any) -> Iterable[str]:
+        """Contradictions between settings of the host; `rate` is the learning rate schedule that the config names."""
 
     def of_section(self, error: Any, model: Any, values: Mapping[str, Any]) -> "list[Problem]":
         """Every problem of a section with these values, from an error of pydantic about its `model`."""

@@ -71,14 +71,6 @@ class StoredPath(UserPath):
         return super().convert(value, param, ctx)
 
 
-class NewFolder(UserPath):
-    """The path of a new folder, or the address of a store (a `str`)."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path or the address."""
-        return value if isinstance(value, str) and is_address(value) else super().convert(value, param, ctx)
-
-
 class Finite(click.FloatRange):
     """A finite number within a range. Click's own FloatRange accepts NaN in every range."""
 

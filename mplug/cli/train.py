@@ -157,21 +157,8 @@ def _work(start: Start, deadline: float | None) -> "Outcome":
 
 
 def _announce(start: Start) -> None:
-    import torch
-
     for line in start.lines():
         click.echo(line)
-    if start.run.config.trainer.device != "cpu" and start.world is None:  # a launcher chooses the number of processes
-        click.echo(_idle_gpus(start.run, torch.cuda.device_count()), nl=False)
-
-
-def _idle_gpus(run: "Run", gpus: int) -> str:
-    """The notice about GPUs that the run does not use; empty if it uses all of them."""
-    if gpus <= run.mesh.world_size:
-        return ""
-    data = run.config.parallel.data
-    remedy = f"--parallel {data}{gpus} uses all" if data else "add a parallel strategy to use more"
-    return f"this machine has {gpus} GPUs, and the run uses {run.mesh.world_size}; {remedy}\n"
 
 
 def _report(outcome: "Outcome", run: "Run", seconds: float) -> None:

@@ -8,19 +8,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mplug.config.binding import RunConfig
-from mplug.contracts.micro_batch import MARGINS, REFERENCE, SEQUENCES
 from mplug.contracts.optimizer import Optimizer, Piece, ShapedState
-from mplug.errors import UsageError, listed
-from mplug.model.builders import builder_of
-from mplug.model.generator_seeds import GeneratorSeeds, drawing_plugin
+from mplug.errors import UsageError
 from mplug.model.invariance import invariance_of
 from mplug.model.memory import allocate
 from mplug.model.model import Model
 from mplug.model.plans.adaptations import adaptations
 from mplug.model.products import add_slot_buffers, choose_base_modules, refuse_idle_copies
 from mplug.model.recorder import recorder_of
+from mplug.model.seeds import seeds_of
 from mplug.model.sharding import shardings
-from mplug.model.single_optimizer import build_optimizer
+from mplug.model.single_optimizer import build_optimizer, builder_of
 from mplug.model.slots.fill import fill_slots, select_offers
 from mplug.model.slots.offers import Offer, Unmet, Wrap
 from mplug.model.slots.token_offers import token_offers
@@ -28,7 +26,7 @@ from mplug.model.stream_balancer import balancer_of
 from mplug.model.unit_compiler import refuse_missing_compiler
 from mplug.model.updates import updates_of
 from mplug.registry.hooks import Hooks
-from mplug.registry.provided import provided
+from mplug.registry.provided import needed, provided
 from mplug.run.run import Run
 
 
@@ -84,8 +82,8 @@ def _build_model(run: Run) -> tuple[Model, list[Unmet]]:
         of_loader = run.entries
         if adapting := run.hooks.implementers("adapt_model"):
             adaptations(adapting[0]).adapt(run, model)
-        _refuse_unused_entries(run, model, of_loader)
-        _refuse_missing_entries(run, model)
+        if of_loader or model.plan.streams:
+            needed("faults", "optional entries of micro batches", "mplug-faults").refuse_entries(run, model, of_loader)
     if run.trains:
         if run.config.frozen or not any(one.trainable for one in model.plan.match(model.parameters()).values()):
             adaptations("model.frozen").freeze(model, run.config)
@@ -96,7 +94,6 @@ def _build_model(run: Run) -> tuple[Model, list[Unmet]]:
     model.plan = replace(model.plan, work=model.work)
     model.recipe, model.base_modules = run.precision.recipe, choose_base_modules(run, model)
     model.pipeline = run.hooks.call.build_pipeline(run=run, model=model)
-    _refuse_two_steppers(run, model)
     model.place(run.mesh, None if model.pipeline is None else model.pipeline.stages)
     if (invariance := invariance_of(run)) is not None:
         model.mixing = invariance.mixing(run, model)
@@ -113,8 +110,7 @@ def _build_model(run: Run) -> tuple[Model, list[Unmet]]:
     run.hooks.call.offers_selected(run=run, model=model, selection=selection)
     add_slot_buffers(model, run, selection.filled)
     fill_slots(model, selection)
-    drawing = drawing_plugin(run, model.slots)
-    model.seeds = GeneratorSeeds(model.plan, run.mesh, run.rank, run.device, drawing)
+    model.seeds = seeds_of(run, model)
     return model, [*selection.unmet, *elsewhere]
 
 
@@ -127,57 +123,6 @@ def _unmet_in_other_stages(run: Run, model: Model) -> list[Unmet]:
     copies = [Hooks({label: copy(plugin) for label, plugin in run.hooks.plugins.items()}) for _ in unlike]
     others = [replace(run, rank=rank, hooks=hooks) for rank, hooks in zip(unlike, copies, strict=True)]
     return [unmet for other in others for unmet in _build_model(other)[1]]
-
-
-def _refuse_two_steppers(run: Run, model: Model) -> None:
-    """Raise UsageError if a plugin replaces the stepper of a model that another has divided into stages."""
-    others = run.hooks.implementers("build_stepper")
-    if model.pipeline is not None and others:
-        (pipeline,) = run.hooks.implementers("build_pipeline")
-        raise UsageError(
-            f"{pipeline} runs the step of its stages ('build_pipeline'), and {listed(others)} replaces the step "
-            f"('build_stepper'); use only one of them"
-        )
-
-
-def _refuse_unused_entries(run: Run, model: Model, of_loader: frozenset[str]) -> None:
-    """Raise UsageError if no unit takes an optional entry: a model without document lengths would mix documents.
-
-    Entries of objectives may be unused in a run that does not train.
-    """
-    inputs = {name for unit in model.plan.units for name in (*unit.inputs, *unit.optional)}
-    unused = sorted(of_loader - inputs - (set() if run.trains else {SEQUENCES, REFERENCE, MARGINS}))
-    if unused:
-        (loader,), (owner,) = (run.hooks.implementers(hook) for hook in ("build_loader", "build_model"))
-        if SEQUENCES in unused:
-            raise UsageError(
-                f"{loader} numbers the sequences of a sample for an objective, and the run has none; name one "
-                f"(--objective NAME; 'mplug plugins list --kind objectives' lists those that are installed)"
-            )
-        raise UsageError(
-            f"micro batches of {loader} have {listed(map(repr, unused))}, which no unit of {owner} takes as input; "
-            f"change the settings of {loader} so that it omits them, or use another model"
-        )
-
-
-def _refuse_missing_entries(run: Run, model: Model) -> None:
-    """Raise UsageError if a stream of the model needs entries that the loader of the run does not supply.
-
-    They are those that units need, and all that the family's processor makes.
-    """
-    if not run.trains:
-        return
-    inputs = {name for unit in model.plan.units for name in unit.inputs}
-    processor = run.hooks.call.build_processor(config=run.config)
-    made = () if processor is None else processor.entries
-    for axis, stream in model.plan.streams.items():
-        needed = dict.fromkeys((*made, *sorted(inputs & model.plan.entries_of(axis))))
-        if missing := [name for name in needed if name not in run.entries]:
-            (loader,), (owner,) = (run.hooks.implementers(hook) for hook in ("build_loader", "build_model"))
-            raise UsageError(
-                f"micro batches of {loader} have no {listed(map(repr, missing))}, which {owner} needs for its {axis}; "
-                f"{stream.remedy}"
-            )
 
 
 def states_without_memory(run: Run, model: Model) -> tuple[Optimizer, list[Piece]]:

@@ -36,6 +36,9 @@ class Invariance(Protocol):
     def refuse_layout(self, run: Run, model: Model) -> None:
         """Refuse a layout that bypasses a declared sum of gradients (`mplug.Variance`)."""
 
+    def refuse_other_plugins(self, run: Run) -> None:
+        """Raise RunError unless every rank has the same plugins, in the same versions and order. Collective."""
+
     def refuse_other_stages(self, run: Run, model: Model) -> None:
         """Refuse ranks with other stages, or other tables of actions, than rank 0. Collective."""
 

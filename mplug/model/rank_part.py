@@ -3,16 +3,18 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from mplug.layout.plan import Unit
-from mplug.model.generator_seeds import GeneratorSeeds
 from mplug.model.placed import Placed
 from mplug.model.slots.declaration import Slot, declared_slots
 from mplug.model.slots.offers import Filled
 from mplug.model.units import run_units
+
+if TYPE_CHECKING:
+    from mplug.model.seeds import Seeds
 
 
 @dataclass
@@ -27,7 +29,7 @@ class RankPart(Placed):
     slots: list[Filled] = field(default_factory=list)
     unit_wraps: list[Filled] = field(default_factory=list)
     slot_buffers: list[Any] = field(default_factory=list)
-    seeds: GeneratorSeeds | None = None
+    seeds: "Seeds | None" = None
     _declared: dict[str, Slot] | None = None
 
     @property

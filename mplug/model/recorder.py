@@ -10,6 +10,9 @@ from mplug.run.run import Run
 class Recorder(Protocol):
     """The methods of the class in the entry-point group 'mplug.recorders'."""
 
+    def begin(self) -> None:
+        """Called in each process before the model gets memory."""
+
     def refuse(self, run: Run, model: Model) -> None:
         """Raise UsageError if a part of the run's steps cannot be replayed. Called before launch and on every rank."""
 

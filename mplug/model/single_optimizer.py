@@ -2,12 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from mplug.config.host_sections import ParameterGroup
 from mplug.contracts.optimizer import Optimizer, Piece
 from mplug.errors import PluginError
 from mplug.layout.placement import Placement
 from mplug.model.assembler import Assembler
-from mplug.model.builders import HOOK, builder, hook_of
 from mplug.model.updates import updates_of
 
 if TYPE_CHECKING:
@@ -47,12 +45,22 @@ def placements_of(model: "Model", pieces: list[Piece]) -> dict[str, Placement]:
     return found
 
 
-def single_optimizer(
-    run: "Run", pieces: list[Piece], assembler: Assembler, group: ParameterGroup | None = None
-) -> Optimizer:
-    """What the plugin builds of the pieces of a group alone; PluginError if it is no optimizer."""
-    optimizer = hook_of(run, group, HOOK)(run=run, pieces=pieces, assembler=assembler)
+def single_optimizer(run: "Run", pieces: list[Piece], assembler: Assembler) -> Optimizer:
+    """What the plugin builds of the pieces alone; PluginError if it is no optimizer."""
+    optimizer = run.hooks.call.build_optimizer(run=run, pieces=pieces, assembler=assembler)
+    (label,) = run.hooks.implementers("build_optimizer")
+    return checked(optimizer, label)
+
+
+def checked(optimizer: object, label: str) -> Optimizer:
+    """The answer of the plugin `label`; PluginError if it is no optimizer."""
     if not isinstance(optimizer, Optimizer):
-        label, returned = builder(run, group), type(optimizer).__name__
+        returned = type(optimizer).__name__
         raise PluginError(f"build_optimizer of {label} returns '{returned}', which is not derived from mplug.Optimizer")
     return optimizer
+
+
+def builder_of(run: "Run", model: "Model", name: str) -> str:
+    """The label of the plugin that builds the optimizer of a parameter."""
+    own = run.config.groups[model.groups[name]].optimizer if name in model.groups else None
+    return own.label if own is not None else run.hooks.implementers("build_optimizer")[0]

@@ -7,8 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from mplug.config.family import Contained, contained_fields, lists_of_sections
-from mplug.config.problems import NO_SECTION, Problem, booleans_as_numbers, stated_problems
-from mplug.config.ranges import integers_out_of_range, out_of_range
+from mplug.config.problems import NO_SECTION, Problem, stated_problems
 from mplug.config.sources import from_mapping, merge, nested
 from mplug.errors import UsageError, listed, quoted, suggest
 from mplug.registry.asking import fault
@@ -27,22 +26,21 @@ def bind(
     A field that is another plugin (`mplug.Family`, `mplug.Source`) is bound by this plugin, which `registry` finds
     (default: that of the interpreter).
     """
-    problems = [Problem(path, message) for path, message in integers_out_of_range(values)]
-    if problems:  # validators of the section may compute with these integers
+    found = provided("hints")
+    problems: list[Problem] = [] if found is None else found.before_binding(values)
+    if problems:  # validators of the section may compute with these values
         return None, problems
     values, of_families = _with_families(model, values, registry)
     broken = {problem.path[0] for problem in of_families}
     try:
         config = model.model_validate(dict(values))
     except ValidationError as error:
-        found = provided("hints")
         stated = stated_problems(error) if found is None else found.of_section(error, model, values)
         own = [one for one in stated if not one.path or one.path[0] not in broken]
         return None, [*own, *of_families]
     except Exception as error:
         return None, [Problem((), f"a validator of the section failed: {fault(error)}", is_fault=True)]
-    checks = (*booleans_as_numbers(values, config), *out_of_range(config))
-    problems = [*(Problem(path, message) for path, message in checks), *of_families]
+    problems = [*([] if found is None else found.after_binding(values, config)), *of_families]
     return (None if problems else config), problems
 
 

@@ -63,7 +63,7 @@ SLOTS = "slots"
 PROVIDED = (
     *("adaptations", "assemblers", "balancers", "beginnings", "compilers", "divisions", "faults"),
     *("hints", "invariances", "launchers", "preflights", "products", "progress"),
-    *("recipe_settings", "recorders", "relayouts", "savers", "save_times", "shardings", "sharings"),
+    *("recipe_settings", "recorders", "relayouts", "savers", "save_times", "shardings"),
     *("steps", "token_offers", "updates", "validations"),
 )
 """The groups of classes that serve the host; a run asks one class of a group (docs/architecture.md)."""

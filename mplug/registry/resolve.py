@@ -24,7 +24,6 @@ from mplug.config.binding import (
     RunConfig,
     host_fields,
 )
-from mplug.config.contradictions import contradictions
 from mplug.config.defaults import is_default, under_fine_tuning
 from mplug.config.entry import Entry
 from mplug.config.family import family_fields
@@ -36,6 +35,7 @@ from mplug.registry.beginnings import beginnings, names_some
 from mplug.registry.bind_section import bind, preset_of
 from mplug.registry.entry_points import BrokenPlugin, Registry
 from mplug.registry.fallbacks import missing_defaults, missing_message, without_missing
+from mplug.registry.provided import provided
 from mplug.registry.rates import RATES
 
 
@@ -109,7 +109,8 @@ class _Resolver:
             average=of_optimizer.average,
             offload=of_optimizer.offload,
         )
-        if problems := [*contradictions(config, RATES.load(config.schedule.name))]:
+        found = provided("hints")
+        if found is not None and (problems := [*found.contradictions(config, RATES.load(config.schedule.name))]):
             raise UsageError("\n".join(problems))
         return config
 

@@ -26,12 +26,10 @@ from mplug.model.updates import updates_of
 from mplug.registry.provided import provided
 from mplug.run.run import Run
 from mplug.training.batch_parts import own_part
-from mplug.training.division import division_if_installed
+from mplug.training.division import division, division_if_installed
 from mplug.training.evaluator import Evaluator
 from mplug.training.feed import Feed
-from mplug.training.hardware import use_own_stream
 from mplug.training.map_loader import MapLoader
-from mplug.training.shared_loader import shared_loader
 from mplug.training.source import Source
 from mplug.training.stepper import DefaultStepper
 from mplug.training.steps import ScalesLosses, repeating, rerunning
@@ -68,8 +66,8 @@ def build(run: Run) -> Parts:
     """Build everything that a training process needs; cheap checks come first."""
     trainer, model = run.config.trainer, build_model(run)
     refuse_other_stages(run, model)
-    if trainer.graphs:
-        use_own_stream()
+    if (recorder := recorder_of(run)) is not None:
+        recorder.begin()
     train_loader = feed(run, model, "train")
     is_evaluated = trainer.eval_every and provided("validations") is not None
     validation_loader = feed(run, model, "validation") if is_evaluated else None
@@ -171,7 +169,8 @@ def feed(run: Run, model: Model, split: str, loader: Loader | None = None) -> Fe
     balancer = balancer_of(run)
     mover = None if balancer is None else balancer.mover(run, model)
     if loader is None:
-        loader = shared_loader(run, partial(_weighed_loader, run, model, split))
+        own = partial(_weighed_loader, run, model, split)
+        loader = division().shared_loader(run, own) if run.config.parallel.read_once else own()
     else:
         _refuse_small_vocabulary(run, loader)
     taken = {name for unit in model.own_units for name in (*unit.inputs, *unit.optional)}

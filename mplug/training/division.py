@@ -1,15 +1,17 @@
 """What the host asks of the package that divides the work of a step among ranks: rows, documents, samples."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
+from mplug.contracts.loader import Loader
 from mplug.contracts.micro_batch import MicroBatch
 from mplug.registry.provided import needed, provided
 
 if TYPE_CHECKING:
     from mplug.layout.mesh import Mesh
     from mplug.layout.plan import Plan
+    from mplug.run.run import Run
 
 
 class Measured(Protocol):
@@ -25,9 +27,16 @@ class Measured(Protocol):
 class Division(Protocol):
     """The methods of the class in the entry-point group 'mplug.divisions'.
 
-    The host calls the first three if the plan has streams (`mplug.Stream`); `batch` is a whole micro batch. Without an
-    installed class, the work of ranks is not measured.
+    The host calls the methods about rows if the plan has streams (`mplug.Stream`); `batch` is a whole micro batch.
+    Without an installed class, the work of ranks is not measured.
     """
+
+    def shared_loader(self, run: "Run", build: Callable[[], Loader]) -> Loader:
+        """A loader whose samples, state and failures are those of the loader that `build` returns, on every rank.
+
+        For `parallel.read_once`: only the first of the ranks that compute with the same samples calls `build`.
+        Collective.
+        """
 
     def malformed(self, batch: MicroBatch, plan: "Plan") -> str:
         """A sentence about entries of streams that contradict one another; '' if there are none."""
@@ -51,7 +60,9 @@ class Division(Protocol):
 @cache
 def division() -> Division:
     """The installed class, for a model with streams, or for a run that balances work."""
-    found: Division = needed("divisions", "streams of a model, or parallel.balance=true", "mplug-streams")
+    found: Division = needed(
+        "divisions", "streams of a model, parallel.balance=true or parallel.read_once=true", "mplug-streams"
+    )
     return found
 
 

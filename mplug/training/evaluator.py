@@ -10,10 +10,17 @@ import torch
 from torch import Tensor
 
 from mplug.contracts.micro_batch import MicroBatch, RankBatch
-from mplug.model.generator_seeds import ENTRY, micro_batch_key
 from mplug.model.model import Model
 from mplug.run.run import Run
-from mplug.tensors.random import keys_of_samples, step_key
+from mplug.tensors.random import key_of, keys_of_samples, step_key
+
+ENTRY = "generator_key"
+"""The entry of a micro batch that holds its key: a Python int, which no unit takes."""
+
+
+def micro_batch_key(seed: int, step: int, number: int) -> int:
+    """The key of a step's micro batch; the first has number 0."""
+    return key_of(seed, "draws", step, number)
 
 
 class Evaluator:
@@ -31,7 +38,7 @@ class Evaluator:
         """What this rank's units receive of a micro batch: its entries, and this step's random keys.
 
         `keys` [B] are those of the samples; `ENTRY` is the key of the random numbers that kernels draw themselves
-        (`mplug.model.generator_seeds`). Call this method once for each micro batch.
+        (`mplug_steps.GeneratorSeeds`). Call this method once for each micro batch.
         """
         generator_key: Any = micro_batch_key(self.seed, step, batch.number)
         return {**self.keyed(batch, step_key(self.seed, step)), ENTRY: generator_key}

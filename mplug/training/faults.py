@@ -4,8 +4,10 @@ from typing import Any, Protocol
 
 from mplug.contracts.loader import Loader
 from mplug.errors import PluginError
+from mplug.model.built import Built
 from mplug.registry.hooks import Hooks
 from mplug.registry.provided import provided
+from mplug.run.run import Run
 from mplug.training.source import Source
 
 
@@ -20,6 +22,12 @@ class Faults(Protocol):
 
         None if no plugin's code raised the exception, if it is an error for the user already, or if the environment
         failed.
+        """
+
+    def refuse_entries(self, run: Run, model: Built, of_loader: frozenset[str]) -> None:
+        """Raise UsageError if no unit takes an optional entry of the loader, or a stream of the model lacks entries.
+
+        Called with the model on the meta device, if there are such entries or streams.
         """
 
     def supervised(self, loader: Loader, source: Source) -> Any:

@@ -3,26 +3,11 @@
 import resource
 import sys
 import time
-from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 
 PEAK_TFLOPS = {"H100": 989.4, "H200": 989.4, "H800": 989.4, "A100": 312.0, "B200": 2250.0}
 """Dense bf16 peak of a chip in TFLOP/s, by a word in its name (vendors' data sheets)."""
-
-
-def use_own_stream() -> None:
-    """Make a new stream the current one of this thread, if that is the default stream.
-
-    The default stream cannot be recorded. Autograd also runs the end of backward on the stream that was current when a
-    gradient sink was made, so the stream changes before the model gets memory.
-    """
-    current = torch.cuda.current_stream()
-    if current == torch.cuda.default_stream():
-        stream = torch.cuda.Stream()
-        stream.wait_stream(current)
-        torch.cuda.set_stream(stream)
 
 
 def peak_tflops(device: str) -> float | None:
@@ -65,13 +50,3 @@ class Moment:
         if self._event is None or earlier._event is None:
             return self._seconds - earlier._seconds
         return float(earlier._event.elapsed_time(self._event)) / 1e3
-
-
-def timed(work: Callable[[], object], repeats: int, device: str) -> list[float]:
-    """Seconds of each of `repeats` consecutive calls, by the device's clock; it waits once, after the last call."""
-    moments = [Moment(device)]
-    for _ in range(repeats):
-        work()
-        moments.append(Moment(device))
-    moments[-1].wait()
-    return [after.since(before) for before, after in pairwise(moments)]

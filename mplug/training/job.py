@@ -12,17 +12,16 @@ from mplug.config.binding import RunConfig
 from mplug.config.sources import Settings, merge, read_assignments
 from mplug.distributed.supervision import Send, Supervisor
 from mplug.distributed.world import World
-from mplug.errors import RunError, UsageError
+from mplug.errors import UsageError
 from mplug.registry.entry_points import Registry
 from mplug.registry.hooks import HOST
 from mplug.registry.implementation import hookimpl
-from mplug.registry.provided import provided
+from mplug.registry.provided import needed, provided
 from mplug.registry.resolve import resolve
 from mplug.run.activity import Activity
 from mplug.run.claim import Claim
 from mplug.run.launching import agreed, joined, launched, launching
 from mplug.run.prepare import prepare
-from mplug.run.record import provenance
 from mplug.run.run import Run
 
 
@@ -135,16 +134,18 @@ def among(
 
         with joined(world, run.device, timeout, exchanging):
             run.groups = Groups(run.rank, timeout)
-            _refuse_other_plugins(run)
+            if (found := provided("invariances")) is not None:
+                found.refuse_other_plugins(run)
             yield
 
 
 def _determinism(run: Run) -> AbstractContextManager[None]:
     if not run.config.trainer.deterministic:
         return nullcontext()
-    from mplug.training.determinism import deterministic  # imports torch and its compiler
-
-    return deterministic()
+    computing: AbstractContextManager[None] = needed(
+        "steps", "trainer.deterministic=true", "mplug-steps"
+    ).deterministic()
+    return computing
 
 
 def _trained(run: Run, job: Job) -> Outcome:
@@ -153,18 +154,6 @@ def _trained(run: Run, job: Job) -> Outcome:
     assert run.directory is not None
     ending = train(run, job.resume_from, job.deadline, job.allowed)
     return Outcome(run.directory, run.step, ending.val_loss, ending.signal, ending.out_of_time, ending.nothing_left)
-
-
-def _refuse_other_plugins(run: Run) -> None:
-    """Raise RunError unless every rank has the same plugins, in the same versions and order."""
-    keys = ("plugin", "distribution", "version")
-    plugins = run.gathered([[plugin[key] for key in keys] for plugin in provenance(run)["plugins"]])
-    for rank, of_rank in enumerate(plugins):
-        if of_rank != plugins[0]:
-            raise RunError(
-                f"rank {rank} has the plugins {of_rank}, and rank 0 has {plugins[0]}; install the same versions of the "
-                f"same plugins on all machines"
-            )
 
 
 class StepMessages:

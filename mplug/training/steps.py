@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from mplug.contracts.stepper import Stepper
 from mplug.layout.placement import Placement
 from mplug.model.model import Model
 from mplug.model.products import slot_updates
+from mplug.model.seeds import Seeds
 from mplug.registry.provided import needed
 from mplug.run.run import Run
 from mplug.tensors.host_buffers import host_buffers
@@ -113,6 +115,12 @@ class Steps(Protocol):
         self, run: Run, placements: Mapping[str, Placement], reduced_over: Collection[str], pieces: list[Piece]
     ) -> NoReduction:
         """What sums, by placement, the gradients that no strategy has summed (`reduced_over`). For several ranks."""
+
+    def deterministic(self) -> AbstractContextManager[None]:
+        """A block in which torch gives the same bits for the same computation (`trainer.deterministic`)."""
+
+    def seeds(self, run: Run, model: Model, drawing: str) -> Seeds:
+        """What seeds torch's generators; `drawing` is the label of a plugin that draws from them, or ''."""
 
     def statistics(self, run: Run, model: Model) -> NoStatistics:
         """The statistics of a model with some. Collective."""

@@ -8,14 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mplug.cli.options import NewFolder, PluginName, RunName, StoredPath, config_options, resolved
+from mplug.cli.options import PluginName, RunName, StoredPath, UserPath, config_options, resolved
 from mplug.errors import UsageError, counted, listed, suggest
-from mplug.registry.stores import stores_for
+from mplug.registry.stores import is_address, stores_for
 
 if TYPE_CHECKING:
     from mplug.run.run import Run
 
 DTYPES = ("float32", "bfloat16", "float16")
+
+
+class NewFolder(UserPath):
+    """The path of a new folder, or the address of a store (a `str`)."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path or the address."""
+        return value if isinstance(value, str) and is_address(value) else super().convert(value, param, ctx)
 
 
 @click.command("export")

@@ -14,5 +14,6 @@ if TYPE_CHECKING:
     from mplug_estimates.memory_check import check_memory as check_memory
     from mplug_estimates.memory_limits import host_memory as host_memory
     from mplug_estimates.preflight import Preflight as Preflight
+    from mplug_estimates.timing import timed as timed
 
 publish(__name__)

@@ -7,7 +7,7 @@ from mplug_estimates.count_passes import passes_of
 from mplug_estimates.course import data_gap, loss_warning
 from mplug_estimates.memory_check import check_memory
 from mplug_estimates.passes import Passes
-from mplug_estimates.settings import about_unused, about_warmup
+from mplug_estimates.settings import about_idle_gpus, about_unused, about_warmup
 from mplug_estimates.size_limits import refuse_beyond_memory
 from mplug_estimates.sizes import within_reason
 from mplug_estimates.step_estimate import about_step, recipe_gaps
@@ -45,7 +45,7 @@ class Preflight:
 
     def about_steps(self, run: "Run", model: "Model", world: "World | None", done: int) -> list[str]:
         """What a step is, how long it takes at least, and what the recipe needs that the machine lacks."""
-        return [about_step(run, model, world, done), *recipe_gaps(run, world)]
+        return [about_step(run, model, world, done), *recipe_gaps(run, world), *about_idle_gpus(run, world)]
 
     def about_memory(self, run: "Run", model: "Model", world: "World | None") -> list[str]:
         """Compare the estimate of the run's memory with that of the machine."""

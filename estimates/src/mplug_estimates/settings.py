@@ -7,6 +7,7 @@ from mplug.errors import listed
 
 if TYPE_CHECKING:
     from mplug.config.sources import Settings
+    from mplug.distributed.world import World
     from mplug.run.run import Run
 
 
@@ -19,6 +20,19 @@ def about_warmup(run: "Run") -> list[str]:
         f"the warm-up has {schedule.warmup_steps} steps and the run {steps}, so the learning rate only reaches "
         f"{peak * steps / schedule.warmup_steps:.2g} of {peak:g}; set schedule.warmup_steps to fewer"
     ]
+
+
+def about_idle_gpus(run: "Run", world: "World | None") -> list[str]:
+    """A line about GPUs of this machine that the run does not use, unless a launcher has started its processes."""
+    if run.config.trainer.device == "cpu" or world is not None:
+        return []
+    from torch.cuda import device_count
+
+    if (gpus := device_count()) <= run.mesh.world_size:
+        return []
+    data = run.config.parallel.data
+    remedy = f"--parallel {data}{gpus} uses all" if data else "add a parallel strategy to use more"
+    return [f"this machine has {gpus} GPUs, and the run uses {run.mesh.world_size}; {remedy}"]
 
 
 def about_unused(run: "Run", overrides: "Settings") -> list[str]:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from mplug.run.durations import LONG_RUN, TRIAL, duration
-from mplug.training.hardware import peak_tflops, timed
+from mplug.training.hardware import peak_tflops
+from mplug_estimates.timing import timed
 
 if TYPE_CHECKING:
     from mplug.distributed.world import World

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 
 from mplug.config.sources import source_of
 from mplug.errors import UsageError, listed
-from mplug.model.generator_seeds import drawing_plugin
 from mplug.model.model import Model
 from mplug.run.run import Run
 from mplug_products.weight_product import ProductModule
+from mplug_steps.generator_seeds import drawing_plugin
 
 HOOK = "captures"
 IN_A_STEP = (

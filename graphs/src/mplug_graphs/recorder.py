@@ -10,6 +10,12 @@ if TYPE_CHECKING:
 class Recorder:
     """The class of the entry-point group 'mplug.recorders'."""
 
+    def begin(self) -> None:
+        """Let the process compute on a stream that can be recorded."""
+        from mplug_graphs.own_stream import use_own_stream
+
+        use_own_stream()
+
     def refuse(self, run: "Run", model: "Model") -> None:
         """Refuse parts that do not state that a graph can replay them."""
         from mplug_graphs.obstacles import refuse_graphs

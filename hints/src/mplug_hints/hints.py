@@ -1,6 +1,6 @@
 """What the host asks about a mistyped command line (`mplug.cli.hints.Hints`)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,27 @@ class Hints:
     def of_line(self, error: click.UsageError, command: str, words: Sequence[str]) -> str:
         """What is wrong with the command line of a command, and what to do."""
         return message_of(error, command, words)
+
+    def before_binding(self, values: Mapping[str, Any]) -> "list[Problem]":
+        """Integers of a section that are out of range."""
+        from mplug.config.problems import Problem  # imports pydantic
+        from mplug_hints.ranges import integers_out_of_range
+
+        return [Problem(path, message) for path, message in integers_out_of_range(values)]
+
+    def after_binding(self, values: Mapping[str, Any], config: Any) -> "list[Problem]":
+        """Numbers of a bound section that are out of range, or that the user wrote as booleans."""
+        from mplug.config.problems import Problem  # imports pydantic
+        from mplug_hints.ranges import booleans_as_numbers, out_of_range
+
+        checks = (*booleans_as_numbers(values, config), *out_of_range(config))
+        return [Problem(path, message) for path, message in checks]
+
+    def contradictions(self, config: Any, rate: Any) -> Iterator[str]:
+        """Contradictions between settings of the host."""
+        from mplug_hints.contradictions import contradictions  # imports pydantic
+
+        return contradictions(config, rate)
 
     def of_section(self, error: Any, model: Any, values: Mapping[str, Any]) -> "list[Problem]":
         """Every problem of a section of the config, as errors about the fields that the user wrote."""

@@ -4,10 +4,23 @@ from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from itertools import combinations
 
-from mplug.errors import UsageError, listed
+from mplug.errors import RunError, UsageError, listed
 from mplug.model.invariance import Summing
 from mplug.model.model import Model
+from mplug.run.record import provenance
 from mplug.run.run import Run
+
+
+def refuse_other_plugins(run: Run) -> None:
+    """Raise RunError unless every rank has the same plugins, in the same versions and order."""
+    keys = ("plugin", "distribution", "version")
+    plugins = run.gathered([[plugin[key] for key in keys] for plugin in provenance(run)["plugins"]])
+    for rank, of_rank in enumerate(plugins):
+        if of_rank != plugins[0]:
+            raise RunError(
+                f"rank {rank} has the plugins {of_rank}, and rank 0 has {plugins[0]}; install the same versions of the "
+                f"same plugins on all machines"
+            )
 
 
 def refuse_other_stages(run: Run, model: Model) -> None:
@@ -33,6 +46,17 @@ def refuse_other_stages(run: Run, model: Model) -> None:
                 f"{label}{schedule} gives rank {rank} other stages or another order of actions than rank 0; their "
                 f"functions must return the same on every rank (the order of a Python set differs between processes)"
             )
+
+
+def refuse_two_steppers(run: Run, model: Model) -> None:
+    """Raise UsageError if a plugin replaces the stepper of a model that another has divided into stages."""
+    others = run.hooks.implementers("build_stepper")
+    if model.pipeline is not None and others:
+        (pipeline,) = run.hooks.implementers("build_pipeline")
+        raise UsageError(
+            f"{pipeline} runs the step of its stages ('build_pipeline'), and {listed(others)} replaces the step "
+            f"('build_stepper'); use only one of them"
+        )
 
 
 def refuse_races(model: Model, summing: Iterable[Summing]) -> None:

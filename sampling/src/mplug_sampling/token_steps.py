@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from mplug import Model, Run, RunError, UsageError
-from mplug.commands import AS_THEY_ARE, Instead, use_own_stream
+from mplug.commands import AS_THEY_ARE, Instead
 from mplug_faults import cause_of, failed_part
-from mplug_graphs import CudaGraph, Recording
+from mplug_graphs import CudaGraph, Recording, use_own_stream
 from mplug_nn.cache import CacheSize
 from mplug_nn.mixers.states import StaticStateCache
 from mplug_nn.static_cache import Clock

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from mplug.system.lazy import publish
 
 if TYPE_CHECKING:
+    from mplug_steps.generator_seeds import GeneratorSeeds as GeneratorSeeds
     from mplug_steps.loss_scale import LossScale as LossScale
     from mplug_steps.reduction import Reduction as Reduction
     from mplug_steps.repeating import RepeatingStepper as RepeatingStepper

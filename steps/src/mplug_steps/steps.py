@@ -1,6 +1,7 @@
 """What the host asks about steps (`mplug.training.steps.Steps`)."""
 
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
 
@@ -10,6 +11,8 @@ from mplug.layout.placement import Placement
 from mplug.model.model import Model
 from mplug.model.products import slot_updates
 from mplug.run.run import Run
+from mplug_steps.determinism import deterministic
+from mplug_steps.generator_seeds import GeneratorSeeds
 from mplug_steps.loss_scale import LossScale
 from mplug_steps.reduction import Reduction
 from mplug_steps.repeating import repeating
@@ -26,6 +29,14 @@ class Steps:
     ) -> Reduction:
         """What sums gradients that strategies have not summed."""
         return Reduction(run, placements, reduced_over, pieces)
+
+    def deterministic(self) -> AbstractContextManager[None]:
+        """In the block, torch gives the same bits for the same computation, or raises if it cannot."""
+        return deterministic()
+
+    def seeds(self, run: Run, model: Model, drawing: str) -> GeneratorSeeds:
+        """What seeds torch's generators; `drawing` is the label of a plugin that draws from them."""
+        return GeneratorSeeds(model.plan, run.mesh, run.rank, run.device, drawing)
 
     def statistics(self, run: Run, model: Model) -> Statistics:
         """The statistics of a model. Collective."""

@@ -1,20 +1,27 @@
 """What the host asks about the division of a step's work among ranks (`mplug.training.division.Division`)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from mplug.contracts.loader import Loader
 from mplug.contracts.micro_batch import MicroBatch
 from mplug_streams.document_shares import DocumentShares, document_maps
 from mplug_streams.rows import count_rows, malformed_streams, own_rows
+from mplug_streams.sharing import Sharing
 from mplug_streams.work_shares import dealt, imbalance
 
 if TYPE_CHECKING:
     from mplug.layout.mesh import Mesh
     from mplug.layout.plan import Plan
+    from mplug.run.run import Run
 
 
 class Division:
     """The class of the entry-point group 'mplug.divisions'."""
+
+    def shared_loader(self, run: "Run", build: Callable[[], Loader]) -> Loader:
+        """A loader that reads on one rank for several."""
+        return Sharing().loader(run, build)
 
     def malformed(self, batch: MicroBatch, plan: "Plan") -> str:
         """A sentence about entries of streams that contradict one another; '' if there are none."""

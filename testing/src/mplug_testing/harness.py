@@ -64,7 +64,7 @@ class Trace:
     first step, `weights` those after the last. `announced` holds for every step how often each gradient of the rank was
     announced as final. `statistics` are those of each step, over all ranks. `drawn` holds the states of torch's
     generator when a unit began to compute. `places` holds the rank's index among the ranks that compute different parts
-    of a unit (`mplug.model.generator_seeds`). `taken` is the number of micro batches of the evaluation. `taken_early`
+    of a unit (`mplug_steps.GeneratorSeeds`). `taken` is the number of micro batches of the evaluation. `taken_early`
     is whether the stepper took many of them before it needed them.
     """
 
@@ -168,7 +168,7 @@ def train_steps(
     trace.initial = owned_values(run, parts)
     announced = listen(parts)
     watch_units(run, parts, lambda call: trace.drawn.setdefault(call, set()).add(generator_state()))
-    trace.places = dict(parts.model.seeds.places) if parts.model.seeds else {}
+    trace.places = dict(getattr(parts.model.seeds, "places", {}))
     for step in range(1, STEPS + 1):
         run.step = step
         batches = changed_batches(parts, config.trainer.global_batch_size, portions)

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 from mplug.contracts.optimizer import Optimizer, Piece
 from mplug.errors import UsageError, listed
 from mplug.model.assembler import Assembler
-from mplug.model.builders import builder
-from mplug.model.single_optimizer import placements_of, single_optimizer, wrapped
+from mplug.model.single_optimizer import placements_of, wrapped
 from mplug.registry.hooks import implemented
 from mplug_updates.averaged_optimizer import with_average
+from mplug_updates.builders import builder, optimizer_of
 from mplug_updates.first_weights import with_first_weights
 from mplug_updates.grouping import FIELD
 from mplug_updates.offloaded_optimizer import Chunk, OffloadedOptimizer, chunks_of
@@ -53,7 +53,7 @@ def _without_first_weights(run: "Run", model: "Model", pieces: list[Piece], grou
         held = {name: one for name, one in placements.items() if keys[name] == kind}
         assembler = Assembler(run, held, tuple(one for name, one in everywhere.items() if keys[name] == kind), groups)
         # An optimizer may have collectives, so every rank builds and runs all of them, also those without pieces.
-        optimizer = with_average(run, single_optimizer(run, own, assembler, group), own)
+        optimizer = with_average(run, optimizer_of(run, own, assembler, group), own)
         lr, decay = (UNCHANGED, UNCHANGED) if group is None else rates_of(run.config, group)
         # By widths, the product of the learning rate and the decay is that of the base model.
         parts.append(Part(optimizer, own, lr.times(factor), decay.times(1 / factor)))

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from mplug.errors import UsageError
 from mplug.layout.plan import Parameter
-from mplug.model.builders import builder, hook_of
+from mplug_updates.builders import builder, hook_of
 
 if TYPE_CHECKING:
     from mplug.config.host_sections import ParameterGroup

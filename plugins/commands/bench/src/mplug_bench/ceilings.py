@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mplug import Model, Run
-from mplug.commands import IN_CPU_MEMORY, build_model, timed
-from mplug_estimates import measure_bytes
+from mplug.commands import IN_CPU_MEMORY, build_model
+from mplug_estimates import measure_bytes, timed
 from mplug_nn import AttentionInputs, AttentionSpec
 from mplug_nn.linear import Linear
 from mplug_ops import all_gather

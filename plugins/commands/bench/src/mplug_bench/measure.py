@@ -190,8 +190,9 @@ def _running(task: Task, send: Send) -> Iterator[Run]:
 def _measure(task: Task, send: Send) -> Measured:
     """Measure one round in this process; `send` receives the number of every step."""
     with _running(task, send) as run:
-        from mplug.commands import build, launch_step, peak_memory_gib, peak_tflops, timed
+        from mplug.commands import build, launch_step, peak_memory_gib, peak_tflops
         from mplug_compile import compiled_graphs
+        from mplug_estimates import timed
 
         parts, config = build(run), run.config
 

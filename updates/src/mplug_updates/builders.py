@@ -5,26 +5,20 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from mplug.config.host_sections import ParameterGroup
+from mplug.contracts.optimizer import Optimizer, Piece
+from mplug.model.assembler import Assembler
+from mplug.model.single_optimizer import checked
 
 if TYPE_CHECKING:
-    from mplug.model.model import Model
     from mplug.run.run import Run
-
-HOOK = "build_optimizer"
 
 
 def builder(run: "Run", group: ParameterGroup | None) -> str:
     """The label of the plugin that builds the optimizer of a group, or of the parameters without a group (None)."""
     if group is not None and group.optimizer is not None:
         return group.optimizer.label
-    (label,) = run.hooks.implementers(HOOK)
+    (label,) = run.hooks.implementers("build_optimizer")
     return label
-
-
-def builder_of(run: "Run", model: "Model", name: str) -> str:
-    """The label of the plugin that builds the optimizer of a parameter."""
-    number = model.groups.get(name, -1)
-    return builder(run, run.config.groups[number] if number >= 0 else None)
 
 
 def hook_of(run: "Run", group: ParameterGroup | None, hook: str) -> Callable[..., object]:
@@ -36,3 +30,9 @@ def hook_of(run: "Run", group: ParameterGroup | None, hook: str) -> Callable[...
         return partial(group.optimizer.call, hook)
     found: Callable[..., object] = getattr(run.hooks.call, hook)
     return found
+
+
+def optimizer_of(run: "Run", pieces: list[Piece], assembler: Assembler, group: ParameterGroup | None) -> Optimizer:
+    """What the plugin of a group builds of its pieces alone; PluginError if it is no optimizer."""
+    optimizer = hook_of(run, group, "build_optimizer")(run=run, pieces=pieces, assembler=assembler)
+    return checked(optimizer, builder(run, group))

@@ -18,22 +18,15 @@ import torch
 
 from mplug.layout.plan import Plan, Unit
 from mplug.tensors.random import key_of
+from mplug.training.evaluator import ENTRY
 
 if TYPE_CHECKING:
     from mplug.layout.mesh import Mesh
     from mplug.model.slots.offers import Filled
     from mplug.run.run import Run
 
-ENTRY = "generator_key"
-"""The entry of a micro batch that holds its key: a Python int, which no unit takes."""
-
 HEADS = "heads"
 """The named axis of weights that the inputs of a unit do not have."""
-
-
-def micro_batch_key(seed: int, step: int, number: int) -> int:
-    """The key of a step's micro batch; the first has number 0."""
-    return key_of(seed, "draws", step, number)
 
 
 class GeneratorSeeds:

@@ -490,7 +490,7 @@ def test_a_run_that_ends_with_a_loss_far_above_a_uniform_guess_warns(
 ) -> None:
     trained(tmp_path / "a", fields, "trainer.steps=1", "trainer.eval_every=0")
     assert "uniform guess" not in capfd.readouterr().err
-    monkeypatch.setattr("mplug.training.report.FAR_ABOVE", 0.5)
+    monkeypatch.setattr("mplug_estimates.course.FAR_ABOVE", 0.5)
     trained(tmp_path / "b", fields, "trainer.steps=1", "trainer.eval_every=0")
     assert "is far above 5.545, the loss of a uniform guess among 256 tokens" in capfd.readouterr().err
     assert "far above 5.545" in (tmp_path / "b" / "logs" / "rank0.log").read_text()

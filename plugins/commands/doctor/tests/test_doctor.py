@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from mplug.commands import Registry, default_settings, read_assignments, resolve
 from mplug_doctor import apart, machine
 from mplug_doctor.apart import in_process, in_subprocess
 from mplug_doctor.command import command
-from mplug_doctor.findings import Findings
+from mplug_doctor.findings import Findings, Problem
 from mplug_doctor.run_probe import another_kernel, the_run
 from mplug_doctor.software import software
+from mplug_doctor.stale import find_stale
 
 CPU = ("trainer.device=cpu", "data.name=mock")
 
@@ -119,6 +121,35 @@ def test_the_installation_is_listed_and_faulty_distributions_are_problems(
     misplaced, other_version = (one.what for one in software().problems if one not in before.problems)
     assert "'look' of acme-watch 1.0 is in the group 'mplug.extension'" in misplaced
     assert "requires mplug >=7" in other_version
+
+
+def test_a_clone_whose_entry_points_have_changed_is_a_problem_with_its_remedy(tmp_path: Path) -> None:
+    source = tmp_path / "acme"
+    source.mkdir()
+    (metadata := tmp_path / "acme-1.0.dist-info").mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[mplug.models]\nacme = acme:Acme\n\n[console_scripts]\nacme = acme:main\n"
+    )
+    editable = {"url": source.as_uri(), "dir_info": {"editable": True}}
+    (metadata / "direct_url.json").write_text(json.dumps(editable))
+
+    def found(entry_points: str, fields: str = "") -> list[Problem]:
+        (source / "pyproject.toml").write_text(f'[project]\nname = "acme"\n{fields}\n{entry_points}')
+        findings = Findings()
+        find_stale(findings, [Distribution.at(metadata)])
+        return findings.problems
+
+    same = '[project.entry-points."mplug.models"]\nacme = "acme:Acme"\n'
+    assert found(same) == found("", 'dynamic = ["entry-points"]') == []
+    (problem,) = found(f'{same}[project.entry-points."mplug.kernels"]\nfast = "acme:fast"\n')
+    assert problem.what.startswith("the sources of acme (mplug.kernels: fast) have other entry points")
+    assert problem.remedy == f"install them again: pip install --no-deps -e '{source}'"
+    assert "mplug.models: acme" in found('[project.entry-points."mplug.models"]\nacme = "acme:Other"\n')[0].what
+    (source / "pyproject.toml").unlink()
+    findings = Findings()
+    find_stale(findings, [Distribution.at(metadata)])
+    assert findings.problems == []
 
 
 def test_the_run_names_its_suppliers_and_time_outs() -> None:

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, distributions, version
 from mplug import UsageError
 from mplug.commands import Registry, refuse_other_versions
 from mplug_doctor.findings import Findings
+from mplug_doctor.stale import find_stale
 
 LIBRARIES = ("torch", "triton", "numpy", "pydantic", "pluggy", "click", "safetensors", "transformers", "deepspeed")
 PREFIXES = ("nvidia-nccl", "nvidia-cudnn", "transformer-engine", "flash-attn", "mplug")
@@ -34,6 +35,7 @@ def software() -> Findings:
         # Plugins of third parties have versions of their own; those that do not admit this host are named below.
         findings.add("mplug", {"note": "the distributions have different versions"})
     _plugins(findings, Registry())
+    find_stale(findings)
     return findings
 
 

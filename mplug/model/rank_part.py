@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -13,15 +13,13 @@ from mplug.model.slots.declaration import Slot, declared_slots
 from mplug.model.slots.offers import Filled
 from mplug.model.units import run_units
 
-if TYPE_CHECKING:
-    from mplug.model.seeds import Seeds
-
 
 @dataclass
 class RankPart(Placed):
     """A model of which this rank keeps its units, with the suppliers in their slots.
 
-    `slot_buffers` are the buffers that suppliers of this rank's slots keep (`mplug_products.HeldBuffers`).
+    `slot_buffers` are the buffers that suppliers of this rank's slots keep (`mplug_products.HeldBuffers`). `seeds` are those of
+    torch's generators (`mplug.model.seeds.Seeds`).
     """
 
     own_units: tuple[Unit, ...] = ()
@@ -29,7 +27,7 @@ class RankPart(Placed):
     slots: list[Filled] = field(default_factory=list)
     unit_wraps: list[Filled] = field(default_factory=list)
     slot_buffers: list[Any] = field(default_factory=list)
-    seeds: "Seeds | None" = None
+    seeds: Any = None
     _declared: dict[str, Slot] | None = None
 
     @property

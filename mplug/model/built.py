@@ -8,9 +8,9 @@ from torch import nn
 
 from mplug.layout.plan import Plan
 from mplug.layout.work import Work
-from mplug.model.plans.adaptations import adaptations
 from mplug.model.plans.work import work_of_units
 from mplug.precisions.precision import Recipe
+from mplug.registry.provided import needed
 
 
 @dataclass
@@ -42,13 +42,13 @@ class Built:
         has it calls what is there. Published checkpoints of the model do not have the parameters. ValueError for an
         attribute that is taken, and for a module that states `adaptable=False`.
         """
-        found = adaptations("modules that plugins add to a model")
+        found = needed("adaptations", "modules that plugins add to a model", "mplug-adapting")
         self.plan = found.with_attached(self.plan, self.module, modules)
         self.attached |= {name: module for name, module in modules.items() if any(True for _ in module.parameters())}
 
     def freeze(self, names: Iterable[str]) -> None:
         """State in the plan that parameters are not trained, by their names. Call it in `adapt_model`."""
-        found = adaptations("parameters that plugins freeze")
+        found = needed("adaptations", "parameters that plugins freeze", "mplug-adapting")
         self.plan = found.with_frozen(self.plan, names, list(self.parameters()))
 
     def parameters(self) -> dict[str, nn.Parameter]:

@@ -18,8 +18,8 @@ from mplug.model.units import run_units
 class RankPart(Placed):
     """A model of which this rank keeps its units, with the suppliers in their slots.
 
-    `slot_buffers` are the buffers that suppliers of this rank's slots keep (`mplug_products.HeldBuffers`). `seeds` are those of
-    torch's generators (`mplug.model.seeds.Seeds`).
+    `slot_buffers` are the buffers that suppliers of this rank's slots keep (`mplug_products.HeldBuffers`). `seeds` are
+    those of torch's generators (`mplug.model.seeds.Seeds`).
     """
 
     own_units: tuple[Unit, ...] = ()

@@ -21,7 +21,7 @@ class GatheredPlacement(Placement):
     `torch.chunk` applies to dimension 0 of the local tensor that the plan and the other axes give a rank
     (`gathered_shape`, padding included). The last ranks may have fewer rows, or none. With `in_host_memory`, a rank
     keeps its rows in CPU memory instead of on its device. With `as_copies`, ranks gather the copies of the weight that
-    a product reads instead of the weight, if the product allows it (`mplug.gathered_copies`).
+    a product reads instead of the weight, if the product allows it (`mplug_products.gathered_copies`).
     """
 
     axis: str

@@ -1,7 +1,4 @@
-"""The config of a run, as data: the settings of all sources, bound to typed sections.
-
-`mplug.registry.resolve` makes a `RunConfig`.
-"""
+"""The config of a run, as data, which `mplug.registry.resolve` makes: all settings, bound to sections."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,4 @@
-"""A plugin inside of a section: a model family in another one, data in other data, the optimizer of a group.
-
-They are the types of fields of a Config. The module imports no torch.
-"""
+"""A plugin inside of a section: a model family in another one, data in other data, the optimizer of a group."""
 
 import re
 from collections.abc import Iterator

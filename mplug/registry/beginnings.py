@@ -1,8 +1,4 @@
-"""Settings that name weights to begin with or adapters, and the installed package that serves them. Imports no torch.
-
-The host reads the checkpoints that a run resumes, and no others. A distribution brings one class in the entry-point
-group 'mplug.beginnings'; its methods are those of `mplug.training.beginnings.Beginnings`.
-"""
+"""Settings that name weights to begin with or adapters, and what serves them. Imports no torch."""
 
 from typing import Any
 

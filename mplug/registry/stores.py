@@ -1,8 +1,4 @@
-"""Addresses of object stores, such as 's3://bucket/model', in the place of paths. The host knows no protocol.
-
-A distribution brings one class in the entry-point group 'mplug.stores'. Its methods are those of `Stores`. Imports no
-torch.
-"""
+"""Addresses of object stores, such as 's3://bucket/model', in the place of paths. Imports no torch."""
 
 from functools import cache
 from importlib import import_module
@@ -15,7 +11,7 @@ from mplug.registry.entry_points import STORES, Registry, refuse_other_versions
 
 
 class Stores(Protocol):
-    """What the host asks of the class of the group 'mplug.stores'. Errors are UsageError and RunError."""
+    """What the host, which knows no protocol, asks of the class of the group. Errors are UsageError and RunError."""
 
     def local_copy(self, address: str, beginning: str = "") -> Path:
         """A complete copy of a folder or file on this machine, which is never changed. Of a run, it has a checkpoint.

@@ -17,6 +17,7 @@ from mplug_nn.largest_logits import Intervals, keep_largest_logits
 if INTERPRETED and not CANNOT_RUN:
     repair_the_interpreter()
 
+HALF = torch.bfloat16
 LENGTHS = ((7, 1, 62, 0), (70, 0, 0, 0))
 WHOLE: Intervals = ((0, 70),)
 PARTS: Intervals = ((10, 25), (45, 60))
@@ -48,24 +49,43 @@ def found(function: Any, q: Tensor, k: Tensor, intervals: Intervals, spec: Atten
     return largest
 
 
-@runs
-@pytest.mark.parametrize("intervals", [WHOLE, PARTS], ids=["all positions", "two parts"])
-@pytest.mark.parametrize("asked", ASKED, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_it_is_the_maximum_of_plain_torch_in_fp64(
-    asked: dict[str, Any], intervals: Intervals, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 16 and 32, so that a short sequence has some that are empty, full and partial."""
     from mplug_triton import largest_logits_launch as launch
 
     small = launch.Tiles(16, 32, 4, 1)
     monkeypatch.setattr(launch, "HALF", dict.fromkeys(launch.HALF, small))
     monkeypatch.setattr(launch, "SINGLE", small)
+
+
+def assert_exact(asked: dict[str, Any], intervals: Intervals, dtype: torch.dtype) -> None:
     spec, queries = AttentionSpec(0.3, 16, 16, **asked), sum(end - first for first, end in intervals)
     q, k = drawn(2, queries, 4, 16, dtype=dtype), drawn(2, 70, 2, 16, dtype=dtype, seed=1)
     for negative in (False, True):
         q, k = (-1 - q.abs(), 1 + k.abs()) if negative else (q, k)  # then a key too many has a product of 0
         right = found(keep_largest_logits, q.double(), k.double(), intervals, spec)
         torch.testing.assert_close(found(maximum, q, k, intervals, spec), right, rtol=2e-6, atol=0)
+
+
+@runs
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(("asked", "intervals", "dtype"), [(ASKED[4], WHOLE, torch.float32), (ASKED[-1], PARTS, HALF)])
+def test_it_is_the_maximum_of_plain_torch_in_fp64(
+    asked: dict[str, Any], intervals: Intervals, dtype: torch.dtype
+) -> None:
+    assert_exact(asked, intervals, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("intervals", [WHOLE, PARTS], ids=["all positions", "two parts"])
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_every_mask_gives_the_maximum_of_plain_torch_in_fp64(
+    asked: dict[str, Any], intervals: Intervals, dtype: torch.dtype
+) -> None:
+    assert_exact(asked, intervals, dtype)
 
 
 @runs

@@ -28,6 +28,7 @@ from mplug.training.hardware import Moment
 
 GPU = {"model.preset": "1.7b", "trainer.seq_length": 2048, "trainer.micro_batch_size": 4, "trainer.precision": "bf16"}
 CPU = {"model.hidden_size": 64, "model.num_attention_heads": 4, "trainer.seq_length": 32, "trainer.micro_batch_size": 2}
+CPU |= {"model.qk_norm": False}
 VARIANTS = {
     "offload": {"optimizer.offload": "{}"},
     "clip": {"optimizer.qk_clip": "100"},

@@ -2,13 +2,14 @@
 
     python benchmarks/matrices.py [--layouts '' tp2 fsdp2 zero2] [--optimizers adamw muon] [--tokens 524288]
     python benchmarks/matrices.py --optimizers adamw adamw+offload      (the states in the memory of the CPU)
-    python benchmarks/matrices.py --optimizers muon muon+clip           (QK-clip)
+    python benchmarks/matrices.py --optimizers muon muon+clip muon+clip+kernel    (QK-clip, also with a Triton kernel)
 
 Trains a few small steps for each pair, and measures a micro batch and an update by themselves, on rank 0. STEP is the
-time that follows for a step of `--tokens` tokens: micro batches as the first optimizer's, and one update. RATIO is the
-step's time over that of the first optimizer under the same layout. Communication that a step hides behind its first or
-last micro batch is in the time of a micro batch here. On a CPU the model is small, and the times only show that the
-script runs.
+time that follows for a step of `--tokens` tokens: its micro batches, and one update. RATIO is the step's time over that
+of the first optimizer under the same layout. An optimizer alone does not change a micro batch, so all of them count the
+micro batch of the first one: small differences between runs would hide the update. A variant ('+clip') counts its own.
+Communication that a step hides behind its first or last micro batch is in the time of a micro batch here. On a CPU the
+model is small, and the times only show that the script runs.
 """
 
 import argparse
@@ -27,7 +28,12 @@ from mplug.training.hardware import Moment
 
 GPU = {"model.preset": "1.7b", "trainer.seq_length": 2048, "trainer.micro_batch_size": 4, "trainer.precision": "bf16"}
 CPU = {"model.hidden_size": 64, "model.num_attention_heads": 4, "trainer.seq_length": 32, "trainer.micro_batch_size": 2}
-VARIANTS = {"offload": {"optimizer.offload": "{}"}, "clip": {"optimizer.qk_clip": "100"}}
+CPU |= {"model.qk_norm": False}
+VARIANTS = {
+    "offload": {"optimizer.offload": "{}"},
+    "clip": {"optimizer.qk_clip": "100"},
+    "kernel": {"kernels.largest_logits": "triton"},
+}
 """Settings by the words that may follow the name of an optimizer: 'adamw+offload'."""
 HEADER = ("LAYOUT", "OPTIMIZER", "MICRO BATCH MS", "UPDATE MS", "STEP MS", "RATIO", "GIB")
 
@@ -103,7 +109,8 @@ def main() -> None:
             run = _prepared(task)
             one: Found = launch(run.mesh.world_size, measured, task, supervisor=supervisor_of(run))
             first = first or one
-            step, reference = (found.step(options.tokens, first.micro_batch) for found in (one, first))
+            own = one.micro_batch if "+" in optimizer else first.micro_batch
+            step, reference = one.step(options.tokens, own), first.step(options.tokens, first.micro_batch)
             times = (f"{1e3 * seconds:.2f}" for seconds in (one.micro_batch, one.update, step))
             rows.append(
                 (layout or "one process", optimizer, *times, f"{step / reference:.4f}", f"{one.memory_gib:.2f}")

@@ -42,7 +42,7 @@ class Slot:
       host supplies it.
     - `gathers_positions`: a supplier is called as `supplier(x)` with x [B, S, ...] of this rank's positions, between
       the products of a pair, where only the ranks that divide the entries divide the sequence. It returns the tensor of
-      whole sequences, without a gradient, and this rank's positions in them [S]. The host supplies it.
+      whole sequences, without a gradient, and this rank's positions in them: pairs (first, end). The host supplies it.
     - `sums_parts`: a supplier is called as `supplier(values)`, with sums [...] over this rank's positions of sequences.
       It returns those over whole sequences, whose gradient every rank receives, and a share: 1.0 on one of the ranks
       that know the same sums, and 0.0 on the others. The host supplies it.

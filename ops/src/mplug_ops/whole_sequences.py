@@ -64,11 +64,11 @@ def whole_keys(run: Run, model: Model) -> list[Offer]:
     usual_length = run.config.trainer.seq_length
     usual = parts_at(usual_length)  # known before a compiler traces the slot, which cannot trace the mesh
 
-    def gathered(x: Tensor) -> tuple[Tensor, Tensor]:
+    def gathered(x: Tensor) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
         length = x.shape[1] * len(ranks)
         parts = usual if length == usual_length else parts_at(length)
-        places = torch.cat([torch.arange(part.start, part.stop, device=x.device) for part in parts[own]])
-        return (x if group is None else _in_order(all_gather(x, group, 1), parts)), places
+        intervals = tuple((part.start, part.stop) for part in parts[own])
+        return (x if group is None else _in_order(all_gather(x, group, 1), parts)), intervals
 
     slots = [slot.name for slot in model.declared.values() if slot.gathers_positions]
     return [Offer({slot: gathered}, _has_tokens, plugin="host") for slot in slots]

@@ -26,7 +26,7 @@ from mplug_testing.harness import tiny_run
 
 if INTERPRETED:
     repair_the_interpreter()
-SUBJECTS = ("triton", "attention", "norm", "qkv", "rows", "swiglu")
+SUBJECTS = ("triton", "attention", "largest_logits", "norm", "qkv", "rows", "swiglu")
 # The interpreter takes milliseconds a program, so there the tiny run is tinier.
 SMALLER = {"model.num_layers": 1, "trainer.seq_length": 12, "trainer.global_batch_size": 2, "trainer.eval_samples": 2}
 
@@ -40,6 +40,10 @@ class TestTriton(KernelSuite):
         "trainer.compile": "aot_eager",
         **(SMALLER if INTERPRETED else {}),
     }
+
+    def _offered(self, dtype: str | None = None) -> tuple[Run, list[Offer]]:
+        run, offers = super()._offered(dtype)
+        return run, [one for one in offers if CORE not in one.suppliers]  # it serves attention only if it is named
 
 
 @pytest.mark.usefixtures("kernels_run")
@@ -99,7 +103,7 @@ def test_what_runs_on_a_device_runs_in_tritons_interpreter_too() -> None:
 # What it claims.
 
 CORE, NORM, QKV, ACTIVATION = "Attention.core", "Norm.norm_residual", "Attention.prepare_qkv", "MLP.activation"
-DISPATCH, COMBINE = "Experts.dispatch", "Experts.combine"
+DISPATCH, COMBINE, LARGEST = "Experts.dispatch", "Experts.combine", "LargestLogits.maximum"
 OFFERS = Triton(Triton.Config()).offer()
 NAMED = dict.fromkeys(("attention", "norm", "qk", "activation", "dispatch"), "kernels/triton")
 
@@ -139,7 +143,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_it_supplies_each_slot_apart_from_the_others() -> None:
-    alone = [{CORE}, {NORM}, {QKV}, {DISPATCH, COMBINE}, *[{ACTIVATION}] * 2]
+    alone = [{CORE}, {LARGEST}, {NORM}, {QKV}, {DISPATCH, COMBINE}, *[{ACTIVATION}] * 2]
     assert [set(offer.suppliers) for offer in OFFERS] == alone
 
 
@@ -149,11 +153,13 @@ def test_it_supplies_each_slot_apart_from_the_others() -> None:
     [
         *(at(QKV, size=head_dim) for head_dim in (16, 24, 128, 256)),
         at(QKV, "scaled rotary"),
+        *(at(LARGEST, "window", "document_lengths", "position groups", size=width) for width in (24, 256)),
+        at(LARGEST, "full attention", dropout=0.1),
         *(at(slot, size=width) for slot in (NORM, DISPATCH, COMBINE) for width in (1, 33, 2048, WIDEST)),
         at(ACTIVATION),
     ],
 )
-def test_it_serves_even_head_dims_rows_that_registers_hold_and_exact_gelu(site: Site) -> None:
+def test_it_serves_even_head_dims_rows_that_registers_hold_largest_logits_and_exact_gelu(site: Site) -> None:
     assert answer(site, during()) is answer(site, during(named={})) is True
 
 
@@ -176,13 +182,14 @@ TWO_KINDS = "supports 'gelu' and 'swiglu', and this site's activation is 'gelu_t
     [
         (at(QKV, size=33), during(), "head dim is 33"),
         (at(CORE, size=257), during(), "it supports head dims of up to 256, and this site's is 257"),
+        (at(LARGEST, size=257), during(), "it supports head dims of up to 256, and this site's is 257"),
         (at(CORE, dropout=0.1), during(), "it does not support dropout, and attention dropout is 0.1"),
         (at(CORE, "alibi bias"), during(), "it does not offer alibi bias"),
         (at(CORE), during("cpu"), "it needs a CUDA GPU, and this run is on the CPU"),
         (at(CORE), during(precision="fp64"), TO_FP32),
         *((at(slot, size=WIDEST + 1), during(), NO_ROOM) for slot in (NORM, DISPATCH, COMBINE)),
-        *((at(slot), during("cpu"), "needs a CUDA GPU") for slot in (NORM, QKV, DISPATCH)),
-        *((at(slot), during(precision="fp64"), TO_FP32) for slot in (NORM, QKV, COMBINE)),
+        *((at(slot), during("cpu"), "needs a CUDA GPU") for slot in (NORM, QKV, DISPATCH, LARGEST)),
+        *((at(slot), during(precision="fp64"), TO_FP32) for slot in (NORM, QKV, COMBINE, LARGEST)),
         *((at(slot, "log-sum-exp"), during(), "does not offer log-sum-exp") for slot in (NORM, QKV, ACTIVATION)),
         (at(NORM, "offset_rmsnorm norm"), during(), "it does not offer offset_rmsnorm norm"),
         *((at(QKV, need), during(), f"it does not offer {need}") for need in ("partial rotary", "wide QK-norm")),

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from mplug_nn import Attention, AttentionInputs, AttentionSpec
-from mplug_nn.largest_logits import LargestLogits
 from mplug_nn.rotary import Rotary
 from mplug_nn.specification import ALIBI, RELATIVE
 from mplug_nn.static_cache import static_keys
 from mplug_nn.turning import prepare_qk
 from mplug_testing.kernel_cases.case import Case, Drawn, Suppliers, Tensors
+from mplug_testing.kernel_cases.largest_logits import DOCUMENTS_OF_13, GROUPS_OF_13, largest_logits_cases
 
 THREE = Rotary(100.0, division="alternating", sections=(2, 1, 1))
 YARN = Rotary(100.0, "yarn", (("factor", 8.0), ("original_max_position_embeddings", 16)))
@@ -23,12 +23,11 @@ YARN = Rotary(100.0, "yarn", (("factor", 8.0), ("original_max_position_embedding
 
 
 def attention_cases() -> Iterator[Case]:
-    """Cases of `Attention.core`, `prepare_qk` and `prepare_qkv`, and of `LargestLogits.whole_keys`."""
+    """Cases of `Attention.core`, `prepare_qk` and `prepare_qkv`, and of `LargestLogits`."""
     yield from _attention_cores()
     yield from _prepared_qk()
     yield from _prepared_qkv()
-    keys = {"keys": Drawn(0).normal(2, 5, 2, 8)}
-    yield Case(("LargestLogits.whole_keys",), "keys [B, S, G, K]", LargestLogits(4), keys, _whole_keys)
+    yield from largest_logits_cases()
 
 
 def _attention_cores() -> Iterator[Case]:
@@ -103,11 +102,7 @@ def _static() -> Iterator[Case]:
 
 NEWEST = (4, 12, 30)
 """The positions of three samples in caches of 13 rows: the rows of the last sample have been overwritten."""
-GROUPS_OF_13 = ((-1, 0, 0, 0, -1, 1, -1, 2, 2, 2, 2, 2, -1), (0, 0, 0, 1, 1, 1, 1, 1, 1, -1, -1, -1, 2))
-"""Groups of positions in two samples."""
 GROUPED: dict[str, Any] = {"position_groups": True, "window": 3, "documents": True}
-DOCUMENTS_OF_13 = ((5, 1, 7, 0), (13, 0, 0, 0))
-"""Document lengths of two samples, padded with zeros."""
 REACH = 3
 
 
@@ -285,11 +280,3 @@ def _qkv(
         return call
 
     return Case(("Attention.prepare_qkv",), name, module, inputs, bind, module.needs("Attention.prepare_qkv", ()))
-
-
-def _whole_keys(suppliers: Suppliers, x: Tensors) -> Callable[[], dict[str, Tensor]]:
-    def call() -> dict[str, Tensor]:
-        keys, positions = suppliers["LargestLogits.whole_keys"](x["keys"])
-        return {"the only rank's keys": keys, "positions": positions}
-
-    return call

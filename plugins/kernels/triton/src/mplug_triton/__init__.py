@@ -1,4 +1,4 @@
-"""Fused Triton kernels: attention; norms with the residual addition; QK-norm and RoPE with QKV; rows to experts.
+"""Fused Triton kernels: attention and its largest logits; norms with the residual addition; QKV; rows to experts.
 
 The backward kernel of QKV writes the gradient of the packed projection in one pass, and that of SwiGLU the gradient of
 both halves. The plugin also offers a GELU in plain torch operations, which torch's compiler fuses with its neighbours.
@@ -44,10 +44,12 @@ class Triton:
 
     @hookimpl
     def offer(self) -> list[Offer]:
-        """Offer attention, its preparation from packed heads, norms, the rows of experts, and the activation."""
+        """Offer attention, its largest logits and its preparation, norms, the rows of experts, and the activation."""
         from mplug_nn import specification as needs
+        from mplug_nn.largest_logits import HIDING
         from mplug_triton import gelu, swiglu
         from mplug_triton.attention import attention
+        from mplug_triton.largest_logits import maximum
         from mplug_triton.norm import norm_residual
         from mplug_triton.qkv import prepare_qkv
         from mplug_triton.rows import combine, dispatch
@@ -56,6 +58,7 @@ class Triton:
         served |= {needs.KEY_LENGTH, *needs.CAPABILITIES}
         return [
             Offer({"Attention.core": attention}, supports_attention, serves=served, optional=True),
+            Offer({"LargestLogits.maximum": maximum}, supports_largest_logits, serves=HIDING, optional=True),
             Offer({"Norm.norm_residual": norm_residual}, supports_norm, optional=True),
             Offer({"Attention.prepare_qkv": prepare_qkv}, supports_qkv, serves=TURNING, optional=True),
             Offer({"Experts.dispatch": dispatch, "Experts.combine": combine}, supports_rows, optional=True),
@@ -72,12 +75,22 @@ def supports_attention(site: Site, run: "Run") -> bool | str:
     return "attention" in run.config.kernels.kinds and (_reason_against_attention(site, run) or True)
 
 
+def supports_largest_logits(site: Site, run: "Run") -> bool | str:
+    """True for keys up to WIDEST_HEAD, on a GPU from Ampere on or in Triton's interpreter; else the reason."""
+    return _reason_against_heads(site, run) or True
+
+
 def _reason_against_attention(site: Site, run: "Run") -> str:
     spec = site.module.spec
-    if spec.key_width > WIDEST_HEAD:
-        return f"it supports head dims of up to {WIDEST_HEAD}, and this site's is {spec.key_width}"
     if spec.dropout > 0:
         return f"it does not support dropout, and attention dropout is {spec.dropout:g}"
+    return _reason_against_heads(site, run)
+
+
+def _reason_against_heads(site: Site, run: "Run") -> str:
+    width = site.module.spec.key_width
+    if width > WIDEST_HEAD:
+        return f"it supports head dims of up to {WIDEST_HEAD}, and this site's is {width}"
     runs = _runs(run)
     if isinstance(runs, str):
         return runs

@@ -82,7 +82,7 @@ def forward(
     with torch.cuda.device_of(q):
         triton_attention[(triton.cdiv(s, tiles.queries) * b * h,)](
             *heads, sinks, out, sums, *sight,
-            *_strides(*heads), _per_sample(sight.first),
+            *strides(*heads), per_sample(sight.first),
             s, t, h, h // k.shape[2], scoring.scale, scoring.cap or 1.0,
             SINKS=sinks is not None, **_constants(q, tiles, scoring),
         )  # fmt: skip
@@ -103,16 +103,16 @@ def backward(
     (b, s, h, _), (_, t, g, _) = q.shape, k.shape
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     _, of_queries, of_keys = plan or plan_of(q)
-    strides = (*_strides(*heads, grad), _per_sample(sight.first))
+    steps = (*strides(*heads, grad), per_sample(sight.first))
     sums = sums.contiguous()
     with torch.cuda.device_of(q):
         triton_attention_dq[(triton.cdiv(s, of_queries.queries) * b * h,)](
-            *heads, grad, sums, inner, dq, *sight, *strides,
+            *heads, grad, sums, inner, dq, *sight, *steps,
             s, t, h, h // g, scoring.scale, scoring.cap or 1.0, **_constants(q, of_queries, scoring),
         )  # fmt: skip
         ranges = ranges_of(sight, t, of_keys.keys)
         triton_attention_dk_dv[(triton.cdiv(t, of_keys.keys) * b * g,)](
-            *heads, grad, sums, inner, dk, dv, *sight, ranges, *strides, _per_sample(ranges),
+            *heads, grad, sums, inner, dk, dv, *sight, ranges, *steps, per_sample(ranges),
             s, t, h, g, h // g, scoring.scale, scoring.cap or 1.0, **_constants(q, of_keys, scoring),
         )  # fmt: skip
     return dq, dk, dv
@@ -125,7 +125,7 @@ def row_sums(out: Tensor, grad: Tensor) -> Tensor:
     rows = 64
     with torch.cuda.device_of(out):
         triton_row_sums[(triton.cdiv(s, rows) * b * h,)](
-            out, grad, inner, *_strides(out, grad), s, h, K=width, WIDTH=padded(width), M=rows, num_warps=4
+            out, grad, inner, *strides(out, grad), s, h, K=width, WIDTH=padded(width), M=rows, num_warps=4
         )
     return inner
 
@@ -144,10 +144,11 @@ def _constants(q: Tensor, tiles: Tiles, scoring: Scoring) -> dict[str, object]:
     }
 
 
-def _strides(*xs: Tensor) -> list[int]:
+def strides(*xs: Tensor) -> list[int]:
+    """The strides of all dimensions but the last, whose rows are consecutive."""
     return [stride for x in xs for stride in x.stride()[:3]]
 
 
-def _per_sample(x: Tensor) -> int:
+def per_sample(x: Tensor) -> int:
     """The stride from one sample to the next; 0 if all samples share one row."""
     return x.stride(0) if len(x) > 1 else 0

@@ -44,7 +44,7 @@ def attach_statistics(model: "Model") -> dict[str, list[Clipped]]:
             normalises = getattr(module, "q_norm", None) is not None
             reason = "normalises queries and keys" if normalises else "does not state which rows decide its logits"
             raise UsageError(f"{FIELD}: '{name}' {reason}, so it cannot be clipped; remove the field")
-        added[f"{name}.{STATISTIC}"] = LargestLogits(module.num_heads)
+        added[f"{name}.{STATISTIC}"] = LargestLogits(module.num_heads, module.spec)
         for one in rows:
             clipped = Clipped(one, f"{name}.{STATISTIC}.values", module.num_kv_heads)
             found.setdefault(f"{name}.{one.parameter}", []).append(clipped)

@@ -154,13 +154,18 @@ def errors_of_workers(traces: list[Trace], references: list[Trace]) -> Errors:
 
 
 def _of_statistics(step: int, traces: list[Trace], reference: Trace) -> Errors:
+    """Compare the statistics; the error is relative to max(|value|, 1e-3).
+
+    Rewards of DPO are small differences of log-probabilities, whose rounding they have.
+    """
     expected = reference.statistics[step]
     for rank, trace in enumerate(traces):
         found = trace.statistics[step]
         if found.keys() != expected.keys():
             yield "statistic", math.inf, f"statistics {sorted(found)} on rank {rank}; expected {sorted(expected)}"
         for name in found.keys() & expected.keys():
-            error = _relative(float((found[name] - expected[name]).norm()), float(expected[name].norm()))
+            size = max(float(expected[name].norm()), 1e-3)
+            error = _relative(float((found[name] - expected[name]).norm()), size)
             values = f"{found[name].tolist()} on rank {rank}, step {step}; expected {expected[name].tolist()}"
             yield "statistic", error, f"statistic {name} is {values}"
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from mplug import UsageError
 from mplug.model.build import build_model
 from mplug.training.assembly import Parts, build
+from mplug.training.batch_parts import without_extra_targets
 from mplug_pretrained.external_form import conversion, refuse_lossy
 from mplug_testing.harness import in_fp64, tiny_run
 from mplug_testing.objectives import ObjectiveSuite
@@ -132,6 +133,16 @@ def test_margins_of_lines_are_subtracted_and_answers_are_scored_at_their_end_mar
 def test_data_without_the_last_token_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"scores an answer at its last token.*set data\.keep_end=true"):
         tiny_run(of_file(tmp_path / "pairs.jsonl", **{"data.keep_end": False}))
+
+
+def test_samples_that_only_fill_up_an_evaluation_count_no_pair() -> None:
+    parts = build(tiny_run(in_fp64({**PAIRS, "trainer.micro_batch_size": 4})))
+    whole = next(iter(parts.train_loader.loader.take(8)))
+    (cut,) = without_extra_targets([whole], 3)
+    three = {name: one[:3] if len(one) == 4 else one for name, one in whole.items()}
+    found, expected = (parts.stepper.outputs(parts.train_loader.step_of([one]))[0] for one in (cut, three))
+    assert int(found["num_targets"]) == int(expected["num_targets"]) > 0
+    assert float(found["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-12)
 
 
 REFUSED: dict[str, dict[str, Any]] = {

@@ -68,7 +68,9 @@ sinks hold (each copy on each rank), the movement of the master weights, and the
 In the quick tests every value of the pairs occurs, uncompiled. `pytest --wide pairs` runs the other cases. With
 `MPLUG_PAIRS=FILE` each case appends a line of JSON with its largest errors to the file.
 
-A case has at most two parallel strategies, so at most four ranks. Not in the list:
+A case has at most two parallel strategies, so at most four ranks. The reference of a case with DiLoCo's workers has a
+process for each worker. Seven samples are evaluated, which data-parallel ranks fill up to eight. The same cases change
+their layout between two steps in the wide set `relayout`. Not in the list:
 
 - lower precisions: tests of their own bound their differences from fp64 (the wide set `precision`);
 - the backend `inductor`, which compiles the same graphs as `aot_eager` (the wide set `compile`);
@@ -87,7 +89,7 @@ Some families have an array of their own, with features of their own and some of
 
 ## Found
 
-Failures of the first runs of the list. Each is corrected, and has a test of its own.
+Failures of the list, when a feature came into it. Each is corrected, and has a test of its own.
 
 | features | failure |
 |---|---|
@@ -96,6 +98,10 @@ Failures of the first runs of the list. Each is corrected, and has a test of its
 | LoRA + full recomputation + a schedule that splits backward | recomputed adapters took another path; the run ended |
 | LoRA + selective recomputation + `aot_eager` | torch's partitioner failed; the run ended |
 | frozen first stage + ZeRO stage 2 + `zb-v` | refused after the launch, by another rank than the first |
+| distillation + ZeRO stage 2 | the head's gradients had no memory; the run ended |
+| rewards + data-parallel ranks that do not divide the samples of an evaluation | the loss had the pairs of samples \
+that only fill up (error 0.045) |
+| DPO or rewards + weights of losses | the weights had no effect; refused now |
 
 ## Refused
 

@@ -83,7 +83,7 @@ class Generator:
         defaults = default_case(self.features)
         alone = [{**defaults, name: value} for name, values in self.features.items() for value in values]
         sets = [{**defaults, **values} for values in refused if self._has(values)]
-        for cases in (alone, sets):
+        for cases in (alone, [case for case in sets if self.allowed(case)]):
             self._ask(cases)
             for case in cases:
                 self.accepted(case)
@@ -143,7 +143,7 @@ class Generator:
         defaults = default_case(self.features)
         for name in self.random.sample(sorted(case), len(case)):
             reduced = {**case, name: defaults[name]}
-            if reduced != case and self._answer(reduced):
+            if reduced != case and self.allowed(reduced) and self._answer(reduced):
                 case = reduced
         own = frozenset(item for item in case.items() if item[1] != defaults[item[0]])
         assert own, f"the default case is refused: {self._answer(case)}"

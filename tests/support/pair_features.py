@@ -107,8 +107,8 @@ def small_enough(case: Case) -> bool:
 
 
 def _has_samples(case: Case) -> bool:
-    """Whether each micro batch has a sample."""
-    return any(name not in case for name in ("micro batches", *STRATEGIES)) or _samples(case) > 0
+    """Whether each micro batch has a sample; features that the case lacks have their defaults."""
+    return _samples({**dict.fromkeys(STRATEGIES, "none"), "micro batches": "1", **case}) > 0
 
 
 def _resumes_alike(case: Case) -> bool:
